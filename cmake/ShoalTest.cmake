@@ -1,0 +1,40 @@
+# shoal_test(NAME SOURCES file... [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds] [NO_TORCH])
+#
+# A GoogleTest program in one process; each case becomes a ctest.
+function(shoal_test name)
+  cmake_parse_arguments(ARG "NO_TORCH" "TIMEOUT" "SOURCES;LIBRARIES;LABELS" ${ARGN})
+  shoal_test_defaults()
+  add_executable(${name} ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_link_libraries(${name} PUBLIC ${ARG_LIBRARIES} GTest::gtest_main GTest::gmock shoal_flags shoal_warnings)
+  if(NOT ARG_NO_TORCH)
+    shoal_uses_torch(${name})
+  endif()
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT})
+endfunction()
+
+# shoal_world_test(NAME SOURCES file... WORLD 1 2 3 4 [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds])
+#
+# A GoogleTest program whose cases are run by all ranks together; one ctest per world size.
+function(shoal_world_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LIBRARIES;LABELS;WORLD" ${ARGN})
+  shoal_test_defaults()
+  add_executable(${name} ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_link_libraries(${name} PUBLIC ${ARG_LIBRARIES} shoal_test_support shoal_flags shoal_warnings)
+  shoal_uses_torch(${name})
+  foreach(ranks IN LISTS ARG_WORLD)
+    add_test(NAME ${name}.world${ranks} COMMAND ${name} --ranks ${ranks})
+    set_tests_properties(${name}.world${ranks} PROPERTIES
+      LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+  endforeach()
+endfunction()
+
+macro(shoal_test_defaults)
+  if(NOT ARG_LABELS)
+    set(ARG_LABELS fast)
+  endif()
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+endmacro()

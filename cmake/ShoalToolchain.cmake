@@ -1,0 +1,43 @@
+# Compiler, libtorch, warnings, sanitizers, compiler cache.
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+
+# libtorch: SHOAL_TORCH (variable or environment) names a folder with share/cmake/Torch; CMAKE_PREFIX_PATH works as
+# usual; otherwise the virtual environment that scripts/setup made.
+if(NOT SHOAL_TORCH AND DEFINED ENV{SHOAL_TORCH})
+  set(SHOAL_TORCH $ENV{SHOAL_TORCH})
+endif()
+if(NOT SHOAL_TORCH)
+  file(GLOB SHOAL_TORCH ${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/torch)
+endif()
+if(SHOAL_TORCH)
+  list(PREPEND CMAKE_PREFIX_PATH ${SHOAL_TORCH})
+endif()
+find_package(Torch REQUIRED)
+
+add_library(shoal_flags INTERFACE)
+target_compile_features(shoal_flags INTERFACE cxx_std_20)
+target_include_directories(shoal_flags INTERFACE
+  $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
+# libtorch's own headers change the layout of at::RecordFunction without NDEBUG; the binary is built with it.
+target_compile_definitions(shoal_flags INTERFACE NDEBUG)
+
+add_library(shoal_warnings INTERFACE)
+target_compile_options(shoal_warnings INTERFACE -Wall -Wextra -Wno-unused-parameter)
+target_include_directories(shoal_warnings INTERFACE ${CMAKE_SOURCE_DIR}/src)
+# libtorch's include folder holds another version of fmt than the system's library; used as headers, either one works.
+target_compile_definitions(shoal_warnings INTERFACE FMT_HEADER_ONLY)
+if(SHOAL_SANITIZE)
+  target_compile_options(shoal_warnings INTERFACE -fsanitize=${SHOAL_SANITIZE} -fno-omit-frame-pointer -g)
+  target_link_options(shoal_warnings INTERFACE -fsanitize=${SHOAL_SANITIZE})
+endif()
+
+find_program(SHOAL_CCACHE ccache)
+if(SHOAL_CCACHE)
+  # Precompiled headers are only cached with these checks relaxed.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
+    CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${SHOAL_CCACHE})
+  add_compile_options(-fpch-preprocess)
+endif()

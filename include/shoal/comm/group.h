@@ -1,0 +1,74 @@
+#pragma once
+// A set of ranks that communicate, and the collectives on it.
+
+#include <torch/types.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shoal/comm/call.h"
+#include "shoal/comm/call_log.h"
+#include "shoal/comm/work.h"
+
+namespace shoal {
+
+struct GroupState;
+
+// A cheap handle; copies mean the same group. Every collective must be called by all ranks of the group in the same
+// order. All of them are asynchronous: they return a Work that must be waited for before the tensors are read or
+// written. Tensors must be contiguous (UsageError otherwise). A group of one rank runs the same code with an identity
+// transport. Thread-safety: calls on one group from several threads must be serialised by the caller.
+class Group {
+ public:
+  explicit Group(std::shared_ptr<GroupState> state);
+
+  int rank() const;  // this process's place in the group, 0 .. size() - 1
+  int size() const;
+  const std::string& name() const;
+  std::string transport() const;  // "gloo", "identity", ...
+  int world_rank(int rank) const;
+
+  // tensor <- reduction over ranks, on every rank, in place.
+  Work all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::sum, Label label = {}) const;
+  // tensor <- reduction over ranks on `root`; undefined elsewhere.
+  Work reduce(at::Tensor tensor, int root, ReduceOp op = ReduceOp::sum, Label label = {}) const;
+  // output [n] <- this rank's n-element part of the reduction of input [size() * n].
+  Work reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op = ReduceOp::sum, Label label = {}) const;
+  // output [size() * n] <- the inputs [n] of all ranks, in rank order.
+  Work all_gather(at::Tensor output, at::Tensor input, Label label = {}) const;
+  // tensor <- the root's tensor.
+  Work broadcast(at::Tensor tensor, int root, Label label = {}) const;
+  // outputs (on the root: size() tensors like input; elsewhere empty) <- the inputs of all ranks.
+  Work gather(std::vector<at::Tensor> outputs, at::Tensor input, int root, Label label = {}) const;
+  // output <- inputs[rank()] of the root (on the root: size() tensors like output; elsewhere empty).
+  Work scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label = {}) const;
+  // Part r of input [size() * n] goes to rank r; part r of output [size() * n] comes from rank r.
+  Work all_to_all(at::Tensor output, at::Tensor input, Label label = {}) const;
+  // Point to point; messages between two ranks with equal tags arrive in order. tag >= 0.
+  Work send(at::Tensor tensor, int destination, int tag = 0, Label label = {}) const;
+  Work recv(at::Tensor tensor, int source, int tag = 0, Label label = {}) const;
+  // Finished when all ranks have called it.
+  Work barrier(Label label = {}) const;
+
+  // Memory for buffers that collectives run on: a contiguous, zeroed, one-dimensional tensor of `numel` elements,
+  // aligned to 128 bytes. Plain memory with Gloo; memory that the host's ranks share where the transport can.
+  // Not collective for plain memory, but call it in the same order on all ranks. Lives as long as the tensor.
+  at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
+
+  // A group of some of this group's ranks, numbered in the order given. Collective over those ranks only. Throws
+  // UsageError when this rank is not among them, or a rank is repeated or outside 0 .. size() - 1.
+  Group subgroup(const std::vector<int>& ranks) const;
+  // The ranks of this group that run on this rank's host, in rank order. Collective over this group.
+  Group by_host() const;
+
+  // The same group; calls through the returned handle are also recorded in `log`.
+  Group recorded(std::shared_ptr<CallLog> log) const;
+
+ private:
+  Work issue(Call call) const;
+
+  std::shared_ptr<GroupState> state_;
+};
+
+}  // namespace shoal

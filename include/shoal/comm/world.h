@@ -1,0 +1,56 @@
+#pragma once
+// Joining the other ranks of the job.
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "shoal/comm/group.h"
+
+namespace shoal {
+
+struct WorldOptions {
+  // Who this process is. Without `rank` and `size` (give both or neither) the environment says: torchrun's or
+  // `shoal launch`'s RANK and WORLD_SIZE, else Open MPI's, else PMI's, else Slurm's, else the process is alone. One
+  // source is used as a whole; a partial one is refused.
+  std::optional<int> rank;
+  std::optional<int> size;
+  // Where rank 0 listens. Default: the environment's MASTER_ADDR and MASTER_PORT, else loopback and port 29500.
+  // Nothing listens on any other interface than this address's.
+  std::optional<std::string> address;
+  std::optional<int> port;
+
+  std::string transport = "auto";  // "auto", "gloo"
+
+  int rendezvous_timeout_seconds = 60;  // for all ranks to appear
+  int timeout_seconds = 300;            // for one operation, with all peers alive
+  int stopped_timeout_seconds = 5;      // for a peer on this host that is stopped by a signal
+
+  // Throws UsageError that lists all faults.
+  void validate() const;
+};
+
+struct WorldState;
+
+// The job as this process sees it. A cheap handle; groups keep what they need of it alive.
+class World {
+ public:
+  World(std::shared_ptr<WorldState> state, Group group);
+
+  int rank() const;
+  int size() const;
+  int local_rank() const;             // among the ranks of this host, in rank order
+  int local_size() const;
+  const std::string& source() const;  // where rank and size came from: "options", "RANK and WORLD_SIZE", "alone", ...
+  const Group& group() const;         // all ranks
+
+ private:
+  std::shared_ptr<WorldState> state_;
+  Group group_;
+};
+
+// Collective over all ranks of the job; once per process and job. Throws UsageError for a wrong or partial description of the job, DisagreeError when ranks disagree on
+// the world's size, CommError when ranks do not appear in time.
+World init(const WorldOptions& options = {});
+
+}  // namespace shoal

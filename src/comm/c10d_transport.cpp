@@ -1,0 +1,128 @@
+#include "comm/c10d_transport.h"
+
+namespace shoal {
+namespace {
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum: return c10d::ReduceOp::SUM;
+    case ReduceOp::avg: return c10d::ReduceOp::AVG;
+    case ReduceOp::min: return c10d::ReduceOp::MIN;
+    case ReduceOp::max: return c10d::ReduceOp::MAX;
+    case ReduceOp::product: return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::band: return c10d::ReduceOp::BAND;
+    case ReduceOp::bor: return c10d::ReduceOp::BOR;
+    case ReduceOp::bxor: return c10d::ReduceOp::BXOR;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+class C10dWork : public TransportWork {
+ public:
+  C10dWork(c10::intrusive_ptr<c10d::Work> work, const Call& call)
+      : work_(std::move(work)),
+        point_to_point_(call.op == Op::send || call.op == Op::recv),
+        inputs_(call.inputs),
+        outputs_(call.outputs) {}
+
+  bool done() override { return !point_to_point_ && work_->isCompleted(); }
+
+  bool wait_for(Milliseconds slice, Milliseconds remaining) override {
+    // Gloo answers a send or receive that times out by closing all connections, so it gets the whole time at once.
+    if (point_to_point_) return work_->wait(remaining);
+    try {
+      work_->wait(slice);
+      return true;
+    } catch (const c10::Error&) {
+      // c10d throws for an operation that merely is not finished yet; a failed one counts as completed.
+      if (work_->isCompleted()) throw;
+      return false;
+    }
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  bool point_to_point_;
+  std::vector<at::Tensor> inputs_;
+  std::vector<at::Tensor> outputs_;
+};
+
+class C10dTransport : public Transport {
+ public:
+  C10dTransport(std::string name, c10::intrusive_ptr<c10d::Backend> backend)
+      : name_(std::move(name)), backend_(std::move(backend)) {}
+
+  std::string name() const override { return name_; }
+
+  std::unique_ptr<TransportWork> issue(const Call& call) override {
+    return std::make_unique<C10dWork>(start(call), call);
+  }
+
+ private:
+  template <class Options>
+  static Options with_reduce(const Call& call) {
+    Options options;
+    options.reduceOp = to_c10d(call.reduce);
+    return options;
+  }
+
+  template <class Options>
+  static Options with_root(const Call& call) {
+    Options options;
+    options.rootRank = call.peer;
+    return options;
+  }
+
+  // Shapes mean nothing to a collective, but backends compare them.
+  static std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors) {
+    std::vector<at::Tensor> flat;
+    for (const auto& tensor : tensors) flat.push_back(tensor.view({-1}));
+    return flat;
+  }
+
+  c10::intrusive_ptr<c10d::Work> start(const Call& call) {
+    auto inputs = flattened(call.inputs);
+    auto outputs = flattened(call.outputs);
+    switch (call.op) {
+      case Op::all_reduce: return backend_->allreduce(inputs, with_reduce<c10d::AllreduceOptions>(call));
+      case Op::reduce: {
+        auto options = with_reduce<c10d::ReduceOptions>(call);
+        options.rootRank = call.peer;
+        return backend_->reduce(inputs, options);
+      }
+      case Op::reduce_scatter:
+        return backend_->_reduce_scatter_base(outputs[0], inputs[0], with_reduce<c10d::ReduceScatterOptions>(call));
+      case Op::all_gather: return backend_->_allgather_base(outputs[0], inputs[0], {});
+      case Op::broadcast: return backend_->broadcast(inputs, with_root<c10d::BroadcastOptions>(call));
+      case Op::gather: {
+        std::vector<std::vector<at::Tensor>> lists;
+        if (!outputs.empty()) lists.push_back(outputs);
+        return backend_->gather(lists, inputs, with_root<c10d::GatherOptions>(call));
+      }
+      case Op::scatter: {
+        std::vector<std::vector<at::Tensor>> lists;
+        if (!inputs.empty()) lists.push_back(inputs);
+        return backend_->scatter(outputs, lists, with_root<c10d::ScatterOptions>(call));
+      }
+      case Op::all_to_all: {
+        std::vector<int64_t> equal;
+        return backend_->alltoall_base(outputs[0], inputs[0], equal, equal, {});
+      }
+      case Op::send: return backend_->send(inputs, call.peer, call.tag);
+      case Op::recv: return backend_->recv(inputs, call.peer, call.tag);
+      case Op::barrier: return backend_->barrier({});
+    }
+    return {};
+  }
+
+  std::string name_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+};
+
+}  // namespace
+
+std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend) {
+  return std::make_shared<C10dTransport>(std::move(name), std::move(backend));
+}
+
+}  // namespace shoal

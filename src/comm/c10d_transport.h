@@ -1,0 +1,14 @@
+#pragma once
+// Any c10d backend as a Transport.
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "comm/transport.h"
+
+namespace shoal {
+
+std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend);
+
+}  // namespace shoal

@@ -1,0 +1,36 @@
+// The only file that sees Gloo. libtorch's package ships c10d's Gloo header but not the Gloo headers that it includes;
+// the distribution's serve, since nothing but opaque pointers crosses the border.
+
+#include "comm/gloo.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "comm/c10d_transport.h"
+#include "comm/world_state.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+
+std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size) {
+  using c10d::ProcessGroupGloo;
+  auto options = ProcessGroupGloo::Options::create();
+  options->devices.push_back(ProcessGroupGloo::createDeviceForHostname(world.listen_address));
+  // Connecting has the rendezvous's deadline; our own waits name the culprit, so Gloo's deadline only backs them up.
+  options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
+  auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
+  store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
+  try {
+    return make_c10d_transport("gloo", c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options));
+  } catch (const std::exception& error) {
+    const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+    const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+    throw CommError(fmt::format("cannot connect the ranks of group '{}' over Gloo at {}: {}", name,
+                                world.listen_address, text.substr(0, text.find('\n'))));
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,162 @@
+#include "shoal/comm/group.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <set>
+
+#include "comm/group_state.h"
+#include "comm/recording.h"
+#include "comm/world_state.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+void require(bool condition, const Call& call, const std::string& what) {
+  if (!condition) throw UsageError(fmt::format("{}: {}", call.describe(), what));
+}
+
+void check(const Call& call, int size) {
+  for (const auto& tensors : {call.inputs, call.outputs}) {
+    for (const auto& tensor : tensors) {
+      require(tensor.defined() && tensor.is_contiguous(), call, "tensors must be defined and contiguous");
+    }
+  }
+  const bool has_peer = call.op == Op::reduce || call.op == Op::broadcast || call.op == Op::gather ||
+                        call.op == Op::scatter || call.op == Op::send || call.op == Op::recv;
+  require(!has_peer || (call.peer >= 0 && call.peer < size), call,
+          fmt::format("rank {} is not in a group of {}", call.peer, size));
+  if (call.inputs.size() != 1 || call.outputs.size() != 1) return;
+  const auto in = call.inputs[0].numel();
+  const auto out = call.outputs[0].numel();
+  require(call.inputs[0].dtype() == call.outputs[0].dtype(), call, "input and output differ in dtype");
+  if (call.op == Op::reduce_scatter) require(in == out * size, call, "input must be size() times the output");
+  if (call.op == Op::all_gather) require(out == in * size, call, "output must be size() times the input");
+  if (call.op == Op::all_to_all) require(in == out && in % size == 0, call, "input and output must be size() equal parts");
+}
+
+bool is_empty(const Call& call) {
+  const auto empty = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
+  return call.op != Op::barrier && std::all_of(call.inputs.begin(), call.inputs.end(), empty) &&
+         std::all_of(call.outputs.begin(), call.outputs.end(), empty);
+}
+
+}  // namespace
+
+Group::Group(std::shared_ptr<GroupState> state) : state_(std::move(state)) {}
+
+int Group::rank() const { return state_->rank; }
+int Group::size() const { return static_cast<int>(state_->world_ranks.size()); }
+const std::string& Group::name() const { return state_->name; }
+std::string Group::transport() const { return state_->transport->name(); }
+int Group::world_rank(int rank) const { return state_->world_ranks.at(rank); }
+
+Work Group::issue(Call call) const {
+  check(call, size());
+  const auto& failure = state_->progress->failure;
+  if (!failure.empty()) {
+    throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", name(), failure));
+  }
+  if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip it
+  return Work(std::make_unique<PendingWork>(state_, std::move(call)));
+}
+
+Work Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) const {
+  return issue({.op = Op::all_reduce, .reduce = op, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+}
+
+Work Group::reduce(at::Tensor tensor, int root, ReduceOp op, Label label) const {
+  return issue(
+      {.op = Op::reduce, .reduce = op, .peer = root, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+}
+
+Work Group::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op, Label label) const {
+  return issue({.op = Op::reduce_scatter,
+                .reduce = op,
+                .inputs = {std::move(input)},
+                .outputs = {std::move(output)},
+                .label = label});
+}
+
+Work Group::all_gather(at::Tensor output, at::Tensor input, Label label) const {
+  return issue({.op = Op::all_gather, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = label});
+}
+
+Work Group::broadcast(at::Tensor tensor, int root, Label label) const {
+  return issue({.op = Op::broadcast, .peer = root, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+}
+
+Work Group::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root, Label label) const {
+  return issue({.op = Op::gather,
+                .peer = root,
+                .inputs = {std::move(input)},
+                .outputs = std::move(outputs),
+                .label = label});
+}
+
+Work Group::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label) const {
+  return issue({.op = Op::scatter,
+                .peer = root,
+                .inputs = std::move(inputs),
+                .outputs = {std::move(output)},
+                .label = label});
+}
+
+Work Group::all_to_all(at::Tensor output, at::Tensor input, Label label) const {
+  return issue({.op = Op::all_to_all, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = label});
+}
+
+Work Group::send(at::Tensor tensor, int destination, int tag, Label label) const {
+  return issue({.op = Op::send,
+                .peer = destination,
+                .tag = tag,
+                .inputs = {std::move(tensor)},
+                .outputs = {},
+                .label = label});
+}
+
+Work Group::recv(at::Tensor tensor, int source, int tag, Label label) const {
+  return issue(
+      {.op = Op::recv, .peer = source, .tag = tag, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+}
+
+Work Group::barrier(Label label) const { return issue({.op = Op::barrier, .inputs = {}, .outputs = {}, .label = label}); }
+
+at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) const {
+  return state_->transport->allocate(numel, options);
+}
+
+Group Group::subgroup(const std::vector<int>& ranks) const {
+  const std::set<int> distinct(ranks.begin(), ranks.end());
+  if (ranks.empty() || distinct.size() != ranks.size() || *distinct.begin() < 0 || *distinct.rbegin() >= size()) {
+    throw UsageError(fmt::format("subgroup of ranks [{}]: they must be different and within 0 to {}",
+                                 fmt::join(ranks, ", "), size() - 1));
+  }
+  if (distinct.count(rank()) == 0) {
+    throw UsageError(fmt::format("subgroup of ranks [{}]: only its members make it, and this is rank {}",
+                                 fmt::join(ranks, ", "), rank()));
+  }
+  std::vector<int> world_ranks;
+  for (const int rank : ranks) world_ranks.push_back(world_rank(rank));
+  const int number = state_->progress->subgroups[ranks]++;
+  const auto name = fmt::format("{}[{}]#{}", state_->name, fmt::join(ranks, ","), number);
+  return Group(make_group_state(state_->world, name, world_ranks));
+}
+
+Group Group::by_host() const {
+  const auto& peers = state_->world->meeting.peers;
+  const auto& own = peers[world_rank(rank())].host;
+  std::vector<int> ranks;
+  for (int other = 0; other < size(); ++other) {
+    if (peers[world_rank(other)].host == own) ranks.push_back(other);
+  }
+  return static_cast<int>(ranks.size()) == size() ? *this : subgroup(ranks);
+}
+
+Group Group::recorded(std::shared_ptr<CallLog> log) const {
+  return with_transport(*state_, make_recording_transport(state_->transport, std::move(log), state_->name));
+}
+
+}  // namespace shoal

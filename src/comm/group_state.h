@@ -1,0 +1,62 @@
+#pragma once
+// What stands behind a Group and a Work.
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/transport.h"
+#include "shoal/comm/group.h"
+#include "shoal/comm/work.h"
+
+namespace shoal {
+
+struct WorldState;
+
+// Shared by all handles of a group, recorded or not.
+struct GroupProgress {
+  int64_t calls = 0;                           // operations issued
+  std::string failure;                         // why the group is unusable; empty: it works
+  std::map<std::vector<int>, int> subgroups;   // how many were made of these ranks, for their names
+  ~GroupProgress();
+  std::shared_ptr<Transport> transport;
+};
+
+struct GroupState {
+  std::string name;
+  int rank = 0;
+  std::vector<int> world_ranks;  // by rank of the group
+  std::shared_ptr<Transport> transport;
+  std::shared_ptr<GroupProgress> progress;
+  std::shared_ptr<WorldState> world;
+};
+
+// Makes the transport for these ranks. Collective over them.
+std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
+                                             std::vector<int> world_ranks);
+// The same group through another transport (a decorator of its own).
+Group with_transport(const GroupState& state, std::shared_ptr<Transport> transport);
+
+class PendingWork {
+ public:
+  PendingWork(std::shared_ptr<GroupState> group, Call call);
+  ~PendingWork();
+  PendingWork(const PendingWork&) = delete;
+  PendingWork& operator=(const PendingWork&) = delete;
+
+  void wait();
+  bool done();
+
+ private:
+  [[noreturn]] void fail(int rank, const std::string& why);
+  [[noreturn]] void fail_from(const std::exception& error);
+
+  std::shared_ptr<GroupState> group_;
+  Call call_;
+  int64_t number_;
+  bool finished_ = false;
+  std::unique_ptr<TransportWork> work_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,40 @@
+#pragma once
+// Who among the peers is dead or stopped, so that a wait can name the rank instead of running into its deadline.
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/rendezvous.h"
+
+namespace shoal {
+
+struct Fault {
+  int world_rank = -1;
+  std::string text;  // "rank 2 (pid 41) is gone"
+};
+
+// Watches the peers of this host through /proc. The first failure that anyone in the job noticed is shared through the
+// store, so that all ranks name the same culprit and not each other.
+class Liveness {
+ public:
+  Liveness(const Meeting& meeting, const Placement& placement, int stopped_timeout_seconds);
+
+  // The fault of one of these ranks, if any shows now. A stopped peer counts after the timeout.
+  std::optional<Fault> check(const std::vector<int>& world_ranks);
+  // After a transport's error: waits a moment for the fault behind it to show.
+  std::optional<Fault> diagnose(const std::vector<int>& world_ranks);
+  void publish(const std::string& text);
+
+ private:
+  std::optional<Fault> first_failure();
+
+  const Meeting* meeting_;
+  std::string key_;
+  int own_rank_;
+  std::chrono::seconds stopped_timeout_;
+  std::vector<std::optional<std::chrono::steady_clock::time_point>> stopped_since_;
+};
+
+}  // namespace shoal

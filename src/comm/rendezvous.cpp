@@ -1,0 +1,138 @@
+#include "comm/rendezvous.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <chrono>
+#include <sstream>
+#include <thread>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+// What a rank tells the others, as text: "SIZE PID START HOST".
+struct Record {
+  int size = 0;
+  Peer peer;
+};
+
+std::string to_text(const Record& record) {
+  return fmt::format("{} {} {} {}", record.size, record.peer.process.pid, record.peer.process.start_time,
+                     record.peer.host);
+}
+
+Record from_text(const std::string& text) {
+  std::istringstream in(text);
+  Record record;
+  in >> record.size >> record.peer.process.pid >> record.peer.process.start_time >> record.peer.host;
+  return record;
+}
+
+bool same_process(const Peer& a, const Peer& b) {
+  return a.host == b.host && a.process.pid == b.process.pid && a.process.start_time == b.process.start_time;
+}
+
+// One attempt to meet; every failure is published so that all ranks see the same sentence.
+class Room {
+ public:
+  Room(const Placement& placement, Meeting& meeting, int timeout_seconds)
+      : placement_(placement), meeting_(meeting), timeout_(timeout_seconds) {}
+
+  void enter() {
+    const Record own{placement_.size, {host_identity(), this_process()}};
+    auto& store = *meeting_.store;
+    const std::string job = "shoal/" + placement_.generation;
+    const auto visit = store.add(fmt::format("{}/visits/{}", job, placement_.rank), 1);
+    if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
+    meeting_.prefix = fmt::format("{}/{}", job, visit);
+    store_set(store, rank_key(placement_.rank), to_text(own));
+    agree_on_size();
+    collect();
+  }
+
+ private:
+  std::string rank_key(int rank) const { return fmt::format("{}/rank/{}", meeting_.prefix, rank); }
+
+  // A process may meet again; another one may not take its rank.
+  void refuse_duplicate(const Record& own, const std::string& previous) {
+    const auto text = store_try_get(*meeting_.store, fmt::format("{}/rank/{}", previous, placement_.rank));
+    if (!text || same_process(from_text(*text).peer, own.peer)) return;
+    meeting_.prefix = previous;
+    fail<UsageError>(fmt::format("two processes claim rank {} (pids {} and {}): give each its own RANK",
+                                 placement_.rank, from_text(*text).peer.process.pid, own.peer.process.pid));
+  }
+
+  void agree_on_size() {
+    const auto agreed = store_set_once(*meeting_.store, meeting_.prefix + "/size",
+                                       fmt::format("{} {}", placement_.size, placement_.rank));
+    std::istringstream in(agreed);
+    int size = 0;
+    int rank = 0;
+    in >> size >> rank;
+    if (size != placement_.size) {
+      fail<DisagreeError>(fmt::format("the world's size differs: {} on rank {}, {} on rank {}: give all ranks the same "
+                                      "WORLD_SIZE",
+                                      size, rank, placement_.size, placement_.rank));
+    }
+  }
+
+  void collect() {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout_);
+    meeting_.peers.resize(placement_.size);
+    std::vector<int> missing(placement_.size);
+    for (int rank = 0; rank < placement_.size; ++rank) missing[rank] = rank;
+    while (true) {
+      if (const auto error = store_try_get(*meeting_.store, meeting_.prefix + "/error")) throw DisagreeError(*error);
+      std::erase_if(missing, [&](int rank) {
+        const auto text = store_try_get(*meeting_.store, rank_key(rank));
+        if (text) meeting_.peers[rank] = from_text(*text).peer;
+        return text.has_value();
+      });
+      if (missing.empty()) return;
+      if (std::chrono::steady_clock::now() > deadline) {
+        fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {}:{} within {} s", fmt::join(missing, ", "),
+                                    placement_.size, placement_.address, placement_.port, timeout_));
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+
+  template <class E>
+  [[noreturn]] void fail(const std::string& text) {
+    store_set_once(*meeting_.store, meeting_.prefix + "/error", text);
+    // The store goes with this process if it hosts it; leave the others time to read why.
+    if (meeting_.server) std::this_thread::sleep_for(std::chrono::seconds(1));
+    throw E(text);
+  }
+
+  const Placement& placement_;
+  Meeting& meeting_;
+  int timeout_;
+};
+
+}  // namespace
+
+Meeting meet(const Placement& placement, int timeout_seconds) {
+  Meeting meeting;
+  if (placement.size == 1) {
+    meeting.peers.push_back({host_identity(), this_process()});
+    return meeting;
+  }
+  if (placement.rank == 0 && !placement.store_is_served) {
+    meeting.server = std::make_unique<StoreServer>(placement.address, placement.port);
+  }
+  meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
+  try {
+    Room(placement, meeting, timeout_seconds).enter();
+  } catch (const c10::Error&) {
+    throw CommError(fmt::format("lost the job's store at {}:{} (on rank 0 or in the launcher): rank 0 failed; see its "
+                                "error",
+                                placement.address, placement.port),
+                    0);
+  }
+  return meeting;
+}
+
+}  // namespace shoal

@@ -1,0 +1,27 @@
+#pragma once
+// c10d's key-value store with deadlines and clear errors. Only for files of comm/.
+
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace shoal {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+std::optional<std::string> store_try_get(c10d::Store& store, const std::string& key);
+void store_set(c10d::Store& store, const std::string& key, const std::string& value);
+// Sets the key unless it is set already; returns the value it has afterwards.
+std::string store_set_once(c10d::Store& store, const std::string& key, const std::string& value);
+
+// Connects to the store at address:port. Retries until `timeout_seconds` while nothing listens there. Throws CommError
+// that says whether nobody listened or somebody who is not a store.
+StorePtr connect_store(const std::string& address, int port, int timeout_seconds);
+
+// Where the first failure that anyone noticed is published, as a sentence that begins "rank N". A job that a launcher
+// restarts keeps its store; each start is a generation.
+inline std::string first_failure_key(const std::string& generation) {
+  return "shoal/" + generation + "/first_failure";
+}
+
+}  // namespace shoal

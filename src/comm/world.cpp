@@ -1,0 +1,94 @@
+#include "shoal/comm/world.h"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <numeric>
+
+#include "comm/group_state.h"
+#include "comm/world_state.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+// The address of the interface that leads to the store: loopback for a job on one host. Nothing is sent.
+std::string address_towards(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+    throw UsageError(fmt::format("cannot resolve MASTER_ADDR '{}'", host));
+  }
+  sockaddr_storage own{};
+  socklen_t length = sizeof own;
+  const int fd = socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  const bool known = connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
+                     getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) == 0;
+  close(fd);
+  freeaddrinfo(found);
+  char text[NI_MAXHOST];
+  if (!known || getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof text, nullptr, 0,
+                            NI_NUMERICHOST) != 0) {
+    throw UsageError(fmt::format("no network interface leads to MASTER_ADDR '{}'", host));
+  }
+  return text;
+}
+
+void count_local_ranks(WorldState& state) {
+  const auto& peers = state.meeting.peers;
+  state.local_size = 0;
+  for (int rank = 0; rank < state.placement.size; ++rank) {
+    if (peers[rank].host != peers[state.placement.rank].host) continue;
+    if (rank == state.placement.rank) state.local_rank = state.local_size;
+    ++state.local_size;
+  }
+}
+
+}  // namespace
+
+void WorldOptions::validate() const {
+  std::vector<std::string> faults;
+  if (rank.has_value() != size.has_value()) faults.emplace_back("rank and size: give both or neither");
+  if (transport != "auto" && transport != "gloo") {
+    faults.push_back(fmt::format("transport '{}' is not in this build; it has: auto, gloo", transport));
+  }
+  if (rendezvous_timeout_seconds < 1) faults.emplace_back("rendezvous_timeout_seconds must be at least 1");
+  if (timeout_seconds < 1) faults.emplace_back("timeout_seconds must be at least 1");
+  if (stopped_timeout_seconds < 1) faults.emplace_back("stopped_timeout_seconds must be at least 1");
+  if (!faults.empty()) throw UsageError(fmt::format("world options: {}", fmt::join(faults, "; ")));
+}
+
+World::World(std::shared_ptr<WorldState> state, Group group) : state_(std::move(state)), group_(std::move(group)) {}
+
+int World::rank() const { return state_->placement.rank; }
+int World::size() const { return state_->placement.size; }
+int World::local_rank() const { return state_->local_rank; }
+int World::local_size() const { return state_->local_size; }
+const std::string& World::source() const { return state_->placement.source; }
+const Group& World::group() const { return group_; }
+
+World init(const WorldOptions& options) {
+  options.validate();
+  auto state = std::make_shared<WorldState>();
+  state->options = options;
+  state->placement = find_placement(options, process_environment());
+  state->meeting = meet(state->placement, options.rendezvous_timeout_seconds);
+  state->liveness =
+      std::make_unique<Liveness>(state->meeting, state->placement, options.stopped_timeout_seconds);
+  count_local_ranks(*state);
+  if (state->placement.size > 1) {
+    state->listen_address = address_towards(state->placement.address, state->placement.port);
+  }
+  std::vector<int> everyone(state->placement.size);
+  std::iota(everyone.begin(), everyone.end(), 0);
+  Group group(make_group_state(state, "world", everyone));
+  return {std::move(state), std::move(group)};
+}
+
+}  // namespace shoal

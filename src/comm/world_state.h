@@ -1,0 +1,23 @@
+#pragma once
+// What all groups of a process share.
+
+#include <memory>
+#include <string>
+
+#include "comm/liveness.h"
+#include "comm/rendezvous.h"
+#include "shoal/comm/world.h"
+
+namespace shoal {
+
+struct WorldState {
+  WorldOptions options;
+  Placement placement;
+  Meeting meeting;
+  std::unique_ptr<Liveness> liveness;
+  std::string listen_address;  // of this process's own sockets
+  int local_rank = 0;
+  int local_size = 1;
+};
+
+}  // namespace shoal

@@ -1,0 +1,46 @@
+#include "engine/bucket_plan.h"
+
+#include <algorithm>
+#include <map>
+
+namespace shoal {
+
+std::vector<std::vector<size_t>> plan_buckets(const std::vector<Gradient>& gradients, std::span<const size_t> order,
+                                              int64_t first_cap_bytes, int64_t cap_bytes) {
+  struct Open {
+    std::vector<size_t> members;
+    int64_t bytes = 0;
+    size_t last = 0;  // position in `order` of the newest member
+    bool first = true;
+  };
+  struct Closed {
+    std::vector<size_t> members;
+    size_t last;
+  };
+  std::map<std::pair<c10::ScalarType, std::string>, Open> open;
+  std::vector<Closed> closed;
+  for (size_t position = 0; position < order.size(); ++position) {
+    const auto& gradient = gradients[order[position]];
+    if (gradient.sparse) {
+      closed.push_back({{order[position]}, position});
+      continue;
+    }
+    auto& bucket = open[{gradient.parameter.scalar_type(), gradient.parameter.device().str()}];
+    bucket.members.push_back(order[position]);
+    bucket.bytes += static_cast<int64_t>(gradient.parameter.nbytes());
+    bucket.last = position;
+    if (bucket.bytes < (bucket.first ? first_cap_bytes : cap_bytes)) continue;
+    closed.push_back({std::exchange(bucket.members, {}), position});
+    bucket.bytes = 0;
+    bucket.first = false;
+  }
+  for (auto& [key, bucket] : open) {
+    if (!bucket.members.empty()) closed.push_back({std::move(bucket.members), bucket.last});
+  }
+  std::sort(closed.begin(), closed.end(), [](const Closed& a, const Closed& b) { return a.last < b.last; });
+  std::vector<std::vector<size_t>> plan;
+  for (auto& bucket : closed) plan.push_back(std::move(bucket.members));
+  return plan;
+}
+
+}  // namespace shoal

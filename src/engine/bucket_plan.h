@@ -1,0 +1,27 @@
+#pragma once
+// Which gradients travel together.
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace shoal {
+
+// A trainable parameter as the engine sees it.
+struct Gradient {
+  std::string name;
+  at::Tensor parameter;
+  bool sparse = false;  // its gradient is a sparse tensor
+};
+
+// Assigns gradients to buckets, walking them in `order` (the expected order of their arrival). Dtypes and devices are
+// not mixed; a bucket closes when it holds at least `cap_bytes` (the first of each dtype: `first_cap_bytes`); a sparse
+// gradient has a bucket of its own. Buckets come in the order in which they are complete. Every gradient is in exactly
+// one. (The scheme of c10d's Reducer.)
+std::vector<std::vector<size_t>> plan_buckets(const std::vector<Gradient>& gradients, std::span<const size_t> order,
+                                              int64_t first_cap_bytes, int64_t cap_bytes);
+
+}  // namespace shoal

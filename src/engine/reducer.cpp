@@ -1,0 +1,223 @@
+// The first half of a step: gradients arrive, buckets fill and leave.
+
+#include "engine/reducer.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/utils.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "engine/graph_walk.h"
+#include "memory/views.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& gradient : gradients) {
+    if (gradient.parameter.is_complex()) {
+      throw UsageError(fmt::format("parameter {} is complex: no transport reduces complex numbers; hold it as a real "
+                                   "tensor with a last dimension of 2 (view_as_real)",
+                                   gradient.name));
+    }
+    parameters.push_back(gradient.parameter);
+  }
+  return parameters;
+}
+
+}  // namespace
+
+Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
+                 Reduction reduction)
+    : gradients_(std::move(gradients)),
+      group_(group),
+      options_(options),
+      reduction_(std::move(reduction)),
+      used_(gradients_.size()),
+      reached_(gradients_.size()),
+      hooks_(parameters_of(gradients_), [this](size_t gradient) { arrived(gradient); }) {
+  // Backward meets the last registered layer first.
+  std::vector<size_t> order(gradients_.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  build(order);
+}
+
+void Reducer::build(const std::vector<size_t>& order) {
+  const torch::NoGradGuard no_grad;
+  const auto plan = plan_buckets(gradients_, order, options_.first_bucket_bytes, options_.bucket_cap_bytes);
+  const auto old = std::move(buckets_);  // kept while gradients that lie in it move
+  buckets_.clear();
+  places_.assign(gradients_.size(), {});
+  bool coarse = false;
+  bool exact = false;
+  for (const auto& members : plan) {
+    for (size_t index = 0; index < members.size(); ++index) places_[members[index]] = {buckets_.size(), index};
+    buckets_.emplace_back(gradients_, members, group_);
+    const auto& bucket = buckets_.back();
+    exact = exact || bucket.exact_weight();
+    coarse = coarse || (!bucket.sparse() && !bucket.exact_weight());
+  }
+  if (coarse && !exact) buckets_.push_back(Bucket::weight_only(group_));
+  if (!options_.gradient_as_bucket_view) return;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (gradients_[i].parameter.grad().defined()) adopt_into_bucket(i);
+  }
+}
+
+void Reducer::inspect(const std::vector<at::Tensor>& outputs) {
+  if (options_.find_unused_parameters) {
+    mark_reachable(outputs, hooks_.nodes(), reached_);
+    inspected_ = true;
+  }
+  if (!options_.static_graph) return;
+  // A block that is recomputed runs a backward of its own inside the outer one. Only the outer one's end is the step's,
+  // and an output's gradient is the first thing that it computes.
+  for (const auto& output : outputs) {
+    if (!output.requires_grad() || output.is_leaf()) continue;
+    output.register_hook([this, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
+      if (alive.expired()) return;
+      const std::lock_guard lock(mutex_);
+      if (phase_ == Phase::idle) begin_backward();
+    });
+  }
+}
+
+void Reducer::arrived(size_t gradient) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  const bool stale = phase_ == Phase::local && graph_task_ != torch::autograd::get_current_graph_task_id();
+  if (phase_ == Phase::idle || stale) begin_backward();
+  used_[gradient] = true;
+  if (phase_ == Phase::running) {
+    count_arrival(gradient);
+  } else if (options_.gradient_as_bucket_view) {
+    adopt_into_bucket(gradient);
+  }
+}
+
+void Reducer::begin_backward() {
+  check_last_step();
+  if (weight_ && !weighted_backward_) {
+    throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");
+  }
+  if (synchronises()) {
+    begin_step();
+  } else {
+    phase_ = Phase::local;
+  }
+  graph_task_ = torch::autograd::get_current_graph_task_id();
+  if (graph_task_ < 0) return;  // not inside a backward: a rank without samples
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
+}
+
+void Reducer::begin_step() {
+  if (rebuild_due_) adopt_arrival_order();
+  phase_ = Phase::running;
+  next_ = 0;
+  ready_.assign(gradients_.size(), false);
+  arrivals_.assign(gradients_.size(), 0);
+  kept_.assign(gradients_.size(), {});
+  works_.clear();
+  works_.resize(buckets_.size());
+  sparse_.assign(buckets_.size(), std::nullopt);
+  missing_.clear();
+  for (const auto& bucket : buckets_) missing_.push_back(bucket.members().size());
+  if (!inspected_ || options_.static_graph) return;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!reached_[i]) mark_ready(i);
+  }
+}
+
+void Reducer::count_arrival(size_t gradient) {
+  const auto& name = gradients_[gradient].name;
+  if (!learnt_ && arrivals_[gradient] == 0) order_.push_back(gradient);
+  ++arrivals_[gradient];
+  if (options_.static_graph) {
+    if (!learnt_) return;  // all leave at the end of the first backward
+    if (arrivals_[gradient] > expected_arrivals_[gradient]) {
+      throw UsageError(fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the "
+                                   "graph has changed",
+                                   name, arrivals_[gradient], expected_arrivals_[gradient]));
+    }
+    if (arrivals_[gradient] < expected_arrivals_[gradient]) return;
+  } else if (ready_[gradient]) {
+    throw UsageError(fmt::format("the gradient of {} came after it had been handed over for reduction. If a block is "
+                                 "recomputed in backward, set static_graph; if a loss does not come from the outputs of "
+                                 "forward, unset find_unused_parameters",
+                                 name));
+  }
+  mark_ready(gradient);
+}
+
+void Reducer::mark_ready(size_t gradient) {
+  ready_[gradient] = true;
+  if (!buckets_[places_[gradient].bucket].sparse()) hand_over(gradient);
+  --missing_[places_[gradient].bucket];
+  issue_ready_buckets();
+}
+
+// Local accumulation happens in the bucket as well, so that gradients exist once.
+void Reducer::adopt_into_bucket(size_t gradient) {
+  const auto& bucket = buckets_[places_[gradient].bucket];
+  auto& grad = gradients_[gradient].parameter.mutable_grad();
+  if (bucket.sparse() || !grad.defined()) return;
+  const auto& view = bucket.view(places_[gradient].index);
+  if (same_view(grad, view)) return;
+  view.copy_(grad.is_sparse() ? grad.to_dense() : grad.detach());
+  grad = view;
+}
+
+// Puts this rank's part of the mean into the bucket.
+void Reducer::hand_over(size_t gradient) {
+  const auto& view = buckets_[places_[gradient].bucket].view(places_[gradient].index);
+  auto& grad = gradients_[gradient].parameter.mutable_grad();
+  const double scale = 1.0 / group_.size();
+  if (!grad.defined()) {
+    view.zero_();
+    return;
+  }
+  if (same_view(grad, view)) {
+    if (!used_[gradient]) kept_[gradient] = view.clone();
+    if (group_.size() > 1) at::Tensor(view).mul_(scale);
+    return;
+  }
+  const auto dense = grad.is_sparse() ? grad.to_dense() : grad.detach();
+  if (group_.size() > 1 && dense.scalar_type() == view.scalar_type()) {
+    auto out = view;
+    at::mul_out(out, dense, at::scalar_tensor(scale, dense.options().dtype(at::kDouble)));
+  } else {
+    at::Tensor(view).copy_(dense).mul_(scale);
+  }
+  if (options_.gradient_as_bucket_view && used_[gradient]) grad = view;
+}
+
+void Reducer::issue_ready_buckets() {
+  while (next_ < buckets_.size() && missing_[next_] == 0) {
+    issue(next_);
+    ++next_;
+  }
+}
+
+void Reducer::issue(size_t index) {
+  auto& bucket = buckets_[index];
+  const double weight = failed_ ? std::numeric_limits<double>::quiet_NaN() : weight_.value_or(1.0);
+  const Label label{step_, static_cast<int64_t>(index), bucket.names()};
+  if (bucket.sparse()) {
+    const auto member = bucket.members().front();
+    const auto& parameter = gradients_[member].parameter;
+    const auto grad = used_[member] && !failed_ ? parameter.grad() : at::Tensor();
+    sparse_[index] = all_reduce_sparse(group_, grad, parameter.sizes(), parameter.options().requires_grad(false),
+                                       weight, label);
+  } else {
+    bucket.write_tail(used_, weight);
+    works_[index] = reduction_(bucket, label);
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,136 @@
+#pragma once
+// When things happen in a backward: gradients arrive, buckets fill, collectives leave in a fixed order, means come back.
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/bucket.h"
+#include "engine/gradient_hooks.h"
+#include "shoal/comm/coalesce.h"
+
+namespace shoal {
+
+struct ReducerOptions {
+  int64_t bucket_cap_bytes = 25 << 20;
+  int64_t first_bucket_bytes = 1 << 20;
+  bool gradient_as_bucket_view = true;
+  bool find_unused_parameters = false;
+  bool static_graph = false;
+};
+
+// Averages gradients over a group while backward runs.
+//
+// A step is one backward that synchronises, with the local ones before it. Its life:
+//   idle --first gradient, or an output's hook--> running --end of backward--> idle
+// Every rank issues all buckets in every step, in the same order, whatever its own graph used: a parameter without a
+// gradient here contributes zero, and the flags in the bucket say who used what. So ranks may run different modules.
+// A rank that cannot finish its step issues the rest with a weight of NaN (abandon), so that its peers do not wait.
+//
+// Each rank's gradients go in scaled by 1 / ranks, so that 16-bit sums stay in range; the result is corrected by
+// ranks / weight only where weights were given.
+class Reducer {
+ public:
+  // How a full bucket is reduced: the strategy's part. The result lies in the bucket's flat memory.
+  using Reduction = std::function<Work(Bucket& bucket, const Label& label)>;
+
+  Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options, Reduction reduction);
+
+  // Whether the next backward synchronises (asked when its first gradient arrives).
+  std::function<bool()> synchronises = [] { return true; };
+
+  // Throws what the last step left to say: UsageError for parameters that no rank used. Same on all ranks.
+  void check_last_step();
+  // Looks at the graph of a forward that will be synchronised.
+  void inspect(const std::vector<at::Tensor>& outputs);
+  // A backward of a loss that is a sum over `weight`; see DistributedDataParallel::backward.
+  void backward(const at::Tensor& loss_sum, double weight);
+
+  // This rank has entered a step that its peers will finish or wait for; if it does not, abandon() must follow.
+  void expect_backward() { expected_ = true; }
+  // Something failed: the step cannot be finished here.
+  void mark_failed() { failed_ = expected_ || phase_ == Phase::running; }
+  // True when a step was begun here and neither finished nor abandoned.
+  bool broken() const { return failed_ || phase_ == Phase::running; }
+  // Ends a step that was begun and neither finished nor abandoned on all ranks; they get StepAbandoned. Collective with
+  // the peers' step. Without such a step it only forgets what local backwards have left.
+  void abandon();
+
+  std::vector<std::vector<std::string>> bucket_names() const;
+  int64_t step() const { return step_; }
+
+ private:
+  enum class Phase { idle, local, running };
+
+  // reducer.cpp: gradients arrive
+  void arrived(size_t gradient);
+  void begin_backward();
+  void begin_step();
+  void adopt_into_bucket(size_t gradient);
+  void hand_over(size_t gradient);
+  void count_arrival(size_t gradient);
+  void mark_ready(size_t gradient);
+  void issue_ready_buckets();
+  void issue(size_t bucket);
+  void build(const std::vector<size_t>& order);
+
+  // reducer_step.cpp: the end of a step
+  void end_backward();
+  void finish_step();
+  double wait_for_buckets();
+  std::string who_failed();
+  void deliver(size_t bucket, double weight, std::vector<std::string>& unused);
+  void deliver_sparse(size_t bucket, std::vector<std::string>& unused);
+  void close_step();
+  void adopt_arrival_order();
+  void check_static_graph() const;
+
+  std::vector<Gradient> gradients_;
+  Group group_;
+  ReducerOptions options_;
+  Reduction reduction_;
+
+  std::vector<Bucket> buckets_;
+  struct Place {
+    size_t bucket;
+    size_t index;
+  };
+  std::vector<Place> places_;  // of each gradient
+
+  // One backward thread per device may report gradients.
+  std::recursive_mutex mutex_;
+  Phase phase_ = Phase::idle;
+  int graph_task_ = -1;  // the backward that phase_ speaks of
+  bool expected_ = false;
+  bool failed_ = false;
+  int64_t step_ = 0;
+
+  // The step in progress.
+  std::vector<bool> used_;      // a gradient came in this step, local backwards included
+  std::vector<bool> reached_;   // find_unused_parameters: in some forward's graph
+  bool inspected_ = false;
+  std::vector<bool> ready_;     // handed to its bucket
+  std::vector<int> arrivals_;   // times a gradient came in this backward
+  std::vector<size_t> missing_; // per bucket: gradients not ready
+  size_t next_ = 0;             // bucket to issue next
+  std::vector<Work> works_;
+  std::vector<at::Tensor> kept_;  // gradients that this rank did not touch, in case nobody did
+  std::vector<std::optional<SparseSum>> sparse_;
+  std::optional<double> weight_;
+  bool weighted_backward_ = false;
+
+  // Learnt from the first finished step.
+  std::vector<size_t> order_;
+  std::vector<int> expected_arrivals_;
+  bool learnt_ = false;
+  bool rebuild_due_ = false;
+  std::vector<std::string> unused_names_;
+
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // hooks on outputs may outlive this object
+  GradientHooks hooks_;                                         // last: its callbacks use all of the above
+};
+
+}  // namespace shoal

@@ -1,0 +1,224 @@
+// The second half of a step: results come back, or the step is abandoned.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/reducer.h"
+#include "memory/views.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+
+void Reducer::end_backward() {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  graph_task_ = -1;
+  if (phase_ == Phase::local) phase_ = Phase::idle;
+  if (phase_ != Phase::running) return;
+  check_static_graph();
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!ready_[i]) mark_ready(i);
+  }
+  issue_ready_buckets();  // a bucket without members waits for nobody
+  finish_step();
+}
+
+void Reducer::check_static_graph() const {
+  if (!options_.static_graph || !learnt_) return;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (arrivals_[i] == expected_arrivals_[i]) continue;
+    throw UsageError(fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the graph "
+                                 "has changed",
+                                 gradients_[i].name, arrivals_[i], expected_arrivals_[i]));
+  }
+}
+
+void Reducer::finish_step() {
+  const double weight = wait_for_buckets();
+  if (std::isnan(weight)) {
+    const auto text = fmt::format("step {} was abandoned by {}, which failed; its gradients are void on all ranks",
+                                  step_, who_failed());
+    order_.clear();
+    close_step();
+    throw StepAbandoned(text);
+  }
+  std::vector<std::string> unused;
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    if (buckets_[i].sparse()) {
+      deliver_sparse(i, unused);
+    } else {
+      deliver(i, weight, unused);
+    }
+  }
+  if (!options_.find_unused_parameters && !options_.static_graph) unused_names_ = std::move(unused);
+  if (!learnt_) {
+    learnt_ = true;
+    expected_arrivals_ = arrivals_;
+    rebuild_due_ = true;
+  }
+  close_step();
+}
+
+// The sum of the ranks' weights; NaN when one of them has abandoned the step.
+double Reducer::wait_for_buckets() {
+  double weight = group_.size();
+  bool abandoned = false;
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    works_[i].wait();
+    const auto& bucket = buckets_[i];
+    const double sum = bucket.sparse() ? sparse_[i]->weight : bucket.weight();
+    abandoned = abandoned || std::isnan(sum);
+    if (bucket.sparse() || bucket.exact_weight()) weight = sum;
+  }
+  return abandoned ? std::nan("") : weight;
+}
+
+// Which ranks gave up. Collective over all ranks of an abandoned step.
+std::string Reducer::who_failed() {
+  auto all = at::empty({group_.size()}, at::kLong);
+  group_.all_gather(all, at::full({1}, failed_ ? 1 : 0, at::kLong), {step_, -1, "who failed"}).wait();
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (all[rank].item<int64_t>() != 0) ranks.push_back(group_.world_rank(rank));
+  }
+  return fmt::format("rank {}", fmt::join(ranks, ", "));
+}
+
+void Reducer::deliver(size_t index, double weight, std::vector<std::string>& unused) {
+  auto& bucket = buckets_[index];
+  const double factor = group_.size() / weight;
+  // Without any weight on any rank there was no sample: the sum is zero as it stands.
+  if (factor != 1.0 && weight > 0) bucket.payload().mul_(factor);
+  const auto used = bucket.used_anywhere();
+  for (size_t place = 0; place < used.size(); ++place) {
+    const auto member = bucket.members()[place];
+    const auto& view = bucket.view(place);
+    auto& grad = gradients_[member].parameter.mutable_grad();
+    if (!used[place]) {
+      unused.push_back(gradients_[member].name);
+      if (kept_[member].defined()) at::Tensor(view).copy_(kept_[member]);
+    } else if (options_.gradient_as_bucket_view) {
+      if (!same_view(grad, view)) grad = view;
+    } else if (grad.defined() && grad.layout() == at::kStrided) {
+      grad.detach().copy_(view);
+    } else {
+      grad = view.clone();
+    }
+  }
+}
+
+void Reducer::deliver_sparse(size_t index, std::vector<std::string>& unused) {
+  const auto member = buckets_[index].members().front();
+  auto& result = *sparse_[index];
+  if (result.present == 0) {
+    unused.push_back(gradients_[member].name);
+  } else {
+    if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
+    gradients_[member].parameter.mutable_grad() = result.sum;
+  }
+}
+
+void Reducer::close_step() {
+  phase_ = Phase::idle;
+  graph_task_ = -1;
+  expected_ = false;
+  failed_ = false;
+  used_.assign(gradients_.size(), false);
+  reached_.assign(gradients_.size(), false);
+  inspected_ = false;
+  weight_.reset();
+  works_.clear();
+  sparse_.clear();
+  kept_.clear();
+  ++step_;
+}
+
+void Reducer::adopt_arrival_order() {
+  rebuild_due_ = false;
+  // Rank 0's order counts; what it did not see follows as registered, last first.
+  std::vector<bool> listed(gradients_.size());
+  for (const auto i : order_) listed[i] = true;
+  for (size_t i = gradients_.size(); i-- > 0;) {
+    if (!listed[i]) order_.push_back(i);
+  }
+  auto order = at::empty({static_cast<int64_t>(order_.size())}, at::kLong);
+  std::copy(order_.begin(), order_.end(), order.data_ptr<int64_t>());
+  group_.broadcast(order, 0, {step_, -1, "order of gradients"}).wait();
+  const auto* begin = order.data_ptr<int64_t>();
+  order_.assign(begin, begin + order.numel());
+  build(order_);
+}
+
+void Reducer::check_last_step() {
+  if (unused_names_.empty()) return;
+  const auto names = std::exchange(unused_names_, {});
+  throw UsageError(fmt::format("no rank computed a gradient for {} in the last step: use these parameters in the loss, "
+                               "freeze them (requires_grad_(false)) or ignore them, or set find_unused_parameters",
+                               fmt::join(names, ", ")));
+}
+
+void Reducer::backward(const at::Tensor& loss_sum, double weight) {
+  if (!std::isfinite(weight) || weight < 0) {
+    throw UsageError(fmt::format("backward: weight {} must be finite and not negative", weight));
+  }
+  const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
+  if (!has_graph && weight > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
+  weight_ = weight_.value_or(0.0) + weight;
+  weighted_backward_ = true;
+  try {
+    if (has_graph) {
+      loss_sum.backward();
+    } else if (synchronises()) {
+      const std::lock_guard lock(mutex_);
+      begin_backward();
+      end_backward();
+    }
+  } catch (...) {
+    weighted_backward_ = false;
+    mark_failed();
+    throw;
+  }
+  weighted_backward_ = false;
+}
+
+void Reducer::abandon() {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  if (!failed_ && phase_ != Phase::running) {
+    phase_ = Phase::idle;
+    weight_.reset();
+    used_.assign(gradients_.size(), false);
+    return;
+  }
+  failed_ = true;
+  try {
+    if (phase_ != Phase::running) begin_step();
+    for (; next_ < buckets_.size(); ++next_) {
+      if (!buckets_[next_].sparse()) buckets_[next_].flat().zero_();
+      issue(next_);
+    }
+    if (std::isnan(wait_for_buckets())) who_failed();
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
+  } catch (...) {
+    close_step();
+    throw;
+  }
+  order_.clear();
+  close_step();
+}
+
+std::vector<std::vector<std::string>> Reducer::bucket_names() const {
+  std::vector<std::vector<std::string>> names;
+  for (const auto& bucket : buckets_) {
+    if (bucket.members().empty()) continue;
+    auto& list = names.emplace_back();
+    for (const auto member : bucket.members()) list.push_back(gradients_[member].name);
+  }
+  return names;
+}
+
+}  // namespace shoal

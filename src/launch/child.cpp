@@ -1,0 +1,133 @@
+#include "launch/child.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+void write_all(int fd, const char* data, size_t size) {
+  while (size > 0) {
+    const auto written = write(fd, data, size);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return;  // nobody reads any more
+    data += written;
+    size -= static_cast<size_t>(written);
+  }
+}
+
+struct Pipe {
+  int read = -1;
+  int write = -1;
+};
+
+Pipe make_pipe() {
+  int fds[2];
+  if (pipe2(fds, O_CLOEXEC) != 0) throw UsageError(fmt::format("cannot make a pipe: {}", std::strerror(errno)));
+  return {fds[0], fds[1]};
+}
+
+// The environment as execvpe wants it: ours, with `variables` in place of what they name.
+std::vector<std::string> merged_environment(const Variables& variables) {
+  std::vector<std::string> merged;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text(*entry);
+    const auto name = text.substr(0, text.find('='));
+    bool replaced = false;
+    for (const auto& variable : variables) replaced = replaced || variable.first == name;
+    if (!replaced) merged.push_back(text);
+  }
+  for (const auto& [name, value] : variables) merged.push_back(name + "=" + value);
+  return merged;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> list;
+  for (auto& string : strings) list.push_back(string.data());
+  list.push_back(nullptr);
+  return list;
+}
+
+}  // namespace
+
+void LinePipe::pump() {
+  std::array<char, 65536> buffer;
+  const auto count = read(fd_, buffer.data(), buffer.size());
+  if (count < 0 && (errno == EINTR || errno == EAGAIN)) return;
+  if (count > 0) pending_.append(buffer.data(), static_cast<size_t>(count));
+  write_lines(count <= 0);
+  if (count > 0) return;
+  close(fd_);
+  fd_ = -1;
+}
+
+void LinePipe::write_lines(bool all) {
+  std::string out;
+  size_t begin = 0;
+  for (size_t end = pending_.find('\n'); end != std::string::npos; end = pending_.find('\n', begin)) {
+    out += prefix_ + pending_.substr(begin, end + 1 - begin);
+    begin = end + 1;
+  }
+  pending_.erase(0, begin);
+  if (all && !pending_.empty()) out += prefix_ + std::exchange(pending_, {}) + "\n";
+  write_all(target_, out.data(), out.size());
+}
+
+Child start_child(int rank, const std::vector<std::string>& command, const Variables& variables, bool prefix) {
+  auto arguments = command;
+  auto environment = merged_environment(variables);
+  const auto argv = pointers(arguments);
+  const auto envp = pointers(environment);
+  const Pipe out = prefix ? make_pipe() : Pipe{};
+  const Pipe err = prefix ? make_pipe() : Pipe{};
+  const Pipe failure = make_pipe();  // carries errno when exec fails; closed by a successful exec
+  const pid_t parent = getpid();
+  const pid_t pid = fork();
+  if (pid == 0) {
+    // Only async-signal-safe calls from here on: other threads may have held locks.
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(1);  // the launcher died before the line above
+    if (prefix) {
+      dup2(out.write, STDOUT_FILENO);
+      dup2(err.write, STDERR_FILENO);
+    }
+    sigset_t none;
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, nullptr);
+    execvpe(argv[0], argv.data(), envp.data());
+    const int error = errno;
+    (void)!write(failure.write, &error, sizeof error);
+    _exit(127);
+  }
+  close(failure.write);
+  if (prefix) {
+    close(out.write);
+    close(err.write);
+  }
+  int error = pid < 0 ? errno : 0;
+  const bool failed = pid < 0 || read(failure.read, &error, sizeof error) == sizeof error;
+  close(failure.read);
+  Child child{rank, pid, true, {}};
+  if (prefix) {
+    const auto text = fmt::format("[{}] ", rank);
+    child.pipes.emplace_back(out.read, STDOUT_FILENO, text);
+    child.pipes.emplace_back(err.read, STDERR_FILENO, text);
+  }
+  if (failed) {
+    if (pid > 0) waitpid(pid, nullptr, 0);
+    throw UsageError(fmt::format("cannot start '{}': {}", command.front(), std::strerror(error)));
+  }
+  return child;
+}
+
+}  // namespace shoal

@@ -1,0 +1,200 @@
+#include "launch/launcher.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <poll.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <optional>
+
+#include "comm/store_server.h"
+#include "launch/child.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+// SIGINT, SIGTERM and SIGCHLD as something to poll; as before when it goes.
+class Signals {
+ public:
+  Signals() {
+    sigemptyset(&set_);
+    for (const int signal : {SIGINT, SIGTERM, SIGCHLD}) sigaddset(&set_, signal);
+    pthread_sigmask(SIG_BLOCK, &set_, &before_);
+    fd_ = signalfd(-1, &set_, SFD_NONBLOCK | SFD_CLOEXEC);
+  }
+  ~Signals() {
+    close(fd_);
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+
+  int fd() const { return fd_; }
+  // How many times we were asked to stop since the last call.
+  int interrupts() {
+    int count = 0;
+    signalfd_siginfo info{};
+    while (read(fd_, &info, sizeof info) == sizeof info) count += info.ssi_signo != SIGCHLD ? 1 : 0;
+    return count;
+  }
+
+ private:
+  sigset_t set_{};
+  sigset_t before_{};
+  int fd_ = -1;
+};
+
+std::string describe_end(int status) {
+  if (WIFEXITED(status)) return fmt::format("ended with exit code {}", WEXITSTATUS(status));
+  const int signal = WTERMSIG(status);
+  const char* name = sigabbrev_np(signal);
+  return fmt::format("was killed by signal {} (SIG{})", signal, name != nullptr ? name : "?");
+}
+
+int exit_code(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status); }
+
+// The ranks from start to end.
+class Job {
+ public:
+  explicit Job(const LaunchOptions& options) : options_(options), store_(options.address, options.port) {}
+
+  ~Job() { kill_all(SIGKILL, /*reap=*/true); }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  int run() {
+    for (int rank = 0; rank < options_.ranks; ++rank) {
+      children_.push_back(start_child(rank, options_.command, variables(rank), options_.prefix_output));
+    }
+    while (alive() > 0 || pipes_open()) step();
+    return interrupted_ ? 130 : code_.value_or(0);
+  }
+
+ private:
+  Variables variables(int rank) const {
+    const auto number = std::to_string(rank);
+    const auto ranks = std::to_string(options_.ranks);
+    Variables list = {{"RANK", number},
+                      {"LOCAL_RANK", number},
+                      {"ROLE_RANK", number},
+                      {"GROUP_RANK", "0"},
+                      {"WORLD_SIZE", ranks},
+                      {"LOCAL_WORLD_SIZE", ranks},
+                      {"ROLE_WORLD_SIZE", ranks},
+                      {"MASTER_ADDR", options_.address},
+                      {"MASTER_PORT", std::to_string(store_.port())},
+                      {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                      {"TORCHELASTIC_RESTART_COUNT", "0"},
+                      {"TORCHELASTIC_MAX_RESTARTS", "0"},
+                      {"TORCHELASTIC_RUN_ID", fmt::format("shoal-{}", getpid())}};
+    if (options_.threads > 0) list.emplace_back("OMP_NUM_THREADS", std::to_string(options_.threads));
+    return list;
+  }
+
+  int64_t alive() const {
+    return std::count_if(children_.begin(), children_.end(), [](const Child& child) { return child.running; });
+  }
+
+  bool pipes_open() const {
+    return std::any_of(children_.begin(), children_.end(), [](const Child& child) {
+      return std::any_of(child.pipes.begin(), child.pipes.end(), [](const LinePipe& pipe) { return pipe.open(); });
+    });
+  }
+
+  void step() {
+    std::vector<pollfd> waits = {{signals_.fd(), POLLIN, 0}};
+    std::vector<LinePipe*> pipes;
+    for (auto& child : children_) {
+      for (auto& pipe : child.pipes) {
+        if (!pipe.open()) continue;
+        waits.push_back({pipe.fd(), POLLIN, 0});
+        pipes.push_back(&pipe);
+      }
+    }
+    poll(waits.data(), waits.size(), 100);
+    for (size_t i = 0; i < pipes.size(); ++i) {
+      if (waits[i + 1].revents != 0) pipes[i]->pump();
+    }
+    if (const int count = signals_.interrupts(); count > 0) interrupt(count);
+    reap();
+    enforce_deadlines();
+  }
+
+  void reap() {
+    for (auto& child : children_) {
+      int status = 0;
+      if (!child.running || waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
+      child.running = false;
+      if (status == 0 || code_) continue;
+      code_ = exit_code(status);
+      const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
+      store_.report_failure(text);
+      if (!interrupted_) fmt::print(stderr, "shoal launch: {} (pid {})\n", text, child.pid);
+      if (!term_at_) term_at_ = SteadyClock::now() + seconds(options_.grace_seconds);
+    }
+  }
+
+  // The first time the ranks may end in order, the second time they must.
+  void interrupt(int count) {
+    kill_all(interrupted_ || count > 1 ? SIGKILL : SIGINT, false);
+    interrupted_ = true;
+    term_at_ = SteadyClock::now() + seconds(options_.grace_seconds);
+  }
+
+  void enforce_deadlines() {
+    const auto now = SteadyClock::now();
+    if (kill_at_ && now > *kill_at_) kill_all(SIGKILL, false);
+    if (!term_at_ || now < *term_at_ || kill_at_) return;
+    kill_all(SIGTERM, false);
+    kill_at_ = now + seconds(2);
+  }
+
+  void kill_all(int signal, bool reap) {
+    for (auto& child : children_) {
+      if (!child.running) continue;
+      kill(child.pid, signal);
+      if (reap) waitpid(child.pid, nullptr, 0);
+    }
+  }
+
+  static SteadyClock::duration seconds(double count) {
+    return std::chrono::duration_cast<SteadyClock::duration>(std::chrono::duration<double>(count));
+  }
+
+  const LaunchOptions& options_;
+  Signals signals_;
+  StoreServer store_;
+  std::vector<Child> children_;
+  std::optional<int> code_;  // of the first failure
+  bool interrupted_ = false;
+  std::optional<SteadyClock::time_point> term_at_;
+  std::optional<SteadyClock::time_point> kill_at_;
+};
+
+}  // namespace
+
+void LaunchOptions::validate() const {
+  std::vector<std::string> faults;
+  if (ranks < 1) faults.push_back(fmt::format("{} ranks: give at least 1", ranks));
+  if (command.empty()) faults.emplace_back("no program to start");
+  if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
+  if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));
+  if (!faults.empty()) throw UsageError(fmt::format("launch: {}", fmt::join(faults, "; ")));
+}
+
+int launch(const LaunchOptions& options) {
+  options.validate();
+  return Job(options).run();
+}
+
+}  // namespace shoal

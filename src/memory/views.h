@@ -1,0 +1,17 @@
+#pragma once
+// Parameter-shaped views of flat memory.
+
+#include <torch/types.h>
+
+#include <cstdint>
+
+namespace shoal {
+
+// A view of flat[offset, offset + tensor.numel()) with the tensor's shape, and with its strides as well where it fills
+// its memory densely (channels-last convolutions); other layouts become row-major. `flat` is one-dimensional.
+at::Tensor view_like(const at::Tensor& flat, int64_t offset, const at::Tensor& tensor);
+
+// True when both are the same elements of the same memory in the same layout.
+bool same_view(const at::Tensor& a, const at::Tensor& b);
+
+}  // namespace shoal

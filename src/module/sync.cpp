@@ -1,0 +1,22 @@
+#include "module/sync.h"
+
+#include "shoal/comm/agree.h"
+#include "shoal/comm/coalesce.h"
+
+namespace shoal {
+
+void sync_module(const Group& group, const ModuleTensors& tensors) {
+  agree(group, "the model", tensors.describe());
+  std::vector<at::Tensor> values;
+  for (const auto& entry : tensors.parameters) values.push_back(entry.tensor);
+  for (const auto& entry : tensors.buffers) values.push_back(entry.tensor);
+  broadcast_coalesced(group, values, 0, {-1, -1, "parameters and buffers"});
+}
+
+void sync_buffers(const Group& group, const std::vector<NamedTensor>& buffers, int64_t step) {
+  std::vector<at::Tensor> values;
+  for (const auto& entry : buffers) values.push_back(entry.tensor);
+  broadcast_coalesced(group, values, 0, {step, -1, "buffers"});
+}
+
+}  // namespace shoal

@@ -1,0 +1,98 @@
+#include "module/walk.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <algorithm>
+#include <set>
+#include <unordered_map>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+std::set<const c10::TensorImpl*> sparse_weights(const torch::nn::Module& module) {
+  std::set<const c10::TensorImpl*> weights;
+  for (const auto& child : module.modules(/*include_self=*/true)) {
+    if (const auto* embedding = child->as<torch::nn::Embedding>(); embedding && embedding->options.sparse()) {
+      weights.insert(embedding->weight.unsafeGetTensorImpl());
+    }
+    if (const auto* bag = child->as<torch::nn::EmbeddingBag>(); bag && bag->options.sparse()) {
+      weights.insert(bag->weight.unsafeGetTensorImpl());
+    }
+  }
+  return weights;
+}
+
+// libtorch lists a shared tensor under each of its names; here it is one entry with aliases.
+std::vector<NamedTensor> merge(const torch::OrderedDict<std::string, at::Tensor>& named) {
+  std::vector<NamedTensor> list;
+  std::unordered_map<const c10::TensorImpl*, size_t> seen;
+  for (const auto& item : named) {
+    if (!item.value().defined()) continue;
+    const auto [found, fresh] = seen.try_emplace(item.value().unsafeGetTensorImpl(), list.size());
+    if (fresh) {
+      list.push_back({item.key(), {}, item.value(), false});
+    } else {
+      list[found->second].aliases.push_back(item.key());
+    }
+  }
+  return list;
+}
+
+void drop_ignored(std::vector<NamedTensor>& list, std::set<std::string> ignored, std::set<std::string>& unknown) {
+  std::erase_if(list, [&](const NamedTensor& entry) {
+    bool drop = ignored.count(entry.name) > 0;
+    unknown.erase(entry.name);
+    for (const auto& alias : entry.aliases) {
+      drop = drop || ignored.count(alias) > 0;
+      unknown.erase(alias);
+    }
+    return drop;
+  });
+}
+
+std::string describe_tensor(const char* kind, const NamedTensor& entry) {
+  const auto& tensor = entry.tensor;
+  auto text = fmt::format("{} {} {} [{}]", kind, entry.name, c10::toString(tensor.scalar_type()),
+                          fmt::join(tensor.sizes(), ", "));
+  if (!tensor.is_contiguous()) text += fmt::format(" strides [{}]", fmt::join(tensor.strides(), ", "));
+  if (!entry.aliases.empty()) text += fmt::format(" also {}", fmt::join(entry.aliases, ", "));
+  return text;
+}
+
+}  // namespace
+
+std::vector<NamedTensor> ModuleTensors::trainable() const {
+  std::vector<NamedTensor> list;
+  std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(list),
+               [](const NamedTensor& entry) { return entry.tensor.requires_grad(); });
+  return list;
+}
+
+std::vector<std::string> ModuleTensors::describe() const {
+  std::vector<std::string> lines;
+  for (const auto& entry : parameters) {
+    lines.push_back(describe_tensor(entry.tensor.requires_grad() ? "parameter" : "frozen parameter", entry));
+  }
+  for (const auto& entry : buffers) lines.push_back(describe_tensor("buffer", entry));
+  return lines;
+}
+
+ModuleTensors walk(const torch::nn::Module& module, const std::vector<std::string>& ignored) {
+  ModuleTensors tensors{merge(module.named_parameters()), merge(module.named_buffers())};
+  const auto sparse = sparse_weights(module);
+  for (auto& entry : tensors.parameters) entry.sparse_gradient = sparse.count(entry.tensor.unsafeGetTensorImpl()) > 0;
+  const std::set<std::string> names(ignored.begin(), ignored.end());
+  auto unknown = names;
+  drop_ignored(tensors.parameters, names, unknown);
+  drop_ignored(tensors.buffers, names, unknown);
+  if (!unknown.empty()) {
+    throw UsageError(fmt::format("ignored: the module has no parameter or buffer named {}", fmt::join(unknown, ", ")));
+  }
+  return tensors;
+}
+
+}  // namespace shoal

@@ -1,0 +1,239 @@
+// Every collective against what it is defined to do, on 1 to 4 real ranks.
+
+#include "shoal/comm/group.h"
+
+#include <numeric>
+
+#include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+#include "shoal/comm/coalesce.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::world;
+
+const Group& group() { return world().group(); }
+
+// Element i of rank r's input: different on every rank and at every place.
+at::Tensor input(int rank, int64_t numel, at::ScalarType dtype = at::kFloat) {
+  return (at::arange(numel, at::kDouble) + 100 * rank + 1).to(dtype);
+}
+
+at::Tensor sum_of_inputs(int64_t numel, at::ScalarType dtype = at::kFloat) {
+  auto sum = at::zeros({numel}, at::kDouble);
+  for (int rank = 0; rank < group().size(); ++rank) sum += input(rank, numel, at::kDouble);
+  return sum.to(dtype);
+}
+
+TEST(Group, AllReduceSumsOverRanksInEveryDtype) {
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kLong, at::kInt, at::kHalf, at::kBFloat16}) {
+    for (const int64_t numel : {1, 7, 1000}) {
+      // Small integers, so that 16-bit sums are exact.
+      auto tensor = at::full({numel}, group().rank() + 1, dtype);
+      group().all_reduce(tensor).wait();
+      const int64_t ranks = group().size();
+      EXPECT_TRUE(at::equal(tensor, at::full({numel}, ranks * (ranks + 1) / 2, dtype))) << dtype << " " << numel;
+    }
+  }
+}
+
+TEST(Group, AllReduceKnowsItsOperations) {
+  const int64_t ranks = group().size();
+  const auto reduced = [&](ReduceOp op) {
+    auto tensor = at::full({3}, group().rank() + 1, at::kDouble);
+    group().all_reduce(tensor, op).wait();
+    return tensor[1].item<double>();
+  };
+  EXPECT_EQ(reduced(ReduceOp::min), 1);
+  EXPECT_EQ(reduced(ReduceOp::max), ranks);
+  EXPECT_EQ(reduced(ReduceOp::product), std::tgamma(ranks + 1));
+  EXPECT_NEAR(reduced(ReduceOp::avg), (ranks + 1) / 2.0, 1e-12);
+}
+
+TEST(Group, ReduceGivesTheRootTheSum) {
+  for (int root = 0; root < group().size(); ++root) {
+    auto tensor = input(group().rank(), 9);
+    group().reduce(tensor, root).wait();
+    if (group().rank() == root) {
+      EXPECT_TRUE(at::equal(tensor, sum_of_inputs(9)));
+    }
+  }
+}
+
+TEST(Group, ReduceScatterGivesEachRankItsPart) {
+  const int64_t part = 5;
+  auto output = at::empty({part});
+  group().reduce_scatter(output, input(group().rank(), part * group().size())).wait();
+  EXPECT_TRUE(at::equal(output, sum_of_inputs(part * group().size()).narrow(0, part * group().rank(), part)));
+}
+
+TEST(Group, AllGatherConcatenatesInRankOrder) {
+  auto output = at::empty({4 * group().size()});
+  group().all_gather(output, input(group().rank(), 4)).wait();
+  for (int rank = 0; rank < group().size(); ++rank) {
+    EXPECT_TRUE(at::equal(output.narrow(0, 4 * rank, 4), input(rank, 4)));
+  }
+}
+
+TEST(Group, BroadcastGivesEveryRankTheRootsTensor) {
+  for (int root = 0; root < group().size(); ++root) {
+    auto tensor = input(group().rank(), 6);
+    group().broadcast(tensor, root).wait();
+    EXPECT_TRUE(at::equal(tensor, input(root, 6)));
+  }
+}
+
+TEST(Group, GatherAndScatterAreInverse) {
+  const int root = group().size() - 1;
+  std::vector<at::Tensor> all;
+  if (group().rank() == root) {
+    for (int rank = 0; rank < group().size(); ++rank) all.push_back(at::empty({3}));
+  }
+  group().gather(all, input(group().rank(), 3), root).wait();
+  for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) EXPECT_TRUE(at::equal(all[rank], input(rank, 3)));
+  auto back = at::empty({3});
+  group().scatter(back, all, root).wait();
+  EXPECT_TRUE(at::equal(back, input(group().rank(), 3)));
+}
+
+TEST(Group, AllToAllTransposes) {
+  const int64_t ranks = group().size();
+  auto output = at::empty({2 * ranks});
+  group().all_to_all(output, input(group().rank(), 2 * ranks)).wait();
+  for (int rank = 0; rank < ranks; ++rank) {
+    EXPECT_TRUE(at::equal(output.narrow(0, 2 * rank, 2), input(rank, 2 * ranks).narrow(0, 2 * group().rank(), 2)));
+  }
+}
+
+TEST(Group, SendAndRecvGoRoundARing) {
+  const int ranks = group().size();
+  if (ranks == 1) GTEST_SKIP() << "a rank does not send to itself";
+  auto received = at::empty({8});
+  auto sending = group().send(input(group().rank(), 8), (group().rank() + 1) % ranks, 3);
+  group().recv(received, (group().rank() + ranks - 1) % ranks, 3).wait();
+  sending.wait();
+  EXPECT_TRUE(at::equal(received, input((group().rank() + ranks - 1) % ranks, 8)));
+}
+
+TEST(Group, BarrierAndEmptyTensorsFinish) {
+  group().barrier().wait();
+  group().all_reduce(at::empty({0})).wait();
+}
+
+TEST(Group, WorkOwnsItsTensors) {
+  auto tensor = at::ones({1 << 16});
+  auto alias = tensor;
+  auto work = group().all_reduce(std::exchange(tensor, {}));
+  work.wait();
+  EXPECT_EQ(alias.sum().item<float>(), static_cast<float>(group().size()) * (1 << 16));
+  EXPECT_TRUE(work.done());
+}
+
+TEST(Group, SubgroupsNumberTheirRanksAnew) {
+  const int ranks = group().size();
+  std::vector<int> mine;
+  for (int rank = group().rank() % 2; rank < ranks; rank += 2) mine.push_back(rank);
+  const auto half = group().subgroup(mine);
+  EXPECT_EQ(half.size(), static_cast<int>(mine.size()));
+  EXPECT_EQ(half.world_rank(half.rank()), group().rank());
+  auto tensor = at::full({1}, group().rank(), at::kLong);
+  half.all_reduce(tensor).wait();
+  EXPECT_EQ(tensor.item<int64_t>(), std::accumulate(mine.begin(), mine.end(), 0));
+  EXPECT_EQ(group().by_host().size(), ranks);
+}
+
+TEST(Group, RefusesWrongArguments) {
+  EXPECT_THROW(group().all_reduce(at::ones({4, 4}).t()), UsageError);
+  EXPECT_THROW(group().broadcast(at::ones({1}), group().size()), UsageError);
+  EXPECT_THROW(group().all_gather(at::ones({1}), at::ones({7})), UsageError);
+  EXPECT_THROW(group().subgroup({0, 0}), UsageError);
+  EXPECT_THROW(group().subgroup({group().size()}), UsageError);
+  group().barrier().wait();  // and goes on working
+}
+
+TEST(Group, AllocateGivesAlignedZeros) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    const auto memory = group().allocate(77, at::TensorOptions(dtype));
+    EXPECT_EQ(memory.numel(), 77);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data_ptr()) % 128, 0U);
+    EXPECT_EQ(memory.abs().sum().item<double>(), 0);
+  }
+}
+
+TEST(CallLog, RecordsWhatPassesThroughTheHandle) {
+  auto log = std::make_shared<CallLog>();
+  const auto recorded = group().recorded(log);
+  recorded.all_reduce(at::ones({256}), ReduceOp::max, {7, 2, "test"}).wait();
+  group().barrier().wait();
+  recorded.broadcast(at::ones({10}, at::kDouble), 0).wait();
+  const auto records = log->records();
+  ASSERT_EQ(records.size(), 2U);
+  EXPECT_EQ(records[0].op, Op::all_reduce);
+  EXPECT_EQ(records[0].reduce, ReduceOp::max);
+  EXPECT_EQ(records[0].bytes, 1024);
+  EXPECT_EQ(records[0].label.step, 7);
+  EXPECT_EQ(records[0].label.bucket, 2);
+  EXPECT_EQ(records[0].group, "world");
+  EXPECT_GE(records[0].finished, records[0].issued);
+  EXPECT_EQ(log->bytes(Op::broadcast), 80);
+  EXPECT_EQ(log->count(Op::barrier), 0);
+}
+
+TEST(Agree, NamesTheFirstDifferenceAndBothRanks) {
+  std::vector<std::string> items = {"a float32 [3]", "b float32 [4]", "c float32 [5]"};
+  agree(group(), "the model", items);
+  if (group().size() == 1) return;
+  const int odd = group().size() - 1;
+  if (group().rank() == odd) items[1] = "b float32 [5]";
+  try {
+    agree(group(), "the model", items);
+    FAIL() << "no error";
+  } catch (const DisagreeError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("rank 0 has b float32 [4], rank " + std::to_string(odd) + " has b float32 [5]"),
+              std::string::npos)
+        << text;
+  }
+  if (group().rank() == odd) items = {"a float32 [3]"};
+  EXPECT_THROW(agree(group(), "the model", items), DisagreeError);
+}
+
+TEST(Coalesce, BroadcastsAnyMixtureInChunks) {
+  auto log = std::make_shared<CallLog>();
+  const auto recorded = group().recorded(log);
+  const double value = group().rank() + 1;
+  std::vector<at::Tensor> tensors = {at::full({10}, value), at::full({3, 4}, value).t(), at::full({}, value),
+                                     at::full({0}, value), at::full({5}, value, at::kDouble),
+                                     at::full({2, 3, 4, 4}, value).contiguous(at::MemoryFormat::ChannelsLast)};
+  broadcast_coalesced(recorded, tensors, 0, {}, /*chunk_bytes=*/64);
+  for (const auto& tensor : tensors) EXPECT_TRUE(at::equal(tensor, at::ones_like(tensor)));
+  // floats: 40 + (48, 64 > rest) ... : {10}, {3,4} + {} , {2,3,4,4}; doubles: {5}
+  EXPECT_EQ(log->count(Op::broadcast), 4);
+}
+
+TEST(Coalesce, SumsSparseTensorsOfRanksThatHaveOne) {
+  const int ranks = group().size();
+  const bool has = group().rank() % 2 == 0;
+  at::Tensor sparse;
+  auto expected = at::zeros({6, 2});
+  for (int rank = 0; rank < ranks; rank += 2) {
+    expected[rank % 6] += rank + 1;
+    expected[5] += 1;
+  }
+  if (has) {
+    auto dense = at::zeros({6, 2});
+    dense[group().rank() % 6] += group().rank() + 1;
+    dense[5] += 1;
+    sparse = dense.to_sparse(1);
+  }
+  const auto result = all_reduce_sparse(group(), sparse, {6, 2}, at::TensorOptions(at::kFloat), 0.5, {});
+  EXPECT_EQ(result.present, (ranks + 1) / 2);
+  EXPECT_DOUBLE_EQ(result.weight, 0.5 * ranks);
+  EXPECT_TRUE(at::equal(result.sum.to_dense(), expected));
+  EXPECT_FALSE(all_reduce_sparse(group(), {}, {6, 2}, at::TensorOptions(at::kFloat), 1, {}).sum.defined());
+}
+
+}  // namespace
+}  // namespace shoal

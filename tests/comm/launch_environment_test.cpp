@@ -1,0 +1,123 @@
+// Which launcher's variables are believed, and which sets are refused.
+
+#include "comm/launch_environment.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+Placement find(const Variables& variables, const WorldOptions& options = {}) {
+  return find_placement(options, [&](const std::string& name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::nullopt : std::optional(found->second);
+  });
+}
+
+std::string refusal(const Variables& variables, const WorldOptions& options = {}) {
+  try {
+    find(variables, options);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(LaunchEnvironment, NothingSetMeansAlone) {
+  const auto placement = find({});
+  EXPECT_EQ(placement.size, 1);
+  EXPECT_EQ(placement.source, "alone");
+}
+
+TEST(LaunchEnvironment, ReadsTorchrun) {
+  const auto placement = find({{"RANK", "3"},
+                               {"WORLD_SIZE", "4"},
+                               {"MASTER_ADDR", "10.0.0.1"},
+                               {"MASTER_PORT", "1234"},
+                               {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                               {"TORCHELASTIC_RESTART_COUNT", "2"}});
+  EXPECT_EQ(placement.rank, 3);
+  EXPECT_EQ(placement.size, 4);
+  EXPECT_EQ(placement.address, "10.0.0.1");
+  EXPECT_EQ(placement.port, 1234);
+  EXPECT_TRUE(placement.store_is_served);
+  EXPECT_EQ(placement.generation, "2");
+}
+
+TEST(LaunchEnvironment, ReadsOpenMpiAndDerivesAPort) {
+  const auto placement =
+      find({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"PMIX_NAMESPACE", "3735945217"}});
+  EXPECT_EQ(placement.rank, 1);
+  EXPECT_EQ(placement.address, "127.0.0.1");
+  EXPECT_NE(placement.port, 29500);
+  EXPECT_FALSE(placement.store_is_served);
+}
+
+TEST(LaunchEnvironment, ReadsSlurmsFirstNode) {
+  const Variables slurm = {{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"},       {"SLURM_NNODES", "2"},
+                           {"SLURM_JOB_ID", "7"}, {"SLURM_STEP_NODELIST", "node[03-04]"}};
+  EXPECT_EQ(find(slurm).address, "node03");
+  EXPECT_EQ(find(slurm).rank, 5);
+  auto one_node = slurm;
+  one_node["SLURM_NNODES"] = "1";
+  EXPECT_EQ(find(one_node).address, "127.0.0.1");
+}
+
+TEST(LaunchEnvironment, TakesOneSourceAsAWhole) {
+  // sbatch leaks its variables into what torchrun starts.
+  const auto placement =
+      find({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"SLURM_PROCID", "6"}, {"SLURM_NTASKS", "16"}});
+  EXPECT_EQ(placement.size, 2);
+  EXPECT_EQ(placement.source, "RANK and WORLD_SIZE");
+}
+
+TEST(LaunchEnvironment, OptionsComeFirst) {
+  WorldOptions options;
+  options.rank = 1;
+  options.size = 2;
+  options.port = 4000;
+  const auto placement = find({{"RANK", "0"}, {"WORLD_SIZE", "8"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}, options);
+  EXPECT_EQ(placement.rank, 1);
+  EXPECT_EQ(placement.size, 2);
+  EXPECT_EQ(placement.port, 4000);
+  EXPECT_FALSE(placement.store_is_served);
+}
+
+TEST(LaunchEnvironment, RefusesPartialSets) {
+  EXPECT_NE(refusal({{"RANK", "0"}}).find("RANK is set but WORLD_SIZE is not"), std::string::npos);
+  EXPECT_NE(refusal({{"WORLD_SIZE", "2"}}).find("WORLD_SIZE is set but RANK is not"), std::string::npos);
+  EXPECT_NE(refusal({{"OMPI_COMM_WORLD_RANK", "0"}}).find("OMPI_COMM_WORLD_SIZE"), std::string::npos);
+}
+
+TEST(LaunchEnvironment, RefusesNonsense) {
+  EXPECT_NE(refusal({{"RANK", "two"}, {"WORLD_SIZE", "2"}}).find("RANK='two'"), std::string::npos);
+  EXPECT_NE(refusal({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("rank 2 of a world of 2"), std::string::npos);
+  EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "0"}}).find("world size 0"), std::string::npos);
+  EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_PORT", "99999"}}).find("MASTER_PORT"),
+            std::string::npos);
+}
+
+TEST(WorldOptions, ValidateListsAllFaults) {
+  WorldOptions options;
+  options.rank = 1;
+  options.transport = "nccl";
+  options.timeout_seconds = 0;
+  try {
+    options.validate();
+    FAIL() << "no error";
+  } catch (const UsageError& error) {
+    const std::string text = error.what();
+    for (const auto* part : {"rank and size", "transport 'nccl'", "timeout_seconds"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << text;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,13 @@
+#pragma once
+// What a world test knows about the world that its main has joined.
+
+#include <gtest/gtest.h>
+
+#include "shoal/comm/world.h"
+
+namespace shoal::test {
+
+// The world of this process; joined once before the tests run.
+const World& world();
+
+}  // namespace shoal::test

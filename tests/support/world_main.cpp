@@ -1,0 +1,73 @@
+// The main of tests that run on several real processes. `TEST --ranks N` starts N copies of itself; each joins the world
+// and runs the whole suite, so every test body is executed by all ranks together.
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "base/environment.h"
+#include "launch/launcher.h"
+#include "shoal/base/error.h"
+#include "tests/support/world.h"
+
+namespace shoal::test {
+namespace {
+
+std::unique_ptr<World>& joined() {
+  static std::unique_ptr<World> world;
+  return world;
+}
+
+// Keeps passing ranks other than 0 quiet; failures of every rank are shown.
+class FailuresOnly : public ::testing::EmptyTestEventListener {
+  void OnTestPartResult(const ::testing::TestPartResult& result) override {
+    if (result.passed()) return;
+    fmt::print(stderr, "{}:{}: {}\n", result.file_name() != nullptr ? result.file_name() : "?", result.line_number(),
+               result.message());
+  }
+};
+
+int run_rank() {
+  WorldOptions options;
+  options.timeout_seconds = 60;
+  joined() = std::make_unique<World>(init(options));
+  if (joined()->rank() > 0) {
+    auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
+    delete listeners.Release(listeners.default_result_printer());
+    listeners.Append(new FailuresOnly);
+  }
+  at::set_num_threads(1);
+  const int code = RUN_ALL_TESTS();
+  joined()->group().barrier().wait();
+  joined().reset();
+  return code;
+}
+
+}  // namespace
+
+const World& world() { return *joined(); }
+
+}  // namespace shoal::test
+
+int main(int argc, char** argv) {
+  std::vector<std::string> command(argv, argv + argc);
+  int ranks = 1;
+  for (int i = 1; i + 1 < argc; ++i) {
+    if (std::strcmp(argv[i], "--ranks") == 0) std::from_chars(argv[i + 1], argv[i + 1] + std::strlen(argv[i + 1]), ranks);
+  }
+  try {
+    if (!shoal::process_environment()("RANK")) {
+      return shoal::launch({.ranks = ranks, .command = command, .threads = 1});
+    }
+    ::testing::InitGoogleTest(&argc, argv);
+    return shoal::test::run_rank();
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "error: {}\n", error.what());
+    std::fflush(nullptr);
+    std::_Exit(1);
+  }
+}
