@@ -156,7 +156,9 @@ Group Group::by_host() const {
 }
 
 Group Group::recorded(std::shared_ptr<CallLog> log) const {
-  return with_transport(*state_, make_recording_transport(state_->transport, std::move(log), state_->name));
+  return with_transport(*this, [&](std::shared_ptr<Transport> transport) {
+    return make_recording_transport(std::move(transport), std::move(log), name());
+  });
 }
 
 }  // namespace shoal

@@ -38,9 +38,10 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   return state;
 }
 
-Group with_transport(const GroupState& state, std::shared_ptr<Transport> transport) {
-  auto copy = std::make_shared<GroupState>(state);
-  copy->transport = std::move(transport);
+Group with_transport(const Group& group,
+                     const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap) {
+  auto copy = std::make_shared<GroupState>(*group.state_);
+  copy->transport = wrap(copy->transport);
   return Group(std::move(copy));
 }
 

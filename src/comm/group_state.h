@@ -35,8 +35,9 @@ struct GroupState {
 // Makes the transport for these ranks. Collective over them.
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
                                              std::vector<int> world_ranks);
-// The same group through another transport (a decorator of its own).
-Group with_transport(const GroupState& state, std::shared_ptr<Transport> transport);
+// The same group; calls through the returned handle go to `wrap(its transport)`.
+Group with_transport(const Group& group,
+                     const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap);
 
 class PendingWork {
  public:

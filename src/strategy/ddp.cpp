@@ -89,7 +89,9 @@ void DistributedDataParallelCore::backward(const at::Tensor& loss_sum, double we
   state_->reducer->backward(loss_sum, weight);
 }
 
-NoSync DistributedDataParallelCore::no_sync() { return NoSync(state_->no_sync_depth); }
+NoSync DistributedDataParallelCore::no_sync(bool accumulate) {
+  return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
+}
 
 void DistributedDataParallelCore::reset() { state_->reducer->abandon(); }
 

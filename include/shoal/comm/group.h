@@ -3,6 +3,7 @@
 
 #include <torch/types.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 namespace shoal {
 
 struct GroupState;
+class Transport;
 
 // A cheap handle; copies mean the same group. Every collective must be called by all ranks of the group in the same
 // order. All of them are asynchronous: they return a Work that must be waited for before the tensors are read or
@@ -66,6 +68,8 @@ class Group {
   Group recorded(std::shared_ptr<CallLog> log) const;
 
  private:
+  friend Group with_transport(const Group& group,
+                              const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap);
   Work issue(Call call) const;
 
   std::shared_ptr<GroupState> state_;

@@ -21,7 +21,7 @@ struct DistributedDataParallelOptions {
   bool broadcast_buffers = true;        // rank 0's buffers reach all ranks before each synchronising forward
   bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
   bool static_graph = false;            // every step is like the first; needed when a block is recomputed in backward
-  std::vector<std::string> ignored;     // names of parameters and buffers that shoal leaves alone
+  std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
 
   // Performance.
   double bucket_cap_mb = 25;            // MiB of gradients in one all-reduce
@@ -33,13 +33,18 @@ struct DistributedDataParallelOptions {
 };
 
 // Scope in which backward only accumulates gradients on this rank; the first backward outside sums up and synchronises.
-// Ends with the scope, also by an exception. Must not outlive its wrapper.
+// Ends with the scope, also by an exception. Move-only. Must not outlive its wrapper.
 class NoSync {
  public:
-  explicit NoSync(int& depth) : depth_(&depth) { ++depth; }
-  NoSync(const NoSync&) = delete;
-  NoSync& operator=(const NoSync&) = delete;
-  ~NoSync() { --*depth_; }
+  // Counts nested scopes in `depth`; nullptr: a scope without effect.
+  explicit NoSync(int* depth) : depth_(depth) {
+    if (depth_ != nullptr) ++*depth_;
+  }
+  NoSync(NoSync&& other) noexcept : depth_(std::exchange(other.depth_, nullptr)) {}
+  NoSync& operator=(NoSync&&) = delete;
+  ~NoSync() {
+    if (depth_ != nullptr) --*depth_;
+  }
 
  private:
   int* depth_;
@@ -56,7 +61,7 @@ class DistributedDataParallelCore {
   void after_forward(const std::vector<at::Tensor>& outputs);
   void forward_failed();
   void backward(const at::Tensor& loss_sum, double weight);
-  NoSync no_sync();
+  NoSync no_sync(bool accumulate);
   void reset();
   std::vector<std::vector<std::string>> buckets() const;
   int64_t step() const;
@@ -117,7 +122,9 @@ class DistributedDataParallel {
   // zeroed gradients.
   void backward(const at::Tensor& loss_sum, double weight) { core_.backward(loss_sum, weight); }
 
-  [[nodiscard]] NoSync no_sync() { return core_.no_sync(); }
+  // `accumulate` false gives a scope without effect, so that a loop over micro-batches reads
+  //   const auto scope = parallel.no_sync(micro + 1 < micros);
+  [[nodiscard]] NoSync no_sync(bool accumulate = true) { return core_.no_sync(accumulate); }
 
   // After an exception in forward, backward or a hook on any rank: makes the wrapper ready for the next step. If this
   // rank had entered the step, its peers get StepAbandoned from their backward instead of waiting, and no gradient is

@@ -1,0 +1,13 @@
+#pragma once
+// A stretch of a hash stream as a tensor.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace shoal::models {
+
+// unit(draw(k, i)) for i = 0 .. count - 1; float32 [count] on the CPU.
+at::Tensor unit_tensor(uint64_t k, int64_t count);
+
+}  // namespace shoal::models

@@ -1,0 +1,12 @@
+#pragma once
+// What training minimises.
+
+#include <ATen/core/Tensor.h>
+
+namespace shoal::models {
+
+// Mean cross entropy over samples (and positions): logits [..., classes], int64 targets [...]. Computed in float32, or
+// in the dtype of the logits where that is wider.
+at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& targets);
+
+}  // namespace shoal::models

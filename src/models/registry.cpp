@@ -1,0 +1,130 @@
+#include "models/registry.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <mutex>
+#include <utility>
+
+#include "models/cnn.h"
+#include "models/mlp.h"
+#include "models/reference_init.h"
+#include "shoal/base/error.h"
+
+namespace shoal::models {
+namespace {
+
+// Pairs in the order of a help text.
+template <class Value>
+using Table = std::vector<std::pair<std::string, Value>>;
+
+const Table<int64_t>& mlp_sizes() {
+  static const Table<int64_t> hidden{{"tiny", 128}, {"small", 1024}};
+  return hidden;
+}
+
+const Table<int64_t>& cnn_sizes() {
+  static const Table<int64_t> channels{{"tiny", 8}, {"small", 64}};
+  return channels;
+}
+
+const Table<GptConfig>& gpt_sizes() {
+  static const Table<GptConfig> configs{
+      {"tiny", {.layers = 2, .heads = 4, .width = 64, .context = 32}},
+      {"small", {.layers = 8, .heads = 8, .width = 512, .context = 128}},
+      {"gpt2", {.layers = 12, .heads = 12, .width = 768, .context = 1024}},
+  };
+  return configs;
+}
+
+template <class Value>
+std::vector<std::string> names_of(const Table<Value>& table) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : table) names.push_back(name);
+  return names;
+}
+
+template <class Value>
+const Value& find(const Table<Value>& table, const std::string& name, const std::string& what) {
+  for (const auto& [known, value] : table) {
+    if (known == name) return value;
+  }
+  throw UsageError(fmt::format("unknown {} '{}': choose one of {}", what, name, fmt::join(names_of(table), ", ")));
+}
+
+struct Family {
+  std::vector<std::string> sizes;
+  std::shared_ptr<Model> (*make)(const std::string& size);
+};
+
+const Table<Family>& families() {
+  static const Table<Family> table{
+      {"mlp",
+       {names_of(mlp_sizes()),
+        [](const std::string& size) -> std::shared_ptr<Model> {
+          return std::make_shared<Mlp>(find(mlp_sizes(), size, "size of mlp"));
+        }}},
+      {"cnn",
+       {names_of(cnn_sizes()),
+        [](const std::string& size) -> std::shared_ptr<Model> {
+          return std::make_shared<Cnn>(find(cnn_sizes(), size, "size of cnn"));
+        }}},
+      {"gpt",
+       {names_of(gpt_sizes()),
+        [](const std::string& size) -> std::shared_ptr<Model> { return std::make_shared<Gpt>(gpt_config(size)); }}},
+  };
+  return table;
+}
+
+const Family& family(const std::string& name) { return find(families(), name, "model"); }
+
+// Seeds the default generator, which libtorch's initialisations draw from, and gives it back as it was.
+class SeededGenerator {
+ public:
+  explicit SeededGenerator(uint64_t seed) : generator_(at::detail::getDefaultCPUGenerator()) {
+    const std::lock_guard lock(generator_.mutex());
+    before_ = generator_.get_state();
+    generator_.set_current_seed(seed);
+  }
+  SeededGenerator(const SeededGenerator&) = delete;
+  SeededGenerator& operator=(const SeededGenerator&) = delete;
+  ~SeededGenerator() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(before_);
+  }
+
+ private:
+  at::Generator generator_;
+  at::Tensor before_;
+};
+
+// torch::nn::Module::to() would turn integer buffers, such as batch norm's counter, into floating point.
+void cast(torch::nn::Module& module, at::ScalarType dtype) {
+  const at::NoGradGuard no_grad;
+  for (auto tensors : {module.parameters(), module.buffers()}) {
+    for (auto& tensor : tensors) {
+      if (tensor.is_floating_point()) tensor.set_data(tensor.to(dtype));
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> model_names() { return names_of(families()); }
+
+std::vector<std::string> model_sizes(const std::string& name) { return family(name).sizes; }
+
+GptConfig gpt_config(const std::string& size) { return find(gpt_sizes(), size, "size of gpt"); }
+
+std::shared_ptr<Model> make_model(const std::string& name, const std::string& size, Init init, uint64_t seed,
+                                  at::ScalarType dtype) {
+  const SeededGenerator seeded(seed);
+  auto model = family(name).make(size);
+  if (init == Init::reference) reference_init(*model, seed);
+  if (dtype != at::kFloat) cast(*model, dtype);
+  return model;
+}
+
+}  // namespace shoal::models

@@ -1,0 +1,190 @@
+// BEY10: an exception anywhere, on one rank or all, leaves the wrapper able to train on.
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <numeric>
+
+#include "comm/group_state.h"
+#include "shoal/base/error.h"
+#include "shoal/strategy/ddp.h"
+#include "tests/support/models.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::batch;
+using test::difference;
+using test::world;
+
+const Group& group() { return world().group(); }
+
+enum class Point { forward, first_gradient, last_gradient, collective };
+
+struct Injected : std::runtime_error {
+  Injected() : std::runtime_error("injected") {}
+};
+
+struct FaultyImpl : test::MlpImpl {
+  at::Tensor forward(at::Tensor x) {
+    if (fail == Point::forward) throw Injected();
+    auto y = test::MlpImpl::forward(std::move(x)).pow(2).mean();
+    fail_in_hook(third->weight, Point::first_gradient);
+    fail_in_hook(first->weight, Point::last_gradient);
+    return y;
+  }
+  std::optional<Point> fail;
+
+ private:
+  void fail_in_hook(at::Tensor& parameter, Point point) {
+    if (hooked || fail != point) return;
+    hooked = true;
+    parameter.register_hook([this, point](const at::Tensor&) {
+      if (fail == point) throw Injected();
+    });
+  }
+  bool hooked = false;
+};
+
+// Fails to issue one all-reduce when told to; what lies below stays intact.
+class FaultyTransport : public Transport {
+ public:
+  explicit FaultyTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  std::string name() const override { return inner_->name(); }
+  at::Tensor allocate(int64_t numel, const at::TensorOptions& options) override {
+    return inner_->allocate(numel, options);
+  }
+  std::unique_ptr<TransportWork> issue(const Call& call) override {
+    if (call.op == Op::all_reduce && call.label.bucket == 1 && std::exchange(fail, false)) throw Error("injected");
+    return inner_->issue(call);
+  }
+  bool fail = false;
+
+ private:
+  std::shared_ptr<Transport> inner_;
+};
+
+struct Trainer {
+  Trainer()
+      : model((torch::manual_seed(1), std::make_shared<FaultyImpl>())),
+        parallel(model, with_transport(group(),
+                                       [this](std::shared_ptr<Transport> inner) {
+                                         return transport = std::make_shared<FaultyTransport>(std::move(inner));
+                                       }),
+                 {.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-4}),
+        optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)) {}
+
+  void step(int64_t number) {
+    optimizer.zero_grad();
+    parallel.forward(batch(group().rank(), number)).backward();
+    optimizer.step();
+  }
+
+  std::shared_ptr<FaultyTransport> transport;
+  std::shared_ptr<FaultyImpl> model;
+  DistributedDataParallel<FaultyImpl> parallel;
+  torch::optim::SGD optimizer;
+};
+
+// The same steps in one process.
+std::vector<at::Tensor> reference(const std::vector<int64_t>& steps) {
+  torch::manual_seed(1);
+  FaultyImpl model;
+  torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (const auto step : steps) {
+    optimizer.zero_grad();
+    for (int rank = 0; rank < group().size(); ++rank) (model.forward(batch(rank, step)) / group().size()).backward();
+    optimizer.step();
+  }
+  return model.parameters();
+}
+
+void break_and_train_on(Point point, const std::vector<int>& faulty, bool explicit_reset, bool from_the_start) {
+  SCOPED_TRACE(fmt::format("point {}, rank {} first, reset {}, start {}", static_cast<int>(point), faulty[0],
+                           explicit_reset, from_the_start));
+  Trainer trainer;
+  std::vector<int64_t> good;
+  if (!from_the_start) {
+    for (const int64_t step : {0, 1, 2}) {
+      trainer.step(step);
+      good.push_back(step);
+    }
+  }
+  const bool here = std::count(faulty.begin(), faulty.end(), group().rank()) > 0;
+  if (here && point == Point::collective) trainer.transport->fail = true;
+  if (here && point != Point::collective) trainer.model->fail = point;
+  try {
+    trainer.step(10);
+    ADD_FAILURE() << "the step succeeded";
+  } catch (const StepAbandoned& error) {
+    EXPECT_FALSE(here) << error.what();
+    EXPECT_NE(std::string(error.what()).find(fmt::format("rank {}", faulty[0])), std::string::npos) << error.what();
+  } catch (const std::exception& error) {
+    EXPECT_TRUE(here) << error.what();
+    EXPECT_NE(std::string(error.what()).find("injected"), std::string::npos) << error.what();
+  }
+  trainer.model->fail.reset();
+  if (explicit_reset) trainer.parallel.reset();
+  for (const int64_t step : {20, 21, 22}) {
+    trainer.step(step);
+    good.push_back(step);
+  }
+  EXPECT_LT(difference(trainer.model->parameters(), reference(good)), 1e-12);
+}
+
+void try_all(const std::vector<int>& faulty) {
+  for (const auto point : {Point::forward, Point::first_gradient, Point::last_gradient, Point::collective}) {
+    for (const bool explicit_reset : {true, false}) {
+      for (const bool from_the_start : {true, false}) {
+        break_and_train_on(point, faulty, explicit_reset, from_the_start);
+      }
+    }
+  }
+}
+
+TEST(DdpFaults, BEY10_an_exception_on_one_rank_ends_the_step_on_all_and_training_goes_on) {
+  try_all({0});
+  try_all({group().size() - 1});
+}
+
+TEST(DdpFaults, BEY10_an_exception_on_all_ranks_is_everybodys_own) {
+  std::vector<int> all(group().size());
+  std::iota(all.begin(), all.end(), 0);
+  try_all(all);
+}
+
+TEST(DdpFaults, BEY10_an_exception_in_a_local_backward_loses_only_that_step) {
+  Trainer trainer;
+  trainer.step(0);
+  trainer.optimizer.zero_grad();
+  if (group().rank() == 0) trainer.model->fail = Point::last_gradient;
+  {
+    const auto local = trainer.parallel.no_sync();
+    const auto backward = [&] { trainer.parallel.forward(batch(group().rank(), 10)).backward(); };
+    if (group().rank() == 0) {
+      EXPECT_THROW(backward(), Injected);
+    } else {
+      backward();
+    }
+  }
+  trainer.model->fail.reset();
+  trainer.parallel.reset();  // nothing was entered: no communication
+  trainer.step(1);
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
+}
+
+TEST(DdpFaults, DroppingAWrapperRemovesItsHooks) {
+  auto model = (torch::manual_seed(1), std::make_shared<FaultyImpl>());
+  auto log = std::make_shared<CallLog>();
+  { DistributedDataParallel parallel(model, group().recorded(log)); }
+  log->clear();
+  model->forward(batch(0, 0)).backward();
+  EXPECT_EQ(log->records().size(), 0U);
+  DistributedDataParallel again(model, group());
+  model->zero_grad();
+  again.forward(batch(group().rank(), 0)).backward();
+}
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,51 @@
+#pragma once
+// Small models that tests train, and the arithmetic that they are compared with.
+
+#include <torch/torch.h>
+
+#include <functional>
+#include <memory>
+
+namespace shoal::test {
+
+struct MlpImpl : torch::nn::Module {
+  explicit MlpImpl(int64_t in = 12, int64_t hidden = 16, int64_t out = 5, at::ScalarType dtype = at::kDouble) {
+    first = register_module("first", torch::nn::Linear(in, hidden));
+    second = register_module("second", torch::nn::Linear(hidden, hidden));
+    third = register_module("third", torch::nn::Linear(hidden, out));
+    to(dtype);
+  }
+  at::Tensor forward(at::Tensor x) { return third(torch::tanh(second(torch::tanh(first(x))))); }
+
+  torch::nn::Linear first{nullptr}, second{nullptr}, third{nullptr};
+};
+TORCH_MODULE(Mlp);
+
+// Inputs of one rank in one step and micro-batch; equal on every call.
+inline at::Tensor batch(int rank, int64_t step, int64_t micro = 0, int64_t samples = 4, int64_t in = 12) {
+  auto generator = at::detail::createCPUGenerator(1000003 * step + 1009 * micro + rank + 1);
+  return at::randn({samples, in}, generator, at::kDouble);
+}
+
+// Largest difference between two lists of tensors, relative to the largest element.
+inline double difference(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  double worst = a.size() == b.size() ? 0 : INFINITY;
+  for (size_t i = 0; i < a.size() && i < b.size(); ++i) {
+    if (a[i].numel() == 0) continue;
+    const auto x = a[i].detach().to(at::kDouble);
+    const auto y = b[i].detach().to(at::kDouble);
+    const double scale = std::max(1e-30, y.abs().max().item<double>());
+    worst = std::max(worst, (x - y).abs().max().item<double>() / scale);
+  }
+  return worst;
+}
+
+inline std::vector<at::Tensor> gradients(const torch::nn::Module& module) {
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : module.parameters()) {
+    list.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
+  }
+  return list;
+}
+
+}  // namespace shoal::test
