@@ -34,38 +34,43 @@ bool same_process(const Peer& a, const Peer& b) {
   return a.host == b.host && a.process.pid == b.process.pid && a.process.start_time == b.process.start_time;
 }
 
-// One attempt to meet; every failure is published so that all ranks see the same sentence.
+struct Present {
+  std::string prefix;
+  std::vector<Peer> peers;
+};
+
+// One attempt to meet; every failure is published so that all ranks see the same sentence. Owns all that it touches.
 class Room {
  public:
-  Room(const Placement& placement, Meeting& meeting, int timeout_seconds)
-      : placement_(placement), meeting_(meeting), timeout_(timeout_seconds) {}
+  Room(Placement placement, StorePtr store, int timeout_seconds)
+      : placement_(std::move(placement)), store_(std::move(store)), timeout_(timeout_seconds) {}
 
-  void enter() {
+  Present enter() {
     const Record own{placement_.size, {host_identity(), this_process()}};
-    auto& store = *meeting_.store;
     const std::string job = "shoal/" + placement_.generation;
-    const auto visit = store.add(fmt::format("{}/visits/{}", job, placement_.rank), 1);
+    const auto visit = store_->add(fmt::format("{}/visits/{}", job, placement_.rank), 1);
     if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
-    meeting_.prefix = fmt::format("{}/{}", job, visit);
-    store_set(store, rank_key(placement_.rank), to_text(own));
+    present_.prefix = fmt::format("{}/{}", job, visit);
+    store_set(*store_, rank_key(placement_.rank), to_text(own));
     agree_on_size();
     collect();
+    return present_;
   }
 
  private:
-  std::string rank_key(int rank) const { return fmt::format("{}/rank/{}", meeting_.prefix, rank); }
+  std::string rank_key(int rank) const { return fmt::format("{}/rank/{}", present_.prefix, rank); }
 
   // A process may meet again; another one may not take its rank.
   void refuse_duplicate(const Record& own, const std::string& previous) {
-    const auto text = store_try_get(*meeting_.store, fmt::format("{}/rank/{}", previous, placement_.rank));
+    const auto text = store_try_get(*store_, fmt::format("{}/rank/{}", previous, placement_.rank));
     if (!text || same_process(from_text(*text).peer, own.peer)) return;
-    meeting_.prefix = previous;
+    present_.prefix = previous;
     fail<UsageError>(fmt::format("two processes claim rank {} (pids {} and {}): give each its own RANK",
                                  placement_.rank, from_text(*text).peer.process.pid, own.peer.process.pid));
   }
 
   void agree_on_size() {
-    const auto agreed = store_set_once(*meeting_.store, meeting_.prefix + "/size",
+    const auto agreed = store_set_once(*store_, present_.prefix + "/size",
                                        fmt::format("{} {}", placement_.size, placement_.rank));
     std::istringstream in(agreed);
     int size = 0;
@@ -80,14 +85,14 @@ class Room {
 
   void collect() {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout_);
-    meeting_.peers.resize(placement_.size);
+    present_.peers.resize(placement_.size);
     std::vector<int> missing(placement_.size);
     for (int rank = 0; rank < placement_.size; ++rank) missing[rank] = rank;
     while (true) {
-      if (const auto error = store_try_get(*meeting_.store, meeting_.prefix + "/error")) throw DisagreeError(*error);
+      if (const auto error = store_try_get(*store_, present_.prefix + "/error")) throw DisagreeError(*error);
       std::erase_if(missing, [&](int rank) {
-        const auto text = store_try_get(*meeting_.store, rank_key(rank));
-        if (text) meeting_.peers[rank] = from_text(*text).peer;
+        const auto text = store_try_get(*store_, rank_key(rank));
+        if (text) present_.peers[rank] = from_text(*text).peer;
         return text.has_value();
       });
       if (missing.empty()) return;
@@ -101,16 +106,21 @@ class Room {
 
   template <class E>
   [[noreturn]] void fail(const std::string& text) {
-    store_set_once(*meeting_.store, meeting_.prefix + "/error", text);
-    // The store goes with this process if it hosts it; leave the others time to read why.
-    if (meeting_.server) std::this_thread::sleep_for(std::chrono::seconds(1));
+    store_set_once(*store_, present_.prefix + "/error", text);
     throw E(text);
   }
 
-  const Placement& placement_;
-  Meeting& meeting_;
-  int timeout_;
+  const Placement placement_;
+  const StorePtr store_;
+  const int timeout_;
+  Present present_;
 };
+
+CommError lost_store(const Placement& placement) {
+  return CommError(fmt::format("lost the job's store at {}:{} (on rank 0 or in the launcher): rank 0 failed; see its error",
+                               placement.address, placement.port),
+                   0);
+}
 
 }  // namespace
 
@@ -125,12 +135,18 @@ Meeting meet(const Placement& placement, int timeout_seconds) {
   }
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
   try {
-    Room(placement, meeting, timeout_seconds).enter();
-  } catch (const c10::Error&) {
-    throw CommError(fmt::format("lost the job's store at {}:{} (on rank 0 or in the launcher): rank 0 failed; see its "
-                                "error",
-                                placement.address, placement.port),
-                    0);
+    const auto present = within(std::chrono::seconds(timeout_seconds + 5), [placement, timeout_seconds,
+                                                                            store = meeting.store] {
+      return Room(placement, store, timeout_seconds).enter();
+    });
+    if (!present) throw lost_store(placement);
+    meeting.prefix = present->prefix;
+    meeting.peers = present->peers;
+  } catch (const std::exception& error) {
+    // The store goes with this process if it hosts it; leave the others time to read why.
+    if (meeting.server) std::this_thread::sleep_for(std::chrono::seconds(1));
+    if (dynamic_cast<const c10::Error*>(&error) != nullptr) throw lost_store(placement);
+    throw;
   }
   return meeting;
 }

@@ -1,13 +1,28 @@
 #pragma once
 // c10d's key-value store with deadlines and clear errors. Only for files of comm/.
 
+#include <chrono>
+#include <future>
+#include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace shoal {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// c10d's store client waits for an answer without end. Runs `work` in a thread of its own, which is left behind when it
+// has not come back in time; so it must own all that it touches. Then, no value; its exceptions come through.
+template <class Work>
+auto within(std::chrono::milliseconds limit, Work work) -> std::optional<decltype(work())> {
+  std::packaged_task<decltype(work())()> task(std::move(work));
+  auto result = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (result.wait_for(limit) != std::future_status::ready) return std::nullopt;
+  return result.get();
+}
 
 std::optional<std::string> store_try_get(c10d::Store& store, const std::string& key);
 void store_set(c10d::Store& store, const std::string& key, const std::string& value);

@@ -100,17 +100,19 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(port);
-  options.waitWorkers = false;
-  options.timeout = std::chrono::seconds(5);
   try {
-    return c10::make_intrusive<c10d::TCPStore>(address, options);
-  } catch (const c10::Error&) {
-    throw CommError(fmt::format("what listens at {}:{} is not the job's store; is the port in use by another program? "
-                                "Choose another MASTER_PORT",
-                                address, port));
+    const auto store = within(std::chrono::seconds(5), [address, port]() -> StorePtr {
+      c10d::TCPStoreOptions options;
+      options.port = static_cast<uint16_t>(port);
+      options.waitWorkers = false;
+      return c10::make_intrusive<c10d::TCPStore>(address, options);
+    });
+    if (store) return *store;
+  } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): refused the handshake; as bad as no answer
   }
+  throw CommError(fmt::format("what listens at {}:{} is not the job's store; is the port in use by another program? "
+                              "Choose another MASTER_PORT",
+                              address, port));
 }
 
 struct StoreServer::State {

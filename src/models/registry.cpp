@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <functional>
 #include <mutex>
 #include <utility>
 
@@ -19,16 +20,6 @@ namespace {
 // Pairs in the order of a help text.
 template <class Value>
 using Table = std::vector<std::pair<std::string, Value>>;
-
-const Table<int64_t>& mlp_sizes() {
-  static const Table<int64_t> hidden{{"tiny", 128}, {"small", 1024}};
-  return hidden;
-}
-
-const Table<int64_t>& cnn_sizes() {
-  static const Table<int64_t> channels{{"tiny", 8}, {"small", 64}};
-  return channels;
-}
 
 const Table<GptConfig>& gpt_sizes() {
   static const Table<GptConfig> configs{
@@ -54,31 +45,32 @@ const Value& find(const Table<Value>& table, const std::string& name, const std:
   throw UsageError(fmt::format("unknown {} '{}': choose one of {}", what, name, fmt::join(names_of(table), ", ")));
 }
 
-struct Family {
-  std::vector<std::string> sizes;
-  std::shared_ptr<Model> (*make)(const std::string& size);
-};
+using Factory = std::function<std::shared_ptr<Model>()>;
 
-const Table<Family>& families() {
-  static const Table<Family> table{
-      {"mlp",
-       {names_of(mlp_sizes()),
-        [](const std::string& size) -> std::shared_ptr<Model> {
-          return std::make_shared<Mlp>(find(mlp_sizes(), size, "size of mlp"));
-        }}},
-      {"cnn",
-       {names_of(cnn_sizes()),
-        [](const std::string& size) -> std::shared_ptr<Model> {
-          return std::make_shared<Cnn>(find(cnn_sizes(), size, "size of cnn"));
-        }}},
-      {"gpt",
-       {names_of(gpt_sizes()),
-        [](const std::string& size) -> std::shared_ptr<Model> { return std::make_shared<Gpt>(gpt_config(size)); }}},
+// A family's sizes, each with what makes a model of that size.
+template <class Module, class Config>
+Table<Factory> factories(const Table<Config>& sizes) {
+  Table<Factory> result;
+  for (const auto& [size, config] : sizes) {
+    result.emplace_back(size, [config = config] { return std::make_shared<Module>(config); });
+  }
+  return result;
+}
+
+const Table<Table<Factory>>& families() {
+  static const Table<Table<Factory>> table{
+      {"mlp", factories<Mlp, int64_t>({{"tiny", 128}, {"small", 1024}})},
+      {"cnn", factories<Cnn, int64_t>({{"tiny", 8}, {"small", 64}})},
+      {"gpt", factories<Gpt>(gpt_sizes())},
   };
   return table;
 }
 
-const Family& family(const std::string& name) { return find(families(), name, "model"); }
+const Table<Factory>& sizes_of(const std::string& name) { return find(families(), name, "model"); }
+
+const Factory& factory_of(const std::string& name, const std::string& size) {
+  return find(sizes_of(name), size, "size of " + name);
+}
 
 // Seeds the default generator, which libtorch's initialisations draw from, and gives it back as it was.
 class SeededGenerator {
@@ -114,14 +106,16 @@ void cast(torch::nn::Module& module, at::ScalarType dtype) {
 
 std::vector<std::string> model_names() { return names_of(families()); }
 
-std::vector<std::string> model_sizes(const std::string& name) { return family(name).sizes; }
+std::vector<std::string> model_sizes(const std::string& name) { return names_of(sizes_of(name)); }
+
+void require_model(const std::string& name, const std::string& size) { factory_of(name, size); }
 
 GptConfig gpt_config(const std::string& size) { return find(gpt_sizes(), size, "size of gpt"); }
 
 std::shared_ptr<Model> make_model(const std::string& name, const std::string& size, Init init, uint64_t seed,
                                   at::ScalarType dtype) {
   const SeededGenerator seeded(seed);
-  auto model = family(name).make(size);
+  auto model = factory_of(name, size)();
   if (init == Init::reference) reference_init(*model, seed);
   if (dtype != at::kFloat) cast(*model, dtype);
   return model;

@@ -21,6 +21,9 @@ std::vector<std::string> model_names();
 // Sizes of a model, smallest first. Throws UsageError, listing the choices, for an unknown name.
 std::vector<std::string> model_sizes(const std::string& name);
 
+// Throws UsageError, listing the choices, for an unknown name or size.
+void require_model(const std::string& name, const std::string& size);
+
 // A model on the CPU with floating-point tensors of `dtype`, equal on every call with the same arguments; the default
 // random generator is left as it was. Throws UsageError, listing the choices, for an unknown name or size.
 std::shared_ptr<Model> make_model(const std::string& name, const std::string& size, Init init, uint64_t seed,

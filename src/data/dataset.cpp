@@ -1,0 +1,20 @@
+#include "data/dataset.h"
+
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+
+#include "shoal/base/error.h"
+
+namespace shoal::data {
+
+at::Tensor index_tensor(c10::ArrayRef<size_t> indices, size_t size) {
+  auto result = at::empty({static_cast<int64_t>(indices.size())}, at::kLong);
+  int64_t* out = result.mutable_data_ptr<int64_t>();
+  for (const size_t index : indices) {
+    if (index >= size) throw UsageError(fmt::format("sample {} of a data set that has {}", index, size));
+    *out++ = static_cast<int64_t>(index);
+  }
+  return result;
+}
+
+}  // namespace shoal::data

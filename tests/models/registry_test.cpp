@@ -1,0 +1,98 @@
+#include "models/registry.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "models/loss.h"
+#include "shoal/base/error.h"
+
+namespace shoal::models {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Property;
+
+template <class Function>
+std::string usage_error_of(Function function) {
+  try {
+    function();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no UsageError";
+}
+
+TEST(Registry, ListsNamesAndSizes) {
+  EXPECT_THAT(model_names(), ElementsAre("mlp", "cnn", "gpt"));
+  EXPECT_THAT(model_sizes("mlp"), ElementsAre("tiny", "small"));
+  EXPECT_THAT(model_sizes("gpt"), ElementsAre("tiny", "small", "gpt2"));
+}
+
+TEST(Registry, ListsTheChoicesForAnUnknownName) {
+  EXPECT_THAT(usage_error_of([] { make_model("vgg", "tiny", Init::torch, 1); }),
+              AllOf(HasSubstr("'vgg'"), HasSubstr("mlp, cnn, gpt")));
+  EXPECT_THAT(usage_error_of([] { make_model("mlp", "huge", Init::torch, 1); }),
+              AllOf(HasSubstr("size of mlp 'huge'"), HasSubstr("tiny, small")));
+  EXPECT_THAT(usage_error_of([] { require_model("gpt", ""); }), HasSubstr("tiny, small, gpt2"));
+  EXPECT_THAT(usage_error_of([] { gpt_config("huge"); }), HasSubstr("tiny, small, gpt2"));
+}
+
+TEST(Registry, Gpt2HasItsPublishedSizes) {
+  const auto config = gpt_config("gpt2");
+  EXPECT_EQ(config.layers, 12);
+  EXPECT_EQ(config.heads, 12);
+  EXPECT_EQ(config.width, 768);
+  EXPECT_EQ(config.context, 1024);
+}
+
+std::vector<at::Tensor> values(const std::shared_ptr<Model>& model) {
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : model->parameters()) list.push_back(parameter.detach());
+  return list;
+}
+
+bool equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) { return x.equal(y); });
+}
+
+TEST(Registry, TheSeedDecidesTheParameters) {
+  for (const Init init : {Init::torch, Init::reference}) {
+    const auto first = values(make_model("mlp", "tiny", init, 1));
+    EXPECT_TRUE(equal(first, values(make_model("mlp", "tiny", init, 1))));
+    EXPECT_FALSE(equal(first, values(make_model("mlp", "tiny", init, 2))));
+  }
+}
+
+TEST(Registry, LeavesTheDefaultGeneratorAlone) {
+  torch::manual_seed(3);
+  const auto expected = at::rand({4});
+  torch::manual_seed(3);
+  make_model("mlp", "tiny", Init::torch, 1);
+  EXPECT_TRUE(at::rand({4}).equal(expected));
+}
+
+TEST(Registry, CastsFloatingPointTensorsOnly) {
+  const auto single = make_model("cnn", "tiny", Init::reference, 1);
+  const auto model = make_model("cnn", "tiny", Init::reference, 1, at::kDouble);
+  for (const auto& item : model->named_parameters()) {
+    EXPECT_EQ(item.value().scalar_type(), at::kDouble);
+    EXPECT_TRUE(item.value().equal(single->named_parameters()[item.key()].to(at::kDouble)));
+    EXPECT_TRUE(item.value().requires_grad());
+  }
+  EXPECT_EQ(model->named_buffers()["stage1.bn.running_mean"].scalar_type(), at::kDouble);
+  EXPECT_EQ(model->named_buffers()["stage1.bn.num_batches_tracked"].scalar_type(), at::kLong);
+  const auto logits = model->forward(at::zeros({2, 784}, at::kDouble));
+  EXPECT_EQ(logits.scalar_type(), at::kDouble);
+}
+
+TEST(Registry, TorchInitOfGptStartsNearAUniformGuess) {
+  const auto model = make_model("gpt", "tiny", Init::torch, 1);
+  const auto tokens = at::arange(64, at::kLong).view({2, 32});
+  EXPECT_NEAR(loss_of(model->forward(tokens), tokens).item<float>(), std::log(256), 0.5);
+}
+
+}  // namespace
+}  // namespace shoal::models

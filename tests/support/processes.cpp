@@ -1,0 +1,116 @@
+#include "tests/support/processes.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <memory>
+#include <stdexcept>
+
+namespace shoal::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+class Process {
+ public:
+  Process(const Command& command, Clock::time_point start) : start_(start) {
+    int fds[2];
+    if (pipe2(fds, O_CLOEXEC) != 0) throw std::runtime_error("pipe");
+    pid_ = fork();
+    if (pid_ == 0) {
+      dup2(fds[1], STDOUT_FILENO);
+      dup2(fds[1], STDERR_FILENO);
+      // The test itself may run under a launcher; its ranks are not ours.
+      for (const auto* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                               "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"}) {
+        unsetenv(name);
+      }
+      for (const auto& [name, value] : command.variables) setenv(name.c_str(), value.c_str(), 1);
+      std::vector<char*> argv;
+      for (const auto& argument : command.arguments) argv.push_back(const_cast<char*>(argument.c_str()));
+      argv.push_back(nullptr);
+      execvp(argv[0], argv.data());
+      _exit(127);
+    }
+    close(fds[1]);
+    fd_ = fds[0];
+    fcntl(fd_, F_SETFL, O_NONBLOCK);
+  }
+  Process(Process&& other) = delete;
+  ~Process() { close(fd_); }
+
+  bool running() const { return result.code < 0; }
+
+  void poll() {
+    std::array<char, 4096> buffer;
+    for (auto count = read(fd_, buffer.data(), buffer.size()); count > 0;
+         count = read(fd_, buffer.data(), buffer.size())) {
+      result.output.append(buffer.data(), static_cast<size_t>(count));
+    }
+    int status = 0;
+    if (!running() || waitpid(pid_, &status, WNOHANG) != pid_) return;
+    result.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    result.seconds = seconds_since(start_);
+    poll();  // what it wrote last
+  }
+
+  void end() {
+    result.overdue = true;
+    kill(pid_, SIGKILL);
+  }
+
+  Ended result;
+
+ private:
+  Clock::time_point start_;
+  pid_t pid_ = -1;
+  int fd_ = -1;
+};
+
+}  // namespace
+
+std::vector<Ended> run_together(const std::vector<Command>& commands, double limit_seconds) {
+  const auto start = Clock::now();
+  std::vector<std::unique_ptr<Process>> processes;
+  for (const auto& command : commands) processes.push_back(std::make_unique<Process>(command, start));
+  bool running = true;
+  while (running) {
+    running = false;
+    for (auto& process : processes) {
+      process->poll();
+      if (process->running() && seconds_since(start) > limit_seconds) process->end();
+      running = running || process->running();
+    }
+    usleep(5000);
+  }
+  std::vector<Ended> results;
+  for (auto& process : processes) results.push_back(process->result);
+  return results;
+}
+
+Ended run(const std::vector<std::string>& arguments, double limit_seconds) {
+  return run_together({{arguments, {}}}, limit_seconds).front();
+}
+
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  bind(fd, reinterpret_cast<sockaddr*>(&address), length);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+}  // namespace shoal::test
