@@ -29,6 +29,10 @@ target_compile_options(shoal_warnings INTERFACE -Wall -Wextra -Wno-unused-parame
 target_include_directories(shoal_warnings INTERFACE ${CMAKE_SOURCE_DIR}/src)
 # libtorch's include folder holds another version of fmt than the system's library; used as headers, either one works.
 target_compile_definitions(shoal_warnings INTERFACE FMT_HEADER_ONLY)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  # GCC 12 warns of overruns inside its own std::string (GCC bugs 105329, 105651).
+  target_compile_options(shoal_warnings INTERFACE -Wno-restrict -Wno-array-bounds -Wno-stringop-overflow)
+endif()
 if(SHOAL_SANITIZE)
   target_compile_options(shoal_warnings INTERFACE -fsanitize=${SHOAL_SANITIZE} -fno-omit-frame-pointer -g)
   target_link_options(shoal_warnings INTERFACE -fsanitize=${SHOAL_SANITIZE})

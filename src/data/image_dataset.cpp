@@ -17,7 +17,9 @@ ImageDataset::ImageDataset(at::Tensor pixels, at::Tensor labels, Normalisation n
   }
 }
 
-std::optional<size_t> ImageDataset::size() const { return static_cast<size_t>(labels_.size(0)); }
+std::optional<size_t> ImageDataset::size() const {
+  return static_cast<size_t>(labels_.size(0));
+}
 
 Batch ImageDataset::get_batch(c10::ArrayRef<size_t> indices) {
   const auto chosen = index_tensor(indices, *size());

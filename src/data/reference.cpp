@@ -17,7 +17,9 @@ using models::unit;
 
 constexpr size_t pixels = 784;
 
-uint64_t stream_of(const SampleId& id) { return key(id.seed, Purpose::sample, id.step, id.rank, id.sample); }
+uint64_t stream_of(const SampleId& id) {
+  return key(id.seed, Purpose::sample, id.step, id.rank, id.sample);
+}
 
 SampleId sample_of(const BatchId& id, int64_t count, int64_t i) {
   return {.seed = id.seed,

@@ -36,8 +36,8 @@ struct BatchId {
 };
 
 // Samples micro * count .. micro * count + count - 1 for a model of models::make_model. For images, inputs `dtype`
-// [count, 784] and labels int64 [count]; for gpt, both int64 [count, context]. Throws UsageError for an unknown model or
-// size.
+// [count, 784] and labels int64 [count]; for gpt, both int64 [count, context]. Throws UsageError for an unknown model
+// or size.
 Batch reference_batch(const std::string& model, const std::string& size, const BatchId& id, int64_t count,
                       at::ScalarType dtype = at::kFloat);
 

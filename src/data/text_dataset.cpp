@@ -24,7 +24,9 @@ at::Tensor windows_of(const at::Tensor& bytes, int64_t context) {
 TextDataset::TextDataset(const at::Tensor& bytes, int64_t context)
     : context_(context), windows_(windows_of(bytes, context)) {}
 
-std::optional<size_t> TextDataset::size() const { return static_cast<size_t>(windows_.size(0)); }
+std::optional<size_t> TextDataset::size() const {
+  return static_cast<size_t>(windows_.size(0));
+}
 
 Batch TextDataset::get_batch(c10::ArrayRef<size_t> indices) {
   const auto tokens = windows_.index_select(0, index_tensor(indices, *size())).to(at::kLong);

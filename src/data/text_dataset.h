@@ -10,8 +10,8 @@ namespace shoal::data {
 
 class TextDataset : public Dataset {
  public:
-  // `bytes` uint8 [n], cut into windows that share one byte: sample i has inputs i * context .. (i + 1) * context - 1 and
-  // targets one further on. Bytes that do not fill a last window are left out. Batches: int64 [samples, context].
+  // `bytes` uint8 [n], cut into windows that share one byte: sample i has inputs i * context .. (i + 1) * context - 1
+  // and targets one further on. Bytes that do not fill a last window are left out. Batches: int64 [samples, context].
   // Throws UsageError where not even one window fits.
   TextDataset(const at::Tensor& bytes, int64_t context);
 

@@ -11,7 +11,9 @@ StageImpl::StageImpl(int64_t channels_in, int64_t channels_out)
   register_module("bn", bn_);
 }
 
-at::Tensor StageImpl::forward(at::Tensor x) { return at::max_pool2d(at::relu(bn_(conv_(x))), 2); }
+at::Tensor StageImpl::forward(at::Tensor x) {
+  return at::max_pool2d(at::relu(bn_(conv_(x))), 2);
+}
 
 Cnn::Cnn(int64_t channels) : stage1_(1, channels), stage2_(channels, 2 * channels), fc_(2 * channels * 7 * 7, 10) {
   register_module("stage1", stage1_);

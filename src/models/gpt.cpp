@@ -12,7 +12,9 @@
 namespace shoal::models {
 namespace {
 
-torch::nn::LayerNorm layer_norm(int64_t width) { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})); }
+torch::nn::LayerNorm layer_norm(int64_t width) {
+  return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}));
+}
 
 }  // namespace
 
@@ -74,6 +76,8 @@ at::Tensor Gpt::forward(at::Tensor input) {
   return at::linear(ln_f_(x), wte_->weight);
 }
 
-std::vector<std::shared_ptr<torch::nn::Module>> Gpt::units() const { return blocks_->children(); }
+std::vector<std::shared_ptr<torch::nn::Module>> Gpt::units() const {
+  return blocks_->children();
+}
 
 }  // namespace shoal::models

@@ -26,7 +26,9 @@ constexpr uint64_t key(Numbers... numbers) {
 }
 
 // Element `i` of stream `k`.
-constexpr uint64_t draw(uint64_t k, uint64_t i) { return mix(k + i); }
+constexpr uint64_t draw(uint64_t k, uint64_t i) {
+  return mix(k + i);
+}
 
 // A hash as a number in [-1, 1), exact in float32.
 constexpr float unit(uint64_t h) {

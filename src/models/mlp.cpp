@@ -15,6 +15,8 @@ at::Tensor Mlp::forward(at::Tensor input) {
   return fc3_(at::gelu(fc2_(x), "tanh"));
 }
 
-std::vector<std::shared_ptr<torch::nn::Module>> Mlp::units() const { return {fc1_.ptr(), fc2_.ptr(), fc3_.ptr()}; }
+std::vector<std::shared_ptr<torch::nn::Module>> Mlp::units() const {
+  return {fc1_.ptr(), fc2_.ptr(), fc3_.ptr()};
+}
 
 }  // namespace shoal::models

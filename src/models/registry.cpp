@@ -66,7 +66,9 @@ const Table<Table<Factory>>& families() {
   return table;
 }
 
-const Table<Factory>& sizes_of(const std::string& name) { return find(families(), name, "model"); }
+const Table<Factory>& sizes_of(const std::string& name) {
+  return find(families(), name, "model");
+}
 
 const Factory& factory_of(const std::string& name, const std::string& size) {
   return find(sizes_of(name), size, "size of " + name);
@@ -104,13 +106,21 @@ void cast(torch::nn::Module& module, at::ScalarType dtype) {
 
 }  // namespace
 
-std::vector<std::string> model_names() { return names_of(families()); }
+std::vector<std::string> model_names() {
+  return names_of(families());
+}
 
-std::vector<std::string> model_sizes(const std::string& name) { return names_of(sizes_of(name)); }
+std::vector<std::string> model_sizes(const std::string& name) {
+  return names_of(sizes_of(name));
+}
 
-void require_model(const std::string& name, const std::string& size) { factory_of(name, size); }
+void require_model(const std::string& name, const std::string& size) {
+  factory_of(name, size);
+}
 
-GptConfig gpt_config(const std::string& size) { return find(gpt_sizes(), size, "size of gpt"); }
+GptConfig gpt_config(const std::string& size) {
+  return find(gpt_sizes(), size, "size of gpt");
+}
 
 std::shared_ptr<Model> make_model(const std::string& name, const std::string& size, Init init, uint64_t seed,
                                   at::ScalarType dtype) {

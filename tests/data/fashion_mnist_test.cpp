@@ -43,8 +43,7 @@ TEST_F(FashionMnist, SaysHowToGetAMissingFolder) {
 TEST_F(FashionMnist, NamesAMissingFile) {
   write_images(idx({20, 28, 28}));
   EXPECT_THAT(error(), AllOf(HasSubstr(folder_.path().string()), HasSubstr("train-labels-idx1-ubyte.gz")));
-  EXPECT_THAT(usage_error_of([&] { fashion_mnist(Split::test, folder_.path()); }),
-              HasSubstr("t10k-images-idx3-ubyte"));
+  EXPECT_THAT(usage_error_of([&] { fashion_mnist(Split::test, folder_.path()); }), HasSubstr("t10k-images-idx3-ubyte"));
 }
 
 TEST_F(FashionMnist, NamesUnequalCounts) {

@@ -37,12 +37,14 @@ class GoldenCompare : public testing::Test {
   json report_ = report_of(reference_, "single");
 };
 
-TEST_F(GoldenCompare, FindsNothingInAnEqualRun) { EXPECT_THAT(differences(), IsEmpty()); }
+TEST_F(GoldenCompare, FindsNothingInAnEqualRun) {
+  EXPECT_THAT(differences(), IsEmpty());
+}
 
 TEST_F(GoldenCompare, AcceptsWhatLiesWithinTheTolerance) {
   report_["loss"][3] = report_["loss"][3].get<double>() * (1 + 5e-6);
-  report_["params"]["fc.weight"]["sum"] =
-      report_["params"]["fc.weight"]["sum"].get<double>() + 5e-6 * report_["params"]["fc.weight"]["abs_sum"].get<double>();
+  report_["params"]["fc.weight"]["sum"] = report_["params"]["fc.weight"]["sum"].get<double>() +
+                                          5e-6 * report_["params"]["fc.weight"]["abs_sum"].get<double>();
   EXPECT_THAT(differences(), IsEmpty());
 }
 
@@ -71,9 +73,9 @@ TEST_F(GoldenCompare, NamesAMissingOrSuperfluousTensor) {
   report_["params"]["fc.extra"] = report_["params"]["fc.bias"];
   report_["params"].erase("fc.bias");
   report_.erase("buffers");
-  EXPECT_THAT(differences(), testing::IsSupersetOf({"parameter fc.extra is not in the reference run",
-                                                    "parameter fc.bias is missing",
-                                                    "buffer stage2.bn.num_batches_tracked is missing"}));
+  EXPECT_THAT(differences(),
+              testing::IsSupersetOf({"parameter fc.extra is not in the reference run", "parameter fc.bias is missing",
+                                     "buffer stage2.bn.num_batches_tracked is missing"}));
 }
 
 // Every file holds its peers' runs, and those agree with each other within what shoal's runs are allowed.

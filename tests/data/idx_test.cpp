@@ -85,7 +85,8 @@ TEST_F(Idx, NamesBadGzipData) {
   EXPECT_THAT(error_of(folder_.write("sum.gz", wrong_sum)), AllOf(HasSubstr("sum.gz"), HasSubstr("corrupt gzip")));
   auto wrong_block = packed;
   wrong_block[10] = 0xff;  // a deflate block of a kind that does not exist
-  EXPECT_THAT(error_of(folder_.write("block.gz", wrong_block)), AllOf(HasSubstr("block.gz"), HasSubstr("corrupt gzip")));
+  EXPECT_THAT(error_of(folder_.write("block.gz", wrong_block)),
+              AllOf(HasSubstr("block.gz"), HasSubstr("corrupt gzip")));
 }
 
 }  // namespace

@@ -47,7 +47,9 @@ Indices interleave(const std::vector<Indices>& shards) {
   return all;
 }
 
-std::set<size_t> distinct(const Indices& indices) { return {indices.begin(), indices.end()}; }
+std::set<size_t> distinct(const Indices& indices) {
+  return {indices.begin(), indices.end()};
+}
 
 struct Case {
   size_t size;

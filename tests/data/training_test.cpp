@@ -72,7 +72,8 @@ class Oracle {
       const auto before = copies(model_->buffers());
       for (uint64_t micro = 0; micro < accumulate; ++micro) {
         const auto batch = data::reference_batch(
-            name_, size_, {.seed = config_.at("seed"), .step = step, .rank = rank, .micro = micro}, config_.at("batch"));
+            name_, size_, {.seed = config_.at("seed"), .step = step, .rank = rank, .micro = micro},
+            config_.at("batch"));
         const auto loss = models::loss_of(model_->forward(batch.data), batch.target);
         (loss * scale).backward();
         total += loss.item<double>();

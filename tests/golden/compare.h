@@ -36,7 +36,9 @@ using Differences = std::vector<std::string>;
 // Golden files keep a digest as [sum, abs_sum, l2, probe]; reports name the four.
 inline constexpr std::array<const char*, 4> digest_fields{"sum", "abs_sum", "l2", "probe"};
 
-inline std::string text(double value) { return json(value).dump(); }
+inline std::string text(double value) {
+  return json(value).dump();
+}
 
 inline void compare_number(const std::string& what, double got, double expected, double allowed, Differences& found) {
   // Written so that a difference of NaN counts.
@@ -92,9 +94,9 @@ inline void compare_tensors(const std::string& kind, const json& report, const j
 
 }  // namespace detail
 
-// Differences, one line each, between `report`, which `shoal train --json` wrote (loss, params, buffers), and the run of
-// `peer` in the golden file `reference`; none means equal within the tolerance. Throws nlohmann::json::exception where
-// either lacks its parts.
+// Differences, one line each, between `report`, which `shoal train --json` wrote (loss, params, buffers), and the run
+// of `peer` in the golden file `reference`; none means equal within the tolerance. Throws nlohmann::json::exception
+// where either lacks its parts.
 inline std::vector<std::string> compare(const nlohmann::json& report, const nlohmann::json& reference,
                                         const std::string& peer, const Tolerance& tolerance = {}) {
   const nlohmann::json& expected = reference.at("peers").at(peer);

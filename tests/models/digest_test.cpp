@@ -20,17 +20,21 @@ void expect_digest(const Digest& got, const Digest& expected) {
 
 TEST(Digest, MatchesTheDefinitionOnParameters) {
   const auto parameters = make_model("gpt", "tiny", Init::reference, 1)->named_parameters();
-  expect_digest(digest(0, parameters["wte.weight"]),
-                {.sum = 7.6992674767971039, .abs_sum = 1027.7190071642399, .l2 = 9.2661264630944871,
-                 .probe = -7.2648909525697931});
-  expect_digest(digest(12, parameters["blocks.0.out.bias"]),
-                {.sum = 0.059565767645835876, .abs_sum = 2.0547375679016113, .l2 = 0.29189218759083541,
-                 .probe = -0.12616041204849804});
+  expect_digest(digest(0, parameters["wte.weight"]), {.sum = 7.6992674767971039,
+                                                      .abs_sum = 1027.7190071642399,
+                                                      .l2 = 9.2661264630944871,
+                                                      .probe = -7.2648909525697931});
+  expect_digest(digest(12, parameters["blocks.0.out.bias"]), {.sum = 0.059565767645835876,
+                                                              .abs_sum = 2.0547375679016113,
+                                                              .l2 = 0.29189218759083541,
+                                                              .probe = -0.12616041204849804});
 }
 
 constexpr Digest of_counting{.sum = 276, .abs_sum = 276, .l2 = 65.757128891094382, .probe = -70.31955623626709};
 
-TEST(Digest, TakesIntegers) { expect_digest(digest(7, at::arange(24, at::kLong).view({2, 3, 4})), of_counting); }
+TEST(Digest, TakesIntegers) {
+  expect_digest(digest(7, at::arange(24, at::kLong).view({2, 3, 4})), of_counting);
+}
 
 TEST(Digest, FollowsTheLogicalOrder) {
   const auto counting = at::arange(24, at::kDouble).view({1, 4, 3, 2});

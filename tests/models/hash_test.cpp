@@ -9,7 +9,9 @@
 namespace shoal::models {
 namespace {
 
-TEST(Hash, MixesAsTheDefinition) { EXPECT_EQ(mix(0), 0xe220a8397b1dcdafu); }
+TEST(Hash, MixesAsTheDefinition) {
+  EXPECT_EQ(mix(0), 0xe220a8397b1dcdafu);
+}
 
 TEST(Hash, FoldsAKeyAsTheDefinition) {
   EXPECT_EQ(key(1, 2, 3), 0xd0734750fde362b3u);

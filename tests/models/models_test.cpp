@@ -38,7 +38,9 @@ TEST_P(ReferenceModel, HasTheParametersOfTheDefinition) {
 INSTANTIATE_TEST_SUITE_P(All, ReferenceModel, testing::ValuesIn(model_vectors()),
                          [](const auto& info) { return info.param.model + "_" + info.param.size; });
 
-at::Tensor tokens(int64_t batch, int64_t time) { return at::arange(batch * time, at::kLong).view({batch, time}) % 256; }
+at::Tensor tokens(int64_t batch, int64_t time) {
+  return at::arange(batch * time, at::kLong).view({batch, time}) % 256;
+}
 
 TEST(Cnn, HasBatchNormBuffersInTheOrderOfTheDefinition) {
   std::vector<std::string> names;
