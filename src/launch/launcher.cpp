@@ -139,7 +139,7 @@ class Job {
       code_ = exit_code(status);
       const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
       store_.report_failure(text);
-      if (!interrupted_) fmt::print(stderr, "shoal launch: {} (pid {})\n", text, child.pid);
+      if (!interrupted_) fmt::print(stderr, "shoal: {} (pid {})\n", text, child.pid);
       if (!term_at_) term_at_ = SteadyClock::now() + seconds(options_.grace_seconds);
     }
   }

@@ -16,6 +16,11 @@ torch::nn::LayerNorm layer_norm(int64_t width) {
   return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}));
 }
 
+// In one operator: the module's own forward adds the bias to inputs of three dimensions in a second pass.
+at::Tensor linear(const torch::nn::Linear& module, const at::Tensor& x) {
+  return at::linear(x, module->weight, module->bias);
+}
+
 }  // namespace
 
 BlockImpl::BlockImpl(int64_t width, int64_t heads)
@@ -37,16 +42,16 @@ BlockImpl::BlockImpl(int64_t width, int64_t heads)
 
 at::Tensor BlockImpl::attention(const at::Tensor& x) {
   const int64_t batch = x.size(0), time = x.size(1), width = x.size(2);
-  auto parts = qkv_(x).split(width, 2);
+  auto parts = linear(qkv_, x).split(width, 2);
   for (auto& part : parts) part = part.view({batch, time, heads_, width / heads_}).transpose(1, 2);
   const auto y = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
                                                   /*is_causal=*/true);
-  return proj_(y.transpose(1, 2).reshape({batch, time, width}));
+  return linear(proj_, y.transpose(1, 2).reshape({batch, time, width}));
 }
 
 at::Tensor BlockImpl::forward(at::Tensor x) {
   x = x + attention(ln1_(x));
-  return x + out_(at::gelu(fc_(ln2_(x)), "tanh"));
+  return x + linear(out_, at::gelu(linear(fc_, ln2_(x)), "tanh"));
 }
 
 Gpt::Gpt(const GptConfig& config)

@@ -48,6 +48,15 @@ TEST_F(GoldenCompare, AcceptsWhatLiesWithinTheTolerance) {
   EXPECT_THAT(differences(), IsEmpty());
 }
 
+TEST_F(GoldenCompare, AllowsAdamMoreThanSgd) {
+  auto reference = reference_;
+  auto& sum = report_["params"]["fc.weight"]["sum"];
+  sum = sum.get<double>() + 2e-5 * report_["params"]["fc.weight"]["abs_sum"].get<double>();
+  EXPECT_THAT(compare(report_, reference, "single"), IsEmpty());
+  reference["config"]["optimizer"] = "sgd_momentum";
+  EXPECT_THAT(compare(report_, reference, "single"), ElementsAre(HasSubstr("parameter fc.weight sum")));
+}
+
 TEST_F(GoldenCompare, NamesALoss) {
   report_["loss"][3] = report_["loss"][3].get<double>() * (1 + 2e-5);
   EXPECT_THAT(differences(), ElementsAre(HasSubstr("loss of step 3")));

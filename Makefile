@@ -1,0 +1,34 @@
+# make demo: set up, build, train a CNN on Fashion-MNIST on 2 ranks.   make test: set up, build, run all tests.
+BUILD ?= build
+
+.PHONY: build demo test fast format format-check tidy clean
+
+build:
+	@scripts/setup
+	@test -f $(BUILD)/build.ninja || cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release
+	@cmake --build $(BUILD)
+
+demo: build
+	$(BUILD)/shoal train --model cnn --data fashion-mnist --strategy ddp --ranks 2 --epochs 3 --eval --save checkpoints/demo
+
+# World tests start several ranks each and say how many cores they take, so two at a time fit two cores.
+test: build
+	ctest --test-dir $(BUILD) --output-on-failure -j 2
+
+fast: build
+	ctest --test-dir $(BUILD) --output-on-failure -j 2 -L fast
+
+format:
+	git ls-files '*.h' '*.cpp' | xargs clang-format -i
+
+format-check:
+	git ls-files '*.h' '*.cpp' | xargs clang-format --dry-run -Werror
+
+# clang-tidy reads neither GCC's precompiled headers nor its flags for them.
+tidy:
+	@test -f $(BUILD)-tidy/compile_commands.json || cmake -S . -B $(BUILD)-tidy -G Ninja -DCMAKE_CXX_COMPILER=clang++ \
+		-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DSHOAL_CCACHE=OFF >/dev/null
+	run-clang-tidy -quiet -p $(BUILD)-tidy '$(CURDIR)/src/.*'
+
+clean:
+	rm -rf $(BUILD) $(BUILD)-debug $(BUILD)-asan $(BUILD)-tsan $(BUILD)-tidy

@@ -1,0 +1,19 @@
+#pragma once
+// The program's commands. Each adds itself to the application; its work runs after the line has been parsed.
+
+#include <CLI/CLI.hpp>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace shoal::cli {
+
+// What the chosen command does; returns the exit code.
+using Action = std::function<int()>;
+
+// `line`: the whole command line, for starting further ranks with it.
+void add_train_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen);
+void add_launch_command(CLI::App& app, Action& chosen);
+void add_doctor_command(CLI::App& app, Action& chosen);
+
+}  // namespace shoal::cli

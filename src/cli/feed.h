@@ -1,0 +1,27 @@
+#pragma once
+// Where batches come from.
+
+#include <memory>
+#include <optional>
+
+#include "cli/train_options.h"
+#include "data/dataset.h"
+
+namespace shoal::cli {
+
+// Hands out this rank's micro-batches, epoch after epoch.
+class Feed {
+ public:
+  virtual ~Feed() = default;
+  // Steps of an epoch, equal on all ranks; none for data without end.
+  virtual std::optional<int64_t> steps_per_epoch() const = 0;
+  // Called before the first step of each epoch.
+  virtual void begin_epoch(int64_t epoch) = 0;
+  virtual data::Batch next(int64_t step, int micro) = 0;
+  // Test samples, this rank's share in order; nullptr where there are none.
+  virtual std::shared_ptr<data::Dataset> test_data() const = 0;
+};
+
+std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks);
+
+}  // namespace shoal::cli

@@ -1,0 +1,25 @@
+#include <memory>
+
+#include "cli/commands.h"
+#include "launch/launcher.h"
+
+namespace shoal::cli {
+
+void add_launch_command(CLI::App& app, Action& chosen) {
+  auto* command = app.add_subcommand("launch", "start N ranks of any program on this host");
+  command->footer("The ranks find torchrun's environment variables. Example: shoal launch -n 4 -- ./train --lr 0.1");
+  const auto options = std::make_shared<LaunchOptions>();
+  command->add_option("-n,--ranks", options->ranks, "processes to start")->capture_default_str();
+  command->add_option("--threads", options->threads, "OMP_NUM_THREADS of each rank (default: as in the environment)");
+  command->add_option("--address", options->address, "interface on which the ranks meet")->capture_default_str();
+  command->add_option("--port", options->port, "port on which they meet (default: any free one)");
+  command->add_option("--grace", options->grace_seconds, "seconds that the others have after the first failure")
+      ->capture_default_str();
+  command->add_option("program", options->command, "program and its arguments, after --")->required();
+  command->callback([options, &chosen] {
+    options->validate();
+    chosen = [options] { return launch(*options); };
+  });
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace shoal::cli {
+
+std::vector<std::string> optimizer_names();
+// With the hyper-parameters of the reference runs; all parameters in one group. `lr` replaces the default rate.
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, std::vector<at::Tensor> parameters,
+                                                        std::optional<double> lr);
+
+}  // namespace shoal::cli

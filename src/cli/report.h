@@ -1,0 +1,28 @@
+#pragma once
+// The report of a training run, in the shape of the reference peers'.
+
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "cli/train_options.h"
+#include "cli/trainer.h"
+
+namespace shoal::cli {
+
+struct MemoryUse {
+  double before = 0;  // MiB resident before the model was built
+  double peak = 0;    // the most since then
+  double pss = 0;     // proportional, at the end of training
+};
+
+// Gathers what differs between ranks. Collective; the result is the same on all of them.
+nlohmann::ordered_json make_report(const TrainOptions& options, const World& world, models::Model& model,
+                                   const TrainResult& result, const MemoryUse& memory);
+
+// To a file, or to standard output for "-". Throws UsageError that names the file.
+void write_json(const std::string& path, const nlohmann::ordered_json& json);
+
+// Parameters and buffers by name, a shared tensor once.
+std::vector<std::pair<std::string, at::Tensor>> named_state(const torch::nn::Module& module);
+
+}  // namespace shoal::cli

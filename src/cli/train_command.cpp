@@ -1,0 +1,149 @@
+// `shoal train`: starts its ranks, or is one of them.
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <thread>
+
+#include "checkpoint/safetensors.h"
+#include "cli/commands.h"
+#include "cli/memory.h"
+#include "cli/report.h"
+#include "cli/trace.h"
+#include "comm/launch_environment.h"
+#include "launch/launcher.h"
+#include "models/registry.h"
+#include "shoal/base/error.h"
+
+namespace shoal::cli {
+namespace {
+
+constexpr int interrupted_code = 130;
+
+int threads_per_rank(const TrainOptions& options, int ranks) {
+  if (options.threads > 0) return options.threads;
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / std::max(1, ranks));
+}
+
+// A first training step loads libraries and makes thread pools; that is not the model's memory.
+void warm_up(const TrainOptions& options) {
+  torch::nn::Linear toy(8, 8);
+  toy->to(options.double_precision() ? at::kDouble : at::kFloat);
+  auto input = at::zeros({4, 8}, toy->weight.options().requires_grad(false));
+  toy->forward(input).sum().backward();
+}
+
+void stop_at_the_end_of_the_step() {
+  struct sigaction action {};
+  action.sa_handler = [](int) { interrupted = 1; };
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+std::string save_checkpoint(const TrainOptions& options, const models::Model& model) {
+  std::error_code error;
+  std::filesystem::create_directories(options.save, error);
+  const auto path = options.save + "/model.safetensors";
+  save_safetensors(path, named_state(model), {{"format", "pt"}, {"model", options.model}, {"size", options.size}});
+  return path;
+}
+
+void summarise(const nlohmann::ordered_json& report, const TrainResult& result, const TrainOptions& options,
+               const World& world, const std::string& checkpoint) {
+  fmt::print("\n{} {} on {} rank(s), {}, {}: {} steps in {:.1f} s\n", options.model, options.size, world.size(),
+             options.strategy, world.group().transport(), result.loss.size(), result.seconds);
+  if (!result.eval.empty()) {
+    const auto& last = result.eval.back();
+    if (options.model == "gpt") {
+      fmt::print("  test perplexity     {:.3f} ({} bytes)\n", std::exp(last.loss), last.count);
+    } else {
+      fmt::print("  test accuracy       {:.2f} % ({} images)\n", 100 * last.accuracy, last.count);
+    }
+  }
+  fmt::print("  last loss           {:.4f}\n", report["loss"].back().get<double>());
+  fmt::print("  samples per second  {:.0f}\n", report["timing"]["samples_per_second"].get<double>());
+  fmt::print("  step, median        {:.3f} ms\n", report["timing"]["median_ms"].get<double>());
+  fmt::print("  peak memory         {:.0f} MiB per rank\n",
+             fmt::join(report["memory"]["rss_peak_mib"].get<std::vector<double>>(), ", "));
+  if (!checkpoint.empty()) fmt::print("  checkpoint          {}\n", checkpoint);
+}
+
+int train_rank(const TrainOptions& options) {
+  WorldOptions world_options;
+  world_options.transport = options.transport;
+  world_options.timeout_seconds = options.timeout_seconds;
+  const auto world = init(world_options);
+  at::set_num_threads(threads_per_rank(options, world.local_size()));
+  stop_at_the_end_of_the_step();
+  const auto log = std::make_shared<CallLog>();
+  const auto group = options.trace.empty() ? world.group() : world.group().recorded(log);
+  const auto feed = make_feed(options, world.rank(), world.size());
+  warm_up(options);
+  MemoryUse memory{.before = resident_mib()};
+  const auto init = options.init == "reference" ? models::Init::reference : models::Init::torch;
+  const auto model = models::make_model(options.model, options.size, init, options.seed,
+                                        options.double_precision() ? at::kDouble : at::kFloat);
+  reset_peak();
+
+  std::string checkpoint;
+  const auto save = [&] {
+    if (world.rank() == 0 && !options.save.empty()) checkpoint = save_checkpoint(options, *model);
+  };
+  const auto leave_interrupted = [&]() -> int {
+    save();
+    if (world.rank() == 0) {
+      fmt::print(stderr, "interrupted{}\n", checkpoint.empty() ? "" : "; checkpoint in " + checkpoint);
+    }
+    std::fflush(nullptr);
+    std::_Exit(interrupted_code);  // peers may have stopped a step earlier or later
+  };
+  try {
+    Trainer trainer(options, group, model, *feed);
+    const auto result = trainer.run(save);
+    if (interrupted != 0) return leave_interrupted();
+    memory.peak = peak_resident_mib();
+    memory.pss = proportional_mib();
+    save();
+    const auto report = make_report(options, world, *model, result, memory);
+    if (!options.trace.empty()) {
+      write_trace(options.trace + (world.rank() > 0 ? fmt::format(".rank{}", world.rank()) : ""), *log, world.rank());
+    }
+    if (world.rank() != 0) return 0;
+    if (!options.json.empty()) write_json(options.json, report);
+    if (options.json != "-") summarise(report, result, options, world, checkpoint);
+    return 0;
+  } catch (const CommError&) {
+    if (interrupted != 0) return leave_interrupted();
+    throw;
+  }
+}
+
+int train(TrainOptions options, const std::vector<std::string>& line) {
+  const auto placement = find_placement({}, process_environment());
+  const bool started = placement.source != "alone";
+  if (started && options.ranks && *options.ranks != placement.size) {
+    throw UsageError(fmt::format("--ranks {} contradicts the world of {} that {} describe", *options.ranks,
+                                 placement.size, placement.source));
+  }
+  const int ranks = started ? placement.size : options.strategy == "none" ? 1 : options.ranks.value_or(2);
+  if (options.strategy == "none" && ranks != 1) throw UsageError("--strategy none trains in one process");
+  if (started || ranks == 1) return train_rank(options);
+  return launch({.ranks = ranks, .command = line, .threads = threads_per_rank(options, ranks), .prefix_output = false});
+}
+
+}  // namespace
+
+void add_train_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen) {
+  auto* command = app.add_subcommand("train", "train a built-in model on built-in or own data");
+  const auto options = std::make_shared<TrainOptions>();
+  add_train_options(*command, *options);
+  command->callback([options, &line, &chosen] {
+    options->complete();
+    chosen = [options, &line] { return train(*options, line); };
+  });
+}
+
+}  // namespace shoal::cli

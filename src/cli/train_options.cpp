@@ -1,0 +1,104 @@
+#include "cli/train_options.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "cli/optimizers.h"
+#include "cli/strategies.h"
+#include "models/registry.h"
+#include "shoal/base/error.h"
+
+namespace shoal::cli {
+namespace {
+
+void require_one_of(const char* option, const std::string& value, const std::vector<std::string>& choices) {
+  if (std::find(choices.begin(), choices.end(), value) != choices.end()) return;
+  throw UsageError(fmt::format("{} {}: not in this version; available: {}", option, value, fmt::join(choices, ", ")));
+}
+
+template <class T>
+void require_at_least(const char* option, T value, T least) {
+  if (value < least) throw UsageError(fmt::format("{} {}: give at least {}", option, value, least));
+}
+
+}  // namespace
+
+void TrainOptions::complete() {
+  require_one_of("--strategy", strategy, strategy_names());
+  require_one_of("--transport", transport, {"auto", "gloo"});
+  require_one_of("--optimizer", optimizer, optimizer_names());
+  require_one_of("--dtype", dtype, {"float32", "float64"});
+  if (ranks) require_at_least("--ranks", *ranks, 1);
+  if (strategy == "none" && ranks && *ranks != 1) {
+    throw UsageError(fmt::format("--strategy none trains in one process; --ranks {} contradicts it", *ranks));
+  }
+  require_at_least("--threads", threads, 0);
+  require_at_least("--accumulate", accumulate, 1);
+  require_at_least<int64_t>("--save-every", save_every, 0);
+  require_at_least("--timeout", timeout_seconds, 1);
+  if (batch < 0) throw UsageError(fmt::format("--batch {}: give at least 1", batch));
+  if (steps) require_at_least<int64_t>("--steps", *steps, 1);
+  if (epochs) require_at_least("--epochs", *epochs, 1);
+  if (steps && epochs) throw UsageError("--steps and --epochs: give one of them");
+  if (lr && !(*lr > 0)) throw UsageError(fmt::format("--lr {}: give more than 0", *lr));
+  if (save_every > 0 && save.empty()) throw UsageError("--save-every needs --save DIR");
+  const bool known = data == "fashion-mnist" || data.rfind("fashion-mnist:", 0) == 0 || reference_data() || text_data();
+  if (!known) throw UsageError(fmt::format("--data {}: fashion-mnist, fashion-mnist:FOLDER, reference or text:FILE", data));
+  if (size.empty()) size = model == "cnn" && !reference_data() ? "medium" : "tiny";
+  models::require_model(model, size);
+  if (text_data() && model != "gpt") throw UsageError(fmt::format("--data text: is for --model gpt, not {}", model));
+  if (!text_data() && !reference_data() && model == "gpt") {
+    throw UsageError("--model gpt reads bytes: give --data text:FILE or reference");
+  }
+  if (reference_data() && epochs) throw UsageError("--epochs: reference data has no end; give --steps");
+  if (reference_data() && eval) throw UsageError("--eval: reference data has no test set");
+  if (init.empty()) init = reference_data() ? "reference" : "torch";
+  require_one_of("--init", init, {"torch", "reference"});
+  if (reference_data() && !steps) steps = 10;
+  if (!reference_data() && !steps && !epochs) epochs = 1;
+  if (batch == 0) batch = reference_data() ? 4 : 64;
+  ddp.validate();
+}
+
+void add_train_options(CLI::App& command, TrainOptions& options) {
+  command.add_option("--model", options.model, "cnn, mlp, gpt")->capture_default_str();
+  command.add_option("--size", options.size, "size of the model: tiny, small, ... (default: tiny; cnn on images: medium)");
+  command.add_option("--data", options.data,
+                     "fashion-mnist[:FOLDER of the four IDX files], reference (made by a hash), text:FILE (bytes, for gpt)")
+      ->capture_default_str();
+  command.add_option("--init", options.init, "torch, reference (by a hash; default with --data reference)");
+  command.add_option("--strategy", options.strategy,
+                     "ddp, none (one process), local (ranks that never communicate: the floor of the step time)")
+      ->capture_default_str();
+  command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
+  command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");
+  command.add_option("--transport", options.transport, "auto, gloo")->capture_default_str();
+  command.add_option("--timeout", options.timeout_seconds, "seconds that an operation may take with all ranks alive")
+      ->capture_default_str();
+  command.add_option("--optimizer", options.optimizer, "adamw, adam, sgd, sgd_momentum")->capture_default_str();
+  command.add_option("--lr", options.lr, "learning rate (default: adamw, adam 1e-3; sgd 0.05; sgd_momentum 0.01)");
+  command.add_option("--batch", options.batch,
+                     "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)");
+  command.add_option("--accumulate", options.accumulate, "micro-batches per step")->capture_default_str();
+  command.add_option("--steps", options.steps, "optimizer steps (default for reference data: 10)");
+  command.add_option("--epochs", options.epochs, "passes over the training data (default: 1)");
+  command.add_option("--dtype", options.dtype, "float32, float64")->capture_default_str();
+  command.add_option("--seed", options.seed, "of parameters, data and shuffling")->capture_default_str();
+  command.add_flag("--eval", options.eval, "evaluate on the test data after every epoch");
+  command.add_option("--save", options.save, "folder for model.safetensors, written at the end and when interrupted");
+  command.add_option("--save-every", options.save_every, "also every N steps");
+  command.add_option("--trace", options.trace, "file for a Chrome trace of the collectives; rank N > 0 writes FILE.rankN");
+  command.add_option("--json", options.json, "file for the report, - for standard output");
+  command.add_option("--bucket-cap-mb", options.ddp.bucket_cap_mb, "ddp: MiB of gradients in one all-reduce")
+      ->capture_default_str();
+  command.add_option("--first-bucket-mb", options.ddp.first_bucket_mb, "ddp: MiB of the first one")
+      ->capture_default_str();
+  command.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
+                   "ddp: accept parameters that no rank uses");
+  command.add_flag("--static-graph", options.ddp.static_graph, "ddp: every step is like the first");
+  command.add_flag("!--no-bucket-view", options.ddp.gradient_as_bucket_view, "ddp: gradients outside the buckets");
+}
+
+}  // namespace shoal::cli

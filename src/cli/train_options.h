@@ -1,0 +1,48 @@
+#pragma once
+// What `shoal train` was asked to do.
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "shoal/strategy/ddp.h"
+
+namespace shoal::cli {
+
+struct TrainOptions {
+  std::string model = "cnn";
+  std::string size;  // default: tiny; small for cnn on Fashion-MNIST
+  std::string data = "fashion-mnist";
+  std::string init;  // default: reference with --data reference, torch otherwise
+  std::string strategy = "ddp";
+  std::optional<int> ranks;  // default: the environment's, else 2
+  int threads = 0;           // per rank; 0: cores / ranks
+  std::string transport = "auto";
+  std::string optimizer = "adamw";
+  std::optional<double> lr;
+  int64_t batch = 0;  // samples per micro-batch and rank; 0: 4 for reference data, 64 otherwise
+  int accumulate = 1;
+  std::optional<int64_t> steps;
+  std::optional<int> epochs;
+  std::string dtype = "float32";
+  uint64_t seed = 1;
+  bool eval = false;
+  std::string save;
+  int64_t save_every = 0;
+  std::string trace;
+  std::string json;
+  int timeout_seconds = 300;
+  DistributedDataParallelOptions ddp;
+
+  bool reference_data() const { return data == "reference"; }
+  bool text_data() const { return data.rfind("text:", 0) == 0; }
+  bool double_precision() const { return dtype == "float64"; }
+
+  // Fills in defaults that depend on other options; throws UsageError that names the option and what is allowed.
+  void complete();
+};
+
+void add_train_options(CLI::App& command, TrainOptions& options);
+
+}  // namespace shoal::cli

@@ -1,0 +1,68 @@
+#include "cli/trainer.h"
+
+#include <fmt/format.h>
+
+#include <chrono>
+
+#include "cli/optimizers.h"
+#include "models/loss.h"
+
+namespace shoal::cli {
+
+volatile std::sig_atomic_t interrupted = 0;
+
+Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed)
+    : options_(options),
+      group_(group),
+      model_(std::move(model)),
+      feed_(feed),
+      strategy_(make_strategy(options, model_, group)),
+      optimizer_(make_optimizer(options.optimizer, model_->parameters(), options.lr)) {}
+
+// One optimizer step; returns the mean loss over its micro-batches.
+double Trainer::step(int64_t number) {
+  double loss_sum = 0;
+  for (int micro = 0; micro < options_.accumulate; ++micro) {
+    const auto batch = feed_.next(number, micro);
+    const auto loss = models::loss_of(strategy_->forward(batch.data), batch.target);
+    const bool last = micro + 1 == options_.accumulate;
+    strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss, last);
+    loss_sum += loss.item<double>();
+  }
+  optimizer_->step();
+  optimizer_->zero_grad();
+  return loss_sum / options_.accumulate;
+}
+
+TrainResult Trainer::run(const std::function<void()>& save) {
+  using Clock = std::chrono::steady_clock;
+  const auto per_epoch = feed_.steps_per_epoch();
+  const int64_t total = options_.steps ? *options_.steps : *per_epoch * *options_.epochs;
+  const int64_t samples_per_step = options_.batch * options_.accumulate;
+  TrainResult result;
+  Progress progress(group_.rank() == 0, total, "samples");
+  for (int64_t number = 0; number < total && interrupted == 0; ++number) {
+    const int64_t epoch = per_epoch ? number / *per_epoch : 0;
+    if (number == epoch * per_epoch.value_or(total)) feed_.begin_epoch(epoch);
+    const auto start = Clock::now();
+    result.loss.push_back(step(number));
+    const std::chrono::duration<double> duration = Clock::now() - start;
+    result.seconds += duration.count();
+    result.step_ms.push_back(1e3 * duration.count());
+    result.samples += samples_per_step;
+    progress.update(number + 1, result.samples * group_.size(), result.loss.back());
+    if (options_.save_every > 0 && (number + 1) % options_.save_every == 0) save();
+    const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
+    if (!options_.eval || !(epoch_ends || number + 1 == total)) continue;
+    result.eval.push_back(evaluate(*model_, *feed_.test_data(), group_));
+    progress.clear();
+    if (group_.rank() == 0) {
+      fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %\n", epoch + 1, result.eval.back().loss,
+                 100 * result.eval.back().accuracy);
+      std::fflush(stdout);
+    }
+  }
+  return result;
+}
+
+}  // namespace shoal::cli

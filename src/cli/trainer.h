@@ -1,0 +1,46 @@
+#pragma once
+// The training loop: the library's own example of use.
+
+#include <csignal>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "cli/evaluate.h"
+#include "cli/feed.h"
+#include "cli/progress.h"
+#include "cli/strategies.h"
+#include "shoal/comm/world.h"
+
+namespace shoal::cli {
+
+// Set by SIGINT and SIGTERM; the trainer stops at the end of the step.
+extern volatile std::sig_atomic_t interrupted;
+
+struct TrainResult {
+  std::vector<double> loss;     // of this rank, mean over micro-batches, per step
+  std::vector<double> step_ms;  // of this rank
+  std::vector<Evaluation> eval; // per epoch
+  double seconds = 0;           // training alone, without evaluation and saving
+  int64_t samples = 0;          // of this rank
+};
+
+class Trainer {
+ public:
+  Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed);
+
+  // Trains to the end, or until interrupted. Collective. `save` is called where a checkpoint is due.
+  TrainResult run(const std::function<void()>& save);
+
+ private:
+  double step(int64_t number);
+
+  const TrainOptions& options_;
+  Group group_;
+  std::shared_ptr<models::Model> model_;
+  Feed& feed_;
+  std::unique_ptr<Strategy> strategy_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+}  // namespace shoal::cli

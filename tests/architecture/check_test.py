@@ -1,0 +1,46 @@
+"""Plants each kind of violation in a copy of the sources and expects check.py to find exactly it."""
+
+import os
+import shutil
+import sys
+import tempfile
+
+import check
+
+PLANTED = [
+    ("src/layout/flat_layout.cpp", '#include "shoal/comm/group.h"\n', "upward include"),
+    ("include/shoal/layout/range.h", '#include "shoal/layout/partition.h"\n', "include cycle"),
+    ("src/engine/bucket.cpp", "using c10d::Store;\n", "c10d outside comm/"),
+    ("src/strategy/ddp.cpp", "#include <torch/csrc/distributed/c10d/Store.hpp>\n", "c10d outside comm/"),
+    ("src/comm/world.cpp", 'auto x = std::getenv("X");\n', "getenv outside"),
+    ("src/comm/world.cpp", "#include <gloo/context.h>\n", "Gloo outside"),
+    ("include/shoal/comm/group.h", '#include "comm/transport.h"\n', "a public header includes"),
+    ("src/models/hash.h", '#include "shoal/strategy/ddp.h"\n', "upward include"),
+    ("src/strategy/other.cpp", '#include "shoal/strategy/ddp.h"\n', "a strategy includes another"),
+    ("src/nowhere/a.cpp", '#include "shoal/base/error.h"\n', "is not in the order of layers"),
+]
+
+
+def main():
+    root = sys.argv[1]
+    for path, line, expected in PLANTED:
+        with tempfile.TemporaryDirectory() as copy:
+            for top in ("include", "src"):
+                shutil.copytree(os.path.join(root, top), os.path.join(copy, top))
+            target = os.path.join(copy, path)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            with open(target, "a", encoding="utf-8") as f:
+                f.write("\n" + line)
+            found = check.violations(copy)
+            assert any(expected in v for v in found), "%s in %s was not found: %s" % (expected, path, found)
+    with tempfile.TemporaryDirectory() as copy:
+        for top in ("include", "src"):
+            shutil.copytree(os.path.join(root, top), os.path.join(copy, top))
+        with open(os.path.join(copy, "src/engine/bucket.cpp"), "a", encoding="utf-8") as f:
+            f.write("\n// c10d and getenv may be spoken of\n")
+        assert check.violations(copy) == [], check.violations(copy)
+    print("%d kinds of violation found" % len(PLANTED))
+
+
+if __name__ == "__main__":
+    main()
