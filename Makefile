@@ -9,7 +9,7 @@ build:
 	@cmake --build $(BUILD)
 
 demo: build
-	$(BUILD)/shoal train --model cnn --data fashion-mnist --strategy ddp --ranks 2 --epochs 3 --eval --save checkpoints/demo
+	$(BUILD)/shoal train --model cnn --size small --data fashion-mnist --strategy ddp --ranks 2 --epochs 3 --eval --save checkpoints/demo
 
 # World tests start several ranks each and say how many cores they take, so two at a time fit two cores.
 test: build

@@ -21,13 +21,14 @@ struct Dtype {
   at::ScalarType type;
   const char* name;
 };
-constexpr Dtype dtypes[] = {{at::kLong, "I64"}, {at::kDouble, "F64"}, {at::kComplexFloat, "C64"}, {at::kFloat, "F32"},
-                            {at::kInt, "I32"},  {at::kBFloat16, "BF16"}, {at::kHalf, "F16"},      {at::kShort, "I16"},
-                            {at::kChar, "I8"},  {at::kByte, "U8"},       {at::kBool, "BOOL"}};
+constexpr Dtype dtypes[] = {{at::kLong, "I64"},  {at::kDouble, "F64"}, {at::kComplexFloat, "C64"},
+                            {at::kFloat, "F32"}, {at::kInt, "I32"},    {at::kBFloat16, "BF16"},
+                            {at::kHalf, "F16"},  {at::kShort, "I16"},  {at::kChar, "I8"},
+                            {at::kByte, "U8"},   {at::kBool, "BOOL"}};
 
 size_t place_of(const std::string& name, at::ScalarType type) {
-  const auto* found = std::find_if(std::begin(dtypes), std::end(dtypes),
-                                   [type](const Dtype& dtype) { return dtype.type == type; });
+  const auto* found =
+      std::find_if(std::begin(dtypes), std::end(dtypes), [type](const Dtype& dtype) { return dtype.type == type; });
   if (found == std::end(dtypes)) {
     throw UsageError(fmt::format("safetensors has no dtype {} (tensor {})", c10::toString(type), name));
   }
@@ -37,7 +38,8 @@ size_t place_of(const std::string& name, at::ScalarType type) {
 // A file that takes its name when complete() is called, and vanishes otherwise.
 class AtomicFile {
  public:
-  explicit AtomicFile(std::string path) : path_(std::move(path)), temporary_(fmt::format("{}.tmp-{}", path_, getpid())) {
+  explicit AtomicFile(std::string path)
+      : path_(std::move(path)), temporary_(fmt::format("{}.tmp-{}", path_, getpid())) {
     fd_ = open(temporary_.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, 0644);
     if (fd_ < 0) fail("create");
   }
@@ -96,18 +98,16 @@ void save_safetensors(const std::string& path, const NamedTensors& tensors,
     if (!names.insert(name).second) throw UsageError(fmt::format("safetensors: two tensors named {}", name));
     entries.push_back({place_of(name, tensor.scalar_type()), &name, &tensor});
   }
-  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
-    return std::tie(a.dtype, *a.name) < std::tie(b.dtype, *b.name);
-  });
+  std::sort(entries.begin(), entries.end(),
+            [](const Entry& a, const Entry& b) { return std::tie(a.dtype, *a.name) < std::tie(b.dtype, *b.name); });
 
   nlohmann::ordered_json header;
   if (!metadata.empty()) header["__metadata__"] = metadata;
   size_t offset = 0;
   for (const auto& entry : entries) {
     const auto end = offset + entry.tensor->nbytes();
-    header[*entry.name] = {{"dtype", dtypes[entry.dtype].name},
-                           {"shape", entry.tensor->sizes().vec()},
-                           {"data_offsets", {offset, end}}};
+    header[*entry.name] = {
+        {"dtype", dtypes[entry.dtype].name}, {"shape", entry.tensor->sizes().vec()}, {"data_offsets", {offset, end}}};
     offset = end;
   }
   std::string text = header.empty() ? "{}" : header.dump();

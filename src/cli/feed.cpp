@@ -12,7 +12,9 @@
 namespace shoal::cli {
 namespace {
 
-at::ScalarType dtype_of(const TrainOptions& options) { return options.double_precision() ? at::kDouble : at::kFloat; }
+at::ScalarType dtype_of(const TrainOptions& options) {
+  return options.double_precision() ? at::kDouble : at::kFloat;
+}
 
 // All batches are made before training, so that a step's time is training alone.
 class ReferenceFeed : public Feed {
@@ -48,9 +50,8 @@ class DatasetFeed : public Feed {
       : options_(options),
         train_(std::move(train)),
         test_(std::move(test)),
-        sampler_(*train_->size(), {.world = static_cast<size_t>(ranks),
-                                   .rank = static_cast<size_t>(rank),
-                                   .seed = options.seed}) {}
+        sampler_(*train_->size(),
+                 {.world = static_cast<size_t>(ranks), .rank = static_cast<size_t>(rank), .seed = options.seed}) {}
 
   std::optional<int64_t> steps_per_epoch() const override {
     const auto samples = static_cast<int64_t>(sampler_.local_size());
@@ -75,8 +76,8 @@ class DatasetFeed : public Feed {
   std::shared_ptr<data::Dataset> test_data() const override { return test_; }
 
  private:
-  using Loader = torch::data::StatelessDataLoader<torch::data::datasets::SharedBatchDataset<data::Dataset>,
-                                                  data::ShardedSampler>;
+  using Loader =
+      torch::data::StatelessDataLoader<torch::data::datasets::SharedBatchDataset<data::Dataset>, data::ShardedSampler>;
   const TrainOptions& options_;
   std::shared_ptr<data::Dataset> train_;
   std::shared_ptr<data::Dataset> test_;

@@ -18,9 +18,17 @@ double field_mib(const char* path, const std::string& field) {
 
 }  // namespace
 
-double resident_mib() { return field_mib("/proc/self/status", "VmRSS"); }
-double peak_resident_mib() { return field_mib("/proc/self/status", "VmHWM"); }
-double proportional_mib() { return field_mib("/proc/self/smaps_rollup", "Pss"); }
-void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+double resident_mib() {
+  return field_mib("/proc/self/status", "VmRSS");
+}
+double peak_resident_mib() {
+  return field_mib("/proc/self/status", "VmHWM");
+}
+double proportional_mib() {
+  return field_mib("/proc/self/smaps_rollup", "Pss");
+}
+void reset_peak() {
+  std::ofstream("/proc/self/clear_refs") << "5";
+}
 
 }  // namespace shoal::cli

@@ -8,7 +8,9 @@
 
 namespace shoal::cli {
 
-std::vector<std::string> optimizer_names() { return {"adamw", "adam", "sgd", "sgd_momentum"}; }
+std::vector<std::string> optimizer_names() {
+  return {"adamw", "adam", "sgd", "sgd_momentum"};
+}
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, std::vector<at::Tensor> parameters,
                                                         std::optional<double> lr) {

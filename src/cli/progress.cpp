@@ -14,7 +14,9 @@ using std::chrono::seconds;
 Progress::Progress(bool enabled, int64_t steps, std::string rate_unit)
     : enabled_(enabled), terminal_(isatty(STDERR_FILENO) != 0), steps_(steps), unit_(std::move(rate_unit)) {}
 
-Progress::~Progress() { clear(); }
+Progress::~Progress() {
+  clear();
+}
 
 void Progress::clear() {
   if (std::exchange(drawn_, false)) fmt::print(stderr, "\r\x1b[K");
@@ -29,8 +31,8 @@ void Progress::update(int64_t step, int64_t amount, double loss) {
   const double elapsed = duration<double>(now - start_).count();
   const double done = static_cast<double>(step) / static_cast<double>(steps_);
   const auto left = static_cast<int64_t>(elapsed / done - elapsed);
-  const auto text = fmt::format("{:3.0f} %  step {}/{}  {:.0f} {}/s  loss {:.4f}  {}:{:02} left", 100 * done, step, steps_,
-                                static_cast<double>(amount) / elapsed, unit_, loss_, left / 60, left % 60);
+  const auto text = fmt::format("{:3.0f} %  step {}/{}  {:.0f} {}/s  loss {:.4f}  {}:{:02} left", 100 * done, step,
+                                steps_, static_cast<double>(amount) / elapsed, unit_, loss_, left / 60, left % 60);
   if (terminal_) {
     constexpr int width = 24;
     const auto filled = static_cast<int>(done * width);

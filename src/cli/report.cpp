@@ -55,7 +55,9 @@ std::vector<double> gathered(const Group& group, double value) {
   return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
 }
 
-double rounded(double value, double unit) { return std::round(value / unit) * unit; }
+double rounded(double value, double unit) {
+  return std::round(value / unit) * unit;
+}
 
 Json config(const TrainOptions& options, const World& world) {
   Json result = {{"peer", "shoal"},

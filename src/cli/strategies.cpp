@@ -34,7 +34,9 @@ class Alone : public Strategy {
 
 }  // namespace
 
-std::vector<std::string> strategy_names() { return {"ddp", "none", "local"}; }
+std::vector<std::string> strategy_names() {
+  return {"ddp", "none", "local"};
+}
 
 std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
                                         const Group& group) {

@@ -16,7 +16,8 @@ void write_trace(const std::string& path, const CallLog& log, int rank) {
   };
   std::map<std::string, int> rows;
   Json events = Json::array();
-  events.push_back({{"ph", "M"}, {"name", "process_name"}, {"pid", rank}, {"args", {{"name", fmt::format("rank {}", rank)}}}});
+  events.push_back(
+      {{"ph", "M"}, {"name", "process_name"}, {"pid", rank}, {"args", {{"name", fmt::format("rank {}", rank)}}}});
   for (const auto& record : log.records()) {
     const auto [row, fresh] = rows.try_emplace(record.group, static_cast<int>(rows.size()));
     if (fresh) {

@@ -45,8 +45,8 @@ void TrainOptions::complete() {
   if (lr && !(*lr > 0)) throw UsageError(fmt::format("--lr {}: give more than 0", *lr));
   if (save_every > 0 && save.empty()) throw UsageError("--save-every needs --save DIR");
   const bool known = data == "fashion-mnist" || data.rfind("fashion-mnist:", 0) == 0 || reference_data() || text_data();
-  if (!known) throw UsageError(fmt::format("--data {}: fashion-mnist, fashion-mnist:FOLDER, reference or text:FILE", data));
-  if (size.empty()) size = model == "cnn" && !reference_data() ? "medium" : "tiny";
+  if (!known)
+    throw UsageError(fmt::format("--data {}: fashion-mnist, fashion-mnist:FOLDER, reference or text:FILE", data));
   models::require_model(model, size);
   if (text_data() && model != "gpt") throw UsageError(fmt::format("--data text: is for --model gpt, not {}", model));
   if (!text_data() && !reference_data() && model == "gpt") {
@@ -64,13 +64,16 @@ void TrainOptions::complete() {
 
 void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--model", options.model, "cnn, mlp, gpt")->capture_default_str();
-  command.add_option("--size", options.size, "size of the model: tiny, small, ... (default: tiny; cnn on images: medium)");
-  command.add_option("--data", options.data,
-                     "fashion-mnist[:FOLDER of the four IDX files], reference (made by a hash), text:FILE (bytes, for gpt)")
+  command.add_option("--size", options.size, "size of the model: tiny, small; gpt also gpt2")->capture_default_str();
+  command
+      .add_option(
+          "--data", options.data,
+          "fashion-mnist[:FOLDER of the four IDX files], reference (made by a hash), text:FILE (bytes, for gpt)")
       ->capture_default_str();
   command.add_option("--init", options.init, "torch, reference (by a hash; default with --data reference)");
-  command.add_option("--strategy", options.strategy,
-                     "ddp, none (one process), local (ranks that never communicate: the floor of the step time)")
+  command
+      .add_option("--strategy", options.strategy,
+                  "ddp, none (one process), local (ranks that never communicate: the floor of the step time)")
       ->capture_default_str();
   command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
   command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");
@@ -89,7 +92,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_flag("--eval", options.eval, "evaluate on the test data after every epoch");
   command.add_option("--save", options.save, "folder for model.safetensors, written at the end and when interrupted");
   command.add_option("--save-every", options.save_every, "also every N steps");
-  command.add_option("--trace", options.trace, "file for a Chrome trace of the collectives; rank N > 0 writes FILE.rankN");
+  command.add_option("--trace", options.trace,
+                     "file for a Chrome trace of the collectives; rank N > 0 writes FILE.rankN");
   command.add_option("--json", options.json, "file for the report, - for standard output");
   command.add_option("--bucket-cap-mb", options.ddp.bucket_cap_mb, "ddp: MiB of gradients in one all-reduce")
       ->capture_default_str();

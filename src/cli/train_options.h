@@ -12,7 +12,7 @@ namespace shoal::cli {
 
 struct TrainOptions {
   std::string model = "cnn";
-  std::string size;  // default: tiny; small for cnn on Fashion-MNIST
+  std::string size = "tiny";
   std::string data = "fashion-mnist";
   std::string init;  // default: reference with --data reference, torch otherwise
   std::string strategy = "ddp";

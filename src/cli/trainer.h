@@ -18,11 +18,11 @@ namespace shoal::cli {
 extern volatile std::sig_atomic_t interrupted;
 
 struct TrainResult {
-  std::vector<double> loss;     // of this rank, mean over micro-batches, per step
-  std::vector<double> step_ms;  // of this rank
-  std::vector<Evaluation> eval; // per epoch
-  double seconds = 0;           // training alone, without evaluation and saving
-  int64_t samples = 0;          // of this rank
+  std::vector<double> loss;      // of this rank, mean over micro-batches, per step
+  std::vector<double> step_ms;   // of this rank
+  std::vector<Evaluation> eval;  // per epoch
+  double seconds = 0;            // training alone, without evaluation and saving
+  int64_t samples = 0;           // of this rank
 };
 
 class Trainer {

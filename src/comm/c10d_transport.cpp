@@ -5,14 +5,22 @@ namespace {
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
-    case ReduceOp::sum: return c10d::ReduceOp::SUM;
-    case ReduceOp::avg: return c10d::ReduceOp::AVG;
-    case ReduceOp::min: return c10d::ReduceOp::MIN;
-    case ReduceOp::max: return c10d::ReduceOp::MAX;
-    case ReduceOp::product: return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::band: return c10d::ReduceOp::BAND;
-    case ReduceOp::bor: return c10d::ReduceOp::BOR;
-    case ReduceOp::bxor: return c10d::ReduceOp::BXOR;
+    case ReduceOp::sum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::product:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::band:
+      return c10d::ReduceOp::BAND;
+    case ReduceOp::bor:
+      return c10d::ReduceOp::BOR;
+    case ReduceOp::bxor:
+      return c10d::ReduceOp::BXOR;
   }
   return c10d::ReduceOp::SUM;
 }
@@ -84,7 +92,8 @@ class C10dTransport : public Transport {
     auto inputs = flattened(call.inputs);
     auto outputs = flattened(call.outputs);
     switch (call.op) {
-      case Op::all_reduce: return backend_->allreduce(inputs, with_reduce<c10d::AllreduceOptions>(call));
+      case Op::all_reduce:
+        return backend_->allreduce(inputs, with_reduce<c10d::AllreduceOptions>(call));
       case Op::reduce: {
         auto options = with_reduce<c10d::ReduceOptions>(call);
         options.rootRank = call.peer;
@@ -92,8 +101,10 @@ class C10dTransport : public Transport {
       }
       case Op::reduce_scatter:
         return backend_->_reduce_scatter_base(outputs[0], inputs[0], with_reduce<c10d::ReduceScatterOptions>(call));
-      case Op::all_gather: return backend_->_allgather_base(outputs[0], inputs[0], {});
-      case Op::broadcast: return backend_->broadcast(inputs, with_root<c10d::BroadcastOptions>(call));
+      case Op::all_gather:
+        return backend_->_allgather_base(outputs[0], inputs[0], {});
+      case Op::broadcast:
+        return backend_->broadcast(inputs, with_root<c10d::BroadcastOptions>(call));
       case Op::gather: {
         std::vector<std::vector<at::Tensor>> lists;
         if (!outputs.empty()) lists.push_back(outputs);
@@ -108,9 +119,12 @@ class C10dTransport : public Transport {
         std::vector<int64_t> equal;
         return backend_->alltoall_base(outputs[0], inputs[0], equal, equal, {});
       }
-      case Op::send: return backend_->send(inputs, call.peer, call.tag);
-      case Op::recv: return backend_->recv(inputs, call.peer, call.tag);
-      case Op::barrier: return backend_->barrier({});
+      case Op::send:
+        return backend_->send(inputs, call.peer, call.tag);
+      case Op::recv:
+        return backend_->recv(inputs, call.peer, call.tag);
+      case Op::barrier:
+        return backend_->barrier({});
     }
     return {};
   }

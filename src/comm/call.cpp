@@ -8,31 +8,50 @@ namespace shoal {
 
 std::string to_string(Op op) {
   switch (op) {
-    case Op::all_reduce: return "all_reduce";
-    case Op::reduce: return "reduce";
-    case Op::reduce_scatter: return "reduce_scatter";
-    case Op::all_gather: return "all_gather";
-    case Op::broadcast: return "broadcast";
-    case Op::gather: return "gather";
-    case Op::scatter: return "scatter";
-    case Op::all_to_all: return "all_to_all";
-    case Op::send: return "send";
-    case Op::recv: return "recv";
-    case Op::barrier: return "barrier";
+    case Op::all_reduce:
+      return "all_reduce";
+    case Op::reduce:
+      return "reduce";
+    case Op::reduce_scatter:
+      return "reduce_scatter";
+    case Op::all_gather:
+      return "all_gather";
+    case Op::broadcast:
+      return "broadcast";
+    case Op::gather:
+      return "gather";
+    case Op::scatter:
+      return "scatter";
+    case Op::all_to_all:
+      return "all_to_all";
+    case Op::send:
+      return "send";
+    case Op::recv:
+      return "recv";
+    case Op::barrier:
+      return "barrier";
   }
   return "unknown";
 }
 
 std::string to_string(ReduceOp op) {
   switch (op) {
-    case ReduceOp::sum: return "sum";
-    case ReduceOp::avg: return "avg";
-    case ReduceOp::min: return "min";
-    case ReduceOp::max: return "max";
-    case ReduceOp::product: return "product";
-    case ReduceOp::band: return "band";
-    case ReduceOp::bor: return "bor";
-    case ReduceOp::bxor: return "bxor";
+    case ReduceOp::sum:
+      return "sum";
+    case ReduceOp::avg:
+      return "avg";
+    case ReduceOp::min:
+      return "min";
+    case ReduceOp::max:
+      return "max";
+    case ReduceOp::product:
+      return "product";
+    case ReduceOp::band:
+      return "band";
+    case ReduceOp::bor:
+      return "bor";
+    case ReduceOp::bxor:
+      return "bxor";
   }
   return "unknown";
 }
@@ -45,7 +64,9 @@ int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
 }
 }  // namespace
 
-int64_t Call::bytes() const { return std::max(total_bytes(inputs), total_bytes(outputs)); }
+int64_t Call::bytes() const {
+  return std::max(total_bytes(inputs), total_bytes(outputs));
+}
 
 std::string Call::describe() const {
   std::string text = to_string(op);

@@ -64,8 +64,7 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
   auto headers = at::empty({group.size() * fields}, at::kDouble);
   group
       .all_gather(headers,
-                  at::tensor({static_cast<double>(count), static_cast<double>(sparse_dim), weight}, at::kDouble),
-                  label)
+                  at::tensor({static_cast<double>(count), static_cast<double>(sparse_dim), weight}, at::kDouble), label)
       .wait();
   headers = headers.view({group.size(), fields});
   SparseSum result{{}, headers.select(1, 2).sum().item<double>(), headers.select(1, 1).gt(0).sum().item<int64_t>()};
@@ -95,8 +94,8 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
   }
   const auto merged = at::cat(value_list);
   row.insert(row.begin(), merged.size(0));
-  result.sum = at::sparse_coo_tensor(at::cat(index_list, 1), merged.reshape(row), sizes, options.layout(at::kSparse))
-                   .coalesce();
+  result.sum =
+      at::sparse_coo_tensor(at::cat(index_list, 1), merged.reshape(row), sizes, options.layout(at::kSparse)).coalesce();
   return result;
 }
 

@@ -34,7 +34,8 @@ void check(const Call& call, int size) {
   require(call.inputs[0].dtype() == call.outputs[0].dtype(), call, "input and output differ in dtype");
   if (call.op == Op::reduce_scatter) require(in == out * size, call, "input must be size() times the output");
   if (call.op == Op::all_gather) require(out == in * size, call, "output must be size() times the input");
-  if (call.op == Op::all_to_all) require(in == out && in % size == 0, call, "input and output must be size() equal parts");
+  if (call.op == Op::all_to_all)
+    require(in == out && in % size == 0, call, "input and output must be size() equal parts");
 }
 
 bool is_empty(const Call& call) {
@@ -47,11 +48,21 @@ bool is_empty(const Call& call) {
 
 Group::Group(std::shared_ptr<GroupState> state) : state_(std::move(state)) {}
 
-int Group::rank() const { return state_->rank; }
-int Group::size() const { return static_cast<int>(state_->world_ranks.size()); }
-const std::string& Group::name() const { return state_->name; }
-std::string Group::transport() const { return state_->transport->name(); }
-int Group::world_rank(int rank) const { return state_->world_ranks.at(rank); }
+int Group::rank() const {
+  return state_->rank;
+}
+int Group::size() const {
+  return static_cast<int>(state_->world_ranks.size());
+}
+const std::string& Group::name() const {
+  return state_->name;
+}
+std::string Group::transport() const {
+  return state_->transport->name();
+}
+int Group::world_rank(int rank) const {
+  return state_->world_ranks.at(rank);
+}
 
 Work Group::issue(Call call) const {
   check(call, size());
@@ -89,19 +100,13 @@ Work Group::broadcast(at::Tensor tensor, int root, Label label) const {
 }
 
 Work Group::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root, Label label) const {
-  return issue({.op = Op::gather,
-                .peer = root,
-                .inputs = {std::move(input)},
-                .outputs = std::move(outputs),
-                .label = label});
+  return issue(
+      {.op = Op::gather, .peer = root, .inputs = {std::move(input)}, .outputs = std::move(outputs), .label = label});
 }
 
 Work Group::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label) const {
-  return issue({.op = Op::scatter,
-                .peer = root,
-                .inputs = std::move(inputs),
-                .outputs = {std::move(output)},
-                .label = label});
+  return issue(
+      {.op = Op::scatter, .peer = root, .inputs = std::move(inputs), .outputs = {std::move(output)}, .label = label});
 }
 
 Work Group::all_to_all(at::Tensor output, at::Tensor input, Label label) const {
@@ -109,12 +114,8 @@ Work Group::all_to_all(at::Tensor output, at::Tensor input, Label label) const {
 }
 
 Work Group::send(at::Tensor tensor, int destination, int tag, Label label) const {
-  return issue({.op = Op::send,
-                .peer = destination,
-                .tag = tag,
-                .inputs = {std::move(tensor)},
-                .outputs = {},
-                .label = label});
+  return issue(
+      {.op = Op::send, .peer = destination, .tag = tag, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
 }
 
 Work Group::recv(at::Tensor tensor, int source, int tag, Label label) const {
@@ -122,7 +123,9 @@ Work Group::recv(at::Tensor tensor, int source, int tag, Label label) const {
       {.op = Op::recv, .peer = source, .tag = tag, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
 }
 
-Work Group::barrier(Label label) const { return issue({.op = Op::barrier, .inputs = {}, .outputs = {}, .label = label}); }
+Work Group::barrier(Label label) const {
+  return issue({.op = Op::barrier, .inputs = {}, .outputs = {}, .label = label});
+}
 
 at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) const {
   return state_->transport->allocate(numel, options);

@@ -31,8 +31,8 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   if (state->world_ranks.size() == 1) {
     state->transport = make_identity_transport();
   } else {
-    state->transport = make_gloo_transport(*state->world, state->name, state->rank,
-                                           static_cast<int>(state->world_ranks.size()));
+    state->transport =
+        make_gloo_transport(*state->world, state->name, state->rank, static_cast<int>(state->world_ranks.size()));
   }
   state->progress->transport = state->transport;
   return state;
@@ -62,7 +62,9 @@ PendingWork::~PendingWork() {
   }
 }
 
-bool PendingWork::done() { return finished_ || work_->done(); }
+bool PendingWork::done() {
+  return finished_ || work_->done();
+}
 
 void PendingWork::wait() {
   if (finished_) return;
@@ -97,7 +99,8 @@ void PendingWork::fail_from(const std::exception& error) {
   text = text.substr(0, text.find('\n'));
   const auto fault = group_->world->liveness->diagnose(group_->world_ranks);
   if (fault) fail(fault->world_rank, fault->text);
-  fail(-1, fmt::format("the {} transport failed and no rank of this host is gone ({})", group_->transport->name(), text));
+  fail(-1,
+       fmt::format("the {} transport failed and no rank of this host is gone ({})", group_->transport->name(), text));
 }
 
 void PendingWork::fail(int rank, const std::string& why) {

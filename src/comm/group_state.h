@@ -16,9 +16,9 @@ struct WorldState;
 
 // Shared by all handles of a group, recorded or not.
 struct GroupProgress {
-  int64_t calls = 0;                           // operations issued
-  std::string failure;                         // why the group is unusable; empty: it works
-  std::map<std::vector<int>, int> subgroups;   // how many were made of these ranks, for their names
+  int64_t calls = 0;                          // operations issued
+  std::string failure;                        // why the group is unusable; empty: it works
+  std::map<std::vector<int>, int> subgroups;  // how many were made of these ranks, for their names
   ~GroupProgress();
   std::shared_ptr<Transport> transport;
 };

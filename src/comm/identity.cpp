@@ -36,6 +36,8 @@ at::Tensor Transport::allocate(int64_t numel, const at::TensorOptions& options) 
   return memory.narrow(0, skip, numel);
 }
 
-std::shared_ptr<Transport> make_identity_transport() { return std::make_shared<IdentityTransport>(); }
+std::shared_ptr<Transport> make_identity_transport() {
+  return std::make_shared<IdentityTransport>();
+}
 
 }  // namespace shoal

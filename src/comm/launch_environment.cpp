@@ -41,7 +41,9 @@ std::string first_host(const std::string& list) {
 }
 
 // A port that differs from job to job on one host and is the same on all ranks of a job.
-int port_from(const std::string& job) { return 20000 + static_cast<int>(std::hash<std::string>()(job) % 12000); }
+int port_from(const std::string& job) {
+  return 20000 + static_cast<int>(std::hash<std::string>()(job) % 12000);
+}
 
 void find_rank(Placement& placement, const WorldOptions& options, const Environment& environment) {
   if (options.rank && options.size) {

@@ -11,11 +11,11 @@ namespace shoal {
 struct Placement {
   int rank = 0;
   int size = 1;
-  std::string address;          // of the store
-  int port = 0;                 // of the store
-  bool store_is_served = false; // a launcher hosts the store; rank 0 must not
-  std::string generation = "0"; // counts a launcher's restarts of the job
-  std::string source;           // for messages
+  std::string address;           // of the store
+  int port = 0;                  // of the store
+  bool store_is_served = false;  // a launcher hosts the store; rank 0 must not
+  std::string generation = "0";  // counts a launcher's restarts of the job
+  std::string source;            // for messages
 };
 
 // Order: options, RANK/WORLD_SIZE, Open MPI, PMI, Slurm, alone. Throws UsageError for a partial or nonsensical set.

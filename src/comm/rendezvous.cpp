@@ -70,16 +70,17 @@ class Room {
   }
 
   void agree_on_size() {
-    const auto agreed = store_set_once(*store_, present_.prefix + "/size",
-                                       fmt::format("{} {}", placement_.size, placement_.rank));
+    const auto agreed =
+        store_set_once(*store_, present_.prefix + "/size", fmt::format("{} {}", placement_.size, placement_.rank));
     std::istringstream in(agreed);
     int size = 0;
     int rank = 0;
     in >> size >> rank;
     if (size != placement_.size) {
-      fail<DisagreeError>(fmt::format("the world's size differs: {} on rank {}, {} on rank {}: give all ranks the same "
-                                      "WORLD_SIZE",
-                                      size, rank, placement_.size, placement_.rank));
+      fail<DisagreeError>(
+          fmt::format("the world's size differs: {} on rank {}, {} on rank {}: give all ranks the same "
+                      "WORLD_SIZE",
+                      size, rank, placement_.size, placement_.rank));
     }
   }
 
@@ -117,9 +118,10 @@ class Room {
 };
 
 CommError lost_store(const Placement& placement) {
-  return CommError(fmt::format("lost the job's store at {}:{} (on rank 0 or in the launcher): rank 0 failed; see its error",
-                               placement.address, placement.port),
-                   0);
+  return CommError(
+      fmt::format("lost the job's store at {}:{} (on rank 0 or in the launcher): rank 0 failed; see its error",
+                  placement.address, placement.port),
+      0);
 }
 
 }  // namespace
@@ -135,10 +137,10 @@ Meeting meet(const Placement& placement, int timeout_seconds) {
   }
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
   try {
-    const auto present = within(std::chrono::seconds(timeout_seconds + 5), [placement, timeout_seconds,
-                                                                            store = meeting.store] {
-      return Room(placement, store, timeout_seconds).enter();
-    });
+    const auto present =
+        within(std::chrono::seconds(timeout_seconds + 5), [placement, timeout_seconds, store = meeting.store] {
+          return Room(placement, store, timeout_seconds).enter();
+        });
     if (!present) throw lost_store(placement);
     meeting.prefix = present->prefix;
     meeting.peers = present->peers;

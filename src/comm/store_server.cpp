@@ -28,8 +28,9 @@ Endpoint resolve(const std::string& host, int port) {
   addrinfo* found = nullptr;
   const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
   if (error != 0) {
-    throw UsageError(fmt::format("cannot resolve the address '{}': {}; give MASTER_ADDR a name or number of rank 0's host",
-                                 host, gai_strerror(error)));
+    throw UsageError(
+        fmt::format("cannot resolve the address '{}': {}; give MASTER_ADDR a name or number of rank 0's host", host,
+                    gai_strerror(error)));
   }
   Endpoint endpoint;
   std::memcpy(&endpoint.address, found->ai_addr, found->ai_addrlen);
@@ -94,9 +95,10 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout_seconds);
   while (!somebody_listens(address, port)) {
     if (std::chrono::steady_clock::now() > deadline) {
-      throw CommError(fmt::format("nothing listens at {}:{} after {} s: rank 0 did not start, or MASTER_ADDR and "
-                                  "MASTER_PORT differ between ranks",
-                                  address, port, timeout_seconds));
+      throw CommError(
+          fmt::format("nothing listens at {}:{} after {} s: rank 0 did not start, or MASTER_ADDR and "
+                      "MASTER_PORT differ between ranks",
+                      address, port, timeout_seconds));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
@@ -110,9 +112,10 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
     if (store) return *store;
   } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): refused the handshake; as bad as no answer
   }
-  throw CommError(fmt::format("what listens at {}:{} is not the job's store; is the port in use by another program? "
-                              "Choose another MASTER_PORT",
-                              address, port));
+  throw CommError(
+      fmt::format("what listens at {}:{} is not the job's store; is the port in use by another program? "
+                  "Choose another MASTER_PORT",
+                  address, port));
 }
 
 struct StoreServer::State {
@@ -131,7 +134,9 @@ StoreServer::StoreServer(const std::string& address, int port) : state_(std::mak
 
 StoreServer::~StoreServer() = default;
 
-int StoreServer::port() const { return state_->store->getPort(); }
+int StoreServer::port() const {
+  return state_->store->getPort();
+}
 
 void StoreServer::report_failure(const std::string& text) {
   try {

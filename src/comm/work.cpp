@@ -16,6 +16,8 @@ void Work::wait() {
   pending_.reset();
 }
 
-bool Work::done() { return !pending_ || pending_->done(); }
+bool Work::done() {
+  return !pending_ || pending_->done();
+}
 
 }  // namespace shoal

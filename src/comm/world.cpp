@@ -34,8 +34,8 @@ std::string address_towards(const std::string& host, int port) {
   close(fd);
   freeaddrinfo(found);
   char text[NI_MAXHOST];
-  if (!known || getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof text, nullptr, 0,
-                            NI_NUMERICHOST) != 0) {
+  if (!known ||
+      getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) {
     throw UsageError(fmt::format("no network interface leads to MASTER_ADDR '{}'", host));
   }
   return text;
@@ -67,12 +67,24 @@ void WorldOptions::validate() const {
 
 World::World(std::shared_ptr<WorldState> state, Group group) : state_(std::move(state)), group_(std::move(group)) {}
 
-int World::rank() const { return state_->placement.rank; }
-int World::size() const { return state_->placement.size; }
-int World::local_rank() const { return state_->local_rank; }
-int World::local_size() const { return state_->local_size; }
-const std::string& World::source() const { return state_->placement.source; }
-const Group& World::group() const { return group_; }
+int World::rank() const {
+  return state_->placement.rank;
+}
+int World::size() const {
+  return state_->placement.size;
+}
+int World::local_rank() const {
+  return state_->local_rank;
+}
+int World::local_size() const {
+  return state_->local_size;
+}
+const std::string& World::source() const {
+  return state_->placement.source;
+}
+const Group& World::group() const {
+  return group_;
+}
 
 World init(const WorldOptions& options) {
   options.validate();
@@ -83,8 +95,7 @@ World init(const WorldOptions& options) {
   state->options = options;
   state->placement = find_placement(options, process_environment());
   state->meeting = meet(state->placement, options.rendezvous_timeout_seconds);
-  state->liveness =
-      std::make_unique<Liveness>(state->meeting, state->placement, options.stopped_timeout_seconds);
+  state->liveness = std::make_unique<Liveness>(state->meeting, state->placement, options.stopped_timeout_seconds);
   count_local_ranks(*state);
   if (state->placement.size > 1) {
     state->listen_address = address_towards(state->placement.address, state->placement.port);

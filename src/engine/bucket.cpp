@@ -18,7 +18,9 @@ std::string name_list(const std::vector<Gradient>& gradients, const std::vector<
 }  // namespace
 
 Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> members, const Group& group)
-    : members_(std::move(members)), sparse_(gradients[members_.front()].sparse), names_(name_list(gradients, members_)) {
+    : members_(std::move(members)),
+      sparse_(gradients[members_.front()].sparse),
+      names_(name_list(gradients, members_)) {
   if (sparse_) return;
   std::vector<int64_t> numels;
   for (const auto member : members_) numels.push_back(gradients[member].parameter.numel());
@@ -43,9 +45,13 @@ void Bucket::allocate(const Group& group, int64_t payload, const at::TensorOptio
   flat_ = group.allocate(payload + tail, options.requires_grad(false));
 }
 
-bool Bucket::exact_weight() const { return !sparse_ && flat_.element_size() >= 4; }
+bool Bucket::exact_weight() const {
+  return !sparse_ && flat_.element_size() >= 4;
+}
 
-at::Tensor Bucket::payload() const { return flat_.narrow(0, 0, payload_); }
+at::Tensor Bucket::payload() const {
+  return flat_.narrow(0, 0, payload_);
+}
 
 void Bucket::write_tail(const std::vector<bool>& used, double weight) {
   // Filled on the host and copied at once: one small operation instead of one per member.
@@ -56,7 +62,9 @@ void Bucket::write_tail(const std::vector<bool>& used, double weight) {
   flat_.narrow(0, payload_, tail.numel()).copy_(tail);
 }
 
-double Bucket::weight() const { return flat_[flat_.numel() - 1].item<double>(); }
+double Bucket::weight() const {
+  return flat_[flat_.numel() - 1].item<double>();
+}
 
 std::vector<bool> Bucket::used_anywhere() const {
   const auto flags = flat_.narrow(0, payload_, static_cast<int64_t>(members_.size())).to(at::kCPU, at::kDouble);

@@ -11,8 +11,8 @@
 
 namespace shoal {
 
-// Calls `arrived(i)` after autograd has added a gradient to parameter i's grad(), on the thread that runs backward, each
-// time it happens. Hooks of others on the same parameters keep working. The hooks go with this object.
+// Calls `arrived(i)` after autograd has added a gradient to parameter i's grad(), on the thread that runs backward,
+// each time it happens. Hooks of others on the same parameters keep working. The hooks go with this object.
 class GradientHooks {
  public:
   GradientHooks(const std::vector<at::Tensor>& parameters, const std::function<void(size_t)>& arrived);

@@ -22,9 +22,10 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
   std::vector<at::Tensor> parameters;
   for (const auto& gradient : gradients) {
     if (gradient.parameter.is_complex()) {
-      throw UsageError(fmt::format("parameter {} is complex: no transport reduces complex numbers; hold it as a real "
-                                   "tensor with a last dimension of 2 (view_as_real)",
-                                   gradient.name));
+      throw UsageError(
+          fmt::format("parameter {} is complex: no transport reduces complex numbers; hold it as a real "
+                      "tensor with a last dimension of 2 (view_as_real)",
+                      gradient.name));
     }
     parameters.push_back(gradient.parameter);
   }
@@ -141,16 +142,18 @@ void Reducer::count_arrival(size_t gradient) {
   if (options_.static_graph) {
     if (!learnt_) return;  // all leave at the end of the first backward
     if (arrivals_[gradient] > expected_arrivals_[gradient]) {
-      throw UsageError(fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the "
-                                   "graph has changed",
-                                   name, arrivals_[gradient], expected_arrivals_[gradient]));
+      throw UsageError(
+          fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the "
+                      "graph has changed",
+                      name, arrivals_[gradient], expected_arrivals_[gradient]));
     }
     if (arrivals_[gradient] < expected_arrivals_[gradient]) return;
   } else if (ready_[gradient]) {
-    throw UsageError(fmt::format("the gradient of {} came after it had been handed over for reduction. If a block is "
-                                 "recomputed in backward, set static_graph; if a loss does not come from the outputs of "
-                                 "forward, unset find_unused_parameters",
-                                 name));
+    throw UsageError(
+        fmt::format("the gradient of {} came after it had been handed over for reduction. If a block is "
+                    "recomputed in backward, set static_graph; if a loss does not come from the outputs of "
+                    "forward, unset find_unused_parameters",
+                    name));
   }
   mark_ready(gradient);
 }
@@ -212,8 +215,8 @@ void Reducer::issue(size_t index) {
     const auto member = bucket.members().front();
     const auto& parameter = gradients_[member].parameter;
     const auto grad = used_[member] && !failed_ ? parameter.grad() : at::Tensor();
-    sparse_[index] = all_reduce_sparse(group_, grad, parameter.sizes(), parameter.options().requires_grad(false),
-                                       weight, label);
+    sparse_[index] =
+        all_reduce_sparse(group_, grad, parameter.sizes(), parameter.options().requires_grad(false), weight, label);
   } else {
     bucket.write_tail(used_, weight);
     works_[index] = reduction_(bucket, label);

@@ -1,5 +1,6 @@
 #pragma once
-// When things happen in a backward: gradients arrive, buckets fill, collectives leave in a fixed order, means come back.
+// When things happen in a backward: gradients arrive, buckets fill, collectives leave in a fixed order, means come
+// back.
 
 #include <functional>
 #include <memory>
@@ -109,13 +110,13 @@ class Reducer {
   int64_t step_ = 0;
 
   // The step in progress.
-  std::vector<bool> used_;      // a gradient came in this step, local backwards included
-  std::vector<bool> reached_;   // find_unused_parameters: in some forward's graph
+  std::vector<bool> used_;     // a gradient came in this step, local backwards included
+  std::vector<bool> reached_;  // find_unused_parameters: in some forward's graph
   bool inspected_ = false;
-  std::vector<bool> ready_;     // handed to its bucket
-  std::vector<int> arrivals_;   // times a gradient came in this backward
-  std::vector<size_t> missing_; // per bucket: gradients not ready
-  size_t next_ = 0;             // bucket to issue next
+  std::vector<bool> ready_;      // handed to its bucket
+  std::vector<int> arrivals_;    // times a gradient came in this backward
+  std::vector<size_t> missing_;  // per bucket: gradients not ready
+  size_t next_ = 0;              // bucket to issue next
   std::vector<Work> works_;
   std::vector<at::Tensor> kept_;  // gradients that this rank did not touch, in case nobody did
   std::vector<std::optional<SparseSum>> sparse_;

@@ -31,9 +31,10 @@ void Reducer::check_static_graph() const {
   if (!options_.static_graph || !learnt_) return;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (arrivals_[i] == expected_arrivals_[i]) continue;
-    throw UsageError(fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the graph "
-                                 "has changed",
-                                 gradients_[i].name, arrivals_[i], expected_arrivals_[i]));
+    throw UsageError(
+        fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the graph "
+                    "has changed",
+                    gradients_[i].name, arrivals_[i], expected_arrivals_[i]));
   }
 }
 
@@ -156,9 +157,10 @@ void Reducer::adopt_arrival_order() {
 void Reducer::check_last_step() {
   if (unused_names_.empty()) return;
   const auto names = std::exchange(unused_names_, {});
-  throw UsageError(fmt::format("no rank computed a gradient for {} in the last step: use these parameters in the loss, "
-                               "freeze them (requires_grad_(false)) or ignore them, or set find_unused_parameters",
-                               fmt::join(names, ", ")));
+  throw UsageError(
+      fmt::format("no rank computed a gradient for {} in the last step: use these parameters in the loss, "
+                  "freeze them (requires_grad_(false)) or ignore them, or set find_unused_parameters",
+                  fmt::join(names, ", ")));
 }
 
 void Reducer::backward(const at::Tensor& loss_sum, double weight) {

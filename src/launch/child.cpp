@@ -97,6 +97,8 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
     // Only async-signal-safe calls from here on: other threads may have held locks.
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);  // the launcher died before the line above
+    setpgid(0, 0);
+    for (const int ignored : {SIGINT, SIGTERM}) signal(ignored, SIG_DFL);  // a shell's background jobs ignore SIGINT
     if (prefix) {
       dup2(out.write, STDOUT_FILENO);
       dup2(err.write, STDERR_FILENO);
@@ -109,6 +111,7 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
     (void)!write(failure.write, &error, sizeof error);
     _exit(127);
   }
+  if (pid > 0) setpgid(pid, pid);  // here as well: whoever comes first
   close(failure.write);
   if (prefix) {
     close(out.write);

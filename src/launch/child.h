@@ -37,8 +37,9 @@ struct Child {
   std::vector<LinePipe> pipes;
 };
 
-// Starts the command with `variables` added to this process's environment. The child dies with this process. With
-// `prefix` its output comes through pipes. Throws UsageError that names the program when it cannot be executed.
+// Starts the command with `variables` added to this process's environment, as the leader of a process group of its own,
+// so that signals reach what it starts, too. The child dies with this process. With `prefix` its output comes through
+// pipes. Throws UsageError that names the program when it cannot be executed.
 Child start_child(int rank, const std::vector<std::string>& command, const Variables& variables, bool prefix);
 
 }  // namespace shoal

@@ -61,7 +61,9 @@ std::string describe_end(int status) {
   return fmt::format("was killed by signal {} (SIG{})", signal, name != nullptr ? name : "?");
 }
 
-int exit_code(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status); }
+int exit_code(int status) {
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
 
 // The ranks from start to end.
 class Job {
@@ -76,7 +78,10 @@ class Job {
     for (int rank = 0; rank < options_.ranks; ++rank) {
       children_.push_back(start_child(rank, options_.command, variables(rank), options_.prefix_output));
     }
-    while (alive() > 0 || pipes_open()) step();
+    while (alive() > 0) step();
+    // What ranks started themselves may hold the pipes open for longer than anybody cares.
+    const auto end = SteadyClock::now() + seconds(0.3);
+    while (pipes_open() && SteadyClock::now() < end) step();
     return interrupted_ ? 130 : code_.value_or(0);
   }
 
@@ -135,6 +140,7 @@ class Job {
       int status = 0;
       if (!child.running || waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
       child.running = false;
+      kill(-child.pid, SIGKILL);  // what it has left behind
       if (status == 0 || code_) continue;
       code_ = exit_code(status);
       const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
@@ -162,7 +168,7 @@ class Job {
   void kill_all(int signal, bool reap) {
     for (auto& child : children_) {
       if (!child.running) continue;
-      kill(child.pid, signal);
+      kill(-child.pid, signal);
       if (reap) waitpid(child.pid, nullptr, 0);
     }
   }

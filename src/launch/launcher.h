@@ -8,23 +8,23 @@ namespace shoal {
 
 struct LaunchOptions {
   int ranks = 2;
-  std::vector<std::string> command;     // program and arguments; looked up in PATH
-  std::string address = "127.0.0.1";    // where the store listens
-  int port = 0;                         // of the store; 0: any free one
-  int threads = 0;                      // OMP_NUM_THREADS of each rank; 0: as in this process's environment
-  bool prefix_output = true;            // "[rank] " before every line; otherwise ranks write to our own streams
-  double grace_seconds = 6;             // after the first failure, for the others to report what they noticed
+  std::vector<std::string> command;   // program and arguments; looked up in PATH
+  std::string address = "127.0.0.1";  // where the store listens
+  int port = 0;                       // of the store; 0: any free one
+  int threads = 0;                    // OMP_NUM_THREADS of each rank; 0: as in this process's environment
+  bool prefix_output = true;          // "[rank] " before every line; otherwise ranks write to our own streams
+  double grace_seconds = 6;           // after the first failure, for the others to report what they noticed
 
   // Throws UsageError that lists all faults.
   void validate() const;
 };
 
 // Runs the command once per rank, with torchrun's environment variables, and hosts the store that they meet in, so that
-// no rank's death takes it away. Blocks until all ranks have ended; none is left behind, whatever happens to this process.
-// The first rank that fails is named on standard error, the others get the grace time, then SIGTERM, then SIGKILL.
-// Returns 0, or the first failure's exit code (128 + number for a signal), or 130 after SIGINT or SIGTERM, which are
-// passed on to the ranks. Throws UsageError for wrong options, a program that cannot be started, or a port in use.
-// Installs signal handlers for its duration; call it from one thread.
+// no rank's death takes it away. Blocks until all ranks have ended; none is left behind, whatever happens to this
+// process. The first rank that fails is named on standard error, the others get the grace time, then SIGTERM, then
+// SIGKILL. Returns 0, or the first failure's exit code (128 + number for a signal), or 130 after SIGINT or SIGTERM,
+// which are passed on to the ranks. Throws UsageError for wrong options, a program that cannot be started, or a port in
+// use. Installs signal handlers for its duration; call it from one thread.
 int launch(const LaunchOptions& options);
 
 }  // namespace shoal

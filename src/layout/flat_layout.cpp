@@ -8,7 +8,9 @@
 
 namespace shoal {
 namespace {
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 }  // namespace
 
 FlatLayout::FlatLayout(std::span<const int64_t> numels, size_t element_bytes, int64_t alignment_bytes, int parts)
@@ -38,15 +40,14 @@ Range FlatLayout::part(int index) const {
 
 std::vector<Slice> FlatLayout::overlapping(const Range& flat) const {
   // Pieces are ascending, so the first that can overlap is found by its end.
-  const auto first = std::partition_point(ranges_.begin(), ranges_.end(),
-                                          [&](const Range& range) { return range.end <= flat.begin; });
+  const auto first =
+      std::partition_point(ranges_.begin(), ranges_.end(), [&](const Range& range) { return range.end <= flat.begin; });
   std::vector<Slice> slices;
   for (auto it = first; it != ranges_.end() && it->begin < flat.end; ++it) {
     const auto common = it->intersect(flat);
     if (common.empty()) continue;
-    slices.push_back({static_cast<size_t>(it - ranges_.begin()),
-                      {common.begin - it->begin, common.end - it->begin},
-                      common});
+    slices.push_back(
+        {static_cast<size_t>(it - ranges_.begin()), {common.begin - it->begin, common.end - it->begin}, common});
   }
   return slices;
 }

@@ -17,9 +17,8 @@ at::Tensor view_like(const at::Tensor& flat, int64_t offset, const at::Tensor& t
 }
 
 bool same_view(const at::Tensor& a, const at::Tensor& b) {
-  return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided &&
-         a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
-         a.strides() == b.strides();
+  return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided && a.is_alias_of(b) &&
+         a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
 }  // namespace shoal

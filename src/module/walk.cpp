@@ -13,16 +13,19 @@
 namespace shoal {
 namespace {
 
+void add_sparse_weight(const torch::nn::Module& module, std::set<const c10::TensorImpl*>& weights) {
+  if (const auto* embedding = module.as<torch::nn::Embedding>(); embedding && embedding->options.sparse()) {
+    weights.insert(embedding->weight.unsafeGetTensorImpl());
+  }
+  if (const auto* bag = module.as<torch::nn::EmbeddingBag>(); bag && bag->options.sparse()) {
+    weights.insert(bag->weight.unsafeGetTensorImpl());
+  }
+}
+
 std::set<const c10::TensorImpl*> sparse_weights(const torch::nn::Module& module) {
   std::set<const c10::TensorImpl*> weights;
-  for (const auto& child : module.modules(/*include_self=*/true)) {
-    if (const auto* embedding = child->as<torch::nn::Embedding>(); embedding && embedding->options.sparse()) {
-      weights.insert(embedding->weight.unsafeGetTensorImpl());
-    }
-    if (const auto* bag = child->as<torch::nn::EmbeddingBag>(); bag && bag->options.sparse()) {
-      weights.insert(bag->weight.unsafeGetTensorImpl());
-    }
-  }
+  add_sparse_weight(module, weights);  // itself apart: modules() would ask for a shared pointer to it
+  for (const auto& child : module.modules(/*include_self=*/false)) add_sparse_weight(*child, weights);
   return weights;
 }
 

@@ -12,7 +12,7 @@ struct NamedTensor {
   std::string name;                  // where it first appears
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   at::Tensor tensor;
-  bool sparse_gradient = false;      // weight of an embedding with sparse(true)
+  bool sparse_gradient = false;  // weight of an embedding with sparse(true)
 };
 
 struct ModuleTensors {

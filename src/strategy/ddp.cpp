@@ -83,7 +83,9 @@ void DistributedDataParallelCore::after_forward(const std::vector<at::Tensor>& o
   if (state_->no_sync_depth == 0 && torch::GradMode::is_enabled()) state_->reducer->inspect(outputs);
 }
 
-void DistributedDataParallelCore::forward_failed() { state_->reducer->mark_failed(); }
+void DistributedDataParallelCore::forward_failed() {
+  state_->reducer->mark_failed();
+}
 
 void DistributedDataParallelCore::backward(const at::Tensor& loss_sum, double weight) {
   state_->reducer->backward(loss_sum, weight);
@@ -93,12 +95,16 @@ NoSync DistributedDataParallelCore::no_sync(bool accumulate) {
   return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
 }
 
-void DistributedDataParallelCore::reset() { state_->reducer->abandon(); }
+void DistributedDataParallelCore::reset() {
+  state_->reducer->abandon();
+}
 
 std::vector<std::vector<std::string>> DistributedDataParallelCore::buckets() const {
   return state_->reducer->bucket_names();
 }
 
-int64_t DistributedDataParallelCore::step() const { return state_->reducer->step(); }
+int64_t DistributedDataParallelCore::step() const {
+  return state_->reducer->step();
+}
 
 }  // namespace shoal

@@ -14,7 +14,9 @@ namespace {
 
 using test::world;
 
-const Group& group() { return world().group(); }
+const Group& group() {
+  return world().group();
+}
 
 // Element i of rank r's input: different on every rank and at every place.
 at::Tensor input(int rank, int64_t numel, at::ScalarType dtype = at::kFloat) {
@@ -204,8 +206,11 @@ TEST(Coalesce, BroadcastsAnyMixtureInChunks) {
   auto log = std::make_shared<CallLog>();
   const auto recorded = group().recorded(log);
   const double value = group().rank() + 1;
-  std::vector<at::Tensor> tensors = {at::full({10}, value), at::full({3, 4}, value).t(), at::full({}, value),
-                                     at::full({0}, value), at::full({5}, value, at::kDouble),
+  std::vector<at::Tensor> tensors = {at::full({10}, value),
+                                     at::full({3, 4}, value).t(),
+                                     at::full({}, value),
+                                     at::full({0}, value),
+                                     at::full({5}, value, at::kDouble),
                                      at::full({2, 3, 4, 4}, value).contiguous(at::MemoryFormat::ChannelsLast)};
   broadcast_coalesced(recorded, tensors, 0, {}, /*chunk_bytes=*/64);
   for (const auto& tensor : tensors) EXPECT_TRUE(at::equal(tensor, at::ones_like(tensor)));

@@ -60,8 +60,11 @@ TEST(LaunchEnvironment, ReadsOpenMpiAndDerivesAPort) {
 }
 
 TEST(LaunchEnvironment, ReadsSlurmsFirstNode) {
-  const Variables slurm = {{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"},       {"SLURM_NNODES", "2"},
-                           {"SLURM_JOB_ID", "7"}, {"SLURM_STEP_NODELIST", "node[03-04]"}};
+  const Variables slurm = {{"SLURM_PROCID", "5"},
+                           {"SLURM_NTASKS", "8"},
+                           {"SLURM_NNODES", "2"},
+                           {"SLURM_JOB_ID", "7"},
+                           {"SLURM_STEP_NODELIST", "node[03-04]"}};
   EXPECT_EQ(find(slurm).address, "node03");
   EXPECT_EQ(find(slurm).rank, 5);
   auto one_node = slurm;
@@ -71,8 +74,7 @@ TEST(LaunchEnvironment, ReadsSlurmsFirstNode) {
 
 TEST(LaunchEnvironment, TakesOneSourceAsAWhole) {
   // sbatch leaks its variables into what torchrun starts.
-  const auto placement =
-      find({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"SLURM_PROCID", "6"}, {"SLURM_NTASKS", "16"}});
+  const auto placement = find({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"SLURM_PROCID", "6"}, {"SLURM_NTASKS", "16"}});
   EXPECT_EQ(placement.size, 2);
   EXPECT_EQ(placement.source, "RANK and WORLD_SIZE");
 }

@@ -18,7 +18,9 @@ using test::batch;
 using test::difference;
 using test::world;
 
-const Group& group() { return world().group(); }
+const Group& group() {
+  return world().group();
+}
 
 enum class Point { forward, first_gradient, last_gradient, collective };
 
@@ -68,10 +70,11 @@ class FaultyTransport : public Transport {
 struct Trainer {
   Trainer()
       : model((torch::manual_seed(1), std::make_shared<FaultyImpl>())),
-        parallel(model, with_transport(group(),
-                                       [this](std::shared_ptr<Transport> inner) {
-                                         return transport = std::make_shared<FaultyTransport>(std::move(inner));
-                                       }),
+        parallel(model,
+                 with_transport(group(),
+                                [this](std::shared_ptr<Transport> inner) {
+                                  return transport = std::make_shared<FaultyTransport>(std::move(inner));
+                                }),
                  {.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-4}),
         optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)) {}
 

@@ -14,7 +14,9 @@ using test::batch;
 using test::difference;
 using test::world;
 
-const Group& group() { return world().group(); }
+const Group& group() {
+  return world().group();
+}
 
 struct BranchImpl : torch::nn::Module {
   BranchImpl() {
@@ -59,9 +61,8 @@ TEST(DdpGraph, BEY02_ranks_may_use_different_halves_without_a_flag) {
       parallel.forward(batch(group().rank(), step), branches(group().rank())).backward();
       // Alone, the other half is used by nobody.
       if (group().size() == 1 && !find) break;
-      expect_equal(test::gradients(*model), expected([&](BranchImpl& m, int rank) {
-                     return m.forward(batch(rank, step), branches(rank));
-                   }));
+      expect_equal(test::gradients(*model),
+                   expected([&](BranchImpl& m, int rank) { return m.forward(batch(rank, step), branches(rank)); }));
     }
   }
 }
@@ -72,9 +73,8 @@ TEST(DdpGraph, BEY02_ranks_may_use_a_module_a_different_number_of_times) {
   for (int64_t step = 0; step < 3; ++step) {
     model->zero_grad();
     parallel.forward(batch(group().rank(), step), 3, 1 + 2 * group().rank()).backward();
-    expect_equal(test::gradients(*model), expected([&](BranchImpl& m, int rank) {
-                   return m.forward(batch(rank, step), 3, 1 + 2 * rank);
-                 }));
+    expect_equal(test::gradients(*model),
+                 expected([&](BranchImpl& m, int rank) { return m.forward(batch(rank, step), 3, 1 + 2 * rank); }));
   }
 }
 
@@ -94,15 +94,13 @@ TEST(DdpGraph, DDP06_unused_on_all_ranks_is_an_error_that_names_them_at_the_next
   // Said once; training may go on.
   model->zero_grad();
   parallel.forward(batch(group().rank(), 1), 3).backward();
-  expect_equal(test::gradients(*model),
-               expected([](BranchImpl& m, int rank) { return m.forward(batch(rank, 1), 3); }));
+  expect_equal(test::gradients(*model), expected([](BranchImpl& m, int rank) { return m.forward(batch(rank, 1), 3); }));
 }
 
 TEST(DdpGraph, DDP06_with_the_option_gradients_of_unused_parameters_stay_untouched) {
   for (const bool view : {true, false}) {
     auto model = std::make_shared<BranchImpl>();
-    DistributedDataParallel parallel(model, group(),
-                                     {.find_unused_parameters = true, .gradient_as_bucket_view = view});
+    DistributedDataParallel parallel(model, group(), {.find_unused_parameters = true, .gradient_as_bucket_view = view});
     parallel.forward(batch(group().rank(), 0), 1).backward();
     EXPECT_FALSE(model->right->weight.grad().defined());
     model->zero_grad(false);
@@ -117,9 +115,8 @@ TEST(DdpGraph, DDP06_with_the_option_gradients_of_unused_parameters_stay_untouch
 TEST(DdpGraph, DDP06_unused_parameters_do_not_hold_their_bucket_up) {
   auto log = std::make_shared<CallLog>();
   auto model = std::make_shared<BranchImpl>();
-  DistributedDataParallel parallel(
-      model, group().recorded(log),
-      {.find_unused_parameters = true, .bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5});
+  DistributedDataParallel parallel(model, group().recorded(log),
+                                   {.find_unused_parameters = true, .bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5});
   Clock::time_point last_gradient;
   model->shared->weight.register_hook([&](const at::Tensor&) { last_gradient = Clock::now(); });
   // `right`, unused, is in the first bucket.
@@ -209,8 +206,8 @@ struct CheckpointedImpl : torch::nn::Module {
 TEST(DdpGraph, DDP08_static_graph_serves_shared_and_recomputed_blocks) {
   auto log = std::make_shared<CallLog>();
   auto model = std::make_shared<CheckpointedImpl>(true);
-  DistributedDataParallel parallel(
-      model, group().recorded(log), {.static_graph = true, .bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5});
+  DistributedDataParallel parallel(model, group().recorded(log),
+                                   {.static_graph = true, .bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5});
   Clock::time_point last_gradient;
   model->first->weight.register_hook([&](const at::Tensor&) { last_gradient = Clock::now(); });
   for (int64_t step = 0; step < 4; ++step) {
@@ -238,8 +235,7 @@ TEST(DdpGraph, DDP08_a_changed_graph_is_an_error) {
   parallel.reset();
   model->zero_grad();
   parallel.forward(batch(group().rank(), 2), 1).backward();
-  expect_equal(test::gradients(*model),
-               expected([](BranchImpl& m, int rank) { return m.forward(batch(rank, 2), 1); }));
+  expect_equal(test::gradients(*model), expected([](BranchImpl& m, int rank) { return m.forward(batch(rank, 2), 1); }));
 }
 
 TEST(DdpGraph, DDP08_recomputation_without_static_graph_is_an_error_that_says_so) {

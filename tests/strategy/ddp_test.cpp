@@ -17,9 +17,13 @@ using test::Mlp;
 using test::world;
 using Options = DistributedDataParallelOptions;
 
-const Group& group() { return world().group(); }
+const Group& group() {
+  return world().group();
+}
 
-at::Tensor mean_loss(const at::Tensor& output) { return output.pow(2).mean(); }
+at::Tensor mean_loss(const at::Tensor& output) {
+  return output.pow(2).mean();
+}
 
 // The oracle: one process takes every rank's batch in turn and averages.
 void oracle_step(Mlp& model, torch::optim::Optimizer& optimizer, int64_t step, int micros = 1) {

@@ -13,7 +13,9 @@ using test::batch;
 using test::difference;
 using test::world;
 
-const Group& group() { return world().group(); }
+const Group& group() {
+  return world().group();
+}
 
 // Two names for one weight: registered twice, as tied heads are.
 struct TiedImpl : torch::nn::Module {
@@ -57,7 +59,9 @@ void train_zoo(at::ScalarType dtype, int micros, bool view, double tolerance) {
   auto model = std::make_shared<ZooImpl>(dtype);
   const auto reference = std::make_shared<ZooImpl>(dtype);
   DistributedDataParallel parallel(model, group(),
-                                   {.find_unused_parameters = true, .bucket_cap_mb = 1e-3, .first_bucket_mb = 1e-4,
+                                   {.find_unused_parameters = true,
+                                    .bucket_cap_mb = 1e-3,
+                                    .first_bucket_mb = 1e-4,
                                     .gradient_as_bucket_view = view});
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   torch::optim::SGD reference_optimizer(reference->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
@@ -103,7 +107,9 @@ struct MixedImpl : torch::nn::Module {
     second = register_module("second", torch::nn::Linear(8, 4));
     second->to(at::kBFloat16);
   }
-  at::Tensor forward(at::Tensor x) { return second(torch::tanh(first(x)).to(at::kBFloat16)).to(at::kFloat).pow(2).sum(); }
+  at::Tensor forward(at::Tensor x) {
+    return second(torch::tanh(first(x)).to(at::kBFloat16)).to(at::kFloat).pow(2).sum();
+  }
   torch::nn::Linear first{nullptr}, second{nullptr};
 };
 
@@ -158,7 +164,9 @@ TEST(DdpZoo, DDP14_sparse_gradients_are_reduced_as_sparse) {
   auto log = std::make_shared<CallLog>();
   auto model = std::make_shared<SparseImpl>(true);
   DistributedDataParallel parallel(model, group().recorded(log));
-  const auto indices = [](int rank, int64_t step) { return at::tensor({rank, static_cast<int>(step), 7, 7}, at::kLong); };
+  const auto indices = [](int rank, int64_t step) {
+    return at::tensor({rank, static_cast<int>(step), 7, 7}, at::kLong);
+  };
   for (int64_t step = 0; step < 3; ++step) {
     model->zero_grad();
     parallel.forward(indices(group().rank(), step)).backward();

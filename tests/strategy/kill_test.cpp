@@ -46,9 +46,15 @@ void kill_and_look(const std::string& point) {
   }
 }
 
-TEST(Kill, ARankKilledInForwardIsNamedByTheOthers) { kill_and_look("forward"); }
-TEST(Kill, ARankKilledInBackwardIsNamedByTheOthers) { kill_and_look("backward"); }
-TEST(Kill, ARankKilledInAnAllReduceIsNamedByTheOthers) { kill_and_look("all_reduce"); }
+TEST(Kill, ARankKilledInForwardIsNamedByTheOthers) {
+  kill_and_look("forward");
+}
+TEST(Kill, ARankKilledInBackwardIsNamedByTheOthers) {
+  kill_and_look("backward");
+}
+TEST(Kill, ARankKilledInAnAllReduceIsNamedByTheOthers) {
+  kill_and_look("all_reduce");
+}
 
 TEST(Kill, AStoppedRankIsNamedByTheOthers) {
   const auto ended = run_together(ranks(2, "stop", 1), 10);

@@ -13,10 +13,10 @@ struct Command {
 };
 
 struct Ended {
-  int code = -1;        // exit code, 128 + number for a signal
-  std::string output;   // standard output and error
-  double seconds = 0;   // from the common start to this one's end
-  bool overdue = false; // killed by us at the limit
+  int code = -1;         // exit code, 128 + number for a signal
+  std::string output;    // standard output and error
+  double seconds = 0;    // from the common start to this one's end
+  bool overdue = false;  // killed by us at the limit
 };
 
 // Starts all commands at once and waits for all. One that is stopped counts as overdue; at the limit it is killed.

@@ -1,5 +1,5 @@
-// The main of tests that run on several real processes. `TEST --ranks N` starts N copies of itself; each joins the world
-// and runs the whole suite, so every test body is executed by all ranks together.
+// The main of tests that run on several real processes. `TEST --ranks N` starts N copies of itself; each joins the
+// world and runs the whole suite, so every test body is executed by all ranks together.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -49,7 +49,9 @@ int run_rank() {
 
 }  // namespace
 
-const World& world() { return *joined(); }
+const World& world() {
+  return *joined();
+}
 
 }  // namespace shoal::test
 
@@ -57,7 +59,8 @@ int main(int argc, char** argv) {
   std::vector<std::string> command(argv, argv + argc);
   int ranks = 1;
   for (int i = 1; i + 1 < argc; ++i) {
-    if (std::strcmp(argv[i], "--ranks") == 0) std::from_chars(argv[i + 1], argv[i + 1] + std::strlen(argv[i + 1]), ranks);
+    if (std::strcmp(argv[i], "--ranks") == 0)
+      std::from_chars(argv[i + 1], argv[i + 1] + std::strlen(argv[i + 1]), ranks);
   }
   try {
     if (!shoal::process_environment()("RANK")) {

@@ -1,0 +1,47 @@
+// What the engine costs per step, apart from communication: DDP on one rank (identity transport) beside the bare module.
+
+#include <ATen/Parallel.h>
+#include <benchmark/benchmark.h>
+#include <torch/torch.h>
+
+#include "shoal/comm/world.h"
+#include "shoal/strategy/ddp.h"
+
+namespace {
+
+torch::nn::Sequential make_model(int64_t layers) {
+  torch::nn::Sequential model;
+  for (int64_t i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(64, 64));
+  return model;
+}
+
+void bare(benchmark::State& state) {
+  auto model = make_model(state.range(0));
+  const auto x = at::ones({1, 64});
+  for (auto _ : state) {
+    model->zero_grad();
+    model->forward(x).sum().backward();
+  }
+}
+
+void ddp(benchmark::State& state) {
+  const auto world = shoal::init({.rank = 0, .size = 1});
+  auto model = make_model(state.range(0));
+  shoal::DistributedDataParallel parallel(model, world.group(), {.gradient_as_bucket_view = state.range(1) != 0});
+  const auto x = at::ones({1, 64});
+  for (auto _ : state) {
+    model->zero_grad();
+    parallel.forward(x).sum().backward();
+  }
+}
+
+BENCHMARK(bare)->Arg(4)->Arg(32)->Unit(benchmark::kMicrosecond);
+BENCHMARK(ddp)->ArgsProduct({{4, 32}, {0, 1}})->ArgNames({"layers", "view"})->Unit(benchmark::kMicrosecond);
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  benchmark::Initialize(&argc, argv);
+  benchmark::RunSpecifiedBenchmarks();
+}

@@ -1,0 +1,110 @@
+// Wrong command lines and wrong input: one clear line, the right exit code, soon.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/temp_folder.h"
+#include "tests/support/processes.h"
+
+namespace shoal::test {
+namespace {
+
+Ended shoal(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), SHOAL);
+  return run(arguments, 60);
+}
+
+void expect_refused(const std::vector<std::string>& arguments, const std::string& because) {
+  const auto ended = shoal(arguments);
+  EXPECT_EQ(ended.code, 2) << ended.output;
+  EXPECT_NE(ended.output.find(because), std::string::npos) << ended.output;
+  EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1) << "one line: " << ended.output;
+  EXPECT_LT(ended.seconds, 2);
+}
+
+TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
+  expect_refused({"train", "--ranks", "0"}, "--ranks 0: give at least 1");
+  expect_refused({"train", "--ranks", "3", "--transport", "nccl"},
+                 "--transport nccl: not in this version; available: auto, gloo");
+  expect_refused({"train", "--strategy", "zero1"},
+                 "--strategy zero1: not in this version; available: ddp, none, local");
+  expect_refused({"train", "--optimizer", "lamb"}, "--optimizer lamb");
+  expect_refused({"train", "--dtype", "float8"}, "--dtype float8");
+  expect_refused({"train", "--model", "resnet"}, "choose one of mlp, cnn, gpt");
+  expect_refused({"train", "--size", "huge"}, "huge");
+  expect_refused({"train", "--data", "cifar"}, "--data cifar");
+  expect_refused({"train", "--model", "gpt"}, "--data text:FILE");
+  expect_refused({"train", "--steps", "5", "--epochs", "1"}, "give one of them");
+  expect_refused({"train", "--batch", "-1"}, "--batch -1");
+  expect_refused({"train", "--lr", "0"}, "--lr 0");
+  expect_refused({"train", "--accumulate", "0"}, "--accumulate 0");
+  expect_refused({"train", "--bucket-cap-mb", "-2"}, "bucket_cap_mb is -2");
+  expect_refused({"train", "--save-every", "5"}, "needs --save DIR");
+  expect_refused({"train", "--strategy", "none", "--ranks", "2"}, "one process");
+  expect_refused({"train", "--data", "reference", "--eval"}, "no test set");
+  expect_refused({"launch", "-n", "0", "--", "true"}, "0 ranks");
+  expect_refused({"train", "--wrong"}, "--wrong");
+  expect_refused({"launch", "-n", "2"}, "program");
+}
+
+TEST(CommandLine, HelpNamesDefaultsAndVersion) {
+  const auto help = shoal({"train", "--help"});
+  EXPECT_EQ(help.code, 0);
+  EXPECT_NE(help.output.find("fashion-mnist"), std::string::npos);
+  EXPECT_EQ(shoal({"--version"}).output.substr(0, 6), "shoal ");
+}
+
+TEST(CommandLine, RanksThatContradictTheEnvironmentAreRefused) {
+  const auto ended =
+      run_together({{{SHOAL, "train", "--ranks", "3"}, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}}}, 20).front();
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_NE(ended.output.find("--ranks 3 contradicts the world of 2"), std::string::npos) << ended.output;
+}
+
+TEST(Input, AMissingDataFolderIsNamedOnEveryRank) {
+  const auto ended = shoal({"train", "--data", "fashion-mnist:/nowhere", "--ranks", "2"});
+  EXPECT_EQ(ended.code, 1);
+  for (const auto* rank : {"rank 0: error: ", "rank 1: error: "}) {
+    EXPECT_NE(ended.output.find(rank), std::string::npos) << ended.output;
+  }
+  EXPECT_NE(ended.output.find("/nowhere"), std::string::npos) << ended.output;
+  EXPECT_LT(ended.seconds, 10);
+}
+
+TEST(Input, DamagedIdxFilesAreNamedOnEveryRank) {
+  const TempFolder folder;
+  const auto write = [&](const std::string& name, const std::string& content) {
+    std::ofstream(folder.file(name), std::ios::binary) << content;
+  };
+  for (const auto* name : {"train-images-idx3-ubyte", "train-labels-idx1-ubyte"}) {
+    write(std::string(name) + ".gz", "this is not gzip");
+  }
+  const auto data = "fashion-mnist:" + folder.file("");
+  auto ended = shoal({"train", "--data", data, "--ranks", "2"});
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_NE(ended.output.find("rank 1: error: "), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("train-images-idx3-ubyte.gz"), std::string::npos) << ended.output;
+  for (const auto* name : {"train-images-idx3-ubyte", "train-labels-idx1-ubyte"}) {
+    std::filesystem::remove(folder.file(std::string(name) + ".gz"));
+    write(name, std::string("\0\0\x08\x03\0\0\0\x0a", 8));
+  }
+  ended = shoal({"train", "--data", data, "--ranks", "2"});
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_NE(ended.output.find("train-images-idx3-ubyte"), std::string::npos) << ended.output;
+}
+
+TEST(Doctor, ReportsAsTextAndAsJson) {
+  const auto text = shoal({"doctor"});
+  EXPECT_EQ(text.code, 0);
+  EXPECT_NE(text.output.find("libtorch"), std::string::npos);
+  const auto report = nlohmann::json::parse(shoal({"doctor", "--json", "-"}).output);
+  EXPECT_EQ(report["transports"]["gloo"], "yes");
+  EXPECT_EQ(report["loopback"], "works");
+  EXPECT_GE(report["cores"], 1);
+}
+
+}  // namespace
+}  // namespace shoal::test

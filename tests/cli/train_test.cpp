@@ -1,0 +1,135 @@
+// `shoal train` as a user runs it.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <csignal>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/temp_folder.h"
+#include "tests/support/processes.h"
+
+namespace shoal::test {
+namespace {
+
+using nlohmann::json;
+
+Ended shoal(std::vector<std::string> arguments, double limit = 100) {
+  arguments.insert(arguments.begin(), SHOAL);
+  return run(arguments, limit);
+}
+
+json read(const std::string& path) {
+  std::ifstream file(path);
+  return json::parse(file);
+}
+
+TEST(Train, WritesAReportOfTheReferencePeersShape) {
+  const TempFolder folder;
+  const auto ended = shoal({"train", "--data", "reference", "--model", "gpt", "--steps", "6", "--ranks", "2", "--json",
+                            folder.file("report.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto report = read(folder.file("report.json"));
+  EXPECT_EQ(report["config"]["world"], 2);
+  EXPECT_EQ(report["loss"].size(), 6U);
+  EXPECT_EQ(report["timing"]["step_ms"].size(), 6U);
+  EXPECT_EQ(report["timing"]["warm_up"], 3);
+  for (const auto* field : {"median_ms", "min_ms", "load_1min"}) EXPECT_TRUE(report["timing"].contains(field));
+  for (const auto* field : {"rss_before_mib", "rss_peak_mib", "growth_mib", "pss_mib"}) {
+    EXPECT_EQ(report["memory"][field].size(), 2U) << field;
+  }
+  EXPECT_EQ(report["params"].begin()->size(), 5U);
+  EXPECT_EQ(report["params"]["wte.weight"]["shape"], (std::vector<int>{256, 64}));
+}
+
+TEST(Train, SavesAFileThatPythonReads) {
+  const TempFolder folder;
+  const auto ended = shoal({"train", "--data", "reference", "--model", "cnn", "--steps", "2", "--ranks", "2", "--save",
+                            folder.file("checkpoint"), "--json", folder.file("report.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto path = folder.file("checkpoint/model.safetensors");
+  EXPECT_NE(ended.output.find(path), std::string::npos) << "says where it lies";
+  ASSERT_TRUE(std::filesystem::exists(path));
+  if (run({PYTHON, "-c", "import safetensors.numpy"}, 60).code != 0) GTEST_SKIP() << "no safetensors in .venv";
+  const auto python = run({PYTHON, "-c",
+                           "import sys, json, safetensors.numpy as s\n"
+                           "t = s.load_file(sys.argv[1])\n"
+                           "print(json.dumps({n: [list(v.shape), float(v.astype('float64').sum())] for n, v in "
+                           "t.items()}))",
+                           path},
+                          60);
+  ASSERT_EQ(python.code, 0) << python.output;
+  const auto seen = json::parse(python.output);
+  const auto report = read(folder.file("report.json"));
+  for (const auto* kind : {"params", "buffers"}) {
+    for (const auto& [name, digest] : report[kind].items()) {
+      ASSERT_TRUE(seen.contains(name)) << name;
+      EXPECT_EQ(seen[name][0], digest["shape"]) << name;
+      const double sum = digest["sum"];
+      EXPECT_NEAR(seen[name][1].get<double>(), sum, 1e-9 * (1 + std::abs(sum))) << name;
+    }
+  }
+}
+
+TEST(Train, LearnsFashionMnistAndEvaluatesOnAllTestImages) {
+  if (!std::filesystem::exists("/usr/share/datasets/fashion-mnist")) GTEST_SKIP() << "dataset-fashion-mnist is missing";
+  const TempFolder folder;
+  const auto ended = shoal(
+      {"train", "--model", "mlp", "--ranks", "3", "--epochs", "1", "--eval", "--json", folder.file("report.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto report = read(folder.file("report.json"));
+  EXPECT_EQ(report["eval"][0]["count"], 10000);
+  EXPECT_GT(report["eval"][0]["accuracy"], 0.78);
+  EXPECT_EQ(report["loss"].size(), static_cast<size_t>(std::ceil(20000 / 64.0)));
+}
+
+TEST(Train, ReadsAnyTextFileForGpt) {
+  const TempFolder folder;
+  std::ofstream(folder.file("text")) << std::string(40000, 'a') + std::string(40000, 'b');
+  const auto ended = shoal({"train", "--model", "gpt", "--data", "text:" + folder.file("text"), "--steps", "8",
+                            "--eval", "--ranks", "2", "--json", folder.file("report.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_GT(read(folder.file("report.json"))["eval"][0]["perplexity"], 1);
+}
+
+TEST(Train, TracesEveryRanksCollectives) {
+  const TempFolder folder;
+  const auto ended = shoal({"train", "--data", "reference", "--model", "mlp", "--steps", "3", "--ranks", "2", "--trace",
+                            folder.file("trace.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  for (const auto* name : {"trace.json", "trace.json.rank1"}) {
+    int reductions = 0;
+    const auto trace = read(folder.file(name));
+    for (const auto& event : trace["traceEvents"]) {
+      if (event["name"] != "all_reduce") continue;
+      ++reductions;
+      EXPECT_GE(event["dur"], 0.0);
+      EXPECT_NE(event["args"]["what"].get<std::string>().find("fc"), std::string::npos);
+    }
+    EXPECT_EQ(reductions, 3) << name;
+  }
+}
+
+TEST(Train, StrategiesNoneAndLocalRun) {
+  EXPECT_EQ(shoal({"train", "--data", "reference", "--strategy", "none", "--steps", "2"}).code, 0);
+  EXPECT_EQ(shoal({"train", "--data", "reference", "--strategy", "local", "--ranks", "2", "--steps", "2"}).code, 0);
+}
+
+TEST(Train, AnInterruptSavesAndEndsWith130) {
+  const TempFolder folder;
+  const auto checkpoint = folder.file("checkpoint");
+  // The shell sends the signal to the launcher alone, which passes it on.
+  const auto ended =
+      run({"sh", "-c",
+           std::string(SHOAL) + " train --data reference --model mlp --steps 20000 --batch 1 --ranks 2 " + "--save " +
+               checkpoint + " & pid=$!; sleep 6; kill -INT $pid; wait $pid"},
+          60);
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(std::filesystem::exists(checkpoint + "/model.safetensors")) << ended.output;
+  EXPECT_NE(ended.output.find("interrupted; checkpoint in "), std::string::npos) << ended.output;
+  EXPECT_LT(ended.seconds, 14);
+}
+
+}  // namespace
+}  // namespace shoal::test

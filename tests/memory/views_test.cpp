@@ -1,0 +1,47 @@
+// Parameter-shaped tensors on flat memory.
+
+#include "memory/views.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+namespace shoal {
+namespace {
+
+TEST(Views, LieInTheFlatMemoryWithTheParametersShape) {
+  const auto flat = at::arange(100, at::kFloat);
+  const auto view = view_like(flat, 10, at::empty({3, 4}));
+  EXPECT_TRUE(at::equal(view, flat.narrow(0, 10, 12).view({3, 4})));
+  view.fill_(7);
+  EXPECT_EQ(flat[21].item<float>(), 7);
+  EXPECT_EQ(flat[22].item<float>(), 22);
+}
+
+TEST(Views, KeepDenseLayoutsAndMakeOthersRowMajor) {
+  const auto flat = at::zeros({400});
+  const auto channels_last = at::empty({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast);
+  EXPECT_EQ(view_like(flat, 0, channels_last).strides(), channels_last.strides());
+  const auto gaps = at::empty({6, 8}).narrow(1, 0, 4);
+  EXPECT_TRUE(view_like(flat, 0, gaps).is_contiguous());
+  EXPECT_EQ(view_like(flat, 5, at::empty({})).dim(), 0);
+  EXPECT_EQ(view_like(flat, 5, at::empty({0, 3})).numel(), 0);
+}
+
+TEST(Views, MayBeDetachedInPlaceAsOptimizersDo) {
+  auto view = view_like(at::zeros({10}), 2, at::empty({4}));
+  EXPECT_NO_THROW(view.detach_().zero_());
+}
+
+TEST(Views, SameViewMeansSameMemoryAndLayout) {
+  const auto flat = at::zeros({64});
+  const auto parameter = at::empty({4, 4});
+  const auto view = view_like(flat, 0, parameter);
+  EXPECT_TRUE(same_view(view, view_like(flat, 0, parameter)));
+  EXPECT_FALSE(same_view(view, view_like(flat, 16, parameter)));
+  EXPECT_FALSE(same_view(view, view.t()));
+  EXPECT_FALSE(same_view(view, view.clone()));
+  EXPECT_FALSE(same_view(at::Tensor(), view));
+}
+
+}  // namespace
+}  // namespace shoal
