@@ -15,3 +15,11 @@ message(STATUS "${out}")
 if(NOT out MATCHES "\\[0\\] loss [0-9.]+ on 2 ranks")
   message(FATAL_ERROR "the example printed: ${out}")
 endif()
+
+# The README shows this very program.
+file(READ ${CONSUMER}/example.cpp program)
+file(READ ${CONSUMER}/../../../README.md readme)
+string(FIND "${readme}" "${program}" place)
+if(place EQUAL -1)
+  message(FATAL_ERROR "README.md does not show tests/package/consumer/example.cpp as it is")
+endif()
