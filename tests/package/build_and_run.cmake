@@ -8,7 +8,7 @@ endfunction()
 
 file(REMOVE_RECURSE ${WORK}/prefix ${WORK}/build)
 must(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
-must(${CMAKE_COMMAND} -G Ninja -S ${CONSUMER} -B ${WORK}/build -DCMAKE_PREFIX_PATH=${WORK}/prefix\;${TORCH})
+must(${CMAKE_COMMAND} -G Ninja -S ${CONSUMER} -B ${WORK}/build -DCMAKE_PREFIX_PATH=${WORK}/prefix -DTorch_DIR=${TORCH}/share/cmake/Torch)
 must(${CMAKE_COMMAND} --build ${WORK}/build)
 must(${WORK}/prefix/bin/shoal launch -n 2 -- ${WORK}/build/example)
 message(STATUS "${out}")
