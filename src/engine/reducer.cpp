@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -52,8 +53,15 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
 void Reducer::build(const std::vector<size_t>& order) {
   const torch::NoGradGuard no_grad;
   const auto plan = plan_buckets(gradients_, order, options_.first_bucket_bytes, options_.bucket_cap_bytes);
-  const auto old = std::move(buckets_);  // kept while gradients that lie in it move
+  auto old = std::move(buckets_);
   buckets_.clear();
+  // Kept while gradients that lie in it move; usually none do, and then old and new never exist together.
+  std::erase_if(old, [this](Bucket& bucket) {
+    return std::none_of(gradients_.begin(), gradients_.end(), [&](const Gradient& gradient) {
+      const auto& grad = gradient.parameter.grad();
+      return !bucket.sparse() && grad.defined() && grad.layout() == at::kStrided && grad.is_alias_of(bucket.flat());
+    });
+  });
   places_.assign(gradients_.size(), {});
   bool coarse = false;
   bool exact = false;
@@ -69,6 +77,12 @@ void Reducer::build(const std::vector<size_t>& order) {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (gradients_[i].parameter.grad().defined()) adopt_into_bucket(i);
   }
+}
+
+void Reducer::expect_backward() {
+  // Here rather than in backward, where activations are in memory as well.
+  if (rebuild_due_) adopt_arrival_order();
+  expected_ = true;
 }
 
 void Reducer::inspect(const std::vector<at::Tensor>& outputs) {

@@ -51,7 +51,8 @@ class Reducer {
   void backward(const at::Tensor& loss_sum, double weight);
 
   // This rank has entered a step that its peers will finish or wait for; if it does not, abandon() must follow.
-  void expect_backward() { expected_ = true; }
+  // Collective once, after the first finished step: buckets are rebuilt.
+  void expect_backward();
   // Something failed: the step cannot be finished here.
   void mark_failed() { failed_ = expected_ || phase_ == Phase::running; }
   // True when a step was begun here and neither finished nor abandoned.
