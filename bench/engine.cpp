@@ -1,4 +1,5 @@
-// What the engine costs per step, apart from communication: DDP on one rank (identity transport) beside the bare module.
+// What the engine costs per step, apart from communication: DDP on one rank (identity transport) beside the bare
+// module.
 
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>

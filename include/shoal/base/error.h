@@ -35,8 +35,8 @@ class CommError : public Error {
   int rank_;
 };
 
-// A step was given up on some rank, and therefore on all: its gradients are valid on none of them. The ranks are in step
-// again and may go on with the next one after zero_grad().
+// A step was given up on some rank, and therefore on all: its gradients are valid on none of them. The ranks are in
+// step again and may go on with the next one after zero_grad().
 class StepAbandoned : public Error {
  public:
   using Error::Error;

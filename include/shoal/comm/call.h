@@ -44,8 +44,8 @@ struct Label {
 //   all_gather                          inputs = {[n]}, outputs = {[size * n]}: the r-th part is rank r's
 //   gather                              inputs = {[n]}; outputs = one [n] per rank on the root, none elsewhere
 //   scatter                             outputs = {[n]}; inputs = one [n] per rank on the root, none elsewhere
-//   all_to_all                          inputs = {[size * n]}, outputs = {[size * n]}, part r goes to, comes from, rank r
-//   barrier                             no tensors
+//   all_to_all                          inputs = {[size * n]}, outputs = {[size * n]}, part r goes to, comes from, rank
+//   r barrier                             no tensors
 struct Call {
   Op op = Op::barrier;
   ReduceOp reduce = ReduceOp::sum;

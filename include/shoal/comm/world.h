@@ -39,7 +39,7 @@ class World {
 
   int rank() const;
   int size() const;
-  int local_rank() const;             // among the ranks of this host, in rank order
+  int local_rank() const;  // among the ranks of this host, in rank order
   int local_size() const;
   const std::string& source() const;  // where rank and size came from: "options", "RANK and WORLD_SIZE", "alone", ...
   const Group& group() const;         // all ranks
@@ -49,8 +49,8 @@ class World {
   Group group_;
 };
 
-// Collective over all ranks of the job; once per process and job. Throws UsageError for a wrong or partial description of the job, DisagreeError when ranks disagree on
-// the world's size, CommError when ranks do not appear in time.
+// Collective over all ranks of the job; once per process and job. Throws UsageError for a wrong or partial description
+// of the job, DisagreeError when ranks disagree on the world's size, CommError when ranks do not appear in time.
 World init(const WorldOptions& options = {});
 
 }  // namespace shoal

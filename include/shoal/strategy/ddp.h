@@ -83,9 +83,10 @@ class DistributedDataParallelCore {
 //   optimizer.zero_grad();
 //
 // Construction and destruction: the constructor is collective (compares names, shapes, dtypes and order of parameters
-// and buffers, then sends rank 0's values); the destructor removes the hooks and does not communicate. Throws UsageError
-// for wrong options or a model without trainable parameters, DisagreeError when ranks hold different models.
-// Not thread-safe: one thread trains. Shares ownership of the module; the group's transport lives as long as the wrapper.
+// and buffers, then sends rank 0's values); the destructor removes the hooks and does not communicate. Throws
+// UsageError for wrong options or a model without trainable parameters, DisagreeError when ranks hold different models.
+// Not thread-safe: one thread trains. Shares ownership of the module; the group's transport lives as long as the
+// wrapper.
 template <class Module>
 class DistributedDataParallel {
  public:
@@ -116,10 +117,10 @@ class DistributedDataParallel {
     }
   }
 
-  // Backward of a loss that is a sum over `weight` samples or tokens: grad() becomes sum / sum of weights over all ranks
-  // and all micro-batches of the step (those under no_sync included). weight >= 0 and finite; 0 says this rank has no
-  // sample in this step. Every backward of a step must come through here, or none, on all ranks. Start the step with
-  // zeroed gradients.
+  // Backward of a loss that is a sum over `weight` samples or tokens: grad() becomes sum / sum of weights over all
+  // ranks and all micro-batches of the step (those under no_sync included). weight >= 0 and finite; 0 says this rank
+  // has no sample in this step. Every backward of a step must come through here, or none, on all ranks. Start the step
+  // with zeroed gradients.
   void backward(const at::Tensor& loss_sum, double weight) { core_.backward(loss_sum, weight); }
 
   // `accumulate` false gives a scope without effect, so that a loop over micro-batches reads
@@ -128,8 +129,8 @@ class DistributedDataParallel {
 
   // After an exception in forward, backward or a hook on any rank: makes the wrapper ready for the next step. If this
   // rank had entered the step, its peers get StepAbandoned from their backward instead of waiting, and no gradient is
-  // valid on any rank. Without a failed step it does nothing. The next forward calls it by itself. Gradients accumulated
-  // so far are the caller's to zero.
+  // valid on any rank. Without a failed step it does nothing. The next forward calls it by itself. Gradients
+  // accumulated so far are the caller's to zero.
   void reset() { core_.reset(); }
 
   // Names of the parameters in each bucket, in the order in which buckets are reduced.
@@ -147,7 +148,7 @@ class DistributedDataParallel {
 
 // shoal::DistributedDataParallel parallel(model, group) with a holder made by TORCH_MODULE.
 template <class Module>
-DistributedDataParallel(const torch::nn::ModuleHolder<Module>&, const Group&, const DistributedDataParallelOptions& = {})
-    -> DistributedDataParallel<Module>;
+DistributedDataParallel(const torch::nn::ModuleHolder<Module>&, const Group&,
+                        const DistributedDataParallelOptions& = {}) -> DistributedDataParallel<Module>;
 
 }  // namespace shoal
