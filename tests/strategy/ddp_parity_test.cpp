@@ -62,6 +62,42 @@ void compare(const std::string& name, const std::string& optimizer_name, int mic
   EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12);
 }
 
+TEST(DdpParity, DDP01_mlp_cnn_and_gpt_train) {
+  for (const auto* name : {"mlp", "cnn", "gpt"}) {
+    const auto model = models::make_model(name, "tiny", models::Init::reference, 1);
+    DistributedDataParallel parallel(model, group());
+    const auto optimizer = optimizer_for("adamw", model->parameters());
+    const auto batch = data::reference_batch(name, "tiny", {.rank = static_cast<uint64_t>(group().rank())}, 8);
+    std::vector<double> losses;
+    for (int step = 0; step < 20; ++step) {
+      const auto loss = models::loss_of(parallel.forward(batch.data), batch.target);
+      loss.backward();
+      optimizer->step();
+      optimizer->zero_grad();
+      losses.push_back(loss.item<double>());
+    }
+    EXPECT_LT(losses.back(), 0.9 * losses.front()) << name;
+  }
+}
+
+struct ManyArguments : torch::nn::Module {
+  ManyArguments() { layer = register_module("layer", torch::nn::Linear(2, 2)); }
+  std::pair<at::Tensor, std::string> forward(const at::Tensor& x, double factor, std::unique_ptr<int> count) {
+    return {layer(x) * factor * *count, "as the module returned it"};
+  }
+  torch::nn::Linear layer{nullptr};
+};
+
+TEST(DdpParity, DDP01_forward_passes_any_arguments_and_returns_what_the_module_returns) {
+  DistributedDataParallel parallel(std::make_shared<ManyArguments>(), group());
+  const auto [tensor, text] = parallel.forward(at::ones({1, 2}), 2.0, std::make_unique<int>(3));
+  EXPECT_TRUE(at::equal(tensor, parallel->layer(at::ones({1, 2})) * 6));
+  EXPECT_EQ(text, "as the module returned it");
+  torch::nn::Sequential holder(torch::nn::Linear(2, 2));
+  DistributedDataParallel wrapped(holder, group());
+  EXPECT_TRUE(at::equal(wrapped.forward(at::ones({1, 2})), holder->forward(at::ones({1, 2}))));
+}
+
 TEST(DdpParity, DDP02_mlp_equals_one_process_in_float64) {
   for (const int micros : {1, 3}) {
     compare("mlp", "sgd_momentum", micros);
