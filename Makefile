@@ -26,8 +26,8 @@ format-check:
 
 # clang-tidy reads neither GCC's precompiled headers nor its flags for them.
 tidy:
-	@test -f $(BUILD)-tidy/compile_commands.json || cmake -S . -B $(BUILD)-tidy -G Ninja -DCMAKE_CXX_COMPILER=clang++ \
-		-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DSHOAL_CCACHE=OFF >/dev/null
+	@test -f $(BUILD)-tidy/compile_commands.json || cmake -S . -B $(BUILD)-tidy -G Ninja -DSHOAL_CCACHE=OFF \
+		-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
 	run-clang-tidy -quiet -p $(BUILD)-tidy '$(CURDIR)/src/.*'
 
 clean:

@@ -26,7 +26,7 @@ std::string find_program(const std::string& name) {
   std::istringstream path(process_environment()("PATH").value_or(""));
   std::string folder;
   while (std::getline(path, folder, ':')) {
-    const auto candidate = folder + "/" + name;
+    auto candidate = folder + "/" + name;
     if (access(candidate.c_str(), X_OK) == 0) return candidate;
   }
   return "";
@@ -48,7 +48,7 @@ std::string loopback() {
 }
 
 std::string fashion_mnist() {
-  const std::string folder = "/usr/share/datasets/fashion-mnist";
+  std::string folder = "/usr/share/datasets/fashion-mnist";
   if (std::filesystem::exists(folder)) return folder;
   return "not installed: apt-get install dataset-fashion-mnist, or --data fashion-mnist:FOLDER";
 }

@@ -46,7 +46,7 @@ void stop_at_the_end_of_the_step() {
 std::string save_checkpoint(const TrainOptions& options, const models::Model& model) {
   std::error_code error;
   std::filesystem::create_directories(options.save, error);
-  const auto path = options.save + "/model.safetensors";
+  auto path = options.save + "/model.safetensors";
   save_safetensors(path, named_state(model), {{"format", "pt"}, {"model", options.model}, {"size", options.size}});
   return path;
 }

@@ -1,6 +1,8 @@
 #pragma once
 // The training loop: the library's own example of use.
 
+#include <torch/optim.h>
+
 #include <csignal>
 #include <functional>
 #include <memory>

@@ -22,7 +22,7 @@ void broadcast_chunk(const Group& group, const std::vector<at::Tensor>& chunk, i
   if (group.rank() == root) each([](const at::Tensor& tensor, const at::Tensor& piece) { piece.copy_(tensor); });
   group.broadcast(flat, root, label).wait();
   if (group.rank() != root) {
-    each([](at::Tensor tensor, const at::Tensor& piece) { tensor.copy_(piece); });
+    each([](const at::Tensor& tensor, const at::Tensor& piece) { tensor.copy_(piece); });
   }
 }
 

@@ -75,12 +75,17 @@ Work Group::issue(Call call) const {
 }
 
 Work Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) const {
-  return issue({.op = Op::all_reduce, .reduce = op, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+  return issue(
+      {.op = Op::all_reduce, .reduce = op, .inputs = {std::move(tensor)}, .outputs = {}, .label = std::move(label)});
 }
 
 Work Group::reduce(at::Tensor tensor, int root, ReduceOp op, Label label) const {
-  return issue(
-      {.op = Op::reduce, .reduce = op, .peer = root, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+  return issue({.op = Op::reduce,
+                .reduce = op,
+                .peer = root,
+                .inputs = {std::move(tensor)},
+                .outputs = {},
+                .label = std::move(label)});
 }
 
 Work Group::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op, Label label) const {
@@ -88,43 +93,60 @@ Work Group::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op, Lab
                 .reduce = op,
                 .inputs = {std::move(input)},
                 .outputs = {std::move(output)},
-                .label = label});
+                .label = std::move(label)});
 }
 
 Work Group::all_gather(at::Tensor output, at::Tensor input, Label label) const {
-  return issue({.op = Op::all_gather, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = label});
+  return issue(
+      {.op = Op::all_gather, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = std::move(label)});
 }
 
 Work Group::broadcast(at::Tensor tensor, int root, Label label) const {
-  return issue({.op = Op::broadcast, .peer = root, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+  return issue(
+      {.op = Op::broadcast, .peer = root, .inputs = {std::move(tensor)}, .outputs = {}, .label = std::move(label)});
 }
 
 Work Group::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root, Label label) const {
-  return issue(
-      {.op = Op::gather, .peer = root, .inputs = {std::move(input)}, .outputs = std::move(outputs), .label = label});
+  return issue({.op = Op::gather,
+                .peer = root,
+                .inputs = {std::move(input)},
+                .outputs = std::move(outputs),
+                .label = std::move(label)});
 }
 
 Work Group::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label) const {
-  return issue(
-      {.op = Op::scatter, .peer = root, .inputs = std::move(inputs), .outputs = {std::move(output)}, .label = label});
+  return issue({.op = Op::scatter,
+                .peer = root,
+                .inputs = std::move(inputs),
+                .outputs = {std::move(output)},
+                .label = std::move(label)});
 }
 
 Work Group::all_to_all(at::Tensor output, at::Tensor input, Label label) const {
-  return issue({.op = Op::all_to_all, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = label});
+  return issue(
+      {.op = Op::all_to_all, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = std::move(label)});
 }
 
 Work Group::send(at::Tensor tensor, int destination, int tag, Label label) const {
-  return issue(
-      {.op = Op::send, .peer = destination, .tag = tag, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+  return issue({.op = Op::send,
+                .peer = destination,
+                .tag = tag,
+                .inputs = {std::move(tensor)},
+                .outputs = {},
+                .label = std::move(label)});
 }
 
 Work Group::recv(at::Tensor tensor, int source, int tag, Label label) const {
-  return issue(
-      {.op = Op::recv, .peer = source, .tag = tag, .inputs = {std::move(tensor)}, .outputs = {}, .label = label});
+  return issue({.op = Op::recv,
+                .peer = source,
+                .tag = tag,
+                .inputs = {std::move(tensor)},
+                .outputs = {},
+                .label = std::move(label)});
 }
 
 Work Group::barrier(Label label) const {
-  return issue({.op = Op::barrier, .inputs = {}, .outputs = {}, .label = label});
+  return issue({.op = Op::barrier, .inputs = {}, .outputs = {}, .label = std::move(label)});
 }
 
 at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) const {

@@ -11,7 +11,7 @@ StageImpl::StageImpl(int64_t channels_in, int64_t channels_out)
   register_module("bn", bn_);
 }
 
-at::Tensor StageImpl::forward(at::Tensor x) {
+at::Tensor StageImpl::forward(const at::Tensor& x) {
   return at::max_pool2d(at::relu(bn_(conv_(x))), 2);
 }
 

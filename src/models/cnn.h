@@ -13,7 +13,7 @@ namespace shoal::models {
 class StageImpl : public torch::nn::Module {
  public:
   StageImpl(int64_t channels_in, int64_t channels_out);
-  at::Tensor forward(at::Tensor x);
+  at::Tensor forward(const at::Tensor& x);
 
  private:
   torch::nn::Conv2d conv_;

@@ -97,8 +97,8 @@ class SeededGenerator {
 // torch::nn::Module::to() would turn integer buffers, such as batch norm's counter, into floating point.
 void cast(torch::nn::Module& module, at::ScalarType dtype) {
   const at::NoGradGuard no_grad;
-  for (auto tensors : {module.parameters(), module.buffers()}) {
-    for (auto& tensor : tensors) {
+  for (const auto& tensors : {module.parameters(), module.buffers()}) {
+    for (const auto& tensor : tensors) {
       if (tensor.is_floating_point()) tensor.set_data(tensor.to(dtype));
     }
   }

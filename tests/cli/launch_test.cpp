@@ -4,8 +4,8 @@
 
 #include <fstream>
 
-#include "tests/cli/temp_folder.h"
 #include "tests/support/processes.h"
+#include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/cli/temp_folder.h"
 #include "tests/golden/compare.h"
 #include "tests/support/processes.h"
+#include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {

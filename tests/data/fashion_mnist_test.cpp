@@ -6,7 +6,7 @@
 
 #include <numeric>
 
-#include "tests/data/temp_folder.h"
+#include "tests/data/data_folder.h"
 
 namespace shoal::data {
 namespace {
@@ -22,7 +22,7 @@ class FashionMnist : public testing::Test {
     return usage_error_of([&] { fashion_mnist(Split::train, folder_.path()); });
   }
 
-  TempFolder folder_;
+  DataFolder folder_;
 };
 
 TEST_F(FashionMnist, ReadsAFolderOfPlainOrPackedFiles) {

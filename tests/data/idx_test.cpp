@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "tests/data/temp_folder.h"
+#include "tests/data/data_folder.h"
 
 namespace shoal::data {
 namespace {
@@ -18,7 +18,7 @@ class Idx : public testing::Test {
     return usage_error_of([&] { read_idx(file, dimensions); });
   }
 
-  TempFolder folder_;
+  DataFolder folder_;
   const Bytes good_ = idx({4, 3, 2});
 };
 

@@ -5,7 +5,7 @@
 #include <torch/torch.h>
 
 #include "data/sharded_sampler.h"
-#include "tests/data/temp_folder.h"
+#include "tests/data/data_folder.h"
 
 namespace shoal::data {
 namespace {

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "tests/data/temp_folder.h"
+#include "tests/data/data_folder.h"
 
 namespace shoal::data {
 namespace {
@@ -40,7 +40,7 @@ Bytes counting(size_t size) {
 }
 
 TEST(TextFile, HoldsItsEndOutForTesting) {
-  const TempFolder folder;
+  const DataFolder folder;
   const auto file = folder.write("text", counting(100));
   const auto train = text_file(file, 9, Split::train);
   const auto test = text_file(file, 9, Split::test);
@@ -52,7 +52,7 @@ TEST(TextFile, HoldsItsEndOutForTesting) {
 }
 
 TEST(TextFile, NamesAMissingOrShortFile) {
-  const TempFolder folder;
+  const DataFolder folder;
   EXPECT_THAT(usage_error_of([&] { text_file(folder.path() / "absent", 9, Split::train); }),
               AllOf(HasSubstr("absent"), HasSubstr("no such file")));
   const auto file = folder.write("short", counting(90));

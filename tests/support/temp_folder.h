@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <stdexcept>
 #include <string>
 
 namespace shoal::test {
@@ -13,16 +14,21 @@ class TempFolder {
  public:
   TempFolder() {
     std::string pattern = std::filesystem::temp_directory_path() / "shoal-XXXXXX";
-    path_ = mkdtemp(pattern.data());
+    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("cannot make " + pattern);
+    path_ = pattern;
   }
-  ~TempFolder() { std::filesystem::remove_all(path_); }
+  ~TempFolder() {
+    std::error_code error;
+    std::filesystem::remove_all(path_, error);
+  }
   TempFolder(const TempFolder&) = delete;
   TempFolder& operator=(const TempFolder&) = delete;
 
-  std::string file(const std::string& name) const { return path_ + "/" + name; }
+  const std::filesystem::path& path() const { return path_; }
+  std::string file(const std::string& name) const { return path_ / name; }
 
  private:
-  std::string path_;
+  std::filesystem::path path_;
 };
 
 }  // namespace shoal::test

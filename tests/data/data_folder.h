@@ -1,54 +1,35 @@
 #pragma once
 // Files that a test makes, and the messages that it expects of bad ones.
 
-#include <stdlib.h>
 #include <zlib.h>
 
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "shoal/base/error.h"
+#include "tests/support/temp_folder.h"
 
 namespace shoal::data {
 
 using Bytes = std::vector<uint8_t>;
 
-// A folder that is gone with the object.
-class TempFolder {
+class DataFolder : public test::TempFolder {
  public:
-  TempFolder() {
-    auto name = (std::filesystem::temp_directory_path() / "shoal-data-XXXXXX").string();
-    if (mkdtemp(name.data()) == nullptr) throw std::runtime_error("cannot make " + name);
-    path_ = name;
-  }
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-  ~TempFolder() {
-    std::error_code error;
-    std::filesystem::remove_all(path_, error);
-  }
-
-  const std::filesystem::path& path() const { return path_; }
-
   std::filesystem::path write(const std::string& name, const Bytes& bytes) const {
-    std::ofstream stream(path_ / name, std::ios::binary);
+    std::ofstream stream(path() / name, std::ios::binary);
     stream.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-    return path_ / name;
+    return path() / name;
   }
 
   std::filesystem::path write_gzip(const std::string& name, const Bytes& bytes) const {
-    const gzFile file = gzopen((path_ / name).c_str(), "wb");
+    const gzFile file = gzopen((path() / name).c_str(), "wb");
     gzwrite(file, bytes.data(), static_cast<unsigned>(bytes.size()));
     gzclose(file);
-    return path_ / name;
+    return path() / name;
   }
-
- private:
-  std::filesystem::path path_;
 };
 
 // An IDX file whose bytes count up from 0, modulo `modulus`.
