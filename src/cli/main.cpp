@@ -37,6 +37,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   shoal::cli::Action chosen;
   shoal::cli::add_train_command(app, line, chosen);
+  shoal::cli::add_bench_command(app, line, chosen);
   shoal::cli::add_launch_command(app, chosen);
   shoal::cli::add_doctor_command(app, chosen);
   try {

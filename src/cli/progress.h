@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 namespace shoal::cli {
@@ -17,7 +18,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  void update(int64_t step, int64_t amount, double loss);
+  void update(int64_t step, int64_t amount, std::optional<double> loss = std::nullopt);
   // Removes the bar, so that a line can be printed; the next update draws it again.
   void clear();
 

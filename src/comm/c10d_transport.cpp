@@ -1,5 +1,7 @@
 #include "comm/c10d_transport.h"
 
+#include "shoal/base/error.h"
+
 namespace shoal {
 namespace {
 
@@ -21,6 +23,8 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
       return c10d::ReduceOp::BOR;
     case ReduceOp::bxor:
       return c10d::ReduceOp::BXOR;
+    case ReduceOp::premul_sum:
+      throw UsageError("premul_sum is only for the host transport");
   }
   return c10d::ReduceOp::SUM;
 }
@@ -42,9 +46,9 @@ class C10dWork : public TransportWork {
       work_->wait(slice);
       return true;
     } catch (const c10::Error&) {
-      // c10d throws for an operation that merely is not finished yet; a failed one counts as completed.
-      if (work_->isCompleted()) throw;
-      return false;
+      // c10d throws for an operation that merely is not finished yet; a failed one counts as completed. It may also
+      // have finished since, so that only asking again tells.
+      return work_->isCompleted() && work_->wait(remaining);
     }
   }
 
@@ -61,6 +65,7 @@ class C10dTransport : public Transport {
       : name_(std::move(name)), backend_(std::move(backend)) {}
 
   std::string name() const override { return name_; }
+  bool joins_threads() const override { return true; }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     return std::make_unique<C10dWork>(start(call), call);

@@ -52,6 +52,8 @@ std::string to_string(ReduceOp op) {
       return "bor";
     case ReduceOp::bxor:
       return "bxor";
+    case ReduceOp::premul_sum:
+      return "premul_sum";
   }
   return "unknown";
 }

@@ -7,6 +7,7 @@
 
 #include "comm/gloo.h"
 #include "comm/identity.h"
+#include "comm/shm/host_transport.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -15,8 +16,27 @@ namespace shoal {
 // Operations that never finished keep a transport's threads busy; joining them would block until their deadline, so a
 // failed group leaves its transport to the end of the process.
 GroupProgress::~GroupProgress() {
-  if (!failure.empty()) new std::shared_ptr<Transport>(std::move(transport));
+  if (!failure.empty() && transport->joins_threads()) new std::shared_ptr<Transport>(std::move(transport));
 }
+
+namespace {
+
+std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::string& name, int rank,
+                                            const std::vector<int>& world_ranks) {
+  const auto& wanted = world.options.transport;
+  if (world_ranks.size() == 1) return make_identity_transport();
+  if (wanted != "gloo") {
+    auto host = make_host_transport(world, name, rank, world_ranks);
+    if (host.transport) return host.transport;
+    if (wanted == "host") {
+      throw UsageError(
+          fmt::format("transport host cannot carry group '{}': {}; use transport auto or gloo", name, host.why_not));
+    }
+  }
+  return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()));
+}
+
+}  // namespace
 
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
                                              std::vector<int> world_ranks) {
@@ -28,12 +48,7 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->world_ranks = std::move(world_ranks);
   state->world = std::move(world);
   state->progress = std::make_shared<GroupProgress>();
-  if (state->world_ranks.size() == 1) {
-    state->transport = make_identity_transport();
-  } else {
-    state->transport =
-        make_gloo_transport(*state->world, state->name, state->rank, static_cast<int>(state->world_ranks.size()));
-  }
+  state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
   state->progress->transport = state->transport;
   return state;
 }
@@ -77,6 +92,10 @@ void PendingWork::wait() {
     const auto remaining = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
     try {
       finished_ = work_->wait_for(last_chance ? 5 * slice : slice, std::max(remaining, Milliseconds(1)));
+    } catch (const DisagreeError& error) {
+      group_->progress->failure = error.what();
+      throw DisagreeError(
+          fmt::format("{} (noticed by rank {} in group '{}')", error.what(), world.placement.rank, group_->name));
     } catch (const std::exception& error) {
       fail_from(error);
     }
@@ -86,9 +105,10 @@ void PendingWork::wait() {
       last_chance = true;
     }
     if (remaining <= Milliseconds(0)) {
-      fail(-1, fmt::format("not finished after {} s although no peer of this host is dead or stopped: a rank is late, "
-                           "or does not call the same operations",
-                           world.options.timeout_seconds));
+      const auto missing = work_->waits_for();
+      fail(-1, fmt::format("not finished after {} s although no peer of this host is dead or stopped: {}",
+                           world.options.timeout_seconds,
+                           missing.empty() ? "a rank is late, or does not call the same operations" : missing));
     }
   }
 }

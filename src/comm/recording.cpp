@@ -14,6 +14,7 @@ class RecordedWork : public TransportWork {
     if (finished) log_->finish(index_);
     return finished;
   }
+  std::string waits_for() override { return inner_->waits_for(); }
 
  private:
   std::unique_ptr<TransportWork> inner_;

@@ -12,21 +12,25 @@
 namespace shoal {
 namespace {
 
-// What a rank tells the others, as text: "SIZE PID START HOST".
+// What a rank tells the others, as text: "SIZE PID START PAGE NONCE HOST".
 struct Record {
   int size = 0;
   Peer peer;
 };
 
 std::string to_text(const Record& record) {
-  return fmt::format("{} {} {} {}", record.size, record.peer.process.pid, record.peer.process.start_time,
-                     record.peer.host);
+  const auto& peer = record.peer;
+  return fmt::format("{} {} {} {} {} {}", record.size, peer.process.pid, peer.process.start_time, peer.page.descriptor,
+                     peer.page.nonce, peer.host);
 }
 
 Record from_text(const std::string& text) {
   std::istringstream in(text);
   Record record;
-  in >> record.size >> record.peer.process.pid >> record.peer.process.start_time >> record.peer.host;
+  auto& peer = record.peer;
+  in >> record.size >> peer.process.pid >> peer.process.start_time >> peer.page.descriptor >> peer.page.nonce >>
+      peer.host;
+  peer.page.pid = peer.process.pid;
   return record;
 }
 
@@ -42,11 +46,11 @@ struct Present {
 // One attempt to meet; every failure is published so that all ranks see the same sentence. Owns all that it touches.
 class Room {
  public:
-  Room(Placement placement, StorePtr store, int timeout_seconds)
-      : placement_(std::move(placement)), store_(std::move(store)), timeout_(timeout_seconds) {}
+  Room(Placement placement, const PageAddress& page, StorePtr store, int timeout_seconds)
+      : placement_(std::move(placement)), page_(page), store_(std::move(store)), timeout_(timeout_seconds) {}
 
   Present enter() {
-    const Record own{placement_.size, {host_identity(), this_process()}};
+    const Record own{placement_.size, {host_identity(), this_process(), page_}};
     const std::string job = "shoal/" + placement_.generation;
     const auto visit = store_->add(fmt::format("{}/visits/{}", job, placement_.rank), 1);
     if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
@@ -112,6 +116,7 @@ class Room {
   }
 
   const Placement placement_;
+  const PageAddress page_;
   const StorePtr store_;
   const int timeout_;
   Present present_;
@@ -126,10 +131,10 @@ CommError lost_store(const Placement& placement) {
 
 }  // namespace
 
-Meeting meet(const Placement& placement, int timeout_seconds) {
+Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds) {
   Meeting meeting;
   if (placement.size == 1) {
-    meeting.peers.push_back({host_identity(), this_process()});
+    meeting.peers.push_back({host_identity(), this_process(), page});
     return meeting;
   }
   if (placement.rank == 0 && !placement.store_is_served) {
@@ -138,8 +143,8 @@ Meeting meet(const Placement& placement, int timeout_seconds) {
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
   try {
     const auto present =
-        within(std::chrono::seconds(timeout_seconds + 5), [placement, timeout_seconds, store = meeting.store] {
-          return Room(placement, store, timeout_seconds).enter();
+        within(std::chrono::seconds(timeout_seconds + 5), [placement, page, timeout_seconds, store = meeting.store] {
+          return Room(placement, page, store, timeout_seconds).enter();
         });
     if (!present) throw lost_store(placement);
     meeting.prefix = present->prefix;

@@ -7,6 +7,7 @@
 
 #include "comm/host.h"
 #include "comm/launch_environment.h"
+#include "comm/shm/host_memory.h"
 #include "comm/store.h"
 #include "comm/store_server.h"
 
@@ -15,6 +16,7 @@ namespace shoal {
 struct Peer {
   std::string host;  // host_identity()
   ProcessId process;
+  PageAddress page;  // of its shared memory; descriptor -1: it has none
 };
 
 struct Meeting {
@@ -25,6 +27,7 @@ struct Meeting {
 };
 
 // Collective over the job. Throws as shoal::init does.
-Meeting meet(const Placement& placement, int timeout_seconds);
+// `page`: of this process.
+Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds);
 
 }  // namespace shoal

@@ -56,8 +56,8 @@ void count_local_ranks(WorldState& state) {
 void WorldOptions::validate() const {
   std::vector<std::string> faults;
   if (rank.has_value() != size.has_value()) faults.emplace_back("rank and size: give both or neither");
-  if (transport != "auto" && transport != "gloo") {
-    faults.push_back(fmt::format("transport '{}' is not in this build; it has: auto, gloo", transport));
+  if (transport != "auto" && transport != "host" && transport != "gloo") {
+    faults.push_back(fmt::format("transport '{}' is not in this build; it has: auto, host, gloo", transport));
   }
   if (rendezvous_timeout_seconds < 1) faults.emplace_back("rendezvous_timeout_seconds must be at least 1");
   if (timeout_seconds < 1) faults.emplace_back("timeout_seconds must be at least 1");
@@ -94,7 +94,12 @@ World init(const WorldOptions& options) {
   auto state = std::make_shared<WorldState>();
   state->options = options;
   state->placement = find_placement(options, process_environment());
-  state->meeting = meet(state->placement, options.rendezvous_timeout_seconds);
+  try {
+    state->memory = std::make_shared<HostMemory>();
+  } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport says so if it is asked for
+  }
+  state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{},
+                        options.rendezvous_timeout_seconds);
   state->liveness = std::make_unique<Liveness>(state->meeting, state->placement, options.stopped_timeout_seconds);
   count_local_ranks(*state);
   if (state->placement.size > 1) {

@@ -15,7 +15,8 @@ struct WorldState {
   Placement placement;
   Meeting meeting;
   std::unique_ptr<Liveness> liveness;
-  std::string listen_address;  // of this process's own sockets
+  std::shared_ptr<HostMemory> memory;  // none where the system gives no shared memory
+  std::string listen_address;          // of this process's own sockets
   int local_rank = 0;
   int local_size = 1;
 };

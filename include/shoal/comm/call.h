@@ -23,12 +23,15 @@ enum class Op {
   barrier
 };
 
-enum class ReduceOp { sum, avg, min, max, product, band, bor, bxor };
+// avg divides the sum by the number of ranks. premul_sum adds every rank's tensor times its Call::factor.
+enum class ReduceOp { sum, avg, min, max, product, band, bor, bxor, premul_sum };
 
 std::string to_string(Op op);
 std::string to_string(ReduceOp op);
 
-// Why an operation is called. Shown in errors, logs and traces; it has no influence on the result.
+// Why an operation is called. Shown in errors, logs and traces; it has no influence on the result, but it is part of
+// what ranks must agree on: two operations of equal shape that trade places on one rank are told apart by it. So it
+// must be equal on all ranks.
 struct Label {
   int64_t step = -1;    // training step, -1: outside a step
   int64_t bucket = -1;  // bucket number within the step, -1: not a bucket
@@ -44,13 +47,17 @@ struct Label {
 //   all_gather                          inputs = {[n]}, outputs = {[size * n]}: the r-th part is rank r's
 //   gather                              inputs = {[n]}; outputs = one [n] per rank on the root, none elsewhere
 //   scatter                             outputs = {[n]}; inputs = one [n] per rank on the root, none elsewhere
-//   all_to_all                          inputs = {[size * n]}, outputs = {[size * n]}, part r goes to, comes from, rank
+//   all_to_all                          inputs = {[size * n]}, outputs = {[size * n]}, part r goes to, comes from rank
 //   r barrier                             no tensors
+//
+// Where parts differ in size, a list of one tensor per rank takes the place of the one tensor of all parts:
+// reduce_scatter and all_to_all inputs, all_gather and all_to_all outputs.
 struct Call {
   Op op = Op::barrier;
   ReduceOp reduce = ReduceOp::sum;
-  int peer = -1;  // root, destination or source; a rank of the group
-  int tag = 0;    // send and recv
+  int peer = -1;      // root, destination or source; a rank of the group
+  int tag = 0;        // send and recv
+  double factor = 1;  // premul_sum
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
   Label label;

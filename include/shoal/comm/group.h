@@ -28,7 +28,7 @@ class Group {
   int rank() const;  // this process's place in the group, 0 .. size() - 1
   int size() const;
   const std::string& name() const;
-  std::string transport() const;  // "gloo", "identity", ...
+  std::string transport() const;  // "host", "gloo", "identity", ...
   int world_rank(int rank) const;
 
   // tensor <- reduction over ranks, on every rank, in place.
@@ -54,8 +54,9 @@ class Group {
   Work barrier(Label label = {}) const;
 
   // Memory for buffers that collectives run on: a contiguous, zeroed, one-dimensional tensor of `numel` elements,
-  // aligned to 128 bytes. Plain memory with Gloo; memory that the host's ranks share where the transport can.
-  // Not collective for plain memory, but call it in the same order on all ranks. Lives as long as the tensor.
+  // aligned to 128 bytes. With the host transport it lies in memory that the host's ranks share, and operations on it,
+  // or on parts of it, work on it in place instead of copying; pages take memory once they are written. Elsewhere it is
+  // plain memory. Not collective. Lives as long as the tensor.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
   // A group of some of this group's ranks, numbered in the order given. Collective over those ranks only. Throws

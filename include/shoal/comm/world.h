@@ -20,7 +20,9 @@ struct WorldOptions {
   std::optional<std::string> address;
   std::optional<int> port;
 
-  std::string transport = "auto";  // "auto", "gloo"
+  // What carries the bytes. "host": memory that the ranks share; all of them must run on one host as one user. "gloo":
+  // TCP. "auto": for every group "host" where it is possible, else "gloo".
+  std::string transport = "auto";
 
   int rendezvous_timeout_seconds = 60;  // for all ranks to appear
   int timeout_seconds = 300;            // for one operation, with all peers alive

@@ -1,0 +1,187 @@
+#include "cli/bench/collectives.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <optional>
+
+#include "cli/bench/samples.h"
+#include "cli/progress.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/world.h"
+
+namespace shoal::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+const std::map<std::string, c10::ScalarType>& known_dtypes() {
+  static const std::map<std::string, c10::ScalarType> map{
+      {"float64", c10::ScalarType::Double},    {"float32", c10::ScalarType::Float}, {"float16", c10::ScalarType::Half},
+      {"bfloat16", c10::ScalarType::BFloat16}, {"int64", c10::ScalarType::Long},    {"int32", c10::ScalarType::Int}};
+  return map;
+}
+
+const std::vector<std::string>& known_ops() {
+  static const std::vector<std::string> ops{"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
+                                            "all_to_all", "send_recv",      "barrier",    "once"};
+  return ops;
+}
+
+// One figure: an operation on tensors of one size and dtype, in one kind of memory, over one transport.
+class Case {
+ public:
+  Case(std::string op, std::string dtype, int64_t bytes, std::string transport, std::string buffers, const Group& group)
+      : op_(std::move(op)),
+        dtype_(std::move(dtype)),
+        bytes_(bytes),
+        transport_(std::move(transport)),
+        buffers_(std::move(buffers)),
+        group_(group) {}
+
+  // Collective. The tensors exist during one measurement only, so that many large cases fit into memory.
+  void measure(const Group& clock) {
+    const auto options = at::TensorOptions(known_dtypes().at(dtype_));
+    const auto size = group_.size();
+    const auto numel = std::max<int64_t>(1, bytes_ / static_cast<int64_t>(options.dtype().itemsize()) / size) * size;
+    const auto make = [&](int64_t count) {
+      return buffers_ == "shared" ? group_.allocate(count, options).fill_(1) : at::ones({count}, options);
+    };
+    full_ = make(numel);
+    part_ = make(numel / size);
+    constexpr int64_t small = 64 << 10;
+    const int repeat = bytes_ <= small ? 50 : 1;
+    run();  // pages, staging buffers, connections
+    clock.barrier().wait();
+    const auto wire = loopback_bytes();
+    const auto start = Clock::now();
+    for (int i = 0; i < repeat; ++i) run();
+    const std::chrono::duration<double, std::micro> time = Clock::now() - start;
+    clock.barrier().wait();
+    wire_bytes_ = (loopback_bytes() - wire) / repeat;
+    auto slowest = at::full({1}, time.count() / repeat, at::kDouble);
+    clock.all_reduce(slowest, ReduceOp::max).wait();
+    times_.values.push_back(slowest.item<double>());
+    if (group_.rank() == 0) copy(repeat);
+    clock.barrier().wait();
+    full_ = part_ = at::Tensor();
+  }
+
+  nlohmann::ordered_json json() const {
+    nlohmann::ordered_json entry{
+        {"op", op_},          {"dtype", dtype_}, {"bytes", bytes_}, {"ranks", group_.size()}, {"transport", transport_},
+        {"buffers", buffers_}};
+    entry.update(times_.json("us"));
+    entry["rounds"] = times_.values.size();
+    if (!copies_.values.empty()) entry["memcpy_us"] = copies_.median();
+    entry["wire_bytes"] = wire_bytes_;
+    return entry;
+  }
+
+ private:
+  void run() {
+    const auto size = group_.size();
+    if (op_ == "all_reduce") group_.all_reduce(full_).wait();
+    if (op_ == "reduce") group_.reduce(full_, 0).wait();
+    if (op_ == "reduce_scatter") group_.reduce_scatter(part_, full_).wait();
+    // In place, as a sharded optimizer gathers: this rank's part is where the others will look for it.
+    if (op_ == "all_gather") group_.all_gather(full_, own_part()).wait();
+    if (op_ == "broadcast") group_.broadcast(full_, 0).wait();
+    if (op_ == "all_to_all") group_.all_to_all(at::empty_like(full_), full_).wait();
+    if (op_ == "barrier") group_.barrier().wait();
+    if (op_ == "send_recv") {
+      auto sent = group_.send(full_, (group_.rank() + 1) % size);
+      group_.recv(received(), (group_.rank() + size - 1) % size).wait();
+      sent.wait();
+    }
+  }
+
+  at::Tensor own_part() const { return full_.narrow(0, group_.rank() * part_.numel(), part_.numel()); }
+  at::Tensor received() {
+    if (!received_.defined() || received_.numel() != full_.numel()) received_ = at::empty_like(full_);
+    return received_;
+  }
+
+  void copy(int repeat) {
+    const auto source = at::ones({full_.numel()}, full_.options());
+    auto target = at::ones_like(source);
+    const auto start = Clock::now();
+    for (int i = 0; i < repeat; ++i) std::memcpy(target.data_ptr(), source.data_ptr(), source.nbytes());
+    const std::chrono::duration<double, std::micro> time = Clock::now() - start;
+    copies_.values.push_back(time.count() / repeat);
+  }
+
+  std::string op_, dtype_;
+  int64_t bytes_;
+  std::string transport_, buffers_;
+  Group group_;
+  at::Tensor full_, part_, received_;
+  Samples times_, copies_;
+  int64_t wire_bytes_ = 0;
+};
+
+}  // namespace
+
+void CollectiveOptions::validate() const {
+  std::vector<std::string> faults;
+  const auto within = [&](const char* option, const std::vector<std::string>& given,
+                          const std::vector<std::string>& known) {
+    for (const auto& value : given) {
+      if (std::find(known.begin(), known.end(), value) == known.end()) {
+        faults.push_back(fmt::format("{} {}: choose from {}", option, value, fmt::join(known, ", ")));
+      }
+    }
+  };
+  std::vector<std::string> types;
+  for (const auto& [name, type] : known_dtypes()) types.push_back(name);
+  within("--ops", ops, known_ops());
+  within("--dtypes", dtypes, types);
+  within("--transports", transports, {"host", "gloo"});
+  within("--buffers", buffers, {"shared", "staged"});
+  for (const auto& size : sizes) parse_bytes(size);
+  if (rounds < 1) faults.emplace_back("--rounds must be at least 1");
+  if (!faults.empty()) throw UsageError(fmt::format("{}", fmt::join(faults, "; ")));
+}
+
+nlohmann::ordered_json bench_collectives(const CollectiveOptions& options) {
+  const torch::NoGradGuard no_grad;
+  std::map<std::string, World> worlds;
+  for (const auto& transport : options.transports) {
+    WorldOptions world;
+    world.transport = transport;
+    worlds.emplace(transport, init(world));
+  }
+  const auto& clock = worlds.at(options.transports.front()).group();
+  std::vector<Case> cases;
+  for (const auto& op : options.ops) {
+    for (const auto& dtype : options.dtypes) {
+      for (const auto& size : op == "barrier" ? std::vector<std::string>{"4"} : options.sizes) {
+        for (const auto& [transport, world] : worlds) {
+          for (const auto& buffers : options.buffers) {
+            // Gloo copies in any case.
+            if (transport != "host" && buffers != "staged") continue;
+            if (op == "barrier" && buffers != options.buffers.back()) continue;
+            cases.emplace_back(op, dtype, parse_bytes(size), transport, buffers, world.group());
+          }
+        }
+      }
+    }
+  }
+  Progress progress(clock.rank() == 0, options.rounds, "rounds");
+  for (int round = 0; round < options.rounds; ++round) {
+    for (auto& figure : cases) figure.measure(clock);
+    progress.update(round + 1, round + 1);
+  }
+  progress.clear();
+  auto list = nlohmann::ordered_json::array();
+  for (const auto& figure : cases) list.push_back(figure.json());
+  return list;
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,26 @@
+#pragma once
+// Collectives of every transport, one after the other in every round, so that all meet the same machine.
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace shoal::cli {
+
+struct CollectiveOptions {
+  std::vector<std::string> ops = {"all_reduce", "reduce_scatter", "all_gather"};
+  std::vector<std::string> sizes = {"4", "64K", "1M", "16M", "64M"};
+  std::vector<std::string> dtypes = {"float32"};
+  std::vector<std::string> transports = {"host", "gloo"};
+  std::vector<std::string> buffers = {"shared", "staged"};
+  int rounds = 20;
+
+  // Throws UsageError that lists all faults.
+  void validate() const;
+};
+
+// Run by every rank of the job; the result is complete on rank 0. "bytes" is the size of the tensor that all ranks have
+// in full: of all_reduce and broadcast the tensor, of reduce_scatter the input, of all_gather the output.
+nlohmann::ordered_json bench_collectives(const CollectiveOptions& options);
+
+}  // namespace shoal::cli

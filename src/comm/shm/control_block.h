@@ -1,0 +1,131 @@
+#pragma once
+// What the ranks of one group write for each other, in one block of shared memory. Written by this file's users only:
+// the operations announce themselves here, count who has come and who is through, and report what is wrong.
+//
+//   ControlBlock | Entry 0 .. ring-1, each with one Header per rank | Mailbox source * size + destination
+//
+// Counters only grow; they are compared with the value that they reach in the operation in question.
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace shoal {
+
+constexpr size_t cache_line = 128;  // two lines: the hardware fetches them in pairs
+constexpr uint32_t ring_entries = 32;
+constexpr uint32_t mailbox_slots = 16;
+constexpr size_t inline_bytes = 512;  // operations up to this size travel in their header
+constexpr size_t text_bytes = 96;
+
+// Where a rank's data lie.
+struct Window {
+  enum Kind : uint32_t { nothing, in_header, staged, shared };
+  Kind kind = nothing;
+  uint32_t arena = 0;  // shared: place of the tensor itself
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+
+// What a rank has called; compared between ranks before anybody's data are touched.
+struct Fingerprint {
+  uint64_t number;  // of the operation in the group, from 1
+  int32_t op;
+  int32_t reduce;
+  int32_t dtype;
+  int32_t peer;  // root, or -1
+  uint64_t bytes;
+  int64_t step;
+  int64_t bucket;
+  uint64_t label;         // hash of the text
+  char text[text_bytes];  // its beginning
+};
+
+struct Header {
+  Fingerprint print;
+  double factor;  // premultiplied sum
+  uint32_t parts;
+  uint32_t stage_arena;  // of this rank's staging buffer, for windows that are staged
+  uint64_t stage_offset;
+  alignas(cache_line) std::byte data[inline_bytes];
+  // Window[size], one per part; then uint64_t[size]: the bytes that this rank expects from each rank, when parts
+  // differ.
+};
+
+struct Entry {
+  alignas(cache_line) std::atomic<uint64_t> posted;    // size per use of the entry
+  alignas(cache_line) std::atomic<uint64_t> finished;  // size per use of the entry
+};
+
+struct ControlBlock {
+  std::atomic<uint32_t> readers;  // ranks that may still read buffers of others; from size down to 0
+  std::atomic<uint32_t> users;    // ranks that still need this block
+  std::atomic<uint32_t> fault;    // 0: none, 1: being written, 2: `fault_text` is valid
+  char fault_text[1000];
+  alignas(cache_line) std::atomic<uint64_t> stage_filled;    // size per staged round
+  alignas(cache_line) std::atomic<uint64_t> stage_finished;  // size per staged round
+};
+
+// One message, or a piece of one, between two ranks.
+struct Slot {
+  std::atomic<uint32_t> state;  // 0: free, 1: full
+  int32_t tag;
+  int32_t dtype;
+  Window window;
+  uint64_t order;  // of the piece among all pieces of this mailbox
+  uint64_t total;  // bytes of the whole message
+  uint64_t begin;  // where the piece lies in the message
+  char text[text_bytes];
+  alignas(cache_line) std::byte data[inline_bytes];
+};
+
+struct Mailbox {
+  Slot slots[mailbox_slots];
+};
+
+// Addresses inside the block of a group of `size` ranks.
+class ControlLayout {
+ public:
+  ControlLayout(std::byte* base, int size) : base_(base), size_(size) {}
+
+  static size_t bytes(int size) {
+    return round_up(sizeof(ControlBlock)) + ring_entries * entry_bytes(size) +
+           sizeof(Mailbox) * static_cast<size_t>(size) * size;
+  }
+
+  ControlBlock& block() const { return *reinterpret_cast<ControlBlock*>(base_); }
+  Entry& entry(uint64_t number) const { return *reinterpret_cast<Entry*>(entry_at(number)); }
+  Header& header(uint64_t number, int rank) const {
+    return *reinterpret_cast<Header*>(entry_at(number) + round_up(sizeof(Entry)) + rank * header_bytes(size_));
+  }
+  Window* windows(Header& header) const {
+    return reinterpret_cast<Window*>(reinterpret_cast<std::byte*>(&header) + sizeof(Header));
+  }
+  uint64_t* expected(Header& header) const { return reinterpret_cast<uint64_t*>(windows(header) + size_); }
+  Mailbox& mailbox(int source, int destination) const {
+    auto* first = base_ + round_up(sizeof(ControlBlock)) + ring_entries * entry_bytes(size_);
+    return reinterpret_cast<Mailbox*>(first)[source * size_ + destination];
+  }
+
+ private:
+  static size_t round_up(size_t bytes) { return (bytes + cache_line - 1) / cache_line * cache_line; }
+  static size_t header_bytes(int size) {
+    return round_up(sizeof(Header) + (sizeof(Window) + sizeof(uint64_t)) * static_cast<size_t>(size));
+  }
+  static size_t entry_bytes(int size) {
+    return round_up(sizeof(Entry)) + header_bytes(size) * static_cast<size_t>(size);
+  }
+  std::byte* entry_at(uint64_t number) const {
+    return base_ + round_up(sizeof(ControlBlock)) + (number % ring_entries) * entry_bytes(size_);
+  }
+
+  std::byte* base_;
+  int size_;
+};
+
+// Whether a counter that grows by `size` per round has completed `rounds` rounds.
+inline bool reached(const std::atomic<uint64_t>& counter, uint64_t rounds, int size) {
+  return counter.load(std::memory_order_acquire) >= rounds * static_cast<uint64_t>(size);
+}
+
+}  // namespace shoal

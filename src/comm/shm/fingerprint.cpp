@@ -1,0 +1,102 @@
+#include "comm/shm/fingerprint.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+
+namespace shoal {
+namespace {
+
+bool has_root(Op op) {
+  return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter;
+}
+
+bool reduces(Op op) {
+  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
+}
+
+// Bytes that must be equal on all ranks; lists of parts are compared part by part instead.
+uint64_t common_bytes(const Call& call) {
+  switch (call.op) {
+    case Op::reduce_scatter:
+      return call.inputs.size() > 1 ? 0 : call.outputs[0].nbytes();
+    case Op::all_gather:
+      return call.outputs.size() > 1 ? 0 : call.inputs[0].nbytes();
+    case Op::all_to_all:
+      return call.inputs.size() > 1 || call.outputs.size() > 1 ? 0 : call.inputs[0].nbytes();
+    case Op::scatter:
+      return call.outputs[0].nbytes();
+    case Op::barrier:
+      return 0;
+    default:
+      return call.inputs[0].nbytes();
+  }
+}
+
+bool same(const Fingerprint& a, const Fingerprint& b) {
+  return a.number == b.number && a.op == b.op && a.reduce == b.reduce && a.dtype == b.dtype && a.peer == b.peer &&
+         a.bytes == b.bytes && a.step == b.step && a.bucket == b.bucket && a.label == b.label;
+}
+
+}  // namespace
+
+Fingerprint fingerprint_of(const Call& call, uint64_t number) {
+  const auto& tensors = call.inputs.empty() ? call.outputs : call.inputs;
+  Fingerprint print{};
+  print.number = number + 1;  // zeroed memory must not look like operation 0
+  print.op = static_cast<int32_t>(call.op);
+  print.reduce = reduces(call.op) ? static_cast<int32_t>(call.reduce) : -1;
+  print.dtype = tensors.empty() ? -1 : static_cast<int32_t>(tensors.front().scalar_type());
+  print.peer = has_root(call.op) ? call.peer : -1;
+  print.bytes = common_bytes(call);
+  print.step = call.label.step;
+  print.bucket = call.label.bucket;
+  print.label = std::hash<std::string>()(call.label.what);
+  const auto length = std::min(call.label.what.size(), text_bytes - 1);
+  std::memcpy(print.text, call.label.what.data(), length);
+  print.text[length] = 0;
+  return print;
+}
+
+std::string describe(const Fingerprint& print) {
+  const auto op = static_cast<Op>(print.op);
+  std::string text = to_string(op);
+  if (print.dtype >= 0) {
+    const auto dtype = static_cast<c10::ScalarType>(print.dtype);
+    text += fmt::format("({}{} x {}{})", print.reduce >= 0 ? to_string(static_cast<ReduceOp>(print.reduce)) + ", " : "",
+                        print.bytes / c10::elementSize(dtype), toString(dtype),
+                        print.peer >= 0 ? fmt::format(", root {}", print.peer) : "");
+  }
+  if (print.step >= 0) text += fmt::format(", step {}", print.step);
+  if (print.bucket >= 0) text += fmt::format(", bucket {}", print.bucket);
+  if (print.text[0] != 0) text += fmt::format(": {}", print.text);
+  return text;
+}
+
+std::optional<std::string> find_disagreement(const ControlLayout& control, uint64_t number, int size,
+                                             const std::vector<int>& world_ranks) {
+  auto& first = control.header(number, 0);
+  for (int rank = 1; rank < size; ++rank) {
+    const auto& other = control.header(number, rank);
+    if (same(first.print, other.print)) continue;
+    return fmt::format("ranks called different operations as #{}: rank {} called {}, rank {} called {}", number,
+                       world_ranks[0], describe(first.print), world_ranks[rank], describe(other.print));
+  }
+  if (first.print.bytes != 0) return std::nullopt;
+  for (int source = 0; source < size; ++source) {
+    auto& from = control.header(number, source);
+    for (int target = 0; target < size; ++target) {
+      const auto& to = control.header(number, target);
+      const auto part = from.parts > 1 ? target : 0;
+      const auto expected = control.expected(control.header(number, target))[source];
+      if (from.parts == 0 || expected == UINT64_MAX || control.windows(from)[part].bytes == expected) continue;
+      return fmt::format("{} #{}: rank {} gives rank {} {} bytes, which expects {}", describe(to.print), number,
+                         world_ranks[source], world_ranks[target], control.windows(from)[part].bytes, expected);
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace shoal

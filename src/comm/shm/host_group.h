@@ -1,0 +1,40 @@
+#pragma once
+// What the operations of one group share on this rank.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/shm/control_block.h"
+#include "comm/shm/host_memory.h"
+
+namespace shoal {
+
+struct HostGroup {
+  static constexpr int64_t stage_half_bytes = int64_t{512} << 10;  // two halves stay in the second-level cache
+
+  std::string name;
+  int rank;
+  int size;
+  std::shared_ptr<HostMemory> memory;
+  std::vector<std::shared_ptr<PeerMemory>> peers;  // by rank of the group; none for this rank
+  ControlLayout control;
+  std::byte* stage = nullptr;  // this rank's staging buffer, two halves; made when first needed
+  uint64_t staged_rounds = 0;  // rounds through the staging buffers so far, equal on all ranks
+
+  std::byte* at(int of_rank, const SharedPlace& place) const {
+    return of_rank == rank ? memory->at(place) : peers[of_rank]->at(place);
+  }
+  void ring_others() const {
+    for (const auto& peer : peers) {
+      if (peer) peer->ring();
+    }
+  }
+  // Counts this rank in; who completes a round wakes the others.
+  void count(std::atomic<uint64_t>& counter) const {
+    const auto now = counter.fetch_add(1, std::memory_order_acq_rel) + 1;
+    if (now % static_cast<uint64_t>(size) == 0) ring_others();
+  }
+};
+
+}  // namespace shoal

@@ -1,0 +1,329 @@
+#include "comm/shm/host_transport.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#include "comm/shm/mailbox.h"
+#include "comm/shm/operation.h"
+#include "comm/shm/reduce_kernels.h"
+#include "comm/world_state.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+// Waits until `finished()`; false at the end of `limit`. Spins only where every rank of the host has a core of its own.
+template <class Finished>
+bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit, Finished finished) {
+  const auto start = SteadyClock::now();
+  const auto spin_end = start + std::min<std::chrono::nanoseconds>(limit, std::chrono::microseconds(may_spin ? 50 : 0));
+  do {
+    memory.poll();
+    if (finished()) return true;
+    for (int i = 0; i < 16; ++i) pause_briefly();
+  } while (SteadyClock::now() < spin_end);
+  while (true) {
+    const auto seen = memory.bell();
+    memory.prepare_sleep();
+    memory.poll();
+    const auto left = start + limit - SteadyClock::now();
+    if (finished() || left.count() <= 0) {
+      memory.cancel_sleep();
+      return finished();
+    }
+    memory.sleep(seen, left);
+  }
+}
+
+class SharedMemoryTransport;
+
+class HostWork : public TransportWork {
+ public:
+  HostWork(std::shared_ptr<SharedMemoryTransport> transport, std::shared_ptr<Operation> operation)
+      : transport_(std::move(transport)), operation_(std::move(operation)) {}
+  HostWork(std::shared_ptr<SharedMemoryTransport> transport, std::shared_ptr<Message> message)
+      : transport_(std::move(transport)), message_(std::move(message)) {}
+
+  bool done() override;
+  bool wait_for(Milliseconds slice, Milliseconds remaining) override;
+  std::string waits_for() override;
+
+ private:
+  bool finished() const { return operation_ ? operation_->finished() : message_->finished; }
+
+  std::shared_ptr<SharedMemoryTransport> transport_;
+  std::shared_ptr<Operation> operation_;
+  std::shared_ptr<Message> message_;
+};
+
+class SharedMemoryTransport : public Transport,
+                              public Pollable,
+                              public std::enable_shared_from_this<SharedMemoryTransport> {
+ public:
+  SharedMemoryTransport(HostGroup group, std::vector<int> world_ranks, bool may_spin, std::byte* own_block)
+      : group_(std::move(group)),
+        world_ranks_(std::move(world_ranks)),
+        may_spin_(may_spin),
+        own_block_(own_block),
+        mailboxes_(group_, world_ranks_) {
+    group_.memory->attach(*this);
+  }
+
+  ~SharedMemoryTransport() override {
+    group_.memory->detach(*this);
+    auto* memory = group_.memory.get();
+    auto* block = &group_.control.block();
+    auto buffers = mailboxes_.buffers();
+    if (group_.stage != nullptr) buffers.push_back(group_.stage);
+    block->readers.fetch_sub(1);
+    memory->retire([memory, block, buffers] {
+      if (block->readers.load() != 0) return false;
+      for (auto* buffer : buffers) memory->free(buffer);
+      block->users.fetch_sub(1);
+      return true;
+    });
+    if (own_block_ == nullptr) return;
+    memory->retire([memory, block, own = own_block_] {
+      if (block->users.load() != 0) return false;
+      memory->free(own);
+      return true;
+    });
+  }
+
+  std::string name() const override { return "host"; }
+
+  std::unique_ptr<TransportWork> issue(const Call& call) override {
+    check(call);
+    std::unique_ptr<TransportWork> work;
+    {
+      const std::lock_guard lock(mutex_);
+      if (call.op == Op::send || call.op == Op::recv) {
+        work = std::make_unique<HostWork>(shared_from_this(), mailboxes_.start(call));
+      } else {
+        auto operation = std::make_shared<Operation>(group_, call, issued_++, world_ranks_);
+        operations_.push_back(operation);
+        work = std::make_unique<HostWork>(shared_from_this(), std::move(operation));
+      }
+    }
+    poll();
+    return work;
+  }
+
+  at::Tensor allocate(int64_t numel, const at::TensorOptions& options) override {
+    if (!options.device().is_cpu()) return Transport::allocate(numel, options);
+    auto memory = group_.memory;
+    auto* data = memory->allocate(static_cast<size_t>(numel) * options.dtype().itemsize());
+    return at::from_blob(
+        data, {numel}, [memory, data](void*) { memory->free(data); }, options);
+  }
+
+  void poll() noexcept override {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock() || failure_) return;  // whoever holds it is going on with it
+    try {
+      advance();
+    } catch (const std::exception& error) {
+      failure_ = std::current_exception();
+      tell_others(error.what());
+    }
+  }
+
+  // Rethrows what stopped the group.
+  void check_failure() {
+    const std::lock_guard lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+  bool wait(std::chrono::nanoseconds limit, const std::function<bool()>& finished) {
+    return wait_until(*group_.memory, may_spin_, limit, [&] { return finished() || failed(); });
+  }
+
+  std::vector<int> missing(const Operation& operation) {
+    const std::lock_guard lock(mutex_);
+    std::vector<int> ranks;
+    for (const int rank : operation.missing()) ranks.push_back(world_ranks_[rank]);
+    return ranks;
+  }
+
+ private:
+  bool failed() {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    return lock.owns_lock() && failure_ != nullptr;
+  }
+
+  void check(const Call& call) const {
+    if (getpid() != group_.memory->address().pid) {
+      throw UsageError(
+          fmt::format("group '{}' was made before this process was forked: ranks must call shoal::init "
+                      "themselves",
+                      group_.name));
+    }
+    for (const auto* tensors : {&call.inputs, &call.outputs}) {
+      for (const auto& tensor : *tensors) {
+        if (tensor.is_cpu()) continue;
+        throw UsageError(fmt::format("{}: the host transport carries CPU tensors, this one is on {}", call.describe(),
+                                     tensor.device().str()));
+      }
+    }
+    const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
+    if (reduces && !can_reduce(call.inputs[0].scalar_type(), call.reduce)) {
+      throw UsageError(fmt::format("{}: {} is not defined for {}", call.describe(), to_string(call.reduce),
+                                   toString(call.inputs[0].scalar_type())));
+    }
+  }
+
+  void advance() {
+    const auto& block = group_.control.block();
+    if (block.fault.load(std::memory_order_acquire) == 2) throw DisagreeError(block.fault_text);
+    for (; announced_ < operations_.size() && operations_[announced_]->announce(); ++announced_) {
+    }
+    bool first = true;
+    for (size_t i = 0; i < announced_; ++i) {
+      operations_[i]->advance(first);
+      first = first && operations_[i]->executed();
+    }
+    while (announced_ > 0 && operations_.front()->finished()) {
+      operations_.pop_front();
+      --announced_;
+    }
+    mailboxes_.advance();
+  }
+
+  void tell_others(const std::string& text) {
+    auto& block = group_.control.block();
+    uint32_t none = 0;
+    if (!block.fault.compare_exchange_strong(none, 1)) return;
+    std::strncpy(block.fault_text, text.c_str(), sizeof block.fault_text - 1);
+    block.fault.store(2, std::memory_order_release);
+    group_.ring_others();
+  }
+
+  HostGroup group_;
+  const std::vector<int> world_ranks_;
+  const bool may_spin_;
+  std::byte* const own_block_;  // the control block, where this rank has made it
+
+  std::mutex mutex_;  // everything below; another group's waiter may go on with this group's operations
+  std::deque<std::shared_ptr<Operation>> operations_;
+  size_t announced_ = 0;
+  uint64_t issued_ = 0;
+  Mailboxes mailboxes_;
+  std::exception_ptr failure_;
+};
+
+bool HostWork::done() {
+  transport_->poll();
+  return finished();
+}
+
+bool HostWork::wait_for(Milliseconds slice, Milliseconds) {
+  if (!transport_->wait(slice, [this] { return finished(); })) return false;
+  if (!finished()) transport_->check_failure();
+  return finished();
+}
+
+std::string HostWork::waits_for() {
+  if (!operation_) return "";
+  const auto ranks = transport_->missing(*operation_);
+  return ranks.empty() ? "" : fmt::format("rank(s) {} have not called it", fmt::join(ranks, ", "));
+}
+
+// One line per rank in the store: whether it can reach everybody, and, from rank 0, where the control block lies.
+struct Report {
+  bool reachable = true;
+  std::string why_not;
+  SharedPlace block;
+};
+
+std::vector<std::string> exchange(const WorldState& world, const std::string& name, const std::vector<int>& world_ranks,
+                                  int rank, const std::string& own) {
+  const auto key = [&](size_t of) { return fmt::format("{}/host/{}/{}", world.meeting.prefix, name, of); };
+  auto& store = *world.meeting.store;
+  store_set(store, key(rank), own);
+  std::vector<std::string> keys;
+  for (size_t other = 0; other < world_ranks.size(); ++other) keys.push_back(key(other));
+  const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  for (int attempt = 0; !store.check(keys); ++attempt) {
+    if (attempt % 100 == 99) {
+      if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
+    }
+    if (SteadyClock::now() > deadline) {
+      throw CommError(fmt::format("not all ranks of group '{}' appeared within {} s", name,
+                                  world.options.rendezvous_timeout_seconds));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::vector<std::string> lines;
+  for (const auto& of : keys) lines.push_back(store_try_get(store, of).value_or(""));
+  return lines;
+}
+
+}  // namespace
+
+HostTransport make_host_transport(const WorldState& world, const std::string& name, int rank,
+                                  const std::vector<int>& world_ranks) {
+  const auto& peers = world.meeting.peers;
+  const auto& own = peers[world_ranks[rank]];
+  for (const int other : world_ranks) {
+    if (peers[other].host != own.host) return {nullptr, fmt::format("rank {} is on another host", other)};
+  }
+  const int size = static_cast<int>(world_ranks.size());
+  std::vector<std::shared_ptr<PeerMemory>> memories(size);
+  std::byte* own_block = nullptr;
+  std::string line;
+  try {
+    if (!world.memory) throw std::runtime_error("this system gave no shared memory");
+    for (int other = 0; other < size; ++other) {
+      if (other != rank) memories[other] = world.memory->peer(peers[world_ranks[other]].page);
+    }
+    if (rank == 0) {
+      own_block = world.memory->allocate(ControlLayout::bytes(size));
+      auto& block = ControlLayout(own_block, size).block();
+      block.readers = static_cast<uint32_t>(size);
+      block.users = static_cast<uint32_t>(size);
+    }
+    const auto place = own_block == nullptr ? SharedPlace{} : *world.memory->locate(own_block, 1);
+    line = fmt::format("{} {} ", place.arena, place.offset);
+  } catch (const std::exception& error) {
+    line = fmt::format("- - {}", error.what());
+  }
+  const auto lines = exchange(world, name, world_ranks, rank, line);
+  for (int other = 0; other < size; ++other) {
+    if (lines[other][0] != '-') continue;
+    if (own_block != nullptr) world.memory->free(own_block);
+    return {nullptr, fmt::format("rank {}: {}", world_ranks[other], lines[other].substr(4))};
+  }
+  SharedPlace place;
+  std::sscanf(lines[0].c_str(), "%u %lu", &place.arena, &place.offset);  // NOLINT(cert-err34-c): our own writing
+  auto* base = rank == 0 ? own_block : memories[0]->at(place);
+  const ControlLayout control(base, size);
+  HostGroup group{name, rank, size, world.memory, std::move(memories), control};
+  const bool may_spin = world.local_size <= usable_cores();
+  return {std::make_shared<SharedMemoryTransport>(std::move(group), world_ranks, may_spin, own_block), ""};
+}
+
+}  // namespace shoal

@@ -1,0 +1,281 @@
+// Compiled as find_baseline with the compiler's default instructions, and on x86 again as find_avx2 (SHOAL_KERNELS
+// names the function). The loops are left to the compiler's vectoriser.
+
+#include "comm/shm/reduce_blocks.h"
+
+#include <type_traits>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace shoal::kernels {
+namespace {
+
+// Sums of a block stay in the first-level cache while the sources stream past.
+constexpr int64_t block = 1024;
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+template <class To, class From>
+To bit_cast(From from) {
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+float widen(BFloat value) {
+  return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+
+BFloat narrow_to(float value, BFloat*) {
+  const auto bits = bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+  return {static_cast<uint16_t>(value != value ? 0x7fc0U : rounded)};
+}
+
+// Exponents are rebased by a multiplication, which also makes subnormal numbers come out right.
+float widen(Half value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000U) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffU) << 13;
+  const auto rebased = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112F);
+  const uint32_t special = magnitude >= 0x0f800000U ? 0x7f800000U : 0U;  // infinities and NaN
+  return bit_cast<float>(sign | rebased | special);
+}
+
+Half narrow_to(float value, Half*) {
+  const auto bits = bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000U;
+  const uint32_t magnitude = bits & 0x7fffffffU;
+  uint32_t result = 0;
+  if (magnitude > 0x7f800000U) {
+    result = 0x7e00U;
+  } else if (magnitude >= 0x477ff000U) {  // rounds beyond 65504
+    result = 0x7c00U;
+  } else if (magnitude < 0x38800000U) {  // subnormal: let the addition round at the right bit
+    result = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5F) - 0x3f000000U;
+  } else {
+    result = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
+  }
+  return {static_cast<uint16_t>(sign | result)};
+}
+
+// Plain types: as they are.
+template <class T>
+requires std::is_arithmetic_v<T> T widen(T value) {
+  return value;
+}
+template <class T>
+T narrow_to(T value, T*) {
+  return value;
+}
+
+template <class T, class Wide>
+void load(const T* from, Wide* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
+}
+template <class T, class Wide>
+void store(const Wide* from, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = narrow_to(from[i], static_cast<T*>(nullptr));
+}
+
+#ifdef __F16C__
+void load(const Half* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  }
+  for (; i < count; ++i) to[i] = widen(from[i]);
+}
+void store(const float* from, Half* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+  }
+  for (; i < count; ++i) to[i] = narrow_to(from[i], static_cast<Half*>(nullptr));
+}
+#endif
+
+// A NaN on any rank must show.
+struct Min {
+  template <class T>
+  static T apply(T a, T b) {
+    return b < a || b != b ? b : a;
+  }
+};
+struct Max {
+  template <class T>
+  static T apply(T a, T b) {
+    return b > a || b != b ? b : a;
+  }
+};
+// Integers wrap around, which only unsigned arithmetic may.
+template <class T>
+using Wrapping = typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>, std::type_identity<T>>::type;
+struct Sum {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
+  }
+};
+struct Product {
+  template <class T>
+  static T apply(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
+struct And {
+  template <class T>
+  static T apply(T a, T b) {
+    return a & b;
+  }
+};
+struct Or {
+  template <class T>
+  static T apply(T a, T b) {
+    return a | b;
+  }
+};
+struct Xor {
+  template <class T>
+  static T apply(T a, T b) {
+    return a ^ b;
+  }
+};
+
+enum class Finish { nothing, divide, scale_sources };
+
+template <class T, class Wide, class Op, Finish finish>
+void run(const Task& task) {
+  alignas(64) Wide sum[block];
+  alignas(64) Wide next[block];
+  for (int64_t begin = task.begin; begin < task.end; begin += block) {
+    const int64_t count = task.end - begin < block ? task.end - begin : block;
+    for (int source = 0; source < task.source_count; ++source) {
+      const T* from = static_cast<const T*>(task.sources[source]) + begin;
+      Wide* into = source == 0 ? sum : next;
+      // float and double need no copy; they are added straight from the source.
+      if constexpr (std::is_same_v<T, Wide> && finish != Finish::scale_sources) {
+        if (source > 0) {
+          for (int64_t i = 0; i < count; ++i) sum[i] = Op::apply(sum[i], static_cast<Wide>(from[i]));
+          continue;
+        }
+      }
+      load(from, into, count);
+      if constexpr (finish == Finish::scale_sources) {
+        const auto factor = static_cast<Wide>(task.factors[source]);
+        for (int64_t i = 0; i < count; ++i) into[i] *= factor;
+      }
+      if (source == 0) continue;
+      for (int64_t i = 0; i < count; ++i) sum[i] = Op::apply(sum[i], next[i]);
+    }
+    if constexpr (finish == Finish::divide) {
+      const auto divisor = static_cast<Wide>(task.source_count);
+      for (int64_t i = 0; i < count; ++i) sum[i] /= divisor;
+    }
+    T* first = static_cast<T*>(task.destinations[0]) + begin;
+    store(sum, first, count);
+    for (int other = 1; other < task.destination_count; ++other) {
+      __builtin_memcpy(static_cast<T*>(task.destinations[other]) + begin, first, sizeof(T) * count);
+    }
+  }
+}
+
+template <class T, class Wide>
+Kernel arithmetic(Operation operation) {
+  switch (operation) {
+    case Operation::sum:
+      return run<T, Wide, Sum, Finish::nothing>;
+    case Operation::min:
+      return run<T, Wide, Min, Finish::nothing>;
+    case Operation::max:
+      return run<T, Wide, Max, Finish::nothing>;
+    case Operation::product:
+      return run<T, Wide, Product, Finish::nothing>;
+    default:
+      return nullptr;
+  }
+}
+
+template <class T, class Wide>
+Kernel floating(Operation operation) {
+  if (operation == Operation::avg) return run<T, Wide, Sum, Finish::divide>;
+  if (operation == Operation::premul_sum) return run<T, Wide, Sum, Finish::scale_sources>;
+  return arithmetic<T, Wide>(operation);
+}
+
+template <class T>
+Kernel bits(Operation operation) {
+  switch (operation) {
+    case Operation::band:
+      return run<T, T, And, Finish::nothing>;
+    case Operation::bor:
+      return run<T, T, Or, Finish::nothing>;
+    case Operation::bxor:
+      return run<T, T, Xor, Finish::nothing>;
+    default:
+      return nullptr;
+  }
+}
+
+template <class T>
+Kernel integer(Operation operation) {
+  const auto kernel = bits<T>(operation);
+  return kernel != nullptr ? kernel : arithmetic<T, T>(operation);
+}
+
+Kernel boolean(Operation operation) {
+  switch (operation) {
+    case Operation::sum:
+    case Operation::max:
+    case Operation::bor:
+      return bits<uint8_t>(Operation::bor);
+    case Operation::product:
+    case Operation::min:
+    case Operation::band:
+      return bits<uint8_t>(Operation::band);
+    case Operation::bxor:
+      return bits<uint8_t>(Operation::bxor);
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+
+Kernel SHOAL_KERNELS(Type type, Operation operation) {
+  switch (type) {
+    case Type::f64:
+      return floating<double, double>(operation);
+    case Type::f32:
+      return floating<float, float>(operation);
+    case Type::f16:
+      return floating<Half, float>(operation);
+    case Type::bf16:
+      return floating<BFloat, float>(operation);
+    case Type::i64:
+      return integer<int64_t>(operation);
+    case Type::i32:
+      return integer<int32_t>(operation);
+    case Type::i16:
+      return integer<int16_t>(operation);
+    case Type::i8:
+      return integer<int8_t>(operation);
+    case Type::u8:
+      return integer<uint8_t>(operation);
+    case Type::boolean:
+      return boolean(operation);
+  }
+  return nullptr;
+}
+
+}  // namespace shoal::kernels

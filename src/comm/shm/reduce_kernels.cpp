@@ -1,0 +1,98 @@
+#include "comm/shm/reduce_kernels.h"
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+
+#include <optional>
+
+#include "comm/shm/reduce_blocks.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+std::optional<kernels::Type> kernel_type(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Double:
+      return kernels::Type::f64;
+    case c10::ScalarType::Float:
+      return kernels::Type::f32;
+    case c10::ScalarType::Half:
+      return kernels::Type::f16;
+    case c10::ScalarType::BFloat16:
+      return kernels::Type::bf16;
+    case c10::ScalarType::Long:
+      return kernels::Type::i64;
+    case c10::ScalarType::Int:
+      return kernels::Type::i32;
+    case c10::ScalarType::Short:
+      return kernels::Type::i16;
+    case c10::ScalarType::Char:
+      return kernels::Type::i8;
+    case c10::ScalarType::Byte:
+      return kernels::Type::u8;
+    case c10::ScalarType::Bool:
+      return kernels::Type::boolean;
+    default:
+      return std::nullopt;
+  }
+}
+
+kernels::Operation kernel_operation(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+      return kernels::Operation::sum;
+    case ReduceOp::avg:
+      return kernels::Operation::avg;
+    case ReduceOp::min:
+      return kernels::Operation::min;
+    case ReduceOp::max:
+      return kernels::Operation::max;
+    case ReduceOp::product:
+      return kernels::Operation::product;
+    case ReduceOp::band:
+      return kernels::Operation::band;
+    case ReduceOp::bor:
+      return kernels::Operation::bor;
+    case ReduceOp::bxor:
+      return kernels::Operation::bxor;
+    case ReduceOp::premul_sum:
+      return kernels::Operation::premul_sum;
+  }
+  return kernels::Operation::sum;
+}
+
+kernels::Kernel find(kernels::Type type, kernels::Operation operation) {
+#ifdef SHOAL_HAS_AVX2_KERNELS
+  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (avx2) return kernels::find_avx2(type, operation);
+#endif
+  return kernels::find_baseline(type, operation);
+}
+
+kernels::Kernel find(c10::ScalarType dtype, ReduceOp op) {
+  const auto type = kernel_type(dtype);
+  return type ? find(*type, kernel_operation(op)) : nullptr;
+}
+
+}  // namespace
+
+bool can_reduce(c10::ScalarType dtype, ReduceOp op) {
+  return find(dtype, op) != nullptr;
+}
+
+void reduce(const Reduction& reduction) {
+  const auto kernel = find(reduction.dtype, reduction.op);
+  if (kernel == nullptr) {
+    throw UsageError(fmt::format("{} is not defined for {}", to_string(reduction.op), toString(reduction.dtype)));
+  }
+  constexpr int64_t grain = 32768;  // elements per thread that make waking it worth while
+  const std::vector<const void*> sources(reduction.sources.begin(), reduction.sources.end());
+  const std::vector<void*> destinations(reduction.destinations.begin(), reduction.destinations.end());
+  at::parallel_for(0, reduction.numel, grain, [&](int64_t begin, int64_t end) {
+    kernel({sources.data(), static_cast<int>(sources.size()), reduction.factors.data(), destinations.data(),
+            static_cast<int>(destinations.size()), begin, end});
+  });
+}
+
+}  // namespace shoal
