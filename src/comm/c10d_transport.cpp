@@ -104,10 +104,20 @@ class C10dTransport : public Transport {
         options.rootRank = call.peer;
         return backend_->reduce(inputs, options);
       }
-      case Op::reduce_scatter:
+      case Op::reduce_scatter: {
+        if (inputs.size() > 1) {
+          std::vector<std::vector<at::Tensor>> lists{inputs};
+          return backend_->reduce_scatter(outputs, lists, with_reduce<c10d::ReduceScatterOptions>(call));
+        }
         return backend_->_reduce_scatter_base(outputs[0], inputs[0], with_reduce<c10d::ReduceScatterOptions>(call));
-      case Op::all_gather:
+      }
+      case Op::all_gather: {
+        if (outputs.size() > 1) {
+          std::vector<std::vector<at::Tensor>> lists{outputs};
+          return backend_->allgather(lists, inputs, {});
+        }
         return backend_->_allgather_base(outputs[0], inputs[0], {});
+      }
       case Op::broadcast:
         return backend_->broadcast(inputs, with_root<c10d::BroadcastOptions>(call));
       case Op::gather: {
@@ -121,6 +131,7 @@ class C10dTransport : public Transport {
         return backend_->scatter(outputs, lists, with_root<c10d::ScatterOptions>(call));
       }
       case Op::all_to_all: {
+        if (inputs.size() > 1) return backend_->alltoall(outputs, inputs, {});
         std::vector<int64_t> equal;
         return backend_->alltoall_base(outputs[0], inputs[0], equal, equal, {});
       }

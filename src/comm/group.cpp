@@ -28,6 +28,10 @@ void check(const Call& call, int size) {
                         call.op == Op::scatter || call.op == Op::send || call.op == Op::recv;
   require(!has_peer || (call.peer >= 0 && call.peer < size), call,
           fmt::format("rank {} is not in a group of {}", call.peer, size));
+  const auto ranks = static_cast<size_t>(size);
+  for (const auto* list : {&call.inputs, &call.outputs}) {
+    require(list->size() <= 1 || list->size() == ranks, call, "a list of tensors needs one per rank");
+  }
   if (call.inputs.size() != 1 || call.outputs.size() != 1) return;
   const auto in = call.inputs[0].numel();
   const auto out = call.outputs[0].numel();
@@ -36,9 +40,14 @@ void check(const Call& call, int size) {
   if (call.op == Op::all_gather) require(out == in * size, call, "output must be size() times the input");
   if (call.op == Op::all_to_all)
     require(in == out && in % size == 0, call, "input and output must be size() equal parts");
+  require(call.op != Op::all_to_all || size == 1 || in == 0 || call.inputs[0].data_ptr() != call.outputs[0].data_ptr(),
+          call, "works out of place only: input and output must be different memory");
 }
 
+// Parts of unequal size may be empty on one rank only.
 bool is_empty(const Call& call) {
+  const bool lists = call.inputs.size() > 1 || call.outputs.size() > 1;
+  if (lists && call.op != Op::gather && call.op != Op::scatter) return false;
   const auto empty = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
   return call.op != Op::barrier && std::all_of(call.inputs.begin(), call.inputs.end(), empty) &&
          std::all_of(call.outputs.begin(), call.outputs.end(), empty);
@@ -64,89 +73,94 @@ int Group::world_rank(int rank) const {
   return state_->world_ranks.at(rank);
 }
 
-Work Group::issue(Call call) const {
-  check(call, size());
-  const auto& failure = state_->progress->failure;
+Work issue(const Group& group, Call call) {
+  const auto& state = group.state_;
+  check(call, group.size());
+  const auto& failure = state->progress->failure;
   if (!failure.empty()) {
-    throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", name(), failure));
+    throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", state->name, failure));
   }
   if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip it
-  return Work(std::make_unique<PendingWork>(state_, std::move(call)));
+  return Work(std::make_unique<PendingWork>(state, std::move(call)));
 }
 
 Work Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) const {
   return issue(
+      *this,
       {.op = Op::all_reduce, .reduce = op, .inputs = {std::move(tensor)}, .outputs = {}, .label = std::move(label)});
 }
 
 Work Group::reduce(at::Tensor tensor, int root, ReduceOp op, Label label) const {
-  return issue({.op = Op::reduce,
-                .reduce = op,
-                .peer = root,
-                .inputs = {std::move(tensor)},
-                .outputs = {},
-                .label = std::move(label)});
+  return issue(*this, {.op = Op::reduce,
+                       .reduce = op,
+                       .peer = root,
+                       .inputs = {std::move(tensor)},
+                       .outputs = {},
+                       .label = std::move(label)});
 }
 
 Work Group::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op, Label label) const {
-  return issue({.op = Op::reduce_scatter,
-                .reduce = op,
-                .inputs = {std::move(input)},
-                .outputs = {std::move(output)},
-                .label = std::move(label)});
+  return issue(*this, {.op = Op::reduce_scatter,
+                       .reduce = op,
+                       .inputs = {std::move(input)},
+                       .outputs = {std::move(output)},
+                       .label = std::move(label)});
 }
 
 Work Group::all_gather(at::Tensor output, at::Tensor input, Label label) const {
   return issue(
+      *this,
       {.op = Op::all_gather, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = std::move(label)});
 }
 
 Work Group::broadcast(at::Tensor tensor, int root, Label label) const {
   return issue(
+      *this,
       {.op = Op::broadcast, .peer = root, .inputs = {std::move(tensor)}, .outputs = {}, .label = std::move(label)});
 }
 
 Work Group::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root, Label label) const {
-  return issue({.op = Op::gather,
-                .peer = root,
-                .inputs = {std::move(input)},
-                .outputs = std::move(outputs),
-                .label = std::move(label)});
+  return issue(*this, {.op = Op::gather,
+                       .peer = root,
+                       .inputs = {std::move(input)},
+                       .outputs = std::move(outputs),
+                       .label = std::move(label)});
 }
 
 Work Group::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label) const {
-  return issue({.op = Op::scatter,
-                .peer = root,
-                .inputs = std::move(inputs),
-                .outputs = {std::move(output)},
-                .label = std::move(label)});
+  return issue(*this, {.op = Op::scatter,
+                       .peer = root,
+                       .inputs = std::move(inputs),
+                       .outputs = {std::move(output)},
+                       .label = std::move(label)});
 }
 
 Work Group::all_to_all(at::Tensor output, at::Tensor input, Label label) const {
   return issue(
+      *this,
       {.op = Op::all_to_all, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = std::move(label)});
 }
 
 Work Group::send(at::Tensor tensor, int destination, int tag, Label label) const {
-  return issue({.op = Op::send,
-                .peer = destination,
-                .tag = tag,
-                .inputs = {std::move(tensor)},
-                .outputs = {},
-                .label = std::move(label)});
+  return issue(*this, {.op = Op::send,
+                       .peer = destination,
+                       .tag = tag,
+                       .inputs = {std::move(tensor)},
+                       .outputs = {},
+                       .label = std::move(label)});
 }
 
 Work Group::recv(at::Tensor tensor, int source, int tag, Label label) const {
-  return issue({.op = Op::recv,
-                .peer = source,
-                .tag = tag,
-                .inputs = {std::move(tensor)},
-                .outputs = {},
-                .label = std::move(label)});
+  return issue(*this, {.op = Op::recv,
+                       .peer = source,
+                       .tag = tag,
+                       .inputs = {std::move(tensor)},
+                       .outputs = {},
+                       .label = std::move(label)});
 }
 
 Work Group::barrier(Label label) const {
-  return issue({.op = Op::barrier, .inputs = {}, .outputs = {}, .label = std::move(label)});
+  return issue(*this, {.op = Op::barrier, .inputs = {}, .outputs = {}, .label = std::move(label)});
 }
 
 at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) const {

@@ -39,6 +39,9 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
 Group with_transport(const Group& group,
                      const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap);
 
+// Checks the call and starts it: what every collective of Group comes down to. UsageError, CommError as there.
+Work issue(const Group& group, Call call);
+
 class PendingWork {
  public:
   PendingWork(std::shared_ptr<GroupState> group, Call call);

@@ -71,7 +71,7 @@ class Group {
  private:
   friend Group with_transport(const Group& group,
                               const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap);
-  Work issue(Call call) const;
+  friend Work issue(const Group& group, Call call);
 
   std::shared_ptr<GroupState> state_;
 };

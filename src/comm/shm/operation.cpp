@@ -53,10 +53,12 @@ void Operation::describe_windows(Header& header) {
     auto& window = windows[part];
     window = {};
     window.bytes = static_cast<uint64_t>(piece.bytes);
-    if (in_header) {
+    if (piece.bytes == 0) {
+      window.kind = Window::nothing;
+    } else if (in_header) {
       window.kind = Window::in_header;
       window.offset = used;
-      if (piece.bytes > 0) std::memcpy(header.data + used, piece.data, piece.bytes);
+      std::memcpy(header.data + used, piece.data, piece.bytes);
       used += window.bytes;
     } else if (const auto place = group_.memory->locate(piece.data, piece.bytes)) {
       window.kind = Window::shared;
