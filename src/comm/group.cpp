@@ -74,7 +74,7 @@ int Group::world_rank(int rank) const {
 }
 
 Work issue(const Group& group, Call call) {
-  const auto& state = group.state_;
+  const auto& state = state_of(group);
   check(call, group.size());
   const auto& failure = state->progress->failure;
   if (!failure.empty()) {

@@ -5,9 +5,7 @@
 
 #include <algorithm>
 
-#include "comm/gloo.h"
-#include "comm/identity.h"
-#include "comm/shm/host_transport.h"
+#include "comm/choose_transport.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -18,25 +16,6 @@ namespace shoal {
 GroupProgress::~GroupProgress() {
   if (!failure.empty() && transport->joins_threads()) new std::shared_ptr<Transport>(std::move(transport));
 }
-
-namespace {
-
-std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::string& name, int rank,
-                                            const std::vector<int>& world_ranks) {
-  const auto& wanted = world.options.transport;
-  if (world_ranks.size() == 1) return make_identity_transport();
-  if (wanted != "gloo") {
-    auto host = make_host_transport(world, name, rank, world_ranks);
-    if (host.transport) return host.transport;
-    if (wanted == "host") {
-      throw UsageError(
-          fmt::format("transport host cannot carry group '{}': {}; use transport auto or gloo", name, host.why_not));
-    }
-  }
-  return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()));
-}
-
-}  // namespace
 
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
                                              std::vector<int> world_ranks) {
@@ -53,9 +32,13 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   return state;
 }
 
+const std::shared_ptr<GroupState>& state_of(const Group& group) {
+  return group.state_;
+}
+
 Group with_transport(const Group& group,
                      const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap) {
-  auto copy = std::make_shared<GroupState>(*group.state_);
+  auto copy = std::make_shared<GroupState>(*state_of(group));
   copy->transport = wrap(copy->transport);
   return Group(std::move(copy));
 }
@@ -69,6 +52,13 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call)
   } catch (const std::exception& error) {
     fail_from(error);
   }
+}
+
+PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, std::unique_ptr<TransportWork> work)
+    : group_(std::move(group)), call_(std::move(call)), number_(group_->progress->calls), work_(std::move(work)) {}
+
+void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work) {
+  PendingWork(group, std::move(call), std::move(work)).wait();
 }
 
 PendingWork::~PendingWork() {

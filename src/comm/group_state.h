@@ -1,6 +1,7 @@
 #pragma once
 // What stands behind a Group and a Work.
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -32,6 +33,7 @@ struct GroupState {
   std::shared_ptr<WorldState> world;
 };
 
+const std::shared_ptr<GroupState>& state_of(const Group& group);
 // Makes the transport for these ranks. Collective over them.
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
                                              std::vector<int> world_ranks);
@@ -42,10 +44,15 @@ Group with_transport(const Group& group,
 // Checks the call and starts it: what every collective of Group comes down to. UsageError, CommError as there.
 Work issue(const Group& group, Call call);
 
+// Waits for `work`, which `call` describes, with the deadline and the errors of any other operation of the group.
+void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work);
+
 class PendingWork {
  public:
   PendingWork(std::shared_ptr<GroupState> group, Call call);
   ~PendingWork();
+  // For work that is already under way; `call` describes it.
+  PendingWork(std::shared_ptr<GroupState> group, Call call, std::unique_ptr<TransportWork> work);
   PendingWork(const PendingWork&) = delete;
   PendingWork& operator=(const PendingWork&) = delete;
 

@@ -28,7 +28,7 @@ void expect_refused(const std::vector<std::string>& arguments, const std::string
 TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
   expect_refused({"train", "--ranks", "0"}, "--ranks 0: give at least 1");
   expect_refused({"train", "--ranks", "3", "--transport", "nccl"},
-                 "--transport nccl: not in this version; available: auto, gloo");
+                 "--transport nccl: not in this version; available: auto, host, gloo");
   expect_refused({"train", "--strategy", "zero1"},
                  "--strategy zero1: not in this version; available: ddp, none, local");
   expect_refused({"train", "--optimizer", "lamb"}, "--optimizer lamb");

@@ -3,19 +3,18 @@
 
 #include <torch/types.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "shoal/comm/call.h"
 #include "shoal/comm/call_log.h"
+#include "shoal/comm/once_buffer.h"
 #include "shoal/comm/work.h"
 
 namespace shoal {
 
 struct GroupState;
-class Transport;
 
 // A cheap handle; copies mean the same group. Every collective must be called by all ranks of the group in the same
 // order. All of them are asynchronous: they return a Work that must be waited for before the tensors are read or
@@ -59,6 +58,10 @@ class Group {
   // plain memory. Not collective. Lives as long as the tensor.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
+  // One copy per host of `numel` elements that all ranks need in full, rank r's part at owners[r] (disjoint; elements
+  // without an owner stay zero). See OnceBuffer. Collective.
+  OnceBuffer allocate_once(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners) const;
+
   // A group of some of this group's ranks, numbered in the order given. Collective over those ranks only. Throws
   // UsageError when this rank is not among them, or a rank is repeated or outside 0 .. size() - 1.
   Group subgroup(const std::vector<int>& ranks) const;
@@ -69,9 +72,7 @@ class Group {
   Group recorded(std::shared_ptr<CallLog> log) const;
 
  private:
-  friend Group with_transport(const Group& group,
-                              const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap);
-  friend Work issue(const Group& group, Call call);
+  friend const std::shared_ptr<GroupState>& state_of(const Group& group);
 
   std::shared_ptr<GroupState> state_;
 };

@@ -21,7 +21,8 @@ struct WorldOptions {
   std::optional<int> port;
 
   // What carries the bytes. "host": memory that the ranks share; all of them must run on one host as one user. "gloo":
-  // TCP. "auto": for every group "host" where it is possible, else "gloo".
+  // TCP. "auto": for every group "host" where it is possible; over several hosts with equally many ranks (at least 2)
+  // the same inside each host and Gloo between them, every rank carrying its own range ("host+gloo"); else "gloo".
   std::string transport = "auto";
 
   int rendezvous_timeout_seconds = 60;  // for all ranks to appear

@@ -63,14 +63,14 @@ void PeerMemory::ring() const {
 }
 
 HostMemory::HostMemory()
-    : page_file_(MemoryFile::create(page_bytes)), page_(reinterpret_cast<ProcessPage*>(page_file_.data())) {
+    : pid_(getpid()), page_file_(MemoryFile::create(page_bytes)), page_(reinterpret_cast<ProcessPage*>(page_file_.data())) {
   page_->nonce = random_number();
 }
 
 HostMemory::~HostMemory() = default;
 
 PageAddress HostMemory::address() const {
-  return {getpid(), page_file_.descriptor(), page_->nonce};
+  return {pid_, page_file_.descriptor(), page_->nonce};
 }
 
 std::shared_ptr<PeerMemory> HostMemory::peer(const PageAddress& address) {

@@ -116,6 +116,7 @@ class HostMemory {
   std::byte* allocate_in(Arena& arena, size_t bytes);
   void try_graves();
 
+  const int pid_;  // a forked child has another one
   MemoryFile page_file_;
   ProcessPage* page_;
   std::shared_mutex poll_mutex_;

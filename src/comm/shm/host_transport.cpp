@@ -2,18 +2,18 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <new>
-#include <thread>
 
+#include "comm/exchange.h"
 #include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
 #include "comm/shm/reduce_kernels.h"
+#include "comm/shm/wait.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -21,43 +21,6 @@ namespace shoal {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
-
-void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-int usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-// Waits until `finished()`; false at the end of `limit`. Spins only where every rank of the host has a core of its own.
-template <class Finished>
-bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit, Finished finished) {
-  const auto start = SteadyClock::now();
-  const auto spin_end = start + std::min<std::chrono::nanoseconds>(limit, std::chrono::microseconds(may_spin ? 50 : 0));
-  do {
-    memory.poll();
-    if (finished()) return true;
-    for (int i = 0; i < 16; ++i) pause_briefly();
-  } while (SteadyClock::now() < spin_end);
-  while (true) {
-    const auto seen = memory.bell();
-    memory.prepare_sleep();
-    memory.poll();
-    const auto left = start + limit - SteadyClock::now();
-    if (finished() || left.count() <= 0) {
-      memory.cancel_sleep();
-      return finished();
-    }
-    memory.sleep(seen, left);
-  }
-}
 
 class SharedMemoryTransport;
 
@@ -146,9 +109,11 @@ class SharedMemoryTransport : public Transport,
     if (!lock.owns_lock() || failure_) return;  // whoever holds it is going on with it
     try {
       advance();
-    } catch (const std::exception& error) {
+    } catch (const DisagreeError& error) {
       failure_ = std::current_exception();
       tell_others(error.what());
+    } catch (...) {
+      failure_ = std::current_exception();  // a peer has gone; the others find out who by themselves
     }
   }
 
@@ -252,36 +217,6 @@ std::string HostWork::waits_for() {
   return ranks.empty() ? "" : fmt::format("rank(s) {} have not called it", fmt::join(ranks, ", "));
 }
 
-// One line per rank in the store: whether it can reach everybody, and, from rank 0, where the control block lies.
-struct Report {
-  bool reachable = true;
-  std::string why_not;
-  SharedPlace block;
-};
-
-std::vector<std::string> exchange(const WorldState& world, const std::string& name, const std::vector<int>& world_ranks,
-                                  int rank, const std::string& own) {
-  const auto key = [&](size_t of) { return fmt::format("{}/host/{}/{}", world.meeting.prefix, name, of); };
-  auto& store = *world.meeting.store;
-  store_set(store, key(rank), own);
-  std::vector<std::string> keys;
-  for (size_t other = 0; other < world_ranks.size(); ++other) keys.push_back(key(other));
-  const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
-  for (int attempt = 0; !store.check(keys); ++attempt) {
-    if (attempt % 100 == 99) {
-      if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
-    }
-    if (SteadyClock::now() > deadline) {
-      throw CommError(fmt::format("not all ranks of group '{}' appeared within {} s", name,
-                                  world.options.rendezvous_timeout_seconds));
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  std::vector<std::string> lines;
-  for (const auto& of : keys) lines.push_back(store_try_get(store, of).value_or(""));
-  return lines;
-}
-
 }  // namespace
 
 HostTransport make_host_transport(const WorldState& world, const std::string& name, int rank,
@@ -311,7 +246,7 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   } catch (const std::exception& error) {
     line = fmt::format("- - {}", error.what());
   }
-  const auto lines = exchange(world, name, world_ranks, rank, line);
+  const auto lines = exchange(world, "host/" + name, world_ranks, rank, line);
   for (int other = 0; other < size; ++other) {
     if (lines[other][0] != '-') continue;
     if (own_block != nullptr) world.memory->free(own_block);
@@ -322,8 +257,9 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   auto* base = rank == 0 ? own_block : memories[0]->at(place);
   const ControlLayout control(base, size);
   HostGroup group{name, rank, size, world.memory, std::move(memories), control};
-  const bool may_spin = world.local_size <= usable_cores();
-  return {std::make_shared<SharedMemoryTransport>(std::move(group), world_ranks, may_spin, own_block), ""};
+  return {std::make_shared<SharedMemoryTransport>(std::move(group), world_ranks, cores_suffice(world.local_size),
+                                                  own_block),
+          ""};
 }
 
 }  // namespace shoal

@@ -1,0 +1,58 @@
+#include "comm/choose_transport.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "comm/exchange.h"
+#include "comm/gloo.h"
+#include "comm/hierarchical.h"
+#include "comm/identity.h"
+#include "comm/shm/host_transport.h"
+#include "comm/world_state.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+// Host transports inside, Gloo between hosts; none when the ranks are spread unevenly or some host cannot share memory.
+std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::string& name, int rank,
+                                         const std::vector<int>& world_ranks) {
+  std::vector<std::string> hosts;
+  for (const int of : world_ranks) hosts.push_back(world.meeting.peers[of].host);
+  const auto grid = make_host_grid(hosts, rank);
+  if (!grid) return nullptr;
+  std::vector<int> local_ranks;
+  for (const int of : grid->ranks[grid->host]) local_ranks.push_back(world_ranks[of]);
+  const auto inside = [&](const char* use) {
+    return make_host_transport(world, fmt::format("{}/{}/{}", name, use, grid->host), grid->local, local_ranks)
+        .transport;
+  };
+  HierarchicalParts parts{*grid, inside("up"), inside("down"), nullptr, nullptr};
+  const bool possible = parts.up && parts.down;
+  const auto others = exchange(world, name + "/spanning", world_ranks, rank, possible ? "yes" : "no");
+  if (std::count(others.begin(), others.end(), "yes") != static_cast<int64_t>(others.size())) return nullptr;
+  parts.across = make_gloo_transport(world, fmt::format("{}/across/{}", name, grid->local), grid->host, grid->hosts);
+  parts.flat = make_gloo_transport(world, name + "/flat", rank, static_cast<int>(world_ranks.size()));
+  return make_hierarchical_transport(std::move(parts));
+}
+
+}  // namespace
+
+std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::string& name, int rank,
+                                            const std::vector<int>& world_ranks) {
+  const auto& wanted = world.options.transport;
+  if (world_ranks.size() == 1) return make_identity_transport();
+  if (wanted != "gloo") {
+    auto host = make_host_transport(world, name, rank, world_ranks);
+    if (host.transport) return host.transport;
+    if (wanted == "host") {
+      throw UsageError(
+          fmt::format("transport host cannot carry group '{}': {}; use transport auto or gloo", name, host.why_not));
+    }
+    if (auto spanning = make_spanning(world, name, rank, world_ranks)) return spanning;
+  }
+  return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()));
+}
+
+}  // namespace shoal

@@ -1,0 +1,50 @@
+#include "comm/shm/wait.h"
+
+#include <sched.h>
+
+#include <algorithm>
+
+namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+bool cores_suffice(int ranks) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof set, &set) == 0 && ranks <= CPU_COUNT(&set);
+}
+
+bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit,
+                const std::function<bool()>& finished) {
+  const auto start = SteadyClock::now();
+  const auto spin_end = start + std::min<std::chrono::nanoseconds>(limit, std::chrono::microseconds(may_spin ? 50 : 0));
+  do {
+    memory.poll();
+    if (finished()) return true;
+    for (int i = 0; i < 16; ++i) pause_briefly();
+  } while (SteadyClock::now() < spin_end);
+  while (true) {
+    const auto seen = memory.bell();
+    memory.prepare_sleep();
+    memory.poll();
+    const auto left = start + limit - SteadyClock::now();
+    if (finished() || left.count() <= 0) {
+      memory.cancel_sleep();
+      return finished();
+    }
+    memory.sleep(seen, left);
+  }
+}
+
+}  // namespace shoal

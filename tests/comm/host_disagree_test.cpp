@@ -1,0 +1,203 @@
+// BEY09 on the host transport: ranks that call different things all say so, before anybody's data are touched.
+
+#include <gmock/gmock.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <numeric>
+
+#include "comm/backend.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/group.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::world;
+using ::testing::HasSubstr;
+
+// A group that may be spoilt.
+Group fresh() {
+  std::vector<int> everyone(world().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  return world().group().subgroup(everyone);
+}
+
+bool odd_one() {
+  return world().rank() == world().size() - 1;
+}
+
+// Every rank calls `act`; all must throw DisagreeError with the same sentence, which has the given parts, and `data`
+// must be as before.
+void expect_named(const std::function<void(const Group&, at::Tensor)>& act, const std::vector<std::string>& parts) {
+  for (const int64_t numel : {4, 1000, 400000}) {
+    for (const bool shared : {false, true}) {
+      const auto group = fresh();
+      auto tensor = shared ? group.allocate(numel, at::kFloat) : at::empty({numel});
+      tensor.fill_(world().rank() + 1);
+      std::string text = "(nothing was thrown)";
+      try {
+        act(group, tensor);
+      } catch (const DisagreeError& error) {
+        text = error.what();
+      }
+      for (const auto& part : parts) EXPECT_THAT(text, HasSubstr(part)) << "numel " << numel;
+      EXPECT_TRUE((tensor == world().rank() + 1).all().item<bool>()) << "data were touched";
+      EXPECT_THROW(group.barrier(), CommError) << "the group is unusable now";
+      const auto sentence = text.substr(0, text.find(" (noticed"));
+      auto hash = at::full({1}, static_cast<int64_t>(std::hash<std::string>()(sentence)), at::kLong);
+      auto lowest = hash.clone();
+      world().group().all_reduce(lowest, ReduceOp::min).wait();
+      EXPECT_EQ(lowest.item<int64_t>(), hash.item<int64_t>()) << "ranks say different things: " << sentence;
+    }
+  }
+}
+
+class BEY09 : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (world().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  }
+};
+
+TEST_F(BEY09, NamesDifferentOperations) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        if (odd_one()) {
+          group.broadcast(tensor, 0).wait();
+        } else {
+          group.all_reduce(tensor).wait();
+        }
+      },
+      {"different operations as #0", "rank 0 called all_reduce(sum", "called broadcast("});
+}
+
+TEST_F(BEY09, NamesDifferentShapes) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        group.all_reduce(odd_one() ? tensor.narrow(0, 0, tensor.numel() - 1) : tensor).wait();
+      },
+      {"rank 0 called all_reduce(sum, ", " x Float)"});
+}
+
+TEST_F(BEY09, NamesDifferentDtypesOfEqualSize) {
+  expect_named([](const Group& group,
+                  const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kInt) : tensor).wait(); },
+               {"x Float)", "x Int)"});
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        group.all_reduce(tensor.view(odd_one() ? at::kHalf : at::kBFloat16)).wait();
+      },
+      {"x Half)", "x BFloat16)"});
+}
+
+TEST_F(BEY09, NamesDifferentReductions) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        group.all_reduce(tensor, odd_one() ? ReduceOp::max : ReduceOp::sum).wait();
+      },
+      {"all_reduce(sum", "all_reduce(max"});
+}
+
+TEST_F(BEY09, NamesDifferentRoots) {
+  expect_named([](const Group& group, const at::Tensor& tensor) { group.broadcast(tensor, odd_one() ? 1 : 0).wait(); },
+               {"root 0", "root 1"});
+}
+
+TEST_F(BEY09, NamesOperationsThatTradedPlaces) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        const Label first{3, 0, "gradients of fc1.weight"};
+        const Label second{3, 1, "gradients of fc2.weight"};
+        auto other = tensor.clone();
+        auto a = group.all_reduce(tensor, ReduceOp::sum, odd_one() ? second : first);
+        auto b = group.all_reduce(other, ReduceOp::sum, odd_one() ? first : second);
+        a.wait();
+        b.wait();
+      },
+      {"step 3, bucket 0: gradients of fc1.weight", "step 3, bucket 1: gradients of fc2.weight"});
+}
+
+TEST_F(BEY09, NamesAnOperationThatOneRankLeftOut) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        if (!odd_one()) group.all_reduce(tensor.clone(), ReduceOp::sum, {1, 0, "fc1"}).wait();
+        group.all_reduce(tensor, ReduceOp::sum, {1, 1, "fc2"}).wait();
+      },
+      {"bucket 0: fc1", "bucket 1: fc2"});
+}
+
+TEST_F(BEY09, NamesUnequalPartsThatDoNotFit) {
+  const auto group = fresh();
+  const auto backend = make_backend(group);
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < group.size(); ++rank) outputs[0].push_back(at::zeros({rank + 1}));
+  std::vector<at::Tensor> mine{at::ones({group.rank() + (odd_one() ? 2 : 1)})};
+  try {
+    backend->allgather(outputs, mine, {})->wait(c10d::kUnsetTimeout);
+    FAIL() << "nothing was thrown";
+  } catch (const DisagreeError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("which expects"));
+  }
+  EXPECT_EQ(outputs[0][0].sum().item<float>(), 0);
+}
+
+TEST_F(BEY09, NamesAMessageThatDoesNotFitItsReceiver) {
+  const auto group = fresh();
+  auto tensor = at::ones({10});
+  std::string text;
+  try {
+    if (group.rank() == 0) group.send(tensor, 1).wait();
+    if (group.rank() == 1) group.recv(at::zeros({11}), 0).wait();
+    group.barrier().wait();
+  } catch (const DisagreeError& error) {
+    text = error.what();
+  }
+  EXPECT_THAT(text, HasSubstr("rank 0 sends 40 bytes"));
+  EXPECT_THAT(text, HasSubstr("rank 1 expects 44 bytes"));
+}
+
+int entries(const char* folder) {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) count += entry.exists() ? 1 : 1;
+  return count;
+}
+
+int64_t shared_kib() {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("RssShmem:", 0) == 0) return std::stoll(line.substr(9));
+  }
+  return -1;
+}
+
+TEST(HostLifetime, AThousandGroupsLeaveNothingBehind) {
+  const auto cycle = [] {
+    const auto group = fresh();
+    auto shared = group.allocate(100000, at::kFloat).fill_(1);
+    group.all_reduce(shared).wait();
+    auto staged = at::ones({100000});
+    group.all_reduce(staged).wait();
+    const int next = (group.rank() + 1) % group.size();
+    auto sent = group.send(staged, next);
+    group.recv(at::empty_like(staged), (group.rank() + group.size() - 1) % group.size()).wait();
+    sent.wait();
+  };
+  if (world().size() == 1) GTEST_SKIP() << "the identity transport has nothing to leave";
+  for (int i = 0; i < 50; ++i) cycle();
+  world().group().barrier().wait();
+  const auto descriptors = entries("/proc/self/fd");
+  const auto threads = entries("/proc/self/task");
+  const auto shared = shared_kib();
+  for (int i = 0; i < 1000; ++i) cycle();
+  world().group().barrier().wait();
+  EXPECT_EQ(entries("/proc/self/fd"), descriptors);
+  EXPECT_EQ(entries("/proc/self/task"), threads);
+  // What one cycle holds may be there or not; a leak would be a thousand times as much.
+  EXPECT_LT(shared_kib() - shared, 16 << 10);
+}
+
+}  // namespace
+}  // namespace shoal

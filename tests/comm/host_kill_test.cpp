@@ -1,0 +1,228 @@
+// Ranks that die or stop at any moment of any operation on the host transport. The ranks are forked from this process,
+// which has loaded everything but joined nothing, so that hundreds of deaths take seconds.
+//
+// SHOAL_KILLS (default 25) says how many.
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <torch/types.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "base/environment.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/world.h"
+#include "tests/support/processes.h"
+
+namespace shoal {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+WorldOptions options_of(int rank, int size, int port) {
+  WorldOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.address = "127.0.0.1";
+  options.port = port;
+  options.timeout_seconds = 20;
+  options.stopped_timeout_seconds = 5;
+  options.rendezvous_timeout_seconds = 20;
+  return options;
+}
+
+// One operation, the same on all ranks for one number; returns whether its result is right.
+bool operate(const Group& group, int number) {
+  std::mt19937 random(number);
+  const int64_t sizes[] = {1, 100, 5000, 200000, 700000};
+  const auto numel = sizes[random() % std::size(sizes)];
+  const bool shared = random() % 2 == 0;
+  const int root = static_cast<int>(random() % group.size());
+  const auto make = [&](int64_t count) { return shared ? group.allocate(count, at::kFloat) : at::zeros({count}); };
+  const auto size = group.size();
+  auto tensor = make(numel).fill_(group.rank() + 1);
+  const double sum = size * (size + 1) / 2.0;
+  switch (random() % 6) {
+    case 0:
+      group.all_reduce(tensor).wait();
+      return tensor[numel - 1].item<double>() == sum;
+    case 1: {
+      auto part = at::empty({numel});
+      group.reduce_scatter(part, make(numel * size).fill_(group.rank() + 1)).wait();
+      return part[0].item<double>() == sum;
+    }
+    case 2: {
+      auto whole = make(numel * size);
+      group.all_gather(whole, tensor).wait();
+      return whole[-1].item<double>() == size;
+    }
+    case 3:
+      group.broadcast(tensor, root).wait();
+      return tensor[0].item<double>() == root + 1;
+    case 4: {
+      auto sent = group.send(tensor, (group.rank() + 1) % size);
+      auto received = make(numel);
+      const int from = (group.rank() + size - 1) % size;
+      group.recv(received, from).wait();
+      sent.wait();
+      return received[0].item<double>() == from + 1;
+    }
+    default:
+      group.barrier().wait();
+      return true;
+  }
+}
+
+struct Ended {
+  int status = 0;
+  std::string text;
+  Clock::time_point at;
+};
+
+// Forks `size` ranks that run `body`; what it returns or throws comes back as text.
+template <class Body>
+std::vector<Ended> run_ranks(int size, Body body,
+                             const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
+  const int port = test::free_port();
+  std::vector<pid_t> pids;
+  std::vector<int> pipes;
+  for (int rank = 0; rank < size; ++rank) {
+    int ends[2];
+    if (pipe(ends) != 0) std::abort();
+    const pid_t pid = fork();
+    if (pid == 0) {
+      std::string text;
+      try {
+        at::set_num_threads(1);
+        const auto world = init(options_of(rank, size, port));
+        text = body(world);
+      } catch (const std::exception& error) {
+        text = fmt::format("error: {}", error.what());
+      }
+      [[maybe_unused]] const auto written = write(ends[1], text.data(), text.size());
+      std::_Exit(0);
+    }
+    close(ends[1]);
+    pids.push_back(pid);
+    pipes.push_back(ends[0]);
+  }
+  if (meanwhile) meanwhile(pids);
+  std::vector<Ended> ended(size);
+  for (int left = size; left > 0; --left) {
+    int status = 0;
+    const pid_t pid = wait(&status);
+    const auto rank = std::find(pids.begin(), pids.end(), pid) - pids.begin();
+    ended[rank].status = status;
+    ended[rank].at = Clock::now();
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    char buffer[4096];
+    const auto length = read(pipes[rank], buffer, sizeof buffer);
+    ended[rank].text.assign(buffer, std::max<ssize_t>(0, length));
+    close(pipes[rank]);
+  }
+  return ended;
+}
+
+int kills() {
+  return std::stoi(process_environment()("SHOAL_KILLS").value_or("25"));
+}
+
+TEST(HostKill, ARankThatDiesAtAnyMomentIsNamedByAllOthersWithinTwoSeconds) {
+  std::mt19937 random(7);
+  double slowest = 0;
+  std::map<int, int> by_size;
+  for (int trial = 0; trial < kills(); ++trial) {
+    const int size = 2 + static_cast<int>(random() % 7);
+    const int victim = static_cast<int>(random() % size);
+    const auto microseconds = random() % 30000;
+    const int first = static_cast<int>(random() % 100000);
+    SCOPED_TRACE(fmt::format("trial {}: rank {} of {} after {} us", trial, victim, size, microseconds));
+    const auto ended = run_ranks(size, [&](const World& world) -> std::string {
+      world.group().barrier().wait();
+      if (world.rank() == victim) {
+        std::thread([microseconds] {
+          std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+          std::raise(SIGKILL);
+        }).detach();
+      }
+      for (int number = first;; ++number) {
+        if (!operate(world.group(), number)) return fmt::format("operation {} gave a wrong result", number);
+      }
+    });
+    for (int rank = 0; rank < size; ++rank) {
+      if (rank == victim) {
+        ASSERT_TRUE(WIFSIGNALED(ended[rank].status) && WTERMSIG(ended[rank].status) == SIGKILL) << ended[rank].text;
+        continue;
+      }
+      ASSERT_TRUE(WIFEXITED(ended[rank].status) && WEXITSTATUS(ended[rank].status) == 0)
+          << "rank " << rank << " crashed";
+      ASSERT_EQ(ended[rank].text.rfind(fmt::format("error: rank {} ", victim), 0), 0U)
+          << "rank " << rank << " said: " << ended[rank].text;
+      slowest = std::max(slowest, std::chrono::duration<double>(ended[rank].at - ended[victim].at).count());
+    }
+    ++by_size[size];
+  }
+  EXPECT_LT(slowest, 2) << "seconds from the death to the last survivor's error";
+  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "a process is left";
+  for (const auto& file : std::filesystem::directory_iterator("/dev/shm")) {
+    EXPECT_EQ(file.path().filename().string().find("shoal"), std::string::npos) << file.path();
+  }
+  fmt::print("{} deaths, all named; slowest {:.2f} s\n", kills(), slowest);
+}
+
+TEST(HostKill, ARankThatIsStoppedForAWhileGoesOn) {
+  const auto ended = run_ranks(
+      3,
+      [](const World& world) -> std::string {
+        for (int number = 0; number < 800; ++number) {
+          if (!operate(world.group(), number)) return fmt::format("operation {} gave a wrong result", number);
+        }
+        return "right";
+      },
+      [](const std::vector<pid_t>& pids) {
+        for (int i = 0; i < 3; ++i) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(400));
+          kill(pids[i], SIGSTOP);
+          std::this_thread::sleep_for(std::chrono::milliseconds(500));
+          kill(pids[i], SIGCONT);
+        }
+      });
+  for (const auto& rank : ended) EXPECT_EQ(rank.text, "right");
+}
+
+TEST(HostKill, AForkedChildMayNotUseItsParentsGroup) {
+  const auto ended = run_ranks(2, [](const World& world) -> std::string {
+    int ends[2];
+    if (pipe(ends) != 0) return "no pipe";
+    const pid_t child = fork();
+    if (child == 0) {
+      std::string text = "no error";
+      try {
+        world.group().barrier().wait();
+      } catch (const UsageError& error) {
+        text = error.what();
+      }
+      [[maybe_unused]] const auto written = write(ends[1], text.data(), text.size());
+      std::_Exit(0);
+    }
+    waitpid(child, nullptr, 0);
+    char buffer[500];
+    const auto length = read(ends[0], buffer, sizeof buffer);
+    world.group().barrier().wait();
+    return std::string(buffer, std::max<ssize_t>(0, length));
+  });
+  for (const auto& rank : ended)
+    EXPECT_NE(rank.text.find("before this process was forked"), std::string::npos) << rank.text;
+}
+
+}  // namespace
+}  // namespace shoal

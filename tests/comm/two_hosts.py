@@ -1,0 +1,78 @@
+"""Runs a world test on two hosts: two network namespaces with process namespaces of their own, joined by a slow link.
+
+    python two_hosts.py --rate 100mbit --ranks 2 -- build/span_test
+
+Every host gets --ranks ranks. Needs root; ends with code 77 (skipped) where namespaces are not allowed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+
+SKIPPED = 77
+
+
+def run(*command):
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+class Hosts:
+    """Two namespaces and the link between them; gone when the block ends."""
+
+    def __init__(self, rate):
+        self.rate = rate
+        self.names = [f"shoal{os.getpid()}{end}" for end in "ab"]
+        self.links = [f"sh{os.getpid() % 100000}{end}" for end in "ab"]
+
+    def __enter__(self):
+        try:
+            for name in self.names:
+                run("ip", "netns", "add", name)
+            run("ip", "link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+            for number, (name, link) in enumerate(zip(self.names, self.links)):
+                run("ip", "link", "set", link, "netns", name)
+                inside = ("ip", "netns", "exec", name)
+                run(*inside, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", link)
+                run(*inside, "ip", "link", "set", link, "up")
+                run(*inside, "ip", "link", "set", "lo", "up")
+                run(*inside, "tc", "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate, "burst", "256kb",
+                    "latency", "50ms")
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+            self.__exit__()
+            detail = getattr(error, "stderr", b"") or str(error).encode()
+            print("skipped: cannot make network namespaces:", detail.decode().strip())
+            sys.exit(SKIPPED)
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+    def start(self, host, ranks, command):
+        """The ranks of one host, under a shell that is its first process and ends when all of them have."""
+        lines = ["status=0"]
+        lines += [f"RANK={host * ranks + local} {' '.join(command)} & pid{local}=$!" for local in range(ranks)]
+        lines += [f"wait $pid{local} || status=1" for local in range(ranks)]
+        lines += ["exit $status"]
+        environment = dict(os.environ, WORLD_SIZE=str(2 * ranks), MASTER_ADDR="10.77.0.1", MASTER_PORT="29611",
+                           OMP_NUM_THREADS="1", SHOAL_LINK=self.links[host])
+        return subprocess.Popen(["ip", "netns", "exec", self.names[host], "unshare", "--pid", "--fork", "--kill-child",
+                                 "--mount-proc", "sh", "-c", "\n".join(lines)], env=environment)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    command = [part for part in options.command if part != "--"]
+    with Hosts(options.rate) as hosts:
+        processes = [hosts.start(host, options.ranks, command) for host in range(2)]
+        codes = [process.wait() for process in processes]
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    main()
