@@ -26,4 +26,20 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
   throw UsageError("unknown optimizer " + name);
 }
 
+std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer) {
+  using namespace torch::optim;
+  std::vector<at::Tensor> all;
+  for (const auto& [parameter, state] : optimizer.state()) {
+    if (const auto* adamw = dynamic_cast<const AdamWParamState*>(state.get())) {
+      all.insert(all.end(), {adamw->exp_avg(), adamw->exp_avg_sq(), adamw->max_exp_avg_sq()});
+    } else if (const auto* adam = dynamic_cast<const AdamParamState*>(state.get())) {
+      all.insert(all.end(), {adam->exp_avg(), adam->exp_avg_sq(), adam->max_exp_avg_sq()});
+    } else if (const auto* sgd = dynamic_cast<const SGDParamState*>(state.get())) {
+      all.push_back(sgd->momentum_buffer());
+    }
+  }
+  std::erase_if(all, [](const at::Tensor& tensor) { return !tensor.defined(); });
+  return all;
+}
+
 }  // namespace shoal::cli

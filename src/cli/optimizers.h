@@ -14,4 +14,7 @@ std::vector<std::string> optimizer_names();
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, std::vector<at::Tensor> parameters,
                                                         std::optional<double> lr);
 
+// What the optimizer keeps beside the parameters: moments, momentum.
+std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer);
+
 }  // namespace shoal::cli

@@ -80,12 +80,21 @@ Json config(const TrainOptions& options, const World& world) {
   return result;
 }
 
+// Without the warm-up, in ascending order.
+std::vector<double> steady_part(std::vector<double> values) {
+  if (values.size() > warm_up) values.erase(values.begin(), values.begin() + warm_up);
+  std::sort(values.begin(), values.end());
+  return values;
+}
+
+double median_of(const std::vector<double>& sorted) {
+  const auto middle = sorted.size() / 2;
+  return sorted.size() % 2 == 1 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
 Json timing(const std::vector<double>& step_ms) {
-  auto steady = step_ms;
-  if (steady.size() > warm_up) steady.erase(steady.begin(), steady.begin() + warm_up);
-  std::sort(steady.begin(), steady.end());
-  const auto middle = steady.size() / 2;
-  const double median = steady.size() % 2 == 1 ? steady[middle] : (steady[middle - 1] + steady[middle]) / 2;
+  const auto steady = steady_part(step_ms);
+  const double median = median_of(steady);
   Json list = Json::array();
   for (const auto value : step_ms) list.push_back(rounded(value, 1e-3));
   double load[1] = {0};
@@ -127,7 +136,19 @@ Json make_report(const TrainOptions& options, const World& world, models::Model&
   report["buffers"] = digests(model.named_buffers());
   report["timing"] = timing(reduced(group, result.step_ms, ReduceOp::max));
   report["timing"]["samples_per_second"] = rounded(static_cast<double>(result.samples * group.size()) / seconds, 0.1);
+  const auto wait = median_of(steady_part(result.wait_ms));
+  const auto update = median_of(steady_part(result.update_ms));
+  report["timing"]["exposed_comm_ms"] = rounded(wait, 1e-3);
+  report["timing"]["update_ms"] = rounded(update, 1e-3);
+  report["timing"]["compute_ms"] = rounded(median_of(steady_part(result.step_ms)) - wait - update, 1e-3);
+  const auto steps = static_cast<double>(result.step_ms.size());
+  report["communication"] = {{"collectives_per_step", static_cast<double>(result.communication.calls) / steps},
+                             {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},
+                             {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps}};
   report["memory"] = memory_of_ranks(group, memory);
+  report["memory"]["params_mib"] = rounded(result.params_mib, 1e-3);
+  report["memory"]["grads_mib"] = rounded(result.grads_mib, 1e-3);
+  report["memory"]["state_mib"] = rounded(result.state_mib, 1e-3);
   for (const auto& evaluation : result.eval) {
     Json entry = {{"loss", evaluation.loss}, {"count", evaluation.count}};
     if (options.model == "gpt") {

@@ -4,12 +4,33 @@
 
 #include <chrono>
 
+#include "cli/machine.h"
 #include "cli/optimizers.h"
 #include "models/loss.h"
 
 namespace shoal::cli {
 
+using Clock = std::chrono::steady_clock;
+
 volatile std::sig_atomic_t interrupted = 0;
+
+namespace {
+
+double mebibytes(const std::vector<at::Tensor>& tensors) {
+  double bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<double>(tensor.nbytes());
+  return bytes / (1 << 20);
+}
+
+std::vector<at::Tensor> gradients(const torch::nn::Module& module) {
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : module.parameters()) {
+    if (parameter.grad().defined()) list.push_back(parameter.grad());
+  }
+  return list;
+}
+
+}  // namespace
 
 Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed)
     : options_(options),
@@ -20,7 +41,8 @@ Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_pt
       optimizer_(make_optimizer(options.optimizer, model_->parameters(), options.lr)) {}
 
 // One optimizer step; returns the mean loss over its micro-batches.
-double Trainer::step(int64_t number) {
+double Trainer::step(int64_t number, TrainResult& result) {
+  const auto waited = group_.statistics().waited_s;
   double loss_sum = 0;
   for (int micro = 0; micro < options_.accumulate; ++micro) {
     const auto batch = feed_.next(number, micro);
@@ -29,23 +51,28 @@ double Trainer::step(int64_t number) {
     strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss, last);
     loss_sum += loss.item<double>();
   }
+  result.wait_ms.push_back(1e3 * (group_.statistics().waited_s - waited));
+  const auto start = Clock::now();
   optimizer_->step();
+  if (number == 0) result.grads_mib = mebibytes(gradients(*model_));
   optimizer_->zero_grad();
+  result.update_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
   return loss_sum / options_.accumulate;
 }
 
 TrainResult Trainer::run(const std::function<void()>& save) {
-  using Clock = std::chrono::steady_clock;
   const auto per_epoch = feed_.steps_per_epoch();
   const int64_t total = options_.steps ? *options_.steps : *per_epoch * *options_.epochs;
   const int64_t samples_per_step = options_.batch * options_.accumulate;
   TrainResult result;
+  const auto before = group_.statistics();
+  const auto wire = loopback_bytes();
   Progress progress(group_.rank() == 0, total, "samples");
   for (int64_t number = 0; number < total && interrupted == 0; ++number) {
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
     if (number == epoch * per_epoch.value_or(total)) feed_.begin_epoch(epoch);
     const auto start = Clock::now();
-    result.loss.push_back(step(number));
+    result.loss.push_back(step(number, result));
     const std::chrono::duration<double> duration = Clock::now() - start;
     result.seconds += duration.count();
     result.step_ms.push_back(1e3 * duration.count());
@@ -62,6 +89,11 @@ TrainResult Trainer::run(const std::function<void()>& save) {
       std::fflush(stdout);
     }
   }
+  result.params_mib = mebibytes(model_->parameters());
+  result.state_mib = mebibytes(state_tensors(*optimizer_));
+  const auto after = group_.statistics();
+  result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
+  result.wire_bytes = loopback_bytes() - wire;
   return result;
 }
 

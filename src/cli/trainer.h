@@ -20,8 +20,15 @@ namespace shoal::cli {
 extern volatile std::sig_atomic_t interrupted;
 
 struct TrainResult {
-  std::vector<double> loss;      // of this rank, mean over micro-batches, per step
-  std::vector<double> step_ms;   // of this rank
+  std::vector<double> loss;       // of this rank, mean over micro-batches, per step
+  std::vector<double> step_ms;    // of this rank
+  std::vector<double> wait_ms;    // of which waiting for communication
+  std::vector<double> update_ms;  // of which the optimizer's step
+  GroupStatistics communication;  // of the whole training
+  double params_mib = 0;          // of this rank, by what they are; at the end of a step
+  double grads_mib = 0;
+  double state_mib = 0;
+  int64_t wire_bytes = 0;        // over TCP between ranks of this host, all of them together
   std::vector<Evaluation> eval;  // per epoch
   double seconds = 0;            // training alone, without evaluation and saving
   int64_t samples = 0;           // of this rank
@@ -35,7 +42,7 @@ class Trainer {
   TrainResult run(const std::function<void()>& save);
 
  private:
-  double step(int64_t number);
+  double step(int64_t number, TrainResult& result);
 
   const TrainOptions& options_;
   Group group_;

@@ -194,6 +194,10 @@ Group Group::by_host() const {
   return static_cast<int>(ranks.size()) == size() ? *this : subgroup(ranks);
 }
 
+GroupStatistics Group::statistics() const {
+  return state_->progress->statistics;
+}
+
 Group Group::recorded(std::shared_ptr<CallLog> log) const {
   return with_transport(*this, [&](std::shared_ptr<Transport> transport) {
     return make_recording_transport(std::move(transport), std::move(log), name());

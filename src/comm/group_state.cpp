@@ -44,7 +44,8 @@ Group with_transport(const Group& group,
 }
 
 PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call)
-    : group_(std::move(group)), call_(std::move(call)), number_(group_->progress->calls++) {
+    : group_(std::move(group)), call_(std::move(call)), number_(group_->progress->statistics.calls++) {
+  group_->progress->statistics.bytes += call_.bytes();
   try {
     work_ = group_->transport->issue(call_);
   } catch (const Error&) {
@@ -55,7 +56,10 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call)
 }
 
 PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, std::unique_ptr<TransportWork> work)
-    : group_(std::move(group)), call_(std::move(call)), number_(group_->progress->calls), work_(std::move(work)) {}
+    : group_(std::move(group)),
+      call_(std::move(call)),
+      number_(group_->progress->statistics.calls),
+      work_(std::move(work)) {}
 
 void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work) {
   PendingWork(group, std::move(call), std::move(work)).wait();
@@ -73,6 +77,12 @@ bool PendingWork::done() {
 
 void PendingWork::wait() {
   if (finished_) return;
+  const auto start = Clock::now();
+  wait_to_the_end();
+  group_->progress->statistics.waited_s += std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void PendingWork::wait_to_the_end() {
   if (!group_->progress->failure.empty()) fail(-1, group_->progress->failure);
   auto& world = *group_->world;
   const auto deadline = Clock::now() + std::chrono::seconds(world.options.timeout_seconds);

@@ -17,7 +17,7 @@ struct WorldState;
 
 // Shared by all handles of a group, recorded or not.
 struct GroupProgress {
-  int64_t calls = 0;                          // operations issued
+  GroupStatistics statistics;
   std::string failure;                        // why the group is unusable; empty: it works
   std::map<std::vector<int>, int> subgroups;  // how many were made of these ranks, for their names
   ~GroupProgress();
@@ -60,6 +60,7 @@ class PendingWork {
   bool done();
 
  private:
+  void wait_to_the_end();
   [[noreturn]] void fail(int rank, const std::string& why);
   [[noreturn]] void fail_from(const std::exception& error);
 

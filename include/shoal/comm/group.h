@@ -16,6 +16,13 @@ namespace shoal {
 
 struct GroupState;
 
+// What a group has done since it was made, on this rank, through all its handles.
+struct GroupStatistics {
+  int64_t calls = 0;    // operations
+  int64_t bytes = 0;    // sum of Call::bytes
+  double waited_s = 0;  // seconds that threads have spent inside Work::wait
+};
+
 // A cheap handle; copies mean the same group. Every collective must be called by all ranks of the group in the same
 // order. All of them are asynchronous: they return a Work that must be waited for before the tensors are read or
 // written. Tensors must be contiguous (UsageError otherwise). A group of one rank runs the same code with an identity
@@ -67,6 +74,8 @@ class Group {
   Group subgroup(const std::vector<int>& ranks) const;
   // The ranks of this group that run on this rank's host, in rank order. Collective over this group.
   Group by_host() const;
+
+  GroupStatistics statistics() const;
 
   // The same group; calls through the returned handle are also recorded in `log`.
   Group recorded(std::shared_ptr<CallLog> log) const;

@@ -6,9 +6,10 @@
 #include <memory>
 
 #include "cli/bench/collectives.h"
-#include "cli/bench/samples.h"
 #include "cli/bench/table.h"
+#include "cli/bench/training.h"
 #include "cli/commands.h"
+#include "cli/machine.h"
 #include "cli/report.h"
 #include "comm/launch_environment.h"
 #include "launch/launcher.h"
@@ -19,26 +20,38 @@ namespace {
 
 struct BenchOptions {
   CollectiveOptions collectives;
+  TrainingOptions training;
+  bool train = false;  // training instead of collectives
   int ranks = 2;
   int threads = 1;
+  int rounds = 0;  // 0: each kind's own
   std::string json;
 };
+
+int finish(const BenchOptions& options, const char* kind, const nlohmann::ordered_json& figures,
+           const std::string& table) {
+  nlohmann::ordered_json report{{"machine", machine()},
+                                {"versions", {{"shoal", SHOAL_VERSION}, {"libtorch", TORCH_VERSION}}},
+                                {"load_1min", load_average()},
+                                {kind, figures}};
+  if (!options.json.empty()) write_json(options.json, report);
+  if (options.json != "-") fmt::print("{}", table);
+  return 0;
+}
 
 int bench_rank(const BenchOptions& options, int rank) {
   at::set_num_threads(options.threads);
   const auto figures = bench_collectives(options.collectives);
-  if (rank != 0) return 0;
-  nlohmann::ordered_json report{{"machine", machine()},
-                                {"versions", {{"shoal", SHOAL_VERSION}, {"libtorch", TORCH_VERSION}}},
-                                {"load_1min", load_average()},
-                                {"collectives", figures}};
-  if (!options.json.empty()) write_json(options.json, report);
-  if (options.json != "-") fmt::print("{}", collectives_table(figures));
-  return 0;
+  return rank == 0 ? finish(options, "collectives", figures, collectives_table(figures)) : 0;
 }
 
 int bench(const BenchOptions& options, const std::vector<std::string>& line) {
   const auto placement = find_placement({}, process_environment());
+  if (options.train) {
+    if (placement.source != "alone") throw UsageError("bench --train starts its own ranks: run it without a launcher");
+    const auto figures = bench_training(options.training, line[0]);
+    return finish(options, "train", figures, training_table(figures));
+  }
   if (placement.source != "alone") return bench_rank(options, placement.rank);
   return launch({.ranks = options.ranks, .command = line, .threads = options.threads, .prefix_output = false});
 }
@@ -65,13 +78,35 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
       ->add_option("--buffers", collectives.buffers, "shared (Group::allocate), staged (any other memory); host only")
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--rounds", collectives.rounds, "each measures every case once")->capture_default_str();
+  command->add_option("--rounds", options->rounds, "each measures every case once (default: 20, with --train 3)");
+  auto& training = options->training;
+  command->add_flag("--train", options->train, "measure whole training steps instead of collectives");
+  command->add_option("--strategies", training.strategies, "--train: local, ddp")
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--model", training.model, "--train: mlp, cnn, gpt")->capture_default_str();
+  command->add_option("--size", training.size, "--train: tiny, small")->capture_default_str();
+  command->add_option("--optimizer", training.optimizer, "--train")->capture_default_str();
+  command->add_option("--batch", training.batch, "--train: samples per rank")->capture_default_str();
+  command->add_option("--steps", training.steps, "--train: steps per run, three of them warm-up")
+      ->capture_default_str();
+  command->add_option("--peer-python", training.peer_python, "--train: interpreter that imports torch, to run peers");
+  command->add_option("--peer-script", training.peer_script, "--train: path of peers.py");
+  command->add_option("--peers", training.peers, "--train: names of its peers")->delimiter(',')->capture_default_str();
+  command->add_option("--peer-impl", training.peer_impl, "--train: the peers' optimizer: default, foreach, fused")
+      ->capture_default_str();
   command->add_option("--ranks", options->ranks, "processes to start")->capture_default_str();
   command->add_option("--threads", options->threads, "compute threads per rank")->capture_default_str();
   command->add_option("--json", options->json, "file for the report, - for standard output");
   command->callback([options, &line, &chosen] {
-    options->collectives.validate();
     if (options->ranks < 2) throw UsageError("--ranks must be at least 2");
+    if (options->rounds < 0) throw UsageError("--rounds must be at least 1");
+    if (options->rounds > 0) options->collectives.rounds = options->training.rounds = options->rounds;
+    options->training.ranks = options->ranks;
+    options->training.threads = options->threads;
+    options->training.transports = options->collectives.transports;
+    options->collectives.validate();
+    if (options->train) options->training.validate();
     chosen = [options, &line] { return bench(*options, line); };
   });
 }

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "cli/bench/samples.h"
+#include "cli/machine.h"
 #include "cli/progress.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/world.h"

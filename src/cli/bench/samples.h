@@ -17,13 +17,6 @@ struct Samples {
   nlohmann::ordered_json json(const std::string& unit) const;
 };
 
-// Bytes that the loopback interface has carried since the system started; TCP between ranks of one host shows here.
-int64_t loopback_bytes();
-
-// Model name and number of cores, memory, operating system, load average: what a figure depends on.
-nlohmann::ordered_json machine();
-double load_average();
-
 // "4", "64K", "16M", "1G" in bytes. Throws UsageError.
 int64_t parse_bytes(const std::string& text);
 std::string format_bytes(int64_t bytes);

@@ -9,4 +9,6 @@ namespace shoal::cli {
 // One line per figure; the peers' figures as ratios to the host transport's.
 std::string collectives_table(const nlohmann::ordered_json& figures);
 
+std::string training_table(const nlohmann::ordered_json& figures);
+
 }  // namespace shoal::cli

@@ -1,0 +1,34 @@
+#pragma once
+// Whole training steps of strategies, transports and Python peers, in turn in every round.
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace shoal::cli {
+
+struct TrainingOptions {
+  std::vector<std::string> strategies = {"local", "ddp"};
+  std::vector<std::string> transports = {"host", "gloo"};
+  std::vector<std::string> peers = {"local", "ddp_view"};  // of peers.py, with peer_python
+  std::string peer_python;                                 // interpreter that imports torch; empty: no peers
+  std::string peer_script;                                 // peers.py
+  std::string peer_impl = "default";                       // of its optimizer: default, foreach, fused
+  std::string model = "gpt";
+  std::string size = "tiny";
+  std::string optimizer = "adamw";
+  int ranks = 2;
+  int threads = 1;
+  int batch = 4;
+  int steps = 13;
+  int rounds = 3;
+
+  // Throws UsageError that lists all faults.
+  void validate() const;
+};
+
+// Starts every contestant once per round as a program of its own. `self`: this program. Ratios are formed within a
+// round.
+nlohmann::ordered_json bench_training(const TrainingOptions& options, const std::string& self);
+
+}  // namespace shoal::cli
