@@ -2,9 +2,9 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-set(SHOAL_LAYERS base layout memory comm module engine strategy)
+set(SHOAL_LAYERS base layout memory comm module optim engine strategy)
 add_library(shoal INTERFACE)
-target_link_libraries(shoal INTERFACE shoal_strategy shoal_layout)
+target_link_libraries(shoal INTERFACE shoal_strategy shoal_optim shoal_layout)
 add_library(shoal::shoal ALIAS shoal)
 
 set(targets shoal shoal_flags)

@@ -1,10 +1,10 @@
 #include "cli/optimizers.h"
 
 #include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include "shoal/base/error.h"
+#include "shoal/optim/fused_adamw.h"
 
 namespace shoal::cli {
 
@@ -16,7 +16,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                         std::optional<double> lr) {
   using namespace torch::optim;
   if (name == "adamw") {
-    return std::make_unique<AdamW>(std::move(parameters), AdamWOptions(lr.value_or(1e-3)).weight_decay(0.1));
+    return std::make_unique<FusedAdamW>(std::move(parameters), AdamWOptions(lr.value_or(1e-3)).weight_decay(0.1));
   }
   if (name == "adam") return std::make_unique<Adam>(std::move(parameters), AdamOptions(lr.value_or(1e-3)));
   if (name == "sgd") return std::make_unique<SGD>(std::move(parameters), SGDOptions(lr.value_or(0.05)));
