@@ -30,6 +30,20 @@ function(shoal_world_test name)
   endforeach()
 endfunction()
 
+# shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [LABELS label...] [TIMEOUT seconds])
+#
+# The same program once more with other arguments, as ctests NAME.VARIANT.worldN. --transport and --check-agreement are
+# the world's options (see tests/support/world_main.cpp).
+function(shoal_world_variant name variant)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD;ARGS" ${ARGN})
+  shoal_test_defaults()
+  foreach(ranks IN LISTS ARG_WORLD)
+    add_test(NAME ${name}.${variant}.world${ranks} COMMAND ${name} --ranks ${ranks} ${ARG_ARGS})
+    set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
+      LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+  endforeach()
+endfunction()
+
 macro(shoal_test_defaults)
   if(NOT ARG_LABELS)
     set(ARG_LABELS fast)

@@ -74,6 +74,7 @@ void summarise(const nlohmann::ordered_json& report, const TrainResult& result, 
 int train_rank(const TrainOptions& options) {
   WorldOptions world_options;
   world_options.transport = options.transport;
+  world_options.check_agreement = options.check_agreement;
   world_options.timeout_seconds = options.timeout_seconds;
   const auto world = init(world_options);
   at::set_num_threads(threads_per_rank(options, world.local_size()));

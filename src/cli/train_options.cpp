@@ -78,6 +78,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
   command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");
   command.add_option("--transport", options.transport, "auto, host, gloo")->capture_default_str();
+  command.add_flag("--check-agreement", options.check_agreement,
+                   "compare what ranks call before every operation, also over gloo");
   command.add_option("--timeout", options.timeout_seconds, "seconds that an operation may take with all ranks alive")
       ->capture_default_str();
   command.add_option("--optimizer", options.optimizer, "adamw, adam, sgd, sgd_momentum")->capture_default_str();

@@ -33,6 +33,7 @@ struct TrainOptions {
   std::string trace;
   std::string json;
   int timeout_seconds = 300;
+  bool check_agreement = false;
   DistributedDataParallelOptions ddp;
 
   bool reference_data() const { return data == "reference"; }

@@ -4,8 +4,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "comm/choose_transport.h"
+#include "comm/fingerprint.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -16,6 +18,10 @@ namespace shoal {
 GroupProgress::~GroupProgress() {
   if (!failure.empty() && transport->joins_threads()) new std::shared_ptr<Transport>(std::move(transport));
 }
+
+namespace {
+constexpr const char* check_suffix = "/checks";
+}  // namespace
 
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
                                              std::vector<int> world_ranks) {
@@ -29,7 +35,32 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->progress = std::make_shared<GroupProgress>();
   state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
   state->progress->transport = state->transport;
+  const bool wanted = state->world->options.check_agreement && !state->transport->checks_agreement();
+  const bool is_check = state->name.ends_with(check_suffix);
+  if (wanted && !is_check) {
+    state->progress->checks = make_group_state(state->world, state->name + check_suffix, state->world_ranks);
+  }
   return state;
+}
+
+void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call) {
+  if (!state->progress->checks || call.op == Op::send || call.op == Op::recv) return;
+  const Group checks(state->progress->checks);
+  const auto own = fingerprint_of(call, static_cast<uint64_t>(state->progress->statistics.calls));
+  constexpr auto bytes = static_cast<int64_t>(sizeof own);
+  auto all = at::empty({checks.size() * bytes}, at::kByte);
+  auto mine = at::empty({bytes}, at::kByte);
+  std::memcpy(mine.data_ptr(), &own, sizeof own);
+  checks.all_gather(all, mine, call.label).wait();
+  std::vector<const Fingerprint*> prints;
+  for (int rank = 0; rank < checks.size(); ++rank) {
+    prints.push_back(reinterpret_cast<const Fingerprint*>(all.data_ptr<uint8_t>() + rank * bytes));
+  }
+  const auto difference = find_difference(prints, state->world_ranks);
+  if (!difference) return;
+  state->progress->failure = *difference;
+  throw DisagreeError(
+      fmt::format("{} (noticed by rank {} in group '{}')", *difference, state->world->placement.rank, state->name));
 }
 
 const std::shared_ptr<GroupState>& state_of(const Group& group) {

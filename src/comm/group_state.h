@@ -14,6 +14,7 @@
 namespace shoal {
 
 struct WorldState;
+struct GroupState;
 
 // Shared by all handles of a group, recorded or not.
 struct GroupProgress {
@@ -22,6 +23,7 @@ struct GroupProgress {
   std::map<std::vector<int>, int> subgroups;  // how many were made of these ranks, for their names
   ~GroupProgress();
   std::shared_ptr<Transport> transport;
+  std::shared_ptr<GroupState> checks;  // a group of the same ranks on which they compare calls; none: no need
 };
 
 struct GroupState {
@@ -41,6 +43,8 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
 Group with_transport(const Group& group,
                      const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap);
 
+// Where the world asks for it and the transport does not do it: DisagreeError on all ranks that call different things.
+void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call);
 // Checks the call and starts it: what every collective of Group comes down to. UsageError, CommError as there.
 Work issue(const Group& group, Call call);
 

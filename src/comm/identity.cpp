@@ -14,6 +14,7 @@ class FinishedWork : public TransportWork {
 class IdentityTransport : public Transport {
  public:
   std::string name() const override { return "identity"; }
+  bool checks_agreement() const override { return true; }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     torch::NoGradGuard no_grad;

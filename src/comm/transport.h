@@ -34,6 +34,8 @@ class Transport {
   virtual std::unique_ptr<TransportWork> issue(const Call& call) = 0;
   // Whether destroying it waits for operations in flight, which may never end once a peer has failed.
   virtual bool joins_threads() const { return false; }
+  // Whether ranks that call different things are told so before anybody's data are touched.
+  virtual bool checks_agreement() const { return false; }
   // `numel` zeroed elements, see Group::allocate.
   virtual at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
 };

@@ -4,6 +4,7 @@
 
 #include <fstream>
 #include <numeric>
+#include <thread>
 
 #include "base/environment.h"
 #include "shoal/comm/group.h"
@@ -111,10 +112,12 @@ void expect_sent(const char* what, double expected, Act act) {
   group().barrier().wait();
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const auto before = sent_bytes();
+  group().barrier().wait();  // all ranks have looked
   act();
   group().barrier().wait();
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const auto sent = static_cast<double>(sent_bytes() - before);
+  group().barrier().wait();
   if (world().local_rank() == 0) {
     std::printf("%-15s %9.0f bytes sent by a host, %9.0f are the minimum\n", what, sent, expected);
   }

@@ -1,5 +1,6 @@
 // The main of tests that run on several real processes. `TEST --ranks N` starts N copies of itself; each joins the
-// world and runs the whole suite, so every test body is executed by all ranks together.
+// world and runs the whole suite, so every test body is executed by all ranks together. Further arguments:
+// --transport NAME, --check-agreement (see WorldOptions).
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -31,8 +32,12 @@ class FailuresOnly : public ::testing::EmptyTestEventListener {
   }
 };
 
-int run_rank() {
+int run_rank(const std::vector<std::string>& arguments) {
   WorldOptions options;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i] == "--transport" && i + 1 < arguments.size()) options.transport = arguments[i + 1];
+    if (arguments[i] == "--check-agreement") options.check_agreement = true;
+  }
   options.timeout_seconds = 60;
   joined() = std::make_unique<World>(init(options));
   if (joined()->rank() > 0) {
@@ -67,7 +72,7 @@ int main(int argc, char** argv) {
       return shoal::launch({.ranks = ranks, .command = command, .threads = 1});
     }
     ::testing::InitGoogleTest(&argc, argv);
-    return shoal::test::run_rank();
+    return shoal::test::run_rank(command);
   } catch (const std::exception& error) {
     fmt::print(stderr, "error: {}\n", error.what());
     std::fflush(nullptr);

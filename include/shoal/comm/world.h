@@ -25,6 +25,11 @@ struct WorldOptions {
   // the same inside each host and Gloo between them, every rank carrying its own range ("host+gloo"); else "gloo".
   std::string transport = "auto";
 
+  // Lets ranks compare what they call before every operation, so that a difference is a DisagreeError on all of them
+  // instead of wrong numbers or an abort. The host transport always does; elsewhere it costs a small all-gather each
+  // time.
+  bool check_agreement = false;
+
   int rendezvous_timeout_seconds = 60;  // for all ranks to appear
   int timeout_seconds = 300;            // for one operation, with all peers alive
   int stopped_timeout_seconds = 5;      // for a peer on this host that is stopped by a signal

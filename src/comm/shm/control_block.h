@@ -10,13 +10,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "comm/fingerprint.h"
+
 namespace shoal {
 
 constexpr size_t cache_line = 128;  // two lines: the hardware fetches them in pairs
 constexpr uint32_t ring_entries = 32;
 constexpr uint32_t mailbox_slots = 16;
 constexpr size_t inline_bytes = 512;  // operations up to this size travel in their header
-constexpr size_t text_bytes = 96;
 
 // Where a rank's data lie.
 struct Window {
@@ -25,20 +26,6 @@ struct Window {
   uint32_t arena = 0;  // shared: place of the tensor itself
   uint64_t offset = 0;
   uint64_t bytes = 0;
-};
-
-// What a rank has called; compared between ranks before anybody's data are touched.
-struct Fingerprint {
-  uint64_t number;  // of the operation in the group, from 1
-  int32_t op;
-  int32_t reduce;
-  int32_t dtype;
-  int32_t peer;  // root, or -1
-  uint64_t bytes;
-  int64_t step;
-  int64_t bucket;
-  uint64_t label;         // hash of the text
-  char text[text_bytes];  // its beginning
 };
 
 struct Header {

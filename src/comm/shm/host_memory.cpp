@@ -63,7 +63,9 @@ void PeerMemory::ring() const {
 }
 
 HostMemory::HostMemory()
-    : pid_(getpid()), page_file_(MemoryFile::create(page_bytes)), page_(reinterpret_cast<ProcessPage*>(page_file_.data())) {
+    : pid_(getpid()),
+      page_file_(MemoryFile::create(page_bytes)),
+      page_(reinterpret_cast<ProcessPage*>(page_file_.data())) {
   page_->nonce = random_number();
 }
 

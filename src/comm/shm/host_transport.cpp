@@ -78,6 +78,7 @@ class SharedMemoryTransport : public Transport,
   }
 
   std::string name() const override { return "host"; }
+  bool checks_agreement() const override { return true; }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     check(call);

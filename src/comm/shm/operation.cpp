@@ -1,9 +1,11 @@
 #include "comm/shm/operation.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 
-#include "comm/shm/fingerprint.h"
+#include "comm/fingerprint.h"
 #include "comm/shm/reduce_kernels.h"
 #include "shoal/base/error.h"
 
@@ -85,10 +87,27 @@ std::vector<int> Operation::missing() const {
   return ranks;
 }
 
-void Operation::agree() {
-  if (auto difference = find_disagreement(group_.control, number_, group_.size, world_ranks_)) {
-    throw DisagreeError(*difference);
+// Parts whose sizes the fingerprint does not say.
+void Operation::check_unequal_parts() const {
+  const auto& control = group_.control;
+  for (int source = 0; source < group_.size; ++source) {
+    auto& from = control.header(number_, source);
+    for (int target = 0; target < group_.size; ++target) {
+      const auto expected = control.expected(control.header(number_, target))[source];
+      const auto part = from.parts > 1 ? target : 0;
+      if (from.parts == 0 || expected == UINT64_MAX || control.windows(from)[part].bytes == expected) continue;
+      throw DisagreeError(fmt::format("{} #{}: rank {} gives rank {} {} bytes, which expects {}", describe(from.print),
+                                      number_, world_ranks_[source], world_ranks_[target],
+                                      control.windows(from)[part].bytes, expected));
+    }
   }
+}
+
+void Operation::agree() {
+  std::vector<const Fingerprint*> prints;
+  for (int rank = 0; rank < group_.size; ++rank) prints.push_back(&group_.control.header(number_, rank).print);
+  if (auto difference = find_difference(prints, world_ranks_)) throw DisagreeError(*difference);
+  check_unequal_parts();
   uint64_t largest = 0;
   uint32_t parts = 1;
   for (int rank = 0; rank < group_.size; ++rank) {

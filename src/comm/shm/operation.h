@@ -35,6 +35,7 @@ class Operation {
 
   void describe_windows(Header& header);
   void agree();
+  void check_unequal_parts() const;
   bool step();  // one transition within execution; false: must wait
   void fill_stage();
   void work(int64_t begin, int64_t end);

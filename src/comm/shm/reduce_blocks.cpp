@@ -4,7 +4,7 @@
 #include "comm/shm/reduce_blocks.h"
 
 #include <type_traits>
-#ifdef __F16C__
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
@@ -101,6 +101,33 @@ void store(const float* from, Half* to, int64_t count) {
 }
 #endif
 
+// An ordinary store first reads the line that it is going to overwrite.
+void copy_past_caches(const void* from, void* to, int64_t bytes) {
+#ifdef __SSE2__
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
+    const auto* source = static_cast<const __m128i*>(from);
+    auto* target = static_cast<__m128i*>(to);
+    const int64_t whole = bytes / static_cast<int64_t>(sizeof(__m128i));
+    for (int64_t i = 0; i < whole; ++i) _mm_stream_si128(target + i, _mm_loadu_si128(source + i));
+    __builtin_memcpy(target + whole, source + whole, bytes % sizeof(__m128i));
+    return;
+  }
+#endif
+  __builtin_memcpy(to, from, bytes);
+}
+
+// Streamed stores become visible to other processors in no particular order until this.
+void finish_streaming() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
+// The hardware does not fetch beyond a page, nor translate the next page's address ahead of time.
+void touch_ahead(const void* next) {
+  for (int line = 0; line < 4; ++line) __builtin_prefetch(static_cast<const char*>(next) + 64 * line);
+}
+
 // A NaN on any rank must show.
 struct Min {
   template <class T>
@@ -160,6 +187,12 @@ void run(const Task& task) {
   alignas(64) Wide next[block];
   for (int64_t begin = task.begin; begin < task.end; begin += block) {
     const int64_t count = task.end - begin < block ? task.end - begin : block;
+    if (begin + 2 * block <= task.end) {
+      for (int source = 0; source < task.source_count; ++source) {
+        touch_ahead(static_cast<const T*>(task.sources[source]) + begin + block);
+      }
+      if (task.stream) touch_ahead(static_cast<const T*>(task.destinations[0]) + begin + block);
+    }
     for (int source = 0; source < task.source_count; ++source) {
       const T* from = static_cast<const T*>(task.sources[source]) + begin;
       Wide* into = source == 0 ? sum : next;
@@ -183,11 +216,18 @@ void run(const Task& task) {
       for (int64_t i = 0; i < count; ++i) sum[i] /= divisor;
     }
     T* first = static_cast<T*>(task.destinations[0]) + begin;
+    if (task.stream) {
+      alignas(64) T narrowed[block];
+      store(sum, narrowed, count);
+      copy_past_caches(narrowed, first, static_cast<int64_t>(sizeof(T)) * count);
+      continue;
+    }
     store(sum, first, count);
     for (int other = 1; other < task.destination_count; ++other) {
       __builtin_memcpy(static_cast<T*>(task.destinations[other]) + begin, first, sizeof(T) * count);
     }
   }
+  if (task.stream) finish_streaming();
 }
 
 template <class T, class Wide>

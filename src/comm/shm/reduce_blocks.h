@@ -17,6 +17,7 @@ struct Task {
   int destination_count;
   int64_t begin;  // elements
   int64_t end;
+  bool stream;  // write past the caches: the one destination is large and none of the sources
 };
 using Kernel = void (*)(const Task&);
 

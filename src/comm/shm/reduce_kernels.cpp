@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "comm/shm/reduce_blocks.h"
@@ -89,9 +90,14 @@ void reduce(const Reduction& reduction) {
   constexpr int64_t grain = 32768;  // elements per thread that make waking it worth while
   const std::vector<const void*> sources(reduction.sources.begin(), reduction.sources.end());
   const std::vector<void*> destinations(reduction.destinations.begin(), reduction.destinations.end());
+  // Larger than what a core keeps for itself; smaller results are soon read again.
+  constexpr int64_t streamed_bytes = int64_t{2} << 20;
+  const bool stream = destinations.size() == 1 &&
+                      reduction.numel * static_cast<int64_t>(c10::elementSize(reduction.dtype)) >= streamed_bytes &&
+                      std::find(sources.begin(), sources.end(), destinations[0]) == sources.end();
   at::parallel_for(0, reduction.numel, grain, [&](int64_t begin, int64_t end) {
     kernel({sources.data(), static_cast<int>(sources.size()), reduction.factors.data(), destinations.data(),
-            static_cast<int>(destinations.size()), begin, end});
+            static_cast<int>(destinations.size()), begin, end, stream});
   });
 }
 

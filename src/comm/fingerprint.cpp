@@ -1,4 +1,4 @@
-#include "comm/shm/fingerprint.h"
+#include "comm/fingerprint.h"
 
 #include <fmt/format.h>
 
@@ -75,26 +75,13 @@ std::string describe(const Fingerprint& print) {
   return text;
 }
 
-std::optional<std::string> find_disagreement(const ControlLayout& control, uint64_t number, int size,
-                                             const std::vector<int>& world_ranks) {
-  auto& first = control.header(number, 0);
-  for (int rank = 1; rank < size; ++rank) {
-    const auto& other = control.header(number, rank);
-    if (same(first.print, other.print)) continue;
-    return fmt::format("ranks called different operations as #{}: rank {} called {}, rank {} called {}", number,
-                       world_ranks[0], describe(first.print), world_ranks[rank], describe(other.print));
-  }
-  if (first.print.bytes != 0) return std::nullopt;
-  for (int source = 0; source < size; ++source) {
-    auto& from = control.header(number, source);
-    for (int target = 0; target < size; ++target) {
-      const auto& to = control.header(number, target);
-      const auto part = from.parts > 1 ? target : 0;
-      const auto expected = control.expected(control.header(number, target))[source];
-      if (from.parts == 0 || expected == UINT64_MAX || control.windows(from)[part].bytes == expected) continue;
-      return fmt::format("{} #{}: rank {} gives rank {} {} bytes, which expects {}", describe(to.print), number,
-                         world_ranks[source], world_ranks[target], control.windows(from)[part].bytes, expected);
-    }
+std::optional<std::string> find_difference(const std::vector<const Fingerprint*>& prints,
+                                           const std::vector<int>& world_ranks) {
+  const auto& first = *prints[0];
+  for (size_t rank = 1; rank < prints.size(); ++rank) {
+    if (same(first, *prints[rank])) continue;
+    return fmt::format("ranks called different operations as #{}: rank {} called {}, rank {} called {}",
+                       first.number - 1, world_ranks[0], describe(first), world_ranks[rank], describe(*prints[rank]));
   }
   return std::nullopt;
 }
