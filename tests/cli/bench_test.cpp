@@ -1,0 +1,91 @@
+// `shoal bench` as a user calls it.
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "tests/support/processes.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal::test {
+namespace {
+
+Ended shoal(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), SHOAL);
+  return run(arguments, 110);
+}
+
+nlohmann::json read(const std::string& path) {
+  std::ifstream file(path);
+  return nlohmann::json::parse(file);
+}
+
+TEST(Bench, CollectivesAreMeasuredOverEveryTransportBesideACopy) {
+  const TempFolder folder;
+  const auto ended =
+      shoal({"bench", "--rounds", "2", "--sizes", "4,64K", "--dtypes", "float32,bfloat16", "--ops",
+             "all_reduce,reduce_scatter,send_recv,barrier", "--ranks", "3", "--json", folder.file("bench.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("all_reduce      bfloat16      64 KiB      3  host   shared"), std::string::npos)
+      << ended.output;
+  const auto report = read(folder.file("bench.json"));
+  EXPECT_GE(report["machine"]["cores"], 1);
+  std::set<std::string> kinds;
+  for (const auto& figure : report["collectives"]) {
+    kinds.insert(std::string(figure["transport"]) + " " + std::string(figure["buffers"]));
+    EXPECT_EQ(figure["ranks"], 3);
+    EXPECT_EQ(figure["rounds"], 2);
+    EXPECT_GT(figure["min_us"], 0);
+    EXPECT_LE(figure["min_us"], figure["median_us"]);
+    EXPECT_LE(figure["median_us"], figure["max_us"]);
+    EXPECT_GT(figure["memcpy_us"], 0);
+    const bool moves = figure["bytes"] > 4 && figure["transport"] == "gloo";
+    if (moves) {
+      EXPECT_GE(figure["wire_bytes"], figure["bytes"]) << figure;
+    }
+  }
+  EXPECT_EQ(kinds, (std::set<std::string>{"gloo staged", "host shared", "host staged"}));
+}
+
+TEST(Bench, BEY20_StrategiesAreMeasuredBesideComputeAlone) {
+  const TempFolder folder;
+  const auto ended = shoal(
+      {"bench", "--train", "--model", "mlp", "--steps", "20", "--rounds", "2", "--json", folder.file("bench.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto figures = read(folder.file("bench.json"))["train"];
+  ASSERT_EQ(figures.size(), 3U) << "local, ddp over host, ddp over gloo";
+  for (const auto& figure : figures) {
+    EXPECT_GT(figure["step_ms"]["min"], 0);
+    const double parts = figure["compute_ms"].get<double>() + figure["exposed_comm_ms"].get<double>() +
+                         figure["update_ms"].get<double>();
+    EXPECT_LE(parts, figure["step_ms"]["max"].get<double>() * 1.01);
+    EXPECT_GT(figure["ratio_to_local"], 0);
+    EXPECT_NEAR(figure["memory"]["params"].get<double>(), 118282 * 4 / double(1 << 20), 0.01);
+    EXPECT_NEAR(figure["memory"]["state"].get<double>(), 2 * 118282 * 4 / double(1 << 20), 0.01);
+  }
+  EXPECT_EQ(figures[0]["collectives_per_step"], 0);
+  EXPECT_GT(figures[1]["collectives_per_step"], 0);
+  EXPECT_GT(figures[2]["wire_bytes_per_step"], 2 * 118282 * 4) << "Gloo sends every gradient";
+}
+
+TEST(Bench, WrongOptionsAreRefused) {
+  for (const auto& [arguments, because] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--ranks", "1"}, "--ranks must be at least 2"},
+           {{"--ops", "all_reduce,sum"}, "--ops sum: choose from all_reduce"},
+           {{"--sizes", "4X"}, "'4X' is not a size"},
+           {{"--dtypes", "float8"}, "--dtypes float8"},
+           {{"--train", "--strategies", "zero9"}, "--strategies zero9"},
+           {{"--train", "--steps", "2"}, "--steps must be at least 4"},
+           {{"--train", "--peer-python", "python3"}, "--peer-script ''"}}) {
+    auto line = arguments;
+    line.insert(line.begin(), "bench");
+    const auto ended = shoal(line);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find(because), std::string::npos) << ended.output;
+  }
+}
+
+}  // namespace
+}  // namespace shoal::test
