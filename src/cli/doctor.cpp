@@ -14,6 +14,7 @@
 #include "base/environment.h"
 #include "cli/commands.h"
 #include "cli/report.h"
+#include "comm/mpi.h"
 #include "comm/store_server.h"
 #include "shoal/base/error.h"
 
@@ -59,10 +60,11 @@ Json examine() {
   Json report;
   report["shoal"] = SHOAL_VERSION;
   report["libtorch"] = TORCH_VERSION;
-  report["transports"] = {{"gloo", "yes"},
-                          {"host", "not in this version"},
-                          {"mpi", "not in this version"},
-                          {"nccl", "not in this version"}};
+  report["transports"] = {
+      {"gloo", "yes"},
+      {"host", "not in this version"},
+      {"mpi", mpi_is_built() ? "yes" : "not in this build: apt-get install libopenmpi-dev, and build again"},
+      {"nccl", "not in this version"}};
   for (const auto* name : {"torchrun", "mpirun", "srun"}) {
     const auto path = find_program(name);
     report["launchers"][name] = path.empty() ? "not in PATH; shoal launch needs none" : path;

@@ -7,6 +7,7 @@
 
 #include "comm/gloo.h"
 #include "comm/identity.h"
+#include "comm/mpi.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -16,6 +17,12 @@ namespace shoal {
 // failed group leaves its transport to the end of the process.
 GroupProgress::~GroupProgress() {
   if (!failure.empty()) new std::shared_ptr<Transport>(std::move(transport));
+}
+
+std::vector<std::string> transport_names() {
+  std::vector<std::string> names = {"auto", "gloo"};
+  if (mpi_is_built()) names.emplace_back("mpi");
+  return names;
 }
 
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
@@ -30,6 +37,8 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->progress = std::make_shared<GroupProgress>();
   if (state->world_ranks.size() == 1) {
     state->transport = make_identity_transport();
+  } else if (state->world->options.transport == "mpi") {
+    state->transport = make_mpi_transport(*state->world, state->world_ranks, state->rank);
   } else {
     state->transport =
         make_gloo_transport(*state->world, state->name, state->rank, static_cast<int>(state->world_ranks.size()));

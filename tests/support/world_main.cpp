@@ -1,5 +1,6 @@
-// The main of tests that run on several real processes. `TEST --ranks N` starts N copies of itself; each joins the
-// world and runs the whole suite, so every test body is executed by all ranks together.
+// The main of tests that run on several real processes. `TEST --ranks N [--transport T]` starts N copies of itself,
+// `mpirun -n N TEST` has done so; each joins the world and runs the whole suite, so every test body is executed by all
+// ranks together.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -31,8 +32,9 @@ class FailuresOnly : public ::testing::EmptyTestEventListener {
   }
 };
 
-int run_rank() {
+int run_rank(const std::string& transport) {
   WorldOptions options;
+  options.transport = transport;
   options.timeout_seconds = 60;
   joined() = std::make_unique<World>(init(options));
   if (joined()->rank() > 0) {
@@ -58,16 +60,19 @@ const World& world() {
 int main(int argc, char** argv) {
   std::vector<std::string> command(argv, argv + argc);
   int ranks = 1;
+  std::string transport = "auto";
   for (int i = 1; i + 1 < argc; ++i) {
     if (std::strcmp(argv[i], "--ranks") == 0)
       std::from_chars(argv[i + 1], argv[i + 1] + std::strlen(argv[i + 1]), ranks);
+    if (std::strcmp(argv[i], "--transport") == 0) transport = argv[i + 1];
   }
   try {
-    if (!shoal::process_environment()("RANK")) {
+    const auto environment = shoal::process_environment();
+    if (!environment("RANK") && !environment("OMPI_COMM_WORLD_RANK") && !environment("PMI_RANK")) {
       return shoal::launch({.ranks = ranks, .command = command, .threads = 1});
     }
     ::testing::InitGoogleTest(&argc, argv);
-    return shoal::test::run_rank();
+    return shoal::test::run_rank(transport);
   } catch (const std::exception& error) {
     fmt::print(stderr, "error: {}\n", error.what());
     std::fflush(nullptr);

@@ -20,7 +20,8 @@ struct WorldOptions {
   std::optional<std::string> address;
   std::optional<int> port;
 
-  std::string transport = "auto";  // "auto", "gloo"
+  // "auto", "gloo", "mpi" (in builds with MPI; mpirun must have started the ranks)
+  std::string transport = "auto";
 
   int rendezvous_timeout_seconds = 60;  // for all ranks to appear
   int timeout_seconds = 300;            // for one operation, with all peers alive
