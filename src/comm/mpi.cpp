@@ -5,31 +5,48 @@
 
 #include <algorithm>
 
-#include "comm/mpi_reduction.h"
+#include "comm/local_reduction.h"
 #include "comm/mpi_work.h"
 #include "comm/world_state.h"
 
 namespace shoal {
 namespace {
 
-// Large reductions go in pieces: MPI counts with int, and Open MPI reduces through temporary memory of a request's
-// size, which is cheaper to reuse than to map (64 MiB of float32 on 2 ranks: 118 ms as one request, 34 ms as pieces).
+// Tensors that are smaller than this on all ranks together are exchanged whole; of larger ones, every rank reduces a
+// part, and that in pieces: temporary memory of a piece's size is reused where that of a bucket's size would be mapped
+// anew each time, and a piece is reduced while others travel.
+constexpr int64_t small_bytes = 1 << 15;
 constexpr int64_t piece_bytes = 1 << 20;
 
-template <class Start>
-void in_pieces(const at::Tensor& tensor, const Start& start) {
-  auto* data = static_cast<char*>(tensor.data_ptr());
-  const auto element = static_cast<int64_t>(tensor.itemsize());
-  const int64_t piece = piece_bytes / element;
-  for (int64_t begin = 0; begin < tensor.numel(); begin += piece) {
-    start(data + begin * element, static_cast<int>(std::min(piece, tensor.numel() - begin)));
-  }
-}
+// The tags below are for the pieces; equal for all pieces of an operation, which come in order.
+constexpr int first_tag = 1 << 13;
 
 // Autograd does not see what MPI writes; nor is it to see what is written here after MPI.
 at::Tensor flat(const at::Tensor& tensor) {
   return tensor.variable_data().view({-1});
 }
+
+// Calls visit(owner, begin, length) for pieces of `numel` elements that `owners` ranks share evenly.
+template <class Visit>
+void for_each_piece(int64_t numel, int64_t piece, int owners, const Visit& visit) {
+  for (int64_t offset = 0; offset * owners < numel; offset += piece) {
+    for (int owner = 0; owner < owners; ++owner) {
+      const auto begin = numel * owner / owners + offset;
+      const auto end = std::min(begin + piece, numel * (owner + 1) / owners);
+      if (begin < end) visit(owner, begin, end - begin);
+    }
+  }
+}
+
+// A piece of a reduction on this rank.
+struct Piece {
+  at::Tensor own;
+  at::Tensor result;
+  int owner;
+  ReduceOp op;
+  int tag;
+  bool for_all;  // all ranks get the result, not only the owner
+};
 
 class MpiTransport : public Transport {
  public:
@@ -41,30 +58,35 @@ class MpiTransport : public Transport {
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     const torch::NoGradGuard no_grad;
     auto operation = std::make_shared<MpiOperation>();
-    auto work = std::make_unique<MpiWork>(operation);  // first, so that what a failing start leaves is kept alive
     operation->communicator = communicator_;
     operation->tensors = call.inputs;
     operation->tensors.insert(operation->tensors.end(), call.outputs.begin(), call.outputs.end());
-    start(call, *operation);
-    return work;
+    try {
+      start(call, *operation);
+    } catch (const std::exception&) {
+      put_in_flight(operation);  // what has been started
+      throw;
+    }
+    put_in_flight(operation);
+    advance_all();
+    return std::make_unique<MpiWork>(std::move(operation));
   }
 
  private:
-  void start(const Call& call, MpiOperation& operation) const {
+  void start(const Call& call, MpiOperation& operation) {
     switch (call.op) {
       case Op::all_reduce:
       case Op::reduce:
-        require_reducible(call);
         return reduce(call, operation);
       case Op::reduce_scatter:
-        require_reducible(call);
         return reduce_scatter(call, operation);
       case Op::gather:
         return gather(call, operation);
       case Op::scatter:
         return scatter(call, operation);
       case Op::barrier:
-        return check_mpi(MPI_Ibarrier(communicator_->get(), operation.add_request()), "MPI_Ibarrier");
+        return check_mpi(MPI_Ibarrier(communicator_->get(), operation.parts.emplace_back().add_request()),
+                         "MPI_Ibarrier");
       case Op::all_gather:
       case Op::all_to_all:
       case Op::broadcast:
@@ -74,65 +96,119 @@ class MpiTransport : public Transport {
     }
   }
 
-  void reduce(const Call& call, MpiOperation& operation) const {
-    const auto result = flat(call.inputs[0]);
-    const auto total = widened(result);
-    const auto type = mpi_type(total.scalar_type());
-    const auto op = mpi_op(call.reduce, total.scalar_type());
-    const bool everywhere = call.op == Op::all_reduce;
-    const bool here = everywhere || call.peer == rank_;
-    operation.tensors.push_back(total);
-    if (here) operation.finish = [result, total, op = call.reduce, size = size_] { conclude(result, total, op, size); };
-    in_pieces(total, [&](void* data, int count) {
-      auto* request = operation.add_request();
-      if (everywhere) {
-        check_mpi(MPI_Iallreduce(MPI_IN_PLACE, data, count, type, op, communicator_->get(), request), "MPI_Iallreduce");
-      } else {
-        check_mpi(MPI_Ireduce(here ? MPI_IN_PLACE : data, here ? data : nullptr, count, type, op, call.peer,
-                              communicator_->get(), request),
-                  "MPI_Ireduce");
-      }
-    });
+  void reduce(const Call& call, MpiOperation& operation) {
+    require_reducible(call);
+    const bool for_all = call.op == Op::all_reduce;
+    const auto tensor = flat(call.inputs[0]);
+    if (for_all && static_cast<int64_t>(tensor.nbytes()) * size_ < small_bytes) {
+      return exchange(tensor, call.reduce, operation);
+    }
+    const int tag = next_tag();
+    for_each_piece(tensor.numel(), piece_bytes / tensor.itemsize(), for_all ? size_ : 1,
+                   [&](int owner, int64_t begin, int64_t length) {
+                     const auto piece = tensor.narrow(0, begin, length);
+                     start_piece({piece, piece, for_all ? owner : call.peer, call.reduce, tag, for_all}, operation);
+                   });
   }
 
-  // Not MPI_Ireduce_scatter_block, which took twice as long, and which cannot round 16-bit sums once.
-  void reduce_scatter(const Call& call, MpiOperation& operation) const {
-    const auto result = flat(call.outputs[0]);
-    const auto parts = at::empty({size_, result.numel()}, result.options());
-    operation.finish = [result, parts, op = call.reduce] { reduce_parts(result, parts, op); };
-    const auto& bytes = operation.count_bytes(result.nbytes());
-    check_mpi(MPI_Ialltoall(call.inputs[0].data_ptr(), bytes.count, bytes.type, parts.data_ptr(), bytes.count,
-                            bytes.type, communicator_->get(), operation.add_request()),
-              "MPI_Ialltoall");
+  void reduce_scatter(const Call& call, MpiOperation& operation) {
+    require_reducible(call);
+    const auto input = flat(call.inputs[0]);
+    const auto output = flat(call.outputs[0]);
+    // A piece's result must not overwrite what other pieces have yet to send.
+    const auto target = output.is_alias_of(input) ? at::empty_like(output) : output;
+    const int tag = next_tag();
+    for_each_piece(input.numel(), piece_bytes / input.itemsize(), size_, [&](int owner, int64_t begin, int64_t length) {
+      const auto place = begin - owner * output.numel();
+      start_piece({input.narrow(0, begin, length), target.narrow(0, place, length), owner, call.reduce, tag, false},
+                  operation);
+    });
+    if (!target.is_same(output)) operation.parts.emplace_back().finish = [=] { output.copy_(target); };
   }
+
+  // Every rank gets all of all and reduces it.
+  void exchange(const at::Tensor& tensor, ReduceOp op, MpiOperation& operation) {
+    const auto all = at::empty({size_, tensor.numel()}, tensor.options());
+    auto& part = operation.parts.emplace_back();
+    part.finish = [=] { reduce_in_order(tensor, all.unbind(), op); };
+    const int bytes = static_cast<int>(tensor.nbytes());
+    check_mpi(MPI_Iallgather(tensor.data_ptr(), bytes, MPI_BYTE, all.data_ptr(), bytes, MPI_BYTE, communicator_->get(),
+                             part.add_request()),
+              "MPI_Iallgather");
+  }
+
+  // The owner receives what the others have of the piece and reduces it. Not with MPI's own reductions: they took up to
+  // ten times as long, and would round 16-bit sums at every step.
+  void start_piece(const Piece& piece, MpiOperation& operation) {
+    auto& part = operation.parts.emplace_back();
+    MPI_Comm communicator = communicator_->get();
+    if (piece.owner != rank_) {
+      start_send(part, piece.own, piece.owner, piece.tag, communicator);
+      if (!piece.for_all) return;
+      part.finish = [piece, communicator, &operation] {
+        start_receive(operation.parts.emplace_back(), piece.result, piece.owner, piece.tag, communicator);
+      };
+      return;
+    }
+    std::vector<at::Tensor> inputs(size_, piece.own);
+    std::vector<int> others;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank == rank_) continue;
+      others.push_back(rank);
+      inputs[rank] = at::empty_like(piece.own);
+      start_receive(part, inputs[rank], rank, piece.tag, communicator);
+    }
+    part.finish = [piece, inputs, others, communicator, &operation] {
+      reduce_in_order(piece.result, inputs, piece.op);
+      if (!piece.for_all) return;
+      auto& next = operation.parts.emplace_back();
+      for (const int rank : others) start_send(next, piece.result, rank, piece.tag, communicator);
+    };
+  }
+
+  static void start_send(MpiPart& part, const at::Tensor& piece, int rank, int tag, MPI_Comm communicator) {
+    check_mpi(MPI_Isend(piece.data_ptr(), static_cast<int>(piece.nbytes()), MPI_BYTE, rank, tag, communicator,
+                        part.add_request()),
+              "MPI_Isend");
+  }
+
+  static void start_receive(MpiPart& part, const at::Tensor& piece, int rank, int tag, MPI_Comm communicator) {
+    check_mpi(MPI_Irecv(piece.data_ptr(), static_cast<int>(piece.nbytes()), MPI_BYTE, rank, tag, communicator,
+                        part.add_request()),
+              "MPI_Irecv");
+  }
+
+  int next_tag() { return static_cast<int>(number_++ % first_tag); }
 
   void gather(const Call& call, MpiOperation& operation) const {
     const auto& input = call.inputs[0];
+    auto& part = operation.parts.emplace_back();
     at::Tensor all;
     if (call.peer == rank_) {
       all = at::empty({size_, input.numel()}, input.options());
-      operation.finish = [all, outputs = call.outputs] {
+      part.finish = [all, outputs = call.outputs] {
         for (size_t rank = 0; rank < outputs.size(); ++rank) flat(outputs[rank]).copy_(all[static_cast<int64_t>(rank)]);
       };
     }
-    const auto& bytes = operation.count_bytes(input.nbytes());
+    const auto& bytes = part.count(input.nbytes());
     check_mpi(MPI_Igather(input.data_ptr(), bytes.count, bytes.type, all.defined() ? all.data_ptr() : nullptr,
-                          bytes.count, bytes.type, call.peer, communicator_->get(), operation.add_request()),
+                          bytes.count, bytes.type, call.peer, communicator_->get(), part.add_request()),
               "MPI_Igather");
   }
 
   void scatter(const Call& call, MpiOperation& operation) const {
     const auto& output = call.outputs[0];
+    auto& part = operation.parts.emplace_back();
     at::Tensor all;
     if (call.peer == rank_) {
-      std::vector<at::Tensor> parts;
-      for (const auto& input : call.inputs) parts.push_back(flat(input));
-      all = at::cat(parts);
+      std::vector<at::Tensor> inputs;
+      for (const auto& input : call.inputs) inputs.push_back(flat(input));
+      all = at::cat(inputs);
       operation.tensors.push_back(all);
     }
-    const auto& bytes = operation.count_bytes(output.nbytes());
+    const auto& bytes = part.count(output.nbytes());
     check_mpi(MPI_Iscatter(all.defined() ? all.data_ptr() : nullptr, bytes.count, bytes.type, output.data_ptr(),
-                           bytes.count, bytes.type, call.peer, communicator_->get(), operation.add_request()),
+                           bytes.count, bytes.type, call.peer, communicator_->get(), part.add_request()),
               "MPI_Iscatter");
   }
 
@@ -142,8 +218,9 @@ class MpiTransport : public Transport {
     auto* const input = static_cast<char*>(call.inputs[0].data_ptr());
     auto* const output = call.outputs.empty() ? nullptr : static_cast<char*>(call.outputs[0].data_ptr());
     const auto input_bytes = static_cast<int64_t>(call.inputs[0].nbytes());
-    const auto& bytes = operation.count_bytes(call.op == Op::all_to_all ? input_bytes / size_ : input_bytes);
-    auto* request = operation.add_request();
+    auto& part = operation.parts.emplace_back();
+    const auto& bytes = part.count(call.op == Op::all_to_all ? input_bytes / size_ : input_bytes);
+    auto* request = part.add_request();
     switch (call.op) {
       case Op::all_gather: {
         const bool in_place = input == output + rank_ * input_bytes;
@@ -158,17 +235,20 @@ class MpiTransport : public Transport {
       case Op::broadcast:
         return check_mpi(MPI_Ibcast(input, bytes.count, bytes.type, call.peer, communicator, request), "MPI_Ibcast");
       case Op::send:
-        return check_mpi(MPI_Isend(input, bytes.count, bytes.type, call.peer, call.tag, communicator, request),
-                         "MPI_Isend");
+        return check_mpi(
+            MPI_Isend(input, bytes.count, bytes.type, call.peer, first_tag + call.tag, communicator, request),
+            "MPI_Isend");
       default:
-        return check_mpi(MPI_Irecv(input, bytes.count, bytes.type, call.peer, call.tag, communicator, request),
-                         "MPI_Irecv");
+        return check_mpi(
+            MPI_Irecv(input, bytes.count, bytes.type, call.peer, first_tag + call.tag, communicator, request),
+            "MPI_Irecv");
     }
   }
 
   std::shared_ptr<MpiCommunicator> communicator_;
   int rank_;
   int size_;
+  int64_t number_ = 0;  // of operations in pieces, for their tags
 };
 
 }  // namespace

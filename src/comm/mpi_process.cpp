@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "comm/mpi_work.h"
 #include "comm/store.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
@@ -18,7 +19,6 @@ namespace {
 struct Process {
   std::mutex mutex;
   std::chrono::seconds patience{0};  // for the other ranks to end
-  std::vector<std::shared_ptr<void>> abandoned;
 };
 
 Process& process() {
@@ -35,14 +35,15 @@ bool is_finalized() {
 // MPI_Finalize waits for all ranks without end, so it is called only when all are known to come. A rank that has failed
 // just ends: mpirun says so and ends the others.
 void finalize(int exit_code, void*) {
-  if (exit_code != 0 || !process().abandoned.empty() || is_finalized()) return;
+  if (exit_code != 0 || is_finalized()) return;
   MPI_Request request = MPI_REQUEST_NULL;
   if (MPI_Ibarrier(MPI_COMM_WORLD, &request) != MPI_SUCCESS) return;
   const auto deadline = std::chrono::steady_clock::now() + process().patience;
-  for (int arrived = 0; arrived == 0;) {
+  for (int arrived = 0; arrived == 0 || any_in_flight();) {
+    advance_all();
     if (MPI_Test(&request, &arrived, MPI_STATUS_IGNORE) != MPI_SUCCESS) return;
     if (std::chrono::steady_clock::now() > deadline) return;
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   MPI_Finalize();
 }
@@ -125,19 +126,11 @@ void start_mpi(const WorldState& world, const Environment& environment) {
   }
 }
 
-void abandon(std::shared_ptr<void> operation) {
-  const std::lock_guard lock(process().mutex);
-  process().abandoned.push_back(std::move(operation));
-}
-
 MpiCommunicator::MpiCommunicator(const WorldState& world, const std::vector<int>& world_ranks) {
   const auto limit = std::chrono::seconds(world.options.rendezvous_timeout_seconds);
   try {
     const auto made = within(limit, [world_ranks] { return create(world_ranks); });
-    if (!made) {
-      abandon(nullptr);
-      throw std::runtime_error(fmt::format("not all of them made the group within {} s", limit.count()));
-    }
+    if (!made) throw std::runtime_error(fmt::format("not all of them made the group within {} s", limit.count()));
     communicator_ = *made;
   } catch (const std::runtime_error& error) {
     throw CommError(fmt::format("cannot connect {} ranks over MPI: {}", world_ranks.size(), error.what()));

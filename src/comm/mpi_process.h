@@ -19,9 +19,6 @@ void check_mpi(int code, const char* function);
 // started this process, or as another rank than the world says.
 void start_mpi(const WorldState& world, const Environment& environment);
 
-// Keeps what an operation that never finished reads and writes to the end of the process, and leaves MPI running.
-void abandon(std::shared_ptr<void> operation);
-
 // A communicator of some ranks of the world, numbered in the order given. Collective over them.
 class MpiCommunicator {
  public:

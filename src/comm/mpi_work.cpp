@@ -3,9 +3,50 @@
 #include <torch/utils.h>
 
 #include <climits>
+#include <list>
+#include <mutex>
 #include <thread>
 
 namespace shoal {
+namespace {
+
+struct InFlight {
+  std::mutex mutex;
+  std::list<std::shared_ptr<MpiOperation>> operations;
+};
+
+// Outlives everything: MPI may write to tensors of operations that never finish.
+InFlight& in_flight() {
+  static auto* in_flight = new InFlight;
+  return *in_flight;
+}
+
+bool is_complete(std::vector<MPI_Request>& requests) {
+  for (; !requests.empty(); requests.pop_back()) {
+    int complete = 0;
+    check_mpi(MPI_Test(&requests.back(), &complete, MPI_STATUS_IGNORE), "MPI_Test");
+    if (complete == 0) return false;
+  }
+  return true;
+}
+
+bool advance(MpiOperation& operation) {
+  bool moved = false;
+  auto& parts = operation.parts;
+  try {
+    for (; !parts.empty() && is_complete(parts.front().requests); parts.pop_front()) {
+      parts.front().finish();
+      moved = true;
+    }
+    operation.finished = parts.empty();
+  } catch (const std::exception&) {
+    operation.failure = std::current_exception();
+    operation.finished = true;
+  }
+  return moved;
+}
+
+}  // namespace
 
 MpiBytes::MpiBytes(int64_t bytes) {
   if (bytes <= INT_MAX) {
@@ -28,54 +69,59 @@ MpiBytes::~MpiBytes() {
   if (type != MPI_BYTE) MPI_Type_free(&type);
 }
 
-MpiWork::MpiWork(std::shared_ptr<MpiOperation> operation) : operation_(std::move(operation)) {}
-
-MpiWork::~MpiWork() {
-  if (operation_ && !operation_->requests.empty()) abandon(std::move(operation_));
+void put_in_flight(std::shared_ptr<MpiOperation> operation) {
+  auto& [mutex, operations] = in_flight();
+  const std::lock_guard lock(mutex);
+  operations.push_back(std::move(operation));
 }
 
-// The last request first: while it is not finished, one call per look serves all requests.
-bool MpiWork::test() {
-  auto& requests = operation_->requests;
-  while (!requests.empty()) {
-    int finished = 0;
-    check_mpi(MPI_Test(&requests.back(), &finished, MPI_STATUS_IGNORE), "MPI_Test");
-    if (finished == 0) return false;
-    requests.pop_back();
-  }
+bool any_in_flight() {
+  auto& [mutex, operations] = in_flight();
+  const std::lock_guard lock(mutex);
+  return !operations.empty();
+}
+
+bool advance_all() {
   const torch::NoGradGuard no_grad;
-  operation_->finish();
-  operation_.reset();
-  return true;
+  auto& [mutex, operations] = in_flight();
+  const std::lock_guard lock(mutex);
+  bool moved = false;
+  std::erase_if(operations, [&moved](const std::shared_ptr<MpiOperation>& operation) {
+    if (operation->failure) return false;  // MPI may not have let go of its tensors
+    moved = advance(*operation) || moved;
+    if (!operation->finished || operation->failure) return false;
+    operation->tensors.clear();
+    return true;
+  });
+  return moved;
 }
 
 // Failing is a way of being done; the wait says how.
 bool MpiWork::done() {
-  if (!operation_ || failure_) return true;
-  try {
-    return test();
-  } catch (const std::exception&) {
-    failure_ = std::current_exception();
-    return true;
-  }
+  if (!operation_->finished) advance_all();
+  return operation_->finished;
 }
 
 bool MpiWork::wait_for(Milliseconds slice, Milliseconds) {
   using Clock = std::chrono::steady_clock;
-  // MPI moves data only while it is asked; so it is asked often at first, between whatever else this core has to do.
-  constexpr auto eager = std::chrono::microseconds(500);
+  // MPI moves data only while it is asked, so it is asked again at once while it does; then, now and again.
+  constexpr auto patience = std::chrono::microseconds(500);
   constexpr auto nap = std::chrono::microseconds(50);
   const auto start = Clock::now();
-  while (!done()) {
-    const auto waited = Clock::now() - start;
-    if (waited >= slice) return false;
-    if (waited < eager) {
+  auto moved = start;
+  while (!operation_->finished) {
+    const auto now = Clock::now();
+    if (advance_all()) {
+      moved = now;
+    } else if (now - start >= slice) {
+      return false;
+    } else if (now - moved < patience) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(nap);
     }
   }
-  if (failure_) std::rethrow_exception(failure_);
+  if (operation_->failure) std::rethrow_exception(operation_->failure);
   return true;
 }
 

@@ -1,8 +1,10 @@
 #pragma once
-// One operation in flight over MPI. Only for files of comm/.
+// Operations in flight over MPI. Only for files of comm/.
 
 #include <mpi.h>
 
+#include <atomic>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -25,32 +27,41 @@ class MpiBytes {
   MPI_Datatype type = MPI_BYTE;
 };
 
-// What MPI works on until the requests have finished, and what is left to do then.
-struct MpiOperation {
-  std::shared_ptr<MpiCommunicator> communicator;
+// What MPI is asked for at once, and what is left to do on this rank afterwards.
+struct MpiPart {
   std::vector<MPI_Request> requests;
-  std::vector<at::Tensor> tensors;
-  std::shared_ptr<MpiBytes> bytes;
   std::function<void()> finish = [] {};
+  std::unique_ptr<MpiBytes> bytes;
 
-  const MpiBytes& count_bytes(int64_t number) { return *(bytes = std::make_shared<MpiBytes>(number)); }
+  const MpiBytes& count(int64_t number) { return *(bytes = std::make_unique<MpiBytes>(number)); }
   // Valid until the next call.
   MPI_Request* add_request() { return &requests.emplace_back(MPI_REQUEST_NULL); }
 };
 
+struct MpiOperation {
+  std::shared_ptr<MpiCommunicator> communicator;
+  std::vector<at::Tensor> tensors;  // the call's
+  std::deque<MpiPart> parts;        // finished in this order; finishing one may append others
+  std::atomic<bool> finished = false;
+  std::exception_ptr failure;  // to be read when finished
+};
+
+// Keeps the operation, and so its tensors, until it is finished, whether somebody waits or not.
+void put_in_flight(std::shared_ptr<MpiOperation> operation);
+bool any_in_flight();
+// Goes on with all operations in flight as far as that is possible without waiting; true if any went on. All of them,
+// since a peer may wait for our next part in another operation than we wait for.
+bool advance_all();
+
 class MpiWork : public TransportWork {
  public:
-  explicit MpiWork(std::shared_ptr<MpiOperation> operation);
-  ~MpiWork() override;
+  explicit MpiWork(std::shared_ptr<MpiOperation> operation) : operation_(std::move(operation)) {}
 
   bool done() override;
   bool wait_for(Milliseconds slice, Milliseconds remaining) override;
 
  private:
-  bool test();
-
-  std::shared_ptr<MpiOperation> operation_;  // null: finished
-  std::exception_ptr failure_;
+  std::shared_ptr<MpiOperation> operation_;
 };
 
 }  // namespace shoal

@@ -26,7 +26,7 @@ std::unique_ptr<World>& joined() {
 // Keeps passing ranks other than 0 quiet; failures of every rank are shown.
 class FailuresOnly : public ::testing::EmptyTestEventListener {
   void OnTestPartResult(const ::testing::TestPartResult& result) override {
-    if (result.passed()) return;
+    if (!result.failed()) return;
     fmt::print(stderr, "{}:{}: {}\n", result.file_name() != nullptr ? result.file_name() : "?", result.line_number(),
                result.message());
   }
