@@ -12,13 +12,18 @@
 namespace shoal {
 namespace {
 
-// Tensors that are smaller than this on all ranks together are exchanged whole; of larger ones, every rank reduces a
-// part, and that in pieces: temporary memory of a piece's size is reused where that of a bucket's size would be mapped
-// anew each time, and a piece is reduced while others travel.
+// Tensors that are smaller than this on all ranks together are exchanged whole; of larger ones every rank reduces a
+// part, piece by piece, so that little temporary memory is needed, and one piece is reduced while others travel.
 constexpr int64_t small_bytes = 1 << 15;
-constexpr int64_t piece_bytes = 1 << 20;
 
-// The tags below are for the pieces; equal for all pieces of an operation, which come in order.
+// So that a rank receives about a mebibyte for a piece of its own.
+int64_t piece_bytes(int ranks) {
+  constexpr int64_t received = 1 << 20;
+  constexpr int64_t least = 1 << 16;
+  return std::max(received / (ranks - 1), least);
+}
+
+// The tags below are for pieces: two for each operation in flight, for inputs and for results.
 constexpr int first_tag = 1 << 13;
 
 // Autograd does not see what MPI writes; nor is it to see what is written here after MPI.
@@ -44,8 +49,10 @@ struct Piece {
   at::Tensor result;
   int owner;
   ReduceOp op;
-  int tag;
+  int input_tag;
   bool for_all;  // all ranks get the result, not only the owner
+
+  int result_tag() const { return input_tag + 1; }
 };
 
 class MpiTransport : public Transport {
@@ -85,8 +92,7 @@ class MpiTransport : public Transport {
       case Op::scatter:
         return scatter(call, operation);
       case Op::barrier:
-        return check_mpi(MPI_Ibarrier(communicator_->get(), operation.parts.emplace_back().add_request()),
-                         "MPI_Ibarrier");
+        return check_mpi(MPI_Ibarrier(communicator_->get(), operation.add().add_request()), "MPI_Ibarrier");
       case Op::all_gather:
       case Op::all_to_all:
       case Op::broadcast:
@@ -104,7 +110,7 @@ class MpiTransport : public Transport {
       return exchange(tensor, call.reduce, operation);
     }
     const int tag = next_tag();
-    for_each_piece(tensor.numel(), piece_bytes / tensor.itemsize(), for_all ? size_ : 1,
+    for_each_piece(tensor.numel(), elements_of_piece(tensor), for_all ? size_ : 1,
                    [&](int owner, int64_t begin, int64_t length) {
                      const auto piece = tensor.narrow(0, begin, length);
                      start_piece({piece, piece, for_all ? owner : call.peer, call.reduce, tag, for_all}, operation);
@@ -118,18 +124,18 @@ class MpiTransport : public Transport {
     // A piece's result must not overwrite what other pieces have yet to send.
     const auto target = output.is_alias_of(input) ? at::empty_like(output) : output;
     const int tag = next_tag();
-    for_each_piece(input.numel(), piece_bytes / input.itemsize(), size_, [&](int owner, int64_t begin, int64_t length) {
+    for_each_piece(input.numel(), elements_of_piece(input), size_, [&](int owner, int64_t begin, int64_t length) {
       const auto place = begin - owner * output.numel();
       start_piece({input.narrow(0, begin, length), target.narrow(0, place, length), owner, call.reduce, tag, false},
                   operation);
     });
-    if (!target.is_same(output)) operation.parts.emplace_back().finish = [=] { output.copy_(target); };
+    if (!target.is_same(output)) operation.finish = [=] { output.copy_(target); };
   }
 
   // Every rank gets all of all and reduces it.
   void exchange(const at::Tensor& tensor, ReduceOp op, MpiOperation& operation) {
     const auto all = at::empty({size_, tensor.numel()}, tensor.options());
-    auto& part = operation.parts.emplace_back();
+    auto& part = operation.add();
     part.finish = [=] { reduce_in_order(tensor, all.unbind(), op); };
     const int bytes = static_cast<int>(tensor.nbytes());
     check_mpi(MPI_Iallgather(tensor.data_ptr(), bytes, MPI_BYTE, all.data_ptr(), bytes, MPI_BYTE, communicator_->get(),
@@ -139,30 +145,38 @@ class MpiTransport : public Transport {
 
   // The owner receives what the others have of the piece and reduces it. Not with MPI's own reductions: they took up to
   // ten times as long, and would round 16-bit sums at every step.
-  void start_piece(const Piece& piece, MpiOperation& operation) {
-    auto& part = operation.parts.emplace_back();
-    MPI_Comm communicator = communicator_->get();
-    if (piece.owner != rank_) {
-      start_send(part, piece.own, piece.owner, piece.tag, communicator);
-      if (!piece.for_all) return;
-      part.finish = [piece, communicator, &operation] {
-        start_receive(operation.parts.emplace_back(), piece.result, piece.owner, piece.tag, communicator);
-      };
+  void start_piece(const Piece& piece, MpiOperation& operation) const {
+    if (piece.owner == rank_) {
+      operation.waiting.emplace_back([=, this_rank = rank_, ranks = size_, &operation](MpiPart& part) {
+        collect_piece(piece, this_rank, ranks, part, operation);
+      });
       return;
     }
-    std::vector<at::Tensor> inputs(size_, piece.own);
-    std::vector<int> others;
-    for (int rank = 0; rank < size_; ++rank) {
-      if (rank == rank_) continue;
-      others.push_back(rank);
+    MPI_Comm communicator = communicator_->get();
+    auto& part = operation.add();
+    start_send(part, piece.own, piece.owner, piece.input_tag, communicator);
+    if (!piece.for_all) return;
+    part.finish = [piece, communicator, &operation] {
+      start_receive(operation.add(MpiOperation::second), piece.result, piece.owner, piece.result_tag(), communicator);
+    };
+  }
+
+  // Static, since an operation may outlive its transport.
+  static void collect_piece(const Piece& piece, int this_rank, int ranks, MpiPart& part, MpiOperation& operation) {
+    MPI_Comm communicator = operation.communicator->get();
+    std::vector<at::Tensor> inputs(ranks, piece.own);
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == this_rank) continue;
       inputs[rank] = at::empty_like(piece.own);
-      start_receive(part, inputs[rank], rank, piece.tag, communicator);
+      start_receive(part, inputs[rank], rank, piece.input_tag, communicator);
     }
-    part.finish = [piece, inputs, others, communicator, &operation] {
+    part.finish = [=, &operation] {
       reduce_in_order(piece.result, inputs, piece.op);
       if (!piece.for_all) return;
-      auto& next = operation.parts.emplace_back();
-      for (const int rank : others) start_send(next, piece.result, rank, piece.tag, communicator);
+      auto& next = operation.add(MpiOperation::second);
+      for (int rank = 0; rank < ranks; ++rank) {
+        if (rank != this_rank) start_send(next, piece.result, rank, piece.result_tag(), communicator);
+      }
     };
   }
 
@@ -178,11 +192,15 @@ class MpiTransport : public Transport {
               "MPI_Irecv");
   }
 
-  int next_tag() { return static_cast<int>(number_++ % first_tag); }
+  int next_tag() { return static_cast<int>(2 * number_++ % first_tag); }
+
+  int64_t elements_of_piece(const at::Tensor& tensor) const {
+    return piece_bytes(size_) / static_cast<int64_t>(tensor.itemsize());
+  }
 
   void gather(const Call& call, MpiOperation& operation) const {
     const auto& input = call.inputs[0];
-    auto& part = operation.parts.emplace_back();
+    auto& part = operation.add();
     at::Tensor all;
     if (call.peer == rank_) {
       all = at::empty({size_, input.numel()}, input.options());
@@ -198,7 +216,7 @@ class MpiTransport : public Transport {
 
   void scatter(const Call& call, MpiOperation& operation) const {
     const auto& output = call.outputs[0];
-    auto& part = operation.parts.emplace_back();
+    auto& part = operation.add();
     at::Tensor all;
     if (call.peer == rank_) {
       std::vector<at::Tensor> inputs;
@@ -218,7 +236,7 @@ class MpiTransport : public Transport {
     auto* const input = static_cast<char*>(call.inputs[0].data_ptr());
     auto* const output = call.outputs.empty() ? nullptr : static_cast<char*>(call.outputs[0].data_ptr());
     const auto input_bytes = static_cast<int64_t>(call.inputs[0].nbytes());
-    auto& part = operation.parts.emplace_back();
+    auto& part = operation.add();
     const auto& bytes = part.count(call.op == Op::all_to_all ? input_bytes / size_ : input_bytes);
     auto* request = part.add_request();
     switch (call.op) {

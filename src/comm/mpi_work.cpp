@@ -2,6 +2,7 @@
 
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <climits>
 #include <list>
 #include <mutex>
@@ -30,20 +31,37 @@ bool is_complete(std::vector<MPI_Request>& requests) {
   return true;
 }
 
-bool advance(MpiOperation& operation) {
+// Finishing a part may add parts. True when any has finished.
+bool advance_parts(MpiOperation& operation) {
   bool moved = false;
-  auto& parts = operation.parts;
-  try {
-    for (; !parts.empty() && is_complete(parts.front().requests); parts.pop_front()) {
-      parts.front().finish();
+  for (auto& lane : operation.parts) {
+    for (; !lane.empty() && is_complete(lane.front().requests); lane.pop_front()) {
+      lane.front().finish();
       moved = true;
     }
-    operation.finished = parts.empty();
+  }
+  return moved;
+}
+
+// `oldest` of the operations in flight: it may take more memory than the others, for they wait for it anyway.
+bool advance(MpiOperation& operation, bool oldest) {
+  const size_t most = oldest ? 8 : 1;
+  bool moved = false;
+  try {
+    moved = advance_parts(operation);
+    auto& lane = operation.parts[MpiOperation::temporary];
+    for (auto& waiting = operation.waiting; !waiting.empty() && lane.size() < most; waiting.pop_front()) {
+      waiting.front()(lane.emplace_back());
+    }
+    if (std::all_of(operation.parts.begin(), operation.parts.end(), [](const auto& lane) { return lane.empty(); })) {
+      operation.finish();
+      operation.finished = true;
+    }
   } catch (const std::exception&) {
     operation.failure = std::current_exception();
     operation.finished = true;
   }
-  return moved;
+  return moved || operation.finished;
 }
 
 }  // namespace
@@ -86,11 +104,12 @@ bool advance_all() {
   auto& [mutex, operations] = in_flight();
   const std::lock_guard lock(mutex);
   bool moved = false;
-  std::erase_if(operations, [&moved](const std::shared_ptr<MpiOperation>& operation) {
+  std::erase_if(operations, [&moved, &operations = operations](const auto& operation) {
     if (operation->failure) return false;  // MPI may not have let go of its tensors
-    moved = advance(*operation) || moved;
+    moved = advance(*operation, operation == operations.front()) || moved;
     if (!operation->finished || operation->failure) return false;
     operation->tensors.clear();
+    operation->finish = nullptr;
     return true;
   });
   return moved;

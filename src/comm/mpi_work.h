@@ -3,6 +3,7 @@
 
 #include <mpi.h>
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <exception>
@@ -39,11 +40,19 @@ struct MpiPart {
 };
 
 struct MpiOperation {
+  // Parts of a lane finish in their order; those of different lanes wait for different things.
+  enum Lane { first, second, temporary, lanes };
+
   std::shared_ptr<MpiCommunicator> communicator;
   std::vector<at::Tensor> tensors;  // the call's
-  std::deque<MpiPart> parts;        // finished in this order; finishing one may append others
+  std::array<std::deque<MpiPart>, lanes> parts;
+  // Starts of parts of the lane `temporary`: they take memory, so few of them are in flight at once.
+  std::deque<std::function<void(MpiPart&)>> waiting;
+  std::function<void()> finish = [] {};  // after all parts
   std::atomic<bool> finished = false;
   std::exception_ptr failure;  // to be read when finished
+
+  MpiPart& add(Lane lane = first) { return parts[lane].emplace_back(); }
 };
 
 // Keeps the operation, and so its tensors, until it is finished, whether somebody waits or not.

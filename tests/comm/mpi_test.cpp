@@ -1,5 +1,8 @@
 // Every operation over MPI against a naive result, and what waiting, dropping and huge counts do. mpirun starts it.
 
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <utility>
