@@ -144,7 +144,7 @@ class MpiTransport : public Transport {
   }
 
   // The owner receives what the others have of the piece and reduces it. Not with MPI's own reductions: they took up to
-  // ten times as long, and would round 16-bit sums at every step.
+  // four times as long, and would round 16-bit sums at every step.
   void start_piece(const Piece& piece, MpiOperation& operation) const {
     if (piece.owner == rank_) {
       operation.waiting.emplace_back([=, this_rank = rank_, ranks = size_, &operation](MpiPart& part) {
@@ -208,7 +208,7 @@ class MpiTransport : public Transport {
         for (size_t rank = 0; rank < outputs.size(); ++rank) flat(outputs[rank]).copy_(all[static_cast<int64_t>(rank)]);
       };
     }
-    const auto& bytes = part.count(input.nbytes());
+    const auto& bytes = part.count(static_cast<int64_t>(input.nbytes()));
     check_mpi(MPI_Igather(input.data_ptr(), bytes.count, bytes.type, all.defined() ? all.data_ptr() : nullptr,
                           bytes.count, bytes.type, call.peer, communicator_->get(), part.add_request()),
               "MPI_Igather");
@@ -224,7 +224,7 @@ class MpiTransport : public Transport {
       all = at::cat(inputs);
       operation.tensors.push_back(all);
     }
-    const auto& bytes = part.count(output.nbytes());
+    const auto& bytes = part.count(static_cast<int64_t>(output.nbytes()));
     check_mpi(MPI_Iscatter(all.defined() ? all.data_ptr() : nullptr, bytes.count, bytes.type, output.data_ptr(),
                            bytes.count, bytes.type, call.peer, communicator_->get(), part.add_request()),
               "MPI_Iscatter");

@@ -129,12 +129,10 @@ bool MpiWork::wait_for(Milliseconds slice, Milliseconds) {
   const auto start = Clock::now();
   auto moved = start;
   while (!operation_->finished) {
+    if (advance_all()) moved = Clock::now();
     const auto now = Clock::now();
-    if (advance_all()) {
-      moved = now;
-    } else if (now - start >= slice) {
-      return false;
-    } else if (now - moved < patience) {
+    if (now - start >= slice) return false;
+    if (now - moved < patience) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(nap);
