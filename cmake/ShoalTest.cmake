@@ -44,6 +44,24 @@ function(shoal_world_variant name variant)
   endforeach()
 endfunction()
 
+# shoal_runs_with_mpi(NAME WORLD 2 3 [LABELS label...] [TIMEOUT seconds])
+#
+# The world test NAME once more, started by mpirun and over MPI.
+function(shoal_runs_with_mpi name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD" ${ARGN})
+  shoal_test_defaults()
+  foreach(ranks IN LISTS ARG_WORLD)
+    add_test(NAME ${name}.mpi${ranks}
+      COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi)
+    set_tests_properties(${name}.mpi${ranks} PROPERTIES
+      LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
+  endforeach()
+endfunction()
+
+# Open MPI: more ranks than cores, as root, and not bound to cores that another test's ranks are bound to as well.
+set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none)
+
 macro(shoal_test_defaults)
   if(NOT ARG_LABELS)
     set(ARG_LABELS fast)

@@ -14,6 +14,8 @@
 #include "base/environment.h"
 #include "cli/commands.h"
 #include "cli/report.h"
+#include "comm/mpi.h"
+#include "comm/shm/host_memory.h"
 #include "comm/store_server.h"
 #include "shoal/base/error.h"
 
@@ -53,16 +55,28 @@ std::string fashion_mnist() {
   return "not installed: apt-get install dataset-fashion-mnist, or --data fashion-mnist:FOLDER";
 }
 
+// What every rank does when it meets its peers: make memory and open it the way a peer would.
+std::string host_transport() {
+  try {
+    const HostMemory memory;
+    const PeerMemory seen(memory.address());
+    return "yes";
+  } catch (const std::exception& error) {
+    return fmt::format("no: {}", error.what());
+  }
+}
+
 Json examine() {
   struct rlimit files {};
   getrlimit(RLIMIT_NOFILE, &files);
   Json report;
   report["shoal"] = SHOAL_VERSION;
   report["libtorch"] = TORCH_VERSION;
-  report["transports"] = {{"gloo", "yes"},
-                          {"host", "not in this version"},
-                          {"mpi", "not in this version"},
-                          {"nccl", "not in this version"}};
+  report["transports"] = {
+      {"gloo", "yes"},
+      {"host", host_transport()},
+      {"mpi", mpi_is_built() ? "yes" : "not in this build: apt-get install libopenmpi-dev, and build again"},
+      {"nccl", "not in this version"}};
   for (const auto* name : {"torchrun", "mpirun", "srun"}) {
     const auto path = find_program(name);
     report["launchers"][name] = path.empty() ? "not in PATH; shoal launch needs none" : path;

@@ -166,8 +166,12 @@ void write_json(const std::string& path, const Json& json) {
     std::cout << json.dump(1) << std::endl;
     return;
   }
+  write_text(path, json.dump(1) + '\n');
+}
+
+void write_text(const std::string& path, const std::string& text) {
   std::ofstream file(path);
-  file << json.dump(1) << '\n';
+  file << text;
   file.close();
   if (!file) throw UsageError(fmt::format("cannot write {}: does its folder exist and is it writable?", path));
 }

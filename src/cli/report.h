@@ -22,6 +22,9 @@ nlohmann::ordered_json make_report(const TrainOptions& options, const World& wor
 // To a file, or to standard output for "-". Throws UsageError that names the file.
 void write_json(const std::string& path, const nlohmann::ordered_json& json);
 
+// Throws UsageError that names the file.
+void write_text(const std::string& path, const std::string& text);
+
 // Parameters and buffers by name, a shared tensor once.
 std::vector<std::pair<std::string, at::Tensor>> named_state(const torch::nn::Module& module);
 

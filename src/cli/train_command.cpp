@@ -131,6 +131,9 @@ int train(TrainOptions options, const std::vector<std::string>& line) {
   }
   const int ranks = started ? placement.size : options.strategy == "none" ? 1 : options.ranks.value_or(2);
   if (options.strategy == "none" && ranks != 1) throw UsageError("--strategy none trains in one process");
+  if (options.transport == "mpi" && !started && ranks > 1) {
+    throw UsageError(fmt::format("--transport mpi: start the ranks with mpirun -n {} shoal train ...", ranks));
+  }
   if (started || ranks == 1) return train_rank(options);
   return launch({.ranks = ranks, .command = line, .threads = threads_per_rank(options, ranks), .prefix_output = false});
 }

@@ -7,6 +7,7 @@
 
 #include "cli/optimizers.h"
 #include "cli/strategies.h"
+#include "comm/transport.h"
 #include "models/registry.h"
 #include "shoal/base/error.h"
 
@@ -27,7 +28,7 @@ void require_at_least(const char* option, T value, T least) {
 
 void TrainOptions::complete() {
   require_one_of("--strategy", strategy, strategy_names());
-  require_one_of("--transport", transport, {"auto", "host", "gloo"});
+  require_one_of("--transport", transport, transport_names());
   require_one_of("--optimizer", optimizer, optimizer_names());
   require_one_of("--dtype", dtype, {"float32", "float64"});
   if (ranks) require_at_least("--ranks", *ranks, 1);
@@ -77,7 +78,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
   command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");
-  command.add_option("--transport", options.transport, "auto, host, gloo")->capture_default_str();
+  command.add_option("--transport", options.transport, fmt::format("{}", fmt::join(transport_names(), ", ")))
+      ->capture_default_str();
   command.add_flag("--check-agreement", options.check_agreement,
                    "compare what ranks call before every operation, also over gloo");
   command.add_option("--timeout", options.timeout_seconds, "seconds that an operation may take with all ranks alive")

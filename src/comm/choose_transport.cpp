@@ -8,6 +8,7 @@
 #include "comm/gloo.h"
 #include "comm/hierarchical.h"
 #include "comm/identity.h"
+#include "comm/mpi.h"
 #include "comm/shm/host_transport.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
@@ -39,10 +40,17 @@ std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::str
 
 }  // namespace
 
+std::vector<std::string> transport_names() {
+  std::vector<std::string> names = {"auto", "host", "gloo"};
+  if (mpi_is_built()) names.emplace_back("mpi");
+  return names;
+}
+
 std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::string& name, int rank,
                                             const std::vector<int>& world_ranks) {
   const auto& wanted = world.options.transport;
   if (world_ranks.size() == 1) return make_identity_transport();
+  if (wanted == "mpi") return make_mpi_transport(world, world_ranks, rank);
   if (wanted != "gloo") {
     auto host = make_host_transport(world, name, rank, world_ranks);
     if (host.transport) return host.transport;

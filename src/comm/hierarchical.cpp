@@ -7,7 +7,7 @@
 #include <map>
 #include <mutex>
 
-#include "comm/shm/reduce_kernels.h"
+#include "comm/reduce_kernels.h"
 
 namespace shoal {
 namespace {
@@ -283,16 +283,7 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
   // output <- the sum (or what else is asked for) of what the hosts have, in their order.
   std::function<void()> summation(const Call& call, const at::Tensor& received, const at::Tensor& output) const {
     return [call, received, output, divide = division(call, output)] {
-      Reduction reduction{.dtype = output.scalar_type(),
-                          .op = call.reduce == ReduceOp::avg ? ReduceOp::sum : call.reduce,
-                          .sources = {},
-                          .factors = {},
-                          .destinations = {static_cast<std::byte*>(output.data_ptr())},
-                          .numel = output.numel()};
-      for (int64_t host = 0; host < received.size(0); ++host) {
-        reduction.sources.push_back(static_cast<const std::byte*>(received[host].data_ptr()));
-      }
-      reduce(reduction);
+      reduce_in_order(output, received.unbind(), call.reduce == ReduceOp::avg ? ReduceOp::sum : call.reduce);
       if (divide) divide();
     };
   }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "shoal/comm/call.h"
 
@@ -39,5 +40,8 @@ class Transport {
   // `numel` zeroed elements, see Group::allocate.
   virtual at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
 };
+
+// What WorldOptions::transport may be in this build.
+std::vector<std::string> transport_names();
 
 }  // namespace shoal

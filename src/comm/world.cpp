@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
@@ -56,8 +57,10 @@ void count_local_ranks(WorldState& state) {
 void WorldOptions::validate() const {
   std::vector<std::string> faults;
   if (rank.has_value() != size.has_value()) faults.emplace_back("rank and size: give both or neither");
-  if (transport != "auto" && transport != "host" && transport != "gloo") {
-    faults.push_back(fmt::format("transport '{}' is not in this build; it has: auto, host, gloo", transport));
+  const auto transports = transport_names();
+  if (std::find(transports.begin(), transports.end(), transport) == transports.end()) {
+    faults.push_back(
+        fmt::format("transport '{}' is not in this build; it has: {}", transport, fmt::join(transports, ", ")));
   }
   if (rendezvous_timeout_seconds < 1) faults.emplace_back("rendezvous_timeout_seconds must be at least 1");
   if (timeout_seconds < 1) faults.emplace_back("timeout_seconds must be at least 1");

@@ -90,6 +90,8 @@ def check_names(path, text):
         yield "%s: c10d outside comm/" % path
     if re.search(r"\b(secure_)?getenv\b", text) and path != "src/base/environment.cpp":
         yield "%s: getenv outside src/base/environment.cpp" % path
+    if re.search(r"\bMPI_[A-Z]|<mpi\.h>", text) and not path.startswith("src/comm/mpi"):
+        yield "%s: MPI outside src/comm/mpi*" % path
     if re.search(r"ProcessGroupGloo|<gloo/|\"gloo/", text) and path != "src/comm/gloo.cpp":
         yield "%s: Gloo outside src/comm/gloo.cpp" % path
 

@@ -14,6 +14,8 @@ PLANTED = [
     ("src/strategy/ddp.cpp", "#include <torch/csrc/distributed/c10d/Store.hpp>\n", "c10d outside comm/"),
     ("src/comm/world.cpp", 'auto x = std::getenv("X");\n', "getenv outside"),
     ("src/comm/world.cpp", "#include <gloo/context.h>\n", "Gloo outside"),
+    ("src/comm/world.cpp", "#include <mpi.h>\n", "MPI outside"),
+    ("src/strategy/ddp.cpp", "int size = MPI_Comm_size(0, 0);\n", "MPI outside"),
     ("include/shoal/comm/group.h", '#include "comm/transport.h"\n', "a public header includes"),
     ("src/models/hash.h", '#include "shoal/strategy/ddp.h"\n', "upward include"),
     ("src/strategy/other.cpp", '#include "shoal/strategy/ddp.h"\n', "a strategy includes another"),

@@ -51,6 +51,21 @@ TEST(Launch, ASignalIsNamed) {
   EXPECT_TRUE(contains(ended, "rank 0 was killed by signal 9 (SIGKILL)")) << ended.output;
 }
 
+TEST(Launch, ARankKilledInTrainingIsNamedByTheOthersAndByTheLauncher) {
+  for (const auto* point : {"forward", "backward", "all_reduce"}) {
+    for (const auto* victim : {"0", "2"}) {
+      SCOPED_TRACE(std::string(point) + ", rank " + victim);
+      const auto ended = launch({"-n", "3", "--", FAULT_RANK, point, victim});
+      EXPECT_EQ(ended.code, 128 + 9);
+      EXPECT_TRUE(contains(ended, std::string("rank ") + victim + " was killed by signal 9")) << ended.output;
+      for (const std::string other : {"0", "1", "2"}) {
+        if (other == victim) continue;
+        EXPECT_TRUE(contains(ended, "[" + other + "] error: rank " + victim + " ")) << ended.output;
+      }
+    }
+  }
+}
+
 TEST(Launch, RanksThatIgnoreSigtermAreKilled) {
   const auto ended = launch({"-n", "2", "--grace", "0.2", "--", "sh", "-c",
                              "trap '' TERM; [ $RANK = 0 ] && exit 3; sleep 50 & wait; wait; sleep 50"});

@@ -1,6 +1,6 @@
-// The main of tests that run on several real processes. `TEST --ranks N` starts N copies of itself; each joins the
-// world and runs the whole suite, so every test body is executed by all ranks together. Further arguments:
-// --transport NAME, --check-agreement (see WorldOptions).
+// The main of tests that run on several real processes. `TEST --ranks N [--transport T] [--check-agreement]` starts N
+// copies of itself, `mpirun -n N TEST` has done so; each joins the world and runs the whole suite, so every test body
+// is executed by all ranks together.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -26,7 +26,7 @@ std::unique_ptr<World>& joined() {
 // Keeps passing ranks other than 0 quiet; failures of every rank are shown.
 class FailuresOnly : public ::testing::EmptyTestEventListener {
   void OnTestPartResult(const ::testing::TestPartResult& result) override {
-    if (result.passed()) return;
+    if (!result.failed()) return;
     fmt::print(stderr, "{}:{}: {}\n", result.file_name() != nullptr ? result.file_name() : "?", result.line_number(),
                result.message());
   }
@@ -68,7 +68,8 @@ int main(int argc, char** argv) {
       std::from_chars(argv[i + 1], argv[i + 1] + std::strlen(argv[i + 1]), ranks);
   }
   try {
-    if (!shoal::process_environment()("RANK")) {
+    const auto environment = shoal::process_environment();
+    if (!environment("RANK") && !environment("OMPI_COMM_WORLD_RANK") && !environment("PMI_RANK")) {
       return shoal::launch({.ranks = ranks, .command = command, .threads = 1});
     }
     ::testing::InitGoogleTest(&argc, argv);

@@ -34,7 +34,7 @@ class Group {
   int rank() const;  // this process's place in the group, 0 .. size() - 1
   int size() const;
   const std::string& name() const;
-  std::string transport() const;  // "host", "gloo", "identity", ...
+  std::string transport() const;  // "host", "gloo", "mpi", "identity", ...
   int world_rank(int rank) const;
 
   // tensor <- reduction over ranks, on every rank, in place.

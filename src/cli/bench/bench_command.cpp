@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cli/bench/collectives.h"
+#include "cli/bench/html.h"
 #include "cli/bench/table.h"
 #include "cli/bench/training.h"
 #include "cli/commands.h"
@@ -26,6 +27,7 @@ struct BenchOptions {
   int threads = 1;
   int rounds = 0;  // 0: each kind's own
   std::string json;
+  std::string html;
 };
 
 int finish(const BenchOptions& options, const char* kind, const nlohmann::ordered_json& figures,
@@ -35,6 +37,7 @@ int finish(const BenchOptions& options, const char* kind, const nlohmann::ordere
                                 {"load_1min", load_average()},
                                 {kind, figures}};
   if (!options.json.empty()) write_json(options.json, report);
+  if (!options.html.empty()) write_text(options.html, html_report(report));
   if (options.json != "-") fmt::print("{}", table);
   return 0;
 }
@@ -98,6 +101,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--ranks", options->ranks, "processes to start")->capture_default_str();
   command->add_option("--threads", options->threads, "compute threads per rank")->capture_default_str();
   command->add_option("--json", options->json, "file for the report, - for standard output");
+  command->add_option("--html", options->html, "file for the report as a page with plots");
   command->callback([options, &line, &chosen] {
     if (options->ranks < 2) throw UsageError("--ranks must be at least 2");
     if (options->rounds < 0) throw UsageError("--rounds must be at least 1");

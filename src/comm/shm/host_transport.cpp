@@ -12,7 +12,7 @@
 #include "comm/exchange.h"
 #include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
-#include "comm/shm/reduce_kernels.h"
+#include "comm/reduce_kernels.h"
 #include "comm/shm/wait.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
@@ -156,10 +156,7 @@ class SharedMemoryTransport : public Transport,
       }
     }
     const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
-    if (reduces && !can_reduce(call.inputs[0].scalar_type(), call.reduce)) {
-      throw UsageError(fmt::format("{}: {} is not defined for {}", call.describe(), to_string(call.reduce),
-                                   toString(call.inputs[0].scalar_type())));
-    }
+    if (reduces) require_reducible(call);
   }
 
   void advance() {

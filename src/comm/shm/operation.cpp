@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "comm/fingerprint.h"
-#include "comm/shm/reduce_kernels.h"
+#include "comm/reduce_kernels.h"
 #include "shoal/base/error.h"
 
 namespace shoal {

@@ -1,4 +1,4 @@
-#include "comm/shm/reduce_kernels.h"
+#include "comm/reduce_kernels.h"
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "comm/shm/reduce_blocks.h"
+#include "comm/reduce_blocks.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -78,8 +78,22 @@ kernels::Kernel find(c10::ScalarType dtype, ReduceOp op) {
 
 }  // namespace
 
-bool can_reduce(c10::ScalarType dtype, ReduceOp op) {
-  return find(dtype, op) != nullptr;
+void require_reducible(const Call& call) {
+  const auto dtype = call.inputs[0].scalar_type();
+  if (find(dtype, call.reduce) != nullptr) return;
+  throw UsageError(
+      fmt::format("{}: {} is not defined for {}", call.describe(), to_string(call.reduce), toString(dtype)));
+}
+
+void reduce_in_order(const at::Tensor& result, const std::vector<at::Tensor>& inputs, ReduceOp op) {
+  Reduction reduction{.dtype = result.scalar_type(),
+                      .op = op,
+                      .sources = {},
+                      .factors = {},
+                      .destinations = {static_cast<std::byte*>(result.data_ptr())},
+                      .numel = result.numel()};
+  for (const auto& input : inputs) reduction.sources.push_back(static_cast<const std::byte*>(input.data_ptr()));
+  reduce(reduction);
 }
 
 void reduce(const Reduction& reduction) {

@@ -24,7 +24,11 @@ struct Reduction {
 // intra-op threads. Throws UsageError for an operation that the dtype does not have (avg on integers, band on floats).
 void reduce(const Reduction& reduction);
 
-// Whether reduce() has this operation on this dtype.
-bool can_reduce(c10::ScalarType dtype, ReduceOp op);
+// The same on tensors of one shape and dtype: result <- the reduction of `inputs` in their order. `result` may be one
+// of them.
+void reduce_in_order(const at::Tensor& result, const std::vector<at::Tensor>& inputs, ReduceOp op);
+
+// Throws UsageError for a call whose tensors do not have its reduction.
+void require_reducible(const Call& call);
 
 }  // namespace shoal

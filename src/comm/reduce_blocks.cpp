@@ -1,7 +1,7 @@
 // Compiled as find_baseline with the compiler's default instructions, and on x86 again as find_avx2 (SHOAL_KERNELS
 // names the function). The loops are left to the compiler's vectoriser.
 
-#include "comm/shm/reduce_blocks.h"
+#include "comm/reduce_blocks.h"
 
 #include <type_traits>
 #ifdef __SSE2__
