@@ -122,8 +122,8 @@ TEST(Train, AnInterruptSavesAndEndsWith130) {
   // The shell sends the signal to the launcher alone, which passes it on.
   const auto ended =
       run({"sh", "-c",
-           std::string(SHOAL) + " train --data reference --model mlp --steps 20000 --batch 1 --ranks 2 " + "--save " +
-               checkpoint + " & pid=$!; sleep 6; kill -INT $pid; wait $pid"},
+           std::string(SHOAL) + " train --data reference --model cnn --steps 50000 --batch 1 --ranks 2 " + "--save " +
+               checkpoint + " & pid=$!; sleep 4; kill -INT $pid; wait $pid"},
           60);
   EXPECT_EQ(ended.code, 130) << ended.output;
   EXPECT_TRUE(std::filesystem::exists(checkpoint + "/model.safetensors")) << ended.output;
