@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 
 namespace shoal {
 
 std::vector<std::vector<size_t>> plan_buckets(const std::vector<Gradient>& gradients, std::span<const size_t> order,
-                                              int64_t first_cap_bytes, int64_t cap_bytes) {
+                                              int64_t first_cap_bytes, int64_t cap_bytes, std::span<const int> owners) {
   struct Open {
     std::vector<size_t> members;
     int64_t bytes = 0;
@@ -17,7 +18,7 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<Gradient>& gradi
     std::vector<size_t> members;
     size_t last;
   };
-  std::map<std::pair<c10::ScalarType, std::string>, Open> open;
+  std::map<std::tuple<c10::ScalarType, std::string, int>, Open> open;
   std::vector<Closed> closed;
   for (size_t position = 0; position < order.size(); ++position) {
     const auto& gradient = gradients[order[position]];
@@ -25,9 +26,10 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<Gradient>& gradi
       closed.push_back({{order[position]}, position});
       continue;
     }
-    auto& bucket = open[{gradient.parameter.scalar_type(), gradient.parameter.device().str()}];
+    const int owner = owners.empty() ? -1 : owners[order[position]];
+    auto& bucket = open[{gradient.dtype(), gradient.parameter.device().str(), owner}];
     bucket.members.push_back(order[position]);
-    bucket.bytes += static_cast<int64_t>(gradient.parameter.nbytes());
+    bucket.bytes += gradient.parameter.numel() * static_cast<int64_t>(c10::elementSize(gradient.dtype()));
     bucket.last = position;
     if (bucket.bytes < (bucket.first ? first_cap_bytes : cap_bytes)) continue;
     closed.push_back({std::exchange(bucket.members, {}), position});

@@ -36,13 +36,16 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
 }  // namespace
 
 Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
-                 Reduction reduction)
+                 std::unique_ptr<Exchange> exchange)
     : gradients_(std::move(gradients)),
       group_(group),
       options_(options),
-      reduction_(std::move(reduction)),
+      exchange_(std::move(exchange)),
       used_(gradients_.size()),
       reached_(gradients_.size()),
+      used_anywhere_(gradients_.size()),
+      summed_(gradients_.size()),
+      carried_(gradients_.size()),
       hooks_(parameters_of(gradients_), [this](size_t gradient) { arrived(gradient); }) {
   // Backward meets the last registered layer first.
   std::vector<size_t> order(gradients_.size());
@@ -52,31 +55,62 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
 
 void Reducer::build(const std::vector<size_t>& order) {
   const torch::NoGradGuard no_grad;
-  const auto plan = plan_buckets(gradients_, order, options_.first_bucket_bytes, options_.bucket_cap_bytes);
+  const auto plan = exchange_->plan(gradients_, order);
   auto old = std::move(buckets_);
   buckets_.clear();
   // Kept while gradients that lie in it move; usually none do, and then old and new never exist together.
   std::erase_if(old, [this](Bucket& bucket) {
     return std::none_of(gradients_.begin(), gradients_.end(), [&](const Gradient& gradient) {
       const auto& grad = gradient.parameter.grad();
-      return !bucket.sparse() && grad.defined() && grad.layout() == at::kStrided && grad.is_alias_of(bucket.flat());
+      return bucket.flat().defined() && grad.defined() && grad.layout() == at::kStrided &&
+             grad.is_alias_of(bucket.flat());
     });
   });
   places_.assign(gradients_.size(), {});
-  bool coarse = false;
-  bool exact = false;
+  // A weight that no bucket can carry exactly needs memory of its own.
+  const bool exact = std::any_of(gradients_.begin(), gradients_.end(), [](const Gradient& gradient) {
+    return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
+  });
+  const bool apart = !exchange_->everywhere() || !exact;
   for (const auto& members : plan) {
     for (size_t index = 0; index < members.size(); ++index) places_[members[index]] = {buckets_.size(), index};
-    buckets_.emplace_back(gradients_, members, group_);
-    const auto& bucket = buckets_.back();
-    exact = exact || bucket.exact_weight();
-    coarse = coarse || (!bucket.sparse() && !bucket.exact_weight());
+    buckets_.emplace_back(gradients_, members, group_, *exchange_, !apart);
   }
-  if (coarse && !exact) buckets_.push_back(Bucket::weight_only(group_));
+  if (apart) {
+    std::vector<size_t> all(gradients_.size());
+    std::iota(all.begin(), all.end(), 0);
+    facts_ = Facts(all, group_.allocate(Facts::numel(all.size()), at::TensorOptions(at::kFloat)));
+  }
+  part_summed_.assign(buckets_.size(), false);
+  carried_parts_.assign(buckets_.size(), {});
   if (!options_.gradient_as_bucket_view) return;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (gradients_[i].parameter.grad().defined()) adopt_into_bucket(i);
   }
+}
+
+// Before autograd adds to them.
+void Reducer::set_sums_aside() {
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    auto& grad = gradients_[i].parameter.mutable_grad();
+    const bool holds = summed_[i] && grad.defined();
+    summed_[i] = false;
+    if (!holds) continue;
+    carried_[i] = grad.clone();
+    grad.reset();
+  }
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    if (part_summed_[i]) carried_parts_[i] = buckets_[i].payload(exchange_->kept(buckets_[i])).clone();
+    part_summed_[i] = false;
+  }
+}
+
+void Reducer::drop_sums() {
+  summed_.assign(gradients_.size(), false);
+  carried_.assign(gradients_.size(), {});
+  part_summed_.assign(buckets_.size(), false);
+  carried_parts_.assign(buckets_.size(), {});
 }
 
 void Reducer::expect_backward() {
@@ -135,6 +169,8 @@ void Reducer::begin_step() {
   if (rebuild_due_) adopt_arrival_order();
   phase_ = Phase::running;
   next_ = 0;
+  finished_ = 0;
+  facts_work_ = {};
   ready_.assign(gradients_.size(), false);
   arrivals_.assign(gradients_.size(), 0);
   kept_.assign(gradients_.size(), {});
@@ -181,9 +217,10 @@ void Reducer::mark_ready(size_t gradient) {
 
 // Local accumulation happens in the bucket as well, so that gradients exist once.
 void Reducer::adopt_into_bucket(size_t gradient) {
-  const auto& bucket = buckets_[places_[gradient].bucket];
+  auto& bucket = buckets_[places_[gradient].bucket];
   auto& grad = gradients_[gradient].parameter.mutable_grad();
   if (bucket.sparse() || !grad.defined()) return;
+  bucket.acquire(group_);
   const auto& view = bucket.view(places_[gradient].index);
   if (same_view(grad, view)) return;
   view.copy_(grad.is_sparse() ? grad.to_dense() : grad.detach());
@@ -192,7 +229,9 @@ void Reducer::adopt_into_bucket(size_t gradient) {
 
 // Puts this rank's part of the mean into the bucket.
 void Reducer::hand_over(size_t gradient) {
-  const auto& view = buckets_[places_[gradient].bucket].view(places_[gradient].index);
+  auto& bucket = buckets_[places_[gradient].bucket];
+  bucket.acquire(group_);
+  const auto& view = bucket.view(places_[gradient].index);
   auto& grad = gradients_[gradient].parameter.mutable_grad();
   const double scale = 1.0 / group_.size();
   if (!grad.defined()) {
@@ -218,22 +257,45 @@ void Reducer::issue_ready_buckets() {
   while (next_ < buckets_.size() && missing_[next_] == 0) {
     issue(next_);
     ++next_;
+    release_finished();
   }
+}
+
+double Reducer::issued_weight() const {
+  return failed_ ? std::numeric_limits<double>::quiet_NaN() : weight_.value_or(1.0);
+}
+
+Label Reducer::label(size_t index) const {
+  return {step_, static_cast<int64_t>(index), buckets_[index].names()};
 }
 
 void Reducer::issue(size_t index) {
   auto& bucket = buckets_[index];
-  const double weight = failed_ ? std::numeric_limits<double>::quiet_NaN() : weight_.value_or(1.0);
-  const Label label{step_, static_cast<int64_t>(index), bucket.names()};
   if (bucket.sparse()) {
     const auto member = bucket.members().front();
     const auto& parameter = gradients_[member].parameter;
     const auto grad = used_[member] && !failed_ ? parameter.grad() : at::Tensor();
-    sparse_[index] =
-        all_reduce_sparse(group_, grad, parameter.sizes(), parameter.options().requires_grad(false), weight, label);
+    sparse_[index] = all_reduce_sparse(group_, grad, parameter.sizes(), parameter.options().requires_grad(false),
+                                       issued_weight(), label(index));
   } else {
-    bucket.write_tail(used_, weight);
-    works_[index] = reduction_(bucket, label);
+    if (bucket.facts().defined()) bucket.facts().write(used_, issued_weight());
+    works_[index] = exchange_->reduce(bucket, label(index));
+  }
+}
+
+void Reducer::issue_facts() {
+  if (!facts_.defined()) return;
+  facts_.write(used_, issued_weight());
+  facts_work_ = group_.all_reduce(facts_.memory(), ReduceOp::sum, {step_, -1, "used gradients and weight"});
+}
+
+// Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now.
+void Reducer::release_finished() {
+  for (; finished_ < next_ && works_[finished_].done(); ++finished_) {
+    auto& bucket = buckets_[finished_];
+    if (exchange_->everywhere() || bucket.sparse() || !exchange_->kept(bucket).empty()) continue;
+    for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
+    bucket.release();
   }
 }
 

@@ -9,15 +9,13 @@
 #include <string>
 #include <vector>
 
-#include "engine/bucket.h"
+#include "engine/exchange.h"
 #include "engine/gradient_hooks.h"
 #include "shoal/comm/coalesce.h"
 
 namespace shoal {
 
 struct ReducerOptions {
-  int64_t bucket_cap_bytes = 25 << 20;
-  int64_t first_bucket_bytes = 1 << 20;
   bool gradient_as_bucket_view = true;
   bool find_unused_parameters = false;
   bool static_graph = false;
@@ -31,14 +29,16 @@ struct ReducerOptions {
 // gradient here contributes zero, and the flags in the bucket say who used what. So ranks may run different modules.
 // A rank that cannot finish its step issues the rest with a weight of NaN (abandon), so that its peers do not wait.
 //
+// Where sums do not reach every rank, this rank's grad() is left only where it keeps the whole of a gradient; of one
+// that it keeps a part of, the part lies in the bucket (kept_slices). A sum that is still there when the next step
+// begins is set aside and added to the next one, since it must not be summed up again.
+//
 // Each rank's gradients go in scaled by 1 / ranks, so that 16-bit sums stay in range; the result is corrected by
 // ranks / weight only where weights were given.
 class Reducer {
  public:
-  // How a full bucket is reduced: the strategy's part. The result lies in the bucket's flat memory.
-  using Reduction = std::function<Work(Bucket& bucket, const Label& label)>;
-
-  Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options, Reduction reduction);
+  Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
+          std::unique_ptr<Exchange> exchange);
 
   // Whether the next backward synchronises (asked when its first gradient arrives).
   std::function<bool()> synchronises = [] { return true; };
@@ -50,6 +50,10 @@ class Reducer {
   // A backward of a loss that is a sum over `weight`; see DistributedDataParallel::backward.
   void backward(const at::Tensor& loss_sum, double weight);
 
+  // A forward begins: see above.
+  void set_sums_aside();
+  // zero_grad(): what lies in grad() is the caller's to drop.
+  void drop_sums();
   // This rank has entered a step that its peers will finish or wait for; if it does not, abandon() must follow.
   // Collective once, after the first finished step: buckets are rebuilt.
   void expect_backward();
@@ -77,6 +81,9 @@ class Reducer {
   void mark_ready(size_t gradient);
   void issue_ready_buckets();
   void issue(size_t bucket);
+  void issue_facts();
+  double issued_weight() const;
+  Label label(size_t bucket) const;
   void build(const std::vector<size_t>& order);
 
   // reducer_step.cpp: the end of a step
@@ -84,8 +91,10 @@ class Reducer {
   void finish_step();
   double wait_for_buckets();
   std::string who_failed();
-  void deliver(size_t bucket, double weight, std::vector<std::string>& unused);
-  void deliver_sparse(size_t bucket, std::vector<std::string>& unused);
+  void deliver(size_t bucket, double weight);
+  void deliver_whole(size_t bucket);
+  void deliver_sparse(size_t bucket);
+  void release_finished();
   void close_step();
   void adopt_arrival_order();
   void check_static_graph() const;
@@ -93,9 +102,10 @@ class Reducer {
   std::vector<Gradient> gradients_;
   Group group_;
   ReducerOptions options_;
-  Reduction reduction_;
+  std::unique_ptr<Exchange> exchange_;
 
   std::vector<Bucket> buckets_;
+  Facts facts_;  // where they do not ride in the buckets: of all gradients
   struct Place {
     size_t bucket;
     size_t index;
@@ -119,10 +129,21 @@ class Reducer {
   std::vector<size_t> missing_;  // per bucket: gradients not ready
   size_t next_ = 0;              // bucket to issue next
   std::vector<Work> works_;
+  size_t finished_ = 0;  // buckets whose memory this rank has given up
+  Work facts_work_;
   std::vector<at::Tensor> kept_;  // gradients that this rank did not touch, in case nobody did
   std::vector<std::optional<SparseSum>> sparse_;
   std::optional<double> weight_;
   bool weighted_backward_ = false;
+
+  // The last step.
+  std::vector<bool> used_anywhere_;
+  // Sums that ranks must not add up again: in grad() where this rank keeps the whole of a gradient, in the bucket where it
+  // keeps a part; and those that were set aside.
+  std::vector<bool> summed_;       // by gradient
+  std::vector<bool> part_summed_;  // by bucket
+  std::vector<at::Tensor> carried_;
+  std::vector<at::Tensor> carried_parts_;
 
   // Learnt from the first finished step.
   std::vector<size_t> order_;

@@ -23,7 +23,7 @@ void Reducer::end_backward() {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (!ready_[i]) mark_ready(i);
   }
-  issue_ready_buckets();  // a bucket without members waits for nobody
+  issue_facts();
   finish_step();
 }
 
@@ -47,19 +47,25 @@ void Reducer::finish_step() {
     close_step();
     throw StepAbandoned(text);
   }
-  std::vector<std::string> unused;
+  used_anywhere_.assign(gradients_.size(), false);
+  if (facts_.defined()) facts_.read_used(used_anywhere_);
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (buckets_[i].sparse()) {
-      deliver_sparse(i, unused);
+      deliver_sparse(i);
     } else {
-      deliver(i, weight, unused);
+      deliver(i, weight);
     }
   }
-  if (!options_.find_unused_parameters && !options_.static_graph) unused_names_ = std::move(unused);
+  release_finished();
+  if (!options_.find_unused_parameters && !options_.static_graph) {
+    for (size_t i = 0; i < gradients_.size(); ++i) {
+      if (!used_anywhere_[i]) unused_names_.push_back(gradients_[i].name);
+    }
+  }
   if (!learnt_) {
     learnt_ = true;
     expected_arrivals_ = arrivals_;
-    rebuild_due_ = true;
+    rebuild_due_ = exchange_->follows_order();
   }
   close_step();
 }
@@ -68,13 +74,21 @@ void Reducer::finish_step() {
 double Reducer::wait_for_buckets() {
   double weight = group_.size();
   bool abandoned = false;
+  const auto read = [&](double sum, bool exact) {
+    abandoned = abandoned || std::isnan(sum);
+    if (exact) weight = sum;
+  };
   for (size_t i = 0; i < buckets_.size(); ++i) {
     works_[i].wait();
     const auto& bucket = buckets_[i];
-    const double sum = bucket.sparse() ? sparse_[i]->weight : bucket.weight();
-    abandoned = abandoned || std::isnan(sum);
-    if (bucket.sparse() || bucket.exact_weight()) weight = sum;
+    if (bucket.sparse()) {
+      read(sparse_[i]->weight, true);
+    } else if (bucket.facts().defined()) {
+      read(bucket.facts().weight(), bucket.facts().exact());
+    }
   }
+  facts_work_.wait();
+  if (facts_.defined()) read(facts_.weight(), true);
   return abandoned ? std::nan("") : weight;
 }
 
@@ -89,18 +103,34 @@ std::string Reducer::who_failed() {
   return fmt::format("rank {}", fmt::join(ranks, ", "));
 }
 
-void Reducer::deliver(size_t index, double weight, std::vector<std::string>& unused) {
+void Reducer::deliver(size_t index, double weight) {
   auto& bucket = buckets_[index];
+  if (bucket.facts().defined()) bucket.facts().read_used(used_anywhere_);
+  const auto kept = exchange_->kept(bucket);
+  if (kept.empty() && !exchange_->everywhere()) return;
+  auto sum = bucket.payload(kept);
   const double factor = group_.size() / weight;
   // Without any weight on any rank there was no sample: the sum is zero as it stands.
-  if (factor != 1.0 && weight > 0) bucket.payload().mul_(factor);
-  const auto used = bucket.used_anywhere();
-  for (size_t place = 0; place < used.size(); ++place) {
+  if (factor != 1.0 && weight > 0) sum.mul_(factor);
+  if (kept.size() == bucket.payload_numel()) {
+    deliver_whole(index);
+    return;
+  }
+  if (carried_parts_[index].defined()) sum.add_(std::exchange(carried_parts_[index], {}));
+  part_summed_[index] = true;
+  for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
+}
+
+void Reducer::deliver_whole(size_t index) {
+  auto& bucket = buckets_[index];
+  for (size_t place = 0; place < bucket.members().size(); ++place) {
     const auto member = bucket.members()[place];
     const auto& view = bucket.view(place);
     auto& grad = gradients_[member].parameter.mutable_grad();
-    if (!used[place]) {
-      unused.push_back(gradients_[member].name);
+    const auto carried = std::exchange(carried_[member], {});
+    if (carried.defined()) at::Tensor(view).add_(carried);
+    summed_[member] = !exchange_->everywhere();
+    if (!used_anywhere_[member] && !carried.defined()) {
       if (kept_[member].defined()) at::Tensor(view).copy_(kept_[member]);
     } else if (options_.gradient_as_bucket_view) {
       if (!same_view(grad, view)) grad = view;
@@ -112,15 +142,13 @@ void Reducer::deliver(size_t index, double weight, std::vector<std::string>& unu
   }
 }
 
-void Reducer::deliver_sparse(size_t index, std::vector<std::string>& unused) {
+void Reducer::deliver_sparse(size_t index) {
   const auto member = buckets_[index].members().front();
   auto& result = *sparse_[index];
-  if (result.present == 0) {
-    unused.push_back(gradients_[member].name);
-  } else {
-    if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
-    gradients_[member].parameter.mutable_grad() = result.sum;
-  }
+  if (result.present == 0) return;
+  used_anywhere_[member] = true;
+  if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
+  gradients_[member].parameter.mutable_grad() = result.sum;
 }
 
 void Reducer::close_step() {
@@ -200,9 +228,13 @@ void Reducer::abandon() {
   try {
     if (phase_ != Phase::running) begin_step();
     for (; next_ < buckets_.size(); ++next_) {
-      if (!buckets_[next_].sparse()) buckets_[next_].flat().zero_();
+      if (!buckets_[next_].sparse()) {
+        buckets_[next_].acquire(group_);
+        buckets_[next_].flat().zero_();
+      }
       issue(next_);
     }
+    issue_facts();
     if (std::isnan(wait_for_buckets())) who_failed();
   } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
   } catch (...) {
@@ -216,7 +248,6 @@ void Reducer::abandon() {
 std::vector<std::vector<std::string>> Reducer::bucket_names() const {
   std::vector<std::vector<std::string>> names;
   for (const auto& bucket : buckets_) {
-    if (bucket.members().empty()) continue;
     auto& list = names.emplace_back();
     for (const auto member : bucket.members()) list.push_back(gradients_[member].name);
   }

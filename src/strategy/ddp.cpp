@@ -37,11 +37,14 @@ struct DistributedDataParallelCore::State {
 
 namespace {
 
-ReducerOptions reducer_options(const DistributedDataParallelOptions& options) {
+BucketCaps caps(const DistributedDataParallelOptions& options) {
   constexpr double mebibyte = 1 << 20;
-  return {.bucket_cap_bytes = static_cast<int64_t>(options.bucket_cap_mb * mebibyte),
-          .first_bucket_bytes = static_cast<int64_t>(options.first_bucket_mb * mebibyte),
-          .gradient_as_bucket_view = options.gradient_as_bucket_view,
+  return {.first_bytes = static_cast<int64_t>(options.first_bucket_mb * mebibyte),
+          .bytes = static_cast<int64_t>(options.bucket_cap_mb * mebibyte)};
+}
+
+ReducerOptions reducer_options(const DistributedDataParallelOptions& options) {
+  return {.gradient_as_bucket_view = options.gradient_as_bucket_view,
           .find_unused_parameters = options.find_unused_parameters,
           .static_graph = options.static_graph};
 }
@@ -62,9 +65,8 @@ DistributedDataParallelCore::DistributedDataParallelCore(std::shared_ptr<torch::
   if (gradients.empty()) {
     throw UsageError("DistributedDataParallel: the model has no parameter that requires a gradient; nothing to train");
   }
-  state_->reducer = std::make_unique<Reducer>(
-      std::move(gradients), group, reducer_options(options),
-      [group](Bucket& bucket, const Label& label) { return group.all_reduce(bucket.flat(), ReduceOp::sum, label); });
+  state_->reducer = std::make_unique<Reducer>(std::move(gradients), group, reducer_options(options),
+                                              std::make_unique<AllReduce>(group, caps(options)));
   state_->reducer->synchronises = [state = state_.get()] { return state->no_sync_depth == 0; };
 }
 

@@ -22,8 +22,8 @@ struct WorldOptions {
 
   // What carries the bytes. "host": memory that the ranks share; all of them must run on one host as one user. "gloo":
   // TCP. "auto": for every group "host" where it is possible; over several hosts with equally many ranks (at least 2)
-  // the same inside each host and Gloo between them, every rank carrying its own range ("host+gloo"); else "gloo". "mpi": in
-  // builds with MPI; mpirun must have started the ranks.
+  // the same inside each host and Gloo between them, every rank carrying its own range ("host+gloo"); else "gloo".
+  // "mpi": in builds with MPI; mpirun must have started the ranks.
   std::string transport = "auto";
 
   // Lets ranks compare what they call before every operation, so that a difference is a DisagreeError on all of them

@@ -10,9 +10,9 @@
 #include <new>
 
 #include "comm/exchange.h"
+#include "comm/reduce_kernels.h"
 #include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
-#include "comm/reduce_kernels.h"
 #include "comm/shm/wait.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"

@@ -1,0 +1,69 @@
+#pragma once
+// What a strategy decides about gradients: which travel together, where their sum goes, and what a rank keeps of it.
+
+#include "engine/bucket.h"
+
+namespace shoal {
+
+struct BucketCaps {
+  int64_t first_bytes = 1 << 20;
+  int64_t bytes = 25 << 20;
+};
+
+class Exchange {
+ public:
+  virtual ~Exchange() = default;
+  // Buckets of gradients, given the order in which they are expected. Equal on all ranks.
+  virtual std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
+                                                std::span<const size_t> order) const = 0;
+  // Whether the plan depends on the order.
+  virtual bool follows_order() const { return true; }
+  // Where the gradients of a bucket lie in its memory.
+  virtual FlatLayout layout(std::span<const int64_t> numels, size_t element_bytes) const {
+    return {numels, element_bytes};
+  }
+  // Adds a full bucket up over the ranks, in place.
+  virtual Work reduce(Bucket& bucket, const Label& label) const = 0;
+  // Whether every rank gets every sum whole. Then what ranks must know of each other (bucket.h: Facts) rides in the
+  // buckets; otherwise it takes a small collective of its own at the end of a step.
+  virtual bool everywhere() const = 0;
+  // Elements of the bucket's payload that hold the sum on this rank; the others are void.
+  virtual Range kept(const Bucket& bucket) const = 0;
+};
+
+// Every rank gets everything: DDP.
+class AllReduce : public Exchange {
+ public:
+  AllReduce(Group group, BucketCaps caps) : group_(std::move(group)), caps_(caps) {}
+  std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
+                                        std::span<const size_t> order) const override;
+  Work reduce(Bucket& bucket, const Label& label) const override;
+  bool everywhere() const override { return true; }
+  Range kept(const Bucket& bucket) const override { return {0, bucket.payload_numel()}; }
+
+ private:
+  Group group_;
+  BucketCaps caps_;
+};
+
+// Every gradient has an owner, which alone gets the sum: ZeRO-2. A bucket has one owner.
+class ReduceToOwner : public Exchange {
+ public:
+  // owners: rank of the group, by number of the gradient.
+  ReduceToOwner(Group group, BucketCaps caps, std::vector<int> owners)
+      : group_(std::move(group)), caps_(caps), owners_(std::move(owners)) {}
+  std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
+                                        std::span<const size_t> order) const override;
+  Work reduce(Bucket& bucket, const Label& label) const override;
+  bool everywhere() const override { return false; }
+  Range kept(const Bucket& bucket) const override;
+
+ private:
+  int owner(const Bucket& bucket) const { return owners_[bucket.members().front()]; }
+
+  Group group_;
+  BucketCaps caps_;
+  std::vector<int> owners_;
+};
+
+}  // namespace shoal

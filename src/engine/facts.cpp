@@ -1,0 +1,26 @@
+#include "engine/facts.h"
+
+#include <torch/utils.h>
+
+namespace shoal {
+
+void Facts::write(const std::vector<bool>& used, double weight) {
+  // Filled on the host and copied at once: one small operation instead of one per gradient.
+  auto values = at::empty({memory_.numel()}, at::kDouble);
+  auto* value = values.data_ptr<double>();
+  for (const auto gradient : of_) *value++ = used[gradient] ? 1 : 0;
+  *value = weight;
+  memory_.copy_(values);
+}
+
+double Facts::weight() const {
+  return memory_[memory_.numel() - 1].item<double>();
+}
+
+void Facts::read_used(std::vector<bool>& used) const {
+  const auto flags = memory_.to(at::kCPU, at::kDouble);
+  const auto* value = flags.data_ptr<double>();
+  for (const auto gradient : of_) used[gradient] = *value++ > 0;
+}
+
+}  // namespace shoal

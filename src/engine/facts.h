@@ -1,0 +1,36 @@
+#pragma once
+// What ranks must know of each other's step besides gradients.
+
+#include <torch/types.h>
+
+#include <vector>
+
+namespace shoal {
+
+// One flag per gradient and a weight, in memory that is summed over the ranks:
+//   flags    1 when this rank used the gradient in the step; the sum counts the ranks that did
+//   weight   this rank's weight in the mean; the sum is what the gradients' sum is divided by
+// So unused parameters, weights and abandoned steps (a weight of NaN) cost no communication beyond the gradients' own.
+class Facts {
+ public:
+  Facts() = default;
+  // memory: of.size() + 1 elements.
+  Facts(std::vector<size_t> of, at::Tensor memory) : of_(std::move(of)), memory_(std::move(memory)) {}
+
+  static int64_t numel(size_t gradients) { return static_cast<int64_t>(gradients) + 1; }
+  bool defined() const { return memory_.defined(); }
+  const at::Tensor& memory() const { return memory_; }
+  // Whether the weight survives in this dtype: 16-bit floats cannot count tokens.
+  bool exact() const { return memory_.element_size() >= 4; }
+
+  void write(const std::vector<bool>& used, double weight);
+  double weight() const;
+  // Sets used[i] where any rank used gradient i.
+  void read_used(std::vector<bool>& used) const;
+
+ private:
+  std::vector<size_t> of_;
+  at::Tensor memory_;
+};
+
+}  // namespace shoal
