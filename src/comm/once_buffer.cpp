@@ -1,7 +1,9 @@
 #include "shoal/comm/once_buffer.h"
 
 #include <fmt/format.h>
+#include <torch/utils.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "comm/group_state.h"
@@ -21,13 +23,32 @@ struct OnceBuffer::State {
   }
 
   Group group;
+  OnceBufferOptions options;
   std::vector<Range> owners;
   at::Tensor tensor;
   std::shared_ptr<GroupState> group_state;
   std::shared_ptr<MemoryFile> file;                // where memory is shared
   std::vector<std::shared_ptr<PeerMemory>> peers;  // whom to tell
   int64_t own_version = 0;
-  std::vector<Work> moving;  // elsewhere: the ranges on their way
+  struct Moving {
+    Work work;
+    at::Tensor sent;         // what travels: a part of `tensor`, or a rounded copy of one,
+    at::Tensor destination;  // which is then this
+  };
+  std::vector<Moving> moving;  // elsewhere: the ranges on their way
+
+  void send(int owner, const Range& range, const Label& label) {
+    auto part = tensor.narrow(0, range.begin, range.size());
+    const auto sent = options.published_as ? part.to(*options.published_as) : part;
+    moving.push_back({group.broadcast(sent, owner, label), sent, options.published_as ? part : at::Tensor()});
+  }
+  void arrive() {
+    for (auto& range : moving) {
+      range.work.wait();
+      if (range.destination.defined()) range.destination.copy_(range.sent);
+    }
+    moving.clear();
+  }
 };
 
 namespace {
@@ -116,9 +137,15 @@ std::shared_ptr<MemoryFile> share_file(const Group& group, size_t bytes) {
 
 }  // namespace
 
-OnceBuffer Group::allocate_once(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners) const {
+OnceBuffer Group::allocate_once(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners,
+                                const OnceBufferOptions& once) const {
   check(*this, numel, owners);
+  if (once.broadcast_numel == 0 || once.broadcast_numel < -1) {
+    throw UsageError(fmt::format("allocate_once: broadcast_numel {}; give at least 1, or -1 for a whole range",
+                                 once.broadcast_numel));
+  }
   auto state = std::make_shared<OnceBuffer::State>(*this);
+  state->options = once;
   state->owners = std::move(owners);
   state->group_state = state_;
   const auto header = static_cast<size_t>(size()) * cache_line;
@@ -163,17 +190,21 @@ void OnceBuffer::publish(int64_t version, const Label& label) {
         fmt::format("publish: version {} after version {}; versions must grow", version, state.own_version));
   }
   state.own_version = version;
+  const torch::NoGradGuard no_grad;
   if (state.file) {
+    if (state.options.published_as) own().copy_(own().to(*state.options.published_as));
     state.version(state.group.rank()).store(version, std::memory_order_release);
     for (const auto& peer : state.peers) peer->ring();
     return;
   }
-  for (auto& work : state.moving) work.wait();
-  state.moving.clear();
+  state.arrive();
   for (int rank = 0; rank < state.group.size(); ++rank) {
     const auto& range = state.owners[rank];
-    if (range.empty()) continue;
-    state.moving.push_back(state.group.broadcast(state.tensor.narrow(0, range.begin, range.size()), rank, label));
+    const auto step =
+        state.options.broadcast_numel < 0 ? std::max<int64_t>(1, range.size()) : state.options.broadcast_numel;
+    for (auto begin = range.begin; begin < range.end; begin += step) {
+      state.send(rank, {begin, std::min(range.end, begin + step)}, label);
+    }
   }
 }
 
@@ -188,8 +219,8 @@ void OnceBuffer::wait_published(int64_t version, const Range& range, const Label
       throw UsageError(
           fmt::format("wait_published: version {} was never published; the last is {}", version, state.own_version));
     }
-    for (auto& work : state.moving) work.wait();
-    state.moving.clear();
+    const torch::NoGradGuard no_grad;
+    state.arrive();
     return;
   }
   std::vector<int> owners;

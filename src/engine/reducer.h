@@ -138,8 +138,8 @@ class Reducer {
 
   // The last step.
   std::vector<bool> used_anywhere_;
-  // Sums that ranks must not add up again: in grad() where this rank keeps the whole of a gradient, in the bucket where it
-  // keeps a part; and those that were set aside.
+  // Sums that ranks must not add up again: in grad() where this rank keeps the whole of a gradient, in the bucket where
+  // it keeps a part; and those that were set aside.
   std::vector<bool> summed_;       // by gradient
   std::vector<bool> part_summed_;  // by bucket
   std::vector<at::Tensor> carried_;

@@ -2,13 +2,10 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/utils.h>
 
 #include <cmath>
 
-#include "engine/reducer.h"
-#include "module/sync.h"
-#include "module/walk.h"
+#include "engine/data_parallel_state.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -26,15 +23,6 @@ void DistributedDataParallelOptions::validate() const {
   if (!faults.empty()) throw UsageError(fmt::format("DistributedDataParallel: {}", fmt::join(faults, "; ")));
 }
 
-struct DistributedDataParallelCore::State {
-  std::shared_ptr<torch::nn::Module> module;
-  Group group;
-  DistributedDataParallelOptions options;
-  ModuleTensors tensors;
-  int no_sync_depth = 0;
-  std::unique_ptr<Reducer> reducer;
-};
-
 namespace {
 
 BucketCaps caps(const DistributedDataParallelOptions& options) {
@@ -49,64 +37,20 @@ ReducerOptions reducer_options(const DistributedDataParallelOptions& options) {
           .static_graph = options.static_graph};
 }
 
+std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::Module> module, const Group& group,
+                                                    const DistributedDataParallelOptions& options) {
+  options.validate();
+  auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true);
+  state->broadcast_buffers = options.broadcast_buffers;
+  state->make_reducer(gradients_of(state->tensors), reducer_options(options),
+                      std::make_unique<AllReduce>(group, caps(options)));
+  return state;
+}
+
 }  // namespace
 
 DistributedDataParallelCore::DistributedDataParallelCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
-                                                         const DistributedDataParallelOptions& options) {
-  options.validate();
-  if (!module) throw UsageError("DistributedDataParallel: the module is empty");
-  auto tensors = walk(*module, options.ignored);
-  state_ = std::make_unique<State>(State{std::move(module), group, options, std::move(tensors), 0, nullptr});
-  sync_module(group, state_->tensors);
-  std::vector<Gradient> gradients;
-  for (const auto& entry : state_->tensors.trainable()) {
-    gradients.push_back({entry.name, entry.tensor, entry.sparse_gradient});
-  }
-  if (gradients.empty()) {
-    throw UsageError("DistributedDataParallel: the model has no parameter that requires a gradient; nothing to train");
-  }
-  state_->reducer = std::make_unique<Reducer>(std::move(gradients), group, reducer_options(options),
-                                              std::make_unique<AllReduce>(group, caps(options)));
-  state_->reducer->synchronises = [state = state_.get()] { return state->no_sync_depth == 0; };
-}
-
-DistributedDataParallelCore::~DistributedDataParallelCore() = default;
-
-void DistributedDataParallelCore::before_forward() {
-  auto& state = *state_;
-  if (state.no_sync_depth > 0 || !torch::GradMode::is_enabled()) return;
-  if (state.reducer->broken()) state.reducer->abandon();
-  state.reducer->check_last_step();
-  if (state.options.broadcast_buffers) sync_buffers(state.group, state.tensors.buffers, state.reducer->step());
-  state.reducer->expect_backward();
-}
-
-void DistributedDataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
-  if (state_->no_sync_depth == 0 && torch::GradMode::is_enabled()) state_->reducer->inspect(outputs);
-}
-
-void DistributedDataParallelCore::forward_failed() {
-  state_->reducer->mark_failed();
-}
-
-void DistributedDataParallelCore::backward(const at::Tensor& loss_sum, double weight) {
-  state_->reducer->backward(loss_sum, weight);
-}
-
-NoSync DistributedDataParallelCore::no_sync(bool accumulate) {
-  return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
-}
-
-void DistributedDataParallelCore::reset() {
-  state_->reducer->abandon();
-}
-
-std::vector<std::vector<std::string>> DistributedDataParallelCore::buckets() const {
-  return state_->reducer->bucket_names();
-}
-
-int64_t DistributedDataParallelCore::step() const {
-  return state_->reducer->step();
-}
+                                                         const DistributedDataParallelOptions& options)
+    : DataParallelCore(make_state(std::move(module), group, options)) {}
 
 }  // namespace shoal

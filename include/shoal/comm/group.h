@@ -67,7 +67,8 @@ class Group {
 
   // One copy per host of `numel` elements that all ranks need in full, rank r's part at owners[r] (disjoint; elements
   // without an owner stay zero). See OnceBuffer. Collective.
-  OnceBuffer allocate_once(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners) const;
+  OnceBuffer allocate_once(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners,
+                           const OnceBufferOptions& once = {}) const;
 
   // A group of some of this group's ranks, numbered in the order given. Collective over those ranks only. Throws
   // UsageError when this rank is not among them, or a rank is repeated or outside 0 .. size() - 1.

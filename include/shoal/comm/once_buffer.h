@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "shoal/comm/call.h"
@@ -13,6 +14,13 @@
 namespace shoal {
 
 class Group;
+
+struct OnceBufferOptions {
+  // Where memory is not shared: elements in one broadcast; -1: an owner's whole range.
+  int64_t broadcast_numel = -1;
+  // What publishing rounds the owner's range to, and what it travels as; none: the buffer's dtype.
+  std::optional<at::ScalarType> published_as{};
+};
 
 // Every rank owns a range and is the only one that writes it. Where the group's ranks share memory there is one copy: a
 // write is seen by all at once, and gathering the whole is nothing but waiting until the owners have said that they are

@@ -1,0 +1,99 @@
+#pragma once
+// OSS: optimizer state sharded over ranks by whole parameters (ZeRO-1; Rajbhandari et al., "ZeRO: Memory Optimizations
+// Toward Training Trillion Parameter Models", SC 2020; after fairscale's OSS).
+
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shoal/comm/group.h"
+
+namespace shoal {
+
+struct OSSOptions {
+  // Where ranks do not share memory: elements of parameters in one broadcast; -1: a rank's whole share.
+  int64_t broadcast_buffer_size = -1;
+  // Parameters travel in float16, and all ranks (the owner, too) hold values rounded to it.
+  bool broadcast_fp16 = false;
+
+  // Throws UsageError that lists all faults.
+  void validate() const;
+};
+
+// What OSS does, whatever the optimizer. Use OSS.
+class OSSCore : public torch::optim::Optimizer {
+ public:
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+  using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)>;
+
+  OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
+          const Group& group, const OSSOptions& options);
+  ~OSSCore() override;
+
+  // Updates this rank's share with the gradients that lie in grad(), then every rank gets every share. Gradients of
+  // other ranks' parameters are not read. A parameter without gradient on its owner stays as it is. Collective; returns
+  // what the closure returns.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  // Scales all gradients so that their norm over all ranks' shares is at most `max_norm`; returns the norm before.
+  // norm_type: positive, or infinity for the largest element. The same on every rank as torch's clip_grad_norm_ of the
+  // whole model's averaged gradients. Collective.
+  double clip_grad_norm(double max_norm, double norm_type = 2);
+
+  // After requires_grad of parameters has changed: those that are frozen leave the shares and lose their state, those
+  // that are trainable join. The others keep their owner and their state. Collective.
+  void refresh_trainable();
+
+  // Further parameters; the group's options are completed by the defaults. Collective.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+  // Who owns what. Trainable parameters only.
+  std::vector<std::vector<at::Tensor>> partition() const;    // by rank of the group
+  int param_to_rank(const at::Tensor& parameter) const;      // rank of the group; UsageError if it is not here
+  size_t param_to_index(const at::Tensor& parameter) const;  // place among all parameters of all param groups
+  std::vector<at::Tensor> local_params() const;              // this rank's share
+  const Group& group() const;
+
+  // This rank's share of the optimizer, with its state.
+  const torch::optim::Optimizer& local_optimizer() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Wraps any libtorch optimizer that updates parameters one by one or element by element: SGD, Adam, AdamW, RMSprop,
+// Adagrad, shoal's own. Schedulers work on it, param groups keep their own options, and options may change between
+// steps.
+//
+//   shoal::OSS<torch::optim::AdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3), world.group());
+//
+// Each parameter is owned by one rank, which alone keeps its state and updates it. Owners are chosen in the order in
+// which backward delivers gradients (last parameter first), always the rank with the least so far, so that shares
+// differ by at most the largest parameter and gradients for all ranks become ready all along.
+//
+// Where the group's ranks share a host, the trainable parameters move to memory that they share: there is one copy of
+// them, a step moves nothing, and whatever else writes parameters in place must be done by their owner alone. They
+// become private again with the destructor.
+//
+// Constructor: collective. The ranks' parameters must agree in number, shape, dtype and options (DisagreeError); the
+// owner's values count. UsageError for a parameter in two param groups, and for options out of range.
+template <class Local>
+class OSS : public OSSCore {
+ public:
+  // Local: the optimizer that a rank runs on its share; defaults: its options.
+  template <class Defaults>
+  OSS(std::vector<at::Tensor> parameters, const Defaults& defaults, const Group& group, const OSSOptions& options = {})
+      : OSS(ParamGroups{torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults, group, options) {}
+  template <class Defaults>
+  OSS(const ParamGroups& groups, const Defaults& defaults, const Group& group, const OSSOptions& options = {})
+      : OSSCore(
+            groups, std::make_unique<Defaults>(defaults),
+            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); }, group,
+            options) {}
+};
+
+}  // namespace shoal

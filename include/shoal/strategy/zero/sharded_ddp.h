@@ -1,0 +1,88 @@
+#pragma once
+// ShardedDataParallel: each gradient goes only to the rank that owns its parameter (ZeRO-2; Rajbhandari et al., SC
+// 2020; after fairscale's ShardedDataParallel).
+
+#include "shoal/engine/data_parallel.h"
+#include "shoal/strategy/zero/oss.h"
+
+namespace shoal {
+
+struct ShardedDataParallelOptions {
+  // Behaviour.
+  bool broadcast_buffers = true;        // rank 0's buffers reach all ranks before each synchronising forward
+  bool sync_models_at_startup = true;   // rank 0's parameters and buffers reach all ranks in the constructor
+  bool auto_refresh_trainable = true;   // a change of requires_grad is noticed at the next forward
+  bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
+  std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
+
+  // Performance.
+  int64_t reduce_buffer_size = 1 << 23;  // elements in a bucket; smaller where the model would give fewer than four
+                                         // buckets per rank, so that they leave while backward runs
+  bool reduce_fp16 = false;              // gradients travel, and are added up, in float16
+
+  // Throws UsageError that lists all faults.
+  void validate() const;
+};
+
+class ShardedDataParallelCore : public DataParallelCore {
+ public:
+  ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module, std::vector<OSSCore*> optimizers,
+                          const Group& group, const ShardedDataParallelOptions& options);
+  void refresh_trainable();
+
+ protected:
+  void prepare() override;
+
+ private:
+  struct Sharding;
+  std::shared_ptr<Sharding> sharding_;
+};
+
+// Like DistributedDataParallel, with the sums of gradients on their owners alone: after backward, grad() is the mean
+// over ranks of the parameters that this rank owns, and undefined for the others, whose memory has gone.
+//
+//   shoal::OSS<torch::optim::AdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3), world.group());
+//   shoal::ShardedDataParallel parallel(model, optimizer, world.group());
+//   ...
+//   cross_entropy(parallel.forward(x), y).backward();
+//   optimizer.step();
+//   optimizer.zero_grad();
+//
+// The optimizers must outlive the wrapper; each trainable parameter belongs to exactly one of them (UsageError names
+// those that do not). Without zero_grad between synchronised backwards, gradients add up on their owners. Call forward
+// of the wrapper, not of the module. All parameters are on devices of one type (UsageError). A step reduces every
+// gradient to its owner, about ranks - 1 / ranks of what DDP sends, and takes one more small all-reduce, in which ranks
+// tell which gradients they used.
+template <class Module>
+class ShardedDataParallel : public DataParallelWrapper<Module, ShardedDataParallelCore> {
+  using Base = DataParallelWrapper<Module, ShardedDataParallelCore>;
+
+ public:
+  using Options = ShardedDataParallelOptions;
+
+  ShardedDataParallel(std::shared_ptr<Module> module, std::vector<OSSCore*> optimizers, const Group& group,
+                      const Options& options = {})
+      : Base(std::move(module), std::move(optimizers), group, options) {}
+  ShardedDataParallel(std::shared_ptr<Module> module, OSSCore& optimizer, const Group& group,
+                      const Options& options = {})
+      : ShardedDataParallel(std::move(module), std::vector<OSSCore*>{&optimizer}, group, options) {}
+  ShardedDataParallel(const torch::nn::ModuleHolder<Module>& module, OSSCore& optimizer, const Group& group,
+                      const Options& options = {})
+      : ShardedDataParallel(module.ptr(), optimizer, group, options) {}
+  ShardedDataParallel(const torch::nn::ModuleHolder<Module>& module, std::vector<OSSCore*> optimizers,
+                      const Group& group, const Options& options = {})
+      : ShardedDataParallel(module.ptr(), std::move(optimizers), group, options) {}
+
+  // After requires_grad, dtype or device of parameters has changed: rebuilds shares and buckets, optimizers included.
+  // Called by forward unless auto_refresh_trainable is off. Collective.
+  void refresh_trainable() { this->core_.refresh_trainable(); }
+};
+
+template <class Module>
+ShardedDataParallel(const torch::nn::ModuleHolder<Module>&, OSSCore&, const Group&,
+                    const ShardedDataParallelOptions& = {}) -> ShardedDataParallel<Module>;
+template <class Module>
+ShardedDataParallel(const torch::nn::ModuleHolder<Module>&, std::vector<OSSCore*>, const Group&,
+                    const ShardedDataParallelOptions& = {}) -> ShardedDataParallel<Module>;
+
+}  // namespace shoal

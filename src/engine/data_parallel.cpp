@@ -1,0 +1,87 @@
+#include "shoal/engine/data_parallel.h"
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include "engine/data_parallel_state.h"
+#include "module/sync.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+
+namespace shoal {
+
+std::vector<Gradient> gradients_of(const ModuleTensors& tensors) {
+  std::vector<Gradient> gradients;
+  for (const auto& entry : tensors.trainable()) gradients.push_back({entry.name, entry.tensor, entry.sparse_gradient});
+  return gradients;
+}
+
+std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
+                                              const std::string& name, const std::vector<std::string>& ignored,
+                                              bool sync) {
+  if (!module) throw UsageError(fmt::format("{}: the module is empty", name));
+  auto tensors = walk(*module, ignored);
+  if (sync) {
+    sync_module(group, tensors);
+  } else {
+    agree(group, "the model", tensors.describe());
+  }
+  if (tensors.trainable().empty()) {
+    throw UsageError(fmt::format("{}: the model has no parameter that requires a gradient; nothing to train", name));
+  }
+  return std::unique_ptr<DataParallelCore::State>(
+      new DataParallelCore::State{.module = std::move(module), .group = group, .tensors = std::move(tensors)});
+}
+
+void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
+                                           std::unique_ptr<Exchange> exchange) {
+  reducer.reset();  // its hooks go first
+  reducer = std::make_unique<Reducer>(std::move(gradients), group, options, std::move(exchange));
+  reducer->synchronises = [this] { return no_sync_depth == 0; };
+}
+
+DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
+
+DataParallelCore::~DataParallelCore() = default;
+
+void DataParallelCore::before_forward() {
+  if (!torch::GradMode::is_enabled()) return;
+  prepare();
+  auto& state = *state_;
+  state.reducer->set_sums_aside();
+  if (state.no_sync_depth > 0) return;
+  if (state.reducer->broken()) state.reducer->abandon();
+  state.reducer->check_last_step();
+  if (state.broadcast_buffers) sync_buffers(state.group, state.tensors.buffers, state.reducer->step());
+  state.reducer->expect_backward();
+}
+
+void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
+  if (state_->no_sync_depth == 0 && torch::GradMode::is_enabled()) state_->reducer->inspect(outputs);
+}
+
+void DataParallelCore::forward_failed() {
+  state_->reducer->mark_failed();
+}
+
+void DataParallelCore::backward(const at::Tensor& loss_sum, double weight) {
+  state_->reducer->backward(loss_sum, weight);
+}
+
+NoSync DataParallelCore::no_sync(bool accumulate) {
+  return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
+}
+
+void DataParallelCore::reset() {
+  state_->reducer->abandon();
+}
+
+std::vector<std::vector<std::string>> DataParallelCore::buckets() const {
+  return state_->reducer->bucket_names();
+}
+
+int64_t DataParallelCore::step() const {
+  return state_->reducer->step();
+}
+
+}  // namespace shoal

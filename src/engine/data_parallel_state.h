@@ -1,0 +1,31 @@
+#pragma once
+// What a wrapper keeps.
+
+#include "engine/reducer.h"
+#include "module/walk.h"
+#include "shoal/engine/data_parallel.h"
+
+namespace shoal {
+
+struct DataParallelCore::State {
+  std::shared_ptr<torch::nn::Module> module;
+  Group group;
+  bool broadcast_buffers = true;
+  ModuleTensors tensors;
+  std::unique_ptr<Reducer> reducer{};
+  int no_sync_depth = 0;
+
+  // Replaces the present reducer.
+  void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options, std::unique_ptr<Exchange> exchange);
+};
+
+// Walks the module, compares it over the group and, with `sync`, gives everybody rank 0's values. Collective. `name` is
+// the wrapper's, for errors: UsageError without module or without trainable parameters.
+std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
+                                              const std::string& name, const std::vector<std::string>& ignored,
+                                              bool sync);
+
+// The trainable parameters as the reducer sees them.
+std::vector<Gradient> gradients_of(const ModuleTensors& tensors);
+
+}  // namespace shoal

@@ -1,0 +1,18 @@
+#pragma once
+// The norm of gradients whose pieces lie on different ranks.
+
+#include <vector>
+
+#include "shoal/comm/group.h"
+
+namespace shoal {
+
+// Norm over all ranks' tensors taken as one vector; each element must be on one rank only. norm_type: positive,
+// infinity for the largest absolute value; UsageError otherwise. Sums in float64, so that the result does not depend on
+// how the elements are spread over ranks, to float32's precision. Collective.
+double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, const Group& group, const Label& label);
+
+// Scales gradients of norm `norm` in place so that it becomes at most `max_norm` (torch's clip_grad_norm_).
+void clip_to_norm(const std::vector<at::Tensor>& gradients, double norm, double max_norm);
+
+}  // namespace shoal

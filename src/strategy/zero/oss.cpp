@@ -1,0 +1,234 @@
+#include "shoal/strategy/zero/oss.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+
+#include "engine/gradient_norm.h"
+#include "engine/parameter_buffer.h"
+#include "optim/describe_options.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+#include "strategy/zero/ownership.h"
+
+namespace shoal {
+
+using torch::optim::OptimizerParamGroup;
+
+void OSSOptions::validate() const {
+  if (broadcast_buffer_size == 0 || broadcast_buffer_size < -1) {
+    throw UsageError(fmt::format("OSS: broadcast_buffer_size {}: give elements, or -1 for a rank's whole share",
+                                 broadcast_buffer_size));
+  }
+}
+
+struct OSSCore::State {
+  Factory make;
+  Group group;
+  OSSOptions options;
+  std::vector<at::Tensor> parameters{};  // the trainable ones
+  std::vector<size_t> indices{};         // their places among all parameters of all param groups
+  std::vector<size_t> param_groups{};
+  std::vector<int> owners{};
+  std::unordered_map<const c10::TensorImpl*, size_t> places{};
+  std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
+  std::unique_ptr<torch::optim::Optimizer> local{};         // its param groups match the whole optimizer's
+  int64_t step = 0;
+
+  Label label(const char* what) const { return {step, -1, what}; }
+
+  void list(const ParamGroups& groups);
+  void fill_buffers();
+  void make_local(const ParamGroups& groups);
+  std::vector<at::Tensor> own_gradients() const;
+};
+
+namespace {
+
+std::vector<std::string> describe(const std::vector<OptimizerParamGroup>& groups) {
+  std::vector<std::string> lines;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    lines.push_back(fmt::format("param group {}: {}", number, describe_options(groups[number].options())));
+    for (const auto& parameter : groups[number].params()) {
+      lines.push_back(fmt::format("parameter {} [{}]{}", c10::toString(parameter.scalar_type()),
+                                  fmt::join(parameter.sizes(), ", "), parameter.requires_grad() ? "" : " frozen"));
+    }
+  }
+  return lines;
+}
+
+}  // namespace
+
+// Trainable parameters; those that were here before keep their owner.
+void OSSCore::State::list(const ParamGroups& groups) {
+  const auto old_places = std::move(places);
+  const auto old_owners = std::move(owners);
+  parameters.clear();
+  indices.clear();
+  param_groups.clear();
+  owners.clear();
+  places.clear();
+  size_t index = 0;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const auto& parameter : groups[number].params()) {
+      const auto here = index++;
+      if (!parameter.requires_grad()) continue;
+      const auto [place, fresh] = places.emplace(parameter.unsafeGetTensorImpl(), parameters.size());
+      if (!fresh) {
+        // libtorch's parameters() lists a tied one once per name.
+        if (param_groups[place->second] == number) continue;
+        throw UsageError(fmt::format("OSS: parameter {} [{}] is in two param groups; leave it in one", here,
+                                     fmt::join(parameter.sizes(), ", ")));
+      }
+      parameters.push_back(parameter);
+      indices.push_back(here);
+      param_groups.push_back(number);
+      const auto before = old_places.find(parameter.unsafeGetTensorImpl());
+      owners.push_back(before == old_places.end() ? -1 : old_owners[before->second]);
+    }
+  }
+  assign_owners(parameters, group.size(), owners);
+}
+
+void OSSCore::State::fill_buffers() {
+  buffers.clear();
+  if (group.size() == 1) return;
+  std::map<std::pair<at::ScalarType, std::string>, std::vector<size_t>> kinds;
+  for (size_t i = parameters.size(); i-- > 0;) {
+    kinds[{parameters[i].scalar_type(), parameters[i].device().str()}].push_back(i);
+  }
+  for (auto& [kind, members] : kinds) {
+    std::stable_sort(members.begin(), members.end(), [&](size_t a, size_t b) { return owners[a] < owners[b]; });
+    std::vector<at::Tensor> tensors;
+    std::vector<int64_t> numels;
+    for (const auto member : members) {
+      tensors.push_back(parameters[member]);
+      numels.push_back(parameters[member].numel());
+    }
+    FlatLayout layout(numels, c10::elementSize(kind.first));
+    std::vector<Range> ranges(group.size());
+    for (size_t piece = 0; piece < members.size(); ++piece) {
+      auto& range = ranges[owners[members[piece]]];
+      if (range.empty()) range.begin = layout.range(piece).begin;
+      range.end = layout.range(piece).end;
+    }
+    const auto wire = options.broadcast_fp16 ? std::optional(at::kHalf) : std::nullopt;
+    buffers.push_back(std::make_unique<ParameterBuffer>(
+        group, std::move(tensors), std::move(layout), std::move(ranges),
+        OnceBufferOptions{.broadcast_numel = options.broadcast_buffer_size, .published_as = wire},
+        label("parameters of OSS")));
+  }
+}
+
+void OSSCore::State::make_local(const ParamGroups& groups) {
+  ParamGroups share;
+  for (const auto& param_group : groups) {
+    share.emplace_back(std::vector<at::Tensor>(), param_group.options().clone());
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (owners[i] == group.rank()) share[param_groups[i]].params().push_back(parameters[i]);
+  }
+  auto fresh = make(share);
+  if (local) {
+    for (auto& [parameter, state] : local->state()) {
+      const auto place = places.find(static_cast<const c10::TensorImpl*>(parameter));
+      if (place != places.end()) fresh->state()[parameter] = std::move(state);
+    }
+  }
+  local = std::move(fresh);
+}
+
+std::vector<at::Tensor> OSSCore::State::own_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (owners[i] == group.rank() && parameters[i].grad().defined()) gradients.push_back(parameters[i].grad());
+  }
+  return gradients;
+}
+
+OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
+                 const Group& group, const OSSOptions& options)
+    : torch::optim::Optimizer(groups, std::move(defaults)) {
+  options.validate();
+  state_ = std::make_unique<State>(State{.make = std::move(make), .group = group, .options = options});
+  refresh_trainable();
+}
+
+OSSCore::~OSSCore() = default;
+
+void OSSCore::refresh_trainable() {
+  auto& state = *state_;
+  agree(state.group, "the parameters and options of OSS", describe(param_groups_));
+  state.list(param_groups_);
+  state.fill_buffers();
+  state.make_local(param_groups_);
+}
+
+void OSSCore::add_param_group(const OptimizerParamGroup& group) {
+  torch::optim::Optimizer::add_param_group(group);
+  refresh_trainable();
+}
+
+at::Tensor OSSCore::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure != nullptr) {
+    const at::AutoGradMode grad(true);
+    loss = closure();
+  }
+  auto& state = *state_;
+  for (size_t number = 0; number < param_groups_.size(); ++number) {
+    state.local->param_groups()[number].set_options(param_groups_[number].options().clone());
+  }
+  // Some rank may still read the values that are about to change.
+  const bool shared =
+      std::any_of(state.buffers.begin(), state.buffers.end(), [](const auto& b) { return b->shared(); });
+  if (shared) state.group.barrier(state.label("before the update")).wait();
+  state.local->step();
+  for (const auto& buffer : state.buffers) buffer->publish(state.label("updated parameters"));
+  for (const auto& buffer : state.buffers) buffer->wait(state.label("updated parameters"));
+  ++state.step;
+  return loss;
+}
+
+double OSSCore::clip_grad_norm(double max_norm, double norm_type) {
+  const auto gradients = state_->own_gradients();
+  const auto norm = global_norm(gradients, norm_type, state_->group, state_->label("norm of the gradients"));
+  clip_to_norm(gradients, norm, max_norm);
+  return norm;
+}
+
+std::vector<std::vector<at::Tensor>> OSSCore::partition() const {
+  std::vector<std::vector<at::Tensor>> shares(state_->group.size());
+  for (size_t i = 0; i < state_->parameters.size(); ++i) shares[state_->owners[i]].push_back(state_->parameters[i]);
+  return shares;
+}
+
+int OSSCore::param_to_rank(const at::Tensor& parameter) const {
+  const auto place = state_->places.find(parameter.unsafeGetTensorImpl());
+  if (place == state_->places.end()) throw UsageError("OSS: not one of the trainable parameters of this optimizer");
+  return state_->owners[place->second];
+}
+
+size_t OSSCore::param_to_index(const at::Tensor& parameter) const {
+  const auto place = state_->places.find(parameter.unsafeGetTensorImpl());
+  if (place == state_->places.end()) throw UsageError("OSS: not one of the trainable parameters of this optimizer");
+  return state_->indices[place->second];
+}
+
+std::vector<at::Tensor> OSSCore::local_params() const {
+  return partition()[state_->group.rank()];
+}
+
+const Group& OSSCore::group() const {
+  return state_->group;
+}
+
+const torch::optim::Optimizer& OSSCore::local_optimizer() const {
+  return *state_->local;
+}
+
+}  // namespace shoal

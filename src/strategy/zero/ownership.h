@@ -1,0 +1,16 @@
+#pragma once
+// Who owns which parameter: whole ones, by rank.
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace shoal {
+
+// Gives every parameter without owner (-1) to the rank that has the fewest elements so far, in the order in which
+// backward delivers gradients, last first; the other owners stay. So no two ranks differ by more than the largest
+// parameter, and gradients for every rank become ready all along.
+void assign_owners(const std::vector<at::Tensor>& parameters, int ranks, std::vector<int>& owners);
+
+}  // namespace shoal

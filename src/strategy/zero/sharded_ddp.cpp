@@ -1,0 +1,149 @@
+#include "shoal/strategy/zero/sharded_ddp.h"
+
+#include <c10/util/Logging.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "engine/data_parallel_state.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+
+void ShardedDataParallelOptions::validate() const {
+  if (reduce_buffer_size >= 1) return;
+  throw UsageError(
+      fmt::format("ShardedDataParallel: reduce_buffer_size {}: give at least 1 element", reduce_buffer_size));
+}
+
+// What was true of the parameters when shares and buckets were made.
+struct ShardedDataParallelCore::Sharding {
+  struct Kind {
+    bool trainable;
+    at::ScalarType dtype;
+    c10::Device device;
+    bool operator==(const Kind&) const = default;
+  };
+  std::vector<OSSCore*> optimizers;
+  ShardedDataParallelOptions options;
+  std::vector<Kind> kinds{};
+
+  static std::vector<Kind> look(const ModuleTensors& tensors) {
+    std::vector<Kind> kinds;
+    for (const auto& entry : tensors.parameters) {
+      kinds.push_back({entry.tensor.requires_grad(), entry.tensor.scalar_type(), entry.tensor.device()});
+    }
+    return kinds;
+  }
+};
+
+namespace {
+
+void check_devices(const ModuleTensors& tensors) {
+  std::map<std::string, std::string> types;
+  for (const auto& entry : tensors.parameters)
+    types.emplace(c10::DeviceTypeName(entry.tensor.device().type()), entry.name);
+  if (types.size() < 2) return;
+  std::vector<std::string> list;
+  for (const auto& [type, name] : types) list.push_back(fmt::format("{} ({})", type, name));
+  throw UsageError(
+      fmt::format("ShardedDataParallel: parameters are on devices of several types, {}; move the model to one",
+                  fmt::join(list, ", ")));
+}
+
+// The owner of each trainable parameter, over all optimizers.
+std::vector<int> owners_of(const std::vector<Gradient>& gradients, const std::vector<OSSCore*>& optimizers,
+                           const Group& group) {
+  if (optimizers.empty()) throw UsageError("ShardedDataParallel: give at least one OSS");
+  std::map<const c10::TensorImpl*, int> owners;
+  std::set<const c10::TensorImpl*> twice;
+  for (const auto* optimizer : optimizers) {
+    if (optimizer->group().size() != group.size()) {
+      throw UsageError(
+          fmt::format("ShardedDataParallel: an OSS over {} ranks, the wrapper over {}; give both one group",
+                      optimizer->group().size(), group.size()));
+    }
+    const auto shares = optimizer->partition();
+    for (size_t rank = 0; rank < shares.size(); ++rank) {
+      for (const auto& parameter : shares[rank]) {
+        if (!owners.emplace(parameter.unsafeGetTensorImpl(), static_cast<int>(rank)).second) {
+          twice.insert(parameter.unsafeGetTensorImpl());
+        }
+      }
+    }
+  }
+  std::vector<int> list;
+  for (const auto& gradient : gradients) {
+    const auto* parameter = gradient.parameter.unsafeGetTensorImpl();
+    if (twice.count(parameter) > 0) {
+      throw UsageError(
+          fmt::format("ShardedDataParallel: parameter {} is in two optimizers; leave it in one", gradient.name));
+    }
+    const auto owner = owners.find(parameter);
+    if (owner == owners.end()) {
+      throw UsageError(
+          fmt::format("ShardedDataParallel: parameter {} belongs to no optimizer; add it to one, freeze it "
+                      "or ignore it",
+                      gradient.name));
+    }
+    list.push_back(owner->second);
+  }
+  return list;
+}
+
+BucketCaps caps(const std::vector<Gradient>& gradients, const ShardedDataParallelOptions& options, int ranks) {
+  int64_t numel = 0;
+  int64_t element_bytes = 1;
+  for (const auto& gradient : gradients) {
+    numel += gradient.parameter.numel();
+    element_bytes = std::max<int64_t>(element_bytes, c10::elementSize(gradient.dtype()));
+  }
+  constexpr int64_t buckets_per_rank = 4;
+  auto cap = std::clamp<int64_t>(numel / (buckets_per_rank * ranks), 1, options.reduce_buffer_size);
+  if (ranks == 1) {
+    cap = 1;
+    LOG(INFO) << "ShardedDataParallel: one rank, so gradients are not grouped in buckets";
+  }
+  LOG(INFO) << "ShardedDataParallel: model of " << numel << " elements, buckets of " << cap;
+  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes};
+}
+
+}  // namespace
+
+ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module,
+                                                 std::vector<OSSCore*> optimizers, const Group& group,
+                                                 const ShardedDataParallelOptions& options)
+    : DataParallelCore([&] {
+        options.validate();
+        return wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);
+      }()),
+      sharding_(std::make_shared<Sharding>(Sharding{.optimizers = std::move(optimizers), .options = options})) {
+  state().broadcast_buffers = options.broadcast_buffers;
+  refresh_trainable();
+}
+
+void ShardedDataParallelCore::prepare() {
+  if (!sharding_->options.auto_refresh_trainable || sharding_->kinds == Sharding::look(state().tensors)) return;
+  for (auto* optimizer : sharding_->optimizers) optimizer->refresh_trainable();
+  refresh_trainable();
+}
+
+void ShardedDataParallelCore::refresh_trainable() {
+  auto& state = this->state();
+  const auto& options = sharding_->options;
+  check_devices(state.tensors);
+  auto gradients = gradients_of(state.tensors);
+  if (options.reduce_fp16) {
+    for (auto& gradient : gradients) gradient.travels_as = at::kHalf;
+  }
+  const auto owners = owners_of(gradients, sharding_->optimizers, state.group);
+  auto exchange = std::make_unique<ReduceToOwner>(state.group, caps(gradients, options, state.group.size()), owners);
+  state.make_reducer(std::move(gradients), {.find_unused_parameters = options.find_unused_parameters},
+                     std::move(exchange));
+  sharding_->kinds = Sharding::look(state.tensors);
+}
+
+}  // namespace shoal

@@ -1,0 +1,108 @@
+// BEY01: every kind of parameter, under every strategy, at every world size, equals one process.
+
+#include <torch/torch.h>
+
+#include "tests/support/models.h"
+#include "tests/support/training.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::batch;
+using test::difference;
+using test::Training;
+using test::world;
+
+const Group& group() {
+  return world().group();
+}
+
+// Two names for one weight: registered twice, as tied heads are.
+struct TiedImpl : torch::nn::Module {
+  explicit TiedImpl(const at::Tensor& weight) { register_parameter("weight", weight); }
+};
+
+struct ZooImpl : torch::nn::Module {
+  explicit ZooImpl(at::ScalarType dtype) {
+    torch::manual_seed(11);
+    tied = register_module("tied", torch::nn::Linear(torch::nn::LinearOptions(12, 12).bias(false)));
+    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 5, 2)));
+    frozen = register_module("frozen", torch::nn::Linear(20, 7));
+    out = register_module("out", torch::nn::Linear(7, 3));
+    scalar = register_parameter("scalar", at::full({}, 0.7));
+    empty = register_parameter("empty", at::empty({0, 4}));
+    tiny = register_parameter("tiny", at::ones({1}));
+    odd = register_parameter("odd", at::randn({7}));
+    never = register_parameter("never", at::ones({5}));
+    to(dtype);
+    coarse = register_parameter("coarse", at::ones({3}, at::kFloat));  // another dtype in one model
+    register_module("head", std::make_shared<TiedImpl>(tied->weight));
+    for (auto& parameter : frozen->parameters()) parameter.requires_grad_(false);
+    conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+  }
+
+  at::Tensor forward(at::Tensor x) {
+    x = torch::tanh(tied(x));
+    x = torch::tanh(at::linear(x, tied->weight.t()));
+    x = conv(x.view({-1, 3, 2, 2})).flatten(1);                       // [n, 5]
+    x = torch::tanh(frozen(x.repeat({1, 4}))) * scalar * tiny + odd;  // [n, 7]
+    x = out(x) * coarse.to(x.scalar_type());
+    return x.pow(2).mean() + empty.sum();
+  }
+
+  torch::nn::Linear tied{nullptr}, frozen{nullptr}, out{nullptr};
+  torch::nn::Conv2d conv{nullptr};
+  at::Tensor scalar, empty, tiny, odd, never, coarse;
+};
+
+void train_zoo(const std::string& strategy, at::ScalarType dtype, int micros, double tolerance) {
+  SCOPED_TRACE(strategy + " with " + std::to_string(micros) + " micro-batches");
+  const auto reference = std::make_shared<ZooImpl>(dtype);
+  const auto defaults = torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01);
+  auto training =
+      Training<ZooImpl>::make<torch::optim::SGD>(strategy, std::make_shared<ZooImpl>(dtype), group(), defaults,
+                                                 {.find_unused_parameters = true, .bucket_mb = 1e-4});
+  const auto& model = training.model;
+  torch::optim::SGD reference_optimizer(test::distinct(reference->parameters()), defaults);
+  for (int64_t step = 0; step < 5; ++step) {
+    training.zero_grad();
+    reference_optimizer.zero_grad();
+    for (int micro = 0; micro < micros; ++micro) {
+      const auto local = training.no_sync(micro + 1 < micros);
+      (training.forward(batch(group().rank(), step, micro).to(dtype)) / micros).backward();
+      for (int rank = 0; rank < group().size(); ++rank) {
+        (reference->forward(batch(rank, step, micro).to(dtype)) / (micros * group().size())).backward();
+      }
+    }
+    training.step();
+    reference_optimizer.step();
+    const auto got = model->named_parameters();
+    for (const auto& want : reference->named_parameters()) {
+      const double allowed = want.value().scalar_type() == at::kFloat ? std::max(tolerance, 1e-6) : tolerance;
+      ASSERT_LE(difference({got[want.key()]}, {want.value()}), allowed) << want.key() << " step " << step;
+    }
+    EXPECT_FALSE(model->never.grad().defined());
+    EXPECT_FALSE(model->frozen->weight.grad().defined());
+    EXPECT_EQ(model->conv->weight.strides(), reference->conv->weight.strides()) << "channels-last stays so";
+    if (model->conv->weight.grad().defined()) {
+      EXPECT_EQ(model->conv->weight.grad().strides(), model->conv->weight.strides());
+    }
+  }
+}
+
+class Zoo : public testing::TestWithParam<std::string> {};
+
+TEST_P(Zoo, BEY01_every_parameter_in_float64) {
+  for (const int micros : {1, 3}) train_zoo(GetParam(), at::kDouble, micros, 1e-12);
+}
+
+TEST_P(Zoo, BEY01_every_parameter_in_float32) {
+  for (const int micros : {1, 3}) train_zoo(GetParam(), at::kFloat, micros, 1e-6);
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, Zoo, testing::Values("ddp", "zero1", "zero2"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace shoal
