@@ -37,7 +37,7 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
       layout_(lay_out(gradients, members_, exchange)) {
   if (sparse_) return;
   for (const auto member : members_) parameters_.push_back(gradients[member].parameter);
-  if (exchange.everywhere() || !exchange.kept(*this).empty()) acquire(group);
+  if (exchange.everywhere() || !exchange.kept(*this, group.rank()).empty()) acquire(group);
 }
 
 void Bucket::acquire(const Group& group) {

@@ -1,5 +1,7 @@
 #include "engine/exchange.h"
 
+#include <numeric>
+
 namespace shoal {
 
 std::vector<std::vector<size_t>> AllReduce::plan(const std::vector<Gradient>& gradients,
@@ -20,8 +22,24 @@ Work ReduceToOwner::reduce(Bucket& bucket, const Label& label) const {
   return group_.reduce(bucket.flat(), owner(bucket), ReduceOp::sum, label);
 }
 
-Range ReduceToOwner::kept(const Bucket& bucket) const {
-  return owner(bucket) == group_.rank() ? Range{0, bucket.payload_numel()} : Range{};
+Range ReduceToOwner::kept(const Bucket& bucket, int rank) const {
+  return owner(bucket) == rank ? Range{0, bucket.payload_numel()} : Range{};
+}
+
+std::vector<std::vector<size_t>> ReduceScatter::plan(const std::vector<Gradient>& gradients,
+                                                     std::span<const size_t>) const {
+  std::vector<size_t> order(gradients.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  return plan_buckets(gradients, order, caps_.first_bytes, caps_.bytes);
+}
+
+FlatLayout ReduceScatter::layout(std::span<const int64_t> numels, size_t element_bytes) const {
+  constexpr int64_t aligned_elements = 64;
+  return {numels, element_bytes, aligned_elements * static_cast<int64_t>(element_bytes), group_.size()};
+}
+
+Work ReduceScatter::reduce(Bucket& bucket, const Label& label) const {
+  return group_.reduce_scatter(bucket.payload(kept(bucket, group_.rank())), bucket.flat(), ReduceOp::sum, label);
 }
 
 }  // namespace shoal

@@ -27,8 +27,8 @@ class Exchange {
   // Whether every rank gets every sum whole. Then what ranks must know of each other (bucket.h: Facts) rides in the
   // buckets; otherwise it takes a small collective of its own at the end of a step.
   virtual bool everywhere() const = 0;
-  // Elements of the bucket's payload that hold the sum on this rank; the others are void.
-  virtual Range kept(const Bucket& bucket) const = 0;
+  // Elements of the bucket's payload that hold the sum on a rank afterwards; the others are void there.
+  virtual Range kept(const Bucket& bucket, int rank) const = 0;
 };
 
 // Every rank gets everything: DDP.
@@ -39,7 +39,7 @@ class AllReduce : public Exchange {
                                         std::span<const size_t> order) const override;
   Work reduce(Bucket& bucket, const Label& label) const override;
   bool everywhere() const override { return true; }
-  Range kept(const Bucket& bucket) const override { return {0, bucket.payload_numel()}; }
+  Range kept(const Bucket& bucket, int) const override { return {0, bucket.payload_numel()}; }
 
  private:
   Group group_;
@@ -56,7 +56,7 @@ class ReduceToOwner : public Exchange {
                                         std::span<const size_t> order) const override;
   Work reduce(Bucket& bucket, const Label& label) const override;
   bool everywhere() const override { return false; }
-  Range kept(const Bucket& bucket) const override;
+  Range kept(const Bucket& bucket, int rank) const override;
 
  private:
   int owner(const Bucket& bucket) const { return owners_[bucket.members().front()]; }
@@ -64,6 +64,25 @@ class ReduceToOwner : public Exchange {
   Group group_;
   BucketCaps caps_;
   std::vector<int> owners_;
+};
+
+// Every rank gets an equal range of each bucket, whatever gradients it cuts: Megatron, FSDP. Buckets hold the gradients
+// in the order of registration, last first, whatever order they arrive in, since parameters are laid out like them.
+class ReduceScatter : public Exchange {
+ public:
+  ReduceScatter(Group group, BucketCaps caps) : group_(std::move(group)), caps_(caps) {}
+  std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
+                                        std::span<const size_t> order) const override;
+  bool follows_order() const override { return false; }
+  // Ranges begin at the same elements in every dtype from 16 to 64 bits.
+  FlatLayout layout(std::span<const int64_t> numels, size_t element_bytes) const override;
+  Work reduce(Bucket& bucket, const Label& label) const override;
+  bool everywhere() const override { return false; }
+  Range kept(const Bucket& bucket, int rank) const override { return bucket.layout().part(rank); }
+
+ private:
+  Group group_;
+  BucketCaps caps_;
 };
 
 }  // namespace shoal

@@ -101,7 +101,7 @@ void Reducer::set_sums_aside() {
     grad.reset();
   }
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (part_summed_[i]) carried_parts_[i] = buckets_[i].payload(exchange_->kept(buckets_[i])).clone();
+    if (part_summed_[i]) carried_parts_[i] = buckets_[i].payload(exchange_->kept(buckets_[i], group_.rank())).clone();
     part_summed_[i] = false;
   }
 }
@@ -152,6 +152,7 @@ void Reducer::arrived(size_t gradient) {
 
 void Reducer::begin_backward() {
   check_last_step();
+  if (!options_.leave_grad) set_sums_aside();
   if (weight_ && !weighted_backward_) {
     throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");
   }
@@ -293,7 +294,7 @@ void Reducer::issue_facts() {
 void Reducer::release_finished() {
   for (; finished_ < next_ && works_[finished_].done(); ++finished_) {
     auto& bucket = buckets_[finished_];
-    if (exchange_->everywhere() || bucket.sparse() || !exchange_->kept(bucket).empty()) continue;
+    if (exchange_->everywhere() || bucket.sparse() || !exchange_->kept(bucket, group_.rank()).empty()) continue;
     for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
     bucket.release();
   }

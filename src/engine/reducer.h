@@ -19,6 +19,8 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = true;
   bool find_unused_parameters = false;
   bool static_graph = false;
+  bool leave_grad =
+      true;  // grad() shows the sum where this rank keeps the whole of a gradient; else it lies in the bucket
 };
 
 // Averages gradients over a group while backward runs.
@@ -61,12 +63,19 @@ class Reducer {
   void mark_failed() { failed_ = expected_ || phase_ == Phase::running; }
   // True when a step was begun here and neither finished nor abandoned.
   bool broken() const { return failed_ || phase_ == Phase::running; }
+  // Synchronises what local backwards have left, without a backward. Collective.
+  void reduce_now();
   // Ends a step that was begun and neither finished nor abandoned on all ranks; they get StepAbandoned. Collective with
   // the peers' step. Without such a step it only forgets what local backwards have left.
   void abandon();
 
   std::vector<std::vector<std::string>> bucket_names() const;
   int64_t step() const { return step_; }
+  const std::vector<Gradient>& gradients() const { return gradients_; }
+  const std::vector<Bucket>& buckets() const { return buckets_; }
+  const Exchange& exchange() const { return *exchange_; }
+  // Whether any rank used the gradient in the last step, or a sum from before was added to it.
+  bool used(size_t gradient) const { return used_anywhere_[gradient]; }
 
  private:
   enum class Phase { idle, local, running };
@@ -91,7 +100,7 @@ class Reducer {
   void finish_step();
   double wait_for_buckets();
   std::string who_failed();
-  void deliver(size_t bucket, double weight);
+  void deliver(size_t bucket, double weight, const std::vector<bool>& carried);
   void deliver_whole(size_t bucket);
   void deliver_sparse(size_t bucket);
   void release_finished();

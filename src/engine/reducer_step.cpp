@@ -47,13 +47,13 @@ void Reducer::finish_step() {
     close_step();
     throw StepAbandoned(text);
   }
-  used_anywhere_.assign(gradients_.size(), false);
+  const auto carried = std::exchange(used_anywhere_, std::vector<bool>(gradients_.size()));
   if (facts_.defined()) facts_.read_used(used_anywhere_);
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (buckets_[i].sparse()) {
       deliver_sparse(i);
     } else {
-      deliver(i, weight);
+      deliver(i, weight, carried);
     }
   }
   release_finished();
@@ -103,20 +103,23 @@ std::string Reducer::who_failed() {
   return fmt::format("rank {}", fmt::join(ranks, ", "));
 }
 
-void Reducer::deliver(size_t index, double weight) {
+void Reducer::deliver(size_t index, double weight, const std::vector<bool>& carried) {
   auto& bucket = buckets_[index];
   if (bucket.facts().defined()) bucket.facts().read_used(used_anywhere_);
-  const auto kept = exchange_->kept(bucket);
+  const auto kept = exchange_->kept(bucket, group_.rank());
   if (kept.empty() && !exchange_->everywhere()) return;
   auto sum = bucket.payload(kept);
   const double factor = group_.size() / weight;
   // Without any weight on any rank there was no sample: the sum is zero as it stands.
   if (factor != 1.0 && weight > 0) sum.mul_(factor);
-  if (kept.size() == bucket.payload_numel()) {
+  if (options_.leave_grad && kept.size() == bucket.payload_numel()) {
     deliver_whole(index);
     return;
   }
-  if (carried_parts_[index].defined()) sum.add_(std::exchange(carried_parts_[index], {}));
+  if (carried_parts_[index].defined()) {
+    sum.add_(std::exchange(carried_parts_[index], {}));
+    for (const auto member : bucket.members()) used_anywhere_[member] = used_anywhere_[member] || carried[member];
+  }
   part_summed_[index] = true;
   for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
 }
@@ -203,9 +206,7 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
     if (has_graph) {
       loss_sum.backward();
     } else if (synchronises()) {
-      const std::lock_guard lock(mutex_);
-      begin_backward();
-      end_backward();
+      reduce_now();
     }
   } catch (...) {
     weighted_backward_ = false;
@@ -213,6 +214,12 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
     throw;
   }
   weighted_backward_ = false;
+}
+
+void Reducer::reduce_now() {
+  const std::lock_guard lock(mutex_);
+  begin_backward();
+  end_backward();
 }
 
 void Reducer::abandon() {

@@ -92,8 +92,8 @@ class OSS : public OSSCore {
   OSS(const ParamGroups& groups, const Defaults& defaults, const Group& group, const OSSOptions& options = {})
       : OSSCore(
             groups, std::make_unique<Defaults>(defaults),
-            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); }, group,
-            options) {}
+            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); }, group, options) {
+  }
 };
 
 }  // namespace shoal
