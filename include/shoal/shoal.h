@@ -17,4 +17,5 @@
 #include "shoal/optim/fused_adam.h"
 #include "shoal/optim/fused_adamw.h"
 #include "shoal/optim/fused_sgd.h"
+#include "shoal/optim/register_state.h"
 #include "shoal/strategy/ddp.h"
