@@ -17,5 +17,6 @@
 #include "shoal/optim/fused_adam.h"
 #include "shoal/optim/fused_adamw.h"
 #include "shoal/optim/fused_sgd.h"
+#include "shoal/optim/grad_scaler.h"
 #include "shoal/optim/register_state.h"
 #include "shoal/strategy/ddp.h"
