@@ -14,6 +14,9 @@
 #include <typeinfo>
 
 #include "shoal/base/error.h"
+#include "shoal/optim/adafactor.h"
+#include "shoal/optim/lamb.h"
+#include "shoal/optim/muon.h"
 
 namespace shoal {
 namespace {
@@ -42,6 +45,20 @@ std::deque<detail::StateKind> built_in() {
         field("step", state.step());
         field("sum", state.sum());
       }),
+      state_kind<Lamb, LambParamState>([](auto& state, auto& field) {
+        field("step", state.step());
+        field("exp_avg", state.exp_avg());
+        field("exp_avg_sq", state.exp_avg_sq());
+      }),
+      state_kind<Adafactor, AdafactorParamState>([](auto& state, auto& field) {
+        field("step", state.step());
+        field.optional("row_var", state.row_var());
+        field.optional("col_var", state.col_var());
+        field.optional("variance", state.variance());
+        field.optional("exp_avg", state.exp_avg());
+      }),
+      state_kind<Muon, MuonParamState>(
+          [](auto& state, auto& field) { field("momentum_buffer", state.momentum_buffer()); }),
   };
 }
 

@@ -7,6 +7,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "shoal/optim/adafactor.h"
+#include "shoal/optim/lamb.h"
+#include "shoal/optim/muon.h"
+
 namespace shoal {
 namespace {
 
@@ -15,6 +19,7 @@ using namespace torch::optim;
 static_assert(element_wise<SGD> && element_wise<Adam> && element_wise<AdamW> && element_wise<RMSprop>);
 static_assert(element_wise<Adagrad> && element_wise<FusedSGD> && element_wise<FusedAdam>);
 static_assert(element_wise<FusedAdamW> && element_wise<FusedAdagrad> && !element_wise<LBFGS>);
+static_assert(!element_wise<Lamb> && !element_wise<Adafactor> && !element_wise<Muon>);
 
 // Long enough that libtorch's kernels use several threads, and not a multiple of anything.
 constexpr int64_t elements = 70'003;
