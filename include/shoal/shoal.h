@@ -23,4 +23,5 @@
 #include "shoal/optim/muon.h"
 #include "shoal/optim/optimizer_base.h"
 #include "shoal/optim/register_state.h"
+#include "shoal/optim/schedules.h"
 #include "shoal/strategy/ddp.h"
