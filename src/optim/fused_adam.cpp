@@ -1,0 +1,77 @@
+#include "shoal/optim/fused_adam.h"
+
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <torch/utils.h>
+
+#include <map>
+
+#include "optim/updates.h"
+#include "shoal/optim/fused_adamw.h"
+
+namespace shoal {
+namespace {
+
+// What one kernel call takes: tensors of equal dtype.
+struct Batch {
+  std::vector<at::Tensor> parameters, gradients, first, second, largest, steps;
+};
+
+template <class State>
+State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, bool amsgrad) {
+  auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
+  if (!slot) {
+    auto fresh = std::make_unique<State>();
+    fresh->step(0);
+    fresh->exp_avg(at::zeros_like(parameter, at::MemoryFormat::Preserve));
+    fresh->exp_avg_sq(at::zeros_like(parameter, at::MemoryFormat::Preserve));
+    if (amsgrad) fresh->max_exp_avg_sq(at::zeros_like(parameter, at::MemoryFormat::Preserve));
+    slot = std::move(fresh);
+  }
+  return static_cast<State&>(*slot);
+}
+
+// The two differ in the kernel and in the names of their types only.
+template <class Options, class State, class Kernel>
+at::Tensor step_with(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure,
+                     const char* name, Kernel kernel) {
+  const torch::NoGradGuard no_grad;
+  auto loss = evaluate(closure);
+  const auto groups = collect_aligned_updates(optimizer, name);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto& options = static_cast<const Options&>(optimizer.param_groups()[i].options());
+    std::map<at::ScalarType, Batch> batches;
+    for (const auto& [parameter, gradient] : groups[i]) {
+      auto& state = state_of<State>(optimizer, parameter, options.amsgrad());
+      state.step(state.step() + 1);
+      auto& batch = batches[parameter.scalar_type()];
+      batch.parameters.push_back(parameter);
+      batch.gradients.push_back(gradient);
+      batch.first.push_back(aligned(state.exp_avg(), parameter));
+      batch.second.push_back(aligned(state.exp_avg_sq(), parameter));
+      if (options.amsgrad()) batch.largest.push_back(aligned(state.max_exp_avg_sq(), parameter));
+      // The kernel wants the number of the step as a tensor.
+      batch.steps.push_back(at::full({}, static_cast<double>(state.step()), parameter.options().dtype(at::kFloat)));
+    }
+    const auto [beta1, beta2] = options.betas();
+    for (auto& [dtype, batch] : batches) {
+      kernel(batch.parameters, batch.gradients, batch.first, batch.second, batch.largest, batch.steps, options.lr(),
+             beta1, beta2, options.weight_decay(), options.eps(), options.amsgrad());
+    }
+  }
+  return loss;
+}
+
+}  // namespace
+
+at::Tensor FusedAdam::step(LossClosure closure) {
+  return step_with<torch::optim::AdamOptions, torch::optim::AdamParamState>(
+      *this, closure, "FusedAdam", [](auto&&... arguments) { at::_fused_adam_(arguments..., /*maximize=*/false); });
+}
+
+at::Tensor FusedAdamW::step(LossClosure closure) {
+  return step_with<torch::optim::AdamWOptions, torch::optim::AdamWParamState>(
+      *this, closure, "FusedAdamW", [](auto&&... arguments) { at::_fused_adamw_(arguments..., /*maximize=*/false); });
+}
+
+}  // namespace shoal

@@ -1,0 +1,130 @@
+#include "optim/state.h"
+
+#include <c10/util/Type.h>
+#include <fmt/format.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <typeinfo>
+
+#include "shoal/base/error.h"
+#include "shoal/optim/adafactor.h"
+#include "shoal/optim/lamb.h"
+#include "shoal/optim/muon.h"
+
+namespace shoal {
+namespace {
+
+std::deque<detail::StateKind> built_in() {
+  using namespace torch::optim;
+  using detail::state_kind;
+  const auto adam = [](auto& state, auto& field) {
+    field("step", state.step());
+    field("exp_avg", state.exp_avg());
+    field("exp_avg_sq", state.exp_avg_sq());
+    field.optional("max_exp_avg_sq", state.max_exp_avg_sq());
+  };
+  return {
+      state_kind<Adam, AdamParamState>(adam),
+      state_kind<AdamW, AdamWParamState>(adam),
+      state_kind<SGD, SGDParamState>(
+          [](auto& state, auto& field) { field("momentum_buffer", state.momentum_buffer()); }),
+      state_kind<RMSprop, RMSpropParamState>([](auto& state, auto& field) {
+        field("step", state.step());
+        field("square_avg", state.square_avg());
+        field.optional("momentum_buffer", state.momentum_buffer());
+        field.optional("grad_avg", state.grad_avg());
+      }),
+      state_kind<Adagrad, AdagradParamState>([](auto& state, auto& field) {
+        field("step", state.step());
+        field("sum", state.sum());
+      }),
+      state_kind<Lamb, LambParamState>([](auto& state, auto& field) {
+        field("step", state.step());
+        field("exp_avg", state.exp_avg());
+        field("exp_avg_sq", state.exp_avg_sq());
+      }),
+      state_kind<Adafactor, AdafactorParamState>([](auto& state, auto& field) {
+        field("step", state.step());
+        field.optional("row_var", state.row_var());
+        field.optional("col_var", state.col_var());
+        field.optional("variance", state.variance());
+        field.optional("exp_avg", state.exp_avg());
+      }),
+      state_kind<Muon, MuonParamState>(
+          [](auto& state, auto& field) { field("momentum_buffer", state.momentum_buffer()); }),
+  };
+}
+
+// Only grows, and at its front, so that references stay valid.
+struct Registry {
+  std::mutex mutex;
+  std::deque<detail::StateKind> kinds = built_in();
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+template <class Matches>
+const detail::StateKind& find_kind(const std::string& type, const Matches& matches) {
+  auto& all = registry();
+  const std::lock_guard lock(all.mutex);
+  const auto found = std::find_if(all.kinds.begin(), all.kinds.end(), matches);
+  if (found != all.kinds.end()) return *found;
+  throw UsageError(
+      fmt::format("what {} keeps per parameter is not known; name its fields once with shoal::register_state "
+                  "(shoal/optim/register_state.h)",
+                  type));
+}
+
+}  // namespace
+
+namespace detail {
+
+void StateWriter::missing(const std::string& name) const {
+  throw UsageError(fmt::format("the state for {} lacks '{}'", optimizer_, name));
+}
+
+void StateWriter::finish() const {
+  const auto refuse_unknown = [&](const auto& fields) {
+    for (const auto& [name, value] : fields) {
+      if (!used_.contains(name)) {
+        throw UsageError(
+            fmt::format("the state has '{}', which {} does not keep; it is another optimizer's", name, optimizer_));
+      }
+    }
+  };
+  refuse_unknown(named_.tensors);
+  refuse_unknown(named_.numbers);
+}
+
+void add_state_kind(StateKind kind) {
+  auto& all = registry();
+  const std::lock_guard lock(all.mutex);
+  all.kinds.push_front(std::move(kind));
+}
+
+}  // namespace detail
+
+NamedState named_state(const torch::optim::OptimizerParamState& state) {
+  const auto& kind = find_kind(c10::demangle(typeid(state).name()),
+                               [&](const detail::StateKind& candidate) { return candidate.matches(state); });
+  return kind.read(state);
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> make_state(const torch::optim::Optimizer& of,
+                                                              const NamedState& named) {
+  const auto type = c10::demangle(typeid(of).name());
+  const auto& kind = find_kind(type, [&](const detail::StateKind& candidate) { return candidate.is_kept_by(of); });
+  return kind.make(named, type);
+}
+
+}  // namespace shoal

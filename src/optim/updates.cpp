@@ -1,0 +1,66 @@
+#include "optim/updates.h"
+
+#include <fmt/format.h>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+Update checked(const at::Tensor& parameter, const std::string& optimizer) {
+  const auto& gradient = parameter.grad();
+  if (!parameter.is_floating_point()) {
+    throw UsageError(fmt::format("{}: a parameter is of type {}; only floating point can be trained", optimizer,
+                                 c10::toString(parameter.scalar_type())));
+  }
+  if (gradient.layout() != at::kStrided) {
+    throw UsageError(fmt::format("{}: sparse gradients are not supported; use SGD or Adagrad of libtorch", optimizer));
+  }
+  if (gradient.scalar_type() != parameter.scalar_type()) {
+    throw UsageError(fmt::format("{}: a gradient is of type {}, its parameter {}; make them equal", optimizer,
+                                 c10::toString(gradient.scalar_type()), c10::toString(parameter.scalar_type())));
+  }
+  return {parameter, gradient};
+}
+
+}  // namespace
+
+at::Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure) {
+  if (closure == nullptr) return {};
+  const at::AutoGradMode grad(true);
+  return closure();
+}
+
+std::vector<std::vector<Update>> collect_updates(const torch::optim::Optimizer& of, const std::string& optimizer) {
+  std::vector<std::vector<Update>> groups;
+  for (const auto& group : of.param_groups()) {
+    auto& updates = groups.emplace_back();
+    for (const auto& parameter : group.params()) {
+      if (parameter.grad().defined()) updates.push_back(checked(parameter, optimizer));
+    }
+  }
+  return groups;
+}
+
+std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Optimizer& of,
+                                                         const std::string& optimizer) {
+  auto groups = collect_updates(of, optimizer);
+  for (auto& group : groups) {
+    for (auto& [parameter, gradient] : group) {
+      if (!parameter.is_non_overlapping_and_dense()) {
+        throw UsageError(optimizer +
+                         ": a parameter has gaps in memory; give it memory of its own (clone) or use libtorch's "
+                         "optimizer of the same name without Fused");
+      }
+      gradient = aligned(gradient, parameter);
+    }
+  }
+  return groups;
+}
+
+at::Tensor aligned(at::Tensor& state, const at::Tensor& parameter) {
+  if (state.strides() != parameter.strides()) state = at::empty_like(parameter).copy_(state);
+  return state;
+}
+
+}  // namespace shoal

@@ -1,0 +1,32 @@
+#pragma once
+// What one step of an optimizer is going to change, checked before anything changes.
+
+#include <torch/optim/optimizer.h>
+
+#include <string>
+#include <vector>
+
+namespace shoal {
+
+// A parameter that has a gradient in this step.
+struct Update {
+  at::Tensor parameter, gradient;
+};
+
+// The closure's loss, computed with gradients recorded; undefined without a closure.
+at::Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure);
+
+// One list per parameter group. UsageError, which names `optimizer`, for a gradient that is sparse, and for a parameter
+// that is not floating point or whose gradient has another dtype.
+std::vector<std::vector<Update>> collect_updates(const torch::optim::Optimizer& of, const std::string& optimizer);
+
+// The same for kernels that walk a parameter's tensors side by side, element by element in memory: a gradient with
+// other strides comes as a copy with the parameter's; UsageError for a parameter with gaps in memory.
+std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Optimizer& of,
+                                                         const std::string& optimizer);
+
+// A tensor of the state, for the same kernels. One that came from elsewhere (a checkpoint) with other strides than the
+// parameter's is replaced by a copy.
+at::Tensor aligned(at::Tensor& state, const at::Tensor& parameter);
+
+}  // namespace shoal

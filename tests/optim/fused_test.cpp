@@ -1,0 +1,190 @@
+// The fused optimizers against libtorch's own, over many steps.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <sstream>
+
+#include "shoal/base/error.h"
+#include "shoal/optim/fused_adagrad.h"
+#include "shoal/optim/fused_adam.h"
+#include "shoal/optim/fused_adamw.h"
+#include "shoal/optim/fused_sgd.h"
+
+namespace shoal {
+namespace {
+
+using namespace torch::optim;
+
+std::vector<at::Tensor> parameters(at::ScalarType dtype) {
+  torch::manual_seed(3);
+  std::vector<at::Tensor> list{at::randn({5, 7}), at::randn({}),    at::randn({2, 3, 4, 4}),
+                               at::randn({9}),    at::randn({130}), at::randn({0, 3})};
+  list[2] = list[2].contiguous(at::MemoryFormat::ChannelsLast);
+  for (auto& tensor : list) tensor = tensor.to(dtype).requires_grad_(true);
+  return list;
+}
+
+void set_gradients(std::vector<at::Tensor>& list, int step) {
+  torch::manual_seed(100 + step);
+  for (size_t i = 0; i < list.size(); ++i) {
+    // One parameter has no gradient in some steps, another's lies differently in memory.
+    list[i].mutable_grad() = i == 3 && step % 3 == 0 ? at::Tensor() : at::randn_like(list[i], at::kFloat).to(list[i]);
+    if (i == 2 && step % 2 == 0) list[i].mutable_grad() = list[i].grad().contiguous();
+  }
+}
+
+template <class Fused, class Plain, class Options>
+void compare(const Options& options, at::ScalarType dtype, double tolerance, int steps = 20) {
+  auto own = parameters(dtype);
+  auto reference = parameters(dtype);
+  Fused fused(own, options);
+  Plain plain(reference, options);
+  for (int step = 0; step < steps; ++step) {
+    set_gradients(own, step);
+    set_gradients(reference, step);
+    fused.step();
+    plain.step();
+    for (size_t i = 0; i < own.size(); ++i) {
+      ASSERT_TRUE(at::allclose(own[i], reference[i], tolerance, tolerance)) << "step " << step << ", parameter " << i;
+    }
+  }
+}
+
+TEST(FusedAdamW, EqualsLibtorchsAdamW) {
+  compare<FusedAdamW, AdamW>(AdamWOptions(1e-2).weight_decay(0.1), at::kDouble, 1e-12);
+  compare<FusedAdamW, AdamW>(AdamWOptions(1e-2).weight_decay(0.1), at::kFloat, 2e-5);
+  compare<FusedAdamW, AdamW>(AdamWOptions(3e-2).betas({0.8, 0.95}).eps(1e-6), at::kDouble, 1e-12);
+  compare<FusedAdamW, AdamW>(AdamWOptions(1e-2).amsgrad(true), at::kDouble, 1e-12);
+}
+
+TEST(FusedAdam, EqualsLibtorchsAdam) {
+  compare<FusedAdam, Adam>(AdamOptions(1e-2).weight_decay(0.1), at::kDouble, 1e-12);
+  compare<FusedAdam, Adam>(AdamOptions(1e-2).weight_decay(0.1), at::kFloat, 2e-5);
+  compare<FusedAdam, Adam>(AdamOptions(3e-2).betas({0.8, 0.95}).eps(1e-6), at::kDouble, 1e-12);
+  compare<FusedAdam, Adam>(AdamOptions(1e-2).amsgrad(true), at::kDouble, 1e-12);
+}
+
+TEST(FusedSGD, EqualsLibtorchsSGD) {
+  for (const auto& [dtype, tolerance] : {std::pair(at::kDouble, 1e-12), std::pair(at::kFloat, 2e-5)}) {
+    compare<FusedSGD, SGD>(SGDOptions(0.1), dtype, tolerance);
+    compare<FusedSGD, SGD>(SGDOptions(0.1).weight_decay(0.1), dtype, tolerance);
+    compare<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9).dampening(0.2).weight_decay(0.1), dtype, tolerance);
+    compare<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true), dtype, tolerance);
+  }
+}
+
+// libtorch's kernel does not store 16-bit parameters on the CPU.
+TEST(FusedSGD, TrainsSixteenBitParameters) {
+  for (const auto& [dtype, tolerance] : {std::pair(at::kBFloat16, 3e-2), std::pair(at::kHalf, 4e-3)}) {
+    compare<FusedSGD, SGD>(SGDOptions(0.1).weight_decay(0.1), dtype, tolerance, 6);
+    compare<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9).dampening(0.2), dtype, tolerance, 6);
+    compare<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.1), dtype, tolerance, 6);
+  }
+}
+
+TEST(FusedAdagrad, EqualsLibtorchsAdagrad) {
+  for (const auto& [dtype, tolerance] : {std::pair(at::kDouble, 1e-12), std::pair(at::kFloat, 2e-5)}) {
+    compare<FusedAdagrad, Adagrad>(AdagradOptions(0.1), dtype, tolerance);
+    compare<FusedAdagrad, Adagrad>(AdagradOptions(0.1).lr_decay(0.05).weight_decay(0.1), dtype, tolerance);
+    compare<FusedAdagrad, Adagrad>(AdagradOptions(0.1).initial_accumulator_value(0.3).eps(1e-4), dtype, tolerance);
+  }
+}
+
+TEST(FusedAdagrad, TrainsParametersAddedLater) {
+  auto first = at::ones({3}).requires_grad_(true), second = at::ones({4}).requires_grad_(true);
+  FusedAdagrad optimizer({first}, AdagradOptions(0.5).initial_accumulator_value(3));
+  optimizer.add_param_group(OptimizerParamGroup({second}));
+  first.mutable_grad() = at::ones({3});
+  second.mutable_grad() = at::ones({4});
+  optimizer.step();
+  EXPECT_TRUE(at::allclose(first, at::full({3}, 0.75)));  // 1 - 0.5 / sqrt(3 + 1)
+  EXPECT_TRUE(at::allclose(second, at::full({4}, 0.75)));
+}
+
+// A gradient and state saved by the fused optimizer are libtorch's, and the other way round.
+template <class Fused, class Plain, class Options>
+void swap_halfway(const Options& options) {
+  auto own = parameters(at::kDouble), reference = parameters(at::kDouble);
+  Fused fused(own, options);
+  Plain plain(reference, options), then(own, Options(77));
+  for (int step = 0; step < 6; ++step) {
+    if (step == 3) {
+      std::stringstream file;
+      torch::save(fused, file);
+      torch::load(then, file);
+    }
+    set_gradients(own, step);
+    set_gradients(reference, step);
+    plain.step();
+    if (step < 3) {
+      fused.step();
+    } else {
+      then.step();
+    }
+  }
+  for (size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(at::allclose(own[i], reference[i], 1e-12, 1e-12)) << i;
+}
+
+TEST(Fused, StateGoesOnInLibtorchsOptimizer) {
+  swap_halfway<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9));
+  swap_halfway<FusedAdam, Adam>(AdamOptions(0.1).amsgrad(true));
+  swap_halfway<FusedAdamW, AdamW>(AdamWOptions(0.1));
+  swap_halfway<FusedAdagrad, Adagrad>(AdagradOptions(0.1).lr_decay(0.1));
+}
+
+template <class Fused, class Options>
+void expect_refused(const Options& options) {
+  const auto refuses = [&](const at::Tensor& bad, const at::Tensor& gradient) {
+    auto good = at::ones({3}).requires_grad_(true);
+    good.mutable_grad() = at::ones({3});
+    bad.mutable_grad() = gradient;
+    Fused optimizer({good, bad}, options);
+    const auto before = optimizer.state().size();
+    EXPECT_THROW(optimizer.step(), UsageError);
+    EXPECT_TRUE(good.equal(at::ones({3}))) << "a refused step has changed something";
+    EXPECT_EQ(optimizer.state().size(), before);
+  };
+  refuses(at::randn({4, 2}).requires_grad_(true), at::randn({4, 2}).to_sparse(1));
+  const auto gaps = at::randn({4, 4}).slice(1, 0, 2).detach().requires_grad_(true);
+  refuses(gaps, at::randn({4, 2}));
+}
+
+TEST(Fused, SparseGradientsAndGapsInMemoryAreRefusedBeforeAnythingChanges) {
+  expect_refused<FusedSGD>(SGDOptions(0.1));
+  expect_refused<FusedAdam>(AdamOptions(0.1));
+  expect_refused<FusedAdamW>(AdamWOptions(0.1));
+  expect_refused<FusedAdagrad>(AdagradOptions(0.1));
+}
+
+// A loaded state may lie in memory in another order than its parameter.
+TEST(Fused, StateWithOtherStridesIsTakenElementByElement) {
+  auto own = parameters(at::kDouble), reference = parameters(at::kDouble);
+  FusedAdam fused({own[2]}, AdamOptions(0.1));
+  Adam plain({reference[2]}, AdamOptions(0.1));
+  for (int step = 0; step < 4; ++step) {
+    set_gradients(own, step);
+    set_gradients(reference, step);
+    fused.step();
+    plain.step();
+    auto& state = static_cast<AdamParamState&>(*fused.state().at(own[2].unsafeGetTensorImpl()));
+    state.exp_avg(state.exp_avg().contiguous());
+  }
+  EXPECT_TRUE(at::allclose(own[2], reference[2], 1e-12, 1e-12));
+}
+
+TEST(Fused, OSS10_ClosureIsRunWithGradientsAndItsLossReturned) {
+  auto weight = at::full({2}, 3.0).requires_grad_(true);
+  FusedSGD optimizer({weight}, SGDOptions(0.5));
+  const auto loss = optimizer.step([&] {
+    optimizer.zero_grad();
+    auto sum = weight.sum();
+    sum.backward();
+    return sum;
+  });
+  EXPECT_EQ(loss.item<double>(), 6);
+  EXPECT_TRUE(weight.equal(at::full({2}, 2.5)));
+}
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,109 @@
+// Schedules against Python's numbers (vectors.h); the optimizer's own rate is 0.5.
+
+#include "shoal/optim/schedules.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "shoal/base/error.h"
+#include "shoal/optim/lamb.h"
+#include "tests/optim/vectors.h"
+
+namespace shoal {
+namespace {
+
+using testing::DoubleNear;
+using testing::Pointwise;
+
+double rate_of(const torch::optim::Optimizer& optimizer, size_t group = 0) {
+  return optimizer.param_groups()[group].options().get_lr();
+}
+
+std::vector<double> rates(torch::optim::Optimizer& optimizer, LambdaLR& schedule, int steps = 14) {
+  std::vector<double> all;
+  for (int i = 0; i < steps; ++i) {
+    EXPECT_EQ(schedule.position(), i);
+    all.push_back(rate_of(optimizer));
+    schedule.step();
+  }
+  return all;
+}
+
+template <class Schedule, class... Arguments>
+void compare(const std::vector<double>& expected, const Arguments&... arguments) {
+  torch::optim::SGD optimizer({at::ones(1)}, torch::optim::SGDOptions(0.5));
+  Schedule schedule(optimizer, arguments...);
+  EXPECT_THAT(rates(optimizer, schedule), Pointwise(DoubleNear(1e-12), expected));
+}
+
+TEST(Schedules, EqualPythons) {
+  compare<LinearWarmup>(vectors::linear_warmup, 6, 0.25);
+  compare<CosineWithWarmup>(
+      vectors::cosine_with_warmup,
+      CosineWithWarmupOptions{.total_steps = 13, .warmup_steps = 4, .start_factor = 0.1, .final_factor = 0.1});
+  compare<OneCycle>(vectors::one_cycle, OneCycleOptions{.total_steps = 14});
+  compare<OneCycle>(vectors::one_cycle_linear,
+                    OneCycleOptions{.total_steps = 14, .rising = 0.4, .initial_divisor = 5, .anneal = Anneal::linear});
+  compare<OneCycle>(vectors::one_cycle_three_phases,
+                    OneCycleOptions{.total_steps = 14, .final_divisor = 100, .three_phase = true});
+}
+
+TEST(Schedules, StayAtTheirLastRate) {
+  torch::optim::SGD optimizer({at::ones(1)}, torch::optim::SGDOptions(0.5));
+  CosineWithWarmup cosine(optimizer, {.total_steps = 5, .final_factor = 0.2});
+  for (int i = 0; i < 20; ++i) cosine.step();
+  EXPECT_DOUBLE_EQ(rate_of(optimizer), 0.1);
+  optimizer.param_groups()[0].options().set_lr(0.5);
+  OneCycle cycle(optimizer, {.total_steps = 10, .final_divisor = 2});
+  for (int i = 0; i < 20; ++i) cycle.step();
+  EXPECT_DOUBLE_EQ(rate_of(optimizer), 0.01);
+}
+
+// Every group scales its own rate; with shoal's own optimizers as well.
+TEST(Schedules, OSS10_LambdaScalesEachGroupsRate) {
+  Lamb optimizer({at::ones(1)}, LambOptions(0.5));
+  optimizer.add_param_group(
+      torch::optim::OptimizerParamGroup({at::ones(2)}, std::make_unique<LambOptions>(LambOptions(8))));
+  LambdaLR schedule(optimizer, [](int64_t step) { return 1.0 / static_cast<double>(1 + step); });
+  EXPECT_EQ(rate_of(optimizer, 1), 8);
+  schedule.step();
+  EXPECT_EQ(rate_of(optimizer, 0), 0.25);
+  EXPECT_EQ(rate_of(optimizer, 1), 4);
+}
+
+TEST(Schedules, GoOnFromAPosition) {
+  torch::optim::SGD optimizer({at::ones(1)}, torch::optim::SGDOptions(0.5));
+  LinearWarmup schedule(optimizer, 6, 0.25);
+  schedule.set_position(4);
+  EXPECT_EQ(schedule.position(), 4);
+  EXPECT_DOUBLE_EQ(rate_of(optimizer), vectors::linear_warmup[4]);
+  schedule.step();
+  EXPECT_DOUBLE_EQ(rate_of(optimizer), vectors::linear_warmup[5]);
+  EXPECT_THROW(schedule.set_position(-1), UsageError);
+}
+
+TEST(Schedules, WrongOptionsAreRefusedAndLeaveTheRate) {
+  torch::optim::SGD optimizer({at::ones(1)}, torch::optim::SGDOptions(0.5));
+  EXPECT_THROW(LinearWarmup(optimizer, -1), UsageError);
+  EXPECT_THROW(LinearWarmup(optimizer, 5, 0), UsageError);
+  EXPECT_THROW(LinearWarmup(optimizer, 5, 1.5), UsageError);
+  for (const CosineWithWarmupOptions& wrong :
+       {CosineWithWarmupOptions{}, CosineWithWarmupOptions{.total_steps = 5, .warmup_steps = 5},
+        CosineWithWarmupOptions{.total_steps = 5, .warmup_steps = -1},
+        CosineWithWarmupOptions{.total_steps = 5, .start_factor = 0},
+        CosineWithWarmupOptions{.total_steps = 5, .final_factor = 2}}) {
+    EXPECT_THROW(CosineWithWarmup(optimizer, wrong), UsageError);
+  }
+  for (const OneCycleOptions& wrong :
+       {OneCycleOptions{}, OneCycleOptions{.total_steps = 3}, OneCycleOptions{.total_steps = 10, .rising = 1},
+        OneCycleOptions{.total_steps = 10, .rising = 0.6, .three_phase = true},
+        OneCycleOptions{.total_steps = 10, .initial_divisor = 0},
+        OneCycleOptions{.total_steps = 10, .final_divisor = -1}}) {
+    EXPECT_THROW(OneCycle(optimizer, wrong), UsageError);
+  }
+  EXPECT_EQ(rate_of(optimizer), 0.5);
+}
+
+}  // namespace
+}  // namespace shoal

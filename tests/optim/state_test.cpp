@@ -1,0 +1,188 @@
+// Named access to optimizer state: names as in Python's state dicts, tensors shared, training goes on from it.
+
+#include "optim/state.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "shoal/base/error.h"
+#include "shoal/optim/adafactor.h"
+#include "shoal/optim/fused_adagrad.h"
+#include "shoal/optim/fused_adam.h"
+#include "shoal/optim/fused_adamw.h"
+#include "shoal/optim/fused_sgd.h"
+#include "shoal/optim/lamb.h"
+#include "shoal/optim/muon.h"
+
+namespace shoal {
+namespace {
+
+using namespace torch::optim;
+using testing::AllOf;
+using testing::HasSubstr;
+
+void train(Optimizer& optimizer, std::vector<at::Tensor>& parameters, int first, int last) {
+  for (int step = first; step < last; ++step) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      torch::manual_seed(10 * step + i);
+      parameters[i].mutable_grad() = at::randn_like(parameters[i]);
+    }
+    optimizer.step();
+  }
+}
+
+std::vector<at::Tensor> fresh() {
+  return {at::ones({4, 3}).requires_grad_(true), at::full({5}, 2.0).requires_grad_(true)};
+}
+
+std::string names(const NamedState& named) {
+  std::string all;
+  for (const auto& [name, number] : named.numbers) all += name + " ";
+  for (const auto& [name, tensor] : named.tensors) all += name + " ";
+  return all;
+}
+
+// `expected`: the fields of the first parameter's state and, if it differs, of the second's.
+// Trains, carries the state by name into a second optimizer, trains on, and compares with training without a break.
+template <class Type, class Options>
+void carry(const Options& options, const std::vector<std::string>& expected) {
+  auto whole = fresh(), half = fresh(), rest = fresh();
+  Type uninterrupted(whole, options), first(half, options), second(rest, options);
+  train(uninterrupted, whole, 0, 6);
+  train(first, half, 0, 3);
+  for (size_t i = 0; i < half.size(); ++i) {
+    const auto named = named_state(*first.state().at(half[i].unsafeGetTensorImpl()));
+    EXPECT_EQ(names(named), expected[std::min(i, expected.size() - 1)]);
+    auto made = make_state(second, named);
+    const auto again = named_state(*made);
+    EXPECT_EQ(again.numbers, named.numbers);
+    for (const auto& [name, tensor] : named.tensors) EXPECT_TRUE(again.tensors.at(name).is_same(tensor)) << name;
+    second.state()[rest[i].unsafeGetTensorImpl()] = std::move(made);
+    at::NoGradGuard no_grad;
+    rest[i].copy_(half[i]);
+  }
+  train(second, rest, 3, 6);
+  for (size_t i = 0; i < rest.size(); ++i) EXPECT_TRUE(rest[i].equal(whole[i])) << i;
+}
+
+TEST(NamedState, OSS07_CarriesLibtorchsOptimizers) {
+  carry<SGD>(SGDOptions(0.1).momentum(0.9), {"momentum_buffer "});
+  carry<Adam>(AdamOptions(0.1), {"step exp_avg exp_avg_sq "});
+  carry<Adam>(AdamOptions(0.1).amsgrad(true), {"step exp_avg exp_avg_sq max_exp_avg_sq "});
+  carry<AdamW>(AdamWOptions(0.1), {"step exp_avg exp_avg_sq "});
+  carry<RMSprop>(RMSpropOptions(0.1), {"step square_avg "});
+  carry<RMSprop>(RMSpropOptions(0.1).momentum(0.9).centered(true), {"step grad_avg momentum_buffer square_avg "});
+  carry<Adagrad>(AdagradOptions(0.1), {"step sum "});
+}
+
+TEST(NamedState, OSS07_CarriesFusedOptimizers) {
+  carry<FusedSGD>(SGDOptions(0.1).momentum(0.9), {"momentum_buffer "});
+  carry<FusedAdam>(AdamOptions(0.1).amsgrad(true), {"step exp_avg exp_avg_sq max_exp_avg_sq "});
+  carry<FusedAdamW>(AdamWOptions(0.1), {"step exp_avg exp_avg_sq "});
+  carry<FusedAdagrad>(AdagradOptions(0.1), {"step sum "});
+}
+
+TEST(NamedState, OSS07_CarriesShoalsOptimizers) {
+  carry<Lamb>(LambOptions(0.1), {"step exp_avg exp_avg_sq "});
+  carry<Adafactor>(AdafactorOptions(0.1), {"step col_var row_var ", "step variance "});
+  carry<Adafactor>(AdafactorOptions(0.1).beta1(0.9), {"step col_var exp_avg row_var ", "step exp_avg variance "});
+  const Muon muon({at::ones({2, 2})});
+  const auto named = named_state(MuonParamState().momentum_buffer(at::ones({2, 2})));
+  EXPECT_EQ(names(named), "momentum_buffer ");
+  EXPECT_EQ(names(named_state(*make_state(muon, named))), "momentum_buffer ");
+}
+
+TEST(NamedState, TensorsAreSharedNotCopied) {
+  auto parameters = fresh();
+  FusedAdamW optimizer(parameters, AdamWOptions(0.1));
+  train(optimizer, parameters, 0, 1);
+  const auto& state = static_cast<AdamWParamState&>(*optimizer.state().at(parameters[0].unsafeGetTensorImpl()));
+  named_state(state).tensors.at("exp_avg").fill_(7);
+  EXPECT_TRUE(state.exp_avg().equal(at::full({4, 3}, 7.0)));
+}
+
+template <class Call>
+std::string refusal(const Call& call) {
+  try {
+    call();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+TEST(NamedState, MissingAndForeignFieldsAreNamed) {
+  auto parameters = fresh();
+  const Adam optimizer(parameters, AdamOptions(0.1));
+  NamedState named{{{"exp_avg", at::ones(3)}, {"exp_avg_sq", at::ones(3)}}, {{"step", 4}}};
+  EXPECT_EQ(refusal([&] { make_state(optimizer, named); }), "nothing was refused");
+  auto foreign = named;
+  foreign.tensors["sum"] = at::ones(3);
+  EXPECT_THAT(refusal([&] { make_state(optimizer, foreign); }), AllOf(HasSubstr("'sum'"), HasSubstr("optim::Adam")));
+  foreign = named;
+  foreign.numbers["epoch"] = 1;
+  EXPECT_THAT(refusal([&] { make_state(optimizer, foreign); }), HasSubstr("'epoch'"));
+  auto lacking = named;
+  lacking.tensors.erase("exp_avg");
+  EXPECT_THAT(refusal([&] { make_state(optimizer, lacking); }), HasSubstr("lacks 'exp_avg'"));
+  lacking = named;
+  lacking.numbers.clear();
+  EXPECT_THAT(refusal([&] { make_state(optimizer, lacking); }), HasSubstr("lacks 'step'"));
+}
+
+struct SignOptions : OptimizerCloneableOptions<SignOptions> {
+  explicit SignOptions(double lr = 0.1) : lr_(lr) {}
+  TORCH_ARG(double, lr);
+};
+struct SignParamState : OptimizerCloneableParamState<SignParamState> {
+  TORCH_ARG(at::Tensor, mean);
+  TORCH_ARG(double, factor) = 0.5;
+};
+// An optimizer that shoal does not know.
+class Sign : public Optimizer {
+ public:
+  explicit Sign(std::vector<at::Tensor> parameters)
+      : Optimizer(std::move(parameters), std::make_unique<SignOptions>()) {}
+  at::Tensor step(LossClosure) override { return {}; }
+};
+class DerivedSign : public Sign {
+ public:
+  using Sign::Sign;
+};
+
+TEST(NamedState, UnknownOptimizersAreRefusedUntilRegistered) {
+  const DerivedSign optimizer(fresh());
+  SignParamState state;
+  state.mean(at::ones(2));
+  const NamedState named{{{"mean", state.mean()}}, {{"factor", 0.25}}};
+  EXPECT_THAT(refusal([&] { named_state(state); }), AllOf(HasSubstr("SignParamState"), HasSubstr("register_state")));
+  EXPECT_THAT(refusal([&] { make_state(optimizer, named); }), AllOf(HasSubstr("Sign"), HasSubstr("register_state")));
+  register_state<Sign, SignParamState>([](auto& of, auto& field) {
+    field("mean", of.mean());
+    field("factor", of.factor());
+  });
+  EXPECT_EQ(names(named_state(state)), "factor mean ");
+  EXPECT_EQ(static_cast<SignParamState&>(*make_state(optimizer, named)).factor(), 0.25);
+}
+
+struct CountedParamState : AdamParamState {
+  TORCH_ARG(int64_t, count) = 0;
+};
+class CountedAdam : public Adam {
+ public:
+  using Adam::Adam;
+};
+
+TEST(NamedState, RegisteredClassesGoBeforeThoseTheyDeriveFrom) {
+  register_state<CountedAdam, CountedParamState>([](auto& state, auto& field) { field("count", state.count()); });
+  const CountedAdam counted(fresh());
+  const Adam adam(fresh());
+  EXPECT_EQ(names(named_state(CountedParamState())), "count ");
+  EXPECT_EQ(names(named_state(AdamParamState())), "step ");
+  EXPECT_NO_THROW(make_state(counted, {{}, {{"count", 1}}}));
+  EXPECT_THROW(make_state(adam, {{}, {{"count", 1}}}), UsageError);
+}
+
+}  // namespace
+}  // namespace shoal
