@@ -32,6 +32,7 @@ class Bucket {
   void acquire(const Group& group);
   void release();
 
+  bool present() const { return flat_.defined(); }
   at::Tensor& flat() { return flat_; }
   at::Tensor payload(const Range& range) const { return flat_.narrow(0, range.begin, range.size()); }
   const at::Tensor& view(size_t place) const { return views_[place]; }  // gradient of members()[place]

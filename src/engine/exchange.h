@@ -49,11 +49,12 @@ class AllReduce : public Exchange {
 // Every gradient has an owner, which alone gets the sum: ZeRO-2. A bucket has one owner.
 class ReduceToOwner : public Exchange {
  public:
-  // owners: rank of the group, by number of the gradient.
-  ReduceToOwner(Group group, BucketCaps caps, std::vector<int> owners)
-      : group_(std::move(group)), caps_(caps), owners_(std::move(owners)) {}
+  // owners: rank of the group, by number of the gradient. follow: whether buckets are rebuilt in the order of arrival.
+  ReduceToOwner(Group group, BucketCaps caps, std::vector<int> owners, bool follow = true)
+      : group_(std::move(group)), caps_(caps), owners_(std::move(owners)), follow_(follow) {}
   std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
                                         std::span<const size_t> order) const override;
+  bool follows_order() const override { return follow_; }
   Work reduce(Bucket& bucket, const Label& label) const override;
   bool everywhere() const override { return false; }
   Range kept(const Bucket& bucket, int rank) const override;
@@ -64,6 +65,7 @@ class ReduceToOwner : public Exchange {
   Group group_;
   BucketCaps caps_;
   std::vector<int> owners_;
+  bool follow_;
 };
 
 // Every rank gets an equal range of each bucket, whatever gradients it cuts: Megatron, FSDP. Buckets hold the gradients

@@ -101,7 +101,7 @@ TEST_P(Zoo, BEY01_every_parameter_in_float32) {
   for (const int micros : {1, 3}) train_zoo(GetParam(), at::kFloat, micros, 1e-6);
 }
 
-INSTANTIATE_TEST_SUITE_P(Strategies, Zoo, testing::Values("ddp", "zero1", "zero2"),
+INSTANTIATE_TEST_SUITE_P(Strategies, Zoo, testing::Values("ddp", "zero1", "zero2", "megatron"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "shoal/strategy/ddp.h"
+#include "shoal/strategy/megatron/distributed_optimizer.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
 
 namespace shoal::test {
@@ -39,6 +40,13 @@ class Training {
                        const Defaults& defaults, const TrainingOptions& options = {}) {
     Training training(std::move(model));
     const auto parameters = distinct(training.model->parameters());
+    if (strategy == "megatron") {
+      training.megatron_ = std::make_shared<DistributedOptimizer<Optimizer>>(
+          training.model, defaults, group,
+          DistributedOptimizerOptions{.bucket_size = static_cast<int64_t>(options.bucket_mb * (1 << 18)) + 1});
+      training.optimizer_ = training.megatron_;
+      return training;
+    }
     if (strategy == "zero1" || strategy == "zero2") {
       training.oss_ = std::make_shared<OSS<Optimizer>>(parameters, defaults, group);
       training.optimizer_ = training.oss_;
@@ -62,16 +70,24 @@ class Training {
 
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
+    if (megatron_) return model->forward(std::forward<Arguments>(arguments)...);
     return sharded_ ? sharded_->forward(std::forward<Arguments>(arguments)...)
                     : ddp_->forward(std::forward<Arguments>(arguments)...);
   }
   void backward(const at::Tensor& loss_sum, double weight) {
-    sharded_ ? sharded_->backward(loss_sum, weight) : ddp_->backward(loss_sum, weight);
+    with_wrapper([&](auto& wrapper) { wrapper.backward(loss_sum, weight); });
   }
-  NoSync no_sync(bool accumulate) { return sharded_ ? sharded_->no_sync(accumulate) : ddp_->no_sync(accumulate); }
-  void step() { optimizer_->step(); }
-  void zero_grad() { optimizer_->zero_grad(); }
-  void reset() { sharded_ ? sharded_->reset() : ddp_->reset(); }
+  NoSync no_sync(bool accumulate) {
+    return with_wrapper([&](auto& wrapper) { return wrapper.no_sync(accumulate); });
+  }
+  void step() { megatron_ ? static_cast<void>(megatron_->step()) : static_cast<void>(optimizer_->step()); }
+  void zero_grad() { megatron_ ? megatron_->zero_grad() : optimizer_->zero_grad(); }
+  // After an exception on this rank.
+  void reset() {
+    if (megatron_) megatron_->abandon_step();
+    if (sharded_) sharded_->reset();
+    if (ddp_) ddp_->reset();
+  }
 
   std::shared_ptr<Module> model;
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
@@ -79,7 +95,14 @@ class Training {
  private:
   explicit Training(std::shared_ptr<Module> module) : model(std::move(module)) {}
 
+  template <class Act>
+  auto with_wrapper(const Act& act) {
+    if (megatron_) return act(*megatron_);
+    return sharded_ ? act(*sharded_) : act(*ddp_);
+  }
+
   std::shared_ptr<torch::optim::Optimizer> optimizer_;
+  std::shared_ptr<DistributedOptimizerCore> megatron_;
   std::shared_ptr<OSSCore> oss_;
   std::shared_ptr<DistributedDataParallel<Module>> ddp_;
   std::shared_ptr<ShardedDataParallel<Module>> sharded_;

@@ -9,11 +9,11 @@
 #include <unordered_map>
 
 #include "engine/gradient_norm.h"
+#include "engine/ownership.h"
 #include "engine/parameter_buffer.h"
-#include "optim/describe_options.h"
+#include "optim/param_groups.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
-#include "strategy/zero/ownership.h"
 
 namespace shoal {
 
@@ -46,22 +46,6 @@ struct OSSCore::State {
   void make_local(const ParamGroups& groups);
   std::vector<at::Tensor> own_gradients() const;
 };
-
-namespace {
-
-std::vector<std::string> describe(const std::vector<OptimizerParamGroup>& groups) {
-  std::vector<std::string> lines;
-  for (size_t number = 0; number < groups.size(); ++number) {
-    lines.push_back(fmt::format("param group {}: {}", number, describe_options(groups[number].options())));
-    for (const auto& parameter : groups[number].params()) {
-      lines.push_back(fmt::format("parameter {} [{}]{}", c10::toString(parameter.scalar_type()),
-                                  fmt::join(parameter.sizes(), ", "), parameter.requires_grad() ? "" : " frozen"));
-    }
-  }
-  return lines;
-}
-
-}  // namespace
 
 // Trainable parameters; those that were here before keep their owner.
 void OSSCore::State::list(const ParamGroups& groups) {
@@ -125,10 +109,7 @@ void OSSCore::State::fill_buffers() {
 }
 
 void OSSCore::State::make_local(const ParamGroups& groups) {
-  ParamGroups share;
-  for (const auto& param_group : groups) {
-    share.emplace_back(std::vector<at::Tensor>(), param_group.options().clone());
-  }
+  auto share = empty_like(groups);
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (owners[i] == group.rank()) share[param_groups[i]].params().push_back(parameters[i]);
   }
@@ -180,9 +161,7 @@ at::Tensor OSSCore::step(LossClosure closure) {
     loss = closure();
   }
   auto& state = *state_;
-  for (size_t number = 0; number < param_groups_.size(); ++number) {
-    state.local->param_groups()[number].set_options(param_groups_[number].options().clone());
-  }
+  copy_options(param_groups_, *state.local);
   // Some rank may still read the values that are about to change.
   const bool shared =
       std::any_of(state.buffers.begin(), state.buffers.end(), [](const auto& b) { return b->shared(); });

@@ -1,4 +1,4 @@
-#include "strategy/zero/ownership.h"
+#include "engine/ownership.h"
 
 #include <algorithm>
 

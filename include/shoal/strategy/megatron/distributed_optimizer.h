@@ -1,0 +1,149 @@
+#pragma once
+// DistributedOptimizer: gradients of a model lie in contiguous buffers; each rank sums up, updates and hands out an
+// equal range of each, whatever parameters it cuts (after Megatron-LM's DistributedOptimizer; Rajbhandari et al., SC
+// 2020).
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shoal/comm/group.h"
+#include "shoal/engine/data_parallel.h"
+#include "shoal/layout/range.h"
+#include "shoal/optim/element_wise.h"
+#include "shoal/optim/grad_scaler.h"
+
+namespace shoal {
+
+struct DistributedOptimizerOptions {
+  // Behaviour.
+  bool overlap_grad_reduce = true;     // sums leave during backward; off: in reduce_model_grads(), which step() calls
+  bool grad_reduce_in_fp32 = false;    // gradients of 16-bit parameters accumulate, and are added up, in float32
+  double clip_grad = 0;                // largest norm of all gradients together; 0: no clipping
+  bool log_num_zeros_in_grad = false;  // count the gradients' elements that are zero
+  std::optional<GradScalerOptions> scaler{};  // needed for float16, possible for bfloat16 with dynamic = false
+  std::vector<std::string> ignored{};         // names of parameters and buffers that shoal leaves alone
+
+  // Performance.
+  int64_t bucket_size = 40'000'000;  // elements of gradients in one reduce-scatter, with overlap_grad_reduce
+
+  // Throws UsageError that lists all faults.
+  void validate() const;
+};
+
+// What a step did.
+struct DistributedStep {
+  bool updated = true;                // false: some rank found inf or NaN, and nothing has changed
+  std::optional<double> grad_norm{};  // with clip_grad, before clipping
+  std::optional<int64_t> num_zeros{};
+};
+
+// Where a piece of a parameter lies that a rank owns; elements.
+struct ParameterRange {
+  std::string name;
+  size_t chunk = 0;   // number of the model chunk
+  size_t buffer = 0;  // number of the gradient buffer within the chunk
+  Range world;        // within the buffer
+  Range local;        // within the rank's view of the buffer
+  Range parameter;    // within the parameter, in the order in which its elements lie in memory
+};
+
+// What DistributedOptimizer does, whatever the optimizer. Use DistributedOptimizer.
+class DistributedOptimizerCore : public torch::optim::Optimizer {
+ public:
+  using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+  using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)>;
+
+  DistributedOptimizerCore(const Modules& chunks, ParamGroups groups,
+                           std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make, bool cut,
+                           const Group& group, const DistributedOptimizerOptions& options);
+  ~DistributedOptimizerCore() override;
+
+  // Scales a loss as the scaler says; without scaler the loss itself.
+  at::Tensor scale_loss(const at::Tensor& loss) const;
+  // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelWrapper::backward. chunk: the one
+  // whose parameters the loss reaches first in backward; the others take part in their own backward.
+  void backward(const at::Tensor& loss_sum, double weight);
+  // Scope in which backward only accumulates into the gradient buffers.
+  [[nodiscard]] NoSync no_sync(bool accumulate = true);
+  // Sums up what backwards have accumulated: first over the groups declared with all_reduce_grads(), then divided by
+  // the number of ranks and scattered. For overlap_grad_reduce = false; UsageError otherwise. Collective.
+  void reduce_model_grads();
+  // Gradients of these parameters are summed over `group` (pipeline stages that share an embedding, ranks that share a
+  // sequence) before anything else. Needs overlap_grad_reduce = false.
+  void all_reduce_grads(const std::vector<at::Tensor>& parameters, const Group& group);
+
+  // Unscales, looks for inf and NaN, clips, updates this rank's ranges in float32 and hands them out. Collective.
+  DistributedStep step();
+  at::Tensor step(LossClosure closure) override;
+  // Drops the sums of gradients. set_to_none only matters for grad(), which is undefined after a reduction.
+  void zero_grad(bool set_to_none = true);
+  // This rank cannot finish a step that its peers have begun or will begin; they get StepAbandoned from their backward.
+  // Collective with their step.
+  void abandon_step();
+
+  // The parameter's place in the gradient buffer; after a reduction only this rank's range of it is valid.
+  at::Tensor main_grad(const at::Tensor& parameter) const;
+  // Pieces that a rank of the group (default: this one) owns, in buffer order.
+  std::vector<ParameterRange> param_range_map(std::optional<int> rank = std::nullopt) const;
+  const GradScaler* scaler() const;
+  const Group& group() const;
+  // This rank's optimizer over its pieces, with its state.
+  const torch::optim::Optimizer& local_optimizer() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Wraps any libtorch optimizer. An element-wise one (optim/element_wise.h) updates cut parameters; for others each
+// parameter is owned whole by one rank.
+//
+//   shoal::DistributedOptimizer<shoal::FusedAdamW> optimizer(model, torch::optim::AdamWOptions(1e-3), world.group());
+//   ...
+//   cross_entropy(model->forward(x), y).backward();
+//   optimizer.step();
+//   optimizer.zero_grad();
+//
+// The module needs no wrapper. Its trainable parameters move to one buffer per dtype (once per host where ranks share
+// memory; see OSS for what that means), their gradients to another; after backward grad() is undefined and the sums lie
+// in the buffers. For parameters of 16 bits each rank keeps a float32 main copy of its own ranges, and the optimizer's
+// state is float32. Batch-norm buffers stay each rank's own.
+//
+// Constructor: collective; gives everybody rank 0's values. UsageError for a dtype other than float16, bfloat16,
+// float32 (float64 counts as float32 does), for float16 without scaler or a scaler with float32, for wrong options;
+// DisagreeError when ranks hold different models or options.
+template <class Local>
+class DistributedOptimizer : public DistributedOptimizerCore {
+ public:
+  // Several modules are chunks of one model (virtual pipeline stages) under one optimizer.
+  template <class Defaults>
+  DistributedOptimizer(const Modules& chunks, ParamGroups groups, const Defaults& defaults, const Group& group,
+                       const DistributedOptimizerOptions& options = {})
+      : DistributedOptimizerCore(
+            chunks, std::move(groups), std::make_unique<Defaults>(defaults),
+            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); },
+            element_wise<Local>, group, options) {}
+  // One param group of all trainable parameters.
+  template <class Defaults>
+  DistributedOptimizer(const Modules& chunks, const Defaults& defaults, const Group& group,
+                       const DistributedOptimizerOptions& options = {})
+      : DistributedOptimizer(chunks, ParamGroups(), defaults, group, options) {}
+  template <class Module, class Defaults>
+  DistributedOptimizer(std::shared_ptr<Module> module, const Defaults& defaults, const Group& group,
+                       const DistributedOptimizerOptions& options = {})
+      : DistributedOptimizer(Modules{std::move(module)}, defaults, group, options) {}
+  template <class Module, class Defaults>
+  DistributedOptimizer(const torch::nn::ModuleHolder<Module>& module, const Defaults& defaults, const Group& group,
+                       const DistributedOptimizerOptions& options = {})
+      : DistributedOptimizer(Modules{module.ptr()}, defaults, group, options) {}
+};
+
+}  // namespace shoal

@@ -1,0 +1,54 @@
+#pragma once
+// One chunk of a model: its gradient buffers and its parameter buffers.
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/parameter_buffer.h"
+#include "engine/reducer.h"
+#include "shoal/strategy/megatron/distributed_optimizer.h"
+
+namespace shoal {
+
+// A piece of a parameter that this rank owns.
+struct OwnedPiece {
+  size_t gradient = 0;  // number in the chunk
+  at::Tensor model;     // its elements in the parameter buffer, one-dimensional
+  at::Tensor main;      // what the optimizer updates: `model` itself as a leaf, or a float32 copy of it
+  at::Tensor sum;       // its elements in the gradient buffer
+  bool whole = false;
+
+  bool copied() const { return main.scalar_type() != model.scalar_type(); }
+};
+
+class Chunk {
+ public:
+  // Gives everybody rank 0's values, then moves parameters into buffers. `cut`: equal ranges of each buffer, else whole
+  // parameters. Collective.
+  Chunk(const std::shared_ptr<torch::nn::Module>& module, const Group& group,
+        const DistributedOptimizerOptions& options, bool cut);
+
+  Reducer& reducer() { return *reducer_; }
+  const Reducer& reducer() const { return *reducer_; }
+  std::vector<OwnedPiece>& pieces() { return pieces_; }
+  const std::vector<std::unique_ptr<ParameterBuffer>>& buffers() const { return buffers_; }
+
+  void publish(const Label& label);
+  void wait(const Label& label);
+  // The gradient's place in its buffer; undefined when it is not one of this chunk's.
+  at::Tensor main_grad(const at::Tensor& parameter) const;
+  std::vector<ParameterRange> ranges(int rank) const;
+
+ private:
+  void list_pieces();
+
+  Group group_;
+  std::unique_ptr<Reducer> reducer_;
+  std::vector<std::unique_ptr<ParameterBuffer>> buffers_;  // by bucket of the reducer
+  std::vector<OwnedPiece> pieces_;
+};
+
+}  // namespace shoal
