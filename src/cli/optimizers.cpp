@@ -2,27 +2,38 @@
 
 #include "optim/state.h"
 #include "shoal/base/error.h"
-#include "shoal/optim/fused_adam.h"
-#include "shoal/optim/fused_adamw.h"
-#include "shoal/optim/fused_sgd.h"
+#include "shoal/optim/adafactor.h"
+#include "shoal/optim/element_wise.h"
+#include "shoal/optim/lamb.h"
+#include "shoal/optim/muon.h"
 
 namespace shoal::cli {
+namespace {
 
-std::vector<std::string> optimizer_names() {
-  return {"adamw", "adam", "sgd", "sgd_momentum"};
+template <class Optimizer, class Options>
+OptimizerKind kind(const Options& defaults) {
+  return {
+      std::make_unique<Options>(defaults),
+      [defaults](const OptimizerKind::ParamGroups& groups) { return std::make_unique<Optimizer>(groups, defaults); },
+      element_wise<Optimizer>};
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, std::vector<at::Tensor> parameters,
-                                                        std::optional<double> lr) {
+}  // namespace
+
+std::vector<std::string> optimizer_names() {
+  return {"adamw", "adam", "sgd", "sgd_momentum", "adagrad", "rmsprop", "lamb", "adafactor"};
+}
+
+OptimizerKind optimizer_kind(const std::string& name, std::optional<double> lr) {
   using namespace torch::optim;
-  if (name == "adamw") {
-    return std::make_unique<FusedAdamW>(std::move(parameters), AdamWOptions(lr.value_or(1e-3)).weight_decay(0.1));
-  }
-  if (name == "adam") return std::make_unique<FusedAdam>(std::move(parameters), AdamOptions(lr.value_or(1e-3)));
-  if (name == "sgd") return std::make_unique<FusedSGD>(std::move(parameters), SGDOptions(lr.value_or(0.05)));
-  if (name == "sgd_momentum") {
-    return std::make_unique<FusedSGD>(std::move(parameters), SGDOptions(lr.value_or(0.01)).momentum(0.9));
-  }
+  if (name == "adamw") return kind<FusedAdamW>(AdamWOptions(lr.value_or(1e-3)).weight_decay(0.1));
+  if (name == "adam") return kind<FusedAdam>(AdamOptions(lr.value_or(1e-3)));
+  if (name == "sgd") return kind<FusedSGD>(SGDOptions(lr.value_or(0.05)));
+  if (name == "sgd_momentum") return kind<FusedSGD>(SGDOptions(lr.value_or(0.01)).momentum(0.9));
+  if (name == "adagrad") return kind<FusedAdagrad>(AdagradOptions(lr.value_or(1e-2)));
+  if (name == "rmsprop") return kind<RMSprop>(RMSpropOptions(lr.value_or(1e-3)));
+  if (name == "lamb") return kind<Lamb>(LambOptions(lr.value_or(1e-3)));
+  if (name == "adafactor") return kind<Adafactor>(AdafactorOptions(lr.value_or(1e-2)));
   throw UsageError("unknown optimizer " + name);
 }
 

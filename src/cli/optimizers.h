@@ -2,6 +2,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -9,10 +10,17 @@
 
 namespace shoal::cli {
 
+// An optimizer that is still to be given its parameters: the sharded strategies make one per rank.
+struct OptimizerKind {
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+  std::unique_ptr<torch::optim::OptimizerOptions> defaults;
+  std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)> make;
+  bool element_wise = false;
+};
+
 std::vector<std::string> optimizer_names();
-// With the hyper-parameters of the reference runs; all parameters in one group. `lr` replaces the default rate.
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name, std::vector<at::Tensor> parameters,
-                                                        std::optional<double> lr);
+// With the hyper-parameters of the reference runs. `lr` replaces the default rate.
+OptimizerKind optimizer_kind(const std::string& name, std::optional<double> lr);
 
 // What the optimizer keeps beside the parameters: moments, momentum.
 std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer);

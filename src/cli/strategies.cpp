@@ -1,18 +1,47 @@
 #include "cli/strategies.h"
 
+#include "cli/optimizers.h"
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"
+#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/strategy/zero/sharded_ddp.h"
 
 namespace shoal::cli {
 namespace {
 
-class Ddp : public Strategy {
+OptimizerKind::ParamGroups one_group(const models::Model& model) {
+  OptimizerKind::ParamGroups groups;
+  groups.emplace_back(model.parameters());
+  return groups;
+}
+
+std::unique_ptr<OSSCore> make_oss(const TrainOptions& options, const models::Model& model, const Group& group) {
+  auto kind = optimizer_kind(options.optimizer, options.lr);
+  return std::make_unique<OSSCore>(one_group(model), std::move(kind.defaults), kind.make, group, OSSOptions());
+}
+
+// Every rank updates everything: alone, or with DistributedDataParallel's gradients.
+class Replicated : public Strategy {
+ public:
+  Replicated(const TrainOptions& options, const std::shared_ptr<models::Model>& model)
+      : Strategy(model), optimizer_(optimizer_kind(options.optimizer, options.lr).make(one_group(*model))) {}
+
+  at::Tensor forward(const at::Tensor& input) override { return model_->forward(input); }
+  void backward(const at::Tensor& loss, bool) override { loss.backward(); }
+  void step() override { optimizer_->step(); }
+  void zero_grad() override { optimizer_->zero_grad(); }
+  const torch::optim::Optimizer& local_optimizer() const override { return *optimizer_; }
+
+ private:
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+class Ddp : public Replicated {
  public:
   Ddp(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group)
-      : parallel_(model, group, options.ddp) {}
+      : Replicated(options, model), parallel_(model, group, options.ddp) {}
 
   at::Tensor forward(const at::Tensor& input) override { return parallel_.forward(input); }
-
   void backward(const at::Tensor& loss, bool last) override {
     const auto scope = parallel_.no_sync(!last);
     loss.backward();
@@ -22,26 +51,86 @@ class Ddp : public Strategy {
   DistributedDataParallel<models::Model> parallel_;
 };
 
-class Alone : public Strategy {
+// A wrapper over an OSS.
+template <class Wrapper>
+class Zero : public Strategy {
  public:
-  explicit Alone(std::shared_ptr<models::Model> model) : model_(std::move(model)) {}
-  at::Tensor forward(const at::Tensor& input) override { return model_->forward(input); }
-  void backward(const at::Tensor& loss, bool) override { loss.backward(); }
+  template <class Make>
+  Zero(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group, const Make& make)
+      : Strategy(model), optimizer_(make_oss(options, *model, group)), parallel_(make(*optimizer_)) {}
+
+  at::Tensor forward(const at::Tensor& input) override { return parallel_->forward(input); }
+  void backward(const at::Tensor& loss, bool last) override {
+    const auto scope = parallel_->no_sync(!last);
+    loss.backward();
+  }
+  void step() override { optimizer_->step(); }
+  void zero_grad() override { optimizer_->zero_grad(); }
+  const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
 
  private:
-  std::shared_ptr<models::Model> model_;
+  std::unique_ptr<OSSCore> optimizer_;
+  std::unique_ptr<Wrapper> parallel_;
+};
+
+class Megatron : public Strategy {
+ public:
+  Megatron(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group)
+      : Strategy(model) {
+    auto kind = optimizer_kind(options.optimizer, options.lr);
+    optimizer_ = std::make_unique<DistributedOptimizerCore>(DistributedOptimizerCore::Modules{model},
+                                                            OptimizerKind::ParamGroups(), std::move(kind.defaults),
+                                                            kind.make, kind.element_wise, group, options.megatron);
+  }
+
+  at::Tensor forward(const at::Tensor& input) override { return model_->forward(input); }
+  void backward(const at::Tensor& loss, bool last) override {
+    const auto scope = optimizer_->no_sync(!last);
+    optimizer_->scale_loss(loss).backward();
+  }
+  void step() override { optimizer_->step(); }
+  void zero_grad() override { optimizer_->zero_grad(); }
+  std::vector<at::Tensor> gradients() const override {
+    std::vector<at::Tensor> list;
+    for (const auto& parameter : model_->parameters()) list.push_back(optimizer_->main_grad(parameter));
+    return list;
+  }
+  const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
+
+ private:
+  std::unique_ptr<DistributedOptimizerCore> optimizer_;
 };
 
 }  // namespace
 
+std::vector<at::Tensor> Strategy::gradients() const {
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : model_->parameters()) {
+    if (parameter.grad().defined()) list.push_back(parameter.grad());
+  }
+  return list;
+}
+
 std::vector<std::string> strategy_names() {
-  return {"ddp", "none", "local"};
+  return {"ddp", "zero1", "zero2", "megatron", "none", "local"};
 }
 
 std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
                                         const Group& group) {
   if (options.strategy == "ddp") return std::make_unique<Ddp>(options, model, group);
-  return std::make_unique<Alone>(model);
+  if (options.strategy == "zero1") {
+    using Wrapper = DistributedDataParallel<models::Model>;
+    return std::make_unique<Zero<Wrapper>>(
+        options, model, group, [&](OSSCore&) { return std::make_unique<Wrapper>(model, group, options.ddp); });
+  }
+  if (options.strategy == "zero2") {
+    using Wrapper = ShardedDataParallel<models::Model>;
+    return std::make_unique<Zero<Wrapper>>(options, model, group, [&](OSSCore& optimizer) {
+      return std::make_unique<Wrapper>(model, optimizer, group, options.zero2);
+    });
+  }
+  if (options.strategy == "megatron") return std::make_unique<Megatron>(options, model, group);
+  return std::make_unique<Replicated>(options, model);
 }
 
 }  // namespace shoal::cli

@@ -1,6 +1,8 @@
 #pragma once
 // The strategies that `shoal train` knows, behind one small interface.
 
+#include <torch/optim/optimizer.h>
+
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,13 +13,24 @@
 
 namespace shoal::cli {
 
-// How one rank runs a micro-batch.
+// How one rank trains.
 class Strategy {
  public:
+  explicit Strategy(std::shared_ptr<models::Model> model) : model_(std::move(model)) {}
   virtual ~Strategy() = default;
   virtual at::Tensor forward(const at::Tensor& input) = 0;
   // Backward of a micro-batch's loss; gradients are final after the last one of a step.
   virtual void backward(const at::Tensor& loss, bool last) = 0;
+  virtual void step() = 0;
+  virtual void zero_grad() = 0;
+
+  // What this rank holds after a backward.
+  virtual std::vector<at::Tensor> gradients() const;
+  // The optimizer that holds this rank's state.
+  virtual const torch::optim::Optimizer& local_optimizer() const = 0;
+
+ protected:
+  std::shared_ptr<models::Model> model_;
 };
 
 std::vector<std::string> strategy_names();

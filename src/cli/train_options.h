@@ -7,6 +7,8 @@
 #include <string>
 
 #include "shoal/strategy/ddp.h"
+#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/strategy/zero/sharded_ddp.h"
 
 namespace shoal::cli {
 
@@ -35,6 +37,8 @@ struct TrainOptions {
   int timeout_seconds = 300;
   bool check_agreement = false;
   DistributedDataParallelOptions ddp;
+  ShardedDataParallelOptions zero2;
+  DistributedOptimizerOptions megatron;
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }

@@ -22,14 +22,6 @@ double mebibytes(const std::vector<at::Tensor>& tensors) {
   return bytes / (1 << 20);
 }
 
-std::vector<at::Tensor> gradients(const torch::nn::Module& module) {
-  std::vector<at::Tensor> list;
-  for (const auto& parameter : module.parameters()) {
-    if (parameter.grad().defined()) list.push_back(parameter.grad());
-  }
-  return list;
-}
-
 }  // namespace
 
 Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed)
@@ -37,8 +29,7 @@ Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_pt
       group_(group),
       model_(std::move(model)),
       feed_(feed),
-      strategy_(make_strategy(options, model_, group)),
-      optimizer_(make_optimizer(options.optimizer, model_->parameters(), options.lr)) {}
+      strategy_(make_strategy(options, model_, group)) {}
 
 // One optimizer step; returns the mean loss over its micro-batches.
 double Trainer::step(int64_t number, TrainResult& result) {
@@ -53,9 +44,9 @@ double Trainer::step(int64_t number, TrainResult& result) {
   }
   result.wait_ms.push_back(1e3 * (group_.statistics().waited_s - waited));
   const auto start = Clock::now();
-  optimizer_->step();
-  if (number == 0) result.grads_mib = mebibytes(gradients(*model_));
-  optimizer_->zero_grad();
+  strategy_->step();
+  if (number == 0) result.grads_mib = mebibytes(strategy_->gradients());
+  strategy_->zero_grad();
   result.update_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
   return loss_sum / options_.accumulate;
 }
@@ -90,7 +81,7 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     }
   }
   result.params_mib = mebibytes(model_->parameters());
-  result.state_mib = mebibytes(state_tensors(*optimizer_));
+  result.state_mib = mebibytes(state_tensors(strategy_->local_optimizer()));
   const auto after = group_.statistics();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
   result.wire_bytes = loopback_bytes() - wire;

@@ -1,8 +1,6 @@
 #pragma once
 // The training loop: the library's own example of use.
 
-#include <torch/optim.h>
-
 #include <csignal>
 #include <functional>
 #include <memory>
@@ -49,7 +47,6 @@ class Trainer {
   std::shared_ptr<models::Model> model_;
   Feed& feed_;
   std::unique_ptr<Strategy> strategy_;
-  std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
 }  // namespace shoal::cli

@@ -14,6 +14,7 @@
 #include "optim/param_groups.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
+#include "shoal/comm/coalesce.h"
 
 namespace shoal {
 
@@ -41,14 +42,16 @@ struct OSSCore::State {
 
   Label label(const char* what) const { return {step, -1, what}; }
 
-  void list(const ParamGroups& groups);
+  // Returns those that are new.
+  std::vector<at::Tensor> list(const ParamGroups& groups);
   void fill_buffers();
   void make_local(const ParamGroups& groups);
   std::vector<at::Tensor> own_gradients() const;
 };
 
 // Trainable parameters; those that were here before keep their owner.
-void OSSCore::State::list(const ParamGroups& groups) {
+std::vector<at::Tensor> OSSCore::State::list(const ParamGroups& groups) {
+  std::vector<at::Tensor> fresh_ones;
   const auto old_places = std::move(places);
   const auto old_owners = std::move(owners);
   parameters.clear();
@@ -73,9 +76,11 @@ void OSSCore::State::list(const ParamGroups& groups) {
       param_groups.push_back(number);
       const auto before = old_places.find(parameter.unsafeGetTensorImpl());
       owners.push_back(before == old_places.end() ? -1 : old_owners[before->second]);
+      if (before == old_places.end()) fresh_ones.push_back(parameter);
     }
   }
   assign_owners(parameters, group.size(), owners);
+  return fresh_ones;
 }
 
 void OSSCore::State::fill_buffers() {
@@ -144,7 +149,8 @@ OSSCore::~OSSCore() = default;
 void OSSCore::refresh_trainable() {
   auto& state = *state_;
   agree(state.group, "the parameters and options of OSS", describe(param_groups_));
-  state.list(param_groups_);
+  const auto fresh = state.list(param_groups_);
+  broadcast_coalesced(state.group, fresh, 0, state.label("parameters of OSS"));
   state.fill_buffers();
   state.make_local(param_groups_);
 }

@@ -79,8 +79,8 @@ class OSSCore : public torch::optim::Optimizer {
 // them, a step moves nothing, and whatever else writes parameters in place must be done by their owner alone. They
 // become private again with the destructor.
 //
-// Constructor: collective. The ranks' parameters must agree in number, shape, dtype and options (DisagreeError); the
-// owner's values count. UsageError for a parameter in two param groups, and for options out of range.
+// Constructor: collective. The ranks' parameters must agree in number, shape, dtype and options (DisagreeError);
+// rank 0's values count. UsageError for a parameter in two param groups, and for options out of range.
 template <class Local>
 class OSS : public OSSCore {
  public:
