@@ -93,6 +93,7 @@ class Megatron : public Strategy {
   std::vector<at::Tensor> gradients() const override {
     std::vector<at::Tensor> list;
     for (const auto& parameter : model_->parameters()) list.push_back(optimizer_->main_grad(parameter));
+    std::erase_if(list, [](const at::Tensor& tensor) { return !tensor.defined(); });
     return list;
   }
   const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }

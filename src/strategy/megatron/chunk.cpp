@@ -120,14 +120,14 @@ void Chunk::wait(const Label& label) {
   for (const auto& buffer : buffers_) buffer->wait(label);
 }
 
-at::Tensor Chunk::main_grad(const at::Tensor& parameter) const {
+std::optional<at::Tensor> Chunk::main_grad(const at::Tensor& parameter) const {
   for (const auto& bucket : reducer_->buckets()) {
-    if (!bucket.present()) continue;
     for (size_t place = 0; place < bucket.members().size(); ++place) {
-      if (reducer_->gradients()[bucket.members()[place]].parameter.is_same(parameter)) return bucket.view(place);
+      if (!reducer_->gradients()[bucket.members()[place]].parameter.is_same(parameter)) continue;
+      return bucket.present() ? bucket.view(place) : at::Tensor();
     }
   }
-  return {};
+  return std::nullopt;
 }
 
 std::vector<ParameterRange> Chunk::ranges(int rank) const {

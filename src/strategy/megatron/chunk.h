@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,8 +39,8 @@ class Chunk {
 
   void publish(const Label& label);
   void wait(const Label& label);
-  // The gradient's place in its buffer; undefined when it is not one of this chunk's.
-  at::Tensor main_grad(const at::Tensor& parameter) const;
+  // The gradient's place in its buffer, undefined where the buffer has no memory; none for another chunk's parameter.
+  std::optional<at::Tensor> main_grad(const at::Tensor& parameter) const;
   std::vector<ParameterRange> ranges(int rank) const;
 
  private:

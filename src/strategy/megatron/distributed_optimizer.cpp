@@ -245,8 +245,7 @@ void DistributedOptimizerCore::abandon_step() {
 
 at::Tensor DistributedOptimizerCore::main_grad(const at::Tensor& parameter) const {
   for (const auto& chunk : state_->chunks) {
-    auto grad = chunk->main_grad(parameter);
-    if (grad.defined()) return grad;
+    if (const auto grad = chunk->main_grad(parameter)) return *grad;
   }
   throw UsageError("DistributedOptimizer: main_grad of a tensor that is none of its trainable parameters");
 }
