@@ -1,0 +1,183 @@
+// What holds for every synchronous strategy: the same training run, whatever is sharded.
+
+#include <torch/torch.h>
+
+#include "data/reference.h"
+#include "models/loss.h"
+#include "models/registry.h"
+#include "shoal/optim/fused_adamw.h"
+#include "shoal/optim/lamb.h"
+#include "tests/support/models.h"
+#include "tests/support/training.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::batch;
+using test::difference;
+using test::Training;
+using test::world;
+
+const Group& group() {
+  return world().group();
+}
+
+class Strategies : public testing::TestWithParam<std::string> {};
+
+// Parameters after 20 steps on a built-in model.
+template <class Optimizer, class Defaults>
+std::vector<at::Tensor> train(const std::string& strategy, const std::string& name, const Defaults& defaults,
+                              int micros) {
+  auto training = Training<models::Model>::make<Optimizer>(
+      strategy, models::make_model(name, "tiny", models::Init::reference, 1), group(), defaults, {.bucket_mb = 0.1});
+  for (int64_t step = 0; step < 20; ++step) {
+    for (int micro = 0; micro < micros; ++micro) {
+      const auto local = training.no_sync(micro + 1 < micros);
+      const auto sample = data::reference_batch(name, "tiny",
+                                                {.seed = 1,
+                                                 .step = static_cast<uint64_t>(step),
+                                                 .rank = static_cast<uint64_t>(group().rank()),
+                                                 .micro = static_cast<uint64_t>(micro)},
+                                                4);
+      (models::loss_of(training.forward(sample.data), sample.target) / micros).backward();
+    }
+    training.step();
+    training.zero_grad();
+  }
+  std::vector<at::Tensor> parameters;
+  for (const auto& parameter : training.model->parameters()) parameters.push_back(parameter.detach().clone());
+  return parameters;
+}
+
+// Equal to the last bit where every reduction adds in rank order, to rounding elsewhere.
+void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  if (group().transport() == "gloo") {
+    EXPECT_LT(difference(a, b), 1e-5);
+    return;
+  }
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << "parameter " << i;
+}
+
+TEST_P(Strategies, BEY18_every_bit_equals_ddp_after_20_steps) {
+  for (const auto* name : {"mlp", "cnn", "gpt"}) {
+    for (const int micros : {1, 3}) {
+      SCOPED_TRACE(std::string(name) + ", micro-batches " + std::to_string(micros));
+      const auto adamw = torch::optim::AdamWOptions(1e-3).weight_decay(0.1);
+      expect_equal(train<FusedAdamW>(GetParam(), name, adamw, micros), train<FusedAdamW>("ddp", name, adamw, micros));
+      const auto sgd = torch::optim::SGDOptions(0.01).momentum(0.9);
+      expect_equal(train<torch::optim::SGD>(GetParam(), name, sgd, micros),
+                   train<torch::optim::SGD>("ddp", name, sgd, micros));
+    }
+  }
+}
+
+TEST_P(Strategies, BEY12_an_optimizer_with_norms_of_whole_parameters_equals_ddp) {
+  const LambOptions lamb(1e-2);
+  expect_equal(train<Lamb>(GetParam(), "gpt", lamb, 1), train<Lamb>("ddp", "gpt", lamb, 1));
+}
+
+TEST_P(Strategies, BEY19_the_first_step_is_a_real_step) {
+  auto training = Training<test::MlpImpl>::make<torch::optim::SGD>(GetParam(), test::seeded(3).ptr(), group(),
+                                                                   torch::optim::SGDOptions(0.1));
+  auto reference = test::seeded(3);
+  torch::optim::SGD optimizer(reference->parameters(), torch::optim::SGDOptions(0.1));
+  training.zero_grad();
+  test::mean_loss(training.forward(batch(group().rank(), 0))).backward();
+  training.step();
+  for (int rank = 0; rank < group().size(); ++rank) {
+    (test::mean_loss(reference->forward(batch(rank, 0))) / group().size()).backward();
+  }
+  optimizer.step();
+  EXPECT_LT(difference(training.model->parameters(), reference->parameters()), 1e-12);
+}
+
+// Rank 0 has 5 samples, the others have 1 each.
+TEST_P(Strategies, BEY04_a_weighted_backward_gives_the_mean_over_all_samples) {
+  auto training = Training<test::MlpImpl>::make<torch::optim::SGD>(GetParam(), test::seeded(3).ptr(), group(),
+                                                                   torch::optim::SGDOptions(0.1));
+  auto reference = test::seeded(3);
+  torch::optim::SGD optimizer(reference->parameters(), torch::optim::SGDOptions(0.1));
+  const auto samples = [](int rank) { return rank == 0 ? 5 : 1; };
+  for (int64_t step = 0; step < 3; ++step) {
+    training.zero_grad();
+    optimizer.zero_grad();
+    for (int micro = 0; micro < 2; ++micro) {
+      const auto local = training.no_sync(micro == 0);
+      const auto x = batch(group().rank(), step, micro, samples(group().rank()));
+      training.backward(training.forward(x).pow(2).sum(), samples(group().rank()));
+    }
+    double count = 0;
+    for (int rank = 0; rank < group().size(); ++rank) count += 2 * samples(rank);
+    for (int rank = 0; rank < group().size(); ++rank) {
+      for (int micro = 0; micro < 2; ++micro) {
+        (reference->forward(batch(rank, step, micro, samples(rank))).pow(2).sum() / count).backward();
+      }
+    }
+    training.step();
+    optimizer.step();
+    ASSERT_LT(difference(training.model->parameters(), reference->parameters()), 1e-12) << "step " << step;
+  }
+}
+
+struct OptionalImpl : test::MlpImpl {
+  at::Tensor forward(const at::Tensor& x, int uses) {
+    auto y = torch::tanh(first(x));
+    for (int i = 0; i < uses; ++i) y = torch::tanh(second(y));
+    return third(y).pow(2).mean();
+  }
+};
+
+TEST_P(Strategies, BEY02_ranks_may_use_a_module_differently_often_or_not_at_all) {
+  const auto uses = [](int rank, int64_t step) { return static_cast<int>((rank + step) % 3); };
+  const auto make = [] {
+    torch::manual_seed(4);
+    return std::make_shared<OptionalImpl>();
+  };
+  const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+  auto training = Training<OptionalImpl>::make<torch::optim::SGD>(GetParam(), make(), group(), options,
+                                                                  {.find_unused_parameters = true, .bucket_mb = 1e-3});
+  const auto reference = make();
+  torch::optim::SGD optimizer(reference->parameters(), options);
+  for (int64_t step = 0; step < 4; ++step) {
+    training.zero_grad();
+    optimizer.zero_grad();
+    training.forward(batch(group().rank(), step), uses(group().rank(), step)).backward();
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (reference->forward(batch(rank, step), uses(rank, step)) / group().size()).backward();
+    }
+    training.step();
+    optimizer.step();
+    ASSERT_LT(difference(training.model->parameters(), reference->parameters()), 1e-12) << "step " << step;
+  }
+}
+
+// Communicating every micro-batch gives what communicating the last one gives.
+TEST_P(Strategies, BEY08_micro_batches_may_be_summed_up_at_once_or_one_by_one) {
+  const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+  for (const int micros : {1, 2, 4, 8}) {
+    std::vector<std::vector<at::Tensor>> results;
+    for (const bool each : {false, true}) {
+      auto training = Training<test::MlpImpl>::make<torch::optim::SGD>(GetParam(), test::seeded(3).ptr(), group(),
+                                                                       options, {.bucket_mb = 1e-3});
+      for (int64_t step = 0; step < 3; ++step) {
+        training.zero_grad();
+        for (int micro = 0; micro < micros; ++micro) {
+          const auto local = training.no_sync(!each && micro + 1 < micros);
+          test::mean_loss(training.forward(batch(group().rank(), step, micro))).backward();
+        }
+        training.step();
+      }
+      auto& result = results.emplace_back();
+      for (const auto& parameter : training.model->parameters()) result.push_back(parameter.detach().clone());
+    }
+    EXPECT_LT(difference(results[0], results[1]), 1e-12) << micros << " micro-batches";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Strategies, testing::Values("ddp", "zero1", "zero2", "megatron"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace shoal
