@@ -290,13 +290,24 @@ void Reducer::issue_facts() {
   facts_work_ = group_.all_reduce(facts_.memory(), ReduceOp::sum, {step_, -1, "used gradients and weight"});
 }
 
-// Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now.
+// Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now. A rank that runs ahead
+// of its peers waits for them, so that memory stays bounded.
 void Reducer::release_finished() {
-  for (; finished_ < next_ && works_[finished_].done(); ++finished_) {
+  constexpr size_t most_in_flight = 4;
+  if (exchange_->everywhere()) return;
+  const auto passes_through = [this](size_t index) {
+    return !buckets_[index].sparse() && exchange_->kept(buckets_[index], group_.rank()).empty();
+  };
+  size_t in_flight = 0;
+  for (size_t i = finished_; i < next_; ++i) in_flight += passes_through(i) ? 1 : 0;
+  for (; finished_ < next_; ++finished_) {
+    if (in_flight <= most_in_flight && !works_[finished_].done()) return;
+    works_[finished_].wait();  // also lets go of the memory
+    if (!passes_through(finished_)) continue;
     auto& bucket = buckets_[finished_];
-    if (exchange_->everywhere() || bucket.sparse() || !exchange_->kept(bucket, group_.rank()).empty()) continue;
     for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
     bucket.release();
+    --in_flight;
   }
 }
 

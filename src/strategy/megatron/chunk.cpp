@@ -146,4 +146,33 @@ std::vector<ParameterRange> Chunk::ranges(int rank) const {
   return list;
 }
 
+std::vector<StatePiece> Chunk::state_pieces(const std::string& prefix) const {
+  std::vector<std::vector<StatePiece>> by_gradient(reducer_->gradients().size());
+  const auto add = [&](size_t gradient, const Range& range, int owner) {
+    const auto& about = reducer_->gradients()[gradient];
+    by_gradient[gradient].push_back(
+        {.name = prefix + about.name, .parameter = about.parameter, .range = range, .owner = owner});
+  };
+  for (const auto& bucket : reducer_->buckets()) {
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      for (const auto& slice : bucket.layout().overlapping(reducer_->exchange().kept(bucket, rank))) {
+        add(bucket.members()[slice.piece], slice.in_piece, rank);
+      }
+    }
+  }
+  for (const auto& piece : pieces_) {
+    for (auto& listed : by_gradient[piece.gradient]) {
+      if (listed.owner != group_.rank()) continue;
+      listed.updated = piece.main;
+      listed.main = piece.copied();
+    }
+  }
+  std::vector<StatePiece> list;
+  for (size_t gradient = 0; gradient < by_gradient.size(); ++gradient) {
+    if (by_gradient[gradient].empty()) add(gradient, {}, 0);  // no elements
+    for (auto& piece : by_gradient[gradient]) list.push_back(std::move(piece));
+  }
+  return list;
+}
+
 }  // namespace shoal

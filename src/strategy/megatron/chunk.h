@@ -10,6 +10,7 @@
 
 #include "engine/parameter_buffer.h"
 #include "engine/reducer.h"
+#include "engine/sharded_state.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
 
 namespace shoal {
@@ -42,6 +43,8 @@ class Chunk {
   // The gradient's place in its buffer, undefined where the buffer has no memory; none for another chunk's parameter.
   std::optional<at::Tensor> main_grad(const at::Tensor& parameter) const;
   std::vector<ParameterRange> ranges(int rank) const;
+  // All ranks' pieces, those of a parameter together; names begin with `prefix`.
+  std::vector<StatePiece> state_pieces(const std::string& prefix) const;
 
  private:
   void list_pieces();

@@ -53,6 +53,7 @@ struct DistributedOptimizerCore::State {
   }
   bool anywhere(bool here, const char* what) const;
   std::vector<at::Tensor> gradients();
+  std::vector<StatePiece> state_pieces() const;
 };
 
 namespace {
@@ -79,6 +80,16 @@ bool DistributedOptimizerCore::State::anywhere(bool here, const char* what) cons
   auto flag = at::full({1}, here ? 1 : 0, at::kInt);
   group.all_reduce(flag, ReduceOp::max, label(what)).wait();
   return flag.item<int>() != 0;
+}
+
+std::vector<StatePiece> DistributedOptimizerCore::State::state_pieces() const {
+  std::vector<StatePiece> all;
+  for (size_t number = 0; number < chunks.size(); ++number) {
+    for (auto& piece : chunks[number]->state_pieces(chunks.size() > 1 ? fmt::format("chunk{}.", number) : "")) {
+      all.push_back(std::move(piece));
+    }
+  }
+  return all;
 }
 
 // What the optimizer will see, in float32 and over; sets grad() of the main pieces.
@@ -259,6 +270,14 @@ std::vector<ParameterRange> DistributedOptimizerCore::param_range_map(std::optio
     }
   }
   return all;
+}
+
+OptimizerState DistributedOptimizerCore::state_dict(std::optional<int> recipient) const {
+  return gather_state(state_->group, state_->state_pieces(), *state_->local, recipient);
+}
+
+void DistributedOptimizerCore::load_state_dict(const OptimizerState& state) {
+  load_state(state_->group.rank(), state_->state_pieces(), *state_->local, state);
 }
 
 const GradScaler* DistributedOptimizerCore::scaler() const {

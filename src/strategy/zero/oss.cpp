@@ -11,6 +11,8 @@
 #include "engine/gradient_norm.h"
 #include "engine/ownership.h"
 #include "engine/parameter_buffer.h"
+#include "engine/sharded_state.h"
+#include "module/walk.h"
 #include "optim/param_groups.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
@@ -47,6 +49,7 @@ struct OSSCore::State {
   void fill_buffers();
   void make_local(const ParamGroups& groups);
   std::vector<at::Tensor> own_gradients() const;
+  std::vector<StatePiece> pieces(const torch::nn::Module& module) const;
 };
 
 // Trainable parameters; those that were here before keep their owner.
@@ -136,6 +139,21 @@ std::vector<at::Tensor> OSSCore::State::own_gradients() const {
   return gradients;
 }
 
+std::vector<StatePiece> OSSCore::State::pieces(const torch::nn::Module& module) const {
+  std::vector<StatePiece> list;
+  for (const auto& entry : walk(module, {}).parameters) {
+    const auto place = places.find(entry.tensor.unsafeGetTensorImpl());
+    if (place == places.end()) continue;
+    const int owner = owners[place->second];
+    list.push_back({.name = entry.name,
+                    .parameter = entry.tensor,
+                    .range = {0, entry.tensor.numel()},
+                    .owner = owner,
+                    .updated = owner == group.rank() ? entry.tensor : at::Tensor()});
+  }
+  return list;
+}
+
 OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
                  const Group& group, const OSSOptions& options)
     : torch::optim::Optimizer(groups, std::move(defaults)) {
@@ -177,6 +195,24 @@ at::Tensor OSSCore::step(LossClosure closure) {
   for (const auto& buffer : state.buffers) buffer->wait(state.label("updated parameters"));
   ++state.step;
   return loss;
+}
+
+bool OSSCore::step(GradScaler& scaler) {
+  auto& state = *state_;
+  auto found = at::full({1}, scaler.unscale(state.own_gradients()) ? 1 : 0, at::kInt);
+  state.group.all_reduce(found, ReduceOp::max, state.label("inf or NaN in gradients")).wait();
+  const bool finite = found.item<int>() == 0;
+  scaler.update(!finite);
+  if (finite) step();
+  return finite;
+}
+
+OptimizerState OSSCore::state_dict(const torch::nn::Module& module, std::optional<int> recipient) const {
+  return gather_state(state_->group, state_->pieces(module), *state_->local, recipient);
+}
+
+void OSSCore::load_state_dict(const torch::nn::Module& module, const OptimizerState& state) {
+  load_state(state_->group.rank(), state_->pieces(module), *state_->local, state);
 }
 
 double OSSCore::clip_grad_norm(double max_norm, double norm_type) {

@@ -118,6 +118,7 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
                                                  const ShardedDataParallelOptions& options)
     : DataParallelCore([&] {
         options.validate();
+        if (module) check_devices(walk(*module, options.ignored));
         return wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);
       }()),
       sharding_(std::make_shared<Sharding>(Sharding{.optimizers = std::move(optimizers), .options = options})) {
@@ -134,7 +135,6 @@ void ShardedDataParallelCore::prepare() {
 void ShardedDataParallelCore::refresh_trainable() {
   auto& state = this->state();
   const auto& options = sharding_->options;
-  check_devices(state.tensors);
   auto gradients = gradients_of(state.tensors);
   if (options.reduce_fp16) {
     for (auto& gradient : gradients) gradient.travels_as = at::kHalf;

@@ -18,6 +18,7 @@
 #include "shoal/layout/range.h"
 #include "shoal/optim/element_wise.h"
 #include "shoal/optim/grad_scaler.h"
+#include "shoal/optim/optimizer_state.h"
 
 namespace shoal {
 
@@ -94,6 +95,12 @@ class DistributedOptimizerCore : public torch::optim::Optimizer {
   at::Tensor main_grad(const at::Tensor& parameter) const;
   // Pieces that a rank of the group (default: this one) owns, in buffer order.
   std::vector<ParameterRange> param_range_map(std::optional<int> rank = std::nullopt) const;
+  // The whole optimizer's state by name, with the float32 main parameters of 16-bit ones: on rank `recipient` of the
+  // group, elsewhere empty; none: on every rank. With several chunks, names begin with "chunk0.", "chunk1.", ... Moves
+  // one parameter at a time. Collective.
+  OptimizerState state_dict(std::optional<int> recipient = std::nullopt) const;
+  // Every rank gives the whole state, whatever strategy and number of ranks it comes from. See load_optimizer_state.
+  void load_state_dict(const OptimizerState& state);
   const GradScaler* scaler() const;
   const Group& group() const;
   // This rank's optimizer over its pieces, with its state.

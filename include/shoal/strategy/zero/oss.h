@@ -6,10 +6,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "shoal/comm/group.h"
+#include "shoal/optim/grad_scaler.h"
+#include "shoal/optim/optimizer_state.h"
 
 namespace shoal {
 
@@ -49,6 +52,16 @@ class OSSCore : public torch::optim::Optimizer {
 
   // Further parameters; the group's options are completed by the defaults. Collective.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+  // Unscales this rank's gradients and looks for inf and NaN; steps if no rank has any, and updates the scaler. Returns
+  // whether it stepped. Collective.
+  bool step(GradScaler& scaler);
+
+  // The whole optimizer's state by name: on rank `recipient` of the group, elsewhere empty; none: on every rank. Moves
+  // one parameter at a time. Collective.
+  OptimizerState state_dict(const torch::nn::Module& module, std::optional<int> recipient = std::nullopt) const;
+  // Every rank gives the whole state, whatever strategy and number of ranks it comes from. See load_optimizer_state.
+  void load_state_dict(const torch::nn::Module& module, const OptimizerState& state);
 
   // Who owns what. Trainable parameters only.
   std::vector<std::vector<at::Tensor>> partition() const;    // by rank of the group

@@ -1,0 +1,313 @@
+// ShardedDataParallel: rows SDP01 to SDP12, beyond what strategies_test.cpp, zoo_test.cpp and faults_test.cpp show.
+
+#include <torch/torch.h>
+
+#include <numeric>
+
+#include "comm/group_state.h"
+#include "comm/world_state.h"
+#include "shoal/base/error.h"
+#include "shoal/strategy/zero/sharded_ddp.h"
+#include "tests/support/memory_meter.h"
+#include "tests/support/models.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::batch;
+using test::difference;
+using test::mean_loss;
+using test::Mlp;
+using test::seeded;
+using test::world;
+using Sgd = OSS<torch::optim::SGD>;
+
+const Group& group() {
+  return world().group();
+}
+
+const torch::optim::SGDOptions sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+
+// One process that sees every rank's batch.
+class Reference {
+ public:
+  explicit Reference(Mlp model) : model_(std::move(model)), optimizer_(model_->parameters(), sgd) {}
+  void step(int64_t number) {
+    optimizer_.zero_grad();
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (mean_loss(model_->forward(batch(rank, number))) / group().size()).backward();
+    }
+    optimizer_.step();
+  }
+  Mlp& model() { return model_; }
+
+ private:
+  Mlp model_;
+  torch::optim::SGD optimizer_;
+};
+
+template <class Parallel>
+void step(Parallel& parallel, std::vector<OSSCore*> optimizers, int64_t number) {
+  mean_loss(parallel.forward(batch(group().rank(), number))).backward();
+  for (auto* optimizer : optimizers) {
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+}
+
+TEST(ShardedDdp, SDP01_several_optimizers_over_disjoint_parameters) {
+  auto model = seeded(1);
+  Reference reference(seeded(1));
+  auto head = model->third->parameters();
+  auto body = model->first->parameters();
+  for (const auto& parameter : model->second->parameters()) body.push_back(parameter);
+  Sgd first(body, sgd, group());
+  Sgd second(head, sgd, group());
+  ShardedDataParallel parallel(model, {&first, &second}, group());
+  for (int64_t number = 0; number < 4; ++number) {
+    step(parallel, {&first, &second}, number);
+    reference.step(number);
+  }
+  EXPECT_LT(difference(model->parameters(), reference.model()->parameters()), 1e-12);
+}
+
+TEST(ShardedDdp, SDP01_a_parameter_in_two_optimizers_or_in_none_is_named) {
+  auto model = seeded(1);
+  const auto expect_refused = [&](const std::vector<OSSCore*>& optimizers, const std::string& because) {
+    try {
+      ShardedDataParallel parallel(model, optimizers, group());
+      ADD_FAILURE() << because;
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find(because), std::string::npos) << error.what();
+    }
+  };
+  Sgd body(model->first->parameters(), sgd, group());
+  Sgd all(model->parameters(), sgd, group());
+  expect_refused({&body}, "parameter second.weight belongs to no optimizer");
+  expect_refused({&all, &body}, "parameter first.weight is in two optimizers");
+  expect_refused({}, "at least one OSS");
+  EXPECT_THROW((ShardedDataParallel(model, all, group(), {.reduce_buffer_size = 0})), UsageError);
+}
+
+TEST(ShardedDdp, SDP02_gradients_stay_on_their_owners_alone) {
+  auto model = seeded(1);
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, group());
+  for (int number = 0; number < 2; ++number) {
+    optimizer.zero_grad();
+    mean_loss(parallel.forward(batch(group().rank(), number))).backward();
+    auto reference = seeded(1);
+    for (const auto& parameter : model->parameters()) {
+      EXPECT_EQ(parameter.grad().defined(), optimizer.param_to_rank(parameter) == group().rank());
+    }
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (mean_loss(reference->forward(batch(rank, number))) / group().size()).backward();
+    }
+    for (size_t i = 0; i < model->parameters().size(); ++i) {
+      const auto parameter = model->parameters()[i];
+      if (!parameter.grad().defined()) continue;
+      EXPECT_LT(difference({parameter.grad()}, {reference->parameters()[i].grad()}), 1e-12);
+    }
+  }
+}
+
+// What lies in memory that ranks share.
+int64_t shared_bytes() {
+  return static_cast<int64_t>(state_of(group())->world->memory->bytes_in_use());
+}
+
+TEST(ShardedDdp, SDP02_gradient_memory_falls_with_the_number_of_ranks) {
+  constexpr int64_t layers = 16;
+  constexpr int64_t width = 256;
+  constexpr int64_t layer_bytes = width * width * 4;
+  torch::manual_seed(1);
+  torch::nn::Sequential model;
+  for (int64_t i = 0; i < layers; ++i) {
+    model->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
+  }
+  Sgd optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
+  group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which stays
+  const auto x = at::ones({1, width});
+  auto& meter = test::MemoryMeter::instance();
+  const auto live = [&] { return meter.live() + shared_bytes(); };
+  const auto before = live();
+  ShardedDataParallel parallel(model, optimizer, group(), {.reduce_buffer_size = width * width});
+  int64_t held = 0;
+  int64_t most = 0;
+  for (int number = 0; number < 3; ++number) {
+    std::vector<unsigned> hooks;
+    for (auto& parameter : model->parameters()) {
+      hooks.push_back(parameter.register_hook([&](const at::Tensor&) { most = std::max(most, live() - before); }));
+    }
+    parallel.forward(x).sum().backward();
+    for (size_t i = 0; i < hooks.size(); ++i) model->parameters()[i].remove_hook(hooks[i]);
+    held = live() - before;
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  const auto own = layer_bytes * ((layers + group().size() - 1) / group().size());
+  EXPECT_LE(held, own + layer_bytes / 4) << "after backward: this rank's share";
+  // During backward: the share, the buckets on their way, and the gradient that is being made.
+  if (group().transport() == "host") {
+    EXPECT_LE(most, own + 6 * layer_bytes);
+  }
+}
+
+TEST(ShardedDdp, SDP03_buckets_hold_one_owners_gradients_up_to_the_cap) {
+  auto log = std::make_shared<CallLog>();
+  auto model = seeded(1);
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, group().recorded(log), {.reduce_buffer_size = 300});
+  const auto named = model->named_parameters();
+  for (const auto& bucket : parallel.buckets()) {
+    std::set<int> owners;
+    for (const auto& name : bucket) owners.insert(optimizer.param_to_rank(named[name]));
+    EXPECT_EQ(owners.size(), 1U);
+  }
+  step(parallel, {&optimizer}, 0);
+  log->clear();
+  mean_loss(parallel.forward(batch(group().rank(), 1))).backward();
+  EXPECT_EQ(log->count(Op::reduce), static_cast<int64_t>(parallel.buckets().size()));
+  int64_t numel = 0;
+  for (const auto& parameter : model->parameters()) numel += parameter.numel();
+  EXPECT_GE(log->bytes(Op::reduce), numel * 8);
+  EXPECT_LE(log->bytes(Op::reduce), numel * 8 + 128 * 6) << "every gradient once, aligned to 128 bytes";
+  EXPECT_EQ(log->count(Op::all_reduce), 1) << "who used what";
+  EXPECT_EQ(log->bytes(Op::all_reduce), (6 + 1) * 4);
+}
+
+TEST(ShardedDdp, SDP04_reduce_fp16_halves_the_bytes_also_in_buckets) {
+  auto log = std::make_shared<CallLog>();
+  torch::manual_seed(1);
+  Mlp model(12, 16, 5, at::kFloat);
+  torch::manual_seed(1);
+  Mlp reference(12, 16, 5, at::kFloat);
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, group().recorded(log), {.reduce_fp16 = true});
+  log->clear();
+  mean_loss(parallel.forward(batch(group().rank(), 0).to(at::kFloat))).backward();
+  int64_t numel = 0;
+  for (const auto& parameter : model->parameters()) numel += parameter.numel();
+  EXPECT_LE(log->bytes(Op::reduce), numel * 2 + 128 * 6);
+  for (int rank = 0; rank < group().size(); ++rank) {
+    (mean_loss(reference->forward(batch(rank, 0).to(at::kFloat))) / group().size()).backward();
+  }
+  for (size_t i = 0; i < model->parameters().size(); ++i) {
+    const auto grad = model->parameters()[i].grad();
+    if (!grad.defined()) continue;
+    EXPECT_LT(difference({grad}, {reference->parameters()[i].grad()}), 2e-3) << "11 bits";
+  }
+  EXPECT_NO_THROW(optimizer.step());
+}
+
+TEST(ShardedDdp, SDP06_freezing_and_unfreezing_is_noticed_at_the_next_forward) {
+  for (const bool automatic : {true, false}) {
+    auto model = seeded(1);
+    Reference reference(seeded(1));
+    Sgd optimizer(model->parameters(), sgd, group());
+    ShardedDataParallel parallel(model, optimizer, group(), {.auto_refresh_trainable = automatic});
+    int64_t number = 0;
+    for (const bool trainable : {true, false, true}) {
+      for (auto* of : {&model, &reference.model()}) {
+        for (auto& parameter : (*of)->second->parameters()) {
+          parameter.requires_grad_(trainable);
+          parameter.mutable_grad().reset();
+        }
+      }
+      if (!automatic) {
+        optimizer.refresh_trainable();
+        parallel.refresh_trainable();
+      }
+      for (int i = 0; i < 2; ++i, ++number) {
+        step(parallel, {&optimizer}, number);
+        reference.step(number);
+      }
+      if (!trainable) break;
+    }
+    EXPECT_LT(difference(model->parameters(), reference.model()->parameters()), 1e-12);
+    for (auto& parameter : model->second->parameters()) parameter.requires_grad_(true);
+    if (!automatic) {
+      optimizer.refresh_trainable();
+      parallel.refresh_trainable();
+    }
+    const auto before = model->second->weight.detach().clone();
+    step(parallel, {&optimizer}, 10);
+    EXPECT_FALSE(at::equal(before, model->second->weight)) << "trains again";
+  }
+}
+
+TEST(ShardedDdp, SDP08_parameters_on_several_device_types_are_refused_with_a_list) {
+  auto model = seeded(1);
+  Sgd optimizer(model->parameters(), sgd, group());
+  model->register_parameter("elsewhere", at::empty({2}, at::TensorOptions(at::kMeta)), false);
+  try {
+    ShardedDataParallel parallel(model, optimizer, group());
+    ADD_FAILURE();
+  } catch (const UsageError& error) {
+    EXPECT_NE(std::string(error.what()).find("CPU (first.weight), META (elsewhere)"), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(ShardedDdp, SDP10_runs_are_reproducible_to_the_last_bit) {
+  std::vector<std::vector<at::Tensor>> runs;
+  for (int run = 0; run < 3; ++run) {
+    auto model = seeded(1);
+    Sgd optimizer(model->parameters(), sgd, group());
+    ShardedDataParallel parallel(model, optimizer, group(), {.reduce_buffer_size = 100});
+    for (int64_t number = 0; number < 10; ++number) step(parallel, {&optimizer}, number);
+    auto& run_result = runs.emplace_back();
+    for (const auto& parameter : model->parameters()) run_result.push_back(parameter.detach().clone());
+  }
+  for (size_t i = 0; i < runs[0].size(); ++i) {
+    EXPECT_TRUE(at::equal(runs[0][i], runs[1][i]) && at::equal(runs[0][i], runs[2][i]));
+  }
+}
+
+TEST(ShardedDdp, SDP11_zero_grad_in_place_and_a_change_of_dtype_keep_training_right) {
+  auto model = seeded(1);
+  Reference reference(seeded(1));
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, group());
+  for (int64_t number = 0; number < 3; ++number) {
+    mean_loss(parallel.forward(batch(group().rank(), number))).backward();
+    optimizer.step();
+    optimizer.zero_grad(/*set_to_none=*/false);
+    reference.step(number);
+  }
+  EXPECT_LT(difference(model->parameters(), reference.model()->parameters()), 1e-12);
+  optimizer.zero_grad();
+  model->to(at::kFloat);
+  const auto before = model->first->weight.detach().clone();
+  mean_loss(parallel.forward(batch(group().rank(), 3).to(at::kFloat))).backward();
+  for (const auto& parameter : optimizer.local_params()) EXPECT_EQ(parameter.grad().scalar_type(), at::kFloat);
+  EXPECT_EQ(model->first->weight.scalar_type(), at::kFloat);
+}
+
+TEST(ShardedDdp, SDP07_rank_0s_values_and_buffers_reach_all_ranks) {
+  torch::manual_seed(group().rank());
+  torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4));
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, group());
+  const auto same = [&](const at::Tensor& tensor) {
+    auto first = tensor.detach().clone();
+    group().broadcast(first, 0).wait();
+    return at::equal(first, tensor);
+  };
+  torch::manual_seed(0);
+  torch::nn::Linear of_rank_0(4, 4);
+  EXPECT_TRUE(at::equal(model->parameters()[0], of_rank_0->weight));
+  parallel.forward(at::randn({8, 4}) + group().rank()).sum().backward();
+  optimizer.zero_grad();
+  const auto mean = model->named_buffers()["1.running_mean"];
+  EXPECT_EQ(same(mean), group().rank() == 0) << "each rank has seen its own batch";
+  auto expected = mean.clone();
+  group().broadcast(expected, 0).wait();
+  model->eval();
+  parallel.forward(at::ones({2, 4})).sum().backward();
+  EXPECT_TRUE(at::equal(mean, expected)) << "sent before forward";
+}
+
+}  // namespace
+}  // namespace shoal
