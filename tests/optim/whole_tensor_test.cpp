@@ -76,7 +76,7 @@ TEST(Lamb, ParametersThatAreZeroLeaveZero) {
 }
 
 AdafactorOptions other_adafactor() {
-  return AdafactorOptions(0.3).beta2_decay(-0.6).eps1(1e-2).eps2(0.9).d(1.5).weight_decay(0.1);
+  return AdafactorOptions(0.3).beta2_decay(-0.6).eps1(0.6).eps2(0.9).d(1.5).weight_decay(0.1);
 }
 
 TEST(Adafactor, BEY12_EqualsPythons) {
