@@ -172,6 +172,8 @@ TEST(Muon, RefusesAllButMatricesByIndexAndShape) {
   Muon muon({matrix});
   EXPECT_THAT(refusal([&] { muon.add_param_group(OptimizerParamGroup({at::ones(3)})); }), HasSubstr("[3]"));
   EXPECT_EQ(muon.param_groups().size(), 1);
+  muon.param_groups()[0].params().push_back(at::ones(5));
+  EXPECT_THAT(refusal([&] { muon.step(); }), AllOf(HasSubstr("parameter 1"), HasSubstr("[5]")));
 }
 
 TEST(WholeTensorOptimizers, WrongOptionsAreRefused) {
