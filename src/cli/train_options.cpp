@@ -84,8 +84,10 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                    "compare what ranks call before every operation, also over gloo");
   command.add_option("--timeout", options.timeout_seconds, "seconds that an operation may take with all ranks alive")
       ->capture_default_str();
-  command.add_option("--optimizer", options.optimizer, "adamw, adam, sgd, sgd_momentum")->capture_default_str();
-  command.add_option("--lr", options.lr, "learning rate (default: adamw, adam 1e-3; sgd 0.05; sgd_momentum 0.01)");
+  command.add_option("--optimizer", options.optimizer, fmt::format("{}", fmt::join(optimizer_names(), ", ")))
+      ->capture_default_str();
+  command.add_option("--lr", options.lr,
+                     "learning rate (default: adamw, adam, rmsprop, lamb 1e-3; sgd 0.05; others 0.01)");
   command.add_option("--batch", options.batch,
                      "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)");
   command.add_option("--accumulate", options.accumulate, "micro-batches per step")->capture_default_str();

@@ -106,6 +106,8 @@ void Muon::add_param_group(const torch::optim::OptimizerParamGroup& group) {
 at::Tensor Muon::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
+  // A group's parameters can be changed, and groups added through the base class.
+  checked(param_groups_);
   const auto groups = collect_updates(*this, "Muon");
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = options_of(i);

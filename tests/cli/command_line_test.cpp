@@ -31,7 +31,7 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
                  "--transport nccl: not in this version; available: auto, host, gloo");
   expect_refused({"train", "--strategy", "zero1"},
                  "--strategy zero1: not in this version; available: ddp, none, local");
-  expect_refused({"train", "--optimizer", "lamb"}, "--optimizer lamb");
+  expect_refused({"train", "--optimizer", "lion"}, "--optimizer lion");
   expect_refused({"train", "--dtype", "float8"}, "--dtype float8");
   expect_refused({"train", "--model", "resnet"}, "choose one of mlp, cnn, gpt");
   expect_refused({"train", "--size", "huge"}, "huge");

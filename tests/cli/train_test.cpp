@@ -43,6 +43,24 @@ TEST(Train, WritesAReportOfTheReferencePeersShape) {
   EXPECT_EQ(report["params"]["wte.weight"]["shape"], (std::vector<int>{256, 64}));
 }
 
+// What each keeps, in parts of the parameters' memory.
+TEST(Train, EveryOptimizerLearnsAndKeepsWhatItShould) {
+  const std::vector<std::tuple<std::string, double, double>> optimizers{
+      {"adamw", 2, 2},   {"adam", 2, 2},    {"sgd", 0, 0},  {"sgd_momentum", 1, 1},
+      {"adagrad", 1, 1}, {"rmsprop", 1, 1}, {"lamb", 2, 2}, {"adafactor", 0, 0.5}};
+  for (const auto& [name, least, most] : optimizers) {
+    const TempFolder folder;
+    const auto ended = shoal({"train", "--data", "reference", "--model", "mlp", "--steps", "30", "--ranks", "1",
+                              "--strategy", "none", "--optimizer", name, "--json", folder.file("report.json")});
+    ASSERT_EQ(ended.code, 0) << name << ": " << ended.output;
+    const auto report = read(folder.file("report.json"));
+    EXPECT_LT(report["loss"].back().get<double>(), report["loss"].front().get<double>()) << name;
+    const double kept = report["memory"]["state_mib"].get<double>() / report["memory"]["params_mib"].get<double>();
+    EXPECT_GE(kept, least - 0.02) << name;
+    EXPECT_LE(kept, most + 0.02) << name;
+  }
+}
+
 TEST(Train, SavesAFileThatPythonReads) {
   const TempFolder folder;
   const auto ended = shoal({"train", "--data", "reference", "--model", "cnn", "--steps", "2", "--ranks", "2", "--save",

@@ -61,7 +61,7 @@ def main():
     print("#pragma once\n// PyTorch %s; made by vectors.py.\n" % torch.__version__.split("+")[0])
     print("#include <vector>\n\nnamespace shoal::vectors {\n")
     show("adafactor", run(torch.optim.Adafactor, mixed))
-    show("adafactor_options", run(torch.optim.Adafactor, mixed, lr=0.3, beta2_decay=-0.6, eps=(1e-2, 0.9), d=1.5,
+    show("adafactor_options", run(torch.optim.Adafactor, mixed, lr=0.3, beta2_decay=-0.6, eps=(0.6, 0.9), d=1.5,
                                   weight_decay=0.1))
     show("muon", run(torch.optim.Muon, matrices, lr=1e-2))
     show("muon_options", run(torch.optim.Muon, matrices, lr=2e-3, weight_decay=0.3, momentum=0.8, nesterov=False,

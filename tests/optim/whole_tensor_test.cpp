@@ -76,7 +76,7 @@ TEST(Lamb, ParametersThatAreZeroLeaveZero) {
 }
 
 AdafactorOptions other_adafactor() {
-  return AdafactorOptions(0.3).beta2_decay(-0.6).eps1(1e-2).eps2(0.9).d(1.5).weight_decay(0.1);
+  return AdafactorOptions(0.3).beta2_decay(-0.6).eps1(0.6).eps2(0.9).d(1.5).weight_decay(0.1);
 }
 
 TEST(Adafactor, BEY12_EqualsPythons) {
@@ -172,6 +172,8 @@ TEST(Muon, RefusesAllButMatricesByIndexAndShape) {
   Muon muon({matrix});
   EXPECT_THAT(refusal([&] { muon.add_param_group(OptimizerParamGroup({at::ones(3)})); }), HasSubstr("[3]"));
   EXPECT_EQ(muon.param_groups().size(), 1);
+  muon.param_groups()[0].params().push_back(at::ones(5));
+  EXPECT_THAT(refusal([&] { muon.step(); }), AllOf(HasSubstr("parameter 1"), HasSubstr("[5]")));
 }
 
 TEST(WholeTensorOptimizers, WrongOptionsAreRefused) {
