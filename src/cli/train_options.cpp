@@ -74,7 +74,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--init", options.init, "torch, reference (by a hash; default with --data reference)");
   command
       .add_option("--strategy", options.strategy,
-                  "ddp, none (one process), local (ranks that never communicate: the floor of the step time)")
+                  "ddp, zero1, zero2, megatron, none (one process), local (ranks that never communicate: the floor of the "
+                  "step time)")
       ->capture_default_str();
   command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
   command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");

@@ -67,6 +67,11 @@ def cycles(graph):
     return found
 
 
+def strategy_of(path):
+    """src/strategy/ddp.cpp and include/shoal/strategy/ddp.h: "ddp"; .../strategy/zero/oss.h: "zero"."""
+    return os.path.splitext(path.split("strategy/", 1)[1].split("/")[0])[0]
+
+
 def check_layers(path, target):
     """A violation of the order of layers, or None."""
     source, used = layer_of(path), layer_of(target)
@@ -78,8 +83,7 @@ def check_layers(path, target):
         return "%s: layer '%s' is not in the order of layers" % (path, source)
     if used not in ALLOWED[source]:
         return "%s: upward include of %s" % (path, target)
-    stem = os.path.splitext(os.path.basename(path))[0]
-    if source == used == "strategy" and os.path.splitext(os.path.basename(target))[0] != stem:
+    if source == used == "strategy" and strategy_of(path) != strategy_of(target):
         return "%s: a strategy includes another, %s" % (path, target)
     return None
 

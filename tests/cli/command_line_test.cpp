@@ -29,8 +29,8 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
   expect_refused({"train", "--ranks", "0"}, "--ranks 0: give at least 1");
   expect_refused({"train", "--ranks", "3", "--transport", "nccl"},
                  "--transport nccl: not in this version; available: auto, host, gloo");
-  expect_refused({"train", "--strategy", "zero1"},
-                 "--strategy zero1: not in this version; available: ddp, none, local");
+  expect_refused({"train", "--strategy", "zero9"},
+                 "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, none, local");
   expect_refused({"train", "--optimizer", "lion"}, "--optimizer lion");
   expect_refused({"train", "--dtype", "float8"}, "--dtype float8");
   expect_refused({"train", "--model", "resnet"}, "choose one of mlp, cnn, gpt");
