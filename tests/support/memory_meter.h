@@ -5,6 +5,8 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
+#include <mutex>
+#include <unordered_map>
 
 namespace shoal::test {
 
@@ -21,29 +23,45 @@ class MemoryMeter : public c10::Allocator {
   void reset_peak() { peak_ = live_.load(); }
 
   c10::DataPtr allocate(size_t size) override {
-    auto* block = new Block{inner_->allocate(size), static_cast<int64_t>(size), this};
-    const int64_t now = live_ += block->size;
+    auto memory = inner_->allocate(size);
+    void* data = memory.get();
+    if (data == nullptr) return memory;
+    const auto bytes = static_cast<int64_t>(size);
+    {
+      const std::lock_guard lock(mutex_);
+      blocks_[data] = {std::move(memory), bytes};
+    }
+    const int64_t now = live_ += bytes;
     int64_t peak = peak_;
     while (now > peak && !peak_.compare_exchange_weak(peak, now)) continue;
-    return {block->memory.get(), block, &release, c10::Device(c10::kCPU)};
+    return {data, data, &release, c10::Device(c10::kCPU)};
   }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
 
  private:
   struct Block {
     c10::DataPtr memory;
-    int64_t size;
-    MemoryMeter* meter;
+    int64_t bytes = 0;
   };
 
   explicit MemoryMeter(c10::Allocator* inner) : inner_(inner) { c10::SetCPUAllocator(this, /*priority=*/1); }
 
-  static void release(void* context) {
-    auto* block = static_cast<Block*>(context);
-    block->meter->live_ -= block->size;
-    delete block;
+  // Kernels that take raw memory know a block by its address alone.
+  static void release(void* data) {
+    auto& meter = instance();
+    Block block;
+    {
+      const std::lock_guard lock(meter.mutex_);
+      const auto place = meter.blocks_.find(data);
+      block = std::move(place->second);
+      meter.blocks_.erase(place);
+    }
+    meter.live_ -= block.bytes;
   }
 
+  std::mutex mutex_;
+  std::unordered_map<void*, Block> blocks_;
   c10::Allocator* inner_;
   std::atomic<int64_t> live_ = 0;
   std::atomic<int64_t> peak_ = 0;
