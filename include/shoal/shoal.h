@@ -8,6 +8,7 @@
 #include "shoal/comm/group.h"
 #include "shoal/comm/once_buffer.h"
 #include "shoal/comm/world.h"
+#include "shoal/engine/precision.h"
 #include "shoal/layout/flat_layout.h"
 #include "shoal/layout/partition.h"
 #include "shoal/layout/range.h"

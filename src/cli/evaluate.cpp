@@ -7,9 +7,10 @@
 
 namespace shoal::cli {
 
-Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& group) {
+Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& group, const Precision& precision) {
   constexpr size_t batch_size = 256;
   const torch::NoGradGuard no_grad;
+  const Precision::Scope scope(precision, at::kCPU);
   const bool training = model.is_training();
   model.eval();
   data::ShardedSampler sampler(*samples.size(), {.world = static_cast<size_t>(group.size()),
@@ -21,7 +22,7 @@ Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& g
   int64_t count = 0;
   while (const auto indices = sampler.next(batch_size)) {
     const auto batch = samples.get_batch(*indices);
-    const auto logits = model.forward(batch.data);
+    const auto logits = model.forward(precision.input(batch.data));
     loss += models::loss_of(logits, batch.target).item<double>() * static_cast<double>(batch.target.numel());
     right += logits.argmax(-1).eq(batch.target).sum().item<int64_t>();
     count += batch.target.numel();

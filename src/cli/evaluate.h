@@ -3,6 +3,7 @@
 #include "data/dataset.h"
 #include "models/model.h"
 #include "shoal/comm/group.h"
+#include "shoal/engine/precision.h"
 
 namespace shoal::cli {
 
@@ -13,6 +14,6 @@ struct Evaluation {
 };
 
 // Over all of `samples`, shared out among the group's ranks. Collective. The module's mode is as before afterwards.
-Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& group);
+Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& group, const Precision& precision);
 
 }  // namespace shoal::cli

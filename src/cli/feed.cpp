@@ -12,10 +12,6 @@
 namespace shoal::cli {
 namespace {
 
-at::ScalarType dtype_of(const TrainOptions& options) {
-  return options.double_precision() ? at::kDouble : at::kFloat;
-}
-
 // All batches are made before training, so that a step's time is training alone.
 class ReferenceFeed : public Feed {
  public:
@@ -27,7 +23,7 @@ class ReferenceFeed : public Feed {
                                                   .step = static_cast<uint64_t>(step),
                                                   .rank = static_cast<uint64_t>(rank),
                                                   .micro = static_cast<uint64_t>(micro)},
-                                                 options.batch, dtype_of(options)));
+                                                 options.batch, options.data_dtype()));
       }
     }
   }
@@ -101,8 +97,8 @@ std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks
     const auto colon = options.data.find(':');
     std::optional<std::filesystem::path> folder;
     if (colon != std::string::npos) folder = options.data.substr(colon + 1);
-    train = data::fashion_mnist(data::Split::train, folder, dtype_of(options));
-    if (options.eval) test = data::fashion_mnist(data::Split::test, folder, dtype_of(options));
+    train = data::fashion_mnist(data::Split::train, folder, options.data_dtype());
+    if (options.eval) test = data::fashion_mnist(data::Split::test, folder, options.data_dtype());
   }
   return std::make_unique<DatasetFeed>(options, rank, ranks, std::move(train), std::move(test));
 }

@@ -1,6 +1,7 @@
 #include "cli/strategies.h"
 
 #include "cli/optimizers.h"
+#include "engine/gradient_norm.h"
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
@@ -24,11 +25,21 @@ std::unique_ptr<OSSCore> make_oss(const TrainOptions& options, const models::Mod
 class Replicated : public Strategy {
  public:
   Replicated(const TrainOptions& options, const std::shared_ptr<models::Model>& model)
-      : Strategy(model), optimizer_(optimizer_kind(options.optimizer, options.lr).make(one_group(*model))) {}
+      : Strategy(options, model), optimizer_(optimizer_kind(options.optimizer, options.lr).make(one_group(*model))) {}
 
-  at::Tensor forward(const at::Tensor& input) override { return model_->forward(input); }
-  void backward(const at::Tensor& loss, bool) override { loss.backward(); }
-  void step() override { optimizer_->step(); }
+  at::Tensor forward(const at::Tensor& input) override {
+    const Precision::Scope scope(options_.precision(), at::kCPU);
+    return model_->forward(input);
+  }
+  void backward(const at::Tensor& loss, bool) override { scaled(loss).backward(); }
+  // Every rank has the same gradients, so all of them find the same.
+  void step() override {
+    const bool found = scaler_ && scaler_->unscale(gradients());
+    if (scaler_) scaler_->update(found);
+    if (found) return;
+    if (options_.clip > 0) clip_to_norm(gradients(), local_norm(gradients(), 2), options_.clip);
+    optimizer_->step();
+  }
   void zero_grad() override { optimizer_->zero_grad(); }
   const torch::optim::Optimizer& local_optimizer() const override { return *optimizer_; }
 
@@ -44,7 +55,7 @@ class Ddp : public Replicated {
   at::Tensor forward(const at::Tensor& input) override { return parallel_.forward(input); }
   void backward(const at::Tensor& loss, bool last) override {
     const auto scope = parallel_.no_sync(!last);
-    loss.backward();
+    scaled(loss).backward();
   }
 
  private:
@@ -57,14 +68,21 @@ class Zero : public Strategy {
  public:
   template <class Make>
   Zero(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group, const Make& make)
-      : Strategy(model), optimizer_(make_oss(options, *model, group)), parallel_(make(*optimizer_)) {}
+      : Strategy(options, model), optimizer_(make_oss(options, *model, group)), parallel_(make(*optimizer_)) {}
 
   at::Tensor forward(const at::Tensor& input) override { return parallel_->forward(input); }
   void backward(const at::Tensor& loss, bool last) override {
     const auto scope = parallel_->no_sync(!last);
-    loss.backward();
+    scaled(loss).backward();
   }
-  void step() override { optimizer_->step(); }
+  void step() override {
+    if (scaler_) {
+      optimizer_->step(*scaler_, options_.clip);
+      return;
+    }
+    if (options_.clip > 0) optimizer_->clip_grad_norm(options_.clip);
+    optimizer_->step();
+  }
   void zero_grad() override { optimizer_->zero_grad(); }
   const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
 
@@ -76,7 +94,7 @@ class Zero : public Strategy {
 class Megatron : public Strategy {
  public:
   Megatron(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group)
-      : Strategy(model) {
+      : Strategy(options, model) {
     auto kind = optimizer_kind(options.optimizer, options.lr);
     optimizer_ = std::make_unique<DistributedOptimizerCore>(DistributedOptimizerCore::Modules{model},
                                                             OptimizerKind::ParamGroups(), std::move(kind.defaults),
@@ -103,6 +121,15 @@ class Megatron : public Strategy {
 };
 
 }  // namespace
+
+Strategy::Strategy(const TrainOptions& options, std::shared_ptr<models::Model> model)
+    : options_(options), model_(std::move(model)) {
+  if (const auto scaler = options.precision().scaler) scaler_.emplace(*scaler);
+}
+
+at::Tensor Strategy::scaled(const at::Tensor& loss) const {
+  return scaler_ ? scaler_->scale(loss) : loss;
+}
 
 std::vector<at::Tensor> Strategy::gradients() const {
   std::vector<at::Tensor> list;

@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,7 @@ namespace shoal::cli {
 // How one rank trains.
 class Strategy {
  public:
-  explicit Strategy(std::shared_ptr<models::Model> model) : model_(std::move(model)) {}
+  Strategy(const TrainOptions& options, std::shared_ptr<models::Model> model);
   virtual ~Strategy() = default;
   virtual at::Tensor forward(const at::Tensor& input) = 0;
   // Backward of a micro-batch's loss; gradients are final after the last one of a step.
@@ -30,7 +31,11 @@ class Strategy {
   virtual const torch::optim::Optimizer& local_optimizer() const = 0;
 
  protected:
+  at::Tensor scaled(const at::Tensor& loss) const;
+
+  const TrainOptions& options_;
   std::shared_ptr<models::Model> model_;
+  std::optional<GradScaler> scaler_;  // where precision asks for one
 };
 
 std::vector<std::string> strategy_names();

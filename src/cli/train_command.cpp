@@ -31,7 +31,7 @@ int threads_per_rank(const TrainOptions& options, int ranks) {
 // A first training step loads libraries and makes thread pools; that is not the model's memory.
 void warm_up(const TrainOptions& options) {
   torch::nn::Linear toy(8, 8);
-  toy->to(options.double_precision() ? at::kDouble : at::kFloat);
+  options.precision().convert(*toy);
   auto input = at::zeros({4, 8}, toy->weight.options().requires_grad(false));
   toy->forward(input).sum().backward();
 }
@@ -85,8 +85,8 @@ int train_rank(const TrainOptions& options) {
   warm_up(options);
   MemoryUse memory{.before = resident_mib()};
   const auto init = options.init == "reference" ? models::Init::reference : models::Init::torch;
-  const auto model = models::make_model(options.model, options.size, init, options.seed,
-                                        options.double_precision() ? at::kDouble : at::kFloat);
+  const auto model = models::make_model(options.model, options.size, init, options.seed, options.data_dtype());
+  options.precision().convert(*model);
   reset_peak();
 
   std::string checkpoint;

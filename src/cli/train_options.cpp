@@ -30,7 +30,7 @@ void TrainOptions::complete() {
   require_one_of("--strategy", strategy, strategy_names());
   require_one_of("--transport", transport, transport_names());
   require_one_of("--optimizer", optimizer, optimizer_names());
-  require_one_of("--dtype", dtype, {"float32", "float64"});
+  require_one_of("--dtype", dtype, {"float32", "bf16_mixed", "fp16_mixed", "bf16", "float64"});
   if (ranks) require_at_least("--ranks", *ranks, 1);
   if (strategy == "none" && ranks && *ranks != 1) {
     throw UsageError(fmt::format("--strategy none trains in one process; --ranks {} contradicts it", *ranks));
@@ -60,7 +60,20 @@ void TrainOptions::complete() {
   if (reference_data() && !steps) steps = 10;
   if (!reference_data() && !steps && !epochs) epochs = 1;
   if (batch == 0) batch = reference_data() ? 4 : 64;
+  if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
+  ddp.precision = zero2.precision = precision();
+  megatron.clip_grad = clip;
+  megatron.scaler = precision().scaler;
+  megatron.grad_reduce_in_fp32 = true;
   ddp.validate();
+}
+
+Precision TrainOptions::precision() const {
+  const bool main_copies = strategy == "megatron";
+  if (dtype == "bf16_mixed") return main_copies ? Precision::bf16() : Precision::bf16_mixed();
+  if (dtype == "fp16_mixed") return main_copies ? Precision::fp16() : Precision::fp16_mixed();
+  if (dtype == "bf16") return Precision::bf16();
+  return dtype == "float64" ? Precision::float64() : Precision::float32();
 }
 
 void add_train_options(CLI::App& command, TrainOptions& options) {
@@ -73,9 +86,10 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command.add_option("--init", options.init, "torch, reference (by a hash; default with --data reference)");
   command
-      .add_option("--strategy", options.strategy,
-                  "ddp, zero1, zero2, megatron, none (one process), local (ranks that never communicate: the floor of the "
-                  "step time)")
+      .add_option(
+          "--strategy", options.strategy,
+          "ddp, zero1, zero2, megatron, none (one process), local (ranks that never communicate: the floor of the "
+          "step time)")
       ->capture_default_str();
   command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
   command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");
@@ -94,7 +108,9 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--accumulate", options.accumulate, "micro-batches per step")->capture_default_str();
   command.add_option("--steps", options.steps, "optimizer steps (default for reference data: 10)");
   command.add_option("--epochs", options.epochs, "passes over the training data (default: 1)");
-  command.add_option("--dtype", options.dtype, "float32, float64")->capture_default_str();
+  command.add_option("--dtype", options.dtype, "float32, bf16_mixed, fp16_mixed, bf16, float64")->capture_default_str();
+  command.add_option("--clip", options.clip, "scale gradients so that their norm is at most this; 0: never")
+      ->capture_default_str();
   command.add_option("--seed", options.seed, "of parameters, data and shuffling")->capture_default_str();
   command.add_flag("--eval", options.eval, "evaluate on the test data after every epoch");
   command.add_option("--save", options.save, "folder for model.safetensors, written at the end and when interrupted");

@@ -34,6 +34,7 @@ struct TrainOptions {
   int64_t save_every = 0;
   std::string trace;
   std::string json;
+  double clip = 0;  // largest norm of the gradients; 0: no clipping
   int timeout_seconds = 300;
   bool check_agreement = false;
   DistributedDataParallelOptions ddp;
@@ -42,7 +43,9 @@ struct TrainOptions {
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }
-  bool double_precision() const { return dtype == "float64"; }
+  // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
+  Precision precision() const;
+  at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
 
   // Fills in defaults that depend on other options; throws UsageError that names the option and what is allowed.
   void complete();

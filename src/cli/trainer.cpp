@@ -34,10 +34,11 @@ Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_pt
 // One optimizer step; returns the mean loss over its micro-batches.
 double Trainer::step(int64_t number, TrainResult& result) {
   const auto waited = group_.statistics().waited_s;
+  const auto precision = options_.precision();
   double loss_sum = 0;
   for (int micro = 0; micro < options_.accumulate; ++micro) {
     const auto batch = feed_.next(number, micro);
-    const auto loss = models::loss_of(strategy_->forward(batch.data), batch.target);
+    const auto loss = models::loss_of(strategy_->forward(precision.input(batch.data)), batch.target);
     const bool last = micro + 1 == options_.accumulate;
     strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss, last);
     loss_sum += loss.item<double>();
@@ -72,7 +73,7 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     if (options_.save_every > 0 && (number + 1) % options_.save_every == 0) save();
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
     if (!options_.eval || !(epoch_ends || number + 1 == total)) continue;
-    result.eval.push_back(evaluate(*model_, *feed_.test_data(), group_));
+    result.eval.push_back(evaluate(*model_, *feed_.test_data(), group_, options_.precision()));
     progress.clear();
     if (group_.rank() == 0) {
       fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %\n", epoch + 1, result.eval.back().loss,

@@ -72,6 +72,14 @@ NoSync DataParallelCore::no_sync(bool accumulate) {
   return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
 }
 
+const Precision& DataParallelCore::precision() const {
+  return state_->precision;
+}
+
+at::DeviceType DataParallelCore::device() const {
+  return state_->tensors.parameters.front().tensor.device().type();
+}
+
 void DataParallelCore::reset() {
   state_->reducer->abandon();
 }

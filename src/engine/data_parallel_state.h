@@ -11,6 +11,7 @@ struct DataParallelCore::State {
   std::shared_ptr<torch::nn::Module> module;
   Group group;
   bool broadcast_buffers = true;
+  Precision precision{};
   ModuleTensors tensors;
   std::unique_ptr<Reducer> reducer{};
   int no_sync_depth = 0;

@@ -11,6 +11,8 @@ namespace shoal {
 // infinity for the largest absolute value; UsageError otherwise. Sums in float64, so that the result does not depend on
 // how the elements are spread over ranks, to float32's precision. Collective.
 double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, const Group& group, const Label& label);
+// The same norm of gradients that are all here, with the same rounding.
+double local_norm(const std::vector<at::Tensor>& gradients, double norm_type);
 
 // Scales gradients of norm `norm` in place so that it becomes at most `max_norm` (torch's clip_grad_norm_).
 void clip_to_norm(const std::vector<at::Tensor>& gradients, double norm, double max_norm);

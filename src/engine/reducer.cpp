@@ -290,8 +290,8 @@ void Reducer::issue_facts() {
   facts_work_ = group_.all_reduce(facts_.memory(), ReduceOp::sum, {step_, -1, "used gradients and weight"});
 }
 
-// Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now. A rank that runs ahead
-// of its peers waits for them, so that memory stays bounded.
+// Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now. A rank that runs
+// ahead of its peers waits for them, so that memory stays bounded.
 void Reducer::release_finished() {
   constexpr size_t most_in_flight = 4;
   if (exchange_->everywhere()) return;

@@ -42,6 +42,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   options.validate();
   auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true);
   state->broadcast_buffers = options.broadcast_buffers;
+  state->precision = options.precision;
   state->make_reducer(gradients_of(state->tensors), reducer_options(options),
                       std::make_unique<AllReduce>(group, caps(options)));
   return state;

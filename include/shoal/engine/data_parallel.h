@@ -11,6 +11,7 @@
 
 #include "shoal/comm/group.h"
 #include "shoal/engine/outputs.h"
+#include "shoal/engine/precision.h"
 
 namespace shoal {
 
@@ -44,6 +45,8 @@ class DataParallelCore {
   void forward_failed();
   void backward(const at::Tensor& loss_sum, double weight);
   NoSync no_sync(bool accumulate);
+  const Precision& precision() const;
+  at::DeviceType device() const;
   void reset();
   std::vector<std::vector<std::string>> buckets() const;
   int64_t step() const;
@@ -69,7 +72,10 @@ class DataParallelWrapper {
   auto forward(Arguments&&... arguments) {
     try {
       core_.before_forward();
-      auto output = module_->forward(std::forward<Arguments>(arguments)...);
+      auto output = [&] {
+        const Precision::Scope scope(core_.precision(), core_.device());
+        return module_->forward(std::forward<Arguments>(arguments)...);
+      }();
       std::vector<at::Tensor> tensors;
       collect_tensors(output, tensors);
       core_.after_forward(tensors);

@@ -12,6 +12,7 @@ struct DistributedDataParallelOptions {
   bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
   bool static_graph = false;            // every step is like the first; needed when a block is recomputed in backward
   std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
+  Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
 
   // Performance.
   double bucket_cap_mb = 25;            // MiB of gradients in one all-reduce

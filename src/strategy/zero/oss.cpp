@@ -197,12 +197,13 @@ at::Tensor OSSCore::step(LossClosure closure) {
   return loss;
 }
 
-bool OSSCore::step(GradScaler& scaler) {
+bool OSSCore::step(GradScaler& scaler, double max_norm) {
   auto& state = *state_;
   auto found = at::full({1}, scaler.unscale(state.own_gradients()) ? 1 : 0, at::kInt);
   state.group.all_reduce(found, ReduceOp::max, state.label("inf or NaN in gradients")).wait();
   const bool finite = found.item<int>() == 0;
   scaler.update(!finite);
+  if (finite && max_norm > 0) clip_grad_norm(max_norm);
   if (finite) step();
   return finite;
 }

@@ -123,6 +123,7 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
       }()),
       sharding_(std::make_shared<Sharding>(Sharding{.optimizers = std::move(optimizers), .options = options})) {
   state().broadcast_buffers = options.broadcast_buffers;
+  state().precision = options.precision;
   refresh_trainable();
 }
 

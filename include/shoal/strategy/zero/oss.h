@@ -53,9 +53,9 @@ class OSSCore : public torch::optim::Optimizer {
   // Further parameters; the group's options are completed by the defaults. Collective.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // Unscales this rank's gradients and looks for inf and NaN; steps if no rank has any, and updates the scaler. Returns
-  // whether it stepped. Collective.
-  bool step(GradScaler& scaler);
+  // Unscales this rank's gradients and looks for inf and NaN; if no rank has any, clips them to `max_norm` (0: does
+  // not) and steps. Updates the scaler. Returns whether it stepped. Collective.
+  bool step(GradScaler& scaler, double max_norm = 0);
 
   // The whole optimizer's state by name: on rank `recipient` of the group, elsewhere empty; none: on every rank. Moves
   // one parameter at a time. Collective.

@@ -14,6 +14,7 @@ struct ShardedDataParallelOptions {
   bool auto_refresh_trainable = true;   // a change of requires_grad is noticed at the next forward
   bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
   std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
+  Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
 
   // Performance.
   int64_t reduce_buffer_size = 1 << 23;  // elements in a bucket; smaller where the model would give fewer than four
