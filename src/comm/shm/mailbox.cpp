@@ -33,7 +33,7 @@ std::vector<std::byte*> Mailboxes::buffers() const {
 
 std::shared_ptr<Message> Mailboxes::start(Call call) {
   outboxes_.resize(group_.size);
-  auto message = std::make_shared<Message>(Message{std::move(call)});
+  auto message = std::make_shared<Message>(std::move(call));
   auto& queue = message->call.op == Op::send ? outboxes_[message->call.peer].queue : receives_;
   queue.push_back(message);
   return message;
