@@ -357,6 +357,21 @@ TEST(HostBackend, HasCoalescedFormsAndFutures) {
   backend->barrier({})->wait(c10d::kUnsetTimeout);
 }
 
+TEST(HostBackend, TheCallerGoesOnWhileAFutureIsWaitedFor) {
+  const auto backend = make_backend(group());
+  for (int i = 0; i < 20; ++i) {
+    std::vector<at::Tensor> first{own(200000, at::kFloat, i)};
+    std::vector<at::Tensor> second{own(300, at::kFloat, i)};
+    const auto work = backend->allreduce(first, {});
+    const auto future = work->getFuture();
+    backend->allreduce(second, {})->wait(c10d::kUnsetTimeout);
+    work->isCompleted();  // either answer is right; it must not wait
+    future->waitAndThrow();
+    EXPECT_TRUE(at::equal(first[0], naive(all_inputs(200000, at::kFloat, i), ReduceOp::sum)));
+    EXPECT_TRUE(at::equal(second[0], naive(all_inputs(300, at::kFloat, i), ReduceOp::sum)));
+  }
+}
+
 TEST(HostBackend, PremultipliedSum) {
   if (group().size() == 1) GTEST_SKIP() << "the identity transport returns its input";
   const auto backend = make_backend(group());
