@@ -233,6 +233,20 @@ TEST(Host, ManyOperationsAreInFlightAndWaitedForInAnyOrder) {
   }
 }
 
+TEST(Host, ManyMessagesWithOneTagArriveInOrder) {
+  const int next = (group().rank() + 1) % group().size();
+  const int previous = (group().rank() + group().size() - 1) % group().size();
+  constexpr int count = 1000;
+  std::vector<Work> sent;
+  for (int i = 0; i < count; ++i) sent.push_back(group().send(at::full({1}, i, at::kInt), next));
+  auto received = at::empty({1}, at::kInt);
+  for (int i = 0; i < count; ++i) {
+    group().recv(received, previous).wait();
+    ASSERT_EQ(received.item<int>(), i);
+  }
+  for (auto& work : sent) work.wait();
+}
+
 TEST(Host, TwoGroupsAreUsedAtTheSameTimeInOppositeOrder) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
