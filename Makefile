@@ -1,7 +1,7 @@
 # make demo: set up, build, train a CNN on Fashion-MNIST on 2 ranks.   make test: set up, build, run all tests.
 BUILD ?= build
 
-.PHONY: build demo test fast format format-check tidy clean
+.PHONY: build demo test fast asan tsan format format-check tidy clean
 
 build:
 	@scripts/setup
@@ -17,6 +17,13 @@ test: build
 
 fast: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2 -L fast
+
+# Everything with sanitizers, and the tests that fit them; CMakePresets.json says which, and sets the sanitizers' options.
+asan tsan:
+	@scripts/setup
+	@cmake --preset $@
+	@cmake --build --preset $@
+	ctest --preset $@ -j 2
 
 format:
 	git ls-files '*.h' '*.cpp' | xargs clang-format -i

@@ -51,7 +51,8 @@ class GroupWork : public c10d::Work {
       : works_(std::move(works)), results_(std::move(results)), waiter_(waiter) {}
 
   bool isCompleted() override {
-    const std::lock_guard lock(mutex_);
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return false;  // somebody is waiting for it
     if (error_ || finished_) return true;
     for (auto& work : works_) {
       if (!work.done()) return false;

@@ -76,7 +76,7 @@ int Group::world_rank(int rank) const {
 Work issue(const Group& group, Call call) {
   const auto& state = state_of(group);
   check(call, group.size());
-  const auto& failure = state->progress->failure;
+  const auto failure = state->progress->failure.text();
   if (!failure.empty()) {
     throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", state->name, failure));
   }
@@ -196,7 +196,9 @@ Group Group::by_host() const {
 }
 
 GroupStatistics Group::statistics() const {
-  return state_->progress->statistics;
+  auto statistics = state_->progress->issued;
+  statistics.waited_s = state_->progress->waited_s;
+  return statistics;
 }
 
 Group Group::recorded(std::shared_ptr<CallLog> log) const {

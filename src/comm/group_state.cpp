@@ -16,7 +16,7 @@ namespace shoal {
 // Operations that never finished keep a transport's threads busy; joining them would block until their deadline, so a
 // failed group leaves its transport to the end of the process.
 GroupProgress::~GroupProgress() {
-  if (!failure.empty() && transport->joins_threads()) new std::shared_ptr<Transport>(std::move(transport));
+  if (!failure.text().empty() && transport->joins_threads()) new std::shared_ptr<Transport>(std::move(transport));
 }
 
 namespace {
@@ -46,7 +46,7 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
 void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call) {
   if (!state->progress->checks || call.op == Op::send || call.op == Op::recv) return;
   const Group checks(state->progress->checks);
-  const auto own = fingerprint_of(call, static_cast<uint64_t>(state->progress->statistics.calls));
+  const auto own = fingerprint_of(call, static_cast<uint64_t>(state->progress->issued.calls));
   constexpr auto bytes = static_cast<int64_t>(sizeof own);
   auto all = at::empty({checks.size() * bytes}, at::kByte);
   auto mine = at::empty({bytes}, at::kByte);
@@ -58,7 +58,7 @@ void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call)
   }
   const auto difference = find_difference(prints, state->world_ranks);
   if (!difference) return;
-  state->progress->failure = *difference;
+  state->progress->failure.set(*difference);
   throw DisagreeError(
       fmt::format("{} (noticed by rank {} in group '{}')", *difference, state->world->placement.rank, state->name));
 }
@@ -75,8 +75,8 @@ Group with_transport(const Group& group,
 }
 
 PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call)
-    : group_(std::move(group)), call_(std::move(call)), number_(group_->progress->statistics.calls++) {
-  group_->progress->statistics.bytes += call_.bytes();
+    : group_(std::move(group)), call_(std::move(call)), number_(group_->progress->issued.calls++) {
+  group_->progress->issued.bytes += call_.bytes();
   try {
     work_ = group_->transport->issue(call_);
   } catch (const Error&) {
@@ -89,7 +89,7 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call)
 PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, std::unique_ptr<TransportWork> work)
     : group_(std::move(group)),
       call_(std::move(call)),
-      number_(group_->progress->statistics.calls),
+      number_(group_->progress->issued.calls),
       work_(std::move(work)) {}
 
 void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work) {
@@ -97,8 +97,8 @@ void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_p
 }
 
 PendingWork::~PendingWork() {
-  if (work_ && !finished_ && !work_->done() && group_->progress->failure.empty()) {
-    group_->progress->failure = fmt::format("{} #{} was dropped before it had finished", call_.describe(), number_);
+  if (work_ && !finished_ && !work_->done()) {
+    group_->progress->failure.set(fmt::format("{} #{} was dropped before it had finished", call_.describe(), number_));
   }
 }
 
@@ -110,11 +110,11 @@ void PendingWork::wait() {
   if (finished_) return;
   const auto start = Clock::now();
   wait_to_the_end();
-  group_->progress->statistics.waited_s += std::chrono::duration<double>(Clock::now() - start).count();
+  group_->progress->waited_s += std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 void PendingWork::wait_to_the_end() {
-  if (!group_->progress->failure.empty()) fail(-1, group_->progress->failure);
+  if (const auto failure = group_->progress->failure.text(); !failure.empty()) fail(-1, failure);
   auto& world = *group_->world;
   const auto deadline = Clock::now() + std::chrono::seconds(world.options.timeout_seconds);
   constexpr Milliseconds slice(100);
@@ -124,7 +124,7 @@ void PendingWork::wait_to_the_end() {
     try {
       finished_ = work_->wait_for(last_chance ? 5 * slice : slice, std::max(remaining, Milliseconds(1)));
     } catch (const DisagreeError& error) {
-      group_->progress->failure = error.what();
+      group_->progress->failure.set(error.what());
       throw DisagreeError(
           fmt::format("{} (noticed by rank {} in group '{}')", error.what(), world.placement.rank, group_->name));
     } catch (const std::exception& error) {
@@ -156,8 +156,7 @@ void PendingWork::fail_from(const std::exception& error) {
 
 void PendingWork::fail(int rank, const std::string& why) {
   auto& state = *group_;
-  if (state.progress->failure.empty()) {
-    state.progress->failure = why;
+  if (state.progress->failure.set(why)) {
     state.world->liveness->publish(why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
   }
   const auto found = std::find(state.world_ranks.begin(), state.world_ranks.end(), rank);

@@ -1,9 +1,11 @@
 #pragma once
 // What stands behind a Group and a Work.
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,10 +18,33 @@ namespace shoal {
 struct WorldState;
 struct GroupState;
 
-// Shared by all handles of a group, recorded or not.
+// Why a group is unusable; the first reason stays. Thread-safe.
+class GroupFailure {
+ public:
+  // Empty: the group works.
+  std::string text() const {
+    const std::lock_guard lock(mutex_);
+    return text_;
+  }
+  // True if this is the first reason.
+  bool set(const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    if (!text_.empty()) return false;
+    text_ = text;
+    return true;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::string text_;
+};
+
+// Shared by all handles of a group, recorded or not. One thread issues operations, but others may wait for them: a
+// backend's futures have a thread of their own.
 struct GroupProgress {
-  GroupStatistics statistics;
-  std::string failure;                        // why the group is unusable; empty: it works
+  GroupStatistics issued;  // without the time waited
+  std::atomic<double> waited_s = 0;
+  GroupFailure failure;
   std::map<std::vector<int>, int> subgroups;  // how many were made of these ranks, for their names
   ~GroupProgress();
   std::shared_ptr<Transport> transport;

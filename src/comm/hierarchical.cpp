@@ -24,14 +24,15 @@ struct Stage {
   std::function<void()> then;
 };
 
-// One operation as a chain of stages.
+// One operation as a chain of stages. Used under its transport's lock only.
 struct Chain {
   std::deque<Stage> waiting;
-  std::vector<std::unique_ptr<TransportWork>> running;
+  std::vector<std::shared_ptr<TransportWork>> running;
   std::function<void()> then;
   std::exception_ptr failure;
 
   bool finished() const { return waiting.empty() && running.empty(); }
+  bool over() const { return finished() || failure; }
   bool will_use(Channel channel) const {
     return std::any_of(waiting.begin(), waiting.end(), [&](const Stage& stage) { return stage.channel == channel; });
   }
@@ -85,7 +86,17 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
         chain.failure = std::current_exception();
       }
     }
-    std::erase_if(chains_, [](const auto& chain) { return chain->finished() || chain->failure; });
+    std::erase_if(chains_, [](const auto& chain) { return chain->over(); });
+  }
+
+  bool is_over(const Chain& chain) {
+    const std::lock_guard lock(mutex_);
+    return chain.over();
+  }
+  // What the chain waits for now, if anything.
+  std::shared_ptr<TransportWork> running(const Chain& chain) {
+    const std::lock_guard lock(mutex_);
+    return chain.running.empty() ? nullptr : chain.running.front();
   }
 
  private:
@@ -310,7 +321,7 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
 
 bool ChainWork::done() {
   transport_->advance();
-  return chain_->finished() || chain_->failure;
+  return transport_->is_over(*chain_);
 }
 
 bool ChainWork::wait_for(Milliseconds slice, Milliseconds) {
@@ -318,7 +329,7 @@ bool ChainWork::wait_for(Milliseconds slice, Milliseconds) {
   const auto end = SteadyClock::now() + slice;
   while (!done()) {
     if (SteadyClock::now() >= end) return false;
-    if (!chain_->running.empty()) chain_->running.front()->wait_for(Milliseconds(1), Milliseconds(1));
+    if (const auto running = transport_->running(*chain_)) running->wait_for(Milliseconds(1), Milliseconds(1));
   }
   if (chain_->failure) std::rethrow_exception(chain_->failure);
   return true;

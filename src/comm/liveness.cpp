@@ -27,6 +27,7 @@ std::optional<Fault> Liveness::check(const std::vector<int>& world_ranks) {
       return Fault{rank, fmt::format("rank {} (pid {}) is gone: it was killed, crashed or ended early", rank,
                                      peers[rank].process.pid)};
     }
+    const std::lock_guard lock(mutex_);
     auto& since = stopped_since_[rank];
     if (state == ProcessState::running) {
       since.reset();

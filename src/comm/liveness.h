@@ -2,6 +2,7 @@
 // Who among the peers is dead or stopped, so that a wait can name the rank instead of running into its deadline.
 
 #include <chrono>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,7 +17,7 @@ struct Fault {
 };
 
 // Watches the peers of this host through /proc. The first failure that anyone in the job noticed is shared through the
-// store, so that all ranks name the same culprit and not each other.
+// store, so that all ranks name the same culprit and not each other. Thread-safe.
 class Liveness {
  public:
   Liveness(const Meeting& meeting, const Placement& placement, int stopped_timeout_seconds);
@@ -34,6 +35,7 @@ class Liveness {
   std::string key_;
   int own_rank_;
   std::chrono::seconds stopped_timeout_;
+  std::mutex mutex_;  // below: several threads may wait
   std::vector<std::optional<std::chrono::steady_clock::time_point>> stopped_since_;
 };
 

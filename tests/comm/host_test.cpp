@@ -233,6 +233,20 @@ TEST(Host, ManyOperationsAreInFlightAndWaitedForInAnyOrder) {
   }
 }
 
+TEST(Host, ManyMessagesWithOneTagArriveInOrder) {
+  const int next = (group().rank() + 1) % group().size();
+  const int previous = (group().rank() + group().size() - 1) % group().size();
+  constexpr int count = 1000;
+  std::vector<Work> sent;
+  for (int i = 0; i < count; ++i) sent.push_back(group().send(at::full({1}, i, at::kInt), next));
+  auto received = at::empty({1}, at::kInt);
+  for (int i = 0; i < count; ++i) {
+    group().recv(received, previous).wait();
+    ASSERT_EQ(received.item<int>(), i);
+  }
+  for (auto& work : sent) work.wait();
+}
+
 TEST(Host, TwoGroupsAreUsedAtTheSameTimeInOppositeOrder) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
@@ -355,6 +369,21 @@ TEST(HostBackend, HasCoalescedFormsAndFutures) {
   EXPECT_TRUE(at::equal(outputs[1], at::cat(all_inputs(5, at::kFloat))));
   backend->reduce_scatter_tensor_coalesced(inputs, outputs, {})->wait(c10d::kUnsetTimeout);
   backend->barrier({})->wait(c10d::kUnsetTimeout);
+}
+
+TEST(HostBackend, TheCallerGoesOnWhileAFutureIsWaitedFor) {
+  const auto backend = make_backend(group());
+  for (int i = 0; i < 20; ++i) {
+    std::vector<at::Tensor> first{own(200000, at::kFloat, i)};
+    std::vector<at::Tensor> second{own(300, at::kFloat, i)};
+    const auto work = backend->allreduce(first, {});
+    const auto future = work->getFuture();
+    backend->allreduce(second, {})->wait(c10d::kUnsetTimeout);
+    work->isCompleted();  // either answer is right; it must not wait
+    future->waitAndThrow();
+    EXPECT_TRUE(at::equal(first[0], naive(all_inputs(200000, at::kFloat, i), ReduceOp::sum)));
+    EXPECT_TRUE(at::equal(second[0], naive(all_inputs(300, at::kFloat, i), ReduceOp::sum)));
+  }
 }
 
 TEST(HostBackend, PremultipliedSum) {

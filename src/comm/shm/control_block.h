@@ -29,6 +29,7 @@ struct Window {
 };
 
 struct Header {
+  std::atomic<uint64_t> announced;  // the last operation that this rank has announced here, from 1
   Fingerprint print;
   double factor;  // premultiplied sum
   uint32_t parts;

@@ -36,7 +36,7 @@ class HostWork : public TransportWork {
   std::string waits_for() override;
 
  private:
-  bool finished() const { return operation_ ? operation_->finished() : message_->finished; }
+  bool finished() const { return operation_ ? operation_->finished() : message_->finished.load(); }
 
   std::shared_ptr<SharedMemoryTransport> transport_;
   std::shared_ptr<Operation> operation_;
@@ -106,8 +106,9 @@ class SharedMemoryTransport : public Transport,
   }
 
   void poll() noexcept override {
-    const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock() || failure_) return;  // whoever holds it is going on with it
+    // Waits for whoever holds it: what that thread finishes rings no bell, and this one may be about to sleep.
+    const std::lock_guard lock(mutex_);
+    if (failure_) return;
     try {
       advance();
     } catch (const DisagreeError& error) {
@@ -137,8 +138,8 @@ class SharedMemoryTransport : public Transport,
 
  private:
   bool failed() {
-    const std::unique_lock lock(mutex_, std::try_to_lock);
-    return lock.owns_lock() && failure_ != nullptr;
+    const std::lock_guard lock(mutex_);
+    return failure_ != nullptr;
   }
 
   void check(const Call& call) const {

@@ -20,6 +20,22 @@ int64_t size_of(const Message& message) {
   return static_cast<int64_t>(message.call.inputs[0].nbytes());
 }
 
+// The oldest piece with this tag, or none. An older one may have been put into a slot that was passed while it was
+// empty; whoever has seen a piece sees all older ones, so one look at all slots that finds none of them is enough.
+Slot* oldest(Mailbox& mailbox, int tag) {
+  Slot* found = nullptr;
+  for (bool look_again = true; look_again;) {
+    look_again = false;
+    for (auto& slot : mailbox.slots) {
+      if (slot.state.load(std::memory_order_acquire) == 0 || slot.tag != tag) continue;
+      if (found != nullptr && slot.order >= found->order) continue;
+      found = &slot;
+      look_again = true;
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 std::vector<std::byte*> Mailboxes::buffers() const {
@@ -33,7 +49,7 @@ std::vector<std::byte*> Mailboxes::buffers() const {
 
 std::shared_ptr<Message> Mailboxes::start(Call call) {
   outboxes_.resize(group_.size);
-  auto message = std::make_shared<Message>(Message{std::move(call)});
+  auto message = std::make_shared<Message>(std::move(call));
   auto& queue = message->call.op == Op::send ? outboxes_[message->call.peer].queue : receives_;
   queue.push_back(message);
   return message;
@@ -111,11 +127,7 @@ bool Mailboxes::push_piece(int destination, Outbox& outbox, Message& message, ui
 bool Mailboxes::pull_piece(Message& message) {
   const auto& call = message.call;
   auto& mailbox = group_.control.mailbox(call.peer, group_.rank);
-  Slot* next = nullptr;
-  for (auto& slot : mailbox.slots) {
-    if (slot.state.load(std::memory_order_acquire) == 0 || slot.tag != call.tag) continue;
-    if (next == nullptr || slot.order < next->order) next = &slot;
-  }
+  Slot* const next = oldest(mailbox, call.tag);
   if (next == nullptr) return false;
   const auto dtype = static_cast<c10::ScalarType>(next->dtype);
   if (dtype != call.inputs[0].scalar_type() || next->total != static_cast<uint64_t>(size_of(message))) {

@@ -1,6 +1,7 @@
 #pragma once
 // Messages between two ranks on the host transport.
 
+#include <atomic>
 #include <list>
 #include <memory>
 #include <vector>
@@ -12,9 +13,11 @@ namespace shoal {
 
 // One send or receive in flight.
 struct Message {
+  explicit Message(Call made) : call(std::move(made)) {}
+
   Call call;
-  int64_t moved = 0;  // bytes put into, or taken out of, the mailbox
-  bool finished = false;
+  int64_t moved = 0;                   // bytes put into, or taken out of, the mailbox
+  std::atomic<bool> finished = false;  // waiting threads look at it without the transport's lock
 };
 
 // All sends and receives of this rank in one group. A message in shared memory is read in place and its sender is

@@ -40,6 +40,7 @@ bool Operation::announce() {
   for (int rank = 0; rank < group_.size; ++rank) {
     expected[rank] = plan_.expected.empty() ? UINT64_MAX : static_cast<uint64_t>(plan_.expected[rank]);
   }
+  header.announced.store(number_ + 1, std::memory_order_relaxed);  // `posted` publishes the rest
   state_ = State::announced;
   group_.count(entry.posted);
   return true;
@@ -80,7 +81,7 @@ void Operation::describe_windows(Header& header) {
 std::vector<int> Operation::missing() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < group_.size && state_ <= State::announced; ++rank) {
-    if (group_.control.header(number_, rank).print.number != number_ + 1 ||
+    if (group_.control.header(number_, rank).announced.load(std::memory_order_relaxed) != number_ + 1 ||
         (rank == group_.rank && state_ < State::announced))
       ranks.push_back(rank);
   }

@@ -7,6 +7,7 @@
 //   executed    this rank has done its work on the peers' data (in rounds, where some rank's data are staged)
 //   finished    the peers do not need this rank's data any more
 
+#include <atomic>
 #include <vector>
 
 #include "comm/shm/host_group.h"
@@ -50,7 +51,9 @@ class Operation {
   uint64_t number_;
   const std::vector<int>& world_ranks_;
   Plan plan_;
-  State state_ = State::waiting;
+  // Changes under the transport's lock. A waiting thread looks without it whether another one has finished the
+  // operation, and then at the tensors.
+  std::atomic<State> state_ = State::waiting;
   bool staged_ = false;      // some rank's data are staged, so everybody goes in rounds
   bool own_shared_ = false;  // peers read or write this rank's tensors in place
   int64_t rounds_ = 1;
