@@ -35,6 +35,7 @@ SEE = """(() => {
       box: box(svg),
       texts: texts(svg),
       lines: [...svg.querySelectorAll('polyline')].map(l => l.points.numberOfItems),
+      backwards: [...svg.querySelectorAll('polyline')].some(l => [...l.points].some((p, i) => i && p.x < l.points[i - 1].x)),
       points: [...svg.querySelectorAll('circle')].map(titled),
       parts: [...svg.querySelectorAll('rect.part')].map(titled),
     })),
@@ -73,6 +74,8 @@ def unreadable(seen):
         faults.append(f"{seen['clipped']} cells are clipped")
     for plot in seen["plots"]:
         texts = plot["texts"]
+        if plot["backwards"]:
+            faults.append(f"{plot['label']}: a line goes back")
         faults += [f"{plot['label']}: '{t['text']}' is outside" for t in texts if not inside(t["box"], plot["box"])]
         faults += [f"{plot['label']}: a mark is outside: {m['title']}" for m in plot["points"] + plot["parts"]
                    if not inside(m["box"], plot["box"])]
@@ -155,11 +158,12 @@ def collectives(shoal, window, folder, pictures):
     assert seen["title"] == "shoal bench"
 
     def name(figure):
-        return f"{figure['transport']}, {figure['buffers']}"
+        return figure["transport"] + (f", {figure['buffers']}" if figure["bytes"] else "")
 
     groups = {}
     for figure in figures:
-        groups.setdefault(f"{figure['op']}, {figure['dtype']}, {figure['ranks']} ranks", []).append(figure)
+        dtype = f", {figure['dtype']}" if figure["bytes"] else ""
+        groups.setdefault(f"{figure['op']}{dtype}, {figure['ranks']} ranks", []).append(figure)
     assert seen["headings"] == [*groups, "All figures"]
     assert len(seen["plots"]) == len(groups)
     for plot, (heading, group) in zip(seen["plots"], groups.items()):
@@ -173,6 +177,7 @@ def collectives(shoal, window, folder, pictures):
             continue
         assert shown[-len(names) - 1:] == [*names, "one copy (memcpy)"], shown
         sizes = {f["bytes"] for f in group}
+        assert ("host, once" in names) == (group[0]["op"] == "all_gather"), names
         assert plot["lines"] == [len(sizes)] * len(names) + [len(sizes) - 1], plot["lines"]
         assert len(plot["points"]) == len(group) + len(sizes) - 1
         copies = list({f["bytes"]: f for f in reversed(group) if f["bytes"] >= LEAST_COPIED}.values())
@@ -242,10 +247,11 @@ def faults_are_found(_, window, folder, pictures):
         file.write("<title>t</title><script>console.error('planted'); undefined_name;</script><img src='missing.png'>"
                    "<div style='width: 3000px'>wide</div><svg width='200' height='60' aria-label='plot'>"
                    "<text x='10' y='20'>one</text><text x='12' y='22'>two</text><text x='190' y='40'>outside</text>"
-                   "<rect class='part' x='0' y='10' width='30' height='20'><title>bar</title></rect></svg>")
+                   "<rect class='part' x='0' y='10' width='30' height='20'><title>bar</title></rect>"
+                   "<polyline points='1,1 3,3 2,4'/></svg>")
     window.open(page, WIDTHS[0])
     faults = " | ".join(unreadable(window.evaluate(SEE)) + window.complaints())
-    for expected in ("the page is 3", "'two' overlaps 'one'", "'outside' is outside", "'one' lies on a bar", "planted",
+    for expected in ("the page is 3", "'two' overlaps 'one'", "'outside' is outside", "'one' lies on a bar", "goes back", "planted",
                      "Uncaught", "missing.png"):
         assert expected in faults, f"not found: {expected} in {faults}"
 

@@ -93,12 +93,14 @@ std::vector<Plot> plots_of(const Json& figures) {
   std::vector<Plot> plots;
   Colours colours;
   for (const auto& figure : figures) {
-    const auto title = fmt::format("{}, {}, {} ranks", figure["op"].get<std::string>(),
-                                   figure["dtype"].get<std::string>(), figure["ranks"].get<int>());
+    const bool moves = figure["bytes"] > 0;  // a barrier does not
+    const auto title = fmt::format("{}{}, {} ranks", figure["op"].get<std::string>(),
+                                   moves ? ", " + figure["dtype"].get<std::string>() : "", figure["ranks"].get<int>());
     auto plot = std::find_if(plots.begin(), plots.end(), [&](const Plot& other) { return other.title == title; });
     if (plot == plots.end()) plot = plots.insert(plots.end(), Plot{title, {}});
+    const std::string transport = figure["transport"];
     const auto name =
-        colours(fmt::format("{}, {}", figure["transport"].get<std::string>(), figure["buffers"].get<std::string>()));
+        colours(moves ? fmt::format("{}, {}", transport, figure["buffers"].get<std::string>()) : transport);
     auto& lines = plot->lines;
     auto line =
         std::find_if(lines.begin(), lines.end(), [&](const Line& other) { return other.name.name == name.name; });
@@ -113,6 +115,7 @@ std::vector<Plot> plots_of(const Json& figures) {
   }
   for (auto& plot : plots) {
     if (!plot.copy.points.empty()) plot.lines.push_back(plot.copy);
+    for (auto& line : plot.lines) std::sort(line.points.begin(), line.points.end());
   }
   return plots;
 }
