@@ -91,8 +91,8 @@ TEST(Bench, MpiWithoutMpirunIsRefused) {
 
 TEST(Bench, BEY20_StrategiesAreMeasuredBesideComputeAlone) {
   const TempFolder folder;
-  const auto ended = shoal(
-      {"bench", "--train", "--model", "mlp", "--steps", "20", "--rounds", "2", "--json", folder.file("bench.json")});
+  const auto ended = shoal({"bench", "--train", "--model", "mlp", "--steps", "20", "--rounds", "2", "--accumulate", "2",
+                            "--json", folder.file("bench.json")});
   ASSERT_EQ(ended.code, 0) << ended.output;
   const auto figures = read(folder.file("bench.json"))["train"];
   ASSERT_EQ(figures.size(), 3U) << "local, ddp over host, ddp over gloo";
@@ -102,6 +102,7 @@ TEST(Bench, BEY20_StrategiesAreMeasuredBesideComputeAlone) {
                          figure["update_ms"].get<double>();
     EXPECT_LE(parts, figure["step_ms"]["max"].get<double>() * 1.01);
     EXPECT_GT(figure["ratio_to_local"], 0);
+    EXPECT_EQ(figure["median_ms_per_round"].size(), 2U);
     EXPECT_NEAR(figure["memory"]["params"].get<double>(), 118282 * 4 / double(1 << 20), 0.01);
     EXPECT_NEAR(figure["memory"]["state"].get<double>(), 2 * 118282 * 4 / double(1 << 20), 0.01);
   }

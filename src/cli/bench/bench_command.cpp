@@ -119,6 +119,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--size", training.size, "--train: tiny, small")->capture_default_str();
   command->add_option("--optimizer", training.optimizer, "--train")->capture_default_str();
   command->add_option("--batch", training.batch, "--train: samples per rank")->capture_default_str();
+  command->add_option("--accumulate", training.accumulate, "--train: micro-batches per step")->capture_default_str();
   command->add_option("--steps", training.steps, "--train: steps per run, three of them warm-up")
       ->capture_default_str();
   command->add_option("--peer-python", training.peer_python, "--train: interpreter that imports torch, to run peers");
@@ -126,6 +127,8 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--peers", training.peers, "--train: names of its peers")->delimiter(',')->capture_default_str();
   command->add_option("--peer-impl", training.peer_impl, "--train: the peers' optimizer: default, foreach, fused")
       ->capture_default_str();
+  command->add_flag("--exact-memory", training.exact_memory,
+                    "--train: malloc returns freed blocks at once, also the peers': true memory, slower steps");
   command->add_option("--ranks", options->ranks, "processes to start (default: 2, or those of the launcher)");
   command->add_option("--threads", options->threads, "compute threads per rank")->capture_default_str();
   command->add_option("--json", options->json, "file for the report, - for standard output");
