@@ -157,7 +157,7 @@ void PendingWork::fail_from(const std::exception& error) {
 void PendingWork::fail(int rank, const std::string& why) {
   auto& state = *group_;
   if (state.progress->failure.set(why)) {
-    state.world->liveness->publish(why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
+    state.world->liveness->publish(rank, why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
   }
   const auto found = std::find(state.world_ranks.begin(), state.world_ranks.end(), rank);
   throw CommError(fmt::format("{} (noticed by rank {} in group '{}', operation #{}: {})", why,

@@ -9,8 +9,10 @@ namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
 
-Liveness::Liveness(const Meeting& meeting, const Placement& placement, int stopped_timeout_seconds)
+Liveness::Liveness(const Meeting& meeting, const Placement& placement, std::shared_ptr<HostMemory> memory,
+                   int stopped_timeout_seconds)
     : meeting_(&meeting),
+      memory_(std::move(memory)),
       key_(first_failure_key(placement.generation)),
       own_rank_(placement.rank),
       stopped_timeout_(stopped_timeout_seconds),
@@ -24,8 +26,9 @@ std::optional<Fault> Liveness::check(const std::vector<int>& world_ranks) {
     if (state == ProcessState::gone) {
       auto first = first_failure();
       if (first) return first;
-      return Fault{rank, fmt::format("rank {} (pid {}) is gone: it was killed, crashed or ended early", rank,
-                                     peers[rank].process.pid)};
+      const int cause = cause_of(rank);
+      return Fault{cause, fmt::format("rank {} (pid {}) is gone: it was killed, crashed or ended early", cause,
+                                      peers[cause].process.pid)};
     }
     const std::lock_guard lock(mutex_);
     auto& since = stopped_since_[rank];
@@ -50,7 +53,20 @@ std::optional<Fault> Liveness::diagnose(const std::vector<int>& world_ranks) {
   return first_failure();
 }
 
-void Liveness::publish(const std::string& text) {
+int Liveness::cause_of(int gone) const {
+  if (!memory_) return gone;
+  try {
+    const int blamed = memory_->peer(meeting_->peers[gone].page)->blamed();
+    const bool is_gone =
+        blamed >= 0 && blamed != own_rank_ && state_of(meeting_->peers[blamed].process) == ProcessState::gone;
+    return is_gone ? blamed : gone;
+  } catch (const std::exception&) {
+    return gone;  // never opened while it lived
+  }
+}
+
+void Liveness::publish(int world_rank, const std::string& text) {
+  if (memory_ && world_rank >= 0) memory_->blame(world_rank);
   if (!meeting_->store) return;
   try {
     store_set_once(*meeting_->store, key_, text);

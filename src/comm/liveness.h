@@ -2,6 +2,7 @@
 // Who among the peers is dead or stopped, so that a wait can name the rank instead of running into its deadline.
 
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -17,21 +18,28 @@ struct Fault {
 };
 
 // Watches the peers of this host through /proc. The first failure that anyone in the job noticed is shared through the
-// store, so that all ranks name the same culprit and not each other. Thread-safe.
+// store, so that all ranks name the same culprit and not each other; and through the host's memory, which outlives the
+// rank that hosts the store. Thread-safe.
 class Liveness {
  public:
-  Liveness(const Meeting& meeting, const Placement& placement, int stopped_timeout_seconds);
+  // `memory`: of this process, or none.
+  Liveness(const Meeting& meeting, const Placement& placement, std::shared_ptr<HostMemory> memory,
+           int stopped_timeout_seconds);
 
   // The fault of one of these ranks, if any shows now. A stopped peer counts after the timeout.
   std::optional<Fault> check(const std::vector<int>& world_ranks);
   // After a transport's error: waits a moment for the fault behind it to show.
   std::optional<Fault> diagnose(const std::vector<int>& world_ranks);
-  void publish(const std::string& text);
+  // `world_rank`: the culprit; -1: not known.
+  void publish(int world_rank, const std::string& text);
 
  private:
   std::optional<Fault> first_failure();
+  // The rank because of which a rank that is gone has ended, itself if it has blamed nobody.
+  int cause_of(int gone) const;
 
   const Meeting* meeting_;
+  std::shared_ptr<HostMemory> memory_;
   std::string key_;
   int own_rank_;
   std::chrono::seconds stopped_timeout_;

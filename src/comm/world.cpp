@@ -103,7 +103,8 @@ World init(const WorldOptions& options) {
   }
   state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{},
                         options.rendezvous_timeout_seconds);
-  state->liveness = std::make_unique<Liveness>(state->meeting, state->placement, options.stopped_timeout_seconds);
+  state->liveness =
+      std::make_unique<Liveness>(state->meeting, state->placement, state->memory, options.stopped_timeout_seconds);
   count_local_ranks(*state);
   if (state->placement.size > 1) {
     state->listen_address = address_towards(state->placement.address, state->placement.port);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -26,7 +27,7 @@ TEST(Bench, CollectivesAreMeasuredOverEveryTransportBesideACopy) {
   const TempFolder folder;
   const auto ended =
       shoal({"bench", "--rounds", "2", "--sizes", "4,64K", "--dtypes", "float32,bfloat16", "--ops",
-             "all_reduce,reduce_scatter,send_recv,barrier", "--ranks", "3", "--json", folder.file("bench.json")});
+             "all_reduce,all_gather,send_recv,barrier", "--ranks", "3", "--json", folder.file("bench.json")});
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_NE(ended.output.find("all_reduce      bfloat16      64 KiB      3  host   shared"), std::string::npos)
       << ended.output;
@@ -40,19 +41,58 @@ TEST(Bench, CollectivesAreMeasuredOverEveryTransportBesideACopy) {
     EXPECT_GT(figure["min_us"], 0);
     EXPECT_LE(figure["min_us"], figure["median_us"]);
     EXPECT_LE(figure["median_us"], figure["max_us"]);
+    if (figure["op"] == "barrier") {
+      EXPECT_EQ(figure["bytes"], 0);
+      EXPECT_EQ(figure["dtype"], "none");
+      continue;
+    }
     EXPECT_GT(figure["memcpy_us"], 0);
     const bool moves = figure["bytes"] > 4 && figure["transport"] == "gloo";
     if (moves) {
       EXPECT_GE(figure["wire_bytes"], figure["bytes"]) << figure;
     }
+    if (figure["buffers"] == "once") {
+      EXPECT_EQ(figure["op"], "all_gather");
+    }
   }
-  EXPECT_EQ(kinds, (std::set<std::string>{"gloo staged", "host shared", "host staged"}));
+  EXPECT_EQ(kinds, (std::set<std::string>{"gloo none", "gloo staged", "host none", "host once", "host shared",
+                                          "host staged"}));
+}
+
+TEST(Bench, MpiIsMeasuredInTheWorldThatMpirunMakes) {
+  if (std::string(MPIRUN).empty()) GTEST_SKIP() << "this build has no MPI";
+  const TempFolder folder;
+  const Command command{{MPIRUN, "-n", "2", SHOAL, "bench", "--transports", "mpi,host,gloo", "--rounds", "2", "--sizes",
+                         "4,64K", "--json", folder.file("bench.json")},
+                        variables_of(MPIRUN_ENVIRONMENT)};
+  const auto ended = run_together({command}, 110)[0];
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("x gloo    x mpi"), std::string::npos) << ended.output;
+  std::map<std::string, int> figures;
+  for (const auto& figure : read(folder.file("bench.json"))["collectives"]) {
+    ++figures[figure["transport"]];
+    EXPECT_EQ(figure["ranks"], 2);
+    if (figure["transport"] != "mpi") continue;
+    EXPECT_GT(figure["min_us"], 0);
+    EXPECT_EQ(figure["buffers"], figure["op"] == "barrier" ? "none" : "staged");
+  }
+  // Three operations of two sizes, and a barrier; over host in two kinds of memory, all_gather in three.
+  EXPECT_EQ(figures, (std::map<std::string, int>{{"gloo", 7}, {"host", 15}, {"mpi", 7}}));
+}
+
+TEST(Bench, MpiWithoutMpirunIsRefused) {
+  if (std::string(MPIRUN).empty()) GTEST_SKIP() << "this build has no MPI";
+  const auto ended = shoal({"bench", "--transports", "host,mpi", "--ranks", "3"});
+  EXPECT_EQ(ended.code, 2);
+  EXPECT_EQ(ended.output, "error: --transports mpi: start the ranks with mpirun -n 3 shoal bench ...\n");
+  EXPECT_NE(shoal({"bench", "--train", "--transports", "mpi"}).output.find("it does not go with --train"),
+            std::string::npos);
 }
 
 TEST(Bench, BEY20_StrategiesAreMeasuredBesideComputeAlone) {
   const TempFolder folder;
-  const auto ended = shoal(
-      {"bench", "--train", "--model", "mlp", "--steps", "20", "--rounds", "2", "--json", folder.file("bench.json")});
+  const auto ended = shoal({"bench", "--train", "--model", "mlp", "--steps", "20", "--rounds", "2", "--accumulate", "2",
+                            "--json", folder.file("bench.json")});
   ASSERT_EQ(ended.code, 0) << ended.output;
   const auto figures = read(folder.file("bench.json"))["train"];
   ASSERT_EQ(figures.size(), 3U) << "local, ddp over host, ddp over gloo";
@@ -62,6 +102,7 @@ TEST(Bench, BEY20_StrategiesAreMeasuredBesideComputeAlone) {
                          figure["update_ms"].get<double>();
     EXPECT_LE(parts, figure["step_ms"]["max"].get<double>() * 1.01);
     EXPECT_GT(figure["ratio_to_local"], 0);
+    EXPECT_EQ(figure["median_ms_per_round"].size(), 2U);
     EXPECT_NEAR(figure["memory"]["params"].get<double>(), 118282 * 4 / double(1 << 20), 0.01);
     EXPECT_NEAR(figure["memory"]["state"].get<double>(), 2 * 118282 * 4 / double(1 << 20), 0.01);
   }
@@ -74,6 +115,7 @@ TEST(Bench, WrongOptionsAreRefused) {
   for (const auto& [arguments, because] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--ranks", "1"}, "--ranks must be at least 2"},
            {{"--ops", "all_reduce,sum"}, "--ops sum: choose from all_reduce"},
+           {{"--transports", "host,tcp"}, "--transports tcp: choose from host, gloo"},
            {{"--sizes", "4X"}, "'4X' is not a size"},
            {{"--dtypes", "float8"}, "--dtypes float8"},
            {{"--train", "--strategies", "zero9"}, "--strategies zero9"},

@@ -2,8 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <sstream>
-
 #include "tests/golden/compare.h"
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
@@ -50,12 +48,8 @@ class ParityOverMpi : public ::testing::TestWithParam<std::string> {};
 TEST_P(ParityOverMpi, DDP02_ddp_equals_the_golden_run) {
   if (std::string(MPIRUN).empty()) GTEST_SKIP() << "this build has no MPI";
   const auto world = GetParam().substr(GetParam().rfind("_w") + 2, 1);
-  Command command{{MPIRUN, "-n", world, SHOAL, "train", "--transport", "mpi"}, {}};
-  std::istringstream variables(MPIRUN_ENVIRONMENT);
-  for (std::string variable; variables >> variable;) {
-    command.variables.emplace_back(variable.substr(0, variable.find('=')), variable.substr(variable.find('=') + 1));
-  }
-  expect_golden_results(GetParam(), command);
+  expect_golden_results(
+      GetParam(), {{MPIRUN, "-n", world, SHOAL, "train", "--transport", "mpi"}, variables_of(MPIRUN_ENVIRONMENT)});
 }
 
 INSTANTIATE_TEST_SUITE_P(Golden, ParityOverMpi,

@@ -13,7 +13,6 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
-#include <map>
 #include <random>
 #include <thread>
 
@@ -139,7 +138,8 @@ int kills() {
 TEST(HostKill, ARankThatDiesAtAnyMomentIsNamedByAllOthersWithinTwoSeconds) {
   std::mt19937 random(7);
   double slowest = 0;
-  std::map<int, int> by_size;
+  int survivors = 0;
+  int named = 0;
   for (int trial = 0; trial < kills(); ++trial) {
     const int size = 2 + static_cast<int>(random() % 7);
     const int victim = static_cast<int>(random() % size);
@@ -165,18 +165,19 @@ TEST(HostKill, ARankThatDiesAtAnyMomentIsNamedByAllOthersWithinTwoSeconds) {
       }
       ASSERT_TRUE(WIFEXITED(ended[rank].status) && WEXITSTATUS(ended[rank].status) == 0)
           << "rank " << rank << " crashed";
-      ASSERT_EQ(ended[rank].text.rfind(fmt::format("error: rank {} ", victim), 0), 0U)
-          << "rank " << rank << " said: " << ended[rank].text;
+      const bool right = ended[rank].text.rfind(fmt::format("error: rank {} ", victim), 0) == 0;
+      EXPECT_TRUE(right) << "rank " << rank << " said: " << ended[rank].text;
+      ++survivors;
+      named += right ? 1 : 0;
       slowest = std::max(slowest, std::chrono::duration<double>(ended[rank].at - ended[victim].at).count());
     }
-    ++by_size[size];
   }
   EXPECT_LT(slowest, 2) << "seconds from the death to the last survivor's error";
   EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "a process is left";
   for (const auto& file : std::filesystem::directory_iterator("/dev/shm")) {
     EXPECT_EQ(file.path().filename().string().find("shoal"), std::string::npos) << file.path();
   }
-  fmt::print("{} deaths, all named; slowest {:.2f} s\n", kills(), slowest);
+  fmt::print("{} deaths, named by {} of {} survivors; slowest {:.2f} s\n", kills(), named, survivors, slowest);
 }
 
 TEST(HostKill, ARankThatIsStoppedForAWhileGoesOn) {

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/environment.h"
+#include "comm/backend.h"
 #include "shoal/comm/group.h"
 #include "tests/support/world.h"
 
@@ -88,6 +89,36 @@ TEST_F(Span, EveryOperationGivesWhatItShould) {
       EXPECT_TRUE(at::equal(received, input((group().rank() + size - 1) % size, numel)));
       group().barrier().wait();
     }
+  }
+}
+
+TEST_F(Span, FactorsOfAPremultipliedSumCountOnce) {
+  const auto backend = make_backend(group());
+  const auto factor = [](int rank) { return 0.5 + rank; };
+  auto expected = at::zeros({1000 * group().size()});
+  for (int rank = 0; rank < group().size(); ++rank) expected += input(rank, expected.numel()) * factor(rank);
+  const auto own = input(group().rank(), expected.numel());
+
+  std::vector<at::Tensor> everywhere{own.clone()};
+  c10d::AllreduceOptions all;
+  all.reduceOp = c10d::makePreMulSum(factor(group().rank()));
+  backend->allreduce(everywhere, all)->wait(c10d::kUnsetTimeout);
+  EXPECT_TRUE(at::allclose(everywhere[0], expected));
+
+  auto part = at::empty({1000});
+  auto whole = own.clone();
+  c10d::ReduceScatterOptions scattered;
+  scattered.reduceOp = all.reduceOp;
+  backend->_reduce_scatter_base(part, whole, scattered)->wait(c10d::kUnsetTimeout);
+  EXPECT_TRUE(at::allclose(part, expected.narrow(0, 1000 * group().rank(), 1000)));
+
+  std::vector<at::Tensor> at_root{own.clone()};
+  c10d::ReduceOptions one;
+  one.reduceOp = all.reduceOp;
+  one.rootRank = group().size() - 1;
+  backend->reduce(at_root, one)->wait(c10d::kUnsetTimeout);
+  if (group().rank() == one.rootRank) {
+    EXPECT_TRUE(at::allclose(at_root[0], expected));
   }
 }
 

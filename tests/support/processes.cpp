@@ -11,6 +11,7 @@
 #include <chrono>
 #include <csignal>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 
 namespace shoal::test {
@@ -79,6 +80,16 @@ class Process {
 };
 
 }  // namespace
+
+std::vector<std::pair<std::string, std::string>> variables_of(const std::string& words) {
+  std::vector<std::pair<std::string, std::string>> list;
+  std::istringstream in(words);
+  for (std::string word; in >> word;) {
+    const auto equals = word.find('=');
+    list.emplace_back(word.substr(0, equals), word.substr(equals + 1));
+  }
+  return list;
+}
 
 std::vector<Ended> run_together(const std::vector<Command>& commands, double limit_seconds) {
   const auto start = Clock::now();

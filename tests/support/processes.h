@@ -19,6 +19,9 @@ struct Ended {
   bool overdue = false;  // killed by us at the limit
 };
 
+// For Command, from "NAME=VALUE NAME=VALUE".
+std::vector<std::pair<std::string, std::string>> variables_of(const std::string& words);
+
 // Starts all commands at once and waits for all. One that is stopped counts as overdue; at the limit it is killed.
 std::vector<Ended> run_together(const std::vector<Command>& commands, double limit_seconds);
 Ended run(const std::vector<std::string>& arguments, double limit_seconds);

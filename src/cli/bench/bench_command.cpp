@@ -3,7 +3,9 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "cli/bench/collectives.h"
 #include "cli/bench/html.h"
@@ -23,7 +25,7 @@ struct BenchOptions {
   CollectiveOptions collectives;
   TrainingOptions training;
   bool train = false;  // training instead of collectives
-  int ranks = 2;
+  std::optional<int> ranks;
   int threads = 1;
   int rounds = 0;  // 0: each kind's own
   std::string json;
@@ -48,15 +50,35 @@ int bench_rank(const BenchOptions& options, int rank) {
   return rank == 0 ? finish(options, "collectives", figures, collectives_table(figures)) : 0;
 }
 
-int bench(const BenchOptions& options, const std::vector<std::string>& line) {
-  const auto placement = find_placement({}, process_environment());
+constexpr int default_ranks = 2;
+
+// What the command line asks for must fit where it is given.
+void validate_start(const BenchOptions& options, const Placement& placement) {
+  const auto& transports = options.collectives.transports;
+  const bool over_mpi = std::find(transports.begin(), transports.end(), "mpi") != transports.end();
+  const bool started = placement.source != "alone";
+  if (options.train && over_mpi) throw UsageError("--transports mpi measures collectives; it does not go with --train");
+  if (options.train && started) throw UsageError("bench --train starts its own ranks: run it without a launcher");
+  if (over_mpi && !started) {
+    throw UsageError(fmt::format("--transports mpi: start the ranks with mpirun -n {} shoal bench ...",
+                                 options.ranks.value_or(default_ranks)));
+  }
+  if (started && options.ranks && *options.ranks != placement.size) {
+    throw UsageError(fmt::format("--ranks {} contradicts the world of {} that {} describe", *options.ranks,
+                                 placement.size, placement.source));
+  }
+}
+
+int bench(const BenchOptions& options, const Placement& placement, const std::vector<std::string>& line) {
   if (options.train) {
-    if (placement.source != "alone") throw UsageError("bench --train starts its own ranks: run it without a launcher");
     const auto figures = bench_training(options.training, line[0]);
     return finish(options, "train", figures, training_table(figures));
   }
   if (placement.source != "alone") return bench_rank(options, placement.rank);
-  return launch({.ranks = options.ranks, .command = line, .threads = options.threads, .prefix_output = false});
+  return launch({.ranks = options.ranks.value_or(default_ranks),
+                 .command = line,
+                 .threads = options.threads,
+                 .prefix_output = false});
 }
 
 }  // namespace
@@ -76,9 +98,15 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--dtypes", collectives.dtypes, "float64, float32, float16, bfloat16, int64, int32")
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--transports", collectives.transports, "host, gloo")->delimiter(',')->capture_default_str();
   command
-      ->add_option("--buffers", collectives.buffers, "shared (Group::allocate), staged (any other memory); host only")
+      ->add_option("--transports", collectives.transports,
+                   "host, gloo; mpi in builds that have it: mpirun -n 2 shoal bench --transports mpi,host,gloo")
+      ->delimiter(',')
+      ->capture_default_str();
+  command
+      ->add_option("--buffers", collectives.buffers,
+                   "shared (Group::allocate), once (Group::allocate_once, all_gather only), staged (any other memory); "
+                   "over host, the others copy in any case")
       ->delimiter(',')
       ->capture_default_str();
   command->add_option("--rounds", options->rounds, "each measures every case once (default: 20, with --train 3)");
@@ -91,6 +119,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--size", training.size, "--train: tiny, small")->capture_default_str();
   command->add_option("--optimizer", training.optimizer, "--train")->capture_default_str();
   command->add_option("--batch", training.batch, "--train: samples per rank")->capture_default_str();
+  command->add_option("--accumulate", training.accumulate, "--train: micro-batches per step")->capture_default_str();
   command->add_option("--steps", training.steps, "--train: steps per run, three of them warm-up")
       ->capture_default_str();
   command->add_option("--peer-python", training.peer_python, "--train: interpreter that imports torch, to run peers");
@@ -98,20 +127,24 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--peers", training.peers, "--train: names of its peers")->delimiter(',')->capture_default_str();
   command->add_option("--peer-impl", training.peer_impl, "--train: the peers' optimizer: default, foreach, fused")
       ->capture_default_str();
-  command->add_option("--ranks", options->ranks, "processes to start")->capture_default_str();
+  command->add_flag("--exact-memory", training.exact_memory,
+                    "--train: malloc returns freed blocks at once, also the peers': true memory, slower steps");
+  command->add_option("--ranks", options->ranks, "processes to start (default: 2, or those of the launcher)");
   command->add_option("--threads", options->threads, "compute threads per rank")->capture_default_str();
   command->add_option("--json", options->json, "file for the report, - for standard output");
   command->add_option("--html", options->html, "file for the report as a page with plots");
   command->callback([options, &line, &chosen] {
-    if (options->ranks < 2) throw UsageError("--ranks must be at least 2");
+    if (options->ranks.value_or(default_ranks) < 2) throw UsageError("--ranks must be at least 2");
     if (options->rounds < 0) throw UsageError("--rounds must be at least 1");
     if (options->rounds > 0) options->collectives.rounds = options->training.rounds = options->rounds;
-    options->training.ranks = options->ranks;
+    options->training.ranks = options->ranks.value_or(default_ranks);
     options->training.threads = options->threads;
     options->training.transports = options->collectives.transports;
     options->collectives.validate();
     if (options->train) options->training.validate();
-    chosen = [options, &line] { return bench(*options, line); };
+    const auto placement = find_placement({}, process_environment());
+    validate_start(*options, placement);
+    chosen = [options, placement, &line] { return bench(*options, placement, line); };
   });
 }
 

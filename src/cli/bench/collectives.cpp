@@ -14,6 +14,7 @@
 #include "cli/bench/samples.h"
 #include "cli/machine.h"
 #include "cli/progress.h"
+#include "comm/transport.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/world.h"
 
@@ -21,6 +22,7 @@ namespace shoal::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Worlds = std::vector<std::pair<std::string, World>>;  // by transport, in the order asked for
 
 const std::map<std::string, c10::ScalarType>& known_dtypes() {
   static const std::map<std::string, c10::ScalarType> map{
@@ -30,8 +32,8 @@ const std::map<std::string, c10::ScalarType>& known_dtypes() {
 }
 
 const std::vector<std::string>& known_ops() {
-  static const std::vector<std::string> ops{"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
-                                            "all_to_all", "send_recv",      "barrier",    "once"};
+  static const std::vector<std::string> ops{"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                            "reduce",     "all_to_all",     "send_recv",  "barrier"};
   return ops;
 }
 
@@ -48,17 +50,11 @@ class Case {
 
   // Collective. The tensors exist during one measurement only, so that many large cases fit into memory.
   void measure(const Group& clock) {
-    const auto options = at::TensorOptions(known_dtypes().at(dtype_));
-    const auto size = group_.size();
-    const auto numel = std::max<int64_t>(1, bytes_ / static_cast<int64_t>(options.dtype().itemsize()) / size) * size;
-    const auto make = [&](int64_t count) {
-      return buffers_ == "shared" ? group_.allocate(count, options).fill_(1) : at::ones({count}, options);
-    };
-    full_ = make(numel);
-    part_ = make(numel / size);
+    allocate();
     constexpr int64_t small = 64 << 10;
-    const int repeat = bytes_ <= small ? 50 : 1;
-    run();  // pages, staging buffers, connections
+    const bool is_short = bytes_ <= small;
+    const int repeat = is_short || once_ ? 50 : 1;  // a gather that moves nothing is short at any size
+    run();                                          // pages, staging buffers, connections
     clock.barrier().wait();
     const auto wire = loopback_bytes();
     const auto start = Clock::now();
@@ -69,9 +65,10 @@ class Case {
     auto slowest = at::full({1}, time.count() / repeat, at::kDouble);
     clock.all_reduce(slowest, ReduceOp::max).wait();
     times_.values.push_back(slowest.item<double>());
-    if (group_.rank() == 0) copy(repeat);
+    if (group_.rank() == 0 && bytes_ > 0) copy(is_short ? repeat : 1);
     clock.barrier().wait();
-    full_ = part_ = at::Tensor();
+    full_ = part_ = received_ = at::Tensor();
+    once_.reset();
   }
 
   nlohmann::ordered_json json() const {
@@ -88,6 +85,11 @@ class Case {
  private:
   void run() {
     const auto size = group_.size();
+    if (once_) {
+      once_->publish(++version_);
+      once_->wait_published(version_);  // all of it
+      return;
+    }
     if (op_ == "all_reduce") group_.all_reduce(full_).wait();
     if (op_ == "reduce") group_.reduce(full_, 0).wait();
     if (op_ == "reduce_scatter") group_.reduce_scatter(part_, full_).wait();
@@ -109,6 +111,26 @@ class Case {
     return received_;
   }
 
+  void allocate() {
+    if (bytes_ == 0) return;
+    const auto options = at::TensorOptions(known_dtypes().at(dtype_));
+    const int64_t size = group_.size();
+    const auto part = std::max<int64_t>(1, bytes_ / static_cast<int64_t>(options.dtype().itemsize()) / size);
+    if (buffers_ == "once") {
+      std::vector<Range> owners;
+      for (int64_t rank = 0; rank < size; ++rank) owners.push_back({rank * part, (rank + 1) * part});
+      once_ = group_.allocate_once(part * size, options, owners);
+      once_->own().fill_(1);
+      full_ = once_->tensor();
+      return;
+    }
+    const auto make = [&](int64_t count) {
+      return buffers_ == "shared" ? group_.allocate(count, options).fill_(1) : at::ones({count}, options);
+    };
+    full_ = make(part * size);
+    part_ = make(part);
+  }
+
   void copy(int repeat) {
     const auto source = at::ones({full_.numel()}, full_.options());
     auto target = at::ones_like(source);
@@ -123,9 +145,48 @@ class Case {
   std::string transport_, buffers_;
   Group group_;
   at::Tensor full_, part_, received_;
+  std::optional<OnceBuffer> once_;
+  int64_t version_ = 0;
   Samples times_, copies_;
   int64_t wire_bytes_ = 0;
 };
+
+constexpr const char* nothing = "none";  // dtype and memory of a barrier
+
+// The kinds of memory in which an operation can be measured over a transport.
+std::vector<std::string> buffers_of(const CollectiveOptions& options, const std::string& op,
+                                    const std::string& transport) {
+  std::vector<std::string> list;
+  for (const auto& buffers : options.buffers) {
+    if (buffers != "staged" && transport != "host") continue;  // the others copy in any case
+    if (buffers == "once" && op != "all_gather") continue;
+    list.push_back(buffers);
+  }
+  return list;
+}
+
+// All that is to be measured, for one transport after the other.
+std::vector<Case> cases_of(const CollectiveOptions& options, const Worlds& worlds) {
+  std::vector<Case> cases;
+  for (const auto& op : options.ops) {
+    if (op == "barrier") {
+      for (const auto& [transport, world] : worlds) {
+        cases.emplace_back(op, nothing, 0, transport, nothing, world.group());
+      }
+      continue;
+    }
+    for (const auto& dtype : options.dtypes) {
+      for (const auto& size : options.sizes) {
+        for (const auto& [transport, world] : worlds) {
+          for (const auto& buffers : buffers_of(options, op, transport)) {
+            cases.emplace_back(op, dtype, parse_bytes(size), transport, buffers, world.group());
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
 
 }  // namespace
 
@@ -143,8 +204,10 @@ void CollectiveOptions::validate() const {
   for (const auto& [name, type] : known_dtypes()) types.push_back(name);
   within("--ops", ops, known_ops());
   within("--dtypes", dtypes, types);
-  within("--transports", transports, {"host", "gloo"});
-  within("--buffers", buffers, {"shared", "staged"});
+  auto known_transports = transport_names();
+  std::erase(known_transports, "auto");
+  within("--transports", transports, known_transports);
+  within("--buffers", buffers, {"shared", "once", "staged"});
   for (const auto& size : sizes) parse_bytes(size);
   if (rounds < 1) faults.emplace_back("--rounds must be at least 1");
   if (!faults.empty()) throw UsageError(fmt::format("{}", fmt::join(faults, "; ")));
@@ -152,28 +215,14 @@ void CollectiveOptions::validate() const {
 
 nlohmann::ordered_json bench_collectives(const CollectiveOptions& options) {
   const torch::NoGradGuard no_grad;
-  std::map<std::string, World> worlds;
+  Worlds worlds;
   for (const auto& transport : options.transports) {
     WorldOptions world;
     world.transport = transport;
-    worlds.emplace(transport, init(world));
+    worlds.emplace_back(transport, init(world));
   }
-  const auto& clock = worlds.at(options.transports.front()).group();
-  std::vector<Case> cases;
-  for (const auto& op : options.ops) {
-    for (const auto& dtype : options.dtypes) {
-      for (const auto& size : op == "barrier" ? std::vector<std::string>{"4"} : options.sizes) {
-        for (const auto& [transport, world] : worlds) {
-          for (const auto& buffers : options.buffers) {
-            // Gloo copies in any case.
-            if (transport != "host" && buffers != "staged") continue;
-            if (op == "barrier" && buffers != options.buffers.back()) continue;
-            cases.emplace_back(op, dtype, parse_bytes(size), transport, buffers, world.group());
-          }
-        }
-      }
-    }
-  }
+  const auto& clock = worlds.front().second.group();
+  auto cases = cases_of(options, worlds);
   Progress progress(clock.rank() == 0, options.rounds, "rounds");
   for (int round = 0; round < options.rounds; ++round) {
     for (auto& figure : cases) figure.measure(clock);

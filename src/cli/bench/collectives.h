@@ -8,11 +8,11 @@
 namespace shoal::cli {
 
 struct CollectiveOptions {
-  std::vector<std::string> ops = {"all_reduce", "reduce_scatter", "all_gather"};
+  std::vector<std::string> ops = {"all_reduce", "reduce_scatter", "all_gather", "barrier"};
   std::vector<std::string> sizes = {"4", "64K", "1M", "16M", "64M"};
   std::vector<std::string> dtypes = {"float32"};
   std::vector<std::string> transports = {"host", "gloo"};
-  std::vector<std::string> buffers = {"shared", "staged"};
+  std::vector<std::string> buffers = {"shared", "once", "staged"};
   int rounds = 20;
 
   // Throws UsageError that lists all faults.
@@ -20,7 +20,9 @@ struct CollectiveOptions {
 };
 
 // Run by every rank of the job; the result is complete on rank 0. "bytes" is the size of the tensor that all ranks have
-// in full: of all_reduce and broadcast the tensor, of reduce_scatter the input, of all_gather the output.
+// in full: of all_reduce and broadcast the tensor, of reduce_scatter the input, of all_gather the output. A gather in a
+// buffer "once" is the owners' publishing and everybody's waiting for all of them. A barrier has dtype and buffers
+// "none".
 nlohmann::ordered_json bench_collectives(const CollectiveOptions& options);
 
 }  // namespace shoal::cli

@@ -3,190 +3,176 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
+#include <functional>
 #include <map>
 #include <vector>
 
 #include "cli/bench/samples.h"
+#include "cli/bench/svg.h"
+#include "cli/bench/table.h"
 
 namespace shoal::cli {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr const char* style =
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 "
-    "1rem;color:#1b1f24;background:#fff}"
-    "h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem}table{border-collapse:collapse;font-size:13px;width:100%"
-    "}"
-    "th,td{padding:.25rem .6rem;border-bottom:1px solid #d8dee4;text-align:right;white-space:nowrap}"
-    "th:first-child,td:first-child{text-align:left}svg{max-width:100%;height:auto}text{font:12px system-ui,sans-serif;"
-    "fill:#1b1f24}.note{color:#57606a}";
-// Distinguishable with any colour vision (Okabe and Ito).
-constexpr std::array<const char*, 6> colours{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"};
+// On a narrow screen plots and tables scroll inside their frames; the page itself never does.
+constexpr const char* style = R"(
+body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem;
+       color: #1b1f24; background: #fff; overflow-wrap: anywhere }
+h1 { font-size: 1.6rem; margin-bottom: .3rem }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
+.note { color: #57606a; margin: .3rem 0 }
+.wide { overflow-x: auto }
+svg { display: block; width: 100%; min-width: 40rem }
+text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: #1b1f24 }
+table { border-collapse: collapse; font-size: 12.5px; width: 100%; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .5rem; border-bottom: 1px solid #d8dee4; text-align: right; white-space: nowrap }
+th { border-bottom: 2px solid #8b949e; vertical-align: bottom; white-space: normal; overflow-wrap: normal }
+th.words, td.words { text-align: left }
+tr:hover td { background: #f3f5f7 }
+)";
 
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text) {
-    switch (c) {
-      case '<':
-        result += "&lt;";
-        break;
-      case '>':
-        result += "&gt;";
-        break;
-      case '&':
-        result += "&amp;";
-        break;
-      case '"':
-        result += "&quot;";
-        break;
-      default:
-        result += c;
-    }
-  }
-  return result;
-}
-
-std::string cell(const Json& value, const char* format) {
-  return value.is_null() ? "-" : fmt::format(fmt::runtime(format), value.get<double>());
-}
-
-struct Line {
-  std::string name;
-  std::vector<std::pair<double, double>> points;
+struct Column {
+  std::string title;
+  bool words;  // left-aligned
+  std::function<std::string(const Json&)> cell;
 };
 
-// Both axes logarithmic, with a grid line per power of ten in y and of four in x.
-std::string line_plot(const std::vector<Line>& lines, const std::string& title) {
-  constexpr double width = 720, height = 300, left = 70, top = 20, plot_width = 480, plot_height = 230;
-  double x0 = INFINITY, x1 = 0, y0 = INFINITY, y1 = 0;
-  for (const auto& line : lines) {
-    for (const auto& [x, y] : line.points) {
-      x0 = std::min(x0, x);
-      x1 = std::max(x1, x);
-      y0 = std::min(y0, y);
-      y1 = std::max(y1, y);
+Column words(const char* title, const char* key) {
+  return {title, true, [key](const Json& figure) { return figure[key].get<std::string>(); }};
+}
+
+std::string number(const Json& value, const char* format) {
+  return value.is_null() ? "–" : fmt::format(fmt::runtime(format), value.get<double>());
+}
+
+// `path`: keys from the figure down; absent and null are a dash.
+Column numbers(const char* title, const char* path, const char* format) {
+  return {title, false, [pointer = Json::json_pointer(path), format](const Json& figure) {
+            return number(figure.contains(pointer) ? figure[pointer] : Json(), format);
+          }};
+}
+
+std::string table(const std::vector<Column>& columns, const Json& figures) {
+  std::string html = "<h2>All figures</h2><div class=\"wide\"><table><thead><tr>";
+  const auto add = [&](const char* tag, const Column& column, const std::string& content) {
+    html += fmt::format("<{0}{1}>{2}</{0}>", tag, column.words ? " class=\"words\"" : "", escaped(content));
+  };
+  for (const auto& column : columns) add("th", column, column.title);
+  html += "</tr></thead><tbody>";
+  for (const auto& figure : figures) {
+    html += "<tr>";
+    for (const auto& column : columns) add("td", column, column.cell(figure));
+    html += "</tr>\n";
+  }
+  return html + "</tbody></table></div>";
+}
+
+// A transport and a kind of memory have the same colour in all plots.
+class Colours {
+ public:
+  Named operator()(const std::string& name) {
+    return {name, numbers_.try_emplace(name, static_cast<int>(numbers_.size())).first->second};
+  }
+
+ private:
+  std::map<std::string, int> numbers_;
+};
+
+struct Plot {
+  std::string title;
+  std::vector<Line> lines;
+  Line copy{{"one copy (memcpy)", undivided}, {}};
+};
+
+// One for each operation and dtype, in the order of the figures.
+std::vector<Plot> plots_of(const Json& figures) {
+  constexpr double shortest = 0.01;      // a logarithm needs more than nothing
+  constexpr double least_copied = 4096;  // a copy of less says nothing about the memory
+  std::vector<Plot> plots;
+  Colours colours;
+  for (const auto& figure : figures) {
+    const bool moves = figure["bytes"] > 0;  // a barrier does not
+    const auto title = fmt::format("{}{}, {} ranks", figure["op"].get<std::string>(),
+                                   moves ? ", " + figure["dtype"].get<std::string>() : "", figure["ranks"].get<int>());
+    auto plot = std::find_if(plots.begin(), plots.end(), [&](const Plot& other) { return other.title == title; });
+    if (plot == plots.end()) plot = plots.insert(plots.end(), Plot{title, {}});
+    const std::string transport = figure["transport"];
+    const auto name =
+        colours(moves ? fmt::format("{}, {}", transport, figure["buffers"].get<std::string>()) : transport);
+    auto& lines = plot->lines;
+    auto line =
+        std::find_if(lines.begin(), lines.end(), [&](const Line& other) { return other.name.name == name.name; });
+    if (line == lines.end()) line = lines.insert(lines.end(), Line{name, {}});
+    const double bytes = figure["bytes"];
+    line->points.emplace_back(bytes, std::max(shortest, figure["median_us"].get<double>()));
+    auto& copy = plot->copy.points;
+    const bool is_new = copy.empty() || copy.back().first != bytes;
+    if (is_new && bytes >= least_copied && figure.contains("memcpy_us")) {
+      copy.emplace_back(bytes, std::max(shortest, figure["memcpy_us"].get<double>()));
     }
   }
-  y0 = std::pow(10, std::floor(std::log10(y0)));
-  y1 = std::pow(10, std::ceil(std::log10(y1)));
-  const auto at_x = [&](double x) {
-    return left + (x1 > x0 ? std::log(x / x0) / std::log(x1 / x0) : 0.5) * plot_width;
-  };
-  const auto at_y = [&](double y) {
-    return top + plot_height * (1 - (y1 > y0 ? std::log(y / y0) / std::log(y1 / y0) : 0.5));
-  };
-  std::string svg =
-      fmt::format("<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">", width, height, escaped(title));
-  for (double y = y0; y <= y1 * 1.001; y *= 10) {
-    svg += fmt::format("<line x1=\"{0}\" x2=\"{1}\" y1=\"{2:.1f}\" y2=\"{2:.1f}\" stroke=\"#d8dee4\"/>", left,
-                       left + plot_width, at_y(y));
-    svg += fmt::format("<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{:g} us</text>", left - 6, at_y(y) + 4, y);
+  for (auto& plot : plots) {
+    if (!plot.copy.points.empty()) plot.lines.push_back(plot.copy);
+    for (auto& line : plot.lines) std::sort(line.points.begin(), line.points.end());
   }
-  std::map<double, bool> sizes;
-  for (const auto& line : lines) {
-    for (const auto& [x, y] : line.points) sizes[x] = true;
-  }
-  for (const auto& [x, present] : sizes) {
-    svg += fmt::format("<text x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{}</text>", at_x(x), top + plot_height + 18,
-                       format_bytes(static_cast<int64_t>(x)));
-  }
-  for (size_t i = 0; i < lines.size(); ++i) {
-    const auto* colour = colours[i % colours.size()];
-    std::string path;
-    for (const auto& [x, y] : lines[i].points) path += fmt::format("{:.1f},{:.1f} ", at_x(x), at_y(y));
-    svg += fmt::format("<polyline points=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"2\"/>", path, colour);
-    for (const auto& [x, y] : lines[i].points) {
-      svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3\" fill=\"{}\"/>", at_x(x), at_y(y), colour);
-    }
-    const double y = top + 14 + 18.0 * static_cast<double>(i);
-    svg += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"12\" height=\"12\" fill=\"{}\"/>", left + plot_width + 20,
-                       y - 10, colour);
-    svg += fmt::format("<text x=\"{}\" y=\"{}\">{}</text>", left + plot_width + 38, y, escaped(lines[i].name));
-  }
-  return svg + "</svg>";
+  return plots;
+}
+
+// Times over sizes; of a single size there is no line to be drawn.
+std::string drawn(const Plot& plot) {
+  const auto title = plot.title + ": median time";
+  const bool one_size =
+      std::all_of(plot.lines.begin(), plot.lines.end(), [](const Line& line) { return line.points.size() == 1; });
+  if (!one_size) return line_plot(title + " by size", plot.lines);
+  std::vector<Bar> bars;
+  for (const auto& line : plot.lines) bars.push_back({line.name.name, {line.points[0].second}});
+  return bar_plot(title, "µs", {{"median"}}, bars);
 }
 
 std::string collectives_section(const Json& figures) {
-  // One plot per operation and dtype: median over size, a line per transport and memory, and the copy.
-  std::map<std::string, std::vector<Line>> plots;
-  std::map<std::string, Line> copies;
-  for (const auto& figure : figures) {
-    const auto plot = fmt::format("{}, {}, {} ranks", std::string(figure["op"]), std::string(figure["dtype"]),
-                                  figure["ranks"].get<int>());
-    const auto name = fmt::format("{}, {}", std::string(figure["transport"]), std::string(figure["buffers"]));
-    auto& lines = plots[plot];
-    auto line = std::find_if(lines.begin(), lines.end(), [&](const Line& other) { return other.name == name; });
-    if (line == lines.end()) line = lines.insert(lines.end(), Line{name, {}});
-    line->points.emplace_back(figure["bytes"].get<double>(), std::max(0.01, figure["median_us"].get<double>()));
-    if (figure.contains("memcpy_us") && figure["transport"] == "host" && figure["buffers"] == "shared") {
-      copies[plot].points.emplace_back(figure["bytes"].get<double>(),
-                                       std::max(0.01, figure["memcpy_us"].get<double>()));
-    }
+  std::string html =
+      "<p class=\"note\">Median over rounds of the slowest rank's time; all of a round's figures were measured one "
+      "after the other. Both axes are logarithmic, lower is better. A copy of the same bytes by one core is what the "
+      "memory allows.</p>";
+  for (const auto& plot : plots_of(figures)) html += fmt::format("<h2>{}</h2>{}", escaped(plot.title), drawn(plot));
+  std::vector<Column> columns{words("operation", "op"),
+                              words("dtype", "dtype"),
+                              {"size", false, [](const Json& figure) { return format_bytes(figure["bytes"]); }},
+                              words("over", "transport"),
+                              words("memory", "buffers"),
+                              numbers("min µs", "/min_us", "{:.1f}"),
+                              numbers("median µs", "/median_us", "{:.1f}"),
+                              numbers("max µs", "/max_us", "{:.1f}"),
+                              numbers("copy µs", "/memcpy_us", "{:.1f}")};
+  for (const auto& transport : compared_with(figures)) {
+    columns.push_back({"× " + transport, false, [&figures, transport](const Json& figure) {
+                         return number(times_faster(figures, figure, transport), "{:.2f}");
+                       }});
   }
-  std::string html;
-  for (auto& [title, lines] : plots) {
-    if (copies.count(title) > 0) lines.push_back({"one copy (memcpy)", copies[title].points});
-    html += fmt::format("<h2>{}</h2>{}", escaped(title), line_plot(lines, title + ": median microseconds by size"));
-  }
-  html +=
-      "<h2>All figures</h2><table><tr><th>operation</th><th>dtype</th><th>size</th><th>over</th><th>memory</th>"
-      "<th>min us</th><th>median us</th><th>max us</th><th>copy us</th><th>wire bytes</th></tr>";
-  for (const auto& figure : figures) {
-    html += fmt::format(
-        "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td>"
-        "<td>{}</td><td>{}</td></tr>",
-        std::string(figure["op"]), std::string(figure["dtype"]), format_bytes(figure["bytes"]),
-        std::string(figure["transport"]), std::string(figure["buffers"]), cell(figure["min_us"], "{:.1f}"),
-        cell(figure["median_us"], "{:.1f}"), cell(figure["max_us"], "{:.1f}"),
-        cell(figure.value("memcpy_us", Json()), "{:.1f}"), cell(figure["wire_bytes"], "{:.0f}"));
-  }
-  return html + "</table>";
-}
-
-struct Bar {
-  std::string name;
-  std::vector<double> parts;
-};
-
-std::string bar_plot(const std::vector<Bar>& bars, const std::vector<std::string>& parts, const std::string& unit) {
-  constexpr double left = 210, plot_width = 400, row = 30, top = 30;
-  const double height = top + row * static_cast<double>(bars.size()) + 10;
-  double most = 1e-9;
-  for (const auto& bar : bars) {
-    double total = 0;
-    for (const double part : bar.parts) total += part;
-    most = std::max(most, total);
-  }
-  std::string svg = fmt::format("<svg viewBox=\"0 0 720 {}\" role=\"img\" aria-label=\"{}\">", height, escaped(unit));
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const double x = left + 150.0 * static_cast<double>(i);
-    svg +=
-        fmt::format("<rect x=\"{}\" y=\"4\" width=\"12\" height=\"12\" fill=\"{}\"/><text x=\"{}\" y=\"14\">{}</text>",
-                    x, colours[i % colours.size()], x + 18, escaped(parts[i]));
-  }
-  for (size_t i = 0; i < bars.size(); ++i) {
-    const double y = top + row * static_cast<double>(i);
-    double x = left;
-    double total = 0;
-    svg +=
-        fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>", left - 8, y + 15, escaped(bars[i].name));
-    for (size_t part = 0; part < bars[i].parts.size(); ++part) {
-      const double length = bars[i].parts[part] / most * plot_width;
-      svg += fmt::format("<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"20\" fill=\"{}\"/>", x, y, length,
-                         colours[part % colours.size()]);
-      x += length;
-      total += bars[i].parts[part];
-    }
-    svg += fmt::format("<text x=\"{:.1f}\" y=\"{}\">{:.4g} {}</text>", x + 6, y + 15, total, escaped(unit));
-  }
-  return svg + "</svg>";
+  columns.push_back(numbers("bytes over TCP", "/wire_bytes", "{:.0f}"));
+  return html + table(columns, figures);
 }
 
 double or_zero(const Json& value) {
   return value.is_null() ? 0 : std::max(0.0, value.get<double>());
+}
+
+std::string maker_of(const Json& figure) {
+  return figure["peer"] == "shoal" ? "shoal" : "python";
+}
+
+// Parts that are known, then what is left of the whole.
+Bar divided(const std::string& name, const Json& whole, const std::vector<Json>& known) {
+  Bar bar{name, {}};
+  double rest = or_zero(whole);
+  for (const auto& part : known) {
+    bar.parts.push_back(or_zero(part));
+    rest -= bar.parts.back();
+  }
+  bar.parts.push_back(std::max(0.0, rest));
+  return bar;
 }
 
 std::string training_section(const Json& figures) {
@@ -194,55 +180,66 @@ std::string training_section(const Json& figures) {
   std::vector<Bar> memory;
   std::vector<Bar> wire;
   for (const auto& figure : figures) {
-    const auto name = fmt::format("{} {} over {}", figure["peer"] == "shoal" ? "shoal" : "python",
-                                  std::string(figure["strategy"]), std::string(figure["transport"]));
-    const double step = figure["step_ms"]["median"];
-    const double exposed = or_zero(figure["exposed_comm_ms"]);
-    const double update = or_zero(figure["update_ms"]);
-    times.push_back({name, {std::max(0.0, step - exposed - update), exposed, update}});
-    memory.push_back({name, {or_zero(figure["memory"]["growth"])}});
-    wire.push_back({name, {or_zero(figure["wire_bytes_per_step"]) / (1 << 20)}});
+    const std::string transport = figure["transport"];
+    const auto name = fmt::format("{} {}{}", maker_of(figure), figure["strategy"].get<std::string>(),
+                                  transport == "none" ? "" : " over " + transport);
+    const auto& use = figure["memory"];
+    times.push_back(divided(name, figure["step_ms"]["median"],
+                            {figure["compute_ms"], figure["exposed_comm_ms"], figure["update_ms"]}));
+    memory.push_back(divided(name, use["growth"], {use["params"], use["grads"], use["state"]}));
+    if (!figure["wire_bytes_per_step"].is_null()) {
+      wire.push_back({name, {or_zero(figure["wire_bytes_per_step"]) / (1 << 20)}});
+    }
   }
-  std::string html =
-      "<h2>Step time</h2><p class=\"note\">Median. Peers in Python do not say how their step divides.</p>" +
-      bar_plot(times, {"compute", "waiting", "update"}, "ms");
-  html += "<h2>Memory per rank</h2><p class=\"note\">Growth of resident memory since before the model was built.</p>" +
-          bar_plot(memory, {"growth"}, "MiB");
-  html += "<h2>Bytes over TCP per step, all ranks</h2>" + bar_plot(wire, {"bytes"}, "MiB");
+  const auto& first = figures.front();
+  std::string html = fmt::format(
+      "<p class=\"note\">{} {}, {} ranks, {}, {}. All of a round's runs came one after the "
+      "other.</p>",
+      escaped(first["model"]), escaped(first["size"]), first["ranks"].get<int>(), escaped(first["dtype"]),
+      escaped(first["optimizer"]));
+  html += "<h2>Step time</h2><p class=\"note\">Medians. Peers in Python do not say how their step divides.</p>" +
+          bar_plot("Step time", "ms",
+                   {{"compute", 0}, {"waiting for communication", 1}, {"update", 2}, {"other", undivided}}, times);
   html +=
-      "<h2>All figures</h2><table><tr><th>by</th><th>strategy</th><th>over</th><th>step ms</th><th>min</th>"
-      "<th>max</th><th>compute</th><th>waiting</th><th>update</th><th>x local</th><th>collectives</th></tr>";
-  for (const auto& figure : figures) {
-    html += fmt::format(
-        "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</"
-        "td><td>{}</td>"
-        "<td>{}</td></tr>",
-        figure["peer"] == "shoal" ? "shoal" : "python", std::string(figure["strategy"]),
-        std::string(figure["transport"]), cell(figure["step_ms"]["median"], "{:.3f}"),
-        cell(figure["step_ms"]["min"], "{:.3f}"), cell(figure["step_ms"]["max"], "{:.3f}"),
-        cell(figure["compute_ms"], "{:.3f}"), cell(figure["exposed_comm_ms"], "{:.3f}"),
-        cell(figure["update_ms"], "{:.3f}"), cell(figure.value("ratio_to_local", Json()), "{:.3f}"),
-        cell(figure["collectives_per_step"], "{:.1f}"));
-  }
-  return html + "</table>";
+      "<h2>Memory per rank</h2><p class=\"note\">Growth of resident memory since before the model was built, and what "
+      "of it is known.</p>" +
+      bar_plot("Memory per rank", "MiB",
+               {{"parameters", 0}, {"gradients", 1}, {"optimizer state", 2}, {"other", undivided}}, memory);
+  html += "<h2>Bytes over TCP per step</h2><p class=\"note\">Of all ranks together; Python's peers are not asked.</p>" +
+          bar_plot("Bytes over TCP per step", "MiB", {{"bytes", 0}}, wire);
+  return html + table({{"by", true, maker_of},
+                       words("strategy", "strategy"),
+                       words("over", "transport"),
+                       numbers("step ms", "/step_ms/median", "{:.3f}"),
+                       numbers("min", "/step_ms/min", "{:.3f}"),
+                       numbers("max", "/step_ms/max", "{:.3f}"),
+                       numbers("compute", "/compute_ms", "{:.3f}"),
+                       numbers("waiting", "/exposed_comm_ms", "{:.3f}"),
+                       numbers("update", "/update_ms", "{:.3f}"),
+                       numbers("× local", "/ratio_to_local", "{:.3f}"),
+                       numbers("collectives", "/collectives_per_step", "{:.1f}"),
+                       numbers("growth MiB", "/memory/growth", "{:.1f}"),
+                       numbers("PSS MiB", "/memory/pss", "{:.1f}"),
+                       numbers("bytes over TCP", "/wire_bytes_per_step", "{:.0f}")},
+                      figures);
 }
 
 }  // namespace
 
 std::string html_report(const Json& report) {
   const auto& machine = report["machine"];
-  const auto facts =
-      fmt::format("{}, {} cores, {} GiB, {}; shoal {}, libtorch {}; load of the last minute {:.2f}",
-                  std::string(machine["processor"]), machine["cores"].get<int>(), machine["memory_gib"].get<double>(),
-                  std::string(machine["system"]), std::string(report["versions"]["shoal"]),
-                  std::string(report["versions"]["libtorch"]), report["load_1min"].get<double>());
+  const auto facts = fmt::format("{}, {} cores, {} GiB, {}; shoal {}, libtorch {}; load of the last minute {:.2f}",
+                                 machine["processor"].get<std::string>(), machine["cores"].get<int>(),
+                                 machine["memory_gib"].get<double>(), machine["system"].get<std::string>(),
+                                 report["versions"]["shoal"].get<std::string>(),
+                                 report["versions"]["libtorch"].get<std::string>(), report["load_1min"].get<double>());
   std::string body;
   if (report.contains("collectives")) body += collectives_section(report["collectives"]);
   if (report.contains("train")) body += training_section(report["train"]);
   return fmt::format(
       "<!DOCTYPE html>\n<html xmlns=\"http://www.w3.org/1999/xhtml\" lang=\"en\"><head><meta charset=\"utf-8\"/>"
-      "<title>shoal bench</title><style>{}</style></head><body><h1>shoal bench</h1><p "
-      "class=\"note\">{}</p>{}</body></html>\n",
+      "<meta name=\"viewport\" content=\"width=device-width\"/><title>shoal bench</title><style>{}</style></head>\n"
+      "<body><h1>shoal bench</h1><p class=\"note\">{}</p>\n{}</body></html>\n",
       style, escaped(facts), body);
 }
 

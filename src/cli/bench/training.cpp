@@ -26,6 +26,7 @@ struct Contestant {
   std::string strategy;
   std::string transport;
   std::vector<std::string> command;
+  Variables variables;
   std::vector<Json> reports;  // one per round
 };
 
@@ -48,30 +49,33 @@ class Scratch {
 };
 
 std::vector<Contestant> contestants(const TrainingOptions& options, const std::string& self) {
-  const std::vector<std::string> common{"--model",     options.model,
-                                        "--size",      options.size,
-                                        "--steps",     std::to_string(options.steps),
-                                        "--batch",     std::to_string(options.batch),
-                                        "--threads",   std::to_string(options.threads),
-                                        "--optimizer", options.optimizer};
+  const std::vector<std::string> common{"--model",      options.model,
+                                        "--size",       options.size,
+                                        "--steps",      std::to_string(options.steps),
+                                        "--batch",      std::to_string(options.batch),
+                                        "--accumulate", std::to_string(options.accumulate),
+                                        "--threads",    std::to_string(options.threads),
+                                        "--optimizer",  options.optimizer};
   std::vector<Contestant> list;
   for (const auto& strategy : options.strategies) {
     for (const auto& transport : options.transports) {
       const bool alone = strategy == "local" || strategy == "none";
       if (alone && transport != options.transports.front()) continue;
-      Contestant one{"shoal", strategy, alone ? "none" : transport, {}, {}};
+      Contestant one{"shoal", strategy, alone ? "none" : transport, {}, {}, {}};
       one.command = {self,     "train",       "--data",  "reference", "--strategy",
                      strategy, "--transport", transport, "--ranks",   std::to_string(options.ranks)};
       one.command.insert(one.command.end(), common.begin(), common.end());
+      if (options.exact_memory) one.variables = {{"MALLOC_MMAP_THRESHOLD_", "65536"}};  // what the peers' option sets
       list.push_back(std::move(one));
     }
   }
   for (const auto& peer : options.peers) {
     if (options.peer_python.empty()) break;
-    Contestant one{peer, peer, peer == "local" ? "none" : "gloo", {}, {}};
+    Contestant one{peer, peer, peer == "local" ? "none" : "gloo", {}, {}, {}};
     one.command = {options.peer_python, options.peer_script,           "--peer", peer,
                    "--world",           std::to_string(options.ranks), "--impl", options.peer_impl};
     one.command.insert(one.command.end(), common.begin(), common.end());
+    if (options.exact_memory) one.command.emplace_back("--exact-memory");
     list.push_back(std::move(one));
   }
   return list;
@@ -85,7 +89,7 @@ Json run(const Contestant& contestant, const Scratch& scratch) {
   std::vector<std::string> command{"sh", "-c", "log=$1; shift; exec \"$@\" > \"$log\" 2>&1", "sh", log};
   command.insert(command.end(), contestant.command.begin(), contestant.command.end());
   command.insert(command.end(), {"--json", report});
-  const auto child = start_child(0, command, {}, false);
+  const auto child = start_child(0, command, contestant.variables, false);
   int status = 0;
   waitpid(child.pid, &status, 0);
   std::ifstream file(report);
@@ -142,6 +146,9 @@ Json figure(const Contestant& contestant, const std::vector<Contestant>& all, co
              {"dtype", "float32"},
              {"optimizer", options.optimizer}};
   entry["step_ms"] = {{"min", steps.min()}, {"median", steps.median()}, {"max", steps.max()}};
+  for (const auto& report : contestant.reports) {
+    entry["median_ms_per_round"].push_back(report["timing"]["median_ms"]);
+  }
   for (const char* name : {"compute_ms", "exposed_comm_ms", "update_ms"}) {
     entry[name] = median_over_rounds(contestant, "timing", name);
   }
@@ -186,6 +193,7 @@ void TrainingOptions::validate() const {
   if (!peer_python.empty() && !std::filesystem::exists(peer_script)) {
     faults.push_back(fmt::format("--peer-script '{}': no such file; give the path of peers.py", peer_script));
   }
+  if (accumulate < 1) faults.emplace_back("--accumulate must be at least 1");
   if (steps < 4) faults.emplace_back("--steps must be at least 4: three of them warm up");
   if (!faults.empty()) throw UsageError(fmt::format("{}", fmt::join(faults, "; ")));
 }

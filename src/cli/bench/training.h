@@ -20,6 +20,8 @@ struct TrainingOptions {
   int ranks = 2;
   int threads = 1;
   int batch = 4;
+  int accumulate = 1;
+  bool exact_memory = false;  // malloc returns freed blocks at once
   int steps = 13;
   int rounds = 3;
 

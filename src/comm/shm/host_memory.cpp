@@ -57,6 +57,10 @@ std::byte* PeerMemory::at(const SharedPlace& place) {
   return arenas_[place.arena].data() + place.offset;
 }
 
+int PeerMemory::blamed() const {
+  return page_->blamed.load() - 1;
+}
+
 void PeerMemory::ring() const {
   page_->bell.fetch_add(1);
   if (page_->sleepers.load() != 0) futex(page_->bell, FUTEX_WAKE, INT_MAX, nullptr);
@@ -73,6 +77,11 @@ HostMemory::~HostMemory() = default;
 
 PageAddress HostMemory::address() const {
   return {pid_, page_file_.descriptor(), page_->nonce};
+}
+
+void HostMemory::blame(int world_rank) {
+  int nobody = 0;
+  page_->blamed.compare_exchange_strong(nobody, world_rank + 1);
 }
 
 std::shared_ptr<PeerMemory> HostMemory::peer(const PageAddress& address) {

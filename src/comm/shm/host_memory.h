@@ -34,6 +34,7 @@ struct ProcessPage {
   std::atomic<uint32_t> bell;         // counts events that concern this process
   std::atomic<uint32_t> sleepers;     // threads that wait for the bell in the kernel
   std::atomic<uint32_t> arena_count;  // entries of `arenas` that are valid
+  std::atomic<int32_t> blamed;        // the world rank because of which this one has failed, plus one; 0: none yet
   Arena arenas[max_arenas];
 };
 
@@ -53,6 +54,8 @@ class PeerMemory {
   std::byte* at(const SharedPlace& place);
   // Tells the peer that something it may be waiting for has happened.
   void ring() const;
+  // Whom it has blamed; -1: nobody. Can be read after its death.
+  int blamed() const;
 
  private:
   int pid_;
@@ -76,6 +79,9 @@ class HostMemory {
   ~HostMemory();
 
   PageAddress address() const;
+
+  // Tells all peers, also later ones, which world rank this process's failure comes from. The first call counts.
+  void blame(int world_rank);
 
   // A peer's memory, opened once and kept. Throws std::runtime_error when it cannot be reached.
   std::shared_ptr<PeerMemory> peer(const PageAddress& address);
