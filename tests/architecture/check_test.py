@@ -19,7 +19,7 @@ PLANTED = [
     ("include/shoal/comm/group.h", '#include "comm/transport.h"\n', "a public header includes"),
     ("src/models/hash.h", '#include "shoal/strategy/ddp.h"\n', "upward include"),
     ("src/strategy/other.cpp", '#include "shoal/strategy/ddp.h"\n', "a strategy includes another"),
-    ("src/strategy/other/part.cpp", '#include "strategy/zero/part.h"\n', "a strategy includes another"),
+    ("src/strategy/other/part.cpp", '#include "shoal/strategy/zero/oss.h"\n', "a strategy includes another"),
     ("src/nowhere/a.cpp", '#include "shoal/base/error.h"\n', "is not in the order of layers"),
 ]
 

@@ -374,6 +374,42 @@ TEST(Megatron, MEG14_reductions_leave_during_backward) {
   EXPECT_GE(early, 1) << "the last layer's gradients were on their way before the first layer's were there";
 }
 
+TEST(Megatron, MEG14_parameters_come_in_during_the_next_forward) {
+  auto log = std::make_shared<CallLog>();
+  auto model = seeded(1);
+  auto reference = seeded(1);
+  Sgd optimizer(model, sgd, group().recorded(log), {.overlap_param_gather = true, .bucket_size = 100});
+  Sgd plain(reference, sgd, group(), {.bucket_size = 100});
+  for (int64_t step = 0; step < 4; ++step) {
+    log->clear();
+    backward(model, optimizer, step);
+    optimizer.step();
+    optimizer.zero_grad();
+    backward(reference, plain, step);
+    plain.step();
+    plain.zero_grad();
+    const auto returned = Clock::now();
+    auto y = model->first(batch(group().rank(), step));
+    const auto first_layer_done = Clock::now();
+    model->third(model->second(y));
+    if (group().transport() != "gloo" || group().size() == 1) continue;
+    int gathers = 0;
+    int later = 0;
+    for (const auto& record : log->records()) {
+      if (record.op != Op::broadcast || record.label.what != "updated parameters") continue;
+      ++gathers;
+      EXPECT_LT(record.issued, returned);
+      EXPECT_GT(record.finished, returned) << "step() did not wait";
+      if (record.finished > first_layer_done) ++later;
+    }
+    EXPECT_GT(gathers, 0);
+    EXPECT_GT(later, 0) << "the first layer did not wait for the others";
+  }
+  for (size_t i = 0; i < model->parameters().size(); ++i) {
+    EXPECT_TRUE(at::equal(model->parameters()[i], reference->parameters()[i])) << i;
+  }
+}
+
 // Bytes per parameter that this rank holds beside activations, by what the method promises.
 double bytes_per_parameter(at::ScalarType dtype, bool fp32_gradients) {
   constexpr int64_t width = 512;

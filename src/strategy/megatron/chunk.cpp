@@ -113,11 +113,16 @@ void Chunk::list_pieces() {
 }
 
 void Chunk::publish(const Label& label) {
-  for (const auto& buffer : buffers_) buffer->publish(label);
+  first_touch_.touch_all();
+  for (auto buffer = buffers_.rbegin(); buffer != buffers_.rend(); ++buffer) (*buffer)->publish(label);
 }
 
-void Chunk::wait(const Label& label) {
-  for (const auto& buffer : buffers_) buffer->wait(label);
+void Chunk::wait(const Label& label, bool at_first_touch) {
+  awaited_ = label;
+  for (size_t number = 0; number < buffers_.size(); ++number) {
+    first_touch_.arm(number, buffers_[number]->part({0, buffers_[number]->layout().size()}));
+  }
+  if (!at_first_touch) first_touch_.touch_all();
 }
 
 std::optional<at::Tensor> Chunk::main_grad(const at::Tensor& parameter) const {

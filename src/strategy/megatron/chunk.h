@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/first_touch.h"
 #include "engine/parameter_buffer.h"
 #include "engine/reducer.h"
 #include "engine/sharded_state.h"
@@ -38,8 +39,10 @@ class Chunk {
   std::vector<OwnedPiece>& pieces() { return pieces_; }
   const std::vector<std::unique_ptr<ParameterBuffer>>& buffers() const { return buffers_; }
 
+  // This rank's ranges are new; those that forward needs first leave first.
   void publish(const Label& label);
-  void wait(const Label& label);
+  // Waits for everybody's ranges; `at_first_touch`: for a buffer's when an operator first takes one of its parameters.
+  void wait(const Label& label, bool at_first_touch);
   // The gradient's place in its buffer, undefined where the buffer has no memory; none for another chunk's parameter.
   std::optional<at::Tensor> main_grad(const at::Tensor& parameter) const;
   std::vector<ParameterRange> ranges(int rank) const;
@@ -53,6 +56,8 @@ class Chunk {
   std::unique_ptr<Reducer> reducer_;
   std::vector<std::unique_ptr<ParameterBuffer>> buffers_;  // by bucket of the reducer
   std::vector<OwnedPiece> pieces_;
+  Label awaited_;
+  FirstTouch first_touch_{[this](size_t buffer) { buffers_[buffer]->wait(awaited_); }};
 };
 
 }  // namespace shoal

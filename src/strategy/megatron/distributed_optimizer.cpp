@@ -224,7 +224,9 @@ DistributedStep DistributedOptimizerCore::step() {
         piece.model.copy_(piece.whole ? piece.main.as_strided({piece.main.numel()}, {1}) : piece.main);
     });
     for (auto& chunk : state.chunks) chunk->publish(state.label("updated parameters"));
-    for (auto& chunk : state.chunks) chunk->wait(state.label("updated parameters"));
+    for (auto& chunk : state.chunks) {
+      chunk->wait(state.label("updated parameters"), state.options.overlap_param_gather);
+    }
   }
   state.for_pieces([](Chunk&, OwnedPiece& piece) { piece.main.mutable_grad().reset(); });
   ++state.steps;

@@ -24,10 +24,12 @@ namespace shoal {
 
 struct DistributedOptimizerOptions {
   // Behaviour.
-  bool overlap_grad_reduce = true;     // sums leave during backward; off: in reduce_model_grads(), which step() calls
-  bool grad_reduce_in_fp32 = false;    // gradients of 16-bit parameters accumulate, and are added up, in float32
-  double clip_grad = 0;                // largest norm of all gradients together; 0: no clipping
-  bool log_num_zeros_in_grad = false;  // count the gradients' elements that are zero
+  bool overlap_grad_reduce = true;    // sums leave during backward; off: in reduce_model_grads(), which step() calls
+  bool overlap_param_gather = false;  // step() does not wait for the other ranks' ranges: an operator that first takes
+                                      // a parameter of a bucket does. Reading data_ptr() before that sees old values
+  bool grad_reduce_in_fp32 = false;           // gradients of 16-bit parameters accumulate, and are added up, in float32
+  double clip_grad = 0;                       // largest norm of all gradients together; 0: no clipping
+  bool log_num_zeros_in_grad = false;         // count the gradients' elements that are zero
   std::optional<GradScalerOptions> scaler{};  // needed for float16, possible for bfloat16 with dynamic = false
   std::vector<std::string> ignored{};         // names of parameters and buffers that shoal leaves alone
 
