@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <memory>
@@ -14,6 +15,7 @@
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/report.h"
+#include "cli/strategies.h"
 #include "comm/launch_environment.h"
 #include "launch/launcher.h"
 #include "shoal/base/error.h"
@@ -112,7 +114,8 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--rounds", options->rounds, "each measures every case once (default: 20, with --train 3)");
   auto& training = options->training;
   command->add_flag("--train", options->train, "measure whole training steps instead of collectives");
-  command->add_option("--strategies", training.strategies, "--train: local, ddp")
+  command
+      ->add_option("--strategies", training.strategies, fmt::format("--train: {}", fmt::join(strategy_names(), ", ")))
       ->delimiter(',')
       ->capture_default_str();
   command->add_option("--model", training.model, "--train: mlp, cnn, gpt")->capture_default_str();

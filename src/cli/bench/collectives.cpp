@@ -14,6 +14,7 @@
 #include "cli/bench/samples.h"
 #include "cli/machine.h"
 #include "cli/progress.h"
+#include "comm/launch_environment.h"
 #include "comm/transport.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/world.h"
@@ -215,10 +216,13 @@ void CollectiveOptions::validate() const {
 
 nlohmann::ordered_json bench_collectives(const CollectiveOptions& options) {
   const torch::NoGradGuard no_grad;
+  const auto placement = find_placement({}, process_environment());
   Worlds worlds;
   for (const auto& transport : options.transports) {
     WorldOptions world;
     world.transport = transport;
+    // Each meets in a store of its own, unless the launcher serves one.
+    if (!placement.store_is_served) world.port = placement.port + static_cast<int>(worlds.size());
     worlds.emplace_back(transport, init(world));
   }
   const auto& clock = worlds.front().second.group();
