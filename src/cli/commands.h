@@ -14,6 +14,7 @@ using Action = std::function<int()>;
 // `line`: the whole command line, for starting further ranks with it.
 void add_train_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen);
 void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen);
+void add_plan_command(CLI::App& app, Action& chosen);
 void add_launch_command(CLI::App& app, Action& chosen);
 void add_doctor_command(CLI::App& app, Action& chosen);
 

@@ -37,6 +37,20 @@ OptimizerKind optimizer_kind(const std::string& name, std::optional<double> lr) 
   throw UsageError("unknown optimizer " + name);
 }
 
+int state_per_element(const std::string& name) {
+  if (name == "sgd") return 0;
+  if (name == "sgd_momentum" || name == "adagrad" || name == "rmsprop") return 1;
+  if (name == "adamw" || name == "adam" || name == "lamb") return 2;
+  throw UsageError(name + ": what it keeps depends on the parameters' shapes, not on their number alone");
+}
+
+int64_t state_numel(const std::string& name, at::IntArrayRef sizes) {
+  const auto numel = c10::multiply_integers(sizes);
+  if (name != "adafactor") return state_per_element(name) * numel;
+  if (sizes.size() <= 1 || numel == 0) return numel;
+  return numel / sizes.back() + numel / sizes[sizes.size() - 2];  // one mean per row, one per column
+}
+
 std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> all;
   for (const auto& [parameter, state] : optimizer.state()) {

@@ -22,6 +22,11 @@ std::vector<std::string> optimizer_names();
 // With the hyper-parameters of the reference runs. `lr` replaces the default rate.
 OptimizerKind optimizer_kind(const std::string& name, std::optional<double> lr);
 
+// How many elements the optimizer keeps for a parameter of these sizes.
+int64_t state_numel(const std::string& name, at::IntArrayRef sizes);
+// Those it keeps per element whatever the sizes. Throws UsageError for one that looks at them.
+int state_per_element(const std::string& name);
+
 // What the optimizer keeps beside the parameters: moments, momentum.
 std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer);
 

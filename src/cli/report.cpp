@@ -106,6 +106,23 @@ Json timing(const std::vector<double>& step_ms) {
           {"load_1min", load[0]}};
 }
 
+double mebibytes(const std::vector<at::Tensor>& tensors) {
+  double bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<double>(tensor.nbytes());
+  return bytes / (1 << 20);
+}
+
+// What they hold by what it is.
+Json parts_of_ranks(const Group& group, const TrainResult& result, const models::Model& model) {
+  Json parts;
+  for (const auto& [name, value] :
+       {std::pair("params_mib", result.params_mib), std::pair("grads_mib", result.grads_mib),
+        std::pair("state_mib", result.state_mib), std::pair("buffers_mib", mebibytes(model.buffers()))}) {
+    for (const auto each : gathered(group, value)) parts[name].push_back(rounded(each, 1e-6));
+  }
+  return parts;
+}
+
 Json memory_of_ranks(const Group& group, const MemoryUse& memory) {
   Json result;
   const auto put = [&](const char* name, double value) {
@@ -149,6 +166,7 @@ Json make_report(const TrainOptions& options, const World& world, models::Model&
   report["memory"]["params_mib"] = rounded(result.params_mib, 1e-3);
   report["memory"]["grads_mib"] = rounded(result.grads_mib, 1e-3);
   report["memory"]["state_mib"] = rounded(result.state_mib, 1e-3);
+  report["memory"]["by_rank"] = parts_of_ranks(group, result, model);
   for (const auto& evaluation : result.eval) {
     Json entry = {{"loss", evaluation.loss}, {"count", evaluation.count}};
     if (options.model == "gpt") {

@@ -22,6 +22,18 @@ double mebibytes(const std::vector<at::Tensor>& tensors) {
   return bytes / (1 << 20);
 }
 
+// What the optimizer updates in a wider dtype than the model's.
+std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, const models::Model& model) {
+  const auto dtype = model.parameters().front().scalar_type();
+  std::vector<at::Tensor> list;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      if (parameter.scalar_type() != dtype) list.push_back(parameter);
+    }
+  }
+  return list;
+}
+
 }  // namespace
 
 Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed)
@@ -82,7 +94,8 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     }
   }
   result.params_mib = mebibytes(model_->parameters());
-  result.state_mib = mebibytes(state_tensors(strategy_->local_optimizer()));
+  result.state_mib = mebibytes(state_tensors(strategy_->local_optimizer())) +
+                     mebibytes(main_copies(strategy_->local_optimizer(), *model_));
   const auto after = group_.statistics();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
   result.wire_bytes = loopback_bytes() - wire;

@@ -28,19 +28,15 @@ void broadcast_chunk(const Group& group, const std::vector<at::Tensor>& chunk, i
 
 }  // namespace
 
-void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tensors, int root, const Label& label,
-                         int64_t chunk_bytes) {
-  torch::NoGradGuard no_grad;
-  // Writing through variable_data keeps autograd's version counters: what a graph saved of a buffer stays valid.
-  std::vector<at::Tensor> left;
-  for (const auto& tensor : tensors) left.push_back(tensor.variable_data());
-  while (!left.empty()) {
-    const auto dtype = left.front().dtype();
-    const auto device = left.front().device();
+std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, int64_t chunk_bytes) {
+  std::vector<std::vector<at::Tensor>> chunks;
+  while (!tensors.empty()) {
+    const auto dtype = tensors.front().dtype();
+    const auto device = tensors.front().device();
     std::vector<at::Tensor> chunk;
     int64_t bytes = 0;
     bool full = false;
-    std::erase_if(left, [&](const at::Tensor& tensor) {
+    std::erase_if(tensors, [&](const at::Tensor& tensor) {
       if (full || tensor.dtype() != dtype || tensor.device() != device) return false;
       full = !chunk.empty() && bytes + static_cast<int64_t>(tensor.nbytes()) > chunk_bytes;
       if (full) return false;
@@ -48,8 +44,18 @@ void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tens
       bytes += static_cast<int64_t>(tensor.nbytes());
       return true;
     });
-    broadcast_chunk(group, chunk, root, label);
+    chunks.push_back(std::move(chunk));
   }
+  return chunks;
+}
+
+void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tensors, int root, const Label& label,
+                         int64_t chunk_bytes) {
+  torch::NoGradGuard no_grad;
+  // Writing through variable_data keeps autograd's version counters: what a graph saved of a buffer stays valid.
+  std::vector<at::Tensor> data;
+  for (const auto& tensor : tensors) data.push_back(tensor.variable_data());
+  for (const auto& chunk : coalesced(std::move(data), chunk_bytes)) broadcast_chunk(group, chunk, root, label);
 }
 
 SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::IntArrayRef sizes,

@@ -1,8 +1,21 @@
 #include "engine/exchange.h"
 
+#include <algorithm>
 #include <numeric>
 
 namespace shoal {
+
+bool facts_apart(const std::vector<Gradient>& gradients, bool everywhere) {
+  const bool exact = std::any_of(gradients.begin(), gradients.end(), [](const Gradient& gradient) {
+    return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
+  });
+  return !everywhere || !exact;
+}
+
+FlatLayout scatter_layout(std::span<const int64_t> numels, size_t element_bytes, int ranks) {
+  constexpr int64_t aligned_elements = 64;
+  return {numels, element_bytes, aligned_elements * static_cast<int64_t>(element_bytes), ranks};
+}
 
 std::vector<std::vector<size_t>> AllReduce::plan(const std::vector<Gradient>& gradients,
                                                  std::span<const size_t> order) const {
@@ -34,8 +47,7 @@ std::vector<std::vector<size_t>> ReduceScatter::plan(const std::vector<Gradient>
 }
 
 FlatLayout ReduceScatter::layout(std::span<const int64_t> numels, size_t element_bytes) const {
-  constexpr int64_t aligned_elements = 64;
-  return {numels, element_bytes, aligned_elements * static_cast<int64_t>(element_bytes), group_.size()};
+  return scatter_layout(numels, element_bytes, group_.size());
 }
 
 Work ReduceScatter::reduce(Bucket& bucket, const Label& label) const {

@@ -68,6 +68,14 @@ class ReduceToOwner : public Exchange {
   bool follow_;
 };
 
+// Whether what ranks must know of each other takes a collective of its own: where sums do not reach every rank, and
+// where all gradients have 16 bits, which cannot carry a weight exactly.
+bool facts_apart(const std::vector<Gradient>& gradients, bool everywhere);
+
+// Memory that splits into equal ranges for the ranks, which begin at the same elements in every dtype from 16 to 64
+// bits.
+FlatLayout scatter_layout(std::span<const int64_t> numels, size_t element_bytes, int ranks);
+
 // Every rank gets an equal range of each bucket, whatever gradients it cuts: Megatron, FSDP. Buckets hold the gradients
 // in the order of registration, last first, whatever order they arrive in, since parameters are laid out like them.
 class ReduceScatter : public Exchange {
@@ -76,7 +84,6 @@ class ReduceScatter : public Exchange {
   std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
                                         std::span<const size_t> order) const override;
   bool follows_order() const override { return false; }
-  // Ranges begin at the same elements in every dtype from 16 to 64 bits.
   FlatLayout layout(std::span<const int64_t> numels, size_t element_bytes) const override;
   Work reduce(Bucket& bucket, const Label& label) const override;
   bool everywhere() const override { return false; }

@@ -1,6 +1,8 @@
 #include "engine/ownership.h"
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 namespace shoal {
 
@@ -15,6 +17,29 @@ void assign_owners(const std::vector<at::Tensor>& parameters, int ranks, std::ve
     *least += parameters[i].numel();
     owners[i] = static_cast<int>(least - load.begin());
   }
+}
+
+std::vector<OwnedBuffer> owned_buffers(const std::vector<at::Tensor>& parameters, const std::vector<int>& owners,
+                                       int ranks) {
+  std::map<std::pair<at::ScalarType, std::string>, std::vector<size_t>> kinds;
+  for (size_t i = parameters.size(); i-- > 0;) {
+    kinds[{parameters[i].scalar_type(), parameters[i].device().str()}].push_back(i);
+  }
+  std::vector<OwnedBuffer> buffers;
+  for (auto& [kind, members] : kinds) {
+    std::stable_sort(members.begin(), members.end(), [&](size_t a, size_t b) { return owners[a] < owners[b]; });
+    std::vector<int64_t> numels;
+    for (const auto member : members) numels.push_back(parameters[member].numel());
+    FlatLayout layout(numels, c10::elementSize(kind.first));
+    std::vector<Range> ranges(ranks);
+    for (size_t piece = 0; piece < members.size(); ++piece) {
+      auto& range = ranges[owners[members[piece]]];
+      if (range.empty()) range.begin = layout.range(piece).begin;
+      range.end = layout.range(piece).end;
+    }
+    buffers.push_back({std::move(members), std::move(layout), std::move(ranges)});
+  }
+  return buffers;
 }
 
 }  // namespace shoal

@@ -67,11 +67,7 @@ void Reducer::build(const std::vector<size_t>& order) {
     });
   });
   places_.assign(gradients_.size(), {});
-  // A weight that no bucket can carry exactly needs memory of its own.
-  const bool exact = std::any_of(gradients_.begin(), gradients_.end(), [](const Gradient& gradient) {
-    return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
-  });
-  const bool apart = !exchange_->everywhere() || !exact;
+  const bool apart = facts_apart(gradients_, exchange_->everywhere());
   for (const auto& members : plan) {
     for (size_t index = 0; index < members.size(); ++index) places_[members[index]] = {buckets_.size(), index};
     buckets_.emplace_back(gradients_, members, group_, *exchange_, !apart);

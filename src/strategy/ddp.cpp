@@ -1,4 +1,4 @@
-#include "shoal/strategy/ddp.h"
+#include "strategy/ddp.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -25,12 +25,6 @@ void DistributedDataParallelOptions::validate() const {
 
 namespace {
 
-BucketCaps caps(const DistributedDataParallelOptions& options) {
-  constexpr double mebibyte = 1 << 20;
-  return {.first_bytes = static_cast<int64_t>(options.first_bucket_mb * mebibyte),
-          .bytes = static_cast<int64_t>(options.bucket_cap_mb * mebibyte)};
-}
-
 ReducerOptions reducer_options(const DistributedDataParallelOptions& options) {
   return {.gradient_as_bucket_view = options.gradient_as_bucket_view,
           .find_unused_parameters = options.find_unused_parameters,
@@ -44,7 +38,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   state->broadcast_buffers = options.broadcast_buffers;
   state->precision = options.precision;
   state->make_reducer(gradients_of(state->tensors), reducer_options(options),
-                      std::make_unique<AllReduce>(group, caps(options)));
+                      std::make_unique<AllReduce>(group, bucket_caps(options)));
   return state;
 }
 

@@ -3,13 +3,12 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
-#include <limits>
-
 #include "engine/data_parallel_state.h"
 #include "engine/ownership.h"
 #include "module/sync.h"
 #include "module/walk.h"
 #include "shoal/base/error.h"
+#include "strategy/megatron/bucket_caps.h"
 
 namespace shoal {
 namespace {
@@ -39,23 +38,14 @@ void check_dtype(const Gradient& gradient, const DistributedOptimizerOptions& op
 
 std::vector<Gradient> dense_gradients(const ModuleTensors& tensors, const DistributedOptimizerOptions& options) {
   auto gradients = gradients_of(tensors);
-  for (auto& gradient : gradients) {
-    check_dtype(gradient, options);
-    gradient.sparse = false;  // buffers are dense
-    const bool narrow = c10::elementSize(gradient.dtype()) < sizeof(float);
-    if (options.grad_reduce_in_fp32 && narrow) gradient.travels_as = at::kFloat;
-  }
+  for (const auto& gradient : gradients) check_dtype(gradient, options);
+  widen_gradients(gradients, options);
   return gradients;
 }
 
 std::unique_ptr<Exchange> make_exchange(const std::vector<Gradient>& gradients, const Group& group,
                                         const DistributedOptimizerOptions& options, bool cut) {
-  BucketCaps caps{.first_bytes = std::numeric_limits<int64_t>::max(), .bytes = std::numeric_limits<int64_t>::max()};
-  if (options.overlap_grad_reduce) {
-    size_t element_bytes = 1;
-    for (const auto& gradient : gradients) element_bytes = std::max(element_bytes, c10::elementSize(gradient.dtype()));
-    caps.first_bytes = caps.bytes = options.bucket_size * static_cast<int64_t>(element_bytes);
-  }
+  const auto caps = buffer_caps(gradients, options);
   if (cut) return std::make_unique<ReduceScatter>(group, caps);
   std::vector<at::Tensor> parameters;
   for (const auto& gradient : gradients) parameters.push_back(gradient.parameter);

@@ -5,7 +5,6 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <map>
 #include <unordered_map>
 
 #include "engine/gradient_norm.h"
@@ -89,25 +88,9 @@ std::vector<at::Tensor> OSSCore::State::list(const ParamGroups& groups) {
 void OSSCore::State::fill_buffers() {
   buffers.clear();
   if (group.size() == 1) return;
-  std::map<std::pair<at::ScalarType, std::string>, std::vector<size_t>> kinds;
-  for (size_t i = parameters.size(); i-- > 0;) {
-    kinds[{parameters[i].scalar_type(), parameters[i].device().str()}].push_back(i);
-  }
-  for (auto& [kind, members] : kinds) {
-    std::stable_sort(members.begin(), members.end(), [&](size_t a, size_t b) { return owners[a] < owners[b]; });
+  for (auto& [members, layout, ranges] : owned_buffers(parameters, owners, group.size())) {
     std::vector<at::Tensor> tensors;
-    std::vector<int64_t> numels;
-    for (const auto member : members) {
-      tensors.push_back(parameters[member]);
-      numels.push_back(parameters[member].numel());
-    }
-    FlatLayout layout(numels, c10::elementSize(kind.first));
-    std::vector<Range> ranges(group.size());
-    for (size_t piece = 0; piece < members.size(); ++piece) {
-      auto& range = ranges[owners[members[piece]]];
-      if (range.empty()) range.begin = layout.range(piece).begin;
-      range.end = layout.range(piece).end;
-    }
+    for (const auto member : members) tensors.push_back(parameters[member]);
     const auto wire = options.broadcast_fp16 ? std::optional(at::kHalf) : std::nullopt;
     buffers.push_back(std::make_unique<ParameterBuffer>(
         group, std::move(tensors), std::move(layout), std::move(ranges),

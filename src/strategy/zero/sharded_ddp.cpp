@@ -4,12 +4,12 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <map>
 #include <set>
 
 #include "engine/data_parallel_state.h"
 #include "shoal/base/error.h"
+#include "strategy/zero/bucket_caps.h"
 
 namespace shoal {
 
@@ -94,23 +94,6 @@ std::vector<int> owners_of(const std::vector<Gradient>& gradients, const std::ve
   return list;
 }
 
-BucketCaps caps(const std::vector<Gradient>& gradients, const ShardedDataParallelOptions& options, int ranks) {
-  int64_t numel = 0;
-  int64_t element_bytes = 1;
-  for (const auto& gradient : gradients) {
-    numel += gradient.parameter.numel();
-    element_bytes = std::max<int64_t>(element_bytes, c10::elementSize(gradient.dtype()));
-  }
-  constexpr int64_t buckets_per_rank = 4;
-  auto cap = std::clamp<int64_t>(numel / (buckets_per_rank * ranks), 1, options.reduce_buffer_size);
-  if (ranks == 1) {
-    cap = 1;
-    LOG(INFO) << "ShardedDataParallel: one rank, so gradients are not grouped in buckets";
-  }
-  LOG(INFO) << "ShardedDataParallel: model of " << numel << " elements, buckets of " << cap;
-  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes};
-}
-
 }  // namespace
 
 ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module,
@@ -141,7 +124,13 @@ void ShardedDataParallelCore::refresh_trainable() {
     for (auto& gradient : gradients) gradient.travels_as = at::kHalf;
   }
   const auto owners = owners_of(gradients, sharding_->optimizers, state.group);
-  auto exchange = std::make_unique<ReduceToOwner>(state.group, caps(gradients, options, state.group.size()), owners);
+  const auto caps = sharded_bucket_caps(gradients, options, state.group.size());
+  if (state.group.size() == 1) {
+    LOG(INFO) << "ShardedDataParallel: one rank, so gradients are not grouped in buckets";
+  } else {
+    LOG(INFO) << "ShardedDataParallel: buckets of " << caps.bytes << " bytes";
+  }
+  auto exchange = std::make_unique<ReduceToOwner>(state.group, caps, owners);
   state.make_reducer(std::move(gradients), {.find_unused_parameters = options.find_unused_parameters},
                      std::move(exchange));
   sharding_->kinds = Sharding::look(state.tensors);

@@ -1,0 +1,199 @@
+#include "cli/plan/model_plan.h"
+
+#include <numeric>
+
+#include "cli/optimizers.h"
+#include "data/reference.h"
+#include "engine/data_parallel_state.h"
+#include "engine/ownership.h"
+#include "models/loss.h"
+#include "shoal/comm/coalesce.h"
+#include "strategy/ddp.h"
+#include "strategy/megatron/bucket_caps.h"
+#include "strategy/zero/bucket_caps.h"
+
+namespace shoal::cli {
+namespace {
+
+// The order in which backward delivers gradients.
+std::vector<size_t> arrival_order(const TrainOptions& options, models::Model& model,
+                                  const std::vector<Gradient>& gradients) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& gradient : gradients) parameters.push_back(gradient.parameter);
+  std::vector<size_t> order;
+  const GradientHooks hooks(parameters, [&](size_t gradient) { order.push_back(gradient); });
+  const auto precision = options.precision();
+  const auto sample = data::reference_batch(options.model, options.size, {}, 1, options.data_dtype());
+  at::Tensor logits;
+  {
+    const Precision::Scope scope(precision, at::kCPU);
+    logits = model.forward(precision.input(sample.data));
+  }
+  models::loss_of(logits, sample.target).backward();
+  model.zero_grad();
+  return order;
+}
+
+int64_t element_bytes(const Gradient& gradient) {
+  return static_cast<int64_t>(c10::elementSize(gradient.dtype()));
+}
+
+class Planner {
+ public:
+  Planner(const TrainOptions& options, models::Model& model, int ranks)
+      : options_(options),
+        model_(model),
+        ranks_(ranks),
+        tensors_(walk(model, {})),
+        gradients_(gradients_of(tensors_)),
+        element_wise_(optimizer_kind(options.optimizer, options.lr).element_wise) {
+    plan_.ranks.resize(ranks);
+    const bool shares = options.strategy != "ddp" && ranks > 1;
+    plan_.parameters_once = shares && (options.transport == "auto" || options.transport == "host");
+  }
+
+  ModelPlan make() {
+    own_whole_parameters();
+    plan_memory();
+    std::vector<size_t> registered(gradients_.size());
+    std::iota(registered.rbegin(), registered.rend(), 0);
+    if (options_.strategy == "megatron") {
+      plan_.per_step = plan_.first_step = megatron_step(registered);
+      return plan_;
+    }
+    plan_.first_step = wrapped_step(registered);
+    plan_.per_step = wrapped_step(arrival_order(options_, model_, gradients_));
+    plan_.rebuild.add(static_cast<int64_t>(gradients_.size() * sizeof(int64_t)));
+    return plan_;
+  }
+
+ private:
+  using Buckets = std::vector<std::vector<size_t>>;
+
+  bool cut() const { return options_.strategy == "megatron" && element_wise_; }
+
+  void own_whole_parameters() {
+    for (const auto& gradient : gradients_) parameters_.push_back(gradient.parameter);
+    owners_.assign(parameters_.size(), -1);
+    assign_owners(parameters_, ranks_, owners_);
+    if (options_.strategy == "megatron") widen_gradients(gradients_, options_.megatron);
+  }
+
+  void plan_memory() {
+    for (auto& rank : plan_.ranks) {
+      for (const auto& entry : tensors_.parameters) rank.parameters += static_cast<int64_t>(entry.tensor.nbytes());
+      for (const auto& entry : tensors_.buffers) rank.buffers += static_cast<int64_t>(entry.tensor.nbytes());
+    }
+    const bool whole_gradients = options_.strategy == "ddp" || options_.strategy == "zero1" || cut();
+    for (size_t i = 0; i < gradients_.size(); ++i) {
+      const auto bytes = parameters_[i].numel() * element_bytes(gradients_[i]);
+      for (int rank = 0; rank < ranks_; ++rank) {
+        auto& memory = plan_.ranks[rank];
+        if (whole_gradients || owners_[i] == rank) memory.gradients += bytes;
+        const bool updates = options_.strategy == "ddp" || owners_[i] == rank;
+        if (!cut() && updates) memory.state += state_bytes(parameters_[i].sizes(), parameters_[i]);
+      }
+    }
+  }
+
+  // Of a parameter, or of a piece of one, with these sizes.
+  int64_t state_bytes(at::IntArrayRef sizes, const at::Tensor& parameter) const {
+    const bool copied =
+        options_.strategy == "megatron" && parameter.element_size() < static_cast<int64_t>(sizeof(float));
+    const auto element = copied ? static_cast<int64_t>(sizeof(float)) : parameter.element_size();
+    return element * (state_numel(options_.optimizer, sizes) + (copied ? c10::multiply_integers(sizes) : 0));
+  }
+
+  PlannedCalls wrapped_step(std::span<const size_t> order) const {
+    PlannedCalls calls;
+    std::vector<at::Tensor> buffers;
+    for (const auto& entry : tensors_.buffers) buffers.push_back(entry.tensor);
+    for (const auto& chunk : coalesced(buffers)) {
+      int64_t bytes = 0;
+      for (const auto& tensor : chunk) bytes += static_cast<int64_t>(tensor.nbytes());
+      calls.add(bytes);
+    }
+    const bool everywhere = options_.strategy != "zero2";
+    const auto caps = everywhere ? bucket_caps(options_.ddp) : sharded_bucket_caps(gradients_, options_.zero2, ranks_);
+    const auto owners = everywhere ? std::span<const int>() : std::span<const int>(owners_);
+    const auto buckets = plan_buckets(gradients_, order, caps.first_bytes, caps.bytes, owners);
+    add_reductions(buckets, everywhere, /*scattered=*/false, calls);
+    if (options_.strategy != "ddp") add_publication(calls);
+    return calls;
+  }
+
+  // What updated parameters cost that have one owner each.
+  void add_publication(PlannedCalls& calls) const {
+    if (options_.precision().scaler) calls.add(sizeof(int32_t));  // whether some rank found inf or NaN
+    if (ranks_ == 1) return;
+    if (plan_.parameters_once) {
+      calls.add(0);  // a barrier
+      return;
+    }
+    for (const auto& buffer : owned_buffers(parameters_, owners_, ranks_)) {
+      add_broadcasts(buffer.ranges, static_cast<int64_t>(buffer.layout.element_bytes()), calls);
+    }
+  }
+
+  PlannedCalls megatron_step(std::span<const size_t> order) {
+    PlannedCalls calls;
+    const auto caps = buffer_caps(gradients_, options_.megatron);
+    const auto owners = cut() ? std::span<const int>() : std::span<const int>(owners_);
+    const auto buckets = plan_buckets(gradients_, order, caps.first_bytes, caps.bytes, owners);
+    add_reductions(buckets, /*everywhere=*/false, cut(), calls);
+    if (options_.precision().scaler) calls.add(sizeof(int32_t));
+    for (const auto& members : buckets) {
+      const auto layout = layout_of(members, cut());
+      std::vector<Range> ranges(ranks_);
+      if (!cut()) ranges[owners_[members.front()]] = {0, layout.size()};
+      for (int rank = 0; cut() && rank < ranks_; ++rank) {
+        ranges[rank] = layout.part(rank);
+        for (const auto& slice : layout.overlapping(ranges[rank])) {
+          plan_.ranks[rank].state += state_bytes({slice.in_piece.size()}, parameters_[members[slice.piece]]);
+        }
+      }
+      if (!plan_.parameters_once) add_broadcasts(ranges, parameters_[members.front()].element_size(), calls);
+    }
+    return calls;
+  }
+
+  FlatLayout layout_of(const std::vector<size_t>& members, bool scattered) const {
+    std::vector<int64_t> numels;
+    for (const auto member : members) numels.push_back(parameters_[member].numel());
+    const auto bytes = static_cast<size_t>(element_bytes(gradients_[members.front()]));
+    return scattered ? scatter_layout(numels, bytes, ranks_) : FlatLayout(numels, bytes);
+  }
+
+  void add_reductions(const Buckets& buckets, bool everywhere, bool scattered, PlannedCalls& calls) const {
+    const bool apart = facts_apart(gradients_, everywhere);
+    for (const auto& members : buckets) {
+      const auto facts = apart ? 0 : Facts::numel(members.size());
+      calls.add((layout_of(members, scattered).size() + facts) * element_bytes(gradients_[members.front()]));
+    }
+    if (apart) calls.add(Facts::numel(gradients_.size()) * static_cast<int64_t>(sizeof(float)));
+  }
+
+  static void add_broadcasts(const std::vector<Range>& ranges, int64_t element_bytes, PlannedCalls& calls) {
+    for (const auto& range : ranges) {
+      if (!range.empty()) calls.add(range.size() * element_bytes);
+    }
+  }
+
+  const TrainOptions& options_;
+  models::Model& model_;
+  int ranks_;
+  ModuleTensors tensors_;
+  std::vector<Gradient> gradients_;
+  bool element_wise_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<int> owners_;
+  ModelPlan plan_;
+};
+
+}  // namespace
+
+ModelPlan plan_model(const TrainOptions& options, models::Model& model, int ranks) {
+  return Planner(options, model, ranks).make();
+}
+
+}  // namespace shoal::cli

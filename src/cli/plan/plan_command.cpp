@@ -1,0 +1,212 @@
+// `shoal plan`: memory and communication of a training run before it runs.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cli/commands.h"
+#include "cli/optimizers.h"
+#include "cli/plan/model_plan.h"
+#include "cli/report.h"
+#include "cli/strategies.h"
+#include "models/registry.h"
+#include "shoal/base/error.h"
+#include "shoal/layout/model_bytes.h"
+
+namespace shoal::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct PlanOptions {
+  std::optional<double> params;
+  std::string strategy = "all";
+  std::string json;
+  TrainOptions train;
+};
+
+struct Formula {
+  const char* strategy;
+  Sharded memory;
+  Sharded traffic;
+};
+constexpr Formula formulas[] = {{"ddp", Sharded::nothing, Sharded::nothing},
+                                {"zero1", Sharded::state, Sharded::state},
+                                {"megatron", Sharded::state, Sharded::gradients},
+                                {"zero2", Sharded::gradients, Sharded::gradients},
+                                {"zero3", Sharded::parameters, Sharded::parameters}};
+
+ElementBytes element_bytes(const std::string& dtype, const std::string& optimizer) {
+  constexpr double main_copy = 4;
+  const double kept = state_per_element(optimizer);
+  if (dtype == "float32") return {4, 4, 4 * kept};
+  if (dtype == "float64") return {8, 8, 8 * kept};
+  if (dtype == "mixed") return {2, 2, main_copy + 4 * kept};
+  if (dtype == "mixed_fp32_grads") return {2, 4, main_copy + 4 * kept};
+  throw UsageError(fmt::format("--dtype {}: with --params one of float32, float64, mixed, mixed_fp32_grads", dtype));
+}
+
+bool wanted(const PlanOptions& options, const std::string& strategy) {
+  return options.strategy == "all" || options.strategy == strategy;
+}
+
+void finish(const PlanOptions& options, const std::string& table, const Json& report) {
+  if (options.json != "-") fmt::print("{}", table);
+  if (!options.json.empty()) write_json(options.json, report);
+}
+
+int plan_number(const PlanOptions& options) {
+  const auto bytes = element_bytes(options.train.dtype, options.train.optimizer);
+  const int ranks = options.train.ranks.value_or(2);
+  constexpr double giga = 1e9;
+  auto table = fmt::format("{:g} parameters, {} ranks, {}, {}; GB (10^9 bytes) per rank\n\n", *options.params, ranks,
+                           options.train.dtype, options.train.optimizer);
+  table += fmt::format("{:<10}{:>12}{:>12}{:>12}{:>12}{:>16}\n", "strategy", "parameters", "gradients", "state",
+                       "total", "sent per step");
+  Json report = {{"config",
+                  {{"params", *options.params},
+                   {"ranks", ranks},
+                   {"dtype", options.train.dtype},
+                   {"optimizer", options.train.optimizer}}},
+                 {"strategies", Json::array()}};
+  for (const auto& formula : formulas) {
+    if (!wanted(options, formula.strategy)) continue;
+    const auto memory = bytes_per_rank(*options.params, bytes, formula.memory, ranks);
+    const auto sent = bytes_sent_per_step(*options.params, bytes, formula.traffic, ranks);
+    table +=
+        fmt::format("{:<10}{:>12.2f}{:>12.2f}{:>12.2f}{:>12.1f}{:>16.2f}\n", formula.strategy, memory.parameters / giga,
+                    memory.gradients / giga, memory.state / giga, memory.total() / giga, sent / giga);
+    report["strategies"].push_back({{"strategy", formula.strategy},
+                                    {"memory",
+                                     {{"params_bytes", memory.parameters},
+                                      {"grads_bytes", memory.gradients},
+                                      {"state_bytes", memory.state},
+                                      {"total_bytes", memory.total()}}},
+                                    {"sent_bytes_per_step", sent}});
+  }
+  table += "\nzero3: FSDP, not in this version. Sent: the least that a rank sends, whatever the transport.\n";
+  finish(options, table, report);
+  return 0;
+}
+
+Json to_json(const PlannedCalls& calls) {
+  return {{"collectives", calls.calls}, {"bytes", calls.bytes}};
+}
+
+Json to_json(const std::string& strategy, const ModelPlan& plan) {
+  Json memory;
+  const auto put = [&](const char* name, int64_t RankMemory::*part) {
+    for (const auto& rank : plan.ranks) memory[name].push_back(rank.*part);
+  };
+  put("params_bytes", &RankMemory::parameters);
+  put("grads_bytes", &RankMemory::gradients);
+  put("state_bytes", &RankMemory::state);
+  put("buffers_bytes", &RankMemory::buffers);
+  memory["params_once_per_host"] = plan.parameters_once;
+  int64_t host = 0;
+  for (const auto& rank : plan.ranks) host += rank.total();
+  if (plan.parameters_once) host -= (static_cast<int64_t>(plan.ranks.size()) - 1) * plan.ranks.front().parameters;
+  memory["host_bytes"] = host;
+  return {{"strategy", strategy},
+          {"memory", memory},
+          {"communication",
+           {{"first_step", to_json(plan.first_step)},
+            {"rebuild", to_json(plan.rebuild)},
+            {"per_step", to_json(plan.per_step)}}}};
+}
+
+int plan_built_in(const PlanOptions& options) {
+  constexpr double mebibyte = 1 << 20;
+  const int ranks = options.train.ranks.value_or(2);
+  auto table = fmt::format("{} {} on {} rank(s), {}, {}; MiB of the rank that holds most\n\n", options.train.model,
+                           options.train.size, ranks, options.train.dtype, options.train.optimizer);
+  table += fmt::format("{:<10}{:>12}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}\n", "strategy", "parameters", "gradients",
+                       "state", "buffers", "all ranks", "collectives", "bytes/step");
+  Json report = {{"config",
+                  {{"model", options.train.model},
+                   {"size", options.train.size},
+                   {"ranks", ranks},
+                   {"dtype", options.train.dtype},
+                   {"optimizer", options.train.optimizer},
+                   {"transport", options.train.transport}}},
+                 {"strategies", Json::array()}};
+  bool once = false;
+  for (const auto* strategy : {"ddp", "zero1", "zero2", "megatron"}) {
+    if (!wanted(options, strategy)) continue;
+    auto train = options.train;
+    train.strategy = strategy;
+    train.complete();
+    const auto model =
+        models::make_model(train.model, train.size, models::Init::reference, train.seed, train.data_dtype());
+    train.precision().convert(*model);
+    const auto plan = plan_model(train, *model, ranks);
+    const auto most = *std::max_element(plan.ranks.begin(), plan.ranks.end(),
+                                        [](const auto& a, const auto& b) { return a.total() < b.total(); });
+    report["strategies"].push_back(to_json(strategy, plan));
+    const auto host = report["strategies"].back()["memory"]["host_bytes"].get<double>();
+    table += fmt::format("{:<10}{:>11.3f}{}{:>12.3f}{:>12.3f}{:>12.3f}{:>12.3f}{:>14}{:>14}\n", strategy,
+                         most.parameters / mebibyte, plan.parameters_once ? "*" : " ", most.gradients / mebibyte,
+                         most.state / mebibyte, most.buffers / mebibyte, host / mebibyte, plan.per_step.calls,
+                         plan.per_step.bytes);
+    once = once || plan.parameters_once;
+  }
+  if (once) table += "\n* one copy for all ranks of the host\n";
+  finish(options, table, report);
+  return 0;
+}
+
+void check(PlanOptions& options) {
+  std::vector<std::string> known = {"all", "ddp", "zero1", "zero2", "megatron"};
+  if (options.params) known.emplace_back("zero3");
+  if (std::find(known.begin(), known.end(), options.strategy) == known.end()) {
+    throw UsageError(fmt::format("--strategy {}: choose one of {}", options.strategy, fmt::join(known, ", ")));
+  }
+  if (options.params && !(*options.params > 0 && std::isfinite(*options.params))) {
+    throw UsageError(fmt::format("--params {}: give a number above 0", *options.params));
+  }
+  options.train.data = "reference";
+  auto train = options.train;
+  if (options.params) {
+    element_bytes(train.dtype, "adamw");  // its own names
+    train.dtype = "float32";
+  }
+  train.complete();
+  if (options.params) state_per_element(train.optimizer);
+}
+
+}  // namespace
+
+void add_plan_command(CLI::App& app, Action& chosen) {
+  auto* command = app.add_subcommand("plan", "memory per rank and bytes per step, before running anything");
+  const auto options = std::make_shared<PlanOptions>();
+  auto& train = options->train;
+  auto* number = command->add_option("--params", options->params, "number of parameters: the published formulas");
+  command->add_option("--model", train.model, "cnn, mlp, gpt: exact figures")->excludes(number)->capture_default_str();
+  command->add_option("--size", train.size, "size of the model: tiny, small; gpt also gpt2")
+      ->excludes(number)
+      ->capture_default_str();
+  command->add_option("--ranks", train.ranks, "default: 2");
+  command->add_option("--strategy", options->strategy, "all, ddp, zero1, zero2, megatron; with --params also zero3")
+      ->capture_default_str();
+  command
+      ->add_option("--dtype", train.dtype,
+                   "as for train; with --params float32, float64, mixed (16-bit parameters and gradients), "
+                   "mixed_fp32_grads")
+      ->capture_default_str();
+  command->add_option("--optimizer", train.optimizer, fmt::format("{}", fmt::join(optimizer_names(), ", ")))
+      ->capture_default_str();
+  command
+      ->add_option("--transport", train.transport,
+                   "auto and host: all ranks on one host, which holds one copy of sharded strategies' parameters")
+      ->excludes(number)
+      ->capture_default_str();
+  command->add_option("--json", options->json, "file for the figures, - for standard output");
+  command->callback([options, &chosen] {
+    check(*options);
+    chosen = [options] { return options->params ? plan_number(*options) : plan_built_in(*options); };
+  });
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,202 @@
+#include "shoal/module/sync_batch_norm.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/autograd.h>
+#include <torch/nn/functional/batchnorm.h>
+#include <torch/utils.h>
+
+#include <numeric>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+// What is sent and combined, whatever the input's dtype: counts must be exact, and the vectors are short.
+constexpr auto wide = at::kDouble;
+
+// All dimensions but the channels'.
+std::vector<int64_t> reduced_dimensions(const at::Tensor& input) {
+  std::vector<int64_t> dimensions(input.dim() - 1);
+  std::iota(dimensions.begin(), dimensions.end(), 1);
+  dimensions.front() = 0;
+  return dimensions;
+}
+
+// A vector over the channels, to be combined with the input.
+at::Tensor along_channels(const at::Tensor& vector, const at::Tensor& input) {
+  std::vector<int64_t> shape(input.dim(), 1);
+  shape[1] = -1;
+  return vector.view(shape);
+}
+
+at::ScalarType compute_dtype(const at::Tensor& input) {
+  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+int64_t values_per_channel(const at::Tensor& input) {
+  return input.size(1) == 0 ? 0 : input.numel() / input.size(1);
+}
+
+struct Moments {
+  at::Tensor mean;            // [c] float64
+  at::Tensor sum_of_squares;  // [c] float64, of the deviations from the mean
+  double count = 0;           // values per channel
+};
+
+// Of all ranks' values together (Chan, Golub and LeVeque 1979: no difference of large numbers).
+Moments moments(const at::Tensor& input, const Group& group) {
+  const auto channels = input.size(1);
+  const auto count = values_per_channel(input);
+  auto mine = at::zeros({2 * channels + 1}, input.options().dtype(wide));
+  if (count > 0) {
+    const auto [variance, mean] =
+        at::var_mean(input.to(compute_dtype(input)), reduced_dimensions(input), /*correction=*/at::Scalar(0));
+    mine.narrow(0, 0, channels).copy_(mean);
+    mine.narrow(0, channels, channels).copy_(variance).mul_(count);
+    mine[2 * channels] = count;
+  }
+  auto all = at::empty({group.size(), 2 * channels + 1}, mine.options());
+  group.all_gather(all, mine, {-1, -1, "statistics of SyncBatchNorm"}).wait();
+  const auto means = all.narrow(1, 0, channels);
+  const auto counts = all.narrow(1, 2 * channels, 1);
+  const auto total = counts.sum().item<double>();
+  if (total == 0) return {at::zeros({channels}, mine.options()), at::zeros({channels}, mine.options()), 0};
+  const auto mean = (means * (counts / total)).sum(0);
+  const auto between = ((means - mean).square() * counts).sum(0);
+  return {mean, all.narrow(1, channels, channels).sum(0) + between, total};
+}
+
+// Normalises by statistics that are already known, and sends the sums that backward needs over the group.
+class Normalise : public torch::autograd::Function<Normalise> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
+                            const at::Tensor& weight, const at::Tensor& bias, const Moments& of_all, double eps,
+                            const Group& group) {
+    const auto dtype = compute_dtype(input);
+    const auto variance = of_all.sum_of_squares / std::max(1.0, of_all.count);
+    context->save_for_backward({input, weight, of_all.mean.to(dtype), (variance + eps).rsqrt().to(dtype)});
+    context->saved_data["count"] = of_all.count;
+    context->saved_data["bias_dtype"] = bias.scalar_type();
+    // Autograd keeps plain values only; a handle of the group travels in a capsule.
+    context->saved_data["group"] = c10::IValue::make_capsule(c10::make_intrusive<Carried>(group));
+    if (input.numel() == 0) return at::empty_like(input);
+    // The same kernel as in evaluation.
+    return std::get<0>(at::native_batch_norm(input.to(dtype), weight.to(dtype), bias.to(dtype), of_all.mean.to(dtype),
+                                             variance.to(dtype), /*training=*/false, /*momentum=*/0, eps))
+        .to(input.scalar_type());
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& outputs) {
+    if (at::GradMode::is_enabled()) {
+      throw UsageError("SyncBatchNorm: backward with create_graph: its gradient cannot be differentiated once more");
+    }
+    const auto saved = context->get_saved_variables();
+    const auto &input = saved[0], &weight = saved[1], &mean = saved[2], &scale = saved[3];
+    const auto group = c10::static_intrusive_pointer_cast<Carried>(context->saved_data["group"].toCapsule())->group;
+    const auto channels = input.size(1);
+    const auto gradient = outputs[0].to(mean.scalar_type());
+    const auto normalised =
+        (input.to(mean.scalar_type()) - along_channels(mean, input)).mul_(along_channels(scale, input));
+    const auto dimensions = reduced_dimensions(input);
+    auto sums = at::empty({2, channels}, mean.options().dtype(wide));
+    sums[0].copy_(gradient.sum(dimensions));
+    sums[1].copy_((gradient * normalised).sum(dimensions));
+    const auto own = [&](int64_t row, at::ScalarType dtype) { return sums[row].to(dtype, false, /*copy=*/true); };
+    at::Tensor weight_gradient, bias_gradient, input_gradient;
+    if (context->needs_input_grad(1)) weight_gradient = own(1, weight.scalar_type());
+    if (context->needs_input_grad(2)) bias_gradient = own(0, context->saved_data["bias_dtype"].toScalarType());
+    // Whether or not this rank needs the gradient of its input: others may.
+    group.all_reduce(sums, ReduceOp::sum, {-1, -1, "sums of SyncBatchNorm's backward"}).wait();
+    if (context->needs_input_grad(0)) {
+      const auto means = (sums / std::max(1.0, context->saved_data["count"].toDouble())).to(mean.scalar_type());
+      auto centred = gradient - along_channels(means[0], input);
+      centred.sub_(normalised * along_channels(means[1], input));
+      const auto factor = scale * weight.to(scale.scalar_type());
+      input_gradient = centred.mul_(along_channels(factor, input)).to(input.scalar_type());
+    }
+    return {input_gradient, weight_gradient, bias_gradient, {}, {}, {}};
+  }
+
+ private:
+  struct Carried : torch::CustomClassHolder {
+    explicit Carried(Group of) : group(std::move(of)) {}
+    Group group;
+  };
+};
+
+}  // namespace
+
+SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& options, Group group)
+    : NormImplBase(options), group_(std::move(group)) {}
+
+void SyncBatchNormImpl::adopt(const at::Tensor& new_weight, const at::Tensor& new_bias, const at::Tensor& mean,
+                              const at::Tensor& var, const at::Tensor& batches) {
+  parameters_["weight"] = weight = new_weight;
+  parameters_["bias"] = bias = new_bias;
+  // libtorch does not let go of a registered buffer.
+  const auto share = [](at::Tensor& own, const at::Tensor& other) {
+    if (own.defined()) own.set_data(other);
+  };
+  share(running_mean, mean);
+  share(running_var, var);
+  share(num_batches_tracked, batches);
+}
+
+void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
+  if (input.dim() < 2 || input.dim() > 5 || input.size(1) != options.num_features()) {
+    throw UsageError(fmt::format("SyncBatchNorm: input [{}]; it must be [n, {}] with up to three further dimensions",
+                                 fmt::join(input.sizes(), ", "), options.num_features()));
+  }
+  if (!at::isFloatingType(input.scalar_type())) {
+    throw UsageError(
+        fmt::format("SyncBatchNorm: input of {}; it must be floating point", c10::toString(input.scalar_type())));
+  }
+}
+
+// Counts a batch; returns what its statistics weigh in the running ones.
+double SyncBatchNormImpl::count_batch() {
+  if (!num_batches_tracked.defined()) return 0;
+  num_batches_tracked += 1;
+  return options.momentum() ? *options.momentum() : 1.0 / num_batches_tracked.item<double>();
+}
+
+at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
+  _check_input_dim(input);
+  if (!is_training() || group_.size() == 1) {
+    const double factor = is_training() ? count_batch() : 0;
+    const bool by_batch = is_training() || !options.track_running_stats();
+    return torch::nn::functional::detail::batch_norm(input, running_mean, running_var, weight, bias, by_batch, factor,
+                                                     options.eps());
+  }
+  const auto of_all = [&] {
+    const torch::NoGradGuard no_grad;
+    return moments(input.detach(), group_);
+  }();
+  if (of_all.count == 1) {
+    throw UsageError("SyncBatchNorm: all ranks together have one value per channel; training needs at least two");
+  }
+  if (running_mean.defined() && of_all.count > 0) {
+    const double factor = count_batch();
+    const auto blend = [factor](const at::Tensor& running, const at::Tensor& fresh) {
+      running.copy_(running.to(wide).mul(1 - factor).add(fresh, factor));
+    };
+    blend(running_mean, of_all.mean);
+    blend(running_var, of_all.sum_of_squares / (of_all.count - 1));
+  }
+  // Autograd takes no undefined inputs.
+  const auto plain = input.options().dtype(compute_dtype(input));
+  return Normalise::apply(input, weight.defined() ? weight : at::ones({input.size(1)}, plain),
+                          bias.defined() ? bias : at::zeros({input.size(1)}, plain), of_all, options.eps(), group_);
+}
+
+void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
+  stream << fmt::format("shoal::SyncBatchNorm({}, eps={}, momentum={}, affine={}, track_running_stats={}, ranks={})",
+                        options.num_features(), options.eps(),
+                        options.momentum() ? fmt::format("{}", *options.momentum()) : "none", options.affine(),
+                        options.track_running_stats(), group_.size());
+}
+
+}  // namespace shoal

@@ -1,0 +1,30 @@
+#pragma once
+// What travels in DistributedOptimizer's buffers, and how large they are.
+
+#include <algorithm>
+#include <limits>
+
+#include "engine/exchange.h"
+#include "shoal/strategy/megatron/distributed_optimizer.h"
+
+namespace shoal {
+
+inline void widen_gradients(std::vector<Gradient>& gradients, const DistributedOptimizerOptions& options) {
+  for (auto& gradient : gradients) {
+    gradient.sparse = false;  // buffers are dense
+    const bool narrow = c10::elementSize(gradient.dtype()) < sizeof(float);
+    if (options.grad_reduce_in_fp32 && narrow) gradient.travels_as = at::kFloat;
+  }
+}
+
+// Without overlap there is one bucket of each dtype.
+inline BucketCaps buffer_caps(const std::vector<Gradient>& gradients, const DistributedOptimizerOptions& options) {
+  constexpr auto unlimited = std::numeric_limits<int64_t>::max();
+  if (!options.overlap_grad_reduce) return {.first_bytes = unlimited, .bytes = unlimited};
+  size_t element_bytes = 1;
+  for (const auto& gradient : gradients) element_bytes = std::max(element_bytes, c10::elementSize(gradient.dtype()));
+  const auto cap = options.bucket_size * static_cast<int64_t>(element_bytes);
+  return {.first_bytes = cap, .bytes = cap};
+}
+
+}  // namespace shoal

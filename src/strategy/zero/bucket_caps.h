@@ -1,0 +1,26 @@
+#pragma once
+// How large ShardedDataParallel's buckets are.
+
+#include <algorithm>
+
+#include "engine/exchange.h"
+#include "shoal/strategy/zero/sharded_ddp.h"
+
+namespace shoal {
+
+// One rank keeps everything: its gradients are not grouped.
+inline BucketCaps sharded_bucket_caps(const std::vector<Gradient>& gradients, const ShardedDataParallelOptions& options,
+                                      int ranks) {
+  int64_t numel = 0;
+  int64_t element_bytes = 1;
+  for (const auto& gradient : gradients) {
+    numel += gradient.parameter.numel();
+    element_bytes = std::max<int64_t>(element_bytes, c10::elementSize(gradient.dtype()));
+  }
+  constexpr int64_t buckets_per_rank = 4;
+  const auto cap =
+      ranks == 1 ? 1 : std::clamp<int64_t>(numel / (buckets_per_rank * ranks), 1, options.reduce_buffer_size);
+  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes};
+}
+
+}  // namespace shoal

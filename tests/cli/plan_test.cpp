@@ -1,0 +1,145 @@
+// `shoal plan` beside what `shoal train` counts.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "tests/support/processes.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal::test {
+namespace {
+
+using nlohmann::json;
+
+Ended shoal(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), SHOAL);
+  return run(arguments, 100);
+}
+
+json read(const std::string& path) {
+  std::ifstream file(path);
+  return json::parse(file);
+}
+
+struct Case {
+  std::string strategy, ranks, transport, model, dtype = "float32", optimizer = "adamw";
+};
+
+void expect_train_does_what_plan_says(const Case& it) {
+  SCOPED_TRACE(it.strategy + " on " + it.ranks + " ranks, " + it.transport + ", " + it.model + ", " + it.dtype + ", " +
+               it.optimizer);
+  constexpr int64_t steps = 3;
+  const TempFolder folder;
+  const std::vector<std::string> common{"--strategy",  it.strategy,  "--ranks", it.ranks,  "--transport",
+                                        it.transport,  "--model",    it.model,  "--dtype", it.dtype,
+                                        "--optimizer", it.optimizer, "--json"};
+  auto plan_line = common, train_line = common;
+  plan_line.insert(plan_line.begin(), "plan");
+  plan_line.push_back(folder.file("plan.json"));
+  train_line.insert(train_line.begin(), {"train", "--data", "reference", "--steps", std::to_string(steps)});
+  train_line.push_back(folder.file("train.json"));
+  const auto planned = shoal(plan_line);
+  ASSERT_EQ(planned.code, 0) << planned.output;
+  const auto trained = shoal(train_line);
+  ASSERT_EQ(trained.code, 0) << trained.output;
+  const auto plan = read(folder.file("plan.json"))["strategies"][0];
+  const auto report = read(folder.file("train.json"));
+
+  const auto& calls = plan["communication"];
+  for (const auto& [field, counter] :
+       {std::pair("collectives", "collectives_per_step"), std::pair("bytes", "bytes_per_step")}) {
+    const int64_t expected = calls["first_step"][field].get<int64_t>() + calls["rebuild"][field].get<int64_t>() +
+                             (steps - 1) * calls["per_step"][field].get<int64_t>();
+    const double counted = report["communication"][counter].get<double>() * steps;
+    EXPECT_EQ(expected, std::llround(counted)) << field;
+  }
+  constexpr double mebibyte = 1 << 20;
+  for (const auto& [field, counter] :
+       {std::pair("params_bytes", "params_mib"), std::pair("grads_bytes", "grads_mib"),
+        std::pair("state_bytes", "state_mib"), std::pair("buffers_bytes", "buffers_mib")}) {
+    const auto& ranks = report["memory"]["by_rank"][counter];
+    ASSERT_EQ(ranks.size(), plan["memory"][field].size());
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      const double expected = plan["memory"][field][rank].get<double>() / mebibyte;
+      EXPECT_NEAR(ranks[rank].get<double>(), expected, 0.05 * expected + 1e-3) << counter << " of rank " << rank;
+    }
+  }
+}
+
+TEST(Plan, BEY11_every_strategy_does_what_was_planned) {
+  for (const auto* strategy : {"ddp", "zero1", "zero2", "megatron"}) {
+    for (const auto* ranks : {"1", "2", "4"}) {
+      for (const auto* transport : {"host", "gloo"}) {
+        expect_train_does_what_plan_says({strategy, ranks, transport, std::string(ranks) == "2" ? "gpt" : "cnn"});
+      }
+    }
+  }
+}
+
+TEST(Plan, BEY11_dtypes_and_optimizers) {
+  for (const auto* strategy : {"zero2", "megatron"}) {
+    for (const auto* dtype : {"float64", "bf16", "fp16_mixed"}) {
+      expect_train_does_what_plan_says({strategy, "2", "host", "mlp", dtype});
+    }
+    for (const auto* optimizer : {"sgd", "sgd_momentum", "adagrad", "rmsprop", "lamb", "adafactor"}) {
+      expect_train_does_what_plan_says({strategy, "2", "gloo", "mlp", "float32", optimizer});
+    }
+  }
+  expect_train_does_what_plan_says({"ddp", "2", "host", "cnn", "bf16"});
+}
+
+double total(const std::string& dtype, const std::string& strategy, const std::string& ranks) {
+  const TempFolder folder;
+  const auto ended = shoal({"plan", "--params", "7.5e9", "--ranks", ranks, "--dtype", dtype, "--strategy", strategy,
+                            "--json", folder.file("plan.json")});
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  return read(folder.file("plan.json"))["strategies"][0]["memory"]["total_bytes"];
+}
+
+// Rajbhandari et al. 2020, figure 1: 7.5e9 parameters, 64 ranks, Adam.
+TEST(Plan, BEY11_reproduces_the_zero_papers_table) {
+  const std::vector<std::pair<std::string, double>> figures{
+      {"ddp", 120}, {"zero1", 31.4}, {"zero2", 16.6}, {"zero3", 1.9}};
+  for (const auto& [strategy, gigabytes] : figures) {
+    EXPECT_NEAR(total("mixed", strategy, "64") / 1e9, gigabytes, 0.05) << strategy;
+  }
+  const auto table = shoal({"plan", "--params", "7.5e9", "--ranks", "64", "--dtype", "mixed"});
+  for (const auto* figure : {"120.0", "31.4", "16.6", "1.9"}) {
+    EXPECT_NE(table.output.find(figure), std::string::npos) << table.output;
+  }
+}
+
+// Megatron-LM's documentation: float32 8 + 8/d; bfloat16 with float32 gradients 6 + 12/d. With 16-bit gradients its
+// 4 + 16/d holds a float32 copy of the gradients that is not needed: 4 + 12/d.
+TEST(Plan, MEG15_bytes_per_parameter) {
+  for (const double ranks : {1.0, 4.0, 64.0}) {
+    const auto each = [&](const char* dtype) {
+      return total(dtype, "megatron", std::to_string(static_cast<int>(ranks))) / 7.5e9;
+    };
+    EXPECT_DOUBLE_EQ(each("float32"), 8 + 8 / ranks);
+    EXPECT_DOUBLE_EQ(each("mixed_fp32_grads"), 6 + 12 / ranks);
+    EXPECT_DOUBLE_EQ(each("mixed"), 4 + 12 / ranks);
+  }
+}
+
+TEST(Plan, RefusesWhatItCannotPlan) {
+  const auto refusal = [](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "plan");
+    const auto ended = shoal(arguments);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    return ended.output;
+  };
+  EXPECT_NE(refusal({"--params", "-1"}).find("--params -1"), std::string::npos);
+  EXPECT_NE(refusal({"--params", "1e9", "--model", "cnn"}).find("--params"), std::string::npos);
+  EXPECT_NE(refusal({"--params", "1e9", "--dtype", "int4"}).find("--dtype int4"), std::string::npos);
+  EXPECT_NE(refusal({"--params", "1e9", "--optimizer", "adafactor"}).find("shapes"), std::string::npos);
+  EXPECT_NE(refusal({"--strategy", "zero3"}).find("--strategy zero3"), std::string::npos);
+  EXPECT_NE(refusal({"--ranks", "0"}).find("--ranks 0"), std::string::npos);
+  EXPECT_NE(refusal({"--model", "resnet"}).find("resnet"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace shoal::test
