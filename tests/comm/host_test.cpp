@@ -234,6 +234,7 @@ TEST(Host, ManyOperationsAreInFlightAndWaitedForInAnyOrder) {
 }
 
 TEST(Host, ManyMessagesWithOneTagArriveInOrder) {
+  if (group().size() == 1) GTEST_SKIP() << "messages go to other ranks";
   const int next = (group().rank() + 1) % group().size();
   const int previous = (group().rank() + group().size() - 1) % group().size();
   constexpr int count = 1000;
