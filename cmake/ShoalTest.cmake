@@ -15,7 +15,8 @@ endfunction()
 
 # shoal_world_test(NAME SOURCES file... WORLD 1 2 3 4 [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds])
 #
-# A GoogleTest program whose cases are run by all ranks together; one ctest per world size.
+# A GoogleTest program whose cases are run by all ranks together; one ctest per world size. Fast tests of more than 3
+# ranks are labelled `thorough` instead: they repeat at another size what 3 ranks show.
 function(shoal_world_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LIBRARIES;LABELS;WORLD" ${ARGN})
   shoal_test_defaults()
@@ -25,22 +26,24 @@ function(shoal_world_test name)
   shoal_uses_torch(${name})
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.world${ranks} COMMAND ${name} --ranks ${ranks})
+    shoal_world_label(label ${ranks} 3)
     set_tests_properties(${name}.world${ranks} PROPERTIES
-      LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
   endforeach()
 endfunction()
 
 # shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [LABELS label...] [TIMEOUT seconds])
 #
 # The same program once more with other arguments, as ctests NAME.VARIANT.worldN. --transport and --check-agreement are
-# the world's options (see tests/support/world_main.cpp).
+# the world's options (see tests/support/world_main.cpp). Fast ones of more than 2 ranks are labelled `thorough`.
 function(shoal_world_variant name variant)
   cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD;ARGS" ${ARGN})
   shoal_test_defaults()
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.${variant}.world${ranks} COMMAND ${name} --ranks ${ranks} ${ARG_ARGS})
+    shoal_world_label(label ${ranks} 2)
     set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
-      LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
   endforeach()
 endfunction()
 
@@ -53,14 +56,22 @@ function(shoal_runs_with_mpi name)
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.mpi${ranks}
       COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi)
+    shoal_world_label(label ${ranks} 2)
     set_tests_properties(${name}.mpi${ranks} PROPERTIES
-      LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
   endforeach()
 endfunction()
 
 # Open MPI: more ranks than cores, as root, and not bound to cores that another test's ranks are bound to as well.
 set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none)
+
+macro(shoal_world_label result ranks fast_ranks)
+  set(${result} "${ARG_LABELS}")
+  if(${ranks} GREATER ${fast_ranks} AND ARG_LABELS STREQUAL "fast")
+    set(${result} thorough)
+  endif()
+endmacro()
 
 macro(shoal_test_defaults)
   if(NOT ARG_LABELS)

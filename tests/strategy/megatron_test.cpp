@@ -4,6 +4,7 @@
 
 #include <numeric>
 #include <sstream>
+#include <thread>
 
 #include "comm/group_state.h"
 #include "comm/world_state.h"
@@ -415,6 +416,8 @@ double bytes_per_parameter(at::ScalarType dtype, bool fp32_gradients) {
   constexpr int64_t width = 512;
   auto& meter = test::MemoryMeter::instance();
   group().broadcast(at::zeros({1000}), 0).wait();
+  // Gloo's threads let go of the last operation's tensors a little later.
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const auto shared = [] { return static_cast<int64_t>(state_of(group())->world->memory->bytes_in_use()); };
   const auto before = meter.live() + shared();
   torch::nn::Sequential model;
