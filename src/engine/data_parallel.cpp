@@ -29,8 +29,8 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
   if (tensors.trainable().empty()) {
     throw UsageError(fmt::format("{}: the model has no parameter that requires a gradient; nothing to train", name));
   }
-  return std::unique_ptr<DataParallelCore::State>(
-      new DataParallelCore::State{.module = std::move(module), .group = group, .tensors = std::move(tensors)});
+  return std::make_unique<DataParallelCore::State>(
+      DataParallelCore::State{.module = std::move(module), .group = group, .tensors = std::move(tensors)});
 }
 
 void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,

@@ -50,7 +50,7 @@ void clip_to_norm(const std::vector<at::Tensor>& gradients, double norm, double 
   const double factor = max_norm / (norm + 1e-6);
   if (factor >= 1) return;
   const torch::NoGradGuard no_grad;
-  for (auto gradient : gradients) gradient.mul_(factor);
+  for (const auto& gradient : gradients) at::Tensor(gradient).mul_(factor);
 }
 
 }  // namespace shoal

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+
 #include "engine/data_parallel_state.h"
 #include "engine/ownership.h"
 #include "module/sync.h"
@@ -104,7 +106,7 @@ void Chunk::list_pieces() {
 
 void Chunk::publish(const Label& label) {
   first_touch_.touch_all();
-  for (auto buffer = buffers_.rbegin(); buffer != buffers_.rend(); ++buffer) (*buffer)->publish(label);
+  std::for_each(buffers_.rbegin(), buffers_.rend(), [&](const auto& buffer) { buffer->publish(label); });
 }
 
 void Chunk::wait(const Label& label, bool at_first_touch) {

@@ -15,7 +15,7 @@ inline BucketCaps sharded_bucket_caps(const std::vector<Gradient>& gradients, co
   int64_t element_bytes = 1;
   for (const auto& gradient : gradients) {
     numel += gradient.parameter.numel();
-    element_bytes = std::max<int64_t>(element_bytes, c10::elementSize(gradient.dtype()));
+    element_bytes = std::max<int64_t>(element_bytes, static_cast<int64_t>(c10::elementSize(gradient.dtype())));
   }
   constexpr int64_t buckets_per_rank = 4;
   const auto cap =
