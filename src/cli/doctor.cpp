@@ -15,6 +15,7 @@
 #include "cli/commands.h"
 #include "cli/report.h"
 #include "comm/mpi.h"
+#include "comm/nccl.h"
 #include "comm/shm/host_memory.h"
 #include "comm/store_server.h"
 #include "shoal/base/error.h"
@@ -76,7 +77,7 @@ Json examine() {
       {"gloo", "yes"},
       {"host", host_transport()},
       {"mpi", mpi_is_built() ? "yes" : "not in this build: apt-get install libopenmpi-dev, and build again"},
-      {"nccl", "not in this version"}};
+      {"nccl", nccl_is_built() ? "yes" : "not in this build: it takes a CUDA libtorch"}};
   for (const auto* name : {"torchrun", "mpirun", "srun"}) {
     const auto path = find_program(name);
     report["launchers"][name] = path.empty() ? "not in PATH; shoal launch needs none" : path;

@@ -47,8 +47,8 @@ double factor_of(const c10d::ReduceOp& op) {
 // One or several operations that finish together.
 class GroupWork : public c10d::Work {
  public:
-  GroupWork(std::vector<shoal::Work> works, Tensors results, class Waiter& waiter)
-      : works_(std::move(works)), results_(std::move(results)), waiter_(waiter) {}
+  GroupWork(std::vector<shoal::Work> works, Tensors results, std::shared_ptr<class Waiter> waiter)
+      : works_(std::move(works)), results_(std::move(results)), waiter_(std::move(waiter)) {}
 
   bool isCompleted() override {
     const std::unique_lock lock(mutex_, std::try_to_lock);
@@ -92,7 +92,7 @@ class GroupWork : public c10d::Work {
   mutable std::mutex mutex_;  // the waiter's thread and the caller's
   std::vector<shoal::Work> works_;
   Tensors results_;
-  Waiter& waiter_;
+  std::shared_ptr<Waiter> waiter_;  // a work may outlive its backend
   bool finished_ = false;
   std::exception_ptr error_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -103,28 +103,41 @@ class Waiter {
  public:
   ~Waiter() {
     {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
+      const std::lock_guard lock(queue_->mutex);
+      queue_->stop = true;
     }
-    changed_.notify_one();
-    if (thread_.joinable()) thread_.join();
+    queue_->changed.notify_one();
+    if (!thread_.joinable()) return;
+    // The last to let go of a work, and so of this, may be the thread itself.
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
   }
 
   void add(c10::intrusive_ptr<GroupWork> work, c10::intrusive_ptr<c10::ivalue::Future> future) {
-    const std::lock_guard lock(mutex_);
-    queue_.emplace_back(std::move(work), std::move(future));
-    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-    changed_.notify_one();
+    const std::lock_guard lock(queue_->mutex);
+    queue_->entries.emplace_back(std::move(work), std::move(future));
+    if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { run(*queue); });
+    queue_->changed.notify_one();
   }
 
  private:
-  void run() {
-    std::unique_lock lock(mutex_);
+  struct Queue {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::pair<c10::intrusive_ptr<GroupWork>, c10::intrusive_ptr<c10::ivalue::Future>>> entries;
+    bool stop = false;
+  };
+
+  static void run(Queue& queue) {
+    std::unique_lock lock(queue.mutex);
     while (true) {
-      changed_.wait(lock, [this] { return stop_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      auto [work, future] = std::move(queue_.front());
-      queue_.pop_front();
+      queue.changed.wait(lock, [&] { return queue.stop || !queue.entries.empty(); });
+      if (queue.entries.empty()) return;
+      auto [work, future] = std::move(queue.entries.front());
+      queue.entries.pop_front();
       lock.unlock();
       try {
         work->wait(std::chrono::milliseconds(0));
@@ -133,14 +146,12 @@ class Waiter {
         future->setError(std::current_exception());
       }
       work.reset();
+      future.reset();
       lock.lock();
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::pair<c10::intrusive_ptr<GroupWork>, c10::intrusive_ptr<c10::ivalue::Future>>> queue_;
-  bool stop_ = false;
+  std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
   std::thread thread_;
 };
 
@@ -148,7 +159,7 @@ c10::intrusive_ptr<c10::ivalue::Future> GroupWork::getFuture() {
   const std::lock_guard lock(mutex_);
   if (!future_) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    waiter_.add(c10::intrusive_ptr<GroupWork>::reclaim_copy(this), future_);
+    waiter_->add(c10::intrusive_ptr<GroupWork>::reclaim_copy(this), future_);
   }
   return future_;
 }
@@ -287,7 +298,7 @@ class GroupBackend : public c10d::Backend {
 
   Group group_;
   uint64_t issued_ = 0;
-  Waiter waiter_;
+  std::shared_ptr<Waiter> waiter_ = std::make_shared<Waiter>();
 };
 
 }  // namespace

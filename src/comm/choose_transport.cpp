@@ -9,6 +9,7 @@
 #include "comm/hierarchical.h"
 #include "comm/identity.h"
 #include "comm/mpi.h"
+#include "comm/nccl.h"
 #include "comm/shm/host_transport.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
@@ -38,29 +39,38 @@ std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::str
   return make_hierarchical_transport(std::move(parts));
 }
 
+// Shared memory on one host, both over several, Gloo where neither can.
+std::shared_ptr<Transport> make_fastest(const WorldState& world, const std::string& name, int rank,
+                                        const std::vector<int>& world_ranks) {
+  if (auto host = make_host_transport(world, name, rank, world_ranks).transport) return host;
+  if (auto spanning = make_spanning(world, name, rank, world_ranks)) return spanning;
+  return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()));
+}
+
 }  // namespace
 
 std::vector<std::string> transport_names() {
   std::vector<std::string> names = {"auto", "host", "gloo"};
   if (mpi_is_built()) names.emplace_back("mpi");
+  if (nccl_is_built()) names.emplace_back("nccl");
   return names;
 }
 
 std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::string& name, int rank,
                                             const std::vector<int>& world_ranks) {
   const auto& wanted = world.options.transport;
-  if (world_ranks.size() == 1) return make_identity_transport();
+  const auto size = static_cast<int>(world_ranks.size());
+  if (size == 1) return make_identity_transport();
   if (wanted == "mpi") return make_mpi_transport(world, world_ranks, rank);
-  if (wanted != "gloo") {
-    auto host = make_host_transport(world, name, rank, world_ranks);
-    if (host.transport) return host.transport;
-    if (wanted == "host") {
-      throw UsageError(
-          fmt::format("transport host cannot carry group '{}': {}; use transport auto or gloo", name, host.why_not));
-    }
-    if (auto spanning = make_spanning(world, name, rank, world_ranks)) return spanning;
+  if (wanted == "gloo") return make_gloo_transport(world, name, rank, size);
+  if (wanted == "nccl") {
+    return make_nccl_transport(world, name, rank, size, make_fastest(world, name, rank, world_ranks));
   }
-  return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()));
+  if (wanted != "host") return make_fastest(world, name, rank, world_ranks);
+  auto host = make_host_transport(world, name, rank, world_ranks);
+  if (host.transport) return host.transport;
+  throw UsageError(
+      fmt::format("transport host cannot carry group '{}': {}; use transport auto or gloo", name, host.why_not));
 }
 
 }  // namespace shoal

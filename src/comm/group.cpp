@@ -18,7 +18,7 @@ void require(bool condition, const Call& call, const std::string& what) {
   if (!condition) throw UsageError(fmt::format("{}: {}", call.describe(), what));
 }
 
-void check(const Call& call, int size) {
+void check(const Call& call, int rank, int size) {
   for (const auto& tensors : {call.inputs, call.outputs}) {
     for (const auto& tensor : tensors) {
       require(tensor.defined() && tensor.is_contiguous(), call, "tensors must be defined and contiguous");
@@ -28,6 +28,8 @@ void check(const Call& call, int size) {
                         call.op == Op::scatter || call.op == Op::send || call.op == Op::recv;
   require(!has_peer || (call.peer >= 0 && call.peer < size), call,
           fmt::format("rank {} is not in a group of {}", call.peer, size));
+  require((call.op != Op::send && call.op != Op::recv) || call.peer != rank, call,
+          "a rank does not send to itself: copy the tensor");
   const auto ranks = static_cast<size_t>(size);
   for (const auto* list : {&call.inputs, &call.outputs}) {
     require(list->size() <= 1 || list->size() == ranks, call, "a list of tensors needs one per rank");
@@ -75,7 +77,7 @@ int Group::world_rank(int rank) const {
 
 Work issue(const Group& group, Call call) {
   const auto& state = state_of(group);
-  check(call, group.size());
+  check(call, group.rank(), group.size());
   const auto failure = state->progress->failure.text();
   if (!failure.empty()) {
     throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", state->name, failure));

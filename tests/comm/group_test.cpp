@@ -119,6 +119,11 @@ TEST(Group, SendAndRecvGoRoundARing) {
   EXPECT_TRUE(at::equal(received, input((group().rank() + ranks - 1) % ranks, 8)));
 }
 
+TEST(Group, SendingToItselfIsAnError) {
+  EXPECT_THROW(group().send(at::ones({2}), group().rank()), UsageError);
+  EXPECT_THROW(group().recv(at::ones({2}), group().rank()), UsageError);
+}
+
 TEST(Group, BarrierAndEmptyTensorsFinish) {
   group().barrier().wait();
   group().all_reduce(at::empty({0})).wait();

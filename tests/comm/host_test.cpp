@@ -387,6 +387,49 @@ TEST(HostBackend, TheCallerGoesOnWhileAFutureIsWaitedFor) {
   }
 }
 
+TEST(HostBackend, AWorkMayOutliveItsBackend) {
+  for (int i = 0; i < 20; ++i) {
+    auto backend = make_backend(group());
+    std::vector<at::Tensor> first{own(1000, at::kFloat, i)};
+    std::vector<at::Tensor> second{own(300, at::kFloat, i)};
+    auto asked_before = backend->allreduce(first, {});
+    auto asked_after = backend->allreduce(second, {});
+    const auto early = asked_before->getFuture();
+    backend.reset();
+    asked_before.reset();
+    const auto late = asked_after->getFuture();
+    asked_after.reset();
+    early->waitAndThrow();
+    late->waitAndThrow();
+    EXPECT_TRUE(at::equal(first[0], naive(all_inputs(1000, at::kFloat, i), ReduceOp::sum)));
+    EXPECT_TRUE(at::equal(second[0], naive(all_inputs(300, at::kFloat, i), ReduceOp::sum)));
+  }
+}
+
+// A slower peer works on what a faster one has dropped.
+TEST(HostTransport, MemoryOfUnfinishedOperationsIsNotGivenToOthersWhenTheirGroupGoes) {
+  if (group().size() == 1) GTEST_SKIP() << "no peers";
+  std::vector<int> all(group().size());
+  std::iota(all.begin(), all.end(), 0);
+  constexpr int64_t numel = 100000;
+  std::optional<Group> doomed = group().subgroup(all);
+  const auto start_and_drop = [&] {
+    doomed->all_reduce(doomed->allocate(numel, at::kFloat).fill_(1));
+    doomed.reset();
+  };
+  at::Tensor fresh;
+  if (group().rank() == 0) {
+    start_and_drop();
+    fresh = group().allocate(numel, at::kFloat);
+  }
+  group().barrier().wait();
+  if (group().rank() != 0) start_and_drop();
+  group().barrier().wait();
+  if (group().rank() == 0) {
+    EXPECT_EQ(fresh.count_nonzero().item<int64_t>(), 0);
+  }
+}
+
 TEST(HostBackend, PremultipliedSum) {
   if (group().size() == 1) GTEST_SKIP() << "the identity transport returns its input";
   const auto backend = make_backend(group());

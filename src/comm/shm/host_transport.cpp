@@ -62,8 +62,15 @@ class SharedMemoryTransport : public Transport,
     auto* block = &group_.control.block();
     auto buffers = mailboxes_.buffers();
     if (group_.stage != nullptr) buffers.push_back(group_.stage);
+    // A slower peer may still work on these.
+    auto tensors = mailboxes_.unread();
+    for (const auto& operation : operations_) {
+      const auto& call = operation->call();
+      tensors.insert(tensors.end(), call.inputs.begin(), call.inputs.end());
+      tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
+    }
     block->readers.fetch_sub(1);
-    memory->retire([memory, block, buffers] {
+    memory->retire([memory, block, buffers, tensors] {
       if (block->readers.load() != 0) return false;
       for (auto* buffer : buffers) memory->free(buffer);
       block->users.fetch_sub(1);

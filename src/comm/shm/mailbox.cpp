@@ -47,6 +47,16 @@ std::vector<std::byte*> Mailboxes::buffers() const {
   return list;
 }
 
+std::vector<at::Tensor> Mailboxes::unread() const {
+  std::vector<at::Tensor> tensors;
+  for (const auto& outbox : outboxes_) {
+    for (const auto& message : outbox.reading) {
+      if (message) tensors.push_back(message->call.inputs[0]);
+    }
+  }
+  return tensors;
+}
+
 std::shared_ptr<Message> Mailboxes::start(Call call) {
   outboxes_.resize(group_.size);
   auto message = std::make_shared<Message>(std::move(call));

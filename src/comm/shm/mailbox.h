@@ -32,6 +32,8 @@ class Mailboxes {
   void advance();
   // This rank's own buffers, to be freed when no rank reads any more.
   std::vector<std::byte*> buffers() const;
+  // Tensors of messages that peers may still read.
+  std::vector<at::Tensor> unread() const;
 
  private:
   struct Outbox {  // towards one rank
