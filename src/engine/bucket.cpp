@@ -37,7 +37,13 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
       layout_(lay_out(gradients, members_, exchange)) {
   if (sparse_) return;
   for (const auto member : members_) parameters_.push_back(gradients[member].parameter);
-  if (exchange.everywhere() || !exchange.kept(*this, group.rank()).empty()) acquire(group);
+  kept_range_ = exchange.kept(*this, group.rank());
+  passes_ = exchange.apart() || (kept_range_.empty() && !exchange.everywhere());
+  if (exchange.apart()) {
+    apart_ = group.allocate(kept_range_.size(), options_.requires_grad(false));
+  } else if (!passes_) {
+    acquire(group);
+  }
 }
 
 void Bucket::acquire(const Group& group) {

@@ -16,7 +16,7 @@ class Exchange;
 //   payload   the members' gradients as the exchange lays them out, gaps zero
 //   facts     of the members, where the exchange takes them everywhere
 // A sparse gradient's bucket has no flat memory; the same facts ride in the header of the sparse exchange. A bucket of
-// which this rank keeps nothing has memory only while it is needed.
+// which this rank keeps nothing, or what it keeps lies apart, has memory only while it is needed.
 class Bucket {
  public:
   Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> members, const Group& group,
@@ -33,6 +33,11 @@ class Bucket {
   void release();
 
   bool present() const { return flat_.defined(); }
+  // Whether this rank's memory of it comes and goes.
+  bool passes() const { return passes_; }
+  // The part of the sum that stays on this rank (Exchange::kept).
+  at::Tensor kept() const { return apart_.defined() ? apart_ : payload(kept_range_); }
+  const Range& kept_range() const { return kept_range_; }
   at::Tensor& flat() { return flat_; }
   at::Tensor payload(const Range& range) const { return flat_.narrow(0, range.begin, range.size()); }
   const at::Tensor& view(size_t place) const { return views_[place]; }  // gradient of members()[place]
@@ -47,7 +52,10 @@ class Bucket {
   std::vector<at::Tensor> parameters_;
   at::TensorOptions options_;
   FlatLayout layout_;
+  Range kept_range_;
+  bool passes_ = false;
   at::Tensor flat_;
+  at::Tensor apart_;
   std::vector<at::Tensor> views_;
   Facts facts_;
 };

@@ -51,7 +51,7 @@ FlatLayout ReduceScatter::layout(std::span<const int64_t> numels, size_t element
 }
 
 Work ReduceScatter::reduce(Bucket& bucket, const Label& label) const {
-  return group_.reduce_scatter(bucket.payload(kept(bucket, group_.rank())), bucket.flat(), ReduceOp::sum, label);
+  return group_.reduce_scatter(bucket.kept(), bucket.flat(), ReduceOp::sum, label);
 }
 
 }  // namespace shoal

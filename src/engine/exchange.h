@@ -24,11 +24,15 @@ class Exchange {
   }
   // Adds a full bucket up over the ranks, in place.
   virtual Work reduce(Bucket& bucket, const Label& label) const = 0;
+  // A second sum, of what this rank keeps, once the first is there; issued in the order of the buckets.
+  virtual Work reduce_further(Bucket&, const Label&) const { return {}; }
   // Whether every rank gets every sum whole. Then what ranks must know of each other (bucket.h: Facts) rides in the
   // buckets; otherwise it takes a small collective of its own at the end of a step.
   virtual bool everywhere() const = 0;
   // Elements of the bucket's payload that hold the sum on a rank afterwards; the others are void there.
   virtual Range kept(const Bucket& bucket, int rank) const = 0;
+  // Whether the sum goes to memory of its own (Bucket::kept), so that the bucket's is needed only until then.
+  virtual bool apart() const { return false; }
 };
 
 // Every rank gets everything: DDP.

@@ -1,85 +1,63 @@
 #include "engine/first_touch.h"
 
-#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
+#include <c10/util/ScopeExit.h>
 
-#include <mutex>
 #include <set>
 
 namespace shoal {
 
-// RecordFunction takes plain functions only, so the process has one, and one list of whom it tells.
-struct TouchWatch {
-  std::recursive_mutex mutex;  // of all FirstTouch objects: what they are told may make them arm again
-  std::set<FirstTouch*> armed;
-  at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
-
-  static TouchWatch& instance() {
-    static auto* watch = new TouchWatch;  // operators may run while the process ends
-    return *watch;
-  }
-
-  void begin(FirstTouch* watcher) {
-    armed.insert(watcher);
-    if (handle != at::INVALID_CALLBACK_HANDLE) return;
-    handle = at::addGlobalCallback(at::RecordFunctionCallback(&before_operator)
-                                       .needsInputs(true)
-                                       .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
-  }
-
-  void end(FirstTouch* watcher) {
-    armed.erase(watcher);
-    if (!armed.empty() || handle == at::INVALID_CALLBACK_HANDLE) return;
-    at::removeCallback(std::exchange(handle, at::INVALID_CALLBACK_HANDLE));
-  }
-
-  static std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& call) {
-    auto& watch = instance();
-    const std::lock_guard lock(watch.mutex);
-    const auto see = [&](const at::Tensor& tensor) {
-      if (!tensor.defined() || !tensor.has_storage()) return;
-      // A copy: who is told may leave the list.
-      const auto watchers = watch.armed;
-      for (auto* watcher : watchers) watcher->touch(tensor.storage().unsafeGetStorageImpl());
-    };
-    for (const auto& input : call.inputs()) {
-      if (watch.armed.empty()) break;
-      if (input.isTensor()) {
-        see(input.toTensor());
-      } else if (input.isTensorList()) {
-        for (const auto& tensor : input.toTensorVector()) see(tensor);
-      }
-    }
-    return nullptr;
-  }
-};
-
 FirstTouch::~FirstTouch() {
-  auto& watch = TouchWatch::instance();
-  const std::lock_guard lock(watch.mutex);
-  watch.end(this);
+  for (const auto& [storage, index] : armed_) unwatch(storage);
 }
 
 void FirstTouch::arm(size_t index, const at::Tensor& memory) {
-  auto& watch = TouchWatch::instance();
-  const std::lock_guard lock(watch.mutex);
-  armed_[memory.storage().unsafeGetStorageImpl()] = index;
-  watch.begin(this);
+  const std::lock_guard lock(mutex_);
+  auto* storage = memory.storage().unsafeGetStorageImpl();
+  armed_.emplace(storage, index);
+  watch(storage, *this);
 }
 
 void FirstTouch::touch_all() {
-  const std::lock_guard lock(TouchWatch::instance().mutex);
+  check();
+  const std::lock_guard lock(mutex_);
   while (!armed_.empty()) touch(armed_.begin()->first);
 }
 
-void FirstTouch::touch(const void* storage) {
-  const auto found = armed_.find(storage);
-  if (found == armed_.end()) return;
-  const auto index = found->second;
-  armed_.erase(found);
-  if (armed_.empty()) TouchWatch::instance().end(this);
+void FirstTouch::check() {
+  const std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+bool FirstTouch::begin_use(c10::StorageImpl* storage) noexcept {
+  const std::lock_guard lock(mutex_);  // others that take the same memory wait as well
+  try {
+    touch(storage);
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+  return false;
+}
+
+void FirstTouch::touch(c10::StorageImpl* storage) {
+  const auto [begin, end] = armed_.equal_range(storage);
+  if (begin == end) return;
+  std::set<size_t> indices;
+  for (auto entry = begin; entry != end; ++entry) indices.insert(entry->second);
   const at::RecordFunctionGuard own_operators(/*is_enabled=*/false);
-  touched_(index);
+  // Watched until the end, so that other threads wait, too.
+  const auto disarm = c10::make_scope_exit([&] {
+    std::set<c10::StorageImpl*> storages;
+    std::erase_if(armed_, [&](const auto& entry) {
+      const bool done = indices.contains(entry.second);
+      if (done) storages.insert(entry.first);
+      return done;
+    });
+    for (auto* done : storages) {
+      if (!armed_.contains(done)) unwatch(done);
+    }
+  });
+  for (const auto index : indices) touched_(index);
 }
 
 }  // namespace shoal

@@ -97,7 +97,7 @@ void Reducer::set_sums_aside() {
     grad.reset();
   }
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (part_summed_[i]) carried_parts_[i] = buckets_[i].payload(exchange_->kept(buckets_[i], group_.rank())).clone();
+    if (part_summed_[i]) carried_parts_[i] = buckets_[i].kept().clone();
     part_summed_[i] = false;
   }
 }
@@ -289,17 +289,13 @@ void Reducer::issue_facts() {
 // Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now. A rank that runs
 // ahead of its peers waits for them, so that memory stays bounded.
 void Reducer::release_finished() {
-  constexpr size_t most_in_flight = 4;
   if (exchange_->everywhere()) return;
-  const auto passes_through = [this](size_t index) {
-    return !buckets_[index].sparse() && exchange_->kept(buckets_[index], group_.rank()).empty();
-  };
   size_t in_flight = 0;
-  for (size_t i = finished_; i < next_; ++i) in_flight += passes_through(i) ? 1 : 0;
+  for (size_t i = finished_; i < next_; ++i) in_flight += buckets_[i].passes() ? 1 : 0;
   for (; finished_ < next_; ++finished_) {
-    if (in_flight <= most_in_flight && !works_[finished_].done()) return;
+    if (in_flight <= options_.buckets_in_flight && !works_[finished_].done()) return;
     works_[finished_].wait();  // also lets go of the memory
-    if (!passes_through(finished_)) continue;
+    if (!buckets_[finished_].passes()) continue;
     auto& bucket = buckets_[finished_];
     for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
     bucket.release();

@@ -21,6 +21,7 @@ struct ReducerOptions {
   bool static_graph = false;
   bool leave_grad =
       true;  // grad() shows the sum where this rank keeps the whole of a gradient; else it lies in the bucket
+  size_t buckets_in_flight = 4;  // of those whose memory is needed only until they are summed up
 };
 
 // Averages gradients over a group while backward runs.

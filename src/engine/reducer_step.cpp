@@ -78,8 +78,13 @@ double Reducer::wait_for_buckets() {
     abandoned = abandoned || std::isnan(sum);
     if (exact) weight = sum;
   };
+  std::vector<Work> further(buckets_.size());
   for (size_t i = 0; i < buckets_.size(); ++i) {
     works_[i].wait();
+    if (!buckets_[i].sparse()) further[i] = exchange_->reduce_further(buckets_[i], label(i));
+  }
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    further[i].wait();
     const auto& bucket = buckets_[i];
     if (bucket.sparse()) {
       read(sparse_[i]->weight, true);
@@ -106,13 +111,12 @@ std::string Reducer::who_failed() {
 void Reducer::deliver(size_t index, double weight, const std::vector<bool>& carried) {
   auto& bucket = buckets_[index];
   if (bucket.facts().defined()) bucket.facts().read_used(used_anywhere_);
-  const auto kept = exchange_->kept(bucket, group_.rank());
-  if (kept.empty() && !exchange_->everywhere()) return;
-  auto sum = bucket.payload(kept);
+  if (bucket.kept_range().empty() && !exchange_->everywhere()) return;
+  auto sum = bucket.kept();
   const double factor = group_.size() / weight;
   // Without any weight on any rank there was no sample: the sum is zero as it stands.
   if (factor != 1.0 && weight > 0) sum.mul_(factor);
-  if (options_.leave_grad && kept.size() == bucket.payload_numel()) {
+  if (options_.leave_grad && bucket.kept_range().size() == bucket.payload_numel()) {
     deliver_whole(index);
     return;
   }

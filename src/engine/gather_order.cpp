@@ -1,0 +1,81 @@
+#include "engine/gather_order.h"
+
+#include <fmt/format.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <set>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+// FNV-1a; 0 stands for "no script".
+int64_t fingerprint(const std::vector<size_t>& script) {
+  uint64_t hash = 0xcbf29ce484222325U;
+  for (const auto page : script) hash = (hash ^ (page + 1)) * 0x100000001b3U;
+  return script.empty() ? 0 : static_cast<int64_t>(hash);
+}
+
+}  // namespace
+
+std::optional<size_t> GatherOrder::next(std::optional<size_t> want) {
+  if (const auto page = ahead()) return page;
+  if (agreed_.empty()) ask(want ? static_cast<int64_t>(*want) : boundary_);
+  if (agreed_.empty()) return std::nullopt;
+  const auto page = agreed_.front();
+  agreed_.pop_front();
+  return page;
+}
+
+std::optional<size_t> GatherOrder::ahead() {
+  if (position_ == script_.size()) return std::nullopt;
+  return script_[position_++];
+}
+
+// One round. The second number is the script that this rank brings to a pass.
+void GatherOrder::ask(int64_t what) {
+  const int64_t script = what == begins ? fingerprint(scripts_[static_cast<int>(*pass_)]) : 0;
+  auto all = at::empty({2 * group_.size()}, at::kLong);
+  group_.all_gather(all, at::tensor({what, script}, at::kLong), {-1, -1, "what to gather"}).wait();
+  const auto* said = all.data_ptr<int64_t>();
+  std::set<size_t> wanted;
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (said[2 * rank] >= 0) wanted.insert(static_cast<size_t>(said[2 * rank]));
+  }
+  agreed_.assign(wanted.begin(), wanted.end());
+  if (!wanted.empty()) return;
+  for (int rank = 1; rank < group_.size(); ++rank) {
+    if (said[2 * rank] == said[0]) continue;
+    const auto text = [&](int of) {
+      return said[2 * of] == begins ? "begins a forward" : "has ended its backward or evaluation";
+    };
+    throw DisagreeError(fmt::format("rank {} {}, rank {} {}: all ranks must call the wrapper's forward equally often",
+                                    group_.world_rank(0), text(0), group_.world_rank(rank), text(rank)));
+  }
+  if (what != begins) return;
+  bool equal = script != 0;
+  for (int rank = 0; rank < group_.size(); ++rank) equal = equal && said[2 * rank + 1] == script;
+  position_ = 0;
+  script_ = equal ? scripts_[static_cast<int>(*pass_)] : std::vector<size_t>();
+}
+
+void GatherOrder::close() {
+  if (pass_) scripts_[static_cast<int>(*pass_)] = std::move(missed_);
+  missed_.clear();
+  pass_.reset();
+}
+
+void GatherOrder::begin(Pass pass) {
+  close();
+  pass_ = pass;
+  boundary_ = begins;
+}
+
+void GatherOrder::end() {
+  close();
+  boundary_ = ended;
+}
+
+}  // namespace shoal

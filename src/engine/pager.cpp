@@ -1,0 +1,275 @@
+#include "engine/pager.h"
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+Group same_ranks(const Group& group) {
+  std::vector<int> ranks(group.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return group.subgroup(ranks);
+}
+
+c10::DataPtr pointer_to(const at::Tensor& memory) {
+  return {memory.data_ptr(), new at::Tensor(memory), [](void* held) { delete static_cast<at::Tensor*>(held); },
+          memory.device()};
+}
+
+}  // namespace
+
+Pager::Pager(const Group& group, PagerOptions options) : options_(options), group_(same_ranks(group)), order_(group_) {}
+
+Pager::~Pager() {
+  for (const auto& [storage, index] : index_) unwatch(storage);
+}
+
+at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSource source) {
+  const std::lock_guard lock(mutex_);
+  auto page = std::make_unique<Page>();
+  const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
+  page->source = std::move(source);
+  page->storage = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, options.device()),
+                               /*allocator=*/nullptr, /*resizable=*/false);
+  page->options = options.requires_grad(false);
+  page->numel = numel;
+  auto flat = at::empty({0}, page->options);
+  flat.set_(page->storage, 0, {numel}, {1});
+  remove(*page);
+  auto* storage = page->storage.unsafeGetStorageImpl();
+  index_[storage] = pages_.size();
+  pages_.push_back(std::move(page));
+  watch(storage, *this);
+  return flat;
+}
+
+// The tensors stay, without memory.
+void Pager::remove(Page& page) {
+  if (page.memory.defined()) spare_.push_back(std::exchange(page.memory, {}));
+  auto* storage = page.storage.unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, page.options.device()));
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      fmt::format("{} is not in memory on this rank: operators fetch it by themselves; for data_ptr() hold a "
+                  "summon_full_params() scope",
+                  page.source.name));
+  page.state = State::away;
+  page.used = false;
+}
+
+at::Tensor Pager::take_memory(const Page& page) {
+  const auto fits = std::find_if(spare_.begin(), spare_.end(), [&](const at::Tensor& memory) {
+    return memory.numel() == page.numel && memory.scalar_type() == page.options.dtype().toScalarType();
+  });
+  if (fits == spare_.end()) {
+    // What is spare serves pages of one size; others need the room.
+    spare_.clear();
+    return group_.allocate(page.numel, page.options);
+  }
+  auto memory = std::move(*fits);
+  spare_.erase(fits);
+  return memory;
+}
+
+Work Pager::gather(const Page& page, const at::Tensor& memory) const {
+  const Label label{-1, -1, page.source.name};
+  if (page.source.root < 0) return group_.all_gather(memory, page.source.own, label);
+  if (page.source.root == group_.rank()) memory.copy_(page.source.own);
+  return group_.broadcast(memory, page.source.root, label);
+}
+
+void Pager::start(size_t index) {
+  auto& page = *pages_[index];
+  page.memory = take_memory(page);
+  page.work = gather(page, page.memory);
+  page.state = State::coming;
+  ++ahead_;
+  ++statistics_.gathers;
+  count();
+}
+
+void Pager::gather_for_others(size_t index) {
+  auto& page = *pages_[index];
+  auto memory = take_memory(page);
+  ++statistics_.gathers;
+  gather(page, memory).wait();
+  spare_.push_back(std::move(memory));
+}
+
+void Pager::finish(Page& page) {
+  if (page.state != State::coming) return;
+  page.work.wait();
+  auto* storage = page.storage.unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(pointer_to(page.memory));
+  storage->clear_data_ptr_access_error_msg_();
+  page.state = State::present;
+}
+
+void Pager::count() {
+  size_t pages = 0;
+  int64_t bytes = 0;
+  for (const auto& page : pages_) {
+    if (page->state == State::away) continue;
+    ++pages;
+    bytes += static_cast<int64_t>(page->memory.nbytes());
+  }
+  statistics_.peak_pages = std::max(statistics_.peak_pages, pages);
+  statistics_.peak_bytes = std::max(statistics_.peak_bytes, bytes);
+}
+
+void Pager::bring(size_t index) {
+  auto& page = *pages_[index];
+  if (page.used) {
+    used_.remove(index);
+    used_.push_back(index);
+    return;
+  }
+  order_.missed(index);
+  make_room(1);
+  while (page.state == State::away) {
+    const auto next = *order_.next(index);
+    if (next == index) {
+      start(index);
+    } else {
+      gather_for_others(next);
+    }
+  }
+  finish(page);
+  --ahead_;
+  page.used = true;
+  used_.push_back(index);
+  fetch_ahead();
+}
+
+// For so many more; never takes a page that some operator uses.
+void Pager::make_room(size_t more) {
+  if (keep_) return;
+  for (auto place = used_.begin(); place != used_.end() && used_.size() + more > options_.resident;) {
+    auto& page = *pages_[*place];
+    if (page.users > 0) {
+      ++place;
+      continue;
+    }
+    remove(page);
+    place = used_.erase(place);
+  }
+}
+
+void Pager::fetch_ahead() {
+  while (ahead_ < options_.ahead) {
+    const auto next = order_.ahead();
+    if (!next) return;
+    if (pages_[*next]->state == State::away) {
+      start(*next);
+    } else {
+      gather_for_others(*next);
+    }
+  }
+}
+
+bool Pager::begin_use(c10::StorageImpl* storage) noexcept {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  const auto index = index_.at(storage);
+  ++pages_[index]->users;
+  try {
+    bring(index);
+  } catch (const std::exception& error) {
+    // The operator finds no memory, and fails with this text.
+    if (!error_) error_ = std::current_exception();
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(error.what());
+  }
+  return true;
+}
+
+void Pager::end_use(c10::StorageImpl* storage) noexcept {
+  const std::lock_guard lock(mutex_);
+  --pages_[index_.at(storage)]->users;
+}
+
+void Pager::check() {
+  const std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void Pager::help_others() {
+  while (const auto next = order_.next(std::nullopt)) gather_for_others(*next);
+}
+
+// Pages that were fetched ahead and not used.
+void Pager::forget_unused() {
+  for (auto& page : pages_) {
+    if (page->state == State::away || page->used) continue;
+    finish(*page);
+    remove(*page);
+    --ahead_;
+  }
+}
+
+void Pager::begin(Pass pass) {
+  check();
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  order_.begin(pass);
+  help_others();
+  forget_unused();
+}
+
+void Pager::end() {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  order_.end();
+  help_others();
+  forget_unused();
+}
+
+void Pager::invalidate() {
+  const std::lock_guard lock(mutex_);
+  forget_unused();
+  for (const auto index : used_) remove(*pages_[index]);
+  used_.clear();
+}
+
+void Pager::drop(const at::Tensor& flat) {
+  const std::lock_guard lock(mutex_);
+  const auto index = index_.at(flat.storage().unsafeGetStorageImpl());
+  auto& page = *pages_[index];
+  if (!page.used || page.users > 0) return;
+  remove(page);
+  used_.remove(index);
+}
+
+void Pager::keep(bool all) {
+  const std::lock_guard lock(mutex_);
+  keep_ = all;
+  make_room(0);
+}
+
+void Pager::hold_all() {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  for (size_t index = 0; index < pages_.size(); ++index) {
+    ++pages_[index]->users;
+    bring(index);
+  }
+}
+
+void Pager::release_all(bool store) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  for (auto& page : pages_) {
+    --page->users;
+    if (!store || !page->source.own.defined()) continue;
+    const auto numel = page->source.own.numel();
+    const auto begin = page->source.root < 0 ? numel * group_.rank() : 0;
+    page->source.own.copy_(page->memory.narrow(0, begin, numel));
+  }
+  make_room(0);
+}
+
+}  // namespace shoal

@@ -1,0 +1,117 @@
+#pragma once
+// Flat parameter memory that comes when an operator takes it and goes when room is needed.
+
+#include <torch/types.h>
+
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/gather_order.h"
+#include "engine/operator_watch.h"
+
+namespace shoal {
+
+struct PagerOptions {
+  size_t resident = 2;  // pages that stay after use, least recently used out first
+  size_t ahead = 1;     // further pages on their way or waiting for their first use
+};
+
+// What a page is on this rank.
+struct PageSource {
+  std::string name;  // for labels and errors
+  at::Tensor own;    // this rank's equal part of the page, contiguous; with a root: the page, on the root
+  int root = -1;     // the rank of the group that has all of it; -1: every rank has its part
+};
+
+// A page is a flat tensor whose memory comes and goes while the tensor, and all views of it, keep their identity.
+// Before an operator takes any of them the page is gathered from the ranks' parts; then it stays until others need the
+// room, at least to the operator's end. So anything may be read anywhere, forward or backward, by any thread. What is
+// read past the operators (data_ptr) while the page is away is an error that says so. Writes to a page are lost unless
+// the parts change, too (store).
+//
+// Residency is a cache: correctness never depends on the order of uses. Where ranks use pages in the same order pass
+// after pass, pages are gathered ahead of use (gather_order.h).
+class Pager : private MemoryUser {
+ public:
+  using Pass = GatherOrder::Pass;
+  struct Statistics {
+    int64_t gathers = 0;
+    size_t peak_pages = 0;  // in memory at one time, those on their way included
+    int64_t peak_bytes = 0;
+  };
+
+  // Collective: makes a group of its own for the gathers.
+  Pager(const Group& group, PagerOptions options);
+  // Pages that are away stay away: their tensors can no longer be read.
+  ~Pager() override;
+  Pager(const Pager&) = delete;
+  Pager& operator=(const Pager&) = delete;
+
+  // A new page of `numel` elements, away. Its tensor: [numel].
+  at::Tensor add(int64_t numel, const at::TensorOptions& options, PageSource source);
+
+  // A forward begins, a backward or an evaluation has ended. Collective. Throws what an operator's use has left.
+  void begin(Pass pass);
+  void end();
+  // The parts have changed: no page in memory is valid any more.
+  void invalidate();
+  // Nobody on this rank will use the page soon.
+  void drop(const at::Tensor& page);
+  // While set, pages stay whatever the limit.
+  void keep(bool all);
+  // Brings all pages, which stay until release_all. Collective.
+  void hold_all();
+  // Lets them go; `store`: what this rank's parts hold now counts.
+  void release_all(bool store);
+  // Throws what an operator's use has left.
+  void check();
+  const Statistics& statistics() const { return statistics_; }
+
+ private:
+  enum class State { away, coming, present };
+  struct Page {
+    PageSource source;
+    c10::Storage storage;
+    at::TensorOptions options;
+    int64_t numel = 0;
+    State state = State::away;
+    bool used = false;  // since it came
+    int users = 0;
+    at::Tensor memory{};
+    Work work{};
+  };
+
+  bool begin_use(c10::StorageImpl* storage) noexcept override;
+  void end_use(c10::StorageImpl* storage) noexcept override;
+  void bring(size_t index);
+  void finish(Page& page);
+  void start(size_t index);
+  void gather_for_others(size_t index);
+  void help_others();
+  Work gather(const Page& page, const at::Tensor& memory) const;
+  void fetch_ahead();
+  void make_room(size_t more);
+  void remove(Page& page);
+  at::Tensor take_memory(const Page& page);
+  void count();
+  void forget_unused();
+
+  PagerOptions options_;
+  Group group_;
+  GatherOrder order_;
+  std::mutex mutex_;  // everything below
+  std::vector<std::unique_ptr<Page>> pages_;
+  std::unordered_map<c10::StorageImpl*, size_t> index_;
+  std::list<size_t> used_;  // in memory and used, least recently first
+  size_t ahead_ = 0;        // in memory or on their way, not used yet
+  bool keep_ = false;
+  std::vector<at::Tensor> spare_;  // memory of pages that have gone
+  std::exception_ptr error_;
+  Statistics statistics_;
+};
+
+}  // namespace shoal

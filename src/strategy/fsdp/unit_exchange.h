@@ -1,0 +1,78 @@
+#pragma once
+// Gradients that travel unit by unit, to where their units' shards are.
+
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "engine/exchange.h"
+
+namespace shoal {
+
+// The ranks among which units are sharded, and, where there are several such groups, those that hold equal shards.
+struct ShardGroups {
+  Group all;
+  Group shard;
+  std::optional<Group> replicas{};
+
+  // The shard that a rank of `all` has.
+  int shard_of(int rank) const { return rank % shard.size(); }
+};
+
+// Buckets of one unit and dtype each, last unit first.
+inline std::vector<std::vector<size_t>> plan_units(const std::vector<Gradient>& gradients,
+                                                   const std::vector<int>& units) {
+  constexpr auto whole = std::numeric_limits<int64_t>::max();
+  std::vector<size_t> order(gradients.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  return plan_buckets(gradients, order, whole, whole, units);
+}
+
+// Every rank gets an equal range of a unit's sum, in memory of its own.
+class ScatterUnits : public ReduceScatter {
+ public:
+  // units: number of the unit, by number of the gradient.
+  ScatterUnits(ShardGroups groups, std::vector<int> units)
+      : ReduceScatter(groups.shard, {}), groups_(std::move(groups)), units_(std::move(units)) {}
+
+  std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
+                                        std::span<const size_t>) const override {
+    return plan_units(gradients, units_);
+  }
+  Range kept(const Bucket& bucket, int rank) const override { return bucket.layout().part(groups_.shard_of(rank)); }
+  bool apart() const override { return true; }
+  Work reduce_further(Bucket& bucket, const Label& label) const override {
+    return groups_.replicas ? groups_.replicas->all_reduce(bucket.kept(), ReduceOp::sum, label) : Work();
+  }
+
+ private:
+  ShardGroups groups_;
+  std::vector<int> units_;
+};
+
+// Every gradient has an owner: for optimizers that need whole parameters.
+class ReduceUnitsToOwners : public ReduceToOwner {
+ public:
+  ReduceUnitsToOwners(ShardGroups groups, const std::vector<int>& units, const std::vector<int>& owners)
+      : ReduceToOwner(groups.shard, {}, owners, /*follow=*/false), groups_(std::move(groups)) {
+    for (size_t i = 0; i < units.size(); ++i) shares_.push_back(units[i] * groups_.shard.size() + owners[i]);
+  }
+
+  std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
+                                        std::span<const size_t>) const override {
+    return plan_units(gradients, shares_);
+  }
+  Range kept(const Bucket& bucket, int rank) const override {
+    return ReduceToOwner::kept(bucket, groups_.shard_of(rank));
+  }
+  Work reduce_further(Bucket& bucket, const Label& label) const override {
+    const bool mine = !bucket.kept_range().empty();
+    return groups_.replicas && mine ? groups_.replicas->all_reduce(bucket.kept(), ReduceOp::sum, label) : Work();
+  }
+
+ private:
+  ShardGroups groups_;
+  std::vector<int> shares_;  // unit and owner in one number, by number of the gradient
+};
+
+}  // namespace shoal

@@ -1,0 +1,172 @@
+// Pages that come when an operator takes them, on several ranks.
+
+#include "engine/pager.h"
+
+#include <torch/torch.h>
+
+#include <atomic>
+#include <random>
+#include <thread>
+
+#include "shoal/base/error.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::world;
+using Pass = Pager::Pass;
+
+const Group& group() {
+  return world().group();
+}
+
+// Page p: numel() elements of the value p + 1, every rank with its part.
+class Book {
+ public:
+  explicit Book(size_t count, PagerOptions options = {}) : pager(group(), options) {
+    for (size_t i = 0; i < count; ++i) {
+      parts.push_back(at::full({part}, static_cast<double>(i + 1)));
+      pages.push_back(
+          pager.add(numel(), at::TensorOptions(at::kFloat), {.name = "page " + std::to_string(i), .own = parts[i]}));
+    }
+  }
+
+  static int64_t numel() { return part * group().size(); }
+  double read(size_t page) const { return pages[page].mean().item<double>(); }
+
+  static constexpr int64_t part = 1000;
+  Pager pager;
+  std::vector<at::Tensor> parts;
+  std::vector<at::Tensor> pages;
+};
+
+TEST(Pager, BEY16_a_page_is_there_when_an_operator_takes_it_or_a_view_of_it) {
+  const Book book(4);
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(book.read(i), static_cast<double>(i + 1));
+    const auto view = book.pages[i].view({group().size(), Book::part}).t();
+    EXPECT_EQ(view.sum().item<double>(), static_cast<double>(i + 1) * static_cast<double>(Book::numel()));
+  }
+  const auto copy = book.pages[0].clone();
+  for (size_t i = 1; i < 4; ++i) book.read(i);
+  EXPECT_EQ(copy.mean().item<double>(), 1) << "a clone outlives the page's stay";
+  EXPECT_EQ(at::cat({book.pages[0], book.pages[3]}).mean().item<double>(), 2.5) << "several pages in one operator";
+}
+
+TEST(Pager, FSDP07_no_more_pages_are_in_memory_than_the_limit_says) {
+  for (const size_t resident : {1, 2, 3}) {
+    Book book(6, {.resident = resident, .ahead = 1});
+    for (int pass = 0; pass < 3; ++pass) {
+      book.pager.begin(Pass::training);
+      for (size_t i = 0; i < 6; ++i) book.read(i);
+      for (size_t i = 6; i-- > 0;) book.read(i);
+      book.pager.end();
+      book.pager.invalidate();
+    }
+    // Down from page 5: the last `resident` ones are still there.
+    EXPECT_EQ(book.pager.statistics().gathers, 3 * (12 - static_cast<int64_t>(resident))) << resident;
+    EXPECT_LE(book.pager.statistics().peak_pages, resident + 1);
+    EXPECT_LE(book.pager.statistics().peak_bytes, static_cast<int64_t>((resident + 1) * 4) * Book::numel());
+  }
+}
+
+TEST(Pager, FSDP08_from_the_second_pass_on_pages_leave_before_they_are_used) {
+  Book book(4, {.resident = 1, .ahead = 1});
+  const auto pass = [&] {
+    std::vector<int64_t> gathered;
+    book.pager.begin(Pass::training);
+    for (size_t i = 0; i < 4; ++i) {
+      book.read(i);
+      gathered.push_back(book.pager.statistics().gathers);
+    }
+    book.pager.end();
+    book.pager.invalidate();
+    return gathered;
+  };
+  EXPECT_EQ(pass(), (std::vector<int64_t>{1, 2, 3, 4}));
+  EXPECT_EQ(pass(), (std::vector<int64_t>{6, 7, 8, 8}));
+}
+
+TEST(Pager, ChangedPartsAreSeenAfterInvalidate) {
+  Book book(2);
+  EXPECT_EQ(book.read(1), 2);
+  book.parts[1].fill_(7);
+  book.pager.invalidate();
+  EXPECT_EQ(book.read(1), 7);
+}
+
+TEST(Pager, ReadingPastTheOperatorsIsAnErrorThatSaysWhatToDo) {
+  Book book(3, {.resident = 1, .ahead = 0});
+  book.read(0);
+  EXPECT_EQ(book.pages[0].data_ptr<float>()[0], 1);
+  book.read(1);
+  try {
+    book.pages[0].data_ptr<float>();
+    FAIL() << "no error";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("summon_full_params"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("page 0"), std::string::npos);
+  }
+  book.pager.hold_all();
+  for (size_t i = 0; i < 3; ++i) EXPECT_EQ(book.pages[i].data_ptr<float>()[0], static_cast<float>(i + 1));
+  // What is written while they are held counts only if it is stored.
+  const torch::NoGradGuard no_grad;
+  book.pages[2].fill_(9);
+  book.pager.release_all(/*store=*/true);
+  EXPECT_EQ(book.parts[2].mean().item<double>(), 9);
+  book.pager.invalidate();
+  EXPECT_EQ(book.read(2), 9);
+}
+
+// Ranks read different pages, differently often and in different orders, in every pass.
+TEST(Pager, BEY02_ranks_may_use_different_pages) {
+  constexpr size_t pages = 7;
+  Book book(pages, {.resident = 2, .ahead = 1});
+  std::mt19937 same(1);
+  std::mt19937 own(static_cast<unsigned>(group().rank() + 2));
+  for (int pass = 0; pass < 40; ++pass) {
+    // Half of the passes repeat the last one, some of them but for this rank.
+    static std::vector<size_t> reads;
+    if (same() % 2 == 0) {
+      auto& random = same() % 2 == 0 ? own : same;
+      reads.clear();
+      for (size_t i = random() % 12; i > 0; --i) reads.push_back(random() % pages);
+    }
+    book.pager.begin(pass % 5 == 0 ? Pass::evaluation : Pass::training);
+    for (const auto page : reads) ASSERT_EQ(book.read(page), static_cast<double>(page + 1));
+    book.pager.end();
+    EXPECT_LE(book.pager.statistics().peak_pages, 4U);
+  }
+}
+
+TEST(Pager, RanksThatCallForwardDifferentlyOftenAreToldSo) {
+  if (group().size() == 1) GTEST_SKIP() << "no peers";
+  Book book(2);
+  EXPECT_THROW(group().rank() == 0 ? book.pager.begin(Pass::training) : book.pager.end(), DisagreeError);
+}
+
+TEST(Pager, APageWithARootComesFromIt) {
+  Pager pager(group(), {});
+  const int root = group().size() - 1;
+  const auto whole = group().rank() == root ? at::arange(10, at::kFloat) : at::Tensor();
+  const auto page = pager.add(10, at::TensorOptions(at::kFloat), {.name = "page", .own = whole, .root = root});
+  EXPECT_EQ(page.sum().item<double>(), 45);
+}
+
+TEST(Pager, SeveralThreadsMayReadThePagesThatAreThere) {
+  Book book(3, {.resident = 3, .ahead = 0});
+  for (size_t i = 0; i < 3; ++i) book.read(i);
+  std::vector<std::thread> threads;
+  std::atomic<int> right = 0;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 200; ++i) right += book.read(i % 3) == i % 3 + 1 ? 1 : 0;
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(right, 800);
+}
+
+}  // namespace
+}  // namespace shoal
