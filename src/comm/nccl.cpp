@@ -51,7 +51,7 @@ bool nccl_is_built() {
 }
 
 std::shared_ptr<Transport> make_nccl_transport(const WorldState& world, const std::string& name, int rank, int size,
-                                               std::shared_ptr<Transport> host_side) {
+                                               const std::shared_ptr<Transport>& host_side) {
   using c10d::ProcessGroupNCCL;
   auto options = ProcessGroupNCCL::Options::create();
   // Our own waits name the culprit; NCCL's watchdog, which ends the process, only backs them up.
@@ -60,7 +60,7 @@ std::shared_ptr<Transport> make_nccl_transport(const WorldState& world, const st
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   try {
     auto nccl = c10::make_intrusive<ProcessGroupNCCL>(store, rank, size, options);
-    return std::make_shared<ByDevice>(make_c10d_transport("nccl", std::move(nccl)), std::move(host_side));
+    return std::make_shared<ByDevice>(make_c10d_transport("nccl", std::move(nccl)), host_side);
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
     throw UsageError(fmt::format("transport nccl cannot carry group '{}': {}", name, text.substr(0, text.find('\n'))));

@@ -10,7 +10,7 @@ bool nccl_is_built() {
 }
 
 std::shared_ptr<Transport> make_nccl_transport(const WorldState&, const std::string&, int, int,
-                                               std::shared_ptr<Transport>) {
+                                               const std::shared_ptr<Transport>&) {
   throw UsageError(
       "transport nccl is not in this build: build with a CUDA libtorch and the NCCL headers it was made with");
 }

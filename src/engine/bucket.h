@@ -13,7 +13,7 @@ namespace shoal {
 class Exchange;
 
 // Flat memory of one dtype, [payload | facts]:
-//   payload   the members' gradients as the exchange lays them out, gaps zero
+//   payload   the members' gradients as the exchange lays them out; nobody reads the gaps
 //   facts     of the members, where the exchange takes them everywhere
 // A sparse gradient's bucket has no flat memory; the same facts ride in the header of the sparse exchange. A bucket of
 // which this rank keeps nothing, or what it keeps lies apart, has memory only while it is needed.

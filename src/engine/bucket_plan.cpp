@@ -18,7 +18,7 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<Gradient>& gradi
     std::vector<size_t> members;
     size_t last;
   };
-  std::map<std::tuple<c10::ScalarType, std::string, int>, Open> open;
+  std::map<std::tuple<c10::ScalarType, c10::ScalarType, std::string, int>, Open> open;
   std::vector<Closed> closed;
   for (size_t position = 0; position < order.size(); ++position) {
     const auto& gradient = gradients[order[position]];
@@ -27,9 +27,10 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<Gradient>& gradi
       continue;
     }
     const int owner = owners.empty() ? -1 : owners[order[position]];
-    auto& bucket = open[{gradient.dtype(), gradient.parameter.device().str(), owner}];
+    const auto& parameter = gradient.parameter;
+    auto& bucket = open[{gradient.dtype(), parameter.scalar_type(), parameter.device().str(), owner}];
     bucket.members.push_back(order[position]);
-    bucket.bytes += gradient.parameter.numel() * static_cast<int64_t>(c10::elementSize(gradient.dtype()));
+    bucket.bytes += parameter.numel() * static_cast<int64_t>(c10::elementSize(gradient.dtype()));
     bucket.last = position;
     if (bucket.bytes < (bucket.first ? first_cap_bytes : cap_bytes)) continue;
     closed.push_back({std::exchange(bucket.members, {}), position});

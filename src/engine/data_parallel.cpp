@@ -36,7 +36,7 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
 void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
                                            std::unique_ptr<Exchange> exchange) {
   reducer.reset();  // its hooks go first
-  reducer = std::make_unique<Reducer>(std::move(gradients), group, options, std::move(exchange));
+  reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(exchange));
   reducer->synchronises = [this] { return no_sync_depth == 0; };
 }
 
@@ -45,23 +45,30 @@ DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::m
 DataParallelCore::~DataParallelCore() = default;
 
 void DataParallelCore::before_forward() {
+  auto& state = *state_;
+  if (state.no_sync_depth == 0 && state.reducer->broken()) state.reducer->abandon();
+  begin_pass(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) return;
   prepare();
-  auto& state = *state_;
   state.reducer->set_sums_aside();
   if (state.no_sync_depth > 0) return;
-  if (state.reducer->broken()) state.reducer->abandon();
   state.reducer->check_last_step();
   if (state.broadcast_buffers) sync_buffers(state.group, state.tensors.buffers, state.reducer->step());
   state.reducer->expect_backward();
 }
 
 void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
+  end_pass(torch::GradMode::is_enabled());
   if (state_->no_sync_depth == 0 && torch::GradMode::is_enabled()) state_->reducer->inspect(outputs);
 }
 
 void DataParallelCore::forward_failed() {
   state_->reducer->mark_failed();
+  if (torch::GradMode::is_enabled()) return;
+  try {
+    end_pass(false);            // others may need this rank's help
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): the failure that is under way says more
+  }
 }
 
 void DataParallelCore::backward(const at::Tensor& loss_sum, double weight) {

@@ -13,7 +13,7 @@ struct DataParallelCore::State {
   bool broadcast_buffers = true;
   Precision precision{};
   ModuleTensors tensors;
-  std::unique_ptr<Reducer> reducer{};
+  std::shared_ptr<Reducer> reducer{};
   int no_sync_depth = 0;
 
   // Replaces the present reducer.

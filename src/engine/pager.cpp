@@ -201,13 +201,22 @@ void Pager::help_others() {
   while (const auto next = order_.next(std::nullopt)) gather_for_others(*next);
 }
 
+void Pager::forget(size_t index) {
+  auto& page = *pages_[index];
+  if (page.state == State::away) return;
+  if (page.used) {
+    used_.remove(index);
+  } else {
+    finish(page);
+    --ahead_;
+  }
+  remove(page);
+}
+
 // Pages that were fetched ahead and not used.
 void Pager::forget_unused() {
-  for (auto& page : pages_) {
-    if (page->state == State::away || page->used) continue;
-    finish(*page);
-    remove(*page);
-    --ahead_;
+  for (size_t index = 0; index < pages_.size(); ++index) {
+    if (!pages_[index]->used) forget(index);
   }
 }
 
@@ -228,20 +237,9 @@ void Pager::end() {
   forget_unused();
 }
 
-void Pager::invalidate() {
+void Pager::invalidate(const at::Tensor& page) {
   const std::lock_guard lock(mutex_);
-  forget_unused();
-  for (const auto index : used_) remove(*pages_[index]);
-  used_.clear();
-}
-
-void Pager::drop(const at::Tensor& flat) {
-  const std::lock_guard lock(mutex_);
-  const auto index = index_.at(flat.storage().unsafeGetStorageImpl());
-  auto& page = *pages_[index];
-  if (!page.used || page.users > 0) return;
-  remove(page);
-  used_.remove(index);
+  forget(index_.at(page.storage().unsafeGetStorageImpl()));
 }
 
 void Pager::keep(bool all) {
@@ -262,14 +260,16 @@ void Pager::hold_all() {
 void Pager::release_all(bool store) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
-  for (auto& page : pages_) {
-    --page->users;
-    if (!store || !page->source.own.defined()) continue;
-    const auto numel = page->source.own.numel();
-    const auto begin = page->source.root < 0 ? numel * group_.rank() : 0;
-    page->source.own.copy_(page->memory.narrow(0, begin, numel));
+  for (size_t index = 0; index < pages_.size(); ++index) {
+    auto& page = *pages_[index];
+    --page.users;
+    if (store && page.source.own.defined()) {
+      const auto numel = page.source.own.numel();
+      const auto begin = page.source.root < 0 ? numel * group_.rank() : 0;
+      page.source.own.copy_(page.memory.narrow(0, begin, numel));
+    }
+    forget(index);  // what else was written does not count
   }
-  make_room(0);
 }
 
 }  // namespace shoal

@@ -57,10 +57,8 @@ class Pager : private MemoryUser {
   // A forward begins, a backward or an evaluation has ended. Collective. Throws what an operator's use has left.
   void begin(Pass pass);
   void end();
-  // The parts have changed: no page in memory is valid any more.
-  void invalidate();
-  // Nobody on this rank will use the page soon.
-  void drop(const at::Tensor& page);
+  // The page's parts have changed: what is in memory is not valid any more.
+  void invalidate(const at::Tensor& page);
   // While set, pages stay whatever the limit.
   void keep(bool all);
   // Brings all pages, which stay until release_all. Collective.
@@ -99,6 +97,7 @@ class Pager : private MemoryUser {
   at::Tensor take_memory(const Page& page);
   void count();
   void forget_unused();
+  void forget(size_t index);
 
   PagerOptions options_;
   Group group_;

@@ -19,15 +19,8 @@ ParameterBuffer::ParameterBuffer(const Group& group, std::vector<at::Tensor> par
     views.push_back(view_like(memory_.tensor(), layout_.range(piece).begin, parameters_[piece]));
     const auto mine = layout_.range(piece).intersect(own);
     if (mine.empty()) continue;
-    if (mine == layout_.range(piece)) {
-      views[piece].copy_(parameters_[piece].detach());
-    } else {
-      // A cut one: its elements in the order in which they lie in the view.
-      const auto whole = at::empty_strided(views[piece].sizes(), views[piece].strides(), views[piece].options());
-      at::Tensor(whole).copy_(parameters_[piece].detach());
-      const auto flat = whole.as_strided({whole.numel()}, {1});
-      part(mine).copy_(flat.narrow(0, mine.begin - layout_.range(piece).begin, mine.size()));
-    }
+    part(mine).copy_(
+        in_memory_order(parameters_[piece]).narrow(0, mine.begin - layout_.range(piece).begin, mine.size()));
   }
   publish(label);
   wait(label);

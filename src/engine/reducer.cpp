@@ -19,7 +19,7 @@
 namespace shoal {
 namespace {
 
-std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
+std::vector<at::Tensor> checked_parameters(const std::vector<Gradient>& gradients) {
   std::vector<at::Tensor> parameters;
   for (const auto& gradient : gradients) {
     if (gradient.parameter.is_complex()) {
@@ -46,7 +46,7 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       used_anywhere_(gradients_.size()),
       summed_(gradients_.size()),
       carried_(gradients_.size()),
-      hooks_(parameters_of(gradients_), [this](size_t gradient) { arrived(gradient); }) {
+      hooks_(checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); }) {
   // Backward meets the last registered layer first.
   std::vector<size_t> order(gradients_.size());
   std::iota(order.rbegin(), order.rend(), 0);
@@ -148,6 +148,7 @@ void Reducer::arrived(size_t gradient) {
 
 void Reducer::begin_backward() {
   check_last_step();
+  before_writing();
   if (!options_.leave_grad) set_sums_aside();
   if (weight_ && !weighted_backward_) {
     throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");

@@ -12,6 +12,7 @@
 #include "engine/exchange.h"
 #include "engine/gradient_hooks.h"
 #include "shoal/comm/coalesce.h"
+#include "shoal/engine/timers.h"
 
 namespace shoal {
 
@@ -21,7 +22,9 @@ struct ReducerOptions {
   bool static_graph = false;
   bool leave_grad =
       true;  // grad() shows the sum where this rank keeps the whole of a gradient; else it lies in the bucket
-  size_t buckets_in_flight = 4;  // of those whose memory is needed only until they are summed up
+  bool accept_unused = false;        // parameters that no rank used are no error
+  size_t buckets_in_flight = 4;      // of those whose memory is needed only until they are summed up
+  std::shared_ptr<Timers> timers{};  // measure as "grads-reduce-scatter" what backward does not hide of the reduction
 };
 
 // Averages gradients over a group while backward runs.
@@ -45,6 +48,11 @@ class Reducer {
 
   // Whether the next backward synchronises (asked when its first gradient arrives).
   std::function<bool()> synchronises = [] { return true; };
+  // Called before a backward or an abandoned step writes to the buckets: whoever uses their memory meanwhile ends that.
+  std::function<void()> before_writing = [] {};
+
+  // Called when this rank's backward has issued all buckets, before it waits for the others.
+  std::function<void()> before_waiting = [] {};
 
   // Throws what the last step left to say: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
@@ -75,6 +83,9 @@ class Reducer {
   const std::vector<Gradient>& gradients() const { return gradients_; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
   const Exchange& exchange() const { return *exchange_; }
+  std::vector<at::Tensor> parameters_of(const Bucket& bucket) const;
+  // What each of the first `ranks` ranks keeps of a bucket.
+  std::vector<Range> owners_of(const Bucket& bucket, int ranks) const;
   // Whether any rank used the gradient in the last step, or a sum from before was added to it.
   bool used(size_t gradient) const { return used_anywhere_[gradient]; }
 

@@ -23,6 +23,7 @@ void Reducer::end_backward() {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (!ready_[i]) mark_ready(i);
   }
+  before_waiting();
   issue_facts();
   finish_step();
 }
@@ -57,7 +58,7 @@ void Reducer::finish_step() {
     }
   }
   release_finished();
-  if (!options_.find_unused_parameters && !options_.static_graph) {
+  if (!options_.find_unused_parameters && !options_.static_graph && !options_.accept_unused) {
     for (size_t i = 0; i < gradients_.size(); ++i) {
       if (!used_anywhere_[i]) unused_names_.push_back(gradients_[i].name);
     }
@@ -78,13 +79,16 @@ double Reducer::wait_for_buckets() {
     abandoned = abandoned || std::isnan(sum);
     if (exact) weight = sum;
   };
-  std::vector<Work> further(buckets_.size());
+  timed(options_.timers.get(), "grads-reduce-scatter", 1, [this] {
+    std::vector<Work> further;
+    for (size_t i = 0; i < buckets_.size(); ++i) {
+      works_[i].wait();
+      if (!buckets_[i].sparse()) further.push_back(exchange_->reduce_further(buckets_[i], label(i)));
+    }
+    for (auto& work : further) work.wait();
+    facts_work_.wait();
+  });
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    works_[i].wait();
-    if (!buckets_[i].sparse()) further[i] = exchange_->reduce_further(buckets_[i], label(i));
-  }
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    further[i].wait();
     const auto& bucket = buckets_[i];
     if (bucket.sparse()) {
       read(sparse_[i]->weight, true);
@@ -92,7 +96,6 @@ double Reducer::wait_for_buckets() {
       read(bucket.facts().weight(), bucket.facts().exact());
     }
   }
-  facts_work_.wait();
   if (facts_.defined()) read(facts_.weight(), true);
   return abandoned ? std::nan("") : weight;
 }
@@ -237,6 +240,7 @@ void Reducer::abandon() {
   }
   failed_ = true;
   try {
+    before_writing();
     if (phase_ != Phase::running) begin_step();
     for (; next_ < buckets_.size(); ++next_) {
       if (!buckets_[next_].sparse()) {
@@ -245,6 +249,7 @@ void Reducer::abandon() {
       }
       issue(next_);
     }
+    before_waiting();
     issue_facts();
     if (std::isnan(wait_for_buckets())) who_failed();
   } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
@@ -254,6 +259,18 @@ void Reducer::abandon() {
   }
   order_.clear();
   close_step();
+}
+
+std::vector<at::Tensor> Reducer::parameters_of(const Bucket& bucket) const {
+  std::vector<at::Tensor> list;
+  for (const auto member : bucket.members()) list.push_back(gradients_[member].parameter);
+  return list;
+}
+
+std::vector<Range> Reducer::owners_of(const Bucket& bucket, int ranks) const {
+  std::vector<Range> owners;
+  for (int rank = 0; rank < ranks; ++rank) owners.push_back(exchange_->kept(bucket, rank));
+  return owners;
 }
 
 std::vector<std::vector<std::string>> Reducer::bucket_names() const {

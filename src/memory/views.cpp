@@ -5,15 +5,31 @@
 
 namespace shoal {
 
+namespace {
+
+bool is_dense(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense();
+}
+
+}  // namespace
+
 at::Tensor view_like(const at::Tensor& flat, int64_t offset, const at::Tensor& tensor) {
   // A tensor of its own on the same storage. Autograd would refuse detach_() on a view, and libtorch's
   // Optimizer::zero_grad calls that on every gradient.
   auto view = at::empty({0}, flat.options());
-  const auto row_major = c10::contiguous_strides(tensor.sizes());
-  const bool dense = tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense();
-  const auto strides = dense ? tensor.strides() : at::IntArrayRef(row_major);
-  view.set_(flat.storage(), flat.storage_offset() + offset, tensor.sizes(), strides);
+  view.set_(flat.storage(), flat.storage_offset() + offset, tensor.sizes(), dense_strides(tensor));
   return view;
+}
+
+std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
+  if (is_dense(tensor)) return tensor.strides().vec();
+  const auto row_major = c10::contiguous_strides(tensor.sizes());
+  return {row_major.begin(), row_major.end()};
+}
+
+at::Tensor in_memory_order(const at::Tensor& tensor) {
+  const auto dense = is_dense(tensor) ? tensor.detach() : tensor.detach().contiguous();
+  return dense.as_strided({dense.numel()}, {1});
 }
 
 bool same_view(const at::Tensor& a, const at::Tensor& b) {

@@ -10,7 +10,8 @@ namespace shoal {
 // What travels together: tensors of one dtype and device, at most `chunk_bytes` (a larger tensor alone).
 std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, int64_t chunk_bytes = 250LL << 20);
 
-// Every tensor <- the root's. They travel as coalesced() says. Any layout is accepted. Collective; blocks; extra memory: one chunk.
+// Every tensor <- the root's. They travel as coalesced() says. Any layout is accepted. Collective; blocks; extra
+// memory: one chunk.
 void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tensors, int root, const Label& label,
                          int64_t chunk_bytes = 250LL << 20);
 

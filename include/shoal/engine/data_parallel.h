@@ -52,9 +52,13 @@ class DataParallelCore {
   int64_t step() const;
 
  protected:
+  // Around each forward; training: it builds a graph.
+  virtual void begin_pass(bool /*training*/) {}
+  virtual void end_pass(bool /*training*/) {}
   // Called before each forward that builds a graph.
   virtual void prepare() {}
   State& state() { return *state_; }
+  const State& state() const { return *state_; }
 
  private:
   std::unique_ptr<State> state_;

@@ -7,7 +7,6 @@
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,10 +14,11 @@
 
 #include "shoal/comm/group.h"
 #include "shoal/engine/data_parallel.h"
+#include "shoal/engine/sharded_optimizer.h"
+#include "shoal/engine/timers.h"
 #include "shoal/layout/range.h"
 #include "shoal/optim/element_wise.h"
 #include "shoal/optim/grad_scaler.h"
-#include "shoal/optim/optimizer_state.h"
 
 namespace shoal {
 
@@ -27,11 +27,17 @@ struct DistributedOptimizerOptions {
   bool overlap_grad_reduce = true;    // sums leave during backward; off: in reduce_model_grads(), which step() calls
   bool overlap_param_gather = false;  // step() does not wait for the other ranks' ranges: an operator that first takes
                                       // a parameter of a bucket does. Reading data_ptr() before that sees old values
+  bool reuse_grad_buf_for_param_gather = false;  // parameters keep memory of their own and are copied from their
+                                                 // gradients' buffer, where updated ranges are gathered in place; so a
+                                                 // step that updates ends what main_grad() shows. Off: parameters move
+                                                 // to a buffer, once per host, and nothing is copied. For element-wise
+                                                 // optimizers
   bool grad_reduce_in_fp32 = false;           // gradients of 16-bit parameters accumulate, and are added up, in float32
   double clip_grad = 0;                       // largest norm of all gradients together; 0: no clipping
   bool log_num_zeros_in_grad = false;         // count the gradients' elements that are zero
   std::optional<GradScalerOptions> scaler{};  // needed for float16, possible for bfloat16 with dynamic = false
   std::vector<std::string> ignored{};         // names of parameters and buffers that shoal leaves alone
+  std::shared_ptr<Timers> timers{};           // measure the parts of a step; none: no cost
 
   // Performance.
   int64_t bucket_size = 40'000'000;  // elements of gradients in one reduce-scatter, with overlap_grad_reduce
@@ -40,12 +46,7 @@ struct DistributedOptimizerOptions {
   void validate() const;
 };
 
-// What a step did.
-struct DistributedStep {
-  bool updated = true;                // false: some rank found inf or NaN, and nothing has changed
-  std::optional<double> grad_norm{};  // with clip_grad, before clipping
-  std::optional<int64_t> num_zeros{};
-};
+using DistributedStep = ShardedStep;
 
 // Where a piece of a parameter lies that a rank owns; elements.
 struct ParameterRange {
@@ -58,19 +59,15 @@ struct ParameterRange {
 };
 
 // What DistributedOptimizer does, whatever the optimizer. Use DistributedOptimizer.
-class DistributedOptimizerCore : public torch::optim::Optimizer {
+class DistributedOptimizerCore : public ShardedOptimizerCore {
  public:
   using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
-  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)>;
 
   DistributedOptimizerCore(const Modules& chunks, ParamGroups groups,
-                           std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make, bool cut,
+                           std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Factory& make, bool cut,
                            const Group& group, const DistributedOptimizerOptions& options);
   ~DistributedOptimizerCore() override;
 
-  // Scales a loss as the scaler says; without scaler the loss itself.
-  at::Tensor scale_loss(const at::Tensor& loss) const;
   // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelWrapper::backward. chunk: the one
   // whose parameters the loss reaches first in backward; the others take part in their own backward.
   void backward(const at::Tensor& loss_sum, double weight);
@@ -80,14 +77,11 @@ class DistributedOptimizerCore : public torch::optim::Optimizer {
   // the number of ranks and scattered. For overlap_grad_reduce = false; UsageError otherwise. Collective.
   void reduce_model_grads();
   // Gradients of these parameters are summed over `group` (pipeline stages that share an embedding, ranks that share a
-  // sequence) before anything else. Needs overlap_grad_reduce = false.
-  void all_reduce_grads(const std::vector<at::Tensor>& parameters, const Group& group);
+  // sequence) before anything else. Needs overlap_grad_reduce = false. `name`, such as "embedding", is the reduction's
+  // in timers and logs.
+  void all_reduce_grads(const std::vector<at::Tensor>& parameters, const Group& group,
+                        const std::string& name = "declared");
 
-  // Unscales, looks for inf and NaN, clips, updates this rank's ranges in float32 and hands them out. Collective.
-  DistributedStep step();
-  at::Tensor step(LossClosure closure) override;
-  // Drops the sums of gradients. set_to_none only matters for grad(), which is undefined after a reduction.
-  void zero_grad(bool set_to_none = true);
   // This rank cannot finish a step that its peers have begun or will begin; they get StepAbandoned from their backward.
   // Collective with their step.
   void abandon_step();
@@ -97,20 +91,15 @@ class DistributedOptimizerCore : public torch::optim::Optimizer {
   at::Tensor main_grad(const at::Tensor& parameter) const;
   // Pieces that a rank of the group (default: this one) owns, in buffer order.
   std::vector<ParameterRange> param_range_map(std::optional<int> rank = std::nullopt) const;
-  // The whole optimizer's state by name, with the float32 main parameters of 16-bit ones: on rank `recipient` of the
-  // group, elsewhere empty; none: on every rank. With several chunks, names begin with "chunk0.", "chunk1.", ... Moves
-  // one parameter at a time. Collective.
-  OptimizerState state_dict(std::optional<int> recipient = std::nullopt) const;
-  // Every rank gives the whole state, whatever strategy and number of ranks it comes from. See load_optimizer_state.
-  void load_state_dict(const OptimizerState& state);
-  const GradScaler* scaler() const;
-  const Group& group() const;
-  // This rank's optimizer over its pieces, with its state.
-  const torch::optim::Optimizer& local_optimizer() const;
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  static std::unique_ptr<State> make_state(const Modules& chunks, bool cut, const Group& group,
+                                           const DistributedOptimizerOptions& options);
+  void complete_gradients() override;
+  void end_gradients() override;
+
+  struct Reduction;
+  std::unique_ptr<Reduction> reduction_;
 };
 
 // Wraps any libtorch optimizer. An element-wise one (optim/element_wise.h) updates cut parameters; for others each
@@ -123,13 +112,19 @@ class DistributedOptimizerCore : public torch::optim::Optimizer {
 //   optimizer.zero_grad();
 //
 // The module needs no wrapper. Its trainable parameters move to one buffer per dtype (once per host where ranks share
-// memory; see OSS for what that means), their gradients to another; after backward grad() is undefined and the sums lie
-// in the buffers. For parameters of 16 bits each rank keeps a float32 main copy of its own ranges, and the optimizer's
-// state is float32. Batch-norm buffers stay each rank's own.
+// memory; see OSS for what that means; or stay, see reuse_grad_buf_for_param_gather), their gradients to another; after
+// backward grad() is undefined and the sums lie in the buffers. For parameters of 16 bits each rank keeps a float32
+// main copy of its own ranges, and the optimizer's state is float32. Batch-norm buffers stay each rank's own.
 //
 // Constructor: collective; gives everybody rank 0's values. UsageError for a dtype other than float16, bfloat16,
 // float32 (float64 counts as float32 does), for float16 without scaler or a scaler with float32, for wrong options;
 // DisagreeError when ranks hold different models or options.
+//
+// Timers: at level 0 "optimizer" (a step()); at level 1 "declared-grads-all-reduce" (or another name, see
+// all_reduce_grads), "grads-reduce-scatter" (with overlap_grad_reduce: what backward does not hide of it),
+// "params-all-gather" (with overlap_param_gather: what the next forward does not hide of it, once per bucket); at level
+// 2 "optimizer-unscale-and-check-inf", "optimizer-clip-main-grad", "optimizer-inner-step". What overlaps has no
+// barrier.
 template <class Local>
 class DistributedOptimizer : public DistributedOptimizerCore {
  public:

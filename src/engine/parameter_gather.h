@@ -1,0 +1,48 @@
+#pragma once
+// How updated parameters reach all ranks: in a memory of their own, in their gradients', or page by page.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/exchange.h"
+#include "engine/pager.h"
+#include "shoal/layout/slice.h"
+
+namespace shoal {
+
+// The parameters of one bucket, laid out like its gradients; every rank owns what it keeps of those.
+class ParameterGather {
+ public:
+  virtual ~ParameterGather() = default;
+  // This rank's elements of a parameter, one-dimensional, in the order in which they lie in memory.
+  virtual at::Tensor elements(const Slice& slice) const = 0;
+  // Where their updated values leave from, in the parameters' dtype; may be the same memory.
+  virtual at::Tensor outgoing(const Slice& slice) const = 0;
+  // This rank's values are in place. Collective, does not wait.
+  virtual void publish(const Label& label) = 0;
+  // Until the parameters have what all ranks have published.
+  virtual void wait(const Label& label) = 0;
+  // What operators may only take after wait().
+  virtual std::vector<at::Tensor> awaited() const = 0;
+};
+
+// Parameters move to a buffer, once per host where ranks share memory, and are views of it. owners: ranges of the
+// layout by rank. Collective.
+std::unique_ptr<ParameterGather> gather_in_parameters(const Group& group, std::vector<at::Tensor> parameters,
+                                                      const FlatLayout& layout, std::vector<Range> owners,
+                                                      const Label& label);
+
+// Parameters keep memory of their own. Updated values are gathered in the bucket's, of which they take the first part
+// where gradients are wider, and copied from there. The bucket has equal parts; its gradients are void from publish()
+// on, and must not be written before wait().
+std::unique_ptr<ParameterGather> gather_in_gradients(const Group& group, std::vector<at::Tensor> parameters,
+                                                     const Bucket& bucket);
+
+// Parameters become views of a page; this rank keeps its range of it alone. owners: ranges of the layout by rank, equal
+// parts or all of it for one rank. Each rank's present values count for its own range.
+std::unique_ptr<ParameterGather> gather_in_pages(std::shared_ptr<Pager> pager, std::vector<at::Tensor> parameters,
+                                                 const FlatLayout& layout, const std::vector<Range>& owners, int rank,
+                                                 const std::string& name);
+
+}  // namespace shoal

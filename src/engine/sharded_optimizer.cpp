@@ -1,0 +1,175 @@
+// Gradients are checked and clipped; each rank's pieces are updated and handed out.
+
+#include "shoal/engine/sharded_optimizer.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <unordered_map>
+
+#include "engine/gradient_norm.h"
+#include "engine/sharded_optimizer_state.h"
+#include "optim/param_groups.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+
+namespace shoal {
+
+std::vector<StatePiece> ShardedOptimizerCore::State::state_pieces() const {
+  std::vector<StatePiece> all;
+  for (size_t number = 0; number < modules.size(); ++number) {
+    for (auto& piece : modules[number]->state_pieces(modules.size() > 1 ? fmt::format("chunk{}.", number) : "")) {
+      all.push_back(std::move(piece));
+    }
+  }
+  return all;
+}
+
+ShardedOptimizerCore::ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                           const Factory& make, std::unique_ptr<State> state)
+    : torch::optim::Optimizer(std::move(groups), std::move(defaults)), state_(std::move(state)) {
+  agree(state_->group, "the parameters and options of " + state_->name, describe(param_groups_));
+  std::unordered_map<const c10::TensorImpl*, size_t> param_group;
+  for (size_t number = 0; number < param_groups_.size(); ++number) {
+    for (const auto& parameter : param_groups_[number].params()) {
+      const auto [place, fresh] = param_group.emplace(parameter.unsafeGetTensorImpl(), number);
+      if (fresh || place->second == number) continue;
+      throw UsageError(fmt::format("{}: a parameter [{}] is in two param groups; leave it in one", state_->name,
+                                   fmt::join(parameter.sizes(), ", ")));
+    }
+  }
+  auto share = empty_like(param_groups_);
+  state_->for_pieces([&](const ShardedModule& module, OwnedPiece& piece) {
+    const auto& gradient = module.reducer().gradients()[piece.gradient];
+    const auto place = param_group.find(gradient.parameter.unsafeGetTensorImpl());
+    if (place == param_group.end()) {
+      throw UsageError(fmt::format("{}: parameter {} belongs to no param group; add it to one, freeze it or ignore it",
+                                   state_->name, gradient.name));
+    }
+    share[place->second].params().push_back(piece.main);
+  });
+  state_->local = make(share);
+}
+
+ShardedOptimizerCore::~ShardedOptimizerCore() = default;
+
+at::Tensor ShardedOptimizerCore::scale_loss(const at::Tensor& loss) const {
+  return state_->scaler ? state_->scaler->scale(loss) : loss;
+}
+
+bool ShardedOptimizerCore::anywhere(bool here, const char* what) const {
+  auto flag = at::full({1}, here ? 1 : 0, at::kInt);
+  state_->group.all_reduce(flag, ReduceOp::max, state_->label(what)).wait();
+  return flag.item<int>() != 0;
+}
+
+// What the optimizer will see, in float32 and over; sets grad() of the main pieces.
+std::vector<at::Tensor> ShardedOptimizerCore::collect_gradients() {
+  std::vector<at::Tensor> list;
+  state_->for_pieces([&](const ShardedModule& module, OwnedPiece& piece) {
+    auto& grad = piece.main.mutable_grad();
+    if (!module.reducer().used(piece.gradient)) {
+      grad.reset();
+      return;
+    }
+    grad = piece.sum.to(piece.main.scalar_type());
+    list.push_back(grad);
+  });
+  return list;
+}
+
+// This rank's pieces get new values, and all ranks get them.
+void ShardedOptimizerCore::update() {
+  auto& state = *state_;
+  copy_options(param_groups_, *state.local);
+  state.time(
+      "optimizer-inner-step", 2, [&] { state.local->step(); }, &state.group);
+  const auto updated = state.label("updated parameters");
+  const auto publish = [&] {
+    end_gradients();
+    for (auto& module : state.modules) module->publish(updated);
+    for (auto& module : state.modules) module->wait(updated, state.wait_at_first_touch);
+  };
+  if (state.wait_at_first_touch) {
+    publish();
+  } else {
+    state.time("params-all-gather", 1, publish, &state.group);
+  }
+}
+
+ShardedStep ShardedOptimizerCore::update_if_finite() {
+  auto& state = *state_;
+  const torch::NoGradGuard no_grad;
+  ShardedStep result;
+  const auto seen = collect_gradients();
+  if (state.scaler) {
+    const auto unscale = [&] { result.updated = !anywhere(state.scaler->unscale(seen), "inf or NaN in gradients"); };
+    state.time("optimizer-unscale-and-check-inf", 2, unscale, &state.group);
+    state.scaler->update(!result.updated);
+  }
+  if (result.updated && state.clip_grad > 0) {
+    const auto clip = [&] {
+      result.grad_norm = global_norm(seen, 2, state.group, state.label("norm of the gradients"));
+      clip_to_norm(seen, *result.grad_norm, state.clip_grad);
+    };
+    state.time("optimizer-clip-main-grad", 2, clip, &state.group);
+  }
+  if (result.updated && state.log_num_zeros_in_grad) {
+    auto zeros = at::zeros({1}, at::kLong);
+    for (const auto& gradient : seen) zeros += gradient.numel() - gradient.count_nonzero();
+    state.group.all_reduce(zeros, ReduceOp::sum, state.label("zeros in gradients")).wait();
+    result.num_zeros = zeros.item<int64_t>();
+  }
+  if (result.updated) update();
+  state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.main.mutable_grad().reset(); });
+  ++state.steps;
+  return result;
+}
+
+ShardedStep ShardedOptimizerCore::step() {
+  ShardedStep result;
+  const auto whole = [&] {
+    complete_gradients();
+    result = update_if_finite();
+  };
+  state_->time("optimizer", 0, whole);
+  return result;
+}
+
+at::Tensor ShardedOptimizerCore::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure != nullptr) {
+    const at::AutoGradMode grad(true);
+    loss = closure();
+  }
+  step();
+  return loss;
+}
+
+void ShardedOptimizerCore::zero_grad(bool set_to_none) {
+  torch::optim::Optimizer::zero_grad(set_to_none);
+  for (auto& module : state_->modules) module->reducer().drop_sums();
+}
+
+OptimizerState ShardedOptimizerCore::state_dict(std::optional<int> recipient) const {
+  return gather_state(state_->group, state_->state_pieces(), *state_->local, recipient);
+}
+
+void ShardedOptimizerCore::load_state_dict(const OptimizerState& state) {
+  load_state(state_->group.rank(), state_->state_pieces(), *state_->local, state);
+}
+
+const GradScaler* ShardedOptimizerCore::scaler() const {
+  return state_->scaler ? &*state_->scaler : nullptr;
+}
+
+const Group& ShardedOptimizerCore::group() const {
+  return state_->group;
+}
+
+const torch::optim::Optimizer& ShardedOptimizerCore::local_optimizer() const {
+  return *state_->local;
+}
+
+}  // namespace shoal

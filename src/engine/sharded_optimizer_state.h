@@ -1,0 +1,42 @@
+#pragma once
+// What ShardedOptimizerCore keeps.
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/sharded_module.h"
+#include "shoal/engine/sharded_optimizer.h"
+
+namespace shoal {
+
+struct ShardedOptimizerCore::State {
+  std::string name;  // of the class, for errors
+  Group group;
+  std::vector<std::shared_ptr<ShardedModule>> modules{};
+  double clip_grad = 0;                // 0: no clipping
+  bool log_num_zeros_in_grad = false;  // count the gradients' elements that are zero
+  bool wait_at_first_touch = false;    // for the other ranks' pieces; else in step()
+  std::optional<GradScaler> scaler{};
+  std::shared_ptr<Timers> timers{};
+
+  std::unique_ptr<torch::optim::Optimizer> local{};  // its param groups match the whole optimizer's
+  int64_t steps = 0;
+
+  Label label(const std::string& what) const { return {steps, -1, what}; }
+  template <class Act>
+  void time(const char* what, int level, const Act& act, const Group* meet = nullptr) const {
+    timed(timers.get(), what, level, act, meet);
+  }
+  template <class Visit>
+  void for_pieces(const Visit& visit) const {
+    for (const auto& module : modules) {
+      for (auto& piece : module->pieces()) visit(*module, piece);
+    }
+  }
+  // Pieces of all ranks; with several modules, names begin with "chunk0.", "chunk1.", ...
+  std::vector<StatePiece> state_pieces() const;
+};
+
+}  // namespace shoal

@@ -1,0 +1,101 @@
+// Being told before an operator takes certain memory.
+
+#include "engine/first_touch.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <atomic>
+#include <future>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace shoal {
+namespace {
+
+TEST(FirstTouch, TellsOncePerArmingBeforeTheOperatorRuns) {
+  auto memory = at::zeros({4});
+  std::vector<size_t> told;
+  FirstTouch watch([&](size_t index) {
+    told.push_back(index);
+    memory.fill_(7);
+  });
+  watch.arm(3, memory);
+  const auto other = at::ones({4}) + 1;
+  EXPECT_TRUE(told.empty());
+  EXPECT_EQ(memory.narrow(0, 1, 2).sum().item<float>(), 14) << "told before";
+  memory.add_(1);
+  EXPECT_EQ(told, (std::vector<size_t>{3}));
+  watch.arm(3, memory);
+  memory.add_(1);
+  EXPECT_EQ(told.size(), 2U);
+}
+
+TEST(FirstTouch, OneTouchCountsForAllStoragesOfAMemoryAndAllMemoriesOfAStorage) {
+  const auto a = at::zeros({4}), b = at::zeros({4}), common = at::zeros({4});
+  std::vector<size_t> told;
+  FirstTouch watch([&](size_t index) { told.push_back(index); });
+  watch.arm(0, a);
+  watch.arm(0, common);
+  watch.arm(1, b);
+  watch.arm(1, common);
+  a.add_(1);
+  EXPECT_EQ(told, (std::vector<size_t>{0}));
+  common.add_(1);
+  b.add_(1);
+  EXPECT_EQ(told, (std::vector<size_t>{0, 1}));
+  watch.arm(0, common);
+  watch.arm(1, common);
+  common.add_(1);
+  EXPECT_EQ(told, (std::vector<size_t>{0, 1, 0, 1}));
+  watch.arm(0, a);
+  watch.touch_all();
+  EXPECT_EQ(told.size(), 5U);
+}
+
+TEST(FirstTouch, OtherThreadsWaitForTheSameMemoryAndForNoOther) {
+  const auto memory = at::zeros({4}), other = at::zeros({4});
+  std::promise<void> told;
+  std::promise<void> go_on;
+  std::atomic<bool> done = false;
+  FirstTouch watch([&](size_t) {
+    told.set_value();
+    go_on.get_future().wait();
+    done = true;
+  });
+  watch.arm(0, memory);
+  std::thread first([&] { memory.add_(1); });
+  told.get_future().wait();
+  auto elsewhere = std::async(std::launch::async, [&] { other.add_(1); });
+  EXPECT_EQ(elsewhere.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+  auto here = std::async(std::launch::async, [&] {
+    memory.add_(1);
+    return done.load();
+  });
+  EXPECT_EQ(here.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
+  go_on.set_value();
+  EXPECT_TRUE(here.get());
+  first.join();
+  EXPECT_EQ(memory.sum().item<float>(), 8);
+}
+
+TEST(FirstTouch, WhatThrowsIsThrownByTheNextCallAndNotTriedAgain) {
+  const auto memory = at::zeros({4});
+  int told = 0;
+  FirstTouch watch([&](size_t) {
+    ++told;
+    throw std::runtime_error("a peer is gone");
+  });
+  watch.arm(0, memory);
+  EXPECT_THROW(watch.touch_all(), std::runtime_error);
+  memory.add_(1);
+  watch.check();
+  watch.arm(0, memory);
+  memory.add_(1);
+  EXPECT_THROW(watch.check(), std::runtime_error);
+  EXPECT_EQ(told, 2);
+}
+
+}  // namespace
+}  // namespace shoal
