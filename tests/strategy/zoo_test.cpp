@@ -101,7 +101,9 @@ TEST_P(Zoo, BEY01_every_parameter_in_float32) {
   for (const int micros : {1, 3}) train_zoo(GetParam(), at::kFloat, micros, 1e-6);
 }
 
-INSTANTIATE_TEST_SUITE_P(Strategies, Zoo, testing::Values("ddp", "zero1", "zero2", "megatron"),
+INSTANTIATE_TEST_SUITE_P(Strategies, Zoo,
+                         testing::Values("ddp", "zero1", "zero2", "megatron", "megatron_in_grads", "fsdp",
+                                         "fsdp_grad_op", "fsdp_no_shard", "fsdp_hybrid"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

@@ -1,0 +1,211 @@
+#pragma once
+// FullyShardedDataParallel: parameters, gradients and optimizer state are divided over the ranks; a unit's parameters
+// are whole only while they are used (ZeRO-3; Rajbhandari et al., SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023).
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shoal/engine/data_parallel.h"
+#include "shoal/engine/sharded_optimizer.h"
+#include "shoal/module/wrap_policy.h"
+#include "shoal/optim/element_wise.h"
+
+namespace shoal {
+
+enum class ShardingStrategy {
+  full_shard,            // parameters are whole only while they are used
+  shard_grad_op,         // and from forward to the end of backward
+  no_shard,              // always, on every rank: what DistributedDataParallel does
+  hybrid_shard,          // full_shard among the ranks of a host, equal shards on all hosts
+  hybrid_shard_grad_op,  // shard_grad_op among the ranks of a host
+};
+
+struct FullyShardedDataParallelOptions {
+  // Behaviour.
+  ShardingStrategy sharding_strategy = ShardingStrategy::full_shard;
+  std::optional<WrapPolicy> auto_wrap_policy{};  // without, the module is one unit
+  std::optional<int> shard_size{};              // hybrid: ranks, in a row, that divide a model among them; without: the
+                                                // ranks of each host
+  bool sync_module_states = true;               // start with rank 0's parameters and buffers; off: each rank's own
+                                                // values count for the ranges that it owns
+  bool whole_parameters = false;                // every parameter belongs to one rank, for optimizers that are not
+                                                // element-wise (optim/element_wise.h); off: ranks own equal ranges
+  Precision precision{};                        // its parameters' dtype is the module's, its scaler the optimizer's
+  std::optional<at::ScalarType> param_dtype{};  // floating-point parameters get this dtype, as do forward's inputs;
+                                                // each rank keeps a float32 copy of its own ranges
+  std::optional<at::ScalarType> reduce_dtype{};   // gradients are added up in it; without: in the parameters' dtype
+  std::vector<std::string> ignored_modules{};     // names of sub-modules that stay as they are on every rank
+  std::vector<std::string> ignored_parameters{};  // names of parameters and buffers that do
+
+  // Performance. Where ranks share memory parameters exist once per host, and these have no effect.
+  size_t unit_limit = 3;      // units whose parameters are in memory; more only while one operator uses more
+  size_t prefetch_units = 1;  // of these, how many are fetched ahead of use; 0: none
+
+  // Throws UsageError that lists all faults.
+  void validate() const;
+};
+
+// What FullyShardedDataParallel does, whatever the module's type.
+class FullyShardedCore : public DataParallelCore {
+ public:
+  struct Shards;
+  FullyShardedCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
+                   const FullyShardedDataParallelOptions& options);
+  ~FullyShardedCore() override;
+
+  at::Tensor input(const at::Tensor& tensor) const;
+  double clip_grad_norm(double max_norm, double norm_type);
+  std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient) const;
+  std::vector<std::vector<std::string>> units() const;
+  bool shared() const;
+  // This rank's pieces of the trainable parameters, as the optimizer updates them, and of the gradients' sums.
+  std::vector<at::Tensor> own_parameters() const;
+  std::vector<at::Tensor> own_gradients() const;
+  void hold_all(bool writeback);
+  void release_all(bool writeback);
+
+ protected:
+  void begin_pass(bool training) override;
+  void end_pass(bool training) override;
+
+ private:
+  friend class FullyShardedOptimizerCore;
+  std::unique_ptr<Shards> shards_;
+};
+
+// While it lives, all parameters are whole on every rank, also for data_ptr(). Collective, at both ends. Move-only;
+// must not outlive its wrapper, and neither forward nor an optimizer's step may run meanwhile.
+class FullParameters {
+ public:
+  FullParameters(FullyShardedCore& core, bool writeback) : core_(&core), writeback_(writeback) {
+    core.hold_all(writeback);
+  }
+  FullParameters(FullParameters&& other) noexcept
+      : core_(std::exchange(other.core_, nullptr)), writeback_(other.writeback_) {}
+  FullParameters& operator=(FullParameters&&) = delete;
+  ~FullParameters();  // a failure of communication shows at the next call
+
+ private:
+  FullyShardedCore* core_;
+  bool writeback_;
+};
+
+// Wraps a module, unmodified:
+//
+//   shoal::FullyShardedDataParallel parallel(model, world.group(), {.auto_wrap_policy =
+//   shoal::wrap_type<BlockImpl>()}); shoal::FullyShardedOptimizer<shoal::FusedAdamW> optimizer(parallel,
+//   torch::optim::AdamWOptions(3e-4));
+//   ...
+//   cross_entropy(parallel.forward(x), y).backward();
+//   optimizer.step();
+//   optimizer.zero_grad();
+//
+// Parameters keep their names, their identity and their requires_grad. They may be read anywhere by any operator, in
+// forward, backward or outside; then all ranks must come to some forward, backward or read of their own, since a read
+// may be collective. Writes to them are lost but for those in summon_full_params. After backward grad() is undefined;
+// each rank has the sums of its own ranges. Where ranks share a host, parameters lie once in memory that they share,
+// and nothing is gathered. Buffers stay each rank's own.
+//
+// Constructor: collective. UsageError for options out of range, names that the module does not have, a module without
+// trainable parameters, parameters that are neither floating point nor on one device; DisagreeError when ranks hold
+// different models.
+template <class Module>
+class FullyShardedDataParallel : public DataParallelWrapper<Module, FullyShardedCore> {
+  using Base = DataParallelWrapper<Module, FullyShardedCore>;
+
+ public:
+  FullyShardedDataParallel(std::shared_ptr<Module> module, const Group& group,
+                           const FullyShardedDataParallelOptions& options = {})
+      : Base(std::move(module), group, options) {}
+  FullyShardedDataParallel(const torch::nn::ModuleHolder<Module>& module, const Group& group,
+                           const FullyShardedDataParallelOptions& options = {})
+      : FullyShardedDataParallel(module.ptr(), group, options) {}
+
+  // What the module's forward returns. Collective, also in evaluation. With param_dtype, floating-point tensors among
+  // the arguments are cast to it.
+  template <class... Arguments>
+  auto forward(Arguments&&... arguments) {
+    return Base::forward(cast(std::forward<Arguments>(arguments))...);
+  }
+
+  // Scales the sums of gradients so that their norm over all ranks' shards is at most `max_norm`; returns the norm
+  // before. norm_type: positive, or infinity. Between backward and step. Collective.
+  double clip_grad_norm_(double max_norm, double norm_type = 2) {
+    return this->core_.clip_grad_norm(max_norm, norm_type);
+  }
+
+  // `writeback`: what each rank has written to the parameters counts, for the ranges that it owns; write the same on
+  // all ranks. Otherwise changes are lost.
+  [[nodiscard]] FullParameters summon_full_params(bool writeback = true) { return {this->core_, writeback}; }
+
+  // Parameters by name, whole and in the dtype that the optimizer updates, and buffers: copies, on rank `recipient` of
+  // the group, elsewhere empty; none: on every rank. Collective.
+  std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient = std::nullopt) const {
+    return this->core_.full_state_dict(recipient);
+  }
+
+  // Names of the parameters in each unit, frozen ones included, in the order of first use that is expected.
+  std::vector<std::vector<std::string>> units() const { return this->core_.units(); }
+  // Whether parameters lie once per host, in shared memory.
+  bool shared() const { return this->core_.shared(); }
+
+  FullyShardedCore& core() { return this->core_; }
+
+ private:
+  template <class Argument>
+  decltype(auto) cast(Argument&& argument) const {
+    if constexpr (std::is_same_v<std::decay_t<Argument>, at::Tensor>) {
+      return this->core_.input(argument);
+    } else {
+      return std::forward<Argument>(argument);
+    }
+  }
+};
+
+struct FullyShardedOptimizerOptions {
+  double clip_grad = 0;                       // largest norm of all gradients together; 0: no clipping
+  std::optional<GradScalerOptions> scaler{};  // of the loss, for float16
+};
+
+// What FullyShardedOptimizer does, whatever the optimizer.
+class FullyShardedOptimizerCore : public ShardedOptimizerCore {
+ public:
+  FullyShardedOptimizerCore(FullyShardedCore& parallel, ParamGroups groups,
+                            std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Factory& make,
+                            bool element_wise, const FullyShardedOptimizerOptions& options);
+
+ private:
+  static ParamGroups complete(const FullyShardedCore& parallel, ParamGroups groups);
+  static std::unique_ptr<State> make_state(const FullyShardedCore& parallel, bool element_wise,
+                                           const FullyShardedOptimizerOptions& options);
+};
+
+// Any libtorch optimizer, run on each rank over its ranges; see ShardedOptimizerCore. May outlive the wrapper.
+// Constructor: collective. UsageError for an optimizer that is not element-wise on a wrapper without whole_parameters,
+// a parameter in two param groups or in none, a scaler where no arithmetic has 16 bits, options out of range;
+// DisagreeError when options differ between ranks.
+template <class Local>
+class FullyShardedOptimizer : public FullyShardedOptimizerCore {
+ public:
+  template <class Module, class Defaults>
+  FullyShardedOptimizer(FullyShardedDataParallel<Module>& parallel, ParamGroups groups, const Defaults& defaults,
+                        const FullyShardedOptimizerOptions& options = {})
+      : FullyShardedOptimizerCore(
+            parallel.core(), std::move(groups), std::make_unique<Defaults>(defaults),
+            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); },
+            element_wise<Local>, options) {}
+  // One param group of all trainable parameters.
+  template <class Module, class Defaults>
+  FullyShardedOptimizer(FullyShardedDataParallel<Module>& parallel, const Defaults& defaults,
+                        const FullyShardedOptimizerOptions& options = {})
+      : FullyShardedOptimizer(parallel, ParamGroups(), defaults, options) {}
+};
+
+}  // namespace shoal

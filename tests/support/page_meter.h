@@ -1,0 +1,30 @@
+#pragma once
+// What the kernel says that this process holds.
+
+#include <malloc.h>
+
+#include <cstdint>
+#include <fstream>
+#include <string>
+
+namespace shoal::test {
+
+// Large blocks come from the system and go back to it, so that what has been freed does not count.
+inline void return_freed_memory() {
+  mallopt(M_MMAP_THRESHOLD, 1 << 16);
+}
+
+// Bytes of pages with data of its own or shared with other processes, these in proportion to the processes that use
+// them; without the pages of programs and libraries.
+inline int64_t proportional_bytes() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  int64_t kibibytes = 0;
+  for (std::string line; std::getline(file, line);) {
+    const auto colon = line.find(':');
+    const auto field = line.substr(0, colon);
+    if (field == "Pss_Anon" || field == "Pss_Shmem") kibibytes += std::stoll(line.substr(colon + 1));
+  }
+  return kibibytes << 10;
+}
+
+}  // namespace shoal::test
