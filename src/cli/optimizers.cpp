@@ -1,19 +1,25 @@
 #include "cli/optimizers.h"
 
+#include "cli/muon_with_adamw.h"
 #include "optim/state.h"
 #include "shoal/base/error.h"
 #include "shoal/optim/adafactor.h"
 #include "shoal/optim/element_wise.h"
 #include "shoal/optim/lamb.h"
-#include "shoal/optim/muon.h"
 
 namespace shoal::cli {
 namespace {
 
+OptimizerKind::ParamGroups one_group(const torch::nn::Module& model) {
+  OptimizerKind::ParamGroups groups;
+  groups.emplace_back(model.parameters());
+  return groups;
+}
+
 template <class Optimizer, class Options>
-OptimizerKind kind(const Options& defaults) {
+OptimizerKind kind(const Options& defaults, decltype(OptimizerKind::groups) groups = one_group) {
   return {
-      std::make_unique<Options>(defaults),
+      std::move(groups), std::make_unique<Options>(defaults),
       [defaults](const OptimizerKind::ParamGroups& groups) { return std::make_unique<Optimizer>(groups, defaults); },
       element_wise<Optimizer>};
 }
@@ -21,7 +27,7 @@ OptimizerKind kind(const Options& defaults) {
 }  // namespace
 
 std::vector<std::string> optimizer_names() {
-  return {"adamw", "adam", "sgd", "sgd_momentum", "adagrad", "rmsprop", "lamb", "adafactor"};
+  return {"adamw", "adam", "sgd", "sgd_momentum", "adagrad", "rmsprop", "lamb", "adafactor", "muon"};
 }
 
 OptimizerKind optimizer_kind(const std::string& name, std::optional<double> lr) {
@@ -34,6 +40,10 @@ OptimizerKind optimizer_kind(const std::string& name, std::optional<double> lr) 
   if (name == "rmsprop") return kind<RMSprop>(RMSpropOptions(lr.value_or(1e-3)));
   if (name == "lamb") return kind<Lamb>(LambOptions(lr.value_or(1e-3)));
   if (name == "adafactor") return kind<Adafactor>(AdafactorOptions(lr.value_or(1e-2)));
+  if (name == "muon") {
+    const auto defaults = MuonOptions(lr.value_or(1e-3)).adjust_lr(MuonRate::match_rms_adamw);
+    return kind<MuonWithAdamW>(defaults, MuonWithAdamW::groups_of);
+  }
   throw UsageError("unknown optimizer " + name);
 }
 
@@ -44,8 +54,9 @@ int state_per_element(const std::string& name) {
   throw UsageError(name + ": what it keeps depends on the parameters' shapes, not on their number alone");
 }
 
-int64_t state_numel(const std::string& name, at::IntArrayRef sizes) {
+int64_t state_numel(const std::string& name, at::IntArrayRef sizes, size_t group) {
   const auto numel = c10::multiply_integers(sizes);
+  if (name == "muon") return group == 0 ? numel : state_per_element("adamw") * numel;
   if (name != "adafactor") return state_per_element(name) * numel;
   if (sizes.size() <= 1 || numel == 0) return numel;
   return numel / sizes.back() + numel / sizes[sizes.size() - 2];  // one mean per row, one per column

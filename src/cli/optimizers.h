@@ -1,5 +1,6 @@
 #pragma once
 
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <functional>
@@ -13,6 +14,7 @@ namespace shoal::cli {
 // An optimizer that is still to be given its parameters: the sharded strategies make one per rank.
 struct OptimizerKind {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+  std::function<ParamGroups(const torch::nn::Module& model)> groups;
   std::unique_ptr<torch::optim::OptimizerOptions> defaults;
   std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)> make;
   bool element_wise = false;
@@ -22,8 +24,8 @@ std::vector<std::string> optimizer_names();
 // With the hyper-parameters of the reference runs. `lr` replaces the default rate.
 OptimizerKind optimizer_kind(const std::string& name, std::optional<double> lr);
 
-// How many elements the optimizer keeps for a parameter of these sizes.
-int64_t state_numel(const std::string& name, at::IntArrayRef sizes);
+// How many elements the optimizer keeps for a parameter of these sizes in its param group of this number.
+int64_t state_numel(const std::string& name, at::IntArrayRef sizes, size_t group);
 // Those it keeps per element whatever the sizes. Throws UsageError for one that looks at them.
 int state_per_element(const std::string& name);
 

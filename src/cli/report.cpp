@@ -75,6 +75,10 @@ Json config(const TrainOptions& options, const World& world) {
                  {"dtype", options.dtype},
                  {"seed", options.seed}};
   result["lr"] = options.lr ? Json(*options.lr) : Json(nullptr);
+  result["schedule"] = options.schedule;
+  if (options.warmup_steps) result["warmup_steps"] = *options.warmup_steps;
+  if (options.decay_every) result["decay_every"] = *options.decay_every;
+  if (options.decay_factor) result["decay_factor"] = *options.decay_factor;
   if (options.steps) result["steps"] = *options.steps;
   if (options.epochs) result["epochs"] = *options.epochs;
   return result;
@@ -149,6 +153,7 @@ Json make_report(const TrainOptions& options, const World& world, models::Model&
   report["config"] = config(options, world);
   report["versions"] = {{"shoal", SHOAL_VERSION}, {"libtorch", TORCH_VERSION}};
   report["loss"] = loss;
+  report["lr"] = result.lr;
   report["params"] = digests(model.named_parameters());
   report["buffers"] = digests(model.named_buffers());
   report["timing"] = timing(reduced(group, result.step_ms, ReduceOp::max));

@@ -1,31 +1,31 @@
 #include "cli/strategies.h"
 
+#include <algorithm>
+#include <map>
+
 #include "cli/optimizers.h"
 #include "engine/gradient_norm.h"
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"
+#include "shoal/strategy/fsdp.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
 
 namespace shoal::cli {
 namespace {
 
-OptimizerKind::ParamGroups one_group(const models::Model& model) {
-  OptimizerKind::ParamGroups groups;
-  groups.emplace_back(model.parameters());
-  return groups;
-}
-
 std::unique_ptr<OSSCore> make_oss(const TrainOptions& options, const models::Model& model, const Group& group) {
   auto kind = optimizer_kind(options.optimizer, options.lr);
-  return std::make_unique<OSSCore>(one_group(model), std::move(kind.defaults), kind.make, group, OSSOptions());
+  return std::make_unique<OSSCore>(kind.groups(model), std::move(kind.defaults), kind.make, group, OSSOptions());
 }
 
 // Every rank updates everything: alone, or with DistributedDataParallel's gradients.
 class Replicated : public Strategy {
  public:
-  Replicated(const TrainOptions& options, const std::shared_ptr<models::Model>& model)
-      : Strategy(options, model), optimizer_(optimizer_kind(options.optimizer, options.lr).make(one_group(*model))) {}
+  Replicated(const TrainOptions& options, const std::shared_ptr<models::Model>& model) : Strategy(options, model) {
+    const auto kind = optimizer_kind(options.optimizer, options.lr);
+    optimizer_ = kind.make(kind.groups(*model));
+  }
 
   at::Tensor forward(const at::Tensor& input) override {
     const Precision::Scope scope(options_.precision(), at::kCPU);
@@ -41,6 +41,7 @@ class Replicated : public Strategy {
     optimizer_->step();
   }
   void zero_grad() override { optimizer_->zero_grad(); }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   const torch::optim::Optimizer& local_optimizer() const override { return *optimizer_; }
 
  private:
@@ -84,6 +85,7 @@ class Zero : public Strategy {
     optimizer_->step();
   }
   void zero_grad() override { optimizer_->zero_grad(); }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
 
  private:
@@ -97,8 +99,8 @@ class Megatron : public Strategy {
       : Strategy(options, model) {
     auto kind = optimizer_kind(options.optimizer, options.lr);
     optimizer_ = std::make_unique<DistributedOptimizerCore>(DistributedOptimizerCore::Modules{model},
-                                                            OptimizerKind::ParamGroups(), std::move(kind.defaults),
-                                                            kind.make, kind.element_wise, group, options.megatron);
+                                                            kind.groups(*model), std::move(kind.defaults), kind.make,
+                                                            kind.element_wise, group, options.megatron);
   }
 
   at::Tensor forward(const at::Tensor& input) override { return model_->forward(input); }
@@ -114,11 +116,64 @@ class Megatron : public Strategy {
     std::erase_if(list, [](const at::Tensor& tensor) { return !tensor.defined(); });
     return list;
   }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
 
  private:
   std::unique_ptr<DistributedOptimizerCore> optimizer_;
 };
+
+// Units: a transformer's blocks, other models' layers.
+WrapPolicy unit_policy(const std::string& model) {
+  return wrap_if([gpt = model == "gpt"](const std::string& name, const torch::nn::Module&) {
+    const auto depth = std::count(name.begin(), name.end(), '.');
+    return gpt ? depth == 1 && name.starts_with("blocks.") : depth == 0;
+  });
+}
+
+class Fsdp : public Strategy {
+ public:
+  Fsdp(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
+       ShardingStrategy sharding)
+      : Strategy(options, model) {
+    auto kind = optimizer_kind(options.optimizer, options.lr);
+    auto groups = kind.groups(*model);
+    parallel_ = std::make_unique<FullyShardedDataParallel<models::Model>>(
+        model, group,
+        FullyShardedDataParallelOptions{.sharding_strategy = sharding,
+                                        .auto_wrap_policy = unit_policy(options.model),
+                                        .whole_parameters = !kind.element_wise,
+                                        .precision = options.precision()});
+    optimizer_ = std::make_unique<FullyShardedOptimizerCore>(
+        parallel_->core(), std::move(groups), std::move(kind.defaults), kind.make, kind.element_wise,
+        FullyShardedOptimizerOptions{.clip_grad = options.clip, .scaler = options.precision().scaler});
+  }
+
+  at::Tensor forward(const at::Tensor& input) override { return parallel_->forward(input); }
+  void backward(const at::Tensor& loss, bool last) override {
+    const auto scope = parallel_->no_sync(!last);
+    optimizer_->scale_loss(loss).backward();
+  }
+  void step() override { optimizer_->step(); }
+  void zero_grad() override { optimizer_->zero_grad(); }
+  std::shared_ptr<void> whole_parameters() override {
+    return std::make_shared<FullParameters>(parallel_->summon_full_params(/*writeback=*/false));
+  }
+  std::vector<at::Tensor> parameters() const override {
+    return parallel_->shared() ? model_->parameters() : parallel_->core().own_parameters();
+  }
+  std::vector<at::Tensor> gradients() const override { return parallel_->core().own_gradients(); }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
+
+ private:
+  std::unique_ptr<FullyShardedDataParallel<models::Model>> parallel_;
+  std::unique_ptr<FullyShardedOptimizerCore> optimizer_;
+};
+
+const std::map<std::string, ShardingStrategy> sharding_strategies{{"fsdp", ShardingStrategy::full_shard},
+                                                                  {"fsdp_grad_op", ShardingStrategy::shard_grad_op},
+                                                                  {"hybrid", ShardingStrategy::hybrid_shard}};
 
 }  // namespace
 
@@ -140,7 +195,7 @@ std::vector<at::Tensor> Strategy::gradients() const {
 }
 
 std::vector<std::string> strategy_names() {
-  return {"ddp", "zero1", "zero2", "megatron", "none", "local"};
+  return {"ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "hybrid", "none", "local"};
 }
 
 std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
@@ -158,6 +213,9 @@ std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::
     });
   }
   if (options.strategy == "megatron") return std::make_unique<Megatron>(options, model, group);
+  if (const auto sharding = sharding_strategies.find(options.strategy); sharding != sharding_strategies.end()) {
+    return std::make_unique<Fsdp>(options, model, group, sharding->second);
+  }
   return std::make_unique<Replicated>(options, model);
 }
 

@@ -25,8 +25,14 @@ class Strategy {
   virtual void step() = 0;
   virtual void zero_grad() = 0;
 
-  // What this rank holds after a backward.
+  // While it lives, every rank can read all parameters. Collective, at both ends.
+  virtual std::shared_ptr<void> whole_parameters() { return nullptr; }
+
+  // What this rank holds of the parameters, and, after a backward, of the gradients.
+  virtual std::vector<at::Tensor> parameters() const { return model_->parameters(); }
   virtual std::vector<at::Tensor> gradients() const;
+  // What a schedule changes.
+  virtual torch::optim::Optimizer& optimizer() = 0;
   // The optimizer that holds this rank's state.
   virtual const torch::optim::Optimizer& local_optimizer() const = 0;
 

@@ -107,6 +107,7 @@ int train_rank(const TrainOptions& options) {
     if (interrupted != 0) return leave_interrupted();
     memory.peak = peak_resident_mib();
     memory.pss = proportional_mib();
+    const auto whole = trainer.whole_parameters();
     save();
     const auto report = make_report(options, world, *model, result, memory);
     if (!options.trace.empty()) {

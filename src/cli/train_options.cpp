@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "cli/optimizers.h"
+#include "cli/schedules.h"
 #include "cli/strategies.h"
 #include "comm/transport.h"
 #include "models/registry.h"
@@ -30,6 +31,7 @@ void TrainOptions::complete() {
   require_one_of("--strategy", strategy, strategy_names());
   require_one_of("--transport", transport, transport_names());
   require_one_of("--optimizer", optimizer, optimizer_names());
+  require_one_of("--schedule", schedule, schedule_names());
   require_one_of("--dtype", dtype, {"float32", "bf16_mixed", "fp16_mixed", "bf16", "float64"});
   if (ranks) require_at_least("--ranks", *ranks, 1);
   if (strategy == "none" && ranks && *ranks != 1) {
@@ -59,6 +61,7 @@ void TrainOptions::complete() {
   require_one_of("--init", init, {"torch", "reference"});
   if (reference_data() && !steps) steps = 10;
   if (!reference_data() && !steps && !epochs) epochs = 1;
+  check_schedule(*this);
   if (batch == 0) batch = reference_data() ? 4 : 64;
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
   ddp.precision = zero2.precision = precision();
@@ -86,10 +89,10 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command.add_option("--init", options.init, "torch, reference (by a hash; default with --data reference)");
   command
-      .add_option(
-          "--strategy", options.strategy,
-          "ddp, zero1, zero2, megatron, none (one process), local (ranks that never communicate: the floor of the "
-          "step time)")
+      .add_option("--strategy", options.strategy,
+                  "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid (fsdp on each host), none (one process), "
+                  "local (ranks that never communicate: the floor of the "
+                  "step time)")
       ->capture_default_str();
   command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
   command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");
@@ -99,10 +102,22 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                    "compare what ranks call before every operation, also over gloo");
   command.add_option("--timeout", options.timeout_seconds, "seconds that an operation may take with all ranks alive")
       ->capture_default_str();
-  command.add_option("--optimizer", options.optimizer, fmt::format("{}", fmt::join(optimizer_names(), ", ")))
+  command
+      .add_option(
+          "--optimizer", options.optimizer,
+          fmt::format("{} (for matrices of hidden layers, adamw for the rest)", fmt::join(optimizer_names(), ", ")))
       ->capture_default_str();
   command.add_option("--lr", options.lr,
-                     "learning rate (default: adamw, adam, rmsprop, lamb 1e-3; sgd 0.05; others 0.01)");
+                     "learning rate (default: adamw, adam, rmsprop, lamb, muon 1e-3; sgd 0.05; others 0.01)");
+  command
+      .add_option("--schedule", options.schedule,
+                  "how it changes: constant; linear_warmup, then constant; cosine, down to 0; one_cycle, up and down; "
+                  "step, down by a factor")
+      ->capture_default_str();
+  command.add_option("--warmup-steps", options.warmup_steps,
+                     "steps until the rate is whole: linear_warmup; cosine (default: 0); one_cycle (default: 30 %)");
+  command.add_option("--decay-every", options.decay_every, "step: after how many steps the rate falls");
+  command.add_option("--decay-factor", options.decay_factor, "step: to this part of it (default: 0.1)");
   command.add_option("--batch", options.batch,
                      "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)");
   command.add_option("--accumulate", options.accumulate, "micro-batches per step")->capture_default_str();

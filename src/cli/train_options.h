@@ -23,6 +23,10 @@ struct TrainOptions {
   std::string transport = "auto";
   std::string optimizer = "adamw";
   std::optional<double> lr;
+  std::string schedule = "constant";
+  std::optional<int64_t> warmup_steps;
+  std::optional<int64_t> decay_every;  // steps
+  std::optional<double> decay_factor;
   int64_t batch = 0;  // samples per micro-batch and rank; 0: 4 for reference data, 64 otherwise
   int accumulate = 1;
   std::optional<int64_t> steps;

@@ -6,6 +6,7 @@
 
 #include "cli/machine.h"
 #include "cli/optimizers.h"
+#include "cli/schedules.h"
 #include "models/loss.h"
 
 namespace shoal::cli {
@@ -68,6 +69,8 @@ TrainResult Trainer::run(const std::function<void()>& save) {
   const auto per_epoch = feed_.steps_per_epoch();
   const int64_t total = options_.steps ? *options_.steps : *per_epoch * *options_.epochs;
   const int64_t samples_per_step = options_.batch * options_.accumulate;
+  auto& optimizer = strategy_->optimizer();
+  const auto schedule = make_schedule(options_, optimizer, total);
   TrainResult result;
   const auto before = group_.statistics();
   const auto wire = loopback_bytes();
@@ -76,15 +79,21 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
     if (number == epoch * per_epoch.value_or(total)) feed_.begin_epoch(epoch);
     const auto start = Clock::now();
+    result.lr.push_back(optimizer.param_groups().front().options().get_lr());
     result.loss.push_back(step(number, result));
+    if (schedule) schedule->step();
     const std::chrono::duration<double> duration = Clock::now() - start;
     result.seconds += duration.count();
     result.step_ms.push_back(1e3 * duration.count());
     result.samples += samples_per_step;
     progress.update(number + 1, result.samples * group_.size(), result.loss.back());
-    if (options_.save_every > 0 && (number + 1) % options_.save_every == 0) save();
+    if (options_.save_every > 0 && (number + 1) % options_.save_every == 0) {
+      const auto whole = strategy_->whole_parameters();
+      save();
+    }
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
     if (!options_.eval || !(epoch_ends || number + 1 == total)) continue;
+    const auto whole = strategy_->whole_parameters();
     result.eval.push_back(evaluate(*model_, *feed_.test_data(), group_, options_.precision()));
     progress.clear();
     if (group_.rank() == 0) {
@@ -93,7 +102,7 @@ TrainResult Trainer::run(const std::function<void()>& save) {
       std::fflush(stdout);
     }
   }
-  result.params_mib = mebibytes(model_->parameters());
+  result.params_mib = mebibytes(strategy_->parameters());
   result.state_mib = mebibytes(state_tensors(strategy_->local_optimizer())) +
                      mebibytes(main_copies(strategy_->local_optimizer(), *model_));
   const auto after = group_.statistics();

@@ -19,6 +19,7 @@ extern volatile std::sig_atomic_t interrupted;
 
 struct TrainResult {
   std::vector<double> loss;       // of this rank, mean over micro-batches, per step
+  std::vector<double> lr;         // of the first param group, per step
   std::vector<double> step_ms;    // of this rank
   std::vector<double> wait_ms;    // of which waiting for communication
   std::vector<double> update_ms;  // of which the optimizer's step
@@ -38,6 +39,8 @@ class Trainer {
 
   // Trains to the end, or until interrupted. Collective. `save` is called where a checkpoint is due.
   TrainResult run(const std::function<void()>& save);
+  // See Strategy.
+  std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
 
  private:
   double step(int64_t number, TrainResult& result);

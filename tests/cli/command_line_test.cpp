@@ -30,7 +30,8 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
   expect_refused({"train", "--ranks", "3", "--transport", "nccl"},
                  "--transport nccl: not in this version; available: auto, host, gloo");
   expect_refused({"train", "--strategy", "zero9"},
-                 "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, none, local");
+                 "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, "
+                 "hybrid, none, local");
   expect_refused({"train", "--optimizer", "lion"}, "--optimizer lion");
   expect_refused({"train", "--dtype", "float8"}, "--dtype float8");
   expect_refused({"train", "--model", "resnet"}, "choose one of mlp, cnn, gpt");
@@ -40,6 +41,23 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
   expect_refused({"train", "--steps", "5", "--epochs", "1"}, "give one of them");
   expect_refused({"train", "--batch", "-1"}, "--batch -1");
   expect_refused({"train", "--lr", "0"}, "--lr 0");
+  expect_refused(
+      {"train", "--schedule", "sawtooth"},
+      "--schedule sawtooth: not in this version; available: constant, linear_warmup, cosine, one_cycle, step");
+  expect_refused({"train", "--warmup-steps", "5"},
+                 "--warmup-steps 5: is for --schedule linear_warmup, cosine and one_cycle, not constant");
+  expect_refused({"train", "--schedule", "cosine", "--warmup-steps", "-1"}, "--warmup-steps -1: give at least 0");
+  expect_refused({"train", "--schedule", "cosine", "--warmup-steps", "9", "--steps", "9"},
+                 "--warmup-steps 9: give fewer than the 9 steps");
+  expect_refused({"train", "--schedule", "linear_warmup"}, "needs --warmup-steps N");
+  expect_refused({"train", "--schedule", "one_cycle", "--steps", "3"}, "3 steps cannot rise and fall; give at least 4");
+  expect_refused({"train", "--schedule", "one_cycle", "--warmup-steps", "8", "--steps", "9"},
+                 "9 steps cannot rise and fall with --warmup-steps 8");
+  expect_refused({"train", "--schedule", "step"}, "needs --decay-every N");
+  expect_refused({"train", "--schedule", "step", "--decay-every", "0"}, "--decay-every 0: give at least 1");
+  expect_refused({"train", "--schedule", "step", "--decay-every", "2", "--decay-factor", "0"},
+                 "--decay-factor 0: give a number above 0, up to 1");
+  expect_refused({"train", "--schedule", "cosine", "--decay-every", "2"}, "--decay-every 2: is for --schedule step");
   expect_refused({"train", "--accumulate", "0"}, "--accumulate 0");
   expect_refused({"train", "--bucket-cap-mb", "-2"}, "bucket_cap_mb is -2");
   expect_refused({"train", "--save-every", "5"}, "needs --save DIR");

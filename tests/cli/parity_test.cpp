@@ -63,7 +63,7 @@ TEST_P(ParityOfStrategies, OSS01_SDP12_MEG07_sharded_strategies_equal_the_golden
 }
 
 INSTANTIATE_TEST_SUITE_P(Golden, ParityOfStrategies,
-                         ::testing::Combine(::testing::Values("zero1", "zero2", "megatron"),
+                         ::testing::Combine(::testing::Values("zero1", "zero2", "megatron", "fsdp"),
                                             ::testing::Values("mlp_adamw_w1", "mlp_sgd_momentum_w4",
                                                               "gpt_adamw_w2_accumulate3", "gpt_sgd_momentum_w3",
                                                               "gpt_adamw_w4")),

@@ -84,11 +84,12 @@ TEST(Plan, BEY11_dtypes_and_optimizers) {
     for (const auto* dtype : {"float64", "bf16", "fp16_mixed"}) {
       expect_train_does_what_plan_says({strategy, "2", "host", "mlp", dtype});
     }
-    for (const auto* optimizer : {"sgd", "sgd_momentum", "adagrad", "rmsprop", "lamb", "adafactor"}) {
+    for (const auto* optimizer : {"sgd", "sgd_momentum", "adagrad", "rmsprop", "lamb", "adafactor", "muon"}) {
       expect_train_does_what_plan_says({strategy, "2", "gloo", "mlp", "float32", optimizer});
     }
   }
   expect_train_does_what_plan_says({"ddp", "2", "host", "cnn", "bf16"});
+  expect_train_does_what_plan_says({"zero1", "2", "host", "gpt", "float32", "muon"});  // has embeddings
 }
 
 double total(const std::string& dtype, const std::string& strategy, const std::string& ranks) {

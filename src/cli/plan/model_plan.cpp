@@ -1,5 +1,7 @@
 #include "cli/plan/model_plan.h"
 
+#include <algorithm>
+#include <map>
 #include <numeric>
 
 #include "cli/optimizers.h"
@@ -41,12 +43,13 @@ int64_t element_bytes(const Gradient& gradient) {
 class Planner {
  public:
   Planner(const TrainOptions& options, models::Model& model, int ranks)
-      : options_(options),
-        model_(model),
-        ranks_(ranks),
-        tensors_(walk(model, {})),
-        gradients_(gradients_of(tensors_)),
-        element_wise_(optimizer_kind(options.optimizer, options.lr).element_wise) {
+      : options_(options), model_(model), ranks_(ranks), tensors_(walk(model, {})), gradients_(gradients_of(tensors_)) {
+    const auto kind = optimizer_kind(options.optimizer, options.lr);
+    element_wise_ = kind.element_wise;
+    const auto groups = kind.groups(model);
+    for (size_t number = 0; number < groups.size(); ++number) {
+      for (const auto& parameter : groups[number].params()) param_groups_[parameter.unsafeGetTensorImpl()] = number;
+    }
     plan_.ranks.resize(ranks);
     const bool shares = options.strategy != "ddp" && ranks > 1;
     plan_.parameters_once = shares && (options.transport == "auto" || options.transport == "host");
@@ -74,8 +77,19 @@ class Planner {
 
   void own_whole_parameters() {
     for (const auto& gradient : gradients_) parameters_.push_back(gradient.parameter);
-    owners_.assign(parameters_.size(), -1);
-    assign_owners(parameters_, ranks_, owners_);
+    std::vector<size_t> order(parameters_.size());
+    std::iota(order.begin(), order.end(), 0);
+    // OSS takes them as its param groups list them.
+    const auto group = [this](size_t i) { return param_groups_.at(parameters_[i].unsafeGetTensorImpl()); };
+    if (options_.strategy != "megatron") {
+      std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return group(a) < group(b); });
+    }
+    std::vector<at::Tensor> listed;
+    for (const auto i : order) listed.push_back(parameters_[i]);
+    std::vector<int> owners(listed.size(), -1);
+    assign_owners(listed, ranks_, owners);
+    owners_.resize(owners.size());
+    for (size_t place = 0; place < order.size(); ++place) owners_[order[place]] = owners[place];
     if (options_.strategy == "megatron") widen_gradients(gradients_, options_.megatron);
   }
 
@@ -101,7 +115,8 @@ class Planner {
     const bool copied =
         options_.strategy == "megatron" && parameter.element_size() < static_cast<int64_t>(sizeof(float));
     const auto element = copied ? static_cast<int64_t>(sizeof(float)) : parameter.element_size();
-    return element * (state_numel(options_.optimizer, sizes) + (copied ? c10::multiply_integers(sizes) : 0));
+    const auto group = param_groups_.at(parameter.unsafeGetTensorImpl());
+    return element * (state_numel(options_.optimizer, sizes, group) + (copied ? c10::multiply_integers(sizes) : 0));
   }
 
   PlannedCalls wrapped_step(std::span<const size_t> order) const {
@@ -184,7 +199,8 @@ class Planner {
   int ranks_;
   ModuleTensors tensors_;
   std::vector<Gradient> gradients_;
-  bool element_wise_;
+  bool element_wise_ = false;
+  std::map<const c10::TensorImpl*, size_t> param_groups_;
   std::vector<at::Tensor> parameters_;
   std::vector<int> owners_;
   ModelPlan plan_;
