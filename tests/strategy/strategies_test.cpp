@@ -61,10 +61,11 @@ const std::vector<at::Tensor>& reference(const std::string& name, const Defaults
   return parameters;
 }
 
-// Equal to the last bit where every reduction adds in rank order, to rounding elsewhere.
-void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+// Equal to the last bit where every reduction adds in rank order, to rounding elsewhere: over Gloo, and where ranks sum
+// up in groups first.
+void expect_equal(const std::string& strategy, const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   ASSERT_EQ(a.size(), b.size());
-  if (group().transport() == "gloo") {
+  if (group().transport() == "gloo" || (strategy == "fsdp_hybrid" && group().size() > 2)) {
     EXPECT_LT(difference(a, b), 1e-5);
     return;
   }
@@ -81,9 +82,9 @@ TEST_P(Strategies, BEY18_every_bit_equals_ddp_after_20_steps) {
         if (clip > 0 && micros > 1) continue;  // what is clipped is the same
         SCOPED_TRACE(std::string(name) + ", micro-batches " + std::to_string(micros) + ", clip " +
                      std::to_string(clip));
-        expect_equal(train<FusedAdamW>(GetParam(), name, adamw, micros, clip),
+        expect_equal(GetParam(), train<FusedAdamW>(GetParam(), name, adamw, micros, clip),
                      reference<FusedAdamW>(name, adamw, micros, clip));
-        expect_equal(train<torch::optim::SGD>(GetParam(), name, sgd, micros, clip),
+        expect_equal(GetParam(), train<torch::optim::SGD>(GetParam(), name, sgd, micros, clip),
                      reference<torch::optim::SGD>(name, sgd, micros, clip));
       }
     }
@@ -96,7 +97,7 @@ TEST_P(Strategies, BEY18_every_bit_equals_ddp_after_20_steps) {
 TEST_P(Strategies, BEY12_an_optimizer_with_norms_of_whole_parameters_equals_ddp) {
   if (GetParam() == "megatron_in_grads") GTEST_SKIP() << "refused: for element-wise optimizers";
   const LambOptions lamb(1e-2);
-  expect_equal(train<Lamb>(GetParam(), "gpt", lamb, 1), reference<Lamb>("gpt", lamb, 1));
+  expect_equal(GetParam(), train<Lamb>(GetParam(), "gpt", lamb, 1), reference<Lamb>("gpt", lamb, 1));
 }
 
 TEST_P(Strategies, BEY19_the_first_step_is_a_real_step) {
