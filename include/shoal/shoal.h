@@ -8,6 +8,7 @@
 #include "shoal/comm/group.h"
 #include "shoal/comm/once_buffer.h"
 #include "shoal/comm/world.h"
+#include "shoal/engine/join.h"
 #include "shoal/engine/precision.h"
 #include "shoal/engine/sharded_optimizer.h"
 #include "shoal/engine/timers.h"

@@ -47,7 +47,9 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
 }
 
 void Bucket::acquire(const Group& group) {
-  if (flat_.defined() || sparse_) return;
+  if (sparse_) return;
+  present_ = true;
+  if (flat_.defined()) return;
   const auto tail = with_facts_ ? Facts::numel(members_.size()) : 0;
   flat_ = group.allocate(payload_numel() + tail, options_.requires_grad(false));
   for (size_t place = 0; place < members_.size(); ++place) {
@@ -56,7 +58,9 @@ void Bucket::acquire(const Group& group) {
   if (with_facts_) facts_ = Facts(members_, flat_.narrow(0, payload_numel(), tail));
 }
 
-void Bucket::release() {
+void Bucket::release(bool keep) {
+  present_ = false;
+  if (keep) return;
   views_.clear();
   facts_ = {};
   flat_.reset();

@@ -28,11 +28,11 @@ class Bucket {
   const FlatLayout& layout() const { return layout_; }
   int64_t payload_numel() const { return layout_.size(); }
 
-  // Gives the bucket memory if it has none, and takes it away. Views of it keep it alive.
+  // Gives the bucket memory if it has none, and takes it away; `keep`: for the next time. Views of it keep it alive.
   void acquire(const Group& group);
-  void release();
+  void release(bool keep);
 
-  bool present() const { return flat_.defined(); }
+  bool present() const { return present_; }
   // Whether this rank's memory of it comes and goes.
   bool passes() const { return passes_; }
   // The part of the sum that stays on this rank (Exchange::kept).
@@ -54,6 +54,7 @@ class Bucket {
   FlatLayout layout_;
   Range kept_range_;
   bool passes_ = false;
+  bool present_ = false;
   at::Tensor flat_;
   at::Tensor apart_;
   std::vector<at::Tensor> views_;

@@ -7,6 +7,8 @@
 #include "module/sync.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
+#include "shoal/comm/coalesce.h"
+#include "shoal/module/sync_batch_norm.h"
 
 namespace shoal {
 
@@ -33,11 +35,23 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
       DataParallelCore::State{.module = std::move(module), .group = group, .tensors = std::move(tensors)});
 }
 
+void check_forward_is_local(const torch::nn::Module& module) {
+  for (const auto& named : module.named_modules()) {
+    if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
+    throw UsageError(fmt::format(
+        "Join: {} is a SyncBatchNorm, whose forward needs every rank; set throw_on_early_termination, or go without Join "
+        "and give ranks that have run out empty batches",
+        named.key()));
+  }
+}
+
 void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
                                            std::unique_ptr<Exchange> exchange) {
+  const auto attendance = reducer ? reducer->attendance() : std::nullopt;
   reducer.reset();  // its hooks go first
   reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(exchange));
   reducer->synchronises = [this] { return no_sync_depth == 0; };
+  reducer->attend(attendance);
 }
 
 DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -46,14 +60,16 @@ DataParallelCore::~DataParallelCore() = default;
 
 void DataParallelCore::before_forward() {
   auto& state = *state_;
-  if (state.no_sync_depth == 0 && state.reducer->broken()) state.reducer->abandon();
+  if (state.no_sync_depth == 0) state.reducer->settle();
   begin_pass(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) return;
   prepare();
   state.reducer->set_sums_aside();
   if (state.no_sync_depth > 0) return;
   state.reducer->check_last_step();
-  if (state.broadcast_buffers) sync_buffers(state.group, state.tensors.buffers, state.reducer->step());
+  if (state.broadcast_buffers) {
+    sync_buffers(state.group, state.tensors.buffers, state.reducer->lead(), state.reducer->step());
+  }
   state.reducer->expect_backward();
 }
 
@@ -73,6 +89,45 @@ void DataParallelCore::forward_failed() {
 
 void DataParallelCore::backward(const at::Tensor& loss_sum, double weight) {
   state_->reducer->backward(loss_sum, weight);
+}
+
+const Group& DataParallelCore::group() const {
+  return state_->group;
+}
+
+void DataParallelCore::check_shadow() const {
+  check_forward_is_local(*state_->module);
+}
+
+void DataParallelCore::shadow() {
+  state_->reducer->require_absence();
+  const at::AutoGradMode grad(true);
+  try {
+    before_forward();
+    state_->reducer->reduce_now();
+  } catch (...) {
+    forward_failed();
+    throw;
+  }
+}
+
+void DataParallelCore::settle() {
+  state_->reducer->settle();
+  end_pass(/*training=*/false);  // others may be in one yet
+}
+
+void DataParallelCore::attend(const std::optional<Attendance>& attendance) {
+  state_->reducer->attend(attendance);
+}
+
+void DataParallelCore::adopt_model(int rank) {
+  const auto& state = *state_;
+  std::vector<at::Tensor> values;
+  if (state.reducer->exchange().everywhere()) {
+    for (const auto& entry : state.tensors.parameters) values.push_back(entry.tensor);
+  }
+  for (const auto& entry : state.tensors.buffers) values.push_back(entry.tensor);
+  broadcast_coalesced(state.group, values, rank, {state.reducer->step(), -1, "the last joiner's model"});
 }
 
 NoSync DataParallelCore::no_sync(bool accumulate) {

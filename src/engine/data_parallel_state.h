@@ -26,6 +26,9 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
                                               const std::string& name, const std::vector<std::string>& ignored,
                                               bool sync);
 
+// UsageError that names a module whose forward communicates by itself (SyncBatchNorm).
+void check_forward_is_local(const torch::nn::Module& module);
+
 // The trainable parameters as the reducer sees them.
 std::vector<Gradient> gradients_of(const ModuleTensors& tensors);
 

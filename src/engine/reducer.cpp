@@ -72,6 +72,11 @@ void Reducer::build(const std::vector<size_t>& order) {
     for (size_t index = 0; index < members.size(); ++index) places_[members[index]] = {buckets_.size(), index};
     buckets_.emplace_back(gradients_, members, group_, *exchange_, !apart);
   }
+  // Getting shared memory from the system and giving it back takes about as long as a small model's whole step.
+  constexpr int64_t small_bytes = 8 << 20;
+  int64_t passing_bytes = 0;
+  for (const auto& bucket : buckets_) passing_bytes += bucket.passes() ? bucket.layout().bytes() : 0;
+  keeps_passing_ = passing_bytes <= small_bytes;
   if (apart) {
     std::vector<size_t> all(gradients_.size());
     std::iota(all.begin(), all.end(), 0);
@@ -150,7 +155,8 @@ void Reducer::begin_backward() {
   check_last_step();
   before_writing();
   if (!options_.leave_grad) set_sums_aside();
-  if (weight_ && !weighted_backward_) {
+  in_backward_ = torch::autograd::get_current_graph_task_id() >= 0;
+  if (weight_ && !weighted_backward_ && in_backward_) {
     throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");
   }
   if (synchronises()) {
@@ -188,7 +194,7 @@ void Reducer::count_arrival(size_t gradient) {
   if (!learnt_ && arrivals_[gradient] == 0) order_.push_back(gradient);
   ++arrivals_[gradient];
   if (options_.static_graph) {
-    if (!learnt_) return;  // all leave at the end of the first backward
+    if (expected_arrivals_.empty()) return;  // all leave at the end of the first backward
     if (arrivals_[gradient] > expected_arrivals_[gradient]) {
       throw UsageError(
           fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the "
@@ -211,6 +217,15 @@ void Reducer::mark_ready(size_t gradient) {
   if (!buckets_[places_[gradient].bucket].sparse()) hand_over(gradient);
   --missing_[places_[gradient].bucket];
   issue_ready_buckets();
+}
+
+// In the order in which buckets leave, so that those which pass through need not all exist at once.
+void Reducer::mark_rest_ready() {
+  for (const auto& bucket : buckets_) {
+    for (const auto member : bucket.members()) {
+      if (!ready_[member]) mark_ready(member);
+    }
+  }
 }
 
 // Local accumulation happens in the bucket as well, so that gradients exist once.
@@ -260,7 +275,14 @@ void Reducer::issue_ready_buckets() {
 }
 
 double Reducer::issued_weight() const {
-  return failed_ ? std::numeric_limits<double>::quiet_NaN() : weight_.value_or(1.0);
+  if (failed_) return std::numeric_limits<double>::quiet_NaN();
+  if (weight_) return *weight_;
+  if (!attendance_) return 1.0;
+  // Under no_sync a rank may have had a batch before, for the same step.
+  if (!attendance_->by_initial_size) return attendance_->here || attended_step_ == step_ ? 1.0 : 0.0;
+  // The first one counts for those that are absent, who cannot know whether the others use weights.
+  if (attendance_->first == group_.rank()) return 1.0 + attendance_->absent;
+  return attendance_->here ? 1.0 : 0.0;
 }
 
 Label Reducer::label(size_t index) const {
@@ -299,7 +321,7 @@ void Reducer::release_finished() {
     if (!buckets_[finished_].passes()) continue;
     auto& bucket = buckets_[finished_];
     for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
-    bucket.release();
+    bucket.release(keeps_passing_);
     --in_flight;
   }
 }

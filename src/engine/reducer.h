@@ -12,6 +12,7 @@
 #include "engine/exchange.h"
 #include "engine/gradient_hooks.h"
 #include "shoal/comm/coalesce.h"
+#include "shoal/engine/join.h"
 #include "shoal/engine/timers.h"
 
 namespace shoal {
@@ -74,6 +75,20 @@ class Reducer {
   bool broken() const { return failed_ || phase_ == Phase::running; }
   // Synchronises what local backwards have left, without a backward. Collective.
   void reduce_now();
+  // In two halves, for reducers whose buckets leave in turns: all buckets; the rest.
+  void begin_now();
+  void end_now();
+  // Who has a batch from now on; nothing: everybody has.
+  void attend(const std::optional<Attendance>& attendance);
+  const std::optional<Attendance>& attendance() const { return attendance_; }
+  // The lowest rank that has one.
+  int lead() const { return attendance_ ? attendance_->first : 0; }
+  // UsageError unless this rank has none.
+  void require_absence() const;
+  // Ends a step that was left broken.
+  void settle() {
+    if (broken()) abandon();
+  }
   // Ends a step that was begun and neither finished nor abandoned on all ranks; they get StepAbandoned. Collective with
   // the peers' step. Without such a step it only forgets what local backwards have left.
   void abandon();
@@ -100,6 +115,7 @@ class Reducer {
   void hand_over(size_t gradient);
   void count_arrival(size_t gradient);
   void mark_ready(size_t gradient);
+  void mark_rest_ready();
   void issue_ready_buckets();
   void issue(size_t bucket);
   void issue_facts();
@@ -132,6 +148,7 @@ class Reducer {
     size_t index;
   };
   std::vector<Place> places_;  // of each gradient
+  bool keeps_passing_ = false;
 
   // One backward thread per device may report gradients.
   std::recursive_mutex mutex_;
@@ -156,6 +173,9 @@ class Reducer {
   std::vector<std::optional<SparseSum>> sparse_;
   std::optional<double> weight_;
   bool weighted_backward_ = false;
+  bool in_backward_ = false;  // not reduce_now
+  std::optional<Attendance> attendance_;
+  int64_t attended_step_ = -1;  // the last step for which this rank had a batch
 
   // The last step.
   std::vector<bool> used_anywhere_;
@@ -168,7 +188,8 @@ class Reducer {
 
   // Learnt from the first finished step.
   std::vector<size_t> order_;
-  std::vector<int> expected_arrivals_;
+  int order_from_ = 0;                  // the rank whose order counts
+  std::vector<int> expected_arrivals_;  // empty: no backward here yet
   bool learnt_ = false;
   bool rebuild_due_ = false;
   std::vector<std::string> unused_names_;

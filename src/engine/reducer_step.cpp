@@ -20,16 +20,14 @@ void Reducer::end_backward() {
   if (phase_ == Phase::local) phase_ = Phase::idle;
   if (phase_ != Phase::running) return;
   check_static_graph();
-  for (size_t i = 0; i < gradients_.size(); ++i) {
-    if (!ready_[i]) mark_ready(i);
-  }
+  mark_rest_ready();
   before_waiting();
   issue_facts();
   finish_step();
 }
 
 void Reducer::check_static_graph() const {
-  if (!options_.static_graph || !learnt_) return;
+  if (!options_.static_graph || !in_backward_ || expected_arrivals_.empty()) return;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (arrivals_[i] == expected_arrivals_[i]) continue;
     throw UsageError(
@@ -65,9 +63,10 @@ void Reducer::finish_step() {
   }
   if (!learnt_) {
     learnt_ = true;
-    expected_arrivals_ = arrivals_;
+    order_from_ = lead();
     rebuild_due_ = exchange_->follows_order();
   }
+  if (expected_arrivals_.empty() && in_backward_) expected_arrivals_ = arrivals_;
   close_step();
 }
 
@@ -178,7 +177,7 @@ void Reducer::close_step() {
 
 void Reducer::adopt_arrival_order() {
   rebuild_due_ = false;
-  // Rank 0's order counts; what it did not see follows as registered, last first.
+  // One rank's order counts; what it did not see follows as registered, last first.
   std::vector<bool> listed(gradients_.size());
   for (const auto i : order_) listed[i] = true;
   for (size_t i = gradients_.size(); i-- > 0;) {
@@ -186,7 +185,7 @@ void Reducer::adopt_arrival_order() {
   }
   auto order = at::empty({static_cast<int64_t>(order_.size())}, at::kLong);
   std::copy(order_.begin(), order_.end(), order.data_ptr<int64_t>());
-  group_.broadcast(order, 0, {step_, -1, "order of gradients"}).wait();
+  group_.broadcast(order, order_from_, {step_, -1, "order of gradients"}).wait();
   const auto* begin = order.data_ptr<int64_t>();
   order_.assign(begin, begin + order.numel());
   build(order_);
@@ -224,9 +223,29 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
 }
 
 void Reducer::reduce_now() {
+  begin_now();
+  end_now();
+}
+
+void Reducer::begin_now() {
   const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
   begin_backward();
+  if (phase_ == Phase::running) mark_rest_ready();
+}
+
+void Reducer::end_now() {
   end_backward();
+}
+
+void Reducer::require_absence() const {
+  if (attendance_ && !attendance_->here) return;
+  throw UsageError("shadow: for a step of a Join scope in which this rank has no batch; call forward and backward");
+}
+
+void Reducer::attend(const std::optional<Attendance>& attendance) {
+  attendance_ = attendance;
+  if (attendance && attendance->here) attended_step_ = step_;
 }
 
 void Reducer::abandon() {

@@ -10,7 +10,7 @@ namespace shoal {
 // Throws DisagreeError on every rank; nothing has been written then.
 void sync_module(const Group& group, const ModuleTensors& tensors);
 
-// Rank 0's buffers to every rank. Collective.
-void sync_buffers(const Group& group, const std::vector<NamedTensor>& buffers, int64_t step);
+// A rank's buffers to every rank. Collective.
+void sync_buffers(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step);
 
 }  // namespace shoal

@@ -7,6 +7,7 @@
 #include "comm/group_state.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
+#include "shoal/strategy/ddp.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
 #include "tests/support/memory_meter.h"
 #include "tests/support/models.h"
@@ -119,7 +120,7 @@ int64_t shared_bytes() {
 
 TEST(ShardedDdp, SDP02_gradient_memory_falls_with_the_number_of_ranks) {
   constexpr int64_t layers = 16;
-  constexpr int64_t width = 256;
+  constexpr int64_t width = 768;  // more than a model whose passing buckets are kept
   constexpr int64_t layer_bytes = width * width * 4;
   torch::manual_seed(1);
   torch::nn::Sequential model;
@@ -154,6 +155,39 @@ TEST(ShardedDdp, SDP02_gradient_memory_falls_with_the_number_of_ranks) {
   }
 }
 
+class CountingTransport : public Transport {
+ public:
+  explicit CountingTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  std::string name() const override { return inner_->name(); }
+  at::Tensor allocate(int64_t numel, const at::TensorOptions& options) override {
+    ++allocated;
+    return inner_->allocate(numel, options);
+  }
+  std::unique_ptr<TransportWork> issue(const Call& call) override { return inner_->issue(call); }
+  int64_t allocated = 0;
+
+ private:
+  std::shared_ptr<Transport> inner_;
+};
+
+TEST(ShardedDdp, SDP02_a_small_model_keeps_the_memory_of_buckets_on_their_way) {
+  std::shared_ptr<CountingTransport> transport;
+  const auto counted = with_transport(group(), [&](std::shared_ptr<Transport> inner) {
+    return transport = std::make_shared<CountingTransport>(std::move(inner));
+  });
+  auto model = seeded(1);
+  Reference reference(seeded(1));
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, counted, {.reduce_buffer_size = 100});
+  for (int64_t number = 0; number < 6; ++number) {
+    step(parallel, {&optimizer}, number);
+    reference.step(number);
+    if (number == 1) transport->allocated = 0;  // buckets are rebuilt in the second step
+  }
+  EXPECT_EQ(transport->allocated, 0);
+  EXPECT_LT(difference(model->parameters(), reference.model()->parameters()), 1e-12);
+}
+
 TEST(ShardedDdp, SDP03_buckets_hold_one_owners_gradients_up_to_the_cap) {
   auto log = std::make_shared<CallLog>();
   auto model = seeded(1);
@@ -175,6 +209,65 @@ TEST(ShardedDdp, SDP03_buckets_hold_one_owners_gradients_up_to_the_cap) {
   EXPECT_LE(log->bytes(Op::reduce), numel * 8 + 128 * 6) << "every gradient once, aligned to 128 bytes";
   EXPECT_EQ(log->count(Op::all_reduce), 1) << "who used what";
   EXPECT_EQ(log->bytes(Op::all_reduce), (6 + 1) * 4);
+}
+
+// Layers that are used in the reverse order of their registration.
+struct BackwardsImpl : torch::nn::Module {
+  static constexpr int64_t layers = 12;
+  BackwardsImpl() {
+    for (int64_t i = 0; i < layers; ++i) {
+      all.push_back(register_module("layer" + std::to_string(i),
+                                    torch::nn::Linear(torch::nn::LinearOptions(12, 12).bias(false))));
+    }
+    to(at::kDouble);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto layer = all.rbegin(); layer != all.rend(); ++layer) x = torch::tanh((*layer)(x));
+    return x;
+  }
+  std::vector<torch::nn::Linear> all;
+};
+
+TEST(ShardedDdp, SDP10_buckets_leave_as_gradients_become_ready_and_owners_take_turns) {
+  const auto make = [] {
+    torch::manual_seed(1);
+    return std::make_shared<BackwardsImpl>();
+  };
+  auto log = std::make_shared<CallLog>();
+  auto model = make();
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, group().recorded(log), {.reduce_buffer_size = 144});
+  auto same = make();
+  DistributedDataParallel ddp(same, group());
+  torch::optim::SGD plain(same->parameters(), sgd);
+  for (int64_t number = 0; number < 5; ++number) {
+    log->clear();
+    step(parallel, {&optimizer}, number);
+    mean_loss(ddp.forward(batch(group().rank(), number))).backward();
+    plain.step();
+    plain.zero_grad();
+  }
+  std::vector<std::string> left;
+  std::vector<int> owners;
+  for (const auto& record : log->records()) {
+    if (record.op != Op::reduce) continue;
+    left.push_back(record.label.what);
+    owners.push_back(optimizer.param_to_rank(model->all[left.size() - 1]->weight));
+  }
+  ASSERT_EQ(left.size(), model->all.size());
+  for (size_t i = 0; i < left.size(); ++i) {
+    EXPECT_EQ(left[i], "gradients of layer" + std::to_string(i) + ".weight") << "the last one used is ready first";
+    for (size_t back = 1; back < static_cast<size_t>(group().size()) && back <= i; ++back) {
+      EXPECT_NE(owners[i], owners[i - back]);
+    }
+  }
+  for (size_t i = 0; i < model->all.size(); ++i) {
+    if (group().transport() == "gloo") {
+      EXPECT_LT(difference({model->all[i]->weight}, {same->all[i]->weight}), 1e-12);
+    } else {
+      EXPECT_TRUE(at::equal(model->all[i]->weight, same->all[i]->weight));
+    }
+  }
 }
 
 TEST(ShardedDdp, SDP04_reduce_fp16_halves_the_bytes_also_in_buckets) {

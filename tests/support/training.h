@@ -19,6 +19,7 @@ namespace shoal::test {
 
 struct TrainingOptions {
   bool find_unused_parameters = false;
+  bool static_graph = false;  // where the strategy has it
   double bucket_mb = 25;
   double clip = 0;              // largest norm of all gradients together; 0: no clipping
   Precision precision{};        // of a model that has its dtype already
@@ -79,6 +80,7 @@ class Training {
       training.ddp_ = std::make_shared<DistributedDataParallel<Module>>(
           training.model, group,
           DistributedDataParallelOptions{.find_unused_parameters = options.find_unused_parameters,
+                                         .static_graph = options.static_graph,
                                          .precision = options.precision,
                                          .bucket_cap_mb = options.bucket_mb,
                                          .first_bucket_mb = options.bucket_mb});
@@ -95,6 +97,12 @@ class Training {
   }
   void backward(const at::Tensor& loss_sum, double weight) {
     with_wrapper([&](auto& wrapper) { wrapper.backward(loss_sum, weight); });
+  }
+  void shadow() {
+    with_wrapper([](auto& wrapper) { wrapper.shadow(); });
+  }
+  operator Joinable&() {
+    return with_wrapper([](auto& wrapper) -> Joinable& { return wrapper; });
   }
   NoSync no_sync(bool accumulate) {
     return with_wrapper([&](auto& wrapper) { return wrapper.no_sync(accumulate); });
@@ -155,7 +163,7 @@ class Training {
   }
 
   template <class Act>
-  auto with_wrapper(const Act& act) {
+  decltype(auto) with_wrapper(const Act& act) {
     if (megatron_) return act(*megatron_);
     if (fsdp_) return act(*fsdp_);
     return sharded_ ? act(*sharded_) : act(*ddp_);

@@ -42,4 +42,11 @@ class StepAbandoned : public Error {
   using Error::Error;
 };
 
+// A rank of a Join scope that stops early has no batch left. Thrown on every rank, before the step: the ranks are in
+// step, and the model is as the last one left it.
+class InputsExhausted : public Error {
+ public:
+  using Error::Error;
+};
+
 }  // namespace shoal

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "shoal/comm/group.h"
+#include "shoal/engine/join.h"
 #include "shoal/engine/outputs.h"
 #include "shoal/engine/precision.h"
 
@@ -34,11 +35,11 @@ class NoSync {
 };
 
 // What a wrapper does, whatever the module's type. Made by the strategies.
-class DataParallelCore {
+class DataParallelCore : public Joinable {
  public:
   struct State;
   explicit DataParallelCore(std::unique_ptr<State> state);
-  virtual ~DataParallelCore();
+  ~DataParallelCore() override;
 
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs);
@@ -50,6 +51,13 @@ class DataParallelCore {
   void reset();
   std::vector<std::vector<std::string>> buckets() const;
   int64_t step() const;
+
+  const Group& group() const override;
+  void shadow() override;
+  void check_shadow() const override;
+  void settle() override;
+  void attend(const std::optional<Attendance>& attendance) override;
+  void adopt_model(int rank) override;
 
  protected:
   // Around each forward; training: it builds a graph.
@@ -95,6 +103,11 @@ class DataParallelWrapper {
   // has no sample in this step. Every backward of a step must come through here, or none, on all ranks. Start the step
   // with zeroed gradients.
   void backward(const at::Tensor& loss_sum, double weight) { core_.backward(loss_sum, weight); }
+
+  // This rank's part of a step for which it has no batch, in a Join scope: what forward and backward of the others
+  // communicate. Does nothing under no_sync. Collective.
+  void shadow() { core_.shadow(); }
+  operator Joinable&() { return core_; }  // NOLINT(google-explicit-constructor): for Join({parallel})
 
   // `accumulate` false gives a scope without effect, so that a loop over micro-batches reads
   //   const auto scope = parallel.no_sync(micro + 1 < micros);

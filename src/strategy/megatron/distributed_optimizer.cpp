@@ -5,9 +5,12 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include "engine/data_parallel_state.h"
 #include "engine/sharded_optimizer_state.h"
+#include "module/sync.h"
 #include "module/walk.h"
 #include "shoal/base/error.h"
 #include "strategy/megatron/chunk.h"
@@ -53,6 +56,7 @@ struct DistributedOptimizerCore::Reduction {
     std::string what;
     std::string timer;
   };
+  Modules modules;
   DistributedOptimizerOptions options;
   std::vector<Extra> extra{};
   int no_sync_depth = 0;
@@ -85,7 +89,7 @@ DistributedOptimizerCore::DistributedOptimizerCore(const Modules& chunks, ParamG
                                                    const DistributedOptimizerOptions& options)
     : ShardedOptimizerCore(complete(chunks, std::move(groups), options), std::move(defaults), make,
                            make_state(chunks, cut, group, options)),
-      reduction_(std::make_unique<Reduction>(Reduction{.options = options})) {
+      reduction_(std::make_unique<Reduction>(Reduction{.modules = chunks, .options = options})) {
   for (auto& chunk : state().modules) {
     chunk->reducer().synchronises = [raw = reduction_.get()] {
       const bool now = raw->options.overlap_grad_reduce && raw->no_sync_depth == 0;
@@ -102,6 +106,32 @@ void DistributedOptimizerCore::backward(const at::Tensor& loss_sum, double weigh
     throw UsageError("DistributedOptimizer: a backward with a weight is for one chunk; weight the loss instead");
   }
   state().modules.front()->reducer().backward(loss_sum, weight);
+}
+
+void DistributedOptimizerCore::shadow() {
+  auto& chunks = state().modules;
+  chunks.front()->reducer().require_absence();
+  // Backward meets the last chunk first, and all others before it ends.
+  std::for_each(chunks.rbegin(), chunks.rend(), [](const auto& chunk) { chunk->reducer().begin_now(); });
+  std::for_each(chunks.rbegin(), chunks.rend(), [](const auto& chunk) { chunk->reducer().end_now(); });
+}
+
+void DistributedOptimizerCore::check_shadow() const {
+  for (const auto& module : reduction_->modules) check_forward_is_local(*module);
+}
+
+void DistributedOptimizerCore::settle() {
+  for (const auto& chunk : state().modules) chunk->reducer().settle();
+}
+
+void DistributedOptimizerCore::attend(const std::optional<Attendance>& attendance) {
+  for (const auto& chunk : state().modules) chunk->reducer().attend(attendance);
+}
+
+void DistributedOptimizerCore::adopt_model(int rank) {
+  for (const auto& module : reduction_->modules) {
+    sync_buffers(group(), walk(*module, reduction_->options.ignored).buffers, rank, state().steps);
+  }
 }
 
 NoSync DistributedOptimizerCore::no_sync(bool accumulate) {

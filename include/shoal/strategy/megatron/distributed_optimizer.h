@@ -59,7 +59,7 @@ struct ParameterRange {
 };
 
 // What DistributedOptimizer does, whatever the optimizer. Use DistributedOptimizer.
-class DistributedOptimizerCore : public ShardedOptimizerCore {
+class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
  public:
   using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
 
@@ -73,6 +73,13 @@ class DistributedOptimizerCore : public ShardedOptimizerCore {
   void backward(const at::Tensor& loss_sum, double weight);
   // Scope in which backward only accumulates into the gradient buffers.
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
+  // This rank's part of a step for which it has no batch, in a Join scope. Does nothing where backward does not sum up;
+  // step() is for every rank in any case. Collective.
+  void shadow() override;
+  void check_shadow() const override;
+  void settle() override;
+  void attend(const std::optional<Attendance>& attendance) override;
+  void adopt_model(int rank) override;
   // Sums up what backwards have accumulated: first over the groups declared with all_reduce_grads(), then divided by
   // the number of ranks and scattered. For overlap_grad_reduce = false; UsageError otherwise. Collective.
   void reduce_model_grads();
@@ -91,6 +98,7 @@ class DistributedOptimizerCore : public ShardedOptimizerCore {
   at::Tensor main_grad(const at::Tensor& parameter) const;
   // Pieces that a rank of the group (default: this one) owns, in buffer order.
   std::vector<ParameterRange> param_range_map(std::optional<int> rank = std::nullopt) const;
+  const Group& group() const override { return ShardedOptimizerCore::group(); }
 
  private:
   static std::unique_ptr<State> make_state(const Modules& chunks, bool cut, const Group& group,
