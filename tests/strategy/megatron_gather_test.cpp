@@ -100,6 +100,7 @@ struct Trained {
 TEST(MegatronGather, MEG08_bits_are_those_of_parameters_in_a_buffer) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     for (const bool fp32_gradients : {true, false}) {
+      if (dtype == at::kFloat && !fp32_gradients) continue;  // they are
       for (const bool reduce : {true, false}) {
         for (const bool gather : {true, false}) {
           SCOPED_TRACE(fmt::format("{}, float32 gradients {}, overlap {} {}", c10::toString(dtype), fp32_gradients,
@@ -107,10 +108,11 @@ TEST(MegatronGather, MEG08_bits_are_those_of_parameters_in_a_buffer) {
           const Case it{dtype, fp32_gradients, reduce, gather};
           Trained here(it, true);
           Trained reference(it, false);
-          for (int64_t step = 0; step < 5; ++step) {
+          for (int64_t step = 0; step < 4; ++step) {
             here.step(step);
             reference.step(step);
-            // Both wait for all ranks at the first touch.
+            // Looking at them brings them all in; what a forward leaves out must come in without.
+            if (gather && step < 3) continue;
             for (const auto& named : reference.model->named_parameters()) {
               ASSERT_TRUE(at::equal(here.model->named_parameters()[named.key()], named.value()))
                   << named.key() << " step " << step;

@@ -117,13 +117,16 @@ TEST(MegatronTimers, MEG13_a_rank_may_give_up_a_step_that_is_measured) {
   const auto timers = std::make_shared<Timers>(TimersOptions{.level = 2, .barrier = true});
   auto model = seeded(1);
   auto reference = seeded(1);
-  Sgd optimizer(model, sgd, group(), {.overlap_grad_reduce = false, .timers = timers});
+  auto log = std::make_shared<CallLog>();
+  Sgd optimizer(model, sgd, group().recorded(log), {.overlap_grad_reduce = false, .timers = timers});
   torch::optim::SGD whole(reference->parameters(), sgd);
   for (int64_t step = 0; step < 3; ++step) {
     if (step == 1 && group().rank() == 0) {
       optimizer.abandon_step();
     } else {
+      log->clear();
       mean_loss(model->forward(batch(group().rank(), step))).backward();
+      EXPECT_TRUE(log->records().empty()) << "only step() reduces, also after a step that was given up";
       if (step == 1) {
         EXPECT_THROW(optimizer.step(), StepAbandoned);
       } else {
