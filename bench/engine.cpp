@@ -3,7 +3,9 @@
 
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
 
 #include "shoal/comm/world.h"
 #include "shoal/strategy/ddp.h"

@@ -14,7 +14,7 @@ function(shoal_layer name)
   endif()
 endfunction()
 
-# Links libtorch and shares one precompiled torch/torch.h among all targets that use it.
+# Links libtorch and shares one precompiled header among all targets that use it.
 function(shoal_uses_torch target)
   target_link_libraries(${target} PUBLIC ${TORCH_LIBRARIES})
   target_precompile_headers(${target} REUSE_FROM shoal_pch)

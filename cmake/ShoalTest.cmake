@@ -28,37 +28,43 @@ function(shoal_world_test name)
     add_test(NAME ${name}.world${ranks} COMMAND ${name} --ranks ${ranks})
     shoal_world_label(label ${ranks} 3)
     set_tests_properties(${name}.world${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors})
   endforeach()
 endfunction()
 
 # shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [LABELS label...] [TIMEOUT seconds])
 #
-# The same program once more with other arguments, as ctests NAME.VARIANT.worldN. --transport and --check-agreement are
-# the world's options (see tests/support/world_main.cpp). Fast ones of more than 2 ranks are labelled `thorough`.
+# The same program once more with other arguments, as ctests NAME.VARIANT.worldN, `thorough` unless labelled otherwise.
+# --transport and --check-agreement are the world's options (see tests/support/world_main.cpp).
 function(shoal_world_variant name variant)
   cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD;ARGS" ${ARGN})
+  if(NOT ARG_LABELS)
+    set(ARG_LABELS thorough)
+  endif()
   shoal_test_defaults()
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.${variant}.world${ranks} COMMAND ${name} --ranks ${ranks} ${ARG_ARGS})
     shoal_world_label(label ${ranks} 2)
     set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors})
   endforeach()
 endfunction()
 
 # shoal_runs_with_mpi(NAME WORLD 2 3 [LABELS label...] [TIMEOUT seconds])
 #
-# The world test NAME once more, started by mpirun and over MPI.
+# The world test NAME once more, started by mpirun and over MPI; `thorough` unless labelled otherwise.
 function(shoal_runs_with_mpi name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD" ${ARGN})
+  if(NOT ARG_LABELS)
+    set(ARG_LABELS thorough)
+  endif()
   shoal_test_defaults()
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.mpi${ranks}
       COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi)
     shoal_world_label(label ${ranks} 2)
     set_tests_properties(${name}.mpi${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
   endforeach()
 endfunction()
 
@@ -68,6 +74,10 @@ set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CON
 
 macro(shoal_world_label result ranks fast_ranks)
   set(${result} "${ARG_LABELS}")
+  set(processors 2)
+  if(${ranks} EQUAL 1)
+    set(processors 1)
+  endif()
   if(${ranks} GREATER ${fast_ranks} AND ARG_LABELS STREQUAL "fast")
     set(${result} thorough)
   endif()

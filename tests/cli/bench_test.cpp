@@ -7,21 +7,11 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "tests/support/processes.h"
+#include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {
-
-Ended shoal(std::vector<std::string> arguments) {
-  arguments.insert(arguments.begin(), SHOAL);
-  return run(arguments, 110);
-}
-
-nlohmann::json read(const std::string& path) {
-  std::ifstream file(path);
-  return nlohmann::json::parse(file);
-}
 
 TEST(Bench, CollectivesAreMeasuredOverEveryTransportBesideACopy) {
   const TempFolder folder;

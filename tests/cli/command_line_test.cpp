@@ -6,16 +6,11 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "tests/support/processes.h"
+#include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {
-
-Ended shoal(std::vector<std::string> arguments) {
-  arguments.insert(arguments.begin(), SHOAL);
-  return run(arguments, 60);
-}
 
 void expect_refused(const std::vector<std::string>& arguments, const std::string& because) {
   const auto ended = shoal(arguments);

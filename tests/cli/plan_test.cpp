@@ -6,23 +6,13 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "tests/support/processes.h"
+#include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {
 
 using nlohmann::json;
-
-Ended shoal(std::vector<std::string> arguments) {
-  arguments.insert(arguments.begin(), SHOAL);
-  return run(arguments, 100);
-}
-
-json read(const std::string& path) {
-  std::ifstream file(path);
-  return json::parse(file);
-}
 
 struct Case {
   std::string strategy, ranks, transport, model, dtype = "float32", optimizer = "adamw";

@@ -7,23 +7,13 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "tests/support/processes.h"
+#include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {
 
 using nlohmann::json;
-
-Ended shoal(std::vector<std::string> arguments, double limit = 100) {
-  arguments.insert(arguments.begin(), SHOAL);
-  return run(arguments, limit);
-}
-
-json read(const std::string& path) {
-  std::ifstream file(path);
-  return json::parse(file);
-}
 
 TEST(Train, WritesAReportOfTheReferencePeersShape) {
   const TempFolder folder;
@@ -41,72 +31,6 @@ TEST(Train, WritesAReportOfTheReferencePeersShape) {
   }
   EXPECT_EQ(report["params"].begin()->size(), 5U);
   EXPECT_EQ(report["params"]["wte.weight"]["shape"], (std::vector<int>{256, 64}));
-}
-
-// What each keeps, in parts of the parameters' memory.
-TEST(Train, EveryOptimizerLearnsAndKeepsWhatItShould) {
-  const std::vector<std::tuple<std::string, double, double>> optimizers{
-      {"adamw", 2, 2},   {"adam", 2, 2}, {"sgd", 0, 0},         {"sgd_momentum", 1, 1}, {"adagrad", 1, 1},
-      {"rmsprop", 1, 1}, {"lamb", 2, 2}, {"adafactor", 0, 0.5}, {"muon", 1, 1}};
-  for (const auto& [name, least, most] : optimizers) {
-    const TempFolder folder;
-    const auto ended = shoal({"train", "--data", "reference", "--model", "mlp", "--steps", "30", "--ranks", "1",
-                              "--strategy", "none", "--optimizer", name, "--json", folder.file("report.json")});
-    ASSERT_EQ(ended.code, 0) << name << ": " << ended.output;
-    const auto report = read(folder.file("report.json"));
-    EXPECT_LT(report["loss"].back().get<double>(), report["loss"].front().get<double>()) << name;
-    const double kept = report["memory"]["state_mib"].get<double>() / report["memory"]["params_mib"].get<double>();
-    EXPECT_GE(kept, least - 0.02) << name;
-    EXPECT_LE(kept, most + 0.02) << name;
-  }
-}
-
-json train_reference(const std::vector<std::string>& options) {
-  const TempFolder folder;
-  std::vector<std::string> line{"train", "--data", "reference", "--ranks", "2", "--json", folder.file("report.json")};
-  line.insert(line.end(), options.begin(), options.end());
-  const auto ended = shoal(line);
-  EXPECT_EQ(ended.code, 0) << ended.output;
-  return ended.code == 0 ? read(folder.file("report.json")) : json();
-}
-
-TEST(Train, SchedulesSetTheRateOfEveryStep) {
-  const std::vector<std::tuple<std::vector<std::string>, std::vector<double>>> schedules{
-      {{}, {0.8, 0.8, 0.8, 0.8, 0.8, 0.8}},
-      {{"--schedule", "linear_warmup", "--warmup-steps", "2"}, {0.0008, 0.4004, 0.8, 0.8, 0.8, 0.8}},
-      {{"--schedule", "cosine", "--warmup-steps", "2"},
-       {0.0008, 0.4004, 0.8, 0.4 * (1 + std::sqrt(0.5)), 0.4, 0.4 * (1 - std::sqrt(0.5))}},
-      {{"--schedule", "one_cycle", "--warmup-steps", "1"},
-       {0.032, 0.8, 0.4 * (1 + std::sqrt(0.5)), 0.4, 0.4 * (1 - std::sqrt(0.5)), 3.2e-6}},
-      {{"--schedule", "step", "--decay-every", "2", "--decay-factor", "0.5"}, {0.8, 0.8, 0.4, 0.4, 0.2, 0.2}}};
-  for (const auto& [options, expected] : schedules) {
-    std::vector<std::string> line{"--model", "mlp", "--steps", "6", "--optimizer", "sgd", "--lr", "0.8"};
-    line.insert(line.end(), options.begin(), options.end());
-    const auto report = train_reference(line);
-    ASSERT_EQ(report["lr"].size(), expected.size());
-    for (size_t step = 0; step < expected.size(); ++step) {
-      EXPECT_NEAR(report["lr"][step].get<double>(), expected[step], 1e-4)
-          << report["config"]["schedule"] << " " << step;
-    }
-  }
-}
-
-// The rate reaches what updates the parameters, on whichever rank and in whichever pieces.
-TEST(Train, SchedulesAndMuonDoTheSameUnderEveryStrategy) {
-  for (const auto* optimizer : {"adamw", "muon"}) {
-    const std::vector<std::string> common{"--model", "gpt", "--steps", "5", "--clip", "0.5", "--optimizer", optimizer};
-    const auto train = [&](std::vector<std::string> more) {
-      more.insert(more.end(), common.begin(), common.end());
-      return train_reference(more)["params"];
-    };
-    const auto constant = train({"--strategy", "ddp"});
-    const auto scheduled = train({"--strategy", "ddp", "--schedule", "cosine", "--warmup-steps", "2"});
-    EXPECT_NE(constant, scheduled);
-    for (const auto* strategy : {"zero1", "zero2", "megatron", "fsdp"}) {
-      EXPECT_EQ(train({"--strategy", strategy, "--schedule", "cosine", "--warmup-steps", "2"}), scheduled)
-          << strategy << " " << optimizer;
-    }
-  }
 }
 
 TEST(Train, SavesAFileThatPythonReads) {

@@ -2,7 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/data.h>
+#include <torch/types.h>
 
 #include "data/sharded_sampler.h"
 #include "tests/data/data_folder.h"

@@ -3,7 +3,7 @@
 #include "engine/first_touch.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <atomic>
 #include <future>

@@ -2,7 +2,8 @@
 
 #include "engine/pager.h"
 
-#include <torch/torch.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <atomic>
 #include <random>

@@ -3,7 +3,7 @@
 #include "models/digest.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "models/registry.h"
 

@@ -1,7 +1,7 @@
 #include "models/loss.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 namespace shoal::models {
 namespace {

@@ -2,7 +2,14 @@
 
 #include "shoal/module/sync_batch_norm.h"
 
-#include <torch/torch.h>
+#include <torch/autograd.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"

@@ -5,7 +5,9 @@
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "shoal/optim/adafactor.h"
 #include "shoal/optim/lamb.h"

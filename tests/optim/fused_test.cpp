@@ -1,7 +1,9 @@
 // The fused optimizers against libtorch's own, over many steps.
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <sstream>
 

@@ -1,7 +1,7 @@
 #pragma once
 // The parameters and gradients that vectors.py uses.
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <cmath>
 #include <functional>

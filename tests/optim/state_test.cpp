@@ -4,7 +4,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "shoal/base/error.h"
 #include "shoal/optim/adafactor.h"

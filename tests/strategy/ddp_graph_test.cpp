@@ -1,6 +1,10 @@
 // Graphs that are not the plain one: parts unused, used by some ranks, used several times, recomputed, nested outputs.
 
-#include <torch/torch.h>
+#include <torch/autograd.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"

@@ -1,6 +1,9 @@
 // What DDP holds, against the formula: buckets of the gradients' size, and as much again only without bucket views.
 
-#include <torch/torch.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "comm/group_state.h"
 #include "comm/world_state.h"

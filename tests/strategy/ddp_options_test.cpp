@@ -1,7 +1,11 @@
 // DistributedDataParallel: buffers, parameters left out, parts of the world, wrong options.
 #include "shoal/strategy/ddp.h"
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "shoal/base/error.h"
 #include "tests/support/models.h"

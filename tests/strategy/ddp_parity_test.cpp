@@ -1,6 +1,12 @@
 // DDP02 on the built-in models in float64: every bit that a wrong step would change, where float32 would hide it.
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
 
 #include "data/reference.h"
 #include "models/loss.h"

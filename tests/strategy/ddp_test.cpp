@@ -2,7 +2,13 @@
 
 #include "shoal/strategy/ddp.h"
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "shoal/base/error.h"
 #include "tests/support/models.h"

@@ -1,7 +1,8 @@
 // DistributedDataParallel: gradients weighted by tokens or samples (BEY04).
 #include "shoal/strategy/ddp.h"
 
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
 
 #include "shoal/base/error.h"
 #include "tests/support/models.h"

@@ -1,6 +1,10 @@
 // Parameters that DDP buckets apart: other dtypes, sparse gradients.
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "shoal/strategy/ddp.h"
 #include "tests/support/models.h"

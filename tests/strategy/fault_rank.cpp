@@ -3,7 +3,7 @@
 // Prints "trained" or "error: ...".
 
 #include <fmt/format.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <csignal>
 #include <thread>

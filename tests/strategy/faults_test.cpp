@@ -1,7 +1,9 @@
 // BEY10: an exception anywhere, on one rank or all, leaves any strategy able to train on.
 
 #include <fmt/format.h>
-#include <torch/torch.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <numeric>
 

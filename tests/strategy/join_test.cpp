@@ -1,6 +1,12 @@
 // Join: ranks with different numbers of batches, under every strategy (BEY03, DDP13).
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <functional>
 #include <set>

@@ -1,6 +1,13 @@
 // DistributedOptimizer: rows MEG01 to MEG15, beyond what strategies_test.cpp, zoo_test.cpp and faults_test.cpp show.
 
-#include <torch/torch.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <numeric>
 #include <sstream>

@@ -1,6 +1,7 @@
 // MEG13: DistributedOptimizer's timers.
 
-#include <torch/torch.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
 
 #include <map>
 #include <sstream>

@@ -1,7 +1,12 @@
 // What a rank holds at most in a step, under every strategy and in every dtype, against the published formulas: by what
 // libtorch's allocator and the memory that ranks share have handed out, and by the kernel's count of pages.
 
-#include <torch/torch.h>
+#include <torch/nn/init.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "comm/group_state.h"
 #include "comm/world_state.h"

@@ -1,6 +1,12 @@
 // ShardedDataParallel: rows SDP01 to SDP12, beyond what strategies_test.cpp, zoo_test.cpp and faults_test.cpp show.
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <numeric>
 

@@ -1,6 +1,9 @@
 // What holds for every synchronous strategy: the same training run, whatever is sharded.
 
-#include <torch/torch.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "data/reference.h"
 #include "models/loss.h"

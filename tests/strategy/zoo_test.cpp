@@ -1,6 +1,11 @@
 // BEY01: every kind of parameter, under every strategy, at every world size, equals one process.
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "tests/support/models.h"
 #include "tests/support/training.h"

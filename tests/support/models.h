@@ -1,7 +1,10 @@
 #pragma once
 // Small models that tests train, and the arithmetic that they are compared with.
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <functional>
 #include <memory>

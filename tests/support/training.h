@@ -1,7 +1,8 @@
 #pragma once
 // One training loop over any strategy, so that a test is written once and runs on all of them.
 
-#include <torch/torch.h>
+#include <torch/optim/optimizer.h>
+#include <torch/types.h>
 
 #include <map>
 #include <memory>
