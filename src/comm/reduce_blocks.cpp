@@ -96,10 +96,35 @@ struct Xor {
 
 enum class Finish { nothing, divide, scale_sources };
 
+// With two ranks nothing has to be kept in between, which takes half of the time.
+template <class Op>
+void combine_two(const BFloat* a, const BFloat* b, BFloat* to, int64_t count) {
+  // The result may be in the place of a source, but then number by number.
+#pragma GCC ivdep
+  for (int64_t i = 0; i + 2 <= count; i += 2) {
+    const uint32_t from_a = two_at(a + i), from_b = two_at(b + i);
+    narrow_two_to(Op::apply(widen_low(from_a), widen_low(from_b)), Op::apply(widen_high(from_a), widen_high(from_b)),
+                  to + i);
+  }
+  if (count % 2 != 0) to[count - 1] = narrow(Op::apply(widen(a[count - 1]), widen(b[count - 1])));
+}
+
+template <class T>
+void deliver(const Task& task, const T* result, int64_t begin, int64_t count) {
+  if (task.stream) {
+    copy_past_caches(result, static_cast<T*>(task.destinations[0]) + begin, static_cast<int64_t>(sizeof(T)) * count);
+    return;
+  }
+  for (int other = 1; other < task.destination_count; ++other) {
+    __builtin_memcpy(static_cast<T*>(task.destinations[other]) + begin, result, sizeof(T) * count);
+  }
+}
+
 template <class T, class Wide, class Op, Finish finish>
 void run(const Task& task) {
   alignas(64) Wide sum[block];
   alignas(64) Wide next[block];
+  alignas(64) T narrowed[block];
   for (int64_t begin = task.begin; begin < task.end; begin += block) {
     const int64_t count = task.end - begin < block ? task.end - begin : block;
     if (begin + 2 * block <= task.end) {
@@ -107,6 +132,16 @@ void run(const Task& task) {
         touch_ahead(static_cast<const T*>(task.sources[source]) + begin + block);
       }
       if (task.stream) touch_ahead(static_cast<const T*>(task.destinations[0]) + begin + block);
+    }
+    T* const first = static_cast<T*>(task.destinations[0]) + begin;
+    T* const result = task.stream ? narrowed : first;
+    if constexpr (std::is_same_v<T, BFloat> && finish == Finish::nothing) {
+      if (task.source_count == 2) {
+        combine_two<Op>(static_cast<const T*>(task.sources[0]) + begin, static_cast<const T*>(task.sources[1]) + begin,
+                        result, count);
+        deliver(task, result, begin, count);
+        continue;
+      }
     }
     for (int source = 0; source < task.source_count; ++source) {
       const T* from = static_cast<const T*>(task.sources[source]) + begin;
@@ -130,17 +165,8 @@ void run(const Task& task) {
       const auto divisor = static_cast<Wide>(task.source_count);
       for (int64_t i = 0; i < count; ++i) sum[i] /= divisor;
     }
-    T* first = static_cast<T*>(task.destinations[0]) + begin;
-    if (task.stream) {
-      alignas(64) T narrowed[block];
-      store(sum, narrowed, count);
-      copy_past_caches(narrowed, first, static_cast<int64_t>(sizeof(T)) * count);
-      continue;
-    }
-    store(sum, first, count);
-    for (int other = 1; other < task.destination_count; ++other) {
-      __builtin_memcpy(static_cast<T*>(task.destinations[other]) + begin, first, sizeof(T) * count);
-    }
+    store(sum, result, count);
+    deliver(task, result, begin, count);
   }
   if (task.stream) finish_streaming();
 }
