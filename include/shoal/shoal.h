@@ -17,6 +17,7 @@
 #include "shoal/layout/partition.h"
 #include "shoal/layout/range.h"
 #include "shoal/layout/slice.h"
+#include "shoal/module/deferred_init.h"
 #include "shoal/module/sync_batch_norm.h"
 #include "shoal/module/wrap_policy.h"
 #include "shoal/optim/adafactor.h"

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,13 +51,14 @@ class AtomicFile {
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  void write(const void* data, size_t size) {
+  void write(const void* data, size_t size, size_t offset) {
     const auto* bytes = static_cast<const char*>(data);
     while (size > 0) {
-      const auto written = ::write(fd_, bytes, size);
+      const auto written = ::pwrite(fd_, bytes, size, static_cast<off_t>(offset));
       if (written < 0 && errno == EINTR) continue;
       if (written < 0) fail("write");
       bytes += written;
+      offset += static_cast<size_t>(written);
       size -= static_cast<size_t>(written);
     }
   }
@@ -85,43 +87,85 @@ class AtomicFile {
 
 }  // namespace
 
-void save_safetensors(const std::string& path, const NamedTensors& tensors,
-                      const std::map<std::string, std::string>& metadata) {
-  struct Entry {
-    size_t dtype;
-    const std::string* name;
-    const at::Tensor* tensor;
+struct SafetensorsFile::State {
+  explicit State(const std::string& path) : file(path) {}
+
+  struct Place {
+    size_t dtype = 0;
+    SafetensorsFile::Entry entry;
+    size_t offset = 0;  // in the file
+    bool written = false;
   };
-  std::vector<Entry> entries;
+  AtomicFile file;
+  std::map<std::string, Place> places{};
+};
+
+SafetensorsFile::SafetensorsFile(const std::string& path, const std::vector<Entry>& entries,
+                                 const std::map<std::string, std::string>& metadata) {
+  std::vector<State::Place> places;
   std::set<std::string> names = {"__metadata__"};
-  for (const auto& [name, tensor] : tensors) {
-    if (!names.insert(name).second) throw UsageError(fmt::format("safetensors: two tensors named {}", name));
-    entries.push_back({place_of(name, tensor.scalar_type()), &name, &tensor});
+  for (const auto& entry : entries) {
+    if (!names.insert(entry.name).second) {
+      throw UsageError(fmt::format("safetensors: two tensors named {}", entry.name));
+    }
+    places.push_back({place_of(entry.name, entry.dtype), entry});
   }
-  std::sort(entries.begin(), entries.end(),
-            [](const Entry& a, const Entry& b) { return std::tie(a.dtype, *a.name) < std::tie(b.dtype, *b.name); });
+  std::sort(places.begin(), places.end(), [](const auto& a, const auto& b) {
+    return std::tie(a.dtype, a.entry.name) < std::tie(b.dtype, b.entry.name);
+  });
 
   nlohmann::ordered_json header;
   if (!metadata.empty()) header["__metadata__"] = metadata;
   size_t offset = 0;
-  for (const auto& entry : entries) {
-    const auto end = offset + entry.tensor->nbytes();
-    header[*entry.name] = {
-        {"dtype", dtypes[entry.dtype].name}, {"shape", entry.tensor->sizes().vec()}, {"data_offsets", {offset, end}}};
-    offset = end;
+  for (auto& place : places) {
+    const auto& entry = place.entry;
+    const auto bytes = static_cast<size_t>(c10::multiply_integers(entry.sizes)) * c10::elementSize(entry.dtype);
+    place.offset = offset;
+    offset += bytes;
+    header[entry.name] = {
+        {"dtype", dtypes[place.dtype].name}, {"shape", entry.sizes}, {"data_offsets", {place.offset, offset}}};
   }
   std::string text = header.empty() ? "{}" : header.dump();
   constexpr size_t alignment = 8;
   text.resize((text.size() + alignment - 1) / alignment * alignment, ' ');
 
-  AtomicFile file(path);
+  state_ = std::make_unique<State>(path);
   const uint64_t size = text.size();  // little endian, as all machines that libtorch supports
-  file.write(&size, sizeof size);
-  file.write(text.data(), text.size());
-  for (const auto& entry : entries) {
-    const auto plain = entry.tensor->detach().to(at::kCPU).contiguous();
-    file.write(plain.data_ptr(), plain.nbytes());
+  state_->file.write(&size, sizeof size, 0);
+  state_->file.write(text.data(), text.size(), sizeof size);
+  for (auto& place : places) {
+    place.offset += sizeof size + text.size();
+    state_->places.emplace(place.entry.name, std::move(place));
   }
+}
+
+SafetensorsFile::~SafetensorsFile() = default;
+
+void SafetensorsFile::write(const std::string& name, const at::Tensor& tensor) {
+  const auto found = state_->places.find(name);
+  if (found == state_->places.end() || found->second.entry.dtype != tensor.scalar_type() ||
+      tensor.sizes() != at::IntArrayRef(found->second.entry.sizes)) {
+    throw UsageError(fmt::format("safetensors: {} {} [{}] is not what the file was made for", name,
+                                 c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", ")));
+  }
+  const auto plain = tensor.detach().to(at::kCPU).contiguous();
+  state_->file.write(plain.data_ptr(), plain.nbytes(), found->second.offset);
+  found->second.written = true;
+}
+
+void SafetensorsFile::complete() {
+  for (const auto& [name, place] : state_->places) {
+    if (!place.written) throw UsageError(fmt::format("safetensors: {} was not written", name));
+  }
+  state_->file.complete();
+}
+
+void save_safetensors(const std::string& path, const NamedTensors& tensors,
+                      const std::map<std::string, std::string>& metadata) {
+  std::vector<SafetensorsFile::Entry> entries;
+  for (const auto& [name, tensor] : tensors) entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
+  SafetensorsFile file(path, entries, metadata);
+  for (const auto& [name, tensor] : tensors) file.write(name, tensor);
   file.complete();
 }
 

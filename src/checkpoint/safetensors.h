@@ -4,6 +4,7 @@
 #include <torch/types.h>
 
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,10 +13,34 @@ namespace shoal {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Writes the tensors, in row-major order whatever their layout, to a file at `path`. The file appears whole or not at
-// all: it is written under another name beside it, synced and renamed; an older file stays until then. Names must be
-// different and not "__metadata__". Throws UsageError that names the file and the system's reason (no permission, disk
-// full) or the tensor whose dtype the format lacks. collective: no.
+// A file to which tensors are written one by one, in any order, so that they need not be in memory together. It appears
+// under its name when it is complete, or not at all: until then it has another one beside it, and an older file stays.
+// Names must be different and not "__metadata__". Errors are UsageErrors that name the file and the system's reason (no
+// permission, disk full), or the tensor: its dtype is none of the format's, it was not announced, or not written.
+class SafetensorsFile {
+ public:
+  struct Entry {
+    std::string name;
+    at::ScalarType dtype;
+    std::vector<int64_t> sizes;
+  };
+  SafetensorsFile(const std::string& path, const std::vector<Entry>& entries,
+                  const std::map<std::string, std::string>& metadata);
+  ~SafetensorsFile();
+  SafetensorsFile(const SafetensorsFile&) = delete;
+  SafetensorsFile& operator=(const SafetensorsFile&) = delete;
+
+  // In row-major order whatever its layout.
+  void write(const std::string& name, const at::Tensor& tensor);
+  // After all of them. Syncs the file and gives it its name.
+  void complete();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Writes them all.
 void save_safetensors(const std::string& path, const NamedTensors& tensors,
                       const std::map<std::string, std::string>& metadata);
 

@@ -3,11 +3,14 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+
 #include "engine/data_parallel_state.h"
 #include "module/sync.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
 #include "shoal/comm/coalesce.h"
+#include "shoal/module/deferred_init.h"
 #include "shoal/module/sync_batch_norm.h"
 
 namespace shoal {
@@ -18,11 +21,38 @@ std::vector<Gradient> gradients_of(const ModuleTensors& tensors) {
   return gradients;
 }
 
+namespace {
+
+std::vector<at::Tensor> all_but(const torch::nn::Module& module, const std::vector<NamedTensor>& excepted) {
+  auto list = module.buffers();
+  for (const auto& parameter : module.parameters()) {
+    const bool out = std::any_of(excepted.begin(), excepted.end(),
+                                 [&](const NamedTensor& entry) { return entry.tensor.is_same(parameter); });
+    if (!out) list.push_back(parameter);
+  }
+  return list;
+}
+
+void check_device(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
+  for (const auto& entry : tensors) {
+    if (!entry.tensor.is_meta()) continue;
+    throw UsageError(
+        fmt::format("{}: {} is on the meta device, from which libtorch has no way back; build the module in a "
+                    "DeferredInit scope instead",
+                    wrapper, entry.name));
+  }
+}
+
+}  // namespace
+
 std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                               const std::string& name, const std::vector<std::string>& ignored,
-                                              bool sync) {
+                                              bool sync, Deferred deferred) {
   if (!module) throw UsageError(fmt::format("{}: the module is empty", name));
   auto tensors = walk(*module, ignored);
+  check_device(tensors.parameters, name);
+  check_device(tensors.buffers, name);
+  materialize(all_but(*module, deferred == Deferred::keep ? tensors.parameters : std::vector<NamedTensor>()));
   if (sync) {
     sync_module(group, tensors);
   } else {
@@ -38,10 +68,11 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
 void check_forward_is_local(const torch::nn::Module& module) {
   for (const auto& named : module.named_modules()) {
     if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
-    throw UsageError(fmt::format(
-        "Join: {} is a SyncBatchNorm, whose forward needs every rank; set throw_on_early_termination, or go without Join "
-        "and give ranks that have run out empty batches",
-        named.key()));
+    throw UsageError(
+        fmt::format("Join: {} is a SyncBatchNorm, whose forward needs every rank; set throw_on_early_termination, or "
+                    "go without Join "
+                    "and give ranks that have run out empty batches",
+                    named.key()));
   }
 }
 

@@ -20,11 +20,14 @@ struct DataParallelCore::State {
   void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options, std::unique_ptr<Exchange> exchange);
 };
 
-// Walks the module, compares it over the group and, with `sync`, gives everybody rank 0's values. Collective. `name` is
-// the wrapper's, for errors: UsageError without module or without trainable parameters.
+enum class Deferred { materialize, keep };
+
+// Walks the module, compares it over the group and, with `sync`, gives everybody rank 0's values. Parameters made in a
+// DeferredInit scope get memory, or with `keep` stay as they are, without values. Collective. `name` is the wrapper's,
+// for errors: UsageError without module or without trainable parameters.
 std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                               const std::string& name, const std::vector<std::string>& ignored,
-                                              bool sync);
+                                              bool sync, Deferred deferred = Deferred::materialize);
 
 // UsageError that names a module whose forward communicates by itself (SyncBatchNorm).
 void check_forward_is_local(const torch::nn::Module& module);

@@ -17,6 +17,11 @@ double Facts::weight() const {
   return memory_[memory_.numel() - 1].item<double>();
 }
 
+bool Facts::alike(int ranks) const {
+  const auto flags = memory_.narrow(0, 0, memory_.numel() - 1);
+  return flags.eq(0).logical_or(flags.eq(ranks)).all().item<bool>();
+}
+
 void Facts::read_used(std::vector<bool>& used) const {
   const auto flags = memory_.to(at::kCPU, at::kDouble);
   const auto* value = flags.data_ptr<double>();

@@ -25,6 +25,8 @@ class Facts {
 
   void write(const std::vector<bool>& used, double weight);
   double weight() const;
+  // Whether ranks used the same gradients; ranks: how many there are.
+  bool alike(int ranks) const;
   // Sets used[i] where any rank used gradient i.
   void read_used(std::vector<bool>& used) const;
 

@@ -9,16 +9,12 @@
 #include "shoal/base/error.h"
 
 namespace shoal {
-namespace {
-
-// FNV-1a; 0 stands for "no script".
-int64_t fingerprint(const std::vector<size_t>& script) {
+// FNV-1a.
+int64_t GatherOrder::fingerprint(const std::vector<size_t>& pages) {
   uint64_t hash = 0xcbf29ce484222325U;
-  for (const auto page : script) hash = (hash ^ (page + 1)) * 0x100000001b3U;
-  return script.empty() ? 0 : static_cast<int64_t>(hash);
+  for (const auto page : pages) hash = (hash ^ (page + 1)) * 0x100000001b3U;
+  return pages.empty() ? 0 : static_cast<int64_t>(hash);
 }
-
-}  // namespace
 
 std::optional<size_t> GatherOrder::next(std::optional<size_t> want) {
   if (const auto page = ahead()) return page;
@@ -34,11 +30,12 @@ std::optional<size_t> GatherOrder::ahead() {
   return script_[position_++];
 }
 
-// One round. The second number is the script that this rank brings to a pass.
+// One round. The second number is the script that this rank brings to a pass, or what it leaves behind.
 void GatherOrder::ask(int64_t what) {
   const int64_t script = what == begins ? fingerprint(scripts_[static_cast<int>(*pass_)]) : 0;
   auto all = at::empty({2 * group_.size()}, at::kLong);
-  group_.all_gather(all, at::tensor({what, script}, at::kLong), {-1, -1, "what to gather"}).wait();
+  const auto mine = at::tensor({what, what == ended ? residue_ : script}, at::kLong);
+  group_.all_gather(all, mine, {-1, -1, "what to gather"}).wait();
   const auto* said = all.data_ptr<int64_t>();
   std::set<size_t> wanted;
   for (int rank = 0; rank < group_.size(); ++rank) {
@@ -54,9 +51,11 @@ void GatherOrder::ask(int64_t what) {
     throw DisagreeError(fmt::format("rank {} {}, rank {} {}: all ranks must call the wrapper's forward equally often",
                                     group_.world_rank(0), text(0), group_.world_rank(rank), text(rank)));
   }
+  bool equal = true;
+  for (int rank = 1; rank < group_.size(); ++rank) equal = equal && said[2 * rank + 1] == said[1];
+  if (what == ended) left_alike_ = equal;
   if (what != begins) return;
-  bool equal = script != 0;
-  for (int rank = 0; rank < group_.size(); ++rank) equal = equal && said[2 * rank + 1] == script;
+  equal = equal && script != 0;
   position_ = 0;
   script_ = equal ? scripts_[static_cast<int>(*pass_)] : std::vector<size_t>();
 }
@@ -73,8 +72,9 @@ void GatherOrder::begin(Pass pass) {
   boundary_ = begins;
 }
 
-void GatherOrder::end() {
+void GatherOrder::end(int64_t residue) {
   close();
+  residue_ = residue;
   boundary_ = ended;
 }
 

@@ -23,6 +23,9 @@ class GatherOrder {
   // The group is for this object and its gathers alone.
   explicit GatherOrder(Group group) : group_(std::move(group)) {}
 
+  // 0 for none.
+  static int64_t fingerprint(const std::vector<size_t>& pages);
+
   // The page that all ranks gather now. `want`: what this rank waits for; it calls until that comes. None: this rank
   // has ended its pass and helps the others; it calls until it gets none, when all have ended. Collective.
   std::optional<size_t> next(std::optional<size_t> want);
@@ -34,8 +37,10 @@ class GatherOrder {
 
   // Begins a pass. next() without want first brings all ranks here: until it says none, gather what it says.
   void begin(Pass pass);
-  // Ends it; the same holds.
-  void end();
+  // Ends it; the same holds. residue: a number that stands for what the pass leaves behind.
+  void end(int64_t residue);
+  // Whether all ranks had the same residue when the last pass ended.
+  bool left_alike() const { return left_alike_; }
 
  private:
   enum Said : int64_t { begins = -1, ended = -2 };
@@ -50,7 +55,9 @@ class GatherOrder {
   std::optional<Pass> pass_;
   std::vector<size_t> missed_;  // in this pass
   Said boundary_ = ended;       // what this rank says where it wants nothing
-  std::deque<size_t> agreed_;   // wanted by somebody, not gathered yet
+  int64_t residue_ = 0;
+  bool left_alike_ = true;
+  std::deque<size_t> agreed_;  // wanted by somebody, not gathered yet
 };
 
 }  // namespace shoal

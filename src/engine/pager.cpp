@@ -232,9 +232,16 @@ void Pager::begin(Pass pass) {
 void Pager::end() {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
-  order_.end();
+  std::vector<size_t> left(used_.begin(), used_.end());
+  std::sort(left.begin(), left.end());
+  order_.end(GatherOrder::fingerprint(left));
   help_others();
   forget_unused();
+  // Reads outside of passes are collective, so that all ranks must have the same pages, or none.
+  if (order_.left_alike()) return;
+  for (const auto index : left) {
+    if (pages_[index]->users == 0) forget(index);
+  }
 }
 
 void Pager::invalidate(const at::Tensor& page) {

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <thread>
 
 #include "engine/graph_walk.h"
 #include "memory/views.h"
@@ -172,6 +173,7 @@ void Reducer::begin_backward() {
 void Reducer::begin_step() {
   if (rebuild_due_) adopt_arrival_order();
   phase_ = Phase::running;
+  patient_ = alike_;
   next_ = 0;
   finished_ = 0;
   facts_work_ = {};
@@ -316,7 +318,9 @@ void Reducer::release_finished() {
   size_t in_flight = 0;
   for (size_t i = finished_; i < next_; ++i) in_flight += buckets_[i].passes() ? 1 : 0;
   for (; finished_ < next_; ++finished_) {
-    if (in_flight <= options_.buckets_in_flight && !works_[finished_].done()) return;
+    if (!works_[finished_].done() && (in_flight <= options_.buckets_in_flight || !comes_in_time(works_[finished_]))) {
+      return;
+    }
     works_[finished_].wait();  // also lets go of the memory
     if (!buckets_[finished_].passes()) continue;
     auto& bucket = buckets_[finished_];
@@ -324,6 +328,16 @@ void Reducer::release_finished() {
     bucket.release(keeps_passing_);
     --in_flight;
   }
+}
+
+bool Reducer::comes_in_time(Work& work) {
+  if (!options_.patience) return true;  // whoever waits for it will wait
+  const auto until = std::chrono::steady_clock::now() + *options_.patience;
+  while (patient_ && !work.done()) {
+    patient_ = std::chrono::steady_clock::now() < until;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return work.done();
 }
 
 }  // namespace shoal

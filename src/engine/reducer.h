@@ -2,6 +2,7 @@
 // When things happen in a backward: gradients arrive, buckets fill, collectives leave in a fixed order, means come
 // back.
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -23,8 +24,11 @@ struct ReducerOptions {
   bool static_graph = false;
   bool leave_grad =
       true;  // grad() shows the sum where this rank keeps the whole of a gradient; else it lies in the bucket
-  bool accept_unused = false;        // parameters that no rank used are no error
-  size_t buckets_in_flight = 4;      // of those whose memory is needed only until they are summed up
+  bool accept_unused = false;    // parameters that no rank used are no error
+  size_t buckets_in_flight = 4;  // of those whose memory is needed only until they are summed up
+  // How long to wait at most for one of them to come back before another leaves; none: until it does. For ranks that do
+  // other things together during backward: one that used other parameters may need this rank first.
+  std::optional<std::chrono::milliseconds> patience{};
   std::shared_ptr<Timers> timers{};  // measure as "grads-reduce-scatter" what backward does not hide of the reduction
 };
 
@@ -132,6 +136,7 @@ class Reducer {
   void deliver_whole(size_t bucket);
   void deliver_sparse(size_t bucket);
   void release_finished();
+  bool comes_in_time(Work& work);
   void close_step();
   void adopt_arrival_order();
   void check_static_graph() const;
@@ -179,6 +184,8 @@ class Reducer {
 
   // The last step.
   std::vector<bool> used_anywhere_;
+  bool alike_ = true;    // in the last step all ranks used the same gradients, as far as is known
+  bool patient_ = true;  // in this step no bucket was waited for in vain
   // Sums that ranks must not add up again: in grad() where this rank keeps the whole of a gradient, in the bucket where
   // it keeps a part; and those that were set aside.
   std::vector<bool> summed_;       // by gradient

@@ -47,7 +47,10 @@ void Reducer::finish_step() {
     throw StepAbandoned(text);
   }
   const auto carried = std::exchange(used_anywhere_, std::vector<bool>(gradients_.size()));
-  if (facts_.defined()) facts_.read_used(used_anywhere_);
+  if (facts_.defined()) {
+    facts_.read_used(used_anywhere_);
+    alike_ = facts_.alike(group_.size());
+  }
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (buckets_[i].sparse()) {
       deliver_sparse(i);

@@ -37,10 +37,7 @@ void ShardedModule::list_pieces(std::span<const at::Tensor> originals) {
                        .outgoing = gathers_[number]->outgoing(slice),
                        .sum = bucket.kept().narrow(0, slice.in_flat.begin - kept.begin, slice.in_flat.size()),
                        .whole = slice.in_piece.size() == bucket.layout().range(slice.piece).size()};
-      if (narrow && !originals.empty()) {
-        const auto& original = originals[piece.gradient];
-        piece.main.copy_(in_memory_order(original).narrow(0, slice.in_piece.begin, slice.in_piece.size()));
-      }
+      if (narrow && !originals.empty()) piece.main.copy_(originals[piece.gradient]);
       // A whole parameter keeps its shape: optimizers that are not element-wise look at it.
       if (piece.whole) {
         for (auto* tensor : {&piece.main, &piece.sum}) {

@@ -32,7 +32,7 @@ class ShardedModule {
  public:
   // shard: the ranks that own all of it together, the reducer's own group or one of several equal ones; gathers: by
   // bucket of the reducer; waits: measure what is waited for at first touch; originals: by gradient of the reducer, or
-  // none: what parameters of 16 bits were before they were rounded.
+  // none: what this rank's elements of parameters of 16 bits were before they were rounded, in their order in memory.
   ShardedModule(Group shard, std::shared_ptr<Reducer> reducer, std::vector<std::unique_ptr<ParameterGather>> gathers,
                 std::shared_ptr<Timers> waits = nullptr, std::span<const at::Tensor> originals = {});
   ~ShardedModule();

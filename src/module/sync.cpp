@@ -2,14 +2,18 @@
 
 #include "shoal/comm/agree.h"
 #include "shoal/comm/coalesce.h"
+#include "shoal/module/deferred_init.h"
 
 namespace shoal {
 
 void sync_module(const Group& group, const ModuleTensors& tensors) {
   agree(group, "the model", tensors.describe());
   std::vector<at::Tensor> values;
-  for (const auto& entry : tensors.parameters) values.push_back(entry.tensor);
-  for (const auto& entry : tensors.buffers) values.push_back(entry.tensor);
+  for (const auto* list : {&tensors.parameters, &tensors.buffers}) {
+    for (const auto& entry : *list) {
+      if (!is_deferred(entry.tensor)) values.push_back(entry.tensor);
+    }
+  }
   broadcast_coalesced(group, values, 0, {-1, -1, "parameters and buffers"});
 }
 

@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "shoal/base/error.h"
+#include "shoal/module/deferred_init.h"
 
 namespace shoal {
 namespace {
@@ -62,6 +63,7 @@ std::string describe_tensor(const char* kind, const NamedTensor& entry) {
   auto text = fmt::format("{} {} {} [{}]", kind, entry.name, c10::toString(tensor.scalar_type()),
                           fmt::join(tensor.sizes(), ", "));
   if (!tensor.is_contiguous()) text += fmt::format(" strides [{}]", fmt::join(tensor.strides(), ", "));
+  if (is_deferred(tensor)) text += " deferred";
   if (!entry.aliases.empty()) text += fmt::format(" also {}", fmt::join(entry.aliases, ", "));
   return text;
 }

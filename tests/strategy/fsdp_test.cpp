@@ -326,6 +326,39 @@ TEST(Fsdp, FSDP05_parameters_of_16_bits_have_float32_copies_where_they_are_updat
   EXPECT_TRUE(at::equal(parallel->third->bias, after.at("third.bias").to(at::kBFloat16)));
 }
 
+// Two buffers of one short name, of different dtypes.
+struct TwoBuffersImpl : torch::nn::Module {
+  struct PartImpl : torch::nn::Module {
+    explicit PartImpl(at::ScalarType dtype) {
+      linear = register_module("linear", torch::nn::Linear(5, 5));
+      scale = register_buffer("scale", at::full({5}, 1.0 / 3, dtype));
+      count = register_buffer("count", at::zeros({1}, at::kLong));
+    }
+    torch::nn::Linear linear = nullptr;
+    at::Tensor scale, count;
+  };
+  TwoBuffersImpl() {
+    a = register_module("a", std::make_shared<PartImpl>(at::kFloat));
+    b = register_module("b", std::make_shared<PartImpl>(at::kDouble));
+  }
+  at::Tensor forward(const at::Tensor& x) { return b->linear(a->linear(x) * a->scale) * b->scale; }
+  std::shared_ptr<PartImpl> a, b;
+};
+
+TEST(Fsdp, FSDP05_buffers_have_a_dtype_of_their_own_and_go_back_to_it) {
+  FullyShardedDataParallel<TwoBuffersImpl> parallel(
+      std::make_shared<TwoBuffersImpl>(), group(),
+      {.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>(), .param_dtype = at::kHalf, .buffer_dtype = at::kHalf});
+  EXPECT_EQ(parallel.module()->a->scale.scalar_type(), at::kHalf);
+  EXPECT_EQ(parallel.module()->b->scale.scalar_type(), at::kHalf);
+  EXPECT_EQ(parallel.module()->b->count.scalar_type(), at::kLong);
+  EXPECT_EQ(parallel.forward(at::ones({2, 5})).scalar_type(), at::kHalf);
+  const auto state = parallel.full_state_dict();
+  EXPECT_EQ(state.at("a.scale").scalar_type(), at::kFloat);
+  EXPECT_EQ(state.at("b.scale").scalar_type(), at::kDouble);
+  EXPECT_EQ(state.at("b.count").scalar_type(), at::kLong);
+}
+
 TEST(Fsdp, FSDP10_ignored_modules_and_parameters_stay_as_they_are) {
   auto options = by_layer();
   options.ignored_modules = {"second"};

@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -41,6 +42,8 @@ struct FullyShardedDataParallelOptions {
   std::optional<at::ScalarType> param_dtype{};  // floating-point parameters get this dtype, as do forward's inputs;
                                                 // each rank keeps a float32 copy of its own ranges
   std::optional<at::ScalarType> reduce_dtype{};   // gradients are added up in it; without: in the parameters' dtype
+  std::optional<at::ScalarType> buffer_dtype{};   // floating-point buffers get it; full_state_dict gives them back in
+                                                  // their own
   std::vector<std::string> ignored_modules{};     // names of sub-modules that stay as they are on every rank
   std::vector<std::string> ignored_parameters{};  // names of parameters and buffers that do
 
@@ -51,6 +54,9 @@ struct FullyShardedDataParallelOptions {
   // Throws UsageError that lists all faults.
   void validate() const;
 };
+
+// Called with a name and a whole tensor that the callee may keep.
+using StateVisitor = std::function<void(const std::string& name, const at::Tensor& value)>;
 
 // What FullyShardedDataParallel does, whatever the module's type.
 class FullyShardedCore : public DataParallelCore {
@@ -63,6 +69,7 @@ class FullyShardedCore : public DataParallelCore {
   at::Tensor input(const at::Tensor& tensor) const;
   double clip_grad_norm(double max_norm, double norm_type);
   std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient) const;
+  void visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const;
   std::vector<std::vector<std::string>> units() const;
   bool shared() const;
   // This rank's pieces of the trainable parameters, as the optimizer updates them, and of the gradients' sums.
@@ -77,6 +84,9 @@ class FullyShardedCore : public DataParallelCore {
 
  private:
   friend class FullyShardedOptimizerCore;
+  // A parameter in the dtype that the optimizer updates. Collective.
+  at::Tensor whole(const at::Tensor& parameter, const std::string& name) const;
+
   std::unique_ptr<Shards> shards_;
 };
 
@@ -149,6 +159,13 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   // the group, elsewhere empty; none: on every rank. Collective.
   std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient = std::nullopt) const {
     return this->core_.full_state_dict(recipient);
+  }
+
+  // The same one by one, in an order that is the same on all ranks, so that no rank ever holds more than one of them
+  // beyond its shards, unless `visit` keeps it. For a model that is larger than a rank's memory. A tensor with several
+  // names is visited under each. What `visit` throws comes out after the other ranks have done their part. Collective.
+  void visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
+    this->core_.visit_full_state(recipient, visit);
   }
 
   // Names of the parameters in each unit, frozen ones included, in the order of first use that is expected.

@@ -50,7 +50,8 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
                                                     const FullyShardedDataParallelOptions& options) {
   options.validate();
   const auto ignored = module ? ignored_names(*module, options) : std::vector<std::string>();
-  auto state = wrap(std::move(module), group, "FullyShardedDataParallel", ignored, options.sync_module_states);
+  auto state =
+      wrap(std::move(module), group, "FullyShardedDataParallel", ignored, options.sync_module_states, Deferred::keep);
   state->broadcast_buffers = false;
   state->precision = options.precision;
   return state;
@@ -69,7 +70,8 @@ void FullyShardedDataParallelOptions::validate() const {
   const bool hybrid = sharding_strategy == ShardingStrategy::hybrid_shard ||
                       sharding_strategy == ShardingStrategy::hybrid_shard_grad_op;
   if (shard_size && !hybrid) faults.emplace_back("shard_size is for the hybrid strategies");
-  for (const auto& [name, dtype] : {std::pair("param_dtype", param_dtype), std::pair("reduce_dtype", reduce_dtype)}) {
+  for (const auto& [name, dtype] : {std::pair("param_dtype", param_dtype), std::pair("reduce_dtype", reduce_dtype),
+                                    std::pair("buffer_dtype", buffer_dtype)}) {
     if (!dtype || is_narrow_or_wide(*dtype)) continue;
     faults.push_back(fmt::format("{} {}: give a floating-point dtype of 16 to 64 bits", name, c10::toString(*dtype)));
   }
@@ -122,36 +124,49 @@ double FullyShardedCore::clip_grad_norm(double max_norm, double norm_type) {
   return norm;
 }
 
-std::map<std::string, at::Tensor> FullyShardedCore::full_state_dict(std::optional<int> recipient) const {
+at::Tensor FullyShardedCore::whole(const at::Tensor& parameter, const std::string& name) const {
+  const bool copied = parameter.requires_grad() && parameter.element_size() < 4;
+  if (!copied) return parameter.detach().clone();
+  // What ranks update, in float32: each rank's pieces among zeroes, summed up.
+  auto& module = *shards_->module;
+  auto sum = at::empty_strided(parameter.sizes(), dense_strides(parameter),
+                               parameter.options().dtype(at::kFloat).requires_grad(false))
+                 .zero_();
+  auto flat = in_memory_order(sum);
+  for (const auto& piece : module.state_pieces("")) {
+    if (!piece.updated.defined() || !piece.parameter.is_same(parameter)) continue;
+    flat.narrow(0, piece.range.begin, piece.range.size()).copy_(in_memory_order(piece.updated));
+  }
+  module.shard().all_reduce(flat, ReduceOp::sum, {-1, -1, name}).wait();
+  return sum;
+}
+
+void FullyShardedCore::visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
   const torch::NoGradGuard no_grad;
   const auto& tensors = state().tensors;
-  auto& module = *shards_->module;
-  const bool keep = !recipient || *recipient == shards_->groups.all.rank();
-  std::map<std::string, at::Tensor> named;
-  const auto add = [&](const NamedTensor& entry, const at::Tensor& value) {
-    if (!keep) return;
-    named[entry.name] = value;
-    for (const auto& alias : entry.aliases) named[alias] = value;
+  const bool here = !recipient || *recipient == shards_->groups.all.rank();
+  std::exception_ptr error;
+  const auto show = [&](const NamedTensor& entry, const at::Tensor& value) {
+    if (!here || error) return;
+    try {
+      visit(entry.name, value);
+      for (const auto& alias : entry.aliases) visit(alias, value);
+    } catch (...) {
+      error = std::current_exception();
+    }
   };
-  for (const auto& entry : tensors.parameters) {
-    const bool copied = entry.tensor.requires_grad() && entry.tensor.element_size() < 4;
-    if (!copied) {
-      add(entry, entry.tensor.detach().clone());
-      continue;
-    }
-    // What ranks update, in float32: each rank's pieces among zeroes, summed up.
-    auto whole = at::empty_strided(entry.tensor.sizes(), dense_strides(entry.tensor),
-                                   entry.tensor.options().dtype(at::kFloat).requires_grad(false))
-                     .zero_();
-    auto flat = in_memory_order(whole);
-    for (const auto& piece : module.state_pieces("")) {
-      if (!piece.updated.defined() || !piece.parameter.is_same(entry.tensor)) continue;
-      flat.narrow(0, piece.range.begin, piece.range.size()).copy_(in_memory_order(piece.updated));
-    }
-    module.shard().all_reduce(flat, ReduceOp::sum, {-1, -1, entry.name}).wait();
-    add(entry, whole);
+  for (const auto& entry : tensors.parameters) show(entry, whole(entry.tensor, entry.name));
+  for (size_t number = 0; number < tensors.buffers.size(); ++number) {
+    const auto& buffer = tensors.buffers[number].tensor;
+    const auto dtype = shards_->buffer_dtypes.empty() ? buffer.scalar_type() : shards_->buffer_dtypes[number];
+    show(tensors.buffers[number], buffer.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true));
   }
-  for (const auto& entry : tensors.buffers) add(entry, entry.tensor.detach().clone());
+  if (error) std::rethrow_exception(error);
+}
+
+std::map<std::string, at::Tensor> FullyShardedCore::full_state_dict(std::optional<int> recipient) const {
+  std::map<std::string, at::Tensor> named;
+  visit_full_state(recipient, [&](const std::string& name, const at::Tensor& value) { named[name] = value; });
   return named;
 }
 

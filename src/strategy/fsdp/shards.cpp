@@ -3,14 +3,16 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
-#include <limits>
 #include <map>
 #include <numeric>
 #include <unordered_map>
 
 #include "engine/ownership.h"
+#include "memory/views.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
+#include "shoal/comm/coalesce.h"
+#include "shoal/module/deferred_init.h"
 
 namespace shoal {
 
@@ -60,6 +62,7 @@ void check(const ModuleTensors& tensors) {
 // Gives parameters another dtype; returns what they were, by number of the trainable one.
 std::vector<at::Tensor> narrow(const ModuleTensors& tensors, at::ScalarType dtype) {
   std::vector<at::Tensor> originals;
+  const DeferredInit conversions_too;  // those of deferred parameters
   for (const auto& entry : tensors.parameters) {
     if (entry.tensor.requires_grad()) originals.push_back(entry.tensor.detach());
     at::Tensor(entry.tensor).set_data(entry.tensor.detach().to(dtype));
@@ -67,8 +70,36 @@ std::vector<at::Tensor> narrow(const ModuleTensors& tensors, at::ScalarType dtyp
   return originals;
 }
 
+// Gives floating-point buffers another dtype; returns what all of them had.
+std::vector<at::ScalarType> convert_buffers(const ModuleTensors& tensors, at::ScalarType dtype) {
+  std::vector<at::ScalarType> own;
+  for (const auto& entry : tensors.buffers) {
+    own.push_back(entry.tensor.scalar_type());
+    if (entry.tensor.is_floating_point()) at::Tensor(entry.tensor).set_data(entry.tensor.detach().to(dtype));
+  }
+  return own;
+}
+
 std::string title(const Unit& unit) {
   return "unit " + (unit.name.empty() ? unit.parameters.front().name : unit.name);
+}
+
+// Gives deferred parameters, and what they were before they were rounded, their values.
+void bring_to_life(const ShardGroups& groups, std::vector<at::Tensor> tensors, bool sync, const std::string& name) {
+  std::erase_if(tensors, [](const at::Tensor& tensor) { return !is_deferred(tensor); });
+  if (tensors.empty()) return;
+  materialize(tensors);
+  if (sync) broadcast_coalesced(groups.all, tensors, 0, {-1, -1, name});
+}
+
+// Of the originals of a bucket's parameters only this rank's elements stay.
+void keep_own_elements(const Bucket& bucket, std::vector<at::Tensor>& originals) {
+  std::vector<at::Tensor> own(bucket.members().size());
+  for (const auto& slice : bucket.layout().overlapping(bucket.kept_range())) {
+    const auto& original = originals[bucket.members()[slice.piece]];
+    own[slice.piece] = in_memory_order(original).narrow(0, slice.in_piece.begin, slice.in_piece.size()).clone();
+  }
+  for (size_t piece = 0; piece < own.size(); ++piece) originals[bucket.members()[piece]] = own[piece];
 }
 
 // A unit's frozen parameters of one dtype.
@@ -91,6 +122,9 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
   check(state.tensors);
   std::vector<at::Tensor> originals;
   if (shards.options.param_dtype) originals = narrow(state.tensors, *shards.options.param_dtype);
+  if (shards.options.buffer_dtype) {
+    shards.buffer_dtypes = convert_buffers(state.tensors, *shards.options.buffer_dtype);
+  }
   shards.units = divide(*state.module, state.tensors, shards.options.auto_wrap_policy);
   std::unordered_map<const c10::TensorImpl*, int> unit_of;
   for (size_t unit = 0; unit < shards.units.size(); ++unit) {
@@ -117,11 +151,10 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
   }
   // Parameters that ranks share are always there; so are all of a rank's own.
   const bool present = shard.size() == 1 || (shard.transport() == "host" && parameters.front().is_cpu());
-  // Ranks that gather pages together cannot run ahead of each other, and must not wait for anything else meanwhile.
-  constexpr auto unlimited = std::numeric_limits<size_t>::max();
-  state.make_reducer(std::move(gradients),
-                     {.leave_grad = false, .accept_unused = true, .buckets_in_flight = present ? 4 : unlimited},
-                     std::move(exchange));
+  ReducerOptions reducer_options{.leave_grad = false, .accept_unused = true};
+  // A rank that waits does not serve those that gather another page, whom it may be waiting for.
+  if (!present) reducer_options.patience = std::chrono::seconds(2);
+  state.make_reducer(std::move(gradients), reducer_options, std::move(exchange));
   if (!present) {
     const auto& options = shards.options;
     shards.pager = std::make_shared<Pager>(
@@ -133,22 +166,38 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
                    : gather_in_pages(shards.pager, std::move(list), layout, std::move(owners), shard.rank(), name);
   };
   auto& reducer = *state.reducer;
-  std::vector<std::unique_ptr<ParameterGather>> gathers;
-  for (const auto& bucket : reducer.buckets()) {
-    gathers.push_back(gather(reducer.parameters_of(bucket), bucket.layout(), reducer.owners_of(bucket, shard.size()),
-                             title(shards.units[units[bucket.members().front()]])));
-  }
-  shards.module = std::make_shared<ShardedModule>(shard, state.reducer, std::move(gathers), nullptr, originals);
-  for (const auto& unit : shards.units) {
+  const auto& buckets = reducer.buckets();
+  std::vector<std::unique_ptr<ParameterGather>> gathers(buckets.size());
+  for (size_t number = 0; number < shards.units.size(); ++number) {
+    const auto& unit = shards.units[number];
+    const auto name = title(unit);
+    std::vector<size_t> of_unit;
+    for (size_t bucket = buckets.size(); bucket-- > 0;) {
+      if (units[buckets[bucket].members().front()] == static_cast<int>(number)) of_unit.push_back(bucket);
+    }
+    std::vector<at::Tensor> values;
+    for (const auto& entry : unit.parameters) values.push_back(entry.tensor);
+    for (const auto bucket : of_unit) {
+      for (const auto member : buckets[bucket].members()) {
+        if (!originals.empty()) values.push_back(originals[member]);
+      }
+    }
+    bring_to_life(groups, std::move(values), shards.options.sync_module_states, name);
+    for (const auto bucket : of_unit) {
+      gathers[bucket] = gather(reducer.parameters_of(buckets[bucket]), buckets[bucket].layout(),
+                               reducer.owners_of(buckets[bucket], shard.size()), name);
+      if (!originals.empty()) keep_own_elements(buckets[bucket], originals);
+    }
     for (auto& list : frozen_of(unit)) {
       std::vector<int64_t> numels;
       for (const auto& parameter : list) numels.push_back(parameter.numel());
       const auto layout = scatter_layout(numels, list.front().element_size(), shard.size());
       std::vector<Range> owners;
       for (int rank = 0; rank < shard.size(); ++rank) owners.push_back(layout.part(rank));
-      shards.frozen.push_back(gather(std::move(list), layout, std::move(owners), title(unit) + " (frozen)"));
+      shards.frozen.push_back(gather(std::move(list), layout, std::move(owners), name + " (frozen)"));
     }
   }
+  shards.module = std::make_shared<ShardedModule>(shard, state.reducer, std::move(gathers), nullptr, originals);
 }
 
 }  // namespace shoal

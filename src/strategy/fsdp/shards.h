@@ -23,6 +23,7 @@ struct FullyShardedCore::Shards {
   std::vector<std::unique_ptr<ParameterGather>> frozen{};
   std::vector<at::Tensor> before_hold{};  // this rank's pieces, while changes will be undone
   int64_t holds = 0;
+  std::vector<at::ScalarType> buffer_dtypes{};  // by number of the buffer: its own; empty: as they are
 
   bool grad_op() const {
     return options.sharding_strategy == ShardingStrategy::shard_grad_op ||

@@ -16,6 +16,7 @@
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
 #include "shoal/comm/coalesce.h"
+#include "shoal/module/deferred_init.h"
 
 namespace shoal {
 
@@ -151,6 +152,7 @@ void OSSCore::refresh_trainable() {
   auto& state = *state_;
   agree(state.group, "the parameters and options of OSS", describe(param_groups_));
   const auto fresh = state.list(param_groups_);
+  materialize(fresh);
   broadcast_coalesced(state.group, fresh, 0, state.label("parameters of OSS"));
   state.fill_buffers();
   state.make_local(param_groups_);

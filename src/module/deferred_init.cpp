@@ -1,0 +1,337 @@
+#include "shoal/module/deferred_init.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <fmt/format.h>
+#include <torch/library.h>
+#include <torch/utils.h>
+
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+// A mode of libtorch's dispatcher that comes before autograd and that nothing else uses.
+constexpr auto mode = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
+using Values = std::vector<c10::IValue>;
+
+template <class Visit>
+void for_tensors(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      if (tensor && tensor->defined()) visit(*tensor);
+    }
+  }
+}
+
+template <class Replace>
+c10::IValue with_tensors(const c10::IValue& value, const Replace& replace) {
+  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(replace(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorList()) list.push_back(replace(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      list.push_back(tensor && tensor->defined() ? std::optional(replace(*tensor)) : tensor);
+    }
+    return list;
+  }
+  return value;
+}
+
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+// The same memory under the same shape, whatever becomes of the tensor: set_data() may give that another memory.
+at::Tensor alias_of(const at::Tensor& tensor) {
+  return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
+}
+
+// An operator that has not run.
+struct Record {
+  c10::OperatorHandle op;
+  Values arguments;  // deferred tensors as aliases
+  Values results;    // what it is to fill; empty: it writes to arguments
+};
+
+// All that was written down, and the storages without memory. One per process, since scopes may share tensors.
+class Tape {
+ public:
+  static Tape& instance() {
+    static auto* tape = new Tape;  // modules may go while the process ends
+    return *tape;
+  }
+
+  bool deferred(const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    return without_memory(storage_of(tensor));
+  }
+  at::Tensor make_like(const at::Tensor& meta, c10::Device device);
+  void write_down(const c10::OperatorHandle& op, const Values& arguments, const Values& results);
+  void materialize(const std::vector<at::Tensor>& tensors);
+
+ private:
+  bool without_memory(c10::StorageImpl* storage) const;
+  std::vector<c10::StorageImpl*> deferred_in(const Values& values) const;
+  std::vector<c10::StorageImpl*> written_by(const Record& record) const;
+  void run(const Record& record) const;
+  void forget();
+
+  mutable std::mutex mutex_;
+  std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  std::vector<Record> records_;
+};
+
+bool Tape::without_memory(c10::StorageImpl* storage) const {
+  const auto found = storages_.find(storage);
+  return found != storages_.end() && !found->second.expired();
+}
+
+at::Tensor Tape::make_like(const at::Tensor& meta, c10::Device device) {
+  auto* allocator = c10::GetAllocator(device.type());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), meta.storage().nbytes(), c10::DataPtr(nullptr, device),
+                       allocator, /*resizable=*/false);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto tensor = at::empty({0}, meta.options().device(device).requires_grad(false));
+  tensor.set_(storage, meta.storage_offset(), meta.sizes(), meta.strides());
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "this tensor was made in a DeferredInit scope and has no values yet: wrap its module, or call materialize()");
+  const std::lock_guard lock(mutex_);
+  storages_.insert_or_assign(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+  return tensor;
+}
+
+std::vector<c10::StorageImpl*> Tape::deferred_in(const Values& values) const {
+  std::vector<c10::StorageImpl*> list;
+  for (const auto& value : values) {
+    for_tensors(value, [&](const at::Tensor& tensor) {
+      if (without_memory(storage_of(tensor))) list.push_back(storage_of(tensor));
+    });
+  }
+  return list;
+}
+
+std::vector<c10::StorageImpl*> Tape::written_by(const Record& record) const {
+  if (!record.results.empty()) return deferred_in(record.results);
+  Values written;
+  const auto& declared = record.op.schema().arguments();
+  for (size_t i = 0; i < declared.size(); ++i) {
+    const auto* alias = declared[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) written.push_back(record.arguments[i]);
+  }
+  return deferred_in(written);
+}
+
+void Tape::write_down(const c10::OperatorHandle& op, const Values& arguments, const Values& results) {
+  const std::lock_guard lock(mutex_);
+  const auto keep = [&](const at::Tensor& tensor) {
+    return without_memory(storage_of(tensor)) ? alias_of(tensor) : tensor;
+  };
+  Record record{op, {}, {}};
+  for (const auto& value : arguments) record.arguments.push_back(with_tensors(value, keep));
+  for (const auto& value : results) record.results.push_back(with_tensors(value, keep));
+  records_.push_back(std::move(record));
+}
+
+void Tape::run(const Record& record) const {
+  auto stack = record.arguments;
+  record.op.callBoxed(&stack);
+  for (size_t i = 0; i < record.results.size(); ++i) {
+    std::vector<at::Tensor> values;
+    for_tensors(stack[i], [&](const at::Tensor& value) { values.push_back(value); });
+    size_t next = 0;
+    for_tensors(record.results[i], [&](const at::Tensor& result) { result.copy_(values[next++]); });
+  }
+}
+
+void Tape::materialize(const std::vector<at::Tensor>& tensors) {
+  const std::lock_guard lock(mutex_);
+  std::unordered_set<c10::StorageImpl*> needed;
+  for (auto* storage : deferred_in(Values(tensors.begin(), tensors.end()))) needed.insert(storage);
+  if (needed.empty()) return;
+  // Backwards: what writes to memory that is needed, and what that reads.
+  std::vector<bool> due(records_.size());
+  for (size_t i = records_.size(); i-- > 0;) {
+    for (auto* written : written_by(records_[i])) due[i] = due[i] || needed.count(written) > 0;
+    if (!due[i]) continue;
+    for (auto* read : deferred_in(records_[i].arguments)) needed.insert(read);
+    for (auto* written : deferred_in(records_[i].results)) needed.insert(written);
+  }
+  const c10::impl::ExcludeDispatchKeyGuard for_real(mode);
+  const torch::NoGradGuard no_grad;
+  for (auto* storage : needed) {
+    auto* allocator = c10::GetAllocator(storage->device_type());
+    storage->set_data_ptr_noswap(allocator->allocate(storage->nbytes()));
+    storage->clear_data_ptr_access_error_msg_();
+    storages_.erase(storage);
+  }
+  std::vector<Record> later;
+  for (size_t i = 0; i < records_.size(); ++i) {
+    if (due[i]) {
+      run(records_[i]);
+      records_[i].arguments.clear();  // may be the last to hold some memory
+      records_[i].results.clear();
+    } else {
+      later.push_back(std::move(records_[i]));
+    }
+  }
+  records_ = std::move(later);
+  forget();
+}
+
+// What nobody but the records refers to is not going to be asked for.
+void Tape::forget() {
+  std::unordered_map<c10::StorageImpl*, size_t> held;
+  for (const auto& record : records_) {
+    for (const auto* values : {&record.arguments, &record.results}) {
+      for (auto* storage : deferred_in(*values)) ++held[storage];
+    }
+  }
+  for (const auto& [storage, weak] : storages_) {
+    const auto alive = weak.lock();
+    if (alive && alive.use_count() > held[storage] + 1) return;
+  }
+  records_.clear();
+  storages_.clear();
+}
+
+std::optional<size_t> argument_named(const c10::FunctionSchema& schema, const char* name) {
+  const auto index = schema.argumentIndexWithName(name);
+  return index ? std::optional<size_t>(*index) : std::nullopt;
+}
+
+// Results of which it is known without any values what they are.
+bool only_views(const c10::FunctionSchema& schema) {
+  // In place, but on shapes.
+  static const std::set<std::string> shapes{"aten::set_",     "aten::resize_",    "aten::resize_as_",
+                                            "aten::t_",       "aten::transpose_", "aten::squeeze_",
+                                            "aten::detach_",  "aten::unsqueeze_", "aten::as_strided_",
+                                            "aten::set_data", "aten::swapdims_",  "aten::requires_grad_"};
+  if (shapes.count(schema.name()) > 0) return true;
+  if (schema.is_mutable()) return false;
+  for (const auto& result : schema.returns()) {
+    if (result.alias_info() == nullptr) return false;
+  }
+  return true;
+}
+
+// The argument that a result is.
+const c10::IValue& written_argument(const c10::FunctionSchema& schema, const c10::Argument& result,
+                                    const Values& arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias == nullptr || result.alias_info() == nullptr) continue;
+    if (alias->beforeSets() == result.alias_info()->beforeSets()) return arguments[i];
+  }
+  throw UsageError(fmt::format("DeferredInit: {} writes to a tensor and returns another; call it after materialize()",
+                               schema.name()));
+}
+
+void require_deferred_targets(const c10::FunctionSchema& schema, const Values& arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    for_tensors(arguments[i], [&](const at::Tensor& target) {
+      if (Tape::instance().deferred(target)) return;
+      throw UsageError(
+          fmt::format("DeferredInit: {} writes to a tensor that has memory what has no values yet; materialize() first",
+                      schema.name()));
+    });
+  }
+}
+
+// The operator's results in shape only.
+Values results_in_shape(const c10::OperatorHandle& op, const Values& arguments, std::optional<size_t> device) {
+  const c10::Device meta(c10::DeviceType::Meta);
+  torch::jit::Stack stack;
+  for (const auto& value : arguments) {
+    stack.push_back(with_tensors(value, [&](const at::Tensor& tensor) {
+      return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(meta).requires_grad(false));
+    }));
+  }
+  if (device) stack[*device] = meta;
+  op.callBoxed(&stack);
+  return stack;
+}
+
+void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+    // Made of others, which come here in turn; some of them are views or copies depending on the tensor.
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, mode), stack);
+    return;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard below(mode);
+  const auto& schema = op.schema();
+  auto& tape = Tape::instance();
+  const auto count = static_cast<std::ptrdiff_t>(schema.arguments().size());
+  const Values arguments(stack->end() - count, stack->end());
+  bool any_tensor = false, any_deferred = false;
+  c10::Device place(c10::DeviceType::CPU);
+  for (const auto& value : arguments) {
+    for_tensors(value, [&](const at::Tensor& tensor) {
+      any_tensor = true;
+      if (any_deferred || !tape.deferred(tensor)) return;
+      any_deferred = true;
+      place = tensor.device();
+    });
+  }
+  const auto device = argument_named(schema, "device");
+  if (device && arguments[*device].isDevice()) place = arguments[*device].toDevice();
+  const bool makes = device && !any_tensor && place.type() != c10::DeviceType::Meta;
+  if ((!makes && !any_deferred) || (any_deferred && only_views(schema))) {
+    op.callBoxed(stack);
+    return;
+  }
+  stack->erase(stack->end() - count, stack->end());
+  if (schema.is_mutable()) {
+    require_deferred_targets(schema, arguments);
+    for (const auto& result : schema.returns()) stack->push_back(written_argument(schema, result, arguments));
+    tape.write_down(op, arguments, {});
+    return;
+  }
+  for (const auto& result : schema.returns()) {
+    const auto kind = result.type()->kind();
+    if (kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType) continue;
+    throw UsageError(fmt::format("DeferredInit: {} asks for values, which there are none of yet; materialize() first",
+                                 schema.name()));
+  }
+  Values results;
+  for (const auto& shape : results_in_shape(op, arguments, device)) {
+    results.push_back(with_tensors(shape, [&](const at::Tensor& meta) { return tape.make_like(meta, place); }));
+  }
+  stack->insert(stack->end(), results.begin(), results.end());
+  if (schema.name().rfind("aten::empty", 0) != 0 && schema.name().rfind("aten::new_empty", 0) != 0) {
+    tape.write_down(op, arguments, results);
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&defer>());
+}
+
+}  // namespace
+
+DeferredInit::DeferredInit() : guard_(mode) {}
+
+bool is_deferred(const at::Tensor& tensor) {
+  return tensor.defined() && Tape::instance().deferred(tensor);
+}
+
+void materialize(const std::vector<at::Tensor>& tensors) {
+  Tape::instance().materialize(tensors);
+}
+
+}  // namespace shoal

@@ -1,0 +1,138 @@
+#include "shoal/module/deferred_init.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <optional>
+
+#include "shoal/base/error.h"
+
+namespace shoal::test {
+namespace {
+
+// All the ways in which constructors make values.
+struct ManyImpl : torch::nn::Module {
+  ManyImpl() {
+    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)));
+    norm = register_module("norm", torch::nn::BatchNorm2d(4));
+    embedding = register_module("embedding", torch::nn::Embedding(torch::nn::EmbeddingOptions(7, 5).padding_idx(2)));
+    linear = register_module("linear", torch::nn::Linear(5, 7));
+    tied = register_parameter("tied", embedding->weight);
+    scaled = register_parameter("scaled", at::randn({3, 3}) * 0.02 + 1);
+    nothing = register_parameter("nothing", at::empty({0, 4}));
+    copy = register_parameter("copy", scaled.detach().clone());
+    table = register_buffer("table", at::arange(6, at::kFloat).view({2, 3}).t().contiguous());
+    list = register_buffer("list", torch::tensor({1.5F, 2.5F, 3.5F}));
+    half = register_buffer("half", at::ones({4}).to(at::kHalf));
+    const torch::NoGradGuard no_grad;
+    copy.slice(0, 1).zero_();
+    conv->bias.index_put_({at::full({1}, 1, at::kLong)}, at::full({}, 5.0F));
+  }
+  torch::nn::Conv2d conv = nullptr;
+  torch::nn::BatchNorm2d norm = nullptr;
+  torch::nn::Embedding embedding = nullptr;
+  torch::nn::Linear linear = nullptr;
+  at::Tensor tied, scaled, nothing, copy, table, list, half;
+};
+
+std::vector<at::Tensor> tensors_of(const torch::nn::Module& module) {
+  auto list = module.parameters();
+  for (const auto& buffer : module.buffers()) list.push_back(buffer);
+  return list;
+}
+
+std::shared_ptr<ManyImpl> deferred() {
+  const DeferredInit no_memory;
+  return std::make_shared<ManyImpl>();
+}
+
+TEST(DeferredInit, FSDP12_values_are_those_of_the_constructors_bit_by_bit) {
+  torch::manual_seed(3);
+  const ManyImpl eager;
+  const auto model = deferred();
+  for (const auto& tensor : tensors_of(*model)) {
+    EXPECT_TRUE(is_deferred(tensor));
+    EXPECT_TRUE(tensor.is_cpu());
+  }
+  EXPECT_TRUE(model->tied.is_same(model->embedding->weight));
+  torch::manual_seed(3);
+  materialize(tensors_of(*model));
+  const auto expected = tensors_of(eager), got = tensors_of(*model);
+  ASSERT_EQ(expected.size(), got.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_FALSE(is_deferred(got[i]));
+    EXPECT_EQ(got[i].requires_grad(), expected[i].requires_grad());
+    EXPECT_EQ(got[i].strides(), expected[i].strides());
+    EXPECT_TRUE(at::equal(got[i], expected[i])) << i << "\n" << got[i] << expected[i];
+  }
+  auto output = model->linear->forward(at::ones({1, 5}));
+  output.sum().backward();
+  EXPECT_TRUE(model->linear->weight.grad().defined());
+}
+
+TEST(DeferredInit, FSDP12_parts_come_one_by_one) {
+  const auto model = deferred();
+  materialize({model->copy});
+  EXPECT_FALSE(is_deferred(model->copy));
+  EXPECT_FALSE(is_deferred(model->scaled)) << "copy is made of it";
+  EXPECT_TRUE(is_deferred(model->conv->weight));
+  materialize({model->conv->bias});
+  EXPECT_EQ(model->conv->bias[1].item<float>(), 5);
+  EXPECT_TRUE(is_deferred(model->conv->weight));
+  materialize({model->conv->bias});  // nothing to do
+  materialize(tensors_of(*model));
+  EXPECT_EQ(model->conv->bias[1].item<float>(), 5);
+}
+
+TEST(DeferredInit, FSDP12_what_has_no_values_cannot_be_read) {
+  const auto model = deferred();
+  EXPECT_THAT([&] { model->scaled.sum(); },
+              testing::ThrowsMessage<c10::Error>(testing::HasSubstr("made in a DeferredInit scope and has no values")));
+  const DeferredInit no_memory;
+  EXPECT_THAT([&] { at::randn({2}).sum().item<float>(); },
+              testing::ThrowsMessage<UsageError>(testing::HasSubstr("asks for values, which there are none of yet")));
+  EXPECT_THROW(at::tensor(std::vector<float>{1, 2}), c10::Error);
+}
+
+TEST(DeferredInit, FSDP12_tensors_with_memory_take_part_and_are_not_written_to) {
+  const auto real = at::full({3}, 2.0F);
+  at::Tensor product;
+  {
+    const DeferredInit no_memory;
+    EXPECT_EQ((real * 2).sum().item<float>(), 12);
+    product = at::ones({3}).mul(real);
+    EXPECT_TRUE(is_deferred(product));
+    EXPECT_THAT([&] { at::Tensor(real).copy_(at::randn({3})); },
+                testing::ThrowsMessage<UsageError>(testing::HasSubstr("writes to a tensor that has memory")));
+  }
+  EXPECT_FALSE(is_deferred(at::ones({3}))) << "only inside the scope";
+  materialize({product});
+  EXPECT_TRUE(at::equal(product, real));
+}
+
+TEST(DeferredInit, FSDP12_another_dtype_is_deferred_as_well) {
+  torch::manual_seed(3);
+  const torch::nn::Linear eager(4, 4);
+  std::optional<torch::nn::Linear> model;
+  at::Tensor original;
+  {
+    const DeferredInit no_memory;
+    model.emplace(4, 4);
+    original = (*model)->weight.detach();
+    (*model)->weight.set_data(original.to(at::kBFloat16));
+  }
+  torch::manual_seed(3);
+  materialize({(*model)->weight, original});
+  EXPECT_TRUE(at::equal(original, eager->weight));
+  EXPECT_TRUE(at::equal((*model)->weight, eager->weight.to(at::kBFloat16)));
+}
+
+}  // namespace
+}  // namespace shoal::test
