@@ -7,6 +7,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
+#include "engine/operator_watch.h"
 #include "shoal/comm/world.h"
 #include "shoal/strategy/ddp.h"
 
@@ -16,6 +17,19 @@ torch::nn::Sequential make_model(int64_t layers) {
   torch::nn::Sequential model;
   for (int64_t i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(64, 64));
   return model;
+}
+
+// A small operator while some memory of the process is watched, as with FSDP's pages; not its own.
+void small_operator(benchmark::State& state) {
+  class Nobody : public shoal::MemoryUser {
+    bool begin_use(c10::StorageImpl*) noexcept override { return false; }
+    void end_use(c10::StorageImpl*) noexcept override {}
+  } nobody;
+  const auto elsewhere = at::ones({1}), a = at::ones({64}), b = at::ones({64});
+  auto* storage = elsewhere.storage().unsafeGetStorageImpl();
+  if (state.range(0) != 0) shoal::watch(storage, nobody);
+  for (auto _ : state) benchmark::DoNotOptimize(at::add(a, b));
+  if (state.range(0) != 0) shoal::unwatch(storage);
 }
 
 void bare(benchmark::State& state) {
@@ -38,6 +52,7 @@ void ddp(benchmark::State& state) {
   }
 }
 
+BENCHMARK(small_operator)->Arg(0)->Arg(1)->ArgName("watched");
 BENCHMARK(bare)->Arg(4)->Arg(32)->Unit(benchmark::kMicrosecond);
 BENCHMARK(ddp)->ArgsProduct({{4, 32}, {0, 1}})->ArgNames({"layers", "view"})->Unit(benchmark::kMicrosecond);
 

@@ -123,14 +123,6 @@ class Megatron : public Strategy {
   std::unique_ptr<DistributedOptimizerCore> optimizer_;
 };
 
-// Units: a transformer's blocks, other models' layers.
-WrapPolicy unit_policy(const std::string& model) {
-  return wrap_if([gpt = model == "gpt"](const std::string& name, const torch::nn::Module&) {
-    const auto depth = std::count(name.begin(), name.end(), '.');
-    return gpt ? depth == 1 && name.starts_with("blocks.") : depth == 0;
-  });
-}
-
 class Fsdp : public Strategy {
  public:
   Fsdp(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
@@ -138,12 +130,14 @@ class Fsdp : public Strategy {
       : Strategy(options, model) {
     auto kind = optimizer_kind(options.optimizer, options.lr);
     auto groups = kind.groups(*model);
+    const bool mixed = options.dtype.ends_with("_mixed");
     parallel_ = std::make_unique<FullyShardedDataParallel<models::Model>>(
         model, group,
         FullyShardedDataParallelOptions{.sharding_strategy = sharding,
                                         .auto_wrap_policy = unit_policy(options.model),
                                         .whole_parameters = !kind.element_wise,
-                                        .precision = options.precision()});
+                                        .precision = options.precision(),
+                                        .reduce_dtype = mixed ? std::optional(at::kFloat) : std::nullopt});
     optimizer_ = std::make_unique<FullyShardedOptimizerCore>(
         parallel_->core(), std::move(groups), std::move(kind.defaults), kind.make, kind.element_wise,
         FullyShardedOptimizerOptions{.clip_grad = options.clip, .scaler = options.precision().scaler});
@@ -176,6 +170,13 @@ const std::map<std::string, ShardingStrategy> sharding_strategies{{"fsdp", Shard
                                                                   {"hybrid", ShardingStrategy::hybrid_shard}};
 
 }  // namespace
+
+WrapPolicy unit_policy(const std::string& model) {
+  return wrap_if([gpt = model == "gpt"](const std::string& name, const torch::nn::Module&) {
+    const auto depth = std::count(name.begin(), name.end(), '.');
+    return gpt ? depth == 1 && name.starts_with("blocks.") : depth == 0;
+  });
+}
 
 Strategy::Strategy(const TrainOptions& options, std::shared_ptr<models::Model> model)
     : options_(options), model_(std::move(model)) {

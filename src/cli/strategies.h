@@ -11,6 +11,7 @@
 #include "cli/train_options.h"
 #include "models/model.h"
 #include "shoal/comm/group.h"
+#include "shoal/module/wrap_policy.h"
 
 namespace shoal::cli {
 
@@ -43,6 +44,9 @@ class Strategy {
   std::shared_ptr<models::Model> model_;
   std::optional<GradScaler> scaler_;  // where precision asks for one
 };
+
+// FSDP's units of a built-in model: a transformer's blocks, other models' layers.
+WrapPolicy unit_policy(const std::string& model);
 
 std::vector<std::string> strategy_names();
 // Collective over the group, except for the strategies that do not communicate.

@@ -72,7 +72,7 @@ void TrainOptions::complete() {
 }
 
 Precision TrainOptions::precision() const {
-  const bool main_copies = strategy == "megatron";
+  const bool main_copies = strategy == "megatron" || strategy.starts_with("fsdp") || strategy == "hybrid";
   if (dtype == "bf16_mixed") return main_copies ? Precision::bf16() : Precision::bf16_mixed();
   if (dtype == "fp16_mixed") return main_copies ? Precision::fp16() : Precision::fp16_mixed();
   if (dtype == "bf16") return Precision::bf16();

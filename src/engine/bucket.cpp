@@ -2,6 +2,8 @@
 
 #include <torch/utils.h>
 
+#include <utility>
+
 #include "engine/exchange.h"
 #include "memory/views.h"
 
@@ -42,28 +44,32 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
   if (exchange.apart()) {
     apart_ = group.allocate(kept_range_.size(), options_.requires_grad(false));
   } else if (!passes_) {
-    acquire(group);
+    SpareMemory none;
+    acquire(group, none);
   }
 }
 
-void Bucket::acquire(const Group& group) {
+void Bucket::acquire(const Group& group, SpareMemory& spare) {
   if (sparse_) return;
   present_ = true;
   if (flat_.defined()) return;
   const auto tail = with_facts_ ? Facts::numel(members_.size()) : 0;
-  flat_ = group.allocate(payload_numel() + tail, options_.requires_grad(false));
+  memory_ = spare.take(group, payload_numel() + tail, options_.requires_grad(false));
+  flat_ = memory_.narrow(0, 0, payload_numel() + tail);
   for (size_t place = 0; place < members_.size(); ++place) {
     views_.push_back(view_like(flat_, layout_.range(place).begin, parameters_[place]));
   }
   if (with_facts_) facts_ = Facts(members_, flat_.narrow(0, payload_numel(), tail));
 }
 
-void Bucket::release(bool keep) {
+void Bucket::release(SpareMemory& spare, bool keep) {
   present_ = false;
   if (keep) return;
   views_.clear();
   facts_ = {};
   flat_.reset();
+  auto memory = std::exchange(memory_, {});
+  if (memory.defined() && memory.storage().use_count() == 1) spare.put(std::move(memory));  // else somebody has a view
 }
 
 }  // namespace shoal

@@ -5,6 +5,7 @@
 
 #include "engine/bucket_plan.h"
 #include "engine/facts.h"
+#include "engine/spare_memory.h"
 #include "shoal/comm/group.h"
 #include "shoal/layout/flat_layout.h"
 
@@ -28,9 +29,9 @@ class Bucket {
   const FlatLayout& layout() const { return layout_; }
   int64_t payload_numel() const { return layout_.size(); }
 
-  // Gives the bucket memory if it has none, and takes it away; `keep`: for the next time. Views of it keep it alive.
-  void acquire(const Group& group);
-  void release(bool keep);
+  // Gives the bucket memory if it has none, and takes it away; `keep`: it stays for the next time.
+  void acquire(const Group& group, SpareMemory& spare);
+  void release(SpareMemory& spare, bool keep);
 
   bool present() const { return present_; }
   // Whether this rank's memory of it comes and goes.
@@ -55,6 +56,7 @@ class Bucket {
   Range kept_range_;
   bool passes_ = false;
   bool present_ = false;
+  at::Tensor memory_;  // of which flat_ is the first part
   at::Tensor flat_;
   at::Tensor apart_;
   std::vector<at::Tensor> views_;

@@ -61,7 +61,11 @@ void GatherOrder::ask(int64_t what) {
 }
 
 void GatherOrder::close() {
-  if (pass_) scripts_[static_cast<int>(*pass_)] = std::move(missed_);
+  if (pass_) {
+    auto& script = scripts_[static_cast<int>(*pass_)];
+    changed_ = !script.empty() && script != missed_;
+    script = std::move(missed_);
+  }
   missed_.clear();
   pass_.reset();
 }

@@ -39,6 +39,10 @@ class GatherOrder {
   void begin(Pass pass);
   // Ends it; the same holds. residue: a number that stands for what the pass leaves behind.
   void end(int64_t residue);
+  // What this rank gathered of itself in the last pass of the kind, and whether that was something else than in the one
+  // before.
+  const std::vector<size_t>& last(Pass pass) const { return scripts_[static_cast<int>(pass)]; }
+  bool changed() const { return changed_; }
   // Whether all ranks had the same residue when the last pass ended.
   bool left_alike() const { return left_alike_; }
 
@@ -57,6 +61,7 @@ class GatherOrder {
   Said boundary_ = ended;       // what this rank says where it wants nothing
   int64_t residue_ = 0;
   bool left_alike_ = true;
+  bool changed_ = false;
   std::deque<size_t> agreed_;  // wanted by somebody, not gathered yet
 };
 

@@ -1,12 +1,14 @@
 #include "engine/pager.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
 
 namespace shoal {
 namespace {
@@ -226,7 +228,17 @@ void Pager::begin(Pass pass) {
   const torch::NoGradGuard no_grad;
   order_.begin(pass);
   help_others();
+  if (options_.check_order) check_order(pass);
   forget_unused();
+}
+
+void Pager::check_order(Pass pass) {
+  std::vector<std::string> names;
+  for (const auto index : order_.last(pass)) names.push_back(pages_[index]->source.name);
+  agree(group_, "the order in which units are used", names);
+  if (!order_.changed() || std::exchange(warned_, true)) return;
+  TORCH_WARN("the order in which units are used has changed since the last pass: ",
+             fmt::format("{}", fmt::join(names, ", ")));
 }
 
 void Pager::end() {

@@ -18,6 +18,9 @@ namespace shoal {
 struct PagerOptions {
   size_t resident = 2;  // pages that stay after use, least recently used out first
   size_t ahead = 1;     // further pages on their way or waiting for their first use
+  // For debugging: ranks whose order of pages differs are told the first difference (DisagreeError from begin), and a
+  // rank whose order changes from pass to pass warns once.
+  bool check_order = false;
 };
 
 // What a page is on this rank.
@@ -96,6 +99,7 @@ class Pager : private MemoryUser {
   void remove(Page& page);
   at::Tensor take_memory(const Page& page);
   void count();
+  void check_order(Pass pass);
   void forget_unused();
   void forget(size_t index);
 
@@ -108,6 +112,7 @@ class Pager : private MemoryUser {
   std::list<size_t> used_;  // in memory and used, least recently first
   size_t ahead_ = 0;        // in memory or on their way, not used yet
   bool keep_ = false;
+  bool warned_ = false;
   std::vector<at::Tensor> spare_;  // memory of pages that have gone
   std::exception_ptr error_;
   Statistics statistics_;

@@ -235,7 +235,7 @@ void Reducer::adopt_into_bucket(size_t gradient) {
   auto& bucket = buckets_[places_[gradient].bucket];
   auto& grad = gradients_[gradient].parameter.mutable_grad();
   if (bucket.sparse() || !grad.defined()) return;
-  bucket.acquire(group_);
+  bucket.acquire(group_, spare_);
   const auto& view = bucket.view(places_[gradient].index);
   if (same_view(grad, view)) return;
   view.copy_(grad.is_sparse() ? grad.to_dense() : grad.detach());
@@ -245,7 +245,7 @@ void Reducer::adopt_into_bucket(size_t gradient) {
 // Puts this rank's part of the mean into the bucket.
 void Reducer::hand_over(size_t gradient) {
   auto& bucket = buckets_[places_[gradient].bucket];
-  bucket.acquire(group_);
+  bucket.acquire(group_, spare_);
   const auto& view = bucket.view(places_[gradient].index);
   auto& grad = gradients_[gradient].parameter.mutable_grad();
   const double scale = 1.0 / group_.size();
@@ -325,7 +325,7 @@ void Reducer::release_finished() {
     if (!buckets_[finished_].passes()) continue;
     auto& bucket = buckets_[finished_];
     for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
-    bucket.release(keeps_passing_);
+    bucket.release(spare_, keeps_passing_);
     --in_flight;
   }
 }

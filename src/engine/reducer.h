@@ -153,6 +153,7 @@ class Reducer {
     size_t index;
   };
   std::vector<Place> places_;  // of each gradient
+  SpareMemory spare_;
   bool keeps_passing_ = false;
 
   // One backward thread per device may report gradients.

@@ -175,6 +175,7 @@ void Reducer::close_step() {
   works_.clear();
   sparse_.clear();
   kept_.clear();
+  spare_.clear();
   ++step_;
 }
 
@@ -266,7 +267,7 @@ void Reducer::abandon() {
     if (phase_ != Phase::running) begin_step();
     for (; next_ < buckets_.size(); ++next_) {
       if (!buckets_[next_].sparse()) {
-        buckets_[next_].acquire(group_);
+        buckets_[next_].acquire(group_, spare_);
         buckets_[next_].flat().zero_();
       }
       issue(next_);

@@ -73,7 +73,7 @@ INSTANTIATE_TEST_SUITE_P(Golden, ParityOfStrategies,
 TEST(Parity, Bf16MixedFollowsThePythonPeersLosses) {
   const auto golden = golden::load(std::string(GOLDEN) + "/bf16/gpt_adamw_w2.json");
   for (const auto& [strategy, peer] : std::vector<std::pair<std::string, std::string>>{
-           {"ddp", "single"}, {"zero2", "single"}, {"megatron", "megatron"}}) {
+           {"ddp", "single"}, {"zero2", "single"}, {"megatron", "megatron"}, {"fsdp", "fsdp2_full"}}) {
     const auto report = train_as(golden["config"], strategy, {{SHOAL, "train", "--dtype", "bf16_mixed"}, {}});
     ASSERT_FALSE(report.is_null());
     const auto& want = golden["peers"][peer]["loss"];

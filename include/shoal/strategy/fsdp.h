@@ -44,12 +44,18 @@ struct FullyShardedDataParallelOptions {
   std::optional<at::ScalarType> reduce_dtype{};   // gradients are added up in it; without: in the parameters' dtype
   std::optional<at::ScalarType> buffer_dtype{};   // floating-point buffers get it; full_state_dict gives them back in
                                                   // their own
+  bool cpu_offload = false;                       // shards, sums of gradients and updates on the CPU; a model there has
+                                                  // them there in any case, others are not supported yet
   std::vector<std::string> ignored_modules{};     // names of sub-modules that stay as they are on every rank
   std::vector<std::string> ignored_parameters{};  // names of parameters and buffers that do
 
   // Performance. Where ranks share memory parameters exist once per host, and these have no effect.
   size_t unit_limit = 3;      // units whose parameters are in memory; more only while one operator uses more
   size_t prefetch_units = 1;  // of these, how many are fetched ahead of use; 0: none
+
+  // Debugging.
+  bool check_unit_order = false;  // where units are gathered: ranks that used them in different orders get a
+                                  // DisagreeError from the next forward; a change of order is warned of once
 
   // Throws UsageError that lists all faults.
   void validate() const;

@@ -5,12 +5,15 @@
 #include <numeric>
 
 #include "cli/optimizers.h"
+#include "cli/strategies.h"
 #include "data/reference.h"
 #include "engine/data_parallel_state.h"
 #include "engine/ownership.h"
 #include "models/loss.h"
+#include "module/units.h"
 #include "shoal/comm/coalesce.h"
 #include "strategy/ddp.h"
+#include "strategy/fsdp/unit_exchange.h"
 #include "strategy/megatron/bucket_caps.h"
 #include "strategy/zero/bucket_caps.h"
 
@@ -60,8 +63,8 @@ class Planner {
     plan_memory();
     std::vector<size_t> registered(gradients_.size());
     std::iota(registered.rbegin(), registered.rend(), 0);
-    if (options_.strategy == "megatron") {
-      plan_.per_step = plan_.first_step = megatron_step(registered);
+    if (owns_pieces()) {
+      plan_.per_step = plan_.first_step = fsdp() ? fsdp_step() : megatron_step(registered);
       return plan_;
     }
     plan_.first_step = wrapped_step(registered);
@@ -73,7 +76,9 @@ class Planner {
  private:
   using Buckets = std::vector<std::vector<size_t>>;
 
-  bool cut() const { return options_.strategy == "megatron" && element_wise_; }
+  bool fsdp() const { return options_.strategy == "fsdp"; }
+  bool owns_pieces() const { return fsdp() || options_.strategy == "megatron"; }
+  bool cut() const { return owns_pieces() && element_wise_; }
 
   void own_whole_parameters() {
     for (const auto& gradient : gradients_) parameters_.push_back(gradient.parameter);
@@ -81,7 +86,7 @@ class Planner {
     std::iota(order.begin(), order.end(), 0);
     // OSS takes them as its param groups list them.
     const auto group = [this](size_t i) { return param_groups_.at(parameters_[i].unsafeGetTensorImpl()); };
-    if (options_.strategy != "megatron") {
+    if (!owns_pieces()) {
       std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return group(a) < group(b); });
     }
     std::vector<at::Tensor> listed;
@@ -91,6 +96,9 @@ class Planner {
     owners_.resize(owners.size());
     for (size_t place = 0; place < order.size(); ++place) owners_[order[place]] = owners[place];
     if (options_.strategy == "megatron") widen_gradients(gradients_, options_.megatron);
+    if (fsdp() && options_.dtype.ends_with("_mixed")) {
+      for (auto& gradient : gradients_) gradient.travels_as = at::kFloat;
+    }
   }
 
   void plan_memory() {
@@ -98,12 +106,12 @@ class Planner {
       for (const auto& entry : tensors_.parameters) rank.parameters += static_cast<int64_t>(entry.tensor.nbytes());
       for (const auto& entry : tensors_.buffers) rank.buffers += static_cast<int64_t>(entry.tensor.nbytes());
     }
-    const bool whole_gradients = options_.strategy == "ddp" || options_.strategy == "zero1" || cut();
+    const bool whole_gradients = options_.strategy == "ddp" || options_.strategy == "zero1" || (cut() && !fsdp());
     for (size_t i = 0; i < gradients_.size(); ++i) {
       const auto bytes = parameters_[i].numel() * element_bytes(gradients_[i]);
       for (int rank = 0; rank < ranks_; ++rank) {
         auto& memory = plan_.ranks[rank];
-        if (whole_gradients || owners_[i] == rank) memory.gradients += bytes;
+        if (whole_gradients || (!cut() && owners_[i] == rank)) memory.gradients += bytes;
         const bool updates = options_.strategy == "ddp" || owners_[i] == rank;
         if (!cut() && updates) memory.state += state_bytes(parameters_[i].sizes(), parameters_[i]);
       }
@@ -112,8 +120,7 @@ class Planner {
 
   // Of a parameter, or of a piece of one, with these sizes.
   int64_t state_bytes(at::IntArrayRef sizes, const at::Tensor& parameter) const {
-    const bool copied =
-        options_.strategy == "megatron" && parameter.element_size() < static_cast<int64_t>(sizeof(float));
+    const bool copied = owns_pieces() && parameter.element_size() < static_cast<int64_t>(sizeof(float));
     const auto element = copied ? static_cast<int64_t>(sizeof(float)) : parameter.element_size();
     const auto group = param_groups_.at(parameter.unsafeGetTensorImpl());
     return element * (state_numel(options_.optimizer, sizes, group) + (copied ? c10::multiply_integers(sizes) : 0));
@@ -168,6 +175,43 @@ class Planner {
         }
       }
       if (!plan_.parameters_once) add_broadcasts(ranges, parameters_[members.front()].element_size(), calls);
+    }
+    return calls;
+  }
+
+  PlannedCalls fsdp_step() {
+    PlannedCalls calls;
+    std::vector<int> units;
+    const auto divided = divide(model_, tensors_, unit_policy(options_.model));
+    for (const auto& parameter : parameters_) {
+      for (size_t unit = 0; unit < divided.size(); ++unit) {
+        for (const auto& entry : divided[unit].parameters) {
+          if (entry.tensor.is_same(parameter)) units.push_back(static_cast<int>(unit));
+        }
+      }
+    }
+    auto shares = units;
+    for (size_t i = 0; i < shares.size() && !cut(); ++i) shares[i] = units[i] * ranks_ + owners_[i];
+    const auto buckets = plan_units(gradients_, shares);
+    add_reductions(buckets, /*everywhere=*/false, cut(), calls);
+    if (options_.precision().scaler) calls.add(sizeof(int32_t));
+    plan_.gathers = ranks_ > 1 && !plan_.parameters_once;
+    for (auto& rank : plan_.ranks) rank.parameters = plan_.gathers ? 0 : rank.parameters;
+    for (const auto& members : buckets) {
+      const auto layout = layout_of(members, cut());
+      if (ranks_ == 1) add_broadcasts({{0, layout.size()}}, parameters_[members.front()].element_size(), calls);
+      for (int rank = 0; rank < ranks_; ++rank) {
+        const bool mine = cut() || owners_[members.front()] == rank;
+        const auto range = cut() ? layout.part(rank) : Range{0, mine ? layout.size() : 0};
+        for (const auto& slice : layout.overlapping(range)) {
+          const auto& parameter = parameters_[members[slice.piece]];
+          auto& memory = plan_.ranks[rank];
+          if (plan_.gathers) memory.parameters += slice.in_piece.size() * parameter.element_size();
+          if (!cut()) continue;
+          memory.gradients += slice.in_piece.size() * element_bytes(gradients_[members[slice.piece]]);
+          memory.state += state_bytes({slice.in_piece.size()}, parameter);
+        }
+      }
     }
     return calls;
   }

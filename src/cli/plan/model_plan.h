@@ -34,13 +34,15 @@ struct RankMemory {
 struct ModelPlan {
   std::vector<RankMemory> ranks;
   bool parameters_once = false;  // the ranks of the host share one copy of the parameters
+  bool gathers = false;          // parameters are gathered unit by unit when they are used, which is not counted here
   PlannedCalls first_step;       // its buckets follow the order of registration
   PlannedCalls rebuild;          // between the first and the second step: the order in which gradients arrive
   PlannedCalls per_step;         // every further one, unless a scaler skips it
 };
 
-// options: completed, for one of the strategies ddp, zero1, zero2, megatron. model: made for them, in the parameters'
-// dtype. Runs the model's forward and backward once, on one sample, since buckets follow the order of gradients.
+// options: completed, for one of the strategies ddp, zero1, zero2, megatron, fsdp. model: made for them, in the
+// parameters' dtype. Runs the model's forward and backward once, on one sample, since buckets follow the order of
+// gradients.
 ModelPlan plan_model(const TrainOptions& options, models::Model& model, int ranks);
 
 }  // namespace shoal::cli

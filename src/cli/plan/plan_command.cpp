@@ -36,7 +36,7 @@ constexpr Formula formulas[] = {{"ddp", Sharded::nothing, Sharded::nothing},
                                 {"zero1", Sharded::state, Sharded::state},
                                 {"megatron", Sharded::state, Sharded::gradients},
                                 {"zero2", Sharded::gradients, Sharded::gradients},
-                                {"zero3", Sharded::parameters, Sharded::parameters}};
+                                {"fsdp", Sharded::parameters, Sharded::parameters}};
 
 ElementBytes element_bytes(const std::string& dtype, const std::string& optimizer) {
   constexpr double main_copy = 4;
@@ -86,7 +86,7 @@ int plan_number(const PlanOptions& options) {
                                       {"total_bytes", memory.total()}}},
                                     {"sent_bytes_per_step", sent}});
   }
-  table += "\nzero3: FSDP, not in this version. Sent: the least that a rank sends, whatever the transport.\n";
+  table += "\nSent: the least that a rank sends, whatever the transport. fsdp: ZeRO-3.\n";
   finish(options, table, report);
   return 0;
 }
@@ -105,6 +105,7 @@ Json to_json(const std::string& strategy, const ModelPlan& plan) {
   put("state_bytes", &RankMemory::state);
   put("buffers_bytes", &RankMemory::buffers);
   memory["params_once_per_host"] = plan.parameters_once;
+  memory["params_gathered"] = plan.gathers;
   int64_t host = 0;
   for (const auto& rank : plan.ranks) host += rank.total();
   if (plan.parameters_once) host -= (static_cast<int64_t>(plan.ranks.size()) - 1) * plan.ranks.front().parameters;
@@ -132,8 +133,8 @@ int plan_built_in(const PlanOptions& options) {
                    {"optimizer", options.train.optimizer},
                    {"transport", options.train.transport}}},
                  {"strategies", Json::array()}};
-  bool once = false;
-  for (const auto* strategy : {"ddp", "zero1", "zero2", "megatron"}) {
+  bool once = false, gathers = false;
+  for (const auto* strategy : {"ddp", "zero1", "zero2", "megatron", "fsdp"}) {
     if (!wanted(options, strategy)) continue;
     auto train = options.train;
     train.strategy = strategy;
@@ -151,15 +152,17 @@ int plan_built_in(const PlanOptions& options) {
                          most.state / mebibyte, most.buffers / mebibyte, host / mebibyte, plan.per_step.calls,
                          plan.per_step.bytes);
     once = once || plan.parameters_once;
+    gathers = gathers || plan.gathers;
   }
+  if (gathers)
+    table += "\nfsdp: and every unit's parameters, gathered when they are used; of these up to 3 units at a time\n";
   if (once) table += "\n* one copy for all ranks of the host\n";
   finish(options, table, report);
   return 0;
 }
 
 void check(PlanOptions& options) {
-  std::vector<std::string> known = {"all", "ddp", "zero1", "zero2", "megatron"};
-  if (options.params) known.emplace_back("zero3");
+  std::vector<std::string> known = {"all", "ddp", "zero1", "zero2", "megatron", "fsdp"};
   if (std::find(known.begin(), known.end(), options.strategy) == known.end()) {
     throw UsageError(fmt::format("--strategy {}: choose one of {}", options.strategy, fmt::join(known, ", ")));
   }
@@ -188,8 +191,7 @@ void add_plan_command(CLI::App& app, Action& chosen) {
       ->excludes(number)
       ->capture_default_str();
   command->add_option("--ranks", train.ranks, "default: 2");
-  command->add_option("--strategy", options->strategy, "all, ddp, zero1, zero2, megatron; with --params also zero3")
-      ->capture_default_str();
+  command->add_option("--strategy", options->strategy, "all, ddp, zero1, zero2, megatron, fsdp")->capture_default_str();
   command
       ->add_option("--dtype", train.dtype,
                    "as for train; with --params float32, float64, mixed (16-bit parameters and gradients), "

@@ -42,8 +42,14 @@ ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallel
 
 namespace {
 
-void check(const ModuleTensors& tensors) {
+void check(const ModuleTensors& tensors, const FullyShardedDataParallelOptions& options) {
   const auto device = tensors.parameters.front().tensor.device();
+  if (options.cpu_offload && !device.is_cpu()) {
+    throw UsageError(
+        fmt::format("FullyShardedDataParallel: cpu_offload: the model is on {}; offloading from there is not "
+                    "supported yet",
+                    device.str()));
+  }
   for (const auto& entry : tensors.parameters) {
     if (!entry.tensor.is_floating_point()) {
       throw UsageError(
@@ -119,7 +125,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
   const torch::NoGradGuard no_grad;
   const auto& groups = shards.groups;
   const auto& shard = groups.shard;
-  check(state.tensors);
+  check(state.tensors, shards.options);
   std::vector<at::Tensor> originals;
   if (shards.options.param_dtype) originals = narrow(state.tensors, *shards.options.param_dtype);
   if (shards.options.buffer_dtype) {
@@ -157,8 +163,9 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
   state.make_reducer(std::move(gradients), reducer_options, std::move(exchange));
   if (!present) {
     const auto& options = shards.options;
-    shards.pager = std::make_shared<Pager>(
-        shard, PagerOptions{.resident = options.unit_limit - options.prefetch_units, .ahead = options.prefetch_units});
+    shards.pager = std::make_shared<Pager>(shard, PagerOptions{.resident = options.unit_limit - options.prefetch_units,
+                                                               .ahead = options.prefetch_units,
+                                                               .check_order = options.check_unit_order});
   }
   const auto gather = [&](std::vector<at::Tensor> list, const FlatLayout& layout, std::vector<Range> owners,
                           const std::string& name) {
