@@ -153,6 +153,7 @@ class Fsdp : public Strategy {
   std::shared_ptr<void> whole_parameters() override {
     return std::make_shared<FullParameters>(parallel_->summon_full_params(/*writeback=*/false));
   }
+  bool has_whole_model() const override { return parallel_->shared(); }
   std::vector<at::Tensor> parameters() const override {
     return parallel_->shared() ? model_->parameters() : parallel_->core().own_parameters();
   }

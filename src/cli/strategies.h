@@ -29,6 +29,9 @@ class Strategy {
   // While it lives, every rank can read all parameters. Collective, at both ends.
   virtual std::shared_ptr<void> whole_parameters() { return nullptr; }
 
+  // Whether this rank can read all parameters without the others.
+  virtual bool has_whole_model() const { return true; }
+
   // What this rank holds of the parameters, and, after a backward, of the gradients.
   virtual std::vector<at::Tensor> parameters() const { return model_->parameters(); }
   virtual std::vector<at::Tensor> gradients() const;

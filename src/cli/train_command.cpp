@@ -93,18 +93,23 @@ int train_rank(const TrainOptions& options) {
   const auto save = [&] {
     if (world.rank() == 0 && !options.save.empty()) checkpoint = save_checkpoint(options, *model);
   };
-  const auto leave_interrupted = [&]() -> int {
-    save();
+  const auto leave_interrupted = [&](bool saves) -> int {
+    if (saves) save();
     if (world.rank() == 0) {
       fmt::print(stderr, "interrupted{}\n", checkpoint.empty() ? "" : "; checkpoint in " + checkpoint);
     }
     std::fflush(nullptr);
     std::_Exit(interrupted_code);  // peers may have stopped a step earlier or later
   };
+  bool whole_model = false;
   try {
     Trainer trainer(options, group, model, *feed);
+    whole_model = trainer.has_whole_model();
     const auto result = trainer.run(save);
-    if (interrupted != 0) return leave_interrupted();
+    if (interrupted != 0) {
+      const auto whole = trainer.has_whole_model() ? nullptr : trainer.whole_parameters();
+      return leave_interrupted(true);
+    }
     memory.peak = peak_resident_mib();
     memory.pss = proportional_mib();
     const auto whole = trainer.whole_parameters();
@@ -118,7 +123,7 @@ int train_rank(const TrainOptions& options) {
     if (options.json != "-") summarise(report, result, options, world, checkpoint);
     return 0;
   } catch (const CommError&) {
-    if (interrupted != 0) return leave_interrupted();
+    if (interrupted != 0) return leave_interrupted(whole_model);  // peers that went first cannot help any more
     throw;
   }
 }

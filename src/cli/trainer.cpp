@@ -65,6 +65,15 @@ double Trainer::step(int64_t number, TrainResult& result) {
   return loss_sum / options_.accumulate;
 }
 
+// After an interrupt. Ranks that need each other to save the model end with the same step.
+bool Trainer::stops(int64_t number) const {
+  if (has_whole_model()) return interrupted != 0;
+  auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
+  group_.all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
+  if (anywhere.item<int>() != 0) interrupted = 1;
+  return interrupted != 0;
+}
+
 TrainResult Trainer::run(const std::function<void()>& save) {
   const auto per_epoch = feed_.steps_per_epoch();
   const int64_t total = options_.steps ? *options_.steps : *per_epoch * *options_.epochs;
@@ -75,7 +84,7 @@ TrainResult Trainer::run(const std::function<void()>& save) {
   const auto before = group_.statistics();
   const auto wire = loopback_bytes();
   Progress progress(group_.rank() == 0, total, "samples");
-  for (int64_t number = 0; number < total && interrupted == 0; ++number) {
+  for (int64_t number = 0; number < total && !stops(number); ++number) {
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
     if (number == epoch * per_epoch.value_or(total)) feed_.begin_epoch(epoch);
     const auto start = Clock::now();

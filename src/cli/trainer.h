@@ -41,9 +41,11 @@ class Trainer {
   TrainResult run(const std::function<void()>& save);
   // See Strategy.
   std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
+  bool has_whole_model() const { return strategy_->has_whole_model(); }
 
  private:
   double step(int64_t number, TrainResult& result);
+  bool stops(int64_t number) const;
 
   const TrainOptions& options_;
   Group group_;

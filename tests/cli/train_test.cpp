@@ -106,19 +106,25 @@ TEST(Train, StrategiesNoneAndLocalRun) {
   EXPECT_EQ(shoal({"train", "--data", "reference", "--strategy", "local", "--ranks", "2", "--steps", "2"}).code, 0);
 }
 
-TEST(Train, AnInterruptSavesAndEndsWith130) {
+void expect_saved_when_interrupted(const std::string& options) {
+  SCOPED_TRACE(options);
   const TempFolder folder;
   const auto checkpoint = folder.file("checkpoint");
   // The shell sends the signal to the launcher alone, which passes it on.
   const auto ended =
       run({"sh", "-c",
-           std::string(SHOAL) + " train --data reference --model cnn --steps 50000 --batch 1 --ranks 2 " + "--save " +
-               checkpoint + " & pid=$!; sleep 4; kill -INT $pid; wait $pid"},
+           std::string(SHOAL) + " train --data reference --model cnn --steps 50000 --batch 1 --ranks 2 " + options +
+               " --save " + checkpoint + " & pid=$!; sleep 4; kill -INT $pid; wait $pid"},
           60);
   EXPECT_EQ(ended.code, 130) << ended.output;
   EXPECT_TRUE(std::filesystem::exists(checkpoint + "/model.safetensors")) << ended.output;
   EXPECT_NE(ended.output.find("interrupted; checkpoint in "), std::string::npos) << ended.output;
   EXPECT_LT(ended.seconds, 14);
+}
+
+TEST(Train, AnInterruptSavesAndEndsWith130) {
+  expect_saved_when_interrupted("");
+  expect_saved_when_interrupted("--strategy fsdp --transport gloo");
 }
 
 }  // namespace
