@@ -184,6 +184,8 @@ TEST_P(Faults, BEY10_an_exception_in_a_local_backward_loses_only_that_step) {
 }
 
 TEST_P(Faults, DroppingAStrategyRemovesItsHooks) {
+  const bool pages = group().transport() == "gloo" && (GetParam() == "fsdp" || GetParam() == "fsdp_grad_op");
+  if (pages) GTEST_SKIP() << "the parameters of a wrapper that has gone are on all ranks in parts";
   auto model = (torch::manual_seed(1), std::make_shared<FaultyImpl>());
   auto log = std::make_shared<CallLog>();
   const auto make = [&](const Group& on) {

@@ -127,7 +127,8 @@ class FullParameters {
 // forward, backward or outside; then all ranks must come to some forward, backward or read of their own, since a read
 // may be collective. Writes to them are lost but for those in summon_full_params. After backward grad() is undefined;
 // each rank has the sums of its own ranges. Where ranks share a host, parameters lie once in memory that they share,
-// and nothing is gathered. Buffers stay each rank's own.
+// and nothing is gathered. Buffers stay each rank's own. Where they are gathered, the parameters cannot be read any
+// more when the wrapper has gone: take full_state_dict or visit_full_state before.
 //
 // Constructor: collective. UsageError for options out of range, names that the module does not have, a module without
 // trainable parameters, parameters that are neither floating point nor on one device; DisagreeError when ranks hold
