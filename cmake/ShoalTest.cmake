@@ -15,8 +15,8 @@ endfunction()
 
 # shoal_world_test(NAME SOURCES file... WORLD 1 2 3 4 [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds])
 #
-# A GoogleTest program whose cases are run by all ranks together; one ctest per world size. Fast tests of more than 3
-# ranks are labelled `thorough` instead: they repeat at another size what 3 ranks show.
+# A GoogleTest program whose cases are run by all ranks together; one ctest per world size. Fast tests of one rank and of
+# more than 3 are labelled `thorough` instead: they repeat at another size what 2 and 3 ranks show.
 function(shoal_world_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LIBRARIES;LABELS;WORLD" ${ARGN})
   shoal_test_defaults()
@@ -78,7 +78,7 @@ macro(shoal_world_label result ranks fast_ranks)
   if(${ranks} EQUAL 1)
     set(processors 1)
   endif()
-  if(${ranks} GREATER ${fast_ranks} AND ARG_LABELS STREQUAL "fast")
+  if((${ranks} EQUAL 1 OR ${ranks} GREATER ${fast_ranks}) AND ARG_LABELS STREQUAL "fast")
     set(${result} thorough)
   endif()
 endmacro()
