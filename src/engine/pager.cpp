@@ -53,7 +53,7 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
 
 // The tensors stay, without memory.
 void Pager::remove(Page& page) {
-  if (page.memory.defined()) spare_.push_back(std::exchange(page.memory, {}));
+  if (page.memory.defined()) spare_.put(std::exchange(page.memory, {}));
   auto* storage = page.storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, page.options.device()));
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
@@ -64,21 +64,8 @@ void Pager::remove(Page& page) {
   page.used = false;
 }
 
-at::Tensor Pager::take_memory(const Page& page) {
-  const auto fits = std::find_if(spare_.begin(), spare_.end(), [&](const at::Tensor& memory) {
-    return memory.numel() == page.numel && memory.scalar_type() == page.options.dtype().toScalarType();
-  });
-  if (fits == spare_.end()) {
-    // What is spare serves pages of one size; others need the room.
-    spare_.clear();
-    return group_.allocate(page.numel, page.options);
-  }
-  auto memory = std::move(*fits);
-  spare_.erase(fits);
-  return memory;
-}
-
-Work Pager::gather(const Page& page, const at::Tensor& memory) const {
+Work Pager::gather(const Page& page, const at::Tensor& room) const {
+  const auto memory = room.narrow(0, 0, page.numel);
   const Label label{-1, -1, page.source.name};
   if (page.source.root < 0) return group_.all_gather(memory, page.source.own, label);
   if (page.source.root == group_.rank()) memory.copy_(page.source.own);
@@ -87,7 +74,7 @@ Work Pager::gather(const Page& page, const at::Tensor& memory) const {
 
 void Pager::start(size_t index) {
   auto& page = *pages_[index];
-  page.memory = take_memory(page);
+  page.memory = spare_.take(group_, page.numel, page.options);
   page.work = gather(page, page.memory);
   page.state = State::coming;
   ++ahead_;
@@ -97,10 +84,10 @@ void Pager::start(size_t index) {
 
 void Pager::gather_for_others(size_t index) {
   auto& page = *pages_[index];
-  auto memory = take_memory(page);
+  auto memory = spare_.take(group_, page.numel, page.options);
   ++statistics_.gathers;
   gather(page, memory).wait();
-  spare_.push_back(std::move(memory));
+  spare_.put(std::move(memory));
 }
 
 void Pager::finish(Page& page) {

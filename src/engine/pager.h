@@ -12,6 +12,7 @@
 
 #include "engine/gather_order.h"
 #include "engine/operator_watch.h"
+#include "engine/spare_memory.h"
 
 namespace shoal {
 
@@ -93,11 +94,10 @@ class Pager : private MemoryUser {
   void start(size_t index);
   void gather_for_others(size_t index);
   void help_others();
-  Work gather(const Page& page, const at::Tensor& memory) const;
+  Work gather(const Page& page, const at::Tensor& room) const;
   void fetch_ahead();
   void make_room(size_t more);
   void remove(Page& page);
-  at::Tensor take_memory(const Page& page);
   void count();
   void check_order(Pass pass);
   void forget_unused();
@@ -113,7 +113,7 @@ class Pager : private MemoryUser {
   size_t ahead_ = 0;        // in memory or on their way, not used yet
   bool keep_ = false;
   bool warned_ = false;
-  std::vector<at::Tensor> spare_;  // memory of pages that have gone
+  SpareMemory spare_;
   std::exception_ptr error_;
   Statistics statistics_;
 };

@@ -327,6 +327,7 @@ void Reducer::release_finished() {
     for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
     bucket.release(spare_, keeps_passing_);
     --in_flight;
+    spare_.shrink(options_.buckets_in_flight - std::min(in_flight, options_.buckets_in_flight));
   }
 }
 

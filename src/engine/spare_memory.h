@@ -1,8 +1,9 @@
 #pragma once
-// Memory of buckets that have come back, for those that leave after them: fresh pages cost more than a copy.
+// Memory of buckets or pages that have come back, for those that follow: fresh memory costs more than a copy.
 
 #include <torch/types.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "shoal/comm/group.h"
@@ -15,6 +16,8 @@ class SpareMemory {
   // held than was in use at once.
   at::Tensor take(const Group& group, int64_t numel, const at::TensorOptions& options);
   void put(at::Tensor memory) { spare_.push_back(std::move(memory)); }
+  // Keeps so many at most.
+  void shrink(size_t most) { spare_.resize(std::min(spare_.size(), most)); }
   void clear() { spare_.clear(); }
 
  private:

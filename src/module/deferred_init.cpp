@@ -208,18 +208,12 @@ void Tape::forget() {
   storages_.clear();
 }
 
-std::optional<size_t> argument_named(const c10::FunctionSchema& schema, const char* name) {
-  const auto index = schema.argumentIndexWithName(name);
-  return index ? std::optional<size_t>(*index) : std::nullopt;
-}
-
 // Results of which it is known without any values what they are.
 bool only_views(const c10::FunctionSchema& schema) {
   // In place, but on shapes.
-  static const std::set<std::string> shapes{"aten::set_",     "aten::resize_",    "aten::resize_as_",
-                                            "aten::t_",       "aten::transpose_", "aten::squeeze_",
-                                            "aten::detach_",  "aten::unsqueeze_", "aten::as_strided_",
-                                            "aten::set_data", "aten::swapdims_",  "aten::requires_grad_"};
+  static const std::set<std::string> shapes{"aten::set_",    "aten::resize_",    "aten::resize_as_",
+                                            "aten::t_",      "aten::transpose_", "aten::squeeze_",
+                                            "aten::detach_", "aten::unsqueeze_", "aten::as_strided_"};
   if (shapes.count(schema.name()) > 0) return true;
   if (schema.is_mutable()) return false;
   for (const auto& result : schema.returns()) {
@@ -254,7 +248,7 @@ void require_deferred_targets(const c10::FunctionSchema& schema, const Values& a
 }
 
 // The operator's results in shape only.
-Values results_in_shape(const c10::OperatorHandle& op, const Values& arguments, std::optional<size_t> device) {
+Values results_in_shape(const c10::OperatorHandle& op, const Values& arguments, std::optional<int> device) {
   const c10::Device meta(c10::DeviceType::Meta);
   torch::jit::Stack stack;
   for (const auto& value : arguments) {
@@ -288,7 +282,7 @@ void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
       place = tensor.device();
     });
   }
-  const auto device = argument_named(schema, "device");
+  const auto device = schema.argumentIndexWithName("device");
   if (device && arguments[*device].isDevice()) place = arguments[*device].toDevice();
   const bool makes = device && !any_tensor && place.type() != c10::DeviceType::Meta;
   if ((!makes && !any_deferred) || (any_deferred && only_views(schema))) {

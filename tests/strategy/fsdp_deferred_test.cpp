@@ -9,7 +9,6 @@
 #include <torch/utils.h>
 
 #include <fstream>
-#include <nlohmann/json.hpp>
 
 #include "checkpoint/safetensors.h"
 #include "comm/group_state.h"

@@ -415,6 +415,33 @@ TEST(Fsdp, FSDP09_ranks_that_use_units_in_different_orders_are_told_if_they_want
   }
 }
 
+// Gradients whole on every rank until the last micro-batch, or each one divided at once: memory is the difference.
+TEST(Fsdp, FSDP15_micro_batches_add_up_with_and_without_no_sync) {
+  for (const bool whole_gradients : {true, false}) {
+    FullyShardedDataParallel<MlpImpl> parallel(make_mlp(), group(), by_layer());
+    FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd);
+    const auto reference = make_mlp();
+    torch::optim::SGD reference_optimizer(reference->parameters(), sgd);
+    for (int64_t step = 0; step < 3; ++step) {
+      for (int64_t micro = 0; micro < 3; ++micro) {
+        const auto scope = parallel.no_sync(whole_gradients && micro < 2);
+        (mean_loss(parallel.forward(batch(group().rank(), 3 * step + micro))) / 3).backward();
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+      for (int rank = 0; rank < group().size(); ++rank) {
+        for (int64_t micro = 0; micro < 3; ++micro) {
+          (mean_loss(reference->forward(batch(rank, 3 * step + micro))) / (3 * group().size())).backward();
+        }
+      }
+      reference_optimizer.step();
+      reference_optimizer.zero_grad();
+      ASSERT_LT(difference(parallel.module()->parameters(), reference->parameters()), 1e-12)
+          << whole_gradients << ", step " << step;
+    }
+  }
+}
+
 TEST(Fsdp, FSDP10_ignored_modules_and_parameters_stay_as_they_are) {
   auto options = by_layer();
   options.ignored_modules = {"second"};
