@@ -93,8 +93,9 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // Collective with their step.
   void abandon_step();
 
-  // The parameter's place in the gradient buffer; after a reduction only this rank's range of it is valid. Undefined
-  // where another rank owns the whole parameter and no gradient waits for it.
+  // The parameter's place in the gradient buffer; after a reduction only this rank's range of it is valid, after
+  // zero_grad() nothing until the next gradient comes. Undefined where another rank owns the whole parameter and no
+  // gradient waits for it.
   at::Tensor main_grad(const at::Tensor& parameter) const;
   // Pieces that a rank of the group (default: this one) owns, in buffer order.
   std::vector<ParameterRange> param_range_map(std::optional<int> rank = std::nullopt) const;

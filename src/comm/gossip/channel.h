@@ -1,0 +1,54 @@
+#pragma once
+// Buffers of which ranks show each other versions: what gossip needs in place of collectives. Nobody waits for another
+// rank longer than it wants to, and nothing fails because one is gone.
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "shoal/comm/group.h"
+
+namespace shoal {
+
+struct GossipBuffer {
+  int64_t numel = 0;
+  at::ScalarType dtype = at::kFloat;
+};
+
+enum class Arrival {
+  here,
+  late,  // not there within the limit
+  torn,  // the source has overwritten it while it was used: what use() has made of it is void
+  gone,  // the source has left or ended without having shown it
+};
+
+// Ranks are those of the group it was opened on. A rank's calls come from one thread.
+class GossipChannel {
+ public:
+  using Limit = std::chrono::milliseconds;
+  using Use = std::function<void(const at::Tensor& values)>;
+
+  virtual ~GossipChannel() = default;
+
+  // Memory [numel] for the buffer's next version, not that of the last one. Waits up to `limit` for readers of what was
+  // in it before, who then miss that.
+  virtual at::Tensor draft(size_t buffer, Limit limit) = 0;
+  // Shows the draft as `version`, which grows. `readers` may be waited for, see draft().
+  virtual void publish(size_t buffer, int64_t version, const std::vector<int>& readers) = 0;
+  // Calls `use` with what `source` has shown as `version`, or as the next one that is still there. The tensor is valid
+  // during the call only.
+  virtual Arrival read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) = 0;
+  // Whether the rank has left or ended, as far as is known here.
+  virtual bool gone(int rank) = 0;
+  // This rank shows no more; what it has shown can be read until it is destroyed.
+  virtual void leave() = 0;
+
+  // Bytes that this rank has sent through sockets.
+  virtual int64_t sent_bytes() const { return 0; }
+};
+
+// Collective over the group. Memory that ranks share where they all run on one host, else sockets between them.
+std::unique_ptr<GossipChannel> open_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers);
+
+}  // namespace shoal

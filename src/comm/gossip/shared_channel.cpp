@@ -1,0 +1,243 @@
+#include "comm/gossip/shared_channel.h"
+
+#include <torch/types.h>
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+
+#include "comm/group_state.h"
+#include "comm/shm/control_block.h"
+#include "comm/shm/wait.h"
+#include "comm/world_state.h"
+
+namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+constexpr size_t slots = 2;  // so that a rank may be a step ahead of its readers
+constexpr int64_t being_written = -1;
+
+// What a rank shows, in its own memory: [header | of each buffer: versions, then what each reader has done with | data].
+class SharedBlock {
+ public:
+  struct alignas(cache_line) Header {
+    std::atomic<uint32_t> users;  // ranks that may look at this block
+    std::atomic<uint32_t> left;
+  };
+  struct alignas(cache_line) Slot {
+    std::atomic<int64_t> version;  // 0: none yet
+  };
+
+  SharedBlock(const std::vector<GossipBuffer>& buffers, int ranks) : ranks_(ranks) {
+    offset_of_data_ = sizeof(Header) + buffers.size() * bytes_of_state();
+    for (const auto& buffer : buffers) {
+      data_.push_back(offset_of_data_);
+      const auto bytes = static_cast<size_t>(buffer.numel) * c10::elementSize(buffer.dtype);
+      sizes_.push_back((bytes + page - 1) / page * page);
+      offset_of_data_ += slots * sizes_.back();
+    }
+  }
+  size_t bytes() const { return offset_of_data_; }
+  static Header& header(std::byte* base) { return *reinterpret_cast<Header*>(base); }
+  Slot& slot(std::byte* base, size_t buffer, size_t index) const {
+    return reinterpret_cast<Slot*>(base + sizeof(Header) + buffer * bytes_of_state())[index];
+  }
+  // The newest version that the reader needs no more.
+  std::atomic<int64_t>& done(std::byte* base, size_t buffer, int reader) const {
+    auto* first = base + sizeof(Header) + buffer * bytes_of_state() + slots * sizeof(Slot);
+    return reinterpret_cast<std::atomic<int64_t>*>(first)[reader];
+  }
+  std::byte* data(std::byte* base, size_t buffer, size_t index) const {
+    return base + data_[buffer] + index * sizes_[buffer];
+  }
+
+ private:
+  static constexpr size_t page = 4096;
+  size_t bytes_of_state() const {
+    const auto readers = static_cast<size_t>(ranks_) * sizeof(std::atomic<int64_t>);
+    return slots * sizeof(Slot) + (readers + cache_line - 1) / cache_line * cache_line;
+  }
+
+  int ranks_;
+  size_t offset_of_data_;
+  std::vector<size_t> data_;
+  std::vector<size_t> sizes_;
+};
+
+class SharedChannel : public GossipChannel {
+ public:
+  SharedChannel(std::shared_ptr<GroupState> group, std::vector<GossipBuffer> buffers, SharedBlock layout,
+                std::vector<std::byte*> bases, std::vector<std::shared_ptr<PeerMemory>> peers)
+      : group_(std::move(group)),
+        buffers_(std::move(buffers)),
+        layout_(std::move(layout)),
+        bases_(std::move(bases)),
+        peers_(std::move(peers)),
+        gone_(bases_.size(), false),
+        looked_(bases_.size()),
+        readers_(buffers_.size()),
+        newest_(buffers_.size(), slots - 1) {
+    may_spin_ = cores_suffice(group_->world->local_size);
+  }
+
+  ~SharedChannel() override {
+    leave();
+    for (auto* base : bases_) SharedBlock::header(base).users.fetch_sub(1);
+    auto* memory = group_->world->memory.get();
+    memory->retire([memory, own = own()] {
+      if (SharedBlock::header(own).users.load() != 0) return false;
+      memory->free(own);
+      return true;
+    });
+  }
+
+  at::Tensor draft(size_t buffer, Limit limit) override {
+    const auto index = (newest_[buffer] + 1) % slots;
+    auto& slot = layout_.slot(own(), buffer, index);
+    const auto version = slot.version.load(std::memory_order_relaxed);
+    const auto deadline = SteadyClock::now() + limit;
+    for (const int reader : readers_[buffer][index]) {
+      wait(deadline, reader, [&] { return layout_.done(own(), buffer, reader).load() >= version; });
+    }
+    slot.version.store(being_written, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // a reader that sees new values sees this too
+    return tensor(own(), buffer, index);
+  }
+
+  void publish(size_t buffer, int64_t version, const std::vector<int>& readers) override {
+    const auto index = newest_[buffer] = (newest_[buffer] + 1) % slots;
+    readers_[buffer][index] = readers;
+    layout_.slot(own(), buffer, index).version.store(version, std::memory_order_release);
+    for (const int reader : readers) ring(reader);
+  }
+
+  Arrival read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) override {
+    auto* base = bases_[source];
+    const auto find = [&] {
+      std::optional<size_t> found;
+      int64_t oldest = 0;
+      for (size_t index = 0; index < slots; ++index) {
+        const auto shown = layout_.slot(base, buffer, index).version.load(std::memory_order_acquire);
+        if (shown < version || (found && shown >= oldest)) continue;
+        found = index;
+        oldest = shown;
+      }
+      return found;
+    };
+    auto found = find();
+    if (!found) wait(SteadyClock::now() + limit, source, [&] { return (found = find()).has_value(); });
+    auto result = Arrival::here;
+    int64_t read = version;
+    if (found) {
+      auto& slot = layout_.slot(base, buffer, *found);
+      read = slot.version.load(std::memory_order_acquire);
+      use(tensor(base, buffer, *found));
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      if (read < version || slot.version.load(std::memory_order_relaxed) != read) result = Arrival::torn;
+    } else {
+      result = gone(source) ? Arrival::gone : Arrival::late;
+    }
+    layout_.done(base, buffer, group_->rank).store(std::max(read, version), std::memory_order_release);
+    ring(source);
+    return result;
+  }
+
+  bool gone(int rank) override {
+    if (gone_[rank] || rank == group_->rank) return gone_[rank];
+    if (SharedBlock::header(bases_[rank]).left.load() != 0) return gone_[rank] = true;
+    const auto now = SteadyClock::now();
+    if (now - looked_[rank] < std::chrono::milliseconds(50)) return false;
+    looked_[rank] = now;
+    return gone_[rank] = state_of(process(rank)) == ProcessState::gone;
+  }
+
+  void leave() override {
+    if (SharedBlock::header(own()).left.exchange(1) != 0) return;
+    for (const auto& peer : peers_) {
+      if (peer) peer->ring();
+    }
+  }
+
+ private:
+  std::byte* own() const { return bases_[group_->rank]; }
+  const ProcessId& process(int rank) const { return group_->world->meeting.peers[group_->world_ranks[rank]].process; }
+  void ring(int rank) const {
+    if (peers_[rank]) peers_[rank]->ring();
+  }
+  at::Tensor tensor(std::byte* base, size_t buffer, size_t index) const {
+    return at::from_blob(layout_.data(base, buffer, index), {buffers_[buffer].numel},
+                         at::TensorOptions(buffers_[buffer].dtype));
+  }
+  // Until finished, the deadline, or the rank is gone.
+  void wait(SteadyClock::time_point deadline, int on, const std::function<bool()>& finished) {
+    while (!finished() && !gone(on)) {
+      const auto left = deadline - SteadyClock::now();
+      if (left <= left.zero()) return;
+      const auto slice = std::min<std::chrono::nanoseconds>(left, std::chrono::milliseconds(100));
+      wait_until(*group_->world->memory, may_spin_, slice,
+                 [&] { return finished() || SharedBlock::header(bases_[on]).left.load() != 0; });
+    }
+  }
+
+  std::shared_ptr<GroupState> group_;
+  const std::vector<GossipBuffer> buffers_;
+  const SharedBlock layout_;
+  const std::vector<std::byte*> bases_;                   // of every rank's block, as seen from here
+  const std::vector<std::shared_ptr<PeerMemory>> peers_;  // none for this rank
+  bool may_spin_ = false;
+  std::vector<bool> gone_;
+  std::vector<SteadyClock::time_point> looked_;
+  struct Readers {
+    std::vector<int> of[slots];
+    std::vector<int>& operator[](size_t index) { return of[index]; }
+  };
+  std::vector<Readers> readers_;
+  std::vector<size_t> newest_;  // slot, by buffer
+};
+
+}  // namespace
+
+std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group,
+                                                          const std::vector<GossipBuffer>& buffers) {
+  const auto& state = state_of(group);
+  const auto& world = *state->world;
+  const Label label{-1, -1, "gossip buffers"};
+  const auto host = [&](int rank) { return world.meeting.peers[state->world_ranks[rank]].host; };
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (host(rank) != host(group.rank())) return nullptr;
+  }
+  SharedBlock layout(buffers, group.size());
+  auto places = at::full({group.size(), 2}, -1, at::kLong);
+  std::vector<std::shared_ptr<PeerMemory>> peers(group.size());
+  std::vector<std::byte*> bases(group.size());
+  auto own = at::full({2}, -1, at::kLong);
+  try {
+    if (!world.memory) throw std::runtime_error("this system gave no shared memory");
+    for (int rank = 0; rank < group.size(); ++rank) {
+      if (rank != group.rank()) peers[rank] = world.memory->peer(world.meeting.peers[state->world_ranks[rank]].page);
+    }
+    auto* base = bases[group.rank()] = world.memory->allocate(layout.bytes());
+    SharedBlock::header(base).users = static_cast<uint32_t>(group.size());
+    const auto place = *world.memory->locate(base, 1);
+    own[0] = static_cast<int64_t>(place.arena);
+    own[1] = static_cast<int64_t>(place.offset);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): -1 says so to the others
+  }
+  group.all_gather(places, own, label).wait();
+  if (places.min().item<int64_t>() < 0) {
+    if (bases[group.rank()] != nullptr) world.memory->free(bases[group.rank()]);
+    return nullptr;
+  }
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (rank == group.rank()) continue;
+    bases[rank] = peers[rank]->at({static_cast<uint32_t>(places[rank][0].item<int64_t>()),
+                                   static_cast<uint64_t>(places[rank][1].item<int64_t>())});
+  }
+  // Nobody leaves before all have mapped all blocks.
+  group.barrier(label).wait();
+  return std::make_unique<SharedChannel>(state, buffers, std::move(layout), std::move(bases), std::move(peers));
+}
+
+}  // namespace shoal

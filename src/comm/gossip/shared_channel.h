@@ -1,0 +1,11 @@
+#pragma once
+// A gossip channel in memory that the ranks of one host share.
+
+#include "comm/gossip/channel.h"
+
+namespace shoal {
+
+// Collective over the group; none where its ranks do not share memory.
+std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers);
+
+}  // namespace shoal
