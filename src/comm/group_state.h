@@ -46,6 +46,7 @@ struct GroupProgress {
   std::atomic<double> waited_s = 0;
   GroupFailure failure;
   std::map<std::vector<int>, int> subgroups;  // how many were made of these ranks, for their names
+  int gossip_channels = 0;                    // how many were opened, for their names
   ~GroupProgress();
   std::shared_ptr<Transport> transport;
   std::shared_ptr<GroupState> checks;  // a group of the same ranks on which they compare calls; none: no need

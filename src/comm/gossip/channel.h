@@ -23,6 +23,11 @@ enum class Arrival {
   gone,  // the source has left or ended without having shown it
 };
 
+struct Reading {
+  Arrival arrival = Arrival::late;
+  int64_t version = 0;  // of what was used
+};
+
 // Ranks are those of the group it was opened on. A rank's calls come from one thread.
 class GossipChannel {
  public:
@@ -32,16 +37,18 @@ class GossipChannel {
   virtual ~GossipChannel() = default;
 
   // Memory [numel] for the buffer's next version, not that of the last one. Waits up to `limit` for readers of what was
-  // in it before, who then miss that.
+  // in it before, who then miss that. A reader that has been waited for in vain is not waited for again until it has
+  // caught up.
   virtual at::Tensor draft(size_t buffer, Limit limit) = 0;
   // Shows the draft as `version`, which grows. `readers` may be waited for, see draft().
   virtual void publish(size_t buffer, int64_t version, const std::vector<int>& readers) = 0;
-  // Calls `use` with what `source` has shown as `version`, or as the next one that is still there. The tensor is valid
-  // during the call only.
-  virtual Arrival read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) = 0;
-  // Whether the rank has left or ended, as far as is known here.
-  virtual bool gone(int rank) = 0;
-  // This rank shows no more; what it has shown can be read until it is destroyed.
+  // Calls `use` with what `source` has shown as `version`, or as the next one that is still there. A source that has
+  // been waited for in vain is not waited for again until it has caught up; the last that it has shown is used, once.
+  // The tensor is valid during the call only.
+  virtual Reading read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) = 0;
+  // Whether the rank has left or ended, as far as is known here, and will not have shown `version` of all buffers.
+  virtual bool gone(int rank, int64_t version) = 0;
+  // This rank shows no more; what it has shown can still be read.
   virtual void leave() = 0;
 
   // Bytes that this rank has sent through sockets.

@@ -19,12 +19,13 @@ using SteadyClock = std::chrono::steady_clock;
 constexpr size_t slots = 2;  // so that a rank may be a step ahead of its readers
 constexpr int64_t being_written = -1;
 
-// What a rank shows, in its own memory: [header | of each buffer: versions, then what each reader has done with | data].
+// What a rank shows, in its own memory: [header | of each buffer: versions, then what each reader has done with |
+// data].
 class SharedBlock {
  public:
   struct alignas(cache_line) Header {
     std::atomic<uint32_t> users;  // ranks that may look at this block
-    std::atomic<uint32_t> left;
+    std::atomic<uint32_t> left;   // by its own will
   };
   struct alignas(cache_line) Slot {
     std::atomic<int64_t> version;  // 0: none yet
@@ -75,8 +76,11 @@ class SharedChannel : public GossipChannel {
         layout_(std::move(layout)),
         bases_(std::move(bases)),
         peers_(std::move(peers)),
-        gone_(bases_.size(), false),
+        ended_(bases_.size(), false),
+        tardy_(bases_.size(), false),
+        tardy_reader_(bases_.size(), false),
         looked_(bases_.size()),
+        last_read_(buffers_.size(), std::vector<int64_t>(bases_.size(), 0)),
         readers_(buffers_.size()),
         newest_(buffers_.size(), slots - 1) {
     may_spin_ = cores_suffice(group_->world->local_size);
@@ -99,7 +103,9 @@ class SharedChannel : public GossipChannel {
     const auto version = slot.version.load(std::memory_order_relaxed);
     const auto deadline = SteadyClock::now() + limit;
     for (const int reader : readers_[buffer][index]) {
-      wait(deadline, reader, [&] { return layout_.done(own(), buffer, reader).load() >= version; });
+      const auto done = [&] { return layout_.done(own(), buffer, reader).load() >= version; };
+      if (!tardy_reader_[reader]) wait(deadline, reader, done);
+      tardy_reader_[reader] = !done();
     }
     slot.version.store(being_written, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // a reader that sees new values sees this too
@@ -113,44 +119,35 @@ class SharedChannel : public GossipChannel {
     for (const int reader : readers) ring(reader);
   }
 
-  Arrival read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) override {
+  Reading read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) override {
     auto* base = bases_[source];
-    const auto find = [&] {
-      std::optional<size_t> found;
-      int64_t oldest = 0;
-      for (size_t index = 0; index < slots; ++index) {
-        const auto shown = layout_.slot(base, buffer, index).version.load(std::memory_order_acquire);
-        if (shown < version || (found && shown >= oldest)) continue;
-        found = index;
-        oldest = shown;
-      }
-      return found;
-    };
-    auto found = find();
-    if (!found) wait(SteadyClock::now() + limit, source, [&] { return (found = find()).has_value(); });
-    auto result = Arrival::here;
-    int64_t read = version;
-    if (found) {
-      auto& slot = layout_.slot(base, buffer, *found);
-      read = slot.version.load(std::memory_order_acquire);
-      use(tensor(base, buffer, *found));
-      std::atomic_thread_fence(std::memory_order_seq_cst);
-      if (read < version || slot.version.load(std::memory_order_relaxed) != read) result = Arrival::torn;
-    } else {
-      result = gone(source) ? Arrival::gone : Arrival::late;
+    auto found = find(buffer, version, source);
+    if (!found && !tardy_[source]) {
+      wait(SteadyClock::now() + limit, source, [&] { return (found = find(buffer, version, source)).has_value(); });
     }
-    layout_.done(base, buffer, group_->rank).store(std::max(read, version), std::memory_order_release);
+    const bool in_time = found.has_value();
+    if (!found) found = find(buffer, last_read_[buffer][source] + 1, source);
+    Reading result{.arrival = found ? Arrival::here : ended(source) ? Arrival::gone : Arrival::late};
+    if (found) {
+      use(tensor(base, buffer, found->index));
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      const auto now = layout_.slot(base, buffer, found->index).version.load(std::memory_order_relaxed);
+      if (now != found->version) result.arrival = Arrival::torn;
+      result.version = found->version;
+      last_read_[buffer][source] = std::max(last_read_[buffer][source], found->version);
+    }
+    tardy_[source] = !in_time;
+    layout_.done(base, buffer, group_->rank).store(std::max(version, result.version), std::memory_order_release);
     ring(source);
     return result;
   }
 
-  bool gone(int rank) override {
-    if (gone_[rank] || rank == group_->rank) return gone_[rank];
-    if (SharedBlock::header(bases_[rank]).left.load() != 0) return gone_[rank] = true;
-    const auto now = SteadyClock::now();
-    if (now - looked_[rank] < std::chrono::milliseconds(50)) return false;
-    looked_[rank] = now;
-    return gone_[rank] = state_of(process(rank)) == ProcessState::gone;
+  bool gone(int rank, int64_t version) override {
+    if (rank == group_->rank || !ended(rank)) return false;
+    for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {
+      if (!find(buffer, version, rank)) return true;
+    }
+    return false;
   }
 
   void leave() override {
@@ -162,6 +159,14 @@ class SharedChannel : public GossipChannel {
 
  private:
   std::byte* own() const { return bases_[group_->rank]; }
+  bool ended(int rank) {
+    if (ended_[rank]) return true;
+    if (SharedBlock::header(bases_[rank]).left.load() != 0) return ended_[rank] = true;
+    const auto now = SteadyClock::now();
+    if (now - looked_[rank] < std::chrono::milliseconds(50)) return false;
+    looked_[rank] = now;
+    return ended_[rank] = state_of(process(rank)) == ProcessState::gone;
+  }
   const ProcessId& process(int rank) const { return group_->world->meeting.peers[group_->world_ranks[rank]].process; }
   void ring(int rank) const {
     if (peers_[rank]) peers_[rank]->ring();
@@ -170,9 +175,22 @@ class SharedChannel : public GossipChannel {
     return at::from_blob(layout_.data(base, buffer, index), {buffers_[buffer].numel},
                          at::TensorOptions(buffers_[buffer].dtype));
   }
+  struct Found {
+    size_t index;
+    int64_t version;
+  };
+  // The oldest that is shown from `version` on.
+  std::optional<Found> find(size_t buffer, int64_t version, int source) const {
+    std::optional<Found> found;
+    for (size_t index = 0; index < slots; ++index) {
+      const auto shown = layout_.slot(bases_[source], buffer, index).version.load(std::memory_order_acquire);
+      if (shown >= version && (!found || shown < found->version)) found = Found{index, shown};
+    }
+    return found;
+  }
   // Until finished, the deadline, or the rank is gone.
   void wait(SteadyClock::time_point deadline, int on, const std::function<bool()>& finished) {
-    while (!finished() && !gone(on)) {
+    while (!finished() && !ended(on)) {
       const auto left = deadline - SteadyClock::now();
       if (left <= left.zero()) return;
       const auto slice = std::min<std::chrono::nanoseconds>(left, std::chrono::milliseconds(100));
@@ -187,8 +205,11 @@ class SharedChannel : public GossipChannel {
   const std::vector<std::byte*> bases_;                   // of every rank's block, as seen from here
   const std::vector<std::shared_ptr<PeerMemory>> peers_;  // none for this rank
   bool may_spin_ = false;
-  std::vector<bool> gone_;
+  std::vector<bool> ended_;
+  std::vector<bool> tardy_;         // sources that were waited for in vain
+  std::vector<bool> tardy_reader_;  // readers that were
   std::vector<SteadyClock::time_point> looked_;
+  std::vector<std::vector<int64_t>> last_read_;  // by buffer and source
   struct Readers {
     std::vector<int> of[slots];
     std::vector<int>& operator[](size_t index) { return of[index]; }

@@ -1,0 +1,194 @@
+#pragma once
+// DecentralizedDataParallel: every rank trains its own parameters and averages them with a few neighbours, others in
+// each step; nothing is synchronised over all ranks. After Lian et al., "Can Decentralized Algorithms Outperform
+// Centralized Algorithms?" (NeurIPS 2017), and decent-dp's overlap of the exchange with the next step (Wang et al.,
+// ICLR 2025).
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shoal/comm/group.h"
+#include "shoal/comm/topology.h"
+#include "shoal/engine/data_parallel.h"
+#include "shoal/optim/grad_scaler.h"
+#include "shoal/optim/optimizer_state.h"
+
+namespace shoal {
+
+struct NamedParameter {
+  std::string name;
+  at::Tensor parameter;
+};
+
+// Makes the optimizer of some of the model's parameters, and its schedule.
+using OptimizerOfNamed = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<NamedParameter>&)>;
+using ScheduleOf = std::function<std::unique_ptr<torch::optim::LRScheduler>(torch::optim::Optimizer&)>;
+
+// The same options for all parameters: optimizer_with<FusedAdamW>(torch::optim::AdamWOptions(1e-3)).
+template <class Optimizer, class Defaults>
+OptimizerOfNamed optimizer_with(const Defaults& defaults) {
+  return [defaults](const std::vector<NamedParameter>& named) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& entry : named) parameters.push_back(entry.parameter);
+    return std::make_unique<Optimizer>(parameters, defaults);
+  };
+}
+
+// A bucket that is about to be mixed: x <- own_weight * x + received.
+struct PreAverage {
+  torch::optim::Optimizer& optimizer;             // the bucket's
+  const std::vector<NamedParameter>& parameters;  // x; their gradients are there
+  const std::vector<at::Tensor>& received;        // sums of W_ij y_j in the parameters' shapes; may be changed
+  double own_weight;                              // W_ii, and the weights of neighbours that are left out
+  const MixingRound& round;
+  int rank;  // this rank's number in the round
+};
+
+enum class ClipScope { all_gradients, bucket };
+
+struct DecentralizedDataParallelOptions {
+  // Behaviour.
+  std::optional<Topology> topology{};         // of the group's size; none: one-peer-exp
+  ScheduleOf schedule{};                      // one step per update; none: the rates stay
+  double clip_grad = 0;                       // largest norm of this rank's gradients; 0: no clipping
+  ClipScope clip = ClipScope::all_gradients;  // of all together, for which updates wait until backward has ended; or of
+                                              // each bucket's, as decent-dp does
+  std::optional<GradScalerOptions> scaler{};  // of the loss; a rank that finds inf or NaN mixes, but does not update
+  Precision precision{};                      // forward computes as `compute` says; converting is the caller's
+  bool average_buffers = false;               // global_avg() averages floating-point buffers too
+  std::function<void(const PreAverage&)> pre_average_hook{};  // from the second step on
+  std::vector<std::string> ignored{};                         // names of parameters and buffers that shoal leaves alone
+  double neighbour_timeout_seconds = 5;                       // a neighbour that is later is left out of the step
+
+  // Performance.
+  double bucket_cap_mb = 25;         // MiB of parameters that are updated and shown together
+  bool param_as_bucket_view = true;  // parameters lie in their bucket; else they keep their memory
+
+  // Throws UsageError that lists all faults.
+  void validate(int ranks) const;
+};
+
+// What exchanges have come to on this rank; one is one bucket from one neighbour.
+struct ExchangeStatistics {
+  int64_t exchanged = 0;     // of the step that was due
+  int64_t newer = 0;         // the neighbour was further on
+  int64_t older = 0;         // the last that a late neighbour has shown
+  int64_t skipped = 0;       // nothing came in time: this rank's own values stood in
+  std::vector<int> removed;  // ranks that have ended or left, for which the topology was rebuilt
+};
+
+// What DecentralizedDataParallel does, whatever the module's type.
+class DecentralizedDataParallelCore {
+ public:
+  DecentralizedDataParallelCore(std::shared_ptr<torch::nn::Module> module, OptimizerOfNamed make, const Group& group,
+                                const DecentralizedDataParallelOptions& options);
+  ~DecentralizedDataParallelCore();
+  DecentralizedDataParallelCore(const DecentralizedDataParallelCore&) = delete;
+  DecentralizedDataParallelCore& operator=(const DecentralizedDataParallelCore&) = delete;
+
+  void before_forward();
+  void after_forward(const std::vector<at::Tensor>& outputs);
+  void forward_failed();
+  void backward(const at::Tensor& loss_sum, double weight);
+  NoSync no_sync(bool accumulate);
+  const Precision& precision() const;
+  at::DeviceType device() const;
+  void reset();
+  std::vector<std::vector<std::string>> buckets() const;
+  int64_t step() const;
+
+  at::Tensor scale_loss(const at::Tensor& loss) const;
+  void global_avg();
+  double consensus_distance();
+  void leave();
+  const ExchangeStatistics& statistics() const;
+  const Topology& topology() const;
+  std::vector<torch::optim::Optimizer*> optimizers() const;
+  OptimizerState state_dict() const;
+  void load_state_dict(const OptimizerState& state);
+  const GradScaler* scaler() const;
+  double last_norm() const;
+
+  struct State;
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+//   shoal::DecentralizedDataParallel parallel(
+//       model, shoal::optimizer_with<shoal::FusedAdamW>(torch::optim::AdamWOptions(1e-3)), world.group(),
+//       {.topology = shoal::make_topology("ring", world.size())});
+//   ...
+//   cross_entropy(parallel.forward(x), y).backward();  // mixes, updates and shows, bucket by bucket
+//
+// There is no optimizer to step: with x a bucket's parameters on this rank, g its gradient at x, W the round's weights
+// and y_j what neighbour j has shown after its last step, backward does, as soon as the bucket's last gradient is
+// there,
+//   x <- W_ii x + sum over j of W_ij y_j;  x <- optimizer(x, g);  show x
+// and drops the gradient. What was shown after step k is mixed with round k, counted from the topology's first, in step
+// k + 1; so the first step mixes nothing, and exchanges have a whole step's time. Gradients of parameters that a step
+// does not use are none: they are mixed and not updated. Ranks may use different modules. A parameter that backward
+// reaches several times is updated after the last (known from the first step; one that comes more often later is a
+// UsageError).
+//
+// A neighbour that is late by neighbour_timeout_seconds is left out, its weight is this rank's own then, and it is not
+// waited for again until it has caught up: of a late neighbour the last that it has shown is taken, once. One that has
+// ended is removed, and the topology rebuilt for the others. Only the constructor, the first step (ranks agree on the
+// buckets: rank 0's order of gradients), global_avg() and consensus_distance() are collective, and need all ranks that
+// have not been removed.
+//
+// Constructor: gives everybody rank 0's values. UsageError for wrong options, for a topology of another size and for
+// complex parameters; DisagreeError when ranks hold different models or topologies. Not thread-safe. The destructor
+// leaves: neighbours go on without this rank.
+template <class Module>
+class DecentralizedDataParallel : public DataParallelWrapper<Module, DecentralizedDataParallelCore> {
+  using Base = DataParallelWrapper<Module, DecentralizedDataParallelCore>;
+
+ public:
+  using Options = DecentralizedDataParallelOptions;
+
+  DecentralizedDataParallel(std::shared_ptr<Module> module, OptimizerOfNamed make, const Group& group,
+                            const Options& options = {})
+      : Base(std::move(module), std::move(make), group, options) {}
+  DecentralizedDataParallel(const torch::nn::ModuleHolder<Module>& module, OptimizerOfNamed make, const Group& group,
+                            const Options& options = {})
+      : Base(module.ptr(), std::move(make), group, options) {}
+
+  // Scales a loss as the scaler says; without scaler the loss itself.
+  at::Tensor scale_loss(const at::Tensor& loss) const { return this->core_.scale_loss(loss); }
+  // Gives all ranks the mean of their parameters, bit for bit the same. Training can go on. Collective.
+  void global_avg() { this->core_.global_avg(); }
+  // How far ranks are from their mean x: sqrt(mean over ranks of |x_i - x|^2), over all parameters. Collective.
+  double consensus_distance() { return this->core_.consensus_distance(); }
+  // This rank trains no more; its neighbours go on without it. Further steps are a UsageError.
+  void leave() { this->core_.leave(); }
+
+  const ExchangeStatistics& statistics() const { return this->core_.statistics(); }
+  const Topology& topology() const { return this->core_.topology(); }
+  // One per bucket, from the first step on; owned by the wrapper.
+  std::vector<torch::optim::Optimizer*> optimizers() const { return this->core_.optimizers(); }
+  const GradScaler* scaler() const { return this->core_.scaler(); }
+  // Of this rank's gradients in the last step, with clip_grad; before clipping.
+  double last_norm() const { return this->core_.last_norm(); }
+
+  // This rank's optimizer state by parameter names, a copy; and the way back. Before the first step there is none, and
+  // what is loaded is kept for it. Not collective.
+  OptimizerState state_dict() const { return this->core_.state_dict(); }
+  void load_state_dict(const OptimizerState& state) { this->core_.load_state_dict(state); }
+
+  DecentralizedDataParallelCore& core() { return this->core_; }
+};
+
+template <class Module>
+DecentralizedDataParallel(const torch::nn::ModuleHolder<Module>&, OptimizerOfNamed, const Group&,
+                          const DecentralizedDataParallelOptions& = {}) -> DecentralizedDataParallel<Module>;
+
+}  // namespace shoal

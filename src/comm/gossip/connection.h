@@ -1,0 +1,82 @@
+#pragma once
+// One direction of gossip between two ranks: frames over a TCP connection that never blocks.
+
+#include <torch/types.h>
+
+#include <deque>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/gossip/frame.h"
+
+namespace shoal {
+
+// An open file descriptor. Move-only.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int number) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor();
+  int number() const { return number_; }
+  bool open() const { return number_ >= 0; }
+
+ private:
+  int number_ = -1;
+};
+
+// Listens on a free port of `address`, an IP address in digits. Throws std::runtime_error.
+Descriptor listen_on(const std::string& address);
+// "address:port" of a socket's own end.
+std::string place_of(const Descriptor& socket);
+// A connection that may still be under way. Throws std::runtime_error.
+Descriptor connect_to(const std::string& place);
+// Settings of either end: no delay for small frames, and an end of the wait for a host that has vanished.
+void prepare(const Descriptor& socket);
+
+// Frames to one rank.
+class OutgoingConnection {
+ public:
+  void put(const Frame& frame, at::Tensor values = {});
+  // Sends what can be sent now; the first call connects. False when the connection is broken, for good.
+  bool advance(const std::string& place);
+  bool idle() const { return queue_.empty(); }
+  const Descriptor& socket() const { return socket_; }
+  int64_t sent_bytes() const { return sent_bytes_; }
+
+ private:
+  struct Item {
+    Frame frame;
+    at::Tensor values;
+  };
+  bool send_bytes(const void* data, size_t bytes, size_t begin);
+
+  Descriptor socket_;
+  std::deque<Item> queue_;
+  size_t sent_ = 0;  // of the first item, its frame included
+  int64_t sent_bytes_ = 0;
+};
+
+// Frames from one rank.
+class IncomingConnection {
+ public:
+  explicit IncomingConnection(Descriptor socket) : socket_(std::move(socket)) {}
+
+  // Memory for what follows a frame, of its bytes, undefined where nothing follows; none: the frame is wrong.
+  using Accept = std::function<std::optional<at::Tensor>(const Frame& frame)>;
+  using Arrived = std::function<void(const Frame& frame, const at::Tensor& values)>;
+  // Reads what is there. False when the connection has ended, is broken, or has brought a frame that is wrong.
+  bool advance(const Accept& accept, const Arrived& arrived);
+  const Descriptor& socket() const { return socket_; }
+
+ private:
+  Descriptor socket_;
+  Frame frame_;
+  size_t read_ = 0;  // of the frame and its values
+  at::Tensor values_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,322 @@
+#include "comm/gossip/socket_channel.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <torch/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "comm/exchange.h"
+#include "comm/gossip/connection.h"
+#include "comm/group_state.h"
+#include "comm/world_state.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+// Where a rank listens, and the key that its visitors must know.
+struct Address {
+  std::string place;
+  uint64_t key = 0;
+};
+
+// One thread moves all bytes; the rank's own thread only looks at what has come and leaves what shall go.
+class SocketChannel : public GossipChannel {
+ public:
+  SocketChannel(int rank, std::vector<GossipBuffer> buffers, Descriptor listening, std::vector<Address> addresses)
+      : rank_(rank),
+        buffers_(std::move(buffers)),
+        addresses_(std::move(addresses)),
+        peers_(addresses_.size()),
+        drafts_(buffers_.size()),
+        shown_(buffers_.size()),
+        listening_(std::move(listening)),
+        wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+        thread_([this] { run(); }) {}
+
+  ~SocketChannel() override {
+    leave();
+    {
+      // What neighbours wait for leaves; one that takes nothing is not waited for.
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, std::chrono::seconds(2), [this] {
+        return std::all_of(peers_.begin(), peers_.end(),
+                           [](const Peer& peer) { return peer.gone || peer.outgoing.idle(); });
+      });
+      ending_ = true;
+    }
+    wake();
+    thread_.join();
+  }
+
+  at::Tensor draft(size_t buffer, Limit limit) override {
+    std::unique_lock lock(mutex_);
+    const auto deadline = SteadyClock::now() + limit;
+    auto& shown = shown_[buffer];
+    while (shown.size() >= versions_ahead) {
+      for (const int reader : shown.front().readers) {
+        auto& peer = peers_[reader];
+        const auto taken = [&] { return peer.gone || peer.taken[buffer] >= shown.front().version; };
+        if (!peer.takes_late) changed_.wait_until(lock, deadline, taken);
+        peer.takes_late = !taken();
+      }
+      shown.pop_front();
+    }
+    return drafts_[buffer] = memory(buffer);
+  }
+
+  void publish(size_t buffer, int64_t version, const std::vector<int>& readers) override {
+    {
+      const std::lock_guard lock(mutex_);
+      shown_[buffer].push_back({version, readers});
+      newest_ = version;
+      for (const int reader : readers) {
+        // One that does not keep up misses this version; what is queued for it stays bounded.
+        if (peers_[reader].gone || peers_[reader].takes_late) continue;
+        const auto bytes = static_cast<uint64_t>(drafts_[buffer].nbytes());
+        put(reader,
+            {.kind = FrameKind::values, .buffer = static_cast<uint32_t>(buffer), .version = version, .bytes = bytes},
+            drafts_[buffer]);
+      }
+      drafts_[buffer] = at::Tensor();
+    }
+    wake();
+  }
+
+  Reading read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) override {
+    const auto result = take(buffer, version, source, limit, use);
+    {
+      const std::lock_guard lock(mutex_);
+      if (!peers_[source].gone) {
+        put(source, {.kind = FrameKind::taken,
+                     .buffer = static_cast<uint32_t>(buffer),
+                     .version = std::max(version, result.version)});
+      }
+    }
+    wake();
+    return result;
+  }
+
+  bool gone(int rank, int64_t version) override {
+    const std::lock_guard lock(mutex_);
+    return peers_[rank].gone && peers_[rank].last_version < version;
+  }
+
+  void leave() override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (std::exchange(left_, true)) return;
+      for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
+        if (rank != rank_ && !peers_[rank].gone) put(rank, {.kind = FrameKind::bye, .version = newest_});
+      }
+    }
+    wake();
+  }
+
+  int64_t sent_bytes() const override {
+    const std::lock_guard lock(mutex_);
+    int64_t bytes = 0;
+    for (const auto& peer : peers_) bytes += peer.outgoing.sent_bytes();
+    return bytes;
+  }
+
+ private:
+  struct Peer {
+    OutgoingConnection outgoing;
+    bool greeted = false;
+    bool gone = false;
+    int64_t last_version = 0;                               // of one that has said that it leaves
+    bool late = false;                                      // as a source
+    bool takes_late = false;                                // as a reader
+    std::map<size_t, std::map<int64_t, at::Tensor>> shown;  // by buffer and version
+    std::map<size_t, int64_t> taken;  // by buffer: the newest version of ours that it has done with
+  };
+
+  Reading take(size_t buffer, int64_t version, int source, Limit limit, const Use& use) {
+    std::unique_lock lock(mutex_);
+    auto& peer = peers_[source];
+    auto& shown = peer.shown[buffer];
+    const auto found = [&] { return shown.lower_bound(version) != shown.end(); };
+    if (!found() && !peer.late) {
+      changed_.wait_until(lock, SteadyClock::now() + limit, [&] { return found() || peer.gone; });
+    }
+    peer.late = !found();
+    auto chosen = found() ? shown.lower_bound(version) : shown.begin();
+    if (chosen == shown.end()) return {.arrival = peer.gone ? Arrival::gone : Arrival::late};
+    const auto [number, values] = *chosen;
+    shown.erase(shown.begin(), std::next(chosen));
+    lock.unlock();
+    use(values);
+    return {.arrival = Arrival::here, .version = number};
+  }
+
+  void put(int rank, Frame frame, at::Tensor values = {}) {
+    auto& peer = peers_[rank];
+    frame.source = static_cast<uint32_t>(rank_);
+    frame.key = addresses_[rank].key;
+    if (!std::exchange(peer.greeted, true)) peer.outgoing.put({.source = frame.source, .key = frame.key});
+    peer.outgoing.put(frame, std::move(values));
+  }
+
+  void wake() const {
+    const uint64_t one = 1;
+    [[maybe_unused]] const auto written = write(wake_.number(), &one, sizeof one);
+  }
+
+  // Memory that nobody holds any more serves again.
+  at::Tensor memory(size_t buffer) {
+    const auto& [numel, dtype] = buffers_[buffer];
+    auto& pool = pool_[{numel, dtype}];
+    for (auto& tensor : pool) {
+      if (tensor.use_count() == 1) return tensor;
+    }
+    return pool.emplace_back(at::empty({numel}, at::TensorOptions(dtype)));
+  }
+
+  void run() {
+    std::vector<pollfd> polled;
+    while (true) {
+      polled.clear();
+      {
+        const std::lock_guard lock(mutex_);
+        if (ending_) return;
+        for (auto& peer : peers_) {
+          if (!peer.gone && !peer.outgoing.advance(addresses_[&peer - peers_.data()].place)) peer.gone = true;
+          if (!peer.gone && !peer.outgoing.idle()) polled.push_back({peer.outgoing.socket().number(), POLLOUT, 0});
+        }
+        for (auto& visitor : visitors_) polled.push_back({visitor.connection.socket().number(), POLLIN, 0});
+      }
+      changed_.notify_all();
+      polled.push_back({listening_.number(), POLLIN, 0});
+      polled.push_back({wake_.number(), POLLIN, 0});
+      poll(polled.data(), polled.size(), 500);
+      uint64_t rung = 0;
+      [[maybe_unused]] const auto got = ::read(wake_.number(), &rung, sizeof rung);
+      const std::lock_guard lock(mutex_);
+      admit();
+      for (auto& visitor : visitors_) hear(visitor);
+      std::erase_if(visitors_, [](const Visitor& visitor) { return visitor.ended; });
+    }
+  }
+
+  struct Visitor {
+    IncomingConnection connection;
+    int rank = -1;  // until it has greeted
+    bool ended = false;
+  };
+
+  void admit() {
+    while (true) {
+      Descriptor accepted(accept4(listening_.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (!accepted.open()) return;
+      prepare(accepted);
+      visitors_.push_back({.connection = IncomingConnection(std::move(accepted))});
+    }
+  }
+
+  void hear(Visitor& visitor) {
+    const auto accept = [&](const Frame& frame) { return expected(visitor, frame); };
+    const auto arrived = [&](const Frame& frame, const at::Tensor& values) {
+      auto& peer = peers_[frame.source];
+      if (frame.kind == FrameKind::hello) visitor.rank = static_cast<int>(frame.source);
+      if (frame.kind == FrameKind::bye) {
+        peer.gone = true;
+        peer.last_version = frame.version;
+      }
+      if (frame.kind == FrameKind::taken) peer.taken[frame.buffer] = std::max(peer.taken[frame.buffer], frame.version);
+      if (frame.kind != FrameKind::values) return;
+      auto& shown = peer.shown[frame.buffer];
+      shown[frame.version] = values;
+      while (shown.size() > versions_ahead) shown.erase(shown.begin());
+    };
+    visitor.ended = !visitor.connection.advance(accept, arrived);
+    if (visitor.ended && visitor.rank >= 0) peers_[visitor.rank].gone = true;
+  }
+
+  std::optional<at::Tensor> expected(const Visitor& visitor, const Frame& frame) {
+    const bool first = visitor.rank < 0;
+    const bool known = frame.key == addresses_[rank_].key && frame.source < peers_.size() &&
+                       first == (frame.kind == FrameKind::hello) &&
+                       (first || visitor.rank == static_cast<int>(frame.source));
+    if (!known) return std::nullopt;
+    const bool names_buffer = frame.kind == FrameKind::values || frame.kind == FrameKind::taken;
+    if (names_buffer && frame.buffer >= buffers_.size()) return std::nullopt;
+    if (frame.kind != FrameKind::values) return frame.bytes == 0 ? std::optional(at::Tensor()) : std::nullopt;
+    if (frame.bytes != bytes_of(frame.buffer)) return std::nullopt;
+    return memory(frame.buffer);
+  }
+  uint64_t bytes_of(size_t buffer) const {
+    return static_cast<uint64_t>(buffers_[buffer].numel) * c10::elementSize(buffers_[buffer].dtype);
+  }
+
+  static constexpr size_t versions_ahead = 2;  // that a rank may be, of its readers
+
+  const int rank_;
+  const std::vector<GossipBuffer> buffers_;
+  const std::vector<Address> addresses_;
+  mutable std::mutex mutex_;  // all below
+  std::condition_variable changed_;
+  std::vector<Peer> peers_;
+  std::vector<Visitor> visitors_;
+  std::vector<at::Tensor> drafts_;
+  struct Shown {
+    int64_t version;
+    std::vector<int> readers;
+  };
+  std::vector<std::deque<Shown>> shown_;  // the last versions, by buffer
+  std::map<std::pair<int64_t, at::ScalarType>, std::vector<at::Tensor>> pool_;
+  int64_t newest_ = 0;  // shown
+  bool left_ = false;
+  bool ending_ = false;
+  const Descriptor listening_;
+  const Descriptor wake_;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+uint64_t random_key() {
+  std::random_device device;
+  return (static_cast<uint64_t>(device()) << 32) | device();
+}
+
+}  // namespace
+
+std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
+                                                          const std::vector<GossipBuffer>& buffers) {
+  const auto& state = state_of(group);
+  Descriptor listening;
+  std::string line = "-";
+  try {
+    const auto& address = state->world->listen_address;
+    listening = listen_on(address.empty() ? "127.0.0.1" : address);
+    line = fmt::format("{} {}", place_of(listening), random_key());
+  } catch (const std::runtime_error& error) {
+    line = fmt::format("- {}", error.what());
+  }
+  const auto topic = fmt::format("gossip/{}/{}", state->name, state->progress->gossip_channels++);
+  const auto lines = exchange(*state->world, topic, state->world_ranks, state->rank, line);
+  std::vector<Address> addresses;
+  for (size_t rank = 0; rank < lines.size(); ++rank) {
+    const auto blank = lines[rank].find(' ');
+    if (lines[rank][0] == '-') {
+      throw CommError(fmt::format("gossip: rank {} cannot listen: {}", state->world_ranks[rank], lines[rank].substr(2)),
+                      static_cast<int>(rank));
+    }
+    addresses.push_back({lines[rank].substr(0, blank), std::stoull(lines[rank].substr(blank + 1))});
+  }
+  return std::make_unique<SocketChannel>(state->rank, buffers, std::move(listening), std::move(addresses));
+}
+
+}  // namespace shoal

@@ -1,0 +1,94 @@
+#include "shoal/comm/topology.h"
+
+#include <fmt/format.h>
+
+#include <bit>
+
+#include "comm/topology/connected.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+#include "shoal/comm/group.h"
+
+namespace shoal {
+namespace {
+
+std::string in_words(Stochastic kind) {
+  switch (kind) {
+    case Stochastic::doubly:
+      return "doubly stochastic";
+    case Stochastic::row:
+      return "row-stochastic";
+    case Stochastic::column:
+      return "column-stochastic";
+  }
+  return "unknown";
+}
+
+// FNV-1a over numbers.
+class Hash {
+ public:
+  void add(uint64_t number) {
+    for (int byte = 0; byte < 8; ++byte) value_ = (value_ ^ (number >> (8 * byte) & 0xff)) * 0x100000001b3U;
+  }
+  void add(const MixingRound& round) {
+    for (int rank = 0; rank < round.size(); ++rank) {
+      add(std::bit_cast<uint64_t>(round.self(rank)));
+      add(round.sources(rank).size());
+      for (const auto& source : round.sources(rank)) {
+        add(static_cast<uint64_t>(source.rank));
+        add(std::bit_cast<uint64_t>(source.weight));
+      }
+    }
+  }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325U;
+};
+
+std::string shape(const Topology& topology) {
+  return fmt::format("{}, {} rank{}, {}, {} round{}", topology.name(), topology.size(), topology.size() > 1 ? "s" : "",
+                     in_words(topology.kind()), topology.period(), topology.period() > 1 ? "s" : "");
+}
+
+}  // namespace
+
+Topology::Topology(std::string name, int size, Stochastic kind, const std::vector<RoundSpec>& rounds)
+    : name_(std::move(name)), size_(size), kind_(kind) {
+  const auto where = fmt::format("topology {}", name_);
+  if (size < 1) throw UsageError(fmt::format("{}: {} ranks; give at least 1", where, size));
+  if (rounds.empty()) throw UsageError(where + ": it has no rounds");
+  auto proven = std::make_shared<std::vector<MixingRound>>();
+  proven->reserve(rounds.size());
+  for (size_t i = 0; i < rounds.size(); ++i) {
+    proven->emplace_back(rounds[i], size, kind, fmt::format("{}, round {}", where, i));
+  }
+  prove_connected(*proven, where);
+  rounds_ = std::move(proven);
+}
+
+const MixingRound& Topology::round(int64_t index) const {
+  if (index < 0) throw UsageError(fmt::format("topology {}: round {}; they count from 0", name_, index));
+  return (*rounds_)[static_cast<size_t>(index % period())];
+}
+
+std::string Topology::fingerprint() const {
+  Hash hash;
+  for (const auto& round : *rounds_) hash.add(round);
+  return fmt::format("{}, {:016x}", shape(*this), hash.value());
+}
+
+void agree(const Group& group, const Topology& topology) {
+  std::vector<std::string> items{shape(topology)};
+  for (int64_t index = 0; index < topology.period(); ++index) {
+    Hash hash;
+    hash.add(topology.round(index));
+    items.push_back(fmt::format("round {} with weights {:016x}", index, hash.value()));
+  }
+  agree(group, "topology", items);
+  if (topology.size() == group.size()) return;
+  throw UsageError(
+      fmt::format("topology {} is for {} ranks; the group has {}", topology.name(), topology.size(), group.size()));
+}
+
+}  // namespace shoal

@@ -1,0 +1,64 @@
+#include "strategy/decentralized/bucket.h"
+
+#include <torch/utils.h>
+
+#include "memory/views.h"
+
+namespace shoal {
+namespace {
+
+FlatLayout layout_of(const std::vector<NamedParameter>& members) {
+  std::vector<int64_t> numels;
+  for (const auto& member : members) numels.push_back(member.parameter.numel());
+  return {numels, members.front().parameter.dtype().itemsize()};
+}
+
+}  // namespace
+
+GossipBucket::GossipBucket(std::vector<NamedParameter> members, bool as_views)
+    : members_(std::move(members)), layout_(layout_of(members_)) {
+  if (!as_views) return;
+  const torch::NoGradGuard no_grad;
+  flat_ = at::zeros({numel()}, members_.front().parameter.options().requires_grad(false));
+  write_to(flat_);
+  const auto views = views_of(flat_);
+  for (size_t i = 0; i < members_.size(); ++i) members_[i].parameter.set_data(views[i]);
+}
+
+std::vector<at::Tensor> GossipBucket::views_of(const at::Tensor& flat) const {
+  std::vector<at::Tensor> views;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    views.push_back(view_like(flat, layout_.range(i).begin, members_[i].parameter));
+  }
+  return views;
+}
+
+void GossipBucket::mix(double own, const at::Tensor& others) {
+  if (flat_.defined()) {
+    flat_.mul_(own).add_(others);
+    return;
+  }
+  const auto views = views_of(others);
+  for (size_t i = 0; i < members_.size(); ++i) members_[i].parameter.mul_(own).add_(views[i]);
+}
+
+void GossipBucket::write_to(const at::Tensor& flat, double scale) const {
+  if (flat_.defined() && !flat.is_alias_of(flat_)) {
+    flat.copy_(flat_);
+  } else {
+    const auto views = views_of(flat);
+    for (size_t i = 0; i < members_.size(); ++i) at::Tensor(views[i]).copy_(members_[i].parameter);
+  }
+  if (scale != 1) at::Tensor(flat).mul_(scale);
+}
+
+void GossipBucket::read_from(const at::Tensor& flat) {
+  if (flat_.defined()) {
+    flat_.copy_(flat);
+    return;
+  }
+  const auto views = views_of(flat);
+  for (size_t i = 0; i < members_.size(); ++i) members_[i].parameter.copy_(views[i]);
+}
+
+}  // namespace shoal

@@ -1,0 +1,38 @@
+#pragma once
+// Parameters that are mixed, updated and shown together.
+
+#include <vector>
+
+#include "shoal/layout/flat_layout.h"
+#include "shoal/strategy/decentralized.h"
+
+namespace shoal {
+
+class GossipBucket {
+ public:
+  // as_views: the parameters move to memory that they share; else each keeps its own.
+  GossipBucket(std::vector<NamedParameter> members, bool as_views);
+
+  const std::vector<NamedParameter>& members() const { return members_; }
+  int64_t numel() const { return layout_.size(); }
+  at::ScalarType dtype() const { return members_.front().parameter.scalar_type(); }
+  // Flat memory [numel()] in the parameters' shapes.
+  std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
+
+  // x <- own * x + others [numel()].
+  void mix(double own, const at::Tensor& others);
+  // flat [numel()] <- scale * x, the gaps untouched.
+  void write_to(const at::Tensor& flat, double scale = 1) const;
+  // x <- flat.
+  void read_from(const at::Tensor& flat);
+
+  std::unique_ptr<torch::optim::Optimizer> optimizer{};
+  std::unique_ptr<torch::optim::LRScheduler> schedule{};
+
+ private:
+  std::vector<NamedParameter> members_;
+  FlatLayout layout_;
+  at::Tensor flat_;  // none where parameters keep their memory
+};
+
+}  // namespace shoal

@@ -1,0 +1,122 @@
+// What ranks agree on: the model and the buckets.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/data_parallel_state.h"
+#include "shoal/base/error.h"
+#include "strategy/decentralized/state.h"
+
+namespace shoal {
+
+using State = DecentralizedDataParallelCore::State;
+
+void DecentralizedDataParallelOptions::validate(int ranks) const {
+  std::vector<std::string> faults;
+  const auto positive = [&](const char* name, double value, const char* unit) {
+    if (!(value > 0) || !std::isfinite(value)) {
+      faults.push_back(fmt::format("{} is {}: give {} above 0", name, value, unit));
+    }
+  };
+  positive("bucket_cap_mb", bucket_cap_mb, "MiB");
+  positive("neighbour_timeout_seconds", neighbour_timeout_seconds, "seconds");
+  if (clip_grad < 0 || !std::isfinite(clip_grad)) {
+    faults.push_back(fmt::format("clip_grad is {}: give a norm, or 0 for no clipping", clip_grad));
+  }
+  if (clip == ClipScope::bucket && scaler) {
+    faults.emplace_back("clip of each bucket: with a scaler updates wait for the last gradient; clip all_gradients");
+  }
+  if (topology && topology->size() != ranks) {
+    faults.push_back(fmt::format("topology {} is for {} ranks, the group has {}: make_topology(name, group.size())",
+                                 topology->name(), topology->size(), ranks));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("DecentralizedDataParallel: {}", fmt::join(faults, "; ")));
+}
+
+namespace {
+
+std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& gradient : gradients) {
+    if (gradient.parameter.is_complex()) {
+      throw UsageError(
+          fmt::format("parameter {} is complex: hold it as a real tensor with a last dimension of 2 "
+                      "(view_as_real)",
+                      gradient.name));
+    }
+    parameters.push_back(gradient.parameter);
+  }
+  return parameters;
+}
+
+std::optional<GradScaler> make_scaler(const DecentralizedDataParallelOptions& options) {
+  return options.scaler ? std::optional<GradScaler>(*options.scaler) : std::nullopt;
+}
+
+}  // namespace
+
+State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, const Group& over, ModuleTensors walked,
+             const DecentralizedDataParallelOptions& chosen)
+    : module(std::move(of)),
+      make(std::move(maker)),
+      group(over),
+      options(chosen),
+      tensors(std::move(walked)),
+      gradients(shoal::gradients_of(tensors)),
+      mixing(over, options.topology ? *options.topology : make_topology("one-peer-exp", over.size()),
+             options.neighbour_timeout_seconds),
+      scaler(make_scaler(options)),
+      expected(gradients.size(), 0),
+      hooks(parameters_of(gradients), [this](size_t gradient) { arrived(gradient); }) {
+  if (!make) throw UsageError("DecentralizedDataParallel: no function that makes the optimizer");
+}
+
+// In rank 0's order; ranks may have met other parameters, or in another order.
+void State::build_buckets() {
+  auto whole = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
+  std::vector<bool> seen(gradients.size(), false);
+  for (const auto gradient : order) seen[gradient] = true;
+  for (size_t i = gradients.size(); i-- > 0;) {
+    if (!seen[i]) order.push_back(i);  // backward meets the last registered layer first
+  }
+  for (size_t i = 0; i < order.size(); ++i) whole[static_cast<int64_t>(i)] = static_cast<int64_t>(order[i]);
+  group.broadcast(whole, 0, {step, -1, "order of gradients"}).wait();
+  for (size_t i = 0; i < order.size(); ++i) order[i] = whole[static_cast<int64_t>(i)].item<int64_t>();
+
+  const auto cap = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
+  bucket_of.resize(gradients.size());
+  std::vector<GossipBuffer> buffers;
+  for (const auto& members : plan_buckets(gradients, order, cap, cap)) {
+    std::vector<NamedParameter> named;
+    for (const auto member : members) {
+      bucket_of[member] = buckets.size();
+      named.push_back({gradients[member].name, gradients[member].parameter});
+    }
+    auto& bucket = buckets.emplace_back(std::move(named), options.param_as_bucket_view);
+    bucket.optimizer = make(bucket.members());
+    if (!bucket.optimizer) throw UsageError("DecentralizedDataParallel: the optimizer's function has made none");
+    if (options.schedule) bucket.schedule = options.schedule(*bucket.optimizer);
+    buffers.push_back({bucket.numel(), bucket.dtype()});
+  }
+  progress.assign(buckets.size(), Progress::waiting);
+  mixing.open(buffers);
+  if (pending) load_pending();
+}
+
+void State::load_pending() {
+  const auto whole = std::move(*pending);
+  pending.reset();
+  for (auto& bucket : buckets) {
+    OptimizerState part;
+    for (const auto& member : bucket.members()) {
+      if (const auto found = whole.find(member.name); found != whole.end()) part.insert(*found);
+    }
+    load_optimizer_state(*bucket.optimizer, *module, part);
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,194 @@
+#include "shoal/strategy/decentralized.h"
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/data_parallel_state.h"
+#include "shoal/base/error.h"
+#include "strategy/decentralized/state.h"
+
+namespace shoal {
+
+DecentralizedDataParallelCore::DecentralizedDataParallelCore(std::shared_ptr<torch::nn::Module> module,
+                                                             OptimizerOfNamed make, const Group& group,
+                                                             const DecentralizedDataParallelOptions& options) {
+  options.validate(group.size());
+  auto wrapped = wrap(module, group, "DecentralizedDataParallel", options.ignored, /*sync=*/true);
+  state_ = std::make_unique<State>(std::move(module), std::move(make), group, std::move(wrapped->tensors), options);
+}
+
+DecentralizedDataParallelCore::~DecentralizedDataParallelCore() = default;
+
+void DecentralizedDataParallelCore::before_forward() {
+  auto& state = *state_;
+  if (state.phase == State::Phase::running) state.give_up_step();
+  if (!torch::GradMode::is_enabled()) return;
+  for (const auto& entry : state.tensors.parameters) {
+    const bool known = std::any_of(state.gradients.begin(), state.gradients.end(),
+                                   [&](const Gradient& gradient) { return gradient.parameter.is_same(entry.tensor); });
+    if (known || !entry.tensor.requires_grad()) continue;
+    throw UsageError(
+        fmt::format("DecentralizedDataParallel: {} requires a gradient, which it did not when the model was wrapped; "
+                    "wrap it anew",
+                    entry.name));
+  }
+}
+
+// A block that is recomputed runs a backward of its own inside the outer one. An output's gradient is the first thing
+// that the outer one computes, so that its end is the one that counts.
+void DecentralizedDataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
+  if (!torch::GradMode::is_enabled()) return;
+  for (const auto& output : outputs) {
+    if (!output.requires_grad() || output.is_leaf()) continue;
+    output.register_hook([state = state_.get(), alive = std::weak_ptr<bool>(state_->alive)](const at::Tensor&) {
+      if (!alive.expired()) state->begin_backward();
+    });
+  }
+}
+
+void DecentralizedDataParallelCore::forward_failed() {}
+
+void DecentralizedDataParallelCore::backward(const at::Tensor& loss_sum, double weight) {
+  if (!std::isfinite(weight) || weight < 0) {
+    throw UsageError(fmt::format("backward: weight {} must be finite and not negative", weight));
+  }
+  const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
+  if (!has_graph && weight > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
+  auto& state = *state_;
+  state.weight += weight;
+  state.weighted = true;
+  if (has_graph) return loss_sum.backward();
+  state.begin_backward();
+  state.end_backward();
+}
+
+NoSync DecentralizedDataParallelCore::no_sync(bool accumulate) {
+  return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
+}
+
+const Precision& DecentralizedDataParallelCore::precision() const {
+  return state_->options.precision;
+}
+
+at::DeviceType DecentralizedDataParallelCore::device() const {
+  return state_->tensors.parameters.front().tensor.device().type();
+}
+
+void DecentralizedDataParallelCore::reset() {
+  state_->give_up_step();
+}
+
+std::vector<std::vector<std::string>> DecentralizedDataParallelCore::buckets() const {
+  std::vector<std::vector<std::string>> names;
+  for (const auto& bucket : state_->buckets) {
+    auto& list = names.emplace_back();
+    for (const auto& member : bucket.members()) list.push_back(member.name);
+  }
+  return names;
+}
+
+int64_t DecentralizedDataParallelCore::step() const {
+  return state_->step;
+}
+
+at::Tensor DecentralizedDataParallelCore::scale_loss(const at::Tensor& loss) const {
+  return state_->scaler ? state_->scaler->scale(loss) : loss;
+}
+
+namespace {
+
+at::Tensor values_of(const GossipBucket& bucket) {
+  auto flat = at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype()));
+  bucket.write_to(flat);
+  return flat;
+}
+
+}  // namespace
+
+void DecentralizedDataParallelCore::global_avg() {
+  const torch::NoGradGuard no_grad;
+  auto& state = *state_;
+  if (state.buckets.empty()) return;  // nothing has been trained yet
+  const auto& group = state.mixing.remaining();
+  const Label label{state.step, -1, "global average"};
+  auto newest = at::full({1}, state.mixing.version(), at::kLong);
+  group.all_reduce(newest, ReduceOp::max, label).wait();
+  for (size_t i = 0; i < state.buckets.size(); ++i) {
+    auto mean = values_of(state.buckets[i]);
+    state.mixing.average(group, i, mean, label);
+    state.buckets[i].read_from(mean);
+  }
+  if (state.options.average_buffers) {
+    for (const auto& buffer : state.tensors.buffers) {
+      if (!buffer.tensor.is_floating_point()) continue;
+      auto mean = buffer.tensor.to(at::kDouble).contiguous();
+      group.all_reduce(mean, ReduceOp::avg, label).wait();
+      at::Tensor(buffer.tensor).copy_(mean);
+    }
+  }
+  // Nothing that was shown before may be mixed in.
+  state.mixing.restart(newest.item<int64_t>());
+  for (size_t i = 0; i < state.buckets.size(); ++i) {
+    state.mixing.show(i, [&](const at::Tensor& flat, double) { state.buckets[i].write_to(flat); });
+  }
+  state.mixing.end_step();
+}
+
+double DecentralizedDataParallelCore::consensus_distance() {
+  const torch::NoGradGuard no_grad;
+  auto& state = *state_;
+  const auto& group = state.mixing.remaining();
+  const Label label{state.step, -1, "consensus distance"};
+  auto squares = at::zeros({1}, at::kDouble);
+  for (const auto& bucket : state.buckets) {
+    const auto own = values_of(bucket).to(at::kDouble);
+    auto mean = own.clone();
+    group.all_reduce(mean, ReduceOp::avg, label).wait();
+    squares += (own - mean).pow_(2).sum();
+  }
+  group.all_reduce(squares, ReduceOp::avg, label).wait();
+  return std::sqrt(squares.item<double>());
+}
+
+void DecentralizedDataParallelCore::leave() {
+  state_->left = true;
+  state_->mixing.leave();
+}
+
+const ExchangeStatistics& DecentralizedDataParallelCore::statistics() const {
+  return state_->mixing.statistics();
+}
+
+const Topology& DecentralizedDataParallelCore::topology() const {
+  return state_->mixing.topology();
+}
+
+std::vector<torch::optim::Optimizer*> DecentralizedDataParallelCore::optimizers() const {
+  std::vector<torch::optim::Optimizer*> list;
+  for (const auto& bucket : state_->buckets) list.push_back(bucket.optimizer.get());
+  return list;
+}
+
+OptimizerState DecentralizedDataParallelCore::state_dict() const {
+  OptimizerState whole = state_->pending.value_or(OptimizerState());
+  for (const auto& bucket : state_->buckets) whole.merge(optimizer_state(*bucket.optimizer, *state_->module));
+  return whole;
+}
+
+void DecentralizedDataParallelCore::load_state_dict(const OptimizerState& state) {
+  state_->pending = state;
+  if (!state_->buckets.empty()) state_->load_pending();
+}
+
+const GradScaler* DecentralizedDataParallelCore::scaler() const {
+  return state_->scaler ? &*state_->scaler : nullptr;
+}
+
+double DecentralizedDataParallelCore::last_norm() const {
+  return state_->norm;
+}
+
+}  // namespace shoal

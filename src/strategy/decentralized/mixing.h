@@ -1,0 +1,68 @@
+#pragma once
+// Who averages with whom in a step, and what becomes of neighbours that are late or gone.
+
+#include <functional>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "comm/gossip/channel.h"
+#include "shoal/strategy/decentralized.h"
+
+namespace shoal {
+
+class Mixing {
+ public:
+  Mixing(Group group, Topology topology, double timeout_seconds);
+
+  // Collective; once, before the first step ends.
+  void open(const std::vector<GossipBuffer>& buffers);
+  bool opened() const { return channel_ != nullptr; }
+
+  // A step begins: neighbours that have ended are removed.
+  void begin_step();
+
+  struct Gathered {
+    double own = 1;       // weight of this rank's own values
+    at::Tensor others{};  // weighted sum of the neighbours', [numel]; valid until the next gather; none: no neighbour
+  };
+  // What is mixed into a buffer in this step.
+  Gathered gather(size_t buffer);
+  // Shows a buffer's values after this step: `write` writes `scale` times them to a tensor [numel].
+  void show(size_t buffer, const std::function<void(const at::Tensor& flat, double scale)>& write);
+  // All buffers have been shown.
+  void end_step() { ++version_; }
+
+  // values [numel] <- the mean of the ranks' values, with push-sum's weights, which are equal afterwards. Collective.
+  void average(const Group& group, size_t buffer, at::Tensor& values, const Label& label);
+  // All ranks begin anew after `version`, which none of them has shown yet, with equal values.
+  void restart(int64_t version) { version_ = version; }
+  int64_t version() const { return version_; }  // shown last
+
+  const MixingRound& round() const { return topology_.round(version_); }
+  int number() const { return number_; }  // this rank's, in the topology
+  const Topology& topology() const { return topology_; }
+  // The ranks that have not been removed. Collective over them when some have been since the last call.
+  const Group& remaining();
+  const ExchangeStatistics& statistics() const { return statistics_; }
+  void leave();
+
+ private:
+  bool pushes() const { return topology_.kind() == Stochastic::column; }
+  GossipChannel::Limit limit() const;
+
+  Group group_;
+  Topology topology_;
+  double timeout_seconds_;
+  std::vector<GossipBuffer> buffers_;
+  std::vector<at::Tensor> others_;  // one per dtype, as large as the largest buffer
+  std::unique_ptr<GossipChannel> channel_;
+  int64_t version_ = 0;
+  std::vector<int> members_;  // rank of the group, by number in the topology
+  int number_;
+  std::optional<Group> remaining_;
+  std::vector<double> mass_;  // push-sum's weight of each buffer
+  ExchangeStatistics statistics_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,159 @@
+// A step: gradients arrive, buckets are mixed, updated and shown.
+
+#include <fmt/format.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+
+#include "engine/gradient_norm.h"
+#include "shoal/base/error.h"
+#include "strategy/decentralized/state.h"
+
+namespace shoal {
+
+using State = DecentralizedDataParallelCore::State;
+
+void State::begin_backward() {
+  if (phase != Phase::idle) return;
+  if (left) throw UsageError("DecentralizedDataParallel: this rank has left; it trains no more");
+  phase = no_sync_depth > 0 ? Phase::local : Phase::running;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;  // not so for a rank without samples
+  if (in_backward) torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
+  if (phase == Phase::local) return;
+  mixing.begin_step();
+  arrivals.assign(gradients.size(), 0);
+  progress.assign(buckets.size(), Progress::waiting);
+  missing.assign(buckets.size(), 0);
+  for (size_t i = 0; i < gradients.size() && !buckets.empty(); ++i) ++missing[bucket_of[i]];
+}
+
+void State::arrived(size_t gradient) {
+  const torch::NoGradGuard no_grad;
+  begin_backward();
+  if (phase == Phase::local) return;
+  if (++arrivals[gradient] == 1 && step == 0) order.push_back(gradient);
+  if (buckets.empty()) return;
+  const auto bucket = bucket_of[gradient];
+  if (progress[bucket] != Progress::waiting) {
+    expected[gradient] = std::max(expected[gradient], arrivals[gradient]);
+    throw UsageError(
+        fmt::format("the gradient of {} came {} times in this backward, more often than ever before, and after it had "
+                    "been used for an update; the step is void on this rank, later ones wait for it",
+                    gradients[gradient].name, arrivals[gradient]));
+  }
+  // A parameter that has never had a gradient is only known to have none when backward has ended.
+  if (arrivals[gradient] != expected[gradient] || --missing[bucket] > 0 || updates_at_end()) return;
+  finish(bucket, /*update=*/true);
+}
+
+void State::end_backward() {
+  const torch::NoGradGuard no_grad;
+  if (phase == Phase::running) {
+    if (buckets.empty()) build_buckets();
+    const bool finite = !updates_at_end() || unscale_and_clip();
+    for (size_t i = 0; i < buckets.size(); ++i) finish(i, finite);
+    if (scaler) scaler->update(!finite);
+    end_step();
+  }
+  phase = Phase::idle;
+}
+
+void State::end_step() {
+  for (size_t i = 0; i < gradients.size(); ++i) expected[i] = std::max(expected[i], arrivals[i]);
+  mixing.end_step();
+  ++step;
+  weight = 0;
+  weighted = false;
+}
+
+void State::give_up_step() {
+  const torch::NoGradGuard no_grad;
+  if (phase == Phase::running && !buckets.empty()) {
+    for (size_t i = 0; i < buckets.size(); ++i) finish(i, /*update=*/false);
+    end_step();
+  }
+  phase = Phase::idle;
+  weight = 0;
+  weighted = false;
+  if (buckets.empty()) order.clear();
+  drop_gradients();
+}
+
+void State::finish(size_t index, bool with_update) {
+  auto& bucket = buckets[index];
+  if (progress[index] == Progress::waiting) {
+    // Until it is shown, whatever happens, this must not be done again.
+    progress[index] = Progress::mixed;
+    mix(index);
+    if (with_update && (!weighted || weight > 0)) update(bucket);
+    if (bucket.schedule) bucket.schedule->step();
+    for (const auto& member : bucket.members()) at::Tensor(member.parameter).mutable_grad().reset();
+  }
+  if (progress[index] == Progress::shown) return;
+  mixing.show(index, [&](const at::Tensor& flat, double scale) { bucket.write_to(flat, scale); });
+  progress[index] = Progress::shown;
+}
+
+void State::mix(size_t index) {
+  auto& bucket = buckets[index];
+  const auto [own, others] = mixing.gather(index);
+  if (!others.defined()) return;
+  if (options.pre_average_hook) {
+    options.pre_average_hook({.optimizer = *bucket.optimizer,
+                              .parameters = bucket.members(),
+                              .received = bucket.views_of(others),
+                              .own_weight = own,
+                              .round = mixing.round(),
+                              .rank = mixing.number()});
+  }
+  bucket.mix(own, others);
+}
+
+void State::update(GossipBucket& bucket) {
+  const bool divide = weighted && !updates_at_end();
+  if (divide) {
+    for (auto& gradient : gradients_of(bucket)) gradient.div_(weight);
+  }
+  if (options.clip_grad > 0 && options.clip == ClipScope::bucket) {
+    const auto own = gradients_of(bucket);
+    clip_to_norm(own, local_norm(own, 2), options.clip_grad);
+  }
+  bucket.optimizer->step();
+}
+
+std::vector<at::Tensor> State::gradients_of(const GossipBucket& bucket) const {
+  std::vector<at::Tensor> list;
+  for (const auto& member : bucket.members()) {
+    if (member.parameter.grad().defined()) list.push_back(member.parameter.grad());
+  }
+  return list;
+}
+
+std::vector<at::Tensor> State::all_gradients() const {
+  std::vector<at::Tensor> list;
+  for (const auto& gradient : gradients) {
+    if (gradient.parameter.grad().defined()) list.push_back(gradient.parameter.grad());
+  }
+  return list;
+}
+
+bool State::unscale_and_clip() {
+  const auto list = all_gradients();
+  if (scaler && scaler->unscale(list)) return false;
+  if (weighted && weight > 0) {
+    for (const auto& gradient : list) at::Tensor(gradient).div_(weight);
+  }
+  if (options.clip_grad > 0 && options.clip == ClipScope::all_gradients) {
+    norm = local_norm(list, 2);
+    clip_to_norm(list, norm, options.clip_grad);
+  }
+  return true;
+}
+
+void State::drop_gradients() {
+  for (const auto& gradient : gradients) at::Tensor(gradient.parameter).mutable_grad().reset();
+}
+
+}  // namespace shoal
