@@ -9,6 +9,13 @@
 
 namespace shoal::test {
 
+// The address sanitizer keeps what has been freed.
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool counts_freed_memory = true;
+#else
+constexpr bool counts_freed_memory = false;
+#endif
+
 // Large blocks come from the system and go back to it, so that what has been freed does not count.
 inline void return_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, 1 << 16);

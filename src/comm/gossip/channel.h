@@ -48,6 +48,8 @@ class GossipChannel {
   virtual Reading read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) = 0;
   // Whether the rank has left or ended, as far as is known here, and will not have shown `version` of all buffers.
   virtual bool gone(int rank, int64_t version) = 0;
+  // Nobody will read what this rank has shown so far.
+  virtual void forget() = 0;
   // This rank shows no more; what it has shown can still be read.
   virtual void leave() = 0;
 

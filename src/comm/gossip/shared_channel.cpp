@@ -150,6 +150,10 @@ class SharedChannel : public GossipChannel {
     return false;
   }
 
+  void forget() override {
+    for (auto& readers : readers_) readers = {};
+  }
+
   void leave() override {
     if (SharedBlock::header(own()).left.exchange(1) != 0) return;
     for (const auto& peer : peers_) {

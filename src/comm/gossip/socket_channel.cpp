@@ -85,7 +85,8 @@ class SocketChannel : public GossipChannel {
       newest_ = version;
       for (const int reader : readers) {
         // One that does not keep up misses this version; what is queued for it stays bounded.
-        if (peers_[reader].gone || peers_[reader].takes_late) continue;
+        const auto& peer = peers_[reader];
+        if (peer.gone || (peer.takes_late && !peer.outgoing.idle())) continue;
         const auto bytes = static_cast<uint64_t>(drafts_[buffer].nbytes());
         put(reader,
             {.kind = FrameKind::values, .buffer = static_cast<uint32_t>(buffer), .version = version, .bytes = bytes},
@@ -113,6 +114,11 @@ class SocketChannel : public GossipChannel {
   bool gone(int rank, int64_t version) override {
     const std::lock_guard lock(mutex_);
     return peers_[rank].gone && peers_[rank].last_version < version;
+  }
+
+  void forget() override {
+    const std::lock_guard lock(mutex_);
+    for (auto& shown : shown_) shown.clear();
   }
 
   void leave() override {

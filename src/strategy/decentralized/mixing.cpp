@@ -57,6 +57,12 @@ void Mixing::begin_step() {
   }
   number_ = static_cast<int>(std::find(members_.begin(), members_.end(), group_.rank()) - members_.begin());
   remaining_.reset();
+  channel_->forget();  // other ranks read this one's values now
+}
+
+void Mixing::restart(int64_t version) {
+  version_ = version;
+  channel_->forget();
 }
 
 Mixing::Gathered Mixing::gather(size_t buffer) {

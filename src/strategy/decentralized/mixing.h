@@ -36,7 +36,7 @@ class Mixing {
   // values [numel] <- the mean of the ranks' values, with push-sum's weights, which are equal afterwards. Collective.
   void average(const Group& group, size_t buffer, at::Tensor& values, const Label& label);
   // All ranks begin anew after `version`, which none of them has shown yet, with equal values.
-  void restart(int64_t version) { version_ = version; }
+  void restart(int64_t version);
   int64_t version() const { return version_; }  // shown last
 
   const MixingRound& round() const { return topology_.round(version_); }
