@@ -200,7 +200,8 @@ class SocketChannel : public GossipChannel {
         const std::lock_guard lock(mutex_);
         if (ending_) return;
         for (auto& peer : peers_) {
-          if (!peer.gone && !peer.outgoing.advance(addresses_[&peer - peers_.data()].place)) peer.gone = true;
+          const auto rank = static_cast<int>(&peer - peers_.data());
+          if (!peer.gone && !peer.outgoing.advance(addresses_[rank].place)) lose(rank);
           if (!peer.gone && !peer.outgoing.idle()) polled.push_back({peer.outgoing.socket().number(), POLLOUT, 0});
         }
         for (auto& visitor : visitors_) polled.push_back({visitor.connection.socket().number(), POLLIN, 0});
@@ -242,6 +243,9 @@ class SocketChannel : public GossipChannel {
         peer.gone = true;
         peer.last_version = frame.version;
       }
+      if (frame.kind == FrameKind::lost && frame.buffer < peers_.size() && static_cast<int>(frame.buffer) != rank_) {
+        peers_[frame.buffer].gone = true;
+      }
       if (frame.kind == FrameKind::taken) peer.taken[frame.buffer] = std::max(peer.taken[frame.buffer], frame.version);
       if (frame.kind != FrameKind::values) return;
       auto& shown = peer.shown[frame.buffer];
@@ -249,7 +253,16 @@ class SocketChannel : public GossipChannel {
       while (shown.size() > versions_ahead) shown.erase(shown.begin());
     };
     visitor.ended = !visitor.connection.advance(accept, arrived);
-    if (visitor.ended && visitor.rank >= 0) peers_[visitor.rank].gone = true;
+    if (visitor.ended && visitor.rank >= 0) lose(visitor.rank);
+  }
+
+  // Its neighbours see that it is gone; the others have to be told.
+  void lose(int rank) {
+    if (std::exchange(peers_[rank].gone, true) || left_) return;
+    for (int other = 0; other < static_cast<int>(peers_.size()); ++other) {
+      if (other == rank_ || peers_[other].gone) continue;
+      put(other, {.kind = FrameKind::lost, .buffer = static_cast<uint32_t>(rank)});
+    }
   }
 
   std::optional<at::Tensor> expected(const Visitor& visitor, const Frame& frame) {

@@ -1,0 +1,105 @@
+// Decentralised training when a rank dies, is late, is slow or has less to do (row DEC17, BEY03): the others go on.
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "tests/support/processes.h"
+
+namespace shoal::test {
+namespace {
+
+std::vector<Ended> train(const std::string& fault, int victim, const std::string& topology,
+                         const std::string& transport, int size = 4) {
+  const auto port = std::to_string(free_port());
+  std::vector<Command> commands;
+  for (int rank = 0; rank < size; ++rank) {
+    commands.push_back({{GOSSIP_RANK, fault, std::to_string(victim), topology, transport},
+                        {{"RANK", std::to_string(rank)},
+                         {"WORLD_SIZE", std::to_string(size)},
+                         {"MASTER_ADDR", "127.0.0.1"},
+                         {"MASTER_PORT", port},
+                         {"OMP_NUM_THREADS", "1"}}});
+  }
+  return run_together(commands, 60);
+}
+
+std::string text_of(const Ended& rank, const std::string& key) {
+  const auto at = rank.output.find(key + "=");
+  if (at == std::string::npos) return "?";
+  const auto begin = at + key.size() + 1;
+  return rank.output.substr(begin, rank.output.find_first_of(" \n", begin) - begin);
+}
+double number(const Ended& rank, const std::string& key) {
+  const auto text = text_of(rank, key);
+  return text.empty() || text == "?" ? -1 : std::stod(text);
+}
+
+// The loss that ranks reach when nothing happens; untrained it is above 0.45.
+constexpr double trained_loss = 0.3;
+
+class GossipFaults : public testing::TestWithParam<std::string> {};
+
+TEST_P(GossipFaults, DEC17_without_a_fault_nothing_is_skipped_and_ranks_agree) {
+  const auto ended = train("none", 0, "ring", GetParam());
+  for (const auto& rank : ended) {
+    ASSERT_EQ(rank.code, 0) << rank.output;
+    EXPECT_EQ(number(rank, "skipped"), 0) << rank.output;
+    EXPECT_LT(number(rank, "loss"), trained_loss);
+    EXPECT_EQ(text_of(rank, "mean"), text_of(ended[0], "mean"));
+  }
+}
+
+TEST_P(GossipFaults, DEC17_the_others_finish_without_a_rank_that_was_killed) {
+  for (const auto& topology : {"ring", "exp"}) {
+    for (const auto& fault : {"kill", "kill_in_backward"}) {
+      for (const int victim : {0, 2}) {
+        const auto ended = train(fault, victim, topology, GetParam());
+        EXPECT_EQ(ended[victim].code, 128 + 9);
+        for (int rank = 0; rank < 4; ++rank) {
+          if (rank == victim) continue;
+          const auto& other = ended[rank];
+          ASSERT_EQ(other.code, 0) << topology << " " << fault << " rank " << rank << ": " << other.output;
+          EXPECT_EQ(text_of(other, "removed"), std::to_string(victim)) << other.output;
+          EXPECT_LT(number(other, "loss"), trained_loss) << other.output;
+          EXPECT_LT(number(other, "seconds"), 15) << other.output;
+          if (victim != 0) {
+            EXPECT_EQ(text_of(other, "mean"), text_of(ended[0], "mean"));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(GossipFaults, DEC17_a_rank_that_pauses_is_left_out_and_comes_back) {
+  const auto ended = train("pause", 1, "ring", GetParam());
+  double left_out = 0;
+  for (const auto& rank : ended) {
+    ASSERT_EQ(rank.code, 0) << rank.output;
+    EXPECT_LT(number(rank, "loss"), trained_loss) << rank.output;
+    EXPECT_EQ(text_of(rank, "removed"), "");
+    EXPECT_EQ(text_of(rank, "mean"), text_of(ended[0], "mean"));
+    left_out += number(rank, "skipped") + number(rank, "older");
+  }
+  EXPECT_GT(left_out, 0);
+  // Neighbours wait 0.4 s once for what they read of it and once for what it should read, and not at every step.
+  EXPECT_LT(number(ended[3], "seconds"), number(ended[1], "seconds") + 1);
+}
+
+TEST_P(GossipFaults, BEY03_a_rank_with_fewer_batches_leaves_and_the_others_use_theirs) {
+  const auto ended = train("uneven", 3, "exp", GetParam());
+  for (int rank = 0; rank < 4; ++rank) {
+    ASSERT_EQ(ended[rank].code, 0) << ended[rank].output;
+    if (rank == 3) continue;
+    EXPECT_LT(number(ended[rank], "loss"), trained_loss) << ended[rank].output;
+    EXPECT_NE(text_of(ended[rank], "removed").find('3'), std::string::npos) << ended[rank].output;
+    EXPECT_LT(number(ended[rank], "seconds"), 10);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Over, GossipFaults, testing::Values("host", "gloo"),
+                         [](const auto& info) { return info.param == "host" ? "shared_memory" : "sockets"; });
+
+}  // namespace
+}  // namespace shoal::test

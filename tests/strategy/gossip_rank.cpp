@@ -1,0 +1,94 @@
+// One rank of decentralised training that something happens to: gossip_rank FAULT RANK TOPOLOGY TRANSPORT
+//   FAULT  none; kill: between steps; kill_in_backward; pause: once, for longer than neighbours wait; slow: every step
+//          takes four times as long; uneven: it has fewer batches
+// Prints "trained loss=.. skipped=.. older=.. newer=.. removed=.. seconds=.." and, where the ranks that are left can
+// meet, "mean=.." after they have averaged.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+
+#include <chrono>
+#include <csignal>
+#include <thread>
+
+#include "shoal/base/error.h"
+#include "shoal/comm/world.h"
+#include "shoal/strategy/decentralized.h"
+#include "tests/support/models.h"
+
+namespace shoal {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void sleep_ms(int milliseconds) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+}
+
+void train(const std::string& fault, int victim, const std::string& topology, const std::string& transport) {
+  WorldOptions options;
+  options.transport = transport;
+  const auto world = init(options);
+  const bool here = world.rank() == victim;
+  auto model = test::seeded(1);
+  DecentralizedDataParallel parallel(
+      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.2)), world.group(),
+      {.topology = make_topology(topology, world.size()), .neighbour_timeout_seconds = 0.4, .bucket_cap_mb = 0.001});
+  bool armed = false;
+  model->second->weight.register_hook([&](const at::Tensor&) {
+    if (armed) std::raise(SIGKILL);
+  });
+  const auto target = [](const at::Tensor& x) { return x.narrow(1, 0, 5).sin(); };
+  const auto loss_at = [&](int64_t step) {
+    const auto x = test::batch(world.rank(), step, 0, 16);
+    return (parallel.forward(x) - target(x)).pow(2).mean();
+  };
+  const auto start = Clock::now();
+  constexpr int64_t steps = 120;
+  constexpr int64_t fateful = 20;
+  for (int64_t step = 0; step < steps; ++step) {
+    if (here && step == fateful) {
+      if (fault == "kill") std::raise(SIGKILL);
+      if (fault == "pause") sleep_ms(1500);
+      if (fault == "uneven") break;
+    }
+    sleep_ms(here && fault == "slow" ? 20 : 5);
+    armed = here && step == fateful && fault == "kill_in_backward";
+    loss_at(step).backward();
+  }
+  const auto seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  double loss = 0;
+  {
+    const torch::NoGradGuard no_grad;
+    for (int64_t step = 1000; step < 1020; ++step) loss += loss_at(step).item<double>() / 20;
+  }
+  const auto& seen = parallel.statistics();
+  fmt::print("trained loss={:.4f} exchanged={} skipped={} older={} newer={} removed={} seconds={:.2f}\n", loss,
+             seen.exchanged, seen.skipped, seen.older, seen.newer, fmt::join(seen.removed, "+"), seconds);
+  std::fflush(nullptr);
+  // Rank 0 has the store; without it the others cannot form a group.
+  if (fault.starts_with("kill") && victim == 0) return;
+  if (fault == "uneven") return;
+  parallel.global_avg();
+  double sum = 0;
+  for (const auto& parameter : model->parameters()) sum += parameter.abs().sum().item<double>();
+  fmt::print("mean={:.17g}\n", sum);
+}
+
+}  // namespace
+}  // namespace shoal
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 2;
+  at::set_num_threads(1);
+  try {
+    shoal::train(argv[1], std::stoi(argv[2]), argv[3], argv[4]);
+    return 0;
+  } catch (const shoal::Error& error) {
+    fmt::print("error: {}\n", error.what());
+    std::fflush(nullptr);
+    std::_Exit(1);
+  }
+}
