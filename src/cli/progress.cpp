@@ -23,7 +23,7 @@ void Progress::clear() {
   if (std::exchange(drawn_, false)) fmt::print(stderr, "\r\x1b[K");
 }
 
-void Progress::update(int64_t step, int64_t amount, std::optional<double> loss) {
+void Progress::update(int64_t step, int64_t amount, std::optional<double> loss, const std::string& note) {
   if (loss) loss_ = step <= 1 ? *loss : 0.95 * loss_ + 0.05 * *loss;
   const auto now = Clock::now();
   const bool quiet = now - start_ < seconds(2) || now - last_ < (terminal_ ? milliseconds(100) : milliseconds(10000));
@@ -32,9 +32,10 @@ void Progress::update(int64_t step, int64_t amount, std::optional<double> loss) 
   const double elapsed = duration<double>(now - start_).count();
   const double done = static_cast<double>(step) / static_cast<double>(steps_);
   const auto left = static_cast<int64_t>(elapsed / done - elapsed);
-  const auto text = fmt::format("{:3.0f} %  step {}/{}  {:.3g} {}/s{}  {}:{:02} left", 100 * done, step, steps_,
-                                static_cast<double>(amount) / elapsed, unit_,
-                                loss ? fmt::format("  loss {:.4f}", loss_) : "", left / 60, left % 60);
+  const auto text =
+      fmt::format("{:3.0f} %  step {}/{}  {:.3g} {}/s{}{}{}  {}:{:02} left", 100 * done, step, steps_,
+                  static_cast<double>(amount) / elapsed, unit_, loss ? fmt::format("  loss {:.4f}", loss_) : "",
+                  note.empty() ? "" : "  ", note, left / 60, left % 60);
   if (terminal_) {
     constexpr int width = 24;
     const auto filled = static_cast<int>(done * width);

@@ -18,7 +18,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  void update(int64_t step, int64_t amount, std::optional<double> loss = std::nullopt);
+  void update(int64_t step, int64_t amount, std::optional<double> loss = std::nullopt, const std::string& note = "");
   // Removes the bar, so that a line can be printed; the next update draws it again.
   void clear();
 

@@ -143,9 +143,8 @@ Json memory_of_ranks(const Group& group, const MemoryUse& memory) {
 
 }  // namespace
 
-Json make_report(const TrainOptions& options, const World& world, models::Model& model, const TrainResult& result,
-                 const MemoryUse& memory) {
-  const auto& group = world.group();
+Json make_report(const TrainOptions& options, const World& world, const Group& group, models::Model& model,
+                 const TrainResult& result, const MemoryUse& memory) {
   auto loss = reduced(group, result.loss, ReduceOp::sum);
   for (auto& value : loss) value /= group.size();
   const auto seconds = reduced(group, {result.seconds}, ReduceOp::max).front();
@@ -167,6 +166,7 @@ Json make_report(const TrainOptions& options, const World& world, models::Model&
   report["communication"] = {{"collectives_per_step", static_cast<double>(result.communication.calls) / steps},
                              {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},
                              {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps}};
+  for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);
   report["memory"] = memory_of_ranks(group, memory);
   report["memory"]["params_mib"] = rounded(result.params_mib, 1e-3);
   report["memory"]["grads_mib"] = rounded(result.grads_mib, 1e-3);

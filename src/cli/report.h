@@ -15,9 +15,10 @@ struct MemoryUse {
   double pss = 0;     // proportional, at the end of training
 };
 
-// Gathers what differs between ranks. Collective; the result is the same on all of them.
-nlohmann::ordered_json make_report(const TrainOptions& options, const World& world, models::Model& model,
-                                   const TrainResult& result, const MemoryUse& memory);
+// Gathers what differs between ranks. Collective over `present`, the ranks that are still there; the result is the same
+// on all of them.
+nlohmann::ordered_json make_report(const TrainOptions& options, const World& world, const Group& present,
+                                   models::Model& model, const TrainResult& result, const MemoryUse& memory);
 
 // To a file, or to standard output for "-". Throws UsageError that names the file.
 void write_json(const std::string& path, const nlohmann::ordered_json& json);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "cli/decentralized.h"
 #include "cli/optimizers.h"
 #include "engine/gradient_norm.h"
 #include "shoal/base/error.h"
@@ -42,7 +43,7 @@ class Replicated : public Strategy {
   }
   void zero_grad() override { optimizer_->zero_grad(); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
-  const torch::optim::Optimizer& local_optimizer() const override { return *optimizer_; }
+  std::vector<const torch::optim::Optimizer*> local_optimizers() const override { return {optimizer_.get()}; }
 
  private:
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
@@ -86,7 +87,9 @@ class Zero : public Strategy {
   }
   void zero_grad() override { optimizer_->zero_grad(); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
-  const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
+  std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
+    return {&optimizer_->local_optimizer()};
+  }
 
  private:
   std::unique_ptr<OSSCore> optimizer_;
@@ -117,7 +120,9 @@ class Megatron : public Strategy {
     return list;
   }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
-  const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
+  std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
+    return {&optimizer_->local_optimizer()};
+  }
 
  private:
   std::unique_ptr<DistributedOptimizerCore> optimizer_;
@@ -159,7 +164,9 @@ class Fsdp : public Strategy {
   }
   std::vector<at::Tensor> gradients() const override { return parallel_->core().own_gradients(); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
-  const torch::optim::Optimizer& local_optimizer() const override { return optimizer_->local_optimizer(); }
+  std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
+    return {&optimizer_->local_optimizer()};
+  }
 
  private:
   std::unique_ptr<FullyShardedDataParallel<models::Model>> parallel_;
@@ -197,11 +204,11 @@ std::vector<at::Tensor> Strategy::gradients() const {
 }
 
 std::vector<std::string> strategy_names() {
-  return {"ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "hybrid", "none", "local"};
+  return {"ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "hybrid", "decentralized", "none", "local"};
 }
 
 std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
-                                        const Group& group) {
+                                        const Group& group, int64_t total_steps) {
   if (options.strategy == "ddp") return std::make_unique<Ddp>(options, model, group);
   if (options.strategy == "zero1") {
     using Wrapper = DistributedDataParallel<models::Model>;
@@ -214,6 +221,7 @@ std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::
       return std::make_unique<Wrapper>(model, optimizer, group, options.zero2);
     });
   }
+  if (options.strategy == "decentralized") return make_decentralized(options, model, group, total_steps);
   if (options.strategy == "megatron") return std::make_unique<Megatron>(options, model, group);
   if (const auto sharding = sharding_strategies.find(options.strategy); sharding != sharding_strategies.end()) {
     return std::make_unique<Fsdp>(options, model, group, sharding->second);

@@ -37,8 +37,14 @@ class Strategy {
   virtual std::vector<at::Tensor> gradients() const;
   // What a schedule changes.
   virtual torch::optim::Optimizer& optimizer() = 0;
-  // The optimizer that holds this rank's state.
-  virtual const torch::optim::Optimizer& local_optimizer() const = 0;
+  // The optimizers that hold this rank's state.
+  virtual std::vector<const torch::optim::Optimizer*> local_optimizers() const = 0;
+
+  // The ranks that are still there; none: all. Collective over them.
+  virtual std::optional<Group> present() const { return std::nullopt; }
+  // For the progress line, and for the report. figures(): collective.
+  virtual std::string note() const { return ""; }
+  virtual std::vector<std::pair<std::string, double>> figures() { return {}; }
 
  protected:
   at::Tensor scaled(const at::Tensor& loss) const;
@@ -52,8 +58,9 @@ class Strategy {
 WrapPolicy unit_policy(const std::string& model);
 
 std::vector<std::string> strategy_names();
-// Collective over the group, except for the strategies that do not communicate.
+// total_steps: of the training, for schedules. Collective over the group, except for the strategies that do not
+// communicate.
 std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
-                                        const Group& group);
+                                        const Group& group, int64_t total_steps);
 
 }  // namespace shoal::cli

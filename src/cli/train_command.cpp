@@ -114,11 +114,12 @@ int train_rank(const TrainOptions& options) {
     memory.pss = proportional_mib();
     const auto whole = trainer.whole_parameters();
     save();
-    const auto report = make_report(options, world, *model, result, memory);
+    const auto present = trainer.present();
+    const auto report = make_report(options, world, present, *model, result, memory);
     if (!options.trace.empty()) {
       write_trace(options.trace + (world.rank() > 0 ? fmt::format(".rank{}", world.rank()) : ""), *log, world.rank());
     }
-    if (world.rank() != 0) return 0;
+    if (present.rank() != 0) return 0;
     if (!options.json.empty()) write_json(options.json, report);
     if (options.json != "-") summarise(report, result, options, world, checkpoint);
     return 0;
@@ -141,7 +142,11 @@ int train(TrainOptions options, const std::vector<std::string>& line) {
     throw UsageError(fmt::format("--transport mpi: start the ranks with mpirun -n {} shoal train ...", ranks));
   }
   if (started || ranks == 1) return train_rank(options);
-  return launch({.ranks = ranks, .command = line, .threads = threads_per_rank(options, ranks), .prefix_output = false});
+  return launch({.ranks = ranks,
+                 .command = line,
+                 .threads = threads_per_rank(options, ranks),
+                 .prefix_output = false,
+                 .keep_going = options.strategy == "decentralized"});
 }
 
 }  // namespace

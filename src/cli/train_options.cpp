@@ -62,6 +62,10 @@ void TrainOptions::complete() {
   if (reference_data() && !steps) steps = 10;
   if (!reference_data() && !steps && !epochs) epochs = 1;
   check_schedule(*this);
+  require_at_least("--topology-local-size", topology_local_size, 1);
+  if (!(neighbour_timeout > 0)) {
+    throw UsageError(fmt::format("--neighbour-timeout {}: give seconds above 0", neighbour_timeout));
+  }
   if (batch == 0) batch = reference_data() ? 4 : 64;
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
   ddp.precision = zero2.precision = precision();
@@ -81,7 +85,8 @@ Precision TrainOptions::precision() const {
 
 void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--model", options.model, "cnn, mlp, gpt")->capture_default_str();
-  command.add_option("--size", options.size, "size of the model: tiny, small; gpt also gpt2")->capture_default_str();
+  command.add_option("--size", options.size, "size of the model: tiny, small; gpt also large, gpt2")
+      ->capture_default_str();
   command
       .add_option(
           "--data", options.data,
@@ -90,7 +95,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--init", options.init, "torch, reference (by a hash; default with --data reference)");
   command
       .add_option("--strategy", options.strategy,
-                  "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid (fsdp on each host), none (one process), "
+                  "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid (fsdp on each host), decentralized "
+                  "(every rank averages with a few neighbours), none (one process), "
                   "local (ranks that never communicate: the floor of the "
                   "step time)")
       ->capture_default_str();
@@ -133,7 +139,20 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--trace", options.trace,
                      "file for a Chrome trace of the collectives; rank N > 0 writes FILE.rankN");
   command.add_option("--json", options.json, "file for the report, - for standard output");
-  command.add_option("--bucket-cap-mb", options.ddp.bucket_cap_mb, "ddp: MiB of gradients in one all-reduce")
+  command
+      .add_option("--topology", options.topology, "decentralized: who averages with whom; see shoal topology --list")
+      ->capture_default_str();
+  command.add_option("--topology-file", options.topology_file, "decentralized: a graph of your own, in its place");
+  command
+      .add_option("--topology-local-size", options.topology_local_size, "decentralized: ranks per host of the graph")
+      ->capture_default_str();
+  command
+      .add_option("--neighbour-timeout", options.neighbour_timeout,
+                  "decentralized: seconds after which a late neighbour is left out")
+      ->capture_default_str();
+  command
+      .add_option("--bucket-cap-mb", options.ddp.bucket_cap_mb,
+                  "ddp: MiB of gradients in one all-reduce; decentralized: of parameters in one exchange")
       ->capture_default_str();
   command.add_option("--first-bucket-mb", options.ddp.first_bucket_mb, "ddp: MiB of the first one")
       ->capture_default_str();

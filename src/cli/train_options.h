@@ -44,6 +44,10 @@ struct TrainOptions {
   DistributedDataParallelOptions ddp;
   ShardedDataParallelOptions zero2;
   DistributedOptimizerOptions megatron;
+  std::string topology = "one-peer-exp";
+  std::string topology_file;  // in its place
+  int topology_local_size = 1;
+  double neighbour_timeout = 5;  // seconds
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }

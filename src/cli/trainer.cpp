@@ -42,7 +42,11 @@ Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_pt
       group_(group),
       model_(std::move(model)),
       feed_(feed),
-      strategy_(make_strategy(options, model_, group)) {}
+      strategy_(make_strategy(options, model_, group, total_steps())) {}
+
+int64_t Trainer::total_steps() const {
+  return options_.steps ? *options_.steps : *feed_.steps_per_epoch() * *options_.epochs;
+}
 
 // One optimizer step; returns the mean loss over its micro-batches.
 double Trainer::step(int64_t number, TrainResult& result) {
@@ -76,7 +80,7 @@ bool Trainer::stops(int64_t number) const {
 
 TrainResult Trainer::run(const std::function<void()>& save) {
   const auto per_epoch = feed_.steps_per_epoch();
-  const int64_t total = options_.steps ? *options_.steps : *per_epoch * *options_.epochs;
+  const int64_t total = total_steps();
   const int64_t samples_per_step = options_.batch * options_.accumulate;
   auto& optimizer = strategy_->optimizer();
   const auto schedule = make_schedule(options_, optimizer, total);
@@ -95,7 +99,7 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     result.seconds += duration.count();
     result.step_ms.push_back(1e3 * duration.count());
     result.samples += samples_per_step;
-    progress.update(number + 1, result.samples * group_.size(), result.loss.back());
+    progress.update(number + 1, result.samples * group_.size(), result.loss.back(), strategy_->note());
     if (options_.save_every > 0 && (number + 1) % options_.save_every == 0) {
       const auto whole = strategy_->whole_parameters();
       save();
@@ -103,7 +107,7 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
     if (!options_.eval || !(epoch_ends || number + 1 == total)) continue;
     const auto whole = strategy_->whole_parameters();
-    result.eval.push_back(evaluate(*model_, *feed_.test_data(), group_, options_.precision()));
+    result.eval.push_back(evaluate(*model_, *feed_.test_data(), present(), options_.precision()));
     progress.clear();
     if (group_.rank() == 0) {
       fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %\n", epoch + 1, result.eval.back().loss,
@@ -112,8 +116,10 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     }
   }
   result.params_mib = mebibytes(strategy_->parameters());
-  result.state_mib = mebibytes(state_tensors(strategy_->local_optimizer())) +
-                     mebibytes(main_copies(strategy_->local_optimizer(), *model_));
+  for (const auto* local : strategy_->local_optimizers()) {
+    result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));
+  }
+  result.figures = strategy_->figures();
   const auto after = group_.statistics();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
   result.wire_bytes = loopback_bytes() - wire;

@@ -27,10 +27,11 @@ struct TrainResult {
   double params_mib = 0;          // of this rank, by what they are; at the end of a step
   double grads_mib = 0;
   double state_mib = 0;
-  int64_t wire_bytes = 0;        // over TCP between ranks of this host, all of them together
-  std::vector<Evaluation> eval;  // per epoch
-  double seconds = 0;            // training alone, without evaluation and saving
-  int64_t samples = 0;           // of this rank
+  int64_t wire_bytes = 0;                               // over TCP between ranks of this host, all of them together
+  std::vector<Evaluation> eval;                         // per epoch
+  std::vector<std::pair<std::string, double>> figures;  // see Strategy
+  double seconds = 0;                                   // training alone, without evaluation and saving
+  int64_t samples = 0;                                  // of this rank
 };
 
 class Trainer {
@@ -42,10 +43,12 @@ class Trainer {
   // See Strategy.
   std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
   bool has_whole_model() const { return strategy_->has_whole_model(); }
+  Group present() const { return strategy_->present().value_or(group_); }
 
  private:
   double step(int64_t number, TrainResult& result);
   bool stops(int64_t number) const;
+  int64_t total_steps() const;
 
   const TrainOptions& options_;
   Group group_;

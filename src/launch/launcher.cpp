@@ -82,7 +82,8 @@ class Job {
     // What ranks started themselves may hold the pipes open for longer than anybody cares.
     const auto end = SteadyClock::now() + seconds(0.3);
     while (pipes_open() && SteadyClock::now() < end) step();
-    return interrupted_ ? 130 : code_.value_or(0);
+    if (interrupted_) return 130;
+    return options_.keep_going && succeeded_ ? 0 : code_.value_or(0);
   }
 
  private:
@@ -141,12 +142,13 @@ class Job {
       if (!child.running || waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
       child.running = false;
       kill(-child.pid, SIGKILL);  // what it has left behind
-      if (status == 0 || code_) continue;
-      code_ = exit_code(status);
+      succeeded_ = succeeded_ || status == 0;
+      if (status == 0 || (code_ && !options_.keep_going)) continue;
+      if (!code_) code_ = exit_code(status);
       const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
-      store_.report_failure(text);
+      if (!options_.keep_going) store_.report_failure(text);
       if (!interrupted_) fmt::print(stderr, "shoal: {} (pid {})\n", text, child.pid);
-      if (!term_at_) term_at_ = SteadyClock::now() + seconds(options_.grace_seconds);
+      if (!term_at_ && !options_.keep_going) term_at_ = SteadyClock::now() + seconds(options_.grace_seconds);
     }
   }
 
@@ -182,6 +184,7 @@ class Job {
   StoreServer store_;
   std::vector<Child> children_;
   std::optional<int> code_;  // of the first failure
+  bool succeeded_ = false;   // any rank
   bool interrupted_ = false;
   std::optional<SteadyClock::time_point> term_at_;
   std::optional<SteadyClock::time_point> kill_at_;

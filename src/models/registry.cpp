@@ -25,6 +25,7 @@ const Table<GptConfig>& gpt_sizes() {
   static const Table<GptConfig> configs{
       {"tiny", {.layers = 2, .heads = 4, .width = 64, .context = 32}},
       {"small", {.layers = 8, .heads = 8, .width = 512, .context = 128}},
+      {"large", {.layers = 16, .heads = 16, .width = 1024, .context = 128}},
       {"gpt2", {.layers = 12, .heads = 12, .width = 768, .context = 1024}},
   };
   return configs;

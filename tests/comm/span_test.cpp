@@ -1,4 +1,4 @@
-// A group over two hosts: results, and the bytes that cross the link between them. Started by two_hosts.py.
+// A group over two hosts: results, and the bytes that cross the link between them. Started by hosts.py.
 
 #include <gmock/gmock.h>
 

@@ -29,7 +29,7 @@ std::string usage_error_of(Function function) {
 TEST(Registry, ListsNamesAndSizes) {
   EXPECT_THAT(model_names(), ElementsAre("mlp", "cnn", "gpt"));
   EXPECT_THAT(model_sizes("mlp"), ElementsAre("tiny", "small"));
-  EXPECT_THAT(model_sizes("gpt"), ElementsAre("tiny", "small", "gpt2"));
+  EXPECT_THAT(model_sizes("gpt"), ElementsAre("tiny", "small", "large", "gpt2"));
 }
 
 TEST(Registry, ListsTheChoicesForAnUnknownName) {
@@ -37,8 +37,8 @@ TEST(Registry, ListsTheChoicesForAnUnknownName) {
               AllOf(HasSubstr("'vgg'"), HasSubstr("mlp, cnn, gpt")));
   EXPECT_THAT(usage_error_of([] { make_model("mlp", "huge", Init::torch, 1); }),
               AllOf(HasSubstr("size of mlp 'huge'"), HasSubstr("tiny, small")));
-  EXPECT_THAT(usage_error_of([] { require_model("gpt", ""); }), HasSubstr("tiny, small, gpt2"));
-  EXPECT_THAT(usage_error_of([] { gpt_config("huge"); }), HasSubstr("tiny, small, gpt2"));
+  EXPECT_THAT(usage_error_of([] { require_model("gpt", ""); }), HasSubstr("tiny, small, large, gpt2"));
+  EXPECT_THAT(usage_error_of([] { gpt_config("huge"); }), HasSubstr("tiny, small, large, gpt2"));
 }
 
 TEST(Registry, Gpt2HasItsPublishedSizes) {

@@ -111,6 +111,7 @@ class DecentralizedDataParallelCore {
   void leave();
   const ExchangeStatistics& statistics() const;
   const Topology& topology() const;
+  const Group& remaining();
   std::vector<torch::optim::Optimizer*> optimizers() const;
   OptimizerState state_dict() const;
   void load_state_dict(const OptimizerState& state);
@@ -173,6 +174,8 @@ class DecentralizedDataParallel : public DataParallelWrapper<Module, Decentraliz
 
   const ExchangeStatistics& statistics() const { return this->core_.statistics(); }
   const Topology& topology() const { return this->core_.topology(); }
+  // The ranks that have not been removed, in rank order. Collective over them when some have been since the last call.
+  const Group& remaining() { return this->core_.remaining(); }
   // One per bucket, from the first step on; owned by the wrapper.
   std::vector<torch::optim::Optimizer*> optimizers() const { return this->core_.optimizers(); }
   const GradScaler* scaler() const { return this->core_.scaler(); }

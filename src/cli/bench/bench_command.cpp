@@ -120,7 +120,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
       ->delimiter(',')
       ->capture_default_str();
   command->add_option("--model", training.model, "--train: mlp, cnn, gpt")->capture_default_str();
-  command->add_option("--size", training.size, "--train: tiny, small")->capture_default_str();
+  command->add_option("--size", training.size, "--train: tiny, small; gpt also large, gpt2")->capture_default_str();
   command->add_option("--optimizer", training.optimizer, "--train")->capture_default_str();
   command->add_option("--batch", training.batch, "--train: samples per rank")->capture_default_str();
   command->add_option("--accumulate", training.accumulate, "--train: micro-batches per step")->capture_default_str();

@@ -187,7 +187,7 @@ void add_plan_command(CLI::App& app, Action& chosen) {
   auto& train = options->train;
   auto* number = command->add_option("--params", options->params, "number of parameters: the published formulas");
   command->add_option("--model", train.model, "cnn, mlp, gpt: exact figures")->excludes(number)->capture_default_str();
-  command->add_option("--size", train.size, "size of the model: tiny, small; gpt also gpt2")
+  command->add_option("--size", train.size, "size of the model: tiny, small; gpt also large, gpt2")
       ->excludes(number)
       ->capture_default_str();
   command->add_option("--ranks", train.ranks, "default: 2");

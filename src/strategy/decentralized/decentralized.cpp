@@ -166,6 +166,10 @@ const Topology& DecentralizedDataParallelCore::topology() const {
   return state_->mixing.topology();
 }
 
+const Group& DecentralizedDataParallelCore::remaining() {
+  return state_->mixing.remaining();
+}
+
 std::vector<torch::optim::Optimizer*> DecentralizedDataParallelCore::optimizers() const {
   std::vector<torch::optim::Optimizer*> list;
   for (const auto& bucket : state_->buckets) list.push_back(bucket.optimizer.get());

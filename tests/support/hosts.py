@@ -1,6 +1,6 @@
-"""Runs a world test on two hosts: two network namespaces with process namespaces of their own, joined by a slow link.
+"""Runs a program's ranks on several hosts: network namespaces with process namespaces of their own, joined by slow links.
 
-    python two_hosts.py --rate 100mbit --ranks 2 -- build/span_test
+    python hosts.py --hosts 2 --rate 100mbit --ranks 2 -- build/span_test
 
 Every host gets --ranks ranks. Needs root; ends with code 77 (skipped) where namespaces are not allowed.
 """
@@ -18,20 +18,26 @@ def run(*command):
 
 
 class Hosts:
-    """Two namespaces and the link between them; gone when the block ends."""
+    """Namespaces and a switch between them; gone when the block ends. Each host sends at `rate` at most."""
 
-    def __init__(self, rate):
+    def __init__(self, count, rate):
         self.rate = rate
-        self.names = [f"shoal{os.getpid()}{end}" for end in "ab"]
-        self.links = [f"sh{os.getpid() % 100000}{end}" for end in "ab"]
+        self.names = [f"shoal{os.getpid()}h{host}" for host in range(count)]
+        self.switch = f"shoal{os.getpid()}s"
+        self.links = [f"sh{os.getpid() % 100000}h{host}" for host in range(count)]
 
     def __enter__(self):
         try:
-            for name in self.names:
+            for name in [self.switch, *self.names]:
                 run("ip", "netns", "add", name)
-            run("ip", "link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+            at_switch = ("ip", "netns", "exec", self.switch)
+            run(*at_switch, "ip", "link", "add", "switch", "type", "bridge")
+            run(*at_switch, "ip", "link", "set", "switch", "up")
             for number, (name, link) in enumerate(zip(self.names, self.links)):
-                run("ip", "link", "set", link, "netns", name)
+                port = f"port{number}"
+                run("ip", "link", "add", link, "netns", name, "type", "veth", "peer", "name", port, "netns", self.switch)
+                run(*at_switch, "ip", "link", "set", port, "master", "switch")
+                run(*at_switch, "ip", "link", "set", port, "up")
                 inside = ("ip", "netns", "exec", name)
                 run(*inside, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", link)
                 run(*inside, "ip", "link", "set", link, "up")
@@ -46,7 +52,7 @@ class Hosts:
         return self
 
     def __exit__(self, *_):
-        for name in self.names:
+        for name in [self.switch, *self.names]:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
 
     def start(self, host, ranks, command):
@@ -55,7 +61,7 @@ class Hosts:
         lines += [f"RANK={host * ranks + local} {' '.join(command)} & pid{local}=$!" for local in range(ranks)]
         lines += [f"wait $pid{local} || status=1" for local in range(ranks)]
         lines += ["exit $status"]
-        environment = dict(os.environ, WORLD_SIZE=str(2 * ranks), MASTER_ADDR="10.77.0.1", MASTER_PORT="29611",
+        environment = dict(os.environ, WORLD_SIZE=str(len(self.names) * ranks), MASTER_ADDR="10.77.0.1", MASTER_PORT="29611",
                            OMP_NUM_THREADS="1", SHOAL_LINK=self.links[host])
         return subprocess.Popen(["ip", "netns", "exec", self.names[host], "unshare", "--pid", "--fork", "--kill-child",
                                  "--mount-proc", "sh", "-c", "\n".join(lines)], env=environment)
@@ -63,13 +69,14 @@ class Hosts:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = [part for part in options.command if part != "--"]
-    with Hosts(options.rate) as hosts:
-        processes = [hosts.start(host, options.ranks, command) for host in range(2)]
+    with Hosts(options.hosts, options.rate) as hosts:
+        processes = [hosts.start(host, options.ranks, command) for host in range(options.hosts)]
         codes = [process.wait() for process in processes]
     sys.exit(max(codes))
 

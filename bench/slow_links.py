@@ -1,0 +1,126 @@
+"""Trains over slow links: every strategy on the same hosts, in network namespaces, one rank each.
+
+    python bench/slow_links.py --shoal build/shoal --rate 100mbit --hosts 4
+
+Prints a table: step time, time to the wanted test accuracy, bytes that each rank has sent. With --slow, one host gets a
+quarter of a core; with --kill SECONDS, one rank is killed after that time. Needs root, for the namespaces.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "support"))
+from hosts import Hosts  # noqa: E402
+
+VARIANTS = {
+    "ddp": ["--strategy", "ddp"],
+    "ring": ["--strategy", "decentralized", "--topology", "ring"],
+    "one-peer-exp": ["--strategy", "decentralized", "--topology", "one-peer-exp"],
+    "diloco": ["--strategy", "diloco", "--sync-every", "20"],
+}
+
+
+def ranks_of(process):
+    """Processes of the program below a host's shell."""
+    found, waiting = [], [process.pid]
+    while waiting:
+        pid = waiting.pop()
+        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        waiting += [int(child) for child in children]
+        found += [int(child) for child in children]
+    return [pid for pid in found if b"--strategy" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def slow_down(process, stop_after):
+    """Lets the host's ranks run a quarter of the time."""
+    for pid in ranks_of(process):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.003)
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(0.001)
+    return time.time() < stop_after
+
+
+def sent_bytes(hosts, host):
+    text = subprocess.run(["ip", "netns", "exec", hosts.names[host], "cat", f"/sys/class/net/{hosts.links[host]}/statistics/tx_bytes"],
+                          capture_output=True, text=True, check=True).stdout
+    return int(text)
+
+
+def measure(options, hosts, name):
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.json"
+        command = [options.shoal, "train", "--model", options.model, "--size", options.size, "--data", "fashion-mnist",
+                   "--transport", "gloo", "--batch", str(options.batch), "--epochs", str(options.epochs), "--eval", "--lr",
+                   str(options.lr), "--neighbour-timeout", str(options.neighbour_timeout), "--json", str(report),
+                   *VARIANTS[name]]
+        before = [sent_bytes(hosts, host) for host in range(options.hosts)]
+        start = time.time()
+        processes = [hosts.start(host, 1, command) for host in range(options.hosts)]
+        killed = None
+        while any(process.poll() is None for process in processes):
+            if options.kill and killed is None and time.time() - start > options.kill:
+                for pid in ranks_of(processes[-1]):
+                    os.kill(pid, signal.SIGKILL)
+                killed = time.time()
+            if options.slow and processes[-1].poll() is None:
+                slow_down(processes[-1], start + 3600)
+            else:
+                time.sleep(0.2)
+            if time.time() - start > options.limit:
+                for process in processes:
+                    process.kill()
+        if not report.exists():
+            return {"name": name, "codes": [process.returncode for process in processes]}
+        result = json.loads(report.read_text())
+        timing, accuracy = result["timing"], [entry["accuracy"] for entry in result.get("eval", [])]
+        epoch_seconds = sum(timing["step_ms"]) / 1000 / max(1, len(accuracy))
+        reached = next((epoch for epoch, value in enumerate(accuracy, 1) if value >= options.accuracy), None)
+        sent = [sent_bytes(hosts, host) - old for host, old in enumerate(before)]
+        return {"name": name, "step_ms": timing["median_ms"], "accuracy": accuracy[-1] if accuracy else None,
+                "reached_s": reached and reached * epoch_seconds, "sent_mb": max(sent) / 1e6,
+                "per_step_mb": max(sent) / 1e6 / len(timing["step_ms"]), "strategy": result.get("strategy", {})}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shoal", required=True)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--model", default="mlp")
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--accuracy", type=float, default=0.88)
+    parser.add_argument("--neighbour-timeout", type=float, default=5)
+    parser.add_argument("--slow", action="store_true")
+    parser.add_argument("--kill", type=float)
+    parser.add_argument("--limit", type=float, default=600)
+    parser.add_argument("--json")
+    parser.add_argument("variants", nargs="*", default=list(VARIANTS), help=", ".join(VARIANTS))
+    options = parser.parse_args()
+    results = []
+    with Hosts(options.hosts, options.rate) as hosts:
+        for name in options.variants:
+            result = measure(options, hosts, name)
+            results.append(result)
+            if "step_ms" not in result:
+                print(f"{name:<14} failed: exit codes {result['codes']}", flush=True)
+                continue
+            reached = f"{result['reached_s']:.1f}" if result["reached_s"] else "-"
+            print(f"{name:<14} step {result['step_ms']:8.1f} ms   to {options.accuracy:.0%} {reached:>7} s   last "
+                  f"{100 * result['accuracy']:.2f} %   {result['per_step_mb']:.3f} MB per step", flush=True)
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+#include "cli/decentralized.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "cli/optimizers.h"
+#include "cli/schedules.h"
+#include "shoal/base/error.h"
+
+namespace shoal::cli {
+namespace {
+
+// The named optimizer of a bucket's part of the model's param groups.
+OptimizerOfNamed optimizer_of_buckets(const TrainOptions& options, const std::shared_ptr<models::Model>& model) {
+  return [&options, model](const std::vector<NamedParameter>& named) {
+    const auto kind = optimizer_kind(options.optimizer, options.lr);
+    auto groups = kind.groups(*model);
+    for (auto& group : groups) {
+      std::erase_if(group.params(), [&](const at::Tensor& parameter) {
+        return std::none_of(named.begin(), named.end(),
+                            [&](const NamedParameter& entry) { return entry.parameter.is_same(parameter); });
+      });
+    }
+    return kind.make(groups);
+  };
+}
+
+Topology topology_of(const TrainOptions& options, const Group& group) {
+  if (!options.topology_file.empty()) return read_topology(options.topology_file);
+  return make_topology(options.topology, group.size(), options.topology_local_size, options.seed);
+}
+
+class Decentralized : public Strategy {
+ public:
+  Decentralized(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
+                int64_t total_steps)
+      : Strategy(options, model),
+        parallel_(model, optimizer_of_buckets(options, model), group, wrapper_options(options, group, total_steps)) {
+    const auto kind = optimizer_kind(options.optimizer, options.lr);
+    rates_ = kind.make(kind.groups(*model));
+  }
+
+  at::Tensor forward(const at::Tensor& input) override { return parallel_.forward(input); }
+  void backward(const at::Tensor& loss, bool last) override {
+    const auto scope = parallel_.no_sync(!last);
+    parallel_.scale_loss(loss).backward();
+  }
+  void step() override {}
+  void zero_grad() override {}
+  // The mean of the ranks' models, from which training goes on.
+  std::shared_ptr<void> whole_parameters() override {
+    parallel_.global_avg();
+    return nullptr;
+  }
+  std::optional<Group> present() const override { return parallel_.core().remaining(); }
+  torch::optim::Optimizer& optimizer() override { return *rates_; }
+  std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
+    const auto list = parallel_.optimizers();
+    return {list.begin(), list.end()};
+  }
+  std::string note() const override {
+    const auto& seen = parallel_.statistics();
+    const auto missed = seen.skipped + seen.older;
+    std::string text = missed > 0 ? fmt::format("{} exchanges missed", missed) : "";
+    if (!seen.removed.empty()) text += fmt::format("{}{} ranks gone", text.empty() ? "" : ", ", seen.removed.size());
+    return text;
+  }
+  std::vector<std::pair<std::string, double>> figures() override {
+    const auto& seen = parallel_.statistics();
+    return {{"consensus_distance", parallel_.consensus_distance()},
+            {"exchanged", static_cast<double>(seen.exchanged)},
+            {"newer", static_cast<double>(seen.newer)},
+            {"older", static_cast<double>(seen.older)},
+            {"skipped", static_cast<double>(seen.skipped)},
+            {"removed", static_cast<double>(seen.removed.size())}};
+  }
+
+ private:
+  static DecentralizedDataParallelOptions wrapper_options(const TrainOptions& options, const Group& group,
+                                                          int64_t total_steps) {
+    DecentralizedDataParallelOptions result{.topology = topology_of(options, group),
+                                            .clip_grad = options.clip,
+                                            .scaler = options.precision().scaler,
+                                            .precision = options.precision(),
+                                            .neighbour_timeout_seconds = options.neighbour_timeout,
+                                            .bucket_cap_mb = options.ddp.bucket_cap_mb};
+    if (options.schedule != "constant") {
+      result.schedule = [&options, total_steps](torch::optim::Optimizer& optimizer) {
+        return std::unique_ptr<torch::optim::LRScheduler>(make_schedule(options, optimizer, total_steps));
+      };
+    }
+    return result;
+  }
+
+  mutable DecentralizedDataParallel<models::Model> parallel_;
+  std::unique_ptr<torch::optim::Optimizer> rates_;  // never steps: what a schedule makes of the rates, for the report
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_decentralized(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
+                                             const Group& group, int64_t total_steps) {
+  return std::make_unique<Decentralized>(options, model, group, total_steps);
+}
+
+}  // namespace shoal::cli
