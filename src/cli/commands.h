@@ -15,6 +15,7 @@ using Action = std::function<int()>;
 void add_train_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen);
 void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen);
 void add_plan_command(CLI::App& app, Action& chosen);
+void add_topology_command(CLI::App& app, Action& chosen);
 void add_launch_command(CLI::App& app, Action& chosen);
 void add_doctor_command(CLI::App& app, Action& chosen);
 

@@ -39,6 +39,7 @@ int main(int argc, char** argv) {
   shoal::cli::add_train_command(app, line, chosen);
   shoal::cli::add_bench_command(app, line, chosen);
   shoal::cli::add_plan_command(app, chosen);
+  shoal::cli::add_topology_command(app, chosen);
   shoal::cli::add_launch_command(app, chosen);
   shoal::cli::add_doctor_command(app, chosen);
   try {

@@ -98,8 +98,8 @@ struct TopologyReport {
   // Steps from round 0 until the consensus distance is a thousandth: ||D_k||_F <= 1e-3 ||D_0||_F, the root mean square
   // over starts in which ranks are independent. None beyond 2^40 periods.
   std::optional<int64_t> steps_to_thousandth;
-  // Steps from round 0 after which all ranks have the same, whatever the start; none where it is never exact. For
-  // doubly stochastic rounds it is the mean.
+  // Steps from round 0 after which all ranks have the same, whatever the start, but for rounding; for doubly stochastic
+  // rounds it is the mean. None where it takes more than two periods and a hundred steps.
   std::optional<int64_t> exact_after;
   // ||D_k||_F / ||D_0||_F for k = 0, 1, ..: until it is a thousandth, at most a hundred steps.
   std::vector<double> distance;
@@ -113,7 +113,7 @@ struct TopologyReport {
 // What make_topology makes a topology for.
 struct TopologyRequest {
   int size = 1;              // ranks
-  std::vector<int> hosts{};  // ranks of each host, in rank order; they add up to size
+  std::vector<int> hosts{};  // ranks of each host, in rank order, size together; none: one each
   uint64_t seed = 0;         // equal on all ranks
 };
 

@@ -10,28 +10,12 @@
 #include "cli/bench/samples.h"
 #include "cli/bench/svg.h"
 #include "cli/bench/table.h"
+#include "cli/page.h"
 
 namespace shoal::cli {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-// On a narrow screen plots and tables scroll inside their frames; the page itself never does.
-constexpr const char* style = R"(
-body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem;
-       color: #1b1f24; background: #fff; overflow-wrap: anywhere }
-h1 { font-size: 1.6rem; margin-bottom: .3rem }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
-.note { color: #57606a; margin: .3rem 0 }
-.wide { overflow-x: auto }
-svg { display: block; width: 100%; min-width: 40rem }
-text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: #1b1f24 }
-table { border-collapse: collapse; font-size: 12.5px; width: 100%; font-variant-numeric: tabular-nums }
-th, td { padding: .25rem .5rem; border-bottom: 1px solid #d8dee4; text-align: right; white-space: nowrap }
-th { border-bottom: 2px solid #8b949e; vertical-align: bottom; white-space: normal; overflow-wrap: normal }
-th.words, td.words { text-align: left }
-tr:hover td { background: #f3f5f7 }
-)";
 
 struct Column {
   std::string title;
@@ -236,11 +220,7 @@ std::string html_report(const Json& report) {
   std::string body;
   if (report.contains("collectives")) body += collectives_section(report["collectives"]);
   if (report.contains("train")) body += training_section(report["train"]);
-  return fmt::format(
-      "<!DOCTYPE html>\n<html xmlns=\"http://www.w3.org/1999/xhtml\" lang=\"en\"><head><meta charset=\"utf-8\"/>"
-      "<meta name=\"viewport\" content=\"width=device-width\"/><title>shoal bench</title><style>{}</style></head>\n"
-      "<body><h1>shoal bench</h1><p class=\"note\">{}</p>\n{}</body></html>\n",
-      style, escaped(facts), body);
+  return html_page("shoal bench", facts, body);
 }
 
 }  // namespace shoal::cli

@@ -26,10 +26,6 @@ const char* colour_of(int number) {
   return number == undivided ? "#8b949e" : colours[static_cast<size_t>(number) % colours.size()];
 }
 
-std::string text(double x, double y, const std::string& words, const char* anchor = "start") {
-  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>", x, y, anchor, escaped(words));
-}
-
 std::string rule(double x1, double y1, double x2, double y2) {
   return fmt::format("<line x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\" stroke=\"#d8dee4\"/>", x1, y1, x2,
                      y2);
@@ -124,6 +120,10 @@ std::string escaped(const std::string& text) {
     }
   }
   return result;
+}
+
+std::string text(double x, double y, const std::string& words, const char* anchor) {
+  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>", x, y, anchor, escaped(words));
 }
 
 std::string line_plot(const std::string& title, const std::vector<Line>& lines) {

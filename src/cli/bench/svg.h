@@ -11,6 +11,9 @@ namespace shoal::cli {
 // Text for XHTML, also inside attributes.
 std::string escaped(const std::string& text);
 
+// An SVG element; `anchor`: which end of the words is at x ("start", "middle", "end").
+std::string text(double x, double y, const std::string& words, const char* anchor = "start");
+
 // A colour by number; what has the same number on a page has the same colour.
 struct Named {
   std::string name;

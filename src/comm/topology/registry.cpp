@@ -93,9 +93,11 @@ std::vector<std::pair<std::string, std::string>> known_topologies() {
   return list;
 }
 
-Topology make_topology(const std::string& name, const TopologyRequest& request) {
+Topology make_topology(const std::string& name, const TopologyRequest& wanted) {
+  auto request = wanted;
   const auto factory = find(name);
   if (request.size < 1) throw UsageError(fmt::format("topology {}: {} ranks; give at least 1", name, request.size));
+  if (request.hosts.empty()) request.hosts.assign(request.size, 1);
   const bool hosts_fit = std::accumulate(request.hosts.begin(), request.hosts.end(), 0) == request.size &&
                          std::all_of(request.hosts.begin(), request.hosts.end(), [](int count) { return count > 0; });
   if (!hosts_fit) {
@@ -108,14 +110,15 @@ Topology make_topology(const std::string& name, const TopologyRequest& request) 
                                  request.size));
   }
   topology.name_ = name;
-  topology.request_ = request;
+  topology.request_ = std::move(request);
   return topology;
 }
 
 Topology make_topology(const std::string& name, int size, int local_size, uint64_t seed) {
   find(name);  // an unknown name is said before anything about sizes
-  if (local_size < 1)
+  if (local_size < 1) {
     throw UsageError(fmt::format("topology {}: hosts of {} ranks; give at least 1", name, local_size));
+  }
   if (size % local_size != 0) {
     throw UsageError(fmt::format("topology {}: {} ranks do not fill hosts of {}; possible are multiples of {}", name,
                                  size, local_size, local_size));

@@ -19,17 +19,14 @@ class Builder {
   [[noreturn]] void fail(const std::string& what) const { throw UsageError(where_ + ": " + what); }
 
   void check_rank(int rank, const std::string& of) const {
-    if (rank >= 0 && rank < size_) return;
+    if (is_rank(rank)) return;
     fail(fmt::format("rank {} {}: ranks are 0 to {}", rank, of, size_ - 1));
   }
 
   void add(int from, int to, double weight) {
-    const auto edge = fmt::format("edge {} -> {}", from, to);
-    check_rank(from, "in " + edge);
-    check_rank(to, "in " + edge);
-    if (from == to) fail(fmt::format("{}: what a rank keeps of its own is no edge", edge));
     // Also refuses NaN.
-    if (!(weight > 0 && weight <= 1)) fail(fmt::format("{} has weight {}: give one above 0, up to 1", edge, weight));
+    const bool valid = is_rank(from) && is_rank(to) && from != to && weight > 0 && weight <= 1;
+    if (!valid) refuse(from, to, weight);
     sources_[to].push_back({from, weight});
     targets_[from].push_back(to);
   }
@@ -50,6 +47,16 @@ class Builder {
   }
 
  private:
+  bool is_rank(int rank) const { return rank >= 0 && rank < size_; }
+
+  [[noreturn]] void refuse(int from, int to, double weight) const {
+    const auto edge = fmt::format("edge {} -> {}", from, to);
+    check_rank(from, "in " + edge);
+    check_rank(to, "in " + edge);
+    if (from == to) fail(edge + ": what a rank keeps of its own is no edge");
+    fail(fmt::format("{} has weight {}: give one above 0, up to 1", edge, weight));
+  }
+
   std::string where_;
   int size_;
   std::vector<std::vector<Neighbour>> sources_;

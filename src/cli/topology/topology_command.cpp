@@ -1,0 +1,95 @@
+// `shoal topology`: who averages with whom, and how fast ranks come to agree.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include "cli/commands.h"
+#include "cli/report.h"
+#include "cli/topology/drawing.h"
+#include "cli/topology/words.h"
+#include "shoal/base/error.h"
+
+namespace shoal::cli {
+namespace {
+
+struct TopologyOptions {
+  bool list = false;
+  std::string name;
+  std::string file;
+  std::optional<int> ranks;
+  std::optional<int> local_size;
+  std::optional<uint64_t> seed;
+  std::string html;
+  std::string svg;
+  std::string json;
+};
+
+int list_topologies() {
+  for (const auto& [name, summary] : known_topologies()) fmt::print("{:<22}{}\n", name, summary);
+  return 0;
+}
+
+void check(const TopologyOptions& options) {
+  if (options.list) return;
+  if (options.name.empty() == options.file.empty()) {
+    throw UsageError("give the name of a topology or --file FILE (shoal topology --list)");
+  }
+  if (options.name.empty()) {
+    if (options.local_size) throw UsageError("--local-size is for topologies by name, not for --file");
+    if (options.seed) throw UsageError("--seed is for topologies by name, not for --file");
+  } else if (!options.ranks) {
+    throw UsageError(fmt::format("topology {}: give --ranks N", options.name));
+  }
+}
+
+Topology find(const TopologyOptions& options) {
+  if (options.file.empty()) {
+    return make_topology(options.name, *options.ranks, options.local_size.value_or(1), options.seed.value_or(0));
+  }
+  auto topology = read_topology(options.file);
+  if (options.ranks && *options.ranks != topology.size()) {
+    throw UsageError(
+        fmt::format("--ranks {}: topology file {} is for {} ranks", *options.ranks, options.file, topology.size()));
+  }
+  return topology;
+}
+
+int show(const TopologyOptions& options, const Topology& topology) {
+  const auto report = topology.report();
+  if (!options.html.empty()) write_text(options.html, topology_page(topology, report));
+  if (!options.svg.empty()) write_text(options.svg, rounds_drawing(topology));
+  if (options.json != "-") fmt::print("{}", in_words(topology, report));
+  if (!options.json.empty()) write_json(options.json, to_json(topology, report));
+  return 0;
+}
+
+}  // namespace
+
+void add_topology_command(CLI::App& app, Action& chosen) {
+  auto* command = app.add_subcommand("topology", "who averages with whom in decentralised training, and how fast");
+  const auto options = std::make_shared<TopologyOptions>();
+  command->add_option("name", options->name, "one of --list");
+  command->add_flag("--list", options->list, "the names and what they are");
+  command->add_option("--file", options->file, "a topology from a JSON file instead (docs/topologies.md)");
+  command->add_option("--ranks", options->ranks, "number of ranks; with --file it is in the file");
+  command->add_option("--local-size", options->local_size,
+                      "ranks per host, for topologies that look at hosts (default: 1)");
+  command->add_option("--seed", options->seed, "for random topologies (default: 0)");
+  command->add_option("--html", options->html, "file for a page with drawings");
+  command->add_option("--svg", options->svg, "file for the drawing of the rounds alone");
+  command->add_option("--json", options->json, "file for rounds and figures, - for standard output");
+  command->callback([options, &chosen] {
+    check(*options);
+    if (options->list) {
+      chosen = list_topologies;
+      return;
+    }
+    const auto topology = std::make_shared<Topology>(find(*options));
+    chosen = [options, topology] { return show(*options, *topology); };
+  });
+}
+
+}  // namespace shoal::cli
