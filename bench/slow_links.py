@@ -23,6 +23,7 @@ VARIANTS = {
     "ddp": ["--strategy", "ddp"],
     "ring": ["--strategy", "decentralized", "--topology", "ring"],
     "one-peer-exp": ["--strategy", "decentralized", "--topology", "one-peer-exp"],
+    "one-peer-exp-bf16": ["--strategy", "decentralized", "--topology", "one-peer-exp", "--exchange-dtype", "bf16"],
     "diloco": ["--strategy", "diloco", "--sync-every", "20"],
 }
 
@@ -58,8 +59,9 @@ def measure(options, hosts, name):
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.json"
         command = [options.shoal, "train", "--model", options.model, "--size", options.size, "--data", "fashion-mnist",
-                   "--transport", "gloo", "--batch", str(options.batch), "--epochs", str(options.epochs), "--eval", "--lr",
-                   str(options.lr), "--neighbour-timeout", str(options.neighbour_timeout), "--json", str(report),
+                   "--transport", "gloo", "--batch", str(options.batch), "--eval", "--lr", str(options.lr),
+                   *(["--steps", str(options.steps)] if options.steps else ["--epochs", str(options.epochs)]),
+                   "--neighbour-timeout", str(options.neighbour_timeout), "--json", str(report),
                    *VARIANTS[name]]
         before = [sent_bytes(hosts, host) for host in range(options.hosts)]
         start = time.time()
@@ -98,6 +100,7 @@ def main():
     parser.add_argument("--size", default="small")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="in place of epochs")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--accuracy", type=float, default=0.88)
     parser.add_argument("--neighbour-timeout", type=float, default=5)

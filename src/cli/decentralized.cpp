@@ -50,6 +50,8 @@ class Decentralized : public Strategy {
   void zero_grad() override {}
   // The mean of the ranks' models, from which training goes on.
   std::shared_ptr<void> whole_parameters() override {
+    if (averaged_after_ != parallel_.step()) distance_ = parallel_.consensus_distance();
+    averaged_after_ = parallel_.step();
     parallel_.global_avg();
     return nullptr;
   }
@@ -68,7 +70,8 @@ class Decentralized : public Strategy {
   }
   std::vector<std::pair<std::string, double>> figures() override {
     const auto& seen = parallel_.statistics();
-    return {{"consensus_distance", parallel_.consensus_distance()},
+    const bool averaged = averaged_after_ == parallel_.step();
+    return {{"consensus_distance", averaged ? distance_ : parallel_.consensus_distance()},
             {"exchanged", static_cast<double>(seen.exchanged)},
             {"newer", static_cast<double>(seen.newer)},
             {"older", static_cast<double>(seen.older)},
@@ -85,6 +88,7 @@ class Decentralized : public Strategy {
                                             .precision = options.precision(),
                                             .neighbour_timeout_seconds = options.neighbour_timeout,
                                             .bucket_cap_mb = options.ddp.bucket_cap_mb};
+    if (options.exchange_dtype == "bf16") result.exchange_dtype = at::kBFloat16;
     if (options.schedule != "constant") {
       result.schedule = [&options, total_steps](torch::optim::Optimizer& optimizer) {
         return std::unique_ptr<torch::optim::LRScheduler>(make_schedule(options, optimizer, total_steps));
@@ -94,6 +98,8 @@ class Decentralized : public Strategy {
   }
 
   mutable DecentralizedDataParallel<models::Model> parallel_;
+  int64_t averaged_after_ = -1;                     // steps
+  double distance_ = 0;                             // of the ranks before that
   std::unique_ptr<torch::optim::Optimizer> rates_;  // never steps: what a schedule makes of the rates, for the report
 };
 

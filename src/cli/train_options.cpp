@@ -63,6 +63,7 @@ void TrainOptions::complete() {
   if (!reference_data() && !steps && !epochs) epochs = 1;
   check_schedule(*this);
   require_at_least("--topology-local-size", topology_local_size, 1);
+  require_one_of("--exchange-dtype", exchange_dtype, {"float32", "bf16"});
   if (!(neighbour_timeout > 0)) {
     throw UsageError(fmt::format("--neighbour-timeout {}: give seconds above 0", neighbour_timeout));
   }
@@ -145,6 +146,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--topology-file", options.topology_file, "decentralized: a graph of your own, in its place");
   command
       .add_option("--topology-local-size", options.topology_local_size, "decentralized: ranks per host of the graph")
+      ->capture_default_str();
+  command.add_option("--exchange-dtype", options.exchange_dtype, "decentralized: what neighbours get: float32, bf16")
       ->capture_default_str();
   command
       .add_option("--neighbour-timeout", options.neighbour_timeout,

@@ -48,6 +48,7 @@ struct TrainOptions {
   std::string topology_file;  // in its place
   int topology_local_size = 1;
   double neighbour_timeout = 5;  // seconds
+  std::string exchange_dtype = "float32";
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }

@@ -336,6 +336,39 @@ TEST(Decentralized, BEY04_push_sum_reaches_the_exact_mean_over_a_directed_graph)
   EXPECT_LT(difference(model->parameters(), mean), 1e-6);
 }
 
+TEST(Decentralized, BEY22_neighbours_may_get_rounded_values) {
+  // One step of the definition at a time, from the ranks' own values.
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(
+      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),
+      {.topology = ring(), .bucket_cap_mb = small_bucket, .exchange_dtype = at::kBFloat16});
+  for (int64_t step = 0; step < 6; ++step) {
+    std::vector<at::Tensor> expected;
+    auto copy = seeded(1);
+    {
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < model->parameters().size(); ++i) copy->parameters()[i].copy_(model->parameters()[i]);
+    }
+    mean_loss(copy->forward(batch(me(), step))).backward();
+    for (const auto& parameter : copy->parameters()) {
+      const auto own = parameter.detach().contiguous();
+      auto all = at::empty({group().size() * own.numel()}, own.options());
+      group().all_gather(all, own.flatten()).wait();
+      const auto topology = ring();
+      auto mixed = step == 0 ? own.clone() : own * topology.round(step).self(me());
+      if (step > 0) {
+        for (const auto& [source, weight] : topology.round(step).sources(me())) {
+          const auto theirs = all.narrow(0, source * own.numel(), own.numel()).view_as(own);
+          mixed += weight * theirs.to(at::kBFloat16).to(at::kDouble);
+        }
+      }
+      expected.push_back(mixed - 0.1 * parameter.grad());
+    }
+    mean_loss(parallel.forward(batch(me(), step))).backward();
+    EXPECT_LT(difference(model->parameters(), expected), 1e-12) << step;
+  }
+}
+
 TEST(Decentralized, DEC20_state_has_the_modules_own_names_and_training_goes_on_from_it) {
   const auto adam = optimizer_with<torch::optim::Adam>(torch::optim::AdamOptions(1e-2));
   const auto train = [&](auto& parallel, int64_t begin, int64_t end) {
@@ -409,6 +442,7 @@ TEST(Decentralized, bad_input_is_one_error_on_every_rank) {
   };
   refused({.topology = make_topology("ring", group().size() + 1)}, "make_topology(name, group.size())");
   refused({.topology = ring(), .clip_grad = -1}, "clip_grad is -1");
+  refused({.topology = ring(), .exchange_dtype = at::kInt}, "exchange_dtype Int");
   refused({.topology = ring(), .clip = ClipScope::bucket, .scaler = GradScalerOptions{}}, "clip all_gradients");
   refused({.topology = ring(), .neighbour_timeout_seconds = 0, .bucket_cap_mb = 0}, "neighbour_timeout_seconds is 0");
   EXPECT_THROW(DecentralizedDataParallel(model, OptimizerOfNamed(), group(), {.topology = ring()}), UsageError);

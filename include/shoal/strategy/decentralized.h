@@ -69,8 +69,9 @@ struct DecentralizedDataParallelOptions {
   double neighbour_timeout_seconds = 5;                       // a neighbour that is later is left out of the step
 
   // Performance.
-  double bucket_cap_mb = 25;         // MiB of parameters that are updated and shown together
-  bool param_as_bucket_view = true;  // parameters lie in their bucket; else they keep their memory
+  double bucket_cap_mb = 25;                       // MiB of parameters that are updated and shown together
+  bool param_as_bucket_view = true;                // parameters lie in their bucket; else they keep their memory
+  std::optional<at::ScalarType> exchange_dtype{};  // neighbours get values rounded to this; a rank's own are not
 
   // Throws UsageError that lists all faults.
   void validate(int ranks) const;

@@ -34,6 +34,12 @@ void DecentralizedDataParallelOptions::validate(int ranks) const {
     faults.push_back(fmt::format("topology {} is for {} ranks, the group has {}: make_topology(name, group.size())",
                                  topology->name(), topology->size(), ranks));
   }
+  if (exchange_dtype && !at::isFloatingType(*exchange_dtype)) {
+    faults.push_back(fmt::format("exchange_dtype {}: give a floating-point one", toString(*exchange_dtype)));
+  }
+  if (exchange_dtype && topology && topology->kind() == Stochastic::column) {
+    faults.emplace_back("exchange_dtype: push-sum's weights ride with the values and must not be rounded");
+  }
   if (!faults.empty()) throw UsageError(fmt::format("DecentralizedDataParallel: {}", fmt::join(faults, "; ")));
 }
 
@@ -103,7 +109,7 @@ void State::build_buckets() {
     buffers.push_back({bucket.numel(), bucket.dtype()});
   }
   progress.assign(buckets.size(), Progress::waiting);
-  mixing.open(buffers);
+  mixing.open(buffers, options.exchange_dtype);
   if (pending) load_pending();
 }
 

@@ -24,7 +24,7 @@ Mixing::Mixing(Group group, Topology topology, double timeout_seconds)
   std::iota(members_.begin(), members_.end(), 0);
 }
 
-void Mixing::open(const std::vector<GossipBuffer>& buffers) {
+void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::ScalarType> as) {
   buffers_ = buffers;
   mass_.assign(buffers.size(), 1);
   auto shown = buffers;
@@ -35,7 +35,10 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers) {
   }
   std::map<at::ScalarType, at::Tensor> memory;
   for (const auto& [dtype, numel] : largest) memory[dtype] = at::empty({numel}, at::TensorOptions(dtype));
-  for (const auto& buffer : shown) others_.push_back(memory[buffer.dtype].narrow(0, 0, buffer.numel));
+  for (auto& buffer : shown) {
+    others_.push_back(memory[buffer.dtype].narrow(0, 0, buffer.numel));
+    buffer.dtype = as.value_or(buffer.dtype);
+  }
   channel_ = open_gossip_channel(group_, shown);
 }
 
@@ -78,7 +81,11 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
       const auto add = [&, weight = weight](const at::Tensor& values) {
         if (!result.others.defined()) {
           result.others = others_[buffer];
-          at::mul_out(result.others, values, at::scalar_tensor(weight, at::kDouble));
+          if (values.scalar_type() == result.others.scalar_type()) {
+            at::mul_out(result.others, values, at::scalar_tensor(weight, at::kDouble));
+          } else {
+            result.others.copy_(values).mul_(weight);
+          }
         } else {
           result.others.add_(values, weight);
         }

@@ -15,8 +15,8 @@ class Mixing {
  public:
   Mixing(Group group, Topology topology, double timeout_seconds);
 
-  // Collective; once, before the first step ends.
-  void open(const std::vector<GossipBuffer>& buffers);
+  // Buffers are shown in `as`, where given. Collective; once, before the first step ends.
+  void open(const std::vector<GossipBuffer>& buffers, std::optional<at::ScalarType> as);
   bool opened() const { return channel_ != nullptr; }
 
   // A step begins: neighbours that have ended are removed.
