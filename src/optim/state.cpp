@@ -14,6 +14,7 @@
 #include <typeinfo>
 
 #include "shoal/base/error.h"
+#include "shoal/optim/accum_adam.h"
 #include "shoal/optim/adafactor.h"
 #include "shoal/optim/lamb.h"
 #include "shoal/optim/muon.h"
@@ -56,6 +57,12 @@ std::deque<detail::StateKind> built_in() {
         field.optional("col_var", state.col_var());
         field.optional("variance", state.variance());
         field.optional("exp_avg", state.exp_avg());
+      }),
+      state_kind<AccumAdam, AccumAdamParamState>([](auto& state, auto& field) {
+        field("step", state.step());
+        field("exp_avg", state.exp_avg());
+        field("exp_avg_sq", state.exp_avg_sq());
+        field("accum_grad", state.accum_grad());
       }),
       state_kind<Muon, MuonParamState>(
           [](auto& state, auto& field) { field("momentum_buffer", state.momentum_buffer()); }),

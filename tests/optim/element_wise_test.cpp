@@ -9,6 +9,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include "shoal/optim/accum_adam.h"
 #include "shoal/optim/adafactor.h"
 #include "shoal/optim/lamb.h"
 #include "shoal/optim/muon.h"
@@ -21,6 +22,7 @@ using namespace torch::optim;
 static_assert(element_wise<SGD> && element_wise<Adam> && element_wise<AdamW> && element_wise<RMSprop>);
 static_assert(element_wise<Adagrad> && element_wise<FusedSGD> && element_wise<FusedAdam>);
 static_assert(element_wise<FusedAdamW> && element_wise<FusedAdagrad> && !element_wise<LBFGS>);
+static_assert(element_wise<AccumAdam> && element_wise<AccumAdamW>);
 static_assert(!element_wise<Lamb> && !element_wise<Adafactor> && !element_wise<Muon>);
 
 // Long enough that libtorch's kernels use several threads, and not a multiple of anything.
@@ -88,6 +90,12 @@ TEST(ElementWise, BEY12_PiecesEqualTheWholeLibtorch) {
   expect_equal<RMSprop>(RMSpropOptions(0.1).weight_decay(0.1));
   expect_equal<RMSprop>(RMSpropOptions(0.1).momentum(0.9).centered(true));
   expect_equal<Adagrad>(AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1));
+}
+
+// The second step completes a round, the third starts from what came of it.
+TEST(ElementWise, DEC15_PiecesEqualTheWholeAccumulating) {
+  expect_equal<AccumAdam>(AccumAdamOptions(0.1).weight_decay(0.1).accum_iter(2));
+  expect_equal<AccumAdamW>(AccumAdamOptions(0.1).weight_decay(0.1).accum_iter(2));
 }
 
 }  // namespace

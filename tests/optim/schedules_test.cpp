@@ -1,4 +1,4 @@
-// Schedules against Python's numbers (vectors.h); the optimizer's own rate is 0.5.
+// Schedules against Python's numbers (vectors.h) and decent-dp's (decent_vectors.h); the optimizer's own rate is 0.5.
 
 #include "shoal/optim/schedules.h"
 
@@ -10,6 +10,7 @@
 
 #include "shoal/base/error.h"
 #include "shoal/optim/lamb.h"
+#include "tests/optim/decent_vectors.h"
 #include "tests/optim/vectors.h"
 
 namespace shoal {
@@ -49,6 +50,13 @@ TEST(Schedules, EqualPythons) {
                     OneCycleOptions{.total_steps = 14, .rising = 0.4, .initial_divisor = 5, .anneal = Anneal::linear});
   compare<OneCycle>(vectors::one_cycle_three_phases,
                     OneCycleOptions{.total_steps = 14, .final_divisor = 100, .three_phase = true});
+}
+
+// Its cosine takes t_max = 9 steps after a warm-up of 4, down to an eta_min of 0.05.
+TEST(Schedules, DEC15_CosineWithWarmupEqualsDecentDps) {
+  compare<CosineWithWarmup>(
+      vectors::decent_cosine_with_warmup,
+      CosineWithWarmupOptions{.total_steps = 13, .warmup_steps = 4, .start_factor = 0.01, .final_factor = 0.1});
 }
 
 TEST(Schedules, StayAtTheirLastRate) {

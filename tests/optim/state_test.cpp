@@ -10,6 +10,7 @@
 #include <torch/utils.h>
 
 #include "shoal/base/error.h"
+#include "shoal/optim/accum_adam.h"
 #include "shoal/optim/adafactor.h"
 #include "shoal/optim/fused_adagrad.h"
 #include "shoal/optim/fused_adam.h"
@@ -87,6 +88,9 @@ TEST(NamedState, OSS07_CarriesFusedOptimizers) {
 }
 
 TEST(NamedState, OSS07_CarriesShoalsOptimizers) {
+  // Taken within a round of two steps, and of four.
+  carry<AccumAdam>(AccumAdamOptions(0.1).accum_iter(2), {"step accum_grad exp_avg exp_avg_sq "});
+  carry<AccumAdamW>(AccumAdamOptions(0.1), {"step accum_grad exp_avg exp_avg_sq "});
   carry<Lamb>(LambOptions(0.1), {"step exp_avg exp_avg_sq "});
   carry<Adafactor>(AdafactorOptions(0.1), {"step col_var row_var ", "step variance "});
   carry<Adafactor>(AdafactorOptions(0.1).beta1(0.9), {"step col_var exp_avg row_var ", "step exp_avg variance "});

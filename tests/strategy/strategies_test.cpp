@@ -8,6 +8,7 @@
 #include "data/reference.h"
 #include "models/loss.h"
 #include "models/registry.h"
+#include "shoal/optim/accum_adam.h"
 #include "shoal/optim/fused_adamw.h"
 #include "shoal/optim/lamb.h"
 #include "tests/support/models.h"
@@ -101,6 +102,11 @@ TEST_P(Strategies, BEY12_an_optimizer_with_norms_of_whole_parameters_equals_ddp)
   if (GetParam() == "megatron_in_grads") GTEST_SKIP() << "refused: for element-wise optimizers";
   const LambOptions lamb(1e-2);
   expect_equal(GetParam(), train<Lamb>(GetParam(), "gpt", lamb, 1), reference<Lamb>("gpt", lamb, 1));
+}
+
+TEST_P(Strategies, DEC15_moments_of_several_steps_equal_ddps) {
+  const auto options = AccumAdamOptions(1e-2).weight_decay(0.1).accum_iter(3);
+  expect_equal(GetParam(), train<AccumAdamW>(GetParam(), "gpt", options, 1), reference<AccumAdamW>("gpt", options, 1));
 }
 
 TEST_P(Strategies, BEY19_the_first_step_is_a_real_step) {

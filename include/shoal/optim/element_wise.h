@@ -7,6 +7,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include "shoal/optim/accum_adam.h"
 #include "shoal/optim/fused_adagrad.h"
 #include "shoal/optim/fused_adam.h"
 #include "shoal/optim/fused_adamw.h"
@@ -43,5 +44,9 @@ template <>
 inline constexpr bool element_wise<FusedAdamW> = true;
 template <>
 inline constexpr bool element_wise<FusedAdagrad> = true;
+template <>
+inline constexpr bool element_wise<AccumAdam> = true;
+template <>
+inline constexpr bool element_wise<AccumAdamW> = true;
 
 }  // namespace shoal
