@@ -9,5 +9,8 @@ namespace shoal::test {
 
 // The world of this process; joined once before the tests run.
 const World& world();
+inline const Group& group() {
+  return world().group();
+}
 
 }  // namespace shoal::test
