@@ -1,0 +1,28 @@
+#pragma once
+// Gradients that an optimizer's ranks would have after an all-reduce.
+
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include "tests/support/models.h"
+#include "tests/support/world.h"
+
+namespace shoal::test {
+
+// The mean over ranks of the gradients of one step, on every rank, without communication.
+inline void set_mean_gradients(Mlp& model, int64_t step) {
+  auto copy = seeded(1);
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < model->parameters().size(); ++i) copy->parameters()[i].copy_(model->parameters()[i]);
+  {
+    const at::AutoGradMode grad(true);
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (mean_loss(copy->forward(batch(rank, step))) / group().size()).backward();
+    }
+  }
+  for (size_t i = 0; i < model->parameters().size(); ++i) {
+    model->parameters()[i].mutable_grad() = copy->parameters()[i].grad().clone();
+  }
+}
+
+}  // namespace shoal::test
