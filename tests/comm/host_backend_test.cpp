@@ -1,0 +1,217 @@
+// The host transport with many operations, groups and threads at a time, and as a c10d backend.
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <numeric>
+#include <optional>
+#include <thread>
+
+#include "comm/backend.h"
+#include "tests/comm/host_inputs.h"
+
+namespace shoal::test {
+namespace {
+
+TEST(Host, ManyOperationsAreInFlightAndWaitedForInAnyOrder) {
+  // More than the ring of announcements holds.
+  std::vector<at::Tensor> tensors;
+  std::vector<Work> works;
+  for (int i = 0; i < 100; ++i) {
+    tensors.push_back(in_memory(own(i * 37 + 1, at::kFloat, i), i % 3 == 0 ? Memory::staged : Memory::shared));
+    works.push_back(group().all_reduce(tensors.back()));
+  }
+  for (int i = 0; i < 100; ++i) {
+    const int at = (i * 37 + 11 * group().rank()) % 100;
+    works[at].wait();
+    EXPECT_TRUE(at::equal(tensors[at], naive(all_inputs(at * 37 + 1, at::kFloat, at), ReduceOp::sum)));
+  }
+}
+
+TEST(Host, ManyMessagesWithOneTagArriveInOrder) {
+  if (group().size() == 1) GTEST_SKIP() << "nobody to send to";
+  const int next = (group().rank() + 1) % group().size();
+  const int previous = (group().rank() + group().size() - 1) % group().size();
+  constexpr int count = 1000;
+  std::vector<Work> sent;
+  for (int i = 0; i < count; ++i) sent.push_back(group().send(at::full({1}, i, at::kInt), next));
+  auto received = at::empty({1}, at::kInt);
+  for (int i = 0; i < count; ++i) {
+    group().recv(received, previous).wait();
+    ASSERT_EQ(received.item<int>(), i);
+  }
+  for (auto& work : sent) work.wait();
+}
+
+TEST(Host, TwoGroupsAreUsedAtTheSameTimeInOppositeOrder) {
+  std::vector<int> everyone(group().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto a = group().subgroup(everyone);
+  const auto b = group().subgroup({everyone.rbegin(), everyone.rend()});
+  for (int i = 0; i < 50; ++i) {
+    auto x = in_memory(own(1000, at::kFloat, i), i % 2 == 0 ? Memory::staged : Memory::shared);
+    auto y = in_memory(own(70000, at::kFloat, i + 1), Memory::staged);
+    auto in_a = a.all_reduce(x);
+    auto in_b = b.all_reduce(y);
+    // Even ranks wait for one first, odd ranks for the other.
+    if (group().rank() % 2 == 0) in_a.wait();
+    in_b.wait();
+    in_a.wait();
+    EXPECT_TRUE(at::equal(x, naive(all_inputs(1000, at::kFloat, i), ReduceOp::sum)));
+  }
+}
+
+TEST(Host, TwoThreadsUseAGroupEach) {
+  std::vector<int> everyone(group().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto a = group().subgroup(everyone);
+  const auto b = group().subgroup(everyone);
+  const auto work = [](const Group& of) {
+    for (int i = 0; i < 200; ++i) {
+      auto x = at::full({300}, 1.0F);
+      of.all_reduce(x).wait();
+      EXPECT_EQ(x[299].item<float>(), of.size());
+    }
+  };
+  std::thread other([&] { work(a); });
+  work(b);
+  other.join();
+}
+
+TEST(HostBackend, TakesPartsOfUnequalSizes) {
+  if (group().size() == 1) GTEST_SKIP() << "one part";
+  const auto backend = make_backend(group());
+  const int size = group().size();
+  const auto part_size = [](int rank) { return rank == 1 ? 0 : 5 + 70001 * rank; };
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  std::vector<std::vector<at::Tensor>> inputs(1);
+  for (int rank = 0; rank < size; ++rank) {
+    outputs[0].push_back(at::zeros({part_size(rank)}));
+    inputs[0].push_back(own(part_size(rank), at::kFloat, rank));
+  }
+  std::vector<at::Tensor> mine{own(part_size(group().rank()), at::kFloat)};
+  backend->allgather(outputs, mine, {})->wait(c10d::kUnsetTimeout);
+  for (int rank = 0; rank < size; ++rank)
+    EXPECT_TRUE(at::equal(outputs[0][rank], input(rank, part_size(rank), at::kFloat)));
+
+  std::vector<at::Tensor> reduced{at::zeros({part_size(group().rank())})};
+  backend->reduce_scatter(reduced, inputs, {})->wait(c10d::kUnsetTimeout);
+  EXPECT_TRUE(
+      at::equal(reduced[0], naive(all_inputs(part_size(group().rank()), at::kFloat, group().rank()), ReduceOp::sum)));
+
+  // Rank r sends i + r elements to rank i.
+  std::vector<int64_t> to;
+  std::vector<int64_t> from;
+  for (int rank = 0; rank < size; ++rank) {
+    to.push_back(rank + group().rank());
+    from.push_back(rank + group().rank());
+  }
+  auto input_tensor = own(std::accumulate(to.begin(), to.end(), int64_t{0}), at::kDouble);
+  auto output_tensor = at::zeros({std::accumulate(from.begin(), from.end(), int64_t{0})}, at::kDouble);
+  backend->alltoall_base(output_tensor, input_tensor, from, to, {})->wait(c10d::kUnsetTimeout);
+  int64_t at = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    int64_t begin = 0;
+    for (int before = 0; before < group().rank(); ++before) begin += before + rank;
+    int64_t total = 0;
+    for (int any = 0; any < size; ++any) total += any + rank;
+    EXPECT_TRUE(at::equal(output_tensor.narrow(0, at, from[rank]),
+                          input(rank, total, at::kDouble).narrow(0, begin, from[rank])));
+    at += from[rank];
+  }
+}
+
+TEST(HostBackend, HasCoalescedFormsAndFutures) {
+  const auto backend = make_backend(group());
+  std::vector<at::Tensor> tensors{own(10, at::kFloat), own(100000, at::kFloat), own(3, at::kFloat)};
+  const auto work = backend->allreduce_coalesced(tensors, {});
+  const auto future = work->getFuture();
+  future->waitAndThrow();
+  EXPECT_TRUE(work->isCompleted());
+  EXPECT_TRUE(work->isSuccess());
+  EXPECT_EQ(future->value().toTensorList().size(), 3);
+  for (const auto& tensor : tensors) {
+    EXPECT_TRUE(at::equal(tensor, naive(all_inputs(tensor.numel(), at::kFloat), ReduceOp::sum)));
+  }
+  std::vector<at::Tensor> outputs{at::zeros({2 * group().size()}), at::zeros({5 * group().size()})};
+  std::vector<at::Tensor> inputs{own(2, at::kFloat), own(5, at::kFloat)};
+  backend->allgather_into_tensor_coalesced(outputs, inputs, {})->wait(c10d::kUnsetTimeout);
+  EXPECT_TRUE(at::equal(outputs[1], at::cat(all_inputs(5, at::kFloat))));
+  backend->reduce_scatter_tensor_coalesced(inputs, outputs, {})->wait(c10d::kUnsetTimeout);
+  backend->barrier({})->wait(c10d::kUnsetTimeout);
+}
+
+TEST(HostBackend, TheCallerGoesOnWhileAFutureIsWaitedFor) {
+  const auto backend = make_backend(group());
+  for (int i = 0; i < 20; ++i) {
+    std::vector<at::Tensor> first{own(200000, at::kFloat, i)};
+    std::vector<at::Tensor> second{own(300, at::kFloat, i)};
+    const auto work = backend->allreduce(first, {});
+    const auto future = work->getFuture();
+    backend->allreduce(second, {})->wait(c10d::kUnsetTimeout);
+    work->isCompleted();  // either answer is right; it must not wait
+    future->waitAndThrow();
+    EXPECT_TRUE(at::equal(first[0], naive(all_inputs(200000, at::kFloat, i), ReduceOp::sum)));
+    EXPECT_TRUE(at::equal(second[0], naive(all_inputs(300, at::kFloat, i), ReduceOp::sum)));
+  }
+}
+
+TEST(HostBackend, AWorkMayOutliveItsBackend) {
+  for (int i = 0; i < 20; ++i) {
+    auto backend = make_backend(group());
+    std::vector<at::Tensor> first{own(1000, at::kFloat, i)};
+    std::vector<at::Tensor> second{own(300, at::kFloat, i)};
+    auto asked_before = backend->allreduce(first, {});
+    auto asked_after = backend->allreduce(second, {});
+    const auto early = asked_before->getFuture();
+    backend.reset();
+    asked_before.reset();
+    const auto late = asked_after->getFuture();
+    asked_after.reset();
+    early->waitAndThrow();
+    late->waitAndThrow();
+    EXPECT_TRUE(at::equal(first[0], naive(all_inputs(1000, at::kFloat, i), ReduceOp::sum)));
+    EXPECT_TRUE(at::equal(second[0], naive(all_inputs(300, at::kFloat, i), ReduceOp::sum)));
+  }
+}
+
+// A slower peer works on what a faster one has dropped.
+TEST(HostTransport, MemoryOfUnfinishedOperationsIsNotGivenToOthersWhenTheirGroupGoes) {
+  if (group().size() == 1) GTEST_SKIP() << "no peers";
+  std::vector<int> all(group().size());
+  std::iota(all.begin(), all.end(), 0);
+  constexpr int64_t numel = 100000;
+  std::optional<Group> doomed = group().subgroup(all);
+  const auto start_and_drop = [&] {
+    doomed->all_reduce(doomed->allocate(numel, at::kFloat).fill_(1));
+    doomed.reset();
+  };
+  at::Tensor fresh;
+  if (group().rank() == 0) {
+    start_and_drop();
+    fresh = group().allocate(numel, at::kFloat);
+  }
+  group().barrier().wait();
+  if (group().rank() != 0) start_and_drop();
+  group().barrier().wait();
+  if (group().rank() == 0) {
+    EXPECT_EQ(fresh.count_nonzero().item<int64_t>(), 0);
+  }
+}
+
+TEST(HostBackend, PremultipliedSum) {
+  if (group().size() == 1) GTEST_SKIP() << "the identity transport returns its input";
+  const auto backend = make_backend(group());
+  for (const int64_t numel : {3, 200000}) {
+    std::vector<at::Tensor> tensors{own(numel, at::kDouble)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::makePreMulSum(0.5 + group().rank());
+    backend->allreduce(tensors, options)->wait(c10d::kUnsetTimeout);
+    auto expected = at::zeros({numel}, at::kDouble);
+    for (int rank = 0; rank < group().size(); ++rank) expected += input(rank, numel, at::kDouble) * (0.5 + rank);
+    EXPECT_TRUE(at::allclose(tensors[0], expected, 1e-14));
+  }
+}
+
+}  // namespace
+}  // namespace shoal::test
