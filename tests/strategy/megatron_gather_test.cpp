@@ -1,8 +1,8 @@
-// MEG08: parameters in a buffer of their own, and parameters that are gathered in their gradients' memory.
+// MEG08: parameters in a buffer of their own, and parameters that are gathered in their gradients' memory. What both
+// ways take is in megatron_buffers_test.cpp.
 
 #include <fmt/format.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
@@ -10,14 +10,9 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include <thread>
-
-#include "comm/group_state.h"
-#include "comm/world_state.h"
 #include "shoal/base/error.h"
 #include "shoal/optim/lamb.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
-#include "tests/support/memory_meter.h"
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
@@ -25,14 +20,10 @@ namespace shoal {
 namespace {
 
 using test::batch;
+using test::group;
 using test::mean_loss;
 using test::seeded;
-using test::world;
 using torch::optim::AdamWOptions;
-
-const Group& group() {
-  return world().group();
-}
 
 using Optimizer = DistributedOptimizer<FusedAdamW>;
 
@@ -203,67 +194,6 @@ TEST(MegatronGather, MEG08_one_gather_per_buffer_in_the_gradients_memory) {
       auto buffer = at::empty({0}, at::kBFloat16);
       buffer.set_(gradients.storage(), 2 * begin + begins.at(named.key()), {named.value().numel()}, {1});
       EXPECT_TRUE(at::equal(buffer, named.value().flatten())) << named.key();
-    }
-  }
-}
-
-// Bytes per parameter that this rank holds beside activations, and what a later step takes on top of it.
-struct Bytes {
-  double held, step;
-};
-
-Bytes bytes_per_parameter(at::ScalarType dtype, bool fp32_gradients, bool reuse) {
-  constexpr int64_t width = 512;
-  auto& meter = test::MemoryMeter::instance();
-  group().broadcast(at::zeros({1000}), 0).wait();
-  // Gloo's threads let go of the last operation's tensors a little later.
-  const auto settle = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
-  settle();
-  const auto shared = [] { return static_cast<int64_t>(state_of(group())->world->memory->bytes_in_use()); };
-  const auto before = meter.live() + shared();
-  torch::nn::Sequential model;
-  for (int i = 0; i < 4; ++i) {
-    model->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
-  }
-  model->to(dtype);
-  Optimizer optimizer(model, AdamWOptions(1e-3), group(),
-                      {.reuse_grad_buf_for_param_gather = reuse, .grad_reduce_in_fp32 = fp32_gradients});
-  const auto backward = [&] { model->forward(at::ones({1, width}, dtype)).sum().backward(); };
-  backward();
-  optimizer.step();
-  optimizer.zero_grad();
-  settle();
-  const auto held = meter.live() + shared() - before;
-  backward();
-  settle();
-  meter.reset_peak();
-  const auto start = meter.live();
-  optimizer.step();
-  constexpr double parameters = 4.0 * width * width;
-  return {static_cast<double>(held) / parameters, static_cast<double>(meter.peak() - start) / parameters};
-}
-
-TEST(MegatronGather, MEG08_memory_measured_both_ways) {
-  const double n = group().size();
-  // A buffer of parameters exists once per host, and is counted by nobody's allocator.
-  const double once = group().transport() == "host" ? 0 : 1;
-  struct Way {
-    at::ScalarType dtype;
-    bool fp32_gradients;
-    double parameter, gradient, state;
-  };
-  for (const auto& way :
-       {Way{at::kFloat, false, 4, 4, 8}, Way{at::kBFloat16, true, 2, 4, 12}, Way{at::kBFloat16, false, 2, 2, 12}}) {
-    SCOPED_TRACE(fmt::format("{}, float32 gradients {}", c10::toString(way.dtype), way.fp32_gradients));
-    const double formula = way.parameter + way.gradient + way.state / n;
-    for (const bool reuse : {true, false}) {
-      const auto bytes = bytes_per_parameter(way.dtype, way.fp32_gradients, reuse);
-      const double expected = reuse ? formula : formula - (1 - once) * way.parameter;
-      EXPECT_NEAR(bytes.held, expected, 0.05 * formula) << (reuse ? "in the gradients' memory" : "in a buffer");
-      if (group().transport() == "gloo") continue;  // stages what it gathers
-      // Gradients of 16 bits are widened, and those of the rank's range alone.
-      const double widened = way.gradient < 4 ? 4 / n : 0;
-      EXPECT_LT(bytes.step, widened + 0.05) << "neither the gather nor the copies take memory";
     }
   }
 }
