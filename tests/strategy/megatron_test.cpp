@@ -10,6 +10,7 @@
 #include <set>
 
 #include "shoal/base/error.h"
+#include "shoal/optim/accum_adam.h"
 #include "tests/strategy/megatron_training.h"
 
 namespace shoal::test {
@@ -191,6 +192,37 @@ TEST(Megatron, MEG11_state_taken_at_one_number_of_ranks_goes_on_at_another) {
   add_mean_gradient(next, 3);
   again.step();
   EXPECT_LT(difference(next->parameters(), model->parameters()), 1e-12);
+}
+
+// The sums of a round that is not complete travel with the moments, to one process and back.
+TEST(Megatron, DEC15_state_taken_within_a_round_goes_on_without_shards_and_with) {
+  const auto options = AccumAdamOptions(1e-2).weight_decay(0.1).accum_iter(3);
+  using Sharded = DistributedOptimizer<AccumAdamW>;
+  const auto train = [](Sharded& optimizer, Mlp& model, int64_t begin, int64_t end) {
+    for (int64_t step = begin; step < end; ++step) {
+      backward(model, optimizer, step);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  };
+  const auto copy = [](const Mlp& from, const Mlp& to) {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < to->parameters().size(); ++i) to->parameters()[i].copy_(from->parameters()[i]);
+  };
+  auto model = seeded(1), between = seeded(1), next = seeded(1);
+  Sharded uninterrupted(model, options, group());
+  train(uninterrupted, model, 0, 4);
+  copy(model, between);
+  AccumAdamW whole(between->parameters(), options);
+  load_optimizer_state(whole, *between, uninterrupted.state_dict());
+  add_mean_gradient(between, 4);
+  whole.step();
+  copy(between, next);
+  Sharded again(next, options, group());
+  again.load_state_dict(optimizer_state(whole, *between));
+  train(uninterrupted, model, 4, 8);
+  train(again, next, 5, 8);
+  EXPECT_LT(difference(next->parameters(), model->parameters()), 1e-10);
 }
 
 }  // namespace
