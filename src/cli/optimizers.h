@@ -5,9 +5,10 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
+
+#include "cli/train_options.h"
 
 namespace shoal::cli {
 
@@ -21,8 +22,10 @@ struct OptimizerKind {
 };
 
 std::vector<std::string> optimizer_names();
-// With the hyper-parameters of the reference runs. `lr` replaces the default rate.
-OptimizerKind optimizer_kind(const std::string& name, std::optional<double> lr);
+// Throws UsageError for options that the optimizer does not take.
+void check_optimizer(const TrainOptions& options);
+// With the hyper-parameters of the reference runs, where the options do not say others.
+OptimizerKind optimizer_kind(const TrainOptions& options);
 
 // How many elements the optimizer keeps for a parameter of these sizes in its param group of this number.
 int64_t state_numel(const std::string& name, at::IntArrayRef sizes, size_t group);

@@ -75,6 +75,7 @@ Json config(const TrainOptions& options, const World& world) {
                  {"dtype", options.dtype},
                  {"seed", options.seed}};
   result["lr"] = options.lr ? Json(*options.lr) : Json(nullptr);
+  if (options.accum_iter) result["accum_iter"] = *options.accum_iter;
   result["schedule"] = options.schedule;
   if (options.warmup_steps) result["warmup_steps"] = *options.warmup_steps;
   if (options.decay_every) result["decay_every"] = *options.decay_every;

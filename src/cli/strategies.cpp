@@ -16,7 +16,7 @@ namespace shoal::cli {
 namespace {
 
 std::unique_ptr<OSSCore> make_oss(const TrainOptions& options, const models::Model& model, const Group& group) {
-  auto kind = optimizer_kind(options.optimizer, options.lr);
+  auto kind = optimizer_kind(options);
   return std::make_unique<OSSCore>(kind.groups(model), std::move(kind.defaults), kind.make, group, OSSOptions());
 }
 
@@ -24,7 +24,7 @@ std::unique_ptr<OSSCore> make_oss(const TrainOptions& options, const models::Mod
 class Replicated : public Strategy {
  public:
   Replicated(const TrainOptions& options, const std::shared_ptr<models::Model>& model) : Strategy(options, model) {
-    const auto kind = optimizer_kind(options.optimizer, options.lr);
+    const auto kind = optimizer_kind(options);
     optimizer_ = kind.make(kind.groups(*model));
   }
 
@@ -100,7 +100,7 @@ class Megatron : public Strategy {
  public:
   Megatron(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group)
       : Strategy(options, model) {
-    auto kind = optimizer_kind(options.optimizer, options.lr);
+    auto kind = optimizer_kind(options);
     optimizer_ = std::make_unique<DistributedOptimizerCore>(DistributedOptimizerCore::Modules{model},
                                                             kind.groups(*model), std::move(kind.defaults), kind.make,
                                                             kind.element_wise, group, options.megatron);
@@ -133,7 +133,7 @@ class Fsdp : public Strategy {
   Fsdp(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
        ShardingStrategy sharding)
       : Strategy(options, model) {
-    auto kind = optimizer_kind(options.optimizer, options.lr);
+    auto kind = optimizer_kind(options);
     auto groups = kind.groups(*model);
     const bool mixed = options.dtype.ends_with("_mixed");
     parallel_ = std::make_unique<FullyShardedDataParallel<models::Model>>(

@@ -61,6 +61,7 @@ void TrainOptions::complete() {
   require_one_of("--init", init, {"torch", "reference"});
   if (reference_data() && !steps) steps = 10;
   if (!reference_data() && !steps && !epochs) epochs = 1;
+  check_optimizer(*this);
   check_schedule(*this);
   require_at_least("--topology-local-size", topology_local_size, 1);
   require_one_of("--exchange-dtype", exchange_dtype, {"float32", "bf16"});
@@ -110,12 +111,14 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--timeout", options.timeout_seconds, "seconds that an operation may take with all ranks alive")
       ->capture_default_str();
   command
-      .add_option(
-          "--optimizer", options.optimizer,
-          fmt::format("{} (for matrices of hidden layers, adamw for the rest)", fmt::join(optimizer_names(), ", ")))
+      .add_option("--optimizer", options.optimizer,
+                  fmt::format("{} (muon: for matrices of hidden layers, adamw for the rest)",
+                              fmt::join(optimizer_names(), ", ")))
       ->capture_default_str();
   command.add_option("--lr", options.lr,
-                     "learning rate (default: adamw, adam, rmsprop, lamb, muon 1e-3; sgd 0.05; others 0.01)");
+                     "learning rate (default: sgd 0.05; sgd_momentum, adagrad, adafactor 0.01; others 1e-3)");
+  command.add_option("--accum-iter", options.accum_iter,
+                     "accum_adam, accum_adamw: steps whose mean gradient the moments take in (default: 4)");
   command
       .add_option("--schedule", options.schedule,
                   "how it changes: constant; linear_warmup, then constant; cosine, down to 0; one_cycle, up and down; "

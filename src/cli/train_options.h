@@ -23,6 +23,7 @@ struct TrainOptions {
   std::string transport = "auto";
   std::string optimizer = "adamw";
   std::optional<double> lr;
+  std::optional<int64_t> accum_iter;  // steps
   std::string schedule = "constant";
   std::optional<int64_t> warmup_steps;
   std::optional<int64_t> decay_every;  // steps

@@ -28,6 +28,10 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
                  "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, "
                  "hybrid, none, local");
   expect_refused({"train", "--optimizer", "lion"}, "--optimizer lion");
+  expect_refused({"train", "--accum-iter", "2"},
+                 "--accum-iter 2: is for --optimizer accum_adam and accum_adamw, not adamw");
+  expect_refused({"train", "--optimizer", "accum_adam", "--accum-iter", "0"}, "--accum-iter 0: give at least 1");
+  expect_refused({"train", "--optimizer", "accum_adam", "--accum-iter", "two"}, "--accum-iter");
   expect_refused({"train", "--dtype", "float8"}, "--dtype float8");
   expect_refused({"train", "--model", "resnet"}, "choose one of mlp, cnn, gpt");
   expect_refused({"train", "--size", "huge"}, "huge");

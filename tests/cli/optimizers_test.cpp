@@ -15,8 +15,9 @@ using nlohmann::json;
 // What each keeps, in parts of the parameters' memory.
 TEST(Train, EveryOptimizerLearnsAndKeepsWhatItShould) {
   const std::vector<std::tuple<std::string, double, double>> optimizers{
-      {"adamw", 2, 2},   {"adam", 2, 2}, {"sgd", 0, 0},         {"sgd_momentum", 1, 1}, {"adagrad", 1, 1},
-      {"rmsprop", 1, 1}, {"lamb", 2, 2}, {"adafactor", 0, 0.5}, {"muon", 1, 1}};
+      {"adamw", 2, 2},   {"adam", 2, 2},       {"sgd", 0, 0},        {"sgd_momentum", 1, 1},
+      {"adagrad", 1, 1}, {"rmsprop", 1, 1},    {"lamb", 2, 2},       {"adafactor", 0, 0.5},
+      {"muon", 1, 1},    {"accum_adam", 3, 3}, {"accum_adamw", 3, 3}};
   for (const auto& [name, least, most] : optimizers) {
     const TempFolder folder;
     const auto ended = shoal({"train", "--data", "reference", "--model", "mlp", "--steps", "30", "--ranks", "1",
@@ -57,6 +58,20 @@ TEST(Train, SchedulesSetTheRateOfEveryStep) {
       EXPECT_NEAR(report["lr"][step].get<double>(), expected[step], 1e-4)
           << report["config"]["schedule"] << " " << step;
     }
+  }
+}
+
+TEST(Train, DEC15_AccumIterReachesTheOptimizerUnderEveryStrategy) {
+  const auto train = [](std::vector<std::string> more) {
+    for (const auto* option : {"--model", "gpt", "--steps", "5", "--optimizer", "accum_adamw"}) more.push_back(option);
+    return train_reference(more);
+  };
+  const auto usual = train({"--strategy", "ddp"}), two = train({"--strategy", "ddp", "--accum-iter", "2"});
+  EXPECT_EQ(train({"--strategy", "ddp", "--accum-iter", "4"})["params"], usual["params"]) << "the default";
+  EXPECT_NE(two["params"], usual["params"]);
+  EXPECT_EQ(two["config"]["accum_iter"], 2);
+  for (const auto* strategy : {"zero1", "zero2", "megatron", "fsdp"}) {
+    EXPECT_EQ(train({"--strategy", strategy, "--accum-iter", "2"})["params"], two["params"]) << strategy;
   }
 }
 

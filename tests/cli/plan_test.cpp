@@ -78,7 +78,8 @@ TEST(Plan, BEY11_dtypes_and_optimizers) {
     for (const auto* dtype : {"float64", "bf16", "fp16_mixed"}) {
       expect_train_does_what_plan_says({strategy, "2", "host", "mlp", dtype});
     }
-    for (const auto* optimizer : {"sgd", "sgd_momentum", "adagrad", "rmsprop", "lamb", "adafactor", "muon"}) {
+    for (const auto* optimizer :
+         {"sgd", "sgd_momentum", "adagrad", "rmsprop", "lamb", "adafactor", "muon", "accum_adamw"}) {
       expect_train_does_what_plan_says({strategy, "2", "gloo", "mlp", "float32", optimizer});
     }
   }

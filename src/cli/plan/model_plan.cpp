@@ -47,7 +47,7 @@ class Planner {
  public:
   Planner(const TrainOptions& options, models::Model& model, int ranks)
       : options_(options), model_(model), ranks_(ranks), tensors_(walk(model, {})), gradients_(gradients_of(tensors_)) {
-    const auto kind = optimizer_kind(options.optimizer, options.lr);
+    const auto kind = optimizer_kind(options);
     element_wise_ = kind.element_wise;
     const auto groups = kind.groups(model);
     for (size_t number = 0; number < groups.size(); ++number) {
