@@ -8,6 +8,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "shoal/base/error.h"
@@ -366,6 +367,42 @@ TEST(Decentralized, BEY22_neighbours_may_get_rounded_values) {
     }
     mean_loss(parallel.forward(batch(me(), step))).backward();
     EXPECT_LT(difference(model->parameters(), expected), 1e-12) << step;
+  }
+}
+
+TEST(Decentralized, BEY10_after_an_exception_neighbours_have_their_values_and_training_goes_on) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
+  bool armed = false;
+  model->first->weight.register_hook([&](const at::Tensor&) {
+    if (armed) throw std::runtime_error("a fault in backward");
+  });
+  for (int64_t step = 0; step < 8; ++step) {
+    const bool in_forward = step == 2 && me() == 0;
+    if (in_forward) {
+      EXPECT_ANY_THROW(parallel.forward(at::zeros({4, 7}, at::kDouble)));
+    }
+    armed = step == 4 && me() == 0;
+    const auto loss = mean_loss(parallel.forward(batch(me(), step)));
+    if (armed) {
+      EXPECT_ANY_THROW(loss.backward());
+      armed = false;
+      parallel.reset();  // the next forward would do it too
+    } else {
+      loss.backward();
+    }
+    for (int rank = 0; rank < group().size(); ++rank) loss_of(step)(simulation.model(rank), rank).backward();
+    if (step == 4) {
+      // Buckets that were complete had been updated; the one that was not is only mixed.
+      for (const auto& bucket : parallel.buckets()) {
+        if (std::find(bucket.begin(), bucket.end(), "first.weight") == bucket.end()) continue;
+        for (const auto& name : bucket) simulation.model(0).named_parameters()[name].mutable_grad().reset();
+      }
+    }
+    simulation.finish_step();
+    expect_equal(model, simulation);
+    EXPECT_EQ(parallel.step(), step + 1);
   }
 }
 

@@ -116,7 +116,9 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   auto& training = options->training;
   command->add_flag("--train", options->train, "measure whole training steps instead of collectives");
   command
-      ->add_option("--strategies", training.strategies, fmt::format("--train: {}", fmt::join(strategy_names(), ", ")))
+      ->add_option("--strategies", training.strategies,
+                   fmt::format("--train: {}; decentralized:TOPOLOGY, and a peer decent_dp:TOPOLOGY",
+                               fmt::join(strategy_names(), ", ")))
       ->delimiter(',')
       ->capture_default_str();
   command->add_option("--model", training.model, "--train: mlp, cnn, gpt")->capture_default_str();

@@ -48,6 +48,15 @@ class Scratch {
   std::string path_;
 };
 
+// "NAME" or "NAME:TOPOLOGY".
+std::string name_of(const std::string& contestant) {
+  return contestant.substr(0, contestant.find(':'));
+}
+void add_topology(const std::string& contestant, std::vector<std::string>& command) {
+  const auto colon = contestant.find(':');
+  if (colon != std::string::npos) command.insert(command.end(), {"--topology", contestant.substr(colon + 1)});
+}
+
 std::vector<Contestant> contestants(const TrainingOptions& options, const std::string& self) {
   const std::vector<std::string> common{"--model",      options.model,
                                         "--size",       options.size,
@@ -62,8 +71,12 @@ std::vector<Contestant> contestants(const TrainingOptions& options, const std::s
       const bool alone = strategy == "local" || strategy == "none";
       if (alone && transport != options.transports.front()) continue;
       Contestant one{"shoal", strategy, alone ? "none" : transport, {}, {}, {}};
-      one.command = {self,     "train",       "--data",  "reference", "--strategy",
-                     strategy, "--transport", transport, "--ranks",   std::to_string(options.ranks)};
+      one.command = {self,          "train",
+                     "--data",      "reference",
+                     "--strategy",  name_of(strategy),
+                     "--transport", transport,
+                     "--ranks",     std::to_string(options.ranks)};
+      add_topology(strategy, one.command);
       one.command.insert(one.command.end(), common.begin(), common.end());
       if (options.exact_memory) one.variables = {{"MALLOC_MMAP_THRESHOLD_", "65536"}};  // what the peers' option sets
       list.push_back(std::move(one));
@@ -72,8 +85,9 @@ std::vector<Contestant> contestants(const TrainingOptions& options, const std::s
   for (const auto& peer : options.peers) {
     if (options.peer_python.empty()) break;
     Contestant one{peer, peer, peer == "local" ? "none" : "gloo", {}, {}, {}};
-    one.command = {options.peer_python, options.peer_script,           "--peer", peer,
+    one.command = {options.peer_python, options.peer_script,           "--peer", name_of(peer),
                    "--world",           std::to_string(options.ranks), "--impl", options.peer_impl};
+    add_topology(peer, one.command);
     one.command.insert(one.command.end(), common.begin(), common.end());
     if (options.exact_memory) one.command.emplace_back("--exact-memory");
     list.push_back(std::move(one));
@@ -186,7 +200,7 @@ void TrainingOptions::validate() const {
   std::vector<std::string> faults;
   const auto known = strategy_names();
   for (const auto& strategy : strategies) {
-    if (std::find(known.begin(), known.end(), strategy) == known.end()) {
+    if (std::find(known.begin(), known.end(), name_of(strategy)) == known.end()) {
       faults.push_back(fmt::format("--strategies {}: choose from {}", strategy, fmt::join(known, ", ")));
     }
   }
