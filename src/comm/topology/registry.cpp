@@ -22,7 +22,7 @@ struct Entry {
 };
 
 struct Registry {
-  std::mutex mutex;
+  std::mutex mutex{};
   std::deque<Entry> entries;
 };
 
