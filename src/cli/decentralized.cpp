@@ -14,7 +14,7 @@ namespace {
 // The named optimizer of a bucket's part of the model's param groups.
 OptimizerOfNamed optimizer_of_buckets(const TrainOptions& options, const std::shared_ptr<models::Model>& model) {
   return [&options, model](const std::vector<NamedParameter>& named) {
-    const auto kind = optimizer_kind(options.optimizer, options.lr);
+    const auto kind = optimizer_kind(options);
     auto groups = kind.groups(*model);
     for (auto& group : groups) {
       std::erase_if(group.params(), [&](const at::Tensor& parameter) {
@@ -37,7 +37,7 @@ class Decentralized : public Strategy {
                 int64_t total_steps)
       : Strategy(options, model),
         parallel_(model, optimizer_of_buckets(options, model), group, wrapper_options(options, group, total_steps)) {
-    const auto kind = optimizer_kind(options.optimizer, options.lr);
+    const auto kind = optimizer_kind(options);
     rates_ = kind.make(kind.groups(*model));
   }
 

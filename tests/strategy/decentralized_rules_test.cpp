@@ -337,6 +337,21 @@ TEST(Decentralized, BEY04_push_sum_reaches_the_exact_mean_over_a_directed_graph)
   EXPECT_LT(difference(model->parameters(), mean), 1e-6);
 }
 
+TEST(Decentralized, DEC06_ranks_that_agree_stay_where_they_are_in_float32) {
+  for (const auto& name : {"complete", "exp", "torus", "star"}) {
+    torch::manual_seed(1);
+    Mlp model(12, 16, 5, at::kFloat);
+    std::vector<at::Tensor> before;
+    for (const auto& parameter : model->parameters()) before.push_back(parameter.detach().clone());
+    DecentralizedDataParallel parallel(model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0)), group(),
+                                       {.topology = make_topology(name, group().size())});
+    for (int64_t step = 0; step < 200; ++step) {
+      mean_loss(parallel.forward(batch(me(), step).to(at::kFloat))).backward();
+    }
+    EXPECT_LT(difference(model->parameters(), before), 1e-6) << name;
+  }
+}
+
 TEST(Decentralized, BEY22_neighbours_may_get_rounded_values) {
   // One step of the definition at a time, from the ranks' own values.
   auto model = seeded(1);

@@ -33,13 +33,16 @@ std::vector<at::Tensor> GossipBucket::views_of(const at::Tensor& flat) const {
   return views;
 }
 
-void GossipBucket::mix(double own, const at::Tensor& others) {
+// As x + (others - (1 - own) x): rounded weights do not add up to 1, and ranks that agree would drift.
+void GossipBucket::mix(double own, at::Tensor& others) {
   if (flat_.defined()) {
-    flat_.mul_(own).add_(others);
+    flat_.add_(others.sub_(flat_, 1 - own));
     return;
   }
-  const auto views = views_of(others);
-  for (size_t i = 0; i < members_.size(); ++i) members_[i].parameter.mul_(own).add_(views[i]);
+  auto views = views_of(others);
+  for (size_t i = 0; i < members_.size(); ++i) {
+    members_[i].parameter.add_(views[i].sub_(members_[i].parameter, 1 - own));
+  }
 }
 
 void GossipBucket::write_to(const at::Tensor& flat, double scale) const {

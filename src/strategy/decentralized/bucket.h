@@ -19,8 +19,8 @@ class GossipBucket {
   // Flat memory [numel()] in the parameters' shapes.
   std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
 
-  // x <- own * x + others [numel()].
-  void mix(double own, const at::Tensor& others);
+  // x <- own * x + others [numel()], whose memory is used.
+  void mix(double own, at::Tensor& others);
   // flat [numel()] <- scale * x, the gaps untouched.
   void write_to(const at::Tensor& flat, double scale = 1) const;
   // x <- flat.

@@ -98,7 +98,7 @@ void State::finish(size_t index, bool with_update) {
 
 void State::mix(size_t index) {
   auto& bucket = buckets[index];
-  const auto [own, others] = mixing.gather(index);
+  auto [own, others] = mixing.gather(index);
   if (!others.defined()) return;
   if (options.pre_average_hook) {
     options.pre_average_hook({.optimizer = *bucket.optimizer,
