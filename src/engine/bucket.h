@@ -25,6 +25,9 @@ class Bucket {
 
   const std::vector<size_t>& members() const { return members_; }
   bool sparse() const { return sparse_; }
+  // Of those that are not sparse, the last to leave.
+  bool last() const { return last_; }
+  void set_last() { last_ = true; }
   const std::string& names() const { return names_; }  // the first few, for labels
   const FlatLayout& layout() const { return layout_; }
   int64_t payload_numel() const { return layout_.size(); }
@@ -48,6 +51,7 @@ class Bucket {
  private:
   std::vector<size_t> members_;
   bool sparse_;
+  bool last_ = false;
   bool with_facts_;
   std::string names_;
   std::vector<at::Tensor> parameters_;

@@ -83,6 +83,9 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(exchange));
   reducer->synchronises = [this] { return no_sync_depth == 0; };
   reducer->attend(attendance);
+  if (!buffers.hooked()) return;
+  reducer->before_writing = [this] { buffers.after_forward(); };  // of a forward that failed, or that never was
+  reducer->before_waiting = [this] { buffers.complete(); };
 }
 
 DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -98,15 +101,15 @@ void DataParallelCore::before_forward() {
   state.reducer->set_sums_aside();
   if (state.no_sync_depth > 0) return;
   state.reducer->check_last_step();
-  if (state.broadcast_buffers) {
-    sync_buffers(state.group, state.tensors.buffers, state.reducer->lead(), state.reducer->step());
-  }
+  state.buffers.before_forward(state.group, state.tensors.buffers, state.reducer->lead(), state.reducer->step());
   state.reducer->expect_backward();
 }
 
 void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   end_pass(torch::GradMode::is_enabled());
-  if (state_->no_sync_depth == 0 && torch::GradMode::is_enabled()) state_->reducer->inspect(outputs);
+  if (state_->no_sync_depth > 0 || !torch::GradMode::is_enabled()) return;
+  state_->buffers.after_forward();
+  state_->reducer->inspect(outputs);
 }
 
 void DataParallelCore::forward_failed() {

@@ -1,6 +1,7 @@
 #pragma once
 // What a wrapper keeps.
 
+#include "engine/buffer_sync.h"
 #include "engine/reducer.h"
 #include "module/walk.h"
 #include "shoal/engine/data_parallel.h"
@@ -10,7 +11,7 @@ namespace shoal {
 struct DataParallelCore::State {
   std::shared_ptr<torch::nn::Module> module;
   Group group;
-  bool broadcast_buffers = true;
+  BufferSync buffers{};
   Precision precision{};
   ModuleTensors tensors;
   std::shared_ptr<Reducer> reducer{};

@@ -5,11 +5,11 @@
 
 namespace shoal {
 
-bool facts_apart(const std::vector<Gradient>& gradients, bool everywhere) {
+bool facts_apart(const std::vector<Gradient>& gradients, bool carried) {
   const bool exact = std::any_of(gradients.begin(), gradients.end(), [](const Gradient& gradient) {
     return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
   });
-  return !everywhere || !exact;
+  return !carried || !exact;
 }
 
 FlatLayout scatter_layout(std::span<const int64_t> numels, size_t element_bytes, int ranks) {
@@ -22,8 +22,8 @@ std::vector<std::vector<size_t>> AllReduce::plan(const std::vector<Gradient>& gr
   return plan_buckets(gradients, order, caps_.first_bytes, caps_.bytes);
 }
 
-Work AllReduce::reduce(Bucket& bucket, const Label& label) const {
-  return group_.all_reduce(bucket.flat(), ReduceOp::sum, label);
+PendingExchange AllReduce::reduce(Bucket& bucket, const Label& label) const {
+  return {group_.all_reduce(bucket.flat(), ReduceOp::sum, label)};
 }
 
 std::vector<std::vector<size_t>> ReduceToOwner::plan(const std::vector<Gradient>& gradients,
@@ -31,8 +31,8 @@ std::vector<std::vector<size_t>> ReduceToOwner::plan(const std::vector<Gradient>
   return plan_buckets(gradients, order, caps_.first_bytes, caps_.bytes, owners_);
 }
 
-Work ReduceToOwner::reduce(Bucket& bucket, const Label& label) const {
-  return group_.reduce(bucket.flat(), owner(bucket), ReduceOp::sum, label);
+PendingExchange ReduceToOwner::reduce(Bucket& bucket, const Label& label) const {
+  return {group_.reduce(bucket.flat(), owner(bucket), ReduceOp::sum, label)};
 }
 
 Range ReduceToOwner::kept(const Bucket& bucket, int rank) const {
@@ -50,8 +50,8 @@ FlatLayout ReduceScatter::layout(std::span<const int64_t> numels, size_t element
   return scatter_layout(numels, element_bytes, group_.size());
 }
 
-Work ReduceScatter::reduce(Bucket& bucket, const Label& label) const {
-  return group_.reduce_scatter(bucket.kept(), bucket.flat(), ReduceOp::sum, label);
+PendingExchange ReduceScatter::reduce(Bucket& bucket, const Label& label) const {
+  return {group_.reduce_scatter(bucket.kept(), bucket.flat(), ReduceOp::sum, label)};
 }
 
 }  // namespace shoal

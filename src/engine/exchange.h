@@ -2,12 +2,20 @@
 // What a strategy decides about gradients: which travel together, where their sum goes, and what a rank keeps of it.
 
 #include "engine/bucket.h"
+#include "shoal/engine/communication_hook.h"
 
 namespace shoal {
 
 struct BucketCaps {
   int64_t first_bytes = 1 << 20;
   int64_t bytes = 25 << 20;
+};
+
+// The sum that a communication hook takes over.
+struct HookPoint {
+  Group group;
+  SumFor sum_for = SumFor::everybody;
+  bool of_kept = false;  // of what a sum in a smaller group has left in Bucket::kept, not of the bucket
 };
 
 class Exchange {
@@ -22,13 +30,16 @@ class Exchange {
   virtual FlatLayout layout(std::span<const int64_t> numels, size_t element_bytes) const {
     return {numels, element_bytes};
   }
-  // Adds a full bucket up over the ranks, in place.
-  virtual Work reduce(Bucket& bucket, const Label& label) const = 0;
-  // A second sum, of what this rank keeps, once the first is there; issued in the order of the buckets.
-  virtual Work reduce_further(Bucket&, const Label&) const { return {}; }
-  // Whether every rank gets every sum whole. Then what ranks must know of each other (bucket.h: Facts) rides in the
-  // buckets; otherwise it takes a small collective of its own at the end of a step.
+  // Adds a full bucket up over the ranks, in place. What is further is about Bucket::kept only.
+  virtual PendingExchange reduce(Bucket& bucket, const Label& label) const = 0;
+  virtual HookPoint hook_point() const = 0;
+  // Whether every rank gets every sum whole.
   virtual bool everywhere() const = 0;
+  // Whether what ranks must know of each other (bucket.h: Facts) rides in the buckets; otherwise it takes a small
+  // collective of its own at the end of a step.
+  virtual bool carries_facts() const { return everywhere(); }
+  // A step was abandoned, on all ranks.
+  virtual void step_abandoned() const {}
   // Elements of the bucket's payload that hold the sum on a rank afterwards; the others are void there.
   virtual Range kept(const Bucket& bucket, int rank) const = 0;
   // Whether the sum goes to memory of its own (Bucket::kept), so that the bucket's is needed only until then.
@@ -41,7 +52,8 @@ class AllReduce : public Exchange {
   AllReduce(Group group, BucketCaps caps) : group_(std::move(group)), caps_(caps) {}
   std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
                                         std::span<const size_t> order) const override;
-  Work reduce(Bucket& bucket, const Label& label) const override;
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override;
+  HookPoint hook_point() const override { return {group_, SumFor::everybody}; }
   bool everywhere() const override { return true; }
   Range kept(const Bucket& bucket, int) const override { return {0, bucket.payload_numel()}; }
 
@@ -59,7 +71,8 @@ class ReduceToOwner : public Exchange {
   std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
                                         std::span<const size_t> order) const override;
   bool follows_order() const override { return follow_; }
-  Work reduce(Bucket& bucket, const Label& label) const override;
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override;
+  HookPoint hook_point() const override { return {group_, SumFor::owner}; }
   bool everywhere() const override { return false; }
   Range kept(const Bucket& bucket, int rank) const override;
 
@@ -72,9 +85,9 @@ class ReduceToOwner : public Exchange {
   bool follow_;
 };
 
-// Whether what ranks must know of each other takes a collective of its own: where sums do not reach every rank, and
-// where all gradients have 16 bits, which cannot carry a weight exactly.
-bool facts_apart(const std::vector<Gradient>& gradients, bool everywhere);
+// Whether what ranks must know of each other takes a collective of its own: where buckets do not carry it, and where
+// all gradients have 16 bits, which cannot carry a weight exactly.
+bool facts_apart(const std::vector<Gradient>& gradients, bool carried);
 
 // Memory that splits into equal ranges for the ranks, which begin at the same elements in every dtype from 16 to 64
 // bits.
@@ -89,7 +102,8 @@ class ReduceScatter : public Exchange {
                                         std::span<const size_t> order) const override;
   bool follows_order() const override { return false; }
   FlatLayout layout(std::span<const int64_t> numels, size_t element_bytes) const override;
-  Work reduce(Bucket& bucket, const Label& label) const override;
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override;
+  HookPoint hook_point() const override { return {group_, SumFor::parts}; }
   bool everywhere() const override { return false; }
   Range kept(const Bucket& bucket, int rank) const override { return bucket.layout().part(rank); }
 

@@ -68,11 +68,13 @@ void Reducer::build(const std::vector<size_t>& order) {
     });
   });
   places_.assign(gradients_.size(), {});
-  const bool apart = facts_apart(gradients_, exchange_->everywhere());
+  const bool apart = facts_apart(gradients_, exchange_->carries_facts());
   for (const auto& members : plan) {
     for (size_t index = 0; index < members.size(); ++index) places_[members[index]] = {buckets_.size(), index};
     buckets_.emplace_back(gradients_, members, group_, *exchange_, !apart);
   }
+  const auto last = std::find_if(buckets_.rbegin(), buckets_.rend(), [](const Bucket& b) { return !b.sparse(); });
+  if (last != buckets_.rend()) last->set_last();
   // Getting shared memory from the system and giving it back takes about as long as a small model's whole step.
   constexpr int64_t small_bytes = 8 << 20;
   int64_t passing_bytes = 0;
@@ -180,8 +182,8 @@ void Reducer::begin_step() {
   ready_.assign(gradients_.size(), false);
   arrivals_.assign(gradients_.size(), 0);
   kept_.assign(gradients_.size(), {});
-  works_.clear();
-  works_.resize(buckets_.size());
+  sums_.clear();
+  sums_.resize(buckets_.size());
   sparse_.assign(buckets_.size(), std::nullopt);
   missing_.clear();
   for (const auto& bucket : buckets_) missing_.push_back(bucket.members().size());
@@ -301,7 +303,7 @@ void Reducer::issue(size_t index) {
                                        issued_weight(), label(index));
   } else {
     if (bucket.facts().defined()) bucket.facts().write(used_, issued_weight());
-    works_[index] = exchange_->reduce(bucket, label(index));
+    sums_[index] = exchange_->reduce(bucket, label(index));
   }
 }
 
@@ -318,10 +320,9 @@ void Reducer::release_finished() {
   size_t in_flight = 0;
   for (size_t i = finished_; i < next_; ++i) in_flight += buckets_[i].passes() ? 1 : 0;
   for (; finished_ < next_; ++finished_) {
-    if (!works_[finished_].done() && (in_flight <= options_.buckets_in_flight || !comes_in_time(works_[finished_]))) {
-      return;
-    }
-    works_[finished_].wait();  // also lets go of the memory
+    auto& work = sums_[finished_].work;
+    if (!work.done() && (in_flight <= options_.buckets_in_flight || !comes_in_time(work))) return;
+    sums_[finished_].complete();  // also lets go of the memory
     if (!buckets_[finished_].passes()) continue;
     auto& bucket = buckets_[finished_];
     for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();

@@ -3,6 +3,7 @@
 // back.
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -131,6 +132,7 @@ class Reducer {
   void end_backward();
   void finish_step();
   double wait_for_buckets();
+  std::vector<PendingExchange> advance(std::vector<PendingExchange>& sums);
   std::string who_failed();
   void deliver(size_t bucket, double weight, const std::vector<bool>& carried);
   void deliver_whole(size_t bucket);
@@ -138,6 +140,7 @@ class Reducer {
   void release_finished();
   bool comes_in_time(Work& work);
   void close_step();
+  void close_abandoned_step();
   void adopt_arrival_order();
   void check_static_graph() const;
 
@@ -172,7 +175,7 @@ class Reducer {
   std::vector<int> arrivals_;    // times a gradient came in this backward
   std::vector<size_t> missing_;  // per bucket: gradients not ready
   size_t next_ = 0;              // bucket to issue next
-  std::vector<Work> works_;
+  std::vector<PendingExchange> sums_;
   size_t finished_ = 0;  // buckets whose memory this rank has given up
   Work facts_work_;
   std::vector<at::Tensor> kept_;  // gradients that this rank did not touch, in case nobody did
@@ -203,7 +206,8 @@ class Reducer {
   std::vector<std::string> unused_names_;
 
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // hooks on outputs may outlive this object
-  GradientHooks hooks_;                                         // last: its callbacks use all of the above
+  std::exception_ptr hook_error_;  // what a communication hook has thrown while its step ended
+  GradientHooks hooks_;            // last: its callbacks use all of the above
 };
 
 }  // namespace shoal

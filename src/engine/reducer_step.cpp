@@ -12,7 +12,6 @@
 #include "shoal/base/error.h"
 
 namespace shoal {
-
 void Reducer::end_backward() {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
@@ -22,7 +21,6 @@ void Reducer::end_backward() {
   check_static_graph();
   mark_rest_ready();
   before_waiting();
-  issue_facts();
   finish_step();
 }
 
@@ -42,8 +40,9 @@ void Reducer::finish_step() {
   if (std::isnan(weight)) {
     const auto text = fmt::format("step {} was abandoned by {}, which failed; its gradients are void on all ranks",
                                   step_, who_failed());
-    order_.clear();
-    close_step();
+    const auto own = std::exchange(hook_error_, nullptr);
+    close_abandoned_step();
+    if (own) std::rethrow_exception(own);
     throw StepAbandoned(text);
   }
   const auto carried = std::exchange(used_anywhere_, std::vector<bool>(gradients_.size()));
@@ -82,12 +81,11 @@ double Reducer::wait_for_buckets() {
     if (exact) weight = sum;
   };
   timed(options_.timers.get(), "grads-reduce-scatter", 1, [this] {
-    std::vector<Work> further;
-    for (size_t i = 0; i < buckets_.size(); ++i) {
-      works_[i].wait();
-      if (!buckets_[i].sparse()) further.push_back(exchange_->reduce_further(buckets_[i], label(i)));
-    }
-    for (auto& work : further) work.wait();
+    // What is further may fail yet, and then facts say so.
+    const bool early = std::none_of(sums_.begin(), sums_.end(), [](const auto& sum) { return bool(sum.further); });
+    if (early) issue_facts();
+    for (auto round = advance(sums_); !round.empty();) round = advance(round);
+    if (!early) issue_facts();
     facts_work_.wait();
   });
   for (size_t i = 0; i < buckets_.size(); ++i) {
@@ -100,6 +98,35 @@ double Reducer::wait_for_buckets() {
   }
   if (facts_.defined()) read(facts_.weight(), true);
   return abandoned ? std::nan("") : weight;
+}
+
+// Completes all in their order, and begins what is further. What a hook throws meanwhile ends the step on all ranks; it
+// is called once more, since its peers have called its collectives.
+std::vector<PendingExchange> Reducer::advance(std::vector<PendingExchange>& sums) {
+  std::vector<PendingExchange> next;
+  const auto fail = [this] {
+    if (!hook_error_) hook_error_ = std::current_exception();
+    failed_ = true;
+  };
+  for (auto& sum : sums) {
+    sum.work.wait();
+    try {
+      sum.complete();
+    } catch (...) {
+      fail();
+    }
+    const auto further = std::exchange(sum.further, {});
+    if (!further) continue;
+    try {
+      next.push_back(further());
+    } catch (const CommError&) {
+      throw;
+    } catch (...) {
+      fail();
+      next.push_back(further());
+    }
+  }
+  return next;
 }
 
 // Which ranks gave up. Collective over all ranks of an abandoned step.
@@ -172,11 +199,17 @@ void Reducer::close_step() {
   reached_.assign(gradients_.size(), false);
   inspected_ = false;
   weight_.reset();
-  works_.clear();
+  sums_.clear();
   sparse_.clear();
   kept_.clear();
   spare_.clear();
   ++step_;
+}
+
+void Reducer::close_abandoned_step() {
+  exchange_->step_abandoned();
+  order_.clear();
+  close_step();
 }
 
 void Reducer::adopt_arrival_order() {
@@ -273,15 +306,14 @@ void Reducer::abandon() {
       issue(next_);
     }
     before_waiting();
-    issue_facts();
     if (std::isnan(wait_for_buckets())) who_failed();
+    hook_error_ = nullptr;
   } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
   } catch (...) {
     close_step();
     throw;
   }
-  order_.clear();
-  close_step();
+  close_abandoned_step();
 }
 
 std::vector<at::Tensor> Reducer::parameters_of(const Bucket& bucket) const {

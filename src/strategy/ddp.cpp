@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "engine/data_parallel_state.h"
+#include "engine/hooked_exchange.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -19,6 +20,9 @@ void DistributedDataParallelOptions::validate() const {
   positive("first_bucket_mb", first_bucket_mb);
   if (static_graph && find_unused_parameters) {
     faults.emplace_back("static_graph knows the unused parameters from the first step: unset find_unused_parameters");
+  }
+  if (buffer_hook && !broadcast_buffers) {
+    faults.emplace_back("buffer_hook takes the place of broadcast_buffers: leave that on, or unset the hook");
   }
   if (!faults.empty()) throw UsageError(fmt::format("DistributedDataParallel: {}", fmt::join(faults, "; ")));
 }
@@ -35,10 +39,12 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
                                                     const DistributedDataParallelOptions& options) {
   options.validate();
   auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true);
-  state->broadcast_buffers = options.broadcast_buffers;
+  state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state->precision = options.precision;
-  state->make_reducer(gradients_of(state->tensors), reducer_options(options),
-                      std::make_unique<AllReduce>(group, bucket_caps(options)));
+  auto gradients = gradients_of(state->tensors);
+  auto exchange = with_hook(std::make_unique<AllReduce>(group, bucket_caps(options)), options.communication_hook,
+                            gradients, "DistributedDataParallel");
+  state->make_reducer(std::move(gradients), reducer_options(options), std::move(exchange));
   return state;
 }
 

@@ -25,6 +25,7 @@ struct TrainingOptions {
   double clip = 0;              // largest norm of all gradients together; 0: no clipping
   Precision precision{};        // of a model that has its dtype already
   bool fp32_gradients = false;  // megatron, fsdp: of 16-bit parameters
+  std::shared_ptr<CommunicationHook> hook{};
 };
 
 // libtorch lists a tied parameter under each of its names.
@@ -57,6 +58,7 @@ class Training {
                                       .grad_reduce_in_fp32 = options.fp32_gradients,
                                       .clip_grad = options.clip,
                                       .scaler = options.precision.scaler,
+                                      .communication_hook = options.hook,
                                       .bucket_size = static_cast<int64_t>(options.bucket_mb * (1 << 18)) + 1});
       training.optimizer_ = training.megatron_;
       return training;
@@ -76,6 +78,7 @@ class Training {
           training.model, *training.oss_, group,
           ShardedDataParallelOptions{.find_unused_parameters = options.find_unused_parameters,
                                      .precision = options.precision,
+                                     .communication_hook = options.hook,
                                      .reduce_buffer_size = static_cast<int64_t>(options.bucket_mb * (1 << 18)) + 1});
     } else {
       training.ddp_ = std::make_shared<DistributedDataParallel<Module>>(
@@ -83,6 +86,7 @@ class Training {
           DistributedDataParallelOptions{.find_unused_parameters = options.find_unused_parameters,
                                          .static_graph = options.static_graph,
                                          .precision = options.precision,
+                                         .communication_hook = options.hook,
                                          .bucket_cap_mb = options.bucket_mb,
                                          .first_bucket_mb = options.bucket_mb});
     }
@@ -146,7 +150,8 @@ class Training {
         .auto_wrap_policy = wrap_size(static_cast<int64_t>(options.bucket_mb * (1 << 18)) + 1),
         .whole_parameters = !element_wise<Optimizer>,
         .precision = options.precision,
-        .reduce_dtype = options.fp32_gradients ? std::optional(at::kFloat) : std::nullopt};
+        .reduce_dtype = options.fp32_gradients ? std::optional(at::kFloat) : std::nullopt,
+        .communication_hook = options.hook};
     if (strategy == "fsdp_hybrid") fsdp.shard_size = group.size() % 2 == 0 ? 2 : 1;
     training.fsdp_ = std::make_shared<FullyShardedDataParallel<Module>>(training.model, group, fsdp);
     training.fsdp_optimizer_ = std::make_shared<FullyShardedOptimizer<Optimizer>>(

@@ -2,6 +2,10 @@
 // DistributedDataParallel: every rank holds the whole model; gradients are averaged while backward still runs.
 // After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020).
 
+#include <memory>
+
+#include "shoal/engine/buffer_hook.h"
+#include "shoal/engine/communication_hook.h"
 #include "shoal/engine/data_parallel.h"
 
 namespace shoal {
@@ -13,6 +17,9 @@ struct DistributedDataParallelOptions {
   bool static_graph = false;            // every step is like the first; needed when a block is recomputed in backward
   std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
   Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
+  std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of an all-reduce
+  std::shared_ptr<BufferHook> buffer_hook{};                // makes buffers equal instead of rank 0's broadcast
+  BufferHookLocation buffer_hook_location = BufferHookLocation::pre_forward;
 
   // Performance.
   double bucket_cap_mb = 25;            // MiB of gradients in one all-reduce

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "shoal/engine/communication_hook.h"
 #include "shoal/engine/data_parallel.h"
 #include "shoal/engine/sharded_optimizer.h"
 #include "shoal/module/wrap_policy.h"
@@ -48,6 +49,9 @@ struct FullyShardedDataParallelOptions {
                                                   // them there in any case, others are not supported yet
   std::vector<std::string> ignored_modules{};     // names of sub-modules that stay as they are on every rank
   std::vector<std::string> ignored_parameters{};  // names of parameters and buffers that do
+  std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of a reduce-scatter; with
+                                                            // no_shard and the hybrid strategies instead of the
+                                                            // all-reduce among those that have equal shards
 
   // Performance. Where ranks share memory parameters exist once per host, and these have no effect.
   size_t unit_limit = 3;      // units whose parameters are in memory; more only while one operator uses more

@@ -52,7 +52,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   const auto ignored = module ? ignored_names(*module, options) : std::vector<std::string>();
   auto state =
       wrap(std::move(module), group, "FullyShardedDataParallel", ignored, options.sync_module_states, Deferred::keep);
-  state->broadcast_buffers = false;
+  state->buffers.choose(/*broadcast=*/false);
   state->precision = options.precision;
   return state;
 }

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "engine/hooked_exchange.h"
 #include "engine/ownership.h"
 #include "memory/views.h"
 #include "shoal/base/error.h"
@@ -155,6 +156,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
   } else {
     exchange = std::make_unique<ScatterUnits>(groups, units);
   }
+  exchange = with_hook(std::move(exchange), shards.options.communication_hook, gradients, "FullyShardedDataParallel");
   // Parameters that ranks share are always there; so are all of a rank's own.
   const bool present = shard.size() == 1 || (shard.transport() == "host" && parameters.front().is_cpu());
   ReducerOptions reducer_options{.leave_grad = false, .accept_unused = true};

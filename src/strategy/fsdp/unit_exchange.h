@@ -17,6 +17,18 @@ struct ShardGroups {
 
   // The shard that a rank of `all` has.
   int shard_of(int rank) const { return rank % shard.size(); }
+  // What is left of a sum within `shard` where this rank keeps something of it.
+  PendingExchange across_replicas(PendingExchange within, Bucket& bucket, const Label& label) const {
+    if (!replicas || bucket.kept_range().empty()) return within;
+    return chain(std::move(within), [group = *replicas, kept = bucket.kept(), label]() -> PendingExchange {
+      return {group.all_reduce(kept, ReduceOp::sum, label)};
+    });
+  }
+  // A hook takes the way that is long: between hosts, and where nothing is sharded.
+  HookPoint hook_point(SumFor within) const {
+    if (replicas || shard.size() == 1) return {replicas.value_or(shard), SumFor::everybody, /*of_kept=*/true};
+    return {shard, within};
+  }
 };
 
 // Buckets of one unit and dtype each, last unit first.
@@ -41,9 +53,10 @@ class ScatterUnits : public ReduceScatter {
   }
   Range kept(const Bucket& bucket, int rank) const override { return bucket.layout().part(groups_.shard_of(rank)); }
   bool apart() const override { return true; }
-  Work reduce_further(Bucket& bucket, const Label& label) const override {
-    return groups_.replicas ? groups_.replicas->all_reduce(bucket.kept(), ReduceOp::sum, label) : Work();
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override {
+    return groups_.across_replicas(ReduceScatter::reduce(bucket, label), bucket, label);
   }
+  HookPoint hook_point() const override { return groups_.hook_point(SumFor::parts); }
 
  private:
   ShardGroups groups_;
@@ -65,10 +78,10 @@ class ReduceUnitsToOwners : public ReduceToOwner {
   Range kept(const Bucket& bucket, int rank) const override {
     return ReduceToOwner::kept(bucket, groups_.shard_of(rank));
   }
-  Work reduce_further(Bucket& bucket, const Label& label) const override {
-    const bool mine = !bucket.kept_range().empty();
-    return groups_.replicas && mine ? groups_.replicas->all_reduce(bucket.kept(), ReduceOp::sum, label) : Work();
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override {
+    return groups_.across_replicas(ReduceToOwner::reduce(bucket, label), bucket, label);
   }
+  HookPoint hook_point() const override { return groups_.hook_point(SumFor::owner); }
 
  private:
   ShardGroups groups_;

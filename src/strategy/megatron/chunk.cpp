@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "engine/data_parallel_state.h"
+#include "engine/hooked_exchange.h"
 #include "engine/ownership.h"
 #include "module/sync.h"
 #include "module/walk.h"
@@ -56,10 +57,12 @@ std::unique_ptr<Exchange> make_exchange(const std::vector<Gradient>& gradients, 
 }  // namespace
 
 std::shared_ptr<ShardedModule> make_chunk(const std::shared_ptr<torch::nn::Module>& module, const Group& group,
-                                          const DistributedOptimizerOptions& options, bool cut) {
+                                          const DistributedOptimizerOptions& options, bool cut,
+                                          const std::string& prefix) {
   const auto state = wrap(module, group, "DistributedOptimizer", options.ignored, /*sync=*/true);
   auto gradients = dense_gradients(state->tensors, options);
-  auto exchange = make_exchange(gradients, group, options, cut);
+  auto exchange = with_hook(make_exchange(gradients, group, options, cut), options.communication_hook, gradients,
+                            "DistributedOptimizer", prefix);
   auto reducer =
       std::make_shared<Reducer>(std::move(gradients), group,
                                 ReducerOptions{.find_unused_parameters = true,

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "engine/sharded_module.h"
@@ -13,9 +14,11 @@
 namespace shoal {
 
 // Gives everybody rank 0's values, then moves parameters into buffers, unless they are gathered in their gradients'.
-// `cut`: equal ranges of each buffer, else whole parameters. Collective.
+// `cut`: equal ranges of each buffer, else whole parameters. prefix: of the parameters' names in a hook's state.
+// Collective.
 std::shared_ptr<ShardedModule> make_chunk(const std::shared_ptr<torch::nn::Module>& module, const Group& group,
-                                          const DistributedOptimizerOptions& options, bool cut);
+                                          const DistributedOptimizerOptions& options, bool cut,
+                                          const std::string& prefix);
 
 // The gradient's place in its buffer, undefined where the buffer has no memory; none for another chunk's parameter.
 std::optional<at::Tensor> main_grad(const ShardedModule& chunk, const at::Tensor& parameter);

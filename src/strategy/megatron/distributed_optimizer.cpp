@@ -78,7 +78,10 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
                                              .log_num_zeros_in_grad = options.log_num_zeros_in_grad,
                                              .wait_at_first_touch = options.overlap_param_gather,
                                              .timers = options.timers});
-  for (const auto& module : chunks) state->modules.push_back(make_chunk(module, group, options, cut));
+  for (size_t number = 0; number < chunks.size(); ++number) {
+    const auto prefix = chunks.size() > 1 ? fmt::format("chunk{}.", number) : "";
+    state->modules.push_back(make_chunk(chunks[number], group, options, cut, prefix));
+  }
   if (options.scaler) state->scaler.emplace(*options.scaler);
   return state;
 }

@@ -8,15 +8,21 @@
 #include <set>
 
 #include "engine/data_parallel_state.h"
+#include "engine/hooked_exchange.h"
 #include "shoal/base/error.h"
 #include "strategy/zero/bucket_caps.h"
 
 namespace shoal {
 
 void ShardedDataParallelOptions::validate() const {
-  if (reduce_buffer_size >= 1) return;
-  throw UsageError(
-      fmt::format("ShardedDataParallel: reduce_buffer_size {}: give at least 1 element", reduce_buffer_size));
+  std::vector<std::string> faults;
+  if (reduce_buffer_size < 1) {
+    faults.push_back(fmt::format("reduce_buffer_size {}: give at least 1 element", reduce_buffer_size));
+  }
+  if (buffer_hook && !broadcast_buffers) {
+    faults.emplace_back("buffer_hook takes the place of broadcast_buffers: leave that on, or unset the hook");
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("ShardedDataParallel: {}", fmt::join(faults, "; ")));
 }
 
 // What was true of the parameters when shares and buckets were made.
@@ -105,7 +111,7 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
         return wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);
       }()),
       sharding_(std::make_shared<Sharding>(Sharding{.optimizers = std::move(optimizers), .options = options})) {
-  state().broadcast_buffers = options.broadcast_buffers;
+  state().buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state().precision = options.precision;
   refresh_trainable();
 }
@@ -130,7 +136,8 @@ void ShardedDataParallelCore::refresh_trainable() {
   } else {
     LOG(INFO) << "ShardedDataParallel: buckets of " << caps.bytes << " bytes";
   }
-  auto exchange = std::make_unique<ReduceToOwner>(state.group, caps, owners);
+  auto exchange = with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), options.communication_hook,
+                            gradients, "ShardedDataParallel");
   state.make_reducer(std::move(gradients), {.find_unused_parameters = options.find_unused_parameters},
                      std::move(exchange));
   sharding_->kinds = Sharding::look(state.tensors);

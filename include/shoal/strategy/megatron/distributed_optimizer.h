@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "shoal/comm/group.h"
+#include "shoal/engine/communication_hook.h"
 #include "shoal/engine/data_parallel.h"
 #include "shoal/engine/sharded_optimizer.h"
 #include "shoal/engine/timers.h"
@@ -37,7 +38,8 @@ struct DistributedOptimizerOptions {
   bool log_num_zeros_in_grad = false;         // count the gradients' elements that are zero
   std::optional<GradScalerOptions> scaler{};  // needed for float16, possible for bfloat16 with dynamic = false
   std::vector<std::string> ignored{};         // names of parameters and buffers that shoal leaves alone
-  std::shared_ptr<Timers> timers{};           // measure the parts of a step; none: no cost
+  std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of a reduce-scatter
+  std::shared_ptr<Timers> timers{};                         // measure the parts of a step; none: no cost
 
   // Performance.
   int64_t bucket_size = 40'000'000;  // elements of gradients in one reduce-scatter, with overlap_grad_reduce

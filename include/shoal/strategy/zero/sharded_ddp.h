@@ -2,6 +2,10 @@
 // ShardedDataParallel: each gradient goes only to the rank that owns its parameter (ZeRO-2; Rajbhandari et al., SC
 // 2020; after fairscale's ShardedDataParallel).
 
+#include <memory>
+
+#include "shoal/engine/buffer_hook.h"
+#include "shoal/engine/communication_hook.h"
 #include "shoal/engine/data_parallel.h"
 #include "shoal/strategy/zero/oss.h"
 
@@ -15,6 +19,9 @@ struct ShardedDataParallelOptions {
   bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
   std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
   Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
+  std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients on their owners instead of a reduce
+  std::shared_ptr<BufferHook> buffer_hook{};                // makes buffers equal instead of rank 0's broadcast
+  BufferHookLocation buffer_hook_location = BufferHookLocation::pre_forward;
 
   // Performance.
   int64_t reduce_buffer_size = 1 << 23;  // elements in a bucket; smaller where the model would give fewer than four

@@ -1,0 +1,41 @@
+#include "shoal/engine/hooks/compress.h"
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include "engine/spare_memory.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+
+struct CompressHook::Spare {
+  SpareMemory memory;
+};
+
+CompressHook::CompressHook(at::ScalarType dtype) : dtype_(dtype), spare_(std::make_shared<Spare>()) {
+  if (dtype == at::kHalf || dtype == at::kBFloat16) return;
+  throw UsageError(fmt::format("CompressHook: {}: give float16 or bfloat16", c10::toString(dtype)));
+}
+
+CompressHook::~CompressHook() = default;
+
+std::string CompressHook::name() const {
+  return dtype_ == at::kHalf ? "fp16" : "bf16";
+}
+
+PendingExchange CompressHook::begin(const GradientBucket& bucket) {
+  const auto numel = bucket.gradients.numel();
+  auto memory = spare_->memory.take(bucket.group, numel, bucket.gradients.options().dtype(dtype_));
+  const auto narrow = memory.narrow(0, 0, numel);
+  narrow.copy_(bucket.gradients);
+  // In place, the r-th part is where it belongs.
+  const auto part = bucket.sum_for == SumFor::parts ? numel / bucket.group.size() : numel;
+  const auto begin = bucket.sum_for == SumFor::parts ? part * bucket.group.rank() : 0;
+  const auto sum = narrow.narrow(0, begin, part);
+  return {.work = sum_up(bucket, narrow, sum), .finish = [spare = spare_, memory, sum, to = bucket.sum] {
+            if (to.defined()) at::Tensor(to).copy_(sum);
+            spare->memory.put(memory);
+          }};
+}
+
+}  // namespace shoal

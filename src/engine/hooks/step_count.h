@@ -1,0 +1,34 @@
+#pragma once
+// How many steps a hook has seen.
+
+#include <torch/types.h>
+
+#include "shoal/engine/communication_hook.h"
+
+namespace shoal {
+
+class StepCount {
+ public:
+  // The number, from 0, of the step that labels call so.
+  int64_t at(int64_t labelled) {
+    if (labelled != labelled_) ++begun_;
+    labelled_ = labelled;
+    return begun_ - 1;
+  }
+
+  // In a hook's state as "steps".
+  void save(CommunicationHook::State& state) const { state[name] = at::full({}, begun_, at::kLong); }
+  // Whether the entry was it.
+  bool load(const std::string& entry, const at::Tensor& value) {
+    if (entry != name) return false;
+    begun_ = value.item<int64_t>();
+    return true;
+  }
+
+ private:
+  static constexpr const char* name = "steps";
+  int64_t begun_ = 0;
+  int64_t labelled_ = -1;
+};
+
+}  // namespace shoal
