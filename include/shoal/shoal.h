@@ -45,6 +45,7 @@
 #include "shoal/optim/schedules.h"
 #include "shoal/strategy/ddp.h"
 #include "shoal/strategy/fsdp.h"
+#include "shoal/strategy/local_updates.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
 #include "shoal/strategy/zero/oss.h"
 #include "shoal/strategy/zero/sharded_ddp.h"

@@ -1,0 +1,115 @@
+// What a checkpoint keeps, by parameter names.
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <map>
+#include <optional>
+
+#include "memory/views.h"
+#include "shoal/base/error.h"
+#include "strategy/local_updates/state.h"
+
+namespace shoal {
+namespace {
+
+struct Entry {
+  int64_t steps = 0;
+  at::Tensor anchor, momentum, in_flight;
+  double rate = 0;
+};
+
+// What an entry of such a piece has.
+template <class Field>
+void visit(Entry& entry, const Fragment::Piece& piece, bool under_way, bool slow, Field& field) {
+  field("step", entry.steps);
+  if (piece.anchor.defined()) field("anchor", entry.anchor);
+  if (piece.momentum.defined()) field("momentum_buffer", entry.momentum);
+  if (!under_way) return;
+  field("in_flight", entry.in_flight);
+  if (slow) field("rate", entry.rate);
+}
+
+// A copy in the piece's layout.
+at::Tensor adopted(const at::Tensor& from, at::ScalarType dtype, const Fragment::Piece& piece, const char* field) {
+  if (!from.defined()) return {};
+  const auto& parameter = piece.parameter;
+  if (from.sizes() != parameter.sizes()) {
+    throw UsageError(fmt::format("LocalUpdates: the state's {} of parameter {} has another shape than the parameter",
+                                 field, piece.name));
+  }
+  const auto options = parameter.options().dtype(dtype).requires_grad(false);
+  auto copy = view_like(at::empty({parameter.numel()}, options), 0, parameter);
+  return copy.copy_(from);
+}
+
+}  // namespace
+
+OptimizerState LocalUpdates::state_dict() {
+  const torch::NoGradGuard no_grad;
+  auto& state = *state_;
+  const bool slow = std::holds_alternative<SlowMo>(state.options.outer);
+  OptimizerState whole;
+  for (auto& fragment : state.fragments) {
+    const bool under_way = !fragment.mean().empty();
+    const auto& mean = fragment.mean().wait();
+    for (size_t i = 0; i < fragment.pieces().size(); ++i) {
+      const auto& piece = fragment.pieces()[i];
+      Entry entry{state.steps, piece.anchor, piece.momentum, under_way ? mean[i] : at::Tensor(), piece.rate};
+      detail::StateReader reader;
+      visit(entry, piece, under_way, slow, reader);
+      for (auto& [name, tensor] : reader.named.tensors) tensor = tensor.clone();
+      whole[piece.name] = std::move(reader.named);
+    }
+  }
+  return whole;
+}
+
+void LocalUpdates::load_state_dict(const OptimizerState& whole) {
+  const torch::NoGradGuard no_grad;
+  auto& state = *state_;
+  const bool slow = std::holds_alternative<SlowMo>(state.options.outer);
+  std::map<std::string, Entry> entries;
+  std::optional<int64_t> steps;
+  for (const auto& fragment : state.fragments) {
+    for (const auto& piece : fragment.pieces()) {
+      const auto found = whole.find(piece.name);
+      if (found == whole.end()) {
+        throw UsageError(fmt::format("LocalUpdates: the state has nothing for parameter {}", piece.name));
+      }
+      const auto number = found->second.numbers.find("step");
+      if (number != found->second.numbers.end() && !steps) steps = static_cast<int64_t>(number->second);
+      auto& entry = entries[piece.name];
+      detail::StateWriter writer(found->second, "parameter " + piece.name + " of LocalUpdates with these options");
+      visit(entry, piece, fragment.under_way(steps.value_or(0) - state.options.warmup_steps), slow, writer);
+      writer.finish();
+      if (entry.steps != *steps || *steps < 0) {
+        throw UsageError(fmt::format("LocalUpdates: the state of parameter {} is of step {}, others of {}", piece.name,
+                                     entry.steps, *steps));
+      }
+      const auto outer = widened(piece.parameter.scalar_type());
+      entry.anchor = adopted(entry.anchor, outer, piece, "anchor");
+      entry.momentum = adopted(entry.momentum, outer, piece, "momentum_buffer");
+      entry.in_flight = adopted(entry.in_flight, state.options.reduce_dtype.value_or(outer), piece, "in_flight");
+    }
+  }
+  for (const auto& [name, entry] : whole) {
+    if (entries.count(name) > 0) continue;
+    throw UsageError(fmt::format("LocalUpdates: the state has an entry for {}, which is no trainable parameter", name));
+  }
+  for (auto& fragment : state.fragments) {
+    std::vector<at::Tensor> in_flight;
+    for (auto& piece : fragment.pieces()) {
+      const auto& entry = entries.at(piece.name);
+      piece.anchor = entry.anchor;
+      piece.momentum = entry.momentum;
+      piece.rate = entry.rate;
+      if (entry.in_flight.defined()) in_flight.push_back(entry.in_flight);
+    }
+    fragment.mean().wait();  // of before
+    fragment.mean() = Mean(std::move(in_flight));
+  }
+  state.set_steps(*steps);
+}
+
+}  // namespace shoal

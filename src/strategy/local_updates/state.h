@@ -1,0 +1,40 @@
+#pragma once
+// What LocalUpdates keeps.
+
+#include <set>
+#include <vector>
+
+#include "engine/reducer.h"
+#include "module/walk.h"
+#include "strategy/local_updates/fragment.h"
+
+namespace shoal {
+
+// One line per option, for agree().
+std::vector<std::string> describe(const LocalUpdatesOptions& options);
+
+struct LocalUpdates::State {
+  State(std::shared_ptr<torch::nn::Module> of, torch::optim::Optimizer& inner, const Group& over, ModuleTensors walked,
+        const LocalUpdatesOptions& chosen);
+
+  // UsageError for a parameter that would be trained and never exchanged.
+  void check_trainable() const;
+  // The exchanges after a step; counts it.
+  void end_step();
+  // Goes to a step: with a reducer in the warm-up, without it afterwards.
+  void set_steps(int64_t number);
+  Mean mean_of(const std::vector<at::Tensor>& tensors, const Label& label) const;
+  std::vector<at::Tensor> averaged_buffers() const;
+
+  std::shared_ptr<torch::nn::Module> module;
+  torch::optim::Optimizer& optimizer;
+  Group group;
+  LocalUpdatesOptions options;
+  ModuleTensors tensors;
+  std::set<const c10::TensorImpl*> exchanged;
+  std::vector<Fragment> fragments;
+  int64_t steps = 0;
+  std::unique_ptr<Reducer> reducer;  // in the warm-up
+};
+
+}  // namespace shoal
