@@ -2,6 +2,7 @@
 // Everything: #include <shoal/shoal.h>
 
 #include "shoal/base/error.h"
+#include "shoal/checkpoint/checkpoint_error.h"
 #include "shoal/comm/agree.h"
 #include "shoal/comm/call_log.h"
 #include "shoal/comm/coalesce.h"

@@ -13,10 +13,11 @@ namespace shoal {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// A file to which tensors are written one by one, in any order, so that they need not be in memory together. It appears
-// under its name when it is complete, or not at all: until then it has another one beside it, and an older file stays.
-// Names must be different and not "__metadata__". Errors are UsageErrors that name the file and the system's reason (no
-// permission, disk full), or the tensor: its dtype is none of the format's, it was not announced, or not written.
+// A file to which tensors are written one by one or in parts, in any order, so that they need not be in memory
+// together. It appears under its name when it is complete, or not at all: until then it has another one beside it, and
+// an older file stays. Names must be different and not "__metadata__"; dtypes must be ones that the format has.
+// UsageError names the tensor that is not as announced; CheckpointError the file, and the system's reason (no
+// permission, disk full).
 class SafetensorsFile {
  public:
   struct Entry {
@@ -32,8 +33,12 @@ class SafetensorsFile {
 
   // In row-major order whatever its layout.
   void write(const std::string& name, const at::Tensor& tensor);
+  // `size` bytes of its elements in row-major order, from element `first` on.
+  void write_elements(const std::string& name, int64_t first, const void* data, int64_t size);
   // After all of them. Syncs the file and gives it its name.
   void complete();
+  // Bytes of the whole file.
+  int64_t size() const;
 
  private:
   struct State;

@@ -17,6 +17,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
 void add_plan_command(CLI::App& app, Action& chosen);
 void add_topology_command(CLI::App& app, Action& chosen);
 void add_launch_command(CLI::App& app, Action& chosen);
+void add_checkpoint_command(CLI::App& app, Action& chosen);
 void add_doctor_command(CLI::App& app, Action& chosen);
 
 }  // namespace shoal::cli

@@ -3,8 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 
+#include "comm/text.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -27,26 +27,17 @@ std::vector<int64_t> gather_numbers(const Group& group, int64_t own, const Label
   return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size()};
 }
 
-// The lists of all ranks; they differ in length, so they travel padded.
+// The lists of all ranks.
 std::vector<std::vector<std::string>> gather_items(const Group& group, const std::vector<std::string>& items,
                                                    const Label& label) {
   std::string text;
   for (const auto& item : items) text += item + '\n';
-  const auto lengths = gather_numbers(group, static_cast<int64_t>(text.size()), label);
-  const auto longest = std::max<int64_t>(1, *std::max_element(lengths.begin(), lengths.end()));
-  auto own = at::zeros({longest}, at::kByte);
-  std::memcpy(own.data_ptr(), text.data(), text.size());
-  auto all = at::empty({longest * group.size()}, at::kByte);
-  group.all_gather(all, own, label).wait();
   std::vector<std::vector<std::string>> lists;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const auto* begin = all.data_ptr<uint8_t>() + rank * longest;
+  for (const auto& received : all_gather_text(group, text, label)) {
     auto& list = lists.emplace_back();
-    const auto* line = begin;
-    for (const auto* c = begin; c < begin + lengths[rank]; ++c) {
-      if (*c != '\n') continue;
-      list.emplace_back(line, c);
-      line = c + 1;
+    for (size_t begin = 0, end = 0; begin < received.size(); begin = end + 1) {
+      end = received.find('\n', begin);
+      list.push_back(received.substr(begin, end - begin));
     }
   }
   return lists;

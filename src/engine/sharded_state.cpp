@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "comm/text.h"
 #include "module/walk.h"
 #include "optim/state.h"
 #include "shoal/base/error.h"
@@ -36,16 +37,6 @@ std::string describe(const NamedState& named) {
   return Json{{"tensors", tensors}, {"numbers", named.numbers}}.dump();
 }
 
-// The owner's text on every rank.
-std::string tell(const Group& group, const std::string& text, int owner, const Label& label) {
-  auto size = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
-  group.broadcast(size, owner, label).wait();
-  auto bytes = at::empty({size.item<int64_t>()}, at::kByte);
-  if (group.rank() == owner) std::copy(text.begin(), text.end(), bytes.data_ptr<uint8_t>());
-  group.broadcast(bytes, owner, label).wait();
-  return {reinterpret_cast<const char*>(bytes.data_ptr<uint8_t>()), static_cast<size_t>(bytes.numel())};
-}
-
 // A tensor like the parameter whose memory can be filled in the parameter's own order.
 at::Tensor like(const at::Tensor& parameter, at::ScalarType dtype) {
   return at::empty_strided(parameter.sizes(), parameter.strides(),
@@ -63,7 +54,7 @@ bool follows(const at::Tensor& tensor, const StatePiece& piece) {
 
 void gather_piece(const Group& group, const StatePiece& piece, const NamedState& own, bool keep, NamedState& whole) {
   const Label label{-1, -1, "optimizer state of " + piece.name};
-  const auto text = Json::parse(tell(group, describe(own), piece.owner, label));
+  const auto text = Json::parse(broadcast_text(group, describe(own), piece.owner, label));
   for (const auto& [name, number] : text["numbers"].items()) {
     if (keep) whole.numbers[name] = number;
   }

@@ -1,0 +1,70 @@
+#include "checkpoint/atomic_file.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "shoal/checkpoint/checkpoint_error.h"
+
+namespace shoal {
+
+void throw_system_error(const char* action, const std::filesystem::path& path) {
+  throw CheckpointError(fmt::format("cannot {} {}: {}", action, path.string(), std::strerror(errno)));
+}
+
+AtomicFile::AtomicFile(std::filesystem::path path)
+    : path_(std::move(path)), temporary_(fmt::format("{}.tmp-{}", path_.string(), getpid())) {
+  fd_ = open(temporary_.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd_ < 0) fail("create");
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_ >= 0) close(fd_);
+  if (!complete_) unlink(temporary_.c_str());
+}
+
+void AtomicFile::write(const void* data, size_t size, size_t offset) {
+  const auto* bytes = static_cast<const char*>(data);
+  while (size > 0) {
+    const auto written = ::pwrite(fd_, bytes, size, static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail("write");
+    bytes += written;
+    offset += static_cast<size_t>(written);
+    size -= static_cast<size_t>(written);
+  }
+  // The disk works while the rest is being written, so that the sync at the end finds little left.
+  constexpr size_t stretch = 32 << 20;
+  if (offset < begun_ + stretch) return;
+  sync_file_range(fd_, static_cast<off_t>(begun_), static_cast<off_t>(offset - begun_), SYNC_FILE_RANGE_WRITE);
+  begun_ = offset;
+}
+
+void AtomicFile::complete() {
+  if (fsync(fd_) != 0) fail("sync");
+  if (rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename");
+  complete_ = true;
+  sync_folder(path_.parent_path());
+}
+
+void AtomicFile::fail(const char* action) const {
+  throw_system_error(action, temporary_);
+}
+
+void write_atomically(const std::filesystem::path& path, std::string_view text) {
+  AtomicFile file(path);
+  file.write(text.data(), text.size(), 0);
+  file.complete();
+}
+
+void sync_folder(const std::filesystem::path& folder) {
+  const int fd = open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return;
+  fsync(fd);
+  close(fd);
+}
+
+}  // namespace shoal

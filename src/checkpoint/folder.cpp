@@ -1,0 +1,179 @@
+#include "checkpoint/folder.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "checkpoint/atomic_file.h"
+#include "checkpoint/index.h"
+#include "checkpoint/input_file.h"
+#include "shoal/checkpoint/checkpoint_error.h"
+
+namespace shoal {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* latest_name = "latest";
+constexpr const char* lock_name = ".lock";
+constexpr std::string_view step_prefix = "step-";
+constexpr std::string_view unfinished_prefix = ".step-";
+constexpr std::string_view unfinished_mark = ".tmp-";
+
+// The step of a name that step_name() gives.
+std::optional<int64_t> step_of(const std::string& name) {
+  if (!name.starts_with(step_prefix)) return std::nullopt;
+  int64_t step = -1;
+  std::from_chars(name.data() + step_prefix.size(), name.data() + name.size(), step);
+  return step >= 0 && name == step_name(step) ? std::optional(step) : std::nullopt;
+}
+
+std::vector<int64_t> published_steps(const fs::path& root) {
+  std::vector<int64_t> steps;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(root, error)) {
+    const auto step = step_of(entry.path().filename());
+    if (step && fs::exists(entry.path() / index_name, error)) steps.push_back(*step);
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+fs::path latest_of(const fs::path& root) {
+  constexpr int64_t longest = 100;
+  auto name = read_text(root / latest_name, longest);
+  if (name.ends_with('\n')) name.pop_back();
+  if (!step_of(name)) throw CheckpointError(fmt::format("{}/latest does not name a checkpoint", root.string()));
+  std::error_code error;
+  if (!fs::exists(root / name, error)) {
+    throw CheckpointError(fmt::format("{}/latest names {}, which does not exist", root.string(), name));
+  }
+  return root / name;
+}
+
+void remove_tree(const fs::path& path) {
+  std::error_code error;
+  fs::remove_all(path, error);
+  if (error) throw CheckpointError(fmt::format("cannot remove {}: {}", path.string(), error.message()));
+}
+
+std::string random_digits() {
+  std::random_device source;
+  return fmt::format("{:08x}", source());
+}
+
+// "process 123 on node7"
+std::string self() {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  return fmt::format("process {} on {}", getpid(), host.data());
+}
+
+}  // namespace
+
+std::string step_name(int64_t step) {
+  return fmt::format("{}{}", step_prefix, step);
+}
+
+fs::path find_checkpoint(const fs::path& path) {
+  std::error_code error;
+  if (!fs::exists(path, error)) throw CheckpointError(fmt::format("{}: no such file or folder", path.string()));
+  if (path.filename() == latest_name && fs::is_regular_file(path, error)) {
+    return latest_of(path.has_parent_path() ? path.parent_path() : ".");
+  }
+  if (!fs::is_directory(path, error) || fs::exists(path / index_name, error)) return path;
+  if (fs::exists(path / latest_name, error)) return latest_of(path);
+  const auto steps = published_steps(path);
+  return steps.empty() ? path : path / step_name(steps.back());
+}
+
+FolderLock::FolderLock(const fs::path& root) {
+  std::error_code error;
+  fs::create_directories(root, error);
+  if (error) throw CheckpointError(fmt::format("cannot make folder {}: {}", root.string(), error.message()));
+  const auto path = root / lock_name;
+  fd_ = open(path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+  if (fd_ < 0) throw_system_error("open", path);
+  if (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+    const int reason = errno;
+    close(fd_);
+    errno = reason;
+    if (reason != EWOULDBLOCK) throw_system_error("lock", path);
+    constexpr int64_t longest = 500;
+    throw CheckpointError(fmt::format("another job is saving to {}: {}; give each job a folder of its own",
+                                      root.string(), read_text(path, longest)));
+  }
+  // Only for that message: nothing depends on it.
+  const auto text = self();
+  if (ftruncate(fd_, 0) == 0) [[maybe_unused]]
+    const auto written = pwrite(fd_, text.data(), text.size(), 0);
+}
+
+FolderLock::~FolderLock() {
+  close(fd_);
+}
+
+void remove_leftovers(const fs::path& root) {
+  const auto latest_leftover = std::string(latest_name) + std::string(unfinished_mark);
+  std::vector<fs::path> leftovers;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(root, error)) {
+    const auto name = entry.path().filename().string();
+    const bool unfinished = name.starts_with(unfinished_prefix) && name.find(unfinished_mark) != std::string::npos;
+    if (unfinished || name.starts_with(latest_leftover)) leftovers.push_back(entry.path());
+  }
+  for (const auto& path : leftovers) remove_tree(path);
+}
+
+fs::path make_unfinished(const fs::path& root, int64_t step) {
+  auto path = root / fmt::format("{}{}{}{}", unfinished_prefix, step, unfinished_mark, random_digits());
+  std::error_code error;
+  if (!fs::create_directory(path, error)) {
+    throw CheckpointError(fmt::format("cannot make folder {}: {}", path.string(), error.message()));
+  }
+  return path;
+}
+
+void publish(const fs::path& root, const fs::path& unfinished, int64_t step) {
+  const auto final = root / step_name(step);
+  sync_folder(unfinished);
+  std::error_code error;
+  if (!fs::exists(final, error)) {
+    if (rename(unfinished.c_str(), final.c_str()) != 0) throw_system_error("publish", final);
+    return sync_folder(root);
+  }
+  // Both names change hands at once, so that there is a checkpoint of this step at any moment.
+  if (renameat2(AT_FDCWD, unfinished.c_str(), AT_FDCWD, final.c_str(), RENAME_EXCHANGE) != 0) {
+    throw_system_error("replace", final);
+  }
+  sync_folder(root);
+  remove_tree(unfinished);
+}
+
+void set_latest(const fs::path& root, int64_t step) {
+  write_atomically(root / latest_name, step_name(step) + '\n');
+}
+
+void prune(const fs::path& root, int64_t step, int64_t keep) {
+  auto steps = published_steps(root);
+  steps.erase(std::upper_bound(steps.begin(), steps.end(), step), steps.end());
+  for (size_t i = 0; i + keep < steps.size(); ++i) {
+    // Under a name that no reader takes for a checkpoint, since removing takes time.
+    const auto path = root / step_name(steps[i]);
+    const auto doomed = root / fmt::format(".{}{}{}", step_name(steps[i]), unfinished_mark, random_digits());
+    if (rename(path.c_str(), doomed.c_str()) != 0) throw_system_error("remove", path);
+    remove_tree(doomed);
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,67 @@
+#pragma once
+// One save, as one rank sees it.
+
+#include <atomic>
+#include <exception>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checkpoint/folder.h"
+#include "checkpoint/safetensors.h"
+#include "checkpoint/saver.h"
+#include "checkpoint/slice_plan.h"
+
+namespace shoal {
+
+class SaveJob {
+ public:
+  // Decides who writes what and makes the folder for it. Collective; throws on every rank.
+  SaveJob(const Group& group, std::filesystem::path root, int64_t keep_last, const CheckpointContents& contents);
+
+  // Copies what this rank writes into `buffer`, which grows up to `limit` bytes, and writes what does not fit. Does not
+  // throw: finish() does. Not collective.
+  void detach(at::Tensor& buffer, int64_t limit);
+  // Writes, waits for the others, and publishes. Collective; throws on every rank.
+  void finish();
+
+ private:
+  // A slice that this rank writes.
+  struct Write {
+    std::string file;
+    std::string key;
+    std::vector<int64_t> shape;  // in the file
+    at::Tensor values;           // undefined once written
+    std::vector<uint32_t> checksums{};
+  };
+
+  void plan(const CheckpointContents& contents);
+  void make_writes(const CheckpointContents& contents, const std::vector<size_t>& numbers);
+  void open_files();
+  void write(Write& write);
+  void write_files();
+  void write_together();
+  void publish();
+  CheckpointIndex make_index(const std::vector<std::string>& reports) const;
+  std::string report() const;
+
+  Group group_;
+  std::filesystem::path root_;
+  int64_t keep_last_;
+  int64_t step_;
+  std::string strategy_;
+  std::string rank_state_;  // as JSON text
+  std::string global_state_;
+  std::unique_ptr<FolderLock> lock_;  // rank 0
+  SlicePlan plan_;                    // rank 0
+  std::filesystem::path unfinished_;
+  std::vector<Write> writes_;
+  std::map<std::string, std::unique_ptr<SafetensorsFile>> files_;
+  std::map<std::string, int64_t> sizes_;  // of finished files
+  std::exception_ptr failure_;            // while detaching
+  std::atomic<bool> cancelled_ = false;
+};
+
+}  // namespace shoal
