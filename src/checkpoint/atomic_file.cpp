@@ -47,7 +47,6 @@ void AtomicFile::complete() {
   if (fsync(fd_) != 0) fail("sync");
   if (rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename");
   complete_ = true;
-  sync_folder(path_.parent_path());
 }
 
 void AtomicFile::fail(const char* action) const {
@@ -58,6 +57,7 @@ void write_atomically(const std::filesystem::path& path, std::string_view text) 
   AtomicFile file(path);
   file.write(text.data(), text.size(), 0);
   file.complete();
+  sync_folder(path.parent_path());
 }
 
 void sync_folder(const std::filesystem::path& folder) {

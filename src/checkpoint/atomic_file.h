@@ -19,7 +19,7 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(const void* data, size_t size, size_t offset);
-  // Syncs it, gives it its name, and syncs the folder.
+  // Syncs it and gives it its name, which sync_folder() makes durable.
   void complete();
   const std::filesystem::path& path() const { return path_; }
 
@@ -33,6 +33,7 @@ class AtomicFile {
   bool complete_ = false;
 };
 
+// A small file, durable when it returns.
 void write_atomically(const std::filesystem::path& path, std::string_view text);
 
 // Makes names in the folder durable. File systems that cannot are left alone.

@@ -43,6 +43,7 @@ void write(const CheckpointReader& reader, const std::filesystem::path& path,
     }
   }
   file.complete();
+  sync_folder(std::filesystem::path(path).parent_path());
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ void for_each_piece(const at::Tensor& tensor,
   for_each_part(
       tensor.detach(),
       [&](const at::Tensor& part, int64_t first) {
-        const auto flat = part.is_contiguous() ? part.view({-1}) : part.reshape({-1});
+        const auto flat = part.contiguous().view({-1});
         for (int64_t begin = 0; begin < flat.numel(); begin += bytes / element) {
           const auto size = std::min(bytes / element, flat.numel() - begin);
           const auto here = flat.narrow(0, begin, size).to(at::kCPU);

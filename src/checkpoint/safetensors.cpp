@@ -123,6 +123,7 @@ void save_safetensors(const std::string& path, const NamedTensors& tensors,
   SafetensorsFile file(path, entries, metadata);
   for (const auto& [name, tensor] : tensors) file.write(name, tensor);
   file.complete();
+  sync_folder(std::filesystem::path(path).parent_path());
 }
 
 }  // namespace shoal

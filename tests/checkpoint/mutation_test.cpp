@@ -267,7 +267,7 @@ TEST(Mutations, BEY05_EveryDamagedFileIsRefusedOrReadAsItWas) {
     const auto memory = memory_of([&] { ASSERT_NO_THROW(seen = contents(target.open)); });
     ASSERT_LT(memory, limit);
     most = std::max(most, memory);
-    if (mutation.exact && seen) ASSERT_EQ(*seen, target.contents);
+    ASSERT_TRUE(!mutation.exact || !seen || *seen == target.contents) << "read, but not as it was";
     if (mutation.exact && mutation.payload) {
       ASSERT_FALSE(seen) << "a flipped bit of a tensor was not noticed";
       ++flips;

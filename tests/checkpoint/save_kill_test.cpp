@@ -65,11 +65,19 @@ TEST(SaveKill, BEY06_WhicheverRankDiesWheneverACheckpointIsThere) {
   std::mt19937 random(11);
   int64_t last = 0;
   int newer = 0, named = 0, survivors = 0;
-  test::run_ranks(1, [&](const World& world) -> std::string {
-    CheckpointSaver(world.group(), root)
-        .save({.step = 0, .strategy = "test", .slices = slices_of(0, 0, 1), .global_state = {{"step", 0}}});
+  // Deaths are spread over the time that three saves take.
+  const auto begun = std::chrono::steady_clock::now();
+  test::run_ranks(4, [&](const World& world) -> std::string {
+    CheckpointSaver saver(world.group(), root);
+    for (int i = 0; i < 3; ++i) {
+      saver.save({.step = 0,
+                  .strategy = "test",
+                  .slices = slices_of(0, world.rank(), world.size()),
+                  .global_state = {{"step", 0}}});
+    }
     return "";
   });
+  const auto window = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begun);
   for (int trial = 0; trial < kills(); ++trial) {
     const int ranks = 1 + static_cast<int>(random() % 4);
     const bool all = random() % 4 == 0;
@@ -77,7 +85,7 @@ TEST(SaveKill, BEY06_WhicheverRankDiesWheneverACheckpointIsThere) {
     const bool async = random() % 2 == 0;
     const auto keep_last = static_cast<int64_t>(random() % 3);
     const bool same_step = random() % 4 == 0;  // replaces a checkpoint over and over
-    const auto microseconds = random() % 150000;
+    const auto microseconds = random() % static_cast<unsigned>(window.count());
     SCOPED_TRACE(fmt::format("trial {}: rank {} of {} after {} us", trial, all ? -1 : victim, ranks, microseconds));
     const auto ended = test::run_ranks(ranks, [&](const World& world) -> std::string {
       CheckpointSaver saver(world.group(), root, {.keep_last = keep_last});
