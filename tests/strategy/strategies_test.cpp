@@ -105,8 +105,9 @@ TEST_P(Strategies, BEY12_an_optimizer_with_norms_of_whole_parameters_equals_ddp)
 }
 
 TEST_P(Strategies, DEC15_moments_of_several_steps_equal_ddps) {
-  const auto options = AccumAdamOptions(1e-2).weight_decay(0.1).accum_iter(3);
-  expect_equal(GetParam(), train<AccumAdamW>(GetParam(), "gpt", options, 1), reference<AccumAdamW>("gpt", options, 1));
+  // Not gpt: some of its gradients are zero but for rounding, which Adam makes as large as any other.
+  const auto options = AccumAdamOptions(1e-3).weight_decay(0.1).accum_iter(3);
+  expect_equal(GetParam(), train<AccumAdamW>(GetParam(), "mlp", options, 1), reference<AccumAdamW>("mlp", options, 1));
 }
 
 TEST_P(Strategies, BEY19_the_first_step_is_a_real_step) {
