@@ -109,7 +109,8 @@ TEST(LocalUpdatesUse, BEY22_every_kind_of_parameter) {
         for (const auto& name : fragments[p]) {
           std::vector<at::Tensor> values;
           for (const auto& one : all) values.push_back(one->named_parameters()[name].to(at::kDouble));
-          for (const auto& one : all) one->named_parameters()[name].copy_(at::stack(values).mean(0));
+          const auto mean = at::stack(values).mean(0);
+          for (const auto& one : all) one->named_parameters()[name].copy_(mean);
         }
       }
     }
