@@ -80,6 +80,7 @@ Json config(const TrainOptions& options, const World& world) {
   if (options.warmup_steps) result["warmup_steps"] = *options.warmup_steps;
   if (options.decay_every) result["decay_every"] = *options.decay_every;
   if (options.decay_factor) result["decay_factor"] = *options.decay_factor;
+  if (options.takes_local_updates()) result["sync_every"] = options.local_updates.every;
   if (options.steps) result["steps"] = *options.steps;
   if (options.epochs) result["epochs"] = *options.epochs;
   return result;

@@ -9,6 +9,7 @@
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"
 #include "shoal/strategy/fsdp.h"
+#include "shoal/strategy/local_updates.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
 
@@ -33,19 +34,23 @@ class Replicated : public Strategy {
     return model_->forward(input);
   }
   void backward(const at::Tensor& loss, bool) override { scaled(loss).backward(); }
-  // Every rank has the same gradients, so all of them find the same.
+  // Where every rank has the same gradients, all of them find the same.
   void step() override {
     const bool found = scaler_ && scaler_->unscale(gradients());
     if (scaler_) scaler_->update(found);
-    if (found) return;
-    if (options_.clip > 0) clip_to_norm(gradients(), local_norm(gradients(), 2), options_.clip);
-    optimizer_->step();
+    if (!found && options_.clip > 0) clip_to_norm(gradients(), local_norm(gradients(), 2), options_.clip);
+    update(!found);
   }
   void zero_grad() override { optimizer_->zero_grad(); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override { return {optimizer_.get()}; }
 
- private:
+ protected:
+  // With gradients that are finite, or not.
+  virtual void update(bool finite) {
+    if (finite) optimizer_->step();
+  }
+
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
@@ -62,6 +67,23 @@ class Ddp : public Replicated {
 
  private:
   DistributedDataParallel<models::Model> parallel_;
+};
+
+// local_sgd, slowmo, diloco. What is evaluated and saved is the mean of the ranks' parameters.
+class WithLocalUpdates : public Replicated {
+ public:
+  WithLocalUpdates(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group)
+      : Replicated(options, model), local_(model, *optimizer_, group, options.local_updates) {}
+
+  void zero_grad() override { local_.zero_grad(); }
+  std::shared_ptr<void> whole_parameters() override {
+    return std::make_shared<MeanParameters>(local_.mean_parameters());
+  }
+
+ private:
+  void update(bool finite) override { local_.step(finite); }
+
+  LocalUpdates local_;
 };
 
 // A wrapper over an OSS.
@@ -204,7 +226,8 @@ std::vector<at::Tensor> Strategy::gradients() const {
 }
 
 std::vector<std::string> strategy_names() {
-  return {"ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "hybrid", "decentralized", "none", "local"};
+  return {"ddp",       "zero1",  "zero2",  "megatron",      "fsdp", "fsdp_grad_op", "hybrid",
+          "local_sgd", "slowmo", "diloco", "decentralized", "none", "local"};
 }
 
 std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
@@ -226,6 +249,7 @@ std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::
   if (const auto sharding = sharding_strategies.find(options.strategy); sharding != sharding_strategies.end()) {
     return std::make_unique<Fsdp>(options, model, group, sharding->second);
   }
+  if (options.takes_local_updates()) return std::make_unique<WithLocalUpdates>(options, model, group);
   return std::make_unique<Replicated>(options, model);
 }
 

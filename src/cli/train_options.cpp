@@ -25,6 +25,24 @@ void require_at_least(const char* option, T value, T least) {
   if (value < least) throw UsageError(fmt::format("{} {}: give at least {}", option, value, least));
 }
 
+void complete_local_updates(TrainOptions& options) {
+  require_at_least<int64_t>("--sync-every", options.local_updates.every, 1);
+  require_at_least("--fragments", options.local_updates.fragments, 1);
+  require_at_least<int64_t>("--sync-delay", options.local_updates.delay, 0);
+  if (options.strategy == "slowmo") {
+    const SlowMo usual;
+    options.local_updates.outer = SlowMo{.slow_lr = options.outer_lr.value_or(usual.slow_lr),
+                                         .slow_momentum = options.outer_momentum.value_or(usual.slow_momentum)};
+  } else if (options.strategy == "diloco") {
+    const OuterNesterov usual;
+    options.local_updates.outer = OuterNesterov{.lr = options.outer_lr.value_or(usual.lr),
+                                                .momentum = options.outer_momentum.value_or(usual.momentum)};
+  } else if (options.outer_lr || options.outer_momentum) {
+    throw UsageError("--outer-lr and --outer-momentum are for --strategy slowmo and diloco");
+  }
+  options.local_updates.validate();
+}
+
 }  // namespace
 
 void TrainOptions::complete() {
@@ -75,6 +93,7 @@ void TrainOptions::complete() {
   megatron.scaler = precision().scaler;
   megatron.grad_reduce_in_fp32 = true;
   ddp.validate();
+  complete_local_updates(*this);
 }
 
 Precision TrainOptions::precision() const {
@@ -96,11 +115,13 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command.add_option("--init", options.init, "torch, reference (by a hash; default with --data reference)");
   command
-      .add_option("--strategy", options.strategy,
-                  "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid (fsdp on each host), decentralized "
-                  "(every rank averages with a few neighbours), none (one process), "
-                  "local (ranks that never communicate: the floor of the "
-                  "step time)")
+      .add_option(
+          "--strategy", options.strategy,
+          "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid (fsdp on each host), local_sgd, slowmo, "
+          "diloco (ranks exchange parameters every --sync-every steps), decentralized (every rank averages with "
+          "a few neighbours), none (one process), "
+          "local (ranks that never communicate: the floor of the "
+          "step time)")
       ->capture_default_str();
   command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
   command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");
@@ -166,6 +187,20 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                    "ddp: accept parameters that no rank uses");
   command.add_flag("--static-graph", options.ddp.static_graph, "ddp: every step is like the first");
   command.add_flag("!--no-bucket-view", options.ddp.gradient_as_bucket_view, "ddp: gradients outside the buckets");
+  command
+      .add_option("--sync-every", options.local_updates.every,
+                  "local_sgd, slowmo, diloco: steps between two exchanges of a parameter")
+      ->capture_default_str();
+  command
+      .add_option("--fragments", options.local_updates.fragments,
+                  "the same: parts of the model, exchanged after different steps")
+      ->capture_default_str();
+  command
+      .add_option("--sync-delay", options.local_updates.delay,
+                  "the same: steps during which an exchange may travel before it is applied")
+      ->capture_default_str();
+  command.add_option("--outer-lr", options.outer_lr, "slowmo (default: 1), diloco (0.7)");
+  command.add_option("--outer-momentum", options.outer_momentum, "slowmo (default: 0.5), diloco (0.9)");
 }
 
 }  // namespace shoal::cli

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "shoal/strategy/ddp.h"
+#include "shoal/strategy/local_updates.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
 
@@ -50,9 +51,13 @@ struct TrainOptions {
   int topology_local_size = 1;
   double neighbour_timeout = 5;  // seconds
   std::string exchange_dtype = "float32";
+  LocalUpdatesOptions local_updates{.every = 20, .average_buffers = true};  // `outer` is as the strategy says
+  std::optional<double> outer_lr;                                           // slowmo, diloco; default: theirs
+  std::optional<double> outer_momentum;
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }
+  bool takes_local_updates() const { return strategy == "local_sgd" || strategy == "slowmo" || strategy == "diloco"; }
   // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
   Precision precision() const;
   at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
