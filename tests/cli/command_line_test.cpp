@@ -26,7 +26,10 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
                  "--transport nccl: not in this version; available: auto, host, gloo");
   expect_refused({"train", "--strategy", "zero9"},
                  "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, "
-                 "hybrid, none, local");
+                 "hybrid, local_sgd, slowmo, diloco, decentralized, none, local");
+  expect_refused({"train", "--exchange-dtype", "int4"},
+                 "--exchange-dtype int4: not in this version; available: float32");
+  expect_refused({"train", "--neighbour-timeout", "0"}, "--neighbour-timeout 0: give seconds above 0");
   expect_refused({"train", "--optimizer", "lion"}, "--optimizer lion");
   expect_refused({"train", "--accum-iter", "2"},
                  "--accum-iter 2: is for --optimizer accum_adam and accum_adamw, not adamw");
