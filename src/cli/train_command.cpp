@@ -114,11 +114,11 @@ int train_rank(const TrainOptions& options) {
     memory.pss = proportional_mib();
     const auto whole = trainer.whole_parameters();
     save();
-    const auto present = trainer.present();
-    const auto report = make_report(options, world, present, *model, result, memory);
     if (!options.trace.empty()) {
       write_trace(options.trace + (world.rank() > 0 ? fmt::format(".rank{}", world.rank()) : ""), *log, world.rank());
     }
+    const auto present = trainer.present();
+    const auto report = make_report(options, world, present, *model, result, memory);
     if (present.rank() != 0) return 0;
     if (!options.json.empty()) write_json(options.json, report);
     if (options.json != "-") summarise(report, result, options, world, checkpoint);

@@ -12,6 +12,7 @@
 #include "shoal/base/error.h"
 
 namespace shoal {
+
 void Reducer::end_backward() {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
