@@ -14,10 +14,16 @@ function(shoal_layer name)
   endif()
 endfunction()
 
-# Links libtorch and shares one precompiled header among all targets that use it.
+# shoal_uses_torch(TARGET [PCH])
+#
+# Links libtorch and shares one precompiled header among all targets that use it: shoal_pch, or the one given.
 function(shoal_uses_torch target)
+  set(pch shoal_pch)
+  if(ARGC GREATER 1)
+    set(pch ${ARGV1})
+  endif()
   target_link_libraries(${target} PUBLIC ${TORCH_LIBRARIES})
-  target_precompile_headers(${target} REUSE_FROM shoal_pch)
+  target_precompile_headers(${target} REUSE_FROM ${pch})
   # Programs are compiled like the libraries, since a precompiled header fits one setting only.
   set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
   target_compile_options(${target} PRIVATE -fPIC)

@@ -2,6 +2,8 @@
 
 #include <torch/utils.h>
 
+#include "memory/views.h"
+
 namespace shoal {
 namespace {
 
@@ -27,14 +29,8 @@ class IdentityTransport : public Transport {
 
 }  // namespace
 
-// 128-byte alignment: whole cache-line pairs and the widest vector loads. The CPU allocator of libtorch gives 64.
 at::Tensor Transport::allocate(int64_t numel, const at::TensorOptions& options) {
-  constexpr int64_t alignment = 128;
-  const auto element = static_cast<int64_t>(options.dtype().itemsize());
-  auto memory = at::zeros({numel + alignment / element}, options);
-  const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
-  const auto skip = static_cast<int64_t>((alignment - address % alignment) % alignment) / element;
-  return memory.narrow(0, skip, numel);
+  return aligned_zeros(numel, options);
 }
 
 std::shared_ptr<Transport> make_identity_transport() {

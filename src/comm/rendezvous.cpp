@@ -12,6 +12,8 @@
 namespace shoal {
 namespace {
 
+constexpr std::chrono::seconds leaving_limit(5);
+
 // What a rank tells the others, as text: "SIZE PID START PAGE NONCE HOST".
 struct Record {
   int size = 0;
@@ -64,13 +66,16 @@ class Room {
  private:
   std::string rank_key(int rank) const { return fmt::format("{}/rank/{}", present_.prefix, rank); }
 
+  std::string left_key(int rank) const { return fmt::format("{}/left/{}", present_.prefix, rank); }
+
   // A process may meet again; another one may not take its rank.
   void refuse_duplicate(const Record& own, const std::string& previous) {
     const auto text = store_try_get(*store_, fmt::format("{}/rank/{}", previous, placement_.rank));
     if (!text || same_process(from_text(*text).peer, own.peer)) return;
-    present_.prefix = previous;
-    fail<UsageError>(fmt::format("two processes claim rank {} (pids {} and {}): give each its own RANK",
-                                 placement_.rank, from_text(*text).peer.process.pid, own.peer.process.pid));
+    const auto error = fmt::format("two processes claim rank {} (pids {} and {}): give each its own RANK",
+                                   placement_.rank, from_text(*text).peer.process.pid, own.peer.process.pid);
+    store_set_once(*store_, previous + "/error", error);
+    throw UsageError(error);
   }
 
   void agree_on_size() {
@@ -80,12 +85,14 @@ class Room {
     int size = 0;
     int rank = 0;
     in >> size >> rank;
-    if (size != placement_.size) {
-      fail<DisagreeError>(
-          fmt::format("the world's size differs: {} on rank {}, {} on rank {}: give all ranks the same "
-                      "WORLD_SIZE",
-                      size, rank, placement_.size, placement_.rank));
-    }
+    require_same_size(size, rank);
+  }
+
+  void require_same_size(int size, int rank) {
+    if (size == placement_.size) return;
+    fail<DisagreeError>(
+        fmt::format("the world's size differs: {} on rank {}, {} on rank {}: give all ranks the same WORLD_SIZE", size,
+                    rank, placement_.size, placement_.rank));
   }
 
   void collect() {
@@ -94,11 +101,17 @@ class Room {
     std::vector<int> missing(placement_.size);
     for (int rank = 0; rank < placement_.size; ++rank) missing[rank] = rank;
     while (true) {
-      if (const auto error = store_try_get(*store_, present_.prefix + "/error")) throw DisagreeError(*error);
+      if (const auto error = store_try_get(*store_, present_.prefix + "/error")) {
+        leave();
+        throw DisagreeError(*error);
+      }
       std::erase_if(missing, [&](int rank) {
         const auto text = store_try_get(*store_, rank_key(rank));
-        if (text) present_.peers[rank] = from_text(*text).peer;
-        return text.has_value();
+        if (!text) return false;
+        const auto record = from_text(*text);
+        require_same_size(record.size, rank);
+        present_.peers[rank] = record.peer;
+        return true;
       });
       if (missing.empty()) return;
       if (std::chrono::steady_clock::now() > deadline) {
@@ -112,7 +125,24 @@ class Room {
   template <class E>
   [[noreturn]] void fail(const std::string& text) {
     store_set_once(*store_, present_.prefix + "/error", text);
+    leave();
     throw E(text);
+  }
+
+  // A store in this process goes with it: it stays until all who came have read why, for a few seconds at most.
+  void leave() {
+    store_set_once(*store_, left_key(placement_.rank), "");
+    if (placement_.rank != 0 || placement_.store_is_served) return;
+    const auto deadline = std::chrono::steady_clock::now() + leaving_limit;
+    const auto everybody_left = [&] {
+      for (int rank = 0; rank < placement_.size; ++rank) {
+        if (store_->check({rank_key(rank)}) && !store_->check({left_key(rank)})) return false;
+      }
+      return true;
+    };
+    while (!everybody_left() && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
   }
 
   const Placement placement_;
@@ -142,16 +172,14 @@ Meeting meet(const Placement& placement, const PageAddress& page, int timeout_se
   }
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
   try {
-    const auto present =
-        within(std::chrono::seconds(timeout_seconds + 5), [placement, page, timeout_seconds, store = meeting.store] {
-          return Room(placement, page, store, timeout_seconds).enter();
-        });
+    const auto present = within(std::chrono::seconds(timeout_seconds) + 2 * leaving_limit,
+                                [placement, page, timeout_seconds, store = meeting.store] {
+                                  return Room(placement, page, store, timeout_seconds).enter();
+                                });
     if (!present) throw lost_store(placement);
     meeting.prefix = present->prefix;
     meeting.peers = present->peers;
   } catch (const std::exception& error) {
-    // The store goes with this process if it hosts it; leave the others time to read why.
-    if (meeting.server) std::this_thread::sleep_for(std::chrono::seconds(1));
     if (dynamic_cast<const c10::Error*>(&error) != nullptr) throw lost_store(placement);
     throw;
   }

@@ -32,6 +32,15 @@ at::Tensor in_memory_order(const at::Tensor& tensor) {
   return dense.as_strided({dense.numel()}, {1});
 }
 
+at::Tensor aligned_zeros(int64_t numel, const at::TensorOptions& options) {
+  constexpr int64_t alignment = 128;
+  const auto element = static_cast<int64_t>(options.dtype().itemsize());
+  auto memory = at::zeros({numel + alignment / element}, options);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
+  const auto skip = static_cast<int64_t>((alignment - address % alignment) % alignment) / element;
+  return memory.narrow(0, skip, numel);
+}
+
 bool same_view(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided && a.is_alias_of(b) &&
          a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();

@@ -1,5 +1,5 @@
 #pragma once
-// Parameter-shaped views of flat memory.
+// Flat memory and parameter-shaped views of it.
 
 #include <torch/types.h>
 
@@ -17,6 +17,10 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor);
 
 // The tensor's elements as they lie in such a view, [numel]: the same memory where the tensor is dense, else a copy.
 at::Tensor in_memory_order(const at::Tensor& tensor);
+
+// Zeroes [numel] that start on a multiple of 128 bytes: whole cache-line pairs and the widest vector loads. The CPU
+// allocator of libtorch gives 64.
+at::Tensor aligned_zeros(int64_t numel, const at::TensorOptions& options);
 
 // True when both are the same elements of the same memory in the same layout.
 bool same_view(const at::Tensor& a, const at::Tensor& b);

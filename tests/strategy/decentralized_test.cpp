@@ -14,23 +14,19 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::seeded;
 using test::Simulation;
-using test::world;
 using Options = DecentralizedDataParallelOptions;
 
 const torch::optim::SGDOptions sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
-
-const Group& group() {
-  return world().group();
-}
 
 std::vector<std::string> names() {
   return {"complete", "ring", "one-peer-exp", "alternating-exp-ring", "exp", "torus", "hypercube", "star", "random"};
 }
 
-TEST(Decentralized, DEC01_every_topology_equals_a_dense_simulation) {
+TEST(Decentralized, DEC01_DEC05_every_topology_equals_a_dense_simulation_in_both_layouts) {
   for (const auto& name : names()) {
     for (const bool views : {true, false}) {
       const auto topology = make_topology(name, group().size(), 1, 7);
@@ -51,6 +47,28 @@ TEST(Decentralized, DEC01_every_topology_equals_a_dense_simulation) {
       EXPECT_EQ(parallel.statistics().skipped + parallel.statistics().newer + parallel.statistics().older, 0);
     }
   }
+}
+
+TEST(Decentralized, DEC03_buckets_are_aligned_and_updated_inside_backward) {
+  auto model = seeded(1);
+  const auto topology = make_topology("ring", group().size());
+  DecentralizedDataParallel parallel(model, optimizer_with<torch::optim::SGD>(sgd), group(),
+                                     Options{.topology = topology, .bucket_cap_mb = 0.001});
+  const auto forward = [&](int64_t step) { return mean_loss(parallel.forward(batch(group().rank(), step))); };
+  forward(0).backward();  // buckets are made at its end
+  ASSERT_EQ(parallel.optimizers().size(), parallel.buckets().size());
+  const auto parameters = model->named_parameters();
+  for (const auto& bucket : parallel.buckets()) {
+    for (const auto& name : bucket) {
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(parameters[name].data_ptr()) % 128, 0) << name;
+      EXPECT_TRUE(parameters[name].is_alias_of(parameters[bucket.front()])) << name;
+    }
+  }
+  const auto before = model->third->weight.detach().clone();
+  bool updated = false;
+  model->first->weight.register_hook([&](const at::Tensor&) { updated = !at::equal(model->third->weight, before); });
+  forward(1).backward();
+  EXPECT_TRUE(updated) << "the last layer, when the first one's gradient comes";
 }
 
 }  // namespace

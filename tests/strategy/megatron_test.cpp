@@ -129,7 +129,7 @@ TEST(Megatron, MEG09_several_chunks_under_one_optimizer) {
   EXPECT_EQ(optimizer.state_dict().count("chunk1.weight"), 1U);
 }
 
-TEST(Megatron, MEG10_inf_on_one_rank_makes_all_skip_and_back_off) {
+TEST(Megatron, MEG10_BEY07_inf_on_one_rank_makes_all_skip_and_back_off) {
   auto model = seeded_as(at::kHalf);
   Sgd optimizer(model, SGDOptions(0.1), group(),
                 {.scaler = GradScalerOptions{.initial_scale = 1024, .growth_interval = 2, .hysteresis = 1}});

@@ -141,7 +141,7 @@ TEST(Oss, OSS10_closures_and_schedulers_reach_the_shares) {
   EXPECT_EQ(difference(model->parameters(), reference->parameters()), 0);
 }
 
-TEST(Oss, OSS10_inf_on_one_rank_only_is_skipped_by_all) {
+TEST(Oss, OSS10_BEY07_inf_on_one_rank_only_is_skipped_by_all) {
   auto model = seeded(1);
   OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
   GradScaler scaler({.initial_scale = 1024, .hysteresis = 1});

@@ -52,9 +52,6 @@ class GossipChannel {
   virtual void forget() = 0;
   // This rank shows no more; what it has shown can still be read.
   virtual void leave() = 0;
-
-  // Bytes that this rank has sent through sockets.
-  virtual int64_t sent_bytes() const { return 0; }
 };
 
 // Collective over the group. Memory that ranks share where they all run on one host, else sockets between them.

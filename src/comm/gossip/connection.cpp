@@ -125,7 +125,6 @@ bool OutgoingConnection::send_bytes(const void* data, size_t bytes, size_t begin
     const auto sent = send(socket_.number(), static_cast<const char*>(data) + done, bytes - done, MSG_NOSIGNAL);
     if (sent < 0) return false;
     sent_ += static_cast<size_t>(sent);
-    sent_bytes_ += sent;
   }
   return true;
 }

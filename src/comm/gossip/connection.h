@@ -45,7 +45,6 @@ class OutgoingConnection {
   bool advance(const std::string& place);
   bool idle() const { return queue_.empty(); }
   const Descriptor& socket() const { return socket_; }
-  int64_t sent_bytes() const { return sent_bytes_; }
 
  private:
   struct Item {
@@ -57,7 +56,6 @@ class OutgoingConnection {
   Descriptor socket_;
   std::deque<Item> queue_;
   size_t sent_ = 0;  // of the first item, its frame included
-  int64_t sent_bytes_ = 0;
 };
 
 // Frames from one rank.

@@ -132,13 +132,6 @@ class SocketChannel : public GossipChannel {
     wake();
   }
 
-  int64_t sent_bytes() const override {
-    const std::lock_guard lock(mutex_);
-    int64_t bytes = 0;
-    for (const auto& peer : peers_) bytes += peer.outgoing.sent_bytes();
-    return bytes;
-  }
-
  private:
   struct Peer {
     OutgoingConnection outgoing;
@@ -286,7 +279,7 @@ class SocketChannel : public GossipChannel {
   const int rank_;
   const std::vector<GossipBuffer> buffers_;
   const std::vector<Address> addresses_;
-  mutable std::mutex mutex_;  // all below
+  std::mutex mutex_;  // all below
   std::condition_variable changed_;
   std::vector<Peer> peers_;
   std::vector<Visitor> visitors_;

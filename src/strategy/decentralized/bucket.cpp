@@ -19,10 +19,11 @@ GossipBucket::GossipBucket(std::vector<NamedParameter> members, bool as_views)
     : members_(std::move(members)), layout_(layout_of(members_)) {
   if (!as_views) return;
   const torch::NoGradGuard no_grad;
-  flat_ = at::zeros({numel()}, members_.front().parameter.options().requires_grad(false));
-  write_to(flat_);
-  const auto views = views_of(flat_);
+  const auto flat = aligned_zeros(numel(), members_.front().parameter.options().requires_grad(false));
+  write_to(flat);
+  const auto views = views_of(flat);
   for (size_t i = 0; i < members_.size(); ++i) members_[i].parameter.set_data(views[i]);
+  flat_ = flat;
 }
 
 std::vector<at::Tensor> GossipBucket::views_of(const at::Tensor& flat) const {
@@ -46,7 +47,7 @@ void GossipBucket::mix(double own, at::Tensor& others) {
 }
 
 void GossipBucket::write_to(const at::Tensor& flat, double scale) const {
-  if (flat_.defined() && !flat.is_alias_of(flat_)) {
+  if (flat_.defined()) {
     flat.copy_(flat_);
   } else {
     const auto views = views_of(flat);

@@ -17,7 +17,6 @@ class Mixing {
 
   // Buffers are shown in `as`, where given. Collective; once, before the first step ends.
   void open(const std::vector<GossipBuffer>& buffers, std::optional<at::ScalarType> as);
-  bool opened() const { return channel_ != nullptr; }
 
   // A step begins: neighbours that have ended are removed.
   void begin_step();
