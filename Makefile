@@ -1,11 +1,13 @@
 # make demo: set up, build, train a CNN on Fashion-MNIST on 2 ranks.   make test: set up, build, run all tests.
 BUILD ?= build
+# Eight files in one: half the time of a build from nothing. The presets compile each by itself.
+UNITY = -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8
 
 .PHONY: build demo test fast asan tsan format format-check tidy clean
 
 build:
 	@scripts/setup
-	@test -f $(BUILD)/build.ninja || cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release
+	@test -f $(BUILD)/build.ninja || cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release $(UNITY)
 	@cmake --build $(BUILD)
 
 demo: build

@@ -14,7 +14,7 @@ using torch::optim::AdagradOptions;
 using torch::optim::AdagradParamState;
 
 // What one kernel call takes: tensors of equal dtype.
-struct Batch {
+struct AdagradBatch {
   std::vector<at::Tensor> parameters, gradients, sums, steps;
 };
 
@@ -38,7 +38,7 @@ at::Tensor FusedAdagrad::step(LossClosure closure) {
   const auto groups = collect_aligned_updates(*this, "FusedAdagrad");
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = static_cast<const AdagradOptions&>(param_groups_[i].options());
-    std::map<at::ScalarType, Batch> batches;
+    std::map<at::ScalarType, AdagradBatch> batches;
     for (const auto& [parameter, gradient] : groups[i]) {
       auto& state = state_of(*this, parameter, options);
       state.step(state.step() + 1);

@@ -13,7 +13,7 @@ namespace shoal {
 namespace {
 
 // What one kernel call takes: tensors of equal dtype.
-struct Batch {
+struct AdamBatch {
   std::vector<at::Tensor> parameters, gradients, first, second, largest, steps;
 };
 
@@ -40,7 +40,7 @@ at::Tensor step_with(torch::optim::Optimizer& optimizer, const torch::optim::Opt
   const auto groups = collect_aligned_updates(optimizer, name);
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = static_cast<const Options&>(optimizer.param_groups()[i].options());
-    std::map<at::ScalarType, Batch> batches;
+    std::map<at::ScalarType, AdamBatch> batches;
     for (const auto& [parameter, gradient] : groups[i]) {
       auto& state = state_of<State>(optimizer, parameter, options.amsgrad());
       state.step(state.step() + 1);

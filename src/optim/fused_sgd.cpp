@@ -14,7 +14,7 @@ using torch::optim::SGDOptions;
 using torch::optim::SGDParamState;
 
 // What one kernel call takes: tensors of equal dtype, all with or all without a momentum from before.
-struct Batch {
+struct SgdBatch {
   std::vector<at::Tensor> parameters, gradients, momenta;
 };
 
@@ -28,12 +28,12 @@ bool kernel_works(const at::Tensor& parameter) {
   return !parameter.is_cpu() || !at::isReducedFloatingType(parameter.scalar_type());
 }
 
-void update_by_kernel(const Batch& batch, bool first_step, const SGDOptions& options) {
+void update_by_kernel(const SgdBatch& batch, bool first_step, const SGDOptions& options) {
   at::_fused_sgd_(batch.parameters, batch.gradients, batch.momenta, options.weight_decay(), options.momentum(),
                   options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, first_step);
 }
 
-void update_by_operators(const Batch& batch, bool first_step, const SGDOptions& options) {
+void update_by_operators(const SgdBatch& batch, bool first_step, const SGDOptions& options) {
   for (size_t i = 0; i < batch.parameters.size(); ++i) {
     auto gradient = batch.gradients[i];
     if (options.weight_decay() != 0) gradient = gradient.add(batch.parameters[i], options.weight_decay());
@@ -58,7 +58,7 @@ at::Tensor FusedSGD::step(LossClosure closure) {
   const auto groups = collect_aligned_updates(*this, "FusedSGD");
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = static_cast<const SGDOptions&>(param_groups_[i].options());
-    std::map<BatchKey, Batch> batches;
+    std::map<BatchKey, SgdBatch> batches;
     for (const auto& [parameter, gradient] : groups[i]) {
       at::Tensor momentum;
       bool first_step = false;

@@ -13,12 +13,12 @@ struct WorldOptions {
   // Who this process is. Without `rank` and `size` (give both or neither) the environment says: torchrun's or
   // `shoal launch`'s RANK and WORLD_SIZE, else Open MPI's, else PMI's, else Slurm's, else the process is alone. One
   // source is used as a whole; a partial one is refused.
-  std::optional<int> rank;
-  std::optional<int> size;
+  std::optional<int> rank{};
+  std::optional<int> size{};
   // Where rank 0 listens. Default: the environment's MASTER_ADDR and MASTER_PORT, else loopback and port 29500.
   // Nothing listens on any other interface than this address's.
-  std::optional<std::string> address;
-  std::optional<int> port;
+  std::optional<std::string> address{};
+  std::optional<int> port{};
 
   // What carries the bytes. "host": memory that the ranks share; all of them must run on one host as one user. "gloo":
   // TCP. "auto": for every group "host" where it is possible; over several hosts with equally many ranks (at least 2)

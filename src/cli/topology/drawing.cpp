@@ -17,7 +17,7 @@ constexpr double width = 900;
 constexpr int in_row = 3;
 constexpr double panel = width / in_row;
 constexpr double heading = 30;
-constexpr int64_t most_rounds = 12;
+constexpr int64_t most_rounds_drawn = 12;
 constexpr int most_on_circle = 32;
 
 constexpr const char* line_colour = "#0072b2";
@@ -122,7 +122,7 @@ std::string table(const TopologyReport& report) {
 }  // namespace
 
 std::string rounds_drawing(const Topology& topology) {
-  const auto shown = std::min(topology.period(), most_rounds);
+  const auto shown = std::min(topology.period(), most_rounds_drawn);
   std::string svg =
       "<defs><marker id=\"arrow\" viewBox=\"0 0 8 8\" refX=\"1\" refY=\"4\" markerWidth=\"8\" markerHeight=\"8\" "
       "markerUnits=\"userSpaceOnUse\" orient=\"auto\"><path d=\"M0 0 L8 4 L0 8 z\" fill=\"#0072b2\"/></marker></defs>";
@@ -169,7 +169,7 @@ std::string distance_drawing(const TopologyReport& report) {
 }
 
 std::string topology_page(const Topology& topology, const TopologyReport& report) {
-  const auto shown = std::min(topology.period(), most_rounds);
+  const auto shown = std::min(topology.period(), most_rounds_drawn);
   auto body = table(report);
   body +=
       "<h2>Consensus distance by step</h2><p class=\"note\">Relative to the start, root mean square over independent "

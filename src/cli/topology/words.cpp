@@ -11,10 +11,10 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int most_in_matrix = 8;    // ranks
-constexpr int64_t most_rounds = 16;  // the rest is in the JSON
-constexpr size_t most_links = 200;   // of a round
-constexpr size_t columns = 100;      // of a line
+constexpr int most_in_matrix = 8;         // ranks
+constexpr int64_t most_rounds_told = 16;  // the rest is in the JSON
+constexpr size_t most_links = 200;        // of a round
+constexpr size_t columns = 100;           // of a line
 
 std::string number(double value) {
   return fmt::format("{:.4g}", value);
@@ -114,7 +114,7 @@ std::vector<std::pair<std::string, std::string>> report_lines(const TopologyRepo
 
 std::string in_words(const Topology& topology, const TopologyReport& report) {
   std::string text = topology.fingerprint() + "\n\n";
-  const auto shown = std::min(topology.period(), most_rounds);
+  const auto shown = std::min(topology.period(), most_rounds_told);
   for (int64_t index = 0; index < shown; ++index) text += round_in_words(topology.round(index), index);
   if (shown < topology.period()) text += fmt::format("and {} more rounds (--json)\n\n", topology.period() - shown);
   for (const auto& [what, figure] : report_lines(report)) text += fmt::format("{:<52}{}\n", what, figure);

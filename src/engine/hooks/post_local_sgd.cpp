@@ -11,7 +11,7 @@
 namespace shoal {
 
 namespace {
-constexpr const char* carrier_prefix = "carrier.";
+constexpr const char* local_sgd_carrier = "carrier.";
 }  // namespace
 
 struct PostLocalSgdHook::Memory {
@@ -44,7 +44,7 @@ PendingExchange PostLocalSgdHook::begin(const GradientBucket& bucket) {
 CommunicationHook::State PostLocalSgdHook::state() const {
   State state;
   memory_->count.save(state);
-  for (const auto& [entry, value] : carrier_->state()) state[carrier_prefix + entry] = value;
+  for (const auto& [entry, value] : carrier_->state()) state[local_sgd_carrier + entry] = value;
   return state;
 }
 
@@ -52,10 +52,10 @@ void PostLocalSgdHook::load_state(const State& state) {
   State of_carrier;
   for (const auto& [entry, value] : state) {
     if (memory_->count.load(entry, value)) continue;
-    if (!entry.starts_with(carrier_prefix)) {
+    if (!entry.starts_with(local_sgd_carrier)) {
       throw UsageError(fmt::format("communication hook {}: '{}' is no part of its state", name(), entry));
     }
-    of_carrier[entry.substr(std::string_view(carrier_prefix).size())] = value;
+    of_carrier[entry.substr(std::string_view(local_sgd_carrier).size())] = value;
   }
   carrier_->load_state(of_carrier);
 }

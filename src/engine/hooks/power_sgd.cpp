@@ -22,7 +22,7 @@ struct PowerSgdHook::Memory {
 namespace {
 
 constexpr const char* factor_prefix = "factor.";
-constexpr const char* carrier_prefix = "carrier.";
+constexpr const char* power_sgd_carrier = "carrier.";
 
 // A matrix to be compressed, about p q^T.
 struct Matrix {
@@ -239,7 +239,7 @@ CommunicationHook::State PowerSgdHook::state() const {
   memory_->residuals.save(state);
   memory_->count.save(state);
   for (const auto& [name, factor] : memory_->factors) state[factor_prefix + name] = factor;
-  for (const auto& [name, value] : carrier_->state()) state[carrier_prefix + name] = value;
+  for (const auto& [name, value] : carrier_->state()) state[power_sgd_carrier + name] = value;
   return state;
 }
 
@@ -249,8 +249,8 @@ void PowerSgdHook::load_state(const State& state) {
     if (memory_->residuals.load(name, value) || memory_->count.load(name, value)) continue;
     if (name.starts_with(factor_prefix)) {
       memory_->factors[name.substr(std::string_view(factor_prefix).size())] = value.clone();
-    } else if (name.starts_with(carrier_prefix)) {
-      of_carrier[name.substr(std::string_view(carrier_prefix).size())] = value;
+    } else if (name.starts_with(power_sgd_carrier)) {
+      of_carrier[name.substr(std::string_view(power_sgd_carrier).size())] = value;
     } else {
       throw UsageError(fmt::format("communication hook {}: '{}' is no part of its state", this->name(), name));
     }
