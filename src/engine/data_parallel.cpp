@@ -1,6 +1,7 @@
 #include "shoal/engine/data_parallel.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -61,8 +62,10 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
   if (tensors.trainable().empty()) {
     throw UsageError(fmt::format("{}: the model has no parameter that requires a gradient; nothing to train", name));
   }
-  return std::make_unique<DataParallelCore::State>(
-      DataParallelCore::State{.module = std::move(module), .group = group, .tensors = std::move(tensors)});
+  std::vector<std::vector<int64_t>> shapes;
+  for (const auto& entry : tensors.parameters) shapes.push_back(entry.tensor.sizes().vec());
+  return std::make_unique<DataParallelCore::State>(DataParallelCore::State{
+      .module = std::move(module), .group = group, .tensors = std::move(tensors), .shapes = std::move(shapes)});
 }
 
 void check_forward_is_local(const torch::nn::Module& module) {
@@ -73,6 +76,17 @@ void check_forward_is_local(const torch::nn::Module& module) {
                     "go without Join "
                     "and give ranks that have run out empty batches",
                     named.key()));
+  }
+}
+
+void DataParallelCore::State::require_shapes() const {
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const auto& entry = tensors.parameters[i];
+    if (entry.tensor.sizes() == shapes[i]) continue;
+    throw UsageError(
+        fmt::format("parameter {} has the shape [{}] and had [{}] when its module was wrapped; wrap a module after "
+                    "changing it",
+                    entry.name, fmt::join(entry.tensor.sizes(), ", "), fmt::join(shapes[i], ", ")));
   }
 }
 
@@ -94,6 +108,7 @@ DataParallelCore::~DataParallelCore() = default;
 
 void DataParallelCore::before_forward() {
   auto& state = *state_;
+  state.require_shapes();
   if (state.no_sync_depth == 0) state.reducer->settle();
   begin_pass(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) return;

@@ -14,9 +14,12 @@ struct DataParallelCore::State {
   BufferSync buffers{};
   Precision precision{};
   ModuleTensors tensors;
+  std::vector<std::vector<int64_t>> shapes{};  // of the parameters when they were wrapped
   std::shared_ptr<Reducer> reducer{};
   int no_sync_depth = 0;
 
+  // UsageError when a parameter has another shape by now.
+  void require_shapes() const;
   // Replaces the present reducer.
   void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options, std::unique_ptr<Exchange> exchange);
 };

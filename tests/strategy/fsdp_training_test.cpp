@@ -1,10 +1,9 @@
-// What training under FullyShardedDataParallel gives: dtypes, micro-batches, norms, state, and what is refused.
+// What training under FullyShardedDataParallel gives: dtypes, micro-batches, norms, state.
 
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
-#include <torch/optim/lbfgs.h>
 
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"
@@ -254,21 +253,6 @@ TEST(Fsdp, FSDP17_state_goes_to_other_strategies_and_back) {
   train(third, third_optimizer, 4, 6);
   EXPECT_LT(difference(third.module()->parameters(), whole_run.module()->parameters()), 1e-12);
   EXPECT_EQ(first.full_state_dict(0).empty(), group().rank() != 0) << "on the recipient alone";
-}
-
-TEST(Fsdp, WrongOptionsAreRefused) {
-  const auto make = [](const Options& options) { FullyShardedDataParallel<MlpImpl>(make_mlp(), group(), options); };
-  EXPECT_THROW(make({.unit_limit = 1, .prefetch_units = 1}), UsageError);
-  EXPECT_THROW(make({.shard_size = 2}), UsageError);
-  EXPECT_THROW(make({.param_dtype = at::kLong}), UsageError);
-  EXPECT_THROW(make({.sharding_strategy = ShardingStrategy::hybrid_shard, .shard_size = group().size() + 1}),
-               UsageError);
-  FullyShardedDataParallel<MlpImpl> parallel(make_mlp(), group());
-  FullyShardedOptimizer<torch::optim::SGD> plain(parallel, sgd);
-  EXPECT_THROW(FullyShardedOptimizer<torch::optim::LBFGS>(parallel, torch::optim::LBFGSOptions()), UsageError);
-  auto integers = seeded(1);
-  integers->register_parameter("count", at::ones({2}, at::kLong), /*requires_grad=*/false);
-  EXPECT_THROW(FullyShardedDataParallel<MlpImpl>(integers, group()), UsageError);
 }
 
 }  // namespace

@@ -32,6 +32,8 @@ enum class ShardingStrategy {
 struct FullyShardedDataParallelOptions {
   // Behaviour.
   ShardingStrategy sharding_strategy = ShardingStrategy::full_shard;
+  std::optional<at::Device> device{};  // a module on the CPU is moved there; without: it stays where it is. No
+                                       // index: the current one of its kind, with a warning
   std::optional<WrapPolicy> auto_wrap_policy{};  // without, the module is one unit
   std::optional<int> shard_size{};              // hybrid: ranks, in a row, that divide a model among them; without: the
                                                 // ranks of each host
@@ -135,7 +137,8 @@ class FullParameters {
 // more when the wrapper has gone: take full_state_dict or visit_full_state before.
 //
 // Constructor: collective. UsageError for options out of range, names that the module does not have, a module without
-// trainable parameters, parameters that are neither floating point nor on one device; DisagreeError when ranks hold
+// trainable parameters, parameters that are not floating point or not on one device, a `device` that is not there or
+// not where the module is; DisagreeError when ranks hold
 // different models.
 template <class Module>
 class FullyShardedDataParallel : public DataParallelWrapper<Module, FullyShardedCore> {

@@ -12,6 +12,7 @@
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
 #include "strategy/fsdp/divided.h"
+#include "strategy/fsdp/place.h"
 #include "strategy/fsdp/shards.h"
 
 namespace shoal {
@@ -50,6 +51,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
                                                     const FullyShardedDataParallelOptions& options) {
   options.validate();
   const auto ignored = module ? ignored_names(*module, options) : std::vector<std::string>();
+  if (module) place_module(*module, options.device, ignored);
   auto state =
       wrap(std::move(module), group, "FullyShardedDataParallel", ignored, options.sync_module_states, Deferred::keep);
   state->buffers.choose(/*broadcast=*/false);

@@ -58,11 +58,6 @@ void check(const ModuleTensors& tensors, const FullyShardedDataParallelOptions& 
                       "make it a buffer, or ignore it",
                       entry.name, c10::toString(entry.tensor.scalar_type())));
     }
-    if (entry.tensor.device() != device) {
-      throw UsageError(fmt::format("FullyShardedDataParallel: parameter {} is on {}, {} on {}; move the module to one",
-                                   entry.name, entry.tensor.device().str(), tensors.parameters.front().name,
-                                   device.str()));
-    }
   }
 }
 

@@ -1,0 +1,86 @@
+// What FullyShardedDataParallel refuses, and what it says.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/cuda.h>
+#include <torch/nn/module.h>
+#include <torch/optim/lbfgs.h>
+
+#include "shoal/base/error.h"
+#include "tests/strategy/fsdp_training.h"
+
+namespace shoal::test {
+namespace {
+
+std::string refusal(const std::shared_ptr<MlpImpl>& module, const Options& options) {
+  try {
+    FullyShardedDataParallel<MlpImpl> parallel(module, group(), options);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+TEST(Fsdp, FSDP13_the_module_is_where_the_device_option_says_or_an_error_says_why_not) {
+  const auto model = make_mlp();
+  FullyShardedDataParallel<MlpImpl> parallel(model, group(), {.device = at::Device("cpu")});
+  FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd);
+  parallel.forward(batch(group().rank(), 0)).sum().backward();
+  optimizer.step();
+  for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.device().is_cpu());
+
+  const auto stays = make_mlp();
+  EXPECT_THAT(refusal(stays, {.device = at::Device("meta")}), testing::HasSubstr("device meta"));
+  if (!torch::cuda::is_available()) {
+    EXPECT_THAT(refusal(stays, {.device = at::Device("cuda")}), testing::HasSubstr("device cuda"));
+    EXPECT_THAT(refusal(stays, {.device = at::Device("cuda:1")}), testing::HasSubstr("device cuda:1"));
+  }
+  for (const auto& parameter : stays->parameters()) EXPECT_TRUE(parameter.device().is_cpu()) << "nothing is lost";
+}
+
+TEST(Fsdp, FSDP10_the_whole_module_cannot_be_ignored) {
+  const auto model = make_mlp();
+  std::vector<std::string> names;
+  for (const auto& entry : model->named_parameters()) names.push_back(entry.key());
+  EXPECT_THAT(refusal(model, {.ignored_parameters = names}), testing::HasSubstr("nothing to train"));
+  EXPECT_THAT(refusal(model, {.ignored_modules = {""}}), testing::HasSubstr("no sub-module named ''"));
+}
+
+TEST(Fsdp, FSDP22_a_module_is_wrapped_once) {
+  const auto model = make_mlp();
+  FullyShardedDataParallel<MlpImpl> parallel(model, group());
+  EXPECT_THAT(refusal(model, {}), testing::HasSubstr("sharded already"));
+}
+
+TEST(Fsdp, FSDP19_a_parameter_that_changed_its_shape_is_named) {
+  const auto model = make_mlp();
+  FullyShardedDataParallel<MlpImpl> parallel(model, group());
+  FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd);
+  auto weight = model->named_parameters().pairs().front();
+  weight.second.set_data(at::ones({weight.second.size(0) + 1, weight.second.size(1)}, at::kDouble));
+  try {
+    parallel.forward(batch(group().rank(), 0)).sum().backward();
+    optimizer.step();
+    ADD_FAILURE() << "went unnoticed";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr(weight.first));
+  }
+}
+
+TEST(Fsdp, WrongOptionsAreRefused) {
+  const auto make = [](const Options& options) { FullyShardedDataParallel<MlpImpl>(make_mlp(), group(), options); };
+  EXPECT_THROW(make({.unit_limit = 1, .prefetch_units = 1}), UsageError);
+  EXPECT_THROW(make({.shard_size = 2}), UsageError);
+  EXPECT_THROW(make({.param_dtype = at::kLong}), UsageError);
+  EXPECT_THROW(make({.sharding_strategy = ShardingStrategy::hybrid_shard, .shard_size = group().size() + 1}),
+               UsageError);
+  FullyShardedDataParallel<MlpImpl> parallel(make_mlp(), group());
+  FullyShardedOptimizer<torch::optim::SGD> plain(parallel, sgd);
+  EXPECT_THROW(FullyShardedOptimizer<torch::optim::LBFGS>(parallel, torch::optim::LBFGSOptions()), UsageError);
+  auto integers = seeded(1);
+  integers->register_parameter("count", at::ones({2}, at::kLong), /*requires_grad=*/false);
+  EXPECT_THROW(FullyShardedDataParallel<MlpImpl>(integers, group()), UsageError);
+}
+
+}  // namespace
+}  // namespace shoal::test
