@@ -1,77 +1,43 @@
 #include "comm/store_server.h"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
-#include <netdb.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <cstring>
+#include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "comm/socket.h"
 #include "comm/store.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
 namespace {
 
-struct Endpoint {
-  sockaddr_storage address{};
-  socklen_t length = 0;
-};
-
-Endpoint resolve(const std::string& host, int port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
-  if (error != 0) {
-    throw UsageError(
-        fmt::format("cannot resolve the address '{}': {}; give MASTER_ADDR a name or number of rank 0's host", host,
-                    gai_strerror(error)));
+SocketAddress resolve_master(const std::string& host, int port) {
+  try {
+    return resolve(host, port);
+  } catch (const std::runtime_error& error) {
+    throw UsageError(fmt::format(
+        "cannot resolve the address '{}': {}; give MASTER_ADDR a name or number of rank 0's host", host, error.what()));
   }
-  Endpoint endpoint;
-  std::memcpy(&endpoint.address, found->ai_addr, found->ai_addrlen);
-  endpoint.length = found->ai_addrlen;
-  freeaddrinfo(found);
-  return endpoint;
 }
 
-// A socket bound to one interface only; c10d's own store would listen on all of them.
-int listen_on(const std::string& host, int port) {
-  const auto endpoint = resolve(host, port);
-  const int fd = socket(endpoint.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const int yes = 1;
-  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  if (bind(fd, reinterpret_cast<const sockaddr*>(&endpoint.address), endpoint.length) != 0 || listen(fd, 1024) != 0) {
-    const int error = errno;
-    close(fd);
-    if (error == EADDRINUSE) {
+// c10d's own store would listen on all interfaces.
+Descriptor listen_for_ranks(const std::string& host, int port) {
+  try {
+    return listen_on(resolve_master(host, port));
+  } catch (const std::system_error& error) {
+    if (error.code() == std::errc::address_in_use) {
       throw UsageError(fmt::format("port {} of {} is in use; choose another one (MASTER_PORT, --port)", port, host));
     }
     throw UsageError(fmt::format("cannot listen on {}:{}: {}; the address must be one of this host's", host, port,
-                                 std::strerror(error)));
+                                 error.code().message()));
   }
-  return fd;
-}
-
-int port_of(int fd) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  const auto* v4 = reinterpret_cast<const sockaddr_in*>(&address);
-  const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&address);
-  return ntohs(address.ss_family == AF_INET6 ? v6->sin6_port : v4->sin_port);
 }
 
 bool somebody_listens(const std::string& host, int port) {
-  const auto endpoint = resolve(host, port);
-  const int fd = socket(endpoint.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const bool connected = connect(fd, reinterpret_cast<const sockaddr*>(&endpoint.address), endpoint.length) == 0;
-  close(fd);
-  return connected;
+  const auto address = resolve_master(host, port);
+  return connect_to(make_socket(address, SOCK_STREAM), address);
 }
 
 }  // namespace
@@ -123,12 +89,12 @@ struct StoreServer::State {
 };
 
 StoreServer::StoreServer(const std::string& address, int port) : state_(std::make_unique<State>()) {
-  const int fd = listen_on(address, port);
+  auto listening = listen_for_ranks(address, port);
   c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(port_of(fd));
+  options.port = static_cast<uint16_t>(own_address(listening).port());
   options.isServer = true;
   options.waitWorkers = false;
-  options.masterListenFd = fd;
+  options.masterListenFd = listening.release();
   state_->store = c10::make_intrusive<c10d::TCPStore>(address, options);
 }
 

@@ -1,18 +1,14 @@
 #include "shoal/comm/world.h"
 
-#include <arpa/inet.h>
 #include <c10/util/Logging.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <netdb.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
 #include "comm/group_state.h"
+#include "comm/socket.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -21,25 +17,17 @@ namespace {
 
 // The address of the interface that leads to the store: loopback for a job on one host. Nothing is sent.
 std::string address_towards(const std::string& host, int port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
-    throw UsageError(fmt::format("cannot resolve MASTER_ADDR '{}'", host));
+  SocketAddress address;
+  try {
+    address = resolve(host, port);
+  } catch (const std::runtime_error& error) {
+    throw UsageError(fmt::format("cannot resolve MASTER_ADDR '{}': {}", host, error.what()));
   }
-  sockaddr_storage own{};
-  socklen_t length = sizeof own;
-  const int fd = socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  const bool known = connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
-                     getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) == 0;
-  close(fd);
-  freeaddrinfo(found);
-  char text[NI_MAXHOST];
-  if (!known ||
-      getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) {
+  const auto socket = make_socket(address, SOCK_DGRAM);
+  if (!connect_to(socket, address)) {
     throw UsageError(fmt::format("no network interface leads to MASTER_ADDR '{}'", host));
   }
-  return text;
+  return own_address(socket).host();
 }
 
 void count_local_ranks(WorldState& state) {

@@ -1,42 +1,14 @@
 #include "comm/gossip/connection.h"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
-#include <netdb.h>
+#include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <cstring>
-#include <memory>
 #include <stdexcept>
 
 namespace shoal {
 namespace {
-
-[[noreturn]] void fail(const std::string& what) {
-  throw std::runtime_error(fmt::format("{}: {}", what, std::strerror(errno)));
-}
-
-using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
-
-Addresses resolve(const std::string& host, const std::string& port, int flags) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = flags | AI_NUMERICSERV;
-  addrinfo* found = nullptr;
-  const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
-  if (error != 0) throw std::runtime_error(fmt::format("{}:{}: {}", host, port, gai_strerror(error)));
-  return {found, freeaddrinfo};
-}
-
-Descriptor make_socket(const addrinfo& address) {
-  Descriptor made(socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!made.open()) fail("socket");
-  return made;
-}
 
 bool later() {
   return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINPROGRESS || errno == ENOTCONN || errno == EINTR;
@@ -44,42 +16,21 @@ bool later() {
 
 }  // namespace
 
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-  if (open()) close(number_);
-  number_ = std::exchange(other.number_, -1);
-  return *this;
-}
-
-Descriptor::~Descriptor() {
-  if (open()) close(number_);
-}
-
-Descriptor listen_on(const std::string& address) {
-  const auto resolved = resolve(address, "0", AI_PASSIVE);
-  auto listening = make_socket(*resolved);
-  if (bind(listening.number(), resolved->ai_addr, resolved->ai_addrlen) != 0) fail("bind to " + address);
-  if (listen(listening.number(), SOMAXCONN) != 0) fail("listen on " + address);
-  return listening;
+Descriptor listen_for_gossip(const std::string& address) {
+  return listen_on(resolve(address, 0), SOCK_STREAM | SOCK_NONBLOCK);
 }
 
 std::string place_of(const Descriptor& socket) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  char host[NI_MAXHOST];
-  char port[NI_MAXSERV];
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  if (getsockname(socket.number(), generic, &length) != 0) fail("getsockname");
-  const int error = getnameinfo(generic, length, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
-  if (error != 0) throw std::runtime_error(gai_strerror(error));
-  return fmt::format("{}:{}", host, port);
+  const auto address = own_address(socket);
+  return fmt::format("{}:{}", address.host(), address.port());
 }
 
 Descriptor connect_to(const std::string& place) {
   const auto colon = place.rfind(':');
-  const auto resolved = resolve(place.substr(0, colon), place.substr(colon + 1), 0);
-  auto connecting = make_socket(*resolved);
+  const auto address = resolve(place.substr(0, colon), std::stoi(place.substr(colon + 1)));
+  auto connecting = make_socket(address, SOCK_STREAM | SOCK_NONBLOCK);
   prepare(connecting);
-  if (connect(connecting.number(), resolved->ai_addr, resolved->ai_addrlen) != 0 && !later()) fail("connect " + place);
+  if (!connect_to(connecting, address) && !later()) throw std::runtime_error("cannot connect to " + place);
   return connecting;
 }
 
@@ -104,7 +55,7 @@ bool OutgoingConnection::advance(const std::string& place) {
   if (!socket_.open()) {
     try {
       socket_ = connect_to(place);
-    } catch (const std::runtime_error&) {
+    } catch (const std::exception&) {  // nobody there, or not a place at all
       return false;
     }
   }

@@ -10,26 +10,12 @@
 #include <vector>
 
 #include "comm/gossip/frame.h"
+#include "comm/socket.h"
 
 namespace shoal {
 
-// An open file descriptor. Move-only.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int number) : number_(number) {}
-  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept;
-  ~Descriptor();
-  int number() const { return number_; }
-  bool open() const { return number_ >= 0; }
-
- private:
-  int number_ = -1;
-};
-
 // Listens on a free port of `address`, an IP address in digits. Throws std::runtime_error.
-Descriptor listen_on(const std::string& address);
+Descriptor listen_for_gossip(const std::string& address);
 // "address:port" of a socket's own end.
 std::string place_of(const Descriptor& socket);
 // A connection that may still be under way. Throws std::runtime_error.

@@ -312,7 +312,7 @@ std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
   std::string line = "-";
   try {
     const auto& address = state->world->listen_address;
-    listening = listen_on(address.empty() ? "127.0.0.1" : address);
+    listening = listen_for_gossip(address.empty() ? "127.0.0.1" : address);
     line = fmt::format("{} {}", place_of(listening), random_key());
   } catch (const std::runtime_error& error) {
     line = fmt::format("- {}", error.what());
