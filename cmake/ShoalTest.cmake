@@ -1,6 +1,7 @@
 # shoal_test(NAME SOURCES file... [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds] [NO_TORCH])
 #
-# A GoogleTest program in one process; each case becomes a ctest.
+# A GoogleTest program in one process. Each case becomes a ctest, but where all are fast the program does: loading libtorch
+# takes longer than most of them.
 function(shoal_test name)
   cmake_parse_arguments(ARG "NO_TORCH" "TIMEOUT" "SOURCES;LIBRARIES;LABELS" ${ARGN})
   shoal_test_defaults()
@@ -11,7 +12,12 @@ function(shoal_test name)
     shoal_uses_torch(${name} shoal_test_pch)
     target_compile_options(${name} PRIVATE ${shoal_test_options})
   endif()
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT})
+  if(ARG_LABELS STREQUAL "fast" AND NOT ARG_NO_TORCH)
+    add_test(NAME ${name} COMMAND ${name})
+    set_tests_properties(${name} PROPERTIES LABELS fast TIMEOUT ${ARG_TIMEOUT})
+  else()
+    gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT})
+  endif()
 endfunction()
 
 # shoal_world_test(NAME SOURCES file... WORLD 1 2 3 4 [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds])
