@@ -1,4 +1,4 @@
-// `shoal checkpoint`: what a checkpoint holds, whether it is intact, and its model for other programs.
+// `shoal checkpoint`: what a checkpoint holds, whether it is intact, its model for other programs, and other files.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -10,6 +10,7 @@
 
 #include "checkpoint/export.h"
 #include "checkpoint/reader.h"
+#include "checkpoint/reshard.h"
 #include "cli/commands.h"
 #include "cli/report.h"
 #include "shoal/base/error.h"
@@ -27,6 +28,7 @@ struct CheckpointOptions {
   std::string output;
   std::string part = "model";
   double shard_gb = 5;
+  int ranks = 0;
 };
 
 int64_t bytes_of(const StoredTensor& tensor) {
@@ -107,10 +109,18 @@ int export_model(const CheckpointOptions& options) {
   return 0;
 }
 
+int reshard_checkpoint(const CheckpointOptions& options) {
+  const CheckpointReader reader(options.path);
+  const auto path = reshard(reader, options.output, options.ranks);
+  fmt::print("{} written to {} in the files of {} ranks, and verified\n", reader.path().string(), path.string(),
+             options.ranks);
+  return 0;
+}
+
 }  // namespace
 
 void add_checkpoint_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("checkpoint", "what a checkpoint holds, whether it is intact, export");
+  auto* command = app.add_subcommand("checkpoint", "what a checkpoint holds, whether it is intact; export, reshard");
   command->require_subcommand(1);
   const auto options = std::make_shared<CheckpointOptions>();
   const auto add = [&](const char* name, const char* about, int (*act)(const CheckpointOptions&)) {
@@ -132,6 +142,10 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
   exports->add_option("--shard-gb", options->shard_gb, "in a folder: largest file, in units of 10^9 bytes")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  auto* reshards =
+      add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
+  reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();
+  reshards->add_option("--ranks", options->ranks, "how many ranks' files")->required()->check(CLI::PositiveNumber);
 }
 
 }  // namespace shoal::cli

@@ -86,6 +86,32 @@ TEST(Programs, BEY05_ThePythonPackageOpensModelAndExport) {
   expect_python_opens(folder.file("one.safetensors"), wholes, models);
 }
 
+TEST(Programs, BEY05_Reshard) {
+  const test::TempFolder folder;
+  save(folder.path() / "run", /*cut=*/true);
+  const auto digests = [](const std::filesystem::path& path) {
+    const auto python = run({PYTHON3, READ_CHECKPOINT, path}, 60);
+    EXPECT_EQ(python.code, 0) << python.output;
+    return json::parse(python.output);
+  };
+  const auto out = (folder.path() / "out").string();
+  const std::vector<std::string> command{SHOAL, "checkpoint", "reshard", folder.path() / "run", out, "--ranks"};
+  const auto reshard = [&](const char* ranks) {
+    auto arguments = command;
+    arguments.emplace_back(ranks);
+    return run(arguments, 60);
+  };
+  EXPECT_EQ(reshard("0").code, 2);
+  const auto ended = reshard("4");
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_THAT(ended.output, HasSubstr("in the files of 4 ranks"));
+  EXPECT_EQ(digests(folder.path() / "out/step-12"), digests(folder.path() / "run/step-12"));
+  EXPECT_EQ(CheckpointReader(out).index().files.size(), 8U) << "model and optimizer";
+  const auto again = reshard("3");
+  EXPECT_EQ(again.code, 1);
+  EXPECT_THAT(again.output, HasSubstr("reshard to a new folder"));
+}
+
 TEST(Programs, BEY05_InspectVerifyExport) {
   const test::TempFolder folder;
   const auto wholes = save(folder.path() / "run", /*cut=*/true);

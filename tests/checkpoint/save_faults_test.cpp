@@ -12,6 +12,7 @@
 
 #include "checkpoint/folder.h"
 #include "checkpoint/reader.h"
+#include "checkpoint/reshard.h"
 #include "checkpoint/saver.h"
 #include "shoal/base/error.h"
 #include "shoal/checkpoint/checkpoint_error.h"
@@ -134,6 +135,25 @@ TEST(SaveFaults, BEY05_DiskFull) {
       folder.path() / "disk/run", [] {}, [] {}, /*numel=*/1 << 20);
   EXPECT_THAT(text, AllOf(HasSubstr("cannot write "), HasSubstr("of-00003.model.safetensors"),
                           HasSubstr("No space left on device"), HasSubstr("rank ")));
+}
+
+TEST(SaveFaults, BEY05_ReshardOntoAFullDisk) {
+  const test::TempFolder folder;
+  const Mounted disk(folder.path() / "disk");
+  if (!disk.ready()) GTEST_SKIP() << "mounting a small file system needs root";
+  const auto root = folder.path() / "run", out = folder.path() / "disk/out";
+  test::run_ranks(ranks, [&](const World& world) -> std::string {
+    CheckpointSaver(world.group(), root).save(contents_of(1, world, /*numel=*/1 << 20));
+    return "";
+  });
+  try {
+    reshard(CheckpointReader(root), out, 2);
+    ADD_FAILURE() << "8 MiB on 4";
+  } catch (const CheckpointError& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("cannot write " + out.string()), HasSubstr("No space left on device")));
+  }
+  for (const auto& entry : fs::directory_iterator(out)) EXPECT_EQ(entry.path().filename(), ".lock");
+  expect_step(root, 1);
 }
 
 TEST(SaveFaults, BEY05_ReadOnly) {

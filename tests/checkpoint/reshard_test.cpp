@@ -1,0 +1,213 @@
+// The same checkpoint in the files of another number of ranks (BEY05).
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/file.h>
+#include <torch/types.h>
+
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+#include <set>
+
+#include "checkpoint/input_file.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/reshard.h"
+#include "checkpoint/saver.h"
+#include "shoal/base/error.h"
+#include "shoal/checkpoint/checkpoint_error.h"
+#include "tests/checkpoint/forked_ranks.h"
+#include "tests/checkpoint/tensors.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal {
+namespace {
+
+namespace fs = std::filesystem;
+using test::Whole;
+using ::testing::HasSubstr;
+
+enum class Cut { none, anywhere };
+
+std::vector<Whole> save(const fs::path& root, int ranks, Cut cut) {
+  at::set_num_threads(1);  // children of a process with threads cannot start any
+  const auto wholes = test::random_wholes(6);
+  const auto ended = test::run_ranks(ranks, [&](const World& world) -> std::string {
+    CheckpointSaver(world.group(), root)
+        .save({.step = 40,
+               .strategy = "ddp",
+               .slices = cut == Cut::none ? test::whole_slices(wholes)
+                                          : test::random_slices(wholes, world.rank(), world.size(), 7),
+               .rank_state = {{"seed", 100 + world.rank()}},
+               .global_state = {{"scale", 8.5}}});
+    return "saved";
+  });
+  for (const auto& rank : ended) EXPECT_EQ(rank.text, "saved");
+  return wholes;
+}
+
+// All that a reader can see except where it lies.
+void expect_same(const fs::path& path, const fs::path& original, const std::vector<Whole>& wholes) {
+  const CheckpointReader reader(path), before(original);
+  EXPECT_EQ(reader.verify().unchecked, 0);
+  const auto &index = reader.index(), &old = before.index();
+  EXPECT_EQ(index.step, old.step);
+  EXPECT_EQ(index.strategy, old.strategy);
+  EXPECT_EQ(index.world_size, old.world_size);
+  EXPECT_EQ(index.global_state, old.global_state);
+  EXPECT_EQ(index.rank_states, old.rank_states);
+  EXPECT_EQ(index.tensors.size(), wholes.size());
+  for (const auto& whole : wholes) {
+    const auto& tensor = reader.tensor(whole.name);
+    EXPECT_EQ(tensor.part, whole.part);
+    EXPECT_EQ(tensor.order, before.tensor(whole.name).order);
+    EXPECT_TRUE(test::same_bytes(reader.read(whole.name), whole.tensor)) << whole.name;
+  }
+}
+
+// Every rank of every part has its file, and each as much in it as the others up to one element.
+void expect_balanced(const fs::path& path, int ranks) {
+  const CheckpointReader reader(path);
+  std::map<std::string, std::map<std::string, int64_t>> bytes;  // by part and file
+  for (const auto& [name, tensor] : reader.index().tensors) {
+    for (const auto& slice : tensor.slices) {
+      bytes[tensor.part][slice.file] += slice.range.size() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+    }
+  }
+  std::set<std::string> expected, found;
+  for (const auto& [part, files] : bytes) {
+    int64_t least = std::numeric_limits<int64_t>::max(), most = 0;
+    for (const auto& [file, size] : files) {
+      least = std::min(least, size);
+      most = std::max(most, size);
+    }
+    EXPECT_LE(most - least, 8) << part;
+    for (int rank = 0; rank < ranks; ++rank) {
+      expected.insert(ranks == 1 ? part + ".safetensors"
+                                 : fmt::format("rank-{:05d}-of-{:05d}.{}.safetensors", rank, ranks, part));
+    }
+  }
+  expected.insert("index.json");
+  for (const auto& entry : fs::directory_iterator(reader.path())) found.insert(entry.path().filename());
+  EXPECT_EQ(found, expected);
+}
+
+TEST(Reshard, BEY05_FromOneToFourToThreeToOneIsTheSameByteForByte) {
+  const test::TempFolder folder;
+  const auto wholes = save(folder.path() / "run", 1, Cut::none);
+  fs::path last = folder.path() / "run";
+  for (const int ranks : {4, 3, 1}) {
+    SCOPED_TRACE(ranks);
+    const auto next = folder.path() / fmt::format("of{}", ranks);
+    EXPECT_EQ(reshard(CheckpointReader(last), next, ranks), next / "step-40");
+    expect_same(next, folder.path() / "run", wholes);
+    expect_balanced(next, ranks);
+    last = next;
+  }
+  const auto text = [&](const fs::path& path) { return read_text(path, 1 << 24); };
+  for (const auto* name : {"index.json", "model.safetensors", "optimizer.safetensors"}) {
+    EXPECT_TRUE(text(folder.path() / "run/step-40" / name) == text(last / "step-40" / name)) << name;
+  }
+  EXPECT_EQ(text(last / "latest"), "step-40\n");
+}
+
+TEST(Reshard, BEY05_WhatRanksHaveCutAnywhereComesOutEven) {
+  const test::TempFolder folder;
+  const auto wholes = save(folder.path() / "run", 3, Cut::anywhere);
+  for (const int ranks : {1, 2, 5, 64}) {
+    SCOPED_TRACE(ranks);
+    const auto out = folder.path() / fmt::format("of{}", ranks);
+    reshard(CheckpointReader(folder.path() / "run"), out, ranks);
+    expect_same(out, folder.path() / "run", wholes);
+    expect_balanced(out, ranks);
+  }
+  // More ranks than bytes: the rest have no file.
+  const auto tiny = folder.path() / "tiny";
+  test::run_ranks(1, [&](const World& world) -> std::string {
+    CheckpointSaver(world.group(), tiny)
+        .save({.step = 1,
+               .strategy = "test",
+               .slices = {whole_slice("a", at::ones({3}, at::kByte)), whole_slice("none", at::empty({0, 2}))}});
+    return "";
+  });
+  reshard(CheckpointReader(tiny), folder.path() / "spread", 50'000);
+  const CheckpointReader spread(folder.path() / "spread");
+  EXPECT_EQ(spread.tensor("a").slices.size(), 3U);
+  EXPECT_TRUE(at::equal(spread.read("a"), at::ones({3}, at::kByte)));
+  EXPECT_EQ(spread.read("none").sizes(), (at::IntArrayRef{0, 2}));
+}
+
+TEST(Reshard, BEY05_FilesOfOtherProgramsBecomeACheckpoint) {
+  const test::TempFolder folder;
+  const CheckpointReader original(PYTHON_FILES "/sharded");
+  reshard(original, folder.path() / "run", 2);
+  const CheckpointReader reader(folder.path() / "run");
+  EXPECT_EQ(reader.path(), folder.path() / "run/step-0");
+  EXPECT_EQ(reader.verify().unchecked, 0);
+  EXPECT_EQ(reader.index().tensors.size(), 3U);
+  for (const auto& [name, tensor] : original.index().tensors) {
+    EXPECT_TRUE(test::same_bytes(reader.read(name), original.read(name))) << name;
+  }
+}
+
+template <class Error>
+std::string error_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(Reshard, BEY05_WrongInputLeavesNothing) {
+  const test::TempFolder folder;
+  const auto run = folder.path() / "run", out = folder.path() / "out";
+  save(run, 2, Cut::anywhere);
+  const CheckpointReader reader(run);
+  EXPECT_THAT(error_of<UsageError>([&] { reshard(reader, out, 0); }), HasSubstr("0 ranks"));
+  EXPECT_THAT(error_of<UsageError>([&] { reshard(reader, out, 100'001); }), HasSubstr("100001 ranks"));
+  EXPECT_FALSE(fs::exists(out));
+  const auto names = [](const fs::path& path) {
+    std::set<std::string> list;
+    for (const auto& entry : fs::directory_iterator(path)) list.insert(entry.path().filename());
+    return list;
+  };
+  // Nothing is overwritten: not the run, not the checkpoint, not somebody's folder.
+  for (const auto& taken : {run, run / "step-40", folder.path()}) {
+    const auto before = names(taken);
+    EXPECT_THAT(error_of<UsageError>([&] { reshard(reader, taken, 2); }), HasSubstr("reshard to a new folder"));
+    EXPECT_EQ(names(taken), before);
+  }
+  std::ofstream(folder.path() / "file") << "text";
+  EXPECT_THAT(error_of<CheckpointError>([&] { reshard(reader, folder.path() / "file", 2); }),
+              HasSubstr("cannot make folder"));
+  // Another job has it.
+  fs::create_directory(out);
+  const int other = open((out / ".lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+  ASSERT_EQ(flock(other, LOCK_EX | LOCK_NB), 0);
+  EXPECT_THAT(error_of<CheckpointError>([&] { reshard(reader, out, 2); }), HasSubstr("another job is saving to"));
+  close(other);
+  // A flipped bit, a file that is cut short, one that is gone: in the original, while it is read.
+  const auto file = run / "step-40" / reader.tensor("large").slices.back().file;
+  const auto bytes = read_text(file, 1 << 24);
+  auto flipped = bytes;
+  flipped[flipped.size() - 100'000] = static_cast<char>(flipped[flipped.size() - 100'000] ^ 16);
+  for (const auto& damaged : {flipped, bytes.substr(0, bytes.size() / 2), std::string()}) {
+    fs::remove(file);
+    if (!damaged.empty()) std::ofstream(file, std::ios::binary) << damaged;
+    const auto error = error_of<CheckpointError>([&] { reshard(CheckpointReader(run), out, 3); });
+    EXPECT_THAT(error, HasSubstr(file.filename().string()));
+    EXPECT_EQ(names(out), (std::set<std::string>{".lock"}));
+  }
+  std::ofstream(file, std::ios::binary | std::ios::trunc) << bytes;
+  // What a job that died has left goes.
+  fs::create_directory(out / ".step-40.tmp-12345678");
+  reshard(CheckpointReader(run), out, 3);
+  EXPECT_EQ(names(out), (std::set<std::string>{".lock", "latest", "step-40"}));
+}
+
+}  // namespace
+}  // namespace shoal
