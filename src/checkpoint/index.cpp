@@ -76,6 +76,19 @@ void check_cover(const StoredTensor& tensor, const std::string& subject) {
   if (numel == 0 && tensor.slices.size() > 1) throw CheckpointError(subject + ": several slices of nothing");
 }
 
+// So that reading takes no more memory than the files have bytes, once these have been found to be there.
+void check_room(const CheckpointIndex& index, const std::string& subject) {
+  auto room = index.files;
+  for (const auto& [name, tensor] : index.tensors) {
+    for (const auto& slice : tensor.slices) {
+      auto& left = room.at(slice.file);
+      const auto bytes = slice.range.size() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+      if (bytes > left) throw CheckpointError(fmt::format("{}: {} is too small for its tensors", subject, slice.file));
+      left -= bytes;
+    }
+  }
+}
+
 StoredTensor parse_tensor(const std::string& name, const Json& json, const CheckpointIndex& index,
                           const std::string& subject) {
   const JsonFields fields(json, subject);
@@ -196,6 +209,7 @@ CheckpointIndex parse_index(std::string_view text, int64_t limit, const std::str
   for (const auto& [name, tensor] : fields.object("tensors").items()) {
     index.tensors.emplace(name, parse_tensor(name, tensor, index, fmt::format("{}: {}", subject, name)));
   }
+  check_room(index, subject);
   const JsonFields state(fields.object("state"), subject + ": state");
   state.only({"global", "ranks"});
   index.global_state = state.object("global");

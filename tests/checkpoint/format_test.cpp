@@ -206,6 +206,7 @@ TEST(Index, BEY05_WhatIsNotTheFormatIsRefused) {
       {[](Json& j) { j["files"]["../x"] = 2; }, "not a plain file name"},
       {[](Json& j) { j["files"]["/etc/passwd"] = 2; }, "not a plain file name"},
       {[](Json& j) { j["files"]["f.safetensors"] = "2"; }, "not a whole number"},
+      {[](Json& j) { j["files"]["f.safetensors"] = 39; }, "f.safetensors is too small for its tensors"},
       {[](Json& j) { j["tensors"]["w"]["slices"][0]["file"] = "g.safetensors"; }, "not in the list of files"},
       {[](Json& j) { j["tensors"]["w"]["slices"][0]["end"] = 5; }, "does not continue at 5"},
       {[](Json& j) { j["tensors"]["w"]["slices"][1]["begin"] = 5; }, "does not continue at 6"},

@@ -1,0 +1,143 @@
+"""Rates of saving and loading checkpoints beside the disk's own and torch.distributed.checkpoint's.
+
+    python bench/checkpoints.py --build build --folder FOLDER
+
+Prints a table, all of one run: the same bytes written with dd conv=fsync and read with dd; by shoal; and by
+torch.distributed.checkpoint in Python, which does not sync unless told to (it is: FileSystemWriter's sync_files) and has no
+checksums. Files leave the page cache before they are read. FOLDER is on the disk that is to be measured.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+
+def forget(folder):
+    for path in pathlib.Path(folder).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def timed(act):
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
+
+
+def disk(options):
+    folder = os.path.join(options.folder, "dd")
+    os.makedirs(folder)
+    file, save, load = os.path.join(folder, "file"), [], []
+    dd = lambda *words: subprocess.run(["dd", "bs=1M", *words], check=True, capture_output=True)
+    for _ in range(options.rounds):
+        save.append(timed(lambda: dd("if=/dev/zero", "of=" + file, f"count={options.mib}", "conv=fsync")))
+        forget(folder)
+        load.append(timed(lambda: dd("if=" + file, "of=/dev/null")))
+        os.remove(file)
+    shutil.rmtree(folder)
+    return {"save": save, "load": load}
+
+
+def shoal(options, ranks):
+    folder = os.path.join(options.folder, f"shoal{ranks}")
+    build = pathlib.Path(options.build)
+    text = subprocess.run([build / "shoal", "launch", "--ranks", str(ranks), "--", build / "bench_checkpoint", folder,
+                           str(options.mib), str(options.rounds)], check=True, capture_output=True, text=True).stdout
+    shutil.rmtree(folder)
+    return json.loads(next(line[line.index("{"):] for line in text.splitlines() if '{"copy"' in line))
+
+
+def distributed_checkpoint(options, ranks, rank, out):
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+    folder = os.path.join(options.folder, f"dcp{ranks}")
+    dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=ranks)
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    make = lambda: {f"tensor{i}": distribute_tensor(torch.rand((options.mib << 20) // 64), mesh, [Shard(0)]) for i in range(16)}
+    state, into, result = make(), make(), {"save": [], "load": []}
+
+    def together(act):
+        dist.barrier()
+        return timed(lambda: (act(), dist.barrier()))
+
+    for i in range(options.rounds):
+        path = f"{folder}/{i}"
+        result["save"].append(together(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=True))))
+        forget(path)
+        result["load"].append(together(lambda: dcp.load(into, checkpoint_id=path)))
+        assert all(torch.equal(state[name].to_local(), into[name].to_local()) for name in state)
+    if rank == 0:
+        os.write(out, json.dumps(result).encode())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def python(options, ranks):
+    """Ranks forked from one process that has loaded everything."""
+    import torch.distributed.checkpoint  # noqa: F401
+    import torch.distributed.tensor  # noqa: F401
+    inner, outer = os.pipe()
+    children = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                distributed_checkpoint(options, ranks, rank, outer)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(pid)
+    if any(os.waitpid(pid, 0)[1] for pid in children):
+        sys.exit("torch.distributed.checkpoint failed")
+    shutil.rmtree(os.path.join(options.folder, f"dcp{ranks}"))
+    return json.loads(os.read(inner, 1 << 16))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", default="build")
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    options = parser.parse_args()
+    options.folder = os.path.abspath(options.folder)
+    os.makedirs(options.folder)
+    try:
+        rows = {("dd", 1): disk(options)}
+        for ranks in options.ranks:
+            rows["shoal", ranks] = shoal(options, ranks)
+            rows["torch.distributed.checkpoint", ranks] = python(options, ranks)
+        again = disk(options)
+        rows["dd", 1] = {key: values + again[key] for key, values in rows["dd", 1].items()}
+    finally:
+        shutil.rmtree(options.folder)
+    rate = lambda seconds: options.mib / statistics.median(seconds)
+    print(f"{options.mib} MiB, {options.rounds} rounds; medians (best)\n")
+    print("| by | ranks | save, MiB/s | x dd | load, MiB/s | x dd |\n| --- | --- | --- | --- | --- | --- |")
+    for (name, ranks), row in rows.items():
+        cells = [f"{rate(row[key]):.0f} ({options.mib / min(row[key]):.0f}) | {rate(row[key]) / rate(rows['dd', 1][key]):.2f}"
+                 for key in ("save", "load")]
+        print(f"| {name} | {ranks} | {' | '.join(cells)} |")
+    print()
+    for ranks in options.ranks:
+        row, peer = rows["shoal", ranks], rows["torch.distributed.checkpoint", ranks]
+        stall, copy = (statistics.median(row[key]) for key in ("stall", "copy"))
+        print(f"{ranks} ranks: save_async stalls {1000 * stall:.1f} ms, {stall / copy:.2f} x memcpy ({1000 * copy:.1f} ms); beside "
+              f"torch.distributed.checkpoint save x {rate(row['save']) / rate(peer['save']):.2f}, "
+              f"load x {rate(row['load']) / rate(peer['load']):.2f}")
+
+
+if __name__ == "__main__":
+    main()
