@@ -3,8 +3,7 @@
     python bench/checkpoints.py --build build --folder FOLDER
 
 Prints a table, all of one run: the same bytes written with dd conv=fsync and read with dd; by shoal; and by
-torch.distributed.checkpoint in Python, which does not sync unless told to (it is: FileSystemWriter's sync_files) and has no
-checksums. Files leave the page cache before they are read. FOLDER is on the disk that is to be measured.
+torch.distributed.checkpoint in Python, which syncs its files but not their folder and has no checksums. Files leave the page cache before they are read. FOLDER is on the disk that is to be measured.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def disk(options):
 def shoal(options, ranks):
     folder = os.path.join(options.folder, f"shoal{ranks}")
     build = pathlib.Path(options.build)
-    text = subprocess.run([build / "shoal", "launch", "--ranks", str(ranks), "--", build / "bench_checkpoint", folder,
+    text = subprocess.run([build / "shoal", "launch", "--ranks", str(ranks), "--threads", "1", "--", build / "bench_checkpoint", folder,
                            str(options.mib), str(options.rounds)], check=True, capture_output=True, text=True).stdout
     shutil.rmtree(folder)
     return json.loads(next(line[line.index("{"):] for line in text.splitlines() if '{"copy"' in line))
@@ -61,6 +60,7 @@ def distributed_checkpoint(options, ranks, rank, out):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
     folder = os.path.join(options.folder, f"dcp{ranks}")
+    torch.set_num_threads(1)  # as shoal's ranks
     dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=ranks)
     mesh = DeviceMesh("cpu", list(range(ranks)))
     make = lambda: {f"tensor{i}": distribute_tensor(torch.rand((options.mib << 20) // 64), mesh, [Shard(0)]) for i in range(16)}
@@ -72,7 +72,7 @@ def distributed_checkpoint(options, ranks, rank, out):
 
     for i in range(options.rounds):
         path = f"{folder}/{i}"
-        result["save"].append(together(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=True))))
+        result["save"].append(together(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(path))))
         forget(path)
         result["load"].append(together(lambda: dcp.load(into, checkpoint_id=path)))
         assert all(torch.equal(state[name].to_local(), into[name].to_local()) for name in state)
