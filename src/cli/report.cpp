@@ -73,6 +73,7 @@ Json config(const TrainOptions& options, const World& world) {
                  {"batch", options.batch},
                  {"accumulate", options.accumulate},
                  {"dtype", options.dtype},
+                 {"compress", options.compress},
                  {"seed", options.seed}};
   result["lr"] = options.lr ? Json(*options.lr) : Json(nullptr);
   if (options.accum_iter) result["accum_iter"] = *options.accum_iter;
@@ -167,7 +168,8 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   const auto steps = static_cast<double>(result.step_ms.size());
   report["communication"] = {{"collectives_per_step", static_cast<double>(result.communication.calls) / steps},
                              {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},
-                             {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps}};
+                             {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps},
+                             {"step_bytes", result.sent}};
   for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);
   report["memory"] = memory_of_ranks(group, memory);
   report["memory"]["params_mib"] = rounded(result.params_mib, 1e-3);

@@ -164,7 +164,8 @@ class Fsdp : public Strategy {
                                         .auto_wrap_policy = unit_policy(options.model),
                                         .whole_parameters = !kind.element_wise,
                                         .precision = options.precision(),
-                                        .reduce_dtype = mixed ? std::optional(at::kFloat) : std::nullopt});
+                                        .reduce_dtype = mixed ? std::optional(at::kFloat) : std::nullopt,
+                                        .communication_hook = options.ddp.communication_hook});
     optimizer_ = std::make_unique<FullyShardedOptimizerCore>(
         parallel_->core(), std::move(groups), std::move(kind.defaults), kind.make, kind.element_wise,
         FullyShardedOptimizerOptions{.clip_grad = options.clip, .scaler = options.precision().scaler});

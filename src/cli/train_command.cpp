@@ -66,6 +66,13 @@ void summarise(const nlohmann::ordered_json& report, const TrainResult& result, 
   fmt::print("  last loss           {:.4f}\n", report["loss"].back().get<double>());
   fmt::print("  samples per second  {:.0f}\n", report["timing"]["samples_per_second"].get<double>());
   fmt::print("  step, median        {:.3f} ms\n", report["timing"]["median_ms"].get<double>());
+  const auto& communication = report["communication"];
+  fmt::print("  communication       {:.0f} bytes in {:.1f} collectives per step and rank",
+             communication["bytes_per_step"].get<double>(), communication["collectives_per_step"].get<double>());
+  if (result.wire_bytes > 0) {
+    fmt::print("; {:.0f} over TCP, all ranks", communication["wire_bytes_per_step"].get<double>());
+  }
+  fmt::print("\n");
   fmt::print("  peak memory         {:.0f} MiB per rank\n",
              fmt::join(report["memory"]["rss_peak_mib"].get<std::vector<double>>(), ", "));
   if (!checkpoint.empty()) fmt::print("  checkpoint          {}\n", checkpoint);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cli/compress.h"
 #include "cli/optimizers.h"
 #include "cli/schedules.h"
 #include "cli/strategies.h"
@@ -41,6 +42,25 @@ void complete_local_updates(TrainOptions& options) {
     throw UsageError("--outer-lr and --outer-momentum are for --strategy slowmo and diloco");
   }
   options.local_updates.validate();
+}
+
+void complete_compression(TrainOptions& options) {
+  const auto hook = make_hook(options.compress);
+  if (!hook) return;
+  const auto& strategy = options.strategy;
+  if (strategy == "none" || strategy == "local" || strategy == "decentralized" || options.takes_local_updates()) {
+    throw UsageError(fmt::format("--compress {}: --strategy {} sends no gradients{}", options.compress, strategy,
+                                 strategy == "decentralized" ? ", but parameters: give --exchange-dtype" : ""));
+  }
+  const bool whole = strategy == "ddp" || strategy == "zero1" || strategy == "hybrid";
+  if (!whole && !hook->serves(SumFor::parts)) {
+    throw UsageError(
+        fmt::format("--compress {}: gives every rank whole sums, and --strategy {} wants parts of them; it is for ddp, "
+                    "zero1 and hybrid",
+                    options.compress, strategy));
+  }
+  // One object to one wrapper: the strategy uses one of these.
+  options.ddp.communication_hook = options.zero2.communication_hook = options.megatron.communication_hook = hook;
 }
 
 }  // namespace
@@ -88,6 +108,7 @@ void TrainOptions::complete() {
   }
   if (batch == 0) batch = reference_data() ? 4 : 64;
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
+  complete_compression(*this);
   ddp.precision = zero2.precision = precision();
   megatron.clip_grad = clip;
   megatron.scaler = precision().scaler;
@@ -155,6 +176,11 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--steps", options.steps, "optimizer steps (default for reference data: 10)");
   command.add_option("--epochs", options.epochs, "passes over the training data (default: 1)");
   command.add_option("--dtype", options.dtype, "float32, bf16_mixed, fp16_mixed, bf16, float64")->capture_default_str();
+  command
+      .add_option("--compress", options.compress,
+                  "what gradients travel as: none, fp16, bf16, int8, topk:FRACTION, powersgd:RANK[:START] (from step "
+                  "START on, default 10; ddp, zero1, and hybrid between hosts)")
+      ->capture_default_str();
   command.add_option("--clip", options.clip, "scale gradients so that their norm is at most this; 0: never")
       ->capture_default_str();
   command.add_option("--seed", options.seed, "of parameters, data and shuffling")->capture_default_str();

@@ -40,7 +40,8 @@ struct TrainOptions {
   int64_t save_every = 0;
   std::string trace;
   std::string json;
-  double clip = 0;  // largest norm of the gradients; 0: no clipping
+  std::string compress = "none";  // what gradients travel as; see make_hook
+  double clip = 0;                // largest norm of the gradients; 0: no clipping
   int timeout_seconds = 300;
   bool check_agreement = false;
   DistributedDataParallelOptions ddp;

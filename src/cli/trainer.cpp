@@ -50,7 +50,7 @@ int64_t Trainer::total_steps() const {
 
 // One optimizer step; returns the mean loss over its micro-batches.
 double Trainer::step(int64_t number, TrainResult& result) {
-  const auto waited = group_.statistics().waited_s;
+  const auto before = group_.statistics();
   const auto precision = options_.precision();
   double loss_sum = 0;
   for (int micro = 0; micro < options_.accumulate; ++micro) {
@@ -60,12 +60,13 @@ double Trainer::step(int64_t number, TrainResult& result) {
     strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss, last);
     loss_sum += loss.item<double>();
   }
-  result.wait_ms.push_back(1e3 * (group_.statistics().waited_s - waited));
+  result.wait_ms.push_back(1e3 * (group_.statistics().waited_s - before.waited_s));
   const auto start = Clock::now();
   strategy_->step();
   if (number == 0) result.grads_mib = mebibytes(strategy_->gradients());
   strategy_->zero_grad();
   result.update_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+  result.sent.push_back(group_.statistics().bytes - before.bytes);
   return loss_sum / options_.accumulate;
 }
 

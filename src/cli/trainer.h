@@ -23,6 +23,7 @@ struct TrainResult {
   std::vector<double> step_ms;    // of this rank
   std::vector<double> wait_ms;    // of which waiting for communication
   std::vector<double> update_ms;  // of which the optimizer's step
+  std::vector<int64_t> sent;      // bytes of this rank's collectives, per step
   GroupStatistics communication;  // of the whole training
   double params_mib = 0;          // of this rank, by what they are; at the end of a step
   double grads_mib = 0;
