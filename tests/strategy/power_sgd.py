@@ -1,4 +1,4 @@
-"""Makes power_sgd.h: the losses of a small model under PyTorch's own PowerSGD hook, for the tests of shoal's.
+"""Makes power_sgd.h: the losses of a small model under PyTorch's own PowerSGD and bfloat16 hooks, for the tests of shoal's.
 
     python tests/strategy/power_sgd.py > tests/strategy/power_sgd.h && clang-format -i tests/strategy/power_sgd.h
 """
@@ -8,7 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as power_sgd
 
 RANKS = 2
 STEPS = 50
@@ -49,6 +49,11 @@ def losses(hook, state):
     return result
 
 
+def in_bf16(state, bucket):
+    """Under its own name PyTorch takes this hook with NCCL alone."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
 def run(rank, queue):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     torch.set_num_threads(1)
@@ -58,7 +63,8 @@ def run(rank, queue):
     torch.randn = lambda *shape, device=None, dtype=None: fill(shape, 0.1).to(dtype)
     # Its batched form does not run in this version: an assertion in its orthogonalisation.
     state = power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
-    curves = {"exact": losses(None, None), "rank_2": losses(power_sgd.powerSGD_hook, state)}
+    curves = {"exact": losses(None, None), "rank_2": losses(power_sgd.powerSGD_hook, state),
+              "bf16": losses(in_bf16, None)}
     if rank == 0:
         queue.put(curves)
     dist.barrier()
