@@ -7,7 +7,10 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
+#include <filesystem>
+
 #include "engine/operator_watch.h"
+#include "shoal/comm/timeline.h"
 #include "shoal/comm/world.h"
 #include "shoal/strategy/ddp.h"
 
@@ -52,6 +55,25 @@ void ddp(benchmark::State& state) {
   }
 }
 
+// A collective's way through a group of one rank, alone, with the flight recorder, and with a timeline: what telemetry
+// adds to each.
+void collective(benchmark::State& state) {
+  const auto folder = std::filesystem::temp_directory_path() / "shoal-bench-flight";
+  shoal::WorldOptions options{.rank = 0, .size = 1};
+  if (state.range(0) == 1) options.flight_recorder = folder;
+  if (state.range(0) == 2) options.timeline = std::make_shared<shoal::Timeline>();
+  const auto world = shoal::init(options);
+  const auto tensor = at::ones({16});
+  int64_t step = 0;
+  for (auto _ : state) {
+    world.group()
+        .all_reduce(tensor, shoal::ReduceOp::sum, {step++, 3, "transformer.h.3.mlp.c_fc.weight, 7 more"})
+        .wait();
+  }
+  std::filesystem::remove_all(folder);
+}
+
+BENCHMARK(collective)->Arg(0)->Arg(1)->Arg(2)->ArgName("telemetry")->Iterations(300000);
 BENCHMARK(small_operator)->Arg(0)->Arg(1)->ArgName("watched");
 BENCHMARK(bare)->Arg(4)->Arg(32)->Unit(benchmark::kMicrosecond);
 BENCHMARK(ddp)->ArgsProduct({{4, 32}, {0, 1}})->ArgNames({"layers", "view"})->Unit(benchmark::kMicrosecond);

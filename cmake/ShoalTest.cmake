@@ -58,18 +58,18 @@ function(shoal_world_variant name variant)
   endforeach()
 endfunction()
 
-# shoal_runs_with_mpi(NAME WORLD 2 3 [LABELS label...] [TIMEOUT seconds])
+# shoal_runs_with_mpi(NAME WORLD 2 3 [ARGS argument...] [LABELS label...] [TIMEOUT seconds])
 #
 # The world test NAME once more, started by mpirun and over MPI; `thorough` unless labelled otherwise.
 function(shoal_runs_with_mpi name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD" ${ARGN})
+  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD;ARGS" ${ARGN})
   if(NOT ARG_LABELS)
     set(ARG_LABELS thorough)
   endif()
   shoal_test_defaults()
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.mpi${ranks}
-      COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi)
+      COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi ${ARG_ARGS})
     shoal_world_label(label ${ranks} 2)
     set_tests_properties(${name}.mpi${ranks} PROPERTIES
       LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")

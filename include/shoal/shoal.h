@@ -8,6 +8,7 @@
 #include "shoal/comm/coalesce.h"
 #include "shoal/comm/group.h"
 #include "shoal/comm/once_buffer.h"
+#include "shoal/comm/timeline.h"
 #include "shoal/comm/topology.h"
 #include "shoal/comm/world.h"
 #include "shoal/engine/buffer_hook.h"

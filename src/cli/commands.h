@@ -19,5 +19,7 @@ void add_topology_command(CLI::App& app, Action& chosen);
 void add_launch_command(CLI::App& app, Action& chosen);
 void add_checkpoint_command(CLI::App& app, Action& chosen);
 void add_doctor_command(CLI::App& app, Action& chosen);
+void add_flight_command(CLI::App& app, Action& chosen);
+void add_trace_command(CLI::App& app, Action& chosen);
 
 }  // namespace shoal::cli

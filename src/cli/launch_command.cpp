@@ -15,6 +15,8 @@ void add_launch_command(CLI::App& app, Action& chosen) {
   command->add_option("--port", options->port, "port on which they meet (default: any free one)");
   command->add_option("--grace", options->grace_seconds, "seconds that the others have after the first failure")
       ->capture_default_str();
+  command->add_option("--flight-recorder", options->flight_recorder,
+                      "folder in which each rank keeps its last collectives; see shoal flight");
   command->add_flag("--keep-going", options->keep_going,
                     "leave the others alone when a rank fails (decentralized training goes on without it)");
   command->add_option("program", options->command, "program and its arguments, after --")->required();

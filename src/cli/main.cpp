@@ -42,6 +42,8 @@ int main(int argc, char** argv) {
   shoal::cli::add_topology_command(app, chosen);
   shoal::cli::add_launch_command(app, chosen);
   shoal::cli::add_checkpoint_command(app, chosen);
+  shoal::cli::add_flight_command(app, chosen);
+  shoal::cli::add_trace_command(app, chosen);
   shoal::cli::add_doctor_command(app, chosen);
   try {
     app.parse(argc, argv);

@@ -17,6 +17,7 @@
 #include "launch/launcher.h"
 #include "models/registry.h"
 #include "shoal/base/error.h"
+#include "shoal/comm/timeline.h"
 
 namespace shoal::cli {
 namespace {
@@ -83,11 +84,12 @@ int train_rank(const TrainOptions& options) {
   world_options.transport = options.transport;
   world_options.check_agreement = options.check_agreement;
   world_options.timeout_seconds = options.timeout_seconds;
+  if (!options.flight_recorder.empty()) world_options.flight_recorder = options.flight_recorder;
+  if (!options.trace.empty()) world_options.timeline = std::make_shared<Timeline>();
   const auto world = init(world_options);
+  const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   at::set_num_threads(threads_per_rank(options, world.local_size()));
   stop_at_the_end_of_the_step();
-  const auto log = std::make_shared<CallLog>();
-  const auto group = options.trace.empty() ? world.group() : world.group().recorded(log);
   const auto feed = make_feed(options, world.rank(), world.size());
   warm_up(options);
   MemoryUse memory{.before = resident_mib()};
@@ -110,7 +112,7 @@ int train_rank(const TrainOptions& options) {
   };
   bool whole_model = false;
   try {
-    Trainer trainer(options, group, model, *feed);
+    Trainer trainer(options, world.group(), model, *feed);
     whole_model = trainer.has_whole_model();
     const auto result = trainer.run(save);
     if (interrupted != 0) {
@@ -122,7 +124,7 @@ int train_rank(const TrainOptions& options) {
     const auto whole = trainer.whole_parameters();
     save();
     if (!options.trace.empty()) {
-      write_trace(options.trace + (world.rank() > 0 ? fmt::format(".rank{}", world.rank()) : ""), *log, world.rank());
+      write_trace(options.trace, *world_options.timeline, world.rank(), clock);
     }
     const auto present = trainer.present();
     const auto report = make_report(options, world, present, *model, result, memory);
@@ -153,6 +155,7 @@ int train(TrainOptions options, const std::vector<std::string>& line) {
                  .command = line,
                  .threads = threads_per_rank(options, ranks),
                  .prefix_output = false,
+                 .flight_recorder = options.flight_recorder,
                  .keep_going = options.strategy == "decentralized"});
 }
 

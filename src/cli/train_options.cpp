@@ -188,7 +188,11 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--save", options.save, "folder for model.safetensors, written at the end and when interrupted");
   command.add_option("--save-every", options.save_every, "also every N steps");
   command.add_option("--trace", options.trace,
-                     "file for a Chrome trace of the collectives; rank N > 0 writes FILE.rankN");
+                     "folder for Chrome traces of all ranks, rank-N.json; shoal trace merge makes one of them");
+  command.add_option("--flight-recorder", options.flight_recorder,
+                     "folder in which each rank keeps its last collectives; see shoal flight");
+  command.add_option("--metrics", options.metrics,
+                     "file that gets a line of JSON after every step and evaluation; loss and times are rank 0's");
   command.add_option("--json", options.json, "file for the report, - for standard output");
   command
       .add_option("--topology", options.topology, "decentralized: who averages with whom; see shoal topology --list")

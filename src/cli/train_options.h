@@ -38,7 +38,7 @@ struct TrainOptions {
   bool eval = false;
   std::string save;
   int64_t save_every = 0;
-  std::string trace;
+  std::string trace;  // folder
   std::string json;
   std::string compress = "none";  // what gradients travel as; see make_hook
   double clip = 0;                // largest norm of the gradients; 0: no clipping
@@ -55,6 +55,8 @@ struct TrainOptions {
   LocalUpdatesOptions local_updates{.every = 20, .average_buffers = true};  // `outer` is as the strategy says
   std::optional<double> outer_lr;                                           // slowmo, diloco; default: theirs
   std::optional<double> outer_momentum;
+  std::string flight_recorder;  // folder
+  std::string metrics;          // file
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }

@@ -5,9 +5,11 @@
 #include <chrono>
 
 #include "cli/machine.h"
+#include "cli/metrics.h"
 #include "cli/optimizers.h"
 #include "cli/schedules.h"
 #include "models/loss.h"
+#include "shoal/comm/timeline.h"
 
 namespace shoal::cli {
 
@@ -52,15 +54,22 @@ int64_t Trainer::total_steps() const {
 double Trainer::step(int64_t number, TrainResult& result) {
   const auto before = group_.statistics();
   const auto precision = options_.precision();
+  auto* timeline = timeline_of(group_);
+  const TimedScope whole(timeline, "step", number);
   double loss_sum = 0;
   for (int micro = 0; micro < options_.accumulate; ++micro) {
     const auto batch = feed_.next(number, micro);
-    const auto loss = models::loss_of(strategy_->forward(precision.input(batch.data)), batch.target);
+    const auto loss = [&] {
+      const TimedScope scope(timeline, "forward", number);
+      return models::loss_of(strategy_->forward(precision.input(batch.data)), batch.target);
+    }();
+    const TimedScope scope(timeline, "backward", number);
     const bool last = micro + 1 == options_.accumulate;
     strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss, last);
     loss_sum += loss.item<double>();
   }
   result.wait_ms.push_back(1e3 * (group_.statistics().waited_s - before.waited_s));
+  const TimedScope scope(timeline, "optimizer", number);
   const auto start = Clock::now();
   strategy_->step();
   if (number == 0) result.grads_mib = mebibytes(strategy_->gradients());
@@ -88,6 +97,7 @@ TrainResult Trainer::run(const std::function<void()>& save) {
   TrainResult result;
   const auto before = group_.statistics();
   const auto wire = loopback_bytes();
+  Metrics metrics(group_.rank() == 0 ? options_.metrics : "");
   Progress progress(group_.rank() == 0, total, "samples");
   for (int64_t number = 0; number < total && !stops(number); ++number) {
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
@@ -100,6 +110,14 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     result.seconds += duration.count();
     result.step_ms.push_back(1e3 * duration.count());
     result.samples += samples_per_step;
+    metrics.write({{"step", number},
+                   {"seconds", result.seconds},
+                   {"loss", result.loss.back()},
+                   {"lr", result.lr.back()},
+                   {"step_ms", result.step_ms.back()},
+                   {"wait_ms", result.wait_ms.back()},
+                   {"update_ms", result.update_ms.back()},
+                   {"samples", result.samples * group_.size()}});
     progress.update(number + 1, result.samples * group_.size(), result.loss.back(), strategy_->note());
     if (options_.save_every > 0 && (number + 1) % options_.save_every == 0) {
       const auto whole = strategy_->whole_parameters();
@@ -109,6 +127,10 @@ TrainResult Trainer::run(const std::function<void()>& save) {
     if (!options_.eval || !(epoch_ends || number + 1 == total)) continue;
     const auto whole = strategy_->whole_parameters();
     result.eval.push_back(evaluate(*model_, *feed_.test_data(), present(), options_.precision()));
+    metrics.write({{"step", number},
+                   {"eval_loss", result.eval.back().loss},
+                   {"eval_accuracy", result.eval.back().accuracy},
+                   {"eval_count", result.eval.back().count}});
     progress.clear();
     if (group_.rank() == 0) {
       fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %\n", epoch + 1, result.eval.back().loss,

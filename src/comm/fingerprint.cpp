@@ -35,12 +35,12 @@ uint64_t common_bytes(const Call& call) {
   }
 }
 
+}  // namespace
+
 bool same(const Fingerprint& a, const Fingerprint& b) {
   return a.number == b.number && a.op == b.op && a.reduce == b.reduce && a.dtype == b.dtype && a.peer == b.peer &&
          a.bytes == b.bytes && a.step == b.step && a.bucket == b.bucket && a.label == b.label;
 }
-
-}  // namespace
 
 Fingerprint fingerprint_of(const Call& call, uint64_t number) {
   const auto& tensors = call.inputs.empty() ? call.outputs : call.inputs;

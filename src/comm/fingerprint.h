@@ -28,6 +28,8 @@ struct Fingerprint {
 };
 
 Fingerprint fingerprint_of(const Call& call, uint64_t number);
+// Whether ranks may call these together.
+bool same(const Fingerprint& a, const Fingerprint& b);
 // The call in words, from a peer's fingerprint.
 std::string describe(const Fingerprint& print);
 // What the ranks have called when that is not the same: a sentence that names two ranks (by `world_ranks`) and both

@@ -83,8 +83,9 @@ Work issue(const Group& group, Call call) {
     throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", state->name, failure));
   }
   if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip it
+  const CallWatch watch(*state, call);
   check_agreement(state, call);
-  return Work(std::make_unique<PendingWork>(state, std::move(call)));
+  return Work(std::make_unique<PendingWork>(state, std::move(call), watch));
 }
 
 Work Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) const {

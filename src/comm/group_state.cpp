@@ -35,6 +35,9 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->progress = std::make_shared<GroupProgress>();
   state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
   state->progress->transport = state->transport;
+  if (auto* recorder = state->world->recorder.get()) {
+    state->progress->flight_group = recorder->add_group(state->name, state->world_ranks);
+  }
   const bool wanted = state->world->options.check_agreement && !state->transport->checks_agreement();
   const bool is_check = state->name.ends_with(check_suffix);
   if (wanted && !is_check) {
@@ -43,8 +46,20 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   return state;
 }
 
+namespace {
+bool is_message(const Call& call) {
+  return call.op == Op::send || call.op == Op::recv;
+}
+
+// True if this is the group's first one.
+bool set_failure(const GroupState& state, const std::string& why) {
+  if (auto* recorder = state.world->recorder.get()) recorder->failed(why);
+  return state.progress->failure.set(why);
+}
+}  // namespace
+
 void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call) {
-  if (!state->progress->checks || call.op == Op::send || call.op == Op::recv) return;
+  if (!state->progress->checks || is_message(call)) return;
   const Group checks(state->progress->checks);
   const auto own = fingerprint_of(call, static_cast<uint64_t>(state->progress->issued.calls));
   constexpr auto bytes = static_cast<int64_t>(sizeof own);
@@ -58,7 +73,7 @@ void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call)
   }
   const auto difference = find_difference(prints, state->world_ranks);
   if (!difference) return;
-  state->progress->failure.set(*difference);
+  set_failure(*state, *difference);
   throw DisagreeError(
       fmt::format("{} (noticed by rank {} in group '{}')", *difference, state->world->placement.rank, state->name));
 }
@@ -74,13 +89,17 @@ Group with_transport(const Group& group,
   return Group(std::move(copy));
 }
 
-PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call)
-    : group_(std::move(group)), call_(std::move(call)), number_(group_->progress->issued.calls++) {
+PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch watch)
+    : group_(std::move(group)), call_(std::move(call)), watch_(watch), number_(group_->progress->issued.calls++) {
   group_->progress->issued.bytes += call_.bytes();
   try {
     work_ = group_->transport->issue(call_);
+    watch_.issued(*group_);
   } catch (const Error&) {
-    throw;  // a decorator's own; the transport below is intact
+    // A decorator's own; the transport below is intact, and has not seen this call, so that the next one has its
+    // number.
+    if (group_->world->recorder && !is_message(call_)) --group_->progress->collectives;
+    throw;
   } catch (const std::exception& error) {
     fail_from(error);
   }
@@ -89,15 +108,24 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call)
 PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, std::unique_ptr<TransportWork> work)
     : group_(std::move(group)),
       call_(std::move(call)),
+      watch_(*group_, call_, /*published=*/true),
       number_(group_->progress->issued.calls),
       work_(std::move(work)) {}
+
+void note(const Group& group, const std::string& text) {
+  const auto& state = *state_of(group);
+  if (auto* recorder = state.world->recorder.get()) recorder->note(state.progress->flight_group, text);
+}
 
 void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work) {
   PendingWork(group, std::move(call), std::move(work)).wait();
 }
 
 PendingWork::~PendingWork() {
-  if (work_ && !finished_ && !work_->done()) {
+  if (!work_ || finished_) return;
+  if (work_->done()) {
+    if (group_->progress->failure.text().empty()) watch_.finished(*group_, call_);  // else it may have failed as well
+  } else {
     group_->progress->failure.set(fmt::format("{} #{} was dropped before it had finished", call_.describe(), number_));
   }
 }
@@ -110,6 +138,7 @@ void PendingWork::wait() {
   if (finished_) return;
   const auto start = Clock::now();
   wait_to_the_end();
+  watch_.finished(*group_, call_, start);
   group_->progress->waited_s += std::chrono::duration<double>(Clock::now() - start).count();
 }
 
@@ -124,7 +153,7 @@ void PendingWork::wait_to_the_end() {
     try {
       finished_ = work_->wait_for(last_chance ? 5 * slice : slice, std::max(remaining, Milliseconds(1)));
     } catch (const DisagreeError& error) {
-      group_->progress->failure.set(error.what());
+      set_failure(*group_, error.what());
       throw DisagreeError(
           fmt::format("{} (noticed by rank {} in group '{}')", error.what(), world.placement.rank, group_->name));
     } catch (const std::exception& error) {
@@ -156,7 +185,7 @@ void PendingWork::fail_from(const std::exception& error) {
 
 void PendingWork::fail(int rank, const std::string& why) {
   auto& state = *group_;
-  if (state.progress->failure.set(why)) {
+  if (set_failure(state, why)) {
     state.world->liveness->publish(rank, why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
   }
   const auto found = std::find(state.world_ranks.begin(), state.world_ranks.end(), rank);

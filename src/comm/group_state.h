@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/call_watch.h"
 #include "comm/transport.h"
 #include "shoal/comm/group.h"
 #include "shoal/comm/work.h"
@@ -47,6 +48,9 @@ struct GroupProgress {
   GroupFailure failure;
   std::map<std::vector<int>, int> subgroups;  // how many were made of these ranks, for their names
   int gossip_channels = 0;                    // how many were opened, for their names
+  int flight_group = -1;                      // its number in the flight recorder
+  uint64_t collectives = 0;                   // for the flight recorder: how many this rank has entered
+  uint64_t messages = 0;                      // the same of sends and receives
   ~GroupProgress();
   std::shared_ptr<Transport> transport;
   std::shared_ptr<GroupState> checks;  // a group of the same ranks on which they compare calls; none: no need
@@ -74,12 +78,16 @@ void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call)
 // Checks the call and starts it: what every collective of Group comes down to. UsageError, CommError as there.
 Work issue(const Group& group, Call call);
 
+// Leaves a line in the flight recorder, if there is one.
+void note(const Group& group, const std::string& text);
+
 // Waits for `work`, which `call` describes, with the deadline and the errors of any other operation of the group.
 void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work);
 
 class PendingWork {
  public:
-  PendingWork(std::shared_ptr<GroupState> group, Call call);
+  // `watch` has seen the call begin.
+  PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch watch);
   ~PendingWork();
   // For work that is already under way; `call` describes it.
   PendingWork(std::shared_ptr<GroupState> group, Call call, std::unique_ptr<TransportWork> work);
@@ -96,6 +104,7 @@ class PendingWork {
 
   std::shared_ptr<GroupState> group_;
   Call call_;
+  CallWatch watch_;
   int64_t number_;
   bool finished_ = false;
   std::unique_ptr<TransportWork> work_;

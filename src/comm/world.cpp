@@ -40,6 +40,19 @@ void count_local_ranks(WorldState& state) {
   }
 }
 
+std::unique_ptr<FlightRecorder> make_recorder(const WorldOptions& options, const Placement& placement) {
+  const auto folder =
+      options.flight_recorder ? options.flight_recorder : process_environment()("SHOAL_FLIGHT_RECORDER");
+  if (!folder) return nullptr;
+  return std::make_unique<FlightRecorder>(*folder, placement.rank, placement.size);
+}
+
+std::vector<ProcessId> processes(const Meeting& meeting) {
+  std::vector<ProcessId> list;
+  for (const auto& peer : meeting.peers) list.push_back(peer.process);
+  return list;
+}
+
 }  // namespace
 
 void WorldOptions::validate() const {
@@ -89,10 +102,12 @@ World init(const WorldOptions& options) {
     state->memory = std::make_shared<HostMemory>();
   } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport says so if it is asked for
   }
+  state->recorder = make_recorder(options, state->placement);
   state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{},
                         options.rendezvous_timeout_seconds);
   state->liveness =
       std::make_unique<Liveness>(state->meeting, state->placement, state->memory, options.stopped_timeout_seconds);
+  if (state->recorder) state->recorder->join(processes(state->meeting));
   count_local_ranks(*state);
   if (state->placement.size > 1) {
     state->listen_address = address_towards(state->placement.address, state->placement.port);

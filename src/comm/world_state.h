@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "comm/flight/recorder.h"
 #include "comm/liveness.h"
 #include "comm/rendezvous.h"
 #include "shoal/comm/world.h"
@@ -15,8 +16,9 @@ struct WorldState {
   Placement placement;
   Meeting meeting;
   std::unique_ptr<Liveness> liveness;
-  std::shared_ptr<HostMemory> memory;  // none where the system gives no shared memory
-  std::string listen_address;          // of this process's own sockets
+  std::shared_ptr<HostMemory> memory;        // none where the system gives no shared memory
+  std::string listen_address;                // of this process's own sockets
+  std::unique_ptr<FlightRecorder> recorder;  // none: nobody asked for one
   int local_rank = 0;
   int local_size = 1;
 };

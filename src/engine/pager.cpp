@@ -9,6 +9,7 @@
 
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
+#include "shoal/comm/timeline.h"
 
 namespace shoal {
 namespace {
@@ -22,6 +23,14 @@ Group same_ranks(const Group& group) {
 c10::DataPtr pointer_to(const at::Tensor& memory) {
   return {memory.data_ptr(), new at::Tensor(memory), [](void* held) { delete static_cast<at::Tensor*>(held); },
           memory.device()};
+}
+
+// For a trace: an operator takes a page that it may have to wait for.
+void mark_use(const Group& group, const std::string& name) {
+  auto* timeline = timeline_of(group);
+  if (timeline == nullptr) return;
+  const auto now = Clock::now();
+  timeline->add({.category = "unit", .name = name, .group = {}, .label = {}, .begin = now, .end = now});
 }
 
 }  // namespace
@@ -118,6 +127,7 @@ void Pager::bring(size_t index) {
     used_.push_back(index);
     return;
   }
+  mark_use(group_, page.source.name);
   order_.missed(index);
   make_room(1);
   while (page.state == State::away) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "comm/group_state.h"
 #include "engine/reducer.h"
 #include "memory/views.h"
 #include "shoal/base/error.h"
@@ -296,6 +297,7 @@ void Reducer::abandon() {
     return;
   }
   failed_ = true;
+  note(group_, fmt::format("gave up step {}", step_));
   try {
     before_writing();
     if (phase_ != Phase::running) begin_step();

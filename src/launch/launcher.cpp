@@ -14,6 +14,7 @@
 #include <cstring>
 #include <optional>
 
+#include "comm/flight/verdict.h"
 #include "comm/store_server.h"
 #include "launch/child.h"
 #include "shoal/base/error.h"
@@ -23,12 +24,12 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// SIGINT, SIGTERM and SIGCHLD as something to poll; as before when it goes.
+// SIGINT, SIGTERM, SIGUSR1 and SIGCHLD as something to poll; as before when it goes.
 class Signals {
  public:
   Signals() {
     sigemptyset(&set_);
-    for (const int signal : {SIGINT, SIGTERM, SIGCHLD}) sigaddset(&set_, signal);
+    for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGCHLD}) sigaddset(&set_, signal);
     pthread_sigmask(SIG_BLOCK, &set_, &before_);
     fd_ = signalfd(-1, &set_, SFD_NONBLOCK | SFD_CLOEXEC);
   }
@@ -40,12 +41,19 @@ class Signals {
   Signals& operator=(const Signals&) = delete;
 
   int fd() const { return fd_; }
-  // How many times we were asked to stop since the last call.
-  int interrupts() {
-    int count = 0;
+  // What we were asked since the last call.
+  struct Asked {
+    int to_stop = 0;
+    bool who_waits = false;
+  };
+  Asked asked() {
+    Asked asked;
     signalfd_siginfo info{};
-    while (read(fd_, &info, sizeof info) == sizeof info) count += info.ssi_signo != SIGCHLD ? 1 : 0;
-    return count;
+    while (read(fd_, &info, sizeof info) == sizeof info) {
+      asked.to_stop += info.ssi_signo == SIGINT || info.ssi_signo == SIGTERM ? 1 : 0;
+      asked.who_waits = asked.who_waits || info.ssi_signo == SIGUSR1;
+    }
+    return asked;
   }
 
  private:
@@ -83,6 +91,7 @@ class Job {
     const auto end = SteadyClock::now() + seconds(0.3);
     while (pipes_open() && SteadyClock::now() < end) step();
     if (interrupted_) return 130;
+    if (code_) print_verdict();
     return options_.keep_going && succeeded_ ? 0 : code_.value_or(0);
   }
 
@@ -103,8 +112,20 @@ class Job {
                       {"TORCHELASTIC_RESTART_COUNT", "0"},
                       {"TORCHELASTIC_MAX_RESTARTS", "0"},
                       {"TORCHELASTIC_RUN_ID", fmt::format("shoal-{}", getpid())}};
+    if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
     if (options_.threads > 0) list.emplace_back("OMP_NUM_THREADS", std::to_string(options_.threads));
     return list;
+  }
+
+  void print_verdict() const {
+    if (options_.flight_recorder.empty()) return;
+    try {
+      for (const auto& sentence : verdict(read_flights({options_.flight_recorder}))) {
+        fmt::print(stderr, "shoal: {}\n", sentence);
+      }
+    } catch (const UsageError& error) {  // the ranks may have failed before they had a recorder
+      fmt::print(stderr, "shoal: {}\n", error.what());
+    }
   }
 
   int64_t alive() const {
@@ -131,7 +152,9 @@ class Job {
     for (size_t i = 0; i < pipes.size(); ++i) {
       if (waits[i + 1].revents != 0) pipes[i]->pump();
     }
-    if (const int count = signals_.interrupts(); count > 0) interrupt(count);
+    const auto asked = signals_.asked();
+    if (asked.to_stop > 0) interrupt(asked.to_stop);
+    if (asked.who_waits) print_verdict();
     reap();
     enforce_deadlines();
   }

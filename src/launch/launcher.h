@@ -13,6 +13,7 @@ struct LaunchOptions {
   int port = 0;                       // of the store; 0: any free one
   int threads = 0;                    // OMP_NUM_THREADS of each rank; 0: as in this process's environment
   bool prefix_output = true;          // "[rank] " before every line; otherwise ranks write to our own streams
+  std::string flight_recorder{};      // folder for the ranks' flight recorders; empty: none
   bool keep_going = false;            // a rank's failure does not end the others
   double grace_seconds = 6;           // after the first failure, for the others to report what they noticed
 
@@ -24,9 +25,10 @@ struct LaunchOptions {
 // no rank's death takes it away. Blocks until all ranks have ended; none is left behind, whatever happens to this
 // process. The first rank that fails is named on standard error, the others get the grace time, then SIGTERM, then
 // SIGKILL; with keep_going they are left alone. Returns 0, or the first failure's exit code (128 + number for a signal;
-// with keep_going only when all have failed), or 130 after SIGINT or SIGTERM, which are passed on to the ranks. Throws
-// UsageError for wrong options, a program that cannot be started, or a port in use. Installs signal handlers for its
-// duration; call it from one thread.
+// with keep_going only when all have failed), or 130 after SIGINT or SIGTERM, which are passed on to the ranks. With
+// flight recorders it prints their verdict on standard error when a rank has failed, and on SIGUSR1. Throws UsageError
+// for wrong options, a program that cannot be started, or a port in use. Installs signal handlers for its duration;
+// call it from one thread.
 int launch(const LaunchOptions& options);
 
 }  // namespace shoal

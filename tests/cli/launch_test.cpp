@@ -127,5 +127,26 @@ TEST(Launch, PythonsTorchDistributedMeetsInOurStore) {
   EXPECT_TRUE(contains(ended, "[1] sum 1.0")) << ended.output;
 }
 
+// Nobody waits in vain: the launcher says at the end, or when asked meanwhile, who is waited for.
+TEST(Launch, FlightRecordersNameTheRankThatIsWaitedFor) {
+  const TempFolder folder;
+  const auto ended = launch({"-n", "3", "--flight-recorder", folder.path(), "--", FAULT_RANK, "forward", "2"});
+  EXPECT_EQ(ended.code, 128 + 9);
+  EXPECT_TRUE(contains(ended, "shoal: rank 2 never entered #")) << ended.output;
+  const auto told = run({SHOAL, "flight", folder.path(), "--last", "2"}, 20);
+  EXPECT_EQ(told.code, 0);
+  EXPECT_TRUE(contains(told, "rank 2 never entered #")) << told.output;
+  EXPECT_TRUE(contains(told, "rank 0 of 3, pid ")) << told.output;
+}
+
+TEST(Launch, Sigusr1AsksTheFlightRecordersOfRunningRanks) {
+  const TempFolder folder;
+  const auto program =
+      std::string(SHOAL) + " launch -n 2 --flight-recorder " + folder.path().string() + " -- " + FAULT_RANK;
+  const auto ended = run({"sh", "-c", program + " late 1 auto 12 & pid=$!; sleep 8; kill -USR1 $pid; wait $pid"}, 60);
+  EXPECT_TRUE(contains(ended, "shoal: rank 1 has not entered #")) << ended.output;
+  EXPECT_TRUE(contains(ended, ") runs; ")) << ended.output;
+}
+
 }  // namespace
 }  // namespace shoal::test

@@ -1,5 +1,5 @@
 // BEY09: ranks that call different things all say so, before anybody's data are touched. On the host transport, and on
-// Gloo with --check-agreement.
+// Gloo and MPI with --check-agreement.
 
 #include <gmock/gmock.h>
 
@@ -128,6 +128,36 @@ TEST_F(BEY09, NamesAnOperationThatOneRankLeftOut) {
         group.all_reduce(tensor, ReduceOp::sum, {1, 1, "fc2"}).wait();
       },
       {"bucket 0: fc1", "bucket 1: fc2"});
+}
+
+// Half as many elements of twice the size: as many bytes.
+TEST_F(BEY09, NamesDifferentDtypesOfEqualBytes) {
+  expect_named([](const Group& group,
+                  const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kDouble) : tensor).wait(); },
+               {"x Float)", "x Double)"});
+}
+
+TEST_F(BEY09, NamesDifferentPartsOfAGather) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        const auto part = odd_one() ? tensor.narrow(0, 0, tensor.numel() / 2) : tensor;
+        group.all_gather(at::empty({part.numel() * group.size()}), part.contiguous()).wait();
+      },
+      {"all_gather(", "rank 0 called"});
+}
+
+TEST_F(BEY09, NamesABarrierBesideACollective) {
+  expect_named([](const Group& group,
+                  const at::Tensor& tensor) { odd_one() ? group.barrier().wait() : group.all_reduce(tensor).wait(); },
+               {"rank 0 called all_reduce(sum", "called barrier"});
+}
+
+TEST_F(BEY09, NamesDifferentSteps) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        group.all_reduce(tensor, ReduceOp::sum, {odd_one() ? 8 : 7, 0, "fc1"}).wait();
+      },
+      {"step 7, bucket 0: fc1", "step 8, bucket 0: fc1"});
 }
 
 // Only the host transport sees into every message.

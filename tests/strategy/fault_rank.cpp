@@ -1,11 +1,15 @@
-// One rank of a training run that something happens to: fault_rank POINT RANK
-//   POINT  none, start, forward, backward, all_reduce (kill -9 there in step 3), stop (SIGSTOP there), late (sleeps)
+// One rank of a training run that something happens to: fault_rank POINT RANK [TRANSPORT [TIMEOUT]]
+//   POINT  none; in step 3: forward, backward, all_reduce (kill -9 there), stop (SIGSTOP in forward), late (sleeps for
+//          longer than the timeout), leave (ends in order), throw_forward, throw_backward (nobody catches it), give_up
+//          (throws in backward, catches it and trains on); order, size, dtype, maximum, root, skip, extra: its metrics
 // Prints "trained" or "error: ...".
 
 #include <fmt/format.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <csignal>
+#include <stdexcept>
 #include <thread>
 
 #include "comm/group_state.h"
@@ -16,6 +20,8 @@
 
 namespace shoal {
 namespace {
+
+const std::vector<std::string> metric_faults{"order", "size", "dtype", "maximum", "root", "skip", "extra"};
 
 // Dies inside the collective: issued, not waited for.
 class DeadlyTransport : public Transport {
@@ -33,13 +39,29 @@ class DeadlyTransport : public Transport {
   const bool* armed_;
 };
 
-void train(const std::string& point, int victim) {
+// What the ranks do together after each step; `fault` is what is wrong with it on this rank.
+void sum_metrics(const Group& group, int64_t step, const std::string& fault) {
+  const Label loss{step, -1, "loss"};
+  const Label accuracy{step, -1, "accuracy"};
+  auto first = at::ones({4});
+  auto second = at::ones({4});
+  auto other = fault == "size" ? at::ones({5}) : fault == "dtype" ? at::ones({4}, at::kInt) : first;
+  if (fault == "order") group.all_reduce(second, ReduceOp::sum, accuracy).wait();
+  if (fault != "skip") group.all_reduce(other, fault == "maximum" ? ReduceOp::max : ReduceOp::sum, loss).wait();
+  if (fault == "extra") group.all_reduce(first, ReduceOp::sum, {step, -1, "speed"}).wait();
+  if (fault != "order") group.all_reduce(second, ReduceOp::sum, accuracy).wait();
+  group.broadcast(first, fault == "root" ? 2 : 0, {step, -1, "verdict"}).wait();
+}
+
+void train(const std::string& point, int victim, const std::string& transport, int timeout) {
   WorldOptions options;
-  options.timeout_seconds = 10;
+  options.transport = transport;
+  options.timeout_seconds = timeout;
   options.stopped_timeout_seconds = 2;
   options.rendezvous_timeout_seconds = 8;
   const auto world = init(options);
   const bool here = world.rank() == victim;
+  const bool metrics = std::count(metric_faults.begin(), metric_faults.end(), point) > 0;
   bool armed = false;
   const auto group = with_transport(world.group(), [&](std::shared_ptr<Transport> inner) -> std::shared_ptr<Transport> {
     return std::make_shared<DeadlyTransport>(std::move(inner), &armed);
@@ -48,7 +70,9 @@ void train(const std::string& point, int victim) {
   DistributedDataParallel parallel(model, group, {.bucket_cap_mb = 0.1, .first_bucket_mb = 0.1});
   bool in_backward = false;
   model->second->weight.register_hook([&](const at::Tensor&) {
-    if (in_backward) std::raise(SIGKILL);
+    if (!in_backward) return;
+    if (point != "backward") throw std::runtime_error("injected");
+    std::raise(SIGKILL);
   });
   for (int64_t step = 0; step < 6; ++step) {
     const bool now = here && step == 3;
@@ -56,10 +80,22 @@ void train(const std::string& point, int victim) {
     auto loss = parallel.forward(test::batch(world.rank(), step)).pow(2).mean();
     if (now && point == "forward") std::raise(SIGKILL);
     if (now && point == "stop") std::raise(SIGSTOP);
-    if (now && point == "late") std::this_thread::sleep_for(std::chrono::seconds(16));
-    in_backward = now && point == "backward";
+    if (now && point == "late") std::this_thread::sleep_for(std::chrono::seconds(timeout + 6));
+    if (now && point == "leave") return;
+    if (now && point == "throw_forward") throw std::runtime_error("injected");
+    in_backward = now && (point == "backward" || point == "throw_backward" || point == "give_up");
     armed = now && point == "all_reduce";
-    loss.backward();
+    try {
+      loss.backward();
+    } catch (const StepAbandoned&) {
+      continue;
+    } catch (const std::runtime_error&) {
+      if (!now || point != "give_up") throw;
+      parallel.reset();
+      continue;
+    }
+    armed = false;
+    if (metrics) sum_metrics(world.group(), step, now ? point : "");
   }
 }
 
@@ -67,10 +103,10 @@ void train(const std::string& point, int victim) {
 }  // namespace shoal
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
+  if (argc < 3 || argc > 5) return 2;
   at::set_num_threads(1);
   try {
-    shoal::train(argv[1], std::stoi(argv[2]));
+    shoal::train(argv[1], std::stoi(argv[2]), argc > 3 ? argv[3] : "auto", argc > 4 ? std::stoi(argv[4]) : 10);
     fmt::print("trained\n");
     return 0;
   } catch (const shoal::Error& error) {

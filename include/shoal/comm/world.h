@@ -9,6 +9,8 @@
 
 namespace shoal {
 
+class Timeline;
+
 struct WorldOptions {
   // Who this process is. Without `rank` and `size` (give both or neither) the environment says: torchrun's or
   // `shoal launch`'s RANK and WORLD_SIZE, else Open MPI's, else PMI's, else Slurm's, else the process is alone. One
@@ -30,6 +32,13 @@ struct WorldOptions {
   // instead of wrong numbers or an abort. The host transport always does; elsewhere it costs a small all-gather each
   // time.
   bool check_agreement = false;
+
+  // A folder in which this rank keeps its last collectives, in a file that survives whatever ends the process; `shoal
+  // flight FOLDER` reads the files of all ranks and says who waits for whom. Default: the environment's
+  // SHOAL_FLIGHT_RECORDER, else none. See docs/telemetry.md.
+  std::optional<std::string> flight_recorder{};
+  // Gets what this rank does and when; none: nothing is traced.
+  std::shared_ptr<Timeline> timeline{};
 
   int rendezvous_timeout_seconds = 60;  // for all ranks to appear
   int timeout_seconds = 300;            // for one operation, with all peers alive
