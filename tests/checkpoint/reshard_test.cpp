@@ -18,8 +18,8 @@
 #include "checkpoint/saver.h"
 #include "shoal/base/error.h"
 #include "shoal/checkpoint/checkpoint_error.h"
-#include "tests/checkpoint/forked_ranks.h"
 #include "tests/checkpoint/tensors.h"
+#include "tests/support/forked_ranks.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal {

@@ -18,7 +18,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/saver.h"
 #include "shoal/base/error.h"
-#include "tests/checkpoint/forked_ranks.h"
+#include "tests/support/forked_ranks.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal {

@@ -3,7 +3,6 @@
 //
 // SHOAL_KILLS (default 25) says how many.
 
-#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -19,24 +18,10 @@
 #include "base/environment.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/world.h"
-#include "tests/support/processes.h"
+#include "tests/support/forked_ranks.h"
 
 namespace shoal {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-WorldOptions options_of(int rank, int size, int port) {
-  WorldOptions options;
-  options.rank = rank;
-  options.size = size;
-  options.address = "127.0.0.1";
-  options.port = port;
-  options.timeout_seconds = 20;
-  options.stopped_timeout_seconds = 5;
-  options.rendezvous_timeout_seconds = 20;
-  return options;
-}
 
 // One operation, the same on all ranks for one number; returns whether its result is right.
 bool operate(const Group& group, int number) {
@@ -80,57 +65,6 @@ bool operate(const Group& group, int number) {
   }
 }
 
-struct Ended {
-  int status = 0;
-  std::string text;
-  Clock::time_point at;
-};
-
-// Forks `size` ranks that run `body`; what it returns or throws comes back as text.
-template <class Body>
-std::vector<Ended> run_ranks(int size, Body body,
-                             const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
-  const int port = test::free_port();
-  std::vector<pid_t> pids;
-  std::vector<int> pipes;
-  for (int rank = 0; rank < size; ++rank) {
-    int ends[2];
-    if (pipe(ends) != 0) std::abort();
-    const pid_t pid = fork();
-    if (pid == 0) {
-      std::string text;
-      try {
-        at::set_num_threads(1);
-        const auto world = init(options_of(rank, size, port));
-        text = body(world);
-      } catch (const std::exception& error) {
-        text = fmt::format("error: {}", error.what());
-      }
-      [[maybe_unused]] const auto written = write(ends[1], text.data(), text.size());
-      std::_Exit(0);
-    }
-    close(ends[1]);
-    pids.push_back(pid);
-    pipes.push_back(ends[0]);
-  }
-  if (meanwhile) meanwhile(pids);
-  std::vector<Ended> ended(size);
-  for (int left = size; left > 0; --left) {
-    int status = 0;
-    const pid_t pid = wait(&status);
-    const auto rank = std::find(pids.begin(), pids.end(), pid) - pids.begin();
-    ended[rank].status = status;
-    ended[rank].at = Clock::now();
-  }
-  for (int rank = 0; rank < size; ++rank) {
-    char buffer[4096];
-    const auto length = read(pipes[rank], buffer, sizeof buffer);
-    ended[rank].text.assign(buffer, std::max<ssize_t>(0, length));
-    close(pipes[rank]);
-  }
-  return ended;
-}
-
 int kills() {
   return std::stoi(process_environment()("SHOAL_KILLS").value_or("25"));
 }
@@ -146,7 +80,7 @@ TEST(HostKill, ARankThatDiesAtAnyMomentIsNamedByAllOthersWithinTwoSeconds) {
     const auto microseconds = random() % 30000;
     const int first = static_cast<int>(random() % 100000);
     SCOPED_TRACE(fmt::format("trial {}: rank {} of {} after {} us", trial, victim, size, microseconds));
-    const auto ended = run_ranks(size, [&](const World& world) -> std::string {
+    const auto ended = test::run_ranks(size, [&](const World& world) -> std::string {
       world.group().barrier().wait();
       if (world.rank() == victim) {
         std::thread([microseconds] {
@@ -181,7 +115,7 @@ TEST(HostKill, ARankThatDiesAtAnyMomentIsNamedByAllOthersWithinTwoSeconds) {
 }
 
 TEST(HostKill, ARankThatIsStoppedForAWhileGoesOn) {
-  const auto ended = run_ranks(
+  const auto ended = test::run_ranks(
       3,
       [](const World& world) -> std::string {
         for (int number = 0; number < 800; ++number) {
@@ -201,7 +135,7 @@ TEST(HostKill, ARankThatIsStoppedForAWhileGoesOn) {
 }
 
 TEST(HostKill, AForkedChildMayNotUseItsParentsGroup) {
-  const auto ended = run_ranks(2, [](const World& world) -> std::string {
+  const auto ended = test::run_ranks(2, [](const World& world) -> std::string {
     int ends[2];
     if (pipe(ends) != 0) return "no pipe";
     const pid_t child = fork();

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <functional>
 #include <string>
@@ -20,9 +21,10 @@ namespace shoal::test {
 struct RankEnded {
   int status = 0;    // as wait() gives it
   std::string text;  // what the body returned, or "error: " and what it threw
+  std::chrono::steady_clock::time_point at{};
 };
 
-// Runs `body` on `size` ranks. `meanwhile` runs in the parent.
+// Runs `body` on `size` ranks. `meanwhile` runs in the parent and may run other ranks.
 inline std::vector<RankEnded> run_ranks(int size, const std::function<std::string(const World&)>& body,
                                         const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
   const int port = free_port();
@@ -56,8 +58,16 @@ inline std::vector<RankEnded> run_ranks(int size, const std::function<std::strin
   }
   if (meanwhile) meanwhile(pids);
   std::vector<RankEnded> ended(size);
+  std::vector<bool> over(size);
+  while (!std::all_of(over.begin(), over.end(), [](bool one) { return one; })) {
+    for (int rank = 0; rank < size; ++rank) {
+      if (over[rank] || waitpid(pids[rank], &ended[rank].status, WNOHANG) != pids[rank]) continue;
+      over[rank] = true;
+      ended[rank].at = std::chrono::steady_clock::now();
+    }
+    usleep(1000);
+  }
   for (int rank = 0; rank < size; ++rank) {
-    waitpid(pids[rank], &ended[rank].status, 0);
     char buffer[4096];
     const auto length = read(pipes[rank], buffer, sizeof buffer);
     ended[rank].text.assign(buffer, std::max<ssize_t>(0, length));
