@@ -46,6 +46,7 @@
 #include "shoal/optim/register_state.h"
 #include "shoal/optim/schedules.h"
 #include "shoal/strategy/ddp.h"
+#include "shoal/strategy/ddp/optimizer_in_backward.h"
 #include "shoal/strategy/fsdp.h"
 #include "shoal/strategy/local_updates.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"

@@ -40,7 +40,7 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
   if (sparse_) return;
   for (const auto member : members_) parameters_.push_back(gradients[member].parameter);
   kept_range_ = exchange.kept(*this, group.rank());
-  passes_ = exchange.apart() || (kept_range_.empty() && !exchange.everywhere());
+  passes_ = exchange.apart() || exchange.used_up() || (kept_range_.empty() && !exchange.everywhere());
   if (exchange.apart()) {
     apart_ = group.allocate(kept_range_.size(), options_.requires_grad(false));
   } else if (!passes_) {

@@ -17,7 +17,7 @@ class Exchange;
 //   payload   the members' gradients as the exchange lays them out; nobody reads the gaps
 //   facts     of the members, where the exchange takes them everywhere
 // A sparse gradient's bucket has no flat memory; the same facts ride in the header of the sparse exchange. A bucket of
-// which this rank keeps nothing, or what it keeps lies apart, has memory only while it is needed.
+// which this rank keeps nothing after the step, or what it keeps lies apart, has memory only while it is needed.
 class Bucket {
  public:
   Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> members, const Group& group,

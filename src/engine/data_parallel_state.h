@@ -16,6 +16,7 @@ struct DataParallelCore::State {
   ModuleTensors tensors;
   std::vector<std::vector<int64_t>> shapes{};  // of the parameters when they were wrapped
   std::shared_ptr<Reducer> reducer{};
+  std::function<void(const std::shared_ptr<GradientConsumer>&)> remake_reducer{};  // where a strategy has a way to
   int no_sync_depth = 0;
 
   // UsageError when a parameter has another shape by now.

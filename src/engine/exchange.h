@@ -44,22 +44,27 @@ class Exchange {
   virtual Range kept(const Bucket& bucket, int rank) const = 0;
   // Whether the sum goes to memory of its own (Bucket::kept), so that the bucket's is needed only until then.
   virtual bool apart() const { return false; }
+  // Whether sums are used up within the step, so that buckets have memory only meanwhile.
+  virtual bool used_up() const { return false; }
 };
 
 // Every rank gets everything: DDP.
 class AllReduce : public Exchange {
  public:
-  AllReduce(Group group, BucketCaps caps) : group_(std::move(group)), caps_(caps) {}
+  AllReduce(Group group, BucketCaps caps, bool used_up = false)
+      : group_(std::move(group)), caps_(caps), used_up_(used_up) {}
   std::vector<std::vector<size_t>> plan(const std::vector<Gradient>& gradients,
                                         std::span<const size_t> order) const override;
   PendingExchange reduce(Bucket& bucket, const Label& label) const override;
   HookPoint hook_point() const override { return {group_, SumFor::everybody}; }
   bool everywhere() const override { return true; }
   Range kept(const Bucket& bucket, int) const override { return {0, bucket.payload_numel()}; }
+  bool used_up() const override { return used_up_; }
 
  private:
   Group group_;
   BucketCaps caps_;
+  bool used_up_;
 };
 
 // Every gradient has an owner, which alone gets the sum: ZeRO-2. A bucket has one owner.

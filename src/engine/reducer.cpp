@@ -11,7 +11,6 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <thread>
 
 #include "engine/graph_walk.h"
 #include "memory/views.h"
@@ -174,10 +173,13 @@ void Reducer::begin_backward() {
 
 void Reducer::begin_step() {
   if (rebuild_due_) adopt_arrival_order();
+  early_ = options_.consumer && !options_.consumer->needs_all() && knows_means_early();
   phase_ = Phase::running;
   patient_ = alike_;
   next_ = 0;
   finished_ = 0;
+  void_ = false;
+  if (early_) used_anywhere_.assign(gradients_.size(), false);
   facts_work_ = {};
   ready_.assign(gradients_.size(), false);
   arrivals_.assign(gradients_.size(), 0);
@@ -311,35 +313,6 @@ void Reducer::issue_facts() {
   if (!facts_.defined()) return;
   facts_.write(used_, issued_weight());
   facts_work_ = group_.all_reduce(facts_.memory(), ReduceOp::sum, {step_, -1, "used gradients and weight"});
-}
-
-// Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now. A rank that runs
-// ahead of its peers waits for them, so that memory stays bounded.
-void Reducer::release_finished() {
-  if (exchange_->everywhere()) return;
-  size_t in_flight = 0;
-  for (size_t i = finished_; i < next_; ++i) in_flight += buckets_[i].passes() ? 1 : 0;
-  for (; finished_ < next_; ++finished_) {
-    auto& work = sums_[finished_].work;
-    if (!work.done() && (in_flight <= options_.buckets_in_flight || !comes_in_time(work))) return;
-    sums_[finished_].complete();  // also lets go of the memory
-    if (!buckets_[finished_].passes()) continue;
-    auto& bucket = buckets_[finished_];
-    for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
-    bucket.release(spare_, keeps_passing_);
-    --in_flight;
-    spare_.shrink(options_.buckets_in_flight - std::min(in_flight, options_.buckets_in_flight));
-  }
-}
-
-bool Reducer::comes_in_time(Work& work) {
-  if (!options_.patience) return true;  // whoever waits for it will wait
-  const auto until = std::chrono::steady_clock::now() + *options_.patience;
-  while (patient_ && !work.done()) {
-    patient_ = std::chrono::steady_clock::now() < until;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  return work.done();
 }
 
 }  // namespace shoal

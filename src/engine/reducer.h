@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/exchange.h"
+#include "engine/gradient_consumer.h"
 #include "engine/gradient_hooks.h"
 #include "shoal/comm/coalesce.h"
 #include "shoal/engine/join.h"
@@ -30,6 +31,7 @@ struct ReducerOptions {
   // How long to wait at most for one of them to come back before another leaves; none: until it does. For ranks that do
   // other things together during backward: one that used other parameters may need this rank first.
   std::optional<std::chrono::milliseconds> patience{};
+  std::shared_ptr<GradientConsumer> consumer{};  // uses the means up; with an exchange whose sums are used up
   std::shared_ptr<Timers> timers{};  // measure as "grads-reduce-scatter" what backward does not hide of the reduction
 };
 
@@ -128,17 +130,25 @@ class Reducer {
   Label label(size_t bucket) const;
   void build(const std::vector<size_t>& order);
 
+  // reducer_release.cpp: memory of buckets, and their consumer
+  void release_finished(bool all = false);
+  void release(size_t bucket);
+  bool comes_in_time(Work& work);
+  bool knows_means_early() const;
+  void take_early(size_t bucket);
+  void take_all();
+  void take(size_t bucket);
+
   // reducer_step.cpp: the end of a step
   void end_backward();
   void finish_step();
   double wait_for_buckets();
   std::vector<PendingExchange> advance(std::vector<PendingExchange>& sums);
   std::string who_failed();
+  void deliver_all(double weight);
   void deliver(size_t bucket, double weight, const std::vector<bool>& carried);
   void deliver_whole(size_t bucket);
   void deliver_sparse(size_t bucket);
-  void release_finished();
-  bool comes_in_time(Work& work);
   void close_step();
   void close_abandoned_step();
   void adopt_arrival_order();
@@ -177,6 +187,8 @@ class Reducer {
   size_t next_ = 0;              // bucket to issue next
   std::vector<PendingExchange> sums_;
   size_t finished_ = 0;  // buckets whose memory this rank has given up
+  bool early_ = false;   // the consumer takes buckets while backward runs
+  bool void_ = false;    // one that it was to take was abandoned
   Work facts_work_;
   std::vector<at::Tensor> kept_;  // gradients that this rank did not touch, in case nobody did
   std::vector<std::optional<SparseSum>> sparse_;

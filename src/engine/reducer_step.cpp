@@ -38,6 +38,7 @@ void Reducer::check_static_graph() const {
 }
 
 void Reducer::finish_step() {
+  if (early_) release_finished(/*all=*/true);
   const double weight = wait_for_buckets();
   if (std::isnan(weight)) {
     const auto text = fmt::format("step {} was abandoned by {}, which failed; its gradients are void on all ranks",
@@ -47,17 +48,10 @@ void Reducer::finish_step() {
     if (own) std::rethrow_exception(own);
     throw StepAbandoned(text);
   }
-  const auto carried = std::exchange(used_anywhere_, std::vector<bool>(gradients_.size()));
-  if (facts_.defined()) {
-    facts_.read_used(used_anywhere_);
-    alike_ = facts_.alike(group_.size());
-  }
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (buckets_[i].sparse()) {
-      deliver_sparse(i);
-    } else {
-      deliver(i, weight, carried);
-    }
+  if (!early_) deliver_all(weight);
+  if (options_.consumer) {
+    if (!early_) take_all();
+    options_.consumer->end_step(/*abandoned=*/false);
   }
   release_finished();
   if (!options_.find_unused_parameters && !options_.static_graph && !options_.accept_unused) {
@@ -74,10 +68,19 @@ void Reducer::finish_step() {
   close_step();
 }
 
+void Reducer::deliver_all(double weight) {
+  const auto carried = std::exchange(used_anywhere_, std::vector<bool>(gradients_.size()));
+  if (facts_.defined()) {
+    facts_.read_used(used_anywhere_);
+    alike_ = facts_.alike(group_.size());
+  }
+  for (size_t i = 0; i < buckets_.size(); ++i) deliver(i, weight, carried);
+}
+
 // The sum of the ranks' weights; NaN when one of them has abandoned the step.
 double Reducer::wait_for_buckets() {
   double weight = group_.size();
-  bool abandoned = false;
+  bool abandoned = void_;
   const auto read = [&](double sum, bool exact) {
     abandoned = abandoned || std::isnan(sum);
     if (exact) weight = sum;
@@ -90,7 +93,7 @@ double Reducer::wait_for_buckets() {
     if (!early) issue_facts();
     facts_work_.wait();
   });
-  for (size_t i = 0; i < buckets_.size(); ++i) {
+  for (size_t i = early_ ? buckets_.size() : 0; i < buckets_.size(); ++i) {
     const auto& bucket = buckets_[i];
     if (bucket.sparse()) {
       read(sparse_[i]->weight, true);
@@ -144,6 +147,7 @@ std::string Reducer::who_failed() {
 
 void Reducer::deliver(size_t index, double weight, const std::vector<bool>& carried) {
   auto& bucket = buckets_[index];
+  if (bucket.sparse()) return deliver_sparse(index);
   if (bucket.facts().defined()) bucket.facts().read_used(used_anywhere_);
   if (bucket.kept_range().empty() && !exchange_->everywhere()) return;
   auto sum = bucket.kept();
@@ -210,6 +214,10 @@ void Reducer::close_step() {
 
 void Reducer::close_abandoned_step() {
   exchange_->step_abandoned();
+  if (options_.consumer) {
+    for (auto& gradient : gradients_) gradient.parameter.mutable_grad().reset();  // nobody else zeroes them
+    options_.consumer->end_step(/*abandoned=*/true);
+  }
   order_.clear();
   close_step();
 }
@@ -308,6 +316,7 @@ void Reducer::abandon() {
       }
       issue(next_);
     }
+    if (early_) release_finished(/*all=*/true);
     before_waiting();
     if (std::isnan(wait_for_buckets())) who_failed();
     hook_error_ = nullptr;

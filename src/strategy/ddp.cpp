@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <cmath>
+#include <set>
 
 #include "engine/data_parallel_state.h"
 #include "engine/hooked_exchange.h"
@@ -29,10 +30,19 @@ void DistributedDataParallelOptions::validate() const {
 
 namespace {
 
-ReducerOptions reducer_options(const DistributedDataParallelOptions& options) {
-  return {.gradient_as_bucket_view = options.gradient_as_bucket_view,
-          .find_unused_parameters = options.find_unused_parameters,
-          .static_graph = options.static_graph};
+// With a consumer means are used up: one bucket travels while the next one fills.
+void make_reducer(DataParallelCore::State& state, const DistributedDataParallelOptions& options,
+                  const std::shared_ptr<GradientConsumer>& consumer) {
+  auto gradients = gradients_of(state.tensors);
+  auto exchange =
+      with_hook(std::make_unique<AllReduce>(state.group, bucket_caps(options), /*used_up=*/consumer != nullptr),
+                options.communication_hook, gradients, "DistributedDataParallel");
+  ReducerOptions chosen{.gradient_as_bucket_view = options.gradient_as_bucket_view,
+                        .find_unused_parameters = options.find_unused_parameters,
+                        .static_graph = options.static_graph,
+                        .consumer = consumer};
+  if (consumer) chosen.buckets_in_flight = 1;
+  state.make_reducer(std::move(gradients), chosen, std::move(exchange));
 }
 
 std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::Module> module, const Group& group,
@@ -41,10 +51,8 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true);
   state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state->precision = options.precision;
-  auto gradients = gradients_of(state->tensors);
-  auto exchange = with_hook(std::make_unique<AllReduce>(group, bucket_caps(options)), options.communication_hook,
-                            gradients, "DistributedDataParallel");
-  state->make_reducer(std::move(gradients), reducer_options(options), std::move(exchange));
+  state->remake_reducer = [to = state.get(), options](const auto& consumer) { make_reducer(*to, options, consumer); };
+  state->remake_reducer(nullptr);
   return state;
 }
 
@@ -53,5 +61,30 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
 DistributedDataParallelCore::DistributedDataParallelCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                                          const DistributedDataParallelOptions& options)
     : DataParallelCore(make_state(std::move(module), group, options)) {}
+
+void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer& optimizer) const {
+  std::set<const c10::TensorImpl*> optimized;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) optimized.insert(parameter.unsafeGetTensorImpl());
+  }
+  std::vector<std::string> faults;
+  for (const auto& entry : state().tensors.trainable()) {
+    if (optimized.count(entry.tensor.unsafeGetTensorImpl()) > 0) continue;
+    faults.push_back(fmt::format(
+        "the optimizer does not have parameter {}: give it to the optimizer, freeze it, or name it in `ignored`",
+        entry.name));
+  }
+  for (const auto& entry : state().tensors.parameters) optimized.erase(entry.tensor.unsafeGetTensorImpl());
+  if (!optimized.empty()) {
+    faults.push_back(fmt::format(
+        "the optimizer has {} parameter(s) that are not trained here, and would never be updated", optimized.size()));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("OptimizerInBackward: {}", fmt::join(faults, "; ")));
+}
+
+void DistributedDataParallelCore::use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer) {
+  if (step() > 0) throw UsageError("OptimizerInBackward: construct it before the first step");
+  state().remake_reducer(consumer);
+}
 
 }  // namespace shoal

@@ -2,6 +2,8 @@
 // DistributedDataParallel: every rank holds the whole model; gradients are averaged while backward still runs.
 // After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020).
 
+#include <torch/optim/optimizer.h>
+
 #include <memory>
 
 #include "shoal/engine/buffer_hook.h"
@@ -30,10 +32,17 @@ struct DistributedDataParallelOptions {
   void validate() const;
 };
 
+class GradientConsumer;
+
 class DistributedDataParallelCore : public DataParallelCore {
  public:
   DistributedDataParallelCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
                               const DistributedDataParallelOptions& options);
+
+  // For OptimizerInBackward. UsageError unless the optimizer has all parameters that are trained here and no others.
+  void check_optimizer(const torch::optim::Optimizer& optimizer) const;
+  // Means go to the consumer, and then their memory. UsageError after the first step. Collective.
+  void use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer);
 };
 
 // Any optimizer may be built on the module's parameters, before or after.
@@ -61,6 +70,8 @@ class DistributedDataParallel : public DataParallelWrapper<Module, DistributedDa
   DistributedDataParallel(const torch::nn::ModuleHolder<Module>& module, const Group& group,
                           const Options& options = {})
       : DistributedDataParallel(module.ptr(), group, options) {}
+
+  DistributedDataParallelCore& core() { return this->core_; }
 };
 
 // shoal::DistributedDataParallel parallel(model, group) with a holder made by TORCH_MODULE.

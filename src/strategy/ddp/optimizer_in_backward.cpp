@@ -1,0 +1,161 @@
+#include "shoal/strategy/ddp/optimizer_in_backward.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "engine/gradient_consumer.h"
+#include "engine/gradient_norm.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+
+namespace shoal {
+
+void OptimizerInBackwardOptions::validate() const {
+  if (clip_grad >= 0 && std::isfinite(clip_grad)) return;
+  throw UsageError(fmt::format("OptimizerInBackward: clip_grad is {}: give a norm, or 0 for no clipping", clip_grad));
+}
+
+namespace {
+
+std::string name_of(WholeGradient choice) {
+  if (choice == WholeGradient::exact) return "exact";
+  return choice == WholeGradient::stale ? "stale" : "per_bucket";
+}
+
+std::vector<std::string> describe(const OptimizerInBackwardOptions& options) {
+  return {fmt::format("clip_grad {}", options.clip_grad),
+          fmt::format("whole_gradient {}", name_of(options.whole_gradient)),
+          fmt::format("scaler {}", options.scaler ? fmt::format("from {}", options.scaler->initial_scale) : "none")};
+}
+
+// Takes gradients away from an optimizer while it updates other parameters.
+class Hidden {
+ public:
+  Hidden(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& shown) {
+    std::set<const c10::TensorImpl*> stay;
+    for (const auto& parameter : shown) stay.insert(parameter.unsafeGetTensorImpl());
+    for (auto& group : optimizer.param_groups()) {
+      for (auto& parameter : group.params()) {
+        if (stay.count(parameter.unsafeGetTensorImpl()) > 0 || !parameter.grad().defined()) continue;
+        gradients_.emplace_back(parameter, std::exchange(parameter.mutable_grad(), {}));
+      }
+    }
+  }
+  Hidden(const Hidden&) = delete;
+  Hidden& operator=(const Hidden&) = delete;
+  ~Hidden() {
+    for (auto& [parameter, gradient] : gradients_) parameter.mutable_grad() = gradient;
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
+};
+
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : parameters) {
+    if (parameter.grad().defined()) list.push_back(parameter.grad());
+  }
+  return list;
+}
+
+}  // namespace
+
+struct OptimizerInBackward::State : public GradientConsumer {
+  State(torch::optim::Optimizer& of, const OptimizerInBackwardOptions& chosen) : optimizer(&of), options(chosen) {
+    if (options.scaler) scaler.emplace(*options.scaler);
+  }
+
+  bool needs_all() const override {
+    if (optimizer == nullptr) {
+      throw UsageError(
+          "DistributedDataParallel: its OptimizerInBackward has gone; let it live as long as the training");
+    }
+    if (options.whole_gradient == WholeGradient::per_bucket) return false;
+    if (options.whole_gradient == WholeGradient::stale) return options.clip_grad > 0 && !norm;
+    return options.clip_grad > 0 || scaler;
+  }
+
+  void see_all(const std::vector<at::Tensor>& gradients) override {
+    if (!needs_all()) return;
+    found = scaler && scaler->unscale(gradients);
+    seen_all = true;
+    if (found || options.clip_grad == 0) return;
+    squares = std::pow(local_norm(gradients, 2), 2);
+    clip_to_norm(gradients, std::sqrt(squares), options.clip_grad);
+  }
+
+  void take(const std::vector<at::Tensor>& parameters) override {
+    const auto gradients = gradients_of(parameters);
+    if (gradients.empty()) return;
+    if (seen_all ? found : !prepare(gradients)) return;
+    const Hidden others(*optimizer, parameters);
+    optimizer->step();
+  }
+
+  void end_step(bool abandoned) override {
+    if (!abandoned) {
+      if (scaler) scaler->update(found);
+      const bool known = options.clip_grad > 0 && options.whole_gradient != WholeGradient::per_bucket;
+      if (known && !found && std::isfinite(squares)) norm = std::sqrt(squares);
+    }
+    found = seen_all = false;
+    squares = 0;
+  }
+
+  // A bucket by itself; false: it must not be used.
+  bool prepare(const std::vector<at::Tensor>& gradients) {
+    if (scaler && scaler->unscale(gradients)) {
+      found = true;
+      return false;
+    }
+    if (options.clip_grad > 0) {
+      const auto own = local_norm(gradients, 2);
+      squares += own * own;
+      clip_to_norm(gradients, options.whole_gradient == WholeGradient::stale ? *norm : own, options.clip_grad);
+    }
+    return true;
+  }
+
+  torch::optim::Optimizer* optimizer;
+  OptimizerInBackwardOptions options;
+  std::optional<GradScaler> scaler{};
+  std::optional<double> norm{};  // of a whole step's gradients, the last that were finite
+
+  // The step in progress.
+  bool seen_all = false;
+  bool found = false;  // inf or NaN
+  double squares = 0;  // sum over the gradients so far
+};
+
+OptimizerInBackward::OptimizerInBackward(DistributedDataParallelCore& core, torch::optim::Optimizer& optimizer,
+                                         const OptimizerInBackwardOptions& options) {
+  options.validate();
+  core.check_optimizer(optimizer);
+  agree(core.group(), "the optimizer in backward", describe(options));
+  state_ = std::make_shared<State>(optimizer, options);
+  core.use_up_gradients(state_);
+}
+
+OptimizerInBackward::~OptimizerInBackward() {
+  state_->optimizer = nullptr;
+}
+
+at::Tensor OptimizerInBackward::scale_loss(const at::Tensor& loss) const {
+  return state_->scaler ? state_->scaler->scale(loss) : loss;
+}
+
+const GradScaler* OptimizerInBackward::scaler() const {
+  return state_->scaler ? &*state_->scaler : nullptr;
+}
+
+double OptimizerInBackward::last_norm() const {
+  return state_->norm.value_or(0);
+}
+
+}  // namespace shoal
