@@ -79,22 +79,29 @@ std::vector<at::Tensor> ShardedOptimizerCore::collect_gradients() {
   return list;
 }
 
-// This rank's pieces get new values, and all ranks get them.
-void ShardedOptimizerCore::update() {
+void ShardedOptimizerCore::publish() {
   auto& state = *state_;
-  copy_options(param_groups_, *state.local);
-  state.time(
-      "optimizer-inner-step", 2, [&] { state.local->step(); }, &state.group);
   const auto updated = state.label("updated parameters");
-  const auto publish = [&] {
+  for (auto& module : state.modules) module->publish(updated);
+  for (auto& module : state.modules) module->wait(updated, state.wait_at_first_touch);
+}
+
+// This rank's pieces get new values, and all ranks get them.
+void ShardedOptimizerCore::update(bool finite) {
+  auto& state = *state_;
+  if (finite) {
+    copy_options(param_groups_, *state.local);
+    state.time(
+        "optimizer-inner-step", 2, [&] { state.local->step(); }, &state.group);
+  }
+  const auto hand_out = [&] {
     end_gradients();
-    for (auto& module : state.modules) module->publish(updated);
-    for (auto& module : state.modules) module->wait(updated, state.wait_at_first_touch);
+    publish();
   };
   if (state.wait_at_first_touch) {
-    publish();
+    hand_out();
   } else {
-    state.time("params-all-gather", 1, publish, &state.group);
+    state.time("params-all-gather", 1, hand_out, &state.group);
   }
 }
 
@@ -121,7 +128,7 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
     state.group.all_reduce(zeros, ReduceOp::sum, state.label("zeros in gradients")).wait();
     result.num_zeros = zeros.item<int64_t>();
   }
-  if (result.updated) update();
+  if (result.updated || moves_without_update()) update(result.updated);
   state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.main.mutable_grad().reset(); });
   ++state.steps;
   return result;

@@ -20,6 +20,7 @@ PLANTED = [
     ("src/models/hash.h", '#include "shoal/strategy/ddp.h"\n', "upward include"),
     ("src/strategy/other.cpp", '#include "shoal/strategy/ddp.h"\n', "a strategy includes another"),
     ("src/strategy/other/part.cpp", '#include "shoal/strategy/zero/oss.h"\n', "a strategy includes another"),
+    ("src/strategy/shard_gossip.cpp", '#include "shoal/strategy/ddp.h"\n', "a strategy includes another"),
     ("src/nowhere/a.cpp", '#include "shoal/base/error.h"\n', "is not in the order of layers"),
 ]
 

@@ -5,6 +5,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
+#include "shoal/base/error.h"
 #include "tests/strategy/decentralized_ring.h"
 
 namespace shoal {
@@ -188,6 +189,43 @@ TEST(Decentralized, DEC20_state_has_the_modules_own_names_and_training_goes_on_f
   train(parallel, 3, 6);
   train(later, 3, 6);
   EXPECT_LT(difference(second->parameters(), model->parameters()), 1e-12);
+}
+
+TEST(Decentralized, DEC20_training_that_stopped_goes_on_with_the_topologys_next_round) {
+  const ScheduleOf halve = [](torch::optim::Optimizer& optimizer) {
+    return std::make_unique<torch::optim::StepLR>(optimizer, 2, 0.5);
+  };
+  const auto momentum = plain();
+  const auto train = [&](auto& parallel, int64_t begin, int64_t end) {
+    for (auto step = begin; step < end; ++step) {
+      parallel.scale_loss(mean_loss(parallel.forward(batch(me(), step)))).backward();
+    }
+  };
+  for (const int64_t stop : {0, 1, 5}) {
+    const Options options{.topology = make_topology("one-peer-exp", group().size()),
+                          .schedule = halve,
+                          .scaler = GradScalerOptions{.initial_scale = 8, .growth_interval = 3},
+                          .bucket_cap_mb = small_bucket};
+    auto model = seeded(1);
+    DecentralizedDataParallel parallel(model, momentum, group(), options);
+    train(parallel, 0, stop);
+    auto second = seeded(9);
+    DecentralizedDataParallel later(second, momentum, group(), options);
+    {
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < model->parameters().size(); ++i) second->parameters()[i].copy_(model->parameters()[i]);
+    }
+    if (stop > 0) later.load_state_dict(parallel.state_dict());
+    later.load_progress(parallel.progress());
+    EXPECT_EQ(later.progress().shown, stop);
+    train(parallel, stop, stop + 5);
+    train(later, stop, stop + 5);
+    EXPECT_LT(difference(second->parameters(), model->parameters()), 1e-12) << stop;
+    EXPECT_EQ(later.step(), stop + 5);
+    EXPECT_EQ(later.progress().shown, parallel.progress().shown);
+    EXPECT_EQ(later.scaler()->value(), parallel.scaler()->value());
+    EXPECT_THROW(later.load_progress({}), UsageError);
+  }
 }
 
 TEST(Decentralized, DEC01_a_schedule_per_optimizer_and_decay_by_name) {

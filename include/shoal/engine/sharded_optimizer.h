@@ -56,13 +56,17 @@ class ShardedOptimizerCore : public torch::optim::Optimizer {
   // Within a step: before gradients are looked at, and before updated pieces leave.
   virtual void complete_gradients() {}
   virtual void end_gradients() {}
+  // Whether pieces change, and leave, also in a step without an update.
+  virtual bool moves_without_update() const { return false; }
+  // All ranks get this rank's pieces.
+  void publish();
   State& state() const { return *state_; }
 
  private:
   std::vector<at::Tensor> collect_gradients();
   bool anywhere(bool here, const char* what) const;
   ShardedStep update_if_finite();
-  void update();
+  void update(bool finite);
 
   std::unique_ptr<State> state_;
 };

@@ -52,6 +52,19 @@ struct PreAverage {
   int rank;  // this rank's number in the round
 };
 
+// Neighbours get compressed differences to what they know of this rank, and what does not travel goes another time:
+// x <- x + rate * sum over j of W_ij (h_j - h_i), where all that read rank i have the same copy h_i of its parameters
+// (CHOCO-SGD: Koloskova, Stich, Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
+// Communication", ICML 2019). Costs a copy of the parameters per round of the topology, and one per neighbour and
+// round.
+struct CompressedExchange {
+  std::optional<double> top_k{};  // this part of a bucket's elements travels, the largest differences, in float32;
+                                  // none: all, as integers of 8 bits with a scale per 256
+  std::optional<double> rate{};  // in (0, 1]; none: 1 for integers, rate_of_top_k; less for a smaller part: where it is
+                                 // too large ranks drift apart
+  static constexpr double rate_of_top_k = 0.1;
+};
+
 enum class ClipScope { all_gradients, bucket };
 
 struct DecentralizedDataParallelOptions {
@@ -72,6 +85,8 @@ struct DecentralizedDataParallelOptions {
   double bucket_cap_mb = 25;                       // MiB of parameters that are updated and shown together
   bool param_as_bucket_view = true;                // parameters lie in their bucket; else they keep their memory
   std::optional<at::ScalarType> exchange_dtype{};  // neighbours get values rounded to this; a rank's own are not
+  std::optional<CompressedExchange> compressed_exchange{};  // in its place; for doubly stochastic topologies of at most
+                                                            // 16 rounds, and without a pre_average_hook
 
   // Throws UsageError that lists all faults.
   void validate(int ranks) const;
@@ -84,6 +99,13 @@ struct ExchangeStatistics {
   int64_t older = 0;         // the last that a late neighbour has shown
   int64_t skipped = 0;       // nothing came in time: this rank's own values stood in
   std::vector<int> removed;  // ranks that have ended or left, for which the topology was rebuilt
+};
+
+// Where training stands, beside parameters and optimizer state.
+struct DecentralizedProgress {
+  int64_t step = 0;   // updates so far; schedules have made as many steps
+  int64_t shown = 0;  // exchanges so far: the topology's phase
+  std::optional<GradScalerState> scaler{};
 };
 
 // What DecentralizedDataParallel does, whatever the module's type.
@@ -116,6 +138,8 @@ class DecentralizedDataParallelCore {
   std::vector<torch::optim::Optimizer*> optimizers() const;
   OptimizerState state_dict() const;
   void load_state_dict(const OptimizerState& state);
+  DecentralizedProgress progress() const;
+  void load_progress(const DecentralizedProgress& progress);
   const GradScaler* scaler() const;
   double last_norm() const;
 
@@ -187,6 +211,13 @@ class DecentralizedDataParallel : public DataParallelWrapper<Module, Decentraliz
   // what is loaded is kept for it. Not collective.
   OptimizerState state_dict() const { return this->core_.state_dict(); }
   void load_state_dict(const OptimizerState& state) { this->core_.load_state_dict(state); }
+
+  // Between steps; ranks may differ in it. load_progress: before the first step, with the parameters and state_dict()
+  // of the same moment, on all ranks: training goes on as if it had not stopped. UsageError later, for numbers below 0,
+  // and where only one of the two has a scaler. With compressed_exchange copies begin anew, and ranks must be equal
+  // then (global_avg()). Not collective.
+  DecentralizedProgress progress() const { return this->core_.progress(); }
+  void load_progress(const DecentralizedProgress& progress) { this->core_.load_progress(progress); }
 
   DecentralizedDataParallelCore& core() { return this->core_; }
 };

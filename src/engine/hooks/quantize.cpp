@@ -3,44 +3,12 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include "engine/hooks/int8_format.h"
 #include "engine/hooks/residuals.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
 namespace {
-
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-// Rows of whole blocks, as bytes: [integers | scales in float32].
-class Format {
- public:
-  Format(int64_t columns, int64_t block) : columns_(round_up(columns, block)), block_(block) {}
-
-  int64_t columns() const { return columns_; }
-  int64_t row_bytes() const { return columns_ + columns_ / block_ * static_cast<int64_t>(sizeof(float)); }
-
-  // rows: [r, columns()]. What is not finite makes its block's scale so, and with it all that comes back.
-  at::Tensor encode(const at::Tensor& rows) const {
-    const auto blocks = rows.to(at::kFloat).reshape({rows.size(0), -1, block_});
-    const auto scales = blocks.abs().amax(-1).div_(127);
-    const auto inverse = at::where(scales > 0, scales.reciprocal(), at::zeros({}, scales.options()));
-    const auto integers = (blocks * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).nan_to_num_(0).to(at::kChar);
-    return at::cat({integers.view({rows.size(0), columns_}).view(at::kByte), scales.view(at::kByte)}, 1);
-  }
-  // -> [r, columns()] in float32.
-  at::Tensor decode(const at::Tensor& bytes) const {
-    const auto integers = bytes.narrow(1, 0, columns_).contiguous().view(at::kChar);
-    const auto scales = bytes.narrow(1, columns_, row_bytes() - columns_).contiguous().view(at::kFloat);
-    const auto blocks = integers.to(at::kFloat).view({bytes.size(0), -1, block_});
-    return (blocks * scales.unsqueeze(-1)).view({bytes.size(0), columns_});
-  }
-
- private:
-  int64_t columns_;
-  int64_t block_;
-};
 
 // `flat` cut into rows, each filled up with zeroes to `columns`.
 at::Tensor in_rows(const at::Tensor& flat, int64_t rows, int64_t columns) {
@@ -94,7 +62,7 @@ PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
   const auto& group = bucket.group;
   const auto numel = bucket.gradients.numel();
   const int64_t rows = bucket.sum_for == SumFor::owner ? 1 : group.size();
-  const Format format((numel + rows - 1) / rows, options_.block);
+  const Int8Format format((numel + rows - 1) / rows, options_.block);
   const auto wanted = memory_->residuals.add_to(bucket);
   const auto own = format.encode(in_rows(wanted, rows, format.columns()));
   if (memory_->residuals.on()) {

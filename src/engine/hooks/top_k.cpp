@@ -7,27 +7,11 @@
 #include <limits>
 
 #include "engine/hooks/residuals.h"
+#include "engine/hooks/selection.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
 namespace {
-
-// Some elements of a bucket: [values | positions | padding to 8 bytes] as bytes, of one size on all ranks.
-struct Selection {
-  at::Tensor values;     // [k], in the bucket's dtype
-  at::Tensor positions;  // [k], int32
-
-  at::Tensor packed() const {
-    const auto bytes = static_cast<int64_t>(values.nbytes() + positions.nbytes());
-    const auto padding = at::zeros({(8 - bytes % 8) % 8}, values.options().dtype(at::kByte));
-    return at::cat({values.view(at::kByte), positions.view(at::kByte), padding});
-  }
-  static Selection unpack(const at::Tensor& packed, int64_t count, at::ScalarType dtype) {
-    const auto bytes = count * static_cast<int64_t>(c10::elementSize(dtype));
-    const auto index_bytes = count * static_cast<int64_t>(sizeof(int32_t));
-    return {packed.narrow(0, 0, bytes).view(dtype), packed.narrow(0, bytes, index_bytes).view(at::kInt)};
-  }
-};
 
 // Adds the elements of `range` of a bucket to `sum`, which holds that range.
 void add_to(const at::Tensor& sum, const Range& range, const Selection& selection) {

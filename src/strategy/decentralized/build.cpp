@@ -15,6 +15,12 @@ namespace shoal {
 
 using State = DecentralizedDataParallelCore::State;
 
+namespace {
+
+constexpr int64_t most_rounds = 16;  // of which exchanges may keep copies
+
+}  // namespace
+
 void DecentralizedDataParallelOptions::validate(int ranks) const {
   std::vector<std::string> faults;
   const auto positive = [&](const char* name, double value, const char* unit) {
@@ -39,6 +45,26 @@ void DecentralizedDataParallelOptions::validate(int ranks) const {
   }
   if (exchange_dtype && topology && topology->kind() == Stochastic::column) {
     faults.emplace_back("exchange_dtype: push-sum's weights ride with the values and must not be rounded");
+  }
+  if (compressed_exchange) {
+    const auto& how = *compressed_exchange;
+    const auto part = [&](const char* name, const std::optional<double>& value) {
+      if (value && !(*value > 0 && *value <= 1)) {
+        faults.push_back(fmt::format("compressed_exchange: {} is {}: give more than 0 and at most 1", name, *value));
+      }
+    };
+    part("top_k", how.top_k);
+    part("rate", how.rate);
+    if (exchange_dtype) faults.emplace_back("exchange_dtype and compressed_exchange: give one of them");
+    if (pre_average_hook) {
+      faults.emplace_back("pre_average_hook: with compressed_exchange there is no sum of neighbours' values to see");
+    }
+    if (topology && (topology->kind() != Stochastic::doubly || topology->period() > most_rounds)) {
+      faults.push_back(
+          fmt::format("compressed_exchange keeps copies per round: topology {} is {} stochastic with {} "
+                      "rounds; give a doubly stochastic one of at most {}",
+                      topology->name(), to_string(topology->kind()), topology->period(), most_rounds));
+    }
   }
   if (!faults.empty()) throw UsageError(fmt::format("DecentralizedDataParallel: {}", fmt::join(faults, "; ")));
 }
@@ -109,8 +135,27 @@ void State::build_buckets() {
     buffers.push_back({bucket.numel(), bucket.dtype()});
   }
   progress.assign(buckets.size(), Progress::waiting);
-  mixing.open(buffers, options.exchange_dtype);
+  mixing.open(buffers, options.exchange_dtype, options.compressed_exchange);
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    auto start = at::zeros({buckets[i].numel()}, at::TensorOptions(buckets[i].dtype()));
+    buckets[i].write_to(start);
+    mixing.all_hold(i, start);
+  }
   if (pending) load_pending();
+  if (resumed) resume();
+}
+
+// Neighbours get what they would have got after the last step.
+void State::resume() {
+  for (auto& bucket : buckets) {
+    for (int64_t done = 0; bucket.schedule && done < resumed->step; ++done) bucket.schedule->step();
+  }
+  if (resumed->shown == 0) return;
+  mixing.skip_rounds(resumed->shown - 1);
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    mixing.show(i, [&](const at::Tensor& flat, double scale) { buckets[i].write_to(flat, scale); });
+  }
+  mixing.end_step();
 }
 
 void State::load_pending() {

@@ -8,6 +8,7 @@
 
 #include "engine/data_parallel_state.h"
 #include "shoal/base/error.h"
+#include "strategy/decentralized/averaging.h"
 #include "strategy/decentralized/state.h"
 
 namespace shoal {
@@ -98,59 +99,25 @@ at::Tensor DecentralizedDataParallelCore::scale_loss(const at::Tensor& loss) con
   return state_->scaler ? state_->scaler->scale(loss) : loss;
 }
 
-namespace {
-
-at::Tensor values_of(const GossipBucket& bucket) {
-  auto flat = at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype()));
-  bucket.write_to(flat);
-  return flat;
-}
-
-}  // namespace
-
 void DecentralizedDataParallelCore::global_avg() {
   const torch::NoGradGuard no_grad;
   auto& state = *state_;
   if (state.buckets.empty()) return;  // nothing has been trained yet
-  const auto& group = state.mixing.remaining();
   const Label label{state.step, -1, "global average"};
-  auto newest = at::full({1}, state.mixing.version(), at::kLong);
-  group.all_reduce(newest, ReduceOp::max, label).wait();
-  for (size_t i = 0; i < state.buckets.size(); ++i) {
-    auto mean = values_of(state.buckets[i]);
-    state.mixing.average(group, i, mean, label);
-    state.buckets[i].read_from(mean);
+  average(state.mixing, state.buckets, label);
+  if (!state.options.average_buffers) return;
+  for (const auto& buffer : state.tensors.buffers) {
+    if (!buffer.tensor.is_floating_point()) continue;
+    auto mean = buffer.tensor.to(at::kDouble).contiguous();
+    state.mixing.remaining().all_reduce(mean, ReduceOp::avg, label).wait();
+    at::Tensor(buffer.tensor).copy_(mean);
   }
-  if (state.options.average_buffers) {
-    for (const auto& buffer : state.tensors.buffers) {
-      if (!buffer.tensor.is_floating_point()) continue;
-      auto mean = buffer.tensor.to(at::kDouble).contiguous();
-      group.all_reduce(mean, ReduceOp::avg, label).wait();
-      at::Tensor(buffer.tensor).copy_(mean);
-    }
-  }
-  // Nothing that was shown before may be mixed in.
-  state.mixing.restart(newest.item<int64_t>());
-  for (size_t i = 0; i < state.buckets.size(); ++i) {
-    state.mixing.show(i, [&](const at::Tensor& flat, double) { state.buckets[i].write_to(flat); });
-  }
-  state.mixing.end_step();
 }
 
 double DecentralizedDataParallelCore::consensus_distance() {
   const torch::NoGradGuard no_grad;
   auto& state = *state_;
-  const auto& group = state.mixing.remaining();
-  const Label label{state.step, -1, "consensus distance"};
-  auto squares = at::zeros({1}, at::kDouble);
-  for (const auto& bucket : state.buckets) {
-    const auto own = values_of(bucket).to(at::kDouble);
-    auto mean = own.clone();
-    group.all_reduce(mean, ReduceOp::avg, label).wait();
-    squares += (own - mean).pow_(2).sum();
-  }
-  group.all_reduce(squares, ReduceOp::avg, label).wait();
-  return std::sqrt(squares.item<double>());
+  return std::sqrt(squared_distance(state.mixing, state.buckets, {state.step, -1, "consensus distance"}));
 }
 
 void DecentralizedDataParallelCore::leave() {
@@ -185,6 +152,26 @@ OptimizerState DecentralizedDataParallelCore::state_dict() const {
 void DecentralizedDataParallelCore::load_state_dict(const OptimizerState& state) {
   state_->pending = state;
   if (!state_->buckets.empty()) state_->load_pending();
+}
+
+DecentralizedProgress DecentralizedDataParallelCore::progress() const {
+  if (state_->resumed && state_->buckets.empty()) return *state_->resumed;
+  DecentralizedProgress progress{.step = state_->step, .shown = state_->mixing.rounds_begun()};
+  if (state_->scaler) progress.scaler = state_->scaler->state();
+  return progress;
+}
+
+void DecentralizedDataParallelCore::load_progress(const DecentralizedProgress& progress) {
+  auto& state = *state_;
+  const auto refuse = [](const char* what) {
+    throw UsageError(fmt::format("DecentralizedDataParallel: load_progress: {}", what));
+  };
+  if (!state.buckets.empty() || state.phase != State::Phase::idle) refuse("training has begun; load before");
+  if (progress.step < 0 || progress.shown < 0) refuse("numbers below 0");
+  if (progress.scaler.has_value() != state.scaler.has_value()) refuse("one of the two has a scaler, the other not");
+  if (progress.scaler) state.scaler->load(*progress.scaler);
+  state.resumed = progress;
+  state.step = progress.step;
 }
 
 const GradScaler* DecentralizedDataParallelCore::scaler() const {

@@ -24,7 +24,8 @@ Mixing::Mixing(Group group, Topology topology, double timeout_seconds)
   std::iota(members_.begin(), members_.end(), 0);
 }
 
-void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::ScalarType> as) {
+void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::ScalarType> as,
+                  const std::optional<CompressedExchange>& compressed) {
   buffers_ = buffers;
   mass_.assign(buffers.size(), 1);
   auto shown = buffers;
@@ -38,8 +39,15 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::Sc
   for (auto& buffer : shown) {
     others_.push_back(memory[buffer.dtype].narrow(0, 0, buffer.numel));
     buffer.dtype = as.value_or(buffer.dtype);
+    if (!compressed) continue;
+    copies_.emplace_back(buffer, *compressed, topology_.period());
+    buffer = {copies_.back().message_bytes(), at::kByte};
   }
   channel_ = open_gossip_channel(group_, shown);
+}
+
+void Mixing::all_hold(size_t buffer, const at::Tensor& values) {
+  if (!copies_.empty()) copies_[buffer].all_hold(values, version_);
 }
 
 GossipChannel::Limit Mixing::limit() const {
@@ -60,6 +68,7 @@ void Mixing::begin_step() {
   }
   number_ = static_cast<int>(std::find(members_.begin(), members_.end(), group_.rank()) - members_.begin());
   remaining_.reset();
+  for (auto& copies : copies_) copies.set_rounds(topology_.period());
   channel_->forget();  // other ranks read this one's values now
 }
 
@@ -68,8 +77,34 @@ void Mixing::restart(int64_t version) {
   channel_->forget();
 }
 
+void Mixing::count(int64_t version, ExchangeStatistics& statistics) const {
+  auto& kind = version == version_ ? statistics.exchanged : version > version_ ? statistics.newer : statistics.older;
+  ++kind;
+}
+
+Mixing::Gathered Mixing::gather_differences(size_t buffer) {
+  auto& copies = copies_[buffer];
+  Gathered result;
+  for (const auto& [number, weight] : round().sources(number_)) {
+    at::Tensor message;
+    const auto [arrival, version] = channel_->read(buffer, version_, members_[number], limit(),
+                                                   [&](const at::Tensor& values) { message = values.clone(); });
+    // What is further on or behind may be of another round, whose readers are others.
+    if (arrival != Arrival::here || (version - version_) % topology_.period() != 0) {
+      ++statistics_.skipped;
+      continue;
+    }
+    count(version, statistics_);
+    copies.take(members_[number], version, message);
+    if (!result.others.defined()) result.others = others_[buffer].zero_();
+    copies.add_difference(members_[number], version_, weight, result.others);
+  }
+  return result;
+}
+
 Mixing::Gathered Mixing::gather(size_t buffer) {
   if (version_ == 0) return {};
+  if (!copies_.empty()) return gather_differences(buffer);
   std::set<int> torn;
   while (true) {
     auto counted = statistics_;
@@ -98,8 +133,7 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
         break;
       }
       if (arrival == Arrival::here) {
-        auto& kind = version == version_ ? counted.exchanged : version > version_ ? counted.newer : counted.older;
-        ++kind;
+        count(version, counted);
         continue;
       }
       ++counted.skipped;
@@ -122,10 +156,17 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
 void Mixing::show(size_t buffer, const std::function<void(const at::Tensor&, double)>& write) {
   const auto numel = buffers_[buffer].numel;
   auto draft = channel_->draft(buffer, limit());
-  write(draft.narrow(0, 0, numel), mass_[buffer]);
-  if (pushes()) draft[numel] = mass_[buffer];
+  if (copies_.empty()) {
+    write(draft.narrow(0, 0, numel), mass_[buffer]);
+    if (pushes()) draft[numel] = mass_[buffer];
+  } else {
+    const auto values = at::zeros({numel}, at::TensorOptions(buffers_[buffer].dtype));
+    write(values, 1);
+    copies_[buffer].write(version_ + 1, values, draft);
+  }
   std::vector<int> readers;
-  for (const int number : topology_.round(version_ + 1).targets(number_)) readers.push_back(members_[number]);
+  for (const int number : topology_.round(version_ + 1 + skipped_rounds_).targets(number_))
+    readers.push_back(members_[number]);
   channel_->publish(buffer, version_ + 1, readers);
 }
 

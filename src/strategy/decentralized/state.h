@@ -29,6 +29,7 @@ struct DecentralizedDataParallelCore::State {
   // build.cpp: collective, at the end of the first backward
   void build_buckets();
   void load_pending();
+  void resume();
 
   std::shared_ptr<torch::nn::Module> module;
   OptimizerOfNamed make;
@@ -38,7 +39,8 @@ struct DecentralizedDataParallelCore::State {
   std::vector<Gradient> gradients;
   Mixing mixing;
   std::optional<GradScaler> scaler;
-  std::optional<OptimizerState> pending;  // loaded before there are optimizers
+  std::optional<OptimizerState> pending;         // loaded before there are optimizers
+  std::optional<DecentralizedProgress> resumed;  // loaded
   std::vector<GossipBucket> buckets;
   std::vector<size_t> bucket_of;  // by gradient
   int64_t step = 0;

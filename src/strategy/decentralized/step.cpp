@@ -33,7 +33,7 @@ void State::arrived(size_t gradient) {
   const torch::NoGradGuard no_grad;
   begin_backward();
   if (phase == Phase::local) return;
-  if (++arrivals[gradient] == 1 && step == 0) order.push_back(gradient);
+  if (++arrivals[gradient] == 1 && buckets.empty()) order.push_back(gradient);
   if (buckets.empty()) return;
   const auto bucket = bucket_of[gradient];
   if (progress[bucket] != Progress::waiting) {

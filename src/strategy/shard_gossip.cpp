@@ -1,0 +1,207 @@
+#include "shoal/strategy/shard_gossip.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "engine/sharded_optimizer_state.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+#include "strategy/decentralized/averaging.h"
+
+namespace shoal {
+
+void ShardGossipOptions::validate(int hosts) const {
+  std::vector<std::string> faults;
+  const auto positive = [&](const char* name, double value, const char* unit) {
+    if (!(value > 0) || !std::isfinite(value)) {
+      faults.push_back(fmt::format("{} is {}: give {} above 0", name, value, unit));
+    }
+  };
+  positive("neighbour_timeout_seconds", neighbour_timeout_seconds, "seconds");
+  positive("bucket_cap_mb", bucket_cap_mb, "MiB");
+  if (topology && topology->size() != hosts) {
+    faults.push_back(fmt::format("topology {} is for {} hosts, there are {}: make_topology(name, across.size())",
+                                 topology->name(), topology->size(), hosts));
+  }
+  if (topology && topology->kind() == Stochastic::column) {
+    faults.push_back(
+        fmt::format("topology {} is for push-sum, whose weights shards cannot carry; give one that is "
+                    "row- or doubly stochastic",
+                    topology->name()));
+  }
+  if (exchange_dtype && !at::isFloatingType(*exchange_dtype)) {
+    faults.push_back(fmt::format("exchange_dtype {}: give a floating-point one", toString(*exchange_dtype)));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("ShardGossipOptimizer: {}", fmt::join(faults, "; ")));
+}
+
+HostGroups host_groups(const Group& group, std::optional<int> size) {
+  const auto ranks = size ? *size : group.by_host().size();
+  agree(group, "the ranks of a host", {std::to_string(ranks)});
+  if (ranks < 1 || group.size() % ranks != 0) {
+    throw UsageError(fmt::format("host_groups: {} ranks are not hosts of {} ranks each; give a size that divides them",
+                                 group.size(), ranks));
+  }
+  std::vector<int> inside(ranks);
+  std::iota(inside.begin(), inside.end(), group.rank() / ranks * ranks);
+  std::vector<int> across;
+  for (int rank = group.rank() % ranks; rank < group.size(); rank += ranks) across.push_back(rank);
+  auto host = group.subgroup(inside);
+  return {.inside = std::move(host), .across = group.subgroup(across)};
+}
+
+struct ShardGossipOptimizerCore::Gossip {
+  Gossip(const Group& group, const ShardGossipOptions& options)
+      : across(group),
+        overlap(options.overlap),
+        mixing(group, options.topology ? *options.topology : make_topology("one-peer-exp", group.size()),
+               options.neighbour_timeout_seconds) {}
+
+  Group across;
+  bool overlap;
+  Mixing mixing;
+  std::vector<GossipBucket> buckets{};
+  bool left = false;
+};
+
+namespace {
+
+// Pieces in a row of one dtype, up to a cap.
+std::vector<GossipBucket> divide(const ShardedModule& module, std::vector<OwnedPiece>& pieces, double cap_mb) {
+  std::vector<GossipBucket> buckets;
+  std::vector<NamedParameter> members;
+  double bytes = 0;
+  const auto finish = [&] {
+    if (!members.empty()) buckets.emplace_back(std::exchange(members, {}), /*as_views=*/false);
+    bytes = 0;
+  };
+  for (auto& piece : pieces) {
+    const auto size = static_cast<double>(piece.main.nbytes());
+    const bool other_dtype = !members.empty() && members.front().parameter.scalar_type() != piece.main.scalar_type();
+    if (other_dtype || bytes + size > cap_mb * (1 << 20)) finish();
+    members.push_back({module.reducer().gradients()[piece.gradient].name, piece.main});
+    bytes += size;
+  }
+  finish();
+  return buckets;
+}
+
+std::unique_ptr<torch::optim::OptimizerOptions> checked(std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                                        const ShardGossipOptions& gossip, const Group& across) {
+  gossip.validate(across.size());
+  return defaults;
+}
+
+}  // namespace
+
+ShardGossipOptimizerCore::ShardGossipOptimizerCore(FullyShardedCore& parallel, const Group& across, ParamGroups groups,
+                                                   std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                                   const Factory& make, bool element_wise,
+                                                   const FullyShardedOptimizerOptions& options,
+                                                   const ShardGossipOptions& gossip)
+    : FullyShardedOptimizerCore(parallel, std::move(groups), checked(std::move(defaults), gossip, across), make,
+                                element_wise, options),
+      gossip_(std::make_unique<Gossip>(across, gossip)) {
+  auto& module = *state().modules.front();
+  gossip_->buckets = divide(module, module.pieces(), gossip.bucket_cap_mb);
+  std::vector<std::string> shard;
+  std::vector<GossipBuffer> buffers;
+  for (const auto& bucket : gossip_->buckets) {
+    for (const auto& [name, piece] : bucket.members()) {
+      shard.push_back(fmt::format("{} {} [{}]", name, toString(piece.scalar_type()), fmt::join(piece.sizes(), ", ")));
+    }
+    buffers.push_back({bucket.numel(), bucket.dtype()});
+  }
+  agree(across, "the shards that hosts average", shard);
+  gossip_->mixing.open(buffers, gossip.exchange_dtype);
+  open();
+}
+
+// A rank's end is its host's; its shards are not waited for.
+ShardGossipOptimizerCore::~ShardGossipOptimizerCore() = default;
+
+void ShardGossipOptimizerCore::open() {
+  const torch::NoGradGuard no_grad;
+  for (auto& bucket : gossip_->buckets) {
+    auto values = at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype()));
+    bucket.write_to(values);
+    gossip_->across.broadcast(values, 0, state().label("the first host's parameters")).wait();
+    bucket.read_from(values);
+  }
+  publish();
+}
+
+void ShardGossipOptimizerCore::complete_gradients() {
+  const torch::NoGradGuard no_grad;
+  if (gossip_->left) throw UsageError("ShardGossipOptimizer: this rank has left; it trains no more");
+  gossip_->mixing.begin_step();
+  if (gossip_->overlap) mix();
+}
+
+void ShardGossipOptimizerCore::end_gradients() {
+  const torch::NoGradGuard no_grad;
+  show();
+  if (!gossip_->overlap) mix();
+}
+
+void ShardGossipOptimizerCore::mix() {
+  for (size_t i = 0; i < gossip_->buckets.size(); ++i) {
+    auto [own, others] = gossip_->mixing.gather(i);
+    if (others.defined()) gossip_->buckets[i].mix(own, others);
+  }
+}
+
+void ShardGossipOptimizerCore::show() {
+  for (size_t i = 0; i < gossip_->buckets.size(); ++i) {
+    const auto& bucket = gossip_->buckets[i];
+    gossip_->mixing.show(i, [&](const at::Tensor& flat, double) { bucket.write_to(flat); });
+  }
+  gossip_->mixing.end_step();
+}
+
+void ShardGossipOptimizerCore::pass() {
+  // Nobody of the host reads what is about to change: where gradients are summed up, backward shows that.
+  state().group.barrier(state().label("pass")).wait();
+  complete_gradients();
+  end_gradients();
+  publish();
+  zero_grad();
+}
+
+void ShardGossipOptimizerCore::global_avg() {
+  const torch::NoGradGuard no_grad;
+  state().group.barrier(state().label("global average")).wait();
+  average(gossip_->mixing, gossip_->buckets, state().label("global average"));
+  publish();
+}
+
+double ShardGossipOptimizerCore::consensus_distance() {
+  const torch::NoGradGuard no_grad;
+  const auto label = state().label("consensus distance");
+  auto squares = at::full({1}, squared_distance(gossip_->mixing, gossip_->buckets, label), at::kDouble);
+  state().group.all_reduce(squares, ReduceOp::sum, label).wait();
+  return std::sqrt(squares.item<double>());
+}
+
+void ShardGossipOptimizerCore::leave() {
+  gossip_->left = true;
+  gossip_->mixing.leave();
+}
+
+const ExchangeStatistics& ShardGossipOptimizerCore::statistics() const {
+  return gossip_->mixing.statistics();
+}
+
+const Topology& ShardGossipOptimizerCore::topology() const {
+  return gossip_->mixing.topology();
+}
+
+const Group& ShardGossipOptimizerCore::remaining() {
+  return gossip_->mixing.remaining();
+}
+
+}  // namespace shoal
