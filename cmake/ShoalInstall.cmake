@@ -2,7 +2,7 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-set(SHOAL_LAYERS base layout memory comm module optim engine strategy)
+set(SHOAL_LAYERS base layout memory comm module checkpoint optim engine strategy)
 add_library(shoal INTERFACE)
 target_link_libraries(shoal INTERFACE shoal_strategy shoal_optim shoal_layout)
 add_library(shoal::shoal ALIAS shoal)

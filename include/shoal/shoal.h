@@ -12,6 +12,7 @@
 #include "shoal/comm/topology.h"
 #include "shoal/comm/world.h"
 #include "shoal/engine/buffer_hook.h"
+#include "shoal/engine/checkpoint.h"
 #include "shoal/engine/communication_hook.h"
 #include "shoal/engine/hooks/compress.h"
 #include "shoal/engine/hooks/post_local_sgd.h"

@@ -55,6 +55,8 @@ class Decentralized : public Strategy {
     parallel_.global_avg();
     return nullptr;
   }
+  std::optional<TrainingState> training_state(const Group&) override { return TrainingState(parallel_); }
+  bool in_step() const override { return false; }
   std::optional<Group> present() const override { return parallel_.core().remaining(); }
   torch::optim::Optimizer& optimizer() override { return *rates_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override {

@@ -31,6 +31,7 @@ class ReferenceFeed : public Feed {
   std::optional<int64_t> steps_per_epoch() const override { return std::nullopt; }
   void begin_epoch(int64_t) override {}
   data::Batch next(int64_t step, int micro) override { return batches_.at(step * accumulate_ + micro); }
+  void skip(int64_t) override {}
   std::shared_ptr<data::Dataset> test_data() const override { return nullptr; }
 
  private:
@@ -67,6 +68,10 @@ class DatasetFeed : public Feed {
     auto batch = **next_;
     ++*next_;
     return batch;
+  }
+
+  void skip(int64_t steps) override {
+    for (int64_t i = 0; i < steps * options_.accumulate; ++i) next(0, 0);
   }
 
   std::shared_ptr<data::Dataset> test_data() const override { return test_; }

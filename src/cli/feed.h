@@ -18,6 +18,8 @@ class Feed {
   // Called before the first step of each epoch.
   virtual void begin_epoch(int64_t epoch) = 0;
   virtual data::Batch next(int64_t step, int micro) = 0;
+  // Right after begin_epoch: as if so many steps' batches had been taken.
+  virtual void skip(int64_t steps) = 0;
   // Test samples, this rank's share in order; nullptr where there are none.
   virtual std::shared_ptr<data::Dataset> test_data() const = 0;
 };

@@ -44,6 +44,10 @@ class Replicated : public Strategy {
   void zero_grad() override { optimizer_->zero_grad(); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override { return {optimizer_.get()}; }
+  std::optional<TrainingState> training_state(const Group& group) override {
+    if (!options_.has_checkpoints()) return std::nullopt;
+    return scaled(TrainingState(model_, *optimizer_, group));
+  }
 
  protected:
   // With gradients that are finite, or not.
@@ -63,6 +67,9 @@ class Ddp : public Replicated {
   void backward(const at::Tensor& loss, bool last) override {
     const auto scope = parallel_.no_sync(!last);
     scaled(loss).backward();
+  }
+  std::optional<TrainingState> training_state(const Group&) override {
+    return scaled(TrainingState(parallel_, *optimizer_));
   }
 
  private:
@@ -112,6 +119,9 @@ class Zero : public Strategy {
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
     return {&optimizer_->local_optimizer()};
   }
+  std::optional<TrainingState> training_state(const Group&) override {
+    return scaled(TrainingState(*parallel_, *optimizer_));
+  }
 
  private:
   std::unique_ptr<OSSCore> optimizer_;
@@ -145,6 +155,7 @@ class Megatron : public Strategy {
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
     return {&optimizer_->local_optimizer()};
   }
+  std::optional<TrainingState> training_state(const Group&) override { return TrainingState(*optimizer_); }
 
  private:
   std::unique_ptr<DistributedOptimizerCore> optimizer_;
@@ -190,6 +201,7 @@ class Fsdp : public Strategy {
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
     return {&optimizer_->local_optimizer()};
   }
+  std::optional<TrainingState> training_state(const Group&) override { return TrainingState(*parallel_, *optimizer_); }
 
  private:
   std::unique_ptr<FullyShardedDataParallel<models::Model>> parallel_;
@@ -216,6 +228,11 @@ Strategy::Strategy(const TrainOptions& options, std::shared_ptr<models::Model> m
 
 at::Tensor Strategy::scaled(const at::Tensor& loss) const {
   return scaler_ ? scaler_->scale(loss) : loss;
+}
+
+std::optional<TrainingState> Strategy::scaled(TrainingState training) {
+  if (scaler_) training.with(*scaler_);
+  return training;
 }
 
 std::vector<at::Tensor> Strategy::gradients() const {

@@ -11,6 +11,7 @@
 #include "cli/train_options.h"
 #include "models/model.h"
 #include "shoal/comm/group.h"
+#include "shoal/engine/checkpoint.h"
 #include "shoal/module/wrap_policy.h"
 
 namespace shoal::cli {
@@ -40,6 +41,10 @@ class Strategy {
   // The optimizers that hold this rank's state.
   virtual std::vector<const torch::optim::Optimizer*> local_optimizers() const = 0;
 
+  // For checkpoints; none where has_checkpoints() is false. `in_step`: whether ranks are always in the same step.
+  virtual std::optional<TrainingState> training_state(const Group& group) = 0;
+  virtual bool in_step() const { return true; }
+
   // The ranks that are still there; none: all. Collective over them.
   virtual std::optional<Group> present() const { return std::nullopt; }
   // For the progress line, and for the report. figures(): collective.
@@ -48,6 +53,8 @@ class Strategy {
 
  protected:
   at::Tensor scaled(const at::Tensor& loss) const;
+  // With the scaler, if there is one.
+  std::optional<TrainingState> scaled(TrainingState training);
 
   const TrainOptions& options_;
   std::shared_ptr<models::Model> model_;

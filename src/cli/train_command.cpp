@@ -44,7 +44,8 @@ void stop_at_the_end_of_the_step() {
   sigaction(SIGTERM, &action, nullptr);
 }
 
-std::string save_checkpoint(const TrainOptions& options, const models::Model& model) {
+// The model alone, for other programs; rank 0 has all of it.
+std::string save_model(const TrainOptions& options, const models::Model& model) {
   std::error_code error;
   std::filesystem::create_directories(options.save, error);
   auto path = options.save + "/model.safetensors";
@@ -53,7 +54,7 @@ std::string save_checkpoint(const TrainOptions& options, const models::Model& mo
 }
 
 void summarise(const nlohmann::ordered_json& report, const TrainResult& result, const TrainOptions& options,
-               const World& world, const std::string& checkpoint) {
+               const World& world, const std::string& model) {
   fmt::print("\n{} {} on {} rank(s), {}, {}: {} steps in {:.1f} s\n", options.model, options.size, world.size(),
              options.strategy, world.group().transport(), result.loss.size(), result.seconds);
   if (!result.eval.empty()) {
@@ -76,7 +77,8 @@ void summarise(const nlohmann::ordered_json& report, const TrainResult& result, 
   fmt::print("\n");
   fmt::print("  peak memory         {:.0f} MiB per rank\n",
              fmt::join(report["memory"]["rss_peak_mib"].get<std::vector<double>>(), ", "));
-  if (!checkpoint.empty()) fmt::print("  checkpoint          {}\n", checkpoint);
+  if (!result.checkpoint.empty()) fmt::print("  checkpoint          {}\n", result.checkpoint);
+  if (!model.empty()) fmt::print("  model               {}\n", model);
 }
 
 int train_rank(const TrainOptions& options) {
@@ -98,9 +100,9 @@ int train_rank(const TrainOptions& options) {
   options.precision().convert(*model);
   reset_peak();
 
-  std::string checkpoint;
+  std::string checkpoint;  // the model's file
   const auto save = [&] {
-    if (world.rank() == 0 && !options.save.empty()) checkpoint = save_checkpoint(options, *model);
+    if (world.rank() == 0 && !options.save.empty()) checkpoint = save_model(options, *model);
   };
   const auto leave_interrupted = [&](bool saves) -> int {
     if (saves) save();
@@ -114,7 +116,7 @@ int train_rank(const TrainOptions& options) {
   try {
     Trainer trainer(options, world.group(), model, *feed);
     whole_model = trainer.has_whole_model();
-    const auto result = trainer.run(save);
+    const auto result = trainer.run();
     if (interrupted != 0) {
       const auto whole = trainer.has_whole_model() ? nullptr : trainer.whole_parameters();
       return leave_interrupted(true);

@@ -26,6 +26,27 @@ void require_at_least(const char* option, T value, T least) {
   if (value < least) throw UsageError(fmt::format("{} {}: give at least {}", option, value, least));
 }
 
+void complete_saving(TrainOptions& options) {
+  require_at_least<int64_t>("--save-every", options.save_every, 0);
+  require_at_least<int64_t>("--keep-last", options.keep_last, 0);
+  if (options.save_every > 0 && options.save.empty()) throw UsageError("--save-every needs --save DIR");
+  if (options.keep_last > 0 && options.save.empty()) throw UsageError("--keep-last needs --save DIR");
+  if (options.resume == "latest") {
+    if (options.save.empty()) throw UsageError("--resume latest means the last checkpoint of --save DIR; give that");
+    options.resume = options.save;
+  }
+  if (options.has_checkpoints()) return;
+  for (const auto& [option, given] :
+       {std::pair("--save-every", options.save_every > 0), std::pair("--keep-last", options.keep_last > 0),
+        std::pair("--resume", !options.resume.empty())}) {
+    if (!given) continue;
+    throw UsageError(
+        fmt::format("{}: --strategy {} has no checkpoints in this version; --save DIR alone saves its "
+                    "model at the end",
+                    option, options.strategy));
+  }
+}
+
 void complete_local_updates(TrainOptions& options) {
   require_at_least<int64_t>("--sync-every", options.local_updates.every, 1);
   require_at_least("--fragments", options.local_updates.fragments, 1);
@@ -77,14 +98,13 @@ void TrainOptions::complete() {
   }
   require_at_least("--threads", threads, 0);
   require_at_least("--accumulate", accumulate, 1);
-  require_at_least<int64_t>("--save-every", save_every, 0);
   require_at_least("--timeout", timeout_seconds, 1);
   if (batch < 0) throw UsageError(fmt::format("--batch {}: give at least 1", batch));
   if (steps) require_at_least<int64_t>("--steps", *steps, 1);
   if (epochs) require_at_least("--epochs", *epochs, 1);
   if (steps && epochs) throw UsageError("--steps and --epochs: give one of them");
   if (lr && !(*lr > 0)) throw UsageError(fmt::format("--lr {}: give more than 0", *lr));
-  if (save_every > 0 && save.empty()) throw UsageError("--save-every needs --save DIR");
+  complete_saving(*this);
   const bool known = data == "fashion-mnist" || data.rfind("fashion-mnist:", 0) == 0 || reference_data() || text_data();
   if (!known)
     throw UsageError(fmt::format("--data {}: fashion-mnist, fashion-mnist:FOLDER, reference or text:FILE", data));
@@ -185,8 +205,13 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command.add_option("--seed", options.seed, "of parameters, data and shuffling")->capture_default_str();
   command.add_flag("--eval", options.eval, "evaluate on the test data after every epoch");
-  command.add_option("--save", options.save, "folder for model.safetensors, written at the end and when interrupted");
-  command.add_option("--save-every", options.save_every, "also every N steps");
+  command.add_option("--save", options.save,
+                     "folder for checkpoints of the training, step-N, and the model alone, model.safetensors; written "
+                     "at the end and when interrupted");
+  command.add_option("--save-every", options.save_every, "a checkpoint every N steps, too, while training goes on");
+  command.add_option("--keep-last", options.keep_last, "checkpoints that stay (default: all)");
+  command.add_option("--resume", options.resume,
+                     "go on from a checkpoint or a folder of them; latest: the last one in --save DIR");
   command.add_option("--trace", options.trace,
                      "folder for Chrome traces of all ranks, rank-N.json; shoal trace merge makes one of them");
   command.add_option("--flight-recorder", options.flight_recorder,

@@ -3,12 +3,15 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <nlohmann/json.hpp>
 
 #include "cli/machine.h"
 #include "cli/metrics.h"
 #include "cli/optimizers.h"
 #include "cli/schedules.h"
 #include "models/loss.h"
+#include "shoal/base/error.h"
+#include "shoal/checkpoint/checkpoint_error.h"
 #include "shoal/comm/timeline.h"
 
 namespace shoal::cli {
@@ -18,6 +21,8 @@ using Clock = std::chrono::steady_clock;
 volatile std::sig_atomic_t interrupted = 0;
 
 namespace {
+
+constexpr const char* steps_per_epoch = "steps_per_epoch";  // of a position
 
 double mebibytes(const std::vector<at::Tensor>& tensors) {
   double bytes = 0;
@@ -44,7 +49,12 @@ Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_pt
       group_(group),
       model_(std::move(model)),
       feed_(feed),
-      strategy_(make_strategy(options, model_, group, total_steps())) {}
+      strategy_(make_strategy(options, model_, group, total_steps())),
+      schedule_(make_schedule(options, strategy_->optimizer(), total_steps())) {
+  if (options.save.empty() && options.resume.empty()) return;
+  training_ = strategy_->training_state(group);
+  if (training_ && schedule_) training_->with(*schedule_);
+}
 
 int64_t Trainer::total_steps() const {
   return options_.steps ? *options_.steps : *feed_.steps_per_epoch() * *options_.epochs;
@@ -72,40 +82,116 @@ double Trainer::step(int64_t number, TrainResult& result) {
   const TimedScope scope(timeline, "optimizer", number);
   const auto start = Clock::now();
   strategy_->step();
-  if (number == 0) result.grads_mib = mebibytes(strategy_->gradients());
+  if (result.loss.empty()) result.grads_mib = mebibytes(strategy_->gradients());
   strategy_->zero_grad();
   result.update_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
   result.sent.push_back(group_.statistics().bytes - before.bytes);
   return loss_sum / options_.accumulate;
 }
 
-// After an interrupt. Ranks that need each other to save the model end with the same step.
+// After an interrupt. Ranks that need each other to save end with the same step.
 bool Trainer::stops(int64_t number) const {
-  if (has_whole_model()) return interrupted != 0;
+  if (has_whole_model() && !(training_ && strategy_->in_step())) return interrupted != 0;
   auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
   group_.all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
   if (anywhere.item<int>() != 0) interrupted = 1;
   return interrupted != 0;
 }
 
-TrainResult Trainer::run(const std::function<void()>& save) {
+int64_t Trainer::resume() {
+  if (options_.resume.empty()) return 0;
+  // Rates are as the options say.
+  const auto loaded = load(options_.resume, *training_, {.rates = false});
+  auto first = loaded.step;
+  const auto position = nlohmann::json::parse(loaded.position, nullptr, /*allow_exceptions=*/false);
+  const auto per_epoch = feed_.steps_per_epoch();
+  if (per_epoch && position.is_object() && position.contains(steps_per_epoch)) {
+    // Ranks or batches may have been others: the part of the epoch counts.
+    const auto before = position[steps_per_epoch].get<int64_t>();
+    if (before > 0 && before != *per_epoch) first = first * *per_epoch / before;
+  }
+  if (first >= total_steps()) {
+    throw UsageError(
+        fmt::format("--resume {}: it is of step {}, and this training ends after step {}; give more steps "
+                    "or epochs",
+                    loaded.path.string(), first, total_steps()));
+  }
+  if (schedule_ && first != loaded.step) schedule_->set_position(first);
+  if (group_.rank() == 0) {
+    fmt::print(stderr, "going on after step {} of {}{}\n", first, loaded.path.string(),
+               loaded.exact ? "" : fmt::format(" ({} at {} ranks)", loaded.strategy, loaded.ranks));
+  }
+  return first;
+}
+
+void Trainer::begin_epoch(int64_t number, int64_t first) {
+  const auto per_epoch = feed_.steps_per_epoch();
+  const int64_t epoch = per_epoch ? number / *per_epoch : 0;
+  const int64_t done = per_epoch ? number % *per_epoch : number;
+  if (done != 0 && number != first) return;
+  feed_.begin_epoch(epoch);
+  feed_.skip(done);
+}
+
+void Trainer::save(int64_t steps, bool in_background) {
+  nlohmann::json position = nlohmann::json::object();
+  if (const auto per_epoch = feed_.steps_per_epoch()) position[steps_per_epoch] = *per_epoch;
+  const SaveOptions now{.step = steps, .position = position.dump(), .keep_last = options_.keep_last};
+  in_background ? save_async(options_.save, *training_, now) : shoal::save(options_.save, *training_, now);
+}
+
+bool Trainer::is_due(int64_t steps) const {
+  return training_ && options_.save_every > 0 && steps % options_.save_every == 0;
+}
+
+// A full disk does not end the training: what was saved before is still there.
+void Trainer::save_due(int64_t steps, Progress& progress) {
+  try {
+    save(steps, /*in_background=*/true);
+  } catch (const CheckpointError& error) {
+    progress.clear();
+    if (group_.rank() == 0) fmt::print(stderr, "shoal: {}; training goes on\n", error.what());
+  }
+}
+
+// Ranks that have been interrupted in different steps leave it at the last checkpoint.
+void Trainer::save_end(int64_t steps, TrainResult& result) {
+  if (options_.save.empty() || !training_) return;
+  training_->wait();
+  if (interrupted != 0 && !strategy_->in_step()) return;
+  save(steps, /*in_background=*/false);
+  result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
+}
+
+void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& result) {
+  const auto whole = strategy_->whole_parameters();
+  result.eval.push_back(evaluate(*model_, *feed_.test_data(), present(), options_.precision()));
+  progress.clear();
+  if (group_.rank() != 0) return;
+  fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %\n", epoch + 1, result.eval.back().loss,
+             100 * result.eval.back().accuracy);
+  std::fflush(stdout);
+}
+
+TrainResult Trainer::run() {
   const auto per_epoch = feed_.steps_per_epoch();
   const int64_t total = total_steps();
   const int64_t samples_per_step = options_.batch * options_.accumulate;
   auto& optimizer = strategy_->optimizer();
-  const auto schedule = make_schedule(options_, optimizer, total);
   TrainResult result;
+  const int64_t first = resume();
   const auto before = group_.statistics();
   const auto wire = loopback_bytes();
   Metrics metrics(group_.rank() == 0 ? options_.metrics : "");
-  Progress progress(group_.rank() == 0, total, "samples");
-  for (int64_t number = 0; number < total && !stops(number); ++number) {
+  Progress progress(group_.rank() == 0, total - first, "samples");
+  int64_t number = first;
+  for (; number < total && !stops(number); ++number) {
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
-    if (number == epoch * per_epoch.value_or(total)) feed_.begin_epoch(epoch);
+    begin_epoch(number, first);
     const auto start = Clock::now();
     result.lr.push_back(optimizer.param_groups().front().options().get_lr());
     result.loss.push_back(step(number, result));
-    if (schedule) schedule->step();
+    if (schedule_) schedule_->step();
     const std::chrono::duration<double> duration = Clock::now() - start;
     result.seconds += duration.count();
     result.step_ms.push_back(1e3 * duration.count());
@@ -119,25 +205,18 @@ TrainResult Trainer::run(const std::function<void()>& save) {
                    {"update_ms", result.update_ms.back()},
                    {"samples", result.samples * group_.size()}});
     progress.update(number + 1, result.samples * group_.size(), result.loss.back(), strategy_->note());
-    if (options_.save_every > 0 && (number + 1) % options_.save_every == 0) {
-      const auto whole = strategy_->whole_parameters();
-      save();
-    }
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
-    if (!options_.eval || !(epoch_ends || number + 1 == total)) continue;
-    const auto whole = strategy_->whole_parameters();
-    result.eval.push_back(evaluate(*model_, *feed_.test_data(), present(), options_.precision()));
-    metrics.write({{"step", number},
-                   {"eval_loss", result.eval.back().loss},
-                   {"eval_accuracy", result.eval.back().accuracy},
-                   {"eval_count", result.eval.back().count}});
-    progress.clear();
-    if (group_.rank() == 0) {
-      fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %\n", epoch + 1, result.eval.back().loss,
-                 100 * result.eval.back().accuracy);
-      std::fflush(stdout);
+    if (options_.eval && (epoch_ends || number + 1 == total)) {
+      evaluate_model(epoch, progress, result);
+      metrics.write({{"step", number},
+                     {"eval_loss", result.eval.back().loss},
+                     {"eval_accuracy", result.eval.back().accuracy},
+                     {"eval_count", result.eval.back().count}});
     }
+    // After that, which makes decentralised ranks equal.
+    if (is_due(number + 1) && number + 1 < total) save_due(number + 1, progress);
   }
+  save_end(number, result);
   result.params_mib = mebibytes(strategy_->parameters());
   for (const auto* local : strategy_->local_optimizers()) {
     result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));

@@ -2,8 +2,9 @@
 // The training loop: the library's own example of use.
 
 #include <csignal>
-#include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "cli/evaluate.h"
@@ -11,6 +12,7 @@
 #include "cli/progress.h"
 #include "cli/strategies.h"
 #include "shoal/comm/world.h"
+#include "shoal/optim/schedules.h"
 
 namespace shoal::cli {
 
@@ -33,14 +35,15 @@ struct TrainResult {
   std::vector<std::pair<std::string, double>> figures;  // see Strategy
   double seconds = 0;                                   // training alone, without evaluation and saving
   int64_t samples = 0;                                  // of this rank
+  std::string checkpoint;                               // of the training's end; empty: none
 };
 
 class Trainer {
  public:
   Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed);
 
-  // Trains to the end, or until interrupted. Collective. `save` is called where a checkpoint is due.
-  TrainResult run(const std::function<void()>& save);
+  // Trains to the end, or until interrupted, from where `--resume` says; saves where that is due. Collective.
+  TrainResult run();
   // See Strategy.
   std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
   bool has_whole_model() const { return strategy_->has_whole_model(); }
@@ -50,12 +53,23 @@ class Trainer {
   double step(int64_t number, TrainResult& result);
   bool stops(int64_t number) const;
   int64_t total_steps() const;
+  // Returns the first step.
+  int64_t resume();
+  void begin_epoch(int64_t number, int64_t first);
+  // After so many steps. In the background: while training goes on.
+  void save(int64_t steps, bool in_background);
+  bool is_due(int64_t steps) const;
+  void save_due(int64_t steps, Progress& progress);
+  void save_end(int64_t steps, TrainResult& result);
+  void evaluate_model(int64_t epoch, Progress& progress, TrainResult& result);
 
   const TrainOptions& options_;
   Group group_;
   std::shared_ptr<models::Model> model_;
   Feed& feed_;
   std::unique_ptr<Strategy> strategy_;
+  std::unique_ptr<LambdaLR> schedule_;
+  std::optional<TrainingState> training_;
 };
 
 }  // namespace shoal::cli

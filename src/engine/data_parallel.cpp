@@ -183,6 +183,10 @@ NoSync DataParallelCore::no_sync(bool accumulate) {
   return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
 }
 
+const std::shared_ptr<torch::nn::Module>& DataParallelCore::module() const {
+  return state_->module;
+}
+
 const Precision& DataParallelCore::precision() const {
   return state_->precision;
 }

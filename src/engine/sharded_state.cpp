@@ -117,7 +117,8 @@ NamedState cut(const NamedState& whole, const StatePiece& piece) {
   return part;
 }
 
-// The whole optimizer as pieces of one rank.
+}  // namespace
+
 std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
   std::set<const c10::TensorImpl*> updated;
   for (const auto& group : optimizer.param_groups()) {
@@ -131,8 +132,6 @@ std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, cons
   }
   return pieces;
 }
-
-}  // namespace
 
 OptimizerState gather_state(const Group& group, const std::vector<StatePiece>& pieces,
                             const torch::optim::Optimizer& local, std::optional<int> recipient) {

@@ -1,6 +1,8 @@
 #pragma once
 // Optimizer state whose pieces lie on different ranks, to and from its whole, name-keyed form.
 
+#include <torch/nn/module.h>
+
 #include <optional>
 #include <string>
 #include <vector>
@@ -32,5 +34,8 @@ OptimizerState gather_state(const Group& group, const std::vector<StatePiece>& p
 // extra or of another shape, and for values that `local` does not keep; nothing has changed then. Not collective.
 void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::Optimizer& local,
                 const OptimizerState& state);
+
+// A whole optimizer as pieces of one rank, 0; names come from the module.
+std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
 
 }  // namespace shoal

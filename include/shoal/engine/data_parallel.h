@@ -52,6 +52,7 @@ class DataParallelCore : public Joinable {
   std::vector<std::vector<std::string>> buckets() const;
   int64_t step() const;
 
+  const std::shared_ptr<torch::nn::Module>& module() const;
   const Group& group() const override;
   void shadow() override;
   void check_shadow() const override;
@@ -125,6 +126,7 @@ class DataParallelWrapper {
   int64_t step() const { return core_.step(); }
 
   const std::shared_ptr<Module>& module() const { return module_; }
+  Core& core() { return core_; }
   Module* operator->() const { return module_.get(); }
 
  protected:

@@ -108,6 +108,8 @@ struct DecentralizedProgress {
   std::optional<GradScalerState> scaler{};
 };
 
+class CheckpointSource;
+
 // What DecentralizedDataParallel does, whatever the module's type.
 class DecentralizedDataParallelCore {
  public:
@@ -146,8 +148,13 @@ class DecentralizedDataParallelCore {
   struct State;
 
  private:
+  friend std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCore& parallel);
   std::unique_ptr<State> state_;
 };
+
+// For TrainingState. Every rank's parameters and optimizer state are saved, beside the parameters' mean, which other
+// strategies get.
+std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCore& parallel);
 
 //   shoal::DecentralizedDataParallel parallel(
 //       model, shoal::optimizer_with<shoal::FusedAdamW>(torch::optim::AdamWOptions(1e-3)), world.group(),

@@ -70,6 +70,9 @@ struct FullyShardedDataParallelOptions {
 // Called with a name and a whole tensor that the callee may keep.
 using StateVisitor = std::function<void(const std::string& name, const at::Tensor& value)>;
 
+class CheckpointSource;
+class FullyShardedOptimizerCore;
+
 // What FullyShardedDataParallel does, whatever the module's type.
 class FullyShardedCore : public DataParallelCore {
  public:
@@ -96,6 +99,8 @@ class FullyShardedCore : public DataParallelCore {
 
  private:
   friend class FullyShardedOptimizerCore;
+  friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
+                                                             FullyShardedOptimizerCore& optimizer);
   // A parameter in the dtype that the optimizer updates. Collective.
   at::Tensor whole(const at::Tensor& parameter, const std::string& name) const;
 
@@ -187,8 +192,6 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   // Whether parameters lie once per host, in shared memory.
   bool shared() const { return this->core_.shared(); }
 
-  FullyShardedCore& core() { return this->core_; }
-
  private:
   template <class Argument>
   decltype(auto) cast(Argument&& argument) const {
@@ -213,10 +216,17 @@ class FullyShardedOptimizerCore : public ShardedOptimizerCore {
                             bool element_wise, const FullyShardedOptimizerOptions& options);
 
  private:
+  friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
+                                                             FullyShardedOptimizerCore& optimizer);
   static ParamGroups complete(const FullyShardedCore& parallel, ParamGroups groups);
   static std::unique_ptr<State> make_state(const FullyShardedCore& parallel, bool element_wise,
                                            const FullyShardedOptimizerOptions& options);
 };
+
+// For TrainingState. Another optimizer does not see the pieces.
+std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer);
+std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
+                                                    torch::optim::Optimizer& optimizer) = delete;
 
 // Any libtorch optimizer, run on each rank over its ranges; see ShardedOptimizerCore. May outlive the wrapper.
 // Constructor: collective. UsageError for an optimizer that is not element-wise on a wrapper without whole_parameters,

@@ -6,6 +6,8 @@
 #include <map>
 #include <numeric>
 
+#include "shoal/base/error.h"
+
 namespace shoal {
 namespace {
 
@@ -43,7 +45,18 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::Sc
     copies_.emplace_back(buffer, *compressed, topology_.period());
     buffer = {copies_.back().message_bytes(), at::kByte};
   }
-  channel_ = open_gossip_channel(group_, shown);
+  shown_ = std::move(shown);
+  channel_ = open_gossip_channel(group_, shown_);
+}
+
+void Mixing::go_on_from(int64_t version, std::vector<double> mass) {
+  if (members_.size() != static_cast<size_t>(group_.size())) {
+    throw UsageError(
+        "DecentralizedDataParallel: ranks have gone; load the checkpoint into a training that starts anew");
+  }
+  if (version_ > 0) channel_ = open_gossip_channel(group_, shown_);  // versions only grow
+  version_ = version;
+  mass_ = std::move(mass);
 }
 
 void Mixing::all_hold(size_t buffer, const at::Tensor& values) {

@@ -42,6 +42,10 @@ class Mixing {
   // All ranks begin anew after `version`, which none of them has shown yet, with equal values.
   void restart(int64_t version);
   int64_t version() const { return version_; }  // shown last
+  const std::vector<double>& mass() const { return mass_; }
+  // The training goes on from another point: `version` and push-sum's weights as they were there, nothing shown yet.
+  // UsageError when ranks have gone. Collective.
+  void go_on_from(int64_t version, std::vector<double> mass);
 
   // Rounds that a run before this one has used.
   void skip_rounds(int64_t rounds) { skipped_rounds_ = rounds; }
@@ -65,7 +69,8 @@ class Mixing {
   Topology topology_;
   double timeout_seconds_;
   std::vector<GossipBuffer> buffers_;
-  std::vector<at::Tensor> others_;  // one per dtype, as large as the largest buffer
+  std::vector<at::Tensor> others_;   // one per dtype, as large as the largest buffer
+  std::vector<GossipBuffer> shown_;  // what the channel has of them
   std::unique_ptr<GossipChannel> channel_;
   int64_t version_ = 0;
   int64_t skipped_rounds_ = 0;

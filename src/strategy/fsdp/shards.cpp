@@ -104,13 +104,13 @@ void keep_own_elements(const Bucket& bucket, std::vector<at::Tensor>& originals)
   for (size_t piece = 0; piece < own.size(); ++piece) originals[bucket.members()[piece]] = own[piece];
 }
 
-// A unit's frozen parameters of one dtype.
-std::vector<std::vector<at::Tensor>> frozen_of(const Unit& unit) {
-  std::map<at::ScalarType, std::vector<at::Tensor>> kinds;
+// A unit's frozen parameters by dtype.
+std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit) {
+  std::map<at::ScalarType, std::vector<NamedTensor>> kinds;
   for (const auto& entry : unit.parameters) {
-    if (!entry.tensor.requires_grad()) kinds[entry.tensor.scalar_type()].push_back(entry.tensor);
+    if (!entry.tensor.requires_grad()) kinds[entry.tensor.scalar_type()].push_back(entry);
   }
-  std::vector<std::vector<at::Tensor>> lists;
+  std::vector<std::vector<NamedTensor>> lists;
   for (auto& [dtype, list] : kinds) lists.push_back(std::move(list));
   return lists;
 }
@@ -194,11 +194,16 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
     }
     for (auto& list : frozen_of(unit)) {
       std::vector<int64_t> numels;
-      for (const auto& parameter : list) numels.push_back(parameter.numel());
-      const auto layout = scatter_layout(numels, list.front().element_size(), shard.size());
+      std::vector<at::Tensor> tensors;
+      for (const auto& entry : list) {
+        numels.push_back(entry.tensor.numel());
+        tensors.push_back(entry.tensor);
+      }
+      const auto layout = scatter_layout(numels, tensors.front().element_size(), shard.size());
       std::vector<Range> owners;
       for (int rank = 0; rank < shard.size(); ++rank) owners.push_back(layout.part(rank));
-      shards.frozen.push_back(gather(std::move(list), layout, std::move(owners), name + " (frozen)"));
+      auto divided = gather(std::move(tensors), layout, std::move(owners), name + " (frozen)");
+      shards.frozen.push_back({std::move(list), layout, std::move(divided)});
     }
   }
   shards.module = std::make_shared<ShardedModule>(shard, state.reducer, std::move(gathers), nullptr, originals);

@@ -20,7 +20,13 @@ struct FullyShardedCore::Shards {
   std::vector<Unit> units{};
   std::shared_ptr<Pager> pager{};  // none where all parameters are in memory
   std::shared_ptr<ShardedModule> module{};
-  std::vector<std::unique_ptr<ParameterGather>> frozen{};
+  // A unit's frozen parameters of one dtype.
+  struct Frozen {
+    std::vector<NamedTensor> parameters;
+    FlatLayout layout;
+    std::unique_ptr<ParameterGather> gather;
+  };
+  std::vector<Frozen> frozen{};
   std::vector<at::Tensor> before_hold{};  // this rank's pieces, while changes will be undone
   int64_t holds = 0;
   std::vector<at::ScalarType> buffer_dtypes{};  // by number of the buffer: its own; empty: as they are

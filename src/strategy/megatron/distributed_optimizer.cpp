@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "engine/checkpoint/sharded.h"
 #include "engine/data_parallel_state.h"
 #include "engine/sharded_optimizer_state.h"
 #include "module/sync.h"
@@ -219,6 +220,34 @@ std::vector<ParameterRange> DistributedOptimizerCore::param_range_map(std::optio
     }
   }
   return all;
+}
+
+namespace {
+
+class MegatronSource : public ShardedSource {
+ public:
+  MegatronSource(DistributedOptimizerCore& optimizer, ShardedOptimizerCore::State& state,
+                 DistributedOptimizerCore::Modules modules)
+      : ShardedSource(optimizer, state), group_(state.group), modules_(std::move(modules)) {}
+
+  std::string strategy() const override { return "megatron"; }
+  Group group() override { return group_; }
+
+ private:
+  void add_others(CheckpointView& view) override {
+    for (size_t number = 0; number < modules_.size(); ++number) {
+      add_rest(view, *modules_[number], modules_.size() > 1 ? fmt::format("chunk{}.", number) : "");
+    }
+  }
+
+  Group group_;
+  DistributedOptimizerCore::Modules modules_;
+};
+
+}  // namespace
+
+std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& optimizer) {
+  return std::make_shared<MegatronSource>(optimizer, optimizer.state(), optimizer.reduction_->modules);
 }
 
 }  // namespace shoal

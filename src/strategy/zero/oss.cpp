@@ -5,18 +5,16 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <unordered_map>
 
 #include "engine/gradient_norm.h"
 #include "engine/ownership.h"
-#include "engine/parameter_buffer.h"
-#include "engine/sharded_state.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
 #include "shoal/comm/coalesce.h"
 #include "shoal/module/deferred_init.h"
+#include "strategy/zero/oss_state.h"
 
 namespace shoal {
 
@@ -28,29 +26,6 @@ void OSSOptions::validate() const {
                                  broadcast_buffer_size));
   }
 }
-
-struct OSSCore::State {
-  Factory make;
-  Group group;
-  OSSOptions options;
-  std::vector<at::Tensor> parameters{};  // the trainable ones
-  std::vector<size_t> indices{};         // their places among all parameters of all param groups
-  std::vector<size_t> param_groups{};
-  std::vector<int> owners{};
-  std::unordered_map<const c10::TensorImpl*, size_t> places{};
-  std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
-  std::unique_ptr<torch::optim::Optimizer> local{};         // its param groups match the whole optimizer's
-  int64_t step = 0;
-
-  Label label(const char* what) const { return {step, -1, what}; }
-
-  // Returns those that are new.
-  std::vector<at::Tensor> list(const ParamGroups& groups);
-  void fill_buffers();
-  void make_local(const ParamGroups& groups);
-  std::vector<at::Tensor> own_gradients() const;
-  std::vector<StatePiece> pieces(const torch::nn::Module& module) const;
-};
 
 // Trainable parameters; those that were here before keep their owner.
 std::vector<at::Tensor> OSSCore::State::list(const ParamGroups& groups) {
@@ -138,6 +113,11 @@ std::vector<StatePiece> OSSCore::State::pieces(const torch::nn::Module& module) 
   return list;
 }
 
+void OSSCore::State::hand_out(const char* what) {
+  for (const auto& buffer : buffers) buffer->publish(label(what));
+  for (const auto& buffer : buffers) buffer->wait(label(what));
+}
+
 OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
                  const Group& group, const OSSOptions& options)
     : torch::optim::Optimizer(groups, std::move(defaults)) {
@@ -176,8 +156,7 @@ at::Tensor OSSCore::step(LossClosure closure) {
       std::any_of(state.buffers.begin(), state.buffers.end(), [](const auto& b) { return b->shared(); });
   if (shared) state.group.barrier(state.label("before the update")).wait();
   state.local->step();
-  for (const auto& buffer : state.buffers) buffer->publish(state.label("updated parameters"));
-  for (const auto& buffer : state.buffers) buffer->wait(state.label("updated parameters"));
+  state.hand_out("updated parameters");
   ++state.step;
   return loss;
 }

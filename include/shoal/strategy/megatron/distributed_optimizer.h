@@ -60,6 +60,8 @@ struct ParameterRange {
   Range parameter;    // within the parameter, in the order in which its elements lie in memory
 };
 
+class CheckpointSource;
+
 // What DistributedOptimizer does, whatever the optimizer. Use DistributedOptimizer.
 class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
  public:
@@ -104,6 +106,7 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   const Group& group() const override { return ShardedOptimizerCore::group(); }
 
  private:
+  friend std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& optimizer);
   static std::unique_ptr<State> make_state(const Modules& chunks, bool cut, const Group& group,
                                            const DistributedOptimizerOptions& options);
   void complete_gradients() override;
@@ -112,6 +115,9 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   struct Reduction;
   std::unique_ptr<Reduction> reduction_;
 };
+
+// For TrainingState.
+std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& optimizer);
 
 // Wraps any libtorch optimizer. An element-wise one (optim/element_wise.h) updates cut parameters; for others each
 // parameter is owned whole by one rank.

@@ -26,6 +26,9 @@ struct OSSOptions {
   void validate() const;
 };
 
+class CheckpointSource;
+class DataParallelCore;
+
 // What OSS does, whatever the optimizer. Use OSS.
 class OSSCore : public torch::optim::Optimizer {
  public:
@@ -73,10 +76,15 @@ class OSSCore : public torch::optim::Optimizer {
   // This rank's share of the optimizer, with its state.
   const torch::optim::Optimizer& local_optimizer() const;
 
- private:
   struct State;
+
+ private:
+  friend std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
   std::unique_ptr<State> state_;
 };
+
+// For TrainingState. parallel: DistributedDataParallel or ShardedDataParallel.
+std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
 
 // Wraps any libtorch optimizer that updates parameters one by one or element by element: SGD, Adam, AdamW, RMSprop,
 // Adagrad, shoal's own. Schedulers work on it, param groups keep their own options, and options may change between

@@ -1,0 +1,186 @@
+#include "engine/checkpoint/contents.h"
+
+#include <ATen/Context.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "engine/checkpoint/names.h"
+#include "memory/views.h"
+#include "optim/state.h"
+
+namespace shoal {
+
+namespace names = checkpoint_names;
+using Json = nlohmann::json;
+
+std::vector<int64_t> memory_order(const at::Tensor& parameter) {
+  if (parameter.is_contiguous()) return {};
+  const auto strides = dense_strides(parameter);
+  std::vector<int64_t> order(parameter.dim());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  const bool row_major = std::is_sorted(order.begin(), order.end());
+  return row_major ? std::vector<int64_t>() : order;
+}
+
+namespace {
+
+class Collector {
+ public:
+  Collector(CheckpointSource& source, const Group& group, CheckpointContents& contents)
+      : diverges_(source.diverges()), group_(group), contents_(contents) {}
+
+  void add(const CheckpointView& view) {
+    for (const auto& share : view.shares) {
+      for (const auto& piece : share.pieces) add_piece(share, piece);
+    }
+    for (const auto& slice : view.rest) contents_.slices.push_back(slice);
+    for (const auto& slice : view.buffers) add_own(slice.name, slice.values, slice.part);
+    if (!numbers_.empty()) contents_.rank_state[names::numbers] = std::move(numbers_);
+    contents_.global_state[names::trained] = trained_;
+  }
+
+  // Of this rank alone.
+  void add_of_rank(const std::string& name, const at::Tensor& tensor) {
+    contents_.slices.push_back(whole_slice(names::of_rank(group_.rank(), name), tensor, names::ranks_part));
+  }
+
+ private:
+  void add_piece(const CheckpointView::Share& share, const StatePiece& piece) {
+    if (trained_.empty() || trained_.back() != piece.name) trained_.push_back(piece.name);
+    if (piece.parameter.numel() == 0) {
+      contents_.slices.push_back(whole_slice(piece.name, piece.parameter.detach()));
+      return;
+    }
+    if (piece.owner != share.rank || !piece.updated.defined()) return;
+    if (diverges_) {
+      add_mean(piece);
+      add_of_rank(piece.name, piece.updated.detach());
+    } else {
+      add_slice(piece, piece.name, piece.updated.detach(), "model");
+    }
+    if (share.local == nullptr) return;
+    const auto found = share.local->state().find(piece.updated.unsafeGetTensorImpl());
+    if (found == share.local->state().end()) return;
+    const auto state = named_state(*found->second);
+    for (const auto& [field, tensor] : state.tensors) {
+      const auto name = names::state_tensor(piece.name, field);
+      diverges_ ? add_own(name, tensor, names::optimizer_part) : add_slice(piece, name, tensor, names::optimizer_part);
+    }
+    const bool told = share.everywhere && group_.rank() > 0;
+    if (piece.range.begin == 0 && !told && !state.numbers.empty()) numbers_[piece.name] = state.numbers;
+  }
+
+  void add_slice(const StatePiece& piece, std::string name, const at::Tensor& values, const char* part) {
+    if (piece.whole()) {
+      contents_.slices.push_back(whole_slice(std::move(name), values, part));
+      return;
+    }
+    contents_.slices.push_back({.name = std::move(name),
+                                .shape = piece.parameter.sizes().vec(),
+                                .range = piece.range,
+                                .values = values,
+                                .order = memory_order(piece.parameter),
+                                .part = part});
+  }
+
+  // Rank 0's counts for all.
+  void add_own(const std::string& name, const at::Tensor& tensor, const std::string& part) {
+    if (group_.rank() == 0) {
+      contents_.slices.push_back(whole_slice(name, tensor.detach(), part));
+    } else {
+      add_of_rank(name, tensor.detach());
+    }
+  }
+
+  // This rank's part of the ranks' mean, which is exact where they are equal.
+  void add_mean(const StatePiece& piece) {
+    auto mean = piece.updated.detach().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true).contiguous();
+    group_.all_reduce(mean, ReduceOp::sum, {-1, -1, "mean of " + piece.name}).wait();
+    mean.div_(group_.size());
+    const auto numel = mean.numel();
+    const Range own{numel * group_.rank() / group_.size(), numel * (group_.rank() + 1) / group_.size()};
+    contents_.slices.push_back({.name = piece.name,
+                                .shape = piece.parameter.sizes().vec(),
+                                .range = own,
+                                .values = mean.view({-1})
+                                              .narrow(0, own.begin, own.size())
+                                              .to(piece.updated.scalar_type(), /*non_blocking=*/false, /*copy=*/true)});
+  }
+
+  bool diverges_;
+  const Group& group_;
+  CheckpointContents& contents_;
+  Json numbers_ = Json::object();
+  std::vector<std::string> trained_;
+};
+
+Json to_json(const GradScaler& scaler) {
+  const auto state = scaler.state();
+  return {{"scale", state.scale}, {"good_steps", state.good_steps}, {"hysteresis_left", state.hysteresis_left}};
+}
+
+// By param group; none where the optimizer's options have no rate.
+Json rates_of(const torch::optim::Optimizer& optimizer) {
+  auto rates = Json::array();
+  try {
+    for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+  return rates;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> random_states(const CheckpointView& view) {
+  std::vector<std::pair<std::string, at::Tensor>> list;
+  for (const auto& device : devices_of(view)) {
+    auto generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard lock(generator.mutex());
+    list.emplace_back(random_name(device), generator.get_state());
+  }
+  return list;
+}
+
+}  // namespace
+
+std::vector<at::Device> devices_of(const CheckpointView& view) {
+  std::vector<at::Device> devices{at::kCPU};
+  for (const auto& share : view.shares) {
+    if (share.pieces.empty() || share.pieces.front().parameter.is_cpu()) continue;
+    devices.push_back(share.pieces.front().parameter.device());
+    break;
+  }
+  return devices;
+}
+
+std::string random_name(const at::Device& device) {
+  return "random." + c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+}
+
+CheckpointContents contents_of(CheckpointSource& source, const Group& group, const Companions& companions,
+                               const SaveOptions& options) {
+  const torch::NoGradGuard no_grad;
+  CheckpointContents contents{.step = options.step, .strategy = source.strategy(), .slices = {}};
+  const auto view = source.view();
+  Collector collector(source, group, contents);
+  collector.add(view);
+  for (const auto& [name, state] : random_states(view)) collector.add_of_rank(name, state);
+
+  auto own = source.own_state();
+  if (!own.is_null()) contents.rank_state[names::own] = std::move(own);
+  if (!options.position.empty()) contents.rank_state[names::position] = options.position;
+  // A decentralised rank's scaler is its own.
+  auto& shared = source.diverges() ? contents.rank_state : contents.global_state;
+  const auto* scaler = view.scaler != nullptr ? view.scaler : companions.scaler;
+  if (scaler != nullptr) shared[names::scaler] = to_json(*scaler);
+  if (!view.rates.empty()) {
+    if (auto rates = rates_of(*view.rates.front()); !rates.is_null()) contents.global_state[names::rates] = rates;
+  }
+  const auto* schedule = view.schedules.empty() ? companions.schedule : view.schedules.front();
+  if (schedule != nullptr) contents.global_state[names::schedule] = schedule->position();
+  return contents;
+}
+
+}  // namespace shoal

@@ -1,0 +1,42 @@
+#pragma once
+// What tensors and entries of a training's checkpoint are called.
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/sharded_state.h"
+
+namespace shoal::checkpoint_names {
+
+constexpr const char* optimizer_part = "optimizer";
+constexpr const char* ranks_part = "ranks";
+
+// Entries of a rank's state, and of all ranks'.
+constexpr const char* numbers = "optimizer";  // {PARAMETER: {FIELD: number}}, what is not a tensor
+constexpr const char* position = "position";
+constexpr const char* own = "strategy";
+constexpr const char* trained = "trained";  // names of the parameters that optimizers update
+constexpr const char* rates = "rates";      // by param group
+constexpr const char* scaler = "scaler";
+constexpr const char* schedule = "schedule";  // position
+
+inline std::string state_tensor(const std::string& parameter, const std::string& field) {
+  return fmt::format("optimizer.{}.{}", parameter, field);
+}
+
+// What is one rank's alone.
+inline std::string of_rank(int rank, const std::string& name) {
+  return fmt::format("ranks.{}.{}", rank, name);
+}
+
+}  // namespace shoal::checkpoint_names
+
+namespace shoal {
+
+// The order of dimensions in which a parameter's elements lie in memory, as NamedSlice has it.
+std::vector<int64_t> memory_order(const at::Tensor& parameter);
+
+}  // namespace shoal

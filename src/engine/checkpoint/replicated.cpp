@@ -1,0 +1,47 @@
+// Every rank has everything: one process, and DistributedDataParallel.
+
+#include "engine/checkpoint/source.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+class ReplicatedSource : public CheckpointSource {
+ public:
+  ReplicatedSource(std::string strategy, std::shared_ptr<torch::nn::Module> module, torch::optim::Optimizer& optimizer,
+                   Group group)
+      : strategy_(std::move(strategy)), module_(std::move(module)), optimizer_(optimizer), group_(std::move(group)) {
+    if (!module_) throw UsageError("TrainingState: the module is empty");
+  }
+
+  std::string strategy() const override { return strategy_; }
+  Group group() override { return group_; }
+  CheckpointView view() override {
+    CheckpointView view;
+    view.shares.push_back({.pieces = pieces_of(optimizer_, *module_), .local = &optimizer_, .everywhere = true});
+    view.rates = {&optimizer_};
+    add_rest(view, *module_);
+    return view;
+  }
+  // Ranks do not write what others read.
+  void begin_load(const nlohmann::json&) override {}
+
+ private:
+  std::string strategy_;
+  std::shared_ptr<torch::nn::Module> module_;
+  torch::optim::Optimizer& optimizer_;
+  Group group_;
+};
+
+}  // namespace
+
+std::shared_ptr<CheckpointSource> checkpoint_source(std::shared_ptr<torch::nn::Module> module,
+                                                    torch::optim::Optimizer& optimizer, const Group& group) {
+  return std::make_shared<ReplicatedSource>("none", std::move(module), optimizer, group);
+}
+
+std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, torch::optim::Optimizer& optimizer) {
+  return std::make_shared<ReplicatedSource>("ddp", parallel.module(), optimizer, parallel.group());
+}
+
+}  // namespace shoal

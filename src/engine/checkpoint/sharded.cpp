@@ -1,0 +1,32 @@
+#include "engine/checkpoint/sharded.h"
+
+#include <torch/utils.h>
+
+namespace shoal {
+
+CheckpointView ShardedSource::view() {
+  CheckpointView view;
+  view.shares.push_back({.pieces = state_.state_pieces(), .rank = state_.group.rank(), .local = state_.local.get()});
+  view.rates = {&optimizer_};
+  view.scaler = state_.scaler ? &*state_.scaler : nullptr;
+  add_others(view);
+  return view;
+}
+
+void ShardedSource::begin_load(const nlohmann::json& own) {
+  const torch::NoGradGuard no_grad;
+  for (const auto& module : state_.modules) {
+    module->wait_all();
+    module->reducer().drop_sums();  // updated parameters may leave from their memory
+  }
+  CheckpointSource::begin_load(own);
+}
+
+void ShardedSource::end_load(const nlohmann::json&) {
+  const torch::NoGradGuard no_grad;
+  const auto label = state_.label("loaded parameters");
+  for (const auto& module : state_.modules) module->publish(label);
+  for (const auto& module : state_.modules) module->wait(label, /*at_first_touch=*/false);
+}
+
+}  // namespace shoal

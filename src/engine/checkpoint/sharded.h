@@ -1,0 +1,28 @@
+#pragma once
+// What strategies have in common whose optimizer updates each rank's pieces.
+
+#include "engine/checkpoint/source.h"
+#include "engine/sharded_optimizer_state.h"
+
+namespace shoal {
+
+class ShardedSource : public CheckpointSource {
+ public:
+  // optimizer: whose state it is, for the rates. Both outlive this object.
+  ShardedSource(torch::optim::Optimizer& optimizer, ShardedOptimizerCore::State& state)
+      : optimizer_(optimizer), state_(state) {}
+
+  CheckpointView view() override;
+  void begin_load(const nlohmann::json& own) override;
+  void end_load(const nlohmann::json& own) override;
+
+ protected:
+  // Adds what no optimizer updates.
+  virtual void add_others(CheckpointView& view) = 0;
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  ShardedOptimizerCore::State& state_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,31 @@
+#include "engine/checkpoint/source.h"
+
+#include <torch/utils.h>
+
+#include <set>
+
+#include "module/walk.h"
+
+namespace shoal {
+
+// Others may still read what is about to change.
+void CheckpointSource::begin_load(const nlohmann::json&) {
+  group().barrier({-1, -1, "before loading"}).wait();
+}
+
+void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::string& prefix) {
+  std::set<const c10::TensorImpl*> known;
+  for (const auto& share : view.shares) {
+    for (const auto& piece : share.pieces) known.insert(piece.parameter.unsafeGetTensorImpl());
+  }
+  const auto tensors = walk(module, {});
+  for (const auto& entry : tensors.parameters) {
+    if (known.contains(entry.tensor.unsafeGetTensorImpl())) continue;
+    // A frozen one is equal on all ranks; one that something else trains need not be.
+    auto& list = entry.tensor.requires_grad() ? view.buffers : view.rest;
+    list.push_back(whole_slice(prefix + entry.name, entry.tensor.detach()));
+  }
+  for (const auto& entry : tensors.buffers) view.buffers.push_back(whole_slice(prefix + entry.name, entry.tensor));
+}
+
+}  // namespace shoal

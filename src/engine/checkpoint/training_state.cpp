@@ -1,0 +1,125 @@
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <optional>
+
+#include "checkpoint/on_all_ranks.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/saver.h"
+#include "engine/checkpoint/loader.h"
+#include "engine/checkpoint/names.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+
+namespace names = checkpoint_names;
+
+struct TrainingState::State {
+  std::shared_ptr<CheckpointSource> source;
+  Companions companions{};
+  std::unique_ptr<CheckpointSaver> saver{};
+  // What the saver was made for.
+  std::optional<Group> group{};
+  std::filesystem::path run{};
+  int64_t keep_last = 0;
+  int64_t snapshot_mb = 0;
+
+  // For these options and those ranks that are still there. Collective.
+  CheckpointSaver& saver_for(const std::filesystem::path& folder, const SaveOptions& options) {
+    const auto now = source->group();
+    const bool fits = saver && group->name() == now.name() && group->size() == now.size() && run == folder &&
+                      keep_last == options.keep_last && snapshot_mb == options.snapshot_mb;
+    if (fits) return *saver;
+    if (saver) saver->wait();
+    group = now;
+    run = folder;
+    keep_last = options.keep_last;
+    snapshot_mb = options.snapshot_mb;
+    saver = std::make_unique<CheckpointSaver>(
+        now, folder, CheckpointSaverOptions{.keep_last = keep_last, .snapshot_mb = snapshot_mb});
+    return *saver;
+  }
+
+  CheckpointContents contents(const SaveOptions& options) const {
+    return contents_of(*source, *group, companions, options);
+  }
+};
+
+TrainingState::TrainingState(std::shared_ptr<CheckpointSource> source)
+    : state_(std::make_unique<State>(State{.source = std::move(source)})) {}
+
+TrainingState::~TrainingState() = default;
+TrainingState::TrainingState(TrainingState&&) noexcept = default;
+
+TrainingState& TrainingState::with(GradScaler& scaler) {
+  state_->companions.scaler = &scaler;
+  return *this;
+}
+
+TrainingState& TrainingState::with(LambdaLR& schedule) {
+  state_->companions.schedule = &schedule;
+  return *this;
+}
+
+void TrainingState::wait() {
+  if (state_->saver) state_->saver->wait();
+}
+
+bool TrainingState::saving() const {
+  return state_->saver && state_->saver->busy();
+}
+
+void SaveOptions::validate() const {
+  std::string faults;
+  if (step < 0) faults += fmt::format("step {} is below 0; ", step);
+  if (keep_last < 0) faults += fmt::format("keep_last {} is below 0; ", keep_last);
+  if (snapshot_mb < 0) faults += fmt::format("snapshot_mb {} is below 0; ", snapshot_mb);
+  if (!faults.empty()) throw UsageError("SaveOptions: " + faults.substr(0, faults.size() - 2));
+}
+
+void save(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options) {
+  options.validate();
+  auto& saver = training.state().saver_for(run, options);
+  saver.save(training.state().contents(options));
+}
+
+void save_async(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options) {
+  options.validate();
+  auto& saver = training.state().saver_for(run, options);
+  saver.save_async(training.state().contents(options));
+}
+
+Loaded load(const std::filesystem::path& path, TrainingState& training, const LoadOptions& options) {
+  const torch::NoGradGuard no_grad;
+  training.wait();
+  auto& source = *training.state().source;
+  const auto group = source.group();
+  const auto reader = open_checkpoint(group, path, options.verify);
+  const auto& index = reader.index();
+  Loaded loaded{.path = reader.path(), .step = index.step, .strategy = index.strategy, .ranks = index.world_size};
+  const bool whole = !options.partial && !options.model_only;
+  const bool same_ranks = loaded.ranks == group.size() && static_cast<int>(index.rank_states.size()) == loaded.ranks;
+  loaded.exact = whole && same_ranks && loaded.strategy == source.strategy();
+  nlohmann::json own;
+  on_all_ranks(group, "checkpoint", [&] {
+    // Before begin_load(), which may change the training.
+    TrainingLoader(reader, source.view(), source.diverges(), group, loaded.exact, options).check();
+    if (!whole || index.rank_states.empty()) return;
+    const auto& state = index.rank_states[same_ranks ? group.rank() : 0];
+    if (const auto found = state.find(names::position); found != state.end() && found->is_string()) {
+      loaded.position = found->get<std::string>();
+    }
+    if (const auto found = state.find(names::own); loaded.exact && found != state.end()) own = *found;
+  });
+  source.begin_load(own);
+  TrainingLoader loader(reader, source.view(), source.diverges(), group, loaded.exact, options);
+  on_all_ranks(group, "checkpoint", [&] { loader.read_optimizers(); });
+  on_all_ranks(group, "checkpoint", [&] {
+    loader.read_model();
+    loader.finish(training.state().companions);
+  });
+  source.end_load(own);
+  return loaded;
+}
+
+}  // namespace shoal

@@ -1,0 +1,48 @@
+// OSS and ShardedDataParallel in checkpoints.
+
+#include <torch/utils.h>
+
+#include "engine/checkpoint/source.h"
+#include "shoal/strategy/zero/sharded_ddp.h"
+#include "strategy/zero/oss_state.h"
+
+namespace shoal {
+namespace {
+
+class OSSSource : public CheckpointSource {
+ public:
+  OSSSource(DataParallelCore& parallel, OSSCore& optimizer, OSSCore::State& state)
+      : strategy_(dynamic_cast<ShardedDataParallelCore*>(&parallel) != nullptr ? "zero2" : "zero1"),
+        module_(parallel.module()),
+        optimizer_(optimizer),
+        state_(state) {}
+
+  std::string strategy() const override { return strategy_; }
+  Group group() override { return state_.group; }
+  CheckpointView view() override {
+    CheckpointView view;
+    view.shares.push_back(
+        {.pieces = state_.pieces(*module_), .rank = state_.group.rank(), .local = state_.local.get()});
+    view.rates = {&optimizer_};
+    add_rest(view, *module_);
+    return view;
+  }
+  void end_load(const nlohmann::json&) override {
+    const torch::NoGradGuard no_grad;
+    state_.hand_out("loaded parameters");
+  }
+
+ private:
+  std::string strategy_;
+  std::shared_ptr<torch::nn::Module> module_;
+  OSSCore& optimizer_;
+  OSSCore::State& state_;
+};
+
+}  // namespace
+
+std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer) {
+  return std::make_shared<OSSSource>(parallel, optimizer, *optimizer.state_);
+}
+
+}  // namespace shoal

@@ -1,0 +1,99 @@
+// `shoal train --resume`: a training that was stopped goes on as if it had not been.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/shoal_program.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal::test {
+namespace {
+
+class Resume : public testing::TestWithParam<const char*> {};
+
+std::vector<std::string> training(const std::string& strategy, const TempFolder& folder, int steps,
+                                  std::vector<std::string> more) {
+  std::vector<std::string> line{"train",
+                                "--data",
+                                "text:" + folder.file("text"),
+                                "--model",
+                                "gpt",
+                                "--strategy",
+                                strategy,
+                                "--ranks",
+                                strategy == "none" ? "1" : "2",
+                                "--steps",
+                                std::to_string(steps),
+                                "--batch",
+                                "2",
+                                "--schedule",
+                                "linear_warmup",
+                                "--warmup-steps",
+                                "6",
+                                "--json",
+                                folder.file("report.json")};
+  line.insert(line.end(), more.begin(), more.end());
+  return line;
+}
+
+// Bytes in a fixed disorder, 5 steps to an epoch.
+void write_text(const TempFolder& folder) {
+  std::ofstream file(folder.file("text"), std::ios::binary);
+  uint32_t state = 1;
+  for (int i = 0; i < 2500; ++i) {
+    state = state * 1664525 + 1013904223;
+    file.put(static_cast<char>('a' + (state >> 24) % 26));
+  }
+}
+
+TEST_P(Resume, BEY05_BEY06_EndsWithTheSameBitsAsARunThatWasNotStopped) {
+  const TempFolder folder;
+  write_text(folder);
+  const auto run = folder.file("run");
+  auto ended = shoal(training(GetParam(), folder, 9, {"--save", folder.file("whole"), "--save-every", "4"}));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto whole = read(folder.file("report.json"));
+  // As if stopped after step 4.
+  std::filesystem::create_directory(run);
+  std::filesystem::copy(folder.file("whole/step-4"), run + "/step-4", std::filesystem::copy_options::recursive);
+  ended = shoal(training(GetParam(), folder, 9, {"--save", run, "--keep-last", "1", "--resume", "latest"}));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("going on after step 4"), std::string::npos) << ended.output;
+  const auto resumed = read(folder.file("report.json"));
+  EXPECT_EQ(resumed["params"], whole["params"]);
+  EXPECT_EQ(resumed["buffers"], whole["buffers"]);
+  ASSERT_EQ(resumed["loss"].size(), 5U);
+  for (size_t i = 0; i < 5; ++i) {
+    EXPECT_EQ(resumed["loss"][i], whole["loss"][i + 4]) << i;
+    EXPECT_EQ(resumed["lr"][i], whole["lr"][i + 4]) << i;
+  }
+  EXPECT_FALSE(std::filesystem::exists(run + "/step-4")) << "one stays";
+  EXPECT_TRUE(std::filesystem::exists(run + "/step-9/index.json"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, Resume,
+                         testing::Values("none", "ddp", "zero1", "zero2", "megatron", "fsdp", "hybrid",
+                                         "decentralized"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST(ResumeErrors, SayWhatIsMissing) {
+  const TempFolder folder;
+  const auto refused = [](std::vector<std::string> line, const std::string& text) {
+    line.insert(line.begin(), {"train", "--data", "reference"});
+    const auto ended = shoal(line);
+    EXPECT_NE(ended.code, 0);
+    EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output;
+  };
+  refused({"--resume", "latest"}, "give that");
+  refused({"--keep-last", "2"}, "--keep-last needs --save DIR");
+  refused({"--resume", folder.file("nothing")}, "no such file or folder");
+  refused({"--strategy", "diloco", "--save", folder.file("run"), "--save-every", "1"}, "diloco has no checkpoints");
+  ASSERT_EQ(shoal({"train", "--data", "reference", "--steps", "2", "--save", folder.file("run")}).code, 0);
+  refused({"--resume", folder.file("run"), "--steps", "2"}, "give more steps");
+  refused({"--resume", folder.file("run"), "--steps", "4", "--model", "mlp"}, "missing: ");
+}
+
+}  // namespace
+}  // namespace shoal::test
