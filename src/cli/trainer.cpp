@@ -105,9 +105,9 @@ int64_t Trainer::resume() {
   auto first = loaded.step;
   const auto position = nlohmann::json::parse(loaded.position, nullptr, /*allow_exceptions=*/false);
   const auto per_epoch = feed_.steps_per_epoch();
-  if (per_epoch && position.is_object() && position.contains(steps_per_epoch)) {
+  if (per_epoch && position.is_object()) {
     // Ranks or batches may have been others: the part of the epoch counts.
-    const auto before = position[steps_per_epoch].get<int64_t>();
+    const auto before = position.value(steps_per_epoch, *per_epoch);
     if (before > 0 && before != *per_epoch) first = first * *per_epoch / before;
   }
   if (first >= total_steps()) {
@@ -145,11 +145,10 @@ bool Trainer::is_due(int64_t steps) const {
 }
 
 // A full disk does not end the training: what was saved before is still there.
-void Trainer::save_due(int64_t steps, Progress& progress) {
+void Trainer::tolerate(const std::function<void()>& saving) const {
   try {
-    save(steps, /*in_background=*/true);
+    saving();
   } catch (const CheckpointError& error) {
-    progress.clear();
     if (group_.rank() == 0) fmt::print(stderr, "shoal: {}; training goes on\n", error.what());
   }
 }
@@ -157,7 +156,7 @@ void Trainer::save_due(int64_t steps, Progress& progress) {
 // Ranks that have been interrupted in different steps leave it at the last checkpoint.
 void Trainer::save_end(int64_t steps, TrainResult& result) {
   if (options_.save.empty() || !training_) return;
-  training_->wait();
+  tolerate([&] { training_->wait(); });
   if (interrupted != 0 && !strategy_->in_step()) return;
   save(steps, /*in_background=*/false);
   result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
@@ -204,7 +203,7 @@ TrainResult Trainer::run() {
                    {"wait_ms", result.wait_ms.back()},
                    {"update_ms", result.update_ms.back()},
                    {"samples", result.samples * group_.size()}});
-    progress.update(number + 1, result.samples * group_.size(), result.loss.back(), strategy_->note());
+    progress.update(number + 1 - first, result.samples * group_.size(), result.loss.back(), strategy_->note());
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
     if (options_.eval && (epoch_ends || number + 1 == total)) {
       evaluate_model(epoch, progress, result);
@@ -214,9 +213,10 @@ TrainResult Trainer::run() {
                      {"eval_count", result.eval.back().count}});
     }
     // After that, which makes decentralised ranks equal.
-    if (is_due(number + 1) && number + 1 < total) save_due(number + 1, progress);
+    if (!is_due(number + 1) || number + 1 == total) continue;
+    progress.clear();
+    tolerate([&] { save(number + 1, /*in_background=*/true); });
   }
-  save_end(number, result);
   result.params_mib = mebibytes(strategy_->parameters());
   for (const auto* local : strategy_->local_optimizers()) {
     result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));
@@ -225,6 +225,7 @@ TrainResult Trainer::run() {
   const auto after = group_.statistics();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
   result.wire_bytes = loopback_bytes() - wire;
+  save_end(number, result);
   return result;
 }
 

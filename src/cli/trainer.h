@@ -2,6 +2,7 @@
 // The training loop: the library's own example of use.
 
 #include <csignal>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -59,7 +60,8 @@ class Trainer {
   // After so many steps. In the background: while training goes on.
   void save(int64_t steps, bool in_background);
   bool is_due(int64_t steps) const;
-  void save_due(int64_t steps, Progress& progress);
+  // Says what has not been saved.
+  void tolerate(const std::function<void()>& saving) const;
   void save_end(int64_t steps, TrainResult& result);
   void evaluate_model(int64_t epoch, Progress& progress, TrainResult& result);
 
