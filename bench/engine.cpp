@@ -59,7 +59,9 @@ void ddp(benchmark::State& state) {
 // adds to each.
 void collective(benchmark::State& state) {
   const auto folder = std::filesystem::temp_directory_path() / "shoal-bench-flight";
-  shoal::WorldOptions options{.rank = 0, .size = 1};
+  shoal::WorldOptions options;
+  options.rank = 0;
+  options.size = 1;
   if (state.range(0) == 1) options.flight_recorder = folder;
   if (state.range(0) == 2) options.timeline = std::make_shared<shoal::Timeline>();
   const auto world = shoal::init(options);
