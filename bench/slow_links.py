@@ -21,6 +21,8 @@ from hosts import Hosts  # noqa: E402
 
 VARIANTS = {
     "ddp": ["--strategy", "ddp"],
+    "ddp-bf16": ["--strategy", "ddp", "--compress", "bf16"],
+    "ddp-powersgd": ["--strategy", "ddp", "--compress", "powersgd:4:2"],
     "ring": ["--strategy", "decentralized", "--topology", "ring"],
     "one-peer-exp": ["--strategy", "decentralized", "--topology", "one-peer-exp"],
     "one-peer-exp-bf16": ["--strategy", "decentralized", "--topology", "one-peer-exp", "--exchange-dtype", "bf16"],
@@ -57,8 +59,8 @@ def sent_bytes(hosts, host):
 def measure(options, hosts, name):
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.json"
-        command = [options.shoal, "train", "--model", options.model, "--size", options.size, "--data", "fashion-mnist",
-                   "--transport", "gloo", "--batch", str(options.batch), "--eval", "--lr", str(options.lr),
+        command = [options.shoal, "train", "--model", options.model, "--size", options.size, "--data", options.data,
+                   "--transport", "gloo", "--batch", str(options.batch), *([] if options.data == "reference" else ["--eval"]), "--lr", str(options.lr),
                    *(["--steps", str(options.steps)] if options.steps else ["--epochs", str(options.epochs)]),
                    "--neighbour-timeout", str(options.neighbour_timeout), "--json", str(report),
                    *VARIANTS[name]]
@@ -97,6 +99,7 @@ def main():
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--size", default="small")
+    parser.add_argument("--data", default="fashion-mnist", help="reference: no accuracy, any model")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--steps", type=int, help="in place of epochs")
@@ -118,8 +121,9 @@ def main():
                 print(f"{name:<14} failed: exit codes {result['codes']}", flush=True)
                 continue
             reached = f"{result['reached_s']:.1f}" if result["reached_s"] else "-"
-            print(f"{name:<14} step {result['step_ms']:8.1f} ms   to {options.accuracy:.0%} {reached:>7} s   last "
-                  f"{100 * result['accuracy']:.2f} %   {result['per_step_mb']:.3f} MB per step", flush=True)
+            quality = (f"to {options.accuracy:.0%} {reached:>7} s   last {100 * result['accuracy']:.2f} %   "
+                       if result["accuracy"] is not None else "")
+            print(f"{name:<14} step {result['step_ms']:8.1f} ms   {quality}{result['per_step_mb']:.3f} MB per step", flush=True)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
 
