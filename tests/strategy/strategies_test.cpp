@@ -127,26 +127,31 @@ TEST_P(Strategies, BEY19_the_first_step_is_a_real_step) {
   EXPECT_LT(difference(training.model->parameters(), reference->parameters()), 1e-12);
 }
 
-// Rank 0 has 5 samples, the others have 1 each.
+// Uneven over ranks, micro-batches and steps; the last rank has none in the last step.
 TEST_P(Strategies, BEY04_a_weighted_backward_gives_the_mean_over_all_samples) {
   auto training = Training<test::MlpImpl>::make<torch::optim::SGD>(GetParam(), test::seeded(3).ptr(), group(),
                                                                    torch::optim::SGDOptions(0.1));
   auto reference = test::seeded(3);
   torch::optim::SGD optimizer(reference->parameters(), torch::optim::SGDOptions(0.1));
-  const auto samples = [](int rank) { return rank == 0 ? 5 : 1; };
+  const auto samples = [](int rank, int micro, int64_t step) {
+    const bool none = step == 2 && rank > 0 && rank == group().size() - 1;
+    return none ? 0 : (rank == 0 ? 5 : 1) + 2 * micro + static_cast<int>(step);
+  };
   for (int64_t step = 0; step < 3; ++step) {
     training.zero_grad();
     optimizer.zero_grad();
     for (int micro = 0; micro < 2; ++micro) {
       const auto local = training.no_sync(micro == 0);
-      const auto x = batch(group().rank(), step, micro, samples(group().rank()));
-      training.backward(training.forward(x).pow(2).sum(), samples(group().rank()));
+      const auto count = samples(group().rank(), micro, step);
+      const auto x = batch(group().rank(), step, micro, count);
+      training.backward(training.forward(x).pow(2).sum(), count);
     }
     double count = 0;
-    for (int rank = 0; rank < group().size(); ++rank) count += 2 * samples(rank);
+    for (int rank = 0; rank < group().size(); ++rank) count += samples(rank, 0, step) + samples(rank, 1, step);
     for (int rank = 0; rank < group().size(); ++rank) {
       for (int micro = 0; micro < 2; ++micro) {
-        (reference->forward(batch(rank, step, micro, samples(rank))).pow(2).sum() / count).backward();
+        const auto x = batch(rank, step, micro, samples(rank, micro, step));
+        (reference->forward(x).pow(2).sum() / count).backward();
       }
     }
     training.step();
