@@ -26,6 +26,8 @@ VARIANTS = {
     "ring": ["--strategy", "decentralized", "--topology", "ring"],
     "one-peer-exp": ["--strategy", "decentralized", "--topology", "one-peer-exp"],
     "one-peer-exp-bf16": ["--strategy", "decentralized", "--topology", "one-peer-exp", "--exchange-dtype", "bf16"],
+    "one-peer-exp-int8": ["--strategy", "decentralized", "--topology", "one-peer-exp", "--exchange-dtype", "int8"],
+    "one-peer-exp-top_k": ["--strategy", "decentralized", "--topology", "one-peer-exp", "--exchange-dtype", "top_k"],
     "diloco": ["--strategy", "diloco", "--sync-every", "20"],
 }
 
@@ -118,12 +120,12 @@ def main():
             result = measure(options, hosts, name)
             results.append(result)
             if "step_ms" not in result:
-                print(f"{name:<14} failed: exit codes {result['codes']}", flush=True)
+                print(f"{name:<18} failed: exit codes {result['codes']}", flush=True)
                 continue
             reached = f"{result['reached_s']:.1f}" if result["reached_s"] else "-"
             quality = (f"to {options.accuracy:.0%} {reached:>7} s   last {100 * result['accuracy']:.2f} %   "
                        if result["accuracy"] is not None else "")
-            print(f"{name:<14} step {result['step_ms']:8.1f} ms   {quality}{result['per_step_mb']:.3f} MB per step", flush=True)
+            print(f"{name:<18} step {result['step_ms']:8.1f} ms   {quality}{result['per_step_mb']:.3f} MB per step", flush=True)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
 

@@ -26,11 +26,6 @@ OptimizerOfNamed optimizer_of_buckets(const TrainOptions& options, const std::sh
   };
 }
 
-Topology topology_of(const TrainOptions& options, const Group& group) {
-  if (!options.topology_file.empty()) return read_topology(options.topology_file);
-  return make_topology(options.topology, group.size(), options.topology_local_size, options.seed);
-}
-
 class Decentralized : public Strategy {
  public:
   Decentralized(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
@@ -63,34 +58,24 @@ class Decentralized : public Strategy {
     const auto list = parallel_.optimizers();
     return {list.begin(), list.end()};
   }
-  std::string note() const override {
-    const auto& seen = parallel_.statistics();
-    const auto missed = seen.skipped + seen.older;
-    std::string text = missed > 0 ? fmt::format("{} exchanges missed", missed) : "";
-    if (!seen.removed.empty()) text += fmt::format("{}{} ranks gone", text.empty() ? "" : ", ", seen.removed.size());
-    return text;
-  }
+  std::string note() const override { return missed_exchanges(parallel_.statistics()); }
   std::vector<std::pair<std::string, double>> figures() override {
-    const auto& seen = parallel_.statistics();
     const bool averaged = averaged_after_ == parallel_.step();
-    return {{"consensus_distance", averaged ? distance_ : parallel_.consensus_distance()},
-            {"exchanged", static_cast<double>(seen.exchanged)},
-            {"newer", static_cast<double>(seen.newer)},
-            {"older", static_cast<double>(seen.older)},
-            {"skipped", static_cast<double>(seen.skipped)},
-            {"removed", static_cast<double>(seen.removed.size())}};
+    return exchange_figures(parallel_.statistics(), averaged ? distance_ : parallel_.consensus_distance());
   }
 
  private:
   static DecentralizedDataParallelOptions wrapper_options(const TrainOptions& options, const Group& group,
                                                           int64_t total_steps) {
-    DecentralizedDataParallelOptions result{.topology = topology_of(options, group),
+    DecentralizedDataParallelOptions result{.topology = topology_of(options, group.size(), options.topology_local_size),
                                             .clip_grad = options.clip,
                                             .scaler = options.precision().scaler,
                                             .precision = options.precision(),
                                             .neighbour_timeout_seconds = options.neighbour_timeout,
                                             .bucket_cap_mb = options.ddp.bucket_cap_mb};
     if (options.exchange_dtype == "bf16") result.exchange_dtype = at::kBFloat16;
+    if (options.exchange_dtype == "int8") result.compressed_exchange = CompressedExchange{};
+    if (options.exchange_dtype == "top_k") result.compressed_exchange = CompressedExchange{.top_k = 0.01};
     if (options.schedule != "constant") {
       result.schedule = [&options, total_steps](torch::optim::Optimizer& optimizer) {
         return std::unique_ptr<torch::optim::LRScheduler>(make_schedule(options, optimizer, total_steps));
@@ -106,6 +91,25 @@ class Decentralized : public Strategy {
 };
 
 }  // namespace
+
+Topology topology_of(const TrainOptions& options, int size, int local_size) {
+  if (!options.topology_file.empty()) return read_topology(options.topology_file);
+  return make_topology(options.topology, size, local_size, options.seed);
+}
+
+std::string missed_exchanges(const ExchangeStatistics& seen) {
+  const auto missed = seen.skipped + seen.older;
+  std::string text = missed > 0 ? fmt::format("{} exchanges missed", missed) : "";
+  if (!seen.removed.empty()) text += fmt::format("{}{} ranks gone", text.empty() ? "" : ", ", seen.removed.size());
+  return text;
+}
+
+std::vector<std::pair<std::string, double>> exchange_figures(const ExchangeStatistics& seen,
+                                                             double consensus_distance) {
+  return {{"consensus_distance", consensus_distance},     {"exchanged", static_cast<double>(seen.exchanged)},
+          {"newer", static_cast<double>(seen.newer)},     {"older", static_cast<double>(seen.older)},
+          {"skipped", static_cast<double>(seen.skipped)}, {"removed", static_cast<double>(seen.removed.size())}};
+}
 
 std::unique_ptr<Strategy> make_decentralized(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
                                              const Group& group, int64_t total_steps) {

@@ -6,6 +6,13 @@
 
 namespace shoal::cli {
 
+// Of --topology or --topology-file, for so many ranks.
+Topology topology_of(const TrainOptions& options, int size, int local_size);
+// For the progress line: empty, if all came in time.
+std::string missed_exchanges(const ExchangeStatistics& seen);
+// For the report.
+std::vector<std::pair<std::string, double>> exchange_figures(const ExchangeStatistics& seen, double consensus_distance);
+
 // See make_strategy.
 std::unique_ptr<Strategy> make_decentralized(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
                                              const Group& group, int64_t total_steps);

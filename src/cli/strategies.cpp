@@ -11,6 +11,7 @@
 #include "shoal/strategy/fsdp.h"
 #include "shoal/strategy/local_updates.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/strategy/shard_gossip.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
 
 namespace shoal::cli {
@@ -163,8 +164,12 @@ class Megatron : public Strategy {
 
 class Fsdp : public Strategy {
  public:
+  using MakeOptimizer = std::function<std::unique_ptr<FullyShardedOptimizerCore>(
+      FullyShardedCore& parallel, std::vector<torch::optim::OptimizerParamGroup> groups, OptimizerKind kind,
+      const FullyShardedOptimizerOptions& options)>;
+
   Fsdp(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
-       ShardingStrategy sharding)
+       ShardingStrategy sharding, const MakeOptimizer& make = make_optimizer)
       : Strategy(options, model) {
     auto kind = optimizer_kind(options);
     auto groups = kind.groups(*model);
@@ -177,9 +182,8 @@ class Fsdp : public Strategy {
                                         .precision = options.precision(),
                                         .reduce_dtype = mixed ? std::optional(at::kFloat) : std::nullopt,
                                         .communication_hook = options.ddp.communication_hook});
-    optimizer_ = std::make_unique<FullyShardedOptimizerCore>(
-        parallel_->core(), std::move(groups), std::move(kind.defaults), kind.make, kind.element_wise,
-        FullyShardedOptimizerOptions{.clip_grad = options.clip, .scaler = options.precision().scaler});
+    optimizer_ = make(parallel_->core(), std::move(groups), std::move(kind),
+                      {.clip_grad = options.clip, .scaler = options.precision().scaler});
   }
 
   at::Tensor forward(const at::Tensor& input) override { return parallel_->forward(input); }
@@ -204,9 +208,58 @@ class Fsdp : public Strategy {
   std::optional<TrainingState> training_state(const Group&) override { return TrainingState(*parallel_, *optimizer_); }
 
  private:
+  static std::unique_ptr<FullyShardedOptimizerCore> make_optimizer(
+      FullyShardedCore& parallel, std::vector<torch::optim::OptimizerParamGroup> groups, OptimizerKind kind,
+      const FullyShardedOptimizerOptions& options) {
+    return std::make_unique<FullyShardedOptimizerCore>(parallel, std::move(groups), std::move(kind.defaults), kind.make,
+                                                       kind.element_wise, options);
+  }
+
   std::unique_ptr<FullyShardedDataParallel<models::Model>> parallel_;
+
+ protected:
   std::unique_ptr<FullyShardedOptimizerCore> optimizer_;
 };
+
+// FSDP on every host, gossip of shards between hosts. What is evaluated and saved is the mean of the hosts' models,
+// from which training goes on.
+class HybridGossip : public Fsdp {
+ public:
+  HybridGossip(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const HostGroups& hosts)
+      : Fsdp(options, model, hosts.inside, ShardingStrategy::full_shard, averaging_with(options, hosts.across)) {}
+
+  std::shared_ptr<void> whole_parameters() override {
+    gossip().global_avg();
+    return Fsdp::whole_parameters();
+  }
+  bool has_whole_model() const override { return false; }
+  // Every host has values of its own, which a checkpoint has no names for.
+  std::optional<TrainingState> training_state(const Group&) override { return std::nullopt; }
+  std::string note() const override { return missed_exchanges(gossip().statistics()); }
+  std::vector<std::pair<std::string, double>> figures() override {
+    return exchange_figures(gossip().statistics(), gossip().consensus_distance());
+  }
+
+ private:
+  static MakeOptimizer averaging_with(const TrainOptions& options, const Group& across) {
+    ShardGossipOptions gossip{.topology = topology_of(options, across.size(), /*local_size=*/1),
+                              .neighbour_timeout_seconds = options.neighbour_timeout,
+                              .bucket_cap_mb = options.ddp.bucket_cap_mb};
+    if (options.exchange_dtype == "bf16") gossip.exchange_dtype = at::kBFloat16;
+    return [across, gossip](FullyShardedCore& parallel, std::vector<torch::optim::OptimizerParamGroup> groups,
+                            OptimizerKind kind, const FullyShardedOptimizerOptions& chosen) {
+      return std::make_unique<ShardGossipOptimizerCore>(parallel, across, std::move(groups), std::move(kind.defaults),
+                                                        kind.make, kind.element_wise, chosen, gossip);
+    };
+  }
+  ShardGossipOptimizerCore& gossip() const { return static_cast<ShardGossipOptimizerCore&>(*optimizer_); }
+};
+
+// As many ranks as share a model; where nothing is said, those of each host.
+HostGroups hosts_of(const TrainOptions& options, const Group& group) {
+  const auto size = options.topology_local_size;
+  return host_groups(group, size > 1 ? std::optional<int>(size) : std::nullopt);
+}
 
 const std::map<std::string, ShardingStrategy> sharding_strategies{{"fsdp", ShardingStrategy::full_shard},
                                                                   {"fsdp_grad_op", ShardingStrategy::shard_grad_op},
@@ -244,8 +297,8 @@ std::vector<at::Tensor> Strategy::gradients() const {
 }
 
 std::vector<std::string> strategy_names() {
-  return {"ddp",       "zero1",  "zero2",  "megatron",      "fsdp", "fsdp_grad_op", "hybrid",
-          "local_sgd", "slowmo", "diloco", "decentralized", "none", "local"};
+  return {"ddp",       "zero1",  "zero2",  "megatron",      "fsdp",          "fsdp_grad_op", "hybrid",
+          "local_sgd", "slowmo", "diloco", "decentralized", "hybrid_gossip", "none",         "local"};
 }
 
 std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::shared_ptr<models::Model>& model,
@@ -263,6 +316,9 @@ std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::
     });
   }
   if (options.strategy == "decentralized") return make_decentralized(options, model, group, total_steps);
+  if (options.strategy == "hybrid_gossip") {
+    return std::make_unique<HybridGossip>(options, model, hosts_of(options, group));
+  }
   if (options.strategy == "megatron") return std::make_unique<Megatron>(options, model, group);
   if (const auto sharding = sharding_strategies.find(options.strategy); sharding != sharding_strategies.end()) {
     return std::make_unique<Fsdp>(options, model, group, sharding->second);

@@ -122,7 +122,10 @@ void TrainOptions::complete() {
   check_optimizer(*this);
   check_schedule(*this);
   require_at_least("--topology-local-size", topology_local_size, 1);
-  require_one_of("--exchange-dtype", exchange_dtype, {"float32", "bf16"});
+  if (strategy == "hybrid_gossip" && exchange_dtype != "float32" && exchange_dtype != "bf16") {
+    throw UsageError(fmt::format("--exchange-dtype {}: hybrid_gossip exchanges float32 or bf16", exchange_dtype));
+  }
+  require_one_of("--exchange-dtype", exchange_dtype, {"float32", "bf16", "int8", "top_k"});
   if (!(neighbour_timeout > 0)) {
     throw UsageError(fmt::format("--neighbour-timeout {}: give seconds above 0", neighbour_timeout));
   }
@@ -138,7 +141,7 @@ void TrainOptions::complete() {
 }
 
 Precision TrainOptions::precision() const {
-  const bool main_copies = strategy == "megatron" || strategy.starts_with("fsdp") || strategy == "hybrid";
+  const bool main_copies = strategy == "megatron" || strategy.starts_with("fsdp") || strategy.starts_with("hybrid");
   if (dtype == "bf16_mixed") return main_copies ? Precision::bf16() : Precision::bf16_mixed();
   if (dtype == "fp16_mixed") return main_copies ? Precision::fp16() : Precision::fp16_mixed();
   if (dtype == "bf16") return Precision::bf16();
@@ -160,7 +163,7 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
           "--strategy", options.strategy,
           "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid (fsdp on each host), local_sgd, slowmo, "
           "diloco (ranks exchange parameters every --sync-every steps), decentralized (every rank averages with "
-          "a few neighbours), none (one process), "
+          "a few neighbours), hybrid_gossip (fsdp on each host, decentralized between hosts), none (one process), "
           "local (ranks that never communicate: the floor of the "
           "step time)")
       ->capture_default_str();
@@ -224,9 +227,13 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command.add_option("--topology-file", options.topology_file, "decentralized: a graph of your own, in its place");
   command
-      .add_option("--topology-local-size", options.topology_local_size, "decentralized: ranks per host of the graph")
+      .add_option(
+          "--topology-local-size", options.topology_local_size,
+          "decentralized: ranks per host of the graph; hybrid_gossip: that share a model (1: those of each host)")
       ->capture_default_str();
-  command.add_option("--exchange-dtype", options.exchange_dtype, "decentralized: what neighbours get: float32, bf16")
+  command
+      .add_option("--exchange-dtype", options.exchange_dtype,
+                  "decentralized: what neighbours get: float32, bf16; as differences: int8, top_k (1 % of them)")
       ->capture_default_str();
   command
       .add_option("--neighbour-timeout", options.neighbour_timeout,
