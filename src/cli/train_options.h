@@ -64,7 +64,7 @@ struct TrainOptions {
   bool text_data() const { return data.rfind("text:", 0) == 0; }
   bool takes_local_updates() const { return strategy == "local_sgd" || strategy == "slowmo" || strategy == "diloco"; }
   // Whether its training can be saved; else only its model.
-  bool has_checkpoints() const { return !takes_local_updates() && strategy != "local"; }
+  bool has_checkpoints() const { return !takes_local_updates() && strategy != "hybrid_gossip" && strategy != "local"; }
   // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
   Precision precision() const;
   at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
