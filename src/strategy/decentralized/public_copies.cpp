@@ -73,8 +73,9 @@ void PublicCopies::take(int rank, int64_t version, const at::Tensor& message) {
   if (found == theirs_.end()) {
     const auto start = theirs_.find(beginning);
     const Copy& from = start == theirs_.end() ? own_[round] : start->second;
-    found = theirs_.emplace(std::pair(round, rank), Copy{from.values.clone(), start == theirs_.end() ? 0 : from.version})
-                .first;
+    found =
+        theirs_.emplace(std::pair(round, rank), Copy{from.values.clone(), start == theirs_.end() ? 0 : from.version})
+            .first;
   }
   auto& copy = found->second;
   if (version <= copy.version) return;
