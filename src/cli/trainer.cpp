@@ -50,9 +50,8 @@ Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_pt
       model_(std::move(model)),
       feed_(feed),
       strategy_(make_strategy(options, model_, group, total_steps())),
-      schedule_(make_schedule(options, strategy_->optimizer(), total_steps())) {
-  if (options.save.empty() && options.resume.empty()) return;
-  training_ = strategy_->training_state(group);
+      schedule_(make_schedule(options, strategy_->optimizer(), total_steps())),
+      training_(options.save.empty() && options.resume.empty() ? std::nullopt : strategy_->training_state(group)) {
   if (training_ && schedule_) training_->with(*schedule_);
 }
 
