@@ -38,7 +38,9 @@ struct TrainOptions {
   bool eval = false;
   std::string save;
   int64_t save_every = 0;
-  std::string trace;  // folder
+  int64_t keep_last = 0;  // of the checkpoints in `save`; 0: all
+  std::string resume;     // path, or "latest"
+  std::string trace;      // folder
   std::string json;
   std::string compress = "none";  // what gradients travel as; see make_hook
   double clip = 0;                // largest norm of the gradients; 0: no clipping
@@ -57,8 +59,6 @@ struct TrainOptions {
   std::optional<double> outer_momentum;
   std::string flight_recorder;  // folder
   std::string metrics;          // file
-  int64_t keep_last = 0;        // of the checkpoints in `save`; 0: all
-  std::string resume;           // path, or "latest"
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }

@@ -5,21 +5,11 @@
 #include <cmath>
 
 #include "tests/cli/shoal_program.h"
-#include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {
 
 using nlohmann::json;
-
-json train(const std::vector<std::string>& options) {
-  const TempFolder folder;
-  std::vector<std::string> line{"train", "--json", folder.file("report.json")};
-  line.insert(line.end(), options.begin(), options.end());
-  const auto ended = shoal(line);
-  EXPECT_EQ(ended.code, 0) << ended.output;
-  return ended.code == 0 ? read(folder.file("report.json")) : json();
-}
 
 std::vector<std::string> reference(std::vector<std::string> more) {
   const std::vector<std::string> common{"--data", "reference", "--model", "mlp", "--ranks", "2"};

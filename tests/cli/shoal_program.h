@@ -1,10 +1,13 @@
 // The shoal program, as a user starts it.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "tests/support/processes.h"
+#include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 
@@ -16,6 +19,16 @@ inline Ended shoal(std::vector<std::string> arguments, double limit_seconds = 10
 inline nlohmann::json read(const std::string& path) {
   std::ifstream file(path);
   return nlohmann::json::parse(file);
+}
+
+// The report of `shoal train` with these options; null, and a failure, where it did not end well.
+inline nlohmann::json train(const std::vector<std::string>& options) {
+  const TempFolder folder;
+  std::vector<std::string> line{"train", "--json", folder.file("report.json")};
+  line.insert(line.end(), options.begin(), options.end());
+  const auto ended = shoal(line);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  return ended.code == 0 ? read(folder.file("report.json")) : nlohmann::json();
 }
 
 }  // namespace shoal::test
