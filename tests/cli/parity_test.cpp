@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/cli/shoal_program.h"
 #include "tests/golden/compare.h"
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
@@ -82,6 +83,19 @@ TEST(Parity, Bf16MixedFollowsThePythonPeersLosses) {
       EXPECT_NEAR(report["loss"][step].get<double>(), want[step].get<double>(), 0.005 * want[step].get<double>())
           << strategy << " step " << step;
     }
+  }
+}
+
+TEST(Parity, DDP12_bf16_mixed_is_within_2_percent_of_float32) {
+  const auto losses = [](const std::string& dtype) -> std::vector<double> {
+    return train({"--data", "reference", "--model", "gpt", "--size", "tiny", "--ranks", "2", "--steps", "30", "--dtype",
+                  dtype})["loss"];
+  };
+  const auto exact = losses("float32"), rounded = losses("bf16_mixed");
+  ASSERT_EQ(exact.size(), rounded.size());
+  EXPECT_NE(exact, rounded);
+  for (size_t step = 0; step < exact.size(); ++step) {
+    EXPECT_NEAR(rounded[step], exact[step], 0.02 * exact[step]) << "step " << step;
   }
 }
 
