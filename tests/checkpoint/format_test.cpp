@@ -20,24 +20,17 @@
 #include "shoal/base/error.h"
 #include "shoal/checkpoint/checkpoint_error.h"
 #include "tests/checkpoint/tensors.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal {
 namespace {
 
+using test::refusal;
 using ::testing::HasSubstr;
 
 void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;
-}
-
-std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const CheckpointError& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(Crc32, EqualsZlibsForAnySizePlaceAndDivision) {
@@ -105,15 +98,15 @@ TEST(Safetensors, BEY05_WhatIsNotTheFormatIsRefused) {
     const auto size = static_cast<uint64_t>(length < 0 ? static_cast<int64_t>(header.size()) : length);
     std::string bytes(reinterpret_cast<const char*>(&size), sizeof size);
     write_file(path, bytes + header + data);
-    return error_of([&] { CheckpointReader{path}; });
+    return refusal<CheckpointError>([&] { CheckpointReader{path}; });
   };
   const auto entry = [](const char* dtype, const char* shape, const char* offsets) {
     return fmt::format(R"({{"dtype":"{}","shape":{},"data_offsets":{}}})", dtype, shape, offsets);
   };
   const auto good = R"({"a":)" + entry("F32", "[2]", "[0,8]") + "}";
-  EXPECT_EQ(open(good, "12345678"), "no error");
-  EXPECT_EQ(open(good + "   ", "12345678"), "no error");
-  EXPECT_EQ(open(R"({"__metadata__":{"a":"b"}})", ""), "no error");
+  EXPECT_EQ(open(good, "12345678"), "nothing was refused");
+  EXPECT_EQ(open(good + "   ", "12345678"), "nothing was refused");
+  EXPECT_EQ(open(R"({"__metadata__":{"a":"b"}})", ""), "nothing was refused");
   const std::vector<std::tuple<std::string, std::string, std::string>> cases{
       {good, "1234567", "goes beyond the end"},
       {good, "123456789", "1 bytes behind the last tensor"},
@@ -158,10 +151,10 @@ TEST(Safetensors, BEY05_WhatIsNotTheFormatIsRefused) {
   EXPECT_THAT(open(good, "12345678", 100'000'001), HasSubstr("the format allows 100000000"));
   EXPECT_THAT(open(good, "12345678", std::numeric_limits<int64_t>::max()), HasSubstr("the format allows"));
   write_file(path, "1234567");
-  EXPECT_THAT(error_of([&] { CheckpointReader{path}; }), HasSubstr("7 bytes are no header"));
-  EXPECT_THAT(error_of([&] { CheckpointReader{folder.file("missing")}; }), HasSubstr("no such file"));
-  EXPECT_THAT(error_of([&] { CheckpointReader{folder.path()}; }), HasSubstr("has no index.json"));
-  EXPECT_THAT(error_of([&] { CheckpointReader{"/dev/zero"}; }), HasSubstr("is not a file"));
+  EXPECT_THAT(refusal<CheckpointError>([&] { CheckpointReader{path}; }), HasSubstr("7 bytes are no header"));
+  EXPECT_THAT(refusal<CheckpointError>([&] { CheckpointReader{folder.file("missing")}; }), HasSubstr("no such file"));
+  EXPECT_THAT(refusal<CheckpointError>([&] { CheckpointReader{folder.path()}; }), HasSubstr("has no index.json"));
+  EXPECT_THAT(refusal<CheckpointError>([&] { CheckpointReader{"/dev/zero"}; }), HasSubstr("is not a file"));
 }
 
 TEST(Safetensors, BEY05_AShardedIndexMayNotLeadOutOfItsFolder) {
@@ -171,7 +164,8 @@ TEST(Safetensors, BEY05_AShardedIndexMayNotLeadOutOfItsFolder) {
   for (const auto* name : {"../outside.safetensors", "/etc/passwd", "..", "", ".hidden", "a\\\\b", "a/b"}) {
     write_file(folder.file("model/model.safetensors.index.json"),
                fmt::format(R"({{"weight_map":{{"a":"{}"}}}})", name));
-    EXPECT_THAT(error_of([&] { CheckpointReader(folder.path() / "model"); }), HasSubstr("is not a plain file name"));
+    EXPECT_THAT(refusal<CheckpointError>([&] { CheckpointReader(folder.path() / "model"); }),
+                HasSubstr("is not a plain file name"));
   }
 }
 
@@ -193,8 +187,10 @@ std::string changed_index(const std::function<void(nlohmann::json&)>& change) {
 
 TEST(Index, BEY05_WhatIsNotTheFormatIsRefused) {
   using Json = nlohmann::json;
-  const auto parse = [](const std::string& text) { return error_of([&] { parse_index(text, 64 << 20, "index"); }); };
-  EXPECT_EQ(parse(changed_index([](Json&) {})), "no error");
+  const auto parse = [](const std::string& text) {
+    return refusal<CheckpointError>([&] { parse_index(text, 64 << 20, "index"); });
+  };
+  EXPECT_EQ(parse(changed_index([](Json&) {})), "nothing was refused");
   const std::vector<std::pair<std::function<void(Json&)>, std::string>> cases{
       {[](Json& j) { j["format"] = "other"; }, "not the index"},
       {[](Json& j) { j["version"] = 2; }, "format version 2"},
@@ -240,7 +236,8 @@ TEST(Index, BEY05_WhatIsNotTheFormatIsRefused) {
   EXPECT_THAT(parse(flipped), HasSubstr("its checksum is wrong"));
   EXPECT_THAT(parse(""), HasSubstr("not JSON"));
   EXPECT_THAT(parse("{}"), HasSubstr("no format"));
-  EXPECT_THAT(error_of([] { parse_index("[" + std::string(1000, ' ') + "]", 100, "index"); }), HasSubstr("memory"));
+  EXPECT_THAT(refusal<CheckpointError>([] { parse_index("[" + std::string(1000, ' ') + "]", 100, "index"); }),
+              HasSubstr("memory"));
 }
 
 TEST(Pieces, AnyLayoutGivesTheElementsInRowMajorOrder) {

@@ -20,10 +20,13 @@
 #include "shoal/checkpoint/checkpoint_error.h"
 #include "tests/checkpoint/tensors.h"
 #include "tests/support/forked_ranks.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal {
 namespace {
+
+using test::refusal;
 
 namespace fs = std::filesystem;
 using test::Whole;
@@ -152,23 +155,13 @@ TEST(Reshard, BEY05_FilesOfOtherProgramsBecomeACheckpoint) {
   }
 }
 
-template <class Error>
-std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(Reshard, BEY05_WrongInputLeavesNothing) {
   const test::TempFolder folder;
   const auto run = folder.path() / "run", out = folder.path() / "out";
   save(run, 2, Cut::anywhere);
   const CheckpointReader reader(run);
-  EXPECT_THAT(error_of<UsageError>([&] { reshard(reader, out, 0); }), HasSubstr("0 ranks"));
-  EXPECT_THAT(error_of<UsageError>([&] { reshard(reader, out, 100'001); }), HasSubstr("100001 ranks"));
+  EXPECT_THAT(refusal<UsageError>([&] { reshard(reader, out, 0); }), HasSubstr("0 ranks"));
+  EXPECT_THAT(refusal<UsageError>([&] { reshard(reader, out, 100'001); }), HasSubstr("100001 ranks"));
   EXPECT_FALSE(fs::exists(out));
   const auto names = [](const fs::path& path) {
     std::set<std::string> list;
@@ -178,17 +171,17 @@ TEST(Reshard, BEY05_WrongInputLeavesNothing) {
   // Nothing is overwritten: not the run, not the checkpoint, not somebody's folder.
   for (const auto& taken : {run, run / "step-40", folder.path()}) {
     const auto before = names(taken);
-    EXPECT_THAT(error_of<UsageError>([&] { reshard(reader, taken, 2); }), HasSubstr("reshard to a new folder"));
+    EXPECT_THAT(refusal<UsageError>([&] { reshard(reader, taken, 2); }), HasSubstr("reshard to a new folder"));
     EXPECT_EQ(names(taken), before);
   }
   std::ofstream(folder.path() / "file") << "text";
-  EXPECT_THAT(error_of<CheckpointError>([&] { reshard(reader, folder.path() / "file", 2); }),
+  EXPECT_THAT(refusal<CheckpointError>([&] { reshard(reader, folder.path() / "file", 2); }),
               HasSubstr("cannot make folder"));
   // Another job has it.
   fs::create_directory(out);
   const int other = open((out / ".lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
   ASSERT_EQ(flock(other, LOCK_EX | LOCK_NB), 0);
-  EXPECT_THAT(error_of<CheckpointError>([&] { reshard(reader, out, 2); }), HasSubstr("another job is saving to"));
+  EXPECT_THAT(refusal<CheckpointError>([&] { reshard(reader, out, 2); }), HasSubstr("another job is saving to"));
   close(other);
   // A flipped bit, a file that is cut short, one that is gone: in the original, while it is read.
   const auto file = run / "step-40" / reader.tensor("large").slices.back().file;
@@ -198,7 +191,7 @@ TEST(Reshard, BEY05_WrongInputLeavesNothing) {
   for (const auto& damaged : {flipped, bytes.substr(0, bytes.size() / 2), std::string()}) {
     fs::remove(file);
     if (!damaged.empty()) std::ofstream(file, std::ios::binary) << damaged;
-    const auto error = error_of<CheckpointError>([&] { reshard(CheckpointReader(run), out, 3); });
+    const auto error = refusal<CheckpointError>([&] { reshard(CheckpointReader(run), out, 3); });
     EXPECT_THAT(error, HasSubstr(file.filename().string()));
     EXPECT_EQ(names(out), (std::set<std::string>{".lock"}));
   }

@@ -10,10 +10,12 @@
 #include <vector>
 
 #include "shoal/base/error.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::data {
 
+using test::refusal;
 using Bytes = std::vector<uint8_t>;
 
 class DataFolder : public test::TempFolder {
@@ -42,17 +44,6 @@ inline Bytes idx(const std::vector<uint32_t>& sizes, uint32_t modulus = 256) {
   }
   for (uint64_t i = 0; i < count; ++i) bytes.push_back(static_cast<uint8_t>(i % modulus));
   return bytes;
-}
-
-// The message of the UsageError that `function` throws.
-template <class Function>
-std::string usage_error_of(Function function) {
-  try {
-    function();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "(no UsageError)";
 }
 
 }  // namespace shoal::data

@@ -19,7 +19,7 @@ class FashionMnist : public testing::Test {
   void write_images(const Bytes& bytes) { folder_.write_gzip("train-images-idx3-ubyte.gz", bytes); }
   void write_labels(const Bytes& bytes) { folder_.write_gzip("train-labels-idx1-ubyte.gz", bytes); }
   std::string error() {
-    return usage_error_of([&] { fashion_mnist(Split::train, folder_.path()); });
+    return refusal([&] { fashion_mnist(Split::train, folder_.path()); });
   }
 
   DataFolder folder_;
@@ -36,14 +36,14 @@ TEST_F(FashionMnist, ReadsAFolderOfPlainOrPackedFiles) {
 }
 
 TEST_F(FashionMnist, SaysHowToGetAMissingFolder) {
-  const auto message = usage_error_of([&] { fashion_mnist(Split::train, folder_.path() / "absent"); });
+  const auto message = refusal([&] { fashion_mnist(Split::train, folder_.path() / "absent"); });
   EXPECT_THAT(message, AllOf(HasSubstr("absent"), HasSubstr("apt-get install dataset-fashion-mnist")));
 }
 
 TEST_F(FashionMnist, NamesAMissingFile) {
   write_images(idx({20, 28, 28}));
   EXPECT_THAT(error(), AllOf(HasSubstr(folder_.path().string()), HasSubstr("train-labels-idx1-ubyte.gz")));
-  EXPECT_THAT(usage_error_of([&] { fashion_mnist(Split::test, folder_.path()); }), HasSubstr("t10k-images-idx3-ubyte"));
+  EXPECT_THAT(refusal([&] { fashion_mnist(Split::test, folder_.path()); }), HasSubstr("t10k-images-idx3-ubyte"));
 }
 
 TEST_F(FashionMnist, NamesUnequalCounts) {

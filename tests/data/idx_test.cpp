@@ -15,7 +15,7 @@ using testing::HasSubstr;
 class Idx : public testing::Test {
  protected:
   std::string error_of(const std::filesystem::path& file, int64_t dimensions = 3) {
-    return usage_error_of([&] { read_idx(file, dimensions); });
+    return refusal([&] { read_idx(file, dimensions); });
   }
 
   DataFolder folder_;

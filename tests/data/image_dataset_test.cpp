@@ -30,7 +30,7 @@ TEST(ImageDataset, GivesTheDtypeAskedFor) {
 }
 
 TEST(ImageDataset, RefusesAnIndexBeyondTheEnd) {
-  EXPECT_THAT(usage_error_of([] {
+  EXPECT_THAT(refusal([] {
                 counting_images()->get_batch(std::vector<size_t>{0, 10});
               }),
               testing::HasSubstr("sample 10 of a data set that has 10"));

@@ -23,7 +23,7 @@ TEST(TextDataset, CutsWindowsWhoseTargetsAreOneFurtherOn) {
 
 TEST(TextDataset, TakesExactlyOneWindow) {
   EXPECT_EQ(TextDataset(at::arange(4, at::kByte), 3).size(), 1u);
-  EXPECT_THAT(usage_error_of([] { TextDataset(at::arange(3, at::kByte), 3); }),
+  EXPECT_THAT(refusal([] { TextDataset(at::arange(3, at::kByte), 3); }),
               HasSubstr("3 bytes are too short for one window of 4"));
   EXPECT_THROW(TextDataset(at::arange(3, at::kByte), 0), UsageError);
 }
@@ -53,11 +53,11 @@ TEST(TextFile, HoldsItsEndOutForTesting) {
 
 TEST(TextFile, NamesAMissingOrShortFile) {
   const DataFolder folder;
-  EXPECT_THAT(usage_error_of([&] { text_file(folder.path() / "absent", 9, Split::train); }),
+  EXPECT_THAT(refusal([&] { text_file(folder.path() / "absent", 9, Split::train); }),
               AllOf(HasSubstr("absent"), HasSubstr("no such file")));
   const auto file = folder.write("short", counting(90));
   EXPECT_NO_THROW(text_file(file, 9, Split::train));
-  EXPECT_THAT(usage_error_of([&] { text_file(file, 9, Split::test); }),
+  EXPECT_THAT(refusal([&] { text_file(file, 9, Split::test); }),
               AllOf(HasSubstr("short"), HasSubstr("90 bytes, of which 9 are for testing; a window needs 10")));
   EXPECT_THROW(text_file(folder.write("empty", {}), 9, Split::train), UsageError);
   EXPECT_THROW(text_file(file, 9, Split::train, 1.0), UsageError);

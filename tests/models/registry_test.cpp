@@ -7,24 +7,17 @@
 
 #include "models/loss.h"
 #include "shoal/base/error.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::models {
 namespace {
+
+using test::refusal;
 
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Property;
-
-template <class Function>
-std::string usage_error_of(Function function) {
-  try {
-    function();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no UsageError";
-}
 
 TEST(Registry, ListsNamesAndSizes) {
   EXPECT_THAT(model_names(), ElementsAre("mlp", "cnn", "gpt"));
@@ -33,12 +26,12 @@ TEST(Registry, ListsNamesAndSizes) {
 }
 
 TEST(Registry, ListsTheChoicesForAnUnknownName) {
-  EXPECT_THAT(usage_error_of([] { make_model("vgg", "tiny", Init::torch, 1); }),
+  EXPECT_THAT(refusal([] { make_model("vgg", "tiny", Init::torch, 1); }),
               AllOf(HasSubstr("'vgg'"), HasSubstr("mlp, cnn, gpt")));
-  EXPECT_THAT(usage_error_of([] { make_model("mlp", "huge", Init::torch, 1); }),
+  EXPECT_THAT(refusal([] { make_model("mlp", "huge", Init::torch, 1); }),
               AllOf(HasSubstr("size of mlp 'huge'"), HasSubstr("tiny, small")));
-  EXPECT_THAT(usage_error_of([] { require_model("gpt", ""); }), HasSubstr("tiny, small, large, gpt2"));
-  EXPECT_THAT(usage_error_of([] { gpt_config("huge"); }), HasSubstr("tiny, small, large, gpt2"));
+  EXPECT_THAT(refusal([] { require_model("gpt", ""); }), HasSubstr("tiny, small, large, gpt2"));
+  EXPECT_THAT(refusal([] { gpt_config("huge"); }), HasSubstr("tiny, small, large, gpt2"));
 }
 
 TEST(Registry, Gpt2HasItsPublishedSizes) {

@@ -14,12 +14,14 @@
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
 namespace shoal {
 namespace {
 
 using test::difference;
+using test::refusal;
 using test::world;
 using torch::nn::BatchNormOptions;
 
@@ -235,24 +237,14 @@ struct TypedImpl : torch::nn::Module {
   torch::nn::Sequential rest{nullptr};
 };
 
-template <class Act>
-std::string refusal(const Act& act) {
-  try {
-    act();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(SyncBatchNorm, SDP09_refuses_what_it_cannot_do) {
   const auto typed = std::make_shared<TypedImpl>();
   EXPECT_NE(refusal([&] { convert_sync_batch_norm(typed, group()); }).find("norm: a member"), std::string::npos);
   EXPECT_FALSE(typed->rest->ptr(0)->as<SyncBatchNormImpl>()) << "all or nothing";
-  EXPECT_NE(refusal([&] { convert_sync_batch_norm(nullptr, group()); }), "");
+  EXPECT_NE(refusal([&] { convert_sync_batch_norm(nullptr, group()); }), "nothing was refused");
   SyncBatchNorm norm(BatchNormOptions(channels), group());
   EXPECT_NE(refusal([&] { norm(at::ones({2, 4})); }).find("[2, 4]; it must be [n, 3]"), std::string::npos);
-  EXPECT_NE(refusal([&] { norm(at::ones({3})); }), "");
+  EXPECT_NE(refusal([&] { norm(at::ones({3})); }), "nothing was refused");
   EXPECT_NE(refusal([&] { norm(at::ones({2, 3}, at::kLong)); }).find("floating point"), std::string::npos);
   if (group().size() == 1) return;
   const auto single = at::ones({group().rank() == 0 ? 1 : 0, channels});

@@ -18,10 +18,12 @@
 #include "shoal/optim/fused_sgd.h"
 #include "shoal/optim/lamb.h"
 #include "shoal/optim/muon.h"
+#include "tests/support/refusal.h"
 
 namespace shoal {
 namespace {
 
+using test::refusal;
 using namespace torch::optim;
 using testing::AllOf;
 using testing::HasSubstr;
@@ -107,16 +109,6 @@ TEST(NamedState, TensorsAreSharedNotCopied) {
   const auto& state = static_cast<AdamWParamState&>(*optimizer.state().at(parameters[0].unsafeGetTensorImpl()));
   named_state(state).tensors.at("exp_avg").fill_(7);
   EXPECT_TRUE(state.exp_avg().equal(at::full({4, 3}, 7.0)));
-}
-
-template <class Call>
-std::string refusal(const Call& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
 }
 
 TEST(NamedState, MissingAndForeignFieldsAreNamed) {

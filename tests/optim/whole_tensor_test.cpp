@@ -16,10 +16,12 @@
 #include "shoal/optim/muon.h"
 #include "tests/optim/inputs.h"
 #include "tests/optim/vectors.h"
+#include "tests/support/refusal.h"
 
 namespace shoal {
 namespace {
 
+using test::refusal;
 using testing::AllOf;
 using testing::HasSubstr;
 using torch::optim::OptimizerParamGroup;
@@ -157,16 +159,6 @@ TEST(Muon, StepsAreNearlyOrthogonal) {
     EXPECT_GT(values.min().item<double>(), 0.6);
     EXPECT_LT(values.max().item<double>(), 1.3);
   }
-}
-
-template <class Call>
-std::string refusal(const Call& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
 }
 
 TEST(Muon, RefusesAllButMatricesByIndexAndShape) {

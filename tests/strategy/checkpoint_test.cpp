@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 
 #include "shoal/base/error.h"
+#include "tests/support/refusal.h"
 
 namespace shoal {
 namespace {
@@ -12,6 +13,7 @@ namespace {
 using test::expect_buffers;
 using test::expect_holds;
 using test::first_ranks;
+using test::refusal;
 using test::same_bits;
 using test::SharedFolder;
 using test::start;
@@ -99,16 +101,6 @@ TEST(TrainingCheckpoint, BEY05_OtherStrategiesGetTheMeanOfDecentralisedRanks) {
     const auto mean = all.view({group().size(), -1}).to(at::kDouble).mean(0).to(at::kFloat).view(own.sizes());
     EXPECT_TRUE(at::allclose(reader.read(name), mean, 1e-6, 1e-7)) << name;
   }
-}
-
-template <class Act>
-std::string refusal(const Act& act) {
-  try {
-    act();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "";
 }
 
 TEST(TrainingCheckpoint, BEY05_WhatDoesNotFitIsNamedAndNothingChanges) {

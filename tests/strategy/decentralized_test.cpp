@@ -26,7 +26,7 @@ std::vector<std::string> names() {
   return {"complete", "ring", "one-peer-exp", "alternating-exp-ring", "exp", "torus", "hypercube", "star", "random"};
 }
 
-TEST(Decentralized, DEC01_DEC05_every_topology_equals_a_dense_simulation_in_both_layouts) {
+TEST(Decentralized, DEC05_DEC01_every_topology_equals_a_dense_simulation_in_both_layouts) {
   for (const auto& name : names()) {
     for (const bool views : {true, false}) {
       const auto topology = make_topology(name, group().size(), 1, 7);

@@ -8,17 +8,13 @@
 
 #include "shoal/base/error.h"
 #include "tests/strategy/fsdp_training.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::test {
 namespace {
 
-std::string refusal(const std::shared_ptr<MlpImpl>& module, const Options& options) {
-  try {
-    FullyShardedDataParallel<MlpImpl> parallel(module, group(), options);
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "accepted";
+std::string refused(const std::shared_ptr<MlpImpl>& module, const Options& options) {
+  return refusal([&] { FullyShardedDataParallel<MlpImpl>(module, group(), options); });
 }
 
 TEST(Fsdp, FSDP13_the_module_is_where_the_device_option_says_or_an_error_says_why_not) {
@@ -30,10 +26,10 @@ TEST(Fsdp, FSDP13_the_module_is_where_the_device_option_says_or_an_error_says_wh
   for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.device().is_cpu());
 
   const auto stays = make_mlp();
-  EXPECT_THAT(refusal(stays, {.device = at::Device("meta")}), testing::HasSubstr("device meta"));
+  EXPECT_THAT(refused(stays, {.device = at::Device("meta")}), testing::HasSubstr("device meta"));
   if (!torch::cuda::is_available()) {
-    EXPECT_THAT(refusal(stays, {.device = at::Device("cuda")}), testing::HasSubstr("device cuda"));
-    EXPECT_THAT(refusal(stays, {.device = at::Device("cuda:1")}), testing::HasSubstr("device cuda:1"));
+    EXPECT_THAT(refused(stays, {.device = at::Device("cuda")}), testing::HasSubstr("device cuda"));
+    EXPECT_THAT(refused(stays, {.device = at::Device("cuda:1")}), testing::HasSubstr("device cuda:1"));
   }
   for (const auto& parameter : stays->parameters()) EXPECT_TRUE(parameter.device().is_cpu()) << "nothing is lost";
 }
@@ -42,14 +38,14 @@ TEST(Fsdp, FSDP10_the_whole_module_cannot_be_ignored) {
   const auto model = make_mlp();
   std::vector<std::string> names;
   for (const auto& entry : model->named_parameters()) names.push_back(entry.key());
-  EXPECT_THAT(refusal(model, {.ignored_parameters = names}), testing::HasSubstr("nothing to train"));
-  EXPECT_THAT(refusal(model, {.ignored_modules = {""}}), testing::HasSubstr("no sub-module named ''"));
+  EXPECT_THAT(refused(model, {.ignored_parameters = names}), testing::HasSubstr("nothing to train"));
+  EXPECT_THAT(refused(model, {.ignored_modules = {""}}), testing::HasSubstr("no sub-module named ''"));
 }
 
 TEST(Fsdp, FSDP22_a_module_is_wrapped_once) {
   const auto model = make_mlp();
   FullyShardedDataParallel<MlpImpl> parallel(model, group());
-  EXPECT_THAT(refusal(model, {}), testing::HasSubstr("sharded already"));
+  EXPECT_THAT(refused(model, {}), testing::HasSubstr("sharded already"));
 }
 
 TEST(Fsdp, FSDP19_a_parameter_that_changed_its_shape_is_named) {

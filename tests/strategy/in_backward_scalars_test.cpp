@@ -169,7 +169,8 @@ Use most_bytes(const std::optional<OptimizerInBackwardOptions>& in_backward, int
     return std::make_unique<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(1e-3));
   };
   auto& meter = MemoryMeter::instance();
-  group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which stays
+  const auto message = at::zeros({1000});  // lives on, since Gloo's thread may hold it still
+  group().broadcast(message, 0).wait();    // makes the staging buffer, which stays
   const auto before = meter.live() + shared_bytes();
   const auto bucket_mb = 2.0 * static_cast<double>(width * width * 4) / (1 << 20);  // two layers
   InBackwardTraining<torch::nn::SequentialImpl> training(model.ptr(), plain, in_backward,
@@ -211,8 +212,8 @@ TEST(OptimizerInBackward, DDP18_gradients_never_take_more_than_two_buckets) {
   EXPECT_GE(inside.peak, bucket) << "or nothing was measured";
   EXPECT_LE(inside.held, small);
   const auto after = most_bytes(std::nullopt, layers, width);
-  EXPECT_GE(after.peak, layers * layer - small);
-  EXPECT_GE(after.held, layers * layer - small);
+  EXPECT_GE(after.peak, layers * layer);
+  EXPECT_GE(after.held, layers * layer);
   if (group().rank() == 0) {
     fmt::print("peak {:.2f} of {:.2f} buckets; after backward {:.2f}\n", inside.peak / bucket, after.peak / bucket,
                inside.held / bucket);

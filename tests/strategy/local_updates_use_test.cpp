@@ -14,6 +14,7 @@
 #include "shoal/base/error.h"
 #include "shoal/strategy/local_updates.h"
 #include "tests/strategy/local_updates_simulation.h"
+#include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
 namespace shoal {
@@ -22,6 +23,7 @@ namespace {
 using test::batch;
 using test::difference;
 using test::mean_loss;
+using test::refusal;
 using test::seeded;
 using test::world;
 using testing::HasSubstr;
@@ -219,16 +221,6 @@ TEST(LocalUpdatesUse, BEY22_goes_on_from_its_state_to_the_last_bit) {
   }
 }
 
-template <class Act>
-std::string usage_error(const Act& act) {
-  try {
-    act();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 TEST(LocalUpdatesUse, BEY22_refuses_another_ones_state) {
   auto model = seeded(1);
   const auto optimizer = test::two_rates(model);
@@ -240,7 +232,7 @@ TEST(LocalUpdatesUse, BEY22_refuses_another_ones_state) {
   const auto refused = [&](const std::function<void(OptimizerState&)>& change) {
     auto wrong = state;
     change(wrong);
-    const auto text = usage_error([&] { fresh.load_state_dict(wrong); });
+    const auto text = refusal([&] { fresh.load_state_dict(wrong); });
     EXPECT_EQ(fresh.steps(), 0);
     return text;
   };
@@ -251,9 +243,9 @@ TEST(LocalUpdatesUse, BEY22_refuses_another_ones_state) {
   EXPECT_THAT(refused([&](auto& all) { all[name].tensors.erase("in_flight"); }), HasSubstr("in_flight"));
   EXPECT_THAT(refused([&](auto& all) { all[name].numbers["step"] = 6; }), HasSubstr("step"));
   LocalUpdates at_once(model, *optimizer, group(), {.every = 4, .outer = OuterNesterov{}});
-  EXPECT_THAT(usage_error([&] { at_once.load_state_dict(state); }), HasSubstr("in_flight"));
+  EXPECT_THAT(refusal([&] { at_once.load_state_dict(state); }), HasSubstr("in_flight"));
   LocalUpdates averaging(model, *optimizer, group(), {.every = 4, .delay = 2});
-  EXPECT_THAT(usage_error([&] { averaging.load_state_dict(state); }), HasSubstr("anchor"));
+  EXPECT_THAT(refusal([&] { averaging.load_state_dict(state); }), HasSubstr("anchor"));
   fresh.load_state_dict(state);
   EXPECT_EQ(fresh.steps(), 5);
 }
@@ -262,7 +254,7 @@ TEST(LocalUpdatesUse, BEY22_wrong_options_are_listed_together) {
   auto model = seeded(1);
   const auto optimizer = test::two_rates(model);
   const auto error = [&](const Options& options) {
-    return usage_error([&] { LocalUpdates(model, *optimizer, group(), options); });
+    return refusal([&] { LocalUpdates(model, *optimizer, group(), options); });
   };
   const auto all = error({.every = 0,
                           .outer = SlowMo{.slow_lr = 0, .slow_momentum = 1},
@@ -284,17 +276,17 @@ TEST(LocalUpdatesUse, BEY22_wrong_options_are_listed_together) {
 TEST(LocalUpdatesUse, BEY22_parameters_that_would_never_be_exchanged_are_refused) {
   auto model = seeded(1);
   torch::optim::SGD some(model->first->parameters(), torch::optim::SGDOptions(0.1));
-  EXPECT_THAT(usage_error([&] { LocalUpdates(model, some, group(), {}); }),
+  EXPECT_THAT(refusal([&] { LocalUpdates(model, some, group(), {}); }),
               HasSubstr("does not have parameter second.weight"));
   auto parameters = model->parameters();
   parameters.push_back(at::zeros({2}).requires_grad_());
   torch::optim::SGD more(parameters, torch::optim::SGDOptions(0.1));
-  EXPECT_THAT(usage_error([&] { LocalUpdates(model, more, group(), {}); }), HasSubstr("not the module's"));
+  EXPECT_THAT(refusal([&] { LocalUpdates(model, more, group(), {}); }), HasSubstr("not the module's"));
   model->third->bias.requires_grad_(false);
   const auto optimizer = test::two_rates(model);
   LocalUpdates local(model, *optimizer, group(), {});
   model->third->bias.requires_grad_(true);
-  EXPECT_THAT(usage_error([&] { local.step(); }), HasSubstr("third.bias"));
+  EXPECT_THAT(refusal([&] { local.step(); }), HasSubstr("third.bias"));
 }
 
 TEST(LocalUpdatesUse, BEY22_ranks_with_different_options_are_named) {

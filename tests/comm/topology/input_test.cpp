@@ -7,22 +7,13 @@
 
 #include "shoal/base/error.h"
 #include "tests/comm/topology/dense.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::test {
 namespace {
 
 using ::testing::HasSubstr;
-
-template <class Act>
-std::string refusal(const Act& act) {
-  try {
-    act();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "(nothing was thrown)";
-}
 
 // In the second of two rounds, so that the number is checked as well.
 std::string refusal_of(const RoundSpec& spec, Stochastic kind = Stochastic::doubly) {

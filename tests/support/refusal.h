@@ -1,0 +1,21 @@
+#pragma once
+// What an error says.
+
+#include <string>
+
+#include "shoal/base/error.h"
+
+namespace shoal::test {
+
+// The message of the Error that `act` throws; other errors pass.
+template <class Error = UsageError, class Act>
+std::string refusal(const Act& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+}  // namespace shoal::test
