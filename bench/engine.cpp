@@ -28,37 +28,38 @@ torch::nn::Sequential make_model(int64_t layers) {
 
 // Takes part in every use of memory and does nothing: what FSDP's pages cost besides gathering.
 class Nobody : public shoal::MemoryUser {
-  bool begin_use(c10::StorageImpl*) noexcept override { return true; }
-  void end_use(c10::StorageImpl*) noexcept override {}
+  void begin_use(const std::string&, std::span<c10::StorageImpl* const>) override {}
+  void end_use(std::span<c10::StorageImpl* const>) noexcept override {}
 };
 
-// A small operator while some memory of the process is watched; not its own.
+// A small operator on tensors that are not watchable, watchable, and watched.
 void small_operator(benchmark::State& state) {
   Nobody nobody;
-  const auto elsewhere = at::ones({1}), a = at::ones({64}), b = at::ones({64});
-  auto* storage = elsewhere.storage().unsafeGetStorageImpl();
-  if (state.range(0) != 0) shoal::watch(storage, nobody);
+  auto a = at::ones({64});
+  const auto b = at::ones({64});
+  if (state.range(0) >= 1) a = shoal::watchable(a);
+  auto* storage = a.storage().unsafeGetStorageImpl();
+  if (state.range(0) == 2) shoal::watch(storage, nobody);
   for (auto _ : state) benchmark::DoNotOptimize(at::add(a, b));
-  if (state.range(0) != 0) shoal::unwatch(storage);
+  if (state.range(0) == 2) shoal::unwatch(storage);
 }
 
-// Forward and backward of gpt tiny while all its parameters are watched.
+// Forward and backward of gpt tiny, its parameters not watchable, watchable, and watched.
 void gpt_tiny(benchmark::State& state) {
   Nobody nobody;
   const auto model = shoal::models::make_model("gpt", "tiny", shoal::models::Init::torch, 1);
   const auto batch = shoal::data::reference_batch("gpt", "tiny", {.seed = 1}, 4);
-  std::set<c10::StorageImpl*> memory;
-  for (const auto& parameter : model->parameters()) memory.insert(parameter.storage().unsafeGetStorageImpl());
-  if (state.range(0) != 0) {
-    for (auto* storage : memory) shoal::watch(storage, nobody);
+  std::set<c10::StorageImpl*> watched;
+  for (auto& parameter : model->parameters()) {
+    if (state.range(0) >= 1) parameter.set_data(shoal::watchable(parameter.detach()));
+    if (state.range(0) == 2) watched.insert(parameter.storage().unsafeGetStorageImpl());
   }
+  for (auto* storage : watched) shoal::watch(storage, nobody);
   for (auto _ : state) {
     model->zero_grad();
     shoal::models::loss_of(model->forward(batch.data), batch.target).backward();
   }
-  if (state.range(0) != 0) {
-    for (auto* storage : memory) shoal::unwatch(storage);
-  }
+  for (auto* storage : watched) shoal::unwatch(storage);
 }
 
 void bare(benchmark::State& state) {
@@ -102,8 +103,8 @@ void collective(benchmark::State& state) {
 }
 
 BENCHMARK(collective)->Arg(0)->Arg(1)->Arg(2)->ArgName("telemetry")->Iterations(300000);
-BENCHMARK(small_operator)->Arg(0)->Arg(1)->ArgName("watched");
-BENCHMARK(gpt_tiny)->Arg(0)->Arg(1)->ArgName("watched")->Unit(benchmark::kMicrosecond);
+BENCHMARK(small_operator)->Arg(0)->Arg(1)->Arg(2)->ArgName("watched");
+BENCHMARK(gpt_tiny)->Arg(0)->Arg(1)->Arg(2)->ArgName("watched")->Unit(benchmark::kMicrosecond);
 BENCHMARK(bare)->Arg(4)->Arg(32)->Unit(benchmark::kMicrosecond);
 BENCHMARK(ddp)->ArgsProduct({{4, 32}, {0, 1}})->ArgNames({"layers", "view"})->Unit(benchmark::kMicrosecond);
 

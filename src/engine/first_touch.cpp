@@ -1,6 +1,5 @@
 #include "engine/first_touch.h"
 
-#include <ATen/record_function.h>
 #include <c10/util/ScopeExit.h>
 
 #include <set>
@@ -19,24 +18,13 @@ void FirstTouch::arm(size_t index, const at::Tensor& memory) {
 }
 
 void FirstTouch::touch_all() {
-  check();
   const std::lock_guard lock(mutex_);
   while (!armed_.empty()) touch(armed_.begin()->first);
 }
 
-void FirstTouch::check() {
-  const std::lock_guard lock(mutex_);
-  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
-}
-
-bool FirstTouch::begin_use(c10::StorageImpl* storage) noexcept {
+void FirstTouch::begin_use(const std::string&, std::span<c10::StorageImpl* const> memory) {
   const std::lock_guard lock(mutex_);  // others that take the same memory wait as well
-  try {
-    touch(storage);
-  } catch (...) {
-    error_ = std::current_exception();
-  }
-  return false;
+  for (auto* storage : memory) touch(storage);
 }
 
 void FirstTouch::touch(c10::StorageImpl* storage) {
@@ -44,7 +32,7 @@ void FirstTouch::touch(c10::StorageImpl* storage) {
   if (begin == end) return;
   std::set<size_t> indices;
   for (auto entry = begin; entry != end; ++entry) indices.insert(entry->second);
-  const at::RecordFunctionGuard own_operators(/*is_enabled=*/false);
+  const UnwatchedOperators own;
   // Watched until the end, so that other threads wait, too.
   const auto disarm = c10::make_scope_exit([&] {
     std::set<c10::StorageImpl*> storages;

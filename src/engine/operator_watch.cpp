@@ -1,52 +1,36 @@
 #include "engine/operator_watch.h"
 
-#include <ATen/core/ivalue.h>
-#include <ATen/record_function.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
 
-#include <mutex>
+#include <algorithm>
 #include <shared_mutex>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 namespace shoal {
 namespace {
 
-struct Use {
-  MemoryUser* user;
-  c10::StorageImpl* storage;
-};
+// A mark on tensors that brings their operators here first. Nothing else in libtorch uses it, and what makes a view
+// hands it on. (at::RecordFunction also sees operators, but then every operator of the process pays.)
+constexpr auto mark = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
-// What one operator has to give back.
-struct Uses : at::ObserverContext {
-  std::vector<Use> list;
-};
-
-std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& call);
-void after_operator(const at::RecordFunction& call, at::ObserverContext* context);
-
-// RecordFunction takes plain functions only, so the process has one, and one table of whom it tells.
-class Table {
+// Who uses which memory. Operators know nothing but their tensors, so the process has one.
+class Users {
  public:
-  static Table& instance() {
-    static auto* table = new Table;  // operators may run while the process ends
-    return *table;
+  static Users& instance() {
+    static auto* users = new Users;  // operators may run while the process ends
+    return *users;
   }
 
   void add(c10::StorageImpl* storage, MemoryUser& user) {
     const std::lock_guard lock(mutex_);
     users_[storage] = &user;
-    if (handle_ != at::INVALID_CALLBACK_HANDLE) return;
-    handle_ = at::addGlobalCallback(at::RecordFunctionCallback(&before_operator, &after_operator)
-                                        .needsInputs(true)
-                                        .scopes({at::RecordScope::FUNCTION}));
   }
 
   void remove(c10::StorageImpl* storage) {
     const std::lock_guard lock(mutex_);
     users_.erase(storage);
-    if (!users_.empty() || handle_ == at::INVALID_CALLBACK_HANDLE) return;
-    at::removeCallback(std::exchange(handle_, at::INVALID_CALLBACK_HANDLE));
   }
 
   MemoryUser* find(c10::StorageImpl* storage) const {
@@ -58,45 +42,94 @@ class Table {
  private:
   mutable std::shared_mutex mutex_;
   std::unordered_map<c10::StorageImpl*, MemoryUser*> users_;
-  at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
 };
 
-std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& call) {
-  std::unique_ptr<Uses> uses;
-  const auto see = [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.has_storage()) return;
-    auto* storage = tensor.storage().unsafeGetStorageImpl();
-    auto* user = Table::instance().find(storage);
-    if (user == nullptr) return;
-    // What the user does about it are its own operators.
-    const at::RecordFunctionGuard own_operators(/*is_enabled=*/false);
-    if (!user->begin_use(storage)) return;
-    if (!uses) uses = std::make_unique<Uses>();
-    uses->list.push_back({user, storage});
-  };
-  for (const auto& input : call.inputs()) {
-    if (input.isTensor()) {
-      see(input.toTensor());
-    } else if (input.isTensorList()) {
-      for (const at::Tensor& tensor : input.toTensorList()) see(tensor);
+// What one operator takes.
+class Uses {
+ public:
+  explicit Uses(const std::string& op) : op_(op) {}
+  Uses(const Uses&) = delete;
+  Uses& operator=(const Uses&) = delete;
+  ~Uses() {
+    for (size_t user = 0; user < begun_; ++user) users_[user].first->end_use(users_[user].second);
+  }
+
+  void see(const c10::IValue& value) {
+    if (value.isTensor()) {
+      see(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) see(tensor);
+    } else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        if (tensor) see(*tensor);
+      }
     }
   }
-  return uses;
+
+  void begin() {
+    if (users_.empty()) return;
+    const UnwatchedOperators own;  // what users do about it
+    for (; begun_ < users_.size(); ++begun_) users_[begun_].first->begin_use(op_, users_[begun_].second);
+  }
+
+ private:
+  using Memory = c10::SmallVector<c10::StorageImpl*, 4>;
+
+  void see(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.key_set().has(mark)) return;
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    auto* user = Users::instance().find(storage);
+    if (user == nullptr) return;
+    auto* place = std::find_if(users_.begin(), users_.end(), [&](const auto& entry) { return entry.first == user; });
+    if (place == users_.end()) place = &users_.emplace_back(user, Memory());
+    auto& memory = place->second;
+    if (std::find(memory.begin(), memory.end(), storage) == memory.end()) memory.push_back(storage);
+  }
+
+  const std::string& op_;
+  c10::SmallVector<std::pair<MemoryUser*, Memory>, 1> users_;
+  size_t begun_ = 0;
+};
+
+void tell(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  Uses uses(op.schema().name());
+  for (const auto& argument : torch::jit::last(*stack, op.schema().arguments().size())) uses.see(argument);
+  uses.begin();
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, mark), stack);
 }
 
-void after_operator(const at::RecordFunction&, at::ObserverContext* context) {
-  if (context == nullptr) return;
-  for (const auto& use : static_cast<Uses*>(context)->list) use.user->end_use(use.storage);
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&tell>());
+}
+
+// Operators that touch no memory: those that make views or change what is known of a tensor, and those that consist of
+// other operators, which are told of.
+TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
+  for (const auto* name :
+       {"alias", "as_strided", "conv1d", "conv2d", "conv3d", "data", "detach", "expand", "layer_norm", "linear",
+        "matmul", "narrow", "permute", "requires_grad_", "reshape", "select.int", "set_data", "slice.Tensor", "split.Tensor",
+        "squeeze.dim", "t", "transpose.int", "unsqueeze", "view", "_has_compatible_shallow_copy_type"}) {
+    library.impl(name, torch::CppFunction::makeFallthrough());
+  }
 }
 
 }  // namespace
 
+at::Tensor watchable(const at::Tensor& tensor) {
+  auto marked = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
+                                                         tensor.key_set() | c10::DispatchKeySet(mark), tensor.dtype());
+  marked.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  return marked;
+}
+
 void watch(c10::StorageImpl* storage, MemoryUser& user) {
-  Table::instance().add(storage, user);
+  Users::instance().add(storage, user);
 }
 
 void unwatch(c10::StorageImpl* storage) {
-  Table::instance().remove(storage);
+  Users::instance().remove(storage);
 }
+
+UnwatchedOperators::UnwatchedOperators() : guard_(mark) {}
 
 }  // namespace shoal

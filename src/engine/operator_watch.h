@@ -1,26 +1,44 @@
 #pragma once
 // Being told which operators take tensors on certain memory, whoever calls them.
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <span>
+#include <string>
 
 namespace shoal {
 
-// Told of every operator, on any thread, that takes a tensor on memory it watches. An operator may call others with the
-// same tensors, so uses nest. Memory that is read past the operators (data_ptr) is not seen. (at::RecordFunction, as
-// libtorch's profilers use it.)
+// The same memory, shape and strides under a tensor whose operators can be watched. So can those of all its views, and
+// of tensors that get it by set_data(). Every operator that takes one of them costs a little more, watched or not;
+// others cost nothing.
+at::Tensor watchable(const at::Tensor& tensor);
+
+// Told of every operator, on any thread, that takes a watchable tensor on memory it watches. An operator may call
+// others with the same tensors, so uses nest. Operators that only make views are not told of, nor is memory that is
+// read past the operators (data_ptr).
 class MemoryUser {
  public:
   virtual ~MemoryUser() = default;
-  // Before the operator runs; true: end_use is wanted. May take long, and may watch and unwatch memory. Must not throw:
-  // libtorch drops what callbacks throw and runs the operator all the same.
-  virtual bool begin_use(c10::StorageImpl* storage) noexcept = 0;
-  // After it, also after an exception.
-  virtual void end_use(c10::StorageImpl* storage) noexcept = 0;
+  // Before `op` runs, with all memory of this user that it takes, each once. What this throws, the operator throws
+  // instead of running. May take long, and may watch and unwatch memory.
+  virtual void begin_use(const std::string& op, std::span<c10::StorageImpl* const> memory) = 0;
+  // After it, also after an exception, unless begin_use threw.
+  virtual void end_use(std::span<c10::StorageImpl* const> memory) noexcept = 0;
 };
 
-// While any memory is watched, every operator of the process costs a look at its tensors; otherwise nothing. The user
-// must have unwatched before it goes. Not while one of its operators runs.
+// The user must have unwatched before it goes. Not while one of its operators runs.
 void watch(c10::StorageImpl* storage, MemoryUser& user);
 void unwatch(c10::StorageImpl* storage);
+
+// While it lives, nobody is told of this thread's operators.
+class UnwatchedOperators {
+ public:
+  UnwatchedOperators();
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard guard_;
+};
 
 }  // namespace shoal

@@ -1,11 +1,14 @@
 #include "engine/pager.h"
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
+#include <set>
 
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
@@ -45,6 +48,12 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
   const std::lock_guard lock(mutex_);
   auto page = std::make_unique<Page>();
   const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
+  largest_ = std::max(largest_, bytes);
+  if (options_.bytes && largest_ > bytes_in_use()) {
+    throw UsageError(fmt::format("byte_limit {} has no room for {} of {} bytes and {} fetched ahead; the least that has is {}",
+                                 *options_.bytes, source.name, bytes, options_.ahead,
+                                 largest_ * static_cast<int64_t>(options_.ahead + 1)));
+  }
   page->source = std::move(source);
   page->storage = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, options.device()),
                                /*allocator=*/nullptr, /*resizable=*/false);
@@ -52,6 +61,7 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
   page->numel = numel;
   auto flat = at::empty({0}, page->options);
   flat.set_(page->storage, 0, {numel}, {1});
+  flat = watchable(flat);
   remove(*page);
   auto* storage = page->storage.unsafeGetStorageImpl();
   index_[storage] = pages_.size();
@@ -129,7 +139,7 @@ void Pager::bring(size_t index) {
   }
   mark_use(group_, page.source.name);
   order_.missed(index);
-  make_room(1);
+  make_room(&page);
   while (page.state == State::away) {
     const auto next = *order_.next(index);
     if (next == index) {
@@ -145,15 +155,29 @@ void Pager::bring(size_t index) {
   fetch_ahead();
 }
 
-// For so many more; never takes a page that some operator uses.
-void Pager::make_room(size_t more) {
+// What pages in use may take.
+int64_t Pager::bytes_in_use() const {
+  return options_.bytes ? *options_.bytes - largest_ * static_cast<int64_t>(options_.ahead)
+                        : std::numeric_limits<int64_t>::max();
+}
+
+bool Pager::too_many(size_t pages, int64_t bytes) const {
+  return pages > options_.resident || bytes > bytes_in_use();
+}
+
+// For one more, or for none; never takes a page that some operator uses.
+void Pager::make_room(const Page* next) {
   if (keep_) return;
-  for (auto place = used_.begin(); place != used_.end() && used_.size() + more > options_.resident;) {
+  int64_t bytes = next == nullptr ? 0 : next->bytes();
+  for (const auto index : used_) bytes += pages_[index]->bytes();
+  for (auto place = used_.begin(); place != used_.end();) {
+    if (!too_many(used_.size() + (next == nullptr ? 0 : 1), bytes)) return;
     auto& page = *pages_[*place];
     if (page.users > 0) {
       ++place;
       continue;
     }
+    bytes -= page.bytes();
     remove(page);
     place = used_.erase(place);
   }
@@ -171,29 +195,41 @@ void Pager::fetch_ahead() {
   }
 }
 
-bool Pager::begin_use(c10::StorageImpl* storage) noexcept {
+void Pager::begin_use(const std::string& op, std::span<c10::StorageImpl* const> memory) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
-  const auto index = index_.at(storage);
-  ++pages_[index]->users;
-  try {
-    bring(index);
-  } catch (const std::exception& error) {
-    // The operator finds no memory, and fails with this text.
-    if (!error_) error_ = std::current_exception();
-    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(error.what());
+  require_room(op, memory);
+  for (auto* storage : memory) ++pages_[index_.at(storage)]->users;
+  auto unpin = c10::make_scope_exit([&] { unuse(memory); });
+  for (auto* storage : memory) bring(index_.at(storage));
+  unpin.release();
+}
+
+void Pager::end_use(std::span<c10::StorageImpl* const> memory) noexcept {
+  const std::lock_guard lock(mutex_);
+  unuse(memory);
+}
+
+void Pager::unuse(std::span<c10::StorageImpl* const> memory) {
+  for (auto* storage : memory) --pages_[index_.at(storage)]->users;
+}
+
+// A unit of several pages counts once.
+void Pager::require_room(const std::string& op, std::span<c10::StorageImpl* const> memory) const {
+  if (keep_ || memory.size() == 1) return;
+  std::set<std::string> units;
+  int64_t bytes = 0;
+  for (auto* storage : memory) {
+    const auto& page = *pages_[index_.at(storage)];
+    units.insert(page.source.name);
+    bytes += page.bytes();
   }
-  return true;
-}
-
-void Pager::end_use(c10::StorageImpl* storage) noexcept {
-  const std::lock_guard lock(mutex_);
-  --pages_[index_.at(storage)]->users;
-}
-
-void Pager::check() {
-  const std::lock_guard lock(mutex_);
-  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  if (!too_many(units.size(), bytes)) return;
+  throw UsageError(fmt::format(
+      "{} takes the parameters of {} units at once, {} bytes in all: {}; of those in memory {} may be in use{}. Raise "
+      "the limit, or hold a summon_full_params() scope",
+      op, units.size(), bytes, fmt::join(units, ", "), options_.resident,
+      options_.bytes ? fmt::format(", with {} bytes", bytes_in_use()) : ""));
 }
 
 void Pager::help_others() {
@@ -220,7 +256,6 @@ void Pager::forget_unused() {
 }
 
 void Pager::begin(Pass pass) {
-  check();
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
   order_.begin(pass);
@@ -261,7 +296,7 @@ void Pager::invalidate(const at::Tensor& page) {
 void Pager::keep(bool all) {
   const std::lock_guard lock(mutex_);
   keep_ = all;
-  make_room(0);
+  make_room(nullptr);
 }
 
 void Pager::hold_all() {

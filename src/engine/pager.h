@@ -6,6 +6,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -17,8 +18,9 @@
 namespace shoal {
 
 struct PagerOptions {
-  size_t resident = 2;  // pages that stay after use, least recently used out first
+  size_t resident = 2;  // pages in use, and that stay after use, least recently used out first
   size_t ahead = 1;     // further pages on their way or waiting for their first use
+  std::optional<int64_t> bytes{};  // of all of them together
   // For debugging: ranks whose order of pages differs are told the first difference (DisagreeError from begin), and a
   // rank whose order changes from pass to pass warns once.
   bool check_order = false;
@@ -34,8 +36,8 @@ struct PageSource {
 // A page is a flat tensor whose memory comes and goes while the tensor, and all views of it, keep their identity.
 // Before an operator takes any of them the page is gathered from the ranks' parts; then it stays until others need the
 // room, at least to the operator's end. So anything may be read anywhere, forward or backward, by any thread. What is
-// read past the operators (data_ptr) while the page is away is an error that says so. Writes to a page are lost unless
-// the parts change, too (store).
+// read past the operators (data_ptr) while the page is away is an error that says so, and so is an operator that needs
+// more pages than may be in memory (UsageError). Writes to a page are lost unless the parts change, too (store).
 //
 // Residency is a cache: correctness never depends on the order of uses. Where ranks use pages in the same order pass
 // after pass, pages are gathered ahead of use (gather_order.h).
@@ -58,7 +60,7 @@ class Pager : private MemoryUser {
   // A new page of `numel` elements, away. Its tensor: [numel].
   at::Tensor add(int64_t numel, const at::TensorOptions& options, PageSource source);
 
-  // A forward begins, a backward or an evaluation has ended. Collective. Throws what an operator's use has left.
+  // A forward begins, a backward or an evaluation has ended. Collective.
   void begin(Pass pass);
   void end();
   // The page's parts have changed: what is in memory is not valid any more.
@@ -69,8 +71,6 @@ class Pager : private MemoryUser {
   void hold_all();
   // Lets them go; `store`: what this rank's parts hold now counts.
   void release_all(bool store);
-  // Throws what an operator's use has left.
-  void check();
   const Statistics& statistics() const { return statistics_; }
 
  private:
@@ -85,10 +85,16 @@ class Pager : private MemoryUser {
     int users = 0;
     at::Tensor memory{};
     Work work{};
+
+    int64_t bytes() const { return static_cast<int64_t>(storage.nbytes()); }
   };
 
-  bool begin_use(c10::StorageImpl* storage) noexcept override;
-  void end_use(c10::StorageImpl* storage) noexcept override;
+  void begin_use(const std::string& op, std::span<c10::StorageImpl* const> memory) override;
+  void end_use(std::span<c10::StorageImpl* const> memory) noexcept override;
+  void require_room(const std::string& op, std::span<c10::StorageImpl* const> memory) const;
+  void unuse(std::span<c10::StorageImpl* const> memory);
+  int64_t bytes_in_use() const;
+  bool too_many(size_t pages, int64_t bytes) const;
   void bring(size_t index);
   void finish(Page& page);
   void start(size_t index);
@@ -96,7 +102,7 @@ class Pager : private MemoryUser {
   void help_others();
   Work gather(const Page& page, const at::Tensor& room) const;
   void fetch_ahead();
-  void make_room(size_t more);
+  void make_room(const Page* next);
   void remove(Page& page);
   void count();
   void check_order(Pass pass);
@@ -110,11 +116,11 @@ class Pager : private MemoryUser {
   std::vector<std::unique_ptr<Page>> pages_;
   std::unordered_map<c10::StorageImpl*, size_t> index_;
   std::list<size_t> used_;  // in memory and used, least recently first
+  int64_t largest_ = 0;     // bytes of a page
   size_t ahead_ = 0;        // in memory or on their way, not used yet
   bool keep_ = false;
   bool warned_ = false;
   SpareMemory spare_;
-  std::exception_ptr error_;
   Statistics statistics_;
 };
 

@@ -1,10 +1,10 @@
 #include "engine/parameter_gather.h"
 
-#include <ATen/record_function.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 
+#include "engine/operator_watch.h"
 #include "engine/parameter_buffer.h"
 #include "memory/views.h"
 
@@ -15,7 +15,10 @@ class InParameters : public ParameterGather {
  public:
   InParameters(const Group& group, std::vector<at::Tensor> parameters, const FlatLayout& layout,
                std::vector<Range> owners, const Label& label)
-      : buffer_(group, std::move(parameters), layout, std::move(owners), OnceBufferOptions(), label) {}
+      : buffer_(group, std::move(parameters), layout, std::move(owners), OnceBufferOptions(), label) {
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor parameter : buffer_.parameters()) parameter.set_data(watchable(parameter.detach()));
+  }
 
   at::Tensor elements(const Slice& slice) const override { return buffer_.part(slice.in_flat); }
   at::Tensor outgoing(const Slice& slice) const override { return elements(slice); }
@@ -33,7 +36,8 @@ class InGradients : public ParameterGather {
       : group_(group), parameters_(std::move(parameters)), own_(bucket.layout().part(group.rank())) {
     const torch::NoGradGuard no_grad;
     for (const auto& parameter : parameters_) {
-      if (!parameter.is_non_overlapping_and_dense()) parameter.set_data(parameter.detach().contiguous());
+      const auto values = parameter.detach();
+      parameter.set_data(watchable(values.is_non_overlapping_and_dense() ? values : values.contiguous()));
     }
     const auto numel = bucket.layout().size();
     if (numel == 0) return;  // such a bucket has no memory
@@ -92,8 +96,6 @@ class InPages : public ParameterGather {
       source.own = own_;
     }
     page_ = pager_->add(layout.size(), options, std::move(source));
-    // No operator on the page itself is meant here.
-    const at::RecordFunctionGuard own_operators(/*is_enabled=*/false);
     for (size_t piece = 0; piece < parameters_.size(); ++piece) {
       auto& parameter = parameters_[piece];
       parameter.set_data(page_.as_strided(parameter.sizes(), dense_strides(parameter), layout.range(piece).begin));

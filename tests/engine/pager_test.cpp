@@ -2,6 +2,7 @@
 
 #include "engine/pager.h"
 
+#include <fmt/format.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -10,6 +11,7 @@
 #include <thread>
 
 #include "shoal/base/error.h"
+#include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
 namespace shoal {
@@ -73,6 +75,38 @@ TEST(Pager, FSDP07_no_more_pages_are_in_memory_than_the_limit_says) {
     EXPECT_LE(book.pager.statistics().peak_pages, resident + 1);
     EXPECT_LE(book.pager.statistics().peak_bytes, static_cast<int64_t>((resident + 1) * 4) * Book::numel());
   }
+}
+
+TEST(Pager, FSDP07_no_more_bytes_are_in_memory_than_the_limit_says) {
+  const int64_t page = 4 * Book::numel();
+  Book book(6, {.resident = 6, .ahead = 1, .bytes = 3 * page + 1});
+  for (int pass = 0; pass < 3; ++pass) {
+    book.pager.begin(Pass::training);
+    for (size_t i = 0; i < 6; ++i) ASSERT_EQ(book.read(i), static_cast<double>(i + 1));
+    for (size_t i = 6; i-- > 0;) ASSERT_EQ(book.read(i), static_cast<double>(i + 1));
+    book.pager.end();
+    book.invalidate();
+  }
+  EXPECT_EQ(book.pager.statistics().gathers, 3 * (12 - 2));
+  EXPECT_EQ(book.pager.statistics().peak_bytes, 3 * page);
+  const auto message = test::refusal<UsageError>([&] { Book(1, {.resident = 1, .ahead = 1, .bytes = 2 * page - 1}); });
+  EXPECT_NE(message.find(fmt::format("byte_limit {} has no room for page 0 of {} bytes", 2 * page - 1, page)),
+            std::string::npos)
+      << message;
+}
+
+TEST(Pager, FSDP07_an_operator_that_needs_more_than_the_limit_fails_and_nothing_else_does) {
+  Book book(3, {.resident = 2, .ahead = 0});
+  EXPECT_EQ(at::cat({book.pages[0], book.pages[1], book.pages[0]}).numel(), 3 * Book::numel());
+  const auto message = test::refusal<UsageError>([&] { at::cat({book.pages[0], book.pages[1], book.pages[2]}); });
+  for (const auto& part : {std::string("aten::cat takes the parameters of 3 units"), std::string("page 0, page 1, page 2"),
+                           std::to_string(3 * 4 * Book::numel()) + " bytes", std::string("summon_full_params")}) {
+    EXPECT_NE(message.find(part), std::string::npos) << message;
+  }
+  EXPECT_EQ(book.read(2), 3);
+  book.pager.hold_all();
+  EXPECT_EQ(at::cat({book.pages[0], book.pages[1], book.pages[2]}).mean().item<double>(), 2);
+  book.pager.release_all(/*store=*/false);
 }
 
 TEST(Pager, FSDP08_from_the_second_pass_on_pages_leave_before_they_are_used) {

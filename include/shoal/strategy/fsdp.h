@@ -56,8 +56,10 @@ struct FullyShardedDataParallelOptions {
                                                             // all-reduce among those that have equal shards
 
   // Performance. Where ranks share memory parameters exist once per host, and these have no effect.
-  size_t unit_limit = 3;      // units whose parameters are in memory; more only while one operator uses more
+  size_t unit_limit = 3;      // units whose parameters are in memory; an operator that takes more at once fails
   size_t prefetch_units = 1;  // of these, how many are fetched ahead of use; 0: none
+  std::optional<int64_t> byte_limit{};  // bytes of these parameters, each unit fetched ahead counted as the largest;
+                                        // the memory that they lie in is used again, and up to a quarter larger
 
   // Debugging.
   bool check_unit_order = false;  // where units are gathered: ranks that used them in different orders get a

@@ -64,6 +64,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
 void FullyShardedDataParallelOptions::validate() const {
   std::vector<std::string> faults;
   if (unit_limit < 1) faults.emplace_back("unit_limit 0: give at least 1 unit");
+  if (byte_limit && *byte_limit < 1) faults.push_back(fmt::format("byte_limit {}: give at least 1 byte", *byte_limit));
   if (prefetch_units >= unit_limit) {
     faults.push_back(fmt::format("prefetch_units {} leaves no room in unit_limit {} for the unit in use",
                                  prefetch_units, unit_limit));

@@ -162,6 +162,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
     const auto& options = shards.options;
     shards.pager = std::make_shared<Pager>(shard, PagerOptions{.resident = options.unit_limit - options.prefetch_units,
                                                                .ahead = options.prefetch_units,
+                                                               .bytes = options.byte_limit,
                                                                .check_order = options.check_unit_order});
   }
   const auto gather = [&](std::vector<at::Tensor> list, const FlatLayout& layout, std::vector<Range> owners,
