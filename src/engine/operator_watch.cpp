@@ -106,9 +106,11 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
 // other operators, which are told of.
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
   for (const auto* name :
-       {"alias", "as_strided", "conv1d", "conv2d", "conv3d", "data", "detach", "expand", "layer_norm", "linear",
-        "matmul", "narrow", "permute", "requires_grad_", "reshape", "select.int", "set_data", "slice.Tensor", "split.Tensor",
-        "squeeze.dim", "t", "transpose.int", "unsqueeze", "view", "_has_compatible_shallow_copy_type"}) {
+       {"alias",      "as_strided",    "conv1d",       "conv2d",         "conv3d",
+        "data",       "detach",        "expand",       "layer_norm",     "linear",
+        "matmul",     "narrow",        "permute",      "requires_grad_", "reshape",
+        "select.int", "set_data",      "slice.Tensor", "split.Tensor",   "squeeze.dim",
+        "t",          "transpose.int", "unsqueeze",    "view",           "_has_compatible_shallow_copy_type"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
   }
 }

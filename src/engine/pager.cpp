@@ -50,9 +50,9 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
   const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
   largest_ = std::max(largest_, bytes);
   if (options_.bytes && largest_ > bytes_in_use()) {
-    throw UsageError(fmt::format("byte_limit {} has no room for {} of {} bytes and {} fetched ahead; the least that has is {}",
-                                 *options_.bytes, source.name, bytes, options_.ahead,
-                                 largest_ * static_cast<int64_t>(options_.ahead + 1)));
+    throw UsageError(fmt::format(
+        "byte_limit {} has no room for {} of {} bytes and {} fetched ahead; the least that has is {}", *options_.bytes,
+        source.name, bytes, options_.ahead, largest_ * static_cast<int64_t>(options_.ahead + 1)));
   }
   page->source = std::move(source);
   page->storage = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, options.device()),

@@ -18,8 +18,8 @@
 namespace shoal {
 
 struct PagerOptions {
-  size_t resident = 2;  // pages in use, and that stay after use, least recently used out first
-  size_t ahead = 1;     // further pages on their way or waiting for their first use
+  size_t resident = 2;             // pages in use, and that stay after use, least recently used out first
+  size_t ahead = 1;                // further pages on their way or waiting for their first use
   std::optional<int64_t> bytes{};  // of all of them together
   // For debugging: ranks whose order of pages differs are told the first difference (DisagreeError from begin), and a
   // rank whose order changes from pass to pass warns once.

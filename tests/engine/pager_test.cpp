@@ -99,8 +99,9 @@ TEST(Pager, FSDP07_an_operator_that_needs_more_than_the_limit_fails_and_nothing_
   Book book(3, {.resident = 2, .ahead = 0});
   EXPECT_EQ(at::cat({book.pages[0], book.pages[1], book.pages[0]}).numel(), 3 * Book::numel());
   const auto message = test::refusal<UsageError>([&] { at::cat({book.pages[0], book.pages[1], book.pages[2]}); });
-  for (const auto& part : {std::string("aten::cat takes the parameters of 3 units"), std::string("page 0, page 1, page 2"),
-                           std::to_string(3 * 4 * Book::numel()) + " bytes", std::string("summon_full_params")}) {
+  for (const auto& part :
+       {std::string("aten::cat takes the parameters of 3 units"), std::string("page 0, page 1, page 2"),
+        std::to_string(3 * 4 * Book::numel()) + " bytes", std::string("summon_full_params")}) {
     EXPECT_NE(message.find(part), std::string::npos) << message;
   }
   EXPECT_EQ(book.read(2), 3);
