@@ -214,13 +214,14 @@ void Pager::unuse(std::span<c10::StorageImpl* const> memory) {
   for (auto* storage : memory) --pages_[index_.at(storage)]->users;
 }
 
-// A unit of several pages counts once.
+// A unit of several pages counts once. What is held already needs no more room.
 void Pager::require_room(const std::string& op, std::span<c10::StorageImpl* const> memory) const {
   if (keep_ || memory.size() == 1) return;
   std::set<std::string> units;
   int64_t bytes = 0;
   for (auto* storage : memory) {
     const auto& page = *pages_[index_.at(storage)];
+    if (page.users > 0) continue;
     units.insert(page.source.name);
     bytes += page.bytes();
   }
