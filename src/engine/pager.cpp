@@ -49,11 +49,6 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
   auto page = std::make_unique<Page>();
   const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
   largest_ = std::max(largest_, bytes);
-  if (options_.bytes && largest_ > bytes_in_use()) {
-    throw UsageError(fmt::format(
-        "byte_limit {} has no room for {} of {} bytes and {} fetched ahead; the least that has is {}", *options_.bytes,
-        source.name, bytes, options_.ahead, largest_ * static_cast<int64_t>(options_.ahead + 1)));
-  }
   page->source = std::move(source);
   page->storage = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, options.device()),
                                /*allocator=*/nullptr, /*resizable=*/false);
@@ -216,7 +211,7 @@ void Pager::unuse(std::span<c10::StorageImpl* const> memory) {
 
 // A unit of several pages counts once. What is held already needs no more room.
 void Pager::require_room(const std::string& op, std::span<c10::StorageImpl* const> memory) const {
-  if (keep_ || memory.size() == 1) return;
+  if (keep_) return;
   std::set<std::string> units;
   int64_t bytes = 0;
   for (auto* storage : memory) {

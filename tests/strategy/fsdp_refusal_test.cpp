@@ -63,6 +63,36 @@ TEST(Fsdp, FSDP19_a_parameter_that_changed_its_shape_is_named) {
   }
 }
 
+TEST(Fsdp, FSDP07_an_operator_that_takes_more_units_than_the_limit_names_them_and_training_goes_on) {
+  auto options = by_layer();
+  options.unit_limit = 1;
+  options.prefetch_units = 0;
+  FullyShardedDataParallel<MlpImpl> parallel(make_mlp(), group(), options);
+  if (parallel.shared()) GTEST_SKIP() << "nothing is gathered here";
+  const auto both = [&] { at::cat({parallel->first->bias, parallel->second->bias}); };
+  const auto message = refusal(both);
+  for (const auto* part : {"aten::cat", "unit first", "unit second", "bytes", "summon_full_params"}) {
+    EXPECT_THAT(message, testing::HasSubstr(part));
+  }
+  {
+    const auto all = parallel.summon_full_params();
+    both();
+  }
+  parallel.forward(batch(group().rank(), 0)).sum().backward();
+}
+
+TEST(Fsdp, FSDP07_a_byte_limit_without_room_for_a_unit_names_it_and_leaves_the_model_as_it_is) {
+  auto options = by_layer();
+  options.byte_limit = 100;
+  const auto model = make_mlp();
+  const bool paged = !FullyShardedDataParallel<MlpImpl>(make_mlp(), group()).shared();
+  const auto message = refused(model, options);
+  if (!paged) GTEST_SKIP() << "nothing is gathered here: " << message;
+  EXPECT_THAT(message, testing::HasSubstr("byte_limit 100 has no room for unit"));
+  EXPECT_THAT(message, testing::HasSubstr("give at least"));
+  EXPECT_EQ(model->forward(batch(0, 0)).numel(), make_mlp()->forward(batch(0, 0)).numel());
+}
+
 TEST(Fsdp, WrongOptionsAreRefused) {
   const auto make = [](const Options& options) { FullyShardedDataParallel<MlpImpl>(make_mlp(), group(), options); };
   EXPECT_THROW(make({.unit_limit = 1, .prefetch_units = 1}), UsageError);

@@ -61,6 +61,27 @@ void check(const ModuleTensors& tensors, const FullyShardedDataParallelOptions& 
   }
 }
 
+std::string title(const Unit& unit) {
+  return "unit " + (unit.name.empty() ? unit.parameters.front().name : unit.name);
+}
+
+// A unit in use, and others fetched ahead.
+void check_byte_limit(const std::vector<Unit>& units, const FullyShardedDataParallelOptions& options, int ranks) {
+  const auto count = static_cast<int64_t>(options.prefetch_units + 1);
+  for (const auto& unit : units) {
+    int64_t bytes = 0;
+    for (const auto& entry : unit.parameters) {
+      const auto size = c10::elementSize(options.param_dtype.value_or(entry.tensor.scalar_type()));
+      bytes += scatter_layout(std::vector{entry.tensor.numel()}, size, ranks).size() * static_cast<int64_t>(size);
+    }
+    if (bytes * count <= *options.byte_limit) continue;
+    throw UsageError(
+        fmt::format("FullyShardedDataParallel: byte_limit {} has no room for {}, {} bytes, and prefetch_units {}; give "
+                    "at least {}",
+                    *options.byte_limit, title(unit), bytes, options.prefetch_units, bytes * count));
+  }
+}
+
 // Gives parameters another dtype; returns what they were, by number of the trainable one.
 std::vector<at::Tensor> narrow(const ModuleTensors& tensors, at::ScalarType dtype) {
   std::vector<at::Tensor> originals;
@@ -80,10 +101,6 @@ std::vector<at::ScalarType> convert_buffers(const ModuleTensors& tensors, at::Sc
     if (entry.tensor.is_floating_point()) at::Tensor(entry.tensor).set_data(entry.tensor.detach().to(dtype));
   }
   return own;
-}
-
-std::string title(const Unit& unit) {
-  return "unit " + (unit.name.empty() ? unit.parameters.front().name : unit.name);
 }
 
 // Gives deferred parameters, and what they were before they were rounded, their values.
@@ -122,12 +139,16 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
   const auto& groups = shards.groups;
   const auto& shard = groups.shard;
   check(state.tensors, shards.options);
+  shards.units = divide(*state.module, state.tensors, shards.options.auto_wrap_policy);
+  // Parameters that ranks share are always there; so are all of a rank's own.
+  const bool present =
+      shard.size() == 1 || (shard.transport() == "host" && state.tensors.parameters.front().tensor.is_cpu());
+  if (!present && shards.options.byte_limit) check_byte_limit(shards.units, shards.options, shard.size());
   std::vector<at::Tensor> originals;
   if (shards.options.param_dtype) originals = narrow(state.tensors, *shards.options.param_dtype);
   if (shards.options.buffer_dtype) {
     shards.buffer_dtypes = convert_buffers(state.tensors, *shards.options.buffer_dtype);
   }
-  shards.units = divide(*state.module, state.tensors, shards.options.auto_wrap_policy);
   std::unordered_map<const c10::TensorImpl*, int> unit_of;
   for (size_t unit = 0; unit < shards.units.size(); ++unit) {
     for (const auto& entry : shards.units[unit].parameters) {
@@ -152,8 +173,6 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
     exchange = std::make_unique<ScatterUnits>(groups, units);
   }
   exchange = with_hook(std::move(exchange), shards.options.communication_hook, gradients, "FullyShardedDataParallel");
-  // Parameters that ranks share are always there; so are all of a rank's own.
-  const bool present = shard.size() == 1 || (shard.transport() == "host" && parameters.front().is_cpu());
   ReducerOptions reducer_options{.leave_grad = false, .accept_unused = true};
   // A rank that waits does not serve those that gather another page, whom it may be waiting for.
   if (!present) reducer_options.patience = std::chrono::seconds(2);
@@ -203,7 +222,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
       const auto layout = scatter_layout(numels, tensors.front().element_size(), shard.size());
       std::vector<Range> owners;
       for (int rank = 0; rank < shard.size(); ++rank) owners.push_back(layout.part(rank));
-      auto divided = gather(std::move(tensors), layout, std::move(owners), name + " (frozen)");
+      auto divided = gather(std::move(tensors), layout, std::move(owners), name);
       shards.frozen.push_back({std::move(list), layout, std::move(divided)});
     }
   }
