@@ -22,7 +22,7 @@ void FirstTouch::touch_all() {
   while (!armed_.empty()) touch(armed_.begin()->first);
 }
 
-void FirstTouch::begin_use(const std::string&, std::span<c10::StorageImpl* const> memory) {
+void FirstTouch::begin_use(std::string_view, std::span<c10::StorageImpl* const> memory) {
   const std::lock_guard lock(mutex_);  // others that take the same memory wait as well
   for (auto* storage : memory) touch(storage);
 }

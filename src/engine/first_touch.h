@@ -27,7 +27,7 @@ class FirstTouch : private MemoryUser {
   void touch_all();
 
  private:
-  void begin_use(const std::string& op, std::span<c10::StorageImpl* const> memory) override;
+  void begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) override;
   void end_use(std::span<c10::StorageImpl* const>) noexcept override {}
   void touch(c10::StorageImpl* storage);
 

@@ -1,6 +1,14 @@
 #include "engine/operator_watch.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm_ops.h>
+#include <ATen/ops/convolution_backward_ops.h>
+#include <ATen/ops/convolution_ops.h>
+#include <ATen/ops/copy_ops.h>
+#include <ATen/ops/index_select_ops.h>
+#include <ATen/ops/mm_ops.h>
+#include <ATen/ops/native_layer_norm_backward_ops.h>
+#include <ATen/ops/native_layer_norm_ops.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -47,11 +55,22 @@ class Users {
 // What one operator takes.
 class Uses {
  public:
-  explicit Uses(const std::string& op) : op_(op) {}
+  explicit Uses(std::string_view op) : op_(op) {}
   Uses(const Uses&) = delete;
   Uses& operator=(const Uses&) = delete;
   ~Uses() {
     for (size_t user = 0; user < begun_; ++user) users_[user].first->end_use(users_[user].second);
+  }
+
+  void see(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.key_set().has(mark)) return;
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    auto* user = Users::instance().find(storage);
+    if (user == nullptr) return;
+    auto* place = std::find_if(users_.begin(), users_.end(), [&](const auto& entry) { return entry.first == user; });
+    if (place == users_.end()) place = &users_.emplace_back(user, Memory());
+    auto& memory = place->second;
+    if (std::find(memory.begin(), memory.end(), storage) == memory.end()) memory.push_back(storage);
   }
 
   void see(const c10::IValue& value) {
@@ -66,6 +85,15 @@ class Uses {
     }
   }
 
+  // What an operator takes as it is called, not packed into a stack.
+  void see(const std::optional<at::Tensor>& tensor) {
+    if (tensor) see(*tensor);
+  }
+  template <class Other>
+  void see(const Other&) {
+    static_assert(!std::is_convertible_v<Other, at::TensorList> && !std::is_convertible_v<Other, at::ITensorListRef>);
+  }
+
   void begin() {
     if (users_.empty()) return;
     const UnwatchedOperators own;  // what users do about it
@@ -75,27 +103,39 @@ class Uses {
  private:
   using Memory = c10::SmallVector<c10::StorageImpl*, 4>;
 
-  void see(const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.key_set().has(mark)) return;
-    auto* storage = tensor.storage().unsafeGetStorageImpl();
-    auto* user = Users::instance().find(storage);
-    if (user == nullptr) return;
-    auto* place = std::find_if(users_.begin(), users_.end(), [&](const auto& entry) { return entry.first == user; });
-    if (place == users_.end()) place = &users_.emplace_back(user, Memory());
-    auto& memory = place->second;
-    if (std::find(memory.begin(), memory.end(), storage) == memory.end()) memory.push_back(storage);
-  }
-
-  const std::string& op_;
+  std::string_view op_;
   c10::SmallVector<std::pair<MemoryUser*, Memory>, 1> users_;
   size_t begun_ = 0;
 };
+
+c10::DispatchKeySet below(c10::DispatchKeySet keys) {
+  return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, mark);
+}
 
 void tell(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   Uses uses(op.schema().name());
   for (const auto& argument : torch::jit::last(*stack, op.schema().arguments().size())) uses.see(argument);
   uses.begin();
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, mark), stack);
+  op.redispatchBoxed(below(keys), stack);
+}
+
+// The same without packing arguments into a stack, which costs more than the rest.
+template <class Op, class Schema = typename Op::schema>
+struct Direct;
+
+template <class Op, class Result, class... Arguments>
+struct Direct<Op, Result(Arguments...)> {
+  static Result tell(c10::DispatchKeySet keys, Arguments... arguments) {
+    Uses uses(Op::name);
+    (uses.see(arguments), ...);
+    uses.begin();
+    return Op::redispatch(below(keys), arguments...);
+  }
+};
+
+template <class... Ops>
+void tell_directly(torch::Library& library) {
+  (library.impl(Ops::name, &Direct<Ops>::tell), ...);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
@@ -105,14 +145,39 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
 // Operators that touch no memory: those that make views or change what is known of a tensor, and those that consist of
 // other operators, which are told of.
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
-  for (const auto* name :
-       {"alias",      "as_strided",    "conv1d",       "conv2d",         "conv3d",
-        "data",       "detach",        "expand",       "layer_norm",     "linear",
-        "matmul",     "narrow",        "permute",      "requires_grad_", "reshape",
-        "select.int", "set_data",      "slice.Tensor", "split.Tensor",   "squeeze.dim",
-        "t",          "transpose.int", "unsqueeze",    "view",           "_has_compatible_shallow_copy_type"}) {
+  for (const auto* name : {"alias",
+                           "as_strided",
+                           "conv1d",
+                           "conv2d",
+                           "conv3d",
+                           "data",
+                           "detach",
+                           "expand",
+                           "layer_norm",
+                           "linear",
+                           "matmul",
+                           "narrow",
+                           "permute",
+                           "requires_grad_",
+                           "reshape",
+                           "resolve_conj",
+                           "resolve_neg",
+                           "select.int",
+                           "set_data",
+                           "slice.Tensor",
+                           "split.Tensor",
+                           "squeeze.dim",
+                           "t",
+                           "transpose.int",
+                           "unsqueeze",
+                           "view",
+                           "_has_compatible_shallow_copy_type"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
   }
+  // What layers do with their parameters.
+  using namespace at::_ops;
+  tell_directly<addmm, convolution, convolution_backward, copy_, index_select, mm, native_layer_norm,
+                native_layer_norm_backward>(library);
 }
 
 }  // namespace

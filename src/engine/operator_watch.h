@@ -6,7 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <span>
-#include <string>
+#include <string_view>
 
 namespace shoal {
 
@@ -23,7 +23,7 @@ class MemoryUser {
   virtual ~MemoryUser() = default;
   // Before `op` runs, with all memory of this user that it takes, each once. What this throws, the operator throws
   // instead of running. May take long, and may watch and unwatch memory.
-  virtual void begin_use(const std::string& op, std::span<c10::StorageImpl* const> memory) = 0;
+  virtual void begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) = 0;
   // After it, also after an exception, unless begin_use threw.
   virtual void end_use(std::span<c10::StorageImpl* const> memory) noexcept = 0;
 };

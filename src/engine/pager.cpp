@@ -190,7 +190,7 @@ void Pager::fetch_ahead() {
   }
 }
 
-void Pager::begin_use(const std::string& op, std::span<c10::StorageImpl* const> memory) {
+void Pager::begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
   require_room(op, memory);
@@ -210,7 +210,7 @@ void Pager::unuse(std::span<c10::StorageImpl* const> memory) {
 }
 
 // A unit of several pages counts once. What is held already needs no more room.
-void Pager::require_room(const std::string& op, std::span<c10::StorageImpl* const> memory) const {
+void Pager::require_room(std::string_view op, std::span<c10::StorageImpl* const> memory) const {
   if (keep_) return;
   std::set<std::string> units;
   int64_t bytes = 0;

@@ -89,9 +89,9 @@ class Pager : private MemoryUser {
     int64_t bytes() const { return static_cast<int64_t>(storage.nbytes()); }
   };
 
-  void begin_use(const std::string& op, std::span<c10::StorageImpl* const> memory) override;
+  void begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) override;
   void end_use(std::span<c10::StorageImpl* const> memory) noexcept override;
-  void require_room(const std::string& op, std::span<c10::StorageImpl* const> memory) const;
+  void require_room(std::string_view op, std::span<c10::StorageImpl* const> memory) const;
   void unuse(std::span<c10::StorageImpl* const> memory);
   int64_t bytes_in_use() const;
   bool too_many(size_t pages, int64_t bytes) const;
