@@ -14,6 +14,17 @@
 #include "shoal/base/error.h"
 
 namespace shoal {
+namespace {
+
+// Until all ranks are connected. One that is early may otherwise close its end, done with the group, before a late one
+// has looked at it, which Gloo takes for a failure to connect.
+void await_all(c10d::Store& store, int size) {
+  const std::string all = "all ranks are connected";
+  if (store.add("connected ranks", 1) == size) store.set(all, std::vector<uint8_t>{1});
+  store.wait({all});
+}
+
+}  // namespace
 
 std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size) {
   using c10d::ProcessGroupGloo;
@@ -24,7 +35,9 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   try {
-    return make_c10d_transport("gloo", c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options));
+    auto connected = c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options);
+    await_all(*store, size);
+    return make_c10d_transport("gloo", std::move(connected));
   } catch (const std::exception& error) {
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
     const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();

@@ -151,6 +151,13 @@ TEST(Group, SubgroupsNumberTheirRanksAnew) {
   EXPECT_EQ(group().by_host().size(), ranks);
 }
 
+// A rank that is early must not take its end away before a late one has looked at it.
+TEST(Group, MayGoAsSoonAsItIsMade) {
+  std::vector<int> everyone(group().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  for (int i = 0; i < 30; ++i) group().subgroup(everyone);
+}
+
 TEST(Group, RefusesWrongArguments) {
   EXPECT_THROW(group().all_reduce(at::ones({4, 4}).t()), UsageError);
   EXPECT_THROW(group().broadcast(at::ones({1}), group().size()), UsageError);
