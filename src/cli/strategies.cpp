@@ -225,14 +225,29 @@ class Fsdp : public Strategy {
 // from which training goes on.
 class HybridGossip : public Fsdp {
  public:
-  HybridGossip(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const HostGroups& hosts)
-      : Fsdp(options, model, hosts.inside, ShardingStrategy::full_shard, averaging_with(options, hosts.across)) {}
+  HybridGossip(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
+               const HostGroups& hosts)
+      : Fsdp(options, model, hosts.inside, ShardingStrategy::full_shard, averaging_with(options, hosts.across)),
+        group_(group),
+        inside_(hosts.inside) {}
 
   std::shared_ptr<void> whole_parameters() override {
     gossip().global_avg();
     return Fsdp::whole_parameters();
   }
   bool has_whole_model() const override { return false; }
+  std::optional<Group> bound() const override { return inside_; }
+  std::optional<Group> present() const override {
+    const auto& gone = gossip().statistics().removed;
+    if (gone.empty()) return group_;
+    if (present_ && hosts_gone_ == gone.size()) return present_;
+    std::vector<int> ranks;
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (std::count(gone.begin(), gone.end(), rank / inside_.size()) == 0) ranks.push_back(rank);
+    }
+    hosts_gone_ = gone.size();
+    return present_ = group_.subgroup(ranks);
+  }
   // Every host has values of its own, which a checkpoint has no names for.
   std::optional<TrainingState> training_state(const Group&) override { return std::nullopt; }
   std::string note() const override { return missed_exchanges(gossip().statistics()); }
@@ -253,6 +268,11 @@ class HybridGossip : public Fsdp {
     };
   }
   ShardGossipOptimizerCore& gossip() const { return static_cast<ShardGossipOptimizerCore&>(*optimizer_); }
+
+  Group group_;
+  Group inside_;
+  mutable std::optional<Group> present_;  // when so many hosts have gone
+  mutable size_t hosts_gone_ = 0;
 };
 
 // As many ranks as share a model; where nothing is said, those of each host.
@@ -317,7 +337,7 @@ std::unique_ptr<Strategy> make_strategy(const TrainOptions& options, const std::
   }
   if (options.strategy == "decentralized") return make_decentralized(options, model, group, total_steps);
   if (options.strategy == "hybrid_gossip") {
-    return std::make_unique<HybridGossip>(options, model, hosts_of(options, group));
+    return std::make_unique<HybridGossip>(options, model, group, hosts_of(options, group));
   }
   if (options.strategy == "megatron") return std::make_unique<Megatron>(options, model, group);
   if (const auto sharding = sharding_strategies.find(options.strategy); sharding != sharding_strategies.end()) {

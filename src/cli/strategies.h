@@ -45,6 +45,8 @@ class Strategy {
   virtual std::optional<TrainingState> training_state(const Group& group) = 0;
   virtual bool in_step() const { return true; }
 
+  // The ranks that make every step together; none: all.
+  virtual std::optional<Group> bound() const { return std::nullopt; }
   // The ranks that are still there; none: all. Collective over them.
   virtual std::optional<Group> present() const { return std::nullopt; }
   // For the progress line, and for the report. figures(): collective.

@@ -40,7 +40,7 @@ void add_span(Json& events, const Span& span, int rank, int row, Clock::duration
   if (span.category == "unit") {
     event["ph"] = "i";
     event["s"] = "t";
-  } else if (span.category == "collective") {
+  } else if (span.category == "collective" || span.category == "exchange") {
     event["ph"] = "b";
     event["id"] = fmt::format("{}.{}", rank, number);
     Json end = event;

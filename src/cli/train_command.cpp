@@ -158,7 +158,7 @@ int train(TrainOptions options, const std::vector<std::string>& line) {
                  .threads = threads_per_rank(options, ranks),
                  .prefix_output = false,
                  .flight_recorder = options.flight_recorder,
-                 .keep_going = options.strategy == "decentralized"});
+                 .keep_going = options.strategy == "decentralized" || options.strategy == "hybrid_gossip"});
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ double Trainer::step(int64_t number, TrainResult& result) {
 bool Trainer::stops(int64_t number) const {
   if (has_whole_model() && !(training_ && strategy_->in_step())) return interrupted != 0;
   auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
-  group_.all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
+  strategy_->bound().value_or(group_).all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
   if (anywhere.item<int>() != 0) interrupted = 1;
   return interrupted != 0;
 }

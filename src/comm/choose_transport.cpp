@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "comm/absent.h"
 #include "comm/exchange.h"
 #include "comm/gloo.h"
 #include "comm/hierarchical.h"
@@ -61,6 +62,7 @@ std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::
   const auto& wanted = world.options.transport;
   const auto size = static_cast<int>(world_ranks.size());
   if (size == 1) return make_identity_transport();
+  if (world.options.rejoin && name == world_group_name) return make_absent_transport();
   if (wanted == "mpi") return make_mpi_transport(world, world_ranks, rank);
   if (wanted == "gloo") return make_gloo_transport(world, name, rank, size);
   if (wanted == "nccl") {

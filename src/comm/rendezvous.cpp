@@ -40,6 +40,10 @@ bool same_process(const Peer& a, const Peer& b) {
   return a.host == b.host && a.process.pid == b.process.pid && a.process.start_time == b.process.start_time;
 }
 
+std::string record_key(const std::string& prefix, int rank) {
+  return fmt::format("{}/rank/{}", prefix, rank);
+}
+
 struct Present {
   std::string prefix;
   std::vector<Peer> peers;
@@ -53,8 +57,8 @@ class Room {
 
   Present enter() {
     const Record own{placement_.size, {host_identity(), this_process(), page_}};
-    const std::string job = "shoal/" + placement_.generation;
-    const auto visit = store_->add(fmt::format("{}/visits/{}", job, placement_.rank), 1);
+    const auto job = job_key();
+    const auto visit = store_->add(visits_key(), 1);
     if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
     present_.prefix = fmt::format("{}/{}", job, visit);
     store_set(*store_, rank_key(placement_.rank), to_text(own));
@@ -63,8 +67,40 @@ class Room {
     return present_;
   }
 
+  Present enter_again() {
+    const auto visits = store_->add(visits_key(), 0);
+    present_.prefix = fmt::format("{}/{}", job_key(), visits);
+    for (int rank = 0; rank < placement_.size; ++rank) {
+      const auto text = store_try_get(*store_, rank_key(rank));
+      if (!text) {
+        throw UsageError(
+            fmt::format("rejoin: the job at {}:{} has had no process of rank {}; start all ranks without "
+                        "rejoin first",
+                        placement_.address, placement_.port, rank));
+      }
+      const auto record = from_text(*text);
+      if (record.size != placement_.size) {
+        throw UsageError(
+            fmt::format("rejoin: the job has {} ranks, this process says {}", record.size, placement_.size));
+      }
+      present_.peers.push_back(record.peer);
+    }
+    auto& own = present_.peers[placement_.rank];
+    if (own.host == host_identity() && state_of(own.process) != ProcessState::gone) {
+      throw UsageError(
+          fmt::format("rejoin: rank {} is still there (pid {}); end it first, or give this process "
+                      "the rank that has died",
+                      placement_.rank, own.process.pid));
+    }
+    own = {host_identity(), this_process(), page_};
+    store_set(*store_, rank_key(placement_.rank), to_text({placement_.size, own}));
+    return present_;
+  }
+
  private:
-  std::string rank_key(int rank) const { return fmt::format("{}/rank/{}", present_.prefix, rank); }
+  std::string job_key() const { return "shoal/" + placement_.generation; }
+  std::string visits_key() const { return fmt::format("{}/visits/{}", job_key(), placement_.rank); }
+  std::string rank_key(int rank) const { return record_key(present_.prefix, rank); }
 
   std::string left_key(int rank) const { return fmt::format("{}/left/{}", present_.prefix, rank); }
 
@@ -159,6 +195,24 @@ CommError lost_store(const Placement& placement) {
       0);
 }
 
+void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, int timeout_seconds,
+           Present (Room::*how)()) {
+  meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
+  try {
+    const auto present = within(std::chrono::seconds(timeout_seconds) + 2 * leaving_limit,
+                                [placement, page, timeout_seconds, how, store = meeting.store] {
+                                  Room room(placement, page, store, timeout_seconds);
+                                  return (room.*how)();
+                                });
+    if (!present) throw lost_store(placement);
+    meeting.prefix = present->prefix;
+    meeting.peers = present->peers;
+  } catch (const std::exception& error) {
+    if (dynamic_cast<const c10::Error*>(&error) != nullptr) throw lost_store(placement);
+    throw;
+  }
+}
+
 }  // namespace
 
 Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds) {
@@ -170,20 +224,25 @@ Meeting meet(const Placement& placement, const PageAddress& page, int timeout_se
   if (placement.rank == 0 && !placement.store_is_served) {
     meeting.server = std::make_unique<StoreServer>(placement.address, placement.port);
   }
-  meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
-  try {
-    const auto present = within(std::chrono::seconds(timeout_seconds) + 2 * leaving_limit,
-                                [placement, page, timeout_seconds, store = meeting.store] {
-                                  return Room(placement, page, store, timeout_seconds).enter();
-                                });
-    if (!present) throw lost_store(placement);
-    meeting.prefix = present->prefix;
-    meeting.peers = present->peers;
-  } catch (const std::exception& error) {
-    if (dynamic_cast<const c10::Error*>(&error) != nullptr) throw lost_store(placement);
-    throw;
-  }
+  enter(meeting, placement, page, timeout_seconds, &Room::enter);
   return meeting;
+}
+
+Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds) {
+  if (placement.size == 1) throw UsageError("rejoin: a world of one rank has nobody to join again");
+  if (placement.rank == 0 && !placement.store_is_served) {
+    throw UsageError(
+        "rejoin: rank 0 held the job's store, which has gone with it; start jobs with shoal launch, whose store "
+        "outlives every rank");
+  }
+  Meeting meeting;
+  enter(meeting, placement, page, timeout_seconds, &Room::enter_again);
+  return meeting;
+}
+
+std::optional<Peer> present_peer(const Meeting& meeting, int rank) {
+  const auto text = store_try_get(*meeting.store, record_key(meeting.prefix, rank));
+  return text ? std::optional(from_text(*text).peer) : std::nullopt;
 }
 
 }  // namespace shoal

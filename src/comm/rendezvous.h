@@ -2,6 +2,7 @@
 // All ranks of a job meet in the store and tell each other who they are.
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,5 +30,9 @@ struct Meeting {
 // Collective over the job. Throws as shoal::init does.
 // `page`: of this process.
 Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds);
+// Takes a dead process's place in a meeting that has taken place. Throws as shoal::init does.
+Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds);
+// Who is in a rank's place now, if the store knows.
+std::optional<Peer> present_peer(const Meeting& meeting, int rank);
 
 }  // namespace shoal

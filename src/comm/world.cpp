@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "comm/choose_transport.h"
 #include "comm/group_state.h"
 #include "comm/socket.h"
 #include "comm/world_state.h"
@@ -103,8 +104,8 @@ World init(const WorldOptions& options) {
   } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport says so if it is asked for
   }
   state->recorder = make_recorder(options, state->placement);
-  state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{},
-                        options.rendezvous_timeout_seconds);
+  state->meeting = (options.rejoin ? meet_again : meet)(
+      state->placement, state->memory ? state->memory->address() : PageAddress{}, options.rendezvous_timeout_seconds);
   state->liveness =
       std::make_unique<Liveness>(state->meeting, state->placement, state->memory, options.stopped_timeout_seconds);
   if (state->recorder) state->recorder->join(processes(state->meeting));
@@ -114,7 +115,7 @@ World init(const WorldOptions& options) {
   }
   std::vector<int> everyone(state->placement.size);
   std::iota(everyone.begin(), everyone.end(), 0);
-  Group group(make_group_state(state, "world", everyone));
+  Group group(make_group_state(state, world_group_name, everyone));
   return {std::move(state), std::move(group)};
 }
 

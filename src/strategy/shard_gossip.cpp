@@ -172,9 +172,23 @@ void ShardGossipOptimizerCore::pass() {
   zero_grad();
 }
 
+// A host has gone when one of its ranks has, which others notice at different times.
+void ShardGossipOptimizerCore::agree_on_hosts() {
+  auto& mixing = gossip_->mixing;
+  mixing.remove_lost();
+  auto gone = at::zeros({gossip_->across.size()}, at::kInt);
+  for (const int host : mixing.statistics().removed) gone[host] = 1;
+  state().group.all_reduce(gone, ReduceOp::max, state().label("hosts that have gone")).wait();
+  std::vector<int> hosts;
+  for (int host = 0; host < gossip_->across.size(); ++host) {
+    if (gone[host].item<int>() != 0) hosts.push_back(host);
+  }
+  mixing.remove_lost(hosts);
+}
+
 void ShardGossipOptimizerCore::global_avg() {
   const torch::NoGradGuard no_grad;
-  state().group.barrier(state().label("global average")).wait();
+  agree_on_hosts();
   average(gossip_->mixing, gossip_->buckets, state().label("global average"));
   publish();
 }
@@ -182,6 +196,7 @@ void ShardGossipOptimizerCore::global_avg() {
 double ShardGossipOptimizerCore::consensus_distance() {
   const torch::NoGradGuard no_grad;
   const auto label = state().label("consensus distance");
+  agree_on_hosts();
   auto squares = at::full({1}, squared_distance(gossip_->mixing, gossip_->buckets, label), at::kDouble);
   state().group.all_reduce(squares, ReduceOp::sum, label).wait();
   return std::sqrt(squares.item<double>());

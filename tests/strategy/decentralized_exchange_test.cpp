@@ -6,7 +6,10 @@
 #include <torch/types.h>
 
 #include "shoal/base/error.h"
+#include "shoal/engine/checkpoint.h"
+#include "tests/strategy/checkpoint_training.h"
 #include "tests/strategy/decentralized_ring.h"
+#include "tests/support/refusal.h"
 
 namespace shoal {
 namespace {
@@ -201,6 +204,7 @@ TEST(Decentralized, DEC20_training_that_stopped_goes_on_with_the_topologys_next_
       parallel.scale_loss(mean_loss(parallel.forward(batch(me(), step)))).backward();
     }
   };
+  const SharedFolder folder;
   for (const int64_t stop : {0, 1, 5}) {
     const Options options{.topology = make_topology("one-peer-exp", group().size()),
                           .schedule = halve,
@@ -209,22 +213,22 @@ TEST(Decentralized, DEC20_training_that_stopped_goes_on_with_the_topologys_next_
     auto model = seeded(1);
     DecentralizedDataParallel parallel(model, momentum, group(), options);
     train(parallel, 0, stop);
+    TrainingState before(parallel);
+    save(folder / std::to_string(stop), before, {.step = stop});
     auto second = seeded(9);
     DecentralizedDataParallel later(second, momentum, group(), options);
-    {
-      const torch::NoGradGuard no_grad;
-      for (size_t i = 0; i < model->parameters().size(); ++i) second->parameters()[i].copy_(model->parameters()[i]);
-    }
-    if (stop > 0) later.load_state_dict(parallel.state_dict());
-    later.load_progress(parallel.progress());
-    EXPECT_EQ(later.progress().shown, stop);
+    TrainingState after(later);
+    load(folder / std::to_string(stop), after);
+    EXPECT_EQ(later.step(), stop);
     train(parallel, stop, stop + 5);
     train(later, stop, stop + 5);
     EXPECT_LT(difference(second->parameters(), model->parameters()), 1e-12) << stop;
     EXPECT_EQ(later.step(), stop + 5);
-    EXPECT_EQ(later.progress().shown, parallel.progress().shown);
     EXPECT_EQ(later.scaler()->value(), parallel.scaler()->value());
-    EXPECT_THROW(later.load_progress({}), UsageError);
+    EXPECT_EQ(later.optimizers()[0]->param_groups()[0].options().get_lr(),
+              parallel.optimizers()[0]->param_groups()[0].options().get_lr());
+    EXPECT_NE(refusal([&] { load(folder / std::to_string(stop), after); }).find("load before the first step"),
+              std::string::npos);
   }
 }
 

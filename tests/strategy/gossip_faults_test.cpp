@@ -9,12 +9,20 @@
 namespace shoal::test {
 namespace {
 
+// `then`: what a new process in the victim's place does when the victim has ended.
 std::vector<Ended> train(const std::string& fault, int victim, const std::string& topology,
-                         const std::string& transport, int size = 4) {
+                         const std::string& transport, const std::string& then = "", int size = 4) {
   const auto port = std::to_string(free_port());
   std::vector<Command> commands;
   for (int rank = 0; rank < size; ++rank) {
-    commands.push_back({{GOSSIP_RANK, fault, std::to_string(victim), topology, transport},
+    std::vector<std::string> command{GOSSIP_RANK, fault, std::to_string(victim), topology, transport};
+    if (rank == victim && !then.empty()) {
+      const auto line = [&](const std::string& as) {
+        return std::string(GOSSIP_RANK) + " " + as + " " + std::to_string(victim) + " " + topology + " " + transport;
+      };
+      command = {"sh", "-c", line(fault) + "; exec " + line(then)};
+    }
+    commands.push_back({std::move(command),
                         {{"RANK", std::to_string(rank)},
                          {"WORLD_SIZE", std::to_string(size)},
                          {"MASTER_ADDR", "127.0.0.1"},
@@ -85,6 +93,26 @@ TEST_P(GossipFaults, DEC17_a_rank_that_pauses_is_left_out_and_comes_back) {
   EXPECT_GT(left_out, 0);
   // Neighbours wait 0.4 s once for what they read of it and once for what it should read, and not at every step.
   EXPECT_LT(number(ended[3], "seconds"), number(ended[1], "seconds") + 1);
+}
+
+TEST_P(GossipFaults, DEC17_a_new_process_takes_the_place_of_a_rank_that_was_killed) {
+  for (const auto& topology : {"ring", "one-peer-exp"}) {
+    constexpr int victim = 2;
+    const auto ended = train("kill_long", victim, topology, GetParam(), "again");
+    for (int rank = 0; rank < 4; ++rank) {
+      const auto& one = ended[rank];
+      ASSERT_EQ(one.code, 0) << topology << " rank " << rank << ": " << one.output;
+      EXPECT_EQ(text_of(one, "removed"), "") << one.output;
+      EXPECT_EQ(text_of(one, "rejoined"), rank == victim ? "" : std::to_string(victim)) << one.output;
+      EXPECT_EQ(text_of(one, "mean"), text_of(ended[0], "mean"));
+      // It has added 400 to its own after it had shown them; half of that, what its own weight leaves, is a quarter
+      // of what all four have.
+      EXPECT_NEAR(number(one, "bias"), 50, 2) << one.output;
+      EXPECT_LT(number(one, "distance"), 1e-6) << one.output;
+    }
+    EXPECT_GT(number(ended[victim], "step"), 20) << ended[victim].output;
+    EXPECT_GT(number(ended[victim], "state"), 0) << "the neighbour's momentum";
+  }
 }
 
 TEST_P(GossipFaults, BEY03_a_rank_with_fewer_batches_leaves_and_the_others_use_theirs) {

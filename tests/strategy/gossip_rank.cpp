@@ -1,8 +1,9 @@
 // One rank of decentralised training that something happens to: gossip_rank FAULT RANK TOPOLOGY TRANSPORT
 //   FAULT  none; kill: between steps; kill_in_backward; pause: once, for longer than neighbours wait; slow: every step
-//          takes four times as long; uneven: it has fewer batches
-// Prints "trained loss=.. skipped=.. older=.. newer=.. removed=.. seconds=.." and, where the ranks that are left can
-// meet, "mean=.." after they have averaged.
+//          takes four times as long; uneven: it has fewer batches; kill_long: as kill, with ten times the steps;
+//          again: this is the process in its place; still_there: one that wants its place too early
+// Prints "trained loss=.. skipped=.. older=.. newer=.. removed=.. rejoined=.. seconds=.." and, where the ranks that are
+// left can meet, "mean=.." after they have averaged. With "again" before: "state=.." and "shift=..".
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -15,6 +16,7 @@
 
 #include "shoal/base/error.h"
 #include "shoal/comm/world.h"
+#include "shoal/optim/schedules.h"
 #include "shoal/strategy/decentralized.h"
 #include "tests/support/models.h"
 
@@ -23,6 +25,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int64_t fateful = 20;  // the step in which something happens
+constexpr double shift = 400;
+
 void sleep_ms(int milliseconds) {
   std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
 }
@@ -30,12 +35,23 @@ void sleep_ms(int milliseconds) {
 void train(const std::string& fault, int victim, const std::string& topology, const std::string& transport) {
   WorldOptions options;
   options.transport = transport;
+  options.rejoin = fault == "again" || fault == "still_there";
+  options.rendezvous_timeout_seconds = 20;
   const auto world = init(options);
   const bool here = world.rank() == victim;
   auto model = test::seeded(1);
+  // Long runs rest after 20 steps, so that what a rank adds to its parameters afterwards can be found in all of them.
+  const bool is_long = fault == "kill_long" || fault == "again";
+  const ScheduleOf rest = [](torch::optim::Optimizer& optimizer) {
+    return std::make_unique<LambdaLR>(optimizer, [](int64_t done) { return done < fateful ? 1.0 : 0.0; });
+  };
   DecentralizedDataParallel parallel(
-      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.2)), world.group(),
-      {.topology = make_topology(topology, world.size()), .neighbour_timeout_seconds = 0.4, .bucket_cap_mb = 0.001});
+      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.2).momentum(is_long ? 0.5 : 0)),
+      world.group(),
+      {.topology = make_topology(topology, world.size()),
+       .schedule = is_long ? rest : ScheduleOf(),
+       .neighbour_timeout_seconds = 0.4,
+       .bucket_cap_mb = 0.001});
   bool armed = false;
   model->second->weight.register_hook([&](const at::Tensor&) {
     if (armed) std::raise(SIGKILL);
@@ -45,12 +61,20 @@ void train(const std::string& fault, int victim, const std::string& topology, co
     const auto x = test::batch(world.rank(), step, 0, 16);
     return (parallel.forward(x) - target(x)).pow(2).mean();
   };
+  if (fault == "again") {
+    const torch::NoGradGuard no_grad;
+    at::Tensor(model->third->bias).add_(shift);
+    double momentum = 0;
+    for (const auto& [name, state] : parallel.state_dict()) {
+      momentum += state.tensors.at("momentum_buffer").abs().sum().item<double>();
+    }
+    fmt::print("step={} state={:.4g}\n", parallel.step(), momentum);
+  }
   const auto start = Clock::now();
-  constexpr int64_t steps = 120;
-  constexpr int64_t fateful = 20;
-  for (int64_t step = 0; step < steps; ++step) {
+  const int64_t steps = is_long ? 1200 : 120;
+  for (auto step = parallel.step(); step < steps; ++step) {
     if (here && step == fateful) {
-      if (fault == "kill") std::raise(SIGKILL);
+      if (fault.starts_with("kill") && fault != "kill_in_backward") std::raise(SIGKILL);
       if (fault == "pause") sleep_ms(1500);
       if (fault == "uneven") break;
     }
@@ -65,16 +89,19 @@ void train(const std::string& fault, int victim, const std::string& topology, co
     for (int64_t step = 1000; step < 1020; ++step) loss += loss_at(step).item<double>() / 20;
   }
   const auto& seen = parallel.statistics();
-  fmt::print("trained loss={:.4f} exchanged={} skipped={} older={} newer={} removed={} seconds={:.2f}\n", loss,
-             seen.exchanged, seen.skipped, seen.older, seen.newer, fmt::join(seen.removed, "+"), seconds);
+  fmt::print("trained loss={:.4f} exchanged={} skipped={} older={} newer={} removed={} rejoined={} seconds={:.2f}\n",
+             loss, seen.exchanged, seen.skipped, seen.older, seen.newer, fmt::join(seen.removed, "+"),
+             fmt::join(seen.rejoined, "+"), seconds);
   std::fflush(nullptr);
   // Rank 0 has the store; without it the others cannot form a group.
   if (fault.starts_with("kill") && victim == 0) return;
+  const auto before = model->third->bias.detach().mean().item<double>();
   if (fault == "uneven") return;
   parallel.global_avg();
   double sum = 0;
   for (const auto& parameter : model->parameters()) sum += parameter.abs().sum().item<double>();
-  fmt::print("mean={:.17g}\n", sum);
+  fmt::print("mean={:.17g} bias={:.17g} distance={:.3g}\n", sum, before,
+             std::abs(before - model->third->bias.detach().mean().item<double>()));
 }
 
 }  // namespace

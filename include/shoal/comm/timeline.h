@@ -17,11 +17,13 @@ namespace shoal {
 //   compute     forward, backward, ... of a thread: they nest and do not overlap otherwise
 //   wait        a thread waits for a collective; like compute
 //   collective  from the call to when this rank knew that it was finished
+//   exchange    a neighbour's values in decentralised training arrive over a socket, from the first byte to the last;
+//               the label's step is the one that mixes them
 //   unit        the moment when an operator first takes a unit's parameters, as FullyShardedDataParallel gathers them
 struct Span {
   std::string category;
   std::string name;
-  std::string group;  // collective, wait
+  std::string group;  // collective, wait, exchange
   Label label;
   int64_t bytes = 0;
   std::thread::id thread = std::this_thread::get_id();

@@ -40,6 +40,11 @@ struct WorldOptions {
   // Gets what this rank does and when; none: nothing is traced.
   std::shared_ptr<Timeline> timeline{};
 
+  // Takes the place of this rank's process, which has died, in a job that is running. The world's group does not
+  // communicate then (UsageError): wrap a model in DecentralizedDataParallel, whose remaining() does. Needs the job's
+  // store: a launcher's, or that of a rank 0 that is still there.
+  bool rejoin = false;
+
   int rendezvous_timeout_seconds = 60;  // for all ranks to appear
   int timeout_seconds = 300;            // for one operation, with all peers alive
   int stopped_timeout_seconds = 5;      // for a peer on this host that is stopped by a signal
@@ -67,8 +72,9 @@ class World {
   Group group_;
 };
 
-// Collective over all ranks of the job; once per process and job. Throws UsageError for a wrong or partial description
-// of the job, DisagreeError when ranks disagree on the world's size, CommError when ranks do not appear in time.
+// Collective over all ranks of the job (with `rejoin` not); once per process and job. Throws UsageError for a wrong or
+// partial description of the job, and for a rank whose process is still there or never was; DisagreeError when ranks
+// disagree on the world's size, CommError when ranks do not appear in time.
 World init(const WorldOptions& options = {});
 
 }  // namespace shoal

@@ -94,18 +94,12 @@ struct DecentralizedDataParallelOptions {
 
 // What exchanges have come to on this rank; one is one bucket from one neighbour.
 struct ExchangeStatistics {
-  int64_t exchanged = 0;     // of the step that was due
-  int64_t newer = 0;         // the neighbour was further on
-  int64_t older = 0;         // the last that a late neighbour has shown
-  int64_t skipped = 0;       // nothing came in time: this rank's own values stood in
-  std::vector<int> removed;  // ranks that have ended or left, for which the topology was rebuilt
-};
-
-// Where training stands, beside parameters and optimizer state.
-struct DecentralizedProgress {
-  int64_t step = 0;   // updates so far; schedules have made as many steps
-  int64_t shown = 0;  // exchanges so far: the topology's phase
-  std::optional<GradScalerState> scaler{};
+  int64_t exchanged = 0;      // of the step that was due
+  int64_t newer = 0;          // the neighbour was further on
+  int64_t older = 0;          // the last that a late neighbour has shown
+  int64_t skipped = 0;        // nothing came in time: this rank's own values stood in
+  std::vector<int> removed;   // ranks that have ended or left, for which the topology was rebuilt, and are not back
+  std::vector<int> rejoined;  // ranks in whose place a new process has come, for which it was rebuilt again
 };
 
 class CheckpointSource;
@@ -123,6 +117,7 @@ class DecentralizedDataParallelCore {
   void after_forward(const std::vector<at::Tensor>& outputs);
   void forward_failed();
   void backward(const at::Tensor& loss_sum, double weight);
+  void pass();
   NoSync no_sync(bool accumulate);
   const Precision& precision() const;
   at::DeviceType device() const;
@@ -140,8 +135,6 @@ class DecentralizedDataParallelCore {
   std::vector<torch::optim::Optimizer*> optimizers() const;
   OptimizerState state_dict() const;
   void load_state_dict(const OptimizerState& state);
-  DecentralizedProgress progress() const;
-  void load_progress(const DecentralizedProgress& progress);
   const GradScaler* scaler() const;
   double last_norm() const;
 
@@ -178,6 +171,17 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // buckets: rank 0's order of gradients), global_avg() and consensus_distance() are collective, and need all ranks that
 // have not been removed.
 //
+// Ranks with unequal numbers of batches need no Join: one that has run out leave()s, and the others mix among
+// themselves from then on (a mean over those that have batches); or it pass()es until all have made as many steps as
+// the one with the most, on which they agree beforehand (a mean over all).
+//
+// A rank whose process has died can come back as a new one (WorldOptions::rejoin) that makes the same wrapper: its
+// constructor takes a neighbour's parameters, buffers, optimizer state, scaler, step and place in the topology, and the
+// others count it in from one common step on. They notice it between steps, within 0.2 s and their next step; the
+// neighbour's step takes longer by the copy. Rates are as its options and the schedule say. The constructor is not
+// collective then: CommError when ranks do not answer within rendezvous_timeout_seconds, DisagreeError for another
+// model or topology. One such wrapper per group.
+//
 // Constructor: gives everybody rank 0's values. UsageError for wrong options, for a topology of another size and for
 // complex parameters; DisagreeError when ranks hold different models or topologies. Not thread-safe. The destructor
 // leaves: neighbours go on without this rank.
@@ -201,6 +205,9 @@ class DecentralizedDataParallel : public DataParallelWrapper<Module, Decentraliz
   void global_avg() { this->core_.global_avg(); }
   // How far ranks are from their mean x: sqrt(mean over ranks of |x_i - x|^2), over all parameters. Collective.
   double consensus_distance() { return this->core_.consensus_distance(); }
+  // A step without a batch, for a rank that has run out of them: it mixes and shows, and does not update; the schedule
+  // makes a step. Not collective.
+  void pass() { this->core_.pass(); }
   // This rank trains no more; its neighbours go on without it. Further steps are a UsageError.
   void leave() { this->core_.leave(); }
 
@@ -218,13 +225,6 @@ class DecentralizedDataParallel : public DataParallelWrapper<Module, Decentraliz
   // what is loaded is kept for it. Not collective.
   OptimizerState state_dict() const { return this->core_.state_dict(); }
   void load_state_dict(const OptimizerState& state) { this->core_.load_state_dict(state); }
-
-  // Between steps; ranks may differ in it. load_progress: before the first step, with the parameters and state_dict()
-  // of the same moment, on all ranks: training goes on as if it had not stopped. UsageError later, for numbers below 0,
-  // and where only one of the two has a scaler. With compressed_exchange copies begin anew, and ranks must be equal
-  // then (global_avg()). Not collective.
-  DecentralizedProgress progress() const { return this->core_.progress(); }
-  void load_progress(const DecentralizedProgress& progress) { this->core_.load_progress(progress); }
 
   DecentralizedDataParallelCore& core() { return this->core_; }
 };

@@ -67,6 +67,7 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
 
  private:
   void open();
+  void agree_on_hosts();
   void mix();
   void show();
 
@@ -85,7 +86,8 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
 // Any libtorch optimizer, run on each rank over its ranges; see FullyShardedOptimizer. A host is what a rank is in
 // DecentralizedDataParallel: x <- W x over its neighbours, an update with the gradient at the values before mixing, and
 // the new values are shown. A rank keeps its shard, the optimizer's state of it, and two shown versions of it. Late
-// hosts and hosts that have ended are treated as ranks there; a rank's end ends its host, as under FSDP alone.
+// hosts and hosts that have ended are treated as ranks there. A rank's end ends its host, as under FSDP alone: the
+// host's other ranks get a CommError that names it, and other hosts go on without them.
 //
 // Constructor: all hosts get the first one's trainable parameters; frozen ones and buffers stay each host's own, so
 // make them equal before. Collective over all ranks. Errors as FullyShardedOptimizer's; UsageError for a topology of

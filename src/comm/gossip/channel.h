@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "shoal/comm/group.h"
@@ -52,9 +53,19 @@ class GossipChannel {
   virtual void forget() = 0;
   // This rank shows no more; what it has shown can still be read.
   virtual void leave() = 0;
+
+  // Where a rank that joins later finds this rank's buffers.
+  virtual std::string address() const = 0;
+  // A new process has taken the place of a rank that has ended; it shows its buffers at `address`. Throws
+  // std::exception when it cannot be reached.
+  virtual void admit(int rank, const std::string& address) = 0;
 };
 
 // Collective over the group. Memory that ranks share where they all run on one host, else sockets between them.
 std::unique_ptr<GossipChannel> open_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers);
+// For a rank that joins later, with the same buffers: the others' addresses, by rank; empty for those that have ended.
+// They must admit this rank before they see what it shows. Not collective. CommError when one cannot be reached.
+std::unique_ptr<GossipChannel> join_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers,
+                                                   const std::vector<std::string>& addresses);
 
 }  // namespace shoal

@@ -10,7 +10,7 @@ enum class FrameKind : uint32_t {
   values = 2,  // a version of a buffer; its bytes follow
   taken = 3,   // the version of the buffer, and older ones, are needed no more
   bye = 4,     // the version was the last one
-  lost = 5,    // the connection to the rank in `buffer` has ended
+  lost = 5,    // the connection to the rank in `buffer` has ended, the one whose channel has the key in `version`
 };
 
 // In the byte order of the sender, which must be the receiver's.

@@ -1,15 +1,18 @@
 #include "comm/gossip/shared_channel.h"
 
+#include <fmt/format.h>
 #include <torch/types.h>
 
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#include <sstream>
 
 #include "comm/group_state.h"
 #include "comm/shm/control_block.h"
 #include "comm/shm/wait.h"
 #include "comm/world_state.h"
+#include "shoal/base/error.h"
 
 namespace shoal {
 namespace {
@@ -67,6 +70,14 @@ class SharedBlock {
   std::vector<size_t> sizes_;
 };
 
+// See SharedChannel::address.
+SharedPlace place_of_memory(const std::string& address) {
+  SharedPlace place;
+  std::istringstream in(address.substr(std::string(shared_memory).size()));
+  in >> place.arena >> place.offset;
+  return place;
+}
+
 class SharedChannel : public GossipChannel {
  public:
   SharedChannel(std::shared_ptr<GroupState> group, std::vector<GossipBuffer> buffers, SharedBlock layout,
@@ -84,11 +95,14 @@ class SharedChannel : public GossipChannel {
         readers_(buffers_.size()),
         newest_(buffers_.size(), slots - 1) {
     may_spin_ = cores_suffice(group_->world->local_size);
+    for (size_t rank = 0; rank < bases_.size(); ++rank) ended_[rank] = bases_[rank] == nullptr;
   }
 
   ~SharedChannel() override {
     leave();
-    for (auto* base : bases_) SharedBlock::header(base).users.fetch_sub(1);
+    for (auto* base : bases_) {
+      if (base != nullptr) SharedBlock::header(base).users.fetch_sub(1);
+    }
     auto* memory = group_->world->memory.get();
     memory->retire([memory, own = own()] {
       if (SharedBlock::header(own).users.load() != 0) return false;
@@ -161,6 +175,21 @@ class SharedChannel : public GossipChannel {
     }
   }
 
+  std::string address() const override {
+    const auto place = *group_->world->memory->locate(own(), 1);
+    return fmt::format("{}{} {}", shared_memory, place.arena, place.offset);
+  }
+
+  void admit(int rank, const std::string& address) override {
+    peers_[rank] = group_->world->memory->peer(group_->world->meeting.peers[group_->world_ranks[rank]].page);
+    bases_[rank] = peers_[rank]->at(place_of_memory(address));
+    ended_[rank] = tardy_[rank] = tardy_reader_[rank] = false;
+    for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {
+      last_read_[buffer][rank] = 0;
+      layout_.done(own(), buffer, rank).store(0);
+    }
+  }
+
  private:
   std::byte* own() const { return bases_[group_->rank]; }
   bool ended(int rank) {
@@ -206,8 +235,8 @@ class SharedChannel : public GossipChannel {
   std::shared_ptr<GroupState> group_;
   const std::vector<GossipBuffer> buffers_;
   const SharedBlock layout_;
-  const std::vector<std::byte*> bases_;                   // of every rank's block, as seen from here
-  const std::vector<std::shared_ptr<PeerMemory>> peers_;  // none for this rank
+  std::vector<std::byte*> bases_;                   // of every rank's block, as seen from here; none: it has ended
+  std::vector<std::shared_ptr<PeerMemory>> peers_;  // none for this rank
   bool may_spin_ = false;
   std::vector<bool> ended_;
   std::vector<bool> tardy_;         // sources that were waited for in vain
@@ -262,6 +291,31 @@ std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group,
   }
   // Nobody leaves before all have mapped all blocks.
   group.barrier(label).wait();
+  return std::make_unique<SharedChannel>(state, buffers, std::move(layout), std::move(bases), std::move(peers));
+}
+
+std::unique_ptr<GossipChannel> join_shared_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers,
+                                                          const std::vector<std::string>& addresses) {
+  const auto& state = state_of(group);
+  const auto& world = *state->world;
+  SharedBlock layout(buffers, group.size());
+  std::vector<std::shared_ptr<PeerMemory>> peers(group.size());
+  std::vector<std::byte*> bases(group.size());
+  uint32_t users = 1;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (rank == group.rank() || addresses[rank].empty()) continue;
+    try {
+      if (!world.memory) throw std::runtime_error("this system gave no shared memory");
+      peers[rank] = world.memory->peer(world.meeting.peers[state->world_ranks[rank]].page);
+      bases[rank] = peers[rank]->at(place_of_memory(addresses[rank]));
+    } catch (const std::runtime_error& error) {
+      throw CommError(fmt::format("gossip: rank {} cannot be reached: {}", state->world_ranks[rank], error.what()),
+                      rank);
+    }
+    ++users;
+  }
+  auto* base = bases[group.rank()] = world.memory->allocate(layout.bytes());
+  SharedBlock::header(base).users = users;
   return std::make_unique<SharedChannel>(state, buffers, std::move(layout), std::move(bases), std::move(peers));
 }
 

@@ -8,4 +8,10 @@ namespace shoal {
 // Collective over the group; none where its ranks do not share memory.
 std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers);
 
+// See join_gossip_channel.
+std::unique_ptr<GossipChannel> join_shared_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers,
+                                                          const std::vector<std::string>& addresses);
+// What addresses of such channels begin with.
+constexpr const char* shared_memory = "memory ";
+
 }  // namespace shoal

@@ -21,31 +21,42 @@
 #include "comm/group_state.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
+#include "shoal/comm/timeline.h"
 
 namespace shoal {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// Where a rank listens, and the key that its visitors must know.
+// Where a rank listens, and the key that its visitors must know: "PLACE KEY".
 struct Address {
   std::string place;
   uint64_t key = 0;
 };
 
+Address address_of(const std::string& line) {
+  const auto blank = line.find(' ');
+  return {line.substr(0, blank), std::stoull(line.substr(blank + 1))};
+}
+
 // One thread moves all bytes; the rank's own thread only looks at what has come and leaves what shall go.
 class SocketChannel : public GossipChannel {
  public:
-  SocketChannel(int rank, std::vector<GossipBuffer> buffers, Descriptor listening, std::vector<Address> addresses)
-      : rank_(rank),
+  SocketChannel(const GroupState& group, std::vector<GossipBuffer> buffers, Descriptor listening,
+                std::vector<Address> addresses)
+      : rank_(group.rank),
+        group_(group.name),
+        timeline_(group.world->options.timeline),
         buffers_(std::move(buffers)),
         addresses_(std::move(addresses)),
         peers_(addresses_.size()),
         drafts_(buffers_.size()),
         shown_(buffers_.size()),
         listening_(std::move(listening)),
-        wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-        thread_([this] { run(); }) {}
+        wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    for (size_t other = 0; other < peers_.size(); ++other) peers_[other].gone = addresses_[other].place.empty();
+    thread_ = std::thread([this] { run(); });
+  }
 
   ~SocketChannel() override {
     leave();
@@ -132,6 +143,19 @@ class SocketChannel : public GossipChannel {
     wake();
   }
 
+  std::string address() const override {
+    const auto& own = addresses_[rank_];
+    return fmt::format("{} {}", own.place, own.key);
+  }
+
+  void admit(int rank, const std::string& address) override {
+    const std::lock_guard lock(mutex_);
+    addresses_[rank] = address_of(address);
+    peers_[rank] = Peer();
+    // What the process before it has sent, or its end, concerns nobody any more.
+    std::erase_if(visitors_, [&](const Visitor& visitor) { return visitor.rank == rank; });
+  }
+
  private:
   struct Peer {
     OutgoingConnection outgoing;
@@ -216,6 +240,7 @@ class SocketChannel : public GossipChannel {
     IncomingConnection connection;
     int rank = -1;  // until it has greeted
     bool ended = false;
+    Clock::time_point begun{};  // of the frame that is on its way
   };
 
   void admit() {
@@ -228,7 +253,10 @@ class SocketChannel : public GossipChannel {
   }
 
   void hear(Visitor& visitor) {
-    const auto accept = [&](const Frame& frame) { return expected(visitor, frame); };
+    const auto accept = [&](const Frame& frame) {
+      visitor.begun = Clock::now();
+      return expected(visitor, frame);
+    };
     const auto arrived = [&](const Frame& frame, const at::Tensor& values) {
       auto& peer = peers_[frame.source];
       if (frame.kind == FrameKind::hello) visitor.rank = static_cast<int>(frame.source);
@@ -236,11 +264,13 @@ class SocketChannel : public GossipChannel {
         peer.gone = true;
         peer.last_version = frame.version;
       }
-      if (frame.kind == FrameKind::lost && frame.buffer < peers_.size() && static_cast<int>(frame.buffer) != rank_) {
+      if (frame.kind == FrameKind::lost && frame.buffer < peers_.size() && static_cast<int>(frame.buffer) != rank_ &&
+          static_cast<uint64_t>(frame.version) == addresses_[frame.buffer].key) {
         peers_[frame.buffer].gone = true;
       }
       if (frame.kind == FrameKind::taken) peer.taken[frame.buffer] = std::max(peer.taken[frame.buffer], frame.version);
       if (frame.kind != FrameKind::values) return;
+      note(visitor, frame);
       auto& shown = peer.shown[frame.buffer];
       shown[frame.version] = values;
       while (shown.size() > versions_ahead) shown.erase(shown.begin());
@@ -249,12 +279,26 @@ class SocketChannel : public GossipChannel {
     if (visitor.ended && visitor.rank >= 0) lose(visitor.rank);
   }
 
+  void note(const Visitor& visitor, const Frame& frame) const {
+    if (!timeline_) return;
+    timeline_->add(
+        {.category = "exchange",
+         .name = "values",
+         .group = group_,
+         .label = {frame.version, static_cast<int64_t>(frame.buffer), fmt::format("of rank {}", frame.source)},
+         .bytes = static_cast<int64_t>(frame.bytes),
+         .begin = visitor.begun,
+         .end = Clock::now()});
+  }
+
   // Its neighbours see that it is gone; the others have to be told.
   void lose(int rank) {
     if (std::exchange(peers_[rank].gone, true) || left_) return;
     for (int other = 0; other < static_cast<int>(peers_.size()); ++other) {
       if (other == rank_ || peers_[other].gone) continue;
-      put(other, {.kind = FrameKind::lost, .buffer = static_cast<uint32_t>(rank)});
+      put(other, {.kind = FrameKind::lost,
+                  .buffer = static_cast<uint32_t>(rank),
+                  .version = static_cast<int64_t>(addresses_[rank].key)});
     }
   }
 
@@ -277,9 +321,11 @@ class SocketChannel : public GossipChannel {
   static constexpr size_t versions_ahead = 2;  // that a rank may be, of its readers
 
   const int rank_;
+  const std::string group_;
+  const std::shared_ptr<Timeline> timeline_;
   const std::vector<GossipBuffer> buffers_;
-  const std::vector<Address> addresses_;
-  std::mutex mutex_;  // all below
+  std::vector<Address> addresses_;  // no place: the rank has ended; changes with the mutex held
+  std::mutex mutex_;                // all below
   std::condition_variable changed_;
   std::vector<Peer> peers_;
   std::vector<Visitor> visitors_;
@@ -303,6 +349,10 @@ uint64_t random_key() {
   return (static_cast<uint64_t>(device()) << 32) | device();
 }
 
+Descriptor listen_in(const WorldState& world) {
+  return listen_for_gossip(world.listen_address.empty() ? "127.0.0.1" : world.listen_address);
+}
+
 }  // namespace
 
 std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
@@ -311,8 +361,7 @@ std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
   Descriptor listening;
   std::string line = "-";
   try {
-    const auto& address = state->world->listen_address;
-    listening = listen_for_gossip(address.empty() ? "127.0.0.1" : address);
+    listening = listen_in(*state->world);
     line = fmt::format("{} {}", place_of(listening), random_key());
   } catch (const std::runtime_error& error) {
     line = fmt::format("- {}", error.what());
@@ -321,14 +370,27 @@ std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
   const auto lines = exchange(*state->world, topic, state->world_ranks, state->rank, line);
   std::vector<Address> addresses;
   for (size_t rank = 0; rank < lines.size(); ++rank) {
-    const auto blank = lines[rank].find(' ');
     if (lines[rank][0] == '-') {
       throw CommError(fmt::format("gossip: rank {} cannot listen: {}", state->world_ranks[rank], lines[rank].substr(2)),
                       static_cast<int>(rank));
     }
-    addresses.push_back({lines[rank].substr(0, blank), std::stoull(lines[rank].substr(blank + 1))});
+    addresses.push_back(address_of(lines[rank]));
   }
-  return std::make_unique<SocketChannel>(state->rank, buffers, std::move(listening), std::move(addresses));
+  return std::make_unique<SocketChannel>(*state, buffers, std::move(listening), std::move(addresses));
+}
+
+std::unique_ptr<GossipChannel> join_socket_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers,
+                                                          const std::vector<std::string>& addresses) {
+  const auto& state = state_of(group);
+  try {
+    auto listening = listen_in(*state->world);
+    std::vector<Address> places;
+    for (const auto& address : addresses) places.push_back(address.empty() ? Address() : address_of(address));
+    places[state->rank] = {place_of(listening), random_key()};
+    return std::make_unique<SocketChannel>(*state, buffers, std::move(listening), std::move(places));
+  } catch (const std::runtime_error& error) {
+    throw CommError(fmt::format("gossip: this rank cannot listen: {}", error.what()), state->rank);
+  }
 }
 
 }  // namespace shoal

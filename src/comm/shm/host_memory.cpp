@@ -86,7 +86,7 @@ void HostMemory::blame(int world_rank) {
 
 std::shared_ptr<PeerMemory> HostMemory::peer(const PageAddress& address) {
   const std::lock_guard lock(mutex_);
-  auto& peer = peers_[{address.pid, address.descriptor}];
+  auto& peer = peers_[address.nonce];
   if (!peer) peer = std::make_shared<PeerMemory>(address);
   return peer;
 }

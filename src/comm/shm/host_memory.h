@@ -128,7 +128,7 @@ class HostMemory {
   std::shared_mutex poll_mutex_;
   std::vector<Pollable*> pollables_;
   mutable std::mutex mutex_;
-  std::map<std::pair<int, int>, std::shared_ptr<PeerMemory>> peers_;
+  std::map<uint64_t, std::shared_ptr<PeerMemory>> peers_;  // by nonce: numbers of processes come back
   std::vector<Arena> arenas_;
   std::mutex graves_mutex_;
   std::vector<std::function<bool()>> graves_;  // may look into peers' memory

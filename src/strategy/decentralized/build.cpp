@@ -105,6 +105,7 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, cons
       expected(gradients.size(), 0),
       hooks(parameters_of(gradients), [this](size_t gradient) { arrived(gradient); }) {
   if (!make) throw UsageError("DecentralizedDataParallel: no function that makes the optimizer");
+  mixing.admit_with([this](const Group& pair) { hand_over(pair); });
 }
 
 // In rank 0's order; ranks may have met other parameters, or in another order.
@@ -118,7 +119,10 @@ void State::build_buckets() {
   for (size_t i = 0; i < order.size(); ++i) whole[static_cast<int64_t>(i)] = static_cast<int64_t>(order[i]);
   group.broadcast(whole, 0, {step, -1, "order of gradients"}).wait();
   for (size_t i = 0; i < order.size(); ++i) order[i] = whole[static_cast<int64_t>(i)].item<int64_t>();
+  make_buckets();
+}
 
+void State::make_buckets() {
   const auto cap = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   bucket_of.resize(gradients.size());
   std::vector<GossipBuffer> buffers;
@@ -142,16 +146,9 @@ void State::build_buckets() {
     mixing.all_hold(i, start);
   }
   if (pending) load_pending();
-  if (resumed) resume();
 }
 
-// Neighbours get what they would have got after the last step.
-void State::resume() {
-  for (auto& bucket : buckets) {
-    for (int64_t done = 0; bucket.schedule && done < resumed->step; ++done) bucket.schedule->step();
-  }
-  if (resumed->shown == 0) return;
-  mixing.skip_rounds(resumed->shown - 1);
+void State::show_all() {
   for (size_t i = 0; i < buckets.size(); ++i) {
     mixing.show(i, [&](const at::Tensor& flat, double scale) { buckets[i].write_to(flat, scale); });
   }

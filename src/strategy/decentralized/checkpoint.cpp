@@ -9,7 +9,7 @@
 #include "engine/checkpoint/source.h"
 #include "shoal/base/error.h"
 #include "shoal/checkpoint/checkpoint_error.h"
-#include "strategy/decentralized/state.h"
+#include "strategy/decentralized/standing.h"
 
 namespace shoal {
 namespace {
@@ -37,27 +37,23 @@ class DecentralizedSource : public CheckpointSource {
     return view;
   }
 
-  // Order and number of gradients decide when a bucket is mixed; the version, with whom.
-  Json own_state() override {
-    if (state_.buckets.empty()) return nullptr;
-    Json order = Json::array();
-    for (const auto& bucket : state_.buckets) {
-      for (const auto& member : bucket.members()) order.push_back(member.name);
-    }
-    return {{"order", std::move(order)},
-            {"arrivals", state_.expected},
-            {"step", state_.step},
-            {"version", state_.mixing.version()},
-            {"mass", state_.mixing.mass()}};
-  }
+  Json own_state() override { return state_.buckets.empty() ? Json() : to_json(state_); }
 
   // The optimizers are made here, so that there is somewhere to load to.
   void begin_load(const Json& own) override {
     const torch::NoGradGuard no_grad;
-    on_all_ranks(group(), "checkpoint", [&] { past_ = own.is_null() ? Past() : parsed(own); });
+    on_all_ranks(group(), "checkpoint", [&] {
+      past_ = own.is_null() ? Standing() : parsed(own);
+      require_way_back();
+    });
     if (!state_.buckets.empty()) return;
     state_.order = past_.order;
     state_.build_buckets();
+    for (auto& bucket : state_.buckets) {
+      // A LambdaLR is set to its position with the rest.
+      if (!bucket.schedule || dynamic_cast<LambdaLR*>(bucket.schedule.get()) != nullptr) continue;
+      for (int64_t done = 0; done < past_.step; ++done) bucket.schedule->step();
+    }
   }
 
   void end_load(const Json&) override {
@@ -68,22 +64,19 @@ class DecentralizedSource : public CheckpointSource {
     auto mass = past_.mass;
     mass.resize(state.buckets.size(), 1);
     state.mixing.go_on_from(std::max<int64_t>(0, past_.version - 1), std::move(mass));
-    if (past_.version == 0) return;
-    for (size_t i = 0; i < state.buckets.size(); ++i) {
-      state.mixing.show(i, [&](const at::Tensor& flat, double scale) { state.buckets[i].write_to(flat, scale); });
-    }
-    state.mixing.end_step();
+    if (past_.version > 0) state.show_all();
   }
 
  private:
-  // own_state() of the rank that goes on.
-  struct Past {
-    std::vector<size_t> order{};
-    std::vector<int> arrivals{};
-    int64_t step = 0;
-    int64_t version = 0;
-    std::vector<double> mass{};
-  };
+  // libtorch's schedules only go forward.
+  void require_way_back() const {
+    for (const auto& bucket : state_.buckets) {
+      if (!bucket.schedule || dynamic_cast<LambdaLR*>(bucket.schedule.get()) != nullptr) continue;
+      throw UsageError(
+          "DecentralizedDataParallel: training has begun, and its schedule cannot be set back; load before the first "
+          "step, or use a LambdaLR");
+    }
+  }
 
   std::vector<StatePiece> fresh_pieces() const {
     std::vector<StatePiece> pieces;
@@ -95,26 +88,16 @@ class DecentralizedSource : public CheckpointSource {
     return pieces;
   }
 
-  Past parsed(const Json& own) const {
+  Standing parsed(const Json& own) const {
     try {
-      Past past{
-          .arrivals = own.at("arrivals"), .step = own.at("step"), .version = own.at("version"), .mass = own.at("mass")};
-      for (const auto& name : own.at("order").get<std::vector<std::string>>()) {
-        const auto& all = state_.gradients;
-        const auto found = std::find_if(all.begin(), all.end(), [&](const auto& one) { return one.name == name; });
-        const auto place = static_cast<size_t>(found - all.begin());
-        if (found != all.end() && std::count(past.order.begin(), past.order.end(), place) == 0) {
-          past.order.push_back(place);
-        }
-      }
-      return past;
+      return parse_standing(state_, own);
     } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
       throw CheckpointError(fmt::format("a decentralised rank's state is not what shoal writes: {}", own.dump()));
     }
   }
 
   DecentralizedDataParallelCore::State& state_;
-  Past past_;
+  Standing past_;  // of the rank that goes on
 };
 
 }  // namespace

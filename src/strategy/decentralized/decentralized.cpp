@@ -17,8 +17,12 @@ DecentralizedDataParallelCore::DecentralizedDataParallelCore(std::shared_ptr<tor
                                                              OptimizerOfNamed make, const Group& group,
                                                              const DecentralizedDataParallelOptions& options) {
   options.validate(group.size());
-  auto wrapped = wrap(module, group, "DecentralizedDataParallel", options.ignored, /*sync=*/true);
+  // A rank that joins again gets its values from a neighbour.
+  const bool joins = joins_again(group);
+  auto wrapped = wrap(module, joins ? group.subgroup({group.rank()}) : group, "DecentralizedDataParallel",
+                      options.ignored, /*sync=*/true);
   state_ = std::make_unique<State>(std::move(module), std::move(make), group, std::move(wrapped->tensors), options);
+  if (joins) state_->join_again();
 }
 
 DecentralizedDataParallelCore::~DecentralizedDataParallelCore() = default;
@@ -26,6 +30,8 @@ DecentralizedDataParallelCore::~DecentralizedDataParallelCore() = default;
 void DecentralizedDataParallelCore::before_forward() {
   auto& state = *state_;
   if (state.phase == State::Phase::running) state.give_up_step();
+  state.forward_range.emplace(at::RecordScope::USER_SCOPE);
+  if (state.forward_range->isActive()) state.forward_range->before("shoal::forward");
   if (!torch::GradMode::is_enabled()) return;
   for (const auto& entry : state.tensors.parameters) {
     const bool known = std::any_of(state.gradients.begin(), state.gradients.end(),
@@ -41,6 +47,7 @@ void DecentralizedDataParallelCore::before_forward() {
 // A block that is recomputed runs a backward of its own inside the outer one. An output's gradient is the first thing
 // that the outer one computes, so that its end is the one that counts.
 void DecentralizedDataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
+  state_->forward_range.reset();
   if (!torch::GradMode::is_enabled()) return;
   for (const auto& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
@@ -50,7 +57,9 @@ void DecentralizedDataParallelCore::after_forward(const std::vector<at::Tensor>&
   }
 }
 
-void DecentralizedDataParallelCore::forward_failed() {}
+void DecentralizedDataParallelCore::forward_failed() {
+  state_->forward_range.reset();
+}
 
 void DecentralizedDataParallelCore::backward(const at::Tensor& loss_sum, double weight) {
   if (!std::isfinite(weight) || weight < 0) {
@@ -64,6 +73,10 @@ void DecentralizedDataParallelCore::backward(const at::Tensor& loss_sum, double 
   if (has_graph) return loss_sum.backward();
   state.begin_backward();
   state.end_backward();
+}
+
+void DecentralizedDataParallelCore::pass() {
+  backward({}, 0);
 }
 
 NoSync DecentralizedDataParallelCore::no_sync(bool accumulate) {
@@ -152,26 +165,6 @@ OptimizerState DecentralizedDataParallelCore::state_dict() const {
 void DecentralizedDataParallelCore::load_state_dict(const OptimizerState& state) {
   state_->pending = state;
   if (!state_->buckets.empty()) state_->load_pending();
-}
-
-DecentralizedProgress DecentralizedDataParallelCore::progress() const {
-  if (state_->resumed && state_->buckets.empty()) return *state_->resumed;
-  DecentralizedProgress progress{.step = state_->step, .shown = state_->mixing.rounds_begun()};
-  if (state_->scaler) progress.scaler = state_->scaler->state();
-  return progress;
-}
-
-void DecentralizedDataParallelCore::load_progress(const DecentralizedProgress& progress) {
-  auto& state = *state_;
-  const auto refuse = [](const char* what) {
-    throw UsageError(fmt::format("DecentralizedDataParallel: load_progress: {}", what));
-  };
-  if (!state.buckets.empty() || state.phase != State::Phase::idle) refuse("training has begun; load before");
-  if (progress.step < 0 || progress.shown < 0) refuse("numbers below 0");
-  if (progress.scaler.has_value() != state.scaler.has_value()) refuse("one of the two has a scaler, the other not");
-  if (progress.scaler) state.scaler->load(*progress.scaler);
-  state.resumed = progress;
-  state.step = progress.step;
 }
 
 const GradScaler* DecentralizedDataParallelCore::scaler() const {

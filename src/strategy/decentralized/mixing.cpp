@@ -1,5 +1,6 @@
 #include "strategy/decentralized/mixing.h"
 
+#include <ATen/record_function.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <numeric>
 
 #include "shoal/base/error.h"
+#include "shoal/comm/timeline.h"
 
 namespace shoal {
 namespace {
@@ -18,12 +20,46 @@ constexpr int64_t mass_numel = 32;
 
 Mixing::Mixing(Group group, Topology topology, double timeout_seconds)
     : group_(std::move(group)),
-      topology_(std::move(topology)),
+      whole_(std::move(topology)),
+      now_{.members = std::vector<int>(group_.size()), .topology = whole_, .number = group_.rank()},
       timeout_seconds_(timeout_seconds),
-      members_(group_.size()),
-      number_(group_.rank()) {
-  agree(group_, topology_);
-  std::iota(members_.begin(), members_.end(), 0);
+      admission_(group_) {
+  std::iota(now_.members.begin(), now_.members.end(), 0);
+  if (shoal::joins_again(group_)) {
+    newcomer_ = std::make_unique<Newcomer>(group_);
+  } else {
+    agree(group_, whole_);
+  }
+}
+
+Mixing::Party Mixing::party_of(std::vector<int> members) const {
+  std::vector<int> absent;
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (std::count(members.begin(), members.end(), rank) == 0) absent.push_back(rank);
+  }
+  const auto own = std::find(members.begin(), members.end(), group_.rank());
+  const auto number = static_cast<int>(own - members.begin());
+  return {
+      .members = std::move(members), .topology = absent.empty() ? whole_ : whole_.without(absent), .number = number};
+}
+
+Group Mixing::meet_donor() {
+  std::vector<int> neighbours;
+  for (int64_t index = 0; index < whole_.period(); ++index) {
+    for (const auto& source : whole_.round(index).sources(group_.rank())) neighbours.push_back(source.rank);
+  }
+  return newcomer_->meet_donor(neighbours);
+}
+
+int64_t Mixing::arrive(std::vector<double> mass) {
+  version_ = newcomer_->arrive(channel_->address()) - 1;
+  mass_ = std::move(mass);
+  now_ = party_of(newcomer_->members());
+  for (auto& copies : copies_) copies.set_rounds(topology().period());
+  last_newcomer_ = newcomer_->number();
+  admission_ = Admission(group_, last_newcomer_);
+  newcomer_.reset();
+  return version_;
 }
 
 void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::ScalarType> as,
@@ -42,17 +78,19 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::Sc
     others_.push_back(memory[buffer.dtype].narrow(0, 0, buffer.numel));
     buffer.dtype = as.value_or(buffer.dtype);
     if (!compressed) continue;
-    copies_.emplace_back(buffer, *compressed, topology_.period());
+    copies_.emplace_back(buffer, *compressed, whole_.period());
     buffer = {copies_.back().message_bytes(), at::kByte};
   }
   shown_ = std::move(shown);
-  channel_ = open_gossip_channel(group_, shown_);
+  channel_ =
+      newcomer_ ? join_gossip_channel(group_, shown_, newcomer_->addresses()) : open_gossip_channel(group_, shown_);
 }
 
 void Mixing::go_on_from(int64_t version, std::vector<double> mass) {
-  if (members_.size() != static_cast<size_t>(group_.size())) {
+  if (now_.members.size() != static_cast<size_t>(group_.size()) || last_newcomer_ > 0) {
     throw UsageError(
-        "DecentralizedDataParallel: ranks have gone; load the checkpoint into a training that starts anew");
+        "DecentralizedDataParallel: ranks have gone or come back; load the checkpoint into a training that starts "
+        "anew");
   }
   if (version_ > 0) channel_ = open_gossip_channel(group_, shown_);  // versions only grow
   version_ = version;
@@ -69,20 +107,42 @@ GossipChannel::Limit Mixing::limit() const {
 
 void Mixing::begin_step() {
   if (!channel_) return;
-  std::vector<int> lost;
-  for (int number = 0; number < static_cast<int>(members_.size()); ++number) {
-    if (number != number_ && channel_->gone(members_[number], version_)) lost.push_back(number);
+  if (next_) {
+    now_ = *std::exchange(next_, std::nullopt);
+    for (auto& copies : copies_) copies.set_rounds(topology().period());
   }
-  if (lost.empty()) return;
-  topology_ = topology_.without(lost);
-  for (auto number = lost.rbegin(); number != lost.rend(); ++number) {
-    statistics_.removed.push_back(members_[*number]);
-    members_.erase(members_.begin() + *number);
-  }
-  number_ = static_cast<int>(std::find(members_.begin(), members_.end(), group_.rank()) - members_.begin());
+  remove_lost();
+  if (hand_over_) count_in();
+}
+
+void Mixing::remove_lost(const std::vector<int>& also) {
+  auto left = now_.members;
+  std::erase_if(left, [&](int rank) {
+    const bool named = std::count(also.begin(), also.end(), rank) > 0;
+    return rank != group_.rank() && (named || channel_->gone(rank, version_));
+  });
+  if (left.size() == now_.members.size()) return;
+  std::set_difference(now_.members.begin(), now_.members.end(), left.begin(), left.end(),
+                      std::back_inserter(statistics_.removed));
+  now_ = party_of(std::move(left));
   remaining_.reset();
-  for (auto& copies : copies_) copies.set_rounds(topology_.period());
+  for (auto& copies : copies_) copies.set_rounds(topology().period());
   channel_->forget();  // other ranks read this one's values now
+}
+
+void Mixing::count_in() {
+  const auto counted = admission_.look(version_, now_.members, *channel_, hand_over_);
+  if (!counted) return;
+  auto members = now_.members;
+  members.push_back(counted->rank);
+  std::sort(members.begin(), members.end());
+  members.erase(std::unique(members.begin(), members.end()), members.end());
+  next_ = party_of(std::move(members));
+  for (auto& copies : copies_) copies.forget(counted->rank);
+  last_newcomer_ = counted->number;
+  std::erase(statistics_.removed, counted->rank);
+  statistics_.rejoined.push_back(counted->rank);
+  remaining_.reset();
 }
 
 void Mixing::restart(int64_t version) {
@@ -98,34 +158,36 @@ void Mixing::count(int64_t version, ExchangeStatistics& statistics) const {
 Mixing::Gathered Mixing::gather_differences(size_t buffer) {
   auto& copies = copies_[buffer];
   Gathered result;
-  for (const auto& [number, weight] : round().sources(number_)) {
+  for (const auto& [number, weight] : round().sources(number())) {
     at::Tensor message;
-    const auto [arrival, version] = channel_->read(buffer, version_, members_[number], limit(),
+    const auto [arrival, version] = channel_->read(buffer, version_, now_.members[number], limit(),
                                                    [&](const at::Tensor& values) { message = values.clone(); });
     // What is further on or behind may be of another round, whose readers are others.
-    if (arrival != Arrival::here || (version - version_) % topology_.period() != 0) {
+    if (arrival != Arrival::here || (version - version_) % topology().period() != 0) {
       ++statistics_.skipped;
       continue;
     }
     count(version, statistics_);
-    copies.take(members_[number], version, message);
+    copies.take(now_.members[number], version, message);
     if (!result.others.defined()) result.others = others_[buffer].zero_();
-    copies.add_difference(members_[number], version_, weight, result.others);
+    copies.add_difference(now_.members[number], version_, weight, result.others);
   }
   return result;
 }
 
 Mixing::Gathered Mixing::gather(size_t buffer) {
   if (version_ == 0) return {};
+  RECORD_USER_SCOPE("shoal::mix");
+  const TimedScope scope(timeline_of(group_), "mix", version_);
   if (!copies_.empty()) return gather_differences(buffer);
   std::set<int> torn;
   while (true) {
     auto counted = statistics_;
-    Gathered result{.own = round().self(number_)};
+    Gathered result{.own = round().self(number())};
     double mass = result.own * mass_[buffer];
     bool again = false;
-    for (const auto& [number, weight] : round().sources(number_)) {
-      const int rank = members_[number];
+    for (const auto& [number, weight] : round().sources(number())) {
+      const int rank = now_.members[number];
       const auto add = [&, weight = weight](const at::Tensor& values) {
         if (!result.others.defined()) {
           result.others = others_[buffer];
@@ -167,6 +229,8 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
 }
 
 void Mixing::show(size_t buffer, const std::function<void(const at::Tensor&, double)>& write) {
+  RECORD_USER_SCOPE("shoal::show");
+  const TimedScope scope(timeline_of(group_), "show", version_);
   const auto numel = buffers_[buffer].numel;
   auto draft = channel_->draft(buffer, limit());
   if (copies_.empty()) {
@@ -177,9 +241,11 @@ void Mixing::show(size_t buffer, const std::function<void(const at::Tensor&, dou
     write(values, 1);
     copies_[buffer].write(version_ + 1, values, draft);
   }
+  const auto& party = next_ ? *next_ : now_;
   std::vector<int> readers;
-  for (const int number : topology_.round(version_ + 1 + skipped_rounds_).targets(number_))
-    readers.push_back(members_[number]);
+  for (const int number : party.topology.round(version_ + 1).targets(party.number)) {
+    readers.push_back(party.members[number]);
+  }
   channel_->publish(buffer, version_ + 1, readers);
 }
 
@@ -193,8 +259,11 @@ void Mixing::average(const Group& group, size_t buffer, at::Tensor& values, cons
 }
 
 const Group& Mixing::remaining() {
-  if (members_.size() == static_cast<size_t>(group_.size())) return group_;
-  if (!remaining_) remaining_ = group_.subgroup(members_);
+  const auto& members = next_ ? next_->members : now_.members;
+  if (last_newcomer_ == 0 && members.size() == static_cast<size_t>(group_.size())) return group_;
+  if (!remaining_) {
+    remaining_ = last_newcomer_ == 0 ? group_.subgroup(members) : group_after(group_, last_newcomer_, members);
+  }
   return *remaining_;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/gossip/channel.h"
+#include "comm/gossip/rejoin.h"
 #include "shoal/strategy/decentralized.h"
 #include "strategy/decentralized/public_copies.h"
 
@@ -14,16 +15,30 @@ namespace shoal {
 
 class Mixing {
  public:
+  // Collective, but for a newcomer.
   Mixing(Group group, Topology topology, double timeout_seconds);
 
-  // Buffers are shown in `as`, or compressed, where given. Collective; once, before the first step ends.
+  // For a process that has taken a dead rank's place, in this order: meet_donor(), open(), arrive().
+  bool joins_again() const { return newcomer_ != nullptr; }
+  // The group of two with the neighbour that gives its state, rank 0 in it.
+  Group meet_donor();
+  // Agrees with the others on the version that this rank shows next; returns the one before. mass: push-sum's.
+  int64_t arrive(std::vector<double> mass);
+  // For the others: what gives this rank's state to rank 1 of the group. Without it nobody joins again.
+  void admit_with(Admission::HandOver hand_over) { hand_over_ = std::move(hand_over); }
+
+  // Buffers are shown in `as`, or compressed, where given. Collective, but for a newcomer; once, before the first step
+  // ends.
   void open(const std::vector<GossipBuffer>& buffers, std::optional<at::ScalarType> as,
             const std::optional<CompressedExchange>& compressed = std::nullopt);
   // All ranks hold these values of a buffer, [numel]: at the start, and when they begin anew.
   void all_hold(size_t buffer, const at::Tensor& values);
 
-  // A step begins: neighbours that have ended are removed.
+  // A step begins: neighbours that have ended are removed, those that have joined again are counted in.
   void begin_step();
+
+  // Removes neighbours that have ended, and those that `also` names. Between steps.
+  void remove_lost(const std::vector<int>& also = {});
 
   struct Gathered {
     double own = 1;       // weight of this rank's own values
@@ -47,38 +62,46 @@ class Mixing {
   // UsageError when ranks have gone. Collective.
   void go_on_from(int64_t version, std::vector<double> mass);
 
-  // Rounds that a run before this one has used.
-  void skip_rounds(int64_t rounds) { skipped_rounds_ = rounds; }
-  int64_t rounds_begun() const { return version_ == 0 ? 0 : version_ + skipped_rounds_; }
-
-  const MixingRound& round() const { return topology_.round(version_ + skipped_rounds_); }
-  int number() const { return number_; }  // this rank's, in the topology
-  const Topology& topology() const { return topology_; }
+  const MixingRound& round() const { return now_.topology.round(version_); }
+  int number() const { return now_.number; }  // this rank's, in the topology
+  const Topology& topology() const { return now_.topology; }
+  const Topology& whole() const { return whole_; }  // of all ranks
   // The ranks that have not been removed. Collective over them when some have been since the last call.
   const Group& remaining();
   const ExchangeStatistics& statistics() const { return statistics_; }
   void leave();
 
  private:
-  bool pushes() const { return topology_.kind() == Stochastic::column; }
+  // Who mixes.
+  struct Party {
+    std::vector<int> members;  // rank of the group, by number in the topology
+    Topology topology;
+    int number;  // this rank's
+  };
+  Party party_of(std::vector<int> members) const;
+  void count_in();
+  bool pushes() const { return whole_.kind() == Stochastic::column; }
   GossipChannel::Limit limit() const;
   Gathered gather_differences(size_t buffer);
   void count(int64_t version, ExchangeStatistics& statistics) const;
 
   Group group_;
-  Topology topology_;
+  Topology whole_;  // of all ranks
+  Party now_;
+  std::optional<Party> next_;  // from the version on that is shown next: somebody has joined
   double timeout_seconds_;
   std::vector<GossipBuffer> buffers_;
   std::vector<at::Tensor> others_;   // one per dtype, as large as the largest buffer
   std::vector<GossipBuffer> shown_;  // what the channel has of them
   std::unique_ptr<GossipChannel> channel_;
   int64_t version_ = 0;
-  int64_t skipped_rounds_ = 0;
-  std::vector<int> members_;  // rank of the group, by number in the topology
-  int number_;
   std::optional<Group> remaining_;
-  std::vector<double> mass_;          // push-sum's weight of each buffer
-  std::vector<PublicCopies> copies_;  // of each buffer, where exchanges are compressed
+  Admission admission_;
+  Admission::HandOver hand_over_;
+  std::unique_ptr<Newcomer> newcomer_;  // this rank, until it has arrived
+  int last_newcomer_ = 0;               // its number; 0: none
+  std::vector<double> mass_;            // push-sum's weight of each buffer
+  std::vector<PublicCopies> copies_;    // of each buffer, where exchanges are compressed
   ExchangeStatistics statistics_;
 };
 

@@ -97,6 +97,10 @@ void PublicCopies::all_hold(const at::Tensor& values, int64_t version) {
   for (auto& [key, copy] : theirs_) copy = {values.clone(), version};
 }
 
+void PublicCopies::forget(int rank) {
+  std::erase_if(theirs_, [&](const auto& entry) { return entry.first.second == rank || entry.first == beginning; });
+}
+
 void PublicCopies::set_rounds(int64_t rounds) {
   if (rounds == static_cast<int64_t>(own_.size())) return;
   // Versions belong to other rounds now: neighbours' copies begin anew.

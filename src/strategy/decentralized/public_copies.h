@@ -31,6 +31,8 @@ class PublicCopies {
 
   // All ranks hold these values, and have shown `version` last.
   void all_hold(const at::Tensor& values, int64_t version);
+  // A new process has taken the rank's place; a copy of its values begins anew.
+  void forget(int rank);
   // The topology has other rounds now.
   void set_rounds(int64_t rounds);
 

@@ -1,6 +1,8 @@
 #pragma once
 // What a decentralised wrapper keeps.
 
+#include <ATen/record_function.h>
+
 #include <optional>
 #include <vector>
 
@@ -26,10 +28,20 @@ struct DecentralizedDataParallelCore::State {
   void give_up_step();
   void drop_gradients();
 
-  // build.cpp: collective, at the end of the first backward
+  // build.cpp
+  // Collective, at the end of the first backward.
   void build_buckets();
+  // In `order`.
+  void make_buckets();
   void load_pending();
-  void resume();
+  // What neighbours get from this rank now, as after a step.
+  void show_all();
+
+  // rejoin.cpp
+  // Gives this rank's state to rank 1 of the pair, and goes on. Collective over it.
+  void hand_over(const Group& pair) const;
+  // For a process that has taken a dead rank's place: takes a neighbour's state, and its part from now on.
+  void join_again();
 
   std::shared_ptr<torch::nn::Module> module;
   OptimizerOfNamed make;
@@ -39,13 +51,14 @@ struct DecentralizedDataParallelCore::State {
   std::vector<Gradient> gradients;
   Mixing mixing;
   std::optional<GradScaler> scaler;
-  std::optional<OptimizerState> pending;         // loaded before there are optimizers
-  std::optional<DecentralizedProgress> resumed;  // loaded
+  std::optional<OptimizerState> pending;  // loaded before there are optimizers
   std::vector<GossipBucket> buckets;
   std::vector<size_t> bucket_of;  // by gradient
   int64_t step = 0;
   double norm = 0;
   bool left = false;
+
+  std::optional<at::RecordFunction> forward_range;  // for profilers, while a forward runs
 
   enum class Phase { idle, local, running };
   Phase phase = Phase::idle;

@@ -1,5 +1,6 @@
 // A step: gradients arrive, buckets are mixed, updated and shown.
 
+#include <ATen/record_function.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -112,6 +113,7 @@ void State::mix(size_t index) {
 }
 
 void State::update(GossipBucket& bucket) {
+  RECORD_USER_SCOPE("shoal::update");
   const bool divide = weighted && !updates_at_end();
   if (divide) {
     for (auto& gradient : gradients_of(bucket)) gradient.div_(weight);

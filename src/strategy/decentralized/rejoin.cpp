@@ -1,0 +1,127 @@
+// A new process takes a dead rank's place: a neighbour gives it all that belongs to a rank.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include "comm/text.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/coalesce.h"
+#include "strategy/decentralized/standing.h"
+#include "strategy/decentralized/state.h"
+
+namespace shoal {
+namespace {
+
+using Json = nlohmann::json;
+using State = DecentralizedDataParallelCore::State;
+
+const Label joining{-1, -1, "a rank joins again"};
+
+// What must be equal on both.
+Json identity_of(const State& state) {
+  return {{"model", state.tensors.describe()},
+          {"topology", state.mixing.whole().fingerprint()},
+          {"scaler", state.scaler.has_value()},
+          {"bucket_cap_mb", state.options.bucket_cap_mb}};
+}
+
+// Shapes and numbers; `tensors` gets the tensors, in this order.
+Json describe(const OptimizerState& whole, std::vector<at::Tensor>& tensors) {
+  Json text = Json::object();
+  for (const auto& [parameter, named] : whole) {
+    Json shapes = Json::object();
+    for (const auto& [name, tensor] : named.tensors) {
+      shapes[name] = {{"dtype", static_cast<int>(tensor.scalar_type())}, {"sizes", tensor.sizes().vec()}};
+      tensors.push_back(tensor);
+    }
+    text[parameter] = {{"numbers", named.numbers}, {"tensors", std::move(shapes)}};
+  }
+  return text;
+}
+
+// With room for the tensors, in describe()'s order.
+OptimizerState room_for(const Json& text, std::vector<at::Tensor>& tensors) {
+  OptimizerState whole;
+  for (const auto& [parameter, named] : text.items()) {
+    auto& state = whole[parameter];
+    state.numbers = named.at("numbers").get<std::map<std::string, double>>();
+    for (const auto& [name, shape] : named.at("tensors").items()) {
+      state.tensors[name] = at::empty(shape.at("sizes").get<std::vector<int64_t>>(),
+                                      static_cast<at::ScalarType>(shape.at("dtype").get<int>()));
+      tensors.push_back(state.tensors[name]);
+    }
+  }
+  return whole;
+}
+
+std::vector<at::Tensor> tensors_of(const State& state) {
+  std::vector<at::Tensor> list;
+  for (const auto& entry : state.tensors.parameters) list.push_back(entry.tensor);
+  for (const auto& entry : state.tensors.buffers) list.push_back(entry.tensor);
+  return list;
+}
+
+void require_equal(const Json& own, const Json& theirs, int donor) {
+  for (const auto& [what, value] : own.items()) {
+    if (theirs.at(what) == value) continue;
+    throw DisagreeError(
+        fmt::format("rejoin: this rank has another {} than rank {}: {} here, {} there; make both from "
+                    "the same program and options",
+                    what, donor, value.dump(), theirs.at(what).dump()));
+  }
+}
+
+}  // namespace
+
+void State::hand_over(const Group& pair) const {
+  const torch::NoGradGuard no_grad;
+  OptimizerState whole;
+  for (const auto& bucket : buckets) whole.merge(optimizer_state(*bucket.optimizer, *module));
+  auto tensors_of_state = tensors_of(*this);
+  Json text{
+      {"identity", identity_of(*this)}, {"standing", to_json(*this)}, {"state", describe(whole, tensors_of_state)}};
+  if (scaler) {
+    const auto now = scaler->state();
+    text["scaler"] = {now.scale, now.good_steps, now.hysteresis_left};
+  }
+  broadcast_text(pair, text.dump(), 0, joining);
+  auto accepted = at::zeros({1}, at::kInt);
+  pair.broadcast(accepted, 1, joining).wait();
+  if (accepted.item<int>() != 0) broadcast_coalesced(pair, tensors_of_state, 0, joining);
+}
+
+void State::join_again() {
+  const torch::NoGradGuard no_grad;
+  const auto pair = mixing.meet_donor();
+  const auto text = Json::parse(broadcast_text(pair, "", 0, joining));
+  auto accepted = at::ones({1}, at::kInt);
+  try {
+    require_equal(identity_of(*this), text.at("identity"), pair.world_rank(0));
+  } catch (const DisagreeError&) {
+    pair.broadcast(accepted.zero_(), 1, joining).wait();
+    throw;
+  }
+  pair.broadcast(accepted, 1, joining).wait();
+  auto received = tensors_of(*this);
+  pending = room_for(text.at("state"), received);
+  broadcast_coalesced(pair, received, 0, joining);
+
+  const auto standing = parse_standing(*this, text.at("standing"));
+  order = standing.order;
+  expected = standing.arrivals;
+  if (scaler) {
+    const auto& now = text.at("scaler");
+    scaler->load({.scale = now[0], .good_steps = now[1], .hysteresis_left = now[2]});
+  }
+  make_buckets();
+  const auto version = mixing.arrive(standing.mass);
+  // The others go on while this rank prepares; it takes up where they are.
+  step = standing.step + version + 1 - standing.version;
+  for (auto& bucket : buckets) {
+    for (int64_t done = 0; bucket.schedule && done < step; ++done) bucket.schedule->step();
+  }
+  show_all();
+}
+
+}  // namespace shoal
