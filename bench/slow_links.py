@@ -2,8 +2,10 @@
 
     python bench/slow_links.py --shoal build/shoal --rate 100mbit --hosts 4
 
-Prints a table: step time, time to the wanted test accuracy, bytes that each rank has sent. With --slow, one host runs a quarter
-of the time; with --kill SECONDS, one rank is killed after that time. Needs root, for the namespaces.
+Trains each variant three times: as it is, with one host at a quarter of the speed (its ranks are stopped three quarters of the
+time), and with one host killed after --kill seconds. Prints the table of docs/decentralized.md: step time (median, from the start
+of one step to that of the next), time to the wanted test accuracy (training alone, without start and evaluation), bytes that a
+rank has sent. Needs root, for the namespaces. About --epochs times 4 minutes a variant and condition.
 """
 
 import argparse
@@ -30,6 +32,7 @@ VARIANTS = {
     "one-peer-exp-top_k": ["--strategy", "decentralized", "--topology", "one-peer-exp", "--exchange-dtype", "top_k"],
     "diloco": ["--strategy", "diloco", "--sync-every", "20"],
 }
+CONDITIONS = ["none", "slow", "kill"]
 
 
 def ranks_of(process):
@@ -43,13 +46,20 @@ def ranks_of(process):
     return [pid for pid in found if b"--strategy" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def slow_down(process):
-    """Lets the host's ranks run a quarter of the time."""
-    for pid in ranks_of(process):
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.003)
-        os.kill(pid, signal.SIGCONT)
-    time.sleep(0.001)
+def send_signal(pids, number):
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # it has ended
+            pass
+
+
+def slow_down(pids):
+    """Lets processes run a quarter of the time."""
+    send_signal(pids, signal.SIGSTOP)
+    time.sleep(0.03)
+    send_signal(pids, signal.SIGCONT)
+    time.sleep(0.01)
 
 
 def sent_bytes(hosts, host):
@@ -58,7 +68,7 @@ def sent_bytes(hosts, host):
     return int(text)
 
 
-def measure(options, hosts, name):
+def measure(options, hosts, name, condition):
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.json"
         command = [options.shoal, "train", "--model", options.model, "--size", options.size, "--data", options.data,
@@ -69,29 +79,38 @@ def measure(options, hosts, name):
         before = [sent_bytes(hosts, host) for host in range(options.hosts)]
         start = time.time()
         processes = [hosts.start(host, 1, command) for host in range(options.hosts)]
-        killed = None
+        victims = []
         while any(process.poll() is None for process in processes):
-            if options.kill and killed is None and time.time() - start > options.kill:
-                for pid in ranks_of(processes[-1]):
-                    os.kill(pid, signal.SIGKILL)
-                killed = time.time()
-            if options.slow and processes[-1].poll() is None:
-                slow_down(processes[-1])
+            age = time.time() - start
+            if condition == "kill" and age > options.kill:
+                send_signal(ranks_of(processes[-1]), signal.SIGKILL)
+            if condition == "slow" and processes[-1].poll() is None and age > options.warm_up:
+                victims = victims or ranks_of(processes[-1])
+                slow_down(victims)
             else:
                 time.sleep(0.2)
-            if time.time() - start > options.limit:
+            if age > options.limit:
                 for process in processes:
                     process.kill()
         if not report.exists():
-            return {"name": name, "codes": [process.returncode for process in processes]}
+            return {"name": name, "condition": condition, "codes": [process.returncode for process in processes]}
         result = json.loads(report.read_text())
         timing, accuracy = result["timing"], [entry["accuracy"] for entry in result.get("eval", [])]
         epoch_seconds = sum(timing["step_ms"]) / 1000 / max(1, len(accuracy))
         reached = next((epoch for epoch, value in enumerate(accuracy, 1) if value >= options.accuracy), None)
         sent = [sent_bytes(hosts, host) - old for host, old in enumerate(before)]
-        return {"name": name, "step_ms": timing["median_ms"], "accuracy": accuracy[-1] if accuracy else None,
+        return {"name": name, "condition": condition, "step_ms": timing["median_ms"], "accuracy": accuracy[-1] if accuracy else None,
                 "reached_s": reached and reached * epoch_seconds, "sent_mb": max(sent) / 1e6,
                 "per_step_mb": max(sent) / 1e6 / len(timing["step_ms"]), "strategy": result.get("strategy", {})}
+
+
+def row(result):
+    head = f"| {result['name']} | {dict(none='', slow='a host at 1/4', kill='a host killed')[result['condition']]} | "
+    if "step_ms" not in result:
+        return head + f"ends with exit codes {result['codes']} | | | |"
+    reached = f"{result['reached_s']:.1f}" if result["reached_s"] else "-"
+    accuracy = f"{100 * result['accuracy']:.2f}" if result["accuracy"] is not None else ""
+    return head + f"{result['step_ms']:.1f} | {reached} | {accuracy} | {result['per_step_mb']:.3f} |"
 
 
 def main():
@@ -108,24 +127,20 @@ def main():
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--accuracy", type=float, default=0.88)
     parser.add_argument("--neighbour-timeout", type=float, default=5)
-    parser.add_argument("--slow", action="store_true")
-    parser.add_argument("--kill", type=float)
-    parser.add_argument("--limit", type=float, default=600)
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
+    parser.add_argument("--kill", type=float, default=30, help="seconds after the start")
+    parser.add_argument("--warm-up", type=float, default=5, help="seconds after the start until a host is slowed down")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take")
     parser.add_argument("--json")
     parser.add_argument("variants", nargs="*", default=list(VARIANTS), help=", ".join(VARIANTS))
     options = parser.parse_args()
     results = []
+    print(f"| | condition | ms per step | seconds to {options.accuracy:.0%} | accuracy, % | MB per step |\n|---|---|---|---|---|---|")
     with Hosts(options.hosts, options.rate) as hosts:
         for name in options.variants:
-            result = measure(options, hosts, name)
-            results.append(result)
-            if "step_ms" not in result:
-                print(f"{name:<18} failed: exit codes {result['codes']}", flush=True)
-                continue
-            reached = f"{result['reached_s']:.1f}" if result["reached_s"] else "-"
-            quality = (f"to {options.accuracy:.0%} {reached:>7} s   last {100 * result['accuracy']:.2f} %   "
-                       if result["accuracy"] is not None else "")
-            print(f"{name:<18} step {result['step_ms']:8.1f} ms   {quality}{result['per_step_mb']:.3f} MB per step", flush=True)
+            for condition in options.conditions:
+                results.append(measure(options, hosts, name, condition))
+                print(row(results[-1]), flush=True)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
 

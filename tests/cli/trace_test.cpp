@@ -134,6 +134,36 @@ TEST(Trace, FSDP_gathersAreAheadOfUse) {
   }
 }
 
+// Over sockets, where values travel; on one host ranks read what others show where it lies.
+TEST(Trace, DEC04_neighboursValuesArriveUnderForward) {
+  const TempFolder folder;
+  train(folder, {"--model", "gpt", "--strategy", "decentralized", "--topology", "ring", "--transport", "gloo",
+                 "--steps", "12", "--ranks", "2", "--bucket-cap-mb", "0.1", "--neighbour-timeout", "20"});
+  for (const int rank : {0, 1}) {
+    auto trace = parse(read(folder.file("rank-" + std::to_string(rank) + ".json")), rank);
+    int under_forward = 0;
+    int before_backward = 0;
+    int all = 0;
+    for (int64_t step = 1; step < 12; ++step) {
+      const auto forward = named(trace["compute"], "forward", step);
+      const auto backward = named(trace["compute"], "backward", step);
+      const auto arrivals = named(trace["exchange"], "values", step);
+      ASSERT_EQ(forward.size(), 1U);
+      ASSERT_EQ(backward.size(), 1U);
+      ASSERT_GT(arrivals.size(), 1U) << "several buckets";
+      EXPECT_EQ(named(trace["compute"], "mix", step).size(), arrivals.size());
+      for (const auto& values : arrivals) {
+        ++all;
+        EXPECT_LT(values.end, backward[0].end) << "what has been mixed was there";
+        before_backward += values.end < backward[0].begin ? 1 : 0;
+        under_forward += values.begin < forward[0].end && values.end > forward[0].begin ? 1 : 0;
+      }
+    }
+    EXPECT_GT(before_backward, all / 2) << "of " << all << " the most are there when backward begins";
+    EXPECT_GT(under_forward, 0) << "of " << all;
+  }
+}
+
 TEST(Trace, MergedTracesHaveOneClock) {
   const TempFolder folder;
   train(folder, {"--model", "mlp", "--steps", "3", "--ranks", "3"});

@@ -16,6 +16,8 @@ class GossipBucket {
   const std::vector<NamedParameter>& members() const { return members_; }
   int64_t numel() const { return layout_.size(); }
   at::ScalarType dtype() const { return members_.front().parameter.scalar_type(); }
+  // The parameters' memory [numel()], gaps included; none where each has its own.
+  const at::Tensor& flat() const { return flat_; }
   // Flat memory [numel()] in the parameters' shapes.
   std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
 

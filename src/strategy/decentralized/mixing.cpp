@@ -228,6 +228,25 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
   }
 }
 
+// A neighbour that overwrites its values meanwhile, having waited in vain, leaves some of the newer ones in the mean.
+bool Mixing::mix_into(size_t buffer, const at::Tensor& values) {
+  if (version_ == 0 || pushes() || !copies_.empty() || shown_[buffer].dtype != values.scalar_type()) return false;
+  const auto& sources = round().sources(number());
+  if (sources.size() != 1) return false;
+  RECORD_USER_SCOPE("shoal::mix");
+  const TimedScope scope(timeline_of(group_), "mix", version_);
+  const auto& [neighbour, weight] = sources.front();
+  const auto [arrival, version] =
+      channel_->read(buffer, version_, now_.members[neighbour], limit(),
+                     [&, weight = weight](const at::Tensor& theirs) { at::Tensor(values).lerp_(theirs, weight); });
+  if (arrival == Arrival::here || arrival == Arrival::torn) {
+    count(version, statistics_);
+  } else {
+    ++statistics_.skipped;
+  }
+  return true;
+}
+
 void Mixing::show(size_t buffer, const std::function<void(const at::Tensor&, double)>& write) {
   RECORD_USER_SCOPE("shoal::show");
   const TimedScope scope(timeline_of(group_), "show", version_);

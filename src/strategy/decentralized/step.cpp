@@ -99,6 +99,7 @@ void State::finish(size_t index, bool with_update) {
 
 void State::mix(size_t index) {
   auto& bucket = buckets[index];
+  if (!options.pre_average_hook && bucket.flat().defined() && mixing.mix_into(index, bucket.flat())) return;
   auto [own, others] = mixing.gather(index);
   if (!others.defined()) return;
   if (options.pre_average_hook) {
