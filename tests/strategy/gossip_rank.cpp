@@ -1,7 +1,7 @@
 // One rank of decentralised training that something happens to: gossip_rank FAULT RANK TOPOLOGY TRANSPORT
 //   FAULT  none; kill: between steps; kill_in_backward; pause: once, for longer than neighbours wait; slow: every step
-//          takes four times as long; uneven: it has fewer batches; kill_long: as kill, with ten times the steps;
-//          again: this is the process in its place; still_there: one that wants its place too early
+//          takes four times as long; uneven: it has fewer batches; kill_long: as kill, and the others train until its
+//          place is taken; again: this is the process in its place; still_there: one that wants its place too early
 // Prints "trained loss=.. skipped=.. older=.. newer=.. removed=.. rejoined=.. seconds=.." and, where the ranks that are
 // left can meet, "mean=.." after they have averaged. With "again" before: "state=.." and "shift=..".
 
@@ -71,7 +71,9 @@ void train(const std::string& fault, int victim, const std::string& topology, co
     fmt::print("step={} state={:.4g}\n", parallel.step(), momentum);
   }
   const auto start = Clock::now();
-  const int64_t steps = is_long ? 1200 : 120;
+  // All count the new process in at one step, and make as many together.
+  constexpr int64_t together = 300;
+  int64_t steps = fault == "again" ? parallel.step() + together : is_long ? 6000 : 120;
   for (auto step = parallel.step(); step < steps; ++step) {
     if (here && step == fateful) {
       if (fault.starts_with("kill") && fault != "kill_in_backward") std::raise(SIGKILL);
@@ -81,6 +83,7 @@ void train(const std::string& fault, int victim, const std::string& topology, co
     sleep_ms(here && fault == "slow" ? 20 : 5);
     armed = here && step == fateful && fault == "kill_in_backward";
     loss_at(step).backward();
+    if (steps == 6000 && !parallel.statistics().rejoined.empty()) steps = parallel.step() + together;
   }
   const auto seconds = std::chrono::duration<double>(Clock::now() - start).count();
   double loss = 0;
