@@ -168,6 +168,7 @@ std::optional<Admission::Counted> Admission::look(int64_t version, const std::ve
   }
   const auto from = read("from");
   if (!from || version + 1 < std::stoll(*from)) return std::nullopt;
+  write("in", std::to_string(version));
   const Counted counted{.rank = rank_, .number = number_};
   next();
   return counted;
@@ -266,6 +267,12 @@ int64_t Newcomer::arrive(const std::string& address) {
   const auto ahead = 3 + static_cast<int64_t>(std::ceil(seconds_to_read / seconds * static_cast<double>(advance)));
   store_set(store, joining_key(group_, fmt::format("{}/from", number_)), std::to_string(newest + ahead));
   return newest + ahead;
+}
+
+void Newcomer::settle() {
+  auto others = members();
+  std::erase(others, group_.rank());
+  answers("in", others);
 }
 
 }  // namespace shoal

@@ -7,7 +7,8 @@
 //   newcomer  "donor"    the member that shall give it its state, for which these two make a group
 //   newcomer  "here"     the address of its channel
 //   members   "ready/R"  version; its channel is known
-//   newcomer  "from"     the version from which on all count it in
+//   newcomer  "from"     the version from which on all count it in, and which it shows
+//   members   "in/R"     they do, from the version on that they show next; then the newcomer trains
 //
 // Newcomers of a group have numbers, and come one after another.
 
@@ -80,6 +81,8 @@ class Newcomer {
   int number() const { return number_; }
   // Tells the members where this rank's channel is; the version that it shows first, together with them.
   int64_t arrive(const std::string& address);
+  // Until all of them count it in: one that trained before would mix with ranks that do not mix with it.
+  void settle();
 
  private:
   enum class Until { all, any };

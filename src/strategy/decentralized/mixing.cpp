@@ -58,8 +58,12 @@ int64_t Mixing::arrive(std::vector<double> mass) {
   for (auto& copies : copies_) copies.set_rounds(topology().period());
   last_newcomer_ = newcomer_->number();
   admission_ = Admission(group_, last_newcomer_);
-  newcomer_.reset();
   return version_;
+}
+
+void Mixing::settle() {
+  newcomer_->settle();
+  newcomer_.reset();
 }
 
 void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::ScalarType> as,

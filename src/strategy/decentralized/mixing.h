@@ -18,12 +18,15 @@ class Mixing {
   // Collective, but for a newcomer.
   Mixing(Group group, Topology topology, double timeout_seconds);
 
-  // For a process that has taken a dead rank's place, in this order: meet_donor(), open(), arrive().
+  // For a process that has taken a dead rank's place, in this order: meet_donor(), open(), arrive(), show() of
+  // all buffers, settle().
   bool joins_again() const { return newcomer_ != nullptr; }
   // The group of two with the neighbour that gives its state, rank 0 in it.
   Group meet_donor();
   // Agrees with the others on the version that this rank shows next; returns the one before. mass: push-sum's.
   int64_t arrive(std::vector<double> mass);
+  // Until the others count this rank in.
+  void settle();
   // For the others: what gives this rank's state to rank 1 of the group. Without it nobody joins again.
   void admit_with(Admission::HandOver hand_over) { hand_over_ = std::move(hand_over); }
 

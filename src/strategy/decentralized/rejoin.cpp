@@ -122,6 +122,7 @@ void State::join_again() {
     for (int64_t done = 0; bucket.schedule && done < step; ++done) bucket.schedule->step();
   }
   show_all();
+  mixing.settle();
 }
 
 }  // namespace shoal
