@@ -20,7 +20,6 @@ class Mixing {
 
   // For a process that has taken a dead rank's place, in this order: meet_donor(), open(), arrive(), show() of
   // all buffers, settle().
-  bool joins_again() const { return newcomer_ != nullptr; }
   // The group of two with the neighbour that gives its state, rank 0 in it.
   Group meet_donor();
   // Agrees with the others on the version that this rank shows next; returns the one before. mass: push-sum's.
