@@ -3,7 +3,7 @@
     python bench/slow_links.py --shoal build/shoal --rate 100mbit --hosts 4
 
 Trains each variant three times: as it is, with one host at a quarter of the speed (its ranks are stopped three quarters of the
-time), and with one host killed after --kill seconds. Prints the table of docs/decentralized.md: step time (median, from the start
+time), and with one host killed after --kill-step steps. Prints the table of docs/decentralized.md: step time (median, from the start
 of one step to that of the next), time to the wanted test accuracy (training alone, without start and evaluation), bytes that a
 rank has sent. Needs root, for the namespaces. About --epochs times 4 minutes a variant and condition.
 """
@@ -36,14 +36,18 @@ CONDITIONS = ["none", "slow", "kill"]
 
 
 def ranks_of(process):
-    """Processes of the program below a host's shell."""
+    """Processes of the program below a host's shell; some may have ended."""
     found, waiting = [], [process.pid]
     while waiting:
         pid = waiting.pop()
-        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        waiting += [int(child) for child in children]
-        found += [int(child) for child in children]
-    return [pid for pid in found if b"--strategy" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+        try:
+            waiting += [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            line = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except FileNotFoundError:
+            continue
+        if b"--strategy" in line:
+            found.append(pid)
+    return found
 
 
 def send_signal(pids, number):
@@ -70,26 +74,28 @@ def sent_bytes(hosts, host):
 
 def measure(options, hosts, name, condition):
     with tempfile.TemporaryDirectory() as folder:
-        report = pathlib.Path(folder) / "report.json"
+        report, metrics = pathlib.Path(folder) / "report.json", pathlib.Path(folder) / "metrics.jsonl"
         command = [options.shoal, "train", "--model", options.model, "--size", options.size, "--data", options.data,
                    "--transport", "gloo", "--batch", str(options.batch), *([] if options.data == "reference" else ["--eval"]), "--lr", str(options.lr),
                    *(["--steps", str(options.steps)] if options.steps else ["--epochs", str(options.epochs)]),
                    "--neighbour-timeout", str(options.neighbour_timeout), "--json", str(report),
+                   "--metrics", str(metrics),
                    *VARIANTS[name]]
         before = [sent_bytes(hosts, host) for host in range(options.hosts)]
         start = time.time()
         processes = [hosts.start(host, 1, command) for host in range(options.hosts)]
-        victims = []
+        victims = None
         while any(process.poll() is None for process in processes):
-            age = time.time() - start
-            if condition == "kill" and age > options.kill:
-                send_signal(ranks_of(processes[-1]), signal.SIGKILL)
-            if condition == "slow" and processes[-1].poll() is None and age > options.warm_up:
-                victims = victims or ranks_of(processes[-1])
+            steps = metrics.read_text().count("\n") if metrics.exists() and victims is None else 0
+            if condition != "none" and steps >= (options.kill_step if condition == "kill" else 1):
+                victims = ranks_of(processes[-1])
+                if condition == "kill":
+                    send_signal(victims, signal.SIGKILL)
+            if condition == "slow" and victims and processes[-1].poll() is None:
                 slow_down(victims)
             else:
-                time.sleep(0.2)
-            if age > options.limit:
+                time.sleep(0.1)
+            if time.time() - start > options.limit:
                 for process in processes:
                     process.kill()
         if not report.exists():
@@ -128,8 +134,7 @@ def main():
     parser.add_argument("--accuracy", type=float, default=0.88)
     parser.add_argument("--neighbour-timeout", type=float, default=5)
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
-    parser.add_argument("--kill", type=float, default=30, help="seconds after the start")
-    parser.add_argument("--warm-up", type=float, default=5, help="seconds after the start until a host is slowed down")
+    parser.add_argument("--kill-step", type=int, default=50, help="after so many steps a host is killed, under that condition")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take")
     parser.add_argument("--json")
     parser.add_argument("variants", nargs="*", default=list(VARIANTS), help=", ".join(VARIANTS))
