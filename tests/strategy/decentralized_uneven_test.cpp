@@ -2,6 +2,7 @@
 
 #include <torch/types.h>
 
+#include "shoal/base/error.h"
 #include "tests/strategy/decentralized_ring.h"
 
 namespace shoal {
