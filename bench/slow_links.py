@@ -133,7 +133,7 @@ def main():
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--accuracy", type=float, default=0.88)
     parser.add_argument("--neighbour-timeout", type=float, default=5)
-    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
+    parser.add_argument("--condition", action="append", choices=CONDITIONS, help="again for another; all if not given")
     parser.add_argument("--kill-step", type=int, default=50, help="after so many steps a host is killed, under that condition")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take")
     parser.add_argument("--json")
@@ -143,7 +143,7 @@ def main():
     print(f"| | condition | ms per step | seconds to {options.accuracy:.0%} | accuracy, % | MB per step |\n|---|---|---|---|---|---|")
     with Hosts(options.hosts, options.rate) as hosts:
         for name in options.variants:
-            for condition in options.conditions:
+            for condition in options.condition or CONDITIONS:
                 results.append(measure(options, hosts, name, condition))
                 print(row(results[-1]), flush=True)
     if options.json:
