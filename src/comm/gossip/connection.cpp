@@ -44,10 +44,17 @@ void prepare(const Descriptor& socket) {
   set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
   set(IPPROTO_TCP, TCP_KEEPCNT, 10);
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, 15000);
+  set(IPPROTO_TCP, TCP_NOTSENT_LOWAT, 256 << 10);  // what the kernel has taken has nearly left
 }
 
 void OutgoingConnection::put(const Frame& frame, at::Tensor values) {
+  if (queue_.empty()) moved_ = std::chrono::steady_clock::now();
   queue_.push_back({frame, std::move(values)});
+}
+
+std::optional<int64_t> OutgoingConnection::version() const {
+  if (queue_.empty() || queue_.front().frame.kind != FrameKind::values) return std::nullopt;
+  return queue_.front().frame.version;
 }
 
 bool OutgoingConnection::advance(const std::string& place) {
@@ -76,6 +83,7 @@ bool OutgoingConnection::send_bytes(const void* data, size_t bytes, size_t begin
     const auto sent = send(socket_.number(), static_cast<const char*>(data) + done, bytes - done, MSG_NOSIGNAL);
     if (sent < 0) return false;
     sent_ += static_cast<size_t>(sent);
+    moved_ = std::chrono::steady_clock::now();
   }
   return true;
 }

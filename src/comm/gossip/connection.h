@@ -3,6 +3,7 @@
 
 #include <torch/types.h>
 
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <optional>
@@ -30,6 +31,10 @@ class OutgoingConnection {
   // Sends what can be sent now; the first call connects. False when the connection is broken, for good.
   bool advance(const std::string& place);
   bool idle() const { return queue_.empty(); }
+  // The version whose values come next or are on their way; none: no values do.
+  std::optional<int64_t> version() const;
+  // Whether the other end has taken something lately.
+  bool moves() const { return std::chrono::steady_clock::now() - moved_ < std::chrono::milliseconds(100); }
   const Descriptor& socket() const { return socket_; }
 
  private:
@@ -42,6 +47,7 @@ class OutgoingConnection {
   Descriptor socket_;
   std::deque<Item> queue_;
   size_t sent_ = 0;  // of the first item, its frame included
+  std::chrono::steady_clock::time_point moved_{};
 };
 
 // Frames from one rank.

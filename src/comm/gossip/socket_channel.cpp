@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <random>
@@ -209,16 +210,35 @@ class SocketChannel : public GossipChannel {
     return pool.emplace_back(at::empty({numel}, at::TensorOptions(dtype)));
   }
 
+  // Where a link is slow, two versions at once would take twice as long each, and somebody waits for the older one. One
+  // that its reader does not take delays nothing.
+  int64_t oldest_on_the_way() const {
+    auto oldest = std::numeric_limits<int64_t>::max();
+    for (const auto& peer : peers_) {
+      const auto version = peer.gone || !peer.outgoing.moves() ? std::nullopt : peer.outgoing.version();
+      if (version) oldest = std::min(oldest, *version);
+    }
+    return oldest;
+  }
+
   void run() {
     std::vector<pollfd> polled;
+    bool held_back = false;
     while (true) {
       polled.clear();
       {
         const std::lock_guard lock(mutex_);
         if (ending_) return;
+        held_back = false;
         for (auto& peer : peers_) {
+          if (peer.gone) continue;
           const auto rank = static_cast<int>(&peer - peers_.data());
-          if (!peer.gone && !peer.outgoing.advance(addresses_[rank].place)) lose(rank);
+          const auto version = peer.outgoing.version();
+          if (version && *version > oldest_on_the_way()) {
+            held_back = true;
+            continue;
+          }
+          if (!peer.outgoing.advance(addresses_[rank].place)) lose(rank);
           if (!peer.gone && !peer.outgoing.idle()) polled.push_back({peer.outgoing.socket().number(), POLLOUT, 0});
         }
         for (auto& visitor : visitors_) polled.push_back({visitor.connection.socket().number(), POLLIN, 0});
@@ -226,7 +246,7 @@ class SocketChannel : public GossipChannel {
       changed_.notify_all();
       polled.push_back({listening_.number(), POLLIN, 0});
       polled.push_back({wake_.number(), POLLIN, 0});
-      poll(polled.data(), polled.size(), 500);
+      poll(polled.data(), polled.size(), held_back ? 20 : 500);
       uint64_t rung = 0;
       [[maybe_unused]] const auto got = ::read(wake_.number(), &rung, sizeof rung);
       const std::lock_guard lock(mutex_);
