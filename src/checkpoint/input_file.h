@@ -20,6 +20,8 @@ class InputFile {
   int64_t size() const { return size_; }  // when it was opened
   const std::filesystem::path& path() const { return path_; }
   void read(void* to, int64_t size, int64_t offset) const;
+  // Will be read soon: the disk may begin.
+  void expect(int64_t size, int64_t offset) const;
 
  private:
   std::filesystem::path path_;

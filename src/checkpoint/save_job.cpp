@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <future>
 
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/crc32.h"
 #include "checkpoint/on_all_ranks.h"
 #include "checkpoint/pieces.h"
 #include "checkpoint/safetensors_format.h"
+#include "checkpoint/snapshot.h"
 #include "comm/text.h"
 #include "shoal/base/error.h"
 #include "shoal/checkpoint/checkpoint_error.h"
@@ -37,40 +37,31 @@ constexpr const char* not_saved = "was not saved";
 
 }  // namespace
 
-SaveJob::SaveJob(const Group& group, std::filesystem::path root, int64_t keep_last, const CheckpointContents& contents)
+SaveJob::SaveJob(const Group& group, std::filesystem::path root, int64_t keep_last, const CheckpointContents& contents,
+                 std::shared_ptr<const SaveOrders>& orders)
     : group_(group), root_(std::move(root)), keep_last_(keep_last), step_(contents.step), strategy_(contents.strategy) {
   agree(group_, subject, {fmt::format("step {}", step_), fmt::format("strategy {}", strategy_)});
-  saving(root_ / step_name(step_), not_saved, [&] { plan(contents); });
+  saving(root_ / step_name(step_), not_saved, [&] { orders = orders_for(group_, contents, orders); });
+  orders_ = orders;
+  rank_state_ = contents.rank_state.dump();
+  global_state_ = contents.global_state.dump();
+  make_writes(contents);
 }
 
-void SaveJob::plan(const CheckpointContents& contents) {
-  std::string offer;
-  on_all_ranks(group_, subject, [&] {
-    if (step_ < 0) throw UsageError(fmt::format("checkpoint: step {} is below zero", step_));
-    if (!contents.rank_state.is_object() || !contents.global_state.is_object()) {
-      throw UsageError("checkpoint: rank_state and global_state must be JSON objects");
-    }
-    rank_state_ = contents.rank_state.dump();
-    global_state_ = contents.global_state.dump();
-    offer = offer_text(contents.slices);
-  });
-  const auto offers = gather_text(group_, offer, 0, {-1, -1, subject});
-  Json orders;
+void SaveJob::open_folder() {
+  std::string name;
   on_all_ranks(group_, subject, [&] {
     if (group_.rank() != 0) return;
-    plan_ = plan_slices(offers);
     lock_ = std::make_unique<FolderLock>(root_);
     remove_leftovers(root_);
     unfinished_ = make_unfinished(root_, step_);
-    orders = {{"folder", unfinished_.filename().string()}, {"writes", plan_.writes}};
+    name = unfinished_.filename().string();
   });
-  orders = Json::parse(broadcast_text(group_, orders.dump(), 0, {-1, -1, subject}));
-  unfinished_ = root_ / orders["folder"].get<std::string>();
-  make_writes(contents, orders["writes"][group_.rank()]);
+  unfinished_ = root_ / broadcast_text(group_, name, 0, {-1, -1, subject});
 }
 
-void SaveJob::make_writes(const CheckpointContents& contents, const std::vector<size_t>& numbers) {
-  for (const auto number : numbers) {
+void SaveJob::make_writes(const CheckpointContents& contents) {
+  for (const auto number : orders_->writes) {
     const auto& slice = contents.slices[number];
     const StoredTensor tensor{.name = slice.name,
                               .part = slice.part,
@@ -113,35 +104,39 @@ void SaveJob::write(Write& write) {
 }
 
 void SaveJob::detach(at::Tensor& buffer, int64_t limit) {
-  constexpr int64_t alignment = 64;
+  const bool all_fits = std::ranges::max(orders_->copied_bytes) <= limit;
+  if (!all_fits) saving(root_ / step_name(step_), not_saved, [&] { open_folder(); });
   try {
-    open_files();
-    std::vector<Write*> copied;
-    int64_t size = 0;
-    for (auto& one : writes_) {
-      const auto bytes = (static_cast<int64_t>(one.values.nbytes()) + alignment - 1) / alignment * alignment;
-      if (bytes > limit - size) {
-        write(one);
-        continue;
-      }
-      size += bytes;
-      copied.push_back(&one);
-    }
-    if (!buffer.defined() || buffer.numel() < size) {
-      buffer.reset();  // before the new one, which must not be beside it
-      buffer = at::empty({size}, at::kByte);
-    }
-    int64_t begin = 0;
-    for (auto* one : copied) {
-      const auto bytes = static_cast<int64_t>(one->values.nbytes());
-      auto copy = buffer.narrow(0, begin, bytes).view(one->values.scalar_type()).view(one->values.sizes());
-      one->values = copy.copy_(one->values);
-      begin += (bytes + alignment - 1) / alignment * alignment;
-    }
+    copy(buffer, limit);
   } catch (const std::exception&) {
     failure_ = std::current_exception();
     files_.clear();
     writes_.clear();  // these values may change from now on
+  }
+}
+
+void SaveJob::copy(at::Tensor& buffer, int64_t limit) {
+  std::vector<Write*> copied;
+  int64_t size = 0;
+  for (auto& one : writes_) {
+    const auto bytes = snapshot_bytes(one.values);
+    if (bytes > limit - size) {
+      if (files_.empty()) open_files();
+      write(one);
+      continue;
+    }
+    size += bytes;
+    copied.push_back(&one);
+  }
+  if (!buffer.defined() || buffer.numel() < size) {
+    buffer.reset();  // before the new one, which must not be beside it
+    buffer = at::empty({size}, at::kByte);
+  }
+  int64_t begin = 0;
+  for (auto* one : copied) {
+    const auto bytes = snapshot_bytes(one->values);
+    one->values = snapshot(buffer.narrow(0, begin, static_cast<int64_t>(one->values.nbytes())), one->values);
+    begin += bytes;
   }
 }
 
@@ -209,7 +204,7 @@ CheckpointIndex SaveJob::make_index(const std::vector<std::string>& reports) con
                         .step = step_,
                         .strategy = strategy_,
                         .world_size = group_.size(),
-                        .tensors = plan_.tensors,
+                        .tensors = orders_->plan.tensors,
                         .global_state = Json::parse(global_state_)};
   Json checksums;
   for (const auto& text : reports) {
@@ -235,26 +230,36 @@ void SaveJob::publish() {
   });
 }
 
-void SaveJob::finish() {
+std::future<void> SaveJob::finish() {
   const auto path = root_ / step_name(step_);
   try {
     saving(path, not_saved, [&] {
+      if (unfinished_.empty()) open_folder();
       write_together();
       publish();
     });
   } catch (const Error&) {
     std::error_code ignored;  // the next save tries again
-    if (group_.rank() == 0) std::filesystem::remove_all(unfinished_, ignored);
+    if (group_.rank() == 0 && !unfinished_.empty()) std::filesystem::remove_all(unfinished_, ignored);
     lock_.reset();
     throw;
   }
+  std::vector<std::filesystem::path> old;
   saving(path, "was saved, but", [&] {
     on_all_ranks(group_, subject, [&] {
       if (group_.rank() != 0) return;
       set_latest(root_, step_);
-      if (keep_last_ > 0) prune(root_, step_, keep_last_);
-      lock_.reset();
+      if (keep_last_ > 0) old = prune(root_, step_, keep_last_);
     });
+  });
+  if (old.empty()) {
+    lock_.reset();
+    return {};
+  }
+  // What cannot be removed is tried again by the next save, which says why.
+  return std::async(std::launch::async, [old, lock = std::shared_ptr<FolderLock>(std::move(lock_))] {
+    std::error_code ignored;
+    for (const auto& folder : old) std::filesystem::remove_all(folder, ignored);
   });
 }
 

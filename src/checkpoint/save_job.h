@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <filesystem>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
@@ -11,21 +12,24 @@
 
 #include "checkpoint/folder.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/save_orders.h"
 #include "checkpoint/saver.h"
-#include "checkpoint/slice_plan.h"
 
 namespace shoal {
 
 class SaveJob {
  public:
-  // Decides who writes what and makes the folder for it. Collective; throws on every rank.
-  SaveJob(const Group& group, std::filesystem::path root, int64_t keep_last, const CheckpointContents& contents);
+  // orders: of the save before, or null; becomes this one's. Collective; throws on every rank.
+  SaveJob(const Group& group, std::filesystem::path root, int64_t keep_last, const CheckpointContents& contents,
+          std::shared_ptr<const SaveOrders>& orders);
 
-  // Copies what this rank writes into `buffer`, which grows up to `limit` bytes, and writes what does not fit. Does not
-  // throw: finish() does. Not collective.
+  // Copies what this rank writes into `buffer`, which grows up to `limit` bytes, the same on all ranks. What does not
+  // fit on one of them is written; then collective, and errors of the folder are thrown on every rank. Others are
+  // finish()'s.
   void detach(at::Tensor& buffer, int64_t limit);
-  // Writes, waits for the others, and publishes. Collective; throws on every rank.
-  void finish();
+  // Writes, waits for the others, and publishes. Collective; throws on every rank. Returns while this rank removes old
+  // checkpoints; nobody else can save before it has.
+  std::future<void> finish();
 
  private:
   // A slice that this rank writes.
@@ -37,9 +41,10 @@ class SaveJob {
     std::vector<uint32_t> checksums{};
   };
 
-  void plan(const CheckpointContents& contents);
-  void make_writes(const CheckpointContents& contents, const std::vector<size_t>& numbers);
+  void make_writes(const CheckpointContents& contents);
+  void open_folder();
   void open_files();
+  void copy(at::Tensor& buffer, int64_t limit);
   void write(Write& write);
   void write_files();
   void write_together();
@@ -54,13 +59,13 @@ class SaveJob {
   std::string strategy_;
   std::string rank_state_;  // as JSON text
   std::string global_state_;
+  std::shared_ptr<const SaveOrders> orders_;
   std::unique_ptr<FolderLock> lock_;  // rank 0
-  SlicePlan plan_;                    // rank 0
   std::filesystem::path unfinished_;
   std::vector<Write> writes_;
   std::map<std::string, std::unique_ptr<SafetensorsFile>> files_;
   std::map<std::string, int64_t> sizes_;  // of finished files
-  std::exception_ptr failure_;            // while detaching
+  std::exception_ptr failure_;            // while copying
   std::atomic<bool> cancelled_ = false;
 };
 

@@ -7,6 +7,7 @@
 
 #include "checkpoint/save_job.h"
 #include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
 
 namespace shoal {
 namespace {
@@ -31,28 +32,31 @@ struct CheckpointSaver::State {
   State(const Group& all, std::filesystem::path folder, const CheckpointSaverOptions& chosen)
       : group(own_group(all)), root(std::move(folder)), options(chosen) {}
 
-  std::unique_ptr<SaveJob> start(const CheckpointContents& contents) const {
-    return std::make_unique<SaveJob>(group, root, options.keep_last, contents);
+  std::unique_ptr<SaveJob> start(const CheckpointContents& contents) {
+    return std::make_unique<SaveJob>(group, root, options.keep_last, contents, orders);
   }
 
   Group group;
   std::filesystem::path root;
   CheckpointSaverOptions options;
-  at::Tensor buffer{};  // kept, since fresh memory costs as much as the copy itself
+  std::shared_ptr<const SaveOrders> orders{};  // of the last save
+  at::Tensor buffer{};                         // kept, since fresh memory costs as much as the copy itself
   std::future<void> background{};
+  std::future<void> removal{};  // of old checkpoints
 };
 
 CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,
                                  const CheckpointSaverOptions& options) {
   options.validate();
+  agree(group, "checkpoint", {fmt::format("snapshot_mb {}", options.snapshot_mb)});
   state_ = std::make_unique<State>(group, std::move(root), options);
 }
 
-CheckpointSaver::~CheckpointSaver() = default;  // the future's destructor waits
+CheckpointSaver::~CheckpointSaver() = default;  // the futures' destructors wait
 
 void CheckpointSaver::save(const CheckpointContents& contents) {
   wait();
-  state_->start(contents)->finish();
+  state_->removal = state_->start(contents)->finish();
 }
 
 void CheckpointSaver::save_async(const CheckpointContents& contents) {
@@ -63,6 +67,7 @@ void CheckpointSaver::save_async(const CheckpointContents& contents) {
 }
 
 void CheckpointSaver::wait() {
+  if (state_->removal.valid()) state_->removal.get();
   if (state_->background.valid()) state_->background.get();
 }
 

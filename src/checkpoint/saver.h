@@ -45,12 +45,12 @@ class CheckpointSaver {
   CheckpointSaver(const CheckpointSaver&) = delete;
   CheckpointSaver& operator=(const CheckpointSaver&) = delete;
 
-  // Returns when the checkpoint is there.
+  // Returns when the checkpoint is there; old ones may be on their way out.
   void save(const CheckpointContents& contents);
   // Returns when the values have been copied, and may change. What does not fit into snapshot_mb is written before it
   // returns. Waits for the one before and throws its error, without having saved the new one.
   void save_async(const CheckpointContents& contents);
-  // Until no save is in the background. Throws its error.
+  // Until nothing is in the background. Throws its error.
   void wait();
   // Whether a save is in the background. Not collective.
   bool busy() const;

@@ -164,6 +164,7 @@ TEST(Saver, BEY06_OldCheckpointsGoAndLatestFollows) {
   CheckpointSaver saver(group(), folder / "run", {.keep_last = 2});
   const auto wholes = test::random_wholes(1);
   const auto steps = [&] {
+    saver.wait();
     group().barrier().wait();
     std::vector<std::string> names;
     for (const auto& entry : fs::directory_iterator(folder / "run")) names.push_back(entry.path().filename());
