@@ -102,6 +102,10 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   reducer->before_waiting = [this] { buffers.complete(); };
 }
 
+Reducer& reducer_of(DataParallelCore& parallel) {
+  return *parallel.state().reducer;
+}
+
 DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 DataParallelCore::~DataParallelCore() = default;

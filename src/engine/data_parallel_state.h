@@ -25,6 +25,9 @@ struct DataParallelCore::State {
   void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options, std::unique_ptr<Exchange> exchange);
 };
 
+// What averages a wrapper's gradients at present.
+Reducer& reducer_of(DataParallelCore& parallel);
+
 enum class Deferred { materialize, keep };
 
 // Walks the module, compares it over the group and, with `sync`, gives everybody rank 0's values. Parameters made in a

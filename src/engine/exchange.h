@@ -33,6 +33,8 @@ class Exchange {
   // Adds a full bucket up over the ranks, in place. What is further is about Bucket::kept only.
   virtual PendingExchange reduce(Bucket& bucket, const Label& label) const = 0;
   virtual HookPoint hook_point() const = 0;
+  // The hook that takes its place, if any.
+  virtual CommunicationHook* hook() const { return nullptr; }
   // Whether every rank gets every sum whole.
   virtual bool everywhere() const = 0;
   // Whether what ranks must know of each other (bucket.h: Facts) rides in the buckets; otherwise it takes a small

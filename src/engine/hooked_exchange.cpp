@@ -29,6 +29,7 @@ class HookedExchange : public Exchange {
   FlatLayout layout(std::span<const int64_t> numels, size_t element_bytes) const override {
     return inner_->layout(numels, element_bytes);
   }
+  CommunicationHook* hook() const override { return hook_.get(); }
   HookPoint hook_point() const override { return point_; }
   bool everywhere() const override { return inner_->everywhere(); }
   bool carries_facts() const override { return false; }

@@ -47,7 +47,11 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       summed_(gradients_.size()),
       carried_(gradients_.size()),
       hooks_(checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); }) {
-  // Backward meets the last registered layer first.
+  build_as_registered();
+}
+
+// Backward meets the last registered layer first.
+void Reducer::build_as_registered() {
   std::vector<size_t> order(gradients_.size());
   std::iota(order.rbegin(), order.rend(), 0);
   build(order);

@@ -108,6 +108,16 @@ class Reducer {
   std::vector<at::Tensor> parameters_of(const Bucket& bucket) const;
   // What each of the first `ranks` ranks keeps of a bucket.
   std::vector<Range> owners_of(const Bucket& bucket, int ranks) const;
+  // The order in which gradients arrived in the first finished step, which buckets follow from the next one on; `from`:
+  // the rank whose order counts. None: nothing has been learnt, or buckets follow no order.
+  struct LearntOrder {
+    std::vector<size_t> order;
+    int from = 0;
+  };
+  std::optional<LearntOrder> learnt_order() const;
+  // Between steps: as if it had been learnt here, or nothing had. The same on all ranks, like a step.
+  void go_on_from(const std::optional<LearntOrder>& learnt);
+
   // Whether any rank used the gradient in the last step, or a sum from before was added to it.
   bool used(size_t gradient) const { return used_anywhere_[gradient]; }
 
@@ -129,6 +139,7 @@ class Reducer {
   double issued_weight() const;
   Label label(size_t bucket) const;
   void build(const std::vector<size_t>& order);
+  void build_as_registered();
 
   // reducer_release.cpp: memory of buckets, and their consumer
   void release_finished(bool all = false);

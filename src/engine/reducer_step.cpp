@@ -218,7 +218,7 @@ void Reducer::close_abandoned_step() {
     for (auto& gradient : gradients_) gradient.parameter.mutable_grad().reset();  // nobody else zeroes them
     options_.consumer->end_step(/*abandoned=*/true);
   }
-  order_.clear();
+  if (!learnt_) order_.clear();
   close_step();
 }
 
@@ -236,6 +236,19 @@ void Reducer::adopt_arrival_order() {
   const auto* begin = order.data_ptr<int64_t>();
   order_.assign(begin, begin + order.numel());
   build(order_);
+}
+
+std::optional<Reducer::LearntOrder> Reducer::learnt_order() const {
+  if (!learnt_ || !exchange_->follows_order()) return std::nullopt;
+  return LearntOrder{order_, order_from_};
+}
+
+void Reducer::go_on_from(const std::optional<LearntOrder>& learnt) {
+  if (!exchange_->follows_order()) return;
+  if (!learnt && learnt_ && !rebuild_due_) build_as_registered();
+  learnt_ = rebuild_due_ = learnt.has_value();
+  order_ = learnt ? learnt->order : std::vector<size_t>();
+  order_from_ = learnt ? learnt->from : 0;
 }
 
 void Reducer::check_last_step() {

@@ -10,7 +10,7 @@
 #include "engine/sharded_optimizer_state.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
-#include "strategy/decentralized/averaging.h"
+#include "strategy/shard_gossip/state.h"
 
 namespace shoal {
 
@@ -53,20 +53,6 @@ HostGroups host_groups(const Group& group, std::optional<int> size) {
   auto host = group.subgroup(inside);
   return {.inside = std::move(host), .across = group.subgroup(across)};
 }
-
-struct ShardGossipOptimizerCore::Gossip {
-  Gossip(const Group& group, const ShardGossipOptions& options)
-      : across(group),
-        overlap(options.overlap),
-        mixing(group, options.topology ? *options.topology : make_topology("one-peer-exp", group.size()),
-               options.neighbour_timeout_seconds) {}
-
-  Group across;
-  bool overlap;
-  Mixing mixing;
-  std::vector<GossipBucket> buckets{};
-  bool left = false;
-};
 
 namespace {
 

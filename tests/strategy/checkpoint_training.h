@@ -17,11 +17,16 @@
 #include "checkpoint/reader.h"
 #include "comm/text.h"
 #include "shoal/engine/checkpoint.h"
+#include "shoal/engine/hooks/power_sgd.h"
+#include "shoal/engine/hooks/quantize.h"
+#include "shoal/engine/hooks/top_k.h"
 #include "shoal/optim/fused_adamw.h"
 #include "shoal/strategy/ddp.h"
 #include "shoal/strategy/decentralized.h"
 #include "shoal/strategy/fsdp.h"
+#include "shoal/strategy/local_updates.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/strategy/shard_gossip.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/world.h"
@@ -93,9 +98,20 @@ inline std::vector<at::Tensor> trainable(const torch::nn::Module& module) {
 const inline auto adamw = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
 
 inline const std::vector<std::string>& all_strategies() {
-  static const std::vector<std::string> names{"none", "ddp",    "zero1",    "zero2",  "megatron",     "megatron_g",
-                                              "fsdp", "fsdp_b", "no_shard", "hybrid", "decentralized"};
+  static const std::vector<std::string> names{"none",          "ddp",    "zero1",  "zero2",    "megatron",
+                                              "megatron_g",    "fsdp",   "fsdp_b", "no_shard", "hybrid",
+                                              "decentralized", "diloco", "gossip"};
   return names;
+}
+
+// What some strategies are followed by: a hook that remembers.
+inline std::shared_ptr<CommunicationHook> hook_of(const std::string& name) {
+  if (name == "powersgd") {
+    return std::make_shared<PowerSgdHook>(PowerSgdOptions{.rank = 1, .start_iteration = 1, .min_compression_rate = 0});
+  }
+  if (name == "topk") return std::make_shared<TopKHook>(TopKOptions{.fraction = 0.2});
+  if (name == "int8") return std::make_shared<QuantizeHook>(QuantizeOptions{.block = 16});
+  return nullptr;
 }
 
 template <class Wrapper, class Optimizer>
@@ -109,15 +125,25 @@ void train_by(Running& running, const std::shared_ptr<Wrapper>& wrapper, const s
   };
 }
 
+inline Tensors full_parameters(FullyShardedDataParallel<Net>& parallel) {
+  auto all = parallel.full_state_dict();
+  for (const auto& buffer : parallel.core().module()->named_buffers()) all.erase(buffer.key());
+  return all;
+}
+
 // megatron_g: parameters are gathered in the gradients' memory; fsdp_b: bfloat16 parameters with float32 main copies;
-// hybrid: models are divided between pairs of ranks.
-inline std::unique_ptr<Running> start(const std::string& strategy, const Group& group, int seed) {
+// hybrid, gossip: models are divided between pairs of ranks. NAME_HOOK: with a hook of hook_of().
+inline std::unique_ptr<Running> start(const std::string& name, const Group& group, int seed) {
+  const auto end = name.rfind('_');
+  const auto hook = end == std::string::npos ? nullptr : hook_of(name.substr(end + 1));
+  const auto strategy = hook ? name.substr(0, end) : name;
   auto running = std::make_unique<Running>();
   auto model = running->model = std::make_shared<Net>(seed);
   running->parameters = [model] { return copies(*model); };
   if (strategy == "none" || strategy == "ddp") {
     const auto optimizer = std::make_shared<FusedAdamW>(trainable(*model), adamw);
-    const auto parallel = std::make_shared<DistributedDataParallel<Net>>(model, group);
+    const auto parallel = std::make_shared<DistributedDataParallel<Net>>(
+        model, group, DistributedDataParallelOptions{.communication_hook = hook});
     train_by(*running, parallel, optimizer);
     running->state = strategy == "ddp" ? std::make_unique<TrainingState>(*parallel, *optimizer)
                                        : std::make_unique<TrainingState>(model, *optimizer, group);
@@ -129,14 +155,17 @@ inline std::unique_ptr<Running> start(const std::string& strategy, const Group& 
       train_by(*running, parallel, optimizer);
       running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
     } else {
-      const auto parallel = std::make_shared<ShardedDataParallel<Net>>(model, *optimizer, group);
+      const auto parallel = std::make_shared<ShardedDataParallel<Net>>(
+          model, *optimizer, group, ShardedDataParallelOptions{.communication_hook = hook});
       train_by(*running, parallel, optimizer);
       running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
     }
     running->optimizer_state = [raw = optimizer.get(), model] { return raw->state_dict(*model); };
   } else if (strategy.starts_with("megatron")) {
     const auto optimizer = std::make_shared<DistributedOptimizer<FusedAdamW>>(
-        model, adamw, group, DistributedOptimizerOptions{.reuse_grad_buf_for_param_gather = strategy == "megatron_g"});
+        model, adamw, group,
+        DistributedOptimizerOptions{.reuse_grad_buf_for_param_gather = strategy == "megatron_g",
+                                    .communication_hook = hook});
     train_by(*running, model, optimizer);
     running->state = std::make_unique<TrainingState>(*optimizer);
     running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
@@ -147,8 +176,31 @@ inline std::unique_ptr<Running> start(const std::string& strategy, const Group& 
     running->step = [raw = parallel.get()](const at::Tensor& input) { raw->forward(input).pow(2).mean().backward(); };
     running->state = std::make_unique<TrainingState>(*parallel);
     running->optimizer_state = [raw = parallel.get()] { return raw->state_dict(); };
+  } else if (strategy == "diloco") {
+    const auto optimizer = std::make_shared<FusedAdamW>(trainable(*model), adamw);
+    const auto local = std::make_shared<LocalUpdates>(
+        model, *optimizer, group,
+        LocalUpdatesOptions{.every = 3, .outer = OuterNesterov{}, .fragments = 2, .delay = 1});
+    running->wrapper = local;
+    running->optimizer = optimizer;
+    running->step = [raw = local.get(), model](const at::Tensor& input) {
+      model->forward(input).pow(2).mean().backward();
+      raw->step();
+      raw->zero_grad();
+    };
+    running->state = std::make_unique<TrainingState>(*local);
+    running->optimizer_state = [optimizer, model] { return shoal::optimizer_state(*optimizer, *model); };
+  } else if (strategy == "gossip") {
+    const auto hosts = host_groups(group, group.size() % 2 == 0 ? 2 : 1);
+    const auto parallel = std::make_shared<FullyShardedDataParallel<Net>>(
+        model, hosts.inside, FullyShardedDataParallelOptions{.auto_wrap_policy = wrap_size(20)});
+    const auto optimizer = std::make_shared<ShardGossipOptimizer<FusedAdamW>>(*parallel, hosts.across, adamw);
+    train_by(*running, parallel, optimizer);
+    running->state = std::make_unique<TrainingState>(*parallel, *optimizer, group);
+    running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
+    running->parameters = [raw = parallel.get()] { return full_parameters(*raw); };
   } else {
-    FullyShardedDataParallelOptions options{.auto_wrap_policy = wrap_size(20)};
+    FullyShardedDataParallelOptions options{.auto_wrap_policy = wrap_size(20), .communication_hook = hook};
     if (strategy == "fsdp_b") options.param_dtype = options.buffer_dtype = at::kBFloat16;
     if (strategy == "no_shard") options.sharding_strategy = ShardingStrategy::no_shard;
     if (strategy == "hybrid") {
@@ -160,11 +212,7 @@ inline std::unique_ptr<Running> start(const std::string& strategy, const Group& 
     train_by(*running, parallel, optimizer);
     running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
     running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
-    running->parameters = [raw = parallel.get(), model] {
-      auto all = raw->full_state_dict();
-      for (const auto& buffer : model->named_buffers()) all.erase(buffer.key());
-      return all;
-    };
+    running->parameters = [raw = parallel.get()] { return full_parameters(*raw); };
   }
   return running;
 }

@@ -56,7 +56,8 @@ decltype(auto) core_of(Part& part) {
 //   training.wait();
 //
 // Takes (DistributedDataParallel, any optimizer that every rank runs alike or an OSS), (ShardedDataParallel, OSS),
-// (DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer), (DecentralizedDataParallel), and (module,
+// (DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer), (DecentralizedDataParallel),
+// (LocalUpdates), (FullyShardedDataParallel, ShardGossipOptimizer, group of all ranks of all hosts), and (module,
 // optimizer, group) where every rank holds the same, such as a group of one rank. The parts must outlive it. Not
 // collective. One thread at a time.
 class TrainingState {
@@ -102,8 +103,8 @@ struct SaveOptions {
 // names it. Parameters with float32 main copies are saved as these. Collective. Throws on every rank: CheckpointError
 // for files (training can go on), UsageError, DisagreeError for other steps, CommError.
 void save(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options = {});
-// The same, in the background: returns when the values have been copied. Waits for the one before and throws its error,
-// without having saved the new one.
+// The same, in the background: returns when the values have been copied, by one thread in one pass. Waits for the one
+// before and throws its error, without having saved the new one; errors of files, of the folder too, come that way.
 void save_async(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options = {});
 
 struct LoadOptions {

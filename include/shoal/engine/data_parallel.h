@@ -16,6 +16,8 @@
 
 namespace shoal {
 
+class Reducer;
+
 // Scope in which backward only accumulates gradients on this rank; the first backward outside sums up and synchronises.
 // Ends with the scope, also by an exception. Move-only. Must not outlive its wrapper.
 class NoSync {
@@ -70,6 +72,7 @@ class DataParallelCore : public Joinable {
   const State& state() const { return *state_; }
 
  private:
+  friend Reducer& reducer_of(DataParallelCore& parallel);  // for checkpoints
   std::unique_ptr<State> state_;
 };
 

@@ -74,6 +74,7 @@ using StateVisitor = std::function<void(const std::string& name, const at::Tenso
 
 class CheckpointSource;
 class FullyShardedOptimizerCore;
+class ShardGossipOptimizerCore;
 
 // What FullyShardedDataParallel does, whatever the module's type.
 class FullyShardedCore : public DataParallelCore {
@@ -103,6 +104,8 @@ class FullyShardedCore : public DataParallelCore {
   friend class FullyShardedOptimizerCore;
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              FullyShardedOptimizerCore& optimizer);
+  friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
+                                                             ShardGossipOptimizerCore& optimizer, const Group& all);
   // A parameter in the dtype that the optimizer updates. Collective.
   at::Tensor whole(const at::Tensor& parameter, const std::string& name) const;
 

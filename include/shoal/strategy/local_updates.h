@@ -18,6 +18,8 @@
 
 namespace shoal {
 
+class CheckpointSource;
+
 // What an exchange makes of theta, the values that all ranks share, given the ranks' own values x_i: with the mean x of
 // the x_i and the outer gradient D = theta - x,
 
@@ -133,7 +135,7 @@ class LocalUpdates {
   // Names of the parameters in each.
   std::vector<std::vector<std::string>> fragments() const;
 
-  // What this object keeps, a copy by parameter names: "step", "anchor" (theta), "momentum_buffer" (u), and of what is
+  // What this object keeps, a copy by parameter names; TrainingState has it in checkpoints, with all else: "step", "anchor" (theta), "momentum_buffer" (u), and of what is
   // on its way "in_flight" (the mean of D, or of x where there is no theta) and for SlowMo "rate". It is the same on
   // all ranks, and any number of ranks may go on from it. Waits for what is on its way.
   OptimizerState state_dict();
@@ -145,7 +147,11 @@ class LocalUpdates {
   struct State;
 
  private:
+  friend std::shared_ptr<CheckpointSource> checkpoint_source(LocalUpdates& updates);
   std::unique_ptr<State> state_;
 };
+
+// For TrainingState.
+std::shared_ptr<CheckpointSource> checkpoint_source(LocalUpdates& updates);
 
 }  // namespace shoal

@@ -60,6 +60,8 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   // Of `across`, those who have not been removed. Collective over them when some have been since the last call.
   const Group& remaining();
 
+  struct Gossip;
+
  protected:
   void complete_gradients() override;
   void end_gradients() override;
@@ -71,9 +73,17 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   void mix();
   void show();
 
-  struct Gossip;
+  friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
+                                                             ShardGossipOptimizerCore& optimizer, const Group& all);
   std::unique_ptr<Gossip> gossip_;
 };
+
+// For TrainingState(parallel, optimizer, all): the ranks that host_groups() has divided, all of them still there.
+std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, ShardGossipOptimizerCore& optimizer,
+                                                    const Group& all);
+// One host's ranks do not make a checkpoint.
+std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
+                                                    ShardGossipOptimizerCore& optimizer) = delete;
 
 //   const auto hosts = shoal::host_groups(world.group());
 //   shoal::FullyShardedDataParallel parallel(model, hosts.inside);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "engine/checkpoint/names.h"
 #include "memory/views.h"
@@ -30,7 +31,7 @@ namespace {
 class Collector {
  public:
   Collector(CheckpointSource& source, const Group& group, CheckpointContents& contents)
-      : diverges_(source.diverges()), group_(group), contents_(contents) {}
+      : peers_(source.peers()), group_(group), contents_(contents) {}
 
   void add(const CheckpointView& view) {
     for (const auto& share : view.shares) {
@@ -55,7 +56,7 @@ class Collector {
       return;
     }
     if (piece.owner != share.rank || !piece.updated.defined()) return;
-    if (diverges_) {
+    if (peers_) {
       add_mean(piece);
       add_of_rank(piece.name, piece.updated.detach());
     } else {
@@ -67,10 +68,15 @@ class Collector {
     const auto state = named_state(*found->second);
     for (const auto& [field, tensor] : state.tensors) {
       const auto name = names::state_tensor(piece.name, field);
-      diverges_ ? add_own(name, tensor, names::optimizer_part) : add_slice(piece, name, tensor, names::optimizer_part);
+      if (peers_ && peers_->rank() > 0) {
+        add_of_rank(name, tensor.detach());
+      } else {
+        add_slice(piece, name, tensor, names::optimizer_part);
+      }
     }
     const bool told = share.everywhere && group_.rank() > 0;
-    if (piece.range.begin == 0 && !told && !state.numbers.empty()) numbers_[piece.name] = state.numbers;
+    const bool tells = piece.range.begin == 0 || peers_;
+    if (tells && !told && !state.numbers.empty()) numbers_[piece.name] = state.numbers;
   }
 
   void add_slice(const StatePiece& piece, std::string name, const at::Tensor& values, const char* part) {
@@ -95,22 +101,22 @@ class Collector {
     }
   }
 
-  // This rank's part of the ranks' mean, which is exact where they are equal.
+  // This rank's part of the peers' mean, which is exact where they are equal.
   void add_mean(const StatePiece& piece) {
     auto mean = piece.updated.detach().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true).contiguous();
-    group_.all_reduce(mean, ReduceOp::sum, {-1, -1, "mean of " + piece.name}).wait();
-    mean.div_(group_.size());
+    peers_->all_reduce(mean, ReduceOp::sum, {-1, -1, "mean of " + piece.name}).wait();
+    mean.div_(peers_->size());
     const auto numel = mean.numel();
-    const Range own{numel * group_.rank() / group_.size(), numel * (group_.rank() + 1) / group_.size()};
+    const Range own{numel * peers_->rank() / peers_->size(), numel * (peers_->rank() + 1) / peers_->size()};
+    const auto values = mean.view({-1}).narrow(0, own.begin, own.size());
     contents_.slices.push_back({.name = piece.name,
                                 .shape = piece.parameter.sizes().vec(),
-                                .range = own,
-                                .values = mean.view({-1})
-                                              .narrow(0, own.begin, own.size())
-                                              .to(piece.updated.scalar_type(), /*non_blocking=*/false, /*copy=*/true)});
+                                .range = {piece.range.begin + own.begin, piece.range.begin + own.end},
+                                .values = values.to(piece.updated.scalar_type(), /*non_blocking=*/false, /*copy=*/true),
+                                .order = piece.whole() ? std::vector<int64_t>() : memory_order(piece.parameter)});
   }
 
-  bool diverges_;
+  std::optional<Group> peers_;
   const Group& group_;
   CheckpointContents& contents_;
   Json numbers_ = Json::object();
@@ -168,11 +174,16 @@ CheckpointContents contents_of(CheckpointSource& source, const Group& group, con
   collector.add(view);
   for (const auto& [name, state] : random_states(view)) collector.add_of_rank(name, state);
 
-  auto own = source.own_state();
-  if (!own.is_null()) contents.rank_state[names::own] = std::move(own);
+  auto [own, common] = source.carried();
+  if (!own.values.is_null()) contents.rank_state[names::carried] = std::move(own.values);
+  if (!common.values.is_null()) contents.global_state[names::carried] = std::move(common.values);
+  for (const auto& [name, tensor] : own.tensors) collector.add_of_rank(names::carried_tensor(name), tensor);
+  for (const auto& [name, tensor] : common.tensors) {
+    contents.slices.push_back(whole_slice(names::carried_tensor(name), tensor.detach(), names::strategy_part));
+  }
   if (!options.position.empty()) contents.rank_state[names::position] = options.position;
   // A decentralised rank's scaler is its own.
-  auto& shared = source.diverges() ? contents.rank_state : contents.global_state;
+  auto& shared = source.peers() ? contents.rank_state : contents.global_state;
   const auto* scaler = view.scaler != nullptr ? view.scaler : companions.scaler;
   if (scaler != nullptr) shared[names::scaler] = to_json(*scaler);
   if (!view.rates.empty()) {

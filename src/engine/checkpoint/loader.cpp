@@ -112,13 +112,14 @@ void TrainingLoader::read_whole(const std::string& name, const at::Tensor& desti
 }
 
 // Moments follow their parameter's dtype where they do so in the checkpoint.
-at::Tensor TrainingLoader::read_field(const StatePiece& piece, const std::string& name) const {
+at::Tensor TrainingLoader::read_field(const StatePiece& piece, const std::string& common) const {
+  const auto name = own_name(common);
   const auto& stored = reader_.tensor(name);
   const bool follows = stored.dtype == reader_.tensor(piece.name).dtype;
   const auto options =
       piece.parameter.options().requires_grad(false).dtype(follows ? piece.updated.scalar_type() : stored.dtype);
   const bool like_parameter = stored.shape == piece.parameter.sizes();
-  if (piece.whole()) {
+  if (piece.whole() || name != common) {
     auto values = like_parameter ? at::empty_strided(piece.parameter.sizes(), dense_strides(piece.parameter), options)
                                  : at::empty(stored.shape, options);
     read_whole(name, values);
@@ -156,7 +157,7 @@ NamedState TrainingLoader::read_state(const StatePiece& piece) const {
   const auto fields = fields_.find(piece.name);
   if (fields == fields_.end()) return state;
   for (const auto& field : fields->second) {
-    state.tensors[field] = read_field(piece, own_name(names::state_tensor(piece.name, field)));
+    state.tensors[field] = read_field(piece, names::state_tensor(piece.name, field));
   }
   return state;
 }
@@ -181,7 +182,7 @@ void TrainingLoader::read_model() const {
       if (piece.owner != share.rank || !piece.updated.defined() || !has(piece.name)) continue;
       const auto name = own_name(piece.name);
       const auto values = piece.updated.detach();
-      if (piece.whole()) {
+      if (piece.whole() || name != piece.name) {
         read_whole(name, values);
       } else {
         read(name, piece.range, values, memory_order(piece.parameter));

@@ -36,7 +36,7 @@ class TrainingLoader {
   void read(const std::string& name, const Range& range, const at::Tensor& destination,
             const std::vector<int64_t>& order) const;
   void read_whole(const std::string& name, const at::Tensor& destination) const;
-  at::Tensor read_field(const StatePiece& piece, const std::string& name) const;
+  at::Tensor read_field(const StatePiece& piece, const std::string& common) const;
   NamedState read_state(const StatePiece& piece) const;
   std::map<std::string, double> numbers_of(const std::string& parameter) const;
   void restore(GradScaler* scaler) const;

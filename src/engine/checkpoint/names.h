@@ -13,11 +13,12 @@ namespace shoal::checkpoint_names {
 
 constexpr const char* optimizer_part = "optimizer";
 constexpr const char* ranks_part = "ranks";
+constexpr const char* strategy_part = "strategy";
 
 // Entries of a rank's state, and of all ranks'.
 constexpr const char* numbers = "optimizer";  // {PARAMETER: {FIELD: number}}, what is not a tensor
 constexpr const char* position = "position";
-constexpr const char* own = "strategy";
+constexpr const char* carried = "strategy";
 constexpr const char* trained = "trained";  // names of the parameters that optimizers update
 constexpr const char* rates = "rates";      // by param group
 constexpr const char* scaler = "scaler";
@@ -25,6 +26,11 @@ constexpr const char* schedule = "schedule";  // position
 
 inline std::string state_tensor(const std::string& parameter, const std::string& field) {
   return fmt::format("optimizer.{}.{}", parameter, field);
+}
+
+// What a strategy carries; the colon keeps it apart from the model's names.
+inline std::string carried_tensor(const std::string& name) {
+  return fmt::format("strategy:{}", name);
 }
 
 // What is one rank's alone.

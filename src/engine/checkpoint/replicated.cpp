@@ -1,6 +1,8 @@
 // Every rank has everything: one process, and DistributedDataParallel.
 
+#include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
+#include "engine/data_parallel_state.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -24,13 +26,26 @@ class ReplicatedSource : public CheckpointSource {
     return view;
   }
   // Ranks do not write what others read.
-  void begin_load(const nlohmann::json&) override {}
+  void begin_load(const CarriedStates&) override {}
 
  private:
   std::string strategy_;
   std::shared_ptr<torch::nn::Module> module_;
   torch::optim::Optimizer& optimizer_;
   Group group_;
+};
+
+// With a wrapper whose gradients' means carry something from step to step.
+class WrappedSource : public ReplicatedSource {
+ public:
+  WrappedSource(DataParallelCore& parallel, torch::optim::Optimizer& optimizer)
+      : ReplicatedSource("ddp", parallel.module(), optimizer, parallel.group()), parallel_(parallel) {}
+
+  CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
+  void end_load(const CarriedStates& past) override { go_on_from(group(), {&reducer_of(parallel_)}, past.own); }
+
+ private:
+  DataParallelCore& parallel_;
 };
 
 }  // namespace
@@ -41,7 +56,7 @@ std::shared_ptr<CheckpointSource> checkpoint_source(std::shared_ptr<torch::nn::M
 }
 
 std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, torch::optim::Optimizer& optimizer) {
-  return std::make_shared<ReplicatedSource>("ddp", parallel.module(), optimizer, parallel.group());
+  return std::make_shared<WrappedSource>(parallel, optimizer);
 }
 
 }  // namespace shoal

@@ -2,6 +2,8 @@
 
 #include <torch/utils.h>
 
+#include "engine/checkpoint/reducers.h"
+
 namespace shoal {
 
 CheckpointView ShardedSource::view() {
@@ -13,20 +15,31 @@ CheckpointView ShardedSource::view() {
   return view;
 }
 
-void ShardedSource::begin_load(const nlohmann::json& own) {
+std::vector<Reducer*> ShardedSource::reducers() const {
+  std::vector<Reducer*> list;
+  for (const auto& module : state_.modules) list.push_back(&module->reducer());
+  return list;
+}
+
+CarriedStates ShardedSource::carried() {
+  return {.own = carried_by(reducers()), .common = {}};
+}
+
+void ShardedSource::begin_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   for (const auto& module : state_.modules) {
     module->wait_all();
     module->reducer().drop_sums();  // updated parameters may leave from their memory
   }
-  CheckpointSource::begin_load(own);
+  CheckpointSource::begin_load(past);
 }
 
-void ShardedSource::end_load(const nlohmann::json&) {
+void ShardedSource::end_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   const auto label = state_.label("loaded parameters");
   for (const auto& module : state_.modules) module->publish(label);
   for (const auto& module : state_.modules) module->wait(label, /*at_first_touch=*/false);
+  go_on_from(group(), reducers(), past.own);
 }
 
 }  // namespace shoal

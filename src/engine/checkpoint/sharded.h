@@ -13,14 +13,17 @@ class ShardedSource : public CheckpointSource {
       : optimizer_(optimizer), state_(state) {}
 
   CheckpointView view() override;
-  void begin_load(const nlohmann::json& own) override;
-  void end_load(const nlohmann::json& own) override;
+  CarriedStates carried() override;
+  void begin_load(const CarriedStates& past) override;
+  void end_load(const CarriedStates& past) override;
 
  protected:
   // Adds what no optimizer updates.
   virtual void add_others(CheckpointView& view) = 0;
 
  private:
+  std::vector<Reducer*> reducers() const;
+
   torch::optim::Optimizer& optimizer_;
   ShardedOptimizerCore::State& state_;
 };

@@ -9,7 +9,7 @@
 namespace shoal {
 
 // Others may still read what is about to change.
-void CheckpointSource::begin_load(const nlohmann::json&) {
+void CheckpointSource::begin_load(const CarriedStates&) {
   group().barrier({-1, -1, "before loading"}).wait();
 }
 

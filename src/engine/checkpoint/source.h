@@ -1,8 +1,10 @@
 #pragma once
 // What a strategy gives to checkpoints and takes from them.
 
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,17 @@ struct CheckpointView {
   GradScaler* scaler = nullptr;
 };
 
+// What a strategy carries from step to step beside the tensors of the training.
+struct Carried {
+  nlohmann::json values{};  // null: nothing
+  std::map<std::string, at::Tensor> tensors{};
+};
+
+struct CarriedStates {
+  Carried own;     // this rank's: comes back where the same strategy wrote it at the same number of ranks
+  Carried common;  // the same on all ranks: comes back where the same strategy wrote it
+};
+
 class CheckpointSource {
  public:
   virtual ~CheckpointSource() = default;
@@ -36,16 +49,15 @@ class CheckpointSource {
   // The ranks that save and load. Collective.
   virtual Group group() = 0;
   virtual CheckpointView view() = 0;
-  // Whether every rank trains parameters of its own: the mean counts for other strategies.
-  virtual bool diverges() const { return false; }
+  // The ranks that have the same pieces as this one, each with values of its own: their mean counts for other
+  // strategies. None: what several ranks have is equal.
+  virtual std::optional<Group> peers() { return std::nullopt; }
 
-  // What else belongs to this rank, and to all of them alike.
-  virtual nlohmann::json own_state() { return nullptr; }
-  // Before view() is loaded to. own: own_state() of the same rank where the same strategy wrote it at the same number
-  // of ranks, else null. Collective.
-  virtual void begin_load(const nlohmann::json& own);
+  virtual CarriedStates carried() { return {}; }
+  // Before view() is loaded to. Collective, errors on every rank.
+  virtual void begin_load(const CarriedStates& past);
   // Values are in place. Collective.
-  virtual void end_load(const nlohmann::json& /*own*/) {}
+  virtual void end_load(const CarriedStates& /*past*/) {}
 };
 
 // Adds the buffers of a module, and the parameters that are in no share; names begin with `prefix`.

@@ -14,6 +14,21 @@ namespace shoal {
 
 namespace names = checkpoint_names;
 
+namespace {
+
+// What lies in an entry of the state and in tensors whose names begin with `prefix`.
+Carried carried(const CheckpointReader& reader, const nlohmann::json& state, const std::string& prefix) {
+  Carried all;
+  if (const auto found = state.find(names::carried); found != state.end()) all.values = *found;
+  const auto& tensors = reader.index().tensors;
+  for (auto entry = tensors.lower_bound(prefix); entry != tensors.end() && entry->first.starts_with(prefix); ++entry) {
+    all.tensors[entry->first.substr(prefix.size())] = reader.read(entry->first);
+  }
+  return all;
+}
+
+}  // namespace
+
 struct TrainingState::State {
   std::shared_ptr<CheckpointSource> source;
   Companions companions{};
@@ -100,25 +115,27 @@ Loaded load(const std::filesystem::path& path, TrainingState& training, const Lo
   const bool whole = !options.partial && !options.model_only;
   const bool same_ranks = loaded.ranks == group.size() && static_cast<int>(index.rank_states.size()) == loaded.ranks;
   loaded.exact = whole && same_ranks && loaded.strategy == source.strategy();
-  nlohmann::json own;
+  CarriedStates past;
   on_all_ranks(group, "checkpoint", [&] {
     // Before begin_load(), which may change the training.
-    TrainingLoader(reader, source.view(), source.diverges(), group, loaded.exact, options).check();
+    TrainingLoader(reader, source.view(), source.peers().has_value(), group, loaded.exact, options).check();
     if (!whole || index.rank_states.empty()) return;
     const auto& state = index.rank_states[same_ranks ? group.rank() : 0];
     if (const auto found = state.find(names::position); found != state.end() && found->is_string()) {
       loaded.position = found->get<std::string>();
     }
-    if (const auto found = state.find(names::own); loaded.exact && found != state.end()) own = *found;
+    if (loaded.strategy != source.strategy()) return;
+    past.common = carried(reader, index.global_state, names::carried_tensor(""));
+    if (loaded.exact) past.own = carried(reader, state, names::of_rank(group.rank(), names::carried_tensor("")));
   });
-  source.begin_load(own);
-  TrainingLoader loader(reader, source.view(), source.diverges(), group, loaded.exact, options);
+  source.begin_load(past);
+  TrainingLoader loader(reader, source.view(), source.peers().has_value(), group, loaded.exact, options);
   on_all_ranks(group, "checkpoint", [&] { loader.read_optimizers(); });
   on_all_ranks(group, "checkpoint", [&] {
     loader.read_model();
     loader.finish(training.state().companions);
   });
-  source.end_load(own);
+  source.end_load(past);
   return loaded;
 }
 

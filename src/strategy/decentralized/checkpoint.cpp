@@ -22,7 +22,7 @@ class DecentralizedSource : public CheckpointSource {
 
   std::string strategy() const override { return "decentralized"; }
   Group group() override { return state_.mixing.remaining(); }
-  bool diverges() const override { return true; }
+  std::optional<Group> peers() override { return group(); }
 
   CheckpointView view() override {
     CheckpointView view;
@@ -37,11 +37,15 @@ class DecentralizedSource : public CheckpointSource {
     return view;
   }
 
-  Json own_state() override { return state_.buckets.empty() ? Json() : to_json(state_); }
+  CarriedStates carried() override {
+    if (state_.buckets.empty()) return {};
+    return {.own = {.values = to_json(state_)}, .common = {}};
+  }
 
   // The optimizers are made here, so that there is somewhere to load to.
-  void begin_load(const Json& own) override {
+  void begin_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
+    const auto& own = past.own.values;
     on_all_ranks(group(), "checkpoint", [&] {
       past_ = own.is_null() ? Standing() : parsed(own);
       require_way_back();
@@ -56,7 +60,7 @@ class DecentralizedSource : public CheckpointSource {
     }
   }
 
-  void end_load(const Json&) override {
+  void end_load(const CarriedStates&) override {
     const torch::NoGradGuard no_grad;
     auto& state = state_;
     state.step = past_.step;

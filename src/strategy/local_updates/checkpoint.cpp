@@ -45,9 +45,8 @@ at::Tensor adopted(const at::Tensor& from, at::ScalarType dtype, const Fragment:
 
 }  // namespace
 
-OptimizerState LocalUpdates::state_dict() {
-  const torch::NoGradGuard no_grad;
-  auto& state = *state_;
+OptimizerState LocalUpdates::State::named_state() {
+  auto& state = *this;
   const bool slow = std::holds_alternative<SlowMo>(state.options.outer);
   OptimizerState whole;
   for (auto& fragment : state.fragments) {
@@ -58,9 +57,29 @@ OptimizerState LocalUpdates::state_dict() {
       Entry entry{state.steps, piece.anchor, piece.momentum, under_way ? mean[i] : at::Tensor(), piece.rate};
       detail::StateReader reader;
       visit(entry, piece, under_way, slow, reader);
-      for (auto& [name, tensor] : reader.named.tensors) tensor = tensor.clone();
       whole[piece.name] = std::move(reader.named);
     }
+  }
+  return whole;
+}
+
+void LocalUpdates::State::begin_anew() {
+  for (auto& fragment : fragments) {
+    fragment.mean().wait();  // of before
+    fragment.mean() = {};
+    fragment.anchor();
+    for (auto& piece : fragment.pieces()) {
+      if (piece.momentum.defined()) piece.momentum.zero_();
+    }
+  }
+  set_steps(0);
+}
+
+OptimizerState LocalUpdates::state_dict() {
+  const torch::NoGradGuard no_grad;
+  auto whole = state_->named_state();
+  for (auto& [name, entry] : whole) {
+    for (auto& [field, tensor] : entry.tensors) tensor = tensor.clone();
   }
   return whole;
 }

@@ -21,6 +21,10 @@ struct LocalUpdates::State {
   void check_trainable() const;
   // The exchanges after a step; counts it.
   void end_step();
+  // See state_dict(); the tensors are this object's own, until the next step.
+  OptimizerState named_state();
+  // As after the construction, from the parameters as they are. Waits for what is on its way.
+  void begin_anew();
   // Goes to a step: with a reducer in the warm-up, without it afterwards.
   void set_steps(int64_t number);
   Mean mean_of(const std::vector<at::Tensor>& tensors, const Label& label) const;

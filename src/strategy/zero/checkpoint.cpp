@@ -2,7 +2,9 @@
 
 #include <torch/utils.h>
 
+#include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
+#include "engine/data_parallel_state.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
 #include "strategy/zero/oss_state.h"
 
@@ -13,6 +15,7 @@ class OSSSource : public CheckpointSource {
  public:
   OSSSource(DataParallelCore& parallel, OSSCore& optimizer, OSSCore::State& state)
       : strategy_(dynamic_cast<ShardedDataParallelCore*>(&parallel) != nullptr ? "zero2" : "zero1"),
+        parallel_(parallel),
         module_(parallel.module()),
         optimizer_(optimizer),
         state_(state) {}
@@ -27,13 +30,16 @@ class OSSSource : public CheckpointSource {
     add_rest(view, *module_);
     return view;
   }
-  void end_load(const nlohmann::json&) override {
+  CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
+  void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     state_.hand_out("loaded parameters");
+    go_on_from(state_.group, {&reducer_of(parallel_)}, past.own);
   }
 
  private:
   std::string strategy_;
+  DataParallelCore& parallel_;
   std::shared_ptr<torch::nn::Module> module_;
   OSSCore& optimizer_;
   OSSCore::State& state_;

@@ -1,0 +1,95 @@
+#include "engine/checkpoint/reducers.h"
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+#include "checkpoint/on_all_ranks.h"
+#include "shoal/checkpoint/checkpoint_error.h"
+
+namespace shoal {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr const char* hook_entry = "hook";
+constexpr const char* orders_entry = "orders";
+constexpr const char* hook_prefix = "hook.";
+
+// They share one, if any.
+CommunicationHook* hook_of(const std::vector<Reducer*>& reducers) {
+  return reducers.empty() ? nullptr : reducers.front()->exchange().hook();
+}
+
+using LearntOrder = std::optional<Reducer::LearntOrder>;
+
+LearntOrder parsed_order(const Json& json, size_t gradients) {
+  if (json.is_null()) return std::nullopt;
+  Reducer::LearntOrder learnt{.order = json.at("order"), .from = json.at("from")};
+  auto sorted = learnt.order;
+  std::sort(sorted.begin(), sorted.end());
+  const bool good =
+      sorted.empty() || (sorted.back() < gradients && std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end());
+  if (!good || learnt.from < 0) throw CheckpointError("an order of gradients is not what shoal writes");
+  return learnt;
+}
+
+std::vector<LearntOrder> parsed_orders(const std::vector<Reducer*>& reducers, const Carried& past) {
+  try {
+    const auto& list = past.values.at(orders_entry);
+    std::vector<LearntOrder> orders;
+    for (size_t i = 0; i < reducers.size(); ++i) {
+      orders.push_back(parsed_order(list.at(i), reducers[i]->gradients().size()));
+    }
+    return orders;
+  } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
+    throw CheckpointError(fmt::format("a rank's state is not what shoal writes: {}", past.values.dump()));
+  }
+}
+
+void restore_hook(CommunicationHook* hook, const Carried& past) {
+  const auto entry = past.values.find(hook_entry);
+  const auto name = entry != past.values.end() && entry->is_string() ? entry->get<std::string>() : "";
+  const std::string here = hook != nullptr ? hook->name() : "";
+  if (hook != nullptr) hook->reset();
+  if (name != here && !past.values.is_null()) {
+    TORCH_WARN("checkpoint: the communication hook was '", name, "', here it is '", here, "', and remembers nothing");
+  }
+  if (hook == nullptr || name != here) return;
+  CommunicationHook::State state;
+  for (const auto& [key, tensor] : past.tensors) {
+    if (key.starts_with(hook_prefix)) state[key.substr(std::string_view(hook_prefix).size())] = tensor;
+  }
+  hook->load_state(state);
+}
+
+}  // namespace
+
+Carried carried_by(const std::vector<Reducer*>& reducers) {
+  Carried carried;
+  auto orders = Json::array();
+  for (const auto* reducer : reducers) {
+    const auto learnt = reducer->learnt_order();
+    orders.push_back(learnt ? Json{{"order", learnt->order}, {"from", learnt->from}} : Json());
+  }
+  carried.values[orders_entry] = std::move(orders);
+  if (const auto* hook = hook_of(reducers)) {
+    carried.values[hook_entry] = hook->name();
+    for (const auto& [name, tensor] : hook->state()) carried.tensors[hook_prefix + name] = tensor;
+  }
+  return carried;
+}
+
+void go_on_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past) {
+  std::vector<LearntOrder> orders;
+  on_all_ranks(group, "checkpoint", [&] {
+    if (!past.values.is_null()) orders = parsed_orders(reducers, past);
+    restore_hook(hook_of(reducers), past);
+  });
+  for (size_t i = 0; i < orders.size(); ++i) reducers[i]->go_on_from(orders[i]);
+}
+
+}  // namespace shoal

@@ -1,0 +1,27 @@
+#pragma once
+// FullyShardedDataParallel in checkpoints.
+
+#include "engine/checkpoint/sharded.h"
+#include "strategy/fsdp/shards.h"
+
+namespace shoal {
+
+class FullyShardedSource : public ShardedSource {
+ public:
+  FullyShardedSource(FullyShardedCore& parallel, FullyShardedCore::Shards& shards, torch::optim::Optimizer& optimizer,
+                     ShardedOptimizerCore::State& state)
+      : ShardedSource(optimizer, state), parallel_(parallel), shards_(shards) {}
+
+  std::string strategy() const override;
+  Group group() override { return shards_.groups.all; }
+  void end_load(const CarriedStates& past) override;
+
+ private:
+  void add_others(CheckpointView& view) override;
+  bool is_divided_here(const std::string& name) const;
+
+  FullyShardedCore& parallel_;
+  FullyShardedCore::Shards& shards_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,86 @@
+// LocalUpdates in TrainingState.
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include "checkpoint/on_all_ranks.h"
+#include "engine/checkpoint/reducers.h"
+#include "engine/checkpoint/source.h"
+#include "shoal/checkpoint/checkpoint_error.h"
+#include "strategy/local_updates/state.h"
+
+namespace shoal {
+namespace {
+
+using Json = nlohmann::json;
+
+// Parameters and the inner optimizer's state are each rank's own; theta and what goes with it are the same on all, and
+// any number of ranks may go on from it.
+class LocalUpdatesSource : public CheckpointSource {
+ public:
+  LocalUpdatesSource(LocalUpdates& updates, LocalUpdates::State& state) : updates_(updates), state_(state) {}
+
+  std::string strategy() const override { return "local_updates"; }
+  Group group() override { return state_.group; }
+  std::optional<Group> peers() override { return state_.group; }
+
+  CheckpointView view() override {
+    CheckpointView view;
+    view.shares.push_back({.pieces = pieces_of(state_.optimizer, *state_.module), .local = &state_.optimizer});
+    view.rates = {&state_.optimizer};
+    add_rest(view, *state_.module);
+    return view;
+  }
+
+  CarriedStates carried() override {
+    const torch::NoGradGuard no_grad;
+    CarriedStates all;
+    if (state_.reducer) all.own = carried_by({state_.reducer.get()});
+    for (const auto& [name, entry] : state_.named_state()) {
+      all.common.values[name] = entry.numbers;
+      for (const auto& [field, tensor] : entry.tensors) all.common.tensors[name + '.' + field] = tensor;
+    }
+    return all;
+  }
+
+  void begin_load(const CarriedStates& past) override {
+    CheckpointSource::begin_load(past);
+    if (past.common.values.is_null()) return;
+    on_all_ranks(group(), "checkpoint", [&] { updates_.load_state_dict(parsed(past.common)); });
+  }
+
+  void end_load(const CarriedStates& past) override {
+    const torch::NoGradGuard no_grad;
+    if (past.common.values.is_null()) state_.begin_anew();
+    if (state_.reducer) go_on_from(group(), {state_.reducer.get()}, past.own);
+  }
+
+ private:
+  static OptimizerState parsed(const Carried& common) {
+    OptimizerState whole;
+    try {
+      for (const auto& [name, numbers] : common.values.items()) {
+        whole[name].numbers = numbers.get<std::map<std::string, double>>();
+      }
+    } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
+      throw CheckpointError(
+          fmt::format("the state of LocalUpdates is not what shoal writes: {}", common.values.dump()));
+    }
+    for (const auto& [key, tensor] : common.tensors) {
+      const auto dot = key.rfind('.');
+      if (dot != std::string::npos) whole[key.substr(0, dot)].tensors[key.substr(dot + 1)] = tensor;
+    }
+    return whole;
+  }
+
+  LocalUpdates& updates_;
+  LocalUpdates::State& state_;
+};
+
+}  // namespace
+
+std::shared_ptr<CheckpointSource> checkpoint_source(LocalUpdates& updates) {
+  return std::make_shared<LocalUpdatesSource>(updates, *updates.state_);
+}
+
+}  // namespace shoal

@@ -1,0 +1,94 @@
+// ShardGossipOptimizer in checkpoints.
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+
+#include "checkpoint/on_all_ranks.h"
+#include "shoal/base/error.h"
+#include "shoal/checkpoint/checkpoint_error.h"
+#include "strategy/fsdp/source.h"
+#include "strategy/shard_gossip/state.h"
+
+namespace shoal {
+namespace {
+
+constexpr const char* gossip_entry = "gossip";
+
+// Hosts have values of their own, each divided among its ranks in the same way.
+class ShardGossipSource : public FullyShardedSource {
+ public:
+  ShardGossipSource(FullyShardedCore& parallel, FullyShardedCore::Shards& shards, ShardGossipOptimizerCore& optimizer,
+                    ShardedOptimizerCore::State& state, ShardGossipOptimizerCore::Gossip& gossip, Group all)
+      : FullyShardedSource(parallel, shards, optimizer, state), gossip_(gossip), all_(std::move(all)) {
+    const auto inside = state.group.size();
+    if (all_.size() == inside * gossip_.across.size()) {
+      strategy_ = fmt::format("hybrid_gossip of {} ranks", inside);
+      return;
+    }
+    throw UsageError(
+        fmt::format("TrainingState: {} hosts of {} ranks are not the {} ranks of the group; give the one "
+                    "that host_groups() has divided",
+                    gossip_.across.size(), inside, all_.size()));
+  }
+
+  std::string strategy() const override { return strategy_; }
+  Group group() override { return all_; }
+  std::optional<Group> peers() override { return gossip_.across; }
+
+  CarriedStates carried() override {
+    auto all = FullyShardedSource::carried();
+    all.own.values[gossip_entry] = {{"version", gossip_.mixing.version()}, {"mass", gossip_.mixing.mass()}};
+    return all;
+  }
+
+  void begin_load(const CarriedStates& past) override {
+    on_all_ranks(all_, "checkpoint", [&] { parse(past.own.values); });
+    FullyShardedSource::begin_load(past);
+  }
+
+  // What hosts have shown last is what they hold; where another strategy wrote it, all hold the same.
+  void end_load(const CarriedStates& past) override {
+    const torch::NoGradGuard no_grad;
+    FullyShardedSource::end_load(past);
+    auto mass = mass_;
+    mass.resize(gossip_.buckets.size(), 1);
+    gossip_.mixing.go_on_from(std::max<int64_t>(0, version_ - 1), std::move(mass));
+    if (version_ == 0) return;
+    for (size_t i = 0; i < gossip_.buckets.size(); ++i) {
+      const auto& bucket = gossip_.buckets[i];
+      gossip_.mixing.show(i, [&](const at::Tensor& flat, double) { bucket.write_to(flat); });
+    }
+    gossip_.mixing.end_step();
+  }
+
+ private:
+  void parse(const nlohmann::json& own) {
+    version_ = 0;
+    mass_.clear();
+    if (own.is_null()) return;
+    try {
+      version_ = own.at(gossip_entry).at("version");
+      mass_ = own.at(gossip_entry).at("mass").get<std::vector<double>>();
+    } catch (const nlohmann::json::exception&) {  // what a file says is as trustworthy as the file
+      throw CheckpointError(fmt::format("a rank's state is not what shoal writes: {}", own.dump()));
+    }
+  }
+
+  ShardGossipOptimizerCore::Gossip& gossip_;
+  Group all_;
+  std::string strategy_;
+  int64_t version_ = 0;  // of the training that goes on
+  std::vector<double> mass_{};
+};
+
+}  // namespace
+
+std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, ShardGossipOptimizerCore& optimizer,
+                                                    const Group& all) {
+  return std::make_shared<ShardGossipSource>(parallel, *parallel.shards_, optimizer, optimizer.state(),
+                                             *optimizer.gossip_, all);
+}
+
+}  // namespace shoal

@@ -1,0 +1,25 @@
+#pragma once
+// What ShardGossipOptimizer keeps.
+
+#include <vector>
+
+#include "shoal/strategy/shard_gossip.h"
+#include "strategy/decentralized/averaging.h"
+
+namespace shoal {
+
+struct ShardGossipOptimizerCore::Gossip {
+  Gossip(const Group& group, const ShardGossipOptions& options)
+      : across(group),
+        overlap(options.overlap),
+        mixing(group, options.topology ? *options.topology : make_topology("one-peer-exp", group.size()),
+               options.neighbour_timeout_seconds) {}
+
+  Group across;
+  bool overlap;
+  Mixing mixing;
+  std::vector<GossipBucket> buckets{};
+  bool left = false;
+};
+
+}  // namespace shoal
