@@ -5,7 +5,32 @@
 
 #include <set>
 
+#include "optim/state.h"
+
 namespace shoal::cli {
+namespace {
+
+// Which of the two keeps a parameter's state shows by what it is; the states themselves are known.
+void know_state() {
+  static const bool known = [] {
+    detail::add_state_kind({
+        .is_kept_by =
+            [](const torch::optim::Optimizer& of) { return dynamic_cast<const MuonWithAdamW*>(&of) != nullptr; },
+        .matches = [](const torch::optim::OptimizerParamState&) { return false; },
+        .read = {},
+        .make =
+            [](const NamedState& named, const std::string&) {
+              const std::vector<at::Tensor> any{at::empty({1, 1})};
+              return named.tensors.contains("momentum_buffer") ? make_state(Muon(any), named)
+                                                               : make_state(FusedAdamW(any), named);
+            },
+    });
+    return true;
+  }();
+  static_cast<void>(known);
+}
+
+}  // namespace
 
 using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
@@ -13,7 +38,9 @@ using torch::optim::OptimizerParamGroup;
 MuonWithAdamW::MuonWithAdamW(const ParamGroups& groups, const MuonOptions& options)
     : Optimizer(groups, std::make_unique<MuonOptions>(options)),
       muon_(ParamGroups{OptimizerParamGroup(groups.at(0).params())}, options),
-      adamw_(ParamGroups{OptimizerParamGroup(groups.at(1).params())}, AdamWOptions(options.lr())) {}
+      adamw_(ParamGroups{OptimizerParamGroup(groups.at(1).params())}, AdamWOptions(options.lr())) {
+  know_state();
+}
 
 MuonWithAdamW::ParamGroups MuonWithAdamW::groups_of(const torch::nn::Module& module) {
   std::set<const c10::TensorImpl*> embeddings;

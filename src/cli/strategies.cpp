@@ -46,7 +46,7 @@ class Replicated : public Strategy {
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override { return {optimizer_.get()}; }
   std::optional<TrainingState> training_state(const Group& group) override {
-    if (!options_.has_checkpoints()) return std::nullopt;
+    if (options_.strategy == "local") return std::nullopt;
     return scaled(TrainingState(model_, *optimizer_, group));
   }
 
@@ -87,6 +87,7 @@ class WithLocalUpdates : public Replicated {
   std::shared_ptr<void> whole_parameters() override {
     return std::make_shared<MeanParameters>(local_.mean_parameters());
   }
+  std::optional<TrainingState> training_state(const Group&) override { return scaled(TrainingState(local_)); }
 
  private:
   void update(bool finite) override { local_.step(finite); }
@@ -215,9 +216,8 @@ class Fsdp : public Strategy {
                                                        kind.element_wise, options);
   }
 
-  std::unique_ptr<FullyShardedDataParallel<models::Model>> parallel_;
-
  protected:
+  std::unique_ptr<FullyShardedDataParallel<models::Model>> parallel_;
   std::unique_ptr<FullyShardedOptimizerCore> optimizer_;
 };
 
@@ -248,8 +248,9 @@ class HybridGossip : public Fsdp {
     hosts_gone_ = gone.size();
     return present_ = group_.subgroup(ranks);
   }
-  // Every host has values of its own, which a checkpoint has no names for.
-  std::optional<TrainingState> training_state(const Group&) override { return std::nullopt; }
+  std::optional<TrainingState> training_state(const Group& group) override {
+    return TrainingState(*parallel_, gossip(), group);
+  }
   std::string note() const override { return missed_exchanges(gossip().statistics()); }
   std::vector<std::pair<std::string, double>> figures() override {
     return exchange_figures(gossip().statistics(), gossip().consensus_distance());

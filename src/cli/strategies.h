@@ -41,7 +41,7 @@ class Strategy {
   // The optimizers that hold this rank's state.
   virtual std::vector<const torch::optim::Optimizer*> local_optimizers() const = 0;
 
-  // For checkpoints; none where has_checkpoints() is false. `in_step`: whether ranks are always in the same step.
+  // For checkpoints; none for ranks that never communicate. `in_step`: whether ranks are always in the same step.
   virtual std::optional<TrainingState> training_state(const Group& group) = 0;
   virtual bool in_step() const { return true; }
 

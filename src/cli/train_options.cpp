@@ -35,15 +35,16 @@ void complete_saving(TrainOptions& options) {
     if (options.save.empty()) throw UsageError("--resume latest means the last checkpoint of --save DIR; give that");
     options.resume = options.save;
   }
-  if (options.has_checkpoints()) return;
+  if (options.partial && options.resume.empty()) throw UsageError("--partial needs --resume with what to start from");
+  if (options.strategy != "local") return;
   for (const auto& [option, given] :
        {std::pair("--save-every", options.save_every > 0), std::pair("--keep-last", options.keep_last > 0),
         std::pair("--resume", !options.resume.empty())}) {
     if (!given) continue;
     throw UsageError(
-        fmt::format("{}: --strategy {} has no checkpoints in this version; --save DIR alone saves its "
-                    "model at the end",
-                    option, options.strategy));
+        fmt::format("{}: --strategy local has no checkpoints, since its ranks know nothing of each other; --save DIR "
+                    "alone saves a model at the end",
+                    option));
   }
 }
 
@@ -215,6 +216,9 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--keep-last", options.keep_last, "checkpoints that stay (default: all)");
   command.add_option("--resume", options.resume,
                      "go on from a checkpoint or a folder of them; latest: the last one in --save DIR");
+  command.add_flag("--partial", options.partial,
+                   "--resume takes those parameters and buffers that are there, and nothing else; training begins at "
+                   "step 0: for fine-tuning");
   command.add_option("--trace", options.trace,
                      "folder for Chrome traces of all ranks, rank-N.json; shoal trace merge makes one of them");
   command.add_option("--flight-recorder", options.flight_recorder,

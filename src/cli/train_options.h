@@ -40,6 +40,7 @@ struct TrainOptions {
   int64_t save_every = 0;
   int64_t keep_last = 0;  // of the checkpoints in `save`; 0: all
   std::string resume;     // path, or "latest"
+  bool partial = false;   // what it has of the model alone
   std::string trace;      // folder
   std::string json;
   std::string compress = "none";  // what gradients travel as; see make_hook
@@ -63,8 +64,6 @@ struct TrainOptions {
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }
   bool takes_local_updates() const { return strategy == "local_sgd" || strategy == "slowmo" || strategy == "diloco"; }
-  // Whether its training can be saved; else only its model.
-  bool has_checkpoints() const { return !takes_local_updates() && strategy != "hybrid_gossip" && strategy != "local"; }
   // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
   Precision precision() const;
   at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }

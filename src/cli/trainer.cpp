@@ -99,6 +99,11 @@ bool Trainer::stops(int64_t number) const {
 
 int64_t Trainer::resume() {
   if (options_.resume.empty()) return 0;
+  if (options_.partial) {
+    const auto found = load(options_.resume, *training_, {.partial = true});
+    if (group_.rank() == 0) fmt::print(stderr, "starting with what {} has of the model\n", found.path.string());
+    return 0;
+  }
   // Rates are as the options say.
   const auto loaded = load(options_.resume, *training_, {.rates = false});
   auto first = loaded.step;

@@ -11,7 +11,13 @@
 namespace shoal::test {
 namespace {
 
-class Resume : public testing::TestWithParam<const char*> {};
+struct Case {
+  const char* strategy;
+  const char* suffix = "";
+  std::vector<std::string> options{};
+};
+
+class Resume : public testing::TestWithParam<Case> {};
 
 std::vector<std::string> training(const std::string& strategy, const TempFolder& folder, int steps,
                                   std::vector<std::string> more) {
@@ -52,13 +58,17 @@ TEST_P(Resume, BEY05_BEY06_EndsWithTheSameBitsAsARunThatWasNotStopped) {
   const TempFolder folder;
   write_text(folder);
   const auto run = folder.file("run");
-  auto ended = shoal(training(GetParam(), folder, 9, {"--save", folder.file("whole"), "--save-every", "4"}));
+  const auto go = [&](std::vector<std::string> more) {
+    more.insert(more.end(), GetParam().options.begin(), GetParam().options.end());
+    return shoal(training(GetParam().strategy, folder, 9, more));
+  };
+  auto ended = go({"--save", folder.file("whole"), "--save-every", "4"});
   ASSERT_EQ(ended.code, 0) << ended.output;
   const auto whole = read(folder.file("report.json"));
   // As if stopped after step 4.
   std::filesystem::create_directory(run);
   std::filesystem::copy(folder.file("whole/step-4"), run + "/step-4", std::filesystem::copy_options::recursive);
-  ended = shoal(training(GetParam(), folder, 9, {"--save", run, "--keep-last", "1", "--resume", "latest"}));
+  ended = go({"--save", run, "--keep-last", "1", "--resume", "latest"});
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_NE(ended.output.find("going on after step 4"), std::string::npos) << ended.output;
   const auto resumed = read(folder.file("report.json"));
@@ -73,10 +83,40 @@ TEST_P(Resume, BEY05_BEY06_EndsWithTheSameBitsAsARunThatWasNotStopped) {
   EXPECT_TRUE(std::filesystem::exists(run + "/step-9/index.json"));
 }
 
-INSTANTIATE_TEST_SUITE_P(Strategies, Resume,
-                         testing::Values("none", "ddp", "zero1", "zero2", "megatron", "fsdp", "hybrid",
-                                         "decentralized"),
-                         [](const auto& info) { return std::string(info.param); });
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, Resume,
+    testing::Values(Case{"none"}, Case{"ddp"}, Case{"zero1"}, Case{"zero2"}, Case{"megatron"}, Case{"fsdp"},
+                    Case{"hybrid"}, Case{"decentralized"}, Case{"hybrid_gossip"},
+                    Case{"local_sgd", "", {"--sync-every", "3"}}, Case{"slowmo", "", {"--sync-every", "3"}},
+                    Case{"diloco", "", {"--sync-every", "3", "--fragments", "2", "--sync-delay", "1"}},
+                    Case{"ddp", "_powersgd", {"--compress", "powersgd:2:1"}},
+                    Case{"zero1", "_muon", {"--optimizer", "muon"}}),
+    [](const auto& info) { return std::string(info.param.strategy) + info.param.suffix; });
+
+TEST(Partial, BEY05_FineTuningTakesTheModelAndBeginsAtStepZero) {
+  const TempFolder folder;
+  const auto first_loss = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> line{"train",
+                                  "--data",
+                                  "reference",
+                                  "--model",
+                                  "mlp",
+                                  "--steps",
+                                  "1",
+                                  "--optimizer",
+                                  "sgd",
+                                  "--json",
+                                  folder.file("report.json")};
+    line.insert(line.end(), more.begin(), more.end());
+    const auto ended = shoal(line);
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return read(folder.file("report.json"))["loss"][0].get<double>();
+  };
+  const auto run = folder.file("run");
+  ASSERT_EQ(shoal({"train", "--data", "reference", "--model", "mlp", "--steps", "30", "--save", run}).code, 0);
+  // Another optimizer, whose state is not there, and fewer steps.
+  EXPECT_LT(first_loss({"--resume", run, "--partial"}), 0.9 * first_loss({}));
+}
 
 TEST(ResumeErrors, SayWhatIsMissing) {
   const TempFolder folder;
@@ -89,7 +129,8 @@ TEST(ResumeErrors, SayWhatIsMissing) {
   refused({"--resume", "latest"}, "give that");
   refused({"--keep-last", "2"}, "--keep-last needs --save DIR");
   refused({"--resume", folder.file("nothing")}, "no such file or folder");
-  refused({"--strategy", "diloco", "--save", folder.file("run"), "--save-every", "1"}, "diloco has no checkpoints");
+  refused({"--strategy", "local", "--save", folder.file("run"), "--save-every", "1"}, "local has no checkpoints");
+  refused({"--partial"}, "--partial needs --resume");
   ASSERT_EQ(shoal({"train", "--data", "reference", "--steps", "2", "--save", folder.file("run")}).code, 0);
   refused({"--resume", folder.file("run"), "--steps", "2"}, "give more steps");
   refused({"--resume", folder.file("run"), "--steps", "4", "--model", "mlp"}, "missing: ");
