@@ -8,6 +8,7 @@
 
 #include "comm/choose_transport.h"
 #include "comm/fingerprint.h"
+#include "comm/mutual_wait.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -35,6 +36,7 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->progress = std::make_shared<GroupProgress>();
   state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
   state->progress->transport = state->transport;
+  state->progress->entered = state->world->activity.add_group(state->name);
   if (auto* recorder = state->world->recorder.get()) {
     state->progress->flight_group = recorder->add_group(state->name, state->world_ranks);
   }
@@ -92,6 +94,8 @@ Group with_transport(const Group& group,
 PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch watch)
     : group_(std::move(group)), call_(std::move(call)), watch_(watch), number_(group_->progress->issued.calls++) {
   group_->progress->issued.bytes += call_.bytes();
+  group_->world->activity.seen();
+  if (!is_message(call_)) collective_ = (*group_->progress->entered)++;
   try {
     work_ = group_->transport->issue(call_);
     watch_.issued(*group_);
@@ -99,6 +103,7 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch
     // A decorator's own; the transport below is intact, and has not seen this call, so that the next one has its
     // number.
     if (group_->world->recorder && !is_message(call_)) --group_->progress->collectives;
+    if (!is_message(call_)) --*group_->progress->entered;
     throw;
   } catch (const std::exception& error) {
     fail_from(error);
@@ -110,6 +115,7 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, std::uniq
       call_(std::move(call)),
       watch_(*group_, call_, /*published=*/true),
       number_(group_->progress->issued.calls),
+      published_(true),
       work_(std::move(work)) {}
 
 void note(const Group& group, const std::string& text) {
@@ -147,6 +153,8 @@ void PendingWork::wait_to_the_end() {
   auto& world = *group_->world;
   const auto deadline = Clock::now() + std::chrono::seconds(world.options.timeout_seconds);
   constexpr Milliseconds slice(100);
+  world.activity.seen();
+  MutualWait knot(*group_, call_, collective_);
   bool last_chance = false;  // a peer may have ended in order after its part of this operation
   while (true) {
     const auto remaining = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
@@ -160,6 +168,10 @@ void PendingWork::wait_to_the_end() {
       fail_from(error);
     }
     if (finished_) return;
+    if (const auto difference = published_ || is_message(call_) ? std::nullopt : knot.look()) {
+      set_failure(*group_, *difference);
+      throw DisagreeError(*difference);
+    }
     if (const auto fault = world.liveness->check(group_->world_ranks)) {
       if (last_chance) fail(fault->world_rank, fault->text);
       last_chance = true;

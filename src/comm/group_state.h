@@ -46,11 +46,12 @@ struct GroupProgress {
   GroupStatistics issued;  // without the time waited
   std::atomic<double> waited_s = 0;
   GroupFailure failure;
-  std::map<std::vector<int>, int> subgroups;  // how many were made of these ranks, for their names
-  int gossip_channels = 0;                    // how many were opened, for their names
-  int flight_group = -1;                      // its number in the flight recorder
-  uint64_t collectives = 0;                   // for the flight recorder: how many this rank has entered
-  uint64_t messages = 0;                      // the same of sends and receives
+  std::map<std::vector<int>, int> subgroups;       // how many were made of these ranks, for their names
+  int gossip_channels = 0;                         // how many were opened, for their names
+  std::shared_ptr<std::atomic<uint64_t>> entered;  // collectives; see Activity
+  int flight_group = -1;                           // its number in the flight recorder
+  uint64_t collectives = 0;                        // for the flight recorder: how many this rank has entered
+  uint64_t messages = 0;                           // the same of sends and receives
   ~GroupProgress();
   std::shared_ptr<Transport> transport;
   std::shared_ptr<GroupState> checks;  // a group of the same ranks on which they compare calls; none: no need
@@ -106,6 +107,8 @@ class PendingWork {
   Call call_;
   CallWatch watch_;
   int64_t number_;
+  uint64_t collective_ = 0;  // its number among the group's collectives
+  bool published_ = false;   // peers do it on their own
   bool finished_ = false;
   std::unique_ptr<TransportWork> work_;
 };

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "comm/activity.h"
 #include "comm/flight/recorder.h"
 #include "comm/liveness.h"
 #include "comm/rendezvous.h"
@@ -19,6 +20,7 @@ struct WorldState {
   std::shared_ptr<HostMemory> memory;        // none where the system gives no shared memory
   std::string listen_address;                // of this process's own sockets
   std::unique_ptr<FlightRecorder> recorder;  // none: nobody asked for one
+  Activity activity;
   int local_rank = 0;
   int local_size = 1;
 };

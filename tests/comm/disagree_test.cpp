@@ -7,6 +7,7 @@
 #include <fstream>
 #include <functional>
 #include <numeric>
+#include <thread>
 
 #include "comm/backend.h"
 #include "shoal/base/error.h"
@@ -30,6 +31,10 @@ bool odd_one() {
   return world().rank() == world().size() - 1;
 }
 
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 // Every rank calls `act`; all must throw DisagreeError with the same sentence, which has the given parts, and `data`
 // must be as before.
 void expect_named(const std::function<void(const Group&, at::Tensor)>& act, const std::vector<std::string>& parts) {
@@ -39,11 +44,14 @@ void expect_named(const std::function<void(const Group&, at::Tensor)>& act, cons
       auto tensor = shared ? group.allocate(numel, at::kFloat) : at::empty({numel});
       tensor.fill_(world().rank() + 1);
       std::string text = "(nothing was thrown)";
+      world().group().barrier().wait();
+      const auto start = Clock::now();
       try {
         act(group, tensor);
       } catch (const DisagreeError& error) {
         text = error.what();
       }
+      EXPECT_LT(seconds_since(start), 2);
       for (const auto& part : parts) EXPECT_THAT(text, HasSubstr(part)) << "numel " << numel;
       EXPECT_TRUE((tensor == world().rank() + 1).all().item<bool>()) << "data were touched";
       EXPECT_THROW(group.barrier(), CommError) << "the group is unusable now";
@@ -128,6 +136,53 @@ TEST_F(BEY09, NamesAnOperationThatOneRankLeftOut) {
         group.all_reduce(tensor, ReduceOp::sum, {1, 1, "fc2"}).wait();
       },
       {"bucket 0: fc1", "bucket 1: fc2"});
+}
+
+TEST_F(BEY09, NamesAnOperationThatOneRankAdded) {
+  expect_named(
+      [](const Group& group, const at::Tensor& tensor) {
+        if (odd_one()) group.all_reduce(tensor.clone(), ReduceOp::sum, {1, 0, "extra"}).wait();
+        group.all_reduce(tensor, ReduceOp::sum, {1, 0, "loss"}).wait();
+      },
+      {"bucket 0: extra", "bucket 0: loss"});
+}
+
+// No group sees that; each waits for the others.
+TEST_F(BEY09, NamesDifferentGroups) {
+  const auto first = fresh();
+  const auto second = fresh();
+  for (const auto* group : {&first, &second}) {
+    auto sum = at::ones({4});
+    group->all_reduce(sum).wait();
+    ASSERT_EQ(sum[0].item<float>(), group->size());
+  }
+  auto tensor = at::full({1000}, world().rank() + 1.0);
+  std::string text = "(nothing was thrown)";
+  world().group().barrier().wait();
+  const auto start = Clock::now();
+  try {
+    (odd_one() ? second : first).all_reduce(tensor, ReduceOp::sum, {3, 0, "loss"}).wait();
+  } catch (const DisagreeError& error) {
+    text = error.what();
+  }
+  EXPECT_LT(seconds_since(start), 2);
+  EXPECT_THAT(text, HasSubstr("ranks wait for each other in different groups: rank 0 waits in group '" + first.name()));
+  EXPECT_THAT(text, HasSubstr("rank " + std::to_string(world().size() - 1) + " waits in group '" + second.name()));
+  EXPECT_THAT(text, HasSubstr("step 3, bucket 0: loss"));
+  EXPECT_TRUE((tensor == world().rank() + 1.0).all().item<bool>()) << "data were touched";
+}
+
+// A rank that is late by more than that, in whatever order it works, is only late.
+TEST_F(BEY09, ARankThatIsLateIsNoDifference) {
+  const auto first = fresh();
+  const auto second = fresh();
+  auto a = at::ones({4});
+  auto b = at::ones({4});
+  if (odd_one()) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  auto works = std::pair(first.all_reduce(a), second.all_reduce(b));
+  (odd_one() ? works.second : works.first).wait();
+  (odd_one() ? works.first : works.second).wait();
+  EXPECT_EQ(a[0].item<float>() + b[0].item<float>(), 2 * world().size());
 }
 
 // Half as many elements of twice the size: as many bytes.
