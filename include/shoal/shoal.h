@@ -20,6 +20,7 @@
 #include "shoal/engine/hooks/quantize.h"
 #include "shoal/engine/hooks/top_k.h"
 #include "shoal/engine/join.h"
+#include "shoal/engine/logging_data.h"
 #include "shoal/engine/precision.h"
 #include "shoal/engine/sharded_optimizer.h"
 #include "shoal/engine/timers.h"

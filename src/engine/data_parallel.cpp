@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "engine/data_parallel_state.h"
+#include "engine/logging.h"
 #include "module/sync.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
@@ -64,8 +65,11 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
   }
   std::vector<std::vector<int64_t>> shapes;
   for (const auto& entry : tensors.parameters) shapes.push_back(entry.tensor.sizes().vec());
-  return std::make_unique<DataParallelCore::State>(DataParallelCore::State{
-      .module = std::move(module), .group = group, .tensors = std::move(tensors), .shapes = std::move(shapes)});
+  return std::make_unique<DataParallelCore::State>(DataParallelCore::State{.name = name,
+                                                                           .module = std::move(module),
+                                                                           .group = group,
+                                                                           .tensors = std::move(tensors),
+                                                                           .shapes = std::move(shapes)});
 }
 
 void check_forward_is_local(const torch::nn::Module& module) {
@@ -120,13 +124,17 @@ void DataParallelCore::before_forward() {
   state.reducer->set_sums_aside();
   if (state.no_sync_depth > 0) return;
   state.reducer->check_last_step();
-  state.buffers.before_forward(state.group, state.tensors.buffers, state.reducer->lead(), state.reducer->step());
-  state.reducer->expect_backward();
+  auto& reducer = *state.reducer;
+  state.buffers.before_forward(state.group, state.tensors.buffers, reducer.lead(), reducer.step());
+  reducer.expect_backward();
+  reducer.clock().mark(StepClock::forward_begins, reducer.step());
 }
 
 void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
+  const bool synchronises = state_->no_sync_depth == 0 && torch::GradMode::is_enabled();
+  if (synchronises) state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
   end_pass(torch::GradMode::is_enabled());
-  if (state_->no_sync_depth > 0 || !torch::GradMode::is_enabled()) return;
+  if (!synchronises) return;
   state_->buffers.after_forward();
   state_->reducer->inspect(outputs);
 }
@@ -205,6 +213,14 @@ void DataParallelCore::reset() {
 
 std::vector<std::vector<std::string>> DataParallelCore::buckets() const {
   return state_->reducer->bucket_names();
+}
+
+LoggingData DataParallelCore::logging_data() const {
+  const auto& state = *state_;
+  auto data = log_of(state.name, *state.module, state.group, state.settings);
+  add_model(data, state.tensors);
+  add_steps(data, *state.reducer);
+  return data;
 }
 
 int64_t DataParallelCore::step() const {

@@ -9,6 +9,7 @@
 namespace shoal {
 
 struct DataParallelCore::State {
+  std::string name;  // of the wrapper's class
   std::shared_ptr<torch::nn::Module> module;
   Group group;
   BufferSync buffers{};
@@ -17,6 +18,7 @@ struct DataParallelCore::State {
   std::vector<std::vector<int64_t>> shapes{};  // of the parameters when they were wrapped
   std::shared_ptr<Reducer> reducer{};
   std::function<void(const std::shared_ptr<GradientConsumer>&)> remake_reducer{};  // where a strategy has a way to
+  LoggingData::Settings settings{};                                                // for logging
   int no_sync_depth = 0;
 
   // UsageError when a parameter has another shape by now.

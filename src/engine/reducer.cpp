@@ -55,6 +55,7 @@ void Reducer::build_as_registered() {
   std::vector<size_t> order(gradients_.size());
   std::iota(order.rbegin(), order.rend(), 0);
   build(order);
+  first_bucket_bytes_ = bucket_bytes();
 }
 
 void Reducer::build(const std::vector<size_t>& order) {
@@ -177,6 +178,7 @@ void Reducer::begin_backward() {
 
 void Reducer::begin_step() {
   if (rebuild_due_) adopt_arrival_order();
+  if (in_backward_) clock_.mark(StepClock::backward_begins, step_);
   early_ = options_.consumer && !options_.consumer->needs_all() && knows_means_early();
   phase_ = Phase::running;
   patient_ = alike_;
@@ -300,6 +302,7 @@ Label Reducer::label(size_t index) const {
 }
 
 void Reducer::issue(size_t index) {
+  if (index == 0) clock_.mark(StepClock::first_leaves, step_);
   auto& bucket = buckets_[index];
   if (bucket.sparse()) {
     const auto member = bucket.members().front();

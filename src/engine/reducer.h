@@ -14,6 +14,7 @@
 #include "engine/exchange.h"
 #include "engine/gradient_consumer.h"
 #include "engine/gradient_hooks.h"
+#include "engine/step_clock.h"
 #include "shoal/comm/coalesce.h"
 #include "shoal/engine/join.h"
 #include "shoal/engine/timers.h"
@@ -121,6 +122,14 @@ class Reducer {
   // Whether any rank used the gradient in the last step, or a sum from before was added to it.
   bool used(size_t gradient) const { return used_anywhere_[gradient]; }
 
+  // For logging, see LoggingData.
+  StepClock& clock() { return clock_; }
+  const StepClock& clock() const { return clock_; }
+  const std::vector<int64_t>& first_bucket_bytes() const { return first_bucket_bytes_; }
+  std::vector<int64_t> bucket_bytes() const;
+  bool rebuilt() const { return rebuilt_; }
+  std::vector<size_t> unused() const;  // gradients that no rank used in the last step
+
  private:
   enum class Phase { idle, local, running };
 
@@ -226,7 +235,11 @@ class Reducer {
   std::vector<int> expected_arrivals_;  // empty: no backward here yet
   bool learnt_ = false;
   bool rebuild_due_ = false;
+  bool rebuilt_ = false;
   std::vector<std::string> unused_names_;
+
+  StepClock clock_;
+  std::vector<int64_t> first_bucket_bytes_;
 
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // hooks on outputs may outlive this object
   std::exception_ptr hook_error_;  // what a communication hook has thrown while its step ended

@@ -20,6 +20,7 @@ void Reducer::end_backward() {
   graph_task_ = -1;
   if (phase_ == Phase::local) phase_ = Phase::idle;
   if (phase_ != Phase::running) return;
+  if (in_backward_) clock_.mark(StepClock::backward_ends, step_);
   check_static_graph();
   mark_rest_ready();
   before_waiting();
@@ -40,6 +41,7 @@ void Reducer::check_static_graph() const {
 void Reducer::finish_step() {
   if (early_) release_finished(/*all=*/true);
   const double weight = wait_for_buckets();
+  clock_.mark(StepClock::all_back, step_);
   if (std::isnan(weight)) {
     const auto text = fmt::format("step {} was abandoned by {}, which failed; its gradients are void on all ranks",
                                   step_, who_failed());
@@ -65,6 +67,7 @@ void Reducer::finish_step() {
     rebuild_due_ = exchange_->follows_order();
   }
   if (expected_arrivals_.empty() && in_backward_) expected_arrivals_ = arrivals_;
+  clock_.end_step(/*finished=*/true);
   close_step();
 }
 
@@ -213,6 +216,7 @@ void Reducer::close_step() {
 }
 
 void Reducer::close_abandoned_step() {
+  clock_.end_step(/*finished=*/false);
   exchange_->step_abandoned();
   if (options_.consumer) {
     for (auto& gradient : gradients_) gradient.parameter.mutable_grad().reset();  // nobody else zeroes them
@@ -236,6 +240,7 @@ void Reducer::adopt_arrival_order() {
   const auto* begin = order.data_ptr<int64_t>();
   order_.assign(begin, begin + order.numel());
   build(order_);
+  rebuilt_ = true;
 }
 
 std::optional<Reducer::LearntOrder> Reducer::learnt_order() const {
@@ -339,27 +344,6 @@ void Reducer::abandon() {
     throw;
   }
   close_abandoned_step();
-}
-
-std::vector<at::Tensor> Reducer::parameters_of(const Bucket& bucket) const {
-  std::vector<at::Tensor> list;
-  for (const auto member : bucket.members()) list.push_back(gradients_[member].parameter);
-  return list;
-}
-
-std::vector<Range> Reducer::owners_of(const Bucket& bucket, int ranks) const {
-  std::vector<Range> owners;
-  for (int rank = 0; rank < ranks; ++rank) owners.push_back(exchange_->kept(bucket, rank));
-  return owners;
-}
-
-std::vector<std::vector<std::string>> Reducer::bucket_names() const {
-  std::vector<std::vector<std::string>> names;
-  for (const auto& bucket : buckets_) {
-    auto& list = names.emplace_back();
-    for (const auto member : bucket.members()) list.push_back(gradients_[member].name);
-  }
-  return names;
 }
 
 }  // namespace shoal

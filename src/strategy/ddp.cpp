@@ -8,6 +8,7 @@
 
 #include "engine/data_parallel_state.h"
 #include "engine/hooked_exchange.h"
+#include "engine/logging.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -51,6 +52,13 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true);
   state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state->precision = options.precision;
+  state->settings = {{"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
+                     {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
+                     {"gradient_as_bucket_view", yes_or_no(options.gradient_as_bucket_view)},
+                     {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
+                     {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
+                     {"static_graph", yes_or_no(options.static_graph)},
+                     {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
   state->remake_reducer = [to = state.get(), options](const auto& consumer) { make_reducer(*to, options, consumer); };
   state->remake_reducer(nullptr);
   return state;

@@ -112,6 +112,14 @@ class Training {
   NoSync no_sync(bool accumulate) {
     return with_wrapper([&](auto& wrapper) { return wrapper.no_sync(accumulate); });
   }
+  LoggingData logging_data() {
+    return with_wrapper([](auto& wrapper) { return wrapper.logging_data(); });
+  }
+  // Not of megatron.
+  std::vector<std::vector<std::string>> buckets() const {
+    if (fsdp_) return fsdp_->buckets();
+    return sharded_ ? sharded_->buckets() : ddp_->buckets();
+  }
   void step() {
     if (megatron_) return static_cast<void>(megatron_->step());
     if (fsdp_) return static_cast<void>(fsdp_optimizer_->step());

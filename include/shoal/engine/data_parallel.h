@@ -11,6 +11,7 @@
 
 #include "shoal/comm/group.h"
 #include "shoal/engine/join.h"
+#include "shoal/engine/logging_data.h"
 #include "shoal/engine/outputs.h"
 #include "shoal/engine/precision.h"
 
@@ -53,6 +54,7 @@ class DataParallelCore : public Joinable {
   void reset();
   std::vector<std::vector<std::string>> buckets() const;
   int64_t step() const;
+  LoggingData logging_data() const;
 
   const std::shared_ptr<torch::nn::Module>& module() const;
   const Group& group() const override;
@@ -127,6 +129,9 @@ class DataParallelWrapper {
   std::vector<std::vector<std::string>> buckets() const { return core_.buckets(); }
   // Synchronising steps finished or abandoned so far.
   int64_t step() const { return core_.step(); }
+
+  // What this rank knows of the wrapper and its steps. Not collective; between steps.
+  LoggingData logging_data() const { return core_.logging_data(); }
 
   const std::shared_ptr<Module>& module() const { return module_; }
   Core& core() { return core_; }

@@ -124,6 +124,7 @@ class DecentralizedDataParallelCore {
   void reset();
   std::vector<std::vector<std::string>> buckets() const;
   int64_t step() const;
+  LoggingData logging_data() const;
 
   at::Tensor scale_loss(const at::Tensor& loss) const;
   void global_avg();

@@ -1,12 +1,14 @@
 #include "shoal/strategy/decentralized.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "engine/data_parallel_state.h"
+#include "engine/logging.h"
 #include "shoal/base/error.h"
 #include "strategy/decentralized/averaging.h"
 #include "strategy/decentralized/state.h"
@@ -33,6 +35,7 @@ void DecentralizedDataParallelCore::before_forward() {
   state.forward_range.emplace(at::RecordScope::USER_SCOPE);
   if (state.forward_range->isActive()) state.forward_range->before("shoal::forward");
   if (!torch::GradMode::is_enabled()) return;
+  if (state.no_sync_depth == 0) state.clock.mark(StepClock::forward_begins, state.step);
   for (const auto& entry : state.tensors.parameters) {
     const bool known = std::any_of(state.gradients.begin(), state.gradients.end(),
                                    [&](const Gradient& gradient) { return gradient.parameter.is_same(entry.tensor); });
@@ -49,6 +52,7 @@ void DecentralizedDataParallelCore::before_forward() {
 void DecentralizedDataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   state_->forward_range.reset();
   if (!torch::GradMode::is_enabled()) return;
+  if (state_->no_sync_depth == 0) state_->clock.mark(StepClock::forward_ends, state_->step);
   for (const auto& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([state = state_.get(), alive = std::weak_ptr<bool>(state_->alive)](const at::Tensor&) {
@@ -106,6 +110,32 @@ std::vector<std::vector<std::string>> DecentralizedDataParallelCore::buckets() c
 
 int64_t DecentralizedDataParallelCore::step() const {
   return state_->step;
+}
+
+LoggingData DecentralizedDataParallelCore::logging_data() const {
+  const auto& state = *state_;
+  const auto& options = state.options;
+  auto data = log_of("DecentralizedDataParallel", *state.module, state.group,
+                     {{"topology", topology().name()},
+                      {"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
+                      {"param_as_bucket_view", yes_or_no(options.param_as_bucket_view)},
+                      {"neighbour_timeout_seconds", fmt::format("{}", options.neighbour_timeout_seconds)},
+                      {"clip_grad", fmt::format("{}", options.clip_grad)},
+                      {"compressed_exchange", yes_or_no(options.compressed_exchange.has_value())},
+                      {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}});
+  add_model(data, state.tensors);
+  for (const auto& bucket : state.buckets) {
+    data.bucket_bytes.push_back(bucket.numel() * static_cast<int64_t>(c10::elementSize(bucket.dtype())));
+  }
+  data.first_bucket_bytes = data.bucket_bytes;
+  data.steps = state.step;
+  for (size_t i = 0; state.step > 0 && i < state.arrivals.size(); ++i) {
+    if (state.arrivals[i] > 0) continue;
+    data.unused_parameters.push_back(state.gradients[i].name);
+    data.unused_bytes += static_cast<int64_t>(state.gradients[i].parameter.nbytes());
+  }
+  state.clock.write_to(data);
+  return data;
 }
 
 at::Tensor DecentralizedDataParallelCore::scale_loss(const at::Tensor& loss) const {

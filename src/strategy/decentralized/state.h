@@ -8,6 +8,7 @@
 
 #include "engine/bucket_plan.h"
 #include "engine/gradient_hooks.h"
+#include "engine/step_clock.h"
 #include "module/walk.h"
 #include "strategy/decentralized/bucket.h"
 #include "strategy/decentralized/mixing.h"
@@ -54,6 +55,7 @@ struct DecentralizedDataParallelCore::State {
   std::optional<OptimizerState> pending;  // loaded before there are optimizers
   std::vector<GossipBucket> buckets;
   std::vector<size_t> bucket_of;  // by gradient
+  StepClock clock;
   int64_t step = 0;
   double norm = 0;
   bool left = false;

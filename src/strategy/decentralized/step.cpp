@@ -23,6 +23,7 @@ void State::begin_backward() {
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;  // not so for a rank without samples
   if (in_backward) torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
   if (phase == Phase::local) return;
+  if (in_backward) clock.mark(StepClock::backward_begins, step);
   mixing.begin_step();
   arrivals.assign(gradients.size(), 0);
   progress.assign(buckets.size(), Progress::waiting);
@@ -52,10 +53,13 @@ void State::arrived(size_t gradient) {
 void State::end_backward() {
   const torch::NoGradGuard no_grad;
   if (phase == Phase::running) {
+    clock.mark(StepClock::backward_ends, step);
     if (buckets.empty()) build_buckets();
     const bool finite = !updates_at_end() || unscale_and_clip();
     for (size_t i = 0; i < buckets.size(); ++i) finish(i, finite);
     if (scaler) scaler->update(!finite);
+    clock.mark(StepClock::all_back, step);
+    clock.end_step(/*finished=*/true);
     end_step();
   }
   phase = Phase::idle;
@@ -73,6 +77,7 @@ void State::give_up_step() {
   const torch::NoGradGuard no_grad;
   if (phase == Phase::running && !buckets.empty()) {
     for (size_t i = 0; i < buckets.size(); ++i) finish(i, /*update=*/false);
+    clock.end_step(/*finished=*/false);
     end_step();
   }
   phase = Phase::idle;
@@ -85,6 +90,9 @@ void State::give_up_step() {
 void State::finish(size_t index, bool with_update) {
   auto& bucket = buckets[index];
   if (progress[index] == Progress::waiting) {
+    const bool first =
+        std::none_of(progress.begin(), progress.end(), [](Progress p) { return p != Progress::waiting; });
+    if (first) clock.mark(StepClock::first_leaves, step);
     // Until it is shown, whatever happens, this must not be done again.
     progress[index] = Progress::mixed;
     mix(index);

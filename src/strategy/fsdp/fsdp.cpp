@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "engine/gradient_norm.h"
+#include "engine/logging.h"
 #include "engine/sharded_optimizer_state.h"
 #include "memory/views.h"
 #include "shoal/base/error.h"
@@ -20,6 +21,21 @@ namespace {
 
 bool is_narrow_or_wide(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+}
+
+std::string sharding_name(ShardingStrategy strategy) {
+  switch (strategy) {
+    case ShardingStrategy::full_shard:
+      return "full_shard";
+    case ShardingStrategy::shard_grad_op:
+      return "shard_grad_op";
+    case ShardingStrategy::no_shard:
+      return "no_shard";
+    case ShardingStrategy::hybrid_shard:
+      return "hybrid_shard";
+    default:
+      return "hybrid_shard_grad_op";
+  }
 }
 
 // Names of the parameters and buffers that are left alone.
@@ -86,6 +102,13 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
     : DataParallelCore(make_state(std::move(module), group, options)),
       shards_(std::make_unique<Shards>(Shards{.options = options, .groups = make_shard_groups(group, options)})) {
   divide_parameters(state(), *shards_);
+  state().settings = {{"sharding_strategy", sharding_name(options.sharding_strategy)},
+                      {"units", fmt::format("{}", shards_->units.size())},
+                      {"shard_size", fmt::format("{}", shards_->groups.shard.size())},
+                      {"whole_parameters", yes_or_no(options.whole_parameters)},
+                      {"parameters_once_per_host", yes_or_no(shared())},
+                      {"unit_limit", fmt::format("{}", options.unit_limit)},
+                      {"prefetch_units", fmt::format("{}", options.prefetch_units)}};
   for (const auto& entry : state().tensors.parameters) mark_divided(entry.tensor);
   state().reducer->before_waiting = [pager = shards_->pager] {
     if (!pager) return;

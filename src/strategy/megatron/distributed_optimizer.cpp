@@ -10,6 +10,7 @@
 
 #include "engine/checkpoint/sharded.h"
 #include "engine/data_parallel_state.h"
+#include "engine/logging.h"
 #include "engine/sharded_optimizer_state.h"
 #include "module/sync.h"
 #include "module/walk.h"
@@ -220,6 +221,23 @@ std::vector<ParameterRange> DistributedOptimizerCore::param_range_map(std::optio
     }
   }
   return all;
+}
+
+LoggingData DistributedOptimizerCore::logging_data() const {
+  const auto& modules = reduction_->modules;
+  const auto& options = reduction_->options;
+  auto data = log_of(state().name, *modules.front(), group(),
+                     {{"chunks", fmt::format("{}", modules.size())},
+                      {"bucket_size", fmt::format("{}", options.bucket_size)},
+                      {"overlap_grad_reduce", yes_or_no(options.overlap_grad_reduce)},
+                      {"overlap_param_gather", yes_or_no(options.overlap_param_gather)},
+                      {"reuse_grad_buf_for_param_gather", yes_or_no(options.reuse_grad_buf_for_param_gather)},
+                      {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
+                      {"clip_grad", fmt::format("{}", options.clip_grad)},
+                      {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}});
+  for (const auto& module : modules) add_model(data, walk(*module, options.ignored));
+  for (const auto& chunk : state().modules) add_steps(data, chunk->reducer());
+  return data;
 }
 
 namespace {

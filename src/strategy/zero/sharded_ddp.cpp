@@ -9,6 +9,7 @@
 
 #include "engine/data_parallel_state.h"
 #include "engine/hooked_exchange.h"
+#include "engine/logging.h"
 #include "shoal/base/error.h"
 #include "strategy/zero/bucket_caps.h"
 
@@ -113,6 +114,12 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
       sharding_(std::make_shared<Sharding>(Sharding{.optimizers = std::move(optimizers), .options = options})) {
   state().buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state().precision = options.precision;
+  state().settings = {{"reduce_buffer_size", fmt::format("{}", options.reduce_buffer_size)},
+                      {"reduce_fp16", yes_or_no(options.reduce_fp16)},
+                      {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
+                      {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
+                      {"auto_refresh_trainable", yes_or_no(options.auto_refresh_trainable)},
+                      {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
   refresh_trainable();
 }
 

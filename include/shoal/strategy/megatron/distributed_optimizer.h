@@ -104,6 +104,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // Pieces that a rank of the group (default: this one) owns, in buffer order.
   std::vector<ParameterRange> param_range_map(std::optional<int> rank = std::nullopt) const;
   const Group& group() const override { return ShardedOptimizerCore::group(); }
+  // What this rank knows of the optimizer and its steps; chunks and their times add up. Not collective; between steps.
+  LoggingData logging_data() const;
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& optimizer);
