@@ -36,6 +36,17 @@ T number(const std::string& text, const std::string& whole) {
 
 }  // namespace
 
+int64_t plain_steps(const std::string& text) {
+  const auto parts = split(text);
+  if (parts.front() != "powersgd") return 0;
+  return parts.size() == 3 ? number<int64_t>(parts[2], text) : PowerSgdOptions().start_iteration;
+}
+
+std::shared_ptr<CommunicationHook> make_started_hook(const std::string& text) {
+  const auto parts = split(text);
+  return make_hook(parts.front() == "powersgd" && parts.size() > 1 ? fmt::format("powersgd:{}:0", parts[1]) : text);
+}
+
 std::shared_ptr<CommunicationHook> make_hook(const std::string& text) {
   const auto parts = split(text);
   const auto& kind = parts.front();
@@ -47,8 +58,7 @@ std::shared_ptr<CommunicationHook> make_hook(const std::string& text) {
   }
   if (kind == "powersgd" && (parts.size() == 2 || parts.size() == 3)) {
     return std::make_shared<PowerSgdHook>(
-        PowerSgdOptions{.rank = number<int64_t>(parts[1], text),
-                        .start_iteration = parts.size() == 3 ? number<int64_t>(parts[2], text) : 10});
+        PowerSgdOptions{.rank = number<int64_t>(parts[1], text), .start_iteration = plain_steps(text)});
   }
   if (kind == "topk" && parts.size() == 2) {
     return std::make_shared<TopKHook>(TopKOptions{.fraction = number<double>(parts[1], text)});

@@ -15,17 +15,17 @@ namespace {
 using nlohmann::json;
 
 struct Case {
-  std::string strategy, ranks, transport, model, dtype = "float32", optimizer = "adamw";
+  std::string strategy, ranks, transport, model, dtype = "float32", optimizer = "adamw", compress = "none";
 };
 
 void expect_train_does_what_plan_says(const Case& it) {
   SCOPED_TRACE(it.strategy + " on " + it.ranks + " ranks, " + it.transport + ", " + it.model + ", " + it.dtype + ", " +
-               it.optimizer);
+               it.optimizer + ", " + it.compress);
   constexpr int64_t steps = 3;
   const TempFolder folder;
-  const std::vector<std::string> common{"--strategy",  it.strategy,  "--ranks", it.ranks,  "--transport",
-                                        it.transport,  "--model",    it.model,  "--dtype", it.dtype,
-                                        "--optimizer", it.optimizer, "--json"};
+  const std::vector<std::string> common{"--strategy",  it.strategy,  "--ranks",    it.ranks,    "--transport",
+                                        it.transport,  "--model",    it.model,     "--dtype",   it.dtype,
+                                        "--optimizer", it.optimizer, "--compress", it.compress, "--json"};
   auto plan_line = common, train_line = common;
   plan_line.insert(plan_line.begin(), "plan");
   plan_line.push_back(folder.file("plan.json"));
@@ -42,8 +42,10 @@ void expect_train_does_what_plan_says(const Case& it) {
   const bool all_counted = !plan["memory"]["params_gathered"].get<bool>();
   for (const auto& [field, counter] :
        {std::pair("collectives", "collectives_per_step"), std::pair("bytes", "bytes_per_step")}) {
-    const int64_t expected = calls["first_step"][field].get<int64_t>() + calls["rebuild"][field].get<int64_t>() +
-                             (steps - 1) * calls["per_step"][field].get<int64_t>();
+    int64_t expected = calls["first_step"][field].get<int64_t>() + calls["rebuild"][field].get<int64_t>();
+    for (int64_t step = 1; step < steps; ++step) {
+      expected += calls[step < calls["plain_steps"] ? "plain_step" : "per_step"][field].get<int64_t>();
+    }
     const double counted = report["communication"][counter].get<double>() * steps;
     if (all_counted) {
       EXPECT_EQ(expected, std::llround(counted)) << field;
@@ -85,6 +87,32 @@ TEST(Plan, BEY11_dtypes_and_optimizers) {
   }
   expect_train_does_what_plan_says({"ddp", "2", "host", "cnn", "bf16"});
   expect_train_does_what_plan_says({"zero1", "2", "host", "gpt", "float32", "muon"});  // has embeddings
+}
+
+TEST(Plan, BEY11_compressed_gradients) {
+  for (const auto* compress : {"bf16", "int8", "topk:0.01", "powersgd:2:0", "powersgd:2:2", "powersgd:4"}) {
+    expect_train_does_what_plan_says({"ddp", "2", "host", "gpt", "float32", "adamw", compress});
+  }
+  for (const auto* strategy : {"zero1", "zero2", "megatron", "fsdp"}) {
+    for (const auto* compress : {"fp16", "int8", "topk:0.1"}) {
+      expect_train_does_what_plan_says({strategy, "3", "host", "mlp", "float32", "adamw", compress});
+    }
+  }
+  expect_train_does_what_plan_says({"zero1", "2", "gloo", "mlp", "float32", "adamw", "powersgd:2:1"});
+  expect_train_does_what_plan_says({"megatron", "2", "gloo", "mlp", "float32", "muon", "bf16"});  // whole parameters
+  expect_train_does_what_plan_says({"ddp", "1", "host", "mlp", "float32", "adamw", "int8"});
+}
+
+TEST(Plan, BEY11_a_hook_that_a_strategy_refuses_is_left_out_or_refused) {
+  const TempFolder folder;
+  ASSERT_EQ(shoal({"plan", "--model", "mlp", "--compress", "powersgd:2", "--json", folder.file("plan.json")}).code, 0);
+  const auto plans = read(folder.file("plan.json"))["strategies"];
+  ASSERT_EQ(plans.size(), 2U);
+  EXPECT_EQ(plans[0]["strategy"], "ddp");
+  EXPECT_EQ(plans[1]["strategy"], "zero1");
+  const auto ended = shoal({"plan", "--model", "mlp", "--compress", "powersgd:2", "--strategy", "zero2"});
+  EXPECT_EQ(ended.code, 2) << ended.output;
+  EXPECT_NE(ended.output.find("it is for ddp, zero1 and hybrid"), std::string::npos) << ended.output;
 }
 
 double total(const std::string& dtype, const std::string& strategy, const std::string& ranks) {

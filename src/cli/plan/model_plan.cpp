@@ -4,10 +4,13 @@
 #include <map>
 #include <numeric>
 
+#include "cli/compress.h"
+#include "cli/fsdp.h"
 #include "cli/optimizers.h"
-#include "cli/strategies.h"
+#include "comm/rehearsal.h"
 #include "data/reference.h"
 #include "engine/data_parallel_state.h"
+#include "engine/hooked_exchange.h"
 #include "engine/ownership.h"
 #include "models/loss.h"
 #include "module/units.h"
@@ -46,7 +49,12 @@ int64_t element_bytes(const Gradient& gradient) {
 class Planner {
  public:
   Planner(const TrainOptions& options, models::Model& model, int ranks)
-      : options_(options), model_(model), ranks_(ranks), tensors_(walk(model, {})), gradients_(gradients_of(tensors_)) {
+      : options_(options),
+        model_(model),
+        ranks_(ranks),
+        group_(rehearsal_group(ranks)),
+        tensors_(walk(model, {})),
+        gradients_(gradients_of(tensors_)) {
     const auto kind = optimizer_kind(options);
     element_wise_ = kind.element_wise;
     const auto groups = kind.groups(model);
@@ -63,12 +71,15 @@ class Planner {
     plan_memory();
     std::vector<size_t> registered(gradients_.size());
     std::iota(registered.rbegin(), registered.rend(), 0);
+    plan_.plain_steps = plain_steps(options_.compress);
     if (owns_pieces()) {
-      plan_.per_step = plan_.first_step = fsdp() ? fsdp_step() : megatron_step(registered);
+      plan_.per_step = plan_.plain_step = plan_.first_step = fsdp() ? fsdp_step() : megatron_step(registered);
       return plan_;
     }
-    plan_.first_step = wrapped_step(registered);
-    plan_.per_step = wrapped_step(arrival_order(options_, model_, gradients_));
+    const auto arrived = arrival_order(options_, model_, gradients_);
+    plan_.first_step = wrapped_step(registered, make_hook(options_.compress));
+    plan_.plain_step = wrapped_step(arrived, make_hook(options_.compress));
+    plan_.per_step = wrapped_step(arrived, make_started_hook(options_.compress));
     plan_.rebuild.add(static_cast<int64_t>(gradients_.size() * sizeof(int64_t)));
     return plan_;
   }
@@ -126,7 +137,7 @@ class Planner {
     return element * (state_numel(options_.optimizer, sizes, group) + (copied ? c10::multiply_integers(sizes) : 0));
   }
 
-  PlannedCalls wrapped_step(std::span<const size_t> order) const {
+  PlannedCalls wrapped_step(std::span<const size_t> order, std::shared_ptr<CommunicationHook> hook) const {
     PlannedCalls calls;
     std::vector<at::Tensor> buffers;
     for (const auto& entry : tensors_.buffers) buffers.push_back(entry.tensor);
@@ -135,11 +146,14 @@ class Planner {
       for (const auto& tensor : chunk) bytes += static_cast<int64_t>(tensor.nbytes());
       calls.add(bytes);
     }
-    const bool everywhere = options_.strategy != "zero2";
-    const auto caps = everywhere ? bucket_caps(options_.ddp) : sharded_bucket_caps(gradients_, options_.zero2, ranks_);
-    const auto owners = everywhere ? std::span<const int>() : std::span<const int>(owners_);
-    const auto buckets = plan_buckets(gradients_, order, caps.first_bytes, caps.bytes, owners);
-    add_reductions(buckets, everywhere, /*scattered=*/false, calls);
+    std::unique_ptr<Exchange> exchange;
+    if (options_.strategy == "zero2") {
+      exchange =
+          std::make_unique<ReduceToOwner>(group_, sharded_bucket_caps(gradients_, options_.zero2, ranks_), owners_);
+    } else {
+      exchange = std::make_unique<AllReduce>(group_, bucket_caps(options_.ddp));
+    }
+    add_reductions(std::move(exchange), std::move(hook), order, calls);
     if (options_.strategy != "ddp") add_publication(calls);
     return calls;
   }
@@ -160,9 +174,13 @@ class Planner {
   PlannedCalls megatron_step(std::span<const size_t> order) {
     PlannedCalls calls;
     const auto caps = buffer_caps(gradients_, options_.megatron);
-    const auto owners = cut() ? std::span<const int>() : std::span<const int>(owners_);
-    const auto buckets = plan_buckets(gradients_, order, caps.first_bytes, caps.bytes, owners);
-    add_reductions(buckets, /*everywhere=*/false, cut(), calls);
+    std::unique_ptr<Exchange> exchange;
+    if (cut()) {
+      exchange = std::make_unique<ReduceScatter>(group_, caps);
+    } else {
+      exchange = std::make_unique<ReduceToOwner>(group_, caps, owners_, /*follow=*/false);
+    }
+    const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress), order, calls);
     if (options_.precision().scaler) calls.add(sizeof(int32_t));
     for (const auto& members : buckets) {
       const auto layout = layout_of(members, cut());
@@ -190,10 +208,14 @@ class Planner {
         }
       }
     }
-    auto shares = units;
-    for (size_t i = 0; i < shares.size() && !cut(); ++i) shares[i] = units[i] * ranks_ + owners_[i];
-    const auto buckets = plan_units(gradients_, shares);
-    add_reductions(buckets, /*everywhere=*/false, cut(), calls);
+    const ShardGroups groups{.all = group_, .shard = group_};
+    std::unique_ptr<Exchange> exchange;
+    if (cut()) {
+      exchange = std::make_unique<ScatterUnits>(groups, units);
+    } else {
+      exchange = std::make_unique<ReduceUnitsToOwners>(groups, units, owners_);
+    }
+    const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress), {}, calls);
     if (options_.precision().scaler) calls.add(sizeof(int32_t));
     plan_.gathers = ranks_ > 1 && !plan_.parameters_once;
     for (auto& rank : plan_.ranks) rank.parameters = plan_.gathers ? 0 : rank.parameters;
@@ -223,13 +245,28 @@ class Planner {
     return scattered ? scatter_layout(numels, bytes, ranks_) : FlatLayout(numels, bytes);
   }
 
-  void add_reductions(const Buckets& buckets, bool everywhere, bool scattered, PlannedCalls& calls) const {
-    const bool apart = facts_apart(gradients_, everywhere);
-    for (const auto& members : buckets) {
-      const auto facts = apart ? 0 : Facts::numel(members.size());
-      calls.add((layout_of(members, scattered).size() + facts) * element_bytes(gradients_[members.front()]));
+  // What the exchange and the hook do with each bucket, among ranks that are not there.
+  Buckets add_reductions(std::unique_ptr<Exchange> plain, std::shared_ptr<CommunicationHook> hook,
+                         std::span<const size_t> order, PlannedCalls& calls) const {
+    const torch::NoGradGuard no_grad;
+    const auto exchange = with_hook(std::move(plain), std::move(hook), gradients_, "plan");
+    const bool apart = facts_apart(gradients_, exchange->carries_facts());
+    const auto before = group_.statistics();
+    auto buckets = exchange->plan(gradients_, order);
+    SpareMemory spare;
+    for (size_t number = 0; number < buckets.size(); ++number) {
+      Bucket bucket(gradients_, buckets[number], group_, *exchange, !apart);
+      bucket.acquire(group_, spare);
+      auto sum = exchange->reduce(bucket, {0, static_cast<int64_t>(number), ""});
+      for (sum.complete(); sum.further; sum.complete()) sum = std::exchange(sum.further, {})();
+      sum = {};
+      bucket.release(spare, /*keep=*/false);
     }
+    const auto after = group_.statistics();
+    calls.calls += after.calls - before.calls;
+    calls.bytes += after.bytes - before.bytes;
     if (apart) calls.add(Facts::numel(gradients_.size()) * static_cast<int64_t>(sizeof(float)));
+    return buckets;
   }
 
   static void add_broadcasts(const std::vector<Range>& ranges, int64_t element_bytes, PlannedCalls& calls) {
@@ -241,6 +278,7 @@ class Planner {
   const TrainOptions& options_;
   models::Model& model_;
   int ranks_;
+  Group group_;
   ModuleTensors tensors_;
   std::vector<Gradient> gradients_;
   bool element_wise_ = false;

@@ -37,6 +37,8 @@ struct ModelPlan {
   bool gathers = false;          // parameters are gathered unit by unit when they are used, which is not counted here
   PlannedCalls first_step;       // its buckets follow the order of registration
   PlannedCalls rebuild;          // between the first and the second step: the order in which gradients arrive
+  int64_t plain_steps = 0;       // before a communication hook starts to compress
+  PlannedCalls plain_step;       // every further one of these
   PlannedCalls per_step;         // every further one, unless a scaler skips it
 };
 

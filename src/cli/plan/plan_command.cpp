@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "cli/commands.h"
+#include "cli/compress.h"
 #include "cli/optimizers.h"
 #include "cli/plan/model_plan.h"
 #include "cli/report.h"
@@ -91,11 +92,11 @@ int plan_number(const PlanOptions& options) {
   return 0;
 }
 
-Json to_json(const PlannedCalls& calls) {
+Json json_of(const PlannedCalls& calls) {
   return {{"collectives", calls.calls}, {"bytes", calls.bytes}};
 }
 
-Json to_json(const std::string& strategy, const ModelPlan& plan) {
+Json json_of(const std::string& strategy, const ModelPlan& plan) {
   Json memory;
   const auto put = [&](const char* name, int64_t RankMemory::*part) {
     for (const auto& rank : plan.ranks) memory[name].push_back(rank.*part);
@@ -113,16 +114,20 @@ Json to_json(const std::string& strategy, const ModelPlan& plan) {
   return {{"strategy", strategy},
           {"memory", memory},
           {"communication",
-           {{"first_step", to_json(plan.first_step)},
-            {"rebuild", to_json(plan.rebuild)},
-            {"per_step", to_json(plan.per_step)}}}};
+           {{"first_step", json_of(plan.first_step)},
+            {"rebuild", json_of(plan.rebuild)},
+            {"plain_steps", plan.plain_steps},
+            {"plain_step", json_of(plan.plain_step)},
+            {"per_step", json_of(plan.per_step)}}}};
 }
 
 int plan_built_in(const PlanOptions& options) {
   constexpr double mebibyte = 1 << 20;
   const int ranks = options.train.ranks.value_or(2);
-  auto table = fmt::format("{} {} on {} rank(s), {}, {}; MiB of the rank that holds most\n\n", options.train.model,
-                           options.train.size, ranks, options.train.dtype, options.train.optimizer);
+  const auto& compress = options.train.compress;
+  auto table = fmt::format("{} {} on {} rank(s), {}, {}{}; MiB of the rank that holds most\n\n", options.train.model,
+                           options.train.size, ranks, options.train.dtype, options.train.optimizer,
+                           compress == "none" ? "" : ", gradients as " + compress);
   table += fmt::format("{:<10}{:>12}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}\n", "strategy", "parameters", "gradients",
                        "state", "buffers", "all ranks", "collectives", "bytes/step");
   Json report = {{"config",
@@ -131,21 +136,28 @@ int plan_built_in(const PlanOptions& options) {
                    {"ranks", ranks},
                    {"dtype", options.train.dtype},
                    {"optimizer", options.train.optimizer},
-                   {"transport", options.train.transport}}},
+                   {"transport", options.train.transport},
+                   {"compress", options.train.compress}}},
                  {"strategies", Json::array()}};
   bool once = false, gathers = false;
   for (const auto* strategy : {"ddp", "zero1", "zero2", "megatron", "fsdp"}) {
     if (!wanted(options, strategy)) continue;
     auto train = options.train;
     train.strategy = strategy;
-    train.complete();
+    try {
+      train.complete();
+    } catch (const UsageError&) {
+      // --strategy all: those that take the hook.
+      if (options.strategy == "all" && train.compress != "none") continue;
+      throw;
+    }
     const auto model =
         models::make_model(train.model, train.size, models::Init::reference, train.seed, train.data_dtype());
     train.precision().convert(*model);
     const auto plan = plan_model(train, *model, ranks);
     const auto most = *std::max_element(plan.ranks.begin(), plan.ranks.end(),
                                         [](const auto& a, const auto& b) { return a.total() < b.total(); });
-    report["strategies"].push_back(to_json(strategy, plan));
+    report["strategies"].push_back(json_of(strategy, plan));
     const auto host = report["strategies"].back()["memory"]["host_bytes"].get<double>();
     table += fmt::format("{:<10}{:>11.3f}{}{:>12.3f}{:>12.3f}{:>12.3f}{:>12.3f}{:>14}{:>14}\n", strategy,
                          most.parameters / mebibyte, plan.parameters_once ? "*" : " ", most.gradients / mebibyte,
@@ -156,6 +168,9 @@ int plan_built_in(const PlanOptions& options) {
   }
   if (gathers)
     table += "\nfsdp: and every unit's parameters, gathered when they are used; of these up to 3 units at a time\n";
+  if (const auto plain = plain_steps(compress); plain > 0) {
+    table += fmt::format("\n{}: from step {} on; until then gradients travel whole\n", compress, plain);
+  }
   if (once) table += "\n* one copy for all ranks of the host\n";
   finish(options, table, report);
   return 0;
@@ -171,6 +186,7 @@ void check(PlanOptions& options) {
   }
   options.train.data = "reference";
   auto train = options.train;
+  if (options.strategy != "all") train.strategy = options.strategy;
   if (options.params) {
     element_bytes(train.dtype, "adamw");  // its own names
     train.dtype = "float32";
@@ -202,6 +218,9 @@ void add_plan_command(CLI::App& app, Action& chosen) {
   command
       ->add_option("--transport", train.transport,
                    "auto and host: all ranks on one host, which holds one copy of sharded strategies' parameters")
+      ->excludes(number)
+      ->capture_default_str();
+  command->add_option("--compress", train.compress, "what gradients travel as, as for train")
       ->excludes(number)
       ->capture_default_str();
   command->add_option("--json", options->json, "file for the figures, - for standard output");
