@@ -58,6 +58,7 @@ class Decentralized : public Strategy {
     const auto list = parallel_.optimizers();
     return {list.begin(), list.end()};
   }
+  std::optional<LoggingData> logging_data() const override { return parallel_.logging_data(); }
   std::string note() const override { return missed_exchanges(parallel_.statistics()); }
   std::vector<std::pair<std::string, double>> figures() override {
     const bool averaged = averaged_after_ == parallel_.step();

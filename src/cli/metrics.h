@@ -12,6 +12,7 @@ class Metrics {
  public:
   // Empty: nothing is written. UsageError that names the file when it cannot be.
   explicit Metrics(const std::string& path);
+  bool wanted() const { return !path_.empty(); }
   void write(const nlohmann::ordered_json& line);
 
  private:

@@ -171,6 +171,7 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
                              {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps},
                              {"step_bytes", result.sent}};
   for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);
+  if (result.logging) report["logging"] = Json::parse(to_json(*result.logging));
   report["memory"] = memory_of_ranks(group, memory);
   report["memory"]["params_mib"] = rounded(result.params_mib, 1e-3);
   report["memory"]["grads_mib"] = rounded(result.grads_mib, 1e-3);

@@ -12,7 +12,7 @@
 #include "models/model.h"
 #include "shoal/comm/group.h"
 #include "shoal/engine/checkpoint.h"
-#include "shoal/module/wrap_policy.h"
+#include "shoal/engine/logging_data.h"
 
 namespace shoal::cli {
 
@@ -52,6 +52,8 @@ class Strategy {
   // For the progress line, and for the report. figures(): collective.
   virtual std::string note() const { return ""; }
   virtual std::vector<std::pair<std::string, double>> figures() { return {}; }
+  // Of the wrapper, if there is one.
+  virtual std::optional<LoggingData> logging_data() const { return std::nullopt; }
 
  protected:
   at::Tensor scaled(const at::Tensor& loss) const;
@@ -62,9 +64,6 @@ class Strategy {
   std::shared_ptr<models::Model> model_;
   std::optional<GradScaler> scaler_;  // where precision asks for one
 };
-
-// FSDP's units of a built-in model: a transformer's blocks, other models' layers.
-WrapPolicy unit_policy(const std::string& model);
 
 std::vector<std::string> strategy_names();
 // total_steps: of the training, for schedules. Collective over the group, except for the strategies that do not

@@ -133,6 +133,7 @@ int train_rank(const TrainOptions& options) {
     if (present.rank() != 0) return 0;
     if (!options.json.empty()) write_json(options.json, report);
     if (options.json != "-") summarise(report, result, options, world, checkpoint);
+    if (options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
     return 0;
   } catch (const CommError&) {
     if (interrupted != 0) return leave_interrupted(whole_model);  // peers that went first cannot help any more

@@ -85,6 +85,16 @@ void complete_compression(TrainOptions& options) {
   options.ddp.communication_hook = options.zero2.communication_hook = options.megatron.communication_hook = hook;
 }
 
+void check_in_backward(const TrainOptions& options) {
+  if (options.optimizer_in_backward.empty()) return;
+  require_one_of("--optimizer-in-backward", options.optimizer_in_backward, {"exact", "stale", "per_bucket"});
+  if (options.strategy == "ddp") return;
+  throw UsageError(
+      fmt::format("--optimizer-in-backward: --strategy {} updates shards, shared parameters or at times of its own; it "
+                  "is for ddp",
+                  options.strategy));
+}
+
 }  // namespace
 
 void TrainOptions::complete() {
@@ -133,12 +143,18 @@ void TrainOptions::complete() {
   if (batch == 0) batch = reference_data() ? 4 : 64;
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
   complete_compression(*this);
+  check_in_backward(*this);
   ddp.precision = zero2.precision = precision();
   megatron.clip_grad = clip;
   megatron.scaler = precision().scaler;
   megatron.grad_reduce_in_fp32 = true;
   ddp.validate();
   complete_local_updates(*this);
+}
+
+WholeGradient TrainOptions::whole_gradient() const {
+  if (optimizer_in_backward == "stale") return WholeGradient::stale;
+  return optimizer_in_backward == "per_bucket" ? WholeGradient::per_bucket : WholeGradient::exact;
 }
 
 Precision TrainOptions::precision() const {
@@ -207,6 +223,14 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command.add_option("--clip", options.clip, "scale gradients so that their norm is at most this; 0: never")
       ->capture_default_str();
+  command
+      .add_option(
+          "--optimizer-in-backward", options.optimizer_in_backward,
+          "ddp: update each bucket's parameters as soon as its gradients are there, and drop these. With --clip "
+          "and loss scaling: exact (updates wait for the last gradient; default), stale (by the last step's "
+          "norm), per_bucket")
+      ->expected(0, 1)
+      ->default_str("exact");
   command.add_option("--seed", options.seed, "of parameters, data and shuffling")->capture_default_str();
   command.add_flag("--eval", options.eval, "evaluate on the test data after every epoch");
   command.add_option("--save", options.save,
@@ -225,6 +249,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                      "folder in which each rank keeps its last collectives; see shoal flight");
   command.add_option("--metrics", options.metrics,
                      "file that gets a line of JSON after every step and evaluation; loss and times are rank 0's");
+  command.add_flag("--logging-data", options.logging_data,
+                   "print what rank 0's wrapper knows of itself and its steps at the end; --json has it as well");
   command.add_option("--json", options.json, "file for the report, - for standard output");
   command
       .add_option("--topology", options.topology, "decentralized: who averages with whom; see shoal topology --list")

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "shoal/strategy/ddp.h"
+#include "shoal/strategy/ddp/optimizer_in_backward.h"
 #include "shoal/strategy/local_updates.h"
 #include "shoal/strategy/megatron/distributed_optimizer.h"
 #include "shoal/strategy/zero/sharded_ddp.h"
@@ -43,8 +44,9 @@ struct TrainOptions {
   bool partial = false;   // what it has of the model alone
   std::string trace;      // folder
   std::string json;
-  std::string compress = "none";  // what gradients travel as; see make_hook
-  double clip = 0;                // largest norm of the gradients; 0: no clipping
+  std::string compress = "none";      // what gradients travel as; see make_hook
+  double clip = 0;                    // largest norm of the gradients; 0: no clipping
+  std::string optimizer_in_backward;  // exact, stale, per_bucket; empty: after it
   int timeout_seconds = 300;
   bool check_agreement = false;
   DistributedDataParallelOptions ddp;
@@ -60,12 +62,14 @@ struct TrainOptions {
   std::optional<double> outer_momentum;
   std::string flight_recorder;  // folder
   std::string metrics;          // file
+  bool logging_data = false;    // print it at the end
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }
   bool takes_local_updates() const { return strategy == "local_sgd" || strategy == "slowmo" || strategy == "diloco"; }
   // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
   Precision precision() const;
+  WholeGradient whole_gradient() const;
   at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
 
   // Fills in defaults that depend on other options; throws UsageError that names the option and what is allowed.

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <chrono>
-#include <nlohmann/json.hpp>
 
 #include "cli/machine.h"
 #include "cli/metrics.h"
@@ -176,6 +175,25 @@ void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& res
   std::fflush(stdout);
 }
 
+nlohmann::ordered_json Trainer::metrics_of(int64_t number, int64_t first, const TrainResult& result) const {
+  nlohmann::ordered_json line{{"step", number},
+                              {"seconds", result.seconds},
+                              {"loss", result.loss.back()},
+                              {"lr", result.lr.back()},
+                              {"step_ms", result.step_ms.back()},
+                              {"wait_ms", result.wait_ms.back()},
+                              {"update_ms", result.update_ms.back()},
+                              {"samples", result.samples * group_.size()}};
+  if (!is_sampled(number - first)) return line;
+  if (const auto logging = strategy_->logging_data()) {
+    line["forward_ms"] = logging->last.forward;
+    line["backward_ms"] = logging->last.backward;
+    line["communication_ms"] = logging->last.communication;
+    line["overlap_ms"] = logging->last.overlap;
+  }
+  return line;
+}
+
 TrainResult Trainer::run() {
   const auto per_epoch = feed_.steps_per_epoch();
   const int64_t total = total_steps();
@@ -199,14 +217,7 @@ TrainResult Trainer::run() {
     result.seconds += duration.count();
     result.step_ms.push_back(1e3 * duration.count());
     result.samples += samples_per_step;
-    metrics.write({{"step", number},
-                   {"seconds", result.seconds},
-                   {"loss", result.loss.back()},
-                   {"lr", result.lr.back()},
-                   {"step_ms", result.step_ms.back()},
-                   {"wait_ms", result.wait_ms.back()},
-                   {"update_ms", result.update_ms.back()},
-                   {"samples", result.samples * group_.size()}});
+    if (metrics.wanted()) metrics.write(metrics_of(number, first, result));
     progress.update(number + 1 - first, result.samples * group_.size(), result.loss.back(), strategy_->note());
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
     if (options_.eval && (epoch_ends || number + 1 == total)) {
@@ -226,6 +237,7 @@ TrainResult Trainer::run() {
     result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));
   }
   result.figures = strategy_->figures();
+  result.logging = strategy_->logging_data();
   const auto after = group_.statistics();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
   result.wire_bytes = loopback_bytes() - wire;

@@ -4,6 +4,7 @@
 #include <csignal>
 #include <functional>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -34,6 +35,7 @@ struct TrainResult {
   int64_t wire_bytes = 0;                               // over TCP between ranks of this host, all of them together
   std::vector<Evaluation> eval;                         // per epoch
   std::vector<std::pair<std::string, double>> figures;  // see Strategy
+  std::optional<LoggingData> logging;                   // the same
   double seconds = 0;                                   // training alone, without evaluation and saving
   int64_t samples = 0;                                  // of this rank
   std::string checkpoint;                               // of the training's end; empty: none
@@ -52,6 +54,7 @@ class Trainer {
 
  private:
   double step(int64_t number, TrainResult& result);
+  nlohmann::ordered_json metrics_of(int64_t number, int64_t first, const TrainResult& result) const;
   bool stops(int64_t number) const;
   int64_t total_steps() const;
   // Returns the first step.

@@ -154,6 +154,10 @@ const GradScaler* OptimizerInBackward::scaler() const {
   return state_->scaler ? &*state_->scaler : nullptr;
 }
 
+GradScaler* OptimizerInBackward::scaler() {
+  return state_->scaler ? &*state_->scaler : nullptr;
+}
+
 double OptimizerInBackward::last_norm() const {
   return state_->norm.value_or(0);
 }

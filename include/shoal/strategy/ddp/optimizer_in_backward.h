@@ -69,6 +69,7 @@ class OptimizerInBackward {
   // Scales a loss as the scaler says; without scaler the loss itself.
   at::Tensor scale_loss(const at::Tensor& loss) const;
   const GradScaler* scaler() const;
+  GradScaler* scaler();  // for TrainingState
   // Of the last step's gradients, with clip_grad; before clipping. Not per_bucket.
   double last_norm() const;
 
