@@ -1,40 +1,89 @@
-"""Turns the file of `shoal train --metrics` into TensorBoard's event files.
+"""Turns the file of `shoal train --metrics` into a TensorBoard event file. Needs nothing but Python.
 
-    pip install tensorboard
     python scripts/metrics_to_tensorboard.py metrics.jsonl runs/first     # then: tensorboard --logdir runs
 
 Every number of a line becomes a scalar at the line's step. A file that is still growing can be converted again: the
 folder must be empty or absent each time.
+
+An event file is a sequence of records, [length: 8 bytes | its checksum | data | its checksum], little-endian, whose data
+are protocol buffers of the type Event (tensorflow/core/util/event.proto).
 """
 
 import argparse
 import json
 import os
+import struct
 import sys
+import time
 
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+CRC_TABLE = []
+for index in range(256):
+    for _ in range(8):
+        index = index >> 1 ^ (0x82F63B78 if index & 1 else 0)
+    CRC_TABLE.append(index)
+
+
+def masked_crc32c(data):
+    """CRC-32C as TFRecord files have it: rotated by 15 bits, plus a constant."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ CRC_TABLE[(crc ^ byte) & 255]
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def record(data):
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+
+
+def varint(number):
+    number &= (1 << 64) - 1
+    parts = bytearray()
+    while number > 127:
+        parts.append(number & 127 | 128)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)
+
+
+def chunk(field, data):
+    """A field of bytes, text or a message."""
+    return varint(field << 3 | 2) + varint(len(data)) + data
+
+
+def version_event(wall_time):
+    return b"\x09" + struct.pack("<d", wall_time) + chunk(3, b"brain.Event:2")
+
+
+def scalar_event(wall_time, step, scalars):
+    values = b"".join(chunk(1, chunk(1, tag.encode()) + b"\x15" + struct.pack("<f", value)) for tag, value in scalars)
+    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + varint(step) + chunk(5, values)
 
 
 def convert(source, folder):
     """Returns the number of scalars written. ValueError names the line that is not one of shoal's."""
     if os.path.isdir(folder) and os.listdir(folder):
         raise ValueError(f"{folder} is not empty")
+    records, count = [version_event(0)], 0
     with open(source, encoding="utf-8") as lines:
-        writer = EventFileWriter(folder)
-        count = 0
         for number, text in enumerate(lines, 1):
             if not text.endswith("\n"):
                 break  # being written at this moment
-            line = json.loads(text)
-            if not isinstance(line, dict) or "step" not in line:
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                line = None
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
                 raise ValueError(f"{source}, line {number}: no step")
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in line.items()
-                      if name not in ("step", "seconds") and isinstance(value, (int, float))]
-            writer.add_event(Event(step=line["step"], wall_time=line.get("seconds", 0), summary=Summary(value=values)))
-            count += len(values)
-        writer.close()
+            scalars = [(tag, value) for tag, value in line.items()
+                       if tag not in ("step", "seconds") and isinstance(value, (int, float))]
+            records.append(scalar_event(line.get("seconds", 0), line["step"], scalars))
+            count += len(scalars)
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, f"events.out.tfevents.{int(time.time())}.shoal"), "wb") as file:
+        for data in records:
+            file.write(record(data))
     return count
 
 
