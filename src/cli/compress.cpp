@@ -39,7 +39,8 @@ T number(const std::string& text, const std::string& whole) {
 int64_t plain_steps(const std::string& text) {
   const auto parts = split(text);
   if (parts.front() != "powersgd") return 0;
-  return parts.size() == 3 ? number<int64_t>(parts[2], text) : PowerSgdOptions().start_iteration;
+  constexpr int64_t usual_start = 10;
+  return parts.size() == 3 ? number<int64_t>(parts[2], text) : usual_start;
 }
 
 std::shared_ptr<CommunicationHook> make_started_hook(const std::string& text) {

