@@ -135,9 +135,10 @@ class LocalUpdates {
   // Names of the parameters in each.
   std::vector<std::vector<std::string>> fragments() const;
 
-  // What this object keeps, a copy by parameter names; TrainingState has it in checkpoints, with all else: "step", "anchor" (theta), "momentum_buffer" (u), and of what is
-  // on its way "in_flight" (the mean of D, or of x where there is no theta) and for SlowMo "rate". It is the same on
-  // all ranks, and any number of ranks may go on from it. Waits for what is on its way.
+  // What this object keeps, a copy by parameter names; TrainingState has it in checkpoints, with all else: "step",
+  // "anchor" (theta), "momentum_buffer" (u), and of what is on its way "in_flight" (the mean of D, or of x where there
+  // is no theta) and for SlowMo "rate". It is the same on all ranks, and any number of ranks may go on from it. Waits
+  // for what is on its way.
   OptimizerState state_dict();
   // Not collective: to be called with the same state on all ranks. The parameters, which differ between exchanges, and
   // the optimizer's state are the caller's, to be loaded after the construction. UsageError that names the parameter
