@@ -65,9 +65,8 @@ class Fsdp : public Strategy {
                                                        kind.element_wise, options);
   }
 
-  std::unique_ptr<FullyShardedDataParallel<models::Model>> parallel_;
-
  protected:
+  std::unique_ptr<FullyShardedDataParallel<models::Model>> parallel_;
   std::unique_ptr<FullyShardedOptimizerCore> optimizer_;
 };
 

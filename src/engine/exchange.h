@@ -42,8 +42,6 @@ class Exchange {
   virtual bool carries_facts() const { return everywhere(); }
   // A step was abandoned, on all ranks.
   virtual void step_abandoned() const {}
-  // Name of the communication hook; empty: none.
-  virtual std::string hook() const { return ""; }
   // Elements of the bucket's payload that hold the sum on a rank afterwards; the others are void there.
   virtual Range kept(const Bucket& bucket, int rank) const = 0;
   // Whether the sum goes to memory of its own (Bucket::kept), so that the bucket's is needed only until then.

@@ -37,7 +37,6 @@ class HookedExchange : public Exchange {
   bool apart() const override { return inner_->apart(); }
   bool used_up() const override { return inner_->used_up(); }
   void step_abandoned() const override { hook_->reset(); }
-  std::string hook() const override { return hook_->name(); }
 
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {
     if (!point_.of_kept) return hook_->begin(seen(bucket, label));

@@ -131,7 +131,9 @@ std::vector<Scalar> read_events(const std::string& bytes) {
     int64_t step = 0;
     for (const auto& [field, data] : fields_of(event)) {
       if (field == 2) step = number_at<int64_t>(data, 0);
-      if (field == 3) EXPECT_TRUE(first && data == "brain.Event:2") << data;
+      if (field == 3) {
+        EXPECT_TRUE(first && data == "brain.Event:2") << data;
+      }
       if (field != 5) continue;
       for (const auto& [unused, value] : fields_of(data)) {
         Scalar scalar{step, "", 0};

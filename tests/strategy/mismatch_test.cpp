@@ -187,7 +187,8 @@ TEST_F(Mismatch, BEY09_unused_parameters_that_differ_between_ranks_and_steps_are
       const auto expected = reference->parameters()[i].grad();
       const auto found = model->parameters()[i].grad();
       ASSERT_EQ(expected.defined(), found.defined()) << i;
-      if (expected.defined()) EXPECT_LT((expected - found).abs().max().item<double>(), 1e-12);
+      if (!expected.defined()) continue;
+      EXPECT_LT((expected - found).abs().max().item<double>(), 1e-12);
     }
   }
 }
