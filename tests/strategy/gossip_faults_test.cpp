@@ -112,9 +112,8 @@ TEST_P(GossipFaults, DEC17_a_new_process_takes_the_place_of_a_rank_that_was_kill
       EXPECT_EQ(text_of(one, "rejoined"), rank == victim ? "" : std::to_string(victim)) << one.output;
       EXPECT_EQ(text_of(one, "mean"), text_of(ended[0], "mean"));
       // It has added 400 to its own after it had shown them; half of that, what its own weight leaves, is what all four
-      // share. Over sockets ranks notice the death in different steps and may stay one version apart, so that their
-      // mean is a weighted one.
-      EXPECT_NEAR(number(one, "bias"), 50, GetParam() == "host" ? 2 : 25) << one.output;
+      // share.
+      EXPECT_NEAR(number(one, "bias"), 50, 2) << one.output;
       EXPECT_LT(number(one, "distance"), 1e-6) << one.output;
     }
     EXPECT_GT(number(ended[victim], "step"), 20) << ended[victim].output;

@@ -139,7 +139,6 @@ class SharedChannel : public GossipChannel {
     if (!found && !tardy_[source]) {
       wait(SteadyClock::now() + limit, source, [&] { return (found = find(buffer, version, source)).has_value(); });
     }
-    const bool in_time = found.has_value();
     if (!found) found = find(buffer, last_read_[buffer][source] + 1, source);
     Reading result{.arrival = found ? Arrival::here : ended(source) ? Arrival::gone : Arrival::late};
     if (found) {
@@ -150,8 +149,9 @@ class SharedChannel : public GossipChannel {
       result.version = found->version;
       last_read_[buffer][source] = std::max(last_read_[buffer][source], found->version);
     }
-    tardy_[source] = !in_time;
-    layout_.done(base, buffer, group_->rank).store(std::max(version, result.version), std::memory_order_release);
+    tardy_[source] = !found || found->version < version;
+    // A newer one is what is read next, or this rank would find one too new in every step from now on.
+    layout_.done(base, buffer, group_->rank).store(version, std::memory_order_release);
     ring(source);
     return result;
   }

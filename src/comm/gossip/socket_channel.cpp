@@ -114,9 +114,7 @@ class SocketChannel : public GossipChannel {
     {
       const std::lock_guard lock(mutex_);
       if (!peers_[source].gone) {
-        put(source, {.kind = FrameKind::taken,
-                     .buffer = static_cast<uint32_t>(buffer),
-                     .version = std::max(version, result.version)});
+        put(source, {.kind = FrameKind::taken, .buffer = static_cast<uint32_t>(buffer), .version = version});
       }
     }
     wake();
@@ -170,6 +168,11 @@ class SocketChannel : public GossipChannel {
   };
 
   Reading take(size_t buffer, int64_t version, int source, Limit limit, const Use& use) {
+    if (used_.buffer != buffer || used_.version != version) used_ = {.buffer = buffer, .version = version};
+    if (const auto again = used_.values.find(source); again != used_.values.end()) {
+      use(again->second.second);
+      return {.arrival = Arrival::here, .version = again->second.first};
+    }
     std::unique_lock lock(mutex_);
     auto& peer = peers_[source];
     auto& shown = peer.shown[buffer];
@@ -178,12 +181,13 @@ class SocketChannel : public GossipChannel {
       changed_.wait_until(lock, SteadyClock::now() + limit, [&] { return found() || peer.gone; });
     }
     peer.late = !found();
-    auto chosen = found() ? shown.lower_bound(version) : shown.begin();
-    if (chosen == shown.end()) return {.arrival = peer.gone ? Arrival::gone : Arrival::late};
-    const auto [number, values] = *chosen;
-    shown.erase(shown.begin(), std::next(chosen));
+    if (shown.empty()) return {.arrival = peer.gone ? Arrival::gone : Arrival::late};
+    const auto [number, values] = found() ? *shown.lower_bound(version) : *std::prev(shown.end());
+    // A newer one stays: it is what is read next, or this rank would find one too new in every step from now on.
+    shown.erase(shown.begin(), shown.upper_bound(version));
     lock.unlock();
     use(values);
+    used_.values[source] = {number, values};
     return {.arrival = Arrival::here, .version = number};
   }
 
@@ -255,6 +259,13 @@ class SocketChannel : public GossipChannel {
       std::erase_if(visitors_, [](const Visitor& visitor) { return visitor.ended; });
     }
   }
+
+  // What has been read last, as its reader may have to begin anew: by source, of one buffer and for one version.
+  struct Used {
+    size_t buffer = 0;
+    int64_t version = 0;
+    std::map<int, std::pair<int64_t, at::Tensor>> values{};
+  };
 
   struct Visitor {
     IncomingConnection connection;
@@ -354,6 +365,7 @@ class SocketChannel : public GossipChannel {
     int64_t version;
     std::vector<int> readers;
   };
+  Used used_;                             // of the rank's own thread
   std::vector<std::deque<Shown>> shown_;  // the last versions, by buffer
   std::map<std::pair<int64_t, at::ScalarType>, std::vector<at::Tensor>> pool_;
   int64_t newest_ = 0;  // shown

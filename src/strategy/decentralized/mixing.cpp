@@ -206,8 +206,10 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
       };
       const auto [arrival, version] =
           torn.count(rank) > 0 ? Reading{} : channel_->read(buffer, version_, rank, limit(), add);
-      if (arrival == Arrival::torn) {
-        torn.insert(rank);
+      if (arrival == Arrival::torn) torn.insert(rank);
+      // Word that it has left comes late over sockets; it is left out of the same step on all ranks.
+      if (arrival == Arrival::gone) remove_lost({rank});
+      if (arrival == Arrival::torn || arrival == Arrival::gone) {
         again = true;
         break;
       }
@@ -239,10 +241,15 @@ bool Mixing::mix_into(size_t buffer, const at::Tensor& values) {
   if (sources.size() != 1) return false;
   RECORD_USER_SCOPE("shoal::mix");
   const TimedScope scope(timeline_of(group_), "mix", version_);
-  const auto& [neighbour, weight] = sources.front();
+  const auto [neighbour, weight] = sources.front();
+  const int rank = now_.members[neighbour];
   const auto [arrival, version] =
-      channel_->read(buffer, version_, now_.members[neighbour], limit(),
+      channel_->read(buffer, version_, rank, limit(),
                      [&, weight = weight](const at::Tensor& theirs) { at::Tensor(values).lerp_(theirs, weight); });
+  if (arrival == Arrival::gone) {
+    remove_lost({rank});
+    return mix_into(buffer, values);
+  }
   if (arrival == Arrival::here || arrival == Arrival::torn) {
     count(version, statistics_);
   } else {

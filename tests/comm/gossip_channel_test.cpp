@@ -1,0 +1,138 @@
+// Versions of buffers that ranks show each other: the last rank shows, the others read.
+
+#include <torch/types.h>
+
+#include <chrono>
+
+#include "comm/gossip/channel.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using Limit = GossipChannel::Limit;
+constexpr Limit patience{20000}, moment{60};
+
+const Group& group() {
+  return test::world().group();
+}
+
+int source() {
+  return group().size() - 1;
+}
+
+bool reads() {
+  return group().rank() != source();
+}
+
+// All values of a version are its number.
+void show(GossipChannel& channel, int64_t version) {
+  if (reads()) return;
+  std::vector<int> readers(group().size() - 1);
+  std::iota(readers.begin(), readers.end(), 0);
+  channel.draft(0, moment).fill_(static_cast<double>(version));
+  channel.publish(0, version, readers);
+}
+
+void show_all(GossipChannel& channel, std::initializer_list<int64_t> versions) {
+  for (const auto version : versions) show(channel, version);
+}
+
+Reading read(GossipChannel& channel, int64_t version, Limit limit = patience) {
+  double value = 0;
+  auto reading = channel.read(0, version, source(), limit,
+                              [&](const at::Tensor& values) { value = values.sum().item<double>() / 1000; });
+  if (reading.arrival == Arrival::here) EXPECT_EQ(static_cast<double>(reading.version), value);
+  return reading;
+}
+
+// The ranks do one thing after the other.
+class Channel : public testing::Test {
+ protected:
+  std::unique_ptr<GossipChannel> channel = open_gossip_channel(group(), {{.numel = 1000}});
+  static void meet() { group().barrier().wait(); }
+  ~Channel() override { meet(); }
+};
+
+#define EXPECT_READ(reading, kind, number)   \
+  do {                                       \
+    const auto found = reading;              \
+    EXPECT_EQ(found.arrival, Arrival::kind); \
+    EXPECT_EQ(found.version, number);        \
+  } while (false)
+
+TEST_F(Channel, DEC01_a_version_is_read_by_all_that_wait_for_it) {
+  for (int64_t version = 1; version < 20; ++version) {
+    show(*channel, version);
+    if (reads()) EXPECT_READ(read(*channel, version), here, version);
+  }
+}
+
+TEST_F(Channel, DEC17_who_has_found_a_newer_version_finds_the_one_it_wants_in_the_next_step) {
+  show_all(*channel, {1, 2, 3});
+  meet();
+  if (reads()) {
+    // Over sockets the newest may be on its way still; and what comes in one piece may push out what was before it.
+    const auto first = read(*channel, 1);
+    EXPECT_EQ(first.arrival, Arrival::here);
+    EXPECT_READ(read(*channel, 2), here, 2);
+    EXPECT_READ(read(*channel, 3), here, 3);
+  }
+  meet();
+  show(*channel, 4);
+  if (reads()) EXPECT_READ(read(*channel, 4), here, 4);
+}
+
+TEST_F(Channel, DEC17_the_last_version_of_a_late_source_is_read_once_and_nobody_waits_for_it_again) {
+  show_all(*channel, {1, 2});
+  if (reads()) {
+    EXPECT_READ(read(*channel, 2), here, 2);
+    EXPECT_READ(read(*channel, 3, moment), late, 0);  // has been read
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_READ(read(*channel, 4), late, 0);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, patience / 4) << "it has been waited for in vain";
+  }
+  meet();
+  show_all(*channel, {3, 4});
+  meet();
+  if (reads()) {
+    while (read(*channel, 4, moment).arrival != Arrival::here) {
+    }
+    EXPECT_READ(read(*channel, 5, moment), late, 0);
+  }
+  meet();
+  show(*channel, 5);
+  if (reads()) {
+    while (read(*channel, 5).arrival != Arrival::here) {
+    }
+  }
+  meet();
+  if (reads()) {
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_READ(read(*channel, 6, moment), late, 0);
+    EXPECT_GE(std::chrono::steady_clock::now() - start, moment) << "it had caught up";
+  }
+}
+
+TEST_F(Channel, DEC17_what_a_source_has_shown_before_it_left_can_be_read_and_no_more) {
+  show_all(*channel, {1, 2});
+  if (!reads()) channel->leave();
+  if (reads()) {
+    EXPECT_READ(read(*channel, 1), here, 1);
+    EXPECT_READ(read(*channel, 2), here, 2);
+    EXPECT_READ(read(*channel, 3), gone, 0);
+    EXPECT_TRUE(channel->gone(source(), 3));
+    EXPECT_FALSE(channel->gone(source(), 2));
+  }
+}
+
+// A mean that cannot be finished, because one source has left, is begun anew.
+TEST_F(Channel, DEC17_a_version_can_be_read_again_until_another_is) {
+  show_all(*channel, {1, 2});
+  if (!reads()) return;
+  for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 1), here, 1);
+  for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 2), here, 2);
+}
+
+}  // namespace
+}  // namespace shoal
