@@ -1,5 +1,6 @@
 #include "cli/report.h"
 
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <torch/version.h>
 
@@ -68,7 +69,7 @@ Json config(const TrainOptions& options, const World& world) {
                  {"data", options.data},
                  {"init", options.init},
                  {"world", world.size()},
-                 {"threads", options.threads},
+                 {"threads", at::get_num_threads()},
                  {"optimizer", options.optimizer},
                  {"batch", options.batch},
                  {"accumulate", options.accumulate},

@@ -24,8 +24,9 @@ namespace {
 
 constexpr int interrupted_code = 130;
 
+// 0: as OMP_NUM_THREADS says, which torchrun sets and people do.
 int threads_per_rank(const TrainOptions& options, int ranks) {
-  if (options.threads > 0) return options.threads;
+  if (options.threads > 0 || process_environment()("OMP_NUM_THREADS")) return options.threads;
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / std::max(1, ranks));
 }
 
@@ -90,7 +91,7 @@ int train_rank(const TrainOptions& options) {
   if (!options.trace.empty()) world_options.timeline = std::make_shared<Timeline>();
   const auto world = init(world_options);
   const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
-  at::set_num_threads(threads_per_rank(options, world.local_size()));
+  if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
   stop_at_the_end_of_the_step();
   const auto feed = make_feed(options, world.rank(), world.size());
   warm_up(options);

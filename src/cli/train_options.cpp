@@ -185,7 +185,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
           "step time)")
       ->capture_default_str();
   command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
-  command.add_option("--threads", options.threads, "compute threads per rank (default: cores / ranks, at least 1)");
+  command.add_option("--threads", options.threads,
+                     "compute threads per rank (default: OMP_NUM_THREADS, else cores / ranks on this host)");
   command.add_option("--transport", options.transport, fmt::format("{}", fmt::join(transport_names(), ", ")))
       ->capture_default_str();
   command.add_flag("--check-agreement", options.check_agreement,

@@ -33,6 +33,24 @@ TEST(Train, WritesAReportOfTheReferencePeersShape) {
   EXPECT_EQ(report["params"]["wte.weight"]["shape"], (std::vector<int>{256, 64}));
 }
 
+// torchrun sets it to 1 for every rank; one rank of a host would take all cores otherwise.
+TEST(Train, RespectsTheThreadsThatTheEnvironmentAsksFor) {
+  const TempFolder folder;
+  const auto threads_of = [&](const std::string& ranks, const std::string& variables,
+                              const std::vector<std::string>& more) {
+    const auto path = folder.file("report.json");
+    std::vector<std::string> line{SHOAL, "train",   "--data", "reference", "--steps",
+                                  "1",   "--ranks", ranks,    "--json",    path};
+    line.insert(line.end(), more.begin(), more.end());
+    const auto ended = run_together({{line, variables_of(variables)}}, 100).front();
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return read(path)["config"]["threads"].get<int>();
+  };
+  EXPECT_EQ(threads_of("1", "OMP_NUM_THREADS=1", {}), 1);
+  EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=2", {}), 2);
+  EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=2", {"--threads", "1"}), 1);
+}
+
 TEST(Train, SavesAFileThatPythonReads) {
   const TempFolder folder;
   const auto ended = shoal({"train", "--data", "reference", "--model", "cnn", "--steps", "2", "--ranks", "2", "--save",

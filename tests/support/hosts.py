@@ -42,6 +42,9 @@ class Hosts:
                 run(*inside, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", link)
                 run(*inside, "ip", "link", "set", link, "up")
                 run(*inside, "ip", "link", "set", "lo", "up")
+                # Behaves like cubic, which most systems have, and is allowed on all. BBR, which some have, takes a third
+                # longer for short bursts to neighbours that change.
+                run(*inside, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
                 run(*inside, "tc", "qdisc", "add", "dev", link, "root", "tbf", "rate", self.rate, "burst", "256kb",
                     "latency", "50ms")
         except (subprocess.CalledProcessError, FileNotFoundError) as error:
