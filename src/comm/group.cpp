@@ -185,7 +185,9 @@ Group Group::subgroup(const std::vector<int>& ranks) const {
   for (const int rank : ranks) world_ranks.push_back(world_rank(rank));
   const int number = state_->progress->subgroups[ranks]++;
   const auto name = fmt::format("{}[{}]#{}", state_->name, fmt::join(ranks, ","), number);
-  return Group(make_group_state(state_->world, name, world_ranks));
+  Group group(make_group_state(state_->world, name, world_ranks));
+  for (const auto& log : state_->logs) group = group.recorded(log);
+  return group;
 }
 
 Group Group::by_host() const {
@@ -205,9 +207,10 @@ GroupStatistics Group::statistics() const {
 }
 
 Group Group::recorded(std::shared_ptr<CallLog> log) const {
-  return with_transport(*this, [&](std::shared_ptr<Transport> transport) {
-    return make_recording_transport(std::move(transport), std::move(log), name());
-  });
+  auto copy = std::make_shared<GroupState>(*state_);
+  copy->transport = make_recording_transport(copy->transport, log, name());
+  copy->logs.push_back(std::move(log));
+  return Group(std::move(copy));
 }
 
 }  // namespace shoal

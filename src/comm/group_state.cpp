@@ -84,13 +84,6 @@ const std::shared_ptr<GroupState>& state_of(const Group& group) {
   return group.state_;
 }
 
-Group with_transport(const Group& group,
-                     const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap) {
-  auto copy = std::make_shared<GroupState>(*state_of(group));
-  copy->transport = wrap(copy->transport);
-  return Group(std::move(copy));
-}
-
 PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch watch)
     : group_(std::move(group)), call_(std::move(call)), watch_(watch), number_(group_->progress->issued.calls++) {
   group_->progress->issued.bytes += call_.bytes();

@@ -64,15 +64,13 @@ struct GroupState {
   std::shared_ptr<Transport> transport;
   std::shared_ptr<GroupProgress> progress;
   std::shared_ptr<WorldState> world;
+  std::vector<std::shared_ptr<CallLog>> logs{};  // of a recorded handle
 };
 
 const std::shared_ptr<GroupState>& state_of(const Group& group);
 // Makes the transport for these ranks. Collective over them.
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
                                              std::vector<int> world_ranks);
-// The same group; calls through the returned handle go to `wrap(its transport)`.
-Group with_transport(const Group& group,
-                     const std::function<std::shared_ptr<Transport>(std::shared_ptr<Transport>)>& wrap);
 
 // Where the world asks for it and the transport does not do it: DisagreeError on all ranks that call different things.
 void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call);

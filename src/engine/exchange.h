@@ -32,6 +32,8 @@ class Exchange {
   }
   // Adds a full bucket up over the ranks, in place. What is further is about Bucket::kept only.
   virtual PendingExchange reduce(Bucket& bucket, const Label& label) const = 0;
+  // Whether it adds up within smaller groups first, and what is further adds these sums up, each by its element.
+  virtual bool two_stages() const { return false; }
   virtual HookPoint hook_point() const = 0;
   // The hook that takes its place, if any.
   virtual CommunicationHook* hook() const { return nullptr; }

@@ -36,6 +36,7 @@ class HookedExchange : public Exchange {
   Range kept(const Bucket& bucket, int rank) const override { return inner_->kept(bucket, rank); }
   bool apart() const override { return inner_->apart(); }
   bool used_up() const override { return inner_->used_up(); }
+  bool two_stages() const override { return inner_->two_stages(); }
   void step_abandoned() const override { hook_->reset(); }
 
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {

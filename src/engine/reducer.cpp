@@ -91,6 +91,7 @@ void Reducer::build(const std::vector<size_t>& order) {
   }
   part_summed_.assign(buckets_.size(), false);
   carried_parts_.assign(buckets_.size(), {});
+  held_.assign(buckets_.size(), {});
   if (!options_.gradient_as_bucket_view) return;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (gradients_[i].parameter.grad().defined()) adopt_into_bucket(i);
@@ -119,12 +120,14 @@ void Reducer::drop_sums() {
   carried_.assign(gradients_.size(), {});
   part_summed_.assign(buckets_.size(), false);
   carried_parts_.assign(buckets_.size(), {});
+  held_.assign(buckets_.size(), {});
 }
 
 void Reducer::expect_backward() {
   // Here rather than in backward, where activations are in memory as well.
   if (rebuild_due_) adopt_arrival_order();
   expected_ = true;
+  holding_ = holds_back();
 }
 
 void Reducer::inspect(const std::vector<at::Tensor>& outputs) {
@@ -181,6 +184,7 @@ void Reducer::begin_step() {
   if (in_backward_) clock_.mark(StepClock::backward_begins, step_);
   early_ = options_.consumer && !options_.consumer->needs_all() && knows_means_early();
   phase_ = Phase::running;
+  if (!failed_) holding_ = holds_back();  // one that failed before does what its peers do
   patient_ = alike_;
   next_ = 0;
   finished_ = 0;
@@ -312,7 +316,7 @@ void Reducer::issue(size_t index) {
                                        issued_weight(), label(index));
   } else {
     if (bucket.facts().defined()) bucket.facts().write(used_, issued_weight());
-    sums_[index] = exchange_->reduce(bucket, label(index));
+    sums_[index] = with_held(index, exchange_->reduce(bucket, label(index)));
   }
 }
 

@@ -57,6 +57,10 @@ class Reducer {
 
   // Whether the next backward synchronises (asked when its first gradient arrives).
   std::function<bool()> synchronises = [] { return true; };
+  // Whether the sums of the next backward that synchronises are held back: not added up across the smaller groups of
+  // an exchange in two stages, nor delivered, but added to those of the next one that is not held back. A step of its
+  // own to the ranks; its weight and its used gradients count in that one.
+  std::function<bool()> holds_back = [] { return false; };
   // Called before a backward or an abandoned step writes to the buckets: whoever uses their memory meanwhile ends that.
   std::function<void()> before_writing = [] {};
 
@@ -128,6 +132,8 @@ class Reducer {
   const std::vector<int64_t>& first_bucket_bytes() const { return first_bucket_bytes_; }
   std::vector<int64_t> bucket_bytes() const;
   bool rebuilt() const { return rebuilt_; }
+  // UsageError where sums are held back.
+  void require_complete_sums() const;
   std::vector<size_t> unused() const;  // gradients that no rank used in the last step
 
  private:
@@ -159,6 +165,10 @@ class Reducer {
   void take_all();
   void take(size_t bucket);
 
+  // reducer_held.cpp: sums that are held back
+  PendingExchange with_held(size_t bucket, PendingExchange sum);
+  void hold_back();
+
   // reducer_step.cpp: the end of a step
   void end_backward();
   void finish_step();
@@ -169,6 +179,7 @@ class Reducer {
   void deliver(size_t bucket, double weight, const std::vector<bool>& carried);
   void deliver_whole(size_t bucket);
   void deliver_sparse(size_t bucket);
+  void learn();
   void close_step();
   void close_abandoned_step();
   void adopt_arrival_order();
@@ -215,6 +226,7 @@ class Reducer {
   std::optional<double> weight_;
   bool weighted_backward_ = false;
   bool in_backward_ = false;  // not reduce_now
+  bool holding_ = false;      // its sums are held back
   std::optional<Attendance> attendance_;
   int64_t attended_step_ = -1;  // the last step for which this rank had a batch
 
@@ -228,6 +240,7 @@ class Reducer {
   std::vector<bool> part_summed_;  // by bucket
   std::vector<at::Tensor> carried_;
   std::vector<at::Tensor> carried_parts_;
+  std::vector<at::Tensor> held_;  // by bucket: of Bucket::kept, held back
 
   // Learnt from the first finished step.
   std::vector<size_t> order_;

@@ -50,6 +50,12 @@ void Reducer::finish_step() {
     if (own) std::rethrow_exception(own);
     throw StepAbandoned(text);
   }
+  if (holding_) {
+    hold_back();
+    learn();
+    close_step();
+    return;
+  }
   if (!early_) deliver_all(weight);
   if (options_.consumer) {
     if (!early_) take_all();
@@ -61,6 +67,11 @@ void Reducer::finish_step() {
       if (!used_anywhere_[i]) unused_names_.push_back(gradients_[i].name);
     }
   }
+  learn();
+  close_step();
+}
+
+void Reducer::learn() {
   if (!learnt_) {
     learnt_ = true;
     order_from_ = lead();
@@ -68,7 +79,6 @@ void Reducer::finish_step() {
   }
   if (expected_arrivals_.empty() && in_backward_) expected_arrivals_ = arrivals_;
   clock_.end_step(/*finished=*/true);
-  close_step();
 }
 
 void Reducer::deliver_all(double weight) {
@@ -154,6 +164,7 @@ void Reducer::deliver(size_t index, double weight, const std::vector<bool>& carr
   if (bucket.facts().defined()) bucket.facts().read_used(used_anywhere_);
   if (bucket.kept_range().empty() && !exchange_->everywhere()) return;
   auto sum = bucket.kept();
+  if (held_[index].defined()) sum.add_(std::exchange(held_[index], {}));
   const double factor = group_.size() / weight;
   // Without any weight on any rank there was no sample: the sum is zero as it stands.
   if (factor != 1.0 && weight > 0) sum.mul_(factor);
@@ -204,10 +215,12 @@ void Reducer::close_step() {
   graph_task_ = -1;
   expected_ = false;
   failed_ = false;
-  used_.assign(gradients_.size(), false);
   reached_.assign(gradients_.size(), false);
   inspected_ = false;
-  weight_.reset();
+  if (!std::exchange(holding_, false)) {
+    used_.assign(gradients_.size(), false);
+    weight_.reset();
+  }
   sums_.clear();
   sparse_.clear();
   kept_.clear();
@@ -218,6 +231,8 @@ void Reducer::close_step() {
 void Reducer::close_abandoned_step() {
   clock_.end_step(/*finished=*/false);
   exchange_->step_abandoned();
+  holding_ = false;
+  held_.assign(buckets_.size(), {});
   if (options_.consumer) {
     for (auto& gradient : gradients_) gradient.parameter.mutable_grad().reset();  // nobody else zeroes them
     options_.consumer->end_step(/*abandoned=*/true);
@@ -320,6 +335,7 @@ void Reducer::abandon() {
     phase_ = Phase::idle;
     weight_.reset();
     used_.assign(gradients_.size(), false);
+    held_.assign(buckets_.size(), {});
     return;
   }
   failed_ = true;

@@ -66,6 +66,7 @@ bool ShardedOptimizerCore::anywhere(bool here, const char* what) const {
 
 // What the optimizer will see, in float32 and over; sets grad() of the main pieces.
 std::vector<at::Tensor> ShardedOptimizerCore::collect_gradients() {
+  for (const auto& module : state_->modules) module->reducer().require_complete_sums();
   std::vector<at::Tensor> list;
   state_->for_pieces([&](const ShardedModule& module, OwnedPiece& piece) {
     auto& grad = piece.main.mutable_grad();

@@ -78,7 +78,7 @@ class Group {
 
   GroupStatistics statistics() const;
 
-  // The same group; calls through the returned handle are also recorded in `log`.
+  // The same group; calls through the returned handle, and through subgroups made from it, are also recorded in `log`.
   Group recorded(std::shared_ptr<CallLog> log) const;
 
  private:

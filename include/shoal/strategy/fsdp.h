@@ -85,6 +85,7 @@ class FullyShardedCore : public DataParallelCore {
   ~FullyShardedCore() override;
 
   at::Tensor input(const at::Tensor& tensor) const;
+  NoSync defer_all_reduce(bool defer);
   double clip_grad_norm(double max_norm, double norm_type);
   std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient) const;
   void visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const;
@@ -168,6 +169,16 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   auto forward(Arguments&&... arguments) {
     return Base::forward(cast(std::forward<Arguments>(arguments))...);
   }
+
+  // For micro-batches but the last: scope in which a backward adds gradients up, but across hosts only those of the
+  // first backward outside do, together with all before. So gradients take a rank's part in memory, where no_sync takes
+  // the whole, and cross between hosts once a step, where they would at every micro-batch. As FSDP2's
+  // set_requires_all_reduce(false). What counts is the scope at the time of backward; be in it for forward as well.
+  // Weights of backward(loss_sum, weight) are added up as under no_sync. Where all ranks divide
+  // the model among them (not the hybrid strategies) nothing is left to defer, and every backward adds up completely.
+  // An optimizer's step in between is a UsageError, and so is the scope inside a Join.
+  //   const auto scope = parallel.defer_all_reduce(micro + 1 < micros);
+  [[nodiscard]] NoSync defer_all_reduce(bool defer = true) { return this->core_.defer_all_reduce(defer); }
 
   // Scales the sums of gradients so that their norm over all ranks' shards is at most `max_norm`; returns the norm
   // before. norm_type: positive, or infinity. Between backward and step. Collective.

@@ -110,6 +110,7 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
                       {"unit_limit", fmt::format("{}", options.unit_limit)},
                       {"prefetch_units", fmt::format("{}", options.prefetch_units)}};
   for (const auto& entry : state().tensors.parameters) mark_divided(entry.tensor);
+  state().reducer->holds_back = [shards = shards_.get()] { return shards->defer_depth > 0; };
   state().reducer->before_waiting = [pager = shards_->pager] {
     if (!pager) return;
     pager->end();
@@ -139,8 +140,16 @@ at::Tensor FullyShardedCore::input(const at::Tensor& tensor) const {
   return dtype && tensor.is_floating_point() ? tensor.to(*dtype) : tensor;
 }
 
+NoSync FullyShardedCore::defer_all_reduce(bool defer) {
+  if (defer && state().reducer->attendance()) {
+    throw UsageError("FullyShardedDataParallel: defer_all_reduce in a Join scope; take no_sync there");
+  }
+  return NoSync(defer ? &shards_->defer_depth : nullptr);
+}
+
 double FullyShardedCore::clip_grad_norm(double max_norm, double norm_type) {
   auto& module = *shards_->module;
+  module.reducer().require_complete_sums();
   std::vector<at::Tensor> sums;
   for (const auto& piece : module.pieces()) {
     if (module.reducer().used(piece.gradient)) sums.push_back(piece.sum);

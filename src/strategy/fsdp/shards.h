@@ -29,6 +29,7 @@ struct FullyShardedCore::Shards {
   std::vector<Frozen> frozen{};
   std::vector<at::Tensor> before_hold{};  // this rank's pieces, while changes will be undone
   int64_t holds = 0;
+  int defer_depth = 0;                          // scopes of defer_all_reduce
   std::vector<at::ScalarType> buffer_dtypes{};  // by number of the buffer: its own; empty: as they are
 
   bool grad_op() const {

@@ -56,6 +56,7 @@ class ScatterUnits : public ReduceScatter {
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {
     return groups_.across_replicas(ReduceScatter::reduce(bucket, label), bucket, label);
   }
+  bool two_stages() const override { return groups_.replicas.has_value(); }
   HookPoint hook_point() const override { return groups_.hook_point(SumFor::parts); }
 
  private:
@@ -81,6 +82,7 @@ class ReduceUnitsToOwners : public ReduceToOwner {
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {
     return groups_.across_replicas(ReduceToOwner::reduce(bucket, label), bucket, label);
   }
+  bool two_stages() const override { return groups_.replicas.has_value(); }
   HookPoint hook_point() const override { return groups_.hook_point(SumFor::owner); }
 
  private:
