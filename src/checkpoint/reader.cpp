@@ -59,12 +59,8 @@ bool is_file(const fs::path& path) {
   return fs::is_regular_file(path, error);
 }
 
-struct Opened {
-  fs::path folder;
-  CheckpointIndex index;
-};
-
-Opened open_path(const fs::path& path) {
+// The folder that its files lie in, and their index.
+std::pair<fs::path, CheckpointIndex> open_path(const fs::path& path) {
   if (!is_folder(path)) {
     const auto folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
     if (path.filename() == index_name) return {folder, read_index(folder)};
@@ -81,8 +77,12 @@ Opened open_path(const fs::path& path) {
 }  // namespace
 
 struct CheckpointReader::State {
-  State(fs::path found, bool verify)
-      : path(std::move(found)), opened(open_path(path)), files(opened.folder, opened.index, verify) {}
+  State(const fs::path& found, bool verify) : State(found, open_path(found), verify) {}
+  State(fs::path found, std::pair<fs::path, CheckpointIndex> opened, bool verify)
+      : path(std::move(found)),
+        folder(std::move(opened.first)),
+        index(std::move(opened.second)),
+        files(folder, index, verify) {}
 
   void read(const StoredTensor& tensor, const Range& range, const Order& order, char* to) {
     if (same_order(order, tensor.order)) return files.read(tensor, range, to);
@@ -91,7 +91,8 @@ struct CheckpointReader::State {
   }
 
   fs::path path;
-  Opened opened;
+  fs::path folder;
+  CheckpointIndex index;
   StoredFiles files;
 };
 
@@ -106,7 +107,7 @@ const fs::path& CheckpointReader::path() const {
 }
 
 const CheckpointIndex& CheckpointReader::index() const {
-  return state_->opened.index;
+  return state_->index;
 }
 
 const StoredTensor& CheckpointReader::tensor(const std::string& name) const {
@@ -164,7 +165,7 @@ at::Tensor CheckpointReader::read(const std::string& name) const {
 
 CheckpointReader::Verified CheckpointReader::verify() const {
   Verified verified;
-  StoredFiles files(state_->opened.folder, index(), /*verify=*/true);
+  StoredFiles files(state_->folder, index(), /*verify=*/true);
   std::vector<char> piece(piece_bytes);
   for (const auto& [name, tensor] : index().tensors) {
     if (tensor.dtype == at::ScalarType::Undefined) continue;
