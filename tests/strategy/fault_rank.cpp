@@ -12,11 +12,11 @@
 #include <stdexcept>
 #include <thread>
 
-#include "comm/group_state.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/world.h"
 #include "shoal/strategy/ddp.h"
 #include "tests/support/models.h"
+#include "tests/support/with_transport.h"
 
 namespace shoal {
 namespace {
@@ -63,9 +63,10 @@ void train(const std::string& point, int victim, const std::string& transport, i
   const bool here = world.rank() == victim;
   const bool metrics = std::count(metric_faults.begin(), metric_faults.end(), point) > 0;
   bool armed = false;
-  const auto group = with_transport(world.group(), [&](std::shared_ptr<Transport> inner) -> std::shared_ptr<Transport> {
-    return std::make_shared<DeadlyTransport>(std::move(inner), &armed);
-  });
+  const auto group =
+      test::with_transport(world.group(), [&](std::shared_ptr<Transport> inner) -> std::shared_ptr<Transport> {
+        return std::make_shared<DeadlyTransport>(std::move(inner), &armed);
+      });
   auto model = test::Mlp(12, 200);
   DistributedDataParallel parallel(model, group, {.bucket_cap_mb = 0.1, .first_bucket_mb = 0.1});
   bool in_backward = false;

@@ -7,10 +7,10 @@
 
 #include <numeric>
 
-#include "comm/group_state.h"
 #include "shoal/base/error.h"
 #include "tests/support/models.h"
 #include "tests/support/training.h"
+#include "tests/support/with_transport.h"
 #include "tests/support/world.h"
 
 namespace shoal {
@@ -73,10 +73,10 @@ struct Trainer {
   explicit Trainer(const std::string& strategy)
       : training(test::Training<FaultyImpl>::make<torch::optim::SGD>(
             strategy, (torch::manual_seed(1), std::make_shared<FaultyImpl>()),
-            with_transport(group(),
-                           [this](std::shared_ptr<Transport> inner) {
-                             return transport = std::make_shared<FaultyTransport>(std::move(inner));
-                           }),
+            test::with_transport(group(),
+                                 [this](std::shared_ptr<Transport> inner) {
+                                   return transport = std::make_shared<FaultyTransport>(std::move(inner));
+                                 }),
             torch::optim::SGDOptions(0.1).momentum(0.9), {.bucket_mb = 1e-4})),
         model(training.model) {}
 

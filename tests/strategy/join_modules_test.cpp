@@ -11,6 +11,7 @@
 #include "shoal/base/error.h"
 #include "shoal/module/sync_batch_norm.h"
 #include "tests/strategy/join_training.h"
+#include "tests/support/with_transport.h"
 
 namespace shoal::test {
 namespace {

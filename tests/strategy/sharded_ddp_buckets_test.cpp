@@ -12,6 +12,7 @@
 #include "shoal/strategy/ddp.h"
 #include "tests/strategy/sharded_ddp_training.h"
 #include "tests/support/memory_meter.h"
+#include "tests/support/with_transport.h"
 
 namespace shoal::test {
 namespace {
