@@ -197,6 +197,10 @@ TEST(CompressedExchange, BEY22_a_reader_that_missed_messages_has_the_right_copy_
       writer.write(version, x, message);
       const bool missed = version > 10 && version < 20;
       if (!missed) reader.take(7, version, message);
+      // Each of the two rounds needs 64 messages in a row; the one of version 20 tells that some are missing.
+      if (!missed) {
+        EXPECT_EQ(reader.knows(7, version), version <= 10 || version >= 20 + 2 * 63) << version;
+      }
       if (version == 100) reader.take(7, 50, message.fill_(1));  // not newer: void
     }
     // From here on the writer's copy is all but x where everything travels.
@@ -212,6 +216,28 @@ TEST(CompressedExchange, BEY22_a_reader_that_missed_messages_has_the_right_copy_
     expected /= how.rate.value_or(how.top_k ? 0.1 : 1);
     EXPECT_LT((copy - expected).abs().max().item<double>(), 1e-5);
     EXPECT_GT(expected.abs().max().item<double>(), 1);
+  }
+}
+
+// Whichever side notices first that a rank has gone: the first message over other rounds builds on nothing.
+TEST(CompressedExchange, BEY22_when_rounds_change_copies_begin_anew_and_are_right_at_once) {
+  const GossipBuffer buffer{numel * 8, at::kFloat};
+  const auto x = at::randn({buffer.numel}, at::detail::createCPUGenerator(1), at::kFloat);
+  for (const bool reader_first : {false, true}) {
+    PublicCopies writer(buffer, {}, 2);
+    PublicCopies reader(buffer, {}, 2);
+    const auto message = at::empty({writer.message_bytes()}, at::kByte);
+    for (int64_t version = 1; version <= 20; ++version) {
+      if (version == 10) (reader_first ? reader : writer).begin_anew(3);
+      if (version == 13) (reader_first ? writer : reader).begin_anew(3);
+      writer.write(version, x, message);
+      reader.take(7, version, message);
+      EXPECT_EQ(reader.knows(7, version), version < 10 || version >= 13) << version;
+      if (version < 13) continue;
+      auto copy = at::zeros_like(x);  // less the reader's own, which is zero
+      reader.add_difference(7, version, 1, copy);
+      EXPECT_LT((copy - x).abs().max().item<double>(), x.abs().max().item<double>() / 127) << version;
+    }
   }
 }
 

@@ -55,7 +55,7 @@ int64_t Mixing::arrive(std::vector<double> mass) {
   version_ = newcomer_->arrive(channel_->address()) - 1;
   mass_ = std::move(mass);
   now_ = party_of(newcomer_->members());
-  for (auto& copies : copies_) copies.set_rounds(topology().period());
+  for (auto& copies : copies_) copies.begin_anew(topology().period());
   last_newcomer_ = newcomer_->number();
   admission_ = Admission(group_, last_newcomer_);
   return version_;
@@ -113,7 +113,7 @@ void Mixing::begin_step() {
   if (!channel_) return;
   if (next_) {
     now_ = *std::exchange(next_, std::nullopt);
-    for (auto& copies : copies_) copies.set_rounds(topology().period());
+    for (auto& copies : copies_) copies.begin_anew(topology().period());
   }
   remove_lost();
   if (hand_over_) count_in();
@@ -130,7 +130,7 @@ void Mixing::remove_lost(const std::vector<int>& also) {
                       std::back_inserter(statistics_.removed));
   now_ = party_of(std::move(left));
   remaining_.reset();
-  for (auto& copies : copies_) copies.set_rounds(topology().period());
+  for (auto& copies : copies_) copies.begin_anew(topology().period());
   channel_->forget();  // other ranks read this one's values now
 }
 
@@ -171,8 +171,12 @@ Mixing::Gathered Mixing::gather_differences(size_t buffer) {
       ++statistics_.skipped;
       continue;
     }
-    count(version, statistics_);
     copies.take(now_.members[number], version, message);
+    if (!copies.knows(now_.members[number], version_)) {
+      ++statistics_.skipped;
+      continue;
+    }
+    count(version, statistics_);
     if (!result.others.defined()) result.others = others_[buffer].zero_();
     copies.add_difference(now_.members[number], version_, weight, result.others);
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "engine/hooks/int8_format.h"
 #include "engine/hooks/selection.h"
@@ -13,8 +14,6 @@ namespace {
 
 constexpr int64_t refreshes = 64;  // messages of a round until all of a copy has travelled
 constexpr int64_t block = 256;     // elements that share a scale
-// In a rank's place: what all ranks held when they began, from which copies of others start.
-constexpr std::pair<int64_t, int> beginning{-1, -1};
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -29,9 +28,13 @@ PublicCopies::PublicCopies(const GossipBuffer& buffer, const CompressedExchange&
       refreshed_numel_(std::min(numel_, round_up((numel_ + refreshes - 1) / refreshes, 32))),
       // What follows begins where any dtype may.
       refreshed_bytes_(round_up(refreshed_numel_ * static_cast<int64_t>(c10::elementSize(buffer.dtype)), 128)),
-      difference_bytes_(compressed(at::zeros({numel_}, at::TensorOptions(buffer.dtype))).numel()) {
-  own_.push_back({at::zeros({numel_}, at::TensorOptions(buffer.dtype))});
-  set_rounds(rounds);
+      difference_bytes_(compressed(at::zeros({numel_}, at::TensorOptions(buffer.dtype))).numel()),
+      options_(buffer.dtype) {
+  begin_anew(rounds);
+}
+
+PublicCopies::Copy PublicCopies::zero() const {
+  return {at::zeros({numel_}, options_)};
 }
 
 at::Tensor PublicCopies::compressed(const at::Tensor& difference) const {
@@ -44,7 +47,7 @@ at::Tensor PublicCopies::compressed(const at::Tensor& difference) const {
 }
 
 void PublicCopies::add_compressed(at::Tensor& copy, const at::Tensor& message) const {
-  const auto packed = message.narrow(0, refreshed_bytes_, difference_bytes_);
+  const auto packed = message.narrow(0, header_bytes + refreshed_bytes_, difference_bytes_);
   if (!how_.top_k) {
     copy.add_(Int8Format(numel_, block).decode(packed.unsqueeze(0))[0].narrow(0, 0, numel_));
     return;
@@ -53,60 +56,77 @@ void PublicCopies::add_compressed(at::Tensor& copy, const at::Tensor& message) c
   copy.index_add_(0, selection.positions.to(at::kLong), selection.values.to(copy.scalar_type()));
 }
 
-at::Tensor PublicCopies::refreshed(const at::Tensor& copy, int64_t version) const {
-  const auto turn = version / static_cast<int64_t>(own_.size()) % refreshes;
+at::Tensor PublicCopies::refreshed(const at::Tensor& copy, int64_t version, int64_t rounds) const {
+  const auto turn = version / rounds % refreshes;
   return copy.narrow(0, std::min(turn * refreshed_numel_, numel_ - refreshed_numel_), refreshed_numel_);
 }
 
 void PublicCopies::write(int64_t version, const at::Tensor& values, const at::Tensor& message) {
   auto& own = own_[round_of(version)];
-  message.narrow(0, refreshed_bytes_, difference_bytes_).copy_(compressed(values - own.values));
+  auto* header = message.data_ptr<uint8_t>();
+  const int64_t facts[] = {rounds(), own.version};
+  std::memcpy(header, facts, sizeof facts);
+  message.narrow(0, header_bytes + refreshed_bytes_, difference_bytes_).copy_(compressed(values - own.values));
   add_compressed(own.values, message);
-  const auto bytes = refreshed(own.values, version).view(at::kByte);
-  message.narrow(0, 0, bytes.numel()).copy_(bytes);
+  const auto bytes = refreshed(own.values, version, rounds()).view(at::kByte);
+  message.narrow(0, header_bytes, bytes.numel()).copy_(bytes);
   own.version = version;
 }
 
 void PublicCopies::take(int rank, int64_t version, const at::Tensor& message) {
-  const auto round = round_of(version);
-  auto found = theirs_.find({round, rank});
+  auto& newest = newest_[rank];
+  if (version <= newest) return;
+  newest = version;
+  int64_t facts[2];
+  std::memcpy(facts, message.data_ptr<uint8_t>(), sizeof facts);
+  const auto [rounds, before] = facts;
+  if (rounds < 1) return;
+  const std::tuple key(rounds, version % rounds, rank);
+  auto found = theirs_.find(key);
   if (found == theirs_.end()) {
-    const auto start = theirs_.find(beginning);
-    const Copy& from = start == theirs_.end() ? own_[round] : start->second;
-    found =
-        theirs_.emplace(std::pair(round, rank), Copy{from.values.clone(), start == theirs_.end() ? 0 : from.version})
-            .first;
+    auto start = zero();
+    if (beginning_) start = {beginning_->values.clone(), beginning_->version};
+    found = theirs_.emplace(key, std::move(start)).first;
   }
   auto& copy = found->second;
-  if (version <= copy.version) return;
+  if (before == nothing) copy = zero();
+  if (copy.version != before) copy.unknown = refreshes;
   copy.version = version;
+  copy.unknown = std::max<int64_t>(0, copy.unknown - 1);
   add_compressed(copy.values, message);
-  const auto part = refreshed(copy.values, version);
-  part.copy_(message.narrow(0, 0, static_cast<int64_t>(part.nbytes())).view(part.scalar_type()));
+  const auto part = refreshed(copy.values, version, rounds);
+  part.copy_(message.narrow(0, header_bytes, static_cast<int64_t>(part.nbytes())).view(part.scalar_type()));
+}
+
+bool PublicCopies::knows(int rank, int64_t version) const {
+  const auto found = theirs_.find({rounds(), round_of(version), rank});
+  return found != theirs_.end() && found->second.unknown == 0 && found->second.version == newest_.at(rank);
 }
 
 void PublicCopies::add_difference(int rank, int64_t version, double weight, at::Tensor& sum) const {
   const auto round = round_of(version);
   const double rate = weight * how_.rate.value_or(how_.top_k ? CompressedExchange::rate_of_top_k : 1);
-  sum.add_(theirs_.at({round, rank}).values, rate).sub_(own_[round].values, rate);
+  sum.add_(theirs_.at({rounds(), round, rank}).values, rate).sub_(own_[round].values, rate);
 }
 
 void PublicCopies::all_hold(const at::Tensor& values, int64_t version) {
   for (auto& own : own_) own = {values.clone(), version};
-  theirs_[beginning] = {};
   for (auto& [key, copy] : theirs_) copy = {values.clone(), version};
+  beginning_ = Copy{values.clone(), version};
+  newest_.clear();
 }
 
 void PublicCopies::forget(int rank) {
-  std::erase_if(theirs_, [&](const auto& entry) { return entry.first.second == rank || entry.first == beginning; });
+  std::erase_if(theirs_, [&](const auto& entry) { return std::get<2>(entry.first) == rank; });
+  newest_.erase(rank);
 }
 
-void PublicCopies::set_rounds(int64_t rounds) {
-  if (rounds == static_cast<int64_t>(own_.size())) return;
-  // Versions belong to other rounds now: neighbours' copies begin anew.
-  own_.resize(rounds, own_.front());
-  for (auto& own : own_) own.values = own.values.clone();
-  theirs_.clear();
+// Those who have noticed it earlier send messages of the new rounds already.
+void PublicCopies::begin_anew(int64_t rounds) {
+  own_.clear();
+  for (int64_t round = 0; round < rounds; ++round) own_.push_back(zero());
+  std::erase_if(theirs_, [&](const auto& entry) { return std::get<0>(entry.first) != rounds; });
+  beginning_.reset();
 }
 
 }  // namespace shoal
