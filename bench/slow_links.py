@@ -4,7 +4,7 @@
 
 Trains each variant three times: as it is, with one host at a quarter of the speed (its ranks are stopped three quarters of the
 time), and with one host killed after --kill-step steps. Prints the table of docs/decentralized.md: step time (mean over all steps
-but the first, from the start of one to that of the next), time to the wanted test accuracy (training alone, without start and evaluation), bytes that a
+but the first ones (--skip), from the start of one to that of the next), time to the wanted test accuracy (training alone, without start and evaluation), bytes that a
 rank has sent. Needs root, for the namespaces. About --epochs times 4 minutes a variant and condition.
 """
 
@@ -107,7 +107,7 @@ def measure(options, hosts, name, condition):
         epoch_seconds = sum(timing["step_ms"]) / 1000 / max(1, len(accuracy))
         reached = next((epoch for epoch, value in enumerate(accuracy, 1) if value >= options.accuracy), None)
         sent = [sent_bytes(hosts, host) - old for host, old in enumerate(before)]
-        return {"name": name, "condition": condition, "step_ms": sum(timing["step_ms"][1:]) / (len(timing["step_ms"]) - 1), "accuracy": accuracy[-1] if accuracy else None,
+        return {"name": name, "condition": condition, "step_ms": sum(timing["step_ms"][options.skip:]) / (len(timing["step_ms"]) - options.skip), "accuracy": accuracy[-1] if accuracy else None,
                 "reached_s": reached and reached * epoch_seconds, "sent_mb": max(sent) / 1e6,
                 "per_step_mb": max(sent) / 1e6 / len(timing["step_ms"]), "strategy": result.get("strategy", {})}
 
@@ -132,6 +132,7 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--steps", type=int, help="in place of epochs")
+    parser.add_argument("--skip", type=int, default=1, help="first steps that do not count; PowerSGD begins in the third")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--schedule", default="constant")
     parser.add_argument("--accuracy", type=float, default=0.88)
