@@ -1,14 +1,13 @@
 // BEY08: every strategy, 1 to 8 micro-batches, communicated at once or one by one: the same training, and what that
 // costs in collectives and bytes, by a formula.
 
-#include <torch/nn/module.h>
-#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
 #include "shoal/comm/call_log.h"
 #include "shoal/strategy/decentralized.h"
 #include "shoal/strategy/local_updates.h"
+#include "tests/strategy/even.h"
 #include "tests/support/models.h"
 #include "tests/support/training.h"
 #include "tests/support/world.h"
@@ -18,21 +17,6 @@ namespace {
 
 constexpr int64_t steps = 3;
 const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
-
-// Three gradients in three buckets, each of as many elements as need no padding on 1 to 4 ranks: multiples of 64 * 12.
-struct EvenImpl : torch::nn::Module {
-  EvenImpl() {
-    torch::manual_seed(3);
-    first = register_module("first", torch::nn::Linear(torch::nn::LinearOptions(16, 48).bias(false)));
-    second = register_module("second", torch::nn::Linear(torch::nn::LinearOptions(48, 48).bias(false)));
-    third = register_module("third", torch::nn::Linear(torch::nn::LinearOptions(48, 16).bias(false)));
-    to(at::kDouble);
-  }
-  at::Tensor forward(const at::Tensor& x) { return third(torch::tanh(second(torch::tanh(first(x))))); }
-  torch::nn::Linear first{nullptr}, second{nullptr}, third{nullptr};
-};
-constexpr int64_t gradients = 3;
-constexpr int64_t payload = (48 * 16 + 48 * 48 + 16 * 48) * 8;
 
 at::Tensor input(int rank, int64_t step, int64_t micro) {
   return batch(rank, step, micro, 4, 16);
@@ -65,9 +49,9 @@ std::ostream& operator<<(std::ostream& out, const Cost& cost) {
 
 // Of one backward that communicates: buckets, and what ranks must know of each other.
 Cost of_backward(const std::string& strategy) {
-  constexpr int64_t flags_and_weights = (gradients + gradients) * 8;  // in three buckets, in their dtype
-  if (strategy == "ddp" || strategy == "zero1") return {gradients, payload + flags_and_weights};
-  return {gradients + 1, payload + (gradients + 1) * 4};  // apart, in float32
+  constexpr int64_t flags_and_weights = (even_gradients + even_gradients) * 8;  // in three buckets, in their dtype
+  if (strategy == "ddp" || strategy == "zero1") return {even_gradients, even_payload + flags_and_weights};
+  return {even_gradients + 1, even_payload + (even_gradients + 1) * 4};  // apart, in float32
 }
 
 bool of_gradients(const CallRecord& record) {
@@ -139,7 +123,7 @@ TEST(Accumulation, BEY08_neighbours_exchange_once_a_step) {
       neighbours += static_cast<int64_t>(parallel.topology().round(step).sources(group().rank()).size());
     }
     const auto& seen = parallel.statistics();
-    EXPECT_EQ(seen.exchanged + seen.newer, gradients * neighbours);
+    EXPECT_EQ(seen.exchanged + seen.newer, even_gradients * neighbours);
     EXPECT_TRUE(log->records().empty()) << "no collective";
   }
 }
@@ -160,7 +144,7 @@ TEST(Accumulation, BEY08_local_updates_communicate_after_steps_alone) {
       local.step();
       local.zero_grad();
     }
-    EXPECT_EQ(costs(*log).gradients, (Cost{2, 2 * payload}));
+    EXPECT_EQ(costs(*log).gradients, (Cost{2, 2 * even_payload}));
     EXPECT_EQ(costs(*log).rest, Cost{});
   }
 }

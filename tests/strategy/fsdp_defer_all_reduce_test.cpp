@@ -5,6 +5,7 @@
 
 #include "shoal/base/error.h"
 #include "shoal/comm/call_log.h"
+#include "tests/strategy/even.h"
 #include "tests/strategy/fsdp_training.h"
 
 namespace shoal::test {
@@ -17,25 +18,6 @@ int host_size() {
 bool several_hosts() {
   return group().size() > host_size();
 }
-
-// Three gradients, each a unit, that need no padding on 1 to 4 ranks.
-struct EvenImpl : torch::nn::Module {
-  EvenImpl() {
-    torch::manual_seed(3);
-    first = register_module("first", torch::nn::Linear(torch::nn::LinearOptions(16, 48).bias(false)));
-    second = register_module("second", torch::nn::Linear(torch::nn::LinearOptions(48, 48).bias(false)));
-    third = register_module("third", torch::nn::Linear(torch::nn::LinearOptions(48, 16).bias(false)));
-    to(at::kDouble);
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    if (fails) throw std::runtime_error("it fails here");
-    return third(torch::tanh(second(torch::tanh(first(x)))));
-  }
-  torch::nn::Linear first{nullptr}, second{nullptr}, third{nullptr};
-  bool fails = false;
-};
-constexpr int64_t units = 3;
-constexpr int64_t payload = (48 * 16 + 48 * 48 + 16 * 48) * 8;
 
 enum class Way { at_end, each, deferred };
 
@@ -88,7 +70,7 @@ struct Trained {
 class Deferred : public testing::TestWithParam<bool> {};
 
 TEST_P(Deferred, BEY08_gradients_cross_between_hosts_once_a_step) {
-  constexpr int64_t facts = (units + 1) * 4;  // of every backward that communicates, in float32
+  constexpr int64_t facts = (even_gradients + 1) * 4;  // of every backward that communicates, in float32
   for (const int64_t micros : {1, 2, 4, 8}) {
     Trained at_end(GetParam()), each(GetParam()), deferred(GetParam());
     at_end.train(Way::at_end, micros);
@@ -96,15 +78,15 @@ TEST_P(Deferred, BEY08_gradients_cross_between_hosts_once_a_step) {
     deferred.train(Way::deferred, micros);
     // Of whole parameters each rank has some: the mean over ranks.
 
-    const int64_t crosses = several_hosts() ? payload / host_size() : 0;
+    const int64_t crosses = several_hosts() ? even_payload / host_size() : 0;
     const auto all_of_host = [&](const Trained& training, int64_t times_facts) {
       auto sum = at::full({1}, training.cost.across - times_facts * facts, at::kLong);
       group().all_reduce(sum).wait();
       return sum.item<int64_t>() / group().size();
     };
-    EXPECT_EQ(at_end.cost.within, payload);
-    EXPECT_EQ(each.cost.within, micros * payload);
-    EXPECT_EQ(deferred.cost.within, micros * payload);
+    EXPECT_EQ(at_end.cost.within, even_payload);
+    EXPECT_EQ(each.cost.within, micros * even_payload);
+    EXPECT_EQ(deferred.cost.within, micros * even_payload);
     EXPECT_EQ(all_of_host(at_end, 1), crosses);
     EXPECT_EQ(all_of_host(each, micros), micros * crosses);
     EXPECT_EQ(all_of_host(deferred, micros), crosses);
@@ -137,7 +119,8 @@ TEST_P(Deferred, FSDP14_a_hook_sees_what_crosses) {
   deferred.train(Way::deferred, 4);
   const auto total = at::full({1}, hook->calls, at::kLong);
   group().all_reduce(total).wait();
-  EXPECT_EQ(total.item<int64_t>(), 3 * units * group().size() / (GetParam() ? host_size() : 1)) << "once a step";
+  EXPECT_EQ(total.item<int64_t>(), 3 * even_gradients * group().size() / (GetParam() ? host_size() : 1))
+      << "once a step";
   EXPECT_LT(difference(deferred.model->parameters(), at_end.model->parameters()), 1e-12);
 }
 
