@@ -65,6 +65,7 @@ struct Costs {
 Costs costs(const CallLog& log) {
   Costs sum;
   for (const auto& record : log.records()) {
+    if (record.group != group().name()) continue;  // pages, which every forward needs
     auto& part = of_gradients(record) ? sum.gradients : sum.rest;
     part.calls += 1;
     part.bytes += record.bytes;

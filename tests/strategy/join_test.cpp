@@ -192,7 +192,8 @@ TEST_P(JoinStrategies, BEY03_one_small_collective_a_step_and_the_same_on_all_ran
       ++asked;
       asked_bytes += record.bytes;
     }
-    calls.push_back(static_cast<int64_t>(record.op) * 1'000'000 + record.bytes);
+    // Those of subgroups have no place among the others that is the same on all ranks.
+    if (record.group == group().name()) calls.push_back(static_cast<int64_t>(record.op) * 1'000'000 + record.bytes);
   }
   EXPECT_EQ(asked, passes + 1);
   EXPECT_LE(asked_bytes, (passes + 1) * group().size() * 8);
