@@ -174,9 +174,9 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   // first backward outside do, together with all before. So gradients take a rank's part in memory, where no_sync takes
   // the whole, and cross between hosts once a step, where they would at every micro-batch. As FSDP2's
   // set_requires_all_reduce(false). What counts is the scope at the time of backward; be in it for forward as well.
-  // Weights of backward(loss_sum, weight) are added up as under no_sync. Where all ranks divide
-  // the model among them (not the hybrid strategies) nothing is left to defer, and every backward adds up completely.
-  // An optimizer's step in between is a UsageError, and so is the scope inside a Join.
+  // Weights of backward(loss_sum, weight) are added up as under no_sync. Where all ranks divide the model among them
+  // (not the hybrid strategies) nothing is left to defer, and every backward adds up completely. An optimizer's step in
+  // between is a UsageError, and so is the scope inside a Join.
   //   const auto scope = parallel.defer_all_reduce(micro + 1 < micros);
   [[nodiscard]] NoSync defer_all_reduce(bool defer = true) { return this->core_.defer_all_reduce(defer); }
 
