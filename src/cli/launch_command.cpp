@@ -15,6 +15,10 @@ void add_launch_command(CLI::App& app, Action& chosen) {
   command->add_option("--port", options->port, "port on which they meet (default: any free one)");
   command->add_option("--grace", options->grace_seconds, "seconds that the others have after the first failure")
       ->capture_default_str();
+  command
+      ->add_option("--stop-grace", options->stop_seconds,
+                   "seconds that the ranks have after the first Ctrl-C or SIGTERM; a second one kills them")
+      ->capture_default_str();
   command->add_option("--flight-recorder", options->flight_recorder,
                       "folder in which each rank keeps its last collectives; see shoal flight");
   command->add_flag("--keep-going", options->keep_going,

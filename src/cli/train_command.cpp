@@ -118,7 +118,7 @@ int train_rank(const TrainOptions& options) {
     Trainer trainer(options, world.group(), model, *feed);
     whole_model = trainer.has_whole_model();
     const auto result = trainer.run();
-    if (interrupted != 0) {
+    if (result.stopped) {
       const auto whole = trainer.has_whole_model() ? nullptr : trainer.whole_parameters();
       return leave_interrupted(true);
     }
@@ -136,7 +136,7 @@ int train_rank(const TrainOptions& options) {
     if (options.json != "-") summarise(report, result, options, world, checkpoint);
     if (options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
     return 0;
-  } catch (const CommError&) {
+  } catch (const Error&) {
     if (interrupted != 0) return leave_interrupted(whole_model);  // peers that went first cannot help any more
     throw;
   }

@@ -87,13 +87,12 @@ double Trainer::step(int64_t number, TrainResult& result) {
   return loss_sum / options_.accumulate;
 }
 
-// After an interrupt. Ranks that need each other to save end with the same step.
+// Ranks that need each other to save end with the same step; one that is interrupted while they agree, with the next.
 bool Trainer::stops(int64_t number) const {
   if (has_whole_model() && !(training_ && strategy_->in_step())) return interrupted != 0;
   auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
   strategy_->bound().value_or(group_).all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
-  if (anywhere.item<int>() != 0) interrupted = 1;
-  return interrupted != 0;
+  return anywhere.item<int>() != 0;
 }
 
 int64_t Trainer::resume() {
@@ -156,11 +155,8 @@ void Trainer::tolerate(const std::function<void()>& saving) const {
   }
 }
 
-// Ranks that have been interrupted in different steps leave it at the last checkpoint.
 void Trainer::save_end(int64_t steps, TrainResult& result) {
   if (options_.save.empty() || !training_) return;
-  tolerate([&] { training_->wait(); });
-  if (interrupted != 0 && !strategy_->in_step()) return;
   save(steps, /*in_background=*/false);
   result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
 }
@@ -206,7 +202,7 @@ TrainResult Trainer::run() {
   Metrics metrics(group_.rank() == 0 ? options_.metrics : "");
   Progress progress(group_.rank() == 0, total - first, "samples");
   int64_t number = first;
-  for (; number < total && !stops(number); ++number) {
+  for (; number < total && !(result.stopped = stops(number)); ++number) {
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
     begin_epoch(number, first);
     const auto start = Clock::now();
@@ -232,6 +228,9 @@ TrainResult Trainer::run() {
     progress.clear();
     tolerate([&] { save(number + 1, /*in_background=*/true); });
   }
+  if (training_) tolerate([&] { training_->wait(); });
+  // Ranks that were interrupted in different steps leave it at the last checkpoint.
+  if (result.stopped && !strategy_->in_step()) return result;
   result.params_mib = mebibytes(strategy_->parameters());
   for (const auto* local : strategy_->local_optimizers()) {
     result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));

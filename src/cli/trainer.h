@@ -38,6 +38,7 @@ struct TrainResult {
   std::optional<LoggingData> logging;                   // the same
   double seconds = 0;                                   // training alone, without evaluation and saving
   int64_t samples = 0;                                  // of this rank
+  bool stopped = false;                                 // by an interrupt
   std::string checkpoint;                               // of the training's end; empty: none
 };
 
@@ -55,6 +56,7 @@ class Trainer {
  private:
   double step(int64_t number, TrainResult& result);
   nlohmann::ordered_json metrics_of(int64_t number, int64_t first, const TrainResult& result) const;
+  // Whether an interrupt ends the training before this step.
   bool stops(int64_t number) const;
   int64_t total_steps() const;
   // Returns the first step.

@@ -179,7 +179,7 @@ class Job {
   void interrupt(int count) {
     kill_all(interrupted_ || count > 1 ? SIGKILL : SIGINT, false);
     interrupted_ = true;
-    term_at_ = SteadyClock::now() + seconds(options_.grace_seconds);
+    term_at_ = SteadyClock::now() + seconds(options_.stop_seconds);
   }
 
   void enforce_deadlines() {
@@ -221,6 +221,8 @@ void LaunchOptions::validate() const {
   if (command.empty()) faults.emplace_back("no program to start");
   if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
   if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));
+  if (!(grace_seconds >= 0)) faults.push_back(fmt::format("{} seconds of grace: give 0 or more", grace_seconds));
+  if (!(stop_seconds >= 0)) faults.push_back(fmt::format("{} seconds to stop in: give 0 or more", stop_seconds));
   if (!faults.empty()) throw UsageError(fmt::format("launch: {}", fmt::join(faults, "; ")));
 }
 

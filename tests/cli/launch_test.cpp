@@ -73,6 +73,29 @@ TEST(Launch, RanksThatIgnoreSigtermAreKilled) {
   EXPECT_LT(ended.seconds, 10);
 }
 
+// Ranks that go on after SIGINT, and the shell that sends `signals` to the launcher.
+Ended launch_and_signal(const std::string& options, const std::string& signals) {
+  return run({"sh", "-c",
+              std::string(SHOAL) + " launch -n 2 " + options +
+                  " -- sh -c 'trap \"echo asked\" INT; echo ready; while :; do sleep 0.1; done' & pid=$!; sleep 1; " +
+                  signals + "; wait $pid"},
+             30);
+}
+
+TEST(Launch, RanksThatGoOnAfterAnInterruptAreKilledAfterTheStopGrace) {
+  const auto ended = launch_and_signal("--stop-grace 0.5", "kill -INT $pid");
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(contains(ended, "asked")) << ended.output;
+  EXPECT_LT(ended.seconds, 10);
+}
+
+TEST(Launch, ASecondInterruptKillsAtOnce) {
+  const auto ended = launch_and_signal("", "kill -TERM $pid; sleep 1; kill -TERM $pid");
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(contains(ended, "asked")) << ended.output;
+  EXPECT_LT(ended.seconds, 10);
+}
+
 TEST(Launch, AProgramThatDoesNotExistIsNamed) {
   const auto ended = launch({"-n", "2", "--", "no-such-program"});
   EXPECT_EQ(ended.code, 1);

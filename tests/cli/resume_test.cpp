@@ -136,5 +136,44 @@ TEST(ResumeErrors, SayWhatIsMissing) {
   refused({"--resume", folder.file("run"), "--steps", "4", "--model", "mlp"}, "missing: ");
 }
 
+// A save after every step, so that most signals come in the middle of one. The shell sends it to the launcher alone,
+// which asks the ranks to stop.
+TEST(Resume, BEY06_AnInterruptOrATerminationInTheMiddleOfASaveLeavesAWholeCheckpoint) {
+  for (const std::string signal : {"INT", "TERM", "INT", "TERM"}) {
+    SCOPED_TRACE(signal);
+    const TempFolder folder;
+    write_text(folder);
+    const auto run_folder = folder.file("run");
+    std::string line = SHOAL;
+    for (const auto& word :
+         training("fsdp", folder, 50000, {"--save", run_folder, "--save-every", "1", "--keep-last", "2"})) {
+      line += " " + word;
+    }
+    auto ended = run({"sh", "-c",
+                      line + " & pid=$!; until grep -Eqs 'step-([5-9]|[0-9]{2})' " + run_folder +
+                          "/latest; do sleep 0.05; done; kill -" + signal + " $pid; wait $pid"},
+                     60);
+    EXPECT_EQ(ended.code, 130) << ended.output;
+    EXPECT_NE(ended.output.find("interrupted"), std::string::npos) << ended.output;
+    int steps = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(run_folder)) {
+      const auto name = entry.path().filename().string();
+      if (name.starts_with("step-")) ++steps;
+      EXPECT_TRUE(name.starts_with("step-") || name == "latest" || name == ".lock" || name == "model.safetensors")
+          << name << " is left over";
+    }
+    EXPECT_LE(steps, 2);
+    ended = shoal({"checkpoint", "verify", run_folder});
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    std::ifstream latest(run_folder + "/latest");
+    std::string step;
+    latest >> step;
+    const int next = std::stoi(step.substr(5)) + 2;
+    ended = shoal(training("fsdp", folder, next, {"--save", run_folder, "--resume", "latest"}));
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    EXPECT_EQ(read(folder.file("report.json"))["loss"].size(), 2U) << ended.output;
+  }
+}
+
 }  // namespace
 }  // namespace shoal::test

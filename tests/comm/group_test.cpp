@@ -158,6 +158,17 @@ TEST(Group, MayGoAsSoonAsItIsMade) {
   for (int i = 0; i < 30; ++i) group().subgroup(everyone);
 }
 
+TEST(Group, MayGoAsSoonAsItsLastOperationIsDone) {
+  std::vector<int> everyone(group().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  for (int i = 0; i < 30; ++i) {
+    const auto part = at::full({64}, group().rank(), at::kByte);
+    auto all = at::empty({64 * group().size()}, at::kByte);
+    group().subgroup(everyone).all_gather(all, part).wait();
+    for (int rank = 0; rank < group().size(); ++rank) EXPECT_EQ(all[64 * rank].item<int>(), rank);
+  }
+}
+
 TEST(Group, RefusesWrongArguments) {
   EXPECT_THROW(group().all_reduce(at::ones({4, 4}).t()), UsageError);
   EXPECT_THROW(group().broadcast(at::ones({1}), group().size()), UsageError);
