@@ -35,9 +35,15 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   try {
+    world.let_go->end_those_of_nobody();
     auto connected = c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options);
     await_all(*store, size);
-    return make_c10d_transport("gloo", std::move(connected));
+    auto transport = make_c10d_transport("gloo", std::move(connected));
+    auto* seen = transport.get();
+    auto keep = [let_go = world.let_go, transport = std::move(transport), store, size](Transport*) mutable {
+      let_go->keep(std::move(transport), std::move(store), size);
+    };
+    return {seen, std::move(keep)};
   } catch (const std::exception& error) {
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
     const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();

@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <optional>
+#ifdef SHOAL_HAS_AVX2_KERNELS
+#include <cpuid.h>
+#endif
 
 #include "comm/reduce_blocks.h"
 #include "shoal/base/error.h"
@@ -63,9 +66,17 @@ kernels::Operation kernel_operation(ReduceOp op) {
   return kernels::Operation::sum;
 }
 
+#ifdef SHOAL_HAS_AVX2_KERNELS
+// clang 14's __builtin_cpu_supports does not know it.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 kernels::Kernel find(kernels::Type type, kernels::Operation operation) {
 #ifdef SHOAL_HAS_AVX2_KERNELS
-  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool avx2 = __builtin_cpu_supports("avx2") && has_f16c();
   if (avx2) return kernels::find_avx2(type, operation);
 #endif
   return kernels::find_baseline(type, operation);

@@ -6,6 +6,7 @@
 
 #include "comm/activity.h"
 #include "comm/flight/recorder.h"
+#include "comm/let_go.h"
 #include "comm/liveness.h"
 #include "comm/rendezvous.h"
 #include "shoal/comm/world.h"
@@ -21,6 +22,7 @@ struct WorldState {
   std::string listen_address;                // of this process's own sockets
   std::unique_ptr<FlightRecorder> recorder;  // none: nobody asked for one
   Activity activity;
+  std::shared_ptr<LetGo> let_go = std::make_shared<LetGo>();
   int local_rank = 0;
   int local_size = 1;
 };

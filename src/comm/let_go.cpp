@@ -1,0 +1,27 @@
+#include "comm/let_go.h"
+
+#include <utility>
+
+namespace shoal {
+
+LetGo::~LetGo() {
+  static std::mutex mutex;
+  static auto& to_the_end = *new std::vector<Group>;  // of the process
+  const std::lock_guard lock(mutex);
+  for (auto& group : groups_) to_the_end.push_back(std::move(group));
+}
+
+void LetGo::keep(std::shared_ptr<Transport> transport, StorePtr store, int ranks) {
+  const std::lock_guard lock(mutex_);
+  groups_.push_back({std::move(transport), std::move(store), ranks});
+}
+
+void LetGo::end_those_of_nobody() {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(groups_, [](Group& group) {
+    const int own = std::exchange(group.said, true) ? 0 : 1;
+    return group.store->add("ranks that let go", own) == group.ranks;
+  });
+}
+
+}  // namespace shoal

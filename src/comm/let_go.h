@@ -1,0 +1,37 @@
+#pragma once
+// Groups that this rank is done with and others perhaps not.
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "comm/store.h"
+#include "comm/transport.h"
+
+namespace shoal {
+
+// A rank that lets go of a group may be ahead of others that still wait in it, and closing its connections would fail
+// them. So they are kept until all ranks have let go, which is looked up in the store when another group is made; at
+// the end of the process the system closes what is left, after all that was sent. Thread-safe.
+class LetGo {
+ public:
+  ~LetGo();
+
+  // `store`: of this group alone.
+  void keep(std::shared_ptr<Transport> transport, StorePtr store, int ranks);
+  // Throws what the store throws.
+  void end_those_of_nobody();
+
+ private:
+  struct Group {
+    std::shared_ptr<Transport> transport;
+    StorePtr store;
+    int ranks;
+    bool said = false;  // that this rank has let go
+  };
+
+  std::mutex mutex_;
+  std::vector<Group> groups_;
+};
+
+}  // namespace shoal
