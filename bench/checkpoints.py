@@ -2,8 +2,9 @@
 
     python bench/checkpoints.py --build build --folder FOLDER
 
-Prints a table, all of one run: the same bytes written with dd conv=fsync and read with dd; by shoal; and by
-torch.distributed.checkpoint in Python, which syncs its files but not their folder and has no checksums. Files leave the page cache before they are read. FOLDER is on the disk that is to be measured.
+Prints a table, all of one run, taken in turns: the same bytes written with dd conv=fsync and read with dd; by shoal;
+and by torch.distributed.checkpoint in Python, which syncs its files but not their folder and has no checksums. Of each
+program the second time counts. Files leave the page cache before they are read. FOLDER is on the disk that is to be measured.
 """
 
 import argparse
@@ -34,13 +35,11 @@ def timed(act):
 def disk(options):
     folder = os.path.join(options.folder, "dd")
     os.makedirs(folder)
-    file, save, load = os.path.join(folder, "file"), [], []
+    file = os.path.join(folder, "file")
     dd = lambda *words: subprocess.run(["dd", "bs=1M", *words], check=True, capture_output=True)
-    for _ in range(options.rounds):
-        save.append(timed(lambda: dd("if=/dev/zero", "of=" + file, f"count={options.mib}", "conv=fsync")))
-        forget(folder)
-        load.append(timed(lambda: dd("if=" + file, "of=/dev/null")))
-        os.remove(file)
+    save = timed(lambda: dd("if=/dev/zero", "of=" + file, f"count={options.mib}", "conv=fsync"))
+    forget(folder)
+    load = timed(lambda: dd("if=" + file, "of=/dev/null"))
     shutil.rmtree(folder)
     return {"save": save, "load": load}
 
@@ -49,9 +48,10 @@ def shoal(options, ranks):
     folder = os.path.join(options.folder, f"shoal{ranks}")
     build = pathlib.Path(options.build)
     text = subprocess.run([build / "shoal", "launch", "--ranks", str(ranks), "--threads", "1", "--", build / "bench_checkpoint", folder,
-                           str(options.mib), str(options.rounds)], check=True, capture_output=True, text=True).stdout
+                           str(options.mib), "2"], check=True, capture_output=True, text=True).stdout
     shutil.rmtree(folder)
-    return json.loads(next(line[line.index("{"):] for line in text.splitlines() if '{"copy"' in line))
+    result = json.loads(next(line[line.index("{"):] for line in text.splitlines() if '{"copy"' in line))
+    return {key: values[-1] for key, values in result.items()}
 
 
 def distributed_checkpoint(options, ranks, rank, out):
@@ -64,17 +64,17 @@ def distributed_checkpoint(options, ranks, rank, out):
     dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=ranks)
     mesh = DeviceMesh("cpu", list(range(ranks)))
     make = lambda: {f"tensor{i}": distribute_tensor(torch.rand((options.mib << 20) // 64), mesh, [Shard(0)]) for i in range(16)}
-    state, into, result = make(), make(), {"save": [], "load": []}
+    state, into = make(), make()
 
     def together(act):
         dist.barrier()
         return timed(lambda: (act(), dist.barrier()))
 
-    for i in range(options.rounds):
-        path = f"{folder}/{i}"
-        result["save"].append(together(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(path))))
+    for i in range(2):
+        path, result = f"{folder}/{i}", {}
+        result["save"] = together(lambda: dcp.save(state, storage_writer=dcp.FileSystemWriter(path)))
         forget(path)
-        result["load"].append(together(lambda: dcp.load(into, checkpoint_id=path)))
+        result["load"] = together(lambda: dcp.load(into, checkpoint_id=path))
         assert all(torch.equal(state[name].to_local(), into[name].to_local()) for name in state)
     if rank == 0:
         os.write(out, json.dumps(result).encode())
@@ -84,8 +84,6 @@ def distributed_checkpoint(options, ranks, rank, out):
 
 def python(options, ranks):
     """Ranks forked from one process that has loaded everything."""
-    import torch.distributed.checkpoint  # noqa: F401
-    import torch.distributed.tensor  # noqa: F401
     inner, outer = os.pipe()
     children = []
     for rank in range(ranks):
@@ -101,6 +99,7 @@ def python(options, ranks):
     if any(os.waitpid(pid, 0)[1] for pid in children):
         sys.exit("torch.distributed.checkpoint failed")
     shutil.rmtree(os.path.join(options.folder, f"dcp{ranks}"))
+    pathlib.Path(options.folder, f"dcp{ranks}.meeting").unlink(missing_ok=True)
     return json.loads(os.read(inner, 1 << 16))
 
 
@@ -109,18 +108,24 @@ def main():
     parser.add_argument("--build", default="build")
     parser.add_argument("--folder", required=True)
     parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     options = parser.parse_args()
     options.folder = os.path.abspath(options.folder)
     os.makedirs(options.folder)
+    import torch.distributed.checkpoint  # noqa: F401
+    import torch.distributed.tensor  # noqa: F401
+    what = [("dd", 1, lambda: disk(options))]
+    for ranks in options.ranks:
+        what.append(("shoal", ranks, lambda ranks=ranks: shoal(options, ranks)))
+        what.append(("torch.distributed.checkpoint", ranks, lambda ranks=ranks: python(options, ranks)))
+    rows = {}
     try:
-        rows = {("dd", 1): disk(options)}
-        for ranks in options.ranks:
-            rows["shoal", ranks] = shoal(options, ranks)
-            rows["torch.distributed.checkpoint", ranks] = python(options, ranks)
-        again = disk(options)
-        rows["dd", 1] = {key: values + again[key] for key, values in rows["dd", 1].items()}
+        for _ in range(options.rounds):
+            for name, ranks, measure in what:
+                row = rows.setdefault((name, ranks), {})
+                for key, seconds in measure().items():
+                    row.setdefault(key, []).append(seconds)
     finally:
         shutil.rmtree(options.folder)
     rate = lambda seconds: options.mib / statistics.median(seconds)

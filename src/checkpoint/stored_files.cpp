@@ -58,13 +58,13 @@ void StoredFiles::read_slice(const StoredTensor& tensor, const StoredSlice& slic
                              char* to) {
   auto& place = this->place(tensor, slice);
   const auto& input = file(slice.file).file();
-  constexpr int64_t ahead = 16 * piece_bytes;  // so that the disk works while checksums are computed
+  // The disk works while checksums are computed. Pages that are read soon after they were got cost a third of what they
+  // cost 16 pieces later, measured in a virtual machine.
+  constexpr int64_t ahead = 4 * piece_bytes;
   auto expected = begin;
   while (begin < end) {
-    if (expected < end && begin + ahead / 2 >= expected) {
-      const auto more = std::min(ahead, end - expected);
-      input.expect(more, place.offset + expected);
-      expected += more;
+    for (; expected < std::min(begin + ahead, end); expected += piece_bytes) {
+      input.expect(std::min(piece_bytes, end - expected), place.offset + expected);
     }
     const auto block = begin / piece_bytes;
     const auto block_begin = block * piece_bytes;
