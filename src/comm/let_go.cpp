@@ -18,10 +18,11 @@ void LetGo::keep(std::shared_ptr<Transport> transport, StorePtr store, int ranks
 
 void LetGo::end_those_of_nobody() {
   const std::lock_guard lock(mutex_);
-  std::erase_if(groups_, [](Group& group) {
+  for (auto& group : groups_) {
     const int own = std::exchange(group.said, true) ? 0 : 1;
-    return group.store->add("ranks that let go", own) == group.ranks;
-  });
+    group.of_nobody = group.store->add("ranks that let go", own) == group.ranks;
+  }
+  std::erase_if(groups_, [](const Group& group) { return group.of_nobody; });
 }
 
 }  // namespace shoal

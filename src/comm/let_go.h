@@ -28,6 +28,7 @@ class LetGo {
     StorePtr store;
     int ranks;
     bool said = false;  // that this rank has let go
+    bool of_nobody = false;
   };
 
   std::mutex mutex_;
