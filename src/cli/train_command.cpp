@@ -136,8 +136,11 @@ int train_rank(const TrainOptions& options) {
     if (options.json != "-") summarise(report, result, options, world, checkpoint);
     if (options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
     return 0;
-  } catch (const Error&) {
-    if (interrupted != 0) return leave_interrupted(whole_model);  // peers that went first cannot help any more
+  } catch (const Error& error) {
+    // Peers that went first cannot help any more, or do other things by now. All else is said.
+    const bool of_peers =
+        dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const DisagreeError*>(&error) != nullptr;
+    if (interrupted != 0 && of_peers) return leave_interrupted(whole_model);
     throw;
   }
 }

@@ -92,7 +92,9 @@ bool Trainer::stops(int64_t number) const {
   if (has_whole_model() && !(training_ && strategy_->in_step())) return interrupted != 0;
   auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
   strategy_->bound().value_or(group_).all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
-  return anywhere.item<int>() != 0;
+  const bool all_stop = anywhere.item<int>() != 0;
+  if (all_stop) interrupted = 1;  // also where only a peer was
+  return all_stop;
 }
 
 int64_t Trainer::resume() {

@@ -22,6 +22,8 @@ void expect_refused(const std::vector<std::string>& arguments, const std::string
 
 TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
   expect_refused({"train", "--ranks", "0"}, "--ranks 0: give at least 1");
+  expect_refused({"launch", "--stop-grace", "-1", "--", "true"}, "-1 seconds to stop in: give 0 or more");
+  expect_refused({"launch", "--grace", "-1", "--", "true"}, "-1 seconds of grace: give 0 or more");
   expect_refused({"train", "--ranks", "3", "--transport", "nccl"},
                  "--transport nccl: not in this version; available: auto, host, gloo");
   expect_refused({"train", "--strategy", "zero9"},
