@@ -10,14 +10,14 @@ void add_launch_command(CLI::App& app, Action& chosen) {
   command->footer("The ranks find torchrun's environment variables. Example: shoal launch -n 4 -- ./train --lr 0.1");
   const auto options = std::make_shared<LaunchOptions>();
   command->add_option("-n,--ranks", options->ranks, "processes to start")->capture_default_str();
-  command->add_option("--threads", options->threads, "OMP_NUM_THREADS of each rank (default: as in the environment)");
+  command->add_option("--threads", options->threads, "OMP_NUM_THREADS of each rank (default: as in the environment, else cores / ranks)");
   command->add_option("--address", options->address, "interface on which the ranks meet")->capture_default_str();
   command->add_option("--port", options->port, "port on which they meet (default: any free one)");
   command->add_option("--grace", options->grace_seconds, "seconds that the others have after the first failure")
       ->capture_default_str();
   command
       ->add_option("--stop-grace", options->stop_seconds,
-                   "seconds that the ranks have after the first Ctrl-C or SIGTERM; a second one kills them")
+                   "seconds that the ranks have after the first Ctrl-C, SIGTERM or SIGHUP; a second one kills them")
       ->capture_default_str();
   command->add_option("--flight-recorder", options->flight_recorder,
                       "folder in which each rank keeps its last collectives; see shoal flight");

@@ -6,7 +6,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -15,16 +14,6 @@
 
 namespace shoal {
 namespace {
-
-void write_all(int fd, const char* data, size_t size) {
-  while (size > 0) {
-    const auto written = write(fd, data, size);
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;  // nobody reads any more
-    data += written;
-    size -= static_cast<size_t>(written);
-  }
-}
 
 struct Pipe {
   int read = -1;
@@ -60,29 +49,6 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
 
 }  // namespace
 
-void LinePipe::pump() {
-  std::array<char, 65536> buffer;
-  const auto count = read(fd_, buffer.data(), buffer.size());
-  if (count < 0 && (errno == EINTR || errno == EAGAIN)) return;
-  if (count > 0) pending_.append(buffer.data(), static_cast<size_t>(count));
-  write_lines(count <= 0);
-  if (count > 0) return;
-  close(fd_);
-  fd_ = -1;
-}
-
-void LinePipe::write_lines(bool all) {
-  std::string out;
-  size_t begin = 0;
-  for (size_t end = pending_.find('\n'); end != std::string::npos; end = pending_.find('\n', begin)) {
-    out += prefix_ + pending_.substr(begin, end + 1 - begin);
-    begin = end + 1;
-  }
-  pending_.erase(0, begin);
-  if (all && !pending_.empty()) out += prefix_ + std::exchange(pending_, {}) + "\n";
-  write_all(target_, out.data(), out.size());
-}
-
 Child start_child(int rank, const std::vector<std::string>& command, const Variables& variables, bool prefix) {
   auto arguments = command;
   auto environment = merged_environment(variables);
@@ -99,6 +65,9 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
     if (getppid() != parent) _exit(1);  // the launcher died before the line above
     setpgid(0, 0);
     for (const int ignored : {SIGINT, SIGTERM}) signal(ignored, SIG_DFL);  // a shell's background jobs ignore SIGINT
+    // Ranks are not the terminal's foreground group: reading it fails and writing it works, where both could stop them.
+    for (const int stops : {SIGTTIN, SIGTTOU}) signal(stops, SIG_IGN);
+    if (isatty(STDIN_FILENO) == 1) dup2(open("/dev/null", O_RDONLY), STDIN_FILENO);
     if (prefix) {
       dup2(out.write, STDOUT_FILENO);
       dup2(err.write, STDERR_FILENO);
@@ -120,7 +89,7 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
   int error = pid < 0 ? errno : 0;
   const bool failed = pid < 0 || read(failure.read, &error, sizeof error) == sizeof error;
   close(failure.read);
-  Child child{rank, pid, true, {}};
+  Child child{.rank = rank, .pid = pid, .running = true};
   if (prefix) {
     const auto text = fmt::format("[{}] ", rank);
     child.pipes.emplace_back(out.read, STDOUT_FILENO, text);

@@ -13,10 +13,15 @@
 #include <cstdio>
 #include <cstring>
 #include <optional>
+#include <random>
+#include <thread>
 
+#include "base/environment.h"
 #include "comm/flight/verdict.h"
 #include "comm/store_server.h"
 #include "launch/child.h"
+#include "launch/leftovers.h"
+#include "launch/watcher.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -24,12 +29,15 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// SIGINT, SIGTERM, SIGUSR1 and SIGCHLD as something to poll; as before when it goes.
+// SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGCHLD as something to poll; as before when it goes.
 class Signals {
  public:
   Signals() {
     sigemptyset(&set_);
     for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGCHLD}) sigaddset(&set_, signal);
+    struct sigaction hangup {};
+    const bool nohup = sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_IGN;
+    if (!nohup) sigaddset(&set_, SIGHUP);
     pthread_sigmask(SIG_BLOCK, &set_, &before_);
     fd_ = signalfd(-1, &set_, SFD_NONBLOCK | SFD_CLOEXEC);
   }
@@ -50,7 +58,7 @@ class Signals {
     Asked asked;
     signalfd_siginfo info{};
     while (read(fd_, &info, sizeof info) == sizeof info) {
-      asked.to_stop += info.ssi_signo == SIGINT || info.ssi_signo == SIGTERM ? 1 : 0;
+      asked.to_stop += info.ssi_signo == SIGINT || info.ssi_signo == SIGTERM || info.ssi_signo == SIGHUP ? 1 : 0;
       asked.who_waits = asked.who_waits || info.ssi_signo == SIGUSR1;
     }
     return asked;
@@ -62,21 +70,35 @@ class Signals {
   int fd_ = -1;
 };
 
+std::string in_words(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return fmt::format("signal {} (SIG{})", signal, name != nullptr ? name : "?");
+}
+
 std::string describe_end(int status) {
   if (WIFEXITED(status)) return fmt::format("ended with exit code {}", WEXITSTATUS(status));
-  const int signal = WTERMSIG(status);
-  const char* name = sigabbrev_np(signal);
-  return fmt::format("was killed by signal {} (SIG{})", signal, name != nullptr ? name : "?");
+  return fmt::format("was killed by {}", in_words(WTERMSIG(status)));
 }
 
 int exit_code(int status) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
+// Differs from every other job's, on this host and on others. Within another job it begins with that one's.
+std::string make_job_id() {
+  const auto outer = process_environment()(job_variable);
+  return fmt::format("{}{}-{:08x}", outer ? *outer + "/" : "", getpid(), std::random_device()());
+}
+
+int threads_per_rank(int ranks) {
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks);
+}
+
 // The ranks from start to end.
 class Job {
  public:
-  explicit Job(const LaunchOptions& options) : options_(options), store_(options.address, options.port) {}
+  explicit Job(const LaunchOptions& options)
+      : options_(options), id_(make_job_id()), watcher_(id_), store_(options.address, options.port) {}
 
   ~Job() { kill_all(SIGKILL, /*reap=*/true); }
   Job(const Job&) = delete;
@@ -85,6 +107,7 @@ class Job {
   int run() {
     for (int rank = 0; rank < options_.ranks; ++rank) {
       children_.push_back(start_child(rank, options_.command, variables(rank), options_.prefix_output));
+      watcher_.add(children_.back().pid);
     }
     while (alive() > 0) step();
     // What ranks started themselves may hold the pipes open for longer than anybody cares.
@@ -111,9 +134,13 @@ class Job {
                       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                       {"TORCHELASTIC_RESTART_COUNT", "0"},
                       {"TORCHELASTIC_MAX_RESTARTS", "0"},
-                      {"TORCHELASTIC_RUN_ID", fmt::format("shoal-{}", getpid())}};
+                      {"TORCHELASTIC_RUN_ID", fmt::format("shoal-{}", getpid())},
+                      {job_variable, id_}};
     if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
-    if (options_.threads > 0) list.emplace_back("OMP_NUM_THREADS", std::to_string(options_.threads));
+    if (options_.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
+      const int threads = options_.threads > 0 ? options_.threads : threads_per_rank(options_.ranks);
+      list.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
+    }
     return list;
   }
 
@@ -162,24 +189,37 @@ class Job {
   void reap() {
     for (auto& child : children_) {
       int status = 0;
-      if (!child.running || waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
+      if (!child.running || waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) != child.pid) continue;
+      if (WIFSTOPPED(status) || WIFCONTINUED(status)) {
+        note_stop(child, status);
+        continue;
+      }
       child.running = false;
       kill(-child.pid, SIGKILL);  // what it has left behind
+      watcher_.remove(child.pid);
       succeeded_ = succeeded_ || status == 0;
       if (status == 0 || (code_ && !options_.keep_going)) continue;
       if (!code_) code_ = exit_code(status);
       const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
       if (!options_.keep_going) store_.report_failure(text);
       if (!interrupted_) fmt::print(stderr, "shoal: {} (pid {})\n", text, child.pid);
-      if (!term_at_ && !options_.keep_going) term_at_ = SteadyClock::now() + seconds(options_.grace_seconds);
+      if (!term_at_ && !options_.keep_going) term_at_ = after(options_.grace_seconds);
     }
+  }
+
+  // The others wait for it, and nothing else would say why.
+  static void note_stop(Child& child, int status) {
+    child.stopped = WIFSTOPPED(status);
+    if (!child.stopped) return;
+    fmt::print(stderr, "shoal: rank {} (pid {}) was stopped by {}; continue it with kill -CONT {}\n", child.rank,
+               child.pid, in_words(WSTOPSIG(status)), child.pid);
   }
 
   // The first time the ranks may end in order, the second time they must.
   void interrupt(int count) {
     kill_all(interrupted_ || count > 1 ? SIGKILL : SIGINT, false);
     interrupted_ = true;
-    term_at_ = SteadyClock::now() + seconds(options_.stop_seconds);
+    term_at_ = after(options_.stop_seconds);
   }
 
   void enforce_deadlines() {
@@ -194,6 +234,7 @@ class Job {
     for (auto& child : children_) {
       if (!child.running) continue;
       kill(-child.pid, signal);
+      if (child.stopped) kill(-child.pid, SIGCONT);  // it would not see the signal
       if (reap) waitpid(child.pid, nullptr, 0);
     }
   }
@@ -202,8 +243,16 @@ class Job {
     return std::chrono::duration_cast<SteadyClock::duration>(std::chrono::duration<double>(count));
   }
 
+  // None: never.
+  static std::optional<SteadyClock::time_point> after(double count) {
+    constexpr double years = 1e8;  // longer would overflow the clock
+    return count < years ? std::optional(SteadyClock::now() + seconds(count)) : std::nullopt;
+  }
+
   const LaunchOptions& options_;
   Signals signals_;
+  const std::string id_;
+  const Watcher watcher_;  // before there are threads
   StoreServer store_;
   std::vector<Child> children_;
   std::optional<int> code_;  // of the first failure

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <fstream>
+#include <iterator>
+#include <thread>
 
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
@@ -129,6 +132,146 @@ TEST(Launch, NoRankOutlivesALauncherThatIsKilled) {
     EXPECT_FALSE(lives(pid)) << "rank with pid " << pid;
   }
   EXPECT_EQ(count, 2);
+}
+
+// What the numbers in `file` were the pids of.
+std::vector<int> living(const std::string& file) {
+  std::ifstream pids(file);
+  std::vector<int> list;
+  for (int pid = 0; pids >> pid;) {
+    if (lives(pid)) list.push_back(pid);
+  }
+  return list;
+}
+
+size_t pids_in(const std::string& file) {
+  std::ifstream pids(file);
+  return static_cast<size_t>(std::distance(std::istream_iterator<int>(pids), {}));
+}
+
+// Ranks that start a process in their group, and one in a session of its own, and say their pids.
+std::string starts_others(const std::string& pids) {
+  return "sh -c 'sleep 300 & echo $! >> " + pids + "; setsid sh -c \"echo \\$\\$ >> " + pids +
+         "; exec sleep 300\" & echo $$ >> " + pids + "; wait'";
+}
+
+TEST(Launch, WhatRanksHaveStartedEndsWithALauncherThatIsKilledOrHungUp) {
+  for (const auto* signal : {"KILL", "HUP", "TERM"}) {
+    SCOPED_TRACE(signal);
+    const TempFolder folder;
+    const auto pids = folder.file("pids");
+    run({"sh", "-c",
+         std::string(SHOAL) + " launch -n 2 --stop-grace 1 -- " + starts_others(pids) + " & pid=$!; sleep 1.5; kill -" +
+             signal + " $pid; sleep 2"},
+        20);
+    EXPECT_EQ(pids_in(pids), 6U);
+    EXPECT_TRUE(living(pids).empty());
+  }
+}
+
+TEST(Launch, WhatRanksHaveStartedEndsWithTheJob) {
+  const TempFolder folder;
+  const auto pids = folder.file("pids");
+  const auto ended = launch({"-n", "1", "--", "sh", "-c",
+                             "setsid sh -c 'echo $$ >> " + pids + "; exec sleep 300' & sleep 1; echo done"});
+  EXPECT_EQ(ended.code, 0);
+  EXPECT_TRUE(contains(ended, "done")) << ended.output;
+  EXPECT_EQ(pids_in(pids), 1U);
+  EXPECT_TRUE(living(pids).empty());
+}
+
+TEST(Launch, AHangupLetsTheRanksSave) {
+  const auto ended = launch_and_signal("--stop-grace 0.5", "kill -HUP $pid");
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(contains(ended, "asked")) << ended.output;
+}
+
+TEST(Launch, NohupIsRespected) {
+  const auto ended = run({"sh", "-c",
+                          "trap '' HUP; " + std::string(SHOAL) +
+                              " launch -n 1 -- sh -c 'sleep 2; echo over' & pid=$!; sleep 1; kill -HUP $pid; wait $pid"},
+                         20);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended, "over")) << ended.output;
+}
+
+TEST(Launch, AStopGraceMayBeLongerThanAClockCanSay) {
+  for (const auto* grace : {"1e12", "inf"}) {
+    const auto ended = run({"sh", "-c",
+                            std::string(SHOAL) + " launch -n 1 --stop-grace " + grace +
+                                " -- sh -c 'trap \"sleep 1; echo saved; exit 0\" INT; while :; do sleep 0.1; done' & "
+                                "pid=$!; sleep 1; kill -INT $pid; wait $pid"},
+                           20);
+    EXPECT_EQ(ended.code, 130) << ended.output;
+    EXPECT_TRUE(contains(ended, "saved")) << grace << ": " << ended.output;
+  }
+}
+
+TEST(Launch, AProgressBarIsSeenWhileItMoves) {
+  const auto ended = run({"sh", "-c",
+                          std::string(SHOAL) + " launch -n 1 -- sh -c 'printf \"1%%\\r2%%\\r\"; sleep 5; echo end' | "
+                                               "(sleep 2; timeout 1 head -c 14)"},
+                         20);
+  EXPECT_EQ(ended.output.substr(0, 14), "[0] 1%\r[0] 2%\r");
+  const auto windows = launch({"-n", "1", "--", "printf", "a\\r\\nb\\r\\n"});
+  EXPECT_EQ(windows.output, "[0] a\r\n[0] b\r\n");
+}
+
+TEST(Launch, ALineWithoutAnEndIsForwardedInTimeAndWithoutMemory) {
+  const auto ended = run({"sh", "-c",
+                          std::string("(ulimit -v 8000000; exec ") + SHOAL +
+                              " launch -n 1 -- head -c 400000000 /dev/zero) | wc -c"},
+                         60);
+  EXPECT_EQ(ended.output, "400000005\n");  // "[0] " and the last "\n" belong to it
+  EXPECT_FALSE(ended.overdue);
+}
+
+TEST(Launch, ARankCannotWaitForTheTerminal) {
+  const auto ended = run({"script", "-qec",
+                          std::string(SHOAL) +
+                              " launch -n 2 -- sh -c 'read x; echo read $?; (read y < /dev/tty) 2>/dev/null; echo tty $?'",
+                          "/dev/null"},
+                         20);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  for (const auto* line : {"[0] read 1", "[1] read 1", "[0] tty ", "[1] tty "}) {
+    EXPECT_TRUE(contains(ended, line)) << ended.output;
+  }
+  EXPECT_FALSE(contains(ended, "tty 0")) << ended.output;
+}
+
+TEST(Launch, RanksThatWriteToATerminalThatStopsBackgroundJobsGoOn) {
+  const auto ended =
+      run({"script", "-qec",
+           std::string("stty tostop; ") + SHOAL + " train --model mlp --size tiny --data reference --steps 2 --ranks 2",
+           "/dev/null"},
+          60);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+}
+
+TEST(Launch, ARankThatIsStoppedIsNamedAndEndsWithTheOthers) {
+  const auto ended = run({"sh", "-c",
+                          std::string(SHOAL) +
+                              " launch -n 2 --stop-grace 1 -- sh -c '[ $RANK = 1 ] && kill -STOP $$; sleep 60' & "
+                              "pid=$!; sleep 1; kill -INT $pid; wait $pid"},
+                         20);
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(contains(ended, "shoal: rank 1 (pid ")) << ended.output;
+  EXPECT_TRUE(contains(ended, ") was stopped by signal 19 (SIGSTOP); continue it with kill -CONT ")) << ended.output;
+}
+
+TEST(Launch, CoresAreSharedOutUnlessTheEnvironmentSaysOtherwise) {
+  const auto threads = [](const std::string& ranks, const std::string& variables) {
+    const Command command{{SHOAL, "launch", "-n", ranks, "--", "sh", "-c", "echo threads $OMP_NUM_THREADS"},
+                          variables_of(variables)};
+    return run_together({command}, 20).front().output;
+  };
+  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  const auto saved = std::getenv("OMP_NUM_THREADS") != nullptr ? std::string(std::getenv("OMP_NUM_THREADS")) : "";
+  unsetenv("OMP_NUM_THREADS");
+  EXPECT_EQ(threads("1", ""), "[0] threads " + std::to_string(cores) + "\n");
+  EXPECT_EQ(threads(std::to_string(2 * cores), "").find("threads 1\n"), 4U);
+  EXPECT_EQ(threads("1", "OMP_NUM_THREADS=7"), "[0] threads 7\n");
+  if (!saved.empty()) setenv("OMP_NUM_THREADS", saved.c_str(), 1);
 }
 
 TEST(Launch, SigintReachesTheRanksAndEndsWith130) {
