@@ -121,7 +121,6 @@ void DataParallelCore::before_forward() {
   begin_pass(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) return;
   prepare();
-  state.reducer->set_sums_aside();
   if (state.no_sync_depth > 0) return;
   state.reducer->check_last_step();
   auto& reducer = *state.reducer;

@@ -1,16 +1,22 @@
 #include "engine/graph_walk.h"
 
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <unordered_set>
 
 namespace shoal {
 
 void mark_reachable(const std::vector<at::Tensor>& outputs,
-                    const std::unordered_map<const torch::autograd::Node*, size_t>& nodes, std::vector<bool>& reached) {
+                    const std::unordered_map<const c10::TensorImpl*, size_t>& numbers, std::vector<bool>& reached) {
   std::unordered_set<const torch::autograd::Node*> seen;
   std::vector<const torch::autograd::Node*> open;
+  // Known by its parameter: the node itself may be renewed.
+  const auto look = [&](const torch::autograd::Node* node) {
+    const auto* end = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
+    if (end == nullptr) return;
+    const auto found = numbers.find(end->variable.unsafeGetTensorImpl());
+    if (found != numbers.end()) reached[found->second] = true;
+  };
   const auto visit = [&](const torch::autograd::Node* node) {
     if (node != nullptr && seen.insert(node).second) open.push_back(node);
   };
@@ -18,7 +24,7 @@ void mark_reachable(const std::vector<at::Tensor>& outputs,
   while (!open.empty()) {
     const auto* node = open.back();
     open.pop_back();
-    if (const auto found = nodes.find(node); found != nodes.end()) reached[found->second] = true;
+    if (node->num_outputs() == 0) look(node);
     for (const auto& edge : node->next_edges()) visit(edge.function.get());
   }
 }

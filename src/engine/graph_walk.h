@@ -6,14 +6,10 @@
 #include <unordered_map>
 #include <vector>
 
-namespace torch::autograd {
-struct Node;
-}
-
 namespace shoal {
 
-// Sets reached[i] for every parameter whose node (of `nodes`) can be reached from the graph of one of `outputs`.
+// Sets reached[numbers[p]] for every parameter p whose gradient the graph of one of `outputs` accumulates.
 void mark_reachable(const std::vector<at::Tensor>& outputs,
-                    const std::unordered_map<const torch::autograd::Node*, size_t>& nodes, std::vector<bool>& reached);
+                    const std::unordered_map<const c10::TensorImpl*, size_t>& numbers, std::vector<bool>& reached);
 
 }  // namespace shoal

@@ -46,7 +46,9 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       used_anywhere_(gradients_.size()),
       summed_(gradients_.size()),
       carried_(gradients_.size()),
-      hooks_(checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); }) {
+      hooks_(
+          checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); },
+          [this](size_t) { arriving(); }) {
   build_as_registered();
 }
 
@@ -132,7 +134,7 @@ void Reducer::expect_backward() {
 
 void Reducer::inspect(const std::vector<at::Tensor>& outputs) {
   if (options_.find_unused_parameters) {
-    mark_reachable(outputs, hooks_.nodes(), reached_);
+    mark_reachable(outputs, hooks_.numbers(), reached_);
     inspected_ = true;
   }
   if (!options_.static_graph) return;
@@ -148,11 +150,17 @@ void Reducer::inspect(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-void Reducer::arrived(size_t gradient) {
+// Before anything is accumulated, so that what earlier backwards have left can be told from what this one adds.
+void Reducer::arriving() {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
   const bool stale = phase_ == Phase::local && graph_task_ != torch::autograd::get_current_graph_task_id();
   if (phase_ == Phase::idle || stale) begin_backward();
+}
+
+void Reducer::arrived(size_t gradient) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
   used_[gradient] = true;
   if (phase_ == Phase::running) {
     count_arrival(gradient);
@@ -164,7 +172,7 @@ void Reducer::arrived(size_t gradient) {
 void Reducer::begin_backward() {
   check_last_step();
   before_writing();
-  if (!options_.leave_grad) set_sums_aside();
+  set_sums_aside();
   in_backward_ = torch::autograd::get_current_graph_task_id() >= 0;
   if (weight_ && !weighted_backward_ && in_backward_) {
     throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");

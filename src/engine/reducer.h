@@ -39,7 +39,7 @@ struct ReducerOptions {
 // Averages gradients over a group while backward runs.
 //
 // A step is one backward that synchronises, with the local ones before it. Its life:
-//   idle --first gradient, or an output's hook--> running --end of backward--> idle
+//   idle --before the first gradient, or an output's hook--> running --end of backward--> idle
 // Every rank issues all buckets in every step, in the same order, whatever its own graph used: a parameter without a
 // gradient here contributes zero, and the flags in the bucket say who used what. So ranks may run different modules.
 // A rank that cannot finish its step issues the rest with a weight of NaN (abandon), so that its peers do not wait.
@@ -74,8 +74,6 @@ class Reducer {
   // A backward of a loss that is a sum over `weight`; see DistributedDataParallel::backward.
   void backward(const at::Tensor& loss_sum, double weight);
 
-  // A forward begins: see above.
-  void set_sums_aside();
   // zero_grad(): what lies in grad() is the caller's to drop.
   void drop_sums();
   // This rank has entered a step that its peers will finish or wait for; if it does not, abandon() must follow.
@@ -140,8 +138,10 @@ class Reducer {
   enum class Phase { idle, local, running };
 
   // reducer.cpp: gradients arrive
+  void arriving();
   void arrived(size_t gradient);
   void begin_backward();
+  void set_sums_aside();
   void begin_step();
   void adopt_into_bucket(size_t gradient);
   void hand_over(size_t gradient);

@@ -1,0 +1,164 @@
+// Being told when a parameter's gradient comes, whatever becomes of the parameter.
+
+#include "engine/gradient_hooks.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/serialize.h>
+
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "engine/graph_walk.h"
+
+namespace shoal {
+namespace {
+
+// What is told of a module's parameters, as "before 0", "after 0", with what grad() holds at that time.
+class Teller {
+ public:
+  explicit Teller(const torch::nn::Module& module)
+      : parameters_(module.parameters()),
+        hooks_(
+            parameters_, [this](size_t i) { note("after", i); }, [this](size_t i) { note("before", i); }) {}
+
+  std::vector<std::string> told() { return std::exchange(told_, {}); }
+  const GradientHooks& hooks() const { return hooks_; }
+
+ private:
+  void note(const char* when, size_t i) {
+    told_.push_back(std::string(when) + " " + std::to_string(i) +
+                    (parameters_[i].grad().defined() ? "" : " undefined"));
+  }
+
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::string> told_;
+  GradientHooks hooks_;
+};
+
+torch::nn::Linear linear() {
+  return torch::nn::Linear(torch::nn::LinearOptions(3, 2).bias(false));
+}
+
+at::Tensor loss(torch::nn::Linear& module) {
+  const auto& weight = module->weight;
+  return module(at::ones({1, 3}, weight.options().requires_grad(false))).sum();
+}
+
+const std::vector<std::string> first{"before 0 undefined", "after 0"};
+const std::vector<std::string> further{"before 0", "after 0"};
+
+TEST(GradientHooks, BeforeAndAfterEachAccumulation) {
+  auto module = linear();
+  Teller teller(*module);
+  loss(module).backward();
+  EXPECT_EQ(teller.told(), first);
+  loss(module).backward();
+  EXPECT_EQ(teller.told(), further);
+}
+
+TEST(GradientHooks, HoldWhenAParameterIsReplaced) {
+  auto module = linear();
+  Teller teller(*module);
+  const auto replace_all_ways = [&](const std::function<void()>& replace) {
+    loss(module).backward();
+    module->zero_grad();
+    teller.told();
+    replace();
+    loss(module).backward();
+    EXPECT_EQ(teller.told(), first);
+    loss(module).backward();
+    EXPECT_EQ(teller.told(), further) << "and once each";
+    module->zero_grad();
+  };
+  replace_all_ways([&] { module->to(at::kDouble); });
+  replace_all_ways([&] {
+    module->to(at::kFloat);
+    loss(module);
+    module->to(at::kDouble);
+    module->to(at::kFloat);
+  });
+  replace_all_ways([&] { module->weight.set_data(at::ones({2, 3}, at::kDouble)); });
+  replace_all_ways([&] {
+    std::stringstream file;
+    module->to(at::kFloat);
+    torch::save(linear(), file);
+    torch::load(module, file);
+  });
+}
+
+TEST(GradientHooks, GraphsFromBeforeAndAfterAReplacementBothTell) {
+  auto module = linear();
+  Teller teller(*module);
+  const auto before = loss(module);
+  module->weight.set_data(at::ones({2, 3}, at::kDouble));
+  const auto after = loss(module);
+  after.backward();
+  EXPECT_EQ(teller.told(), first);
+  module->zero_grad();
+  before.backward();
+  EXPECT_EQ(teller.told(), first);
+  module->zero_grad();
+  loss(module).backward();
+  EXPECT_EQ(teller.told(), first);
+}
+
+TEST(GradientHooks, AutogradGradTellsNobody) {
+  auto module = linear();
+  Teller teller(*module);
+  const auto gradients = torch::autograd::grad({loss(module)}, {module->weight});
+  EXPECT_TRUE(gradients.front().defined());
+  EXPECT_TRUE(teller.told().empty());
+  EXPECT_FALSE(module->weight.grad().defined());
+}
+
+TEST(GradientHooks, HooksOfOthersWorkAndStayWhenTheseGo) {
+  auto module = linear();
+  int tensor_hooks = 0, node_hooks = 0;
+  module->weight.register_hook([&](const at::Tensor& gradient) {
+    ++tensor_hooks;
+    return gradient * 2;
+  });
+  {
+    Teller teller(*module);
+    const auto later = module->weight.register_hook([&](const at::Tensor&) { ++node_hooks; });
+    loss(module).backward();
+    EXPECT_EQ(teller.told(), first);
+    EXPECT_EQ(module->weight.grad().sum().item<float>(), 12) << "a hook's changed gradient is what is accumulated";
+    module->weight.remove_hook(later);
+    loss(module).backward();
+    EXPECT_EQ(teller.told(), further);
+  }
+  EXPECT_EQ(tensor_hooks, 2);
+  EXPECT_EQ(node_hooks, 1);
+  loss(module).backward();
+  EXPECT_EQ(tensor_hooks, 3);
+  EXPECT_EQ(module->weight.grad().sum().item<float>(), 36);
+}
+
+TEST(GradientHooks, ManyWrappersLeaveNothingBehind) {
+  auto module = linear();
+  for (int i = 0; i < 100; ++i) const Teller gone(*module);
+  const auto& list = torch::autograd::impl::materialize_autograd_meta(module->weight)->cpp_hooks_list_;
+  EXPECT_TRUE(list->empty());
+  const auto accumulator = torch::autograd::impl::grad_accumulator(module->weight);
+  EXPECT_TRUE(accumulator->pre_hooks().empty());
+  EXPECT_TRUE(accumulator->post_hooks().empty());
+}
+
+TEST(GraphWalk, FindsReplacedParameters) {
+  auto module = linear();
+  auto other = linear();
+  const Teller teller(*module), others(*other);
+  module->to(at::kDouble);
+  std::vector<bool> reached(1);
+  mark_reachable({loss(module)}, teller.hooks().numbers(), reached);
+  EXPECT_TRUE(reached[0]);
+  reached[0] = false;
+  mark_reachable({loss(module)}, others.hooks().numbers(), reached);
+  EXPECT_FALSE(reached[0]);
+}
+
+}  // namespace
+}  // namespace shoal
