@@ -28,7 +28,7 @@ PendingExchange AllReduce::reduce(Bucket& bucket, const Label& label) const {
 
 std::vector<std::vector<size_t>> ReduceToOwner::plan(const std::vector<Gradient>& gradients,
                                                      std::span<const size_t> order) const {
-  return plan_buckets(gradients, order, caps_.first_bytes, caps_.bytes, owners_);
+  return plan_buckets(gradients, order, caps_.first_bytes, caps_.bytes, owners_, caps_.most_numel);
 }
 
 PendingExchange ReduceToOwner::reduce(Bucket& bucket, const Label& label) const {

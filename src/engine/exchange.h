@@ -9,6 +9,7 @@ namespace shoal {
 struct BucketCaps {
   int64_t first_bytes = 1 << 20;
   int64_t bytes = 25 << 20;
+  std::optional<int64_t> most_numel{};  // elements that no bucket exceeds, unless a single gradient does
 };
 
 // The sum that a communication hook takes over.

@@ -5,6 +5,7 @@
 #include <torch/utils.h>
 
 #include <cmath>
+#include <limits>
 
 #include "shoal/base/error.h"
 
@@ -12,34 +13,48 @@ namespace shoal {
 
 namespace {
 
-// What ranks add up: the norm's power, or the largest element.
-double part_of_norm(const std::vector<at::Tensor>& gradients, double norm_type) {
-  if (!(norm_type > 0)) throw UsageError(fmt::format("norm type {}: it must be positive, or infinity", norm_type));
+// What ranks add up, the norm's power, or the largest or smallest element; and how many tensors there are.
+struct PartOfNorm {
+  double value = 0;
+  int64_t tensors = 0;
+};
+
+PartOfNorm part_of_norm(const std::vector<at::Tensor>& gradients, double norm_type) {
+  if (norm_type == 0 || std::isnan(norm_type)) {
+    throw UsageError(fmt::format("norm type {}: it must be a number other than 0, or infinity", norm_type));
+  }
   const torch::NoGradGuard no_grad;
-  double part = 0;
+  PartOfNorm part;
+  if (std::isinf(norm_type) && norm_type < 0) part.value = std::numeric_limits<double>::infinity();
   for (const auto& gradient : gradients) {
+    ++part.tensors;
     if (gradient.numel() == 0) continue;
     const auto values = gradient.is_sparse() ? gradient.coalesce().values() : gradient;
     const auto norm = at::linalg_vector_norm(values, norm_type, std::nullopt, false, at::kDouble).item<double>();
     if (!std::isinf(norm_type)) {
-      part += std::pow(norm, norm_type);
-    } else if (std::isnan(norm) || norm > part) {  // a comparison alone would lose NaN
-      part = norm;
+      part.value += std::pow(norm, norm_type);
+    } else if (std::isnan(norm) || (norm_type > 0 ? norm > part.value : norm < part.value)) {
+      part.value = norm;  // a comparison alone would lose NaN
     }
   }
   return part;
 }
 
-double norm_from(double sum, double norm_type) {
-  return std::isinf(norm_type) ? sum : std::pow(sum, 1 / norm_type);
+double norm_from(const PartOfNorm& all, double norm_type) {
+  if (all.tensors == 0) return 0;
+  return std::isinf(norm_type) ? all.value : std::pow(all.value, 1 / norm_type);
 }
 
 }  // namespace
 
 double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, const Group& group, const Label& label) {
-  auto all = at::full({1}, part_of_norm(gradients, norm_type), at::kDouble);
+  auto part = part_of_norm(gradients, norm_type);
+  const bool smallest = std::isinf(norm_type) && norm_type < 0;
+  // The smallest is the largest of the negated.
+  auto all = at::tensor({smallest ? -part.value : part.value, static_cast<double>(part.tensors)}, at::kDouble);
   group.all_reduce(all, std::isinf(norm_type) ? ReduceOp::max : ReduceOp::sum, label).wait();
-  return norm_from(all.item<double>(), norm_type);
+  const auto value = all[0].item<double>();
+  return norm_from({smallest ? -value : value, all[1].item<int64_t>()}, norm_type);
 }
 
 double local_norm(const std::vector<at::Tensor>& gradients, double norm_type) {

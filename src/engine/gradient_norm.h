@@ -7,9 +7,10 @@
 
 namespace shoal {
 
-// Norm over all ranks' tensors taken as one vector; each element must be on one rank only. norm_type: positive,
-// infinity for the largest absolute value; UsageError otherwise. Sums in float64, so that the result does not depend on
-// how the elements are spread over ranks, to float32's precision. Collective.
+// Norm over all ranks' tensors taken as one vector; each element must be on one rank only. norm_type: any number but 0;
+// infinity for the largest absolute value, minus infinity for the smallest; UsageError otherwise. 0 without any tensor.
+// Sums in float64, so that the result does not depend on how the elements are spread over ranks, to float32's
+// precision. Collective.
 double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, const Group& group, const Label& label);
 // The same norm of gradients that are all here, with the same rounding.
 double local_norm(const std::vector<at::Tensor>& gradients, double norm_type);

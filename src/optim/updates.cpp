@@ -16,11 +16,7 @@ Update checked(const at::Tensor& parameter, const std::string& optimizer) {
   if (gradient.layout() != at::kStrided) {
     throw UsageError(fmt::format("{}: sparse gradients are not supported; use SGD or Adagrad of libtorch", optimizer));
   }
-  if (gradient.scalar_type() != parameter.scalar_type()) {
-    throw UsageError(fmt::format("{}: a gradient is of type {}, its parameter {}; make them equal", optimizer,
-                                 c10::toString(gradient.scalar_type()), c10::toString(parameter.scalar_type())));
-  }
-  return {parameter, gradient};
+  return {parameter, gradient.to(parameter.scalar_type())};
 }
 
 }  // namespace
@@ -59,7 +55,9 @@ std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Opt
 }
 
 at::Tensor aligned(at::Tensor& state, const at::Tensor& parameter) {
-  if (state.strides() != parameter.strides()) state = at::empty_like(parameter).copy_(state);
+  const bool fits = state.strides() == parameter.strides() && state.scalar_type() == parameter.scalar_type() &&
+                    state.device() == parameter.device();
+  if (!fits) state = at::empty_like(parameter).copy_(state);
   return state;
 }
 

@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-// A parameter that has a gradient in this step.
+// A parameter that has a gradient in this step; the gradient in the parameter's dtype.
 struct Update {
   at::Tensor parameter, gradient;
 };
@@ -17,7 +17,7 @@ struct Update {
 at::Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure);
 
 // One list per parameter group. UsageError, which names `optimizer`, for a gradient that is sparse, and for a parameter
-// that is not floating point or whose gradient has another dtype.
+// that is not floating point.
 std::vector<std::vector<Update>> collect_updates(const torch::optim::Optimizer& of, const std::string& optimizer);
 
 // The same for kernels that walk a parameter's tensors side by side, element by element in memory: a gradient with
@@ -25,8 +25,8 @@ std::vector<std::vector<Update>> collect_updates(const torch::optim::Optimizer& 
 std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Optimizer& of,
                                                          const std::string& optimizer);
 
-// A tensor of the state, for the same kernels. One that came from elsewhere (a checkpoint) with other strides than the
-// parameter's is replaced by a copy.
+// A tensor of the state, for the same kernels. One that does not lie as the parameter does is replaced by a copy that
+// does: a checkpoint may bring other strides, and Module::to changes the parameter's dtype and device alone.
 at::Tensor aligned(at::Tensor& state, const at::Tensor& parameter);
 
 }  // namespace shoal

@@ -159,6 +159,36 @@ TEST(Fused, SparseGradientsAndGapsInMemoryAreRefusedBeforeAnythingChanges) {
   expect_refused<FusedAdagrad>(AdagradOptions(0.1));
 }
 
+// Module::to changes the parameters' dtype, the state stays as it is.
+template <class Fused, class Plain, class Options>
+void expect_change_of_dtype(const Options& options) {
+  auto own = parameters(at::kFloat), reference = parameters(at::kFloat);
+  Fused fused(own, options);
+  Plain plain(reference, options);
+  for (int step = 0; step < 6; ++step) {
+    if (step == 3) {
+      for (auto* list : {&own, &reference}) {
+        for (auto& parameter : *list) parameter.set_data(parameter.detach().to(at::kDouble));
+      }
+    }
+    set_gradients(own, step);
+    set_gradients(reference, step);
+    fused.step();
+    plain.step();
+  }
+  for (size_t i = 0; i < own.size(); ++i) {
+    EXPECT_EQ(own[i].scalar_type(), at::kDouble);
+    EXPECT_TRUE(at::allclose(own[i], reference[i], 1e-5, 1e-5)) << i;
+  }
+}
+
+TEST(Fused, ParametersMayChangeTheirDtypeInMidTraining) {
+  expect_change_of_dtype<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9));
+  expect_change_of_dtype<FusedAdam, Adam>(AdamOptions(0.1).amsgrad(true));
+  expect_change_of_dtype<FusedAdamW, AdamW>(AdamWOptions(0.1));
+  expect_change_of_dtype<FusedAdagrad, Adagrad>(AdagradOptions(0.1).lr_decay(0.1));
+}
+
 // A loaded state may lie in memory in another order than its parameter.
 TEST(Fused, StateWithOtherStridesIsTakenElementByElement) {
   auto own = parameters(at::kDouble), reference = parameters(at::kDouble);

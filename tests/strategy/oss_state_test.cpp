@@ -7,6 +7,8 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 
+#include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "shoal/base/error.h"
@@ -96,27 +98,51 @@ TEST(Oss, OSS07_state_that_does_not_fit_is_refused_by_name) {
   optimizer.load_state_dict(*model, good);
 }
 
+// A NaN is equal to a NaN.
+void expect_same(const at::Tensor& a, const at::Tensor& b, double tolerance = 1e-12) {
+  EXPECT_TRUE(at::allclose(a, b, tolerance, tolerance, /*equal_nan=*/true)) << a << b;
+}
+
+void expect_clip_equals_torchs(double max_norm, double norm_type, double odd_element) {
+  auto model = seeded(1);
+  auto reference = seeded(1);
+  OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
+  for (auto* of : {&model, &reference}) {
+    set_mean_gradients(*of, 0);
+    if (odd_element != 0) (*of)->second->weight.mutable_grad()[2][3] = odd_element;
+  }
+  const double norm = optimizer.clip_grad_norm(max_norm, norm_type);
+  const double want = torch::nn::utils::clip_grad_norm_(reference->parameters(), max_norm, norm_type);
+  expect_same(at::tensor(norm), at::tensor(want));
+  for (const auto& parameter : optimizer.local_params()) {
+    const auto& all = model->parameters();
+    const auto place = std::find_if(all.begin(), all.end(), [&](const at::Tensor& t) { return t.is_same(parameter); });
+    // For norm type 0 torch computes the factor in float32.
+    expect_same(parameter.grad(), reference->parameters()[place - all.begin()].grad(), norm_type == 0 ? 1e-6 : 1e-12);
+  }
+}
+
 TEST(Oss, OSS09_clip_equals_the_unsharded_clip_for_every_norm) {
-  for (const double norm_type : {1.0, 2.0, 3.5, std::numeric_limits<double>::infinity()}) {
+  constexpr auto inf = std::numeric_limits<double>::infinity();
+  for (const double norm_type : {0.5, 1.0, 2.0, 3.0, 3.5, inf, 0.0, -1.0}) {
     for (const double max_norm : {0.01, 100.0}) {
-      auto model = seeded(1);
-      auto reference = seeded(1);
-      OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
-      set_mean_gradients(model, 0);
-      set_mean_gradients(reference, 0);
-      const double norm = optimizer.clip_grad_norm(max_norm, norm_type);
-      EXPECT_NEAR(norm, torch::nn::utils::clip_grad_norm_(reference->parameters(), max_norm, norm_type), 1e-12 * norm);
-      for (const auto& parameter : optimizer.local_params()) {
-        const auto& all = model->parameters();
-        const auto place =
-            std::find_if(all.begin(), all.end(), [&](const at::Tensor& t) { return t.is_same(parameter); });
-        EXPECT_LT(difference({parameter.grad()}, {reference->parameters()[place - all.begin()].grad()}), 1e-12);
+      for (const double odd_element : {0.0, inf, std::nan("")}) {
+        SCOPED_TRACE(testing::Message() << "norm type " << norm_type << ", at most " << max_norm << ", with "
+                                        << odd_element);
+        expect_clip_equals_torchs(max_norm, norm_type, odd_element);
       }
     }
   }
+  expect_clip_equals_torchs(1e-9, -inf, 0);
+}
+
+TEST(Oss, OSS09_a_norm_that_is_no_number_is_refused_and_no_gradients_have_norm_0) {
   auto model = seeded(1);
   OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
-  EXPECT_THROW(optimizer.clip_grad_norm(1, 0), UsageError);
+  for (const double norm_type : {2.0, -1.0, 0.0, std::numeric_limits<double>::infinity()}) {
+    EXPECT_EQ(optimizer.clip_grad_norm(1, norm_type), 0);
+  }
+  EXPECT_THROW(optimizer.clip_grad_norm(1, std::nan("")), UsageError);
 }
 
 TEST(Oss, OSS10_closures_and_schedulers_reach_the_shares) {

@@ -1,17 +1,22 @@
 // ShardedDataParallel: what travels to the owners of gradients, when, and what memory it takes.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <iostream>
 #include <set>
+#include <sstream>
 
 #include "comm/group_state.h"
 #include "comm/world_state.h"
+#include "shoal/optim/element_wise.h"
 #include "shoal/strategy/ddp.h"
 #include "tests/strategy/sharded_ddp_training.h"
 #include "tests/support/memory_meter.h"
+#include "tests/support/refusal.h"
 #include "tests/support/with_transport.h"
 
 namespace shoal::test {
@@ -196,6 +201,105 @@ TEST(ShardedDdp, SDP04_reduce_fp16_halves_the_bytes_also_in_buckets) {
     EXPECT_LT(difference({grad}, {reference->parameters()[i].grad()}), 2e-3) << "11 bits";
   }
   EXPECT_NO_THROW(optimizer.step());
+}
+
+// One weight whose gradient is what the input says.
+struct Scalar : torch::nn::Module {
+  Scalar() : weight(register_parameter("weight", at::zeros({3}))) {}
+  at::Tensor forward(const at::Tensor& x) { return (weight * x).sum(); }
+  at::Tensor weight;
+};
+
+template <class Optimizer, class Defaults>
+void expect_float32_gradients(const Defaults& defaults) {
+  torch::manual_seed(1);
+  Mlp model(12, 16, 5, at::kFloat);
+  OSS<Optimizer> optimizer(model->parameters(), defaults, group());
+  ShardedDataParallel parallel(model, optimizer, group(), {.reduce_fp16 = true});
+  for (int64_t number = 0; number < 3; ++number) {
+    mean_loss(parallel.forward(batch(group().rank(), number).to(at::kFloat))).backward();
+    for (const auto& parameter : optimizer.local_params()) EXPECT_EQ(parameter.grad().scalar_type(), at::kFloat);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+TEST(ShardedDdp, SDP04_reduce_fp16_leaves_gradients_in_the_parameters_dtype_for_every_optimizer) {
+  expect_float32_gradients<torch::optim::SGD>(sgd);
+  expect_float32_gradients<FusedSGD>(sgd);
+  expect_float32_gradients<FusedAdam>(torch::optim::AdamOptions(1e-2));
+  expect_float32_gradients<FusedAdamW>(torch::optim::AdamWOptions(1e-2));
+  expect_float32_gradients<FusedAdagrad>(torch::optim::AdagradOptions(1e-2));
+  expect_float32_gradients<AccumAdam>(AccumAdamOptions(1e-2));
+}
+
+TEST(ShardedDdp, SDP04_reduce_fp16_overflows_where_the_mean_does_and_not_before) {
+  auto model = std::make_shared<Scalar>();
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, group(), {.reduce_fp16 = true});
+  const double own = group().rank() == 0 ? 60000.0 * group().size() : 0;
+  parallel.forward(at::full({3}, own)).backward();
+  if (optimizer.local_params().empty()) return;
+  EXPECT_TRUE(at::allclose(model->weight.grad(), at::full({3}, 60000.0), 1e-3));
+}
+
+TEST(ShardedDdp, SDP04_reduce_fp16_adds_micro_batches_up_in_the_parameters_dtype) {
+  auto model = std::make_shared<Scalar>();
+  Sgd optimizer(model->parameters(), sgd, group());
+  ShardedDataParallel parallel(model, optimizer, group(), {.reduce_fp16 = true});
+  {
+    const auto scope = parallel.no_sync();
+    parallel.forward(at::full({3}, 4.0)).backward();
+    for (int i = 0; i < 99; ++i) parallel.forward(at::full({3}, 1e-3)).backward();
+    EXPECT_EQ(model->weight.grad().scalar_type(), at::kFloat);
+  }
+  parallel.forward(at::full({3}, 1e-3)).backward();
+  if (optimizer.local_params().empty()) return;
+  EXPECT_TRUE(at::allclose(model->weight.grad(), at::full({3}, 4.1), 1e-3)) << model->weight.grad();
+}
+
+TEST(ShardedDdp, SDP04_reduce_fp16_and_a_communication_hook_are_refused_together) {
+  auto model = seeded(1);
+  Sgd optimizer(model->parameters(), sgd, group());
+  const ShardedDataParallelOptions both{.communication_hook = std::make_shared<SumHook>(), .reduce_fp16 = true};
+  EXPECT_THAT(refusal([&] { ShardedDataParallel(model, optimizer, group(), both); }),
+              testing::HasSubstr("reduce_fp16 is a communication hook of its own, and sum is given"));
+}
+
+TEST(ShardedDdp, SDP03_no_bucket_exceeds_the_cap_unless_one_parameter_does) {
+  for (const int64_t cap : {20, 100, 200, 300}) {
+    auto model = seeded(1);
+    Sgd optimizer(model->parameters(), sgd, group());
+    ShardedDataParallel parallel(model, optimizer, group(), {.reduce_buffer_size = cap});
+    const auto named = model->named_parameters();
+    for (int64_t number = 0; number < 2; ++number) {
+      for (const auto& bucket : parallel.buckets()) {
+        int64_t numel = 0;
+        for (const auto& name : bucket) numel += named[name].numel();
+        EXPECT_TRUE(numel <= cap || bucket.size() == 1) << numel << " elements for a cap of " << cap;
+      }
+      step(parallel, {&optimizer}, number);  // buckets are rebuilt in the second step
+    }
+  }
+}
+
+TEST(ShardedDdp, SDP03_rank_0_says_how_large_model_shares_and_buckets_are) {
+  for (const bool logged : {true, false}) {
+    std::ostringstream said;
+    auto* const standard = std::clog.rdbuf(said.rdbuf());
+    auto model = seeded(1);
+    Sgd optimizer(model->parameters(), sgd, group());
+    ShardedDataParallel parallel(model, optimizer, group(), {.log_sizes = logged, .reduce_buffer_size = 300});
+    std::clog.rdbuf(standard);
+    if (!logged || group().rank() != 0) {
+      EXPECT_EQ(said.str(), "");
+    } else if (group().size() == 1) {
+      EXPECT_THAT(said.str(), testing::HasSubstr("565 trainable elements on one rank; gradients are not grouped"));
+    } else {
+      EXPECT_THAT(said.str(), testing::HasSubstr("565 trainable elements, in shares of "));
+      EXPECT_THAT(said.str(), testing::HasSubstr(std::to_string(parallel.buckets().size()) + " buckets of "));
+    }
+  }
 }
 
 }  // namespace

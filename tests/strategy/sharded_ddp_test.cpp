@@ -1,6 +1,7 @@
 // ShardedDataParallel: rows SDP01 to SDP12, beyond what strategies_test.cpp, zoo_test.cpp and faults_test.cpp show.
 // What travels when, and what memory it takes, is in sharded_ddp_buckets_test.cpp.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -8,6 +9,7 @@
 
 #include "shoal/base/error.h"
 #include "tests/strategy/sharded_ddp_training.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::test {
 namespace {
@@ -44,6 +46,19 @@ TEST(ShardedDdp, SDP01_a_parameter_in_two_optimizers_or_in_none_is_named) {
   expect_refused({&all, &body}, "parameter first.weight is in two optimizers");
   expect_refused({}, "at least one OSS");
   EXPECT_THROW((ShardedDataParallel(model, all, group(), {.reduce_buffer_size = 0})), UsageError);
+}
+
+TEST(ShardedDdp, SDP01_an_optimizer_over_the_ranks_in_another_order_is_refused) {
+  if (group().size() < 2) GTEST_SKIP() << "needs 2 ranks";
+  std::vector<int> reversed;
+  for (int rank = group().size(); rank-- > 0;) reversed.push_back(rank);
+  const auto other = group().subgroup(reversed);
+  auto model = seeded(1);
+  Sgd optimizer(model->parameters(), sgd, other);
+  const auto said = refusal([&] { ShardedDataParallel(model, optimizer, group()); });
+  EXPECT_THAT(said, testing::HasSubstr("give both one group, with the same ranks in the same order"));
+  ShardedDataParallel parallel(model, optimizer, other);
+  step(parallel, {&optimizer}, 0);
 }
 
 TEST(ShardedDdp, SDP02_gradients_stay_on_their_owners_alone) {

@@ -24,6 +24,8 @@ std::string CompressHook::name() const {
 }
 
 PendingExchange CompressHook::begin(const GradientBucket& bucket) {
+  // What has 16 bits already would lose range or digits, and save nothing.
+  if (bucket.gradients.element_size() <= 2) return {sum_up(bucket, bucket.gradients, bucket.sum)};
   const auto numel = bucket.gradients.numel();
   auto memory = spare_->memory.take(bucket.group, numel, bucket.gradients.options().dtype(dtype_));
   const auto narrow = memory.narrow(0, 0, numel);

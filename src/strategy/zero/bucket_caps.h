@@ -20,7 +20,7 @@ inline BucketCaps sharded_bucket_caps(const std::vector<Gradient>& gradients, co
   constexpr int64_t buckets_per_rank = 4;
   const auto cap =
       ranks == 1 ? 1 : std::clamp<int64_t>(numel / (buckets_per_rank * ranks), 1, options.reduce_buffer_size);
-  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes};
+  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes, .most_numel = options.reduce_buffer_size};
 }
 
 }  // namespace shoal

@@ -182,7 +182,15 @@ void OSSCore::load_state_dict(const torch::nn::Module& module, const OptimizerSt
 
 double OSSCore::clip_grad_norm(double max_norm, double norm_type) {
   const auto gradients = state_->own_gradients();
-  const auto norm = global_norm(gradients, norm_type, state_->group, state_->label("norm of the gradients"));
+  const auto label = state_->label("norm of the gradients");
+  double norm = 0;
+  if (norm_type == 0) {  // torch's: how many parameters have a gradient
+    auto count = at::full({1}, static_cast<int64_t>(gradients.size()), at::kLong);
+    state_->group.all_reduce(count, ReduceOp::sum, label).wait();
+    norm = static_cast<double>(count.item<int64_t>());
+  } else {
+    norm = global_norm(gradients, norm_type, state_->group, label);
+  }
   clip_to_norm(gradients, norm, max_norm);
   return norm;
 }

@@ -1,9 +1,9 @@
 #include "shoal/strategy/zero/sharded_ddp.h"
 
-#include <c10/util/Logging.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <iostream>
 #include <map>
 #include <set>
 
@@ -11,6 +11,7 @@
 #include "engine/hooked_exchange.h"
 #include "engine/logging.h"
 #include "shoal/base/error.h"
+#include "shoal/engine/hooks/compress.h"
 #include "strategy/zero/bucket_caps.h"
 
 namespace shoal {
@@ -22,6 +23,10 @@ void ShardedDataParallelOptions::validate() const {
   }
   if (buffer_hook && !broadcast_buffers) {
     faults.emplace_back("buffer_hook takes the place of broadcast_buffers: leave that on, or unset the hook");
+  }
+  if (reduce_fp16 && communication_hook) {
+    faults.push_back(fmt::format("reduce_fp16 is a communication hook of its own, and {} is given: leave one of them",
+                                 communication_hook->name()));
   }
   if (!faults.empty()) throw UsageError(fmt::format("ShardedDataParallel: {}", fmt::join(faults, "; ")));
 }
@@ -61,6 +66,23 @@ void check_devices(const ModuleTensors& tensors) {
                   fmt::join(list, ", ")));
 }
 
+std::vector<int> world_ranks(const Group& group) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group.size(); ++rank) ranks.push_back(group.world_rank(rank));
+  return ranks;
+}
+
+// A gradient goes to the rank that has its owner's number, so both must number the same ranks alike.
+void check_group(const Group& of_optimizer, const Group& of_wrapper) {
+  const auto theirs = world_ranks(of_optimizer);
+  const auto ours = world_ranks(of_wrapper);
+  if (theirs == ours) return;
+  throw UsageError(
+      fmt::format("ShardedDataParallel: an OSS over ranks {} of the world, the wrapper over ranks {}; give both one "
+                  "group, with the same ranks in the same order",
+                  fmt::join(theirs, ", "), fmt::join(ours, ", ")));
+}
+
 // The owner of each trainable parameter, over all optimizers.
 std::vector<int> owners_of(const std::vector<Gradient>& gradients, const std::vector<OSSCore*>& optimizers,
                            const Group& group) {
@@ -68,11 +90,7 @@ std::vector<int> owners_of(const std::vector<Gradient>& gradients, const std::ve
   std::map<const c10::TensorImpl*, int> owners;
   std::set<const c10::TensorImpl*> twice;
   for (const auto* optimizer : optimizers) {
-    if (optimizer->group().size() != group.size()) {
-      throw UsageError(
-          fmt::format("ShardedDataParallel: an OSS over {} ranks, the wrapper over {}; give both one group",
-                      optimizer->group().size(), group.size()));
-    }
+    check_group(optimizer->group(), group);
     const auto shares = optimizer->partition();
     for (size_t rank = 0; rank < shares.size(); ++rank) {
       for (const auto& parameter : shares[rank]) {
@@ -99,6 +117,30 @@ std::vector<int> owners_of(const std::vector<Gradient>& gradients, const std::ve
     list.push_back(owner->second);
   }
   return list;
+}
+
+std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owners, int ranks) {
+  std::vector<int64_t> shares(ranks);
+  int64_t model = 0;
+  for (size_t i = 0; i < owners.size(); ++i) {
+    const auto numel = reducer.gradients()[i].parameter.numel();
+    shares[owners[i]] += numel;
+    model += numel;
+  }
+  if (ranks == 1) {
+    return fmt::format("ShardedDataParallel: {} trainable elements on one rank; gradients are not grouped in buckets",
+                       model);
+  }
+  std::vector<int64_t> buckets;
+  for (const auto& bucket : reducer.buckets()) {
+    int64_t numel = 0;
+    for (const auto& parameter : reducer.parameters_of(bucket)) numel += parameter.numel();
+    buckets.push_back(numel);
+  }
+  const auto [least, most] = std::minmax_element(buckets.begin(), buckets.end());
+  return fmt::format(
+      "ShardedDataParallel: {} trainable elements, in shares of {} by rank; {} buckets of {} to {} elements", model,
+      fmt::join(shares, ", "), buckets.size(), *least, *most);
 }
 
 }  // namespace
@@ -133,21 +175,17 @@ void ShardedDataParallelCore::refresh_trainable() {
   auto& state = this->state();
   const auto& options = sharding_->options;
   auto gradients = gradients_of(state.tensors);
-  if (options.reduce_fp16) {
-    for (auto& gradient : gradients) gradient.travels_as = at::kHalf;
-  }
+  const auto hook = options.reduce_fp16 ? std::make_shared<CompressHook>(at::kHalf) : options.communication_hook;
   const auto owners = owners_of(gradients, sharding_->optimizers, state.group);
   const auto caps = sharded_bucket_caps(gradients, options, state.group.size());
-  if (state.group.size() == 1) {
-    LOG(INFO) << "ShardedDataParallel: one rank, so gradients are not grouped in buckets";
-  } else {
-    LOG(INFO) << "ShardedDataParallel: buckets of " << caps.bytes << " bytes";
-  }
-  auto exchange = with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), options.communication_hook,
-                            gradients, "ShardedDataParallel");
+  auto exchange =
+      with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), hook, gradients, "ShardedDataParallel");
   state.make_reducer(std::move(gradients), {.find_unused_parameters = options.find_unused_parameters},
                      std::move(exchange));
   sharding_->kinds = Sharding::look(state.tensors);
+  if (options.log_sizes && state.group.rank() == 0) {
+    std::clog << describe_sizes(*state.reducer, owners, state.group.size()) << std::endl;
+  }
 }
 
 }  // namespace shoal

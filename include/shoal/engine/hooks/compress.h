@@ -7,8 +7,9 @@
 
 namespace shoal {
 
-// Half the bytes of float32. Gradients come divided by the number of ranks, so that sums stay in the range of float16
-// where means do. Extra memory: the 16-bit copies of the buckets in flight, kept for the next ones.
+// Half the bytes of float32; gradients that have 16 bits travel as they are. Gradients come divided by the number of
+// ranks, so that sums stay in the range of float16 where means do. grad() and what micro-batches add up on a rank keep
+// the parameter's dtype. Extra memory: the 16-bit copies of the buckets in flight, kept for the next ones.
 class CompressHook : public CommunicationHook {
  public:
   // dtype: float16 or bfloat16; UsageError otherwise.

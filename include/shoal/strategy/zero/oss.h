@@ -44,9 +44,11 @@ class OSSCore : public torch::optim::Optimizer {
   // what the closure returns.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Scales all gradients so that their norm over all ranks' shares is at most `max_norm`; returns the norm before.
-  // norm_type: positive, or infinity for the largest element. The same on every rank as torch's clip_grad_norm_ of the
-  // whole model's averaged gradients. Collective.
+  // Scales all gradients so that their norm over all ranks' shares is at most `max_norm`; returns the norm before, 0
+  // without any gradient. norm_type: what torch's clip_grad_norm_ takes, also infinity (the largest element),
+  // fractions, negative numbers and 0 (how many parameters have a gradient). The same on every rank as that function of
+  // the whole model's averaged gradients, also for inf and NaN among them. UsageError for a norm_type of NaN.
+  // Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2);
 
   // After requires_grad of parameters has changed: those that are frozen leave the shares and lose their state, those

@@ -22,11 +22,13 @@ struct ShardedDataParallelOptions {
   std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients on their owners instead of a reduce
   std::shared_ptr<BufferHook> buffer_hook{};                // makes buffers equal instead of rank 0's broadcast
   BufferHookLocation buffer_hook_location = BufferHookLocation::pre_forward;
+  bool log_sizes = true;  // rank 0 says on standard error how large the model, the shares and the buckets are
 
   // Performance.
   int64_t reduce_buffer_size = 1 << 23;  // elements in a bucket; smaller where the model would give fewer than four
                                          // buckets per rank, so that they leave while backward runs
-  bool reduce_fp16 = false;              // gradients travel, and are added up, in float16
+  bool reduce_fp16 = false;              // gradients travel, and are added up on the way, in float16 (CompressHook);
+                                         // grad() and micro-batches keep the parameter's dtype. Not with another hook
 
   // Throws UsageError that lists all faults.
   void validate() const;
