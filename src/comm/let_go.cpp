@@ -11,7 +11,7 @@ LetGo::~LetGo() {
   for (auto& group : groups_) to_the_end.push_back(std::move(group));
 }
 
-void LetGo::keep(std::shared_ptr<Transport> transport, StorePtr store, int ranks) {
+void LetGo::keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::Store> store, int ranks) {
   const std::lock_guard lock(mutex_);
   groups_.push_back({std::move(transport), std::move(store), ranks});
 }

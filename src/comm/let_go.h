@@ -18,14 +18,14 @@ class LetGo {
   ~LetGo();
 
   // `store`: of this group alone.
-  void keep(std::shared_ptr<Transport> transport, StorePtr store, int ranks);
+  void keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::Store> store, int ranks);
   // Throws what the store throws.
   void end_those_of_nobody();
 
  private:
   struct Group {
     std::shared_ptr<Transport> transport;
-    StorePtr store;
+    c10::intrusive_ptr<c10d::Store> store;
     int ranks;
     bool said = false;  // that this rank has let go
     bool of_nobody = false;

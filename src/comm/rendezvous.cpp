@@ -49,7 +49,7 @@ struct Present {
   std::vector<Peer> peers;
 };
 
-// One attempt to meet; every failure is published so that all ranks see the same sentence. Owns all that it touches.
+// One attempt to meet; every failure is published so that all ranks see the same sentence.
 class Room {
  public:
   Room(Placement placement, const PageAddress& page, StorePtr store, int timeout_seconds)
@@ -199,14 +199,11 @@ void enter(Meeting& meeting, const Placement& placement, const PageAddress& page
            Present (Room::*how)()) {
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
   try {
-    const auto present = within(std::chrono::seconds(timeout_seconds) + 2 * leaving_limit,
-                                [placement, page, timeout_seconds, how, store = meeting.store] {
-                                  Room room(placement, page, store, timeout_seconds);
-                                  return (room.*how)();
-                                });
-    if (!present) throw lost_store(placement);
-    meeting.prefix = present->prefix;
-    meeting.peers = present->peers;
+    Room room(placement, page, meeting.store, timeout_seconds);
+    auto present = (room.*how)();
+    meeting.prefix = std::move(present.prefix);
+    meeting.peers = std::move(present.peers);
+    meeting.store->set_limit(store_limit);
   } catch (const std::exception& error) {
     if (dynamic_cast<const c10::Error*>(&error) != nullptr) throw lost_store(placement);
     throw;

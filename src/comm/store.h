@@ -1,5 +1,5 @@
 #pragma once
-// c10d's key-value store with deadlines and clear errors. Only for files of comm/.
+// The job's key-value store: c10d's, with deadlines and clear errors. Only for files of comm/.
 
 #include <chrono>
 #include <future>
@@ -7,13 +7,14 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/deadline_store.h"
 
 namespace shoal {
 
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using StorePtr = c10::intrusive_ptr<DeadlineStore>;
 
-// c10d's store client waits for an answer without end. Runs `work` in a thread of its own, which is left behind when it
+// Runs `work` in a thread of its own, which is left behind when it
 // has not come back in time; so it must own all that it touches. Then, no value; its exceptions come through.
 template <class Work>
 auto within(std::chrono::milliseconds limit, Work work) -> std::optional<decltype(work())> {
@@ -29,8 +30,12 @@ void store_set(c10d::Store& store, const std::string& key, const std::string& va
 // Sets the key unless it is set already; returns the value it has afterwards.
 std::string store_set_once(c10d::Store& store, const std::string& key, const std::string& value);
 
-// Connects to the store at address:port. Retries until `timeout_seconds` while nothing listens there. Throws CommError
-// that says whether nobody listened or somebody who is not a store.
+// How long a call of the store may take once the ranks have met.
+constexpr std::chrono::seconds store_limit(2);
+
+// Connects to the store at address:port. Retries until `timeout_seconds` while nothing listens there; until the caller
+// sets another limit, its calls may take as long. Throws CommError that says whether nobody listened, somebody does not
+// answer, or somebody answers who is not a store.
 StorePtr connect_store(const std::string& address, int port, int timeout_seconds);
 
 // Where the first failure that anyone noticed is published, as a sentence that begins "rank N". A job that a launcher

@@ -1,7 +1,10 @@
 #include "comm/store_server.h"
 
 #include <fmt/format.h>
+#include <poll.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -12,6 +15,8 @@
 
 namespace shoal {
 namespace {
+
+using SteadyClock = std::chrono::steady_clock;
 
 SocketAddress resolve_master(const std::string& host, int port) {
   try {
@@ -35,9 +40,18 @@ Descriptor listen_for_ranks(const std::string& host, int port) {
   }
 }
 
-bool somebody_listens(const std::string& host, int port) {
+// A host that is not there may swallow what is sent to it: no attempt takes longer than the deadline.
+bool somebody_listens(const std::string& host, int port, SteadyClock::time_point deadline) {
   const auto address = resolve_master(host, port);
-  return connect_to(make_socket(address, SOCK_STREAM), address);
+  const auto socket = make_socket(address, SOCK_STREAM | SOCK_NONBLOCK);
+  if (connect_to(socket, address)) return true;
+  if (errno != EINPROGRESS) return false;
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - SteadyClock::now());
+  pollfd wait{socket.number(), POLLOUT, 0};
+  if (poll(&wait, 1, static_cast<int>(std::max<int64_t>(0, left.count()))) != 1) return false;
+  int error = 0;
+  socklen_t size = sizeof error;
+  return getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
 }
 
 }  // namespace
@@ -58,30 +72,42 @@ std::string store_set_once(c10d::Store& store, const std::string& key, const std
 }
 
 StorePtr connect_store(const std::string& address, int port, int timeout_seconds) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout_seconds);
-  while (!somebody_listens(address, port)) {
-    if (std::chrono::steady_clock::now() > deadline) {
+  const std::chrono::seconds limit(timeout_seconds);
+  const auto deadline = SteadyClock::now() + limit;
+  while (!somebody_listens(address, port, deadline)) {
+    if (SteadyClock::now() > deadline) {
       throw CommError(
-          fmt::format("nothing listens at {}:{} after {} s: rank 0 did not start, or MASTER_ADDR and "
-                      "MASTER_PORT differ between ranks",
+          fmt::format("nothing listens at {}:{} after {} s: rank 0 did not start, its host cannot be reached, or "
+                      "MASTER_ADDR and MASTER_PORT differ between ranks",
                       address, port, timeout_seconds));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
+  const auto left = std::max(std::chrono::duration_cast<std::chrono::milliseconds>(deadline - SteadyClock::now()),
+                             std::chrono::milliseconds(1000));
+  std::optional<c10::intrusive_ptr<c10d::Store>> store;
   try {
-    const auto store = within(std::chrono::seconds(5), [address, port]() -> StorePtr {
+    // A wrong answer it takes for a bad connection and asks again, until its time-out; for none it waits without end.
+    store = within(left + std::chrono::seconds(1), [address, port, left]() -> c10::intrusive_ptr<c10d::Store> {
       c10d::TCPStoreOptions options;
       options.port = static_cast<uint16_t>(port);
       options.waitWorkers = false;
+      options.timeout = left;
       return c10::make_intrusive<c10d::TCPStore>(address, options);
     });
-    if (store) return *store;
-  } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): refused the handshake; as bad as no answer
+  } catch (const c10::Error&) {
+    throw CommError(
+        fmt::format("what listens at {}:{} is not the job's store; is the port in use by another program? "
+                    "Choose another MASTER_PORT",
+                    address, port));
   }
-  throw CommError(
-      fmt::format("what listens at {}:{} is not the job's store; is the port in use by another program? "
-                  "Choose another MASTER_PORT",
-                  address, port));
+  if (!store) {
+    throw CommError(
+        fmt::format("what listens at {}:{} has not answered within {} s: the process that holds the job's store (rank "
+                    "0 or the launcher) is stopped, or the port is in use by another program",
+                    address, port, timeout_seconds));
+  }
+  return c10::make_intrusive<DeadlineStore>(std::move(*store), fmt::format("{}:{}", address, port), limit);
 }
 
 struct StoreServer::State {

@@ -18,7 +18,6 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds between_looks(200);
-constexpr std::chrono::seconds store_limit(2);
 
 std::string joining_key(const Group& group, const std::string& of) {
   const auto& state = *state_of(group);
@@ -67,12 +66,7 @@ Group group_after(const Group& group, int number, const std::vector<int>& ranks)
 std::optional<std::string> Admission::read(const std::string& key) {
   if (blind_) return std::nullopt;
   try {
-    const auto found = within(store_limit, [store = state_of(group_)->world->meeting.store,
-                                            full = joining_key(group_, fmt::format("{}/{}", number_, key))] {
-      return store_try_get(*store, full);
-    });
-    blind_ = !found;
-    return found.value_or(std::nullopt);
+    return store_try_get(*state_of(group_)->world->meeting.store, joining_key(group_, fmt::format("{}/{}", number_, key)));
   } catch (const std::exception&) {
     blind_ = true;
     return std::nullopt;
@@ -81,13 +75,8 @@ std::optional<std::string> Admission::read(const std::string& key) {
 
 void Admission::write(const std::string& key, const std::string& text) {
   try {
-    const auto done =
-        within(store_limit, [store = state_of(group_)->world->meeting.store, text,
-                             full = joining_key(group_, fmt::format("{}/{}/{}", number_, key, group_.rank()))] {
-          store_set(*store, full, text);
-          return true;
-        });
-    blind_ = blind_ || !done;
+    store_set(*state_of(group_)->world->meeting.store,
+              joining_key(group_, fmt::format("{}/{}/{}", number_, key, group_.rank())), text);
   } catch (const std::exception&) {
     blind_ = true;
   }
@@ -118,9 +107,7 @@ bool Admission::meet(int64_t version, const std::vector<int>& members, const Gos
   const int rank = std::stoi(*who);
   std::optional<Peer> peer;
   try {
-    peer = within(store_limit, [shared = state_of(group_)->world, of = group_.world_rank(rank)] {
-             return present_peer(shared->meeting, of);
-           }).value_or(std::nullopt);
+    peer = present_peer(world.meeting, group_.world_rank(rank));
   } catch (const std::exception&) {
     blind_ = true;
   }

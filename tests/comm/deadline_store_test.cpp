@@ -1,0 +1,195 @@
+// The job's store: no call waits without an end.
+
+#include "comm/deadline_store.h"
+
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/exception.h>
+
+#include "comm/socket.h"
+#include "comm/store.h"
+#include "tests/support/refusal.h"
+
+namespace shoal {
+namespace {
+
+using namespace std::chrono_literals;
+using SteadyClock = std::chrono::steady_clock;
+
+// A store in this process that can be stopped, as if its own were.
+class StoppableStore : public c10d::HashStore {
+ public:
+  std::vector<uint8_t> get(const std::string& key) override {
+    pass();
+    return HashStore::get(key);
+  }
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    pass();
+    HashStore::set(key, value);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    pass();
+    return HashStore::check(keys);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    pass();
+    return HashStore::add(key, value);
+  }
+
+  std::atomic<bool> stopped = false;
+
+ private:
+  void pass() const {
+    while (stopped) std::this_thread::sleep_for(1ms);
+  }
+};
+
+struct Stores {
+  c10::intrusive_ptr<StoppableStore> inner = c10::make_intrusive<StoppableStore>();
+  StorePtr store = c10::make_intrusive<DeadlineStore>(inner, "host:1", 200ms);
+};
+
+double seconds_of(const std::function<void()>& act) {
+  const auto begin = SteadyClock::now();
+  act();
+  return std::chrono::duration<double>(SteadyClock::now() - begin).count();
+}
+
+TEST(DeadlineStore, GivesWhatTheStoreGives) {
+  const Stores stores;
+  auto& store = *stores.store;
+  EXPECT_EQ(store_try_get(store, "a"), std::nullopt);
+  store_set(store, "a", "1");
+  EXPECT_EQ(store_try_get(store, "a"), "1");
+  EXPECT_EQ(store_set_once(store, "a", "2"), "1");
+  EXPECT_EQ(store.add("n", 3), 3);
+  EXPECT_EQ(store.add("n", 4), 7);
+  EXPECT_TRUE(store.deleteKey("a"));
+  EXPECT_FALSE(store.check({"a"}));
+}
+
+TEST(DeadlineStore, WaitingForAKeyEndsWhenItIsSetAndAtTheTimeOut) {
+  const Stores stores;
+  std::thread later([&] {
+    std::this_thread::sleep_for(300ms);  // longer than a call may take
+    store_set(*stores.store, "late", "here");
+  });
+  const auto value = stores.store->get("late");
+  later.join();
+  EXPECT_EQ(std::string(value.begin(), value.end()), "here");
+  EXPECT_THROW(stores.store->wait({"never"}, 50ms), c10::DistStoreError);
+}
+
+TEST(DeadlineStore, AStoppedStoreIsNamedAfterTheLimitAndThenAtOnce) {
+  const Stores stores;
+  stores.inner->stopped = true;
+  std::string said;
+  EXPECT_NEAR(seconds_of([&] {
+                said = test::refusal<StoreUnreachable>([&] { store_set(*stores.store, "a", "1"); });
+              }),
+              0.2, 0.15);
+  EXPECT_NE(said.find("the job's store at host:1 does not answer within 0.2 s"), std::string::npos) << said;
+  for (int call = 0; call < 5; ++call) {
+    EXPECT_LT(seconds_of([&] { EXPECT_THROW(store_try_get(*stores.store, "a"), StoreUnreachable); }), 0.1);
+  }
+  EXPECT_LT(seconds_of([&] { EXPECT_THROW(stores.store->get("a"), StoreUnreachable); }), 0.1) << "whatever its time-out";
+  stores.inner->stopped = false;
+}
+
+TEST(DeadlineStore, AStoreThatContinuesIsAskedAgain) {
+  const Stores stores;
+  stores.inner->stopped = true;
+  EXPECT_THROW(stores.store->add("n", 1), StoreUnreachable);
+  stores.inner->stopped = false;
+  std::this_thread::sleep_for(100ms);
+  EXPECT_EQ(stores.store->add("n", 1), 2) << "what was given up has taken effect";
+}
+
+TEST(DeadlineStore, MayGoWhileACallHangs) {
+  auto stores = std::make_unique<Stores>();
+  const auto inner = stores->inner;
+  inner->stopped = true;
+  EXPECT_THROW(store_set(*stores->store, "a", "1"), StoreUnreachable);
+  EXPECT_LT(seconds_of([&] { stores.reset(); }), 0.1);
+  inner->stopped = false;
+}
+
+TEST(DeadlineStore, ServesManyThreadsAndPrefixes) {
+  const Stores stores;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 8; ++thread) {
+    threads.emplace_back([&] {
+      c10d::PrefixStore store("p", stores.store);
+      for (int call = 0; call < 50; ++call) store.add("n", 1);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(stores.store->add("p/n", 0), 400);
+}
+
+// A socket that accepts and says `answer`, or nothing.
+class Stranger {
+ public:
+  explicit Stranger(std::string answer) : answer_(std::move(answer)) {
+    thread_ = std::thread([this] {
+      while (true) {
+        const Descriptor accepted(accept(listening_.number(), nullptr, nullptr));
+        if (!accepted.open() || ended_) return;
+        if (!answer_.empty()) {
+          [[maybe_unused]] const auto sent = write(accepted.number(), answer_.data(), answer_.size());
+        } else {
+          open_.push_back(dup(accepted.number()));
+        }
+      }
+    });
+  }
+  ~Stranger() {
+    ended_ = true;
+    shutdown(listening_.number(), SHUT_RDWR);
+    thread_.join();
+    for (const int fd : open_) close(fd);
+  }
+  int port() const { return own_address(listening_).port(); }
+
+ private:
+  std::string answer_;
+  Descriptor listening_ = listen_on(resolve("127.0.0.1", 0));
+  std::vector<int> open_;
+  std::atomic<bool> ended_ = false;
+  std::thread thread_;
+};
+
+TEST(ConnectStore, WhoDoesNotAnswerIsToldFromWhoAnswersWrongly) {
+  const Stranger silent(""), garrulous("HTTP/1.1 400 Bad Request\r\n\r\n");
+  const auto quiet = test::refusal<CommError>([&] { connect_store("127.0.0.1", silent.port(), 2); });
+  EXPECT_NE(quiet.find("has not answered within 2 s"), std::string::npos) << quiet;
+  const auto loud = test::refusal<CommError>([&] { connect_store("127.0.0.1", garrulous.port(), 2); });
+  EXPECT_NE(loud.find("is not the job's store"), std::string::npos) << loud;
+}
+
+TEST(ConnectStore, ABackLogThatIsFullSwallowsNoMoreThanTheDeadline) {
+  // Like a host that is not there: the connection is neither accepted nor refused.
+  const auto address = resolve("127.0.0.1", 0);
+  const auto listening = make_socket(address, SOCK_STREAM);
+  ASSERT_EQ(bind(listening.number(), address.get(), address.length), 0);
+  ASSERT_EQ(listen(listening.number(), 0), 0);
+  const auto full = own_address(listening);
+  std::vector<Descriptor> waiting;
+  for (int i = 0; i < 4; ++i) {
+    waiting.push_back(make_socket(full, SOCK_STREAM | SOCK_NONBLOCK));
+    connect_to(waiting.back(), full);
+  }
+  std::string said;
+  EXPECT_LT(seconds_of([&] { said = test::refusal<CommError>([&] { connect_store("127.0.0.1", full.port(), 2); }); }), 6);
+  EXPECT_NE(said.find("nothing listens at"), std::string::npos) << said;
+}
+
+}  // namespace
+}  // namespace shoal
