@@ -8,6 +8,7 @@
 
 #include <unordered_map>
 
+#include "checkpoint/on_all_ranks.h"
 #include "engine/gradient_norm.h"
 #include "engine/sharded_optimizer_state.h"
 #include "optim/param_groups.h"
@@ -26,30 +27,64 @@ std::vector<StatePiece> ShardedOptimizerCore::State::state_pieces() const {
   return all;
 }
 
-ShardedOptimizerCore::ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                           const Factory& make, std::unique_ptr<State> state)
-    : torch::optim::Optimizer(std::move(groups), std::move(defaults)), state_(std::move(state)) {
-  agree(state_->group, "the parameters and options of " + state_->name, describe(param_groups_));
-  std::unordered_map<const c10::TensorImpl*, size_t> param_group;
-  for (size_t number = 0; number < param_groups_.size(); ++number) {
-    for (const auto& parameter : param_groups_[number].params()) {
-      const auto [place, fresh] = param_group.emplace(parameter.unsafeGetTensorImpl(), number);
-      if (fresh || place->second == number) continue;
-      throw UsageError(fmt::format("{}: a parameter [{}] is in two param groups; leave it in one", state_->name,
-                                   fmt::join(parameter.sizes(), ", ")));
+void ShardedOptimizerCore::State::require_known(const ParamGroups& groups) const {
+  const auto change = known.change(groups);
+  if (change.empty()) return;
+  throw UsageError(
+      fmt::format("{}: {} after the construction; construct it anew with these groups, and give it the "
+                  "state with state_dict() and load_state_dict()",
+                  name, change));
+}
+
+// This rank's pieces in their parameters' groups.
+ShardedOptimizerCore::ParamGroups ShardedOptimizerCore::shares_of(const ParamGroups& groups) const {
+  std::unordered_map<const c10::TensorImpl*, std::string> names;
+  for (const auto& module : state_->modules) {
+    for (const auto& gradient : module->reducer().gradients()) {
+      names.emplace(gradient.parameter.unsafeGetTensorImpl(), gradient.name);
     }
   }
-  auto share = empty_like(param_groups_);
-  state_->for_pieces([&](const ShardedModule& module, OwnedPiece& piece) {
-    const auto& gradient = module.reducer().gradients()[piece.gradient];
-    const auto place = param_group.find(gradient.parameter.unsafeGetTensorImpl());
-    if (place == param_group.end()) {
+  std::unordered_map<const c10::TensorImpl*, size_t> param_group;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const auto& parameter : groups[number].params()) {
+      const auto name = names.find(parameter.unsafeGetTensorImpl());
+      if (name == names.end()) {
+        if (!parameter.requires_grad()) continue;
+        throw UsageError(
+            fmt::format("{}: a parameter [{}] of param group {} is none of the module's that are sharded; "
+                        "give it to another optimizer",
+                        state_->name, fmt::join(parameter.sizes(), ", "), number));
+      }
+      const auto [place, fresh] = param_group.emplace(name->first, number);
+      if (fresh || place->second == number) continue;
+      throw UsageError(fmt::format("{}: parameter {} [{}] is in two param groups; leave it in one", state_->name,
+                                   name->second, fmt::join(parameter.sizes(), ", ")));
+    }
+  }
+  for (const auto& module : state_->modules) {
+    for (const auto& gradient : module->reducer().gradients()) {
+      if (param_group.contains(gradient.parameter.unsafeGetTensorImpl())) continue;
       throw UsageError(fmt::format("{}: parameter {} belongs to no param group; add it to one, freeze it or ignore it",
                                    state_->name, gradient.name));
     }
-    share[place->second].params().push_back(piece.main);
+  }
+  auto share = empty_like(groups);
+  state_->for_pieces([&](const ShardedModule& module, OwnedPiece& piece) {
+    const auto& gradient = module.reducer().gradients()[piece.gradient];
+    share[param_group.at(gradient.parameter.unsafeGetTensorImpl())].params().push_back(piece.main);
   });
-  state_->local = make(share);
+  return share;
+}
+
+ShardedOptimizerCore::ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                           const Factory& make, std::unique_ptr<State> state)
+    : torch::optim::Optimizer(groups, std::move(defaults)), state_(std::move(state)) {
+  // Another rank's pieces may be refused where this one's are not.
+  on_all_ranks(state_->group, "param groups",
+               [&] { state_->local = make_local(make, shares_of(groups), *defaults_, state_->name); });
+  copy_options(state_->local->param_groups(), param_groups_);
+  agree(state_->group, "the parameters and options of " + state_->name, describe(param_groups_));
+  state_->known = KnownParameters(param_groups_);
 }
 
 ShardedOptimizerCore::~ShardedOptimizerCore() = default;
@@ -91,7 +126,7 @@ void ShardedOptimizerCore::publish() {
 void ShardedOptimizerCore::update(bool finite) {
   auto& state = *state_;
   if (finite) {
-    copy_options(param_groups_, *state.local);
+    copy_options(param_groups_, state.local->param_groups());
     state.time(
         "optimizer-inner-step", 2, [&] { state.local->step(); }, &state.group);
   }
@@ -136,6 +171,7 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
 }
 
 ShardedStep ShardedOptimizerCore::step() {
+  state_->require_known(param_groups_);
   ShardedStep result;
   const auto whole = [&] {
     complete_gradients();
@@ -161,11 +197,44 @@ void ShardedOptimizerCore::zero_grad(bool set_to_none) {
 }
 
 OptimizerState ShardedOptimizerCore::state_dict(std::optional<int> recipient) const {
+  state_->require_known(param_groups_);
   return gather_state(state_->group, state_->state_pieces(), *state_->local, recipient);
 }
 
 void ShardedOptimizerCore::load_state_dict(const OptimizerState& state) {
+  state_->require_known(param_groups_);
   load_state(state_->group.rank(), state_->state_pieces(), *state_->local, state);
+}
+
+void ShardedOptimizerCore::save(torch::serialize::OutputArchive&) const {
+  refuse_archive(state_->name);
+}
+
+void ShardedOptimizerCore::load(torch::serialize::InputArchive&) {
+  refuse_archive(state_->name);
+}
+
+void ShardedOptimizerCore::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  add_parameters(group.params());
+}
+
+void ShardedOptimizerCore::add_parameters(const std::vector<at::Tensor>& parameters) {
+  std::vector<std::string> faults;
+  for (const auto& parameter : parameters) {
+    std::string found;
+    for (const auto& module : state_->modules) {
+      for (const auto& gradient : module->reducer().gradients()) {
+        if (gradient.parameter.is_same(parameter)) found = gradient.name;
+      }
+    }
+    faults.push_back(found.empty() ? fmt::format("a parameter [{}] is none of those that are sharded",
+                                                 fmt::join(parameter.sizes(), ", "))
+                                   : fmt::format("parameter {} is in a param group already", found));
+  }
+  throw UsageError(
+      fmt::format("{}: parameters cannot be added later, since ranges of all of them are laid out at the "
+                  "construction: {}; construct it anew with all groups",
+                  state_->name, fmt::join(faults, "; ")));
 }
 
 const GradScaler* ShardedOptimizerCore::scaler() const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/sharded_module.h"
+#include "optim/param_groups.h"
 #include "shoal/engine/sharded_optimizer.h"
 
 namespace shoal {
@@ -22,6 +23,7 @@ struct ShardedOptimizerCore::State {
   std::shared_ptr<Timers> timers{};
 
   std::unique_ptr<torch::optim::Optimizer> local{};  // its param groups match the whole optimizer's
+  KnownParameters known{};
   int64_t steps = 0;
 
   Label label(const std::string& what) const { return {steps, -1, what}; }
@@ -35,6 +37,8 @@ struct ShardedOptimizerCore::State {
       for (auto& piece : module->pieces()) visit(*module, piece);
     }
   }
+  // UsageError unless the whole optimizer's groups have the parameters that it was made for.
+  void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   // Pieces of all ranks; with several modules, names begin with "chunk0.", "chunk1.", ...
   std::vector<StatePiece> state_pieces() const;
 };

@@ -2,10 +2,14 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/serialize.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/utils.h>
 
 #include <algorithm>
-#include <sstream>
+#include <typeinfo>
+
+#include "optim/named_options.h"
+#include "shoal/base/error.h"
 
 namespace shoal {
 
@@ -13,49 +17,101 @@ using torch::optim::OptimizerParamGroup;
 
 namespace {
 
-// "betas (0.9, 0.999), eps 1e-08, lr 0.001": what the options say of themselves when they are serialised.
-std::string describe(const torch::optim::OptimizerOptions& options) {
-  torch::serialize::OutputArchive written;
-  options.serialize(written);
-  std::stringstream stream;
-  written.save_to(stream);
-  torch::serialize::InputArchive archive;
-  archive.load_from(stream);
-  auto keys = archive.keys();
-  std::sort(keys.begin(), keys.end());
-  std::ostringstream text;
-  for (const auto& key : keys) {
-    c10::IValue value;
-    archive.read(key, value);
-    text << (text.tellp() > 0 ? ", " : "") << key << " " << value;
-  }
-  return text.str();
+std::string shape(const at::Tensor& parameter) {
+  return fmt::format("[{}]", fmt::join(parameter.sizes(), ", "));
+}
+
+bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const at::Tensor& one, const at::Tensor& other) { return one.is_same(other); });
+}
+
+bool holds(const std::vector<at::Tensor>& list, const at::Tensor& parameter) {
+  return std::any_of(list.begin(), list.end(), [&](const at::Tensor& other) { return other.is_same(parameter); });
 }
 
 }  // namespace
 
-std::vector<OptimizerParamGroup> empty_like(const std::vector<OptimizerParamGroup>& groups) {
-  std::vector<OptimizerParamGroup> empty;
-  for (const auto& group : groups) empty.emplace_back(std::vector<at::Tensor>(), group.options().clone());
+ParamGroups empty_like(const ParamGroups& groups) {
+  ParamGroups empty;
+  for (const auto& group : groups) {
+    empty.emplace_back(std::vector<at::Tensor>());
+    if (group.has_options()) empty.back().set_options(group.options().clone());
+  }
   return empty;
 }
 
-void copy_options(const std::vector<OptimizerParamGroup>& groups, torch::optim::Optimizer& share) {
-  for (size_t number = 0; number < groups.size(); ++number) {
-    share.param_groups()[number].set_options(groups[number].options().clone());
+std::unique_ptr<torch::optim::Optimizer> make_local(
+    const std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups&)>& make, const ParamGroups& share,
+    const torch::optim::OptimizerOptions& defaults, const std::string& name) {
+  for (size_t number = 0; number < share.size(); ++number) {
+    if (!share[number].has_options() || typeid(share[number].options()) == typeid(defaults)) continue;
+    throw UsageError(
+        fmt::format("{}: the options of param group {} are {}, those of the optimizer {}; give both one type", name,
+                    number, type_of(share[number].options()), type_of(defaults)));
   }
+  std::unique_ptr<torch::optim::Optimizer> local;
+  try {
+    local = make(share);
+  } catch (const c10::Error& error) {
+    throw UsageError(fmt::format("{}: {}", name, error.what_without_backtrace()));
+  }
+  if (dynamic_cast<const torch::optim::LBFGS*>(local.get()) != nullptr) {
+    throw UsageError(name +
+                     ": L-BFGS takes products over all parameters and evaluates its closure several times in a step, "
+                     "which shares of the parameters cannot; use it with DistributedDataParallel");
+  }
+  return local;
 }
 
-std::vector<std::string> describe(const std::vector<OptimizerParamGroup>& groups) {
+void copy_options(const ParamGroups& from, ParamGroups& to) {
+  for (size_t number = 0; number < to.size(); ++number) to[number].set_options(from[number].options().clone());
+}
+
+void refuse_archive(const std::string& name) {
+  throw UsageError(name +
+                   ": torch::save and torch::load would see this rank's share of the state alone; take shoal::save and "
+                   "shoal::load (shoal/engine/checkpoint.h), or state_dict() and load_state_dict(), on every rank");
+}
+
+std::vector<std::string> describe(const ParamGroups& groups) {
   std::vector<std::string> lines;
   for (size_t number = 0; number < groups.size(); ++number) {
     lines.push_back(fmt::format("param group {}: {}", number, describe(groups[number].options())));
     for (const auto& parameter : groups[number].params()) {
-      lines.push_back(fmt::format("parameter {} [{}]{}", c10::toString(parameter.scalar_type()),
-                                  fmt::join(parameter.sizes(), ", "), parameter.requires_grad() ? "" : " frozen"));
+      lines.push_back(fmt::format("parameter {} {}{}", c10::toString(parameter.scalar_type()), shape(parameter),
+                                  parameter.requires_grad() ? "" : " frozen"));
     }
   }
   return lines;
+}
+
+KnownParameters::KnownParameters(const ParamGroups& groups) {
+  for (const auto& group : groups) groups_.push_back(group.params());
+}
+
+std::string KnownParameters::change(const ParamGroups& now) const {
+  for (size_t number = 0; number < std::max(groups_.size(), now.size()); ++number) {
+    if (number >= now.size()) return fmt::format("param group {} was taken away", number);
+    const auto& list = now[number].params();
+    if (number >= groups_.size()) {
+      return list.empty() ? fmt::format("param group {} was added", number)
+                          : fmt::format("param group {} with a parameter {} was added", number, shape(list.front()));
+    }
+    const auto& before = groups_[number];
+    if (same(before, list)) continue;
+    for (const auto& parameter : list) {
+      if (!holds(before, parameter)) {
+        return fmt::format("a parameter {} was added to param group {}", shape(parameter), number);
+      }
+    }
+    for (const auto& parameter : before) {
+      if (!holds(list, parameter)) {
+        return fmt::format("a parameter {} was taken from param group {}", shape(parameter), number);
+      }
+    }
+  }
+  return "";
 }
 
 }  // namespace shoal

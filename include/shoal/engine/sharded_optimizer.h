@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "shoal/comm/group.h"
@@ -21,8 +22,9 @@ struct ShardedStep {
   std::optional<int64_t> num_zeros{};
 };
 
-// Made by the strategies. Its param groups are the whole model's; schedulers work on it, and options may change between
-// steps.
+// Made by the strategies. Its param groups are the whole model's and keep their own options as the local optimizer
+// would have them; schedulers work on it, and options may change between steps. The parameters stay those of the
+// construction: after a change through torch::optim::Optimizer& the next step() is a UsageError that names it.
 class ShardedOptimizerCore : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -43,6 +45,13 @@ class ShardedOptimizerCore : public torch::optim::Optimizer {
   OptimizerState state_dict(std::optional<int> recipient = std::nullopt) const;
   // Every rank gives the whole state, whatever strategy and number of ranks it comes from. See load_optimizer_state.
   void load_state_dict(const OptimizerState& state);
+  // For torch::save and torch::load. UsageError: a rank has no more than its own pieces; take shoal::save and
+  // shoal::load (shoal/engine/checkpoint.h), or state_dict() and load_state_dict().
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+  // UsageError that says for each parameter why it cannot come: ranges of all of them are laid out at the construction.
+  [[noreturn]] void add_param_group(const torch::optim::OptimizerParamGroup& group);
+  [[noreturn]] void add_parameters(const std::vector<at::Tensor>& parameters);
   const GradScaler* scaler() const;
   // The ranks that share the optimizer's state among them.
   const Group& group() const;
@@ -64,6 +73,7 @@ class ShardedOptimizerCore : public torch::optim::Optimizer {
 
  private:
   std::vector<at::Tensor> collect_gradients();
+  ParamGroups shares_of(const ParamGroups& groups) const;
   bool anywhere(bool here, const char* what) const;
   ShardedStep update_if_finite();
   void update(bool finite);

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "shoal/base/error.h"
+
 namespace shoal {
 
 // An optimizer with its own `Options` (with validate(), which throws UsageError listing all faults) and `State` per
@@ -26,9 +28,14 @@ class OptimizerBase : public torch::optim::Optimizer {
   explicit OptimizerBase(std::vector<at::Tensor> parameters, Options defaults = {})
       : OptimizerBase(ParamGroups{torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults)) {}
 
-  // To be called on this class: through a torch::optim::Optimizer& the group's own options are lost.
+  // To be called on this class: through a torch::optim::Optimizer& the group's own options are lost. UsageError for
+  // options of another type.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
-    if (group.has_options()) static_cast<const Options&>(group.options()).validate();
+    if (group.has_options()) {
+      const auto* options = dynamic_cast<const Options*>(&group.options());
+      if (options == nullptr) throw UsageError("a param group's options are of another optimizer's type");
+      options->validate();
+    }
     Optimizer::add_param_group(group);
     if (group.has_options()) param_groups_.back().set_options(group.options().clone());
   }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 
 #include "engine/gradient_consumer.h"
 #include "engine/gradient_norm.h"
+#include "optim/param_groups.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
 
@@ -67,7 +69,8 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
 }  // namespace
 
 struct OptimizerInBackward::State : public GradientConsumer {
-  State(torch::optim::Optimizer& of, const OptimizerInBackwardOptions& chosen) : optimizer(&of), options(chosen) {
+  State(torch::optim::Optimizer& of, const OptimizerInBackwardOptions& chosen)
+      : optimizer(&of), known(of.param_groups()), options(chosen) {
     if (options.scaler) scaler.emplace(*options.scaler);
   }
 
@@ -75,6 +78,10 @@ struct OptimizerInBackward::State : public GradientConsumer {
     if (optimizer == nullptr) {
       throw UsageError(
           "DistributedDataParallel: its OptimizerInBackward has gone; let it live as long as the training");
+    }
+    if (const auto change = known.change(optimizer->param_groups()); !change.empty()) {
+      throw UsageError(
+          fmt::format("OptimizerInBackward: {} after the construction; construct the wrapper and it anew", change));
     }
     if (options.whole_gradient == WholeGradient::per_bucket) return false;
     if (options.whole_gradient == WholeGradient::stale) return options.clip_grad > 0 && !norm;
@@ -123,6 +130,7 @@ struct OptimizerInBackward::State : public GradientConsumer {
   }
 
   torch::optim::Optimizer* optimizer;
+  KnownParameters known;
   OptimizerInBackwardOptions options;
   std::optional<GradScaler> scaler{};
   std::optional<double> norm{};  // of a whole step's gradients, the last that were finite
@@ -136,6 +144,10 @@ struct OptimizerInBackward::State : public GradientConsumer {
 OptimizerInBackward::OptimizerInBackward(DistributedDataParallelCore& core, torch::optim::Optimizer& optimizer,
                                          const OptimizerInBackwardOptions& options) {
   options.validate();
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr) {
+    throw UsageError(
+        "OptimizerInBackward: L-BFGS evaluates a closure several times in a step; call its step() after backward");
+  }
   core.check_optimizer(optimizer);
   agree(core.group(), "the optimizer in backward", describe(options));
   state_ = std::make_shared<State>(optimizer, options);

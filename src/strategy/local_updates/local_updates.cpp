@@ -12,6 +12,10 @@ namespace shoal {
 using State = LocalUpdates::State;
 
 void State::check_trainable() const {
+  if (const auto change = known.change(optimizer.param_groups()); !change.empty()) {
+    throw UsageError(
+        fmt::format("LocalUpdates: {} after the construction, which is not exchanged; construct it anew", change));
+  }
   for (const auto& entry : tensors.parameters) {
     if (!entry.tensor.requires_grad() || exchanged.count(entry.tensor.unsafeGetTensorImpl()) > 0) continue;
     throw UsageError(fmt::format(

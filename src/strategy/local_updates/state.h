@@ -6,6 +6,7 @@
 
 #include "engine/reducer.h"
 #include "module/walk.h"
+#include "optim/param_groups.h"
 #include "strategy/local_updates/fragment.h"
 
 namespace shoal {
@@ -17,7 +18,7 @@ struct LocalUpdates::State {
   State(std::shared_ptr<torch::nn::Module> of, torch::optim::Optimizer& inner, const Group& over, ModuleTensors walked,
         const LocalUpdatesOptions& chosen);
 
-  // UsageError for a parameter that would be trained and never exchanged.
+  // UsageError for a parameter that would be trained and never exchanged, in the module or in the optimizer.
   void check_trainable() const;
   // The exchanges after a step; counts it.
   void end_step();
@@ -32,6 +33,7 @@ struct LocalUpdates::State {
 
   std::shared_ptr<torch::nn::Module> module;
   torch::optim::Optimizer& optimizer;
+  KnownParameters known{optimizer.param_groups()};
   Group group;
   LocalUpdatesOptions options;
   ModuleTensors tensors;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "checkpoint/on_all_ranks.h"
 #include "engine/gradient_norm.h"
 #include "engine/ownership.h"
 #include "module/walk.h"
@@ -27,46 +28,57 @@ void OSSOptions::validate() const {
   }
 }
 
-// Trainable parameters; those that were here before keep their owner.
-std::vector<at::Tensor> OSSCore::State::list(const ParamGroups& groups) {
-  std::vector<at::Tensor> fresh_ones;
-  const auto old_places = std::move(places);
-  const auto old_owners = std::move(owners);
-  parameters.clear();
-  indices.clear();
-  param_groups.clear();
-  owners.clear();
-  places.clear();
+void OSSCore::State::require_known(const torch::optim::Optimizer& whole) const {
+  if (!whole.state().empty()) {
+    throw UsageError(
+        "OSS: state was written through torch::optim::Optimizer&, where no step sees it; take "
+        "load_state_dict()");
+  }
+  const auto change = known.change(whole.param_groups());
+  if (change.empty()) return;
+  throw UsageError(
+      fmt::format("OSS: {} through torch::optim::Optimizer&, of which the other ranks know nothing; undo "
+                  "it (param_groups().pop_back()) and call OSS's own add_param_group() on every rank",
+                  change));
+}
+
+OSSShares OSSCore::State::share(const ParamGroups& groups) const {
+  OSSShares made;
+  std::unordered_map<const c10::TensorImpl*, size_t> seen;
   size_t index = 0;
   for (size_t number = 0; number < groups.size(); ++number) {
     for (const auto& parameter : groups[number].params()) {
       const auto here = index++;
-      if (!parameter.requires_grad()) continue;
-      const auto [place, fresh] = places.emplace(parameter.unsafeGetTensorImpl(), parameters.size());
-      if (!fresh) {
+      const auto [before, first] = seen.emplace(parameter.unsafeGetTensorImpl(), number);
+      if (!first) {
         // libtorch's parameters() lists a tied one once per name.
-        if (param_groups[place->second] == number) continue;
-        throw UsageError(fmt::format("OSS: parameter {} [{}] is in two param groups; leave it in one", here,
+        if (before->second == number) continue;
+        throw UsageError(fmt::format("OSS: parameter {} [{}] is in param groups {} and {}; leave it in one", here,
+                                     fmt::join(parameter.sizes(), ", "), before->second, number));
+      }
+      if (!parameter.is_leaf()) {
+        throw UsageError(fmt::format("OSS: parameter {} [{}] is no leaf, but a result of operators; detach it", here,
                                      fmt::join(parameter.sizes(), ", ")));
       }
-      parameters.push_back(parameter);
-      indices.push_back(here);
-      param_groups.push_back(number);
-      const auto before = old_places.find(parameter.unsafeGetTensorImpl());
-      owners.push_back(before == old_places.end() ? -1 : old_owners[before->second]);
-      if (before == old_places.end()) fresh_ones.push_back(parameter);
+      if (!parameter.requires_grad()) continue;
+      made.places.emplace(parameter.unsafeGetTensorImpl(), made.parameters.size());
+      made.parameters.push_back(parameter);
+      made.indices.push_back(here);
+      made.param_groups.push_back(number);
+      const auto owned = shares.places.find(parameter.unsafeGetTensorImpl());
+      made.owners.push_back(owned == shares.places.end() ? -1 : shares.owners[owned->second]);
     }
   }
-  assign_owners(parameters, group.size(), owners);
-  return fresh_ones;
+  assign_owners(made.parameters, group.size(), made.owners);
+  return made;
 }
 
 void OSSCore::State::fill_buffers() {
   buffers.clear();
   if (group.size() == 1) return;
-  for (auto& [members, layout, ranges] : owned_buffers(parameters, owners, group.size())) {
+  for (auto& [members, layout, ranges] : owned_buffers(shares.parameters, shares.owners, group.size())) {
     std::vector<at::Tensor> tensors;
-    for (const auto member : members) tensors.push_back(parameters[member]);
+    for (const auto member : members) tensors.push_back(shares.parameters[member]);
     const auto wire = options.broadcast_fp16 ? std::optional(at::kHalf) : std::nullopt;
     buffers.push_back(std::make_unique<ParameterBuffer>(
         group, std::move(tensors), std::move(layout), std::move(ranges),
@@ -75,25 +87,36 @@ void OSSCore::State::fill_buffers() {
   }
 }
 
-void OSSCore::State::make_local(const ParamGroups& groups) {
-  auto share = empty_like(groups);
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (owners[i] == group.rank()) share[param_groups[i]].params().push_back(parameters[i]);
+OSSCore::ParamGroups OSSCore::State::own_part(const ParamGroups& groups, const OSSShares& of) const {
+  auto part = empty_like(groups);
+  for (size_t i = 0; i < of.parameters.size(); ++i) {
+    if (of.owners[i] == group.rank()) part[of.param_groups[i]].params().push_back(of.parameters[i]);
   }
-  auto fresh = make(share);
+  return part;
+}
+
+void OSSCore::State::take(OSSShares fresh, std::unique_ptr<torch::optim::Optimizer> optimizer) {
+  std::vector<at::Tensor> fresh_ones;
+  for (const auto& parameter : fresh.parameters) {
+    if (!shares.places.contains(parameter.unsafeGetTensorImpl())) fresh_ones.push_back(parameter);
+  }
+  shares = std::move(fresh);
   if (local) {
     for (auto& [parameter, state] : local->state()) {
-      const auto place = places.find(static_cast<const c10::TensorImpl*>(parameter));
-      if (place != places.end()) fresh->state()[parameter] = std::move(state);
+      const auto stays = shares.places.contains(static_cast<const c10::TensorImpl*>(parameter));
+      if (stays) optimizer->state()[parameter] = std::move(state);
     }
   }
-  local = std::move(fresh);
+  local = std::move(optimizer);
+  broadcast_coalesced(group, fresh_ones, 0, label("parameters of OSS"));
+  fill_buffers();
 }
 
 std::vector<at::Tensor> OSSCore::State::own_gradients() const {
   std::vector<at::Tensor> gradients;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (owners[i] == group.rank() && parameters[i].grad().defined()) gradients.push_back(parameters[i].grad());
+  for (size_t i = 0; i < shares.parameters.size(); ++i) {
+    if (shares.owners[i] == group.rank() && shares.parameters[i].grad().defined())
+      gradients.push_back(shares.parameters[i].grad());
   }
   return gradients;
 }
@@ -101,9 +124,9 @@ std::vector<at::Tensor> OSSCore::State::own_gradients() const {
 std::vector<StatePiece> OSSCore::State::pieces(const torch::nn::Module& module) const {
   std::vector<StatePiece> list;
   for (const auto& entry : walk(module, {}).parameters) {
-    const auto place = places.find(entry.tensor.unsafeGetTensorImpl());
-    if (place == places.end()) continue;
-    const int owner = owners[place->second];
+    const auto place = shares.places.find(entry.tensor.unsafeGetTensorImpl());
+    if (place == shares.places.end()) continue;
+    const int owner = shares.owners[place->second];
     list.push_back({.name = entry.name,
                     .parameter = entry.tensor,
                     .range = {0, entry.tensor.numel()},
@@ -123,34 +146,70 @@ OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::Optimi
     : torch::optim::Optimizer(groups, std::move(defaults)) {
   options.validate();
   state_ = std::make_unique<State>(State{.make = std::move(make), .group = group, .options = options});
-  refresh_trainable();
+  rebuild(groups, 0);
 }
 
 OSSCore::~OSSCore() = default;
 
-void OSSCore::refresh_trainable() {
+void OSSCore::rebuild(ParamGroups groups, size_t given) {
   auto& state = *state_;
-  agree(state.group, "the parameters and options of OSS", describe(param_groups_));
-  const auto fresh = state.list(param_groups_);
-  materialize(fresh);
-  broadcast_coalesced(state.group, fresh, 0, state.label("parameters of OSS"));
-  state.fill_buffers();
-  state.make_local(param_groups_);
+  OSSShares shares;
+  std::unique_ptr<torch::optim::Optimizer> local;
+  // Another rank's share may be refused where this one's is not.
+  on_all_ranks(state.group, "param groups", [&] {
+    shares = state.share(groups);
+    materialize(shares.parameters);
+    local = make_local(state.make, state.own_part(groups, shares), *defaults_, "OSS");
+  });
+  for (size_t number = given; number < groups.size(); ++number) {
+    groups[number].set_options(local->param_groups()[number].options().clone());
+  }
+  agree(state.group, "the parameters and options of OSS", describe(groups));
+  for (size_t number = given; number < groups.size(); ++number) {
+    if (number < param_groups_.size()) {
+      param_groups_[number].set_options(groups[number].options().clone());
+    } else {
+      param_groups_.push_back(std::move(groups[number]));
+    }
+  }
+  state.take(std::move(shares), std::move(local));
+  state.known = KnownParameters(param_groups_);
+}
+
+void OSSCore::refresh_trainable() {
+  state_->require_known(*this);
+  rebuild(param_groups_, param_groups_.size());
 }
 
 void OSSCore::add_param_group(const OptimizerParamGroup& group) {
-  torch::optim::Optimizer::add_param_group(group);
-  refresh_trainable();
+  state_->require_known(*this);
+  auto groups = param_groups_;
+  groups.push_back(group);
+  if (!group.has_options()) groups.back().set_options(defaults_->clone());
+  rebuild(std::move(groups), param_groups_.size());
+}
+
+void OSSCore::add_parameters(const std::vector<at::Tensor>&) {
+  throw UsageError("OSS: add_parameters would change the param groups of this rank alone; call add_param_group()");
+}
+
+void OSSCore::save(torch::serialize::OutputArchive&) const {
+  refuse_archive("OSS");
+}
+
+void OSSCore::load(torch::serialize::InputArchive&) {
+  refuse_archive("OSS");
 }
 
 at::Tensor OSSCore::step(LossClosure closure) {
+  state_->require_known(*this);
   at::Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode grad(true);
     loss = closure();
   }
   auto& state = *state_;
-  copy_options(param_groups_, *state.local);
+  copy_options(param_groups_, state.local->param_groups());
   // Some rank may still read the values that are about to change.
   const bool shared =
       std::any_of(state.buffers.begin(), state.buffers.end(), [](const auto& b) { return b->shared(); });
@@ -173,14 +232,17 @@ bool OSSCore::step(GradScaler& scaler, double max_norm) {
 }
 
 OptimizerState OSSCore::state_dict(const torch::nn::Module& module, std::optional<int> recipient) const {
+  state_->require_known(*this);
   return gather_state(state_->group, state_->pieces(module), *state_->local, recipient);
 }
 
 void OSSCore::load_state_dict(const torch::nn::Module& module, const OptimizerState& state) {
+  state_->require_known(*this);
   load_state(state_->group.rank(), state_->pieces(module), *state_->local, state);
 }
 
 double OSSCore::clip_grad_norm(double max_norm, double norm_type) {
+  state_->require_known(*this);
   const auto gradients = state_->own_gradients();
   const auto label = state_->label("norm of the gradients");
   double norm = 0;
@@ -197,20 +259,23 @@ double OSSCore::clip_grad_norm(double max_norm, double norm_type) {
 
 std::vector<std::vector<at::Tensor>> OSSCore::partition() const {
   std::vector<std::vector<at::Tensor>> shares(state_->group.size());
-  for (size_t i = 0; i < state_->parameters.size(); ++i) shares[state_->owners[i]].push_back(state_->parameters[i]);
+  for (size_t i = 0; i < state_->shares.parameters.size(); ++i)
+    shares[state_->shares.owners[i]].push_back(state_->shares.parameters[i]);
   return shares;
 }
 
 int OSSCore::param_to_rank(const at::Tensor& parameter) const {
-  const auto place = state_->places.find(parameter.unsafeGetTensorImpl());
-  if (place == state_->places.end()) throw UsageError("OSS: not one of the trainable parameters of this optimizer");
-  return state_->owners[place->second];
+  const auto place = state_->shares.places.find(parameter.unsafeGetTensorImpl());
+  if (place == state_->shares.places.end())
+    throw UsageError("OSS: not one of the trainable parameters of this optimizer");
+  return state_->shares.owners[place->second];
 }
 
 size_t OSSCore::param_to_index(const at::Tensor& parameter) const {
-  const auto place = state_->places.find(parameter.unsafeGetTensorImpl());
-  if (place == state_->places.end()) throw UsageError("OSS: not one of the trainable parameters of this optimizer");
-  return state_->indices[place->second];
+  const auto place = state_->shares.places.find(parameter.unsafeGetTensorImpl());
+  if (place == state_->shares.places.end())
+    throw UsageError("OSS: not one of the trainable parameters of this optimizer");
+  return state_->shares.indices[place->second];
 }
 
 std::vector<at::Tensor> OSSCore::local_params() const {

@@ -7,29 +7,41 @@
 
 #include "engine/parameter_buffer.h"
 #include "engine/sharded_state.h"
+#include "optim/param_groups.h"
 #include "shoal/strategy/zero/oss.h"
 
 namespace shoal {
+
+// The trainable parameters and who owns them.
+struct OSSShares {
+  std::vector<at::Tensor> parameters{};
+  std::vector<size_t> indices{};  // their places among all parameters of all param groups
+  std::vector<size_t> param_groups{};
+  std::vector<int> owners{};
+  std::unordered_map<const c10::TensorImpl*, size_t> places{};
+};
 
 struct OSSCore::State {
   Factory make;
   Group group;
   OSSOptions options;
-  std::vector<at::Tensor> parameters{};  // the trainable ones
-  std::vector<size_t> indices{};         // their places among all parameters of all param groups
-  std::vector<size_t> param_groups{};
-  std::vector<int> owners{};
-  std::unordered_map<const c10::TensorImpl*, size_t> places{};
+  OSSShares shares{};
   std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
   std::unique_ptr<torch::optim::Optimizer> local{};         // its param groups match the whole optimizer's
+  KnownParameters known{};
   int64_t step = 0;
 
   Label label(const char* what) const { return {step, -1, what}; }
 
-  // Returns those that are new.
-  std::vector<at::Tensor> list(const ParamGroups& groups);
+  // UsageError unless the whole optimizer's groups have the parameters that shares were made of.
+  void require_known(const torch::optim::Optimizer& whole) const;
+  // Those that are in `shares` keep their owner.
+  OSSShares share(const ParamGroups& groups) const;
+  // This rank's part of them, with the options of the groups.
+  ParamGroups own_part(const ParamGroups& groups, const OSSShares& of) const;
+  // The new shares and the optimizer of this rank's; what it had keeps its state.
+  void take(OSSShares fresh, std::unique_ptr<torch::optim::Optimizer> optimizer);
   void fill_buffers();
-  void make_local(const ParamGroups& groups);
   std::vector<at::Tensor> own_gradients() const;
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const;
   // Every rank gets every share.

@@ -52,11 +52,17 @@ class OSSCore : public torch::optim::Optimizer {
   double clip_grad_norm(double max_norm, double norm_type = 2);
 
   // After requires_grad of parameters has changed: those that are frozen leave the shares and lose their state, those
-  // that are trainable join. The others keep their owner and their state. Collective.
+  // that are trainable join. The others keep their owner and their state. UsageError for param groups that have come
+  // through torch::optim::Optimizer&. Collective.
   void refresh_trainable();
 
-  // Further parameters; the group's options are completed by the defaults. Collective.
+  // Further parameters, rank 0's values of which count; the group's options become what the local optimizer makes of
+  // them. UsageError for a parameter that is there already, and for options that the local optimizer refuses;
+  // DisagreeError for other groups on other ranks; nothing has changed then, on any rank. Collective. What comes
+  // through torch::optim::Optimizer& instead, whose add_param_group is not virtual, is refused by the next step().
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
+  // UsageError: take add_param_group.
+  [[noreturn]] void add_parameters(const std::vector<at::Tensor>& parameters);
 
   // Unscales this rank's gradients and looks for inf and NaN; if no rank has any, clips them to `max_norm` (0: does
   // not) and steps. Updates the scaler. Returns whether it stepped. Collective.
@@ -67,6 +73,10 @@ class OSSCore : public torch::optim::Optimizer {
   OptimizerState state_dict(const torch::nn::Module& module, std::optional<int> recipient = std::nullopt) const;
   // Every rank gives the whole state, whatever strategy and number of ranks it comes from. See load_optimizer_state.
   void load_state_dict(const torch::nn::Module& module, const OptimizerState& state);
+  // For torch::save and torch::load. UsageError: a rank has no more than its own share; take shoal::save and
+  // shoal::load (shoal/engine/checkpoint.h), or state_dict() and load_state_dict().
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 
   // Who owns what. Trainable parameters only.
   std::vector<std::vector<at::Tensor>> partition() const;    // by rank of the group
@@ -81,6 +91,10 @@ class OSSCore : public torch::optim::Optimizer {
   struct State;
 
  private:
+  // Makes shares of these groups, which are as the caller gave them from number `given` on. What it refuses changes
+  // nothing. Collective.
+  void rebuild(ParamGroups groups, size_t given);
+
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
   std::unique_ptr<State> state_;
 };
@@ -103,7 +117,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, 
 // become private again with the destructor.
 //
 // Constructor: collective. The ranks' parameters must agree in number, shape, dtype and options (DisagreeError);
-// rank 0's values count. UsageError for a parameter in two param groups, and for options out of range.
+// rank 0's values count. UsageError for a parameter in two param groups, for what the local optimizer refuses, for
+// L-BFGS and for options out of range.
 template <class Local>
 class OSS : public OSSCore {
  public:

@@ -1,0 +1,135 @@
+#include "optim/named_options.h"
+
+#include <c10/util/Type.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/serialize.h>
+
+#include <map>
+#include <optional>
+#include <sstream>
+#include <typeinfo>
+#include <vector>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+
+using Json = nlohmann::json;
+using torch::optim::OptimizerOptions;
+
+namespace {
+
+using Values = std::map<std::string, c10::IValue>;
+
+torch::serialize::InputArchive reread(torch::serialize::OutputArchive& written) {
+  std::stringstream stream;
+  written.save_to(stream);
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  return archive;
+}
+
+// None where they do not say (libtorch's base class throws).
+std::optional<Values> values_of(const OptimizerOptions& options) {
+  torch::serialize::OutputArchive written;
+  try {
+    options.serialize(written);
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+  auto archive = reread(written);
+  Values values;
+  for (const auto& key : archive.keys()) archive.read(key, values[key]);
+  return values;
+}
+
+Json to_json(const c10::IValue& value) {
+  if (value.isDouble()) return value.toDouble();
+  if (value.isInt()) return value.toInt();
+  if (value.isBool()) return value.toBool();
+  if (value.isString()) return value.toStringRef();
+  if (value.isNone()) return nullptr;
+  if (!value.isTuple()) return fmt::format("a {}", value.tagKind());
+  auto list = Json::array();
+  for (const auto& element : value.toTupleRef().elements()) list.push_back(to_json(element));
+  return list;
+}
+
+// Of the kind that `like` has; none: it cannot be. What is None now may become a number or a text.
+std::optional<c10::IValue> from_json(const Json& value, const c10::IValue& like) {
+  if (like.isDouble() && value.is_number()) return c10::IValue(value.get<double>());
+  if (like.isNone() && value.is_number_float()) return c10::IValue(value.get<double>());
+  if ((like.isInt() || like.isNone()) && value.is_number_integer()) return c10::IValue(value.get<int64_t>());
+  if (like.isBool() && value.is_boolean()) return c10::IValue(value.get<bool>());
+  if ((like.isString() || like.isNone()) && value.is_string()) return c10::IValue(value.get<std::string>());
+  if (value.is_null() && !like.isTuple()) return c10::IValue();
+  if (!like.isTuple() || !value.is_array() || value.size() != like.toTupleRef().elements().size()) return std::nullopt;
+  std::vector<c10::IValue> elements;
+  for (size_t i = 0; i < value.size(); ++i) {
+    const auto element = from_json(value[i], like.toTupleRef().elements()[i]);
+    if (!element) return std::nullopt;
+    elements.push_back(*element);
+  }
+  return c10::ivalue::Tuple::create(std::move(elements));
+}
+
+[[noreturn]] void refuse(const OptimizerOptions& options, const std::string& name, const Json& value) {
+  throw UsageError(fmt::format("{} have no {} that can be {}", type_of(options), name, value.dump()));
+}
+
+}  // namespace
+
+std::string type_of(const OptimizerOptions& options) {
+  return c10::demangle(typeid(options).name());
+}
+
+Json named_options(const OptimizerOptions& options) {
+  auto named = Json::object();
+  if (const auto values = values_of(options)) {
+    for (const auto& [name, value] : *values) named[name] = to_json(value);
+    return named;
+  }
+  try {
+    named["lr"] = options.get_lr();
+  } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): there is none
+  }
+  return named;
+}
+
+void set_options(OptimizerOptions& options, const Json& named) {
+  auto values = values_of(options);
+  if (!values) {
+    for (const auto& [name, value] : named.items()) {
+      if (name != "lr" || !value.is_number()) refuse(options, name, value);
+      options.set_lr(value.get<double>());
+    }
+    return;
+  }
+  for (const auto& [name, value] : named.items()) {
+    const auto place = values->find(name);
+    auto fresh = place == values->end() ? std::nullopt : from_json(value, place->second);
+    if (!fresh) refuse(options, name, value);
+    place->second = std::move(*fresh);
+  }
+  torch::serialize::OutputArchive written;
+  for (const auto& [name, value] : *values) written.write(name, value);
+  auto archive = reread(written);
+  const auto copy = options.clone();
+  try {
+    copy->serialize(archive);  // all or nothing
+  } catch (const c10::Error& error) {
+    throw UsageError(
+        fmt::format("{} cannot be {}: {}", type_of(options), named.dump(), error.what_without_backtrace()));
+  }
+  options.serialize(archive);
+}
+
+std::string describe(const OptimizerOptions& options) {
+  std::vector<std::string> list;
+  const auto named = named_options(options);
+  for (const auto& [name, value] : named.items()) list.push_back(name + " " + value.dump());
+  return fmt::format("{}", fmt::join(list, ", "));
+}
+
+}  // namespace shoal
