@@ -30,12 +30,13 @@ std::string Match::describe() const {
   return text;
 }
 
-Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part) {
+Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part,
+            const std::string& prefix) {
   std::map<std::string, const WantedTensor*> left;
   for (const auto& tensor : wanted) left[tensor.name] = &tensor;
   Match result;
   for (const auto& [name, tensor] : reader.index().tensors) {
-    if (tensor.part != part) continue;
+    if (tensor.part != part || !name.starts_with(prefix)) continue;
     const auto found = left.find(name);
     if (found == left.end()) {
       result.extra.push_back(name);
@@ -54,8 +55,8 @@ Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wan
 }
 
 Match require_match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, bool partial,
-                    const std::string& part) {
-  auto result = match(reader, wanted, part);
+                    const std::string& part, const std::string& prefix) {
+  auto result = match(reader, wanted, part, prefix);
   const bool nothing = result.matching.empty() && !wanted.empty();
   if (partial ? result.wrong_shape.empty() && !nothing : result.exact()) return result;
   throw UsageError(fmt::format("{} is not of this model: {}{}", reader.path().string(), result.describe(),

@@ -27,12 +27,13 @@ struct Match {
   std::string describe() const;
 };
 
-// Compares the tensors of one part of the checkpoint with what is wanted.
-Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part = "model");
+// Compares the tensors of one part of the checkpoint, those whose names begin with `prefix`, with what is wanted.
+Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part = "model",
+            const std::string& prefix = "");
 
 // The same, and UsageError with all names unless it is exact. partial: only where a shape is wrong, or nothing matches;
 // what is missing keeps its values, what is extra is not read (fine-tuning).
 Match require_match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, bool partial,
-                    const std::string& part = "model");
+                    const std::string& part = "model", const std::string& prefix = "");
 
 }  // namespace shoal

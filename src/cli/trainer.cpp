@@ -104,8 +104,8 @@ int64_t Trainer::resume() {
     if (group_.rank() == 0) fmt::print(stderr, "starting with what {} has of the model\n", found.path.string());
     return 0;
   }
-  // Rates are as the options say.
-  const auto loaded = load(options_.resume, *training_, {.rates = false});
+  // Param groups are as this command's options say.
+  const auto loaded = load(options_.resume, *training_, {.rates = false, .options = false});
   auto first = loaded.step;
   const auto position = nlohmann::json::parse(loaded.position, nullptr, /*allow_exceptions=*/false);
   const auto per_epoch = feed_.steps_per_epoch();
@@ -124,6 +124,7 @@ int64_t Trainer::resume() {
   if (group_.rank() == 0) {
     fmt::print(stderr, "going on after step {} of {}{}\n", first, loaded.path.string(),
                loaded.exact ? "" : fmt::format(" ({} at {} ranks)", loaded.strategy, loaded.ranks));
+    for (const auto& difference : loaded.differences) fmt::print(stderr, "{}\n", difference);
   }
   return first;
 }

@@ -3,7 +3,10 @@
 // docs/checkpoints.md has the format, which is the same for every strategy and number of ranks.
 
 #include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
 
 #include <concepts>
 #include <filesystem>
@@ -11,6 +14,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "shoal/checkpoint/checkpoint_error.h"
 #include "shoal/comm/group.h"
@@ -70,10 +74,13 @@ class TrainingState {
   ~TrainingState();
   TrainingState(TrainingState&&) noexcept;
 
-  // Belong to it as well, and must outlive it. A scaler that the strategy's optimizer has is known without. All
-  // ranks' schedules have one position.
+  // Belong to it as well, and must outlive it. A scaler that the strategy's optimizer has is known without. Schedules,
+  // libtorch's, shoal's and derived ones, come in the same order when the training goes on; their count of steps is
+  // restored, what a class derived from LRScheduler keeps beside it is not. Construct them before load(), on an
+  // optimizer with the rates that it had at first.
   TrainingState& with(GradScaler& scaler);
-  TrainingState& with(LambdaLR& schedule);
+  TrainingState& with(torch::optim::LRScheduler& schedule);
+  TrainingState& with(torch::optim::ReduceLROnPlateauScheduler& schedule);
 
   // Until no save is in the background. Throws its error. Collective.
   void wait();
@@ -112,6 +119,7 @@ struct LoadOptions {
                             // loaded: for fine-tuning
   bool model_only = false;  // all parameters and buffers, and nothing else
   bool rates = true;        // learning rates become those of the checkpoint, unless a schedule sets them
+  bool options = true;      // and so do the other options of param groups: momentum, betas, weight_decay, ...
   bool verify = true;       // compare checksums of what is read
 };
 
@@ -121,18 +129,41 @@ struct Loaded {
   int64_t step = 0;
   std::string strategy;    // that it was written by
   int ranks = 1;           // that wrote it
-  bool exact = false;      // this strategy at this number of ranks: training goes on as if it had never ended
+  bool exact = false;      // this strategy at this number of ranks, and no differences: training goes on as if it had
+                           // never ended
   std::string position{};  // that this rank has given to save(); at another number of ranks: rank 0
+  // What of param groups' options, schedules and scaler is not as it was saved, one sentence each.
+  std::vector<std::string> differences{};
 };
 
 // From a run's folder (its latest checkpoint), a checkpoint, a safetensors file, or a folder of Hugging Face's, written
 // by any strategy at any number of ranks. Each rank reads what it owns. Floating-point values are converted to the
-// dtype that they have here. Random-number state, and buffers of which ranks have their own, come back at the number of
-// ranks that saved them; else buffers are rank 0's, and random numbers go on as they were. Collective.
+// dtype that they have here. Param groups get the options that their parameters had, whichever groups these were in;
+// where that cannot be, and where LoadOptions keep them, `differences` says so (and a warning, unless it was asked
+// for). Random-number state, and buffers of which ranks have their own, come back at the number of ranks that saved
+// them; else buffers are rank 0's, and random numbers go on as they were. Collective.
 //
 // Throws on every rank: UsageError that names tensors that are missing, that nobody wants, or that have another shape,
 // and for another optimizer's state: nothing has changed then; CheckpointError for files. One that is found to be
 // damaged while parameters are read leaves them half loaded: load another.
 Loaded load(const std::filesystem::path& path, TrainingState& training, const LoadOptions& options = {});
+
+struct LoadModuleOptions {
+  bool partial = false;  // parameters and buffers that are there; others keep their values
+  std::string prefix{};  // of the names there, which the module's do not have: "chunk0.", "encoder."; what has another
+                         // is not read
+  bool verify = true;    // compare checksums of what is read
+};
+
+// Parameters and buffers alone, into a module without wrapper, optimizer and group: to evaluate what any strategy has
+// trained at any number of ranks. In place; values are converted to the dtypes that they have here. Every process that
+// calls it reads the whole; not collective. A module that a strategy has wrapped takes load() with model_only instead.
+// `path` and errors as for load().
+Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module, const LoadModuleOptions& options = {});
+template <class Module>
+Loaded load_module(const std::filesystem::path& path, const torch::nn::ModuleHolder<Module>& module,
+                   const LoadModuleOptions& options = {}) {
+  return load_module(path, *module.ptr(), options);
+}
 
 }  // namespace shoal

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "engine/checkpoint/names.h"
+#include "engine/checkpoint/options.h"
 #include "memory/views.h"
 #include "optim/state.h"
 
@@ -128,15 +129,13 @@ Json to_json(const GradScaler& scaler) {
   return {{"scale", state.scale}, {"good_steps", state.good_steps}, {"hysteresis_left", state.hysteresis_left}};
 }
 
-// By param group; none where the optimizer's options have no rate.
-Json rates_of(const torch::optim::Optimizer& optimizer) {
-  auto rates = Json::array();
-  try {
-    for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
-  } catch (const c10::Error&) {
-    return nullptr;
+// Steps of the strategy's own schedules, which have one position, or of the first companion.
+Json position_of(const CheckpointView& view, const Companions& companions) {
+  if (!view.schedules.empty()) return view.schedules.front()->position();
+  for (const auto& schedule : companions.schedules) {
+    if (auto* const* counting = std::get_if<torch::optim::LRScheduler*>(&schedule)) return steps_of(**counting);
   }
-  return rates;
+  return nullptr;
 }
 
 std::vector<std::pair<std::string, at::Tensor>> random_states(const CheckpointView& view) {
@@ -182,15 +181,15 @@ CheckpointContents contents_of(CheckpointSource& source, const Group& group, con
     contents.slices.push_back(whole_slice(names::carried_tensor(name), tensor.detach(), names::strategy_part));
   }
   if (!options.position.empty()) contents.rank_state[names::position] = options.position;
-  // A decentralised rank's scaler is its own.
+  // A decentralised rank's are its own.
   auto& shared = source.peers() ? contents.rank_state : contents.global_state;
   const auto* scaler = view.scaler != nullptr ? view.scaler : companions.scaler;
   if (scaler != nullptr) shared[names::scaler] = to_json(*scaler);
-  if (!view.rates.empty()) {
-    if (auto rates = rates_of(*view.rates.front()); !rates.is_null()) contents.global_state[names::rates] = rates;
+  if (auto groups = stored_options(view); !groups.is_null()) shared[names::param_groups] = std::move(groups);
+  if (const auto steps = position_of(view, companions); !steps.is_null()) {
+    contents.global_state[names::schedule] = steps;
   }
-  const auto* schedule = view.schedules.empty() ? companions.schedule : view.schedules.front();
-  if (schedule != nullptr) contents.global_state[names::schedule] = schedule->position();
+  for (const auto& schedule : companions.schedules) shared[names::schedules].push_back(state_of(schedule));
   return contents;
 }
 

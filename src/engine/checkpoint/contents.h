@@ -1,7 +1,10 @@
 #pragma once
 // A training as named slices.
 
+#include <vector>
+
 #include "checkpoint/saver.h"
+#include "engine/checkpoint/schedule.h"
 #include "engine/checkpoint/source.h"
 
 namespace shoal {
@@ -9,7 +12,7 @@ namespace shoal {
 // What belongs to a training beside its strategy.
 struct Companions {
   GradScaler* scaler = nullptr;
-  LambdaLR* schedule = nullptr;
+  std::vector<Schedule> schedules{};
 };
 
 // What this rank gives. Tensors are the training's own, so that a save copies them or has to end before they change.

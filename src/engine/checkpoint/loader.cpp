@@ -28,6 +28,9 @@ auto parsed(const CheckpointReader& reader, const char* entry, const Act& act) {
   } catch (const Json::exception&) {
     throw CheckpointError(
         fmt::format("{}: the entry \"{}\" of its state is not what shoal writes", reader.path().string(), entry));
+  } catch (const UsageError& error) {
+    throw CheckpointError(
+        fmt::format("{}: the entry \"{}\" of its state does not fit: {}", reader.path().string(), entry, error.what()));
   }
 }
 
@@ -164,6 +167,7 @@ NamedState TrainingLoader::read_state(const StatePiece& piece) const {
 
 void TrainingLoader::read_optimizers() {
   if (model_only()) return;
+  read_options();
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
       if (piece.owner != share.rank || !piece.updated.defined() || share.local == nullptr) continue;
@@ -196,23 +200,92 @@ void TrainingLoader::read_model() const {
   }
 }
 
-void TrainingLoader::restore(GradScaler* scaler) const {
+const Json* TrainingLoader::shared_entry(const char* name) const {
   const auto& index = reader_.index();
-  const auto* state = &index.global_state;
-  if (!state->contains(names::scaler)) state = &index.rank_states.at(exact_ ? rank_ : 0);
-  const auto entry = state->find(names::scaler);
-  const bool there = entry != state->end();
-  if (there != (scaler != nullptr)) {
-    TORCH_WARN(reader_.path().string(), there ? " has the state of a loss scaler, which this training has not"
-                                              : " has no state of a loss scaler; it starts anew");
+  const auto find = [&](const Json& state) {
+    const auto entry = state.find(name);
+    return entry == state.end() ? nullptr : &*entry;
+  };
+  if (const auto* entry = find(index.global_state)) return entry;
+  return index.rank_states.empty() ? nullptr : find(index.rank_states.at(exact_ ? rank_ : 0));
+}
+
+void TrainingLoader::restore(GradScaler* scaler) {
+  const auto* entry = shared_entry(names::scaler);
+  if ((entry != nullptr) != (scaler != nullptr)) {
+    differences_.emplace_back(entry != nullptr
+                                  ? "the checkpoint has the state of a loss scaler, which this training has not"
+                                  : "the checkpoint has no state of a loss scaler; it starts anew");
     return;
   }
-  if (!there) return;
+  if (entry == nullptr) return;
   scaler->load(parsed(reader_, names::scaler, [&] {
     return GradScalerState{.scale = entry->at("scale").get<double>(),
                            .good_steps = entry->at("good_steps").get<int64_t>(),
                            .hysteresis_left = entry->at("hysteresis_left").get<int64_t>()};
   }));
+}
+
+void TrainingLoader::read_options() {
+  const auto* entry = shared_entry(names::param_groups);
+  if (entry == nullptr) return;
+  parsed(reader_, names::param_groups, [&] {
+    param_groups_.emplace(view_, *entry);
+    return 0;
+  });
+}
+
+// Of a checkpoint that has no other options.
+void TrainingLoader::restore_rates() {
+  const auto& global = reader_.index().global_state;
+  if (param_groups_ || !global.contains(names::rates)) return;
+  const auto rates = parsed(reader_, names::rates, [&] { return global[names::rates].get<std::vector<double>>(); });
+  differences_.emplace_back("the checkpoint has no options of param groups but learning rates; they keep the others");
+  for (auto* optimizer : view_.optimizers) {
+    auto& groups = optimizer->param_groups();
+    if (rates.size() != groups.size()) {
+      differences_.push_back(fmt::format("the checkpoint has rates of {} param groups, here are {}; they keep theirs",
+                                         rates.size(), groups.size()));
+      continue;
+    }
+    for (size_t i = 0; options_.rates && i < groups.size(); ++i) {
+      groups[i].options().set_lr(rates[i]);
+    }
+  }
+}
+
+void TrainingLoader::restore(const std::vector<Schedule>& companions) {
+  const auto& global = reader_.index().global_state;
+  const auto* states = shared_entry(names::schedules);
+  const bool has_steps = global.contains(names::schedule);
+  const auto steps = [&] {
+    return parsed(reader_, names::schedule, [&] { return global[names::schedule].get<int64_t>(); });
+  };
+  const auto starts_anew = [&](const char* which) {
+    differences_.push_back(fmt::format("the checkpoint has no state of {}, which starts anew", which));
+  };
+  for (auto* schedule : view_.schedules) {
+    if (has_steps) schedule->set_position(steps());
+  }
+  if (!view_.schedules.empty() && !has_steps) starts_anew("the strategy's schedule");
+  const auto stored = states != nullptr && states->is_array() ? states->size() : 0;
+  for (size_t i = 0; i < companions.size(); ++i) {
+    auto* const* counting = std::get_if<torch::optim::LRScheduler*>(&companions[i]);
+    if (i < stored && (*states)[i].contains("steps") == (counting != nullptr)) {
+      parsed(reader_, names::schedules, [&] {
+        load_state(companions[i], (*states)[i]);
+        return 0;
+      });
+    } else if (counting != nullptr && has_steps && stored == 0) {
+      set_steps(**counting, steps());
+    } else {
+      starts_anew(counting != nullptr ? "a schedule" : "a ReduceLROnPlateauScheduler");
+    }
+  }
+  if (stored > companions.size() || (has_steps && companions.empty() && view_.schedules.empty())) {
+    differences_.push_back(fmt::format("the checkpoint has the state of {} schedules, this training {}: see with()",
+                                       std::max<size_t>(stored, 1), companions.size()));
+  }
 }
 
 void TrainingLoader::restore_random_numbers() const {
@@ -239,21 +312,18 @@ void TrainingLoader::finish(const Companions& companions) {
   }
   fresh_.clear();
   restore(view_.scaler != nullptr ? view_.scaler : companions.scaler);
-  const auto& global = reader_.index().global_state;
-  if (options_.rates && global.contains(names::rates)) {
-    const auto rates = parsed(reader_, names::rates, [&] { return global[names::rates].get<std::vector<double>>(); });
-    for (auto* optimizer : view_.rates) {
-      auto& groups = optimizer->param_groups();
-      for (size_t i = 0; i < groups.size() && rates.size() == groups.size(); ++i) groups[i].options().set_lr(rates[i]);
-    }
-  }
-  auto schedules = view_.schedules;
-  if (companions.schedule != nullptr) schedules.push_back(companions.schedule);
-  if (!schedules.empty() && global.contains(names::schedule)) {
-    const auto position = parsed(reader_, names::schedule, [&] { return global[names::schedule].get<int64_t>(); });
-    for (auto* schedule : schedules) schedule->set_position(position);
-  }
+  if (param_groups_) param_groups_->apply(options_.rates, options_.options);
+  restore_rates();
+  restore(companions.schedules);  // sets rates once more
   restore_random_numbers();
+}
+
+std::vector<std::string> TrainingLoader::differences() const {
+  auto all = differences_;
+  if (param_groups_) {
+    for (auto& difference : param_groups_->differences()) all.push_back(std::move(difference));
+  }
+  return all;
 }
 
 }  // namespace shoal

@@ -2,16 +2,19 @@
 // A checkpoint's values into a training.
 
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/reader.h"
 #include "engine/checkpoint/contents.h"
+#include "engine/checkpoint/options.h"
 
 namespace shoal {
 
-// One load, as one rank sees it: check(), read_optimizers(), read_model(), finish(), in this order. None is collective.
+// One load, as one rank sees it: check(), read_optimizers(), read_model(), finish(), in this order, then differences().
+// None is collective.
 class TrainingLoader {
  public:
   // exact: the same strategy wrote it at the same number of ranks.
@@ -26,6 +29,8 @@ class TrainingLoader {
   void read_model() const;
   // Optimizers get their state, the companions theirs, and random numbers.
   void finish(const Companions& companions);
+  // What is not as it was saved, one sentence each.
+  std::vector<std::string> differences() const;
 
  private:
   using FreshState = std::unique_ptr<torch::optim::OptimizerParamState>;
@@ -39,7 +44,12 @@ class TrainingLoader {
   at::Tensor read_field(const StatePiece& piece, const std::string& common) const;
   NamedState read_state(const StatePiece& piece) const;
   std::map<std::string, double> numbers_of(const std::string& parameter) const;
-  void restore(GradScaler* scaler) const;
+  // An entry of the state that is rank 0's, or where ranks diverge each one's own.
+  const nlohmann::json* shared_entry(const char* name) const;
+  void restore(GradScaler* scaler);
+  void read_options();
+  void restore_rates();
+  void restore(const std::vector<Schedule>& companions);
   void restore_random_numbers() const;
 
   const CheckpointReader& reader_;
@@ -51,6 +61,8 @@ class TrainingLoader {
   LoadOptions options_;
   std::map<std::string, std::vector<std::string>> fields_;  // by parameter
   std::vector<std::pair<std::pair<torch::optim::Optimizer*, void*>, FreshState>> fresh_;
+  std::optional<OptionsLoader> param_groups_;
+  std::vector<std::string> differences_;
 };
 
 }  // namespace shoal

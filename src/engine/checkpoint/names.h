@@ -20,9 +20,11 @@ constexpr const char* numbers = "optimizer";  // {PARAMETER: {FIELD: number}}, w
 constexpr const char* position = "position";
 constexpr const char* carried = "strategy";
 constexpr const char* trained = "trained";  // names of the parameters that optimizers update
-constexpr const char* rates = "rates";      // by param group
+constexpr const char* param_groups = "param_groups";  // [{"parameters": names, "type": of the options, "options": ...}]
+constexpr const char* rates = "rates";  // by param group; in checkpoints of before there were param_groups
 constexpr const char* scaler = "scaler";
-constexpr const char* schedule = "schedule";  // position
+constexpr const char* schedule = "schedule";    // steps of the strategy's own schedules, else of the first companion
+constexpr const char* schedules = "schedules";  // of the companions, one object each
 
 inline std::string state_tensor(const std::string& parameter, const std::string& field) {
   return fmt::format("optimizer.{}.{}", parameter, field);

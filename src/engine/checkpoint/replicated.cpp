@@ -21,7 +21,7 @@ class ReplicatedSource : public CheckpointSource {
   CheckpointView view() override {
     CheckpointView view;
     view.shares.push_back({.pieces = pieces_of(optimizer_, *module_), .local = &optimizer_, .everywhere = true});
-    view.rates = {&optimizer_};
+    view.optimizers = {&optimizer_};
     add_rest(view, *module_);
     return view;
   }

@@ -7,9 +7,10 @@
 namespace shoal {
 
 CheckpointView ShardedSource::view() {
+  state_.require_known(optimizer_.param_groups());
   CheckpointView view;
   view.shares.push_back({.pieces = state_.state_pieces(), .rank = state_.group.rank(), .local = state_.local.get()});
-  view.rates = {&optimizer_};
+  view.optimizers = {&optimizer_};
   view.scaler = state_.scaler ? &*state_.scaler : nullptr;
   add_others(view);
   return view;

@@ -26,7 +26,7 @@ struct CheckpointView {
   std::vector<Share> shares;
   std::vector<NamedSlice> rest;     // of frozen parameters
   std::vector<NamedSlice> buffers;  // and the like: each rank's own; rank 0's count for other numbers of ranks
-  std::vector<torch::optim::Optimizer*> rates;  // whose param groups have the same rates on all ranks
+  std::vector<torch::optim::Optimizer*> optimizers;  // whose param groups' options belong to it
   std::vector<LambdaLR*> schedules;             // of the strategy's own
   GradScaler* scaler = nullptr;
 };

@@ -71,8 +71,13 @@ TrainingState& TrainingState::with(GradScaler& scaler) {
   return *this;
 }
 
-TrainingState& TrainingState::with(LambdaLR& schedule) {
-  state_->companions.schedule = &schedule;
+TrainingState& TrainingState::with(torch::optim::LRScheduler& schedule) {
+  state_->companions.schedules.emplace_back(&schedule);
+  return *this;
+}
+
+TrainingState& TrainingState::with(torch::optim::ReduceLROnPlateauScheduler& schedule) {
+  state_->companions.schedules.emplace_back(&schedule);
   return *this;
 }
 
@@ -136,6 +141,12 @@ Loaded load(const std::filesystem::path& path, TrainingState& training, const Lo
     loader.finish(training.state().companions);
   });
   source.end_load(past);
+  loaded.differences = loader.differences();
+  loaded.exact = loaded.exact && loaded.differences.empty();
+  for (const auto& difference : loaded.differences) {
+    const bool asked_for = !options.rates || !options.options;
+    if (!asked_for && group.rank() == 0) TORCH_WARN(reader.path().string(), ": ", difference);
+  }
   return loaded;
 }
 

@@ -28,7 +28,7 @@ class DecentralizedSource : public CheckpointSource {
     CheckpointView view;
     for (auto& bucket : state_.buckets) {
       view.shares.push_back({.pieces = pieces_of(*bucket.optimizer, *state_.module), .local = bucket.optimizer.get()});
-      view.rates.push_back(bucket.optimizer.get());
+      view.optimizers.push_back(bucket.optimizer.get());
       if (auto* schedule = dynamic_cast<LambdaLR*>(bucket.schedule.get())) view.schedules.push_back(schedule);
     }
     if (state_.buckets.empty()) view.shares.push_back({.pieces = fresh_pieces()});

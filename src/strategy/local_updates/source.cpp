@@ -27,7 +27,7 @@ class LocalUpdatesSource : public CheckpointSource {
   CheckpointView view() override {
     CheckpointView view;
     view.shares.push_back({.pieces = pieces_of(state_.optimizer, *state_.module), .local = &state_.optimizer});
-    view.rates = {&state_.optimizer};
+    view.optimizers = {&state_.optimizer};
     add_rest(view, *state_.module);
     return view;
   }

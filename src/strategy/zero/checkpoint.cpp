@@ -23,10 +23,11 @@ class OSSSource : public CheckpointSource {
   std::string strategy() const override { return strategy_; }
   Group group() override { return state_.group; }
   CheckpointView view() override {
+    state_.require_known(optimizer_);
     CheckpointView view;
     view.shares.push_back(
         {.pieces = state_.pieces(*module_), .rank = state_.group.rank(), .local = state_.local.get()});
-    view.rates = {&optimizer_};
+    view.optimizers = {&optimizer_};
     add_rest(view, *module_);
     return view;
   }

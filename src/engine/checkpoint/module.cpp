@@ -1,0 +1,39 @@
+// A checkpoint's parameters and buffers in a bare module.
+
+#include <torch/utils.h>
+
+#include "checkpoint/match.h"
+#include "checkpoint/reader.h"
+#include "module/walk.h"
+#include "shoal/engine/checkpoint.h"
+#include "shoal/module/deferred_init.h"
+
+namespace shoal {
+
+Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module, const LoadModuleOptions& options) {
+  const torch::NoGradGuard no_grad;
+  const CheckpointReader reader(path, options.verify);
+  auto tensors = walk(module, {});
+  auto& list = tensors.parameters;
+  list.insert(list.end(), tensors.buffers.begin(), tensors.buffers.end());
+  std::vector<WantedTensor> wanted;
+  for (const auto& entry : list) wanted.push_back({options.prefix + entry.name, entry.tensor.sizes().vec()});
+  require_match(reader, wanted, options.partial, "model", options.prefix);
+  for (const auto& entry : list) {
+    const auto name = options.prefix + entry.name;
+    materialize({entry.tensor});
+    if (!reader.index().tensors.contains(name)) continue;
+    const auto values = entry.tensor.detach();
+    const bool convert = values.is_floating_point() && at::isFloatingType(reader.tensor(name).dtype);
+    reader.read(name, {0, values.numel()}, values, {.order = {}, .convert = convert});
+  }
+  const auto& index = reader.index();
+  Loaded loaded;
+  loaded.path = reader.path();
+  loaded.step = index.step;
+  loaded.strategy = index.strategy;
+  loaded.ranks = index.world_size;
+  return loaded;
+}
+
+}  // namespace shoal

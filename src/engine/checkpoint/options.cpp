@@ -1,0 +1,141 @@
+#include "engine/checkpoint/options.h"
+
+#include <fmt/format.h>
+
+#include <map>
+
+#include "optim/named_options.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+using Json = nlohmann::json;
+using torch::optim::OptimizerParamGroup;
+
+constexpr const char* parameters_entry = "parameters";
+constexpr const char* type_entry = "type";
+constexpr const char* options_entry = "options";
+constexpr const char* rate = "lr";
+
+using Names = std::map<const c10::TensorImpl*, std::string>;
+
+// Of the parameters that are updated.
+Names names_of(const CheckpointView& view) {
+  Names names;
+  for (const auto& share : view.shares) {
+    for (const auto& piece : share.pieces) names.emplace(piece.parameter.unsafeGetTensorImpl(), piece.name);
+  }
+  return names;
+}
+
+std::vector<std::string> names_in(const OptimizerParamGroup& group, const Names& names) {
+  std::vector<std::string> list;
+  for (const auto& parameter : group.params()) {
+    const auto name = names.find(parameter.unsafeGetTensorImpl());
+    if (name != names.end()) list.push_back(name->second);
+  }
+  return list;
+}
+
+bool same_kind(const OptimizerParamGroup& group, const Json& stored) {
+  return stored.at(type_entry).get<std::string>() == type_of(group.options());
+}
+
+// What the options have, too.
+Json taken(const OptimizerParamGroup& group, const Json& stored, bool rates, bool others) {
+  const auto here = named_options(group.options());
+  const bool kin = same_kind(group, stored);
+  auto named = Json::object();
+  for (const auto& [name, value] : stored.at(options_entry).items()) {
+    if (here.contains(name) && (name == rate ? rates : others && kin)) named[name] = value;
+  }
+  return named;
+}
+
+}  // namespace
+
+Json stored_options(const CheckpointView& view) {
+  const auto names = names_of(view);
+  auto list = Json::array();
+  for (const auto* optimizer : view.optimizers) {
+    for (const auto& group : optimizer->param_groups()) {
+      list.push_back({{parameters_entry, names_in(group, names)},
+                      {type_entry, type_of(group.options())},
+                      {options_entry, named_options(group.options())}});
+    }
+  }
+  return list.empty() ? Json() : list;
+}
+
+OptionsLoader::OptionsLoader(const CheckpointView& view, const Json& stored) : stored_(stored) {
+  std::map<std::string, const Json*> by_parameter;
+  for (const auto& group : stored_) {
+    if (!group.at(options_entry).is_object()) throw UsageError("options have names");
+    for (const auto& name : group.at(parameters_entry)) by_parameter[name.get<std::string>()] = &group;
+  }
+  const auto equal = [](const Json& a, const Json& b) {
+    return a.at(type_entry) == b.at(type_entry) && a.at(options_entry) == b.at(options_entry);
+  };
+  const auto names = names_of(view);
+  size_t number = 0;
+  for (auto* optimizer : view.optimizers) {
+    for (auto& group : optimizer->param_groups()) {
+      const auto list = names_in(group, names);
+      Match match{fmt::format("param group {}", number++), &group, nullptr};
+      if (list.empty()) continue;
+      const auto first = by_parameter.find(list.front());
+      if (first != by_parameter.end()) match.stored = first->second;
+      for (const auto& name : list) {
+        const auto found = by_parameter.find(name);
+        if (match.stored == nullptr || found == by_parameter.end() || !equal(*found->second, *match.stored)) {
+          match.stored = nullptr;
+        }
+      }
+      if (match.stored != nullptr) {
+        const auto copy = group.options().clone();
+        set_options(*copy, taken(group, *match.stored, true, true));
+      }
+      matches_.push_back(std::move(match));
+    }
+  }
+}
+
+void OptionsLoader::apply(bool rates, bool others) const {
+  for (const auto& match : matches_) {
+    if (match.stored == nullptr) continue;
+    set_options(match.group->options(), taken(*match.group, *match.stored, rates, others));
+  }
+}
+
+std::vector<std::string> OptionsLoader::differences() const {
+  std::vector<std::string> list;
+  for (const auto& match : matches_) {
+    if (match.stored == nullptr) {
+      list.push_back(
+          fmt::format("{}: its parameters had different options in the checkpoint; it keeps its own", match.name));
+      continue;
+    }
+    if (!same_kind(*match.group, *match.stored)) {
+      list.push_back(fmt::format("{}: it has {}, in the checkpoint {}; no more than the learning rate is taken",
+                                 match.name, type_of(match.group->options()),
+                                 match.stored->at(type_entry).get<std::string>()));
+      continue;
+    }
+    const auto here = named_options(match.group->options());
+    const auto& there = match.stored->at(options_entry);
+    for (const auto& [name, value] : there.items()) {
+      if (here.contains(name) && here[name] == value) continue;
+      list.push_back(fmt::format("{}: {} is {}, in the checkpoint {}", match.name, name,
+                                 here.contains(name) ? here[name].dump() : "unknown", value.dump()));
+    }
+    for (const auto& [name, value] : here.items()) {
+      if (there.contains(name)) continue;
+      list.push_back(
+          fmt::format("{}: {} is {}, of which the checkpoint knows nothing", match.name, name, value.dump()));
+    }
+  }
+  return list;
+}
+
+}  // namespace shoal
