@@ -43,6 +43,7 @@ class Bucket {
   at::Tensor kept() const { return apart_.defined() ? apart_ : payload(kept_range_); }
   const Range& kept_range() const { return kept_range_; }
   at::Tensor& flat() { return flat_; }
+  const at::Tensor& flat() const { return flat_; }
   at::Tensor payload(const Range& range) const { return flat_.narrow(0, range.begin, range.size()); }
   const at::Tensor& view(size_t place) const { return views_[place]; }  // gradient of members()[place]
   Facts& facts() { return facts_; }

@@ -5,10 +5,12 @@
 #include <ATen/ops/convolution_backward_ops.h>
 #include <ATen/ops/convolution_ops.h>
 #include <ATen/ops/copy_ops.h>
+#include <ATen/ops/fill_ops.h>
 #include <ATen/ops/index_select_ops.h>
 #include <ATen/ops/mm_ops.h>
 #include <ATen/ops/native_layer_norm_backward_ops.h>
 #include <ATen/ops/native_layer_norm_ops.h>
+#include <ATen/ops/zero_ops.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -138,6 +140,23 @@ void tell_directly(torch::Library& library) {
   (library.impl(Ops::name, &Direct<Ops>::tell), ...);
 }
 
+// Whether the memory's user has zeroed it itself.
+bool zeroed_by_user(const at::Tensor& tensor) {
+  if (!tensor.is_non_overlapping_and_dense() || tensor.nbytes() != tensor.storage().nbytes()) return false;
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  auto* user = Users::instance().find(storage);
+  return user != nullptr && user->zero(storage);
+}
+
+at::Tensor& tell_of_zero(c10::DispatchKeySet keys, at::Tensor& self) {
+  return zeroed_by_user(self) ? self : Direct<at::_ops::zero_>::tell(keys, self);
+}
+
+at::Tensor& tell_of_fill(c10::DispatchKeySet keys, at::Tensor& self, const at::Scalar& value) {
+  const bool zero = !value.isSymbolic() && value.equal(0);
+  return zero && zeroed_by_user(self) ? self : Direct<at::_ops::fill__Scalar>::tell(keys, self, value);
+}
+
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&tell>());
 }
@@ -145,37 +164,19 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
 // Operators that touch no memory: those that make views or change what is known of a tensor, and those that consist of
 // other operators, which are told of.
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
-  for (const auto* name : {"alias",
-                           "as_strided",
-                           "conv1d",
-                           "conv2d",
-                           "conv3d",
-                           "data",
-                           "detach",
-                           "expand",
-                           "layer_norm",
-                           "linear",
-                           "matmul",
-                           "narrow",
-                           "permute",
-                           "requires_grad_",
-                           "reshape",
-                           "resolve_conj",
-                           "resolve_neg",
-                           "select.int",
-                           "set_data",
-                           "slice.Tensor",
-                           "split.Tensor",
-                           "squeeze.dim",
-                           "t",
-                           "transpose.int",
-                           "unsqueeze",
-                           "view",
-                           "_has_compatible_shallow_copy_type"}) {
+  for (const auto* name :
+       {"alias",          "as_strided",   "conv1d",       "conv2d",      "conv3d",
+        "data",           "detach",       "detach_",      "empty_like",  "expand",
+        "layer_norm",     "linear",       "matmul",       "narrow",      "permute",
+        "requires_grad_", "reshape",      "resolve_conj", "resolve_neg", "select.int",
+        "set_data",       "slice.Tensor", "split.Tensor", "squeeze.dim", "t",
+        "transpose.int",  "unsqueeze",    "view",         "zeros_like",  "_has_compatible_shallow_copy_type"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
   }
   // What layers do with their parameters.
   using namespace at::_ops;
+  library.impl("zero_", &tell_of_zero);
+  library.impl("fill_.Scalar", &tell_of_fill);
   tell_directly<addmm, convolution, convolution_backward, copy_, index_select, mm, native_layer_norm,
                 native_layer_norm_backward>(library);
 }
@@ -187,6 +188,10 @@ at::Tensor watchable(const at::Tensor& tensor) {
                                                          tensor.key_set() | c10::DispatchKeySet(mark), tensor.dtype());
   marked.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   return marked;
+}
+
+bool MemoryUser::zero(c10::StorageImpl*) {
+  return false;
 }
 
 void watch(c10::StorageImpl* storage, MemoryUser& user) {

@@ -24,7 +24,10 @@ class MemoryUser {
   // Before `op` runs, with all memory of this user that it takes, each once. What this throws, the operator throws
   // instead of running. May take long, and may watch and unwatch memory.
   virtual void begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) = 0;
-  // After it, also after an exception, unless begin_use threw.
+  // Instead of begin_use where the operator only zeroes all elements of `memory` (zero_, fill_ with 0): true where the
+  // user has done it, so that the operator does nothing.
+  virtual bool zero(c10::StorageImpl* memory);
+  // After begin_use, also after an exception, unless begin_use threw.
   virtual void end_use(std::span<c10::StorageImpl* const> memory) noexcept = 0;
 };
 

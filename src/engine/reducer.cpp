@@ -13,6 +13,7 @@
 #include <numeric>
 
 #include "engine/graph_walk.h"
+#include "engine/local_gradients.h"
 #include "memory/views.h"
 #include "shoal/base/error.h"
 
@@ -44,12 +45,15 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       used_(gradients_.size()),
       reached_(gradients_.size()),
       used_anywhere_(gradients_.size()),
-      summed_(gradients_.size()),
-      carried_(gradients_.size()),
+      earlier_(gradients_, buckets_, places_, options.about_sums),
       hooks_(
           checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); },
-          [this](size_t) { arriving(); }) {
+          [this](size_t gradient) { arriving(gradient); }) {
   build_as_registered();
+}
+
+Reducer::~Reducer() {
+  unmark_local_gradients();
 }
 
 // Backward meets the last registered layer first.
@@ -68,9 +72,7 @@ void Reducer::build(const std::vector<size_t>& order) {
   // Kept while gradients that lie in it move; usually none do, and then old and new never exist together.
   std::erase_if(old, [this](Bucket& bucket) {
     return std::none_of(gradients_.begin(), gradients_.end(), [&](const Gradient& gradient) {
-      const auto& grad = gradient.parameter.grad();
-      return bucket.flat().defined() && grad.defined() && grad.layout() == at::kStrided &&
-             grad.is_alias_of(bucket.flat());
+      return same_storage(gradient.parameter.grad(), bucket.flat());
     });
   });
   places_.assign(gradients_.size(), {});
@@ -91,43 +93,19 @@ void Reducer::build(const std::vector<size_t>& order) {
     std::iota(all.begin(), all.end(), 0);
     facts_ = Facts(all, group_.allocate(Facts::numel(all.size()), at::TensorOptions(at::kFloat)));
   }
-  part_summed_.assign(buckets_.size(), false);
-  carried_parts_.assign(buckets_.size(), {});
-  held_.assign(buckets_.size(), {});
+  earlier_.start();
   if (!options_.gradient_as_bucket_view) return;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (gradients_[i].parameter.grad().defined()) adopt_into_bucket(i);
   }
 }
 
-// Before autograd adds to them.
-void Reducer::set_sums_aside() {
-  const torch::NoGradGuard no_grad;
-  for (size_t i = 0; i < gradients_.size(); ++i) {
-    auto& grad = gradients_[i].parameter.mutable_grad();
-    const bool holds = summed_[i] && grad.defined();
-    summed_[i] = false;
-    if (!holds) continue;
-    carried_[i] = grad.clone();
-    grad.reset();
-  }
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (part_summed_[i]) carried_parts_[i] = buckets_[i].kept().clone();
-    part_summed_[i] = false;
-  }
-}
-
-void Reducer::drop_sums() {
-  summed_.assign(gradients_.size(), false);
-  carried_.assign(gradients_.size(), {});
-  part_summed_.assign(buckets_.size(), false);
-  carried_parts_.assign(buckets_.size(), {});
-  held_.assign(buckets_.size(), {});
-}
-
 void Reducer::expect_backward() {
   // Here rather than in backward, where activations are in memory as well.
-  if (rebuild_due_) adopt_arrival_order();
+  if (rebuild_due_) {
+    adopt_changes();
+    adopt_arrival_order();
+  }
   expected_ = true;
   holding_ = holds_back();
 }
@@ -151,11 +129,12 @@ void Reducer::inspect(const std::vector<at::Tensor>& outputs) {
 }
 
 // Before anything is accumulated, so that what earlier backwards have left can be told from what this one adds.
-void Reducer::arriving() {
+void Reducer::arriving(size_t gradient) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
   const bool stale = phase_ == Phase::local && graph_task_ != torch::autograd::get_current_graph_task_id();
   if (phase_ == Phase::idle || stale) begin_backward();
+  earlier_.set_aside(gradient);
 }
 
 void Reducer::arrived(size_t gradient) {
@@ -164,15 +143,52 @@ void Reducer::arrived(size_t gradient) {
   used_[gradient] = true;
   if (phase_ == Phase::running) {
     count_arrival(gradient);
-  } else if (options_.gradient_as_bucket_view) {
-    adopt_into_bucket(gradient);
+    return;
+  }
+  if (options_.gradient_as_bucket_view) adopt_into_bucket(gradient);
+  earlier_.added(gradient);
+  local_ = true;
+  if (gradients_[gradient].parameter.grad().defined()) mark_local(gradients_[gradient].parameter);
+}
+
+// What has become of gradients since the last backward: those that were dropped are not of the next step.
+void Reducer::adopt_changes() {
+  earlier_.adopt_changes();
+  bool some = false, left = false;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    some = some || used_[i];
+    used_[i] = used_[i] && gradients_[i].parameter.grad().defined();
+    left = left || used_[i];
+  }
+  if (some && !left) weight_.reset();
+}
+
+void Reducer::prepare_sums(const std::string& who) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  adopt_changes();
+  require_complete_sums();
+  earlier_.require_usable();
+  for (size_t i = 0; i < gradients_.size() && local_; ++i) {
+    require_no_local_gradient(gradients_[i].parameter, who, gradients_[i].name);
+  }
+  if (earlier_.unsettled()) {
+    before_writing();
+    earlier_.put_back();
+    earlier_.write_zeroes();
+  }
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (has_sum(i) || !gradients_[i].parameter.grad().defined()) continue;
+    before_writing();
+    earlier_.require_addable();
+    earlier_.adopt(i);
   }
 }
 
 void Reducer::begin_backward() {
   check_last_step();
   before_writing();
-  set_sums_aside();
+  if (!weighted_backward_) adopt_changes();
   in_backward_ = torch::autograd::get_current_graph_task_id() >= 0;
   if (weight_ && !weighted_backward_ && in_backward_) {
     throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");
@@ -256,7 +272,7 @@ void Reducer::mark_rest_ready() {
 void Reducer::adopt_into_bucket(size_t gradient) {
   auto& bucket = buckets_[places_[gradient].bucket];
   auto& grad = gradients_[gradient].parameter.mutable_grad();
-  if (bucket.sparse() || !grad.defined()) return;
+  if (bucket.sparse() || !grad.defined() || earlier_.stands_in(gradient)) return;
   bucket.acquire(group_, spare_);
   const auto& view = bucket.view(places_[gradient].index);
   if (same_view(grad, view)) return;
@@ -271,6 +287,7 @@ void Reducer::hand_over(size_t gradient) {
   const auto& view = bucket.view(places_[gradient].index);
   auto& grad = gradients_[gradient].parameter.mutable_grad();
   const double scale = 1.0 / group_.size();
+  earlier_.set_aside(gradient);
   if (!grad.defined()) {
     view.zero_();
     return;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/earlier_sums.h"
 #include "engine/exchange.h"
 #include "engine/gradient_consumer.h"
 #include "engine/gradient_hooks.h"
@@ -27,7 +28,9 @@ struct ReducerOptions {
   bool static_graph = false;
   bool leave_grad =
       true;  // grad() shows the sum where this rank keeps the whole of a gradient; else it lies in the bucket
-  bool accept_unused = false;    // parameters that no rank used are no error
+  std::string about_sums{};    // of an operator that takes a gradient whose sum is not in grad(): where it is, and what
+                               // to call; after "<operator> takes the gradient of parameter p, "
+  bool accept_unused = false;  // parameters that no rank used are no error
   size_t buckets_in_flight = 4;  // of those whose memory is needed only until they are summed up
   // How long to wait at most for one of them to come back before another leaves; none: until it does. For ranks that do
   // other things together during backward: one that used other parameters may need this rank first.
@@ -45,8 +48,8 @@ struct ReducerOptions {
 // A rank that cannot finish its step issues the rest with a weight of NaN (abandon), so that its peers do not wait.
 //
 // Where sums do not reach every rank, this rank's grad() is left only where it keeps the whole of a gradient; of one
-// that it keeps a part of, the part lies in the bucket (kept_slices). A sum that is still there when the next step
-// begins is set aside and added to the next one, since it must not be summed up again.
+// that it keeps a part of, the part lies in the bucket (Bucket::kept), and in grad() is a stand-in. A sum that is still
+// there when the next step begins is set aside and added to the next one (earlier_sums.h).
 //
 // Each rank's gradients go in scaled by 1 / ranks, so that 16-bit sums stay in range; the result is corrected by
 // ranks / weight only where weights were given.
@@ -54,6 +57,9 @@ class Reducer {
  public:
   Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
           std::unique_ptr<Exchange> exchange);
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
 
   // Whether the next backward synchronises (asked when its first gradient arrives).
   std::function<bool()> synchronises = [] { return true; };
@@ -74,8 +80,17 @@ class Reducer {
   // A backward of a loss that is a sum over `weight`; see DistributedDataParallel::backward.
   void backward(const at::Tensor& loss_sum, double weight);
 
-  // zero_grad(): what lies in grad() is the caller's to drop.
-  void drop_sums();
+  // Sums are gone, as after zero_grad().
+  void drop_sums() { earlier_.drop_all(); }
+  // Between steps, before an optimizer looks at the sums (Bucket::kept): what has been done to grad() counts, and a
+  // gradient that was set there is the sum. UsageError, on behalf of `who`, for gradients that ranks have not summed
+  // up.
+  void prepare_sums(const std::string& who);
+  // Whether there is a sum, after prepare_sums(); false: no rank has used the gradient, or it was dropped.
+  bool has_sum(size_t gradient) const { return earlier_.has_part(gradient); }
+  // See EarlierSums.
+  void spoil_sums(std::string why, bool add_only = false) { earlier_.spoil(std::move(why), add_only); }
+  void require_addable_sums() const { earlier_.require_addable(); }
   // This rank has entered a step that its peers will finish or wait for; if it does not, abandon() must follow.
   // Collective once, after the first finished step: buckets are rebuilt.
   void expect_backward();
@@ -121,27 +136,22 @@ class Reducer {
   // Between steps: as if it had been learnt here, or nothing had. The same on all ranks, like a step.
   void go_on_from(const std::optional<LearntOrder>& learnt);
 
-  // Whether any rank used the gradient in the last step, or a sum from before was added to it.
-  bool used(size_t gradient) const { return used_anywhere_[gradient]; }
-
   // For logging, see LoggingData.
   StepClock& clock() { return clock_; }
   const StepClock& clock() const { return clock_; }
   const std::vector<int64_t>& first_bucket_bytes() const { return first_bucket_bytes_; }
   std::vector<int64_t> bucket_bytes() const;
   bool rebuilt() const { return rebuilt_; }
-  // UsageError where sums are held back.
-  void require_complete_sums() const;
   std::vector<size_t> unused() const;  // gradients that no rank used in the last step
 
  private:
   enum class Phase { idle, local, running };
 
   // reducer.cpp: gradients arrive
-  void arriving();
+  void arriving(size_t gradient);
   void arrived(size_t gradient);
   void begin_backward();
-  void set_sums_aside();
+  void adopt_changes();
   void begin_step();
   void adopt_into_bucket(size_t gradient);
   void hand_over(size_t gradient);
@@ -159,6 +169,7 @@ class Reducer {
   // reducer_release.cpp: memory of buckets, and their consumer
   void release_finished(bool all = false);
   void release(size_t bucket);
+  void drop_gradients(size_t bucket);
   bool comes_in_time(Work& work);
   bool knows_means_early() const;
   void take_early(size_t bucket);
@@ -168,6 +179,7 @@ class Reducer {
   // reducer_held.cpp: sums that are held back
   PendingExchange with_held(size_t bucket, PendingExchange sum);
   void hold_back();
+  void require_complete_sums() const;
 
   // reducer_step.cpp: the end of a step
   void end_backward();
@@ -176,12 +188,14 @@ class Reducer {
   std::vector<PendingExchange> advance(std::vector<PendingExchange>& sums);
   std::string who_failed();
   void deliver_all(double weight);
-  void deliver(size_t bucket, double weight, const std::vector<bool>& carried);
+  void deliver(size_t bucket, double weight);
   void deliver_whole(size_t bucket);
+  void leave_parts(size_t bucket);
   void deliver_sparse(size_t bucket);
   void learn();
   void close_step();
   void close_abandoned_step();
+  void unmark_local_gradients();
   void adopt_arrival_order();
   void check_static_graph() const;
 
@@ -191,11 +205,7 @@ class Reducer {
   std::unique_ptr<Exchange> exchange_;
 
   std::vector<Bucket> buckets_;
-  Facts facts_;  // where they do not ride in the buckets: of all gradients
-  struct Place {
-    size_t bucket;
-    size_t index;
-  };
+  Facts facts_;                // where they do not ride in the buckets: of all gradients
   std::vector<Place> places_;  // of each gradient
   SpareMemory spare_;
   bool keeps_passing_ = false;
@@ -234,13 +244,8 @@ class Reducer {
   std::vector<bool> used_anywhere_;
   bool alike_ = true;    // in the last step all ranks used the same gradients, as far as is known
   bool patient_ = true;  // in this step no bucket was waited for in vain
-  // Sums that ranks must not add up again: in grad() where this rank keeps the whole of a gradient, in the bucket where
-  // it keeps a part; and those that were set aside.
-  std::vector<bool> summed_;       // by gradient
-  std::vector<bool> part_summed_;  // by bucket
-  std::vector<at::Tensor> carried_;
-  std::vector<at::Tensor> carried_parts_;
-  std::vector<at::Tensor> held_;  // by bucket: of Bucket::kept, held back
+  EarlierSums earlier_;
+  bool local_ = false;  // gradients are marked as such (local_gradients.h)
 
   // Learnt from the first finished step.
   std::vector<size_t> order_;

@@ -14,9 +14,8 @@ PendingExchange Reducer::with_held(size_t index, PendingExchange sum) {
   if (!exchange_->two_stages()) return sum;
   if (holding_) {
     sum.further = {};
-  } else if (held_[index].defined()) {
-    sum.finish = [first = std::move(sum.finish), kept = buckets_[index].kept(),
-                  held = std::exchange(held_[index], {})] {
+  } else if (auto held = earlier_.take_held(index); held.defined()) {
+    sum.finish = [first = std::move(sum.finish), kept = buckets_[index].kept(), held = std::move(held)] {
       if (first) first();
       at::Tensor(kept).add_(held);
     };
@@ -25,17 +24,17 @@ PendingExchange Reducer::with_held(size_t index, PendingExchange sum) {
 }
 
 void Reducer::hold_back() {
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (buckets_[i].kept_range().empty()) continue;
-    const auto sum = buckets_[i].kept();
-    held_[i] = held_[i].defined() ? held_[i].add_(sum) : sum.clone();
-  }
-  for (const auto& gradient : gradients_) at::Tensor(gradient.parameter).mutable_grad().reset();
+  std::vector<bool> used(gradients_.size());
+  facts_.read_used(used);
   release_finished();
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    drop_gradients(i);
+    earlier_.hold(i, used);
+  }
 }
 
 void Reducer::require_complete_sums() const {
-  if (std::none_of(held_.begin(), held_.end(), [](const at::Tensor& held) { return held.defined(); })) return;
+  if (!earlier_.holds_any()) return;
   throw UsageError(
       "gradients of micro-batches are added up within hosts only: run the last micro-batch's backward outside "
       "defer_all_reduce(), or drop them with zero_grad()");

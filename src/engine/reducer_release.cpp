@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "engine/reducer.h"
+#include "memory/views.h"
 
 namespace shoal {
 
@@ -32,9 +33,17 @@ void Reducer::release_finished(bool all) {
 }
 
 void Reducer::release(size_t index) {
-  auto& bucket = buckets_[index];
-  for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
-  bucket.release(spare_, keeps_passing_);
+  drop_gradients(index);
+  buckets_[index].release(spare_, keeps_passing_);
+}
+
+// Those that lie in the bucket; a stand-in, or one that nobody has used, stays.
+void Reducer::drop_gradients(size_t index) {
+  const auto& flat = buckets_[index].flat();
+  for (const auto member : buckets_[index].members()) {
+    auto& grad = gradients_[member].parameter.mutable_grad();
+    if (same_storage(grad, flat)) grad.reset();
+  }
 }
 
 bool Reducer::comes_in_time(Work& work) {
@@ -63,7 +72,7 @@ void Reducer::take_early(size_t index) {
     void_ = true;
     return;
   }
-  deliver(index, weight, used_anywhere_);
+  deliver(index, weight);
   take(index);
 }
 

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "comm/group_state.h"
+#include "engine/local_gradients.h"
 #include "engine/reducer.h"
 #include "memory/views.h"
 #include "shoal/base/error.h"
@@ -82,12 +83,12 @@ void Reducer::learn() {
 }
 
 void Reducer::deliver_all(double weight) {
-  const auto carried = std::exchange(used_anywhere_, std::vector<bool>(gradients_.size()));
+  used_anywhere_.assign(gradients_.size(), false);
   if (facts_.defined()) {
     facts_.read_used(used_anywhere_);
     alike_ = facts_.alike(group_.size());
   }
-  for (size_t i = 0; i < buckets_.size(); ++i) deliver(i, weight, carried);
+  for (size_t i = 0; i < buckets_.size(); ++i) deliver(i, weight);
 }
 
 // The sum of the ranks' weights; NaN when one of them has abandoned the step.
@@ -158,13 +159,13 @@ std::string Reducer::who_failed() {
   return fmt::format("rank {}", fmt::join(ranks, ", "));
 }
 
-void Reducer::deliver(size_t index, double weight, const std::vector<bool>& carried) {
+void Reducer::deliver(size_t index, double weight) {
   auto& bucket = buckets_[index];
   if (bucket.sparse()) return deliver_sparse(index);
   if (bucket.facts().defined()) bucket.facts().read_used(used_anywhere_);
-  if (bucket.kept_range().empty() && !exchange_->everywhere()) return;
+  if (bucket.kept_range().empty() && !exchange_->everywhere()) return leave_parts(index);
   auto sum = bucket.kept();
-  if (held_[index].defined()) sum.add_(std::exchange(held_[index], {}));
+  if (const auto held = earlier_.take_held(index); held.defined()) sum.add_(held);
   const double factor = group_.size() / weight;
   // Without any weight on any rank there was no sample: the sum is zero as it stands.
   if (factor != 1.0 && weight > 0) sum.mul_(factor);
@@ -172,12 +173,15 @@ void Reducer::deliver(size_t index, double weight, const std::vector<bool>& carr
     deliver_whole(index);
     return;
   }
-  if (carried_parts_[index].defined()) {
-    sum.add_(std::exchange(carried_parts_[index], {}));
-    for (const auto member : bucket.members()) used_anywhere_[member] = used_anywhere_[member] || carried[member];
+  leave_parts(index);
+}
+
+// A gradient that no rank used stays what it was.
+void Reducer::leave_parts(size_t index) {
+  for (const auto member : buckets_[index].members()) {
+    if (kept_[member].defined() && !used_anywhere_[member]) gradients_[member].parameter.mutable_grad() = kept_[member];
   }
-  part_summed_[index] = true;
-  for (const auto member : bucket.members()) gradients_[member].parameter.mutable_grad().reset();
+  earlier_.leave_parts(index, used_anywhere_);
 }
 
 void Reducer::deliver_whole(size_t index) {
@@ -186,10 +190,9 @@ void Reducer::deliver_whole(size_t index) {
     const auto member = bucket.members()[place];
     const auto& view = bucket.view(place);
     auto& grad = gradients_[member].parameter.mutable_grad();
-    const auto carried = std::exchange(carried_[member], {});
-    if (carried.defined()) at::Tensor(view).add_(carried);
-    summed_[member] = !exchange_->everywhere();
-    if (!used_anywhere_[member] && !carried.defined()) {
+    const bool sum =
+        exchange_->everywhere() ? used_anywhere_[member] : earlier_.leave_whole(member, view, used_anywhere_[member]);
+    if (!sum) {
       if (kept_[member].defined()) at::Tensor(view).copy_(kept_[member]);
     } else if (options_.gradient_as_bucket_view) {
       if (!same_view(grad, view)) grad = view;
@@ -221,6 +224,7 @@ void Reducer::close_step() {
     used_.assign(gradients_.size(), false);
     weight_.reset();
   }
+  unmark_local_gradients();
   sums_.clear();
   sparse_.clear();
   kept_.clear();
@@ -232,13 +236,22 @@ void Reducer::close_abandoned_step() {
   clock_.end_step(/*finished=*/false);
   exchange_->step_abandoned();
   holding_ = false;
-  held_.assign(buckets_.size(), {});
+  earlier_.forget_held();
+  if (!exchange_->everywhere()) {
+    for (size_t i = 0; i < buckets_.size(); ++i) drop_gradients(i);
+    earlier_.put_back();
+  }
   if (options_.consumer) {
     for (auto& gradient : gradients_) gradient.parameter.mutable_grad().reset();  // nobody else zeroes them
     options_.consumer->end_step(/*abandoned=*/true);
   }
   if (!learnt_) order_.clear();
   close_step();
+}
+
+void Reducer::unmark_local_gradients() {
+  if (!std::exchange(local_, false)) return;
+  for (const auto& gradient : gradients_) unmark_local(gradient.parameter);
 }
 
 void Reducer::adopt_arrival_order() {
@@ -286,6 +299,7 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
   }
   const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
   if (!has_graph && weight > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
+  if (phase_ != Phase::running) adopt_changes();
   weight_ = weight_.value_or(0.0) + weight;
   weighted_backward_ = true;
   try {
@@ -335,15 +349,19 @@ void Reducer::abandon() {
     phase_ = Phase::idle;
     weight_.reset();
     used_.assign(gradients_.size(), false);
-    held_.assign(buckets_.size(), {});
+    earlier_.forget_held();
     return;
   }
   failed_ = true;
   note(group_, fmt::format("gave up step {}", step_));
   try {
     before_writing();
-    if (phase_ != Phase::running) begin_step();
+    if (phase_ != Phase::running) {
+      adopt_changes();
+      begin_step();
+    }
     for (; next_ < buckets_.size(); ++next_) {
+      for (const auto member : buckets_[next_].members()) earlier_.set_aside(member);
       if (!buckets_[next_].sparse()) {
         buckets_[next_].acquire(group_, spare_);
         buckets_[next_].flat().zero_();

@@ -1,6 +1,7 @@
 #pragma once
 // A module of which every rank updates its own pieces.
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -43,6 +44,9 @@ class ShardedModule {
   Reducer& reducer() { return *reducer_; }
   const Reducer& reducer() const { return *reducer_; }
   std::vector<OwnedPiece>& pieces() { return pieces_; }
+
+  // clip_grad_norm_ where gradients carry a loss scale; set by the optimizer that has the scaler.
+  std::function<double(double max_norm, double norm_type)> clip_without_scale{};
 
   // This rank's ranges are new; those that forward needs first leave first.
   void publish(const Label& label);

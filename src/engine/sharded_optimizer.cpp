@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 #include "checkpoint/on_all_ranks.h"
@@ -85,9 +86,17 @@ ShardedOptimizerCore::ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<t
   copy_options(state_->local->param_groups(), param_groups_);
   agree(state_->group, "the parameters and options of " + state_->name, describe(param_groups_));
   state_->known = KnownParameters(param_groups_);
+  if (!state_->scaler) return;
+  for (const auto& module : state_->modules) {
+    module->clip_without_scale = [this](double max_norm, double norm_type) {
+      return clip_grad_norm(max_norm, norm_type);
+    };
+  }
 }
 
-ShardedOptimizerCore::~ShardedOptimizerCore() = default;
+ShardedOptimizerCore::~ShardedOptimizerCore() {
+  for (const auto& module : state_->modules) module->clip_without_scale = {};
+}
 
 at::Tensor ShardedOptimizerCore::scale_loss(const at::Tensor& loss) const {
   return state_->scaler ? state_->scaler->scale(loss) : loss;
@@ -99,20 +108,56 @@ bool ShardedOptimizerCore::anywhere(bool here, const char* what) const {
   return flag.item<int>() != 0;
 }
 
-// What the optimizer will see, in float32 and over; sets grad() of the main pieces.
-std::vector<at::Tensor> ShardedOptimizerCore::collect_gradients() {
-  for (const auto& module : state_->modules) module->reducer().require_complete_sums();
-  std::vector<at::Tensor> list;
-  state_->for_pieces([&](const ShardedModule& module, OwnedPiece& piece) {
+void ShardedOptimizerCore::prepare_gradients() {
+  for (const auto& module : state_->modules) module->reducer().prepare_sums(state_->name);
+}
+
+// What the optimizer will see, in float32 and over, without the loss's scale; sets grad() of the main pieces.
+void ShardedOptimizerCore::collect_gradients() {
+  auto& state = *state_;
+  prepare_gradients();
+  int64_t reductions = 0;
+  for (const auto& module : state.modules) reductions += module->reducer().step();
+  const bool again = state.collected == reductions;  // what has been clipped
+  if (state.collected && !again) {
+    for (const auto& module : state.modules) module->reducer().require_addable_sums();
+  }
+  state.collected = reductions;
+  state.seen.clear();
+  state.for_pieces([&](const ShardedModule& module, OwnedPiece& piece) {
     auto& grad = piece.main.mutable_grad();
-    if (!module.reducer().used(piece.gradient)) {
+    if (!module.reducer().has_sum(piece.gradient)) {
       grad.reset();
       return;
     }
-    grad = piece.sum.to(piece.main.scalar_type());
-    list.push_back(grad);
+    if (!again || !grad.defined()) {
+      grad = piece.sum.to(piece.main.scalar_type());
+    } else if (piece.sum.count_nonzero().item<int64_t>() == 0) {
+      grad.zero_();  // zeroed since
+    }
+    state.seen.push_back(grad);
   });
-  return list;
+  if (again) return;
+  state.finite = true;
+  if (!state.scaler) return;
+  const auto unscale = [&] { state.finite = !anywhere(state.scaler->unscale(state.seen), "inf or NaN in gradients"); };
+  state.time("optimizer-unscale-and-check-inf", 2, unscale, &state.group);
+}
+
+// Between backward and step, of gradients without the loss's scale.
+double ShardedOptimizerCore::clip_grad_norm(double max_norm, double norm_type) {
+  auto& state = *state_;
+  const torch::NoGradGuard no_grad;
+  collect_gradients();
+  const auto norm = global_norm(state.seen, norm_type, state.group, state.label("norm of the gradients"));
+  clip_to_norm(state.seen, norm, max_norm);
+  for (const auto& module : state.modules) {
+    module->reducer().spoil_sums(
+        "has been clipped and has no loss scale any more, so that no other can be added to it: call step(), or drop it "
+        "with zero_grad(), before the next backward",
+        /*add_only=*/true);
+  }
+  return norm;
 }
 
 void ShardedOptimizerCore::publish() {
@@ -145,12 +190,10 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
   auto& state = *state_;
   const torch::NoGradGuard no_grad;
   ShardedStep result;
-  const auto seen = collect_gradients();
-  if (state.scaler) {
-    const auto unscale = [&] { result.updated = !anywhere(state.scaler->unscale(seen), "inf or NaN in gradients"); };
-    state.time("optimizer-unscale-and-check-inf", 2, unscale, &state.group);
-    state.scaler->update(!result.updated);
-  }
+  collect_gradients();
+  const auto& seen = state.seen;
+  result.updated = state.finite;
+  if (state.scaler) state.scaler->update(!result.updated);
   if (result.updated && state.clip_grad > 0) {
     const auto clip = [&] {
       result.grad_norm = global_norm(seen, 2, state.group, state.label("norm of the gradients"));
@@ -166,7 +209,15 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
   }
   if (result.updated || moves_without_update()) update(result.updated);
   state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.main.mutable_grad().reset(); });
+  state.collected.reset();
+  state.seen.clear();
   ++state.steps;
+  if (!state.scaler) return result;
+  for (const auto& module : state.modules) {
+    module->reducer().spoil_sums(
+        "has been used by a step with a loss scale, which may have changed: drop it with zero_grad() before the next "
+        "backward or step()");
+  }
   return result;
 }
 
@@ -189,11 +240,6 @@ at::Tensor ShardedOptimizerCore::step(LossClosure closure) {
   }
   step();
   return loss;
-}
-
-void ShardedOptimizerCore::zero_grad(bool set_to_none) {
-  torch::optim::Optimizer::zero_grad(set_to_none);
-  for (auto& module : state_->modules) module->reducer().drop_sums();
 }
 
 OptimizerState ShardedOptimizerCore::state_dict(std::optional<int> recipient) const {

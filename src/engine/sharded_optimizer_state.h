@@ -26,6 +26,11 @@ struct ShardedOptimizerCore::State {
   KnownParameters known{};
   int64_t steps = 0;
 
+  // Of the step to come, from clip_grad_norm() or step() on: what the optimizer sees, without the loss's scale.
+  std::optional<int64_t> collected{};  // after so many reductions
+  std::vector<at::Tensor> seen{};
+  bool finite = true;  // no rank has inf or NaN
+
   Label label(const std::string& what) const { return {steps, -1, what}; }
   template <class Act>
   void time(const char* what, int level, const Act& act, const Group* meet = nullptr) const {

@@ -41,9 +41,13 @@ at::Tensor aligned_zeros(int64_t numel, const at::TensorOptions& options) {
   return memory.narrow(0, skip, numel);
 }
 
+bool same_storage(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided &&
+         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
 bool same_view(const at::Tensor& a, const at::Tensor& b) {
-  return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided && a.is_alias_of(b) &&
-         a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
+  return same_storage(a, b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
 }  // namespace shoal

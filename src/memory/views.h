@@ -22,6 +22,9 @@ at::Tensor in_memory_order(const at::Tensor& tensor);
 // allocator of libtorch gives 64.
 at::Tensor aligned_zeros(int64_t numel, const at::TensorOptions& options);
 
+// True when both are dense-layout tensors on one storage; looks at no memory, which a storage need not have.
+bool same_storage(const at::Tensor& a, const at::Tensor& b);
+
 // True when both are the same elements of the same memory in the same layout.
 bool same_view(const at::Tensor& a, const at::Tensor& b);
 

@@ -123,6 +123,11 @@ void ShardGossipOptimizerCore::open() {
 
 void ShardGossipOptimizerCore::complete_gradients() {
   const torch::NoGradGuard no_grad;
+  prepare_gradients();
+  begin_mixing();
+}
+
+void ShardGossipOptimizerCore::begin_mixing() {
   if (gossip_->left) throw UsageError("ShardGossipOptimizer: this rank has left; it trains no more");
   gossip_->mixing.begin_step();
   if (gossip_->overlap) mix();
@@ -152,7 +157,7 @@ void ShardGossipOptimizerCore::show() {
 void ShardGossipOptimizerCore::pass() {
   // Nobody of the host reads what is about to change: where gradients are summed up, backward shows that.
   state().group.barrier(state().label("pass")).wait();
-  complete_gradients();
+  begin_mixing();
   end_gradients();
   publish();
   zero_grad();

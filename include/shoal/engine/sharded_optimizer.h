@@ -35,10 +35,15 @@ class ShardedOptimizerCore : public torch::optim::Optimizer {
   // Scales a loss as the scaler says; without scaler the loss itself.
   at::Tensor scale_loss(const at::Tensor& loss) const;
   // Unscales, looks for inf and NaN, clips, updates this rank's pieces in float32 and hands them out. Collective.
+  //
+  // What lies in grad() decides, as with any libtorch optimizer: of a parameter whose grad() is undefined nothing is
+  // updated, a zeroed one counts as zero, a tensor that was set by hand is the gradient (all ranks must set the same).
+  // After a reduction grad() holds a tensor without memory that stands for the sum: zero_grad() in every form drops or
+  // zeroes it; an operator that reads it throws a UsageError that names the parameter and the call to use. UsageError,
+  // too, where gradients have been accumulated under no_sync and not been averaged since; with a scaler for a second
+  // step, or a further backward, with the same gradients.
   ShardedStep step();
   at::Tensor step(LossClosure closure) override;
-  // Drops the sums of gradients. set_to_none only matters for grad(), which is undefined after a reduction.
-  void zero_grad(bool set_to_none = true);
 
   // The whole optimizer's state by name, with the float32 main parameters of 16-bit ones: on rank `recipient` of the
   // group, elsewhere empty; none: on every rank. Moves one parameter at a time. Collective.
@@ -67,12 +72,15 @@ class ShardedOptimizerCore : public torch::optim::Optimizer {
   virtual void end_gradients() {}
   // Whether pieces change, and leave, also in a step without an update.
   virtual bool moves_without_update() const { return false; }
+  // Before gradients are used: see step(). Throws without having changed anything.
+  void prepare_gradients();
   // All ranks get this rank's pieces.
   void publish();
   State& state() const { return *state_; }
 
  private:
-  std::vector<at::Tensor> collect_gradients();
+  void collect_gradients();
+  double clip_grad_norm(double max_norm, double norm_type);
   ParamGroups shares_of(const ParamGroups& groups) const;
   bool anywhere(bool here, const char* what) const;
   ShardedStep update_if_finite();

@@ -142,8 +142,9 @@ class FullParameters {
 //
 // Parameters keep their names, their identity and their requires_grad. They may be read anywhere by any operator, in
 // forward, backward or outside; then all ranks must come to some forward, backward or read of their own, since a read
-// may be collective. Writes to them are lost but for those in summon_full_params. After backward grad() is undefined;
-// each rank has the sums of its own ranges. Where ranks share a host, parameters lie once in memory that they share,
+// may be collective. Writes to them are lost but for those in summon_full_params. After backward each rank has the sums
+// of its own ranges, and grad() is a tensor without memory: zero_grad() in every form drops or zeroes the sum, reading
+// it is a UsageError that names the call to use (see ShardedOptimizerCore::step). Where ranks share a host, parameters lie once in memory that they share,
 // and nothing is gathered. Buffers stay each rank's own. Where they are gathered, the parameters cannot be read any
 // more when the wrapper has gone: take full_state_dict or visit_full_state before.
 //
@@ -181,7 +182,8 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   [[nodiscard]] NoSync defer_all_reduce(bool defer = true) { return this->core_.defer_all_reduce(defer); }
 
   // Scales the sums of gradients so that their norm over all ranks' shards is at most `max_norm`; returns the norm
-  // before. norm_type: positive, or infinity. Between backward and step. Collective.
+  // before. norm_type: positive, or infinity. Between backward and step. Where the optimizer has a scaler, of gradients
+  // without the loss's scale: they are unscaled first, and step() does not do it again. Collective.
   double clip_grad_norm_(double max_norm, double norm_type = 2) {
     return this->core_.clip_grad_norm(max_norm, norm_type);
   }

@@ -64,6 +64,7 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
 
  protected:
   void complete_gradients() override;
+  void begin_mixing();
   void end_gradients() override;
   bool moves_without_update() const override { return true; }
 

@@ -149,10 +149,12 @@ NoSync FullyShardedCore::defer_all_reduce(bool defer) {
 
 double FullyShardedCore::clip_grad_norm(double max_norm, double norm_type) {
   auto& module = *shards_->module;
-  module.reducer().require_complete_sums();
+  if (module.clip_without_scale) return module.clip_without_scale(max_norm, norm_type);
+  const torch::NoGradGuard no_grad;
+  module.reducer().prepare_sums("FullyShardedDataParallel");
   std::vector<at::Tensor> sums;
   for (const auto& piece : module.pieces()) {
-    if (module.reducer().used(piece.gradient)) sums.push_back(piece.sum);
+    if (module.reducer().has_sum(piece.gradient)) sums.push_back(piece.sum);
   }
   const double norm = global_norm(sums, norm_type, module.shard(), {step(), -1, "norm of the gradients"});
   clip_to_norm(sums, norm, max_norm);

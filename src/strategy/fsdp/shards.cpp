@@ -173,7 +173,12 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
     exchange = std::make_unique<ScatterUnits>(groups, units);
   }
   exchange = with_hook(std::move(exchange), shards.options.communication_hook, gradients, "FullyShardedDataParallel");
-  ReducerOptions reducer_options{.leave_grad = false, .accept_unused = true};
+  ReducerOptions reducer_options{
+      .leave_grad = false,
+      .about_sums =
+          "whose sum FullyShardedDataParallel leaves in parts on the ranks: clip with clip_grad_norm_() of the "
+          "wrapper or the optimizer's clip_grad, drop it with zero_grad(), update with FullyShardedOptimizer",
+      .accept_unused = true};
   // A rank that waits does not serve those that gather another page, whom it may be waiting for.
   if (!present) reducer_options.patience = std::chrono::seconds(2);
   state.make_reducer(std::move(gradients), reducer_options, std::move(exchange));

@@ -63,12 +63,15 @@ std::shared_ptr<ShardedModule> make_chunk(const std::shared_ptr<torch::nn::Modul
   auto gradients = dense_gradients(state->tensors, options);
   auto exchange = with_hook(make_exchange(gradients, group, options, cut), options.communication_hook, gradients,
                             "DistributedOptimizer", prefix);
-  auto reducer =
-      std::make_shared<Reducer>(std::move(gradients), group,
-                                ReducerOptions{.find_unused_parameters = true,
-                                               .leave_grad = false,
-                                               .timers = options.overlap_grad_reduce ? options.timers : nullptr},
-                                std::move(exchange));
+  auto reducer = std::make_shared<Reducer>(
+      std::move(gradients), group,
+      ReducerOptions{.find_unused_parameters = true,
+                     .leave_grad = false,
+                     .about_sums = "whose sum DistributedOptimizer leaves in parts on the ranks: clip "
+                                   "with its option clip_grad, read main_grad(), drop it with "
+                                   "zero_grad(), update with its step()",
+                     .timers = options.overlap_grad_reduce ? options.timers : nullptr},
+      std::move(exchange));
   std::vector<std::unique_ptr<ParameterGather>> gathers;
   for (const auto& bucket : reducer->buckets()) {
     auto parameters = reducer->parameters_of(bucket);

@@ -8,6 +8,7 @@
 
 #include "checkpoint/on_all_ranks.h"
 #include "engine/gradient_norm.h"
+#include "engine/local_gradients.h"
 #include "engine/ownership.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"
@@ -121,6 +122,13 @@ std::vector<at::Tensor> OSSCore::State::own_gradients() const {
   return gradients;
 }
 
+void OSSCore::State::require_averaged() const {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    require_no_local_gradient(parameters[i], "OSS",
+                              fmt::format("{} [{}]", indices[i], fmt::join(parameters[i].sizes(), ", ")));
+  }
+}
+
 std::vector<StatePiece> OSSCore::State::pieces(const torch::nn::Module& module) const {
   std::vector<StatePiece> list;
   for (const auto& entry : walk(module, {}).parameters) {
@@ -209,6 +217,7 @@ at::Tensor OSSCore::step(LossClosure closure) {
     loss = closure();
   }
   auto& state = *state_;
+  state.require_averaged();
   copy_options(param_groups_, state.local->param_groups());
   // Some rank may still read the values that are about to change.
   const bool shared =
@@ -222,6 +231,7 @@ at::Tensor OSSCore::step(LossClosure closure) {
 
 bool OSSCore::step(GradScaler& scaler, double max_norm) {
   auto& state = *state_;
+  state.require_averaged();
   auto found = at::full({1}, scaler.unscale(state.own_gradients()) ? 1 : 0, at::kInt);
   state.group.all_reduce(found, ReduceOp::max, state.label("inf or NaN in gradients")).wait();
   const bool finite = found.item<int>() == 0;
@@ -243,6 +253,7 @@ void OSSCore::load_state_dict(const torch::nn::Module& module, const OptimizerSt
 
 double OSSCore::clip_grad_norm(double max_norm, double norm_type) {
   state_->require_known(*this);
+  state_->require_averaged();
   const auto gradients = state_->own_gradients();
   const auto label = state_->label("norm of the gradients");
   double norm = 0;

@@ -43,6 +43,8 @@ struct OSSCore::State {
   void take(OSSShares fresh, std::unique_ptr<torch::optim::Optimizer> optimizer);
   void fill_buffers();
   std::vector<at::Tensor> own_gradients() const;
+  // UsageError where no_sync has left gradients that are this rank's alone.
+  void require_averaged() const;
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const;
   // Every rank gets every share.
   void hand_out(const char* what);

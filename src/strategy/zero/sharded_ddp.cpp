@@ -180,7 +180,11 @@ void ShardedDataParallelCore::refresh_trainable() {
   const auto caps = sharded_bucket_caps(gradients, options, state.group.size());
   auto exchange =
       with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), hook, gradients, "ShardedDataParallel");
-  state.make_reducer(std::move(gradients), {.find_unused_parameters = options.find_unused_parameters},
+  state.make_reducer(std::move(gradients),
+                     {.find_unused_parameters = options.find_unused_parameters,
+                      .about_sums = "whose sum ShardedDataParallel leaves on its owner's rank alone: clip with "
+                                    "OSS::clip_grad_norm(), read it on that rank (OSS::param_to_rank()), drop it with "
+                                    "zero_grad(), update with OSS"},
                      std::move(exchange));
   sharding_->kinds = Sharding::look(state.tensors);
   if (options.log_sizes && state.group.rank() == 0) {

@@ -30,7 +30,8 @@ struct DistributedOptimizerOptions {
                                       // a parameter of a bucket does. Reading data_ptr() before that sees old values
   bool reuse_grad_buf_for_param_gather = false;  // parameters keep memory of their own and are copied from their
                                                  // gradients' buffer, where updated ranges are gathered in place; so a
-                                                 // step that updates ends what main_grad() shows. Off: parameters move
+                                                 // step that updates ends what main_grad() shows: a second one is a
+                                                 // UsageError until zero_grad(). Off: parameters move
                                                  // to a buffer, once per host, and nothing is copied. For element-wise
                                                  // optimizers
   bool grad_reduce_in_fp32 = false;           // gradients of 16-bit parameters accumulate, and are added up, in float32
@@ -132,7 +133,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& op
 //
 // The module needs no wrapper. Its trainable parameters move to one buffer per dtype (once per host where ranks share
 // memory; see OSS for what that means; or stay, see reuse_grad_buf_for_param_gather), their gradients to another; after
-// backward grad() is undefined and the sums lie in the buffers. For parameters of 16 bits each rank keeps a float32
+// backward the sums lie in the buffers, and grad() is a tensor without memory: zero_grad() in every form drops or zeroes
+// the sum, reading it is a UsageError that names the call to use (see ShardedOptimizerCore::step). For parameters of 16 bits each rank keeps a float32
 // main copy of its own ranges, and the optimizer's state is float32. Batch-norm buffers stay each rank's own.
 //
 // Constructor: collective; gives everybody rank 0's values. UsageError for a dtype other than float16, bfloat16,

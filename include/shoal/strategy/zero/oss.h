@@ -41,7 +41,7 @@ class OSSCore : public torch::optim::Optimizer {
 
   // Updates this rank's share with the gradients that lie in grad(), then every rank gets every share. Gradients of
   // other ranks' parameters are not read. A parameter without gradient on its owner stays as it is. Collective; returns
-  // what the closure returns.
+  // what the closure returns. UsageError where a wrapper's no_sync has left gradients that are this rank's alone.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Scales all gradients so that their norm over all ranks' shares is at most `max_norm`; returns the norm before, 0

@@ -49,7 +49,8 @@ class ShardedDataParallelCore : public DataParallelCore {
 };
 
 // Like DistributedDataParallel, with the sums of gradients on their owners alone: after backward, grad() is the mean
-// over ranks of the parameters that this rank owns, and undefined for the others, whose memory has gone.
+// over ranks of the parameters that this rank owns. For the others it is a tensor without memory: reading it is a
+// UsageError that names the call to use, and zero_grad() works as ever.
 //
 //   shoal::OSS<torch::optim::AdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3), world.group());
 //   shoal::ShardedDataParallel parallel(model, optimizer, world.group());

@@ -1,0 +1,282 @@
+#include "engine/earlier_sums.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+
+#include "memory/views.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+bool is_zero(const at::Tensor& tensor) {
+  return tensor.count_nonzero().item<int64_t>() == 0;
+}
+
+}  // namespace
+
+EarlierSums::EarlierSums(const std::vector<Gradient>& gradients, const std::vector<Bucket>& buckets,
+                         const std::vector<Place>& places, std::string about)
+    : gradients_(gradients),
+      buckets_(buckets),
+      places_(places),
+      about_(std::move(about)),
+      where_(gradients.size()),
+      aside_(gradients.size()),
+      zero_(gradients.size()),
+      nonzero_(gradients.size()),
+      whole_(gradients.size()),
+      stand_ins_(gradients.size()),
+      spoilt_(gradients.size()) {}
+
+EarlierSums::~EarlierSums() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (stands_in(i)) mutable_grad(i).reset();
+  }
+}
+
+void EarlierSums::start() {
+  bucket_aside_.assign(buckets_.size(), false);
+  parts_.assign(buckets_.size(), {});
+  held_.assign(buckets_.size(), {});
+}
+
+bool EarlierSums::stands_in(size_t gradient) const {
+  return stand_ins_[gradient] && stand_ins_[gradient]->is(grad(gradient));
+}
+
+void EarlierSums::stand_in(size_t gradient) {
+  const auto& about = gradients_[gradient];
+  auto& present = stand_ins_[gradient];
+  if (!present || present->real()) {
+    present = std::make_unique<GradientStandIn>(about.parameter,
+                                                fmt::format("the gradient of parameter {}, {}", about.name, about_));
+  }
+  present->renew();
+  mutable_grad(gradient) = present->tensor();
+}
+
+bool EarlierSums::in_bucket(size_t gradient) const {
+  return same_storage(grad(gradient), bucket_of(gradient).flat());
+}
+
+at::Tensor EarlierSums::own(size_t gradient, const at::Tensor& kept) const {
+  const auto& bucket = bucket_of(gradient);
+  const auto range = bucket.layout().range(places_[gradient].index).intersect(bucket.kept_range());
+  return kept.narrow(0, range.empty() ? 0 : range.begin - bucket.kept_range().begin, range.size());
+}
+
+void EarlierSums::adopt_changes() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (where_[i] == Where::none) continue;
+    if (stands_in(i)) {
+      if (!stand_ins_[i]->zeroed()) continue;
+      stand_ins_[i]->renew();
+      zero(i);
+    } else if (!in_bucket(i) || (where_[i] == Where::part && !aside_[i])) {
+      drop(i);
+    } else if (aside_[i] && nonzero_[i] && is_zero(grad(i))) {
+      zero(i);
+    }
+  }
+}
+
+void EarlierSums::zero(size_t gradient) {
+  spoilt_[gradient] = Spoilt::no;
+  if (!aside_[gradient]) {
+    zero_[gradient] = true;
+    return;
+  }
+  if (whole_[gradient].defined()) whole_[gradient].zero_();
+  const auto bucket = places_[gradient].bucket;
+  for (const auto& memory : {parts_[bucket], held_[bucket]}) {
+    if (memory.defined()) own(gradient, memory).zero_();
+  }
+}
+
+void EarlierSums::drop(size_t gradient) {
+  zero(gradient);
+  where_[gradient] = Where::none;
+  aside_[gradient] = zero_[gradient] = false;
+  whole_[gradient].reset();
+  const auto index = places_[gradient].bucket;
+  const auto& members = buckets_[index].members();
+  if (std::any_of(members.begin(), members.end(), [&](size_t member) { return where_[member] == Where::part; })) return;
+  bucket_aside_[index] = false;
+  parts_[index].reset();
+  held_[index].reset();
+}
+
+void EarlierSums::drop_all() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (where_[i] == Where::none) continue;
+    if (stands_in(i)) mutable_grad(i).reset();
+    drop(i);
+  }
+}
+
+void EarlierSums::set_aside(size_t gradient) {
+  if (where_[gradient] == Where::none) return;
+  if (where_[gradient] == Where::part) {
+    if (!bucket_aside_[places_[gradient].bucket]) set_bucket_aside(places_[gradient].bucket);
+    if (stands_in(gradient)) mutable_grad(gradient).reset();
+  } else if (!aside_[gradient]) {
+    aside_[gradient] = true;
+    whole_[gradient] = grad(gradient).clone();
+    mutable_grad(gradient).reset();
+  }
+}
+
+// All of a bucket at once, since what comes is written all over it.
+void EarlierSums::set_bucket_aside(size_t index) {
+  const auto& bucket = buckets_[index];
+  const auto counts = [this](size_t member) {
+    return where_[member] == Where::part && !zero_[member] && spoilt_[member] != Spoilt::for_use;
+  };
+  const auto& members = bucket.members();
+  bucket_aside_[index] = true;
+  if (!bucket.kept_range().empty() && std::any_of(members.begin(), members.end(), counts)) {
+    parts_[index] = bucket.kept().clone();
+    for (const auto member : members) {
+      if (!counts(member)) own(member, parts_[index]).zero_();
+    }
+  }
+  for (const auto member : members) {
+    aside_[member] = where_[member] == Where::part;
+    zero_[member] = false;
+  }
+}
+
+void EarlierSums::added(size_t gradient) {
+  if (aside_[gradient]) nonzero_[gradient] = grad(gradient).defined() && !is_zero(grad(gradient));
+}
+
+void EarlierSums::put_back() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!aside_[i]) continue;
+    aside_[i] = false;
+    if (where_[i] == Where::part) {
+      zero_[i] = !parts_[places_[i].bucket].defined();
+      stand_in(i);
+      continue;
+    }
+    const auto& view = bucket_of(i).view(places_[i].index);
+    at::Tensor(view).copy_(std::exchange(whole_[i], {}));
+    mutable_grad(i) = view;
+  }
+  for (size_t index = 0; index < buckets_.size(); ++index) {
+    if (parts_[index].defined()) buckets_[index].kept().copy_(std::exchange(parts_[index], {}));
+    bucket_aside_[index] = false;
+  }
+}
+
+void EarlierSums::leave_parts(size_t index, const std::vector<bool>& used) {
+  const auto& bucket = buckets_[index];
+  if (auto part = std::exchange(parts_[index], {}); part.defined()) bucket.kept().add_(part);
+  bucket_aside_[index] = false;
+  for (const auto member : bucket.members()) {
+    aside_[member] = zero_[member] = false;
+    if (!used[member] && where_[member] == Where::none) continue;
+    where_[member] = Where::part;
+    if (used[member] && spoilt_[member] != Spoilt::no) spoilt_[member] = Spoilt::for_use;
+    stand_in(member);
+  }
+}
+
+bool EarlierSums::leave_whole(size_t gradient, at::Tensor sum, bool used) {
+  const auto before = std::exchange(whole_[gradient], {});
+  aside_[gradient] = false;
+  if (before.defined()) sum.add_(before);
+  where_[gradient] = used || before.defined() ? Where::whole : Where::none;
+  return where_[gradient] == Where::whole;
+}
+
+void EarlierSums::hold(size_t index, const std::vector<bool>& used) {
+  const auto& bucket = buckets_[index];
+  if (!bucket.kept_range().empty()) {
+    const auto sum = bucket.kept();
+    held_[index] = held_[index].defined() ? held_[index].add_(sum) : sum.clone();
+  }
+  bucket_aside_[index] = true;
+  for (const auto member : bucket.members()) {
+    if (used[member]) where_[member] = Where::part;
+    if (where_[member] == Where::none) {
+      if (held_[index].defined()) own(member, held_[index]).zero_();  // what nobody has used is of no sum
+      continue;
+    }
+    aside_[member] = true;
+    stand_in(member);
+  }
+}
+
+bool EarlierSums::holds_any() const {
+  return std::any_of(held_.begin(), held_.end(), [](const at::Tensor& held) { return held.defined(); });
+}
+
+bool EarlierSums::unsettled() const {
+  const auto any = [](const std::vector<bool>& flags) {
+    return std::find(flags.begin(), flags.end(), true) != flags.end();
+  };
+  return any(aside_) || any(zero_);
+}
+
+void EarlierSums::write_zeroes() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!zero_[i]) continue;
+    zero_[i] = false;
+    if (!bucket_of(i).kept_range().empty()) own(i, bucket_of(i).kept()).zero_();
+  }
+}
+
+void EarlierSums::adopt(size_t gradient) {
+  const auto& parameter = gradients_[gradient].parameter;
+  const auto& bucket = bucket_of(gradient);
+  auto values = grad(gradient).detach();
+  if (values.sizes() != parameter.sizes()) {
+    throw UsageError(
+        fmt::format("the gradient of parameter {} has the shape [{}], the parameter [{}]; set grad() to a "
+                    "tensor of the parameter's shape",
+                    gradients_[gradient].name, fmt::join(values.sizes(), ", "), fmt::join(parameter.sizes(), ", ")));
+  }
+  if (!bucket.kept_range().empty()) {
+    const auto range = bucket.layout().range(places_[gradient].index);
+    const auto mine = range.intersect(bucket.kept_range());
+    auto laid_out =
+        at::empty_strided(parameter.sizes(), dense_strides(parameter), values.options().layout(at::kStrided));
+    laid_out.copy_(values.is_sparse() ? values.to_dense() : values);
+    own(gradient, bucket.kept())
+        .copy_(in_memory_order(laid_out).narrow(0, mine.empty() ? 0 : mine.begin - range.begin, mine.size()));
+  }
+  where_[gradient] = Where::part;
+  aside_[gradient] = zero_[gradient] = false;
+  spoilt_[gradient] = Spoilt::no;
+  stand_in(gradient);
+}
+
+void EarlierSums::spoil(std::string why, bool add_only) {
+  why_spoilt_ = std::move(why);
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (where_[i] == Where::part && !zero_[i]) spoilt_[i] = add_only ? Spoilt::for_adding : Spoilt::for_use;
+  }
+}
+
+void EarlierSums::require_usable() const {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (spoilt_[i] == Spoilt::for_use) refuse(i);
+  }
+}
+
+void EarlierSums::require_addable() const {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (spoilt_[i] != Spoilt::no) refuse(i);
+  }
+}
+
+void EarlierSums::refuse(size_t gradient) const {
+  throw UsageError(fmt::format("the gradient of parameter {} {}", gradients_[gradient].name, why_spoilt_));
+}
+
+}  // namespace shoal
