@@ -15,6 +15,7 @@
 
 #include "data/reference.h"
 #include "engine/operator_watch.h"
+#include "engine/parameter_watch.h"
 #include "models/loss.h"
 #include "models/registry.h"
 #include "shoal/comm/timeline.h"
@@ -44,7 +45,14 @@ void small_operator(benchmark::State& state) {
   auto* storage = a.storage().unsafeGetStorageImpl();
   if (state.range(0) == 2) shoal::watch(storage, nobody);
   for (auto _ : state) benchmark::DoNotOptimize(at::add(a, b));
-  if (state.range(0) == 2) shoal::unwatch(storage);
+  if (state.range(0) == 2) shoal::unwatch(storage, nobody);
+}
+
+// Asked in every forward and step: whether anybody has replaced one of 2 * `layers` parameters.
+void parameter_watch(benchmark::State& state) {
+  const shoal::ParameterWatch watch(make_model(state.range(0))->parameters());
+  for (auto _ : state) benchmark::DoNotOptimize(watch.changed());
+  state.SetItemsProcessed(state.iterations() * 2 * state.range(0));
 }
 
 struct Trained {
@@ -82,7 +90,7 @@ void gpt_tiny(benchmark::State& state) {
     with.push_back(watched.microseconds());
     ratio.push_back(with.back() / without.back());
   }
-  for (auto* storage : memory) shoal::unwatch(storage);
+  for (auto* storage : memory) shoal::unwatch(storage, nobody);
   state.counters["plain_us"] = median(without);
   state.counters["watched_us"] = median(with);
   state.counters["ratio"] = median(ratio);
@@ -130,6 +138,7 @@ void collective(benchmark::State& state) {
 
 BENCHMARK(collective)->Arg(0)->Arg(1)->Arg(2)->ArgName("telemetry")->Iterations(300000);
 BENCHMARK(small_operator)->Arg(0)->Arg(1)->Arg(2)->ArgName("watched");
+BENCHMARK(parameter_watch)->Arg(4)->Arg(32)->ArgName("layers");
 BENCHMARK(gpt_tiny)->Unit(benchmark::kMicrosecond);
 BENCHMARK(bare)->Arg(4)->Arg(32)->Unit(benchmark::kMicrosecond);
 BENCHMARK(ddp)->ArgsProduct({{4, 32}, {0, 1}})->ArgNames({"layers", "view"})->Unit(benchmark::kMicrosecond);

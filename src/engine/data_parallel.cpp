@@ -6,8 +6,10 @@
 
 #include <algorithm>
 
+#include "engine/changed_values.h"
 #include "engine/data_parallel_state.h"
 #include "engine/logging.h"
+#include "engine/operator_watch.h"
 #include "module/sync.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
@@ -56,6 +58,7 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
   check_device(tensors.buffers, name);
   materialize(all_but(*module, deferred == Deferred::keep ? tensors.parameters : std::vector<NamedTensor>()));
   if (sync) {
+    const UnwatchedOperators own;  // rank 0's values go where parameters lie
     sync_module(group, tensors);
   } else {
     agree(group, "the model", tensors.describe());
@@ -63,13 +66,14 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
   if (tensors.trainable().empty()) {
     throw UsageError(fmt::format("{}: the model has no parameter that requires a gradient; nothing to train", name));
   }
-  std::vector<std::vector<int64_t>> shapes;
-  for (const auto& entry : tensors.parameters) shapes.push_back(entry.tensor.sizes().vec());
-  return std::make_unique<DataParallelCore::State>(DataParallelCore::State{.name = name,
-                                                                           .module = std::move(module),
-                                                                           .group = group,
-                                                                           .tensors = std::move(tensors),
-                                                                           .shapes = std::move(shapes)});
+  std::vector<at::Tensor> parameters;
+  for (const auto& entry : tensors.parameters) parameters.push_back(entry.tensor);
+  return std::make_unique<DataParallelCore::State>(
+      DataParallelCore::State{.name = name,
+                              .module = std::move(module),
+                              .group = group,
+                              .tensors = std::move(tensors),
+                              .watch = ParameterWatch(std::move(parameters))});
 }
 
 void check_forward_is_local(const torch::nn::Module& module) {
@@ -84,21 +88,21 @@ void check_forward_is_local(const torch::nn::Module& module) {
 }
 
 void DataParallelCore::State::require_shapes() const {
-  for (size_t i = 0; i < shapes.size(); ++i) {
-    const auto& entry = tensors.parameters[i];
-    if (entry.tensor.sizes() == shapes[i]) continue;
-    throw UsageError(
-        fmt::format("parameter {} has the shape [{}] and had [{}] when its module was wrapped; wrap a module after "
-                    "changing it",
-                    entry.name, fmt::join(entry.tensor.sizes(), ", "), fmt::join(shapes[i], ", ")));
+  for (size_t i = 0; i < tensors.parameters.size(); ++i) {
+    if (!watch.other_shape(i)) continue;
+    throw UsageError(fmt::format("parameter {} has another shape: {}; wrap a module after changing it",
+                                 tensors.parameters[i].name, watch.describe(i)));
   }
 }
 
 void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
                                            std::unique_ptr<Exchange> exchange) {
   const auto attendance = reducer ? reducer->attendance() : std::nullopt;
+  const auto steps = reducer ? reducer->step() : 0;
+  consumer = options.consumer;
   reducer.reset();  // its hooks go first
   reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(exchange));
+  reducer->count_from(steps);
   reducer->synchronises = [this] { return no_sync_depth == 0; };
   reducer->attend(attendance);
   if (!buffers.hooked()) return;
@@ -114,10 +118,34 @@ DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::m
 
 DataParallelCore::~DataParallelCore() = default;
 
+// Parameters with other memory are trained like any; ranks that hold other values, or other parameters, are not.
+void DataParallelCore::adopt_changes(bool training) {
+  auto& state = *state_;
+  if (!training || state.no_sync_depth > 0 || !state.watch.changed()) return;
+  std::vector<ChangedValue> values;
+  bool other_kind = false;
+  for (size_t i = 0; i < state.tensors.parameters.size(); ++i) {
+    const auto& entry = state.tensors.parameters[i];
+    other_kind = other_kind || state.watch.other_kind(i) || state.watch.trainable_changed(i);
+    // A strategy's own memory holds what the strategy has put there.
+    if (state.watch.changed(i) && !is_watchable(entry.tensor)) values.push_back({entry.name, digest_of(entry.tensor)});
+  }
+  if (other_kind) agree(state.group, "the model, whose parameters have changed", state.tensors.describe());
+  if (!values.empty()) agree_on_values(state.group, values);
+  if (other_kind && state.remake_reducer) {
+    if (state.tensors.trainable().empty()) {
+      throw UsageError(fmt::format("{}: no parameter requires a gradient any more; nothing to train", state.name));
+    }
+    state.remake_reducer(state.consumer);
+  }
+  state.watch.note();
+}
+
 void DataParallelCore::before_forward() {
   auto& state = *state_;
   state.require_shapes();
   if (state.no_sync_depth == 0) state.reducer->settle();
+  adopt_changes(torch::GradMode::is_enabled());
   begin_pass(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) return;
   prepare();
@@ -187,6 +215,7 @@ void DataParallelCore::adopt_model(int rank) {
     for (const auto& entry : state.tensors.parameters) values.push_back(entry.tensor);
   }
   for (const auto& entry : state.tensors.buffers) values.push_back(entry.tensor);
+  const UnwatchedOperators own;
   broadcast_coalesced(state.group, values, rank, {state.reducer->step(), -1, "the last joiner's model"});
 }
 

@@ -2,6 +2,7 @@
 // What a wrapper keeps.
 
 #include "engine/buffer_sync.h"
+#include "engine/parameter_watch.h"
 #include "engine/reducer.h"
 #include "module/walk.h"
 #include "shoal/engine/data_parallel.h"
@@ -15,13 +16,14 @@ struct DataParallelCore::State {
   BufferSync buffers{};
   Precision precision{};
   ModuleTensors tensors;
-  std::vector<std::vector<int64_t>> shapes{};  // of the parameters when they were wrapped
+  ParameterWatch watch{};  // of the parameters, since they were wrapped or last seen
   std::shared_ptr<Reducer> reducer{};
   std::function<void(const std::shared_ptr<GradientConsumer>&)> remake_reducer{};  // where a strategy has a way to
+  std::shared_ptr<GradientConsumer> consumer{};                                    // the present reducer's
   LoggingData::Settings settings{};                                                // for logging
   int no_sync_depth = 0;
 
-  // UsageError when a parameter has another shape by now.
+  // Without communication: UsageError when a parameter has another shape by now.
   void require_shapes() const;
   // Replaces the present reducer.
   void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options, std::unique_ptr<Exchange> exchange);

@@ -7,7 +7,7 @@
 namespace shoal {
 
 FirstTouch::~FirstTouch() {
-  for (const auto& [storage, index] : armed_) unwatch(storage);
+  for (const auto& [storage, index] : armed_) unwatch(storage, *this);
 }
 
 void FirstTouch::arm(size_t index, const at::Tensor& memory) {
@@ -42,7 +42,7 @@ void FirstTouch::touch(c10::StorageImpl* storage) {
       return done;
     });
     for (auto* done : storages) {
-      if (!armed_.contains(done)) unwatch(done);
+      if (!armed_.contains(done)) unwatch(done, *this);
     }
   });
   for (const auto index : indices) touched_(index);

@@ -28,7 +28,6 @@ class FirstTouch : private MemoryUser {
 
  private:
   void begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) override;
-  void end_use(std::span<c10::StorageImpl* const>) noexcept override {}
   void touch(c10::StorageImpl* storage);
 
   std::function<void(size_t)> touched_;

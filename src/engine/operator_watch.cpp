@@ -33,25 +33,38 @@ class Users {
     return *users;
   }
 
-  void add(c10::StorageImpl* storage, MemoryUser& user) {
+  void add(c10::StorageImpl* storage, MemoryUser& user, Watched what) {
     const std::lock_guard lock(mutex_);
-    users_[storage] = &user;
+    auto& entries = users_[storage];
+    const auto same = [&](const Entry& entry) { return entry.user == &user; };
+    if (std::none_of(entries.begin(), entries.end(), same)) entries.push_back({&user, what});
   }
 
-  void remove(c10::StorageImpl* storage) {
+  void remove(c10::StorageImpl* storage, MemoryUser& user) {
     const std::lock_guard lock(mutex_);
-    users_.erase(storage);
+    const auto found = users_.find(storage);
+    if (found == users_.end()) return;
+    auto& entries = found->second;
+    entries.erase(std::remove_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.user == &user; }),
+                  entries.end());
+    if (entries.empty()) users_.erase(found);
   }
 
-  MemoryUser* find(c10::StorageImpl* storage) const {
+  template <class Visit>
+  void visit(c10::StorageImpl* storage, const Visit& visit) const {
     const std::shared_lock lock(mutex_);
     const auto found = users_.find(storage);
-    return found == users_.end() ? nullptr : found->second;
+    if (found == users_.end()) return;
+    for (const auto& [user, what] : found->second) visit(*user, what);
   }
 
  private:
   mutable std::shared_mutex mutex_;
-  std::unordered_map<c10::StorageImpl*, MemoryUser*> users_;
+  struct Entry {
+    MemoryUser* user;
+    Watched what;
+  };
+  std::unordered_map<c10::StorageImpl*, c10::SmallVector<Entry, 2>> users_;
 };
 
 // What one operator takes.
@@ -61,52 +74,79 @@ class Uses {
   Uses(const Uses&) = delete;
   Uses& operator=(const Uses&) = delete;
   ~Uses() {
-    for (size_t user = 0; user < begun_; ++user) users_[user].first->end_use(users_[user].second);
+    for (size_t use = 0; use < begun_; ++use) {
+      if (!uses_[use].memory.empty()) uses_[use].user->end_use(uses_[use].memory);
+    }
   }
 
-  void see(const at::Tensor& tensor) {
+  // `writes`: whether the operator writes it, asked only where it matters.
+  template <class Writes>
+  void see(const at::Tensor& tensor, const Writes& writes) {
     if (!tensor.defined() || !tensor.key_set().has(mark)) return;
     auto* storage = tensor.storage().unsafeGetStorageImpl();
-    auto* user = Users::instance().find(storage);
-    if (user == nullptr) return;
-    auto* place = std::find_if(users_.begin(), users_.end(), [&](const auto& entry) { return entry.first == user; });
-    if (place == users_.end()) place = &users_.emplace_back(user, Memory());
-    auto& memory = place->second;
-    if (std::find(memory.begin(), memory.end(), storage) == memory.end()) memory.push_back(storage);
+    Users::instance().visit(storage, [&](MemoryUser& user, Watched what) {
+      const bool written = writes();
+      if (what == Watched::writes && !written) return;
+      auto& use = use_of(user);
+      if (what == Watched::all) add(use.memory, storage);
+      if (written) add(use.written, storage);
+    });
   }
 
-  void see(const c10::IValue& value) {
+  template <class Writes>
+  void see(const c10::IValue& value, const Writes& writes) {
     if (value.isTensor()) {
-      see(value.toTensor());
+      see(value.toTensor(), writes);
     } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorList()) see(tensor);
+      for (const at::Tensor& tensor : value.toTensorList()) see(tensor, writes);
     } else if (value.isOptionalTensorList()) {
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-        if (tensor) see(*tensor);
+        if (tensor) see(*tensor, writes);
       }
     }
   }
 
   // What an operator takes as it is called, not packed into a stack.
-  void see(const std::optional<at::Tensor>& tensor) {
-    if (tensor) see(*tensor);
+  template <class Writes>
+  void see(const std::optional<at::Tensor>& tensor, const Writes& writes) {
+    if (tensor) see(*tensor, writes);
   }
-  template <class Other>
-  void see(const Other&) {
+  template <class Other, class Writes>
+  void see(const Other&, const Writes&) {
     static_assert(!std::is_convertible_v<Other, at::TensorList> && !std::is_convertible_v<Other, at::ITensorListRef>);
   }
 
   void begin() {
-    if (users_.empty()) return;
+    if (uses_.empty()) return;
     const UnwatchedOperators own;  // what users do about it
-    for (; begun_ < users_.size(); ++begun_) users_[begun_].first->begin_use(op_, users_[begun_].second);
+    for (; begun_ < uses_.size(); ++begun_) {
+      if (!uses_[begun_].memory.empty()) uses_[begun_].user->begin_use(op_, uses_[begun_].memory);
+    }
+    for (const auto& use : uses_) {
+      for (auto* storage : use.written) use.user->before_write(op_, storage);
+    }
   }
 
  private:
   using Memory = c10::SmallVector<c10::StorageImpl*, 4>;
+  struct Use {
+    MemoryUser* user;
+    Memory memory;
+    c10::SmallVector<c10::StorageImpl*, 1> written;
+  };
+
+  Use& use_of(MemoryUser& user) {
+    auto* place = std::find_if(uses_.begin(), uses_.end(), [&](const Use& use) { return use.user == &user; });
+    return place == uses_.end() ? uses_.emplace_back(Use{&user, {}, {}}) : *place;
+  }
+
+  template <class List>
+  static void add(List& list, c10::StorageImpl* storage) {
+    if (std::find(list.begin(), list.end(), storage) == list.end()) list.push_back(storage);
+  }
 
   std::string_view op_;
-  c10::SmallVector<std::pair<MemoryUser*, Memory>, 1> users_;
+  c10::SmallVector<Use, 1> uses_;
   size_t begun_ = 0;
 };
 
@@ -115,8 +155,15 @@ c10::DispatchKeySet below(c10::DispatchKeySet keys) {
 }
 
 void tell(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  Uses uses(op.schema().name());
-  for (const auto& argument : torch::jit::last(*stack, op.schema().arguments().size())) uses.see(argument);
+  const auto& schema = op.schema();
+  Uses uses(schema.name());
+  const auto values = torch::jit::last(*stack, schema.arguments().size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    uses.see(values[i], [&] {
+      const auto* alias = schema.arguments()[i].alias_info();
+      return alias != nullptr && alias->isWrite();
+    });
+  }
   uses.begin();
   op.redispatchBoxed(below(keys), stack);
 }
@@ -129,7 +176,7 @@ template <class Op, class Result, class... Arguments>
 struct Direct<Op, Result(Arguments...)> {
   static Result tell(c10::DispatchKeySet keys, Arguments... arguments) {
     Uses uses(Op::name);
-    (uses.see(arguments), ...);
+    (uses.see(arguments, [] { return std::is_same_v<Arguments, at::Tensor&>; }), ...);
     uses.begin();
     return Op::redispatch(below(keys), arguments...);
   }
@@ -144,8 +191,9 @@ void tell_directly(torch::Library& library) {
 bool zeroed_by_user(const at::Tensor& tensor) {
   if (!tensor.is_non_overlapping_and_dense() || tensor.nbytes() != tensor.storage().nbytes()) return false;
   auto* storage = tensor.storage().unsafeGetStorageImpl();
-  auto* user = Users::instance().find(storage);
-  return user != nullptr && user->zero(storage);
+  bool zeroed = false;
+  Users::instance().visit(storage, [&](MemoryUser& user, Watched) { zeroed = zeroed || user.zero(storage); });
+  return zeroed;
 }
 
 at::Tensor& tell_of_zero(c10::DispatchKeySet keys, at::Tensor& self) {
@@ -168,7 +216,7 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
        {"alias",          "as_strided",   "conv1d",       "conv2d",      "conv3d",
         "data",           "detach",       "detach_",      "empty_like",  "expand",
         "layer_norm",     "linear",       "matmul",       "narrow",      "permute",
-        "requires_grad_", "reshape",      "resolve_conj", "resolve_neg", "select.int",
+        "requires_grad_", "retain_grad", "reshape",      "resolve_conj", "resolve_neg", "select.int",
         "set_data",       "slice.Tensor", "split.Tensor", "squeeze.dim", "t",
         "transpose.int",  "unsqueeze",    "view",         "zeros_like",  "_has_compatible_shallow_copy_type"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
@@ -194,12 +242,16 @@ bool MemoryUser::zero(c10::StorageImpl*) {
   return false;
 }
 
-void watch(c10::StorageImpl* storage, MemoryUser& user) {
-  Users::instance().add(storage, user);
+bool is_watchable(const at::Tensor& tensor) {
+  return tensor.key_set().has(mark);
 }
 
-void unwatch(c10::StorageImpl* storage) {
-  Users::instance().remove(storage);
+void watch(c10::StorageImpl* storage, MemoryUser& user, Watched what) {
+  Users::instance().add(storage, user, what);
+}
+
+void unwatch(c10::StorageImpl* storage, MemoryUser& user) {
+  Users::instance().remove(storage, user);
 }
 
 UnwatchedOperators::UnwatchedOperators() : guard_(mark) {}

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <set>
 
+#include "memory/views.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
 #include "shoal/comm/timeline.h"
@@ -21,11 +22,6 @@ Group same_ranks(const Group& group) {
   std::vector<int> ranks(group.size());
   std::iota(ranks.begin(), ranks.end(), 0);
   return group.subgroup(ranks);
-}
-
-c10::DataPtr pointer_to(const at::Tensor& memory) {
-  return {memory.data_ptr(), new at::Tensor(memory), [](void* held) { delete static_cast<at::Tensor*>(held); },
-          memory.device()};
 }
 
 // For a trace: an operator takes a page that it may have to wait for.
@@ -41,7 +37,7 @@ void mark_use(const Group& group, const std::string& name) {
 Pager::Pager(const Group& group, PagerOptions options) : options_(options), group_(same_ranks(group)), order_(group_) {}
 
 Pager::~Pager() {
-  for (const auto& [storage, index] : index_) unwatch(storage);
+  for (const auto& [storage, index] : index_) unwatch(storage, *this);
 }
 
 at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSource source) {
@@ -67,6 +63,7 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
 
 // The tensors stay, without memory.
 void Pager::remove(Page& page) {
+  store(page);
   if (page.memory.defined()) spare_.put(std::exchange(page.memory, {}));
   auto* storage = page.storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, page.options.device()));
@@ -78,7 +75,8 @@ void Pager::remove(Page& page) {
   page.used = false;
 }
 
-Work Pager::gather(const Page& page, const at::Tensor& room) const {
+Work Pager::gather(Page& page, const at::Tensor& room) {
+  store(page);
   const auto memory = room.narrow(0, 0, page.numel);
   const Label label{-1, -1, page.source.name};
   if (page.source.root < 0) return group_.all_gather(memory, page.source.own, label);
@@ -198,6 +196,47 @@ void Pager::begin_use(std::string_view op, std::span<c10::StorageImpl* const> me
   auto unpin = c10::make_scope_exit([&] { unuse(memory); });
   for (auto* storage : memory) bring(index_.at(storage));
   unpin.release();
+}
+
+void Pager::before_write(std::string_view, c10::StorageImpl* memory) {
+  if (!notices_) return;
+  const std::lock_guard lock(mutex_);
+  auto& page = *pages_[index_.at(memory)];
+  page.written = page.dirty = true;
+}
+
+void Pager::store(Page& page) {
+  if (!std::exchange(page.dirty, false) || page.state != State::present) return;
+  const torch::NoGradGuard no_grad;
+  if (page.source.own.defined()) {
+    const auto numel = page.source.own.numel();
+    page.source.own.copy_(page.memory.narrow(0, page.source.root < 0 ? numel * group_.rank() : 0, numel));
+  }
+  if (page.source.written) page.source.written(page.memory.narrow(0, 0, page.numel));
+}
+
+Pager::Page& Pager::page_of(const at::Tensor& page) const {
+  return *pages_[index_.at(page.storage().unsafeGetStorageImpl())];
+}
+
+bool Pager::written(const at::Tensor& page) const {
+  const std::lock_guard lock(mutex_);
+  return page_of(page).written;
+}
+
+void Pager::store_writes(const at::Tensor& page) {
+  const std::lock_guard lock(mutex_);
+  store(page_of(page));
+}
+
+void Pager::forget_writes(const at::Tensor& page) {
+  const std::lock_guard lock(mutex_);
+  page_of(page).written = page_of(page).dirty = false;
+}
+
+void Pager::forget_writer(const at::Tensor& page) {
+  const std::lock_guard lock(mutex_);
+  page_of(page).source.written = nullptr;
 }
 
 void Pager::end_use(std::span<c10::StorageImpl* const> memory) noexcept {

@@ -3,6 +3,8 @@
 
 #include <torch/types.h>
 
+#include <atomic>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -31,13 +33,15 @@ struct PageSource {
   std::string name;  // for labels and errors
   at::Tensor own;    // this rank's equal part of the page, contiguous; with a root: the page, on the root
   int root = -1;     // the rank of the group that has all of it; -1: every rank has its part
+  std::function<void(const at::Tensor& page)> written{};  // see Pager::store_writes
 };
 
 // A page is a flat tensor whose memory comes and goes while the tensor, and all views of it, keep their identity.
 // Before an operator takes any of them the page is gathered from the ranks' parts; then it stays until others need the
 // room, at least to the operator's end. So anything may be read anywhere, forward or backward, by any thread. What is
 // read past the operators (data_ptr) while the page is away is an error that says so, and so is an operator that needs
-// more pages than may be in memory (UsageError). Writes to a page are lost unless the parts change, too (store).
+// more pages than may be in memory (UsageError). What operators write to a page is stored in this rank's part before the
+// page goes; all ranks must write the same.
 //
 // Residency is a cache: correctness never depends on the order of uses. Where ranks use pages in the same order pass
 // after pass, pages are gathered ahead of use (gather_order.h).
@@ -65,6 +69,16 @@ class Pager : private MemoryUser {
   void end();
   // The page's parts have changed: what is in memory is not valid any more.
   void invalidate(const at::Tensor& page);
+  // Whether an operator has written the page since forget_writes().
+  bool written(const at::Tensor& page) const;
+  // This rank's part gets what was written to the page; PageSource::written is called with the whole page. Happens by
+  // itself before the page goes.
+  void store_writes(const at::Tensor& page);
+  void forget_writes(const at::Tensor& page);
+  // Whoever was to be told of writes to the page has gone.
+  void forget_writer(const at::Tensor& page);
+  // While off, nothing is noticed of writes, and they are lost.
+  void notice_writes(bool on) { notices_ = on; }
   // While set, pages stay whatever the limit.
   void keep(bool all);
   // Brings all pages, which stay until release_all. Collective.
@@ -83,6 +97,8 @@ class Pager : private MemoryUser {
     State state = State::away;
     bool used = false;  // since it came
     int users = 0;
+    bool written = false;  // since forget_writes()
+    bool dirty = false;    // written, and not stored yet
     at::Tensor memory{};
     Work work{};
 
@@ -90,7 +106,10 @@ class Pager : private MemoryUser {
   };
 
   void begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) override;
+  void before_write(std::string_view op, c10::StorageImpl* memory) override;
   void end_use(std::span<c10::StorageImpl* const> memory) noexcept override;
+  void store(Page& page);
+  Page& page_of(const at::Tensor& page) const;
   void require_room(std::string_view op, std::span<c10::StorageImpl* const> memory) const;
   void unuse(std::span<c10::StorageImpl* const> memory);
   int64_t bytes_in_use() const;
@@ -100,7 +119,7 @@ class Pager : private MemoryUser {
   void start(size_t index);
   void gather_for_others(size_t index);
   void help_others();
-  Work gather(const Page& page, const at::Tensor& room) const;
+  Work gather(Page& page, const at::Tensor& room);
   void fetch_ahead();
   void make_room(const Page* next);
   void remove(Page& page);
@@ -112,7 +131,8 @@ class Pager : private MemoryUser {
   PagerOptions options_;
   Group group_;
   GatherOrder order_;
-  std::mutex mutex_;  // everything below
+  std::atomic<bool> notices_ = true;
+  mutable std::mutex mutex_;  // everything below
   std::vector<std::unique_ptr<Page>> pages_;
   std::unordered_map<c10::StorageImpl*, size_t> index_;
   std::list<size_t> used_;  // in memory and used, least recently first

@@ -25,6 +25,17 @@ class ParameterGather {
   virtual void wait(const Label& label) = 0;
   // What operators may only take after wait().
   virtual std::vector<at::Tensor> awaited() const = 0;
+
+  // Parameters, by their numbers in the bucket, that others have replaced or written since; none: nothing to adopt.
+  // Cheap in that case. Not collective.
+  virtual std::vector<size_t> changed() const = 0;
+  // What changed() says of this rank's values of a parameter.
+  virtual uint64_t digest(size_t piece) const = 0;
+  // The present values of changed() count from now on, each owner's for its range; see ParameterBuffer::adopt.
+  // Collective.
+  virtual void adopt(const Label& label) = 0;
+  // While off, nothing is noticed of writes.
+  virtual void notice_writes(bool on) = 0;
 };
 
 // Parameters move to a buffer, once per host where ranks share memory, and are views of it. owners: ranges of the

@@ -120,6 +120,12 @@ class Reducer {
 
   std::vector<std::vector<std::string>> bucket_names() const;
   int64_t step() const { return step_; }
+  // Takes the place of one that has made so many steps.
+  void count_from(int64_t step) {
+    step_ = step;
+    used_anywhere_.assign(gradients_.size(), true);  // as far as is known
+  }
+  const Group& group() const { return group_; }
   const std::vector<Gradient>& gradients() const { return gradients_; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
   const Exchange& exchange() const { return *exchange_; }

@@ -1,10 +1,13 @@
 #include "engine/sharded_module.h"
 
+#include <fmt/format.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 
+#include "engine/changed_values.h"
 #include "memory/views.h"
+#include "shoal/base/error.h"
 
 namespace shoal {
 
@@ -13,6 +16,12 @@ ShardedModule::ShardedModule(Group shard, std::shared_ptr<Reducer> reducer,
                              std::span<const at::Tensor> originals)
     : shard_(std::move(shard)), reducer_(std::move(reducer)), gathers_(std::move(gathers)), waits_(std::move(waits)) {
   list_pieces(originals);
+  std::vector<at::Tensor> parameters;
+  for (const auto& gradient : reducer_->gradients()) {
+    trainable_.names.push_back(gradient.name);
+    parameters.push_back(gradient.parameter);
+  }
+  trainable_.watch = ParameterWatch(std::move(parameters));
 }
 
 ShardedModule::~ShardedModule() {
@@ -36,7 +45,10 @@ void ShardedModule::list_pieces(std::span<const at::Tensor> originals) {
                        .copied = narrow,
                        .outgoing = gathers_[number]->outgoing(slice),
                        .sum = bucket.kept().narrow(0, slice.in_flat.begin - kept.begin, slice.in_flat.size()),
-                       .whole = slice.in_piece.size() == bucket.layout().range(slice.piece).size()};
+                       .whole = slice.in_piece.size() == bucket.layout().range(slice.piece).size(),
+                       .elements = elements,
+                       .bucket = number,
+                       .slice = slice};
       if (narrow && !originals.empty()) piece.main.copy_(originals[piece.gradient]);
       // A whole parameter keeps its shape: optimizers that are not element-wise look at it.
       if (piece.whole) {
@@ -62,10 +74,107 @@ void ShardedModule::publish(const Label& label) {
 
 void ShardedModule::wait(const Label& label, bool at_first_touch) {
   awaited_ = label;
+  if (!at_first_touch) {
+    first_touch_.touch_all();
+    for (size_t number = 0; number < gathers_.size(); ++number) await(number);
+    return;
+  }
   for (size_t number = 0; number < gathers_.size(); ++number) {
     for (const auto& memory : gathers_[number]->awaited()) first_touch_.arm(number, memory);
   }
-  if (!at_first_touch) first_touch_.touch_all();
+}
+
+void ShardedModule::await(size_t bucket) {
+  timed(waits_.get(), "params-all-gather", 1, [&] { gathers_[bucket]->wait(awaited_); });
+}
+
+void ShardedModule::add_frozen(std::vector<std::string> names, std::vector<at::Tensor> parameters,
+                               std::shared_ptr<ParameterGather> gather) {
+  frozen_.push_back({std::move(names), ParameterWatch(std::move(parameters)), std::move(gather)});
+}
+
+void ShardedModule::add_replicated(std::vector<std::string> names, std::vector<at::Tensor> parameters) {
+  replicated_ = {std::move(names), ParameterWatch(std::move(parameters)), nullptr};
+}
+
+void ShardedModule::notice_writes(bool on) {
+  for (const auto& gather : gathers_) gather->notice_writes(on);
+  for (const auto& frozen : frozen_) frozen.gather->notice_writes(on);
+}
+
+void ShardedModule::require_kinds() const {
+  const auto check = [&](const Known& known, bool any_kind) {
+    for (size_t i = 0; i < known.names.size(); ++i) {
+      const auto& watch = known.watch;
+      const bool kind = !any_kind && watch.other_kind(i) && !(converts_ && watch.other_floating_dtype(i));
+      const bool unfrozen = watch.trainable_changed(i) && watch.parameters()[i].requires_grad();
+      if (!kind && !unfrozen) continue;
+      throw UsageError(fmt::format(
+          "parameter {} has changed in a way that its shards cannot follow: {}. Turn it back ({}), or wrap the module "
+          "and make its optimizer anew",
+          known.names[i], watch.describe(i), kind ? "module.to(dtype)" : "requires_grad_(false)"));
+    }
+  };
+  check(trainable_, false);
+  for (const auto& frozen : frozen_) check(frozen, false);
+  check(replicated_, true);
+}
+
+bool ShardedModule::changed() const {
+  const auto any = [](const auto& gather) { return !gather->changed().empty(); };
+  return std::any_of(gathers_.begin(), gathers_.end(), any) || replicated_.watch.changed() ||
+         std::any_of(frozen_.begin(), frozen_.end(), [&](const Known& frozen) { return any(frozen.gather); });
+}
+
+void ShardedModule::adopt_changes(const Label& label) {
+  require_kinds();
+  if (!changed()) return;
+  const torch::NoGradGuard no_grad;
+  wait_all();
+  std::vector<ChangedValue> values;
+  std::vector<std::vector<size_t>> changed_pieces;
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    const auto& members = reducer_->buckets()[number].members();
+    for (const auto piece : changed_pieces.emplace_back(gathers_[number]->changed())) {
+      values.push_back({reducer_->gradients()[members[piece]].name, gathers_[number]->digest(piece)});
+    }
+  }
+  for (const auto& frozen : frozen_) {
+    for (const auto piece : frozen.gather->changed())
+      values.push_back({frozen.names[piece], frozen.gather->digest(piece)});
+  }
+  for (size_t i = 0; i < replicated_.names.size(); ++i) {
+    if (!replicated_.watch.changed(i)) continue;
+    values.push_back({replicated_.names[i], digest_of(replicated_.watch.parameters()[i])});
+  }
+  agree_on_values(reducer_->group(), values);
+  refresh_copies(changed_pieces, /*replaced=*/true);
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    if (!changed_pieces[number].empty()) gathers_[number]->adopt(label);
+  }
+  for (const auto& frozen : frozen_) {
+    if (!frozen.gather->changed().empty()) frozen.gather->adopt(label);
+  }
+  replicated_.watch.note();
+  refresh_copies(changed_pieces, /*replaced=*/false);
+}
+
+// The float32 copies of parameters that have other values: of those in other memory, which may hold more than their own
+// bits, while they are there; then of those that were written where they lie.
+void ShardedModule::refresh_copies(const std::vector<std::vector<size_t>>& changed, bool replaced) {
+  for (auto& piece : pieces_) {
+    const auto& list = changed[piece.bucket];
+    if (!piece.copied || std::find(list.begin(), list.end(), piece.slice.piece) == list.end()) continue;
+    auto main = piece.main.as_strided({piece.main.numel()}, {1});
+    if (replaced && trainable_.watch.changed(piece.gradient)) {
+      const auto& parameter = reducer_->gradients()[piece.gradient].parameter;
+      auto values = at::empty_strided(parameter.sizes(), trainable_.watch.strides(piece.gradient),
+                                      parameter.options().requires_grad(false));
+      main.copy_(in_memory_order(values.copy_(parameter)).narrow(0, piece.slice.in_piece.begin, main.numel()));
+    } else if (!replaced && !at::equal(main.to(piece.elements.scalar_type()), piece.elements)) {
+      main.copy_(piece.elements);  // a page is noticed as a whole: most of it may be as it was
+    }
+  }
 }
 
 std::vector<StatePiece> ShardedModule::state_pieces(const std::string& prefix) const {

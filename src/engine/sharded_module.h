@@ -9,6 +9,7 @@
 
 #include "engine/first_touch.h"
 #include "engine/parameter_gather.h"
+#include "engine/parameter_watch.h"
 #include "engine/reducer.h"
 #include "engine/sharded_state.h"
 #include "shoal/engine/timers.h"
@@ -23,6 +24,9 @@ struct OwnedPiece {
   at::Tensor outgoing;  // where updated values leave from, one-dimensional; may be `main`'s memory
   at::Tensor sum;       // its elements of the gradients' sum
   bool whole = false;
+  at::Tensor elements;  // the parameter's own, one-dimensional
+  size_t bucket = 0;    // and which they are: of this bucket's
+  Slice slice{};
 
   // Copies what has been updated there.
   void put_out() const;
@@ -52,6 +56,24 @@ class ShardedModule {
   void publish(const Label& label);
   // Waits for everybody's ranges; `at_first_touch`: for a bucket's when an operator first takes one of its parameters.
   void wait(const Label& label, bool at_first_touch);
+  // Frozen parameters that are divided as well; names by number in the gather.
+  void add_frozen(std::vector<std::string> names, std::vector<at::Tensor> parameters,
+                  std::shared_ptr<ParameterGather> gather);
+  // Frozen parameters that every rank has whole.
+  void add_replicated(std::vector<std::string> names, std::vector<at::Tensor> parameters);
+  // Parameters that get another floating-point dtype are converted to the one they have here; without, that is refused.
+  void convert_dtypes() { converts_ = true; }
+  // What others have done to parameters since they were wrapped, by torch::load(module), set_data, or operators that
+  // write them, counts from now on: the present values of all ranks, which must be equal, go to the ranks that own
+  // them, and to their float32 copies. Does nothing where nothing was done. UsageError, with the parameter's name,
+  // for a parameter of another dtype, device or shape, and for one that was frozen and is trainable; nothing has
+  // changed then. DisagreeError where ranks have other values. Collective if there is something to do, and then on all
+  // ranks.
+  void adopt_changes(const Label& label);
+  // The part of it that is not collective: what would be refused.
+  void require_kinds() const;
+  // While off, writes are not noticed.
+  void notice_writes(bool on);
   // Waits now for what wait() has left to first touches.
   void wait_all() { first_touch_.touch_all(); }
   // All ranks' pieces, those of a parameter together; names begin with `prefix`.
@@ -60,15 +82,26 @@ class ShardedModule {
  private:
   void list_pieces(std::span<const at::Tensor> originals);
 
+  struct Known {
+    std::vector<std::string> names;
+    ParameterWatch watch;
+    std::shared_ptr<ParameterGather> gather{};
+  };
+  void await(size_t bucket);
+  bool changed() const;
+  void refresh_copies(const std::vector<std::vector<size_t>>& changed, bool replaced);
+
   Group shard_;
   std::shared_ptr<Reducer> reducer_;
   std::vector<std::unique_ptr<ParameterGather>> gathers_;
+  Known trainable_;   // the reducer's, as they were wrapped
+  Known replicated_;  // frozen, whole on every rank
+  std::vector<Known> frozen_;
+  bool converts_ = false;
   std::vector<OwnedPiece> pieces_;
   Label awaited_;
   std::shared_ptr<Timers> waits_;
-  FirstTouch first_touch_{[this](size_t bucket) {
-    timed(waits_.get(), "params-all-gather", 1, [&] { gathers_[bucket]->wait(awaited_); });
-  }};
+  FirstTouch first_touch_{[this](size_t bucket) { await(bucket); }};
 };
 
 }  // namespace shoal

@@ -11,6 +11,7 @@
 
 #include "checkpoint/on_all_ranks.h"
 #include "engine/gradient_norm.h"
+#include "engine/operator_watch.h"
 #include "engine/sharded_optimizer_state.h"
 #include "optim/param_groups.h"
 #include "shoal/base/error.h"
@@ -172,6 +173,7 @@ void ShardedOptimizerCore::update(bool finite) {
   auto& state = *state_;
   if (finite) {
     copy_options(param_groups_, state.local->param_groups());
+    const UnwatchedOperators own;  // its writes are the parameters' updates
     state.time(
         "optimizer-inner-step", 2, [&] { state.local->step(); }, &state.group);
   }
@@ -225,6 +227,7 @@ ShardedStep ShardedOptimizerCore::step() {
   state_->require_known(param_groups_);
   ShardedStep result;
   const auto whole = [&] {
+    adopt_changes();
     complete_gradients();
     result = update_if_finite();
   };
@@ -242,8 +245,14 @@ at::Tensor ShardedOptimizerCore::step(LossClosure closure) {
   return loss;
 }
 
+void ShardedOptimizerCore::adopt_changes() const {
+  for (const auto& module : state_->modules) module->require_kinds();
+  for (const auto& module : state_->modules) module->adopt_changes(state_->label("replaced parameters"));
+}
+
 OptimizerState ShardedOptimizerCore::state_dict(std::optional<int> recipient) const {
   state_->require_known(param_groups_);
+  adopt_changes();
   return gather_state(state_->group, state_->state_pieces(), *state_->local, recipient);
 }
 

@@ -41,6 +41,11 @@ at::Tensor aligned_zeros(int64_t numel, const at::TensorOptions& options) {
   return memory.narrow(0, skip, numel);
 }
 
+c10::DataPtr pointer_to(const at::Tensor& memory) {
+  return {memory.data_ptr(), new at::Tensor(memory), [](void* held) { delete static_cast<at::Tensor*>(held); },
+          memory.device()};
+}
+
 bool same_storage(const at::Tensor& a, const at::Tensor& b) {
   return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided &&
          a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();

@@ -22,6 +22,9 @@ at::Tensor in_memory_order(const at::Tensor& tensor);
 // allocator of libtorch gives 64.
 at::Tensor aligned_zeros(int64_t numel, const at::TensorOptions& options);
 
+// The tensor's memory for a storage of its own, which keeps the tensor alive.
+c10::DataPtr pointer_to(const at::Tensor& memory);
+
 // True when both are dense-layout tensors on one storage; looks at no memory, which a storage need not have.
 bool same_storage(const at::Tensor& a, const at::Tensor& b);
 

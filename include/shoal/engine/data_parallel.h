@@ -65,6 +65,9 @@ class DataParallelCore : public Joinable {
   void adopt_model(int rank) override;
 
  protected:
+  // Called before each forward, under no_sync only when nothing has to be agreed on: parameters that others have
+  // replaced since the last one.
+  virtual void adopt_changes(bool training);
   // Around each forward; training: it builds a graph.
   virtual void begin_pass(bool /*training*/) {}
   virtual void end_pass(bool /*training*/) {}

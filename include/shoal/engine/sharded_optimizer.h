@@ -76,6 +76,8 @@ class ShardedOptimizerCore : public torch::optim::Optimizer {
   void prepare_gradients();
   // All ranks get this rank's pieces.
   void publish();
+  // Parameters that others have replaced or written since the last step; step() does it first. Collective.
+  void adopt_changes() const;
   State& state() const { return *state_; }
 
  private:

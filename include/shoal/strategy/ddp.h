@@ -58,7 +58,13 @@ class DistributedDataParallelCore : public DataParallelCore {
 //
 // The constructor is collective (compares names, shapes, dtypes and order of parameters and buffers, then sends rank
 // 0's values). Throws UsageError for wrong options or a model without trainable parameters, DisagreeError when ranks
-// hold different models. A forward of the module itself, past the wrapper, trains too, but without broadcast of
+// hold different models.
+//
+// Parameters may be loaded, replaced (torch::load, set_data), converted (Module::to), frozen and unfrozen later, on all
+// ranks alike: the next forward that trains compares them, once (DisagreeError, which names the parameter), and makes
+// buckets anew if it must. Values that are written in place are not compared: write the same on all ranks.
+//
+// A forward of the module itself, past the wrapper, trains too, but without broadcast of
 // buffers, without find_unused_parameters and static_graph.
 template <class Module>
 class DistributedDataParallel : public DataParallelWrapper<Module, DistributedDataParallelCore> {

@@ -202,7 +202,9 @@ class DecentralizedDataParallel : public DataParallelWrapper<Module, Decentraliz
 
   // Scales a loss as the scaler says; without scaler the loss itself.
   at::Tensor scale_loss(const at::Tensor& loss) const { return this->core_.scale_loss(loss); }
-  // Gives all ranks the mean of their parameters, bit for bit the same. Training can go on. Collective.
+  // Gives all ranks the mean of their parameters, bit for bit the same. Training can go on. To be called when ranks have
+  // loaded or replaced parameters (torch::load, set_data) after the first step: neighbours would mix what they had
+  // before, and forward is a UsageError until then. Collective.
   void global_avg() { this->core_.global_avg(); }
   // How far ranks are from their mean x: sqrt(mean over ranks of |x_i - x|^2), over all parameters. Collective.
   double consensus_distance() { return this->core_.consensus_distance(); }

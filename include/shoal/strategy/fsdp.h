@@ -98,6 +98,7 @@ class FullyShardedCore : public DataParallelCore {
   void release_all(bool writeback);
 
  protected:
+  void adopt_changes(bool training) override;
   void begin_pass(bool training) override;
   void end_pass(bool training) override;
 
@@ -142,9 +143,13 @@ class FullParameters {
 //
 // Parameters keep their names, their identity and their requires_grad. They may be read anywhere by any operator, in
 // forward, backward or outside; then all ranks must come to some forward, backward or read of their own, since a read
-// may be collective. Writes to them are lost but for those in summon_full_params. After backward each rank has the sums
-// of its own ranges, and grad() is a tensor without memory: zero_grad() in every form drops or zeroes the sum, reading
-// it is a UsageError that names the call to use (see ShardedOptimizerCore::step). Where ranks share a host, parameters lie once in memory that they share,
+// may be collective. They may be loaded, replaced or written by operators at any time, with the same values on all
+// ranks, as in one process; the next training forward or step() takes that over, compares ranks (DisagreeError), and
+// refreshes the float32 copies. With param_dtype a tensor of another floating-point dtype is converted, and the copies
+// get all its bits; else another dtype is a UsageError, as is a parameter that was frozen and requires a gradient now.
+// What is written past the operators (data_ptr) outside of summon_full_params is lost. After
+// backward each rank has the sums of its own ranges, and grad() is a tensor without memory: zero_grad() in every form drops
+// or zeroes the sum, reading it is a UsageError that names the call to use (see ShardedOptimizerCore::step). Where ranks share a host, parameters lie once in memory that they share,
 // and nothing is gathered. Buffers stay each rank's own. Where they are gathered, the parameters cannot be read any
 // more when the wrapper has gone: take full_state_dict or visit_full_state before.
 //

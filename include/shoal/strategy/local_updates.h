@@ -6,6 +6,7 @@
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -71,13 +72,17 @@ class MeanParameters {
  public:
   using Saved = std::vector<std::pair<at::Tensor, at::Tensor>>;  // a tensor of the module and its own values
 
-  explicit MeanParameters(Saved saved) : saved_(std::move(saved)) {}
-  MeanParameters(MeanParameters&&) noexcept = default;
+  // ended: called when the scope has ended.
+  explicit MeanParameters(Saved saved, std::function<void()> ended = {})
+      : saved_(std::move(saved)), ended_(std::move(ended)) {}
+  MeanParameters(MeanParameters&& other) noexcept
+      : saved_(std::exchange(other.saved_, {})), ended_(std::exchange(other.ended_, {})) {}
   MeanParameters& operator=(MeanParameters&&) = delete;
   ~MeanParameters();
 
  private:
   Saved saved_;
+  std::function<void()> ended_;
 };
 
 //   torch::optim::AdamW optimizer(model->parameters(), 4e-4);
@@ -93,6 +98,11 @@ class MeanParameters {
 // device. With a delay it travels while training goes on. Gradients stay this rank's own: clip and unscale them as in
 // one process. Between exchanges nothing is communicated (in the warm-up: in backward), and ranks have different
 // parameters. theta is the same on all ranks to the last bit.
+//
+// Parameters may be loaded or written between steps, on all ranks alike or each with values of its own: training goes on
+// from there, theta is what the ranks then have, or the mean of it, and what was on its way is dropped for them; u and
+// the optimizer's state stay. All ranks must have changed the same parameters (DisagreeError from step(), which is then
+// collective). After load_state_dict() parameters are taken as belonging to that state.
 //
 // Every rank must call step() as often as the others. One that has no batch, or whose gradients are of no use (inf, an
 // exception in forward or backward), calls step(false); one that calls it less often makes the others wait, up to the

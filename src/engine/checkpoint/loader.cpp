@@ -9,6 +9,7 @@
 
 #include "checkpoint/match.h"
 #include "engine/checkpoint/names.h"
+#include "engine/operator_watch.h"
 #include "memory/views.h"
 #include "optim/state.h"
 #include "shoal/base/error.h"
@@ -180,6 +181,7 @@ void TrainingLoader::read_optimizers() {
 }
 
 void TrainingLoader::read_model() const {
+  const UnwatchedOperators own;  // ranks write what they own
   const auto has = [&](const std::string& name) { return !options_.partial || reader_.index().tensors.contains(name); };
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {

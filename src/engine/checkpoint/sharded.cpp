@@ -8,6 +8,7 @@ namespace shoal {
 
 CheckpointView ShardedSource::view() {
   state_.require_known(optimizer_.param_groups());
+  for (const auto& module : state_.modules) module->adopt_changes(state_.label("replaced parameters"));
   CheckpointView view;
   view.shares.push_back({.pieces = state_.state_pieces(), .rank = state_.group.rank(), .local = state_.local.get()});
   view.optimizers = {&optimizer_};

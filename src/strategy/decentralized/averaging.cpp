@@ -17,6 +17,7 @@ void average(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& la
   auto newest = at::full({1}, mixing.version(), at::kLong);
   group.all_reduce(newest, ReduceOp::max, label).wait();
   for (size_t i = 0; i < buckets.size(); ++i) {
+    buckets[i].adopt();
     auto& mean = means.emplace_back(values_of(buckets[i]));
     mixing.average(group, i, mean, label);
     buckets[i].read_from(mean);
@@ -30,10 +31,11 @@ void average(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& la
   mixing.end_step();
 }
 
-double squared_distance(Mixing& mixing, const std::vector<GossipBucket>& buckets, const Label& label) {
+double squared_distance(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& label) {
   const auto& group = mixing.remaining();
   auto squares = at::zeros({1}, at::kDouble);
-  for (const auto& bucket : buckets) {
+  for (auto& bucket : buckets) {
+    bucket.adopt();
     const auto own = values_of(bucket).to(at::kDouble);
     auto mean = own.clone();
     group.all_reduce(mean, ReduceOp::avg, label).wait();

@@ -12,6 +12,6 @@ namespace shoal {
 void average(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& label);
 
 // The mean over the ranks of |x_i - x|^2, where x is their mean. Collective over the ranks that are left.
-double squared_distance(Mixing& mixing, const std::vector<GossipBucket>& buckets, const Label& label);
+double squared_distance(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& label);
 
 }  // namespace shoal

@@ -1,8 +1,11 @@
 #include "strategy/decentralized/bucket.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include "memory/views.h"
+#include "shoal/base/error.h"
 
 namespace shoal {
 namespace {
@@ -16,7 +19,7 @@ FlatLayout layout_of(const std::vector<NamedParameter>& members) {
 }  // namespace
 
 GossipBucket::GossipBucket(std::vector<NamedParameter> members, bool as_views)
-    : members_(std::move(members)), layout_(layout_of(members_)) {
+    : members_(std::move(members)), layout_(layout_of(members_)), dtype_(members_.front().parameter.scalar_type()) {
   if (!as_views) return;
   const torch::NoGradGuard no_grad;
   const auto flat = aligned_zeros(numel(), members_.front().parameter.options().requires_grad(false));
@@ -32,6 +35,32 @@ std::vector<at::Tensor> GossipBucket::views_of(const at::Tensor& flat) const {
     views.push_back(view_like(flat, layout_.range(i).begin, members_[i].parameter));
   }
   return views;
+}
+
+void GossipBucket::require_kinds() const {
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const auto& [name, parameter] = members_[i];
+    if (parameter.scalar_type() == dtype_ && parameter.numel() == layout_.range(i).size()) continue;
+    throw UsageError(fmt::format(
+        "DecentralizedDataParallel: parameter {} is {} [{}] now; neighbours average {} elements of {}. Turn it "
+        "back (module.to(dtype)), or wrap the module anew",
+        name, c10::toString(parameter.scalar_type()), fmt::join(parameter.sizes(), ", "), layout_.range(i).size(),
+        c10::toString(dtype_)));
+  }
+}
+
+void GossipBucket::adopt() {
+  require_kinds();
+  if (!flat_.defined()) return;
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    auto& parameter = members_[i].parameter;
+    const auto offset = flat_.storage_offset() + layout_.range(i).begin;
+    if (parameter.is_alias_of(flat_) && parameter.storage_offset() == offset) continue;
+    const auto view = view_like(flat_, layout_.range(i).begin, parameter);
+    at::Tensor(view).copy_(parameter);
+    parameter.set_data(view);
+  }
 }
 
 // As x + (others - (1 - own) x): rounded weights do not add up to 1, and ranks that agree would drift.

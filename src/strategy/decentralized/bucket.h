@@ -15,12 +15,16 @@ class GossipBucket {
 
   const std::vector<NamedParameter>& members() const { return members_; }
   int64_t numel() const { return layout_.size(); }
-  at::ScalarType dtype() const { return members_.front().parameter.scalar_type(); }
+  at::ScalarType dtype() const { return dtype_; }
   // The parameters' memory [numel()], gaps included; none where each has its own.
   const at::Tensor& flat() const { return flat_; }
   // Flat memory [numel()] in the parameters' shapes.
   std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
 
+  // UsageError for a member that has another dtype or number of elements by now.
+  void require_kinds() const;
+  // Members that somebody has given other memory lie in flat() again, with the values that they have there.
+  void adopt();
   // x <- own * x + others [numel()], whose memory is used.
   void mix(double own, at::Tensor& others);
   // flat [numel()] <- scale * x, the gaps untouched.
@@ -34,6 +38,7 @@ class GossipBucket {
  private:
   std::vector<NamedParameter> members_;
   FlatLayout layout_;
+  at::ScalarType dtype_;
   at::Tensor flat_;  // none where parameters keep their memory
 };
 

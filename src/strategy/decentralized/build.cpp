@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "engine/changed_values.h"
 #include "engine/data_parallel_state.h"
 #include "shoal/base/error.h"
 #include "strategy/decentralized/state.h"
@@ -105,7 +106,26 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, cons
       expected(gradients.size(), 0),
       hooks(parameters_of(gradients), [this](size_t gradient) { arrived(gradient); }) {
   if (!make) throw UsageError("DecentralizedDataParallel: no function that makes the optimizer");
+  watch = ParameterWatch(parameters_of(gradients));
   mixing.admit_with([this](const Group& pair) { hand_over(pair); });
+}
+
+// Before the first step neighbours learn what a rank starts from; later they know what it had before.
+void State::meet_changes() {
+  for (const auto& bucket : buckets) bucket.require_kinds();
+  if (!watch.changed()) return;
+  std::vector<ChangedValue> values;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!watch.changed(i)) continue;
+    values.push_back({gradients[i].name, digest_of(gradients[i].parameter)});
+    if (buckets.empty() || group.size() == 1) continue;
+    throw UsageError(fmt::format(
+        "DecentralizedDataParallel: parameter {} has been loaded or replaced, and neighbours would mix what "
+        "this rank had before into it; when all ranks have loaded, call global_avg() on all of them",
+        gradients[i].name));
+  }
+  if (!values.empty() && buckets.empty()) agree_on_values(group, values);
+  watch.note();
 }
 
 // In rank 0's order; ranks may have met other parameters, or in another order.
@@ -145,11 +165,13 @@ void State::make_buckets() {
     buckets[i].write_to(start);
     mixing.all_hold(i, start);
   }
+  watch.note();
   if (pending) load_pending();
 }
 
 void State::show_all() {
   for (size_t i = 0; i < buckets.size(); ++i) {
+    buckets[i].adopt();
     mixing.show(i, [&](const at::Tensor& flat, double scale) { buckets[i].write_to(flat, scale); });
   }
   mixing.end_step();

@@ -35,6 +35,7 @@ void DecentralizedDataParallelCore::before_forward() {
   state.forward_range.emplace(at::RecordScope::USER_SCOPE);
   if (state.forward_range->isActive()) state.forward_range->before("shoal::forward");
   if (!torch::GradMode::is_enabled()) return;
+  state.meet_changes();
   if (state.no_sync_depth == 0) state.clock.mark(StepClock::forward_begins, state.step);
   for (const auto& entry : state.tensors.parameters) {
     const bool known = std::any_of(state.gradients.begin(), state.gradients.end(),
@@ -148,6 +149,7 @@ void DecentralizedDataParallelCore::global_avg() {
   if (state.buckets.empty()) return;  // nothing has been trained yet
   const Label label{state.step, -1, "global average"};
   average(state.mixing, state.buckets, label);
+  state.watch.note();
   if (!state.options.average_buffers) return;
   for (const auto& buffer : state.tensors.buffers) {
     if (!buffer.tensor.is_floating_point()) continue;

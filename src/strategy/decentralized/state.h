@@ -8,6 +8,7 @@
 
 #include "engine/bucket_plan.h"
 #include "engine/gradient_hooks.h"
+#include "engine/parameter_watch.h"
 #include "engine/step_clock.h"
 #include "module/walk.h"
 #include "strategy/decentralized/bucket.h"
@@ -29,6 +30,9 @@ struct DecentralizedDataParallelCore::State {
   void give_up_step();
   void drop_gradients();
 
+  // Before a forward that trains: parameters that were loaded or replaced since the last step.
+  void meet_changes();
+
   // build.cpp
   // Collective, at the end of the first backward.
   void build_buckets();
@@ -49,6 +53,7 @@ struct DecentralizedDataParallelCore::State {
   Group group;
   DecentralizedDataParallelOptions options;
   ModuleTensors tensors;
+  ParameterWatch watch;  // whether others replace parameters
   std::vector<Gradient> gradients;
   Mixing mixing;
   std::optional<GradScaler> scaler;

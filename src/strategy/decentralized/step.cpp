@@ -95,6 +95,7 @@ void State::finish(size_t index, bool with_update) {
     if (first) clock.mark(StepClock::first_leaves, step);
     // Until it is shown, whatever happens, this must not be done again.
     progress[index] = Progress::mixed;
+    bucket.adopt();
     mix(index);
     if (with_update && (!weighted || weight > 0)) update(bucket);
     if (bucket.schedule) bucket.schedule->step();

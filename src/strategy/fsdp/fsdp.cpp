@@ -122,6 +122,14 @@ FullyShardedCore::~FullyShardedCore() {
   for (const auto& entry : state().tensors.parameters) unmark_divided(entry.tensor);
 }
 
+// Evaluation needs no other rank where parameters share memory: it reads what they hold.
+void FullyShardedCore::adopt_changes(bool training) {
+  auto& module = *shards_->module;
+  if (training) module.require_kinds();
+  const bool collective = training ? state().no_sync_depth == 0 : shards_->options.param_dtype && shards_->pager;
+  if (collective) module.adopt_changes({step(), -1, "replaced parameters"});
+}
+
 void FullyShardedCore::begin_pass(bool training) {
   if (shards_->holds > 0) {
     throw UsageError("FullyShardedDataParallel: forward while summon_full_params holds the parameters; end that first");
@@ -180,6 +188,7 @@ at::Tensor FullyShardedCore::whole(const at::Tensor& parameter, const std::strin
 
 void FullyShardedCore::visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
   const torch::NoGradGuard no_grad;
+  shards_->module->adopt_changes({step(), -1, "replaced parameters"});
   const auto& tensors = state().tensors;
   const bool here = !recipient || *recipient == shards_->groups.all.rank();
   std::exception_ptr error;

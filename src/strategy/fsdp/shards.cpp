@@ -232,6 +232,16 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
     }
   }
   shards.module = std::make_shared<ShardedModule>(shard, state.reducer, std::move(gathers), nullptr, originals);
+  if (shards.options.param_dtype) shards.module->convert_dtypes();
+  for (const auto& frozen : shards.frozen) {
+    std::vector<std::string> names;
+    std::vector<at::Tensor> parameters;
+    for (const auto& entry : frozen.parameters) {
+      names.push_back(entry.name);
+      parameters.push_back(entry.tensor);
+    }
+    shards.module->add_frozen(std::move(names), std::move(parameters), frozen.gather);
+  }
 }
 
 }  // namespace shoal

@@ -24,7 +24,7 @@ struct FullyShardedCore::Shards {
   struct Frozen {
     std::vector<NamedTensor> parameters;
     FlatLayout layout;
-    std::unique_ptr<ParameterGather> gather;
+    std::shared_ptr<ParameterGather> gather;
   };
   std::vector<Frozen> frozen{};
   std::vector<at::Tensor> before_hold{};  // this rank's pieces, while changes will be undone

@@ -19,6 +19,8 @@ void FullyShardedCore::hold_all(bool writeback) {
   auto& shards = *shards_;
   const torch::NoGradGuard no_grad;
   const Label label{-1, -1, "full parameters"};
+  shards.module->adopt_changes(label);
+  shards.module->notice_writes(false);  // who may write, and what counts, is this scope's
   if (shards.pager) {
     shards.pager->hold_all();
   } else {
@@ -34,7 +36,7 @@ void FullyShardedCore::hold_all(bool writeback) {
 void FullyShardedCore::release_all(bool writeback) {
   auto& shards = *shards_;
   const torch::NoGradGuard no_grad;
-  --shards.holds;
+  if (--shards.holds == 0) shards.module->notice_writes(true);
   if (shards.pager) {
     shards.pager->release_all(writeback);
   } else {

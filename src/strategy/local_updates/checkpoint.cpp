@@ -73,6 +73,7 @@ void LocalUpdates::State::begin_anew() {
     }
   }
   set_steps(0);
+  watch.note();
 }
 
 OptimizerState LocalUpdates::state_dict() {
@@ -129,6 +130,8 @@ void LocalUpdates::load_state_dict(const OptimizerState& whole) {
     fragment.mean() = Mean(std::move(in_flight));
   }
   state.set_steps(*steps);
+  state.restored = true;
+  state.watch.note();
 }
 
 }  // namespace shoal

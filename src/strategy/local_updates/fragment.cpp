@@ -58,6 +58,7 @@ void Fragment::send(const Group& group, const torch::optim::Optimizer& optimizer
   std::vector<at::Tensor> parameters;
   std::vector<at::ScalarType> dtypes;
   for (auto& piece : pieces_) {
+    piece.passed = false;
     parameters.push_back(piece.parameter);
     dtypes.push_back(options_.reduce_dtype.value_or(widened(piece.parameter.scalar_type())));
     if (std::holds_alternative<SlowMo>(options_.outer)) {
@@ -80,6 +81,7 @@ void Fragment::apply(torch::optim::Optimizer& optimizer) {
   const auto& mean = mean_.wait();
   for (size_t i = 0; i < pieces_.size(); ++i) {
     auto& piece = pieces_[i];
+    if (piece.passed) continue;
     if (piece.anchor.defined()) {
       const auto delta = mean[i].to(piece.anchor.scalar_type());
       std::visit([&](const auto& outer) { update(piece, delta, outer); }, options_.outer);

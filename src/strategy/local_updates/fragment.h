@@ -17,6 +17,7 @@ class Fragment {
     size_t param_group = 0;  // of the inner optimizer
     at::Tensor anchor{};     // theta; none where the mean of x is all that is needed
     at::Tensor momentum{};   // u; none for Averaging
+    bool passed = false;     // what is on its way does not count for it
     double rate = 0;         // SlowMo: the inner optimizer's when the piece was sent
   };
 

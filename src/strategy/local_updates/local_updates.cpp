@@ -1,10 +1,15 @@
 #include "shoal/strategy/local_updates.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+
+#include "engine/changed_values.h"
 #include "engine/data_parallel_state.h"
 #include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
 #include "strategy/local_updates/state.h"
 
 namespace shoal {
@@ -21,6 +26,65 @@ void State::check_trainable() const {
     throw UsageError(fmt::format(
         "LocalUpdates: {} requires a gradient, which it did not at the construction; construct it anew", entry.name));
   }
+}
+
+namespace {
+
+// Whether all ranks have the same values. Collective.
+bool equal_everywhere(const Group& group, const std::vector<at::Tensor>& tensors, const Label& label) {
+  uint64_t all = 1;
+  for (const auto& tensor : tensors) all = all * 31 + digest_of(tensor);
+  const auto number = static_cast<int64_t>(all >> 1);
+  auto ends = at::empty({2}, at::kLong);
+  ends[0] = number;
+  ends[1] = -number;
+  group.all_reduce(ends, ReduceOp::max, label).wait();
+  return ends[0].item<int64_t>() == -ends[1].item<int64_t>();
+}
+
+}  // namespace
+
+void State::adopt_changes() {
+  const bool belongs = std::exchange(restored, false);
+  if (!watch.changed()) return;
+  const torch::NoGradGuard no_grad;
+  std::vector<Fragment::Piece*> changed;
+  std::vector<std::string> names;
+  std::vector<at::Tensor> values;
+  size_t number = 0;
+  for (auto& fragment : fragments) {
+    for (auto& piece : fragment.pieces()) {
+      const auto i = number++;
+      if (watch.other_kind(i)) {
+        throw UsageError(
+            fmt::format("LocalUpdates: parameter {} is of another kind: {}. Turn it back, or construct "
+                        "LocalUpdates anew",
+                        piece.name, watch.describe(i)));
+      }
+      if (!watch.changed(i)) continue;
+      changed.push_back(&piece);
+      names.push_back(piece.name);
+      values.push_back(piece.parameter);
+    }
+  }
+  const bool keeps_none =
+      std::none_of(changed.begin(), changed.end(), [](auto* piece) { return piece->anchor.defined(); });
+  if (belongs || changed.empty() || (keeps_none && options.delay == 0 && !reducer)) return;
+  const Label label{steps, -1, "replaced parameters"};
+  agree(group, "the parameters that were loaded, replaced or written since the last step of LocalUpdates", names);
+  const bool equal = equal_everywhere(group, values, label);
+  if (reducer && !equal) {
+    throw DisagreeError(fmt::format(
+        "LocalUpdates: in the warm-up all ranks train the same parameters, but {} were loaded, replaced or written "
+        "with other values on each; load the same file on every rank",
+        fmt::join(names, ", ")));
+  }
+  auto mean = mean_of(values, label);
+  for (size_t i = 0; i < changed.size(); ++i) {
+    changed[i]->passed = true;
+    if (changed[i]->anchor.defined()) changed[i]->anchor.copy_(equal ? values[i] : mean.wait()[i]);
+  }
+  mean.wait();
 }
 
 void State::set_steps(int64_t number) {
@@ -79,9 +143,16 @@ void LocalUpdates::step(bool update) {
   if (state.reducer && state.reducer->broken()) {
     throw UsageError("LocalUpdates: this rank's backward has failed, and the step counts on no rank: call zero_grad()");
   }
-  if (update) state.optimizer.step();
+  state.adopt_changes();
+  try {
+    if (update) state.optimizer.step();
+  } catch (...) {
+    state.watch.note();  // what it has updated so far is its own
+    throw;
+  }
   const torch::NoGradGuard no_grad;
   state.end_step();
+  state.watch.note();
 }
 
 void LocalUpdates::zero_grad() {
@@ -98,17 +169,21 @@ MeanParameters LocalUpdates::mean_parameters() {
   }
   auto mean = state.mean_of(list, {state.steps, -1, "mean parameters"});
   const auto& values = mean.wait();
+  const bool untouched = !state.watch.changed();  // by others
   MeanParameters::Saved saved;
   for (size_t i = 0; i < list.size(); ++i) {
     saved.emplace_back(list[i], list[i].clone());
     list[i].copy_(values[i]);
   }
-  return MeanParameters(std::move(saved));
+  return MeanParameters(std::move(saved), [&state, untouched] {
+    if (untouched) state.watch.note();
+  });
 }
 
 MeanParameters::~MeanParameters() {
   const torch::NoGradGuard no_grad;
   for (auto& [tensor, own] : saved_) tensor.copy_(own);
+  if (ended_) ended_();
 }
 
 int64_t LocalUpdates::steps() const {

@@ -4,6 +4,7 @@
 #include <set>
 #include <vector>
 
+#include "engine/parameter_watch.h"
 #include "engine/reducer.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"
@@ -20,6 +21,8 @@ struct LocalUpdates::State {
 
   // UsageError for a parameter that would be trained and never exchanged, in the module or in the optimizer.
   void check_trainable() const;
+  // Before a step: parameters that the caller has replaced or written since the last one.
+  void adopt_changes();
   // The exchanges after a step; counts it.
   void end_step();
   // See state_dict(); the tensors are this object's own, until the next step.
@@ -39,6 +42,8 @@ struct LocalUpdates::State {
   ModuleTensors tensors;
   std::set<const c10::TensorImpl*> exchanged;
   std::vector<Fragment> fragments;
+  ParameterWatch watch;   // of the fragments' parameters, in their order
+  bool restored = false;  // the parameters belong to a loaded state
   int64_t steps = 0;
   std::unique_ptr<Reducer> reducer;  // in the warm-up
 };

@@ -83,6 +83,14 @@ std::shared_ptr<ShardedModule> make_chunk(const std::shared_ptr<torch::nn::Modul
   }
   auto chunk = std::make_shared<ShardedModule>(group, std::move(reducer), std::move(gathers),
                                                options.overlap_param_gather ? options.timers : nullptr);
+  std::vector<std::string> frozen_names;
+  std::vector<at::Tensor> frozen;
+  for (const auto& entry : state->tensors.parameters) {
+    if (entry.tensor.requires_grad()) continue;
+    frozen_names.push_back(prefix + entry.name);
+    frozen.push_back(entry.tensor);
+  }
+  chunk->add_replicated(std::move(frozen_names), std::move(frozen));
   if (options.reuse_grad_buf_for_param_gather) {
     chunk->reducer().before_writing = [raw = chunk.get()] { raw->wait_all(); };
   }

@@ -32,6 +32,10 @@ class OSSSource : public CheckpointSource {
     return view;
   }
   CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
+  void begin_load(const CarriedStates& past) override {
+    state_.adopt_values();
+    CheckpointSource::begin_load(past);
+  }
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     state_.hand_out("loaded parameters");

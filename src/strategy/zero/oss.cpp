@@ -7,8 +7,10 @@
 #include <algorithm>
 
 #include "checkpoint/on_all_ranks.h"
+#include "engine/changed_values.h"
 #include "engine/gradient_norm.h"
 #include "engine/local_gradients.h"
+#include "engine/operator_watch.h"
 #include "engine/ownership.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"
@@ -189,6 +191,49 @@ void OSSCore::refresh_trainable() {
   rebuild(param_groups_, param_groups_.size());
 }
 
+bool OSSCore::State::other_kinds(const ParamGroups& groups) const {
+  for (const auto& buffer : buffers) {
+    for (size_t i = 0; i < buffer->parameters().size(); ++i) {
+      if (!buffer->watch().other_kind(i)) continue;
+      const auto& parameter = buffer->parameters()[i];
+      if (!buffer->watch().other_shape(i)) return true;
+      throw UsageError(fmt::format("OSS: parameter {} has another shape: {}; make the optimizer anew after changing it",
+                                   shares.indices[shares.places.at(parameter.unsafeGetTensorImpl())], buffer->watch().describe(i)));
+    }
+  }
+  for (const auto& param_group : groups) {
+    for (const auto& parameter : param_group.params()) {
+      if (parameter.requires_grad() && !shares.places.contains(parameter.unsafeGetTensorImpl())) return true;
+    }
+  }
+  return false;
+}
+
+void OSSCore::State::adopt_values() {
+  std::vector<ChangedValue> values;
+  for (const auto& buffer : buffers) {
+    for (const auto piece : buffer->changed()) {
+      const auto& parameter = buffer->parameters()[piece];
+      values.push_back({fmt::format("{} [{}] of OSS", shares.indices[shares.places.at(parameter.unsafeGetTensorImpl())],
+                                    fmt::join(parameter.sizes(), ", ")),
+                        digest_of(parameter)});
+    }
+  }
+  if (values.empty()) return;
+  agree_on_values(group, values);
+  for (const auto& buffer : buffers) {
+    if (!buffer->changed().empty()) buffer->adopt(label("replaced parameters"));
+  }
+}
+
+void OSSCore::adopt_changes() {
+  if (state_->other_kinds(param_groups_)) {
+    refresh_trainable();
+  } else {
+    state_->adopt_values();
+  }
+}
+
 void OSSCore::add_param_group(const OptimizerParamGroup& group) {
   state_->require_known(*this);
   auto groups = param_groups_;
@@ -216,6 +261,7 @@ at::Tensor OSSCore::step(LossClosure closure) {
     const at::AutoGradMode grad(true);
     loss = closure();
   }
+  adopt_changes();
   auto& state = *state_;
   state.require_averaged();
   copy_options(param_groups_, state.local->param_groups());
@@ -223,7 +269,10 @@ at::Tensor OSSCore::step(LossClosure closure) {
   const bool shared =
       std::any_of(state.buffers.begin(), state.buffers.end(), [](const auto& b) { return b->shared(); });
   if (shared) state.group.barrier(state.label("before the update")).wait();
-  state.local->step();
+  {
+    const UnwatchedOperators own;  // its writes are the parameters' updates
+    state.local->step();
+  }
   state.hand_out("updated parameters");
   ++state.step;
   return loss;

@@ -42,6 +42,12 @@ struct OSSCore::State {
   // The new shares and the optimizer of this rank's; what it had keeps its state.
   void take(OSSShares fresh, std::unique_ptr<torch::optim::Optimizer> optimizer);
   void fill_buffers();
+  // Whether shares must be made anew: a dtype or device has changed, or a parameter that was frozen is trainable;
+  // UsageError for another shape.
+  bool other_kinds(const ParamGroups& groups) const;
+  // Values of parameters that others have replaced or written since the last step count from now on. Collective if there
+  // are any; DisagreeError where ranks have other values.
+  void adopt_values();
   std::vector<at::Tensor> own_gradients() const;
   // UsageError where no_sync has left gradients that are this rank's alone.
   void require_averaged() const;

@@ -132,10 +132,15 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& op
 //   optimizer.zero_grad();
 //
 // The module needs no wrapper. Its trainable parameters move to one buffer per dtype (once per host where ranks share
-// memory; see OSS for what that means; or stay, see reuse_grad_buf_for_param_gather), their gradients to another; after
+// memory; or stay, see reuse_grad_buf_for_param_gather), their gradients to another; after
 // backward the sums lie in the buffers, and grad() is a tensor without memory: zero_grad() in every form drops or zeroes
 // the sum, reading it is a UsageError that names the call to use (see ShardedOptimizerCore::step). For parameters of 16 bits each rank keeps a float32
 // main copy of its own ranges, and the optimizer's state is float32. Batch-norm buffers stay each rank's own.
+//
+// Parameters may be loaded, replaced or written at any time (see OSS): the next step() takes the values over, into the
+// main copies too; gradients that are there are applied to them. UsageError from step(), which then has done nothing,
+// for a parameter of another dtype (Module::to) and for one that was frozen and requires a gradient now: turn it back, or
+// make the optimizer anew.
 //
 // Constructor: collective; gives everybody rank 0's values. UsageError for a dtype other than float16, bfloat16,
 // float32 (float64 counts as float32 does), for float16 without scaler or a scaler with float32, for wrong options;

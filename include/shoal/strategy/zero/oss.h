@@ -96,6 +96,8 @@ class OSSCore : public torch::optim::Optimizer {
   void rebuild(ParamGroups groups, size_t given);
 
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
+  void adopt_changes();
+
   std::unique_ptr<State> state_;
 };
 
@@ -113,8 +115,13 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, 
 // differ by at most the largest parameter and gradients for all ranks become ready all along.
 //
 // Where the group's ranks share a host, the trainable parameters move to memory that they share: there is one copy of
-// them, a step moves nothing, and whatever else writes parameters in place must be done by their owner alone. They
-// become private again with the destructor.
+// them, and a step moves nothing. They become private again with the destructor.
+//
+// Parameters may be loaded, replaced or written at any time, as in one process (torch::load, Module::load, set_data,
+// operators that write, also through data()): a rank sees what it did itself, and the next step() makes it everybody's.
+// All ranks do the same; DisagreeError from step() where their values differ. So too after Module::to(dtype) and when
+// a parameter of the param groups is unfrozen: shares are made anew. What is written past the operators (data_ptr) is
+// not noticed: write it on the owner.
 //
 // Constructor: collective. The ranks' parameters must agree in number, shape, dtype and options (DisagreeError);
 // rank 0's values count. UsageError for a parameter in two param groups, for what the local optimizer refuses, for
