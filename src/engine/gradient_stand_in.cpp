@@ -21,7 +21,7 @@ GradientStandIn::GradientStandIn(const at::Tensor& parameter, std::string about)
 }
 
 GradientStandIn::~GradientStandIn() {
-  unwatch(tensor_.storage().unsafeGetStorageImpl());
+  unwatch(tensor_.storage().unsafeGetStorageImpl(), *this);
 }
 
 bool GradientStandIn::is(const at::Tensor& tensor) const {
@@ -41,7 +41,7 @@ void GradientStandIn::become_real() {
   storage->set_data_ptr_noswap(
       {zeroes->data_ptr(), zeroes, [](void* held) { delete static_cast<at::Tensor*>(held); }, zeroes->device()});
   storage->clear_data_ptr_access_error_msg_();
-  unwatch(storage);
+  unwatch(storage, *this);
   real_ = true;
 }
 
