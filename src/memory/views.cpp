@@ -52,7 +52,8 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b) {
 }
 
 bool same_view(const at::Tensor& a, const at::Tensor& b) {
-  return same_storage(a, b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
+  return same_storage(a, b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides();
 }
 
 }  // namespace shoal
