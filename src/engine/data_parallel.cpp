@@ -25,6 +25,13 @@ std::vector<Gradient> gradients_of(const ModuleTensors& tensors) {
   return gradients;
 }
 
+void widen(std::vector<Gradient>& gradients) {
+  for (auto& gradient : gradients) {
+    const bool narrow = c10::elementSize(gradient.dtype()) < sizeof(float);
+    if (narrow && !gradient.sparse) gradient.travels_as = at::kFloat;
+  }
+}
+
 namespace {
 
 std::vector<at::Tensor> all_but(const torch::nn::Module& module, const std::vector<NamedTensor>& excepted) {

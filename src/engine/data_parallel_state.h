@@ -47,4 +47,7 @@ void check_forward_is_local(const torch::nn::Module& module);
 // The trainable parameters as the reducer sees them.
 std::vector<Gradient> gradients_of(const ModuleTensors& tensors);
 
+// Dense gradients of 16-bit parameters accumulate, and are added up, in float32.
+void widen(std::vector<Gradient>& gradients);
+
 }  // namespace shoal

@@ -29,6 +29,7 @@ EarlierSums::EarlierSums(const std::vector<Gradient>& gradients, const std::vect
       zero_(gradients.size()),
       nonzero_(gradients.size()),
       whole_(gradients.size()),
+      converted_(gradients.size()),
       stand_ins_(gradients.size()),
       spoilt_(gradients.size()) {}
 
@@ -59,8 +60,9 @@ void EarlierSums::stand_in(size_t gradient) {
   mutable_grad(gradient) = present->tensor();
 }
 
-bool EarlierSums::in_bucket(size_t gradient) const {
-  return same_storage(grad(gradient), bucket_of(gradient).flat());
+// Whether grad() is what the last sum has left there.
+bool EarlierSums::is_left(size_t gradient) const {
+  return same_storage(grad(gradient), bucket_of(gradient).flat()) || same_storage(grad(gradient), converted_[gradient]);
 }
 
 at::Tensor EarlierSums::own(size_t gradient, const at::Tensor& kept) const {
@@ -76,7 +78,7 @@ void EarlierSums::adopt_changes() {
       if (!stand_ins_[i]->zeroed()) continue;
       stand_ins_[i]->renew();
       zero(i);
-    } else if (!in_bucket(i) || (where_[i] == Where::part && !aside_[i])) {
+    } else if (!is_left(i) || (where_[i] == Where::part && !aside_[i])) {
       drop(i);
     } else if (aside_[i] && nonzero_[i] && is_zero(grad(i))) {
       zero(i);
@@ -102,6 +104,7 @@ void EarlierSums::drop(size_t gradient) {
   where_[gradient] = Where::none;
   aside_[gradient] = zero_[gradient] = false;
   whole_[gradient].reset();
+  converted_[gradient].reset();
   const auto index = places_[gradient].bucket;
   const auto& members = buckets_[index].members();
   if (std::any_of(members.begin(), members.end(), [&](size_t member) { return where_[member] == Where::part; })) return;
@@ -164,8 +167,9 @@ void EarlierSums::put_back() {
       continue;
     }
     const auto& view = bucket_of(i).view(places_[i].index);
-    at::Tensor(view).copy_(std::exchange(whole_[i], {}));
-    mutable_grad(i) = view;
+    auto whole = std::exchange(whole_[i], {});
+    at::Tensor(view).copy_(whole);
+    mutable_grad(i) = converted_[i].defined() ? converted_[i] = whole : view;
   }
   for (size_t index = 0; index < buckets_.size(); ++index) {
     if (parts_[index].defined()) buckets_[index].kept().copy_(std::exchange(parts_[index], {}));
@@ -188,6 +192,7 @@ void EarlierSums::leave_parts(size_t index, const std::vector<bool>& used) {
 
 bool EarlierSums::leave_whole(size_t gradient, at::Tensor sum, bool used) {
   const auto before = std::exchange(whole_[gradient], {});
+  converted_[gradient].reset();
   aside_[gradient] = false;
   if (before.defined()) sum.add_(before);
   where_[gradient] = used || before.defined() ? Where::whole : Where::none;

@@ -50,6 +50,8 @@ class EarlierSums {
   void leave_parts(size_t index, const std::vector<bool>& used);
   // The same where this rank keeps the whole, for one gradient, whose new sum is `sum`. False: there is no sum.
   bool leave_whole(size_t gradient, at::Tensor sum, bool used);
+  // What lies in grad() is not that sum but a copy in another dtype.
+  void leave_converted(size_t gradient, const at::Tensor& copy) { converted_[gradient] = copy; }
   // Sums that are not complete yet: kept until the next that are.
   void hold(size_t index, const std::vector<bool>& used);
   at::Tensor take_held(size_t index) { return std::exchange(held_[index], {}); }
@@ -84,7 +86,7 @@ class EarlierSums {
   const at::Tensor& grad(size_t gradient) const { return gradients_[gradient].parameter.grad(); }
   at::Tensor& mutable_grad(size_t gradient) { return at::Tensor(gradients_[gradient].parameter).mutable_grad(); }
   const Bucket& bucket_of(size_t gradient) const { return buckets_[places_[gradient].bucket]; }
-  bool in_bucket(size_t gradient) const;
+  bool is_left(size_t gradient) const;
   void set_bucket_aside(size_t index);
   void zero(size_t gradient);
   void stand_in(size_t gradient);
@@ -101,6 +103,7 @@ class EarlierSums {
   std::vector<bool> zero_;         // a part, not set aside
   std::vector<bool> nonzero_;      // what has come while the sum is aside
   std::vector<at::Tensor> whole_;  // set aside
+  std::vector<at::Tensor> converted_;
   std::vector<std::unique_ptr<GradientStandIn>> stand_ins_;
   // By bucket: what is set aside of Bucket::kept (undefined: zero), and what is held.
   std::vector<bool> bucket_aside_;

@@ -48,11 +48,18 @@ double norm_from(const PartOfNorm& all, double norm_type) {
 }  // namespace
 
 double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, const Group& group, const Label& label) {
+  return global_norm(gradients, norm_type, std::vector<Group>{group}, label);
+}
+
+double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, const std::vector<Group>& groups,
+                   const Label& label) {
   auto part = part_of_norm(gradients, norm_type);
   const bool smallest = std::isinf(norm_type) && norm_type < 0;
   // The smallest is the largest of the negated.
   auto all = at::tensor({smallest ? -part.value : part.value, static_cast<double>(part.tensors)}, at::kDouble);
-  group.all_reduce(all, std::isinf(norm_type) ? ReduceOp::max : ReduceOp::sum, label).wait();
+  for (const auto& group : groups) {
+    group.all_reduce(all, std::isinf(norm_type) ? ReduceOp::max : ReduceOp::sum, label).wait();
+  }
   const auto value = all[0].item<double>();
   return norm_from({smallest ? -value : value, all[1].item<int64_t>()}, norm_type);
 }

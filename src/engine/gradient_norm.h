@@ -12,6 +12,9 @@ namespace shoal {
 // Sums in float64, so that the result does not depend on how the elements are spread over ranks, to float32's
 // precision. Collective.
 double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, const Group& group, const Label& label);
+// Over the ranks of several groups: sums over the first, then sums of these over the next.
+double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, const std::vector<Group>& groups,
+                   const Label& label);
 // The same norm of gradients that are all here, with the same rounding.
 double local_norm(const std::vector<at::Tensor>& gradients, double norm_type);
 

@@ -145,7 +145,7 @@ void Reducer::arrived(size_t gradient) {
     count_arrival(gradient);
     return;
   }
-  if (options_.gradient_as_bucket_view) adopt_into_bucket(gradient);
+  if (options_.gradient_as_bucket_view || gradients_[gradient].travels_as) adopt_into_bucket(gradient);
   earlier_.added(gradient);
   local_ = true;
   if (gradients_[gradient].parameter.grad().defined()) mark_local(gradients_[gradient].parameter);
@@ -266,6 +266,7 @@ void Reducer::mark_rest_ready() {
       if (!ready_[member]) mark_ready(member);
     }
   }
+  issue_ready_buckets(/*last=*/true);
 }
 
 // Local accumulation happens in the bucket as well, so that gradients exist once.
@@ -307,8 +308,8 @@ void Reducer::hand_over(size_t gradient) {
   if (options_.gradient_as_bucket_view && used_[gradient]) grad = view;
 }
 
-void Reducer::issue_ready_buckets() {
-  while (next_ < buckets_.size() && missing_[next_] == 0) {
+void Reducer::issue_ready_buckets(bool last) {
+  while (next_ < buckets_.size() && missing_[next_] == 0 && may_leave(last)) {
     issue(next_);
     ++next_;
     release_finished();

@@ -72,6 +72,11 @@ class Reducer {
 
   // Called when this rank's backward has issued all buckets, before it waits for the others.
   std::function<void()> before_waiting = [] {};
+  // Whether full buckets may leave now; otherwise they do with the next one that is full. `last`: this rank has no more
+  // to add, and they must: whatever has to leave before them does so in this call.
+  std::function<bool(bool last)> may_leave = [](bool) { return true; };
+  // Called when a step has ended abandoned on all ranks, before its backward throws that.
+  std::function<void()> after_abandoned = [] {};
 
   // Throws what the last step left to say: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
@@ -117,6 +122,14 @@ class Reducer {
   // Ends a step that was begun and neither finished nor abandoned on all ranks; they get StepAbandoned. Collective with
   // the peers' step. Without such a step it only forgets what local backwards have left.
   void abandon();
+
+  // Whether a backward has given this gradient since the last step.
+  bool used_here(size_t gradient) const { return used_[gradient]; }
+  // What local backwards have left of it, in its place in the bucket, where it may be changed before reduce_now(). Zeros
+  // where there is nothing; either way it counts as used from now on.
+  at::Tensor local_gradient(size_t gradient);
+  // Whether a backward that synchronises has begun and not ended.
+  bool running() const { return phase_ == Phase::running; }
 
   std::vector<std::vector<std::string>> bucket_names() const;
   int64_t step() const { return step_; }
@@ -164,7 +177,7 @@ class Reducer {
   void count_arrival(size_t gradient);
   void mark_ready(size_t gradient);
   void mark_rest_ready();
-  void issue_ready_buckets();
+  void issue_ready_buckets(bool last = false);
   void issue(size_t bucket);
   void issue_facts();
   double issued_weight() const;

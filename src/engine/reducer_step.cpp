@@ -48,6 +48,7 @@ void Reducer::finish_step() {
                                   step_, who_failed());
     const auto own = std::exchange(hook_error_, nullptr);
     close_abandoned_step();
+    after_abandoned();
     if (own) std::rethrow_exception(own);
     throw StepAbandoned(text);
   }
@@ -194,6 +195,9 @@ void Reducer::deliver_whole(size_t index) {
         exchange_->everywhere() ? used_anywhere_[member] : earlier_.leave_whole(member, view, used_anywhere_[member]);
     if (!sum) {
       if (kept_[member].defined()) at::Tensor(view).copy_(kept_[member]);
+    } else if (gradients_[member].travels_as) {
+      grad = view.to(gradients_[member].parameter.scalar_type());  // optimizers take no other
+      if (!exchange_->everywhere()) earlier_.leave_converted(member, grad);
     } else if (options_.gradient_as_bucket_view) {
       if (!same_view(grad, view)) grad = view;
     } else if (grad.defined() && grad.layout() == at::kStrided) {

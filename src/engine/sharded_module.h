@@ -27,6 +27,7 @@ struct OwnedPiece {
   at::Tensor elements;  // the parameter's own, one-dimensional
   size_t bucket = 0;    // and which they are: of this bucket's
   Slice slice{};
+  bool counted = true;  // in norms and counts; false: on another rank, which holds the same parameter
 
   // Copies what has been updated there.
   void put_out() const;

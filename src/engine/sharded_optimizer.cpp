@@ -29,6 +29,14 @@ std::vector<StatePiece> ShardedOptimizerCore::State::state_pieces() const {
   return all;
 }
 
+std::vector<at::Tensor> ShardedOptimizerCore::State::counted_gradients() const {
+  std::vector<at::Tensor> list;
+  for_pieces([&](const ShardedModule&, const OwnedPiece& piece) {
+    if (piece.counted && piece.main.grad().defined()) list.push_back(piece.main.grad());
+  });
+  return list;
+}
+
 void ShardedOptimizerCore::State::require_known(const ParamGroups& groups) const {
   const auto change = known.change(groups);
   if (change.empty()) return;
@@ -105,7 +113,7 @@ at::Tensor ShardedOptimizerCore::scale_loss(const at::Tensor& loss) const {
 
 bool ShardedOptimizerCore::anywhere(bool here, const char* what) const {
   auto flag = at::full({1}, here ? 1 : 0, at::kInt);
-  state_->group.all_reduce(flag, ReduceOp::max, state_->label(what)).wait();
+  for (const auto& group : state_->groups_of_scalars()) group.all_reduce(flag, ReduceOp::max, state_->label(what)).wait();
   return flag.item<int>() != 0;
 }
 
@@ -198,15 +206,18 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
   if (state.scaler) state.scaler->update(!result.updated);
   if (result.updated && state.clip_grad > 0) {
     const auto clip = [&] {
-      result.grad_norm = global_norm(seen, 2, state.group, state.label("norm of the gradients"));
+      result.grad_norm = global_norm(state.counted_gradients(), 2, state.groups_of_scalars(),
+                                     state.label("norm of the gradients"));
       clip_to_norm(seen, *result.grad_norm, state.clip_grad);
     };
     state.time("optimizer-clip-main-grad", 2, clip, &state.group);
   }
   if (result.updated && state.log_num_zeros_in_grad) {
     auto zeros = at::zeros({1}, at::kLong);
-    for (const auto& gradient : seen) zeros += gradient.numel() - gradient.count_nonzero();
-    state.group.all_reduce(zeros, ReduceOp::sum, state.label("zeros in gradients")).wait();
+    for (const auto& gradient : state.counted_gradients()) zeros += gradient.numel() - gradient.count_nonzero();
+    for (const auto& group : state.groups_of_scalars()) {
+      group.all_reduce(zeros, ReduceOp::sum, state.label("zeros in gradients")).wait();
+    }
     result.num_zeros = zeros.item<int64_t>();
   }
   if (result.updated || moves_without_update()) update(result.updated);
@@ -253,12 +264,17 @@ void ShardedOptimizerCore::adopt_changes() const {
 OptimizerState ShardedOptimizerCore::state_dict(std::optional<int> recipient) const {
   state_->require_known(param_groups_);
   adopt_changes();
-  return gather_state(state_->group, state_->state_pieces(), *state_->local, recipient);
+  auto state = gather_state(state_->group, state_->state_pieces(), *state_->local, recipient);
+  if (state_->scaler && (!recipient || *recipient == group().rank())) {
+    state[grad_scaler_key] = scaler_state(*state_->scaler);
+  }
+  return state;
 }
 
 void ShardedOptimizerCore::load_state_dict(const OptimizerState& state) {
   state_->require_known(param_groups_);
-  load_state(state_->group.rank(), state_->state_pieces(), *state_->local, state);
+  load_state(state_->group.rank(), state_->state_pieces(), *state_->local, state,
+             state_->scaler ? &*state_->scaler : nullptr);
 }
 
 void ShardedOptimizerCore::save(torch::serialize::OutputArchive&) const {

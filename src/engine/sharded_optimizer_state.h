@@ -21,6 +21,8 @@ struct ShardedOptimizerCore::State {
   bool wait_at_first_touch = false;    // for the other ranks' pieces; else in step()
   std::optional<GradScaler> scaler{};
   std::shared_ptr<Timers> timers{};
+  // Norms, inf and counts are added up over these groups, one after the other; none: over `group`.
+  std::vector<Group> scalar_groups{};
 
   std::unique_ptr<torch::optim::Optimizer> local{};  // its param groups match the whole optimizer's
   KnownParameters known{};
@@ -44,6 +46,11 @@ struct ShardedOptimizerCore::State {
   }
   // UsageError unless the whole optimizer's groups have the parameters that it was made for.
   void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
+  std::vector<Group> groups_of_scalars() const {
+    return scalar_groups.empty() ? std::vector<Group>{group} : scalar_groups;
+  }
+  // This step's gradients of the pieces that norms and counts are about.
+  std::vector<at::Tensor> counted_gradients() const;
   // Pieces of all ranks; with several modules, names begin with "chunk0.", "chunk1.", ...
   std::vector<StatePiece> state_pieces() const;
 };

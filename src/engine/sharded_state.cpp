@@ -88,11 +88,30 @@ void check_names(const std::vector<StatePiece>& pieces, const OptimizerState& st
   }
   std::set<std::string> extra;
   for (const auto& [name, entry] : state) {
-    if (here.count(name) == 0) extra.insert(name);
+    if (here.count(name) == 0 && name != grad_scaler_key) extra.insert(name);
   }
   if (extra.empty()) return;
   throw UsageError(fmt::format("the optimizer state has entries for {}, which is no trainable parameter here",
                                fmt::join(extra, ", ")));
+}
+
+// None where the state has no scaler's.
+std::optional<GradScalerState> scaler_in(const OptimizerState& state) {
+  const auto found = state.find(grad_scaler_key);
+  if (found == state.end()) return std::nullopt;
+  const auto number = [&](const char* name) {
+    const auto entry = found->second.numbers.find(name);
+    if (entry != found->second.numbers.end()) return entry->second;
+    throw UsageError(fmt::format("the optimizer state's loss scaler ({}) has no {}", grad_scaler_key, name));
+  };
+  return GradScalerState{.scale = number("scale"),
+                         .good_steps = static_cast<int64_t>(number("good_steps")),
+                         .hysteresis_left = static_cast<int64_t>(number("hysteresis_left"))};
+}
+
+void warn_of_scaler(bool there, bool here) {
+  if (there && !here) TORCH_WARN("the optimizer state has a loss scaler, which this optimizer has not; it is left out");
+  if (here && !there) TORCH_WARN("the optimizer state has no loss scaler; this optimizer's stays as it is");
 }
 
 // The piece's part of a whole state; new tensors.
@@ -146,10 +165,19 @@ OptimizerState gather_state(const Group& group, const std::vector<StatePiece>& p
   return state;
 }
 
+NamedState scaler_state(const GradScaler& scaler) {
+  const auto state = scaler.state();
+  return {.tensors = {},
+          .numbers = {{"scale", state.scale},
+                      {"good_steps", static_cast<double>(state.good_steps)},
+                      {"hysteresis_left", static_cast<double>(state.hysteresis_left)}}};
+}
+
 void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::Optimizer& local,
-                const OptimizerState& state) {
+                const OptimizerState& state, GradScaler* scaler) {
   const torch::NoGradGuard no_grad;
   check_names(pieces, state);
+  const auto past_scaler = scaler_in(state);
   std::vector<std::pair<const StatePiece*, at::Tensor>> mains;
   std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> fresh;
   for (const auto& piece : pieces) {
@@ -160,6 +188,8 @@ void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::O
     const bool never_updated = part.tensors.empty() && part.numbers.empty();
     fresh.emplace_back(piece.updated.unsafeGetTensorImpl(), never_updated ? nullptr : make_state(local, part));
   }
+  if (scaler && past_scaler) scaler->load(*past_scaler);  // throws before anything has changed
+  warn_of_scaler(past_scaler.has_value(), scaler != nullptr);
   for (auto& [key, entry] : fresh) {
     if (entry) {
       local.state()[key] = std::move(entry);

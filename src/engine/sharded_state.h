@@ -9,6 +9,7 @@
 
 #include "shoal/comm/group.h"
 #include "shoal/layout/range.h"
+#include "shoal/optim/grad_scaler.h"
 #include "shoal/optim/optimizer_state.h"
 
 namespace shoal {
@@ -30,10 +31,14 @@ struct StatePiece {
 OptimizerState gather_state(const Group& group, const std::vector<StatePiece>& pieces,
                             const torch::optim::Optimizer& local, std::optional<int> recipient);
 
-// This rank's pieces of `state` go into `local`. UsageError that names the parameter for entries that are missing,
-// extra or of another shape, and for values that `local` does not keep; nothing has changed then. Not collective.
+// What OptimizerState keeps under grad_scaler_key.
+NamedState scaler_state(const GradScaler& scaler);
+
+// This rank's pieces of `state` go into `local`, and the scaler's state into `scaler`; a warning where only one of the
+// two is there. UsageError that names the parameter for entries that are missing, extra or of another shape, and for
+// values that `local` does not keep; nothing has changed then. Not collective.
 void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::Optimizer& local,
-                const OptimizerState& state);
+                const OptimizerState& state, GradScaler* scaler = nullptr);
 
 // A whole optimizer as pieces of one rank, 0; names come from the module.
 std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);

@@ -35,6 +35,7 @@ namespace {
 void make_reducer(DataParallelCore::State& state, const DistributedDataParallelOptions& options,
                   const std::shared_ptr<GradientConsumer>& consumer) {
   auto gradients = gradients_of(state.tensors);
+  if (options.grad_reduce_in_fp32) widen(gradients);
   auto exchange =
       with_hook(std::make_unique<AllReduce>(state.group, bucket_caps(options), /*used_up=*/consumer != nullptr),
                 options.communication_hook, gradients, "DistributedDataParallel");
@@ -55,6 +56,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   state->settings = {{"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
                      {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
                      {"gradient_as_bucket_view", yes_or_no(options.gradient_as_bucket_view)},
+                     {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
                      {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
                      {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
                      {"static_graph", yes_or_no(options.static_graph)},

@@ -106,6 +106,48 @@ TEST_P(Accumulation, BEY08_costs_what_the_formula_says_and_trains_the_same) {
 INSTANTIATE_TEST_SUITE_P(All, Accumulation, testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp"),
                          [](const auto& info) { return info.param; });
 
+// 4 + 999 x 0.001 in bfloat16 is 4, for each term is less than half of the last bit.
+struct WeightImpl : torch::nn::Module {
+  WeightImpl() { weight = register_parameter("weight", at::zeros({8}, at::kBFloat16)); }
+  at::Tensor forward(double factor) { return (weight * factor).sum(); }
+  at::Tensor weight;
+};
+
+TEST_P(Accumulation, BEY08_16_bit_gradients_accumulate_in_float32_where_asked) {
+  auto training = Training<WeightImpl>::make<torch::optim::SGD>(GetParam(), std::make_shared<WeightImpl>(), group(),
+                                                                torch::optim::SGDOptions(1), {.fp32_gradients = true});
+  const float small = at::full({}, 0.001, at::kBFloat16).item<float>();
+  float grad = 4;
+  for (int micro = 1; micro < 1000; ++micro) grad += small;
+  auto expected = at::zeros({8}, at::kBFloat16);
+  for (int64_t step = 0; step < 3; ++step) {
+    training.zero_grad();
+    for (int micro = 0; micro < 1000; ++micro) {
+      const auto local = training.no_sync(micro < 999);
+      training.forward(micro == 0 ? 4.0 : 0.001).backward();
+    }
+    training.step();
+    expected -= at::full({8}, grad);
+    ASSERT_LT(difference({training.model->weight}, {expected}), 0.004) << "step " << step;
+  }
+}
+
+TEST(Accumulation, BEY08_ddp_leaves_the_sum_in_the_parameters_dtype) {
+  for (const bool view : {true, false}) {
+    auto model = std::make_shared<WeightImpl>();
+    DistributedDataParallel parallel(model, group(), {.grad_reduce_in_fp32 = true, .gradient_as_bucket_view = view});
+    for (int64_t step = 0; step < 3; ++step) {
+      for (int micro = 0; micro < 1000; ++micro) {
+        const auto local = parallel.no_sync(micro < 999);
+        parallel.forward(micro == 0 ? 4.0 : 0.001).backward();
+      }
+      ASSERT_EQ(model->weight.grad().scalar_type(), at::kBFloat16);
+      ASSERT_EQ(model->weight.grad()[0].item<float>(), 5) << "view " << view << " step " << step;
+      step == 0 ? model->zero_grad() : model->zero_grad(/*set_to_none=*/false);
+    }
+  }
+}
+
 TEST(Accumulation, BEY08_neighbours_exchange_once_a_step) {
   for (const int64_t micros : {1, 2, 4, 8}) {
     const auto log = std::make_shared<CallLog>();

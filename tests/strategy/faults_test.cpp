@@ -1,4 +1,6 @@
-// BEY10: an exception anywhere, on one rank or all, leaves any strategy able to train on.
+// BEY10: an exception anywhere, on one rank or all, leaves any strategy able to train on. Chunks and pipeline stages are
+// in megatron_chunks_test.cpp and megatron_stages_test.cpp; gossip, which has no collectives in a step, in
+// decentralized_rules_test.cpp, gossip_faults_test.cpp and shard_gossip_test.cpp.
 
 #include <fmt/format.h>
 #include <torch/optim/sgd.h>
@@ -8,6 +10,7 @@
 #include <numeric>
 
 #include "shoal/base/error.h"
+#include "shoal/strategy/local_updates.h"
 #include "tests/support/models.h"
 #include "tests/support/training.h"
 #include "tests/support/with_transport.h"
@@ -51,7 +54,7 @@ struct FaultyImpl : test::MlpImpl {
   bool hooked = false;
 };
 
-// Fails to issue the reduction of the second bucket when told to; what lies below stays intact.
+// Fails to issue the reduction of a bucket when told to; what lies below stays intact.
 class FaultyTransport : public Transport {
  public:
   explicit FaultyTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
@@ -60,10 +63,11 @@ class FaultyTransport : public Transport {
     return inner_->allocate(numel, options);
   }
   std::unique_ptr<TransportWork> issue(const Call& call) override {
-    if (call.label.bucket == 1 && std::exchange(fail, false)) throw Error("injected");
+    if (call.label.bucket == bucket && std::exchange(fail, false)) throw Error("injected");
     return inner_->issue(call);
   }
   bool fail = false;
+  int64_t bucket = 1;
 
  private:
   std::shared_ptr<Transport> inner_;
@@ -78,7 +82,9 @@ struct Trainer {
                                    return transport = std::make_shared<FaultyTransport>(std::move(inner));
                                  }),
             torch::optim::SGDOptions(0.1).momentum(0.9), {.bucket_mb = 1e-4})),
-        model(training.model) {}
+        model(training.model) {
+    if (strategy == "megatron_no_overlap") transport->bucket = 0;  // the only one
+  }
 
   void step(int64_t number) {
     training.zero_grad();
@@ -202,9 +208,54 @@ TEST_P(Faults, DroppingAStrategyRemovesItsHooks) {
   again.step();
 }
 
+// Steps without collectives: the rank that fails takes part in exchanges all the same, with what it has.
+TEST(LocalFaults, BEY10_local_updates_count_a_step_that_failed_on_a_rank) {
+  for (const auto point : {Point::forward, Point::first_gradient, Point::last_gradient}) {
+    const auto make = [] { return (torch::manual_seed(1), std::make_shared<FaultyImpl>()); };
+    const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+    auto model = make();
+    torch::optim::SGD optimizer(model->parameters(), options);
+    LocalUpdates local(std::static_pointer_cast<torch::nn::Module>(model), optimizer, group(), {.every = 2});
+    std::vector<std::shared_ptr<FaultyImpl>> simulated;
+    std::vector<std::unique_ptr<torch::optim::SGD>> optimizers;
+    for (int rank = 0; rank < group().size(); ++rank) {
+      simulated.push_back(make());
+      optimizers.push_back(std::make_unique<torch::optim::SGD>(simulated.back()->parameters(), options));
+    }
+    for (int64_t step = 0; step < 6; ++step) {
+      const auto fails = [&](int rank) { return rank == 0 && step == 2; };
+      if (fails(group().rank())) model->fail = point;
+      bool good = true;
+      try {
+        model->forward(batch(group().rank(), step)).backward();
+      } catch (const Injected&) {
+        good = false;
+      }
+      EXPECT_EQ(good, !fails(group().rank()));
+      model->fail.reset();
+      local.step(good);
+      local.zero_grad();
+      for (int rank = 0; rank < group().size(); ++rank) {
+        if (fails(rank)) continue;
+        optimizers[rank]->zero_grad();
+        simulated[rank]->forward(batch(rank, step)).backward();
+        optimizers[rank]->step();
+      }
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; step % 2 == 1 && i < model->parameters().size(); ++i) {
+        auto mean = at::zeros_like(model->parameters()[i]);
+        for (const auto& one : simulated) mean += one->parameters()[i] / group().size();
+        for (const auto& one : simulated) one->parameters()[i].copy_(mean);
+      }
+      ASSERT_LT(difference(model->parameters(), simulated[group().rank()]->parameters()), 1e-12) << "step " << step;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, Faults,
-                         testing::Values("ddp", "zero1", "zero2", "megatron", "megatron_in_grads", "fsdp",
-                                         "fsdp_grad_op"),
+                         testing::Values("ddp", "zero1", "zero2", "megatron", "megatron_in_grads",
+                                         "megatron_no_overlap", "megatron_late_gather", "fsdp", "fsdp_grad_op",
+                                         "fsdp_no_shard", "fsdp_hybrid", "fsdp_hybrid_grad_op"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

@@ -103,7 +103,7 @@ Use train(const std::string& strategy, const Case& it) {
   const auto pages_before = test::proportional_bytes();
   auto model = std::make_shared<NetImpl>(it.precision.parameters);
   // Of a bucket that another rank owns, at most four are on their way.
-  const double bucket_mb = strategy == "zero2" || strategy == "fsdp" ? 0.2 : 25;
+  const double bucket_mb = strategy == "zero2" || strategy.starts_with("fsdp") ? 0.2 : 25;
   auto training = Training<NetImpl>::make<FusedAdamW>(
       strategy, model, world().group(), torch::optim::AdamWOptions(1e-5),
       TrainingOptions{.bucket_mb = bucket_mb, .precision = it.precision, .fp32_gradients = it.fp32_gradients});
@@ -154,6 +154,42 @@ TEST_P(PeakMemory, BEY11_peak_of_a_step_is_the_formulas_within_5_percent) {
     EXPECT_NEAR(mean_over_ranks(use.pages), held, 0.05 * held) << "by pages";
   }
 }
+
+// How many ranks share one copy of the parameters, of gradients and of the optimizer's state, on one host.
+struct Sharing {
+  std::string strategy;
+  int parameters, gradients, state;
+};
+
+class OneCopy : public testing::TestWithParam<std::string> {};
+
+Sharing sharing_of(const std::string& strategy) {
+  const int ranks = world().size();
+  const int pair = ranks % 2 == 0 ? 2 : 1;  // see Training: hybrid strategies shard among two
+  if (strategy.starts_with("fsdp_hybrid")) return {strategy, pair, pair, pair};
+  if (strategy == "zero1" || strategy.starts_with("megatron")) return {strategy, ranks, 1, ranks};
+  return {strategy, ranks, ranks, ranks};
+}
+
+TEST_P(OneCopy, BEY17_all_ranks_together_grow_by_one_copy_of_the_parameters) {
+  const auto sharing = sharing_of(GetParam());
+  test::return_freed_memory();
+  for (const auto& it : cases(GetParam().starts_with("megatron") || GetParam().starts_with("fsdp"))) {
+    if (it.name != "float32" && it.name != "bf16") continue;
+    SCOPED_TRACE(GetParam() + ", " + it.name);
+    const int ranks = world().size();
+    const auto whole = bytes_per_rank(parameters, it.bytes, Sharded::nothing, 1);
+    const auto copies = [&](int sharers) { return static_cast<double>(ranks) / sharers; };
+    const double all = whole.parameters * copies(sharing.parameters) + whole.gradients * copies(sharing.gradients) +
+                       whole.state * copies(sharing.state);
+    EXPECT_NEAR(mean_over_ranks(train(GetParam(), it).pages) * ranks, all, 0.05 * all);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, OneCopy,
+                         testing::Values("zero1", "zero2", "megatron", "megatron_no_overlap", "megatron_late_gather",
+                                         "fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp_hybrid_grad_op"),
+                         [](const auto& info) { return info.param; });
 
 INSTANTIATE_TEST_SUITE_P(Strategies, PeakMemory,
                          testing::Values(std::pair("ddp", Sharded::nothing), std::pair("zero1", Sharded::state),

@@ -195,14 +195,14 @@ struct OptionalImpl : test::MlpImpl {
   }
 };
 
-TEST_P(Strategies, BEY02_ranks_may_use_a_module_differently_often_or_not_at_all) {
+void use_a_module_differently_often(const std::string& strategy) {
   const auto uses = [](int rank, int64_t step) { return static_cast<int>((rank + step) % 3); };
   const auto make = [] {
     torch::manual_seed(4);
     return std::make_shared<OptionalImpl>();
   };
   const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
-  auto training = Training<OptionalImpl>::make<torch::optim::SGD>(GetParam(), make(), group(), options,
+  auto training = Training<OptionalImpl>::make<torch::optim::SGD>(strategy, make(), group(), options,
                                                                   {.find_unused_parameters = true, .bucket_mb = 1e-3});
   const auto reference = make();
   torch::optim::SGD optimizer(reference->parameters(), options);
@@ -218,6 +218,22 @@ TEST_P(Strategies, BEY02_ranks_may_use_a_module_differently_often_or_not_at_all)
     ASSERT_LT(difference(training.model->parameters(), reference->parameters()), 1e-12) << "step " << step;
   }
 }
+
+TEST_P(Strategies, BEY02_ranks_may_use_a_module_differently_often_or_not_at_all) {
+  use_a_module_differently_often(GetParam());
+}
+
+// Strategies whose other tests are those of a relative of theirs above.
+class Variants : public testing::TestWithParam<std::string> {};
+
+TEST_P(Variants, BEY02_ranks_may_use_a_module_differently_often_or_not_at_all) {
+  use_a_module_differently_often(GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Variants,
+                         testing::Values("megatron_no_overlap", "megatron_late_gather", "fsdp_grad_op", "fsdp_no_shard",
+                                         "fsdp_hybrid_grad_op"),
+                         [](const auto& info) { return info.param; });
 
 // With a rate of 1 and no momentum an update is the clipped gradient: its norm is exact, whatever pieces ranks hold and
 // whenever buckets leave. oss_state_test OSS10 and megatron_test MEG10 show that inf on one rank skips all.

@@ -7,6 +7,8 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include "shoal/strategy/local_updates.h"
+#include "shoal/strategy/shard_gossip.h"
 #include "tests/support/models.h"
 #include "tests/support/training.h"
 #include "tests/support/world.h"
@@ -61,13 +63,47 @@ struct ZooImpl : torch::nn::Module {
   at::Tensor scalar, empty, tiny, odd, never, coarse;
 };
 
-void train_zoo(const std::string& strategy, at::ScalarType dtype, int micros, double tolerance) {
-  SCOPED_TRACE(strategy + " with " + std::to_string(micros) + " micro-batches");
+const auto defaults = torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01);
+
+// Ranks that train on their own and average their parameters after every step: with SGD, the mean of gradients.
+struct LocalSgd {
+  explicit LocalSgd(at::ScalarType dtype)
+      : model(std::make_shared<ZooImpl>(dtype)),
+        optimizer(test::distinct(model->parameters()), defaults),
+        local(std::static_pointer_cast<torch::nn::Module>(model), optimizer, group(), {.every = 1}) {}
+  void zero_grad() { local.zero_grad(); }
+  NoSync no_sync(bool) { return NoSync(nullptr); }
+  at::Tensor forward(const at::Tensor& x) { return model->forward(x); }
+  void step() { local.step(); }
+
+  std::shared_ptr<ZooImpl> model;
+  torch::optim::SGD optimizer;
+  LocalUpdates local;
+};
+
+// Hosts of two ranks, where they can be, that average their shards with all others after every step.
+struct Gossip {
+  explicit Gossip(at::ScalarType dtype)
+      : model(std::make_shared<ZooImpl>(dtype)),
+        hosts(host_groups(group(), group().size() % 2 == 0 ? 2 : 1)),
+        parallel(model, hosts.inside),
+        optimizer(parallel, hosts.across, defaults,
+                  {.topology = make_topology("complete", hosts.across.size()), .overlap = false}) {}
+  void zero_grad() { optimizer.zero_grad(); }
+  NoSync no_sync(bool accumulate) { return parallel.no_sync(accumulate); }
+  at::Tensor forward(const at::Tensor& x) { return parallel.forward(x); }
+  void step() { optimizer.step(); }
+
+  std::shared_ptr<ZooImpl> model;
+  HostGroups hosts;
+  FullyShardedDataParallel<ZooImpl> parallel;
+  ShardGossipOptimizer<torch::optim::SGD> optimizer;
+};
+
+template <class Trained>
+void train_zoo(Trained& training, at::ScalarType dtype, int micros, double tolerance) {
+  SCOPED_TRACE(std::to_string(micros) + " micro-batches");
   const auto reference = std::make_shared<ZooImpl>(dtype);
-  const auto defaults = torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01);
-  auto training =
-      Training<ZooImpl>::make<torch::optim::SGD>(strategy, std::make_shared<ZooImpl>(dtype), group(), defaults,
-                                                 {.find_unused_parameters = true, .bucket_mb = 1e-4});
   const auto& model = training.model;
   torch::optim::SGD reference_optimizer(test::distinct(reference->parameters()), defaults);
   for (int64_t step = 0; step < 5; ++step) {
@@ -98,17 +134,46 @@ void train_zoo(const std::string& strategy, at::ScalarType dtype, int micros, do
 
 class Zoo : public testing::TestWithParam<std::string> {};
 
+void train_under(const std::string& strategy, at::ScalarType dtype, double tolerance) {
+  for (const int micros : {1, 3}) {
+    auto training =
+        Training<ZooImpl>::make<torch::optim::SGD>(strategy, std::make_shared<ZooImpl>(dtype), group(), defaults,
+                                                   {.find_unused_parameters = true, .bucket_mb = 1e-4});
+    train_zoo(training, dtype, micros, tolerance);
+  }
+}
+
 TEST_P(Zoo, BEY01_every_parameter_in_float64) {
-  for (const int micros : {1, 3}) train_zoo(GetParam(), at::kDouble, micros, 1e-12);
+  train_under(GetParam(), at::kDouble, 1e-12);
 }
 
 TEST_P(Zoo, BEY01_every_parameter_in_float32) {
-  for (const int micros : {1, 3}) train_zoo(GetParam(), at::kFloat, micros, 1e-6);
+  train_under(GetParam(), at::kFloat, 1e-6);
+}
+
+// Means of parameters, not of gradients: the float32 one rounds otherwise, and all others depend on it.
+template <class Trained>
+void train_averaging() {
+  for (const auto dtype : {at::kDouble, at::kFloat}) {
+    for (const int micros : {1, 3}) {
+      Trained training(dtype);
+      train_zoo(training, dtype, micros, 1e-6);
+    }
+  }
+}
+
+TEST(ZooOfMeans, BEY01_every_parameter_under_local_sgd) {
+  train_averaging<LocalSgd>();
+}
+
+TEST(ZooOfMeans, BEY01_every_parameter_under_gossip_of_shards) {
+  train_averaging<Gossip>();
 }
 
 INSTANTIATE_TEST_SUITE_P(Strategies, Zoo,
-                         testing::Values("ddp", "zero1", "zero2", "megatron", "megatron_in_grads", "fsdp",
-                                         "fsdp_grad_op", "fsdp_no_shard", "fsdp_hybrid"),
+                         testing::Values("ddp", "zero1", "zero2", "megatron", "megatron_in_grads",
+                                         "megatron_no_overlap", "megatron_late_gather", "fsdp", "fsdp_grad_op",
+                                         "fsdp_no_shard", "fsdp_hybrid", "fsdp_hybrid_grad_op"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

@@ -24,7 +24,7 @@ struct TrainingOptions {
   double bucket_mb = 25;
   double clip = 0;              // largest norm of all gradients together; 0: no clipping
   Precision precision{};        // of a model that has its dtype already
-  bool fp32_gradients = false;  // megatron, fsdp: of 16-bit parameters
+  bool fp32_gradients = false;  // of 16-bit parameters
   std::shared_ptr<CommunicationHook> hook{};
 };
 
@@ -44,8 +44,9 @@ class Training {
  public:
   using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
 
-  // strategy: ddp, zero1, zero2, megatron, megatron_in_grads (parameters are gathered in the gradients' memory), fsdp,
-  // fsdp_grad_op, fsdp_no_shard, or fsdp_hybrid (of two ranks each).
+  // strategy: ddp, zero1, zero2, megatron, megatron_in_grads (parameters are gathered in the gradients' memory),
+  // megatron_no_overlap (gradients are summed up in step()), megatron_late_gather (parameters come in at their next
+  // use), fsdp, fsdp_grad_op, fsdp_no_shard, fsdp_hybrid or fsdp_hybrid_grad_op (of two ranks each).
   template <class Optimizer, class Defaults>
   static Training make(const std::string& strategy, std::shared_ptr<Module> model, const Group& group,
                        const Defaults& defaults, const TrainingOptions& options = {}) {
@@ -54,7 +55,9 @@ class Training {
     if (strategy.starts_with("megatron")) {
       training.megatron_ = std::make_shared<DistributedOptimizer<Optimizer>>(
           training.model, defaults, group,
-          DistributedOptimizerOptions{.reuse_grad_buf_for_param_gather = strategy == "megatron_in_grads",
+          DistributedOptimizerOptions{.overlap_grad_reduce = strategy != "megatron_no_overlap",
+                                      .overlap_param_gather = strategy == "megatron_late_gather",
+                                      .reuse_grad_buf_for_param_gather = strategy == "megatron_in_grads",
                                       .grad_reduce_in_fp32 = options.fp32_gradients,
                                       .clip_grad = options.clip,
                                       .scaler = options.precision.scaler,
@@ -77,6 +80,7 @@ class Training {
       training.sharded_ = std::make_shared<ShardedDataParallel<Module>>(
           training.model, *training.oss_, group,
           ShardedDataParallelOptions{.find_unused_parameters = options.find_unused_parameters,
+                                     .grad_reduce_in_fp32 = options.fp32_gradients,
                                      .precision = options.precision,
                                      .communication_hook = options.hook,
                                      .reduce_buffer_size = static_cast<int64_t>(options.bucket_mb * (1 << 18)) + 1});
@@ -85,6 +89,7 @@ class Training {
           training.model, group,
           DistributedDataParallelOptions{.find_unused_parameters = options.find_unused_parameters,
                                          .static_graph = options.static_graph,
+                                         .grad_reduce_in_fp32 = options.fp32_gradients,
                                          .precision = options.precision,
                                          .communication_hook = options.hook,
                                          .bucket_cap_mb = options.bucket_mb,
@@ -152,7 +157,8 @@ class Training {
     const std::map<std::string, ShardingStrategy> kinds{{"fsdp", ShardingStrategy::full_shard},
                                                         {"fsdp_grad_op", ShardingStrategy::shard_grad_op},
                                                         {"fsdp_no_shard", ShardingStrategy::no_shard},
-                                                        {"fsdp_hybrid", ShardingStrategy::hybrid_shard}};
+                                                        {"fsdp_hybrid", ShardingStrategy::hybrid_shard},
+                                                        {"fsdp_hybrid_grad_op", ShardingStrategy::hybrid_shard_grad_op}};
     FullyShardedDataParallelOptions fsdp{
         .sharding_strategy = kinds.at(strategy),
         .auto_wrap_policy = wrap_size(static_cast<int64_t>(options.bucket_mb * (1 << 18)) + 1),
@@ -160,7 +166,7 @@ class Training {
         .precision = options.precision,
         .reduce_dtype = options.fp32_gradients ? std::optional(at::kFloat) : std::nullopt,
         .communication_hook = options.hook};
-    if (strategy == "fsdp_hybrid") fsdp.shard_size = group.size() % 2 == 0 ? 2 : 1;
+    if (strategy.starts_with("fsdp_hybrid")) fsdp.shard_size = group.size() % 2 == 0 ? 2 : 1;
     training.fsdp_ = std::make_shared<FullyShardedDataParallel<Module>>(training.model, group, fsdp);
     training.fsdp_optimizer_ = std::make_shared<FullyShardedOptimizer<Optimizer>>(
         *training.fsdp_, defaults,

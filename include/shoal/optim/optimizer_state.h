@@ -15,8 +15,13 @@ namespace shoal {
 // where it was never updated. Tensors that follow the parameter (moments) have its shape. Sharded strategies whose
 // parameters have 16 bits keep "main_param" in it, the float32 copy.
 //
-// It can be taken from any strategy at any number of ranks and given to any other with the same optimizer.
+// An optimizer with a loss scaler keeps it under grad_scaler_key: numbers "scale", "good_steps", "hysteresis_left".
+//
+// It can be taken from any strategy at any number of ranks and given to any other with the same optimizer. A scaler that
+// is in only one of the two is a warning: it starts as it is, or is left out.
 using OptimizerState = std::map<std::string, NamedState>;
+
+inline constexpr const char* grad_scaler_key = ".grad_scaler";  // no parameter's name begins with a dot
 
 // Of an optimizer that is not sharded: a copy, and the way back. `module`: where the names come from. load: UsageError
 // that names the parameter for entries that are missing, extra, or of another shape; nothing has changed then.

@@ -1,5 +1,5 @@
 #pragma once
-// What travels in DistributedOptimizer's buffers, and how large they are.
+// How large DistributedOptimizer's buffers are.
 
 #include <algorithm>
 #include <limits>
@@ -8,14 +8,6 @@
 #include "shoal/strategy/megatron/distributed_optimizer.h"
 
 namespace shoal {
-
-inline void widen_gradients(std::vector<Gradient>& gradients, const DistributedOptimizerOptions& options) {
-  for (auto& gradient : gradients) {
-    gradient.sparse = false;  // buffers are dense
-    const bool narrow = c10::elementSize(gradient.dtype()) < sizeof(float);
-    if (options.grad_reduce_in_fp32 && narrow) gradient.travels_as = at::kFloat;
-  }
-}
 
 // Without overlap there is one bucket of each dtype.
 inline BucketCaps buffer_caps(const std::vector<Gradient>& gradients, const DistributedOptimizerOptions& options) {

@@ -1,47 +1,14 @@
 #include "strategy/megatron/chunk.h"
 
-#include <fmt/format.h>
+#include <algorithm>
 
 #include "engine/data_parallel_state.h"
 #include "engine/hooked_exchange.h"
 #include "engine/ownership.h"
-#include "module/sync.h"
-#include "module/walk.h"
-#include "shoal/base/error.h"
 #include "strategy/megatron/bucket_caps.h"
 
 namespace shoal {
 namespace {
-
-void check_dtype(const Gradient& gradient, const DistributedOptimizerOptions& options) {
-  const auto dtype = gradient.parameter.scalar_type();
-  if (dtype == at::kHalf && !options.scaler) {
-    throw UsageError(fmt::format(
-        "DistributedOptimizer: parameter {} is float16, whose gradients vanish without a loss scale; set scaler",
-        gradient.name));
-  }
-  if (dtype == at::kBFloat16 && options.scaler && options.scaler->dynamic) {
-    throw UsageError(
-        fmt::format("DistributedOptimizer: parameter {} is bfloat16, which takes no scaler or one with dynamic = false",
-                    gradient.name));
-  }
-  const bool wide = dtype == at::kFloat || dtype == at::kDouble;
-  if (wide && options.scaler) {
-    throw UsageError(fmt::format("DistributedOptimizer: parameter {} is {}, which needs no scaler; unset it",
-                                 gradient.name, c10::toString(dtype)));
-  }
-  if (wide || dtype == at::kHalf || dtype == at::kBFloat16) return;
-  throw UsageError(
-      fmt::format("DistributedOptimizer: parameter {} is {}; it must be float16, bfloat16 or float32 (or float64)",
-                  gradient.name, c10::toString(dtype)));
-}
-
-std::vector<Gradient> dense_gradients(const ModuleTensors& tensors, const DistributedOptimizerOptions& options) {
-  auto gradients = gradients_of(tensors);
-  for (const auto& gradient : gradients) check_dtype(gradient, options);
-  widen_gradients(gradients, options);
-  return gradients;
-}
 
 std::unique_ptr<Exchange> make_exchange(const std::vector<Gradient>& gradients, const Group& group,
                                         const DistributedOptimizerOptions& options, bool cut) {
@@ -56,11 +23,12 @@ std::unique_ptr<Exchange> make_exchange(const std::vector<Gradient>& gradients, 
 
 }  // namespace
 
-std::shared_ptr<ShardedModule> make_chunk(const std::shared_ptr<torch::nn::Module>& module, const Group& group,
+std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Group& group,
                                           const DistributedOptimizerOptions& options, bool cut,
                                           const std::string& prefix) {
-  const auto state = wrap(module, group, "DistributedOptimizer", options.ignored, /*sync=*/true);
-  auto gradients = dense_gradients(state->tensors, options);
+  auto gradients = gradients_of(tensors);
+  for (auto& gradient : gradients) gradient.sparse = false;  // buffers are dense
+  if (options.grad_reduce_in_fp32) widen(gradients);
   auto exchange = with_hook(make_exchange(gradients, group, options, cut), options.communication_hook, gradients,
                             "DistributedOptimizer", prefix);
   auto reducer = std::make_shared<Reducer>(
@@ -97,15 +65,22 @@ std::shared_ptr<ShardedModule> make_chunk(const std::shared_ptr<torch::nn::Modul
   return chunk;
 }
 
-std::optional<at::Tensor> main_grad(const ShardedModule& chunk, const at::Tensor& parameter) {
-  const auto& reducer = chunk.reducer();
-  for (const auto& bucket : reducer.buckets()) {
-    for (size_t place = 0; place < bucket.members().size(); ++place) {
-      if (!reducer.gradients()[bucket.members()[place]].parameter.is_same(parameter)) continue;
-      return bucket.present() ? bucket.view(place) : at::Tensor();
-    }
+std::optional<size_t> gradient_of(const ShardedModule& chunk, const at::Tensor& parameter) {
+  const auto& gradients = chunk.reducer().gradients();
+  const auto found = std::find_if(gradients.begin(), gradients.end(),
+                                  [&](const Gradient& gradient) { return gradient.parameter.is_same(parameter); });
+  if (found == gradients.end()) return std::nullopt;
+  return found - gradients.begin();
+}
+
+at::Tensor main_grad(const ShardedModule& chunk, size_t gradient) {
+  for (const auto& bucket : chunk.reducer().buckets()) {
+    const auto& members = bucket.members();
+    const auto place = std::find(members.begin(), members.end(), gradient);
+    if (place == members.end()) continue;
+    return bucket.present() ? bucket.view(place - members.begin()) : at::Tensor();
   }
-  return std::nullopt;
+  return {};
 }
 
 std::vector<ParameterRange> ranges(const ShardedModule& chunk, int rank) {

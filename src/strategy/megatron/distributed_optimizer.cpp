@@ -1,110 +1,49 @@
 #include "shoal/strategy/megatron/distributed_optimizer.h"
 
-#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <cmath>
 
-#include "engine/checkpoint/sharded.h"
 #include "engine/data_parallel_state.h"
 #include "engine/logging.h"
 #include "engine/sharded_optimizer_state.h"
 #include "module/sync.h"
-#include "module/walk.h"
 #include "shoal/base/error.h"
 #include "strategy/megatron/chunk.h"
+#include "strategy/megatron/chunk_turns.h"
+#include "strategy/megatron/reduction.h"
+#include "strategy/megatron/scalar_groups.h"
 
 namespace shoal {
 
-using torch::optim::OptimizerParamGroup;
-
-void DistributedOptimizerOptions::validate() const {
-  std::vector<std::string> faults;
-  if (bucket_size < 1) faults.push_back(fmt::format("bucket_size {}: give at least 1 element", bucket_size));
-  if (!(clip_grad >= 0) || std::isinf(clip_grad)) {
-    faults.push_back(fmt::format("clip_grad {}: give a norm, or 0 for no clipping", clip_grad));
-  }
-  if (!faults.empty()) throw UsageError(fmt::format("DistributedOptimizer: {}", fmt::join(faults, "; ")));
-  if (scaler) scaler->validate();
-}
-
 namespace {
 
-// Without param groups: one of all trainable parameters.
-std::vector<OptimizerParamGroup> complete(const DistributedOptimizerCore::Modules& chunks,
-                                          std::vector<OptimizerParamGroup> groups,
-                                          const DistributedOptimizerOptions& options) {
-  options.validate();
-  if (chunks.empty()) throw UsageError("DistributedOptimizer: give at least one module");
-  if (!groups.empty()) return groups;
-  std::vector<at::Tensor> parameters;
-  for (const auto& module : chunks) {
-    if (!module) throw UsageError("DistributedOptimizer: a module is empty");
-    for (const auto& entry : walk(*module, options.ignored).trainable()) parameters.push_back(entry.tensor);
+void leave_uncounted(const std::vector<ChunkParameter>& parameters) {
+  for (const auto& parameter : parameters) {
+    for (auto& piece : parameter.chunk->pieces()) {
+      if (piece.gradient == parameter.gradient) piece.counted = false;
+    }
   }
-  groups.emplace_back(std::move(parameters));
-  return groups;
+}
+
+std::vector<ChunkParameter> find_all(const std::vector<std::shared_ptr<ShardedModule>>& modules,
+                                     const std::vector<at::Tensor>& parameters, const char* what) {
+  std::vector<ChunkParameter> found;
+  for (const auto& parameter : parameters) {
+    const auto before = found.size();
+    for (const auto& module : modules) {
+      if (const auto gradient = gradient_of(*module, parameter)) found.push_back({module.get(), *gradient});
+    }
+    if (found.size() > before) continue;
+    throw UsageError(
+        fmt::format("DistributedOptimizer: {} of a tensor that is none of its trainable parameters", what));
+  }
+  return found;
 }
 
 }  // namespace
-
-struct DistributedOptimizerCore::Reduction {
-  struct Extra {
-    std::vector<at::Tensor> parameters;
-    Group group;
-    std::string what;
-    std::string timer;
-  };
-  Modules modules;
-  DistributedOptimizerOptions options;
-  std::vector<Extra> extra{};
-  int no_sync_depth = 0;
-  bool reduced = true;  // without overlap: nothing has accumulated since the last reduction
-};
-
-std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_state(
-    const Modules& chunks, bool cut, const Group& group, const DistributedOptimizerOptions& options) {
-  options.validate();
-  if (options.reuse_grad_buf_for_param_gather && !cut) {
-    throw UsageError(
-        "DistributedOptimizer: reuse_grad_buf_for_param_gather needs an element-wise optimizer (optim/element_wise.h); "
-        "with others a rank has memory for the gradients of its own parameters only. Unset it");
-  }
-  if (chunks.empty()) throw UsageError("DistributedOptimizer: give at least one module");
-  auto state = std::make_unique<State>(State{.name = "DistributedOptimizer",
-                                             .group = group,
-                                             .clip_grad = options.clip_grad,
-                                             .log_num_zeros_in_grad = options.log_num_zeros_in_grad,
-                                             .wait_at_first_touch = options.overlap_param_gather,
-                                             .timers = options.timers});
-  for (size_t number = 0; number < chunks.size(); ++number) {
-    const auto prefix = chunks.size() > 1 ? fmt::format("chunk{}.", number) : "";
-    state->modules.push_back(make_chunk(chunks[number], group, options, cut, prefix));
-  }
-  if (options.scaler) state->scaler.emplace(*options.scaler);
-  return state;
-}
-
-DistributedOptimizerCore::DistributedOptimizerCore(const Modules& chunks, ParamGroups groups,
-                                                   std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                                   const Factory& make, bool cut, const Group& group,
-                                                   const DistributedOptimizerOptions& options)
-    : ShardedOptimizerCore(complete(chunks, std::move(groups), options), std::move(defaults), make,
-                           make_state(chunks, cut, group, options)),
-      reduction_(std::make_unique<Reduction>(Reduction{.modules = chunks, .options = options})) {
-  for (auto& chunk : state().modules) {
-    chunk->reducer().synchronises = [raw = reduction_.get()] {
-      const bool now = raw->options.overlap_grad_reduce && raw->no_sync_depth == 0;
-      if (!now) raw->reduced = false;
-      return now;
-    };
-  }
-}
-
-DistributedOptimizerCore::~DistributedOptimizerCore() = default;
 
 void DistributedOptimizerCore::backward(const at::Tensor& loss_sum, double weight) {
   if (state().modules.size() > 1) {
@@ -116,9 +55,7 @@ void DistributedOptimizerCore::backward(const at::Tensor& loss_sum, double weigh
 void DistributedOptimizerCore::shadow() {
   auto& chunks = state().modules;
   chunks.front()->reducer().require_absence();
-  // Backward meets the last chunk first, and all others before it ends.
-  std::for_each(chunks.rbegin(), chunks.rend(), [](const auto& chunk) { chunk->reducer().begin_now(); });
-  std::for_each(chunks.rbegin(), chunks.rend(), [](const auto& chunk) { chunk->reducer().end_now(); });
+  std::for_each(chunks.rbegin(), chunks.rend(), [](const auto& chunk) { chunk->reducer().reduce_now(); });
 }
 
 void DistributedOptimizerCore::check_shadow() const {
@@ -126,7 +63,8 @@ void DistributedOptimizerCore::check_shadow() const {
 }
 
 void DistributedOptimizerCore::settle() {
-  for (const auto& chunk : state().modules) chunk->reducer().settle();
+  auto& chunks = state().modules;
+  std::for_each(chunks.rbegin(), chunks.rend(), [](const auto& chunk) { chunk->reducer().settle(); });
 }
 
 void DistributedOptimizerCore::attend(const std::optional<Attendance>& attendance) {
@@ -134,8 +72,8 @@ void DistributedOptimizerCore::attend(const std::optional<Attendance>& attendanc
 }
 
 void DistributedOptimizerCore::adopt_model(int rank) {
-  for (const auto& module : reduction_->modules) {
-    sync_buffers(group(), walk(*module, reduction_->options.ignored).buffers, rank, state().steps);
+  for (size_t number = 0; number < reduction_->modules.size(); ++number) {
+    sync_buffers(group(), reduction_->tensors(number).buffers, rank, state().steps);
   }
 }
 
@@ -145,11 +83,32 @@ NoSync DistributedOptimizerCore::no_sync(bool accumulate) {
 
 void DistributedOptimizerCore::all_reduce_grads(const std::vector<at::Tensor>& parameters, const Group& group,
                                                 const std::string& name) {
-  if (reduction_->options.overlap_grad_reduce) {
+  const auto& options = reduction_->options;
+  if (options.overlap_grad_reduce) {
     throw UsageError(
         "DistributedOptimizer: all_reduce_grads comes before the reduction; set overlap_grad_reduce = false");
   }
-  reduction_->extra.push_back({parameters, group, name + " gradients", name + "-grads-all-reduce"});
+  auto found = find_all(state().modules, parameters, "all_reduce_grads");
+  const bool scalars = options.clip_grad > 0 || options.scaler || options.log_num_zeros_in_grad;
+  const bool covered = cover(state().groups_of_scalars(), group);
+  if (scalars && !covered) {
+    throw UsageError(
+        "DistributedOptimizer: all_reduce_grads: ranks that share gradients must agree on clip_grad, scaler and "
+        "log_num_zeros_in_grad, or their parameters drift apart; set model_parallel_group to the ranks that hold one "
+        "replica of the model");
+  }
+  reduction_->declared.add(found, group, name);
+  if (covered && !counts(state().group, group)) leave_uncounted(found);
+}
+
+void DistributedOptimizerCore::count_once(const std::vector<at::Tensor>& parameters, const Group& group) {
+  const auto found = find_all(state().modules, parameters, "count_once");
+  if (!cover(state().groups_of_scalars(), group)) {
+    throw UsageError(
+        "DistributedOptimizer: count_once: norms are not taken over this group's ranks; set model_parallel_group to the "
+        "ranks that hold one replica of the model");
+  }
+  if (!counts(state().group, group)) leave_uncounted(found);
 }
 
 void DistributedOptimizerCore::reduce_model_grads() {
@@ -157,31 +116,24 @@ void DistributedOptimizerCore::reduce_model_grads() {
     throw UsageError("DistributedOptimizer: backward has reduced the gradients already (overlap_grad_reduce)");
   }
   auto& common = state();
-  const torch::NoGradGuard no_grad;
-  for (const auto& extra : reduction_->extra) {
-    const auto sum_up = [&] {
-      for (const auto& parameter : extra.parameters) {
-        const auto grad = main_grad(parameter);
-        // Channels-last gradients are not contiguous, but dense; ranks agree on the layout.
-        extra.group.all_reduce(grad.as_strided({grad.numel()}, {1}), ReduceOp::sum, common.label(extra.what)).wait();
-      }
-    };
-    common.time(extra.timer.c_str(), 1, sum_up, &extra.group);
+  if (reduction_->declared.sum_up(common, /*failed=*/false)) {
+    abandon_round(state().modules);
+    throw StepAbandoned(fmt::format("step {} was abandoned by a rank that shares gradients with this one", common.steps));
   }
   const auto scatter = [&] {
-    for (auto& chunk : common.modules) {
-      auto& reducer = chunk->reducer();
-      const auto usual = std::exchange(reducer.synchronises, [] { return true; });
-      const auto restore = c10::make_scope_exit([&] { reducer.synchronises = usual; });
-      reducer.reduce_now();
-    }
+    auto& chunks = common.modules;
+    std::for_each(chunks.rbegin(), chunks.rend(), [](const auto& chunk) { reduce_local(chunk->reducer()); });
   };
   common.time("grads-reduce-scatter", 1, scatter, &common.group);
   reduction_->reduced = true;
 }
 
 void DistributedOptimizerCore::complete_gradients() {
-  if (!reduction_->options.overlap_grad_reduce && !reduction_->reduced) reduce_model_grads();
+  if (reduction_->options.overlap_grad_reduce) {
+    finish_round(state().modules);
+  } else if (!reduction_->reduced) {
+    reduce_model_grads();
+  }
 }
 
 // Parameters take their place.
@@ -195,25 +147,17 @@ void DistributedOptimizerCore::end_gradients() {
 }
 
 void DistributedOptimizerCore::abandon_step() {
-  const auto abandon = [this] {
-    for (auto& chunk : state().modules) {
-      chunk->reducer().expect_backward();
-      chunk->reducer().mark_failed();
-      chunk->reducer().abandon();
-    }
-  };
   if (reduction_->options.overlap_grad_reduce) {
-    abandon();
-  } else {
-    state().time("grads-reduce-scatter", 1, abandon, &state().group);  // peers may meet before theirs
+    abandon_round(state().modules);
+    return;
   }
+  reduction_->declared.sum_up(state(), /*failed=*/true);
+  state().time("grads-reduce-scatter", 1, [this] { abandon_round(state().modules); }, &state().group);  // peers may meet there
 }
 
 at::Tensor DistributedOptimizerCore::main_grad(const at::Tensor& parameter) const {
-  for (const auto& chunk : state().modules) {
-    if (const auto grad = shoal::main_grad(*chunk, parameter)) return *grad;
-  }
-  throw UsageError("DistributedOptimizer: main_grad of a tensor that is none of its trainable parameters");
+  const auto found = find_all(state().modules, {parameter}, "main_grad").front();
+  return shoal::main_grad(*found.chunk, found.gradient);
 }
 
 std::vector<ParameterRange> DistributedOptimizerCore::param_range_map(std::optional<int> rank) const {
@@ -239,37 +183,9 @@ LoggingData DistributedOptimizerCore::logging_data() const {
                       {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
                       {"clip_grad", fmt::format("{}", options.clip_grad)},
                       {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}});
-  for (const auto& module : modules) add_model(data, walk(*module, options.ignored));
+  for (size_t number = 0; number < modules.size(); ++number) add_model(data, reduction_->tensors(number));
   for (const auto& chunk : state().modules) add_steps(data, chunk->reducer());
   return data;
-}
-
-namespace {
-
-class MegatronSource : public ShardedSource {
- public:
-  MegatronSource(DistributedOptimizerCore& optimizer, ShardedOptimizerCore::State& state,
-                 DistributedOptimizerCore::Modules modules)
-      : ShardedSource(optimizer, state), group_(state.group), modules_(std::move(modules)) {}
-
-  std::string strategy() const override { return "megatron"; }
-  Group group() override { return group_; }
-
- private:
-  void add_others(CheckpointView& view) override {
-    for (size_t number = 0; number < modules_.size(); ++number) {
-      add_rest(view, *modules_[number], modules_.size() > 1 ? fmt::format("chunk{}.", number) : "");
-    }
-  }
-
-  Group group_;
-  DistributedOptimizerCore::Modules modules_;
-};
-
-}  // namespace
-
-std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& optimizer) {
-  return std::make_shared<MegatronSource>(optimizer, optimizer.state(), optimizer.reduction_->modules);
 }
 
 }  // namespace shoal

@@ -158,6 +158,7 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
   state().precision = options.precision;
   state().settings = {{"reduce_buffer_size", fmt::format("{}", options.reduce_buffer_size)},
                       {"reduce_fp16", yes_or_no(options.reduce_fp16)},
+                      {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
                       {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
                       {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
                       {"auto_refresh_trainable", yes_or_no(options.auto_refresh_trainable)},
@@ -175,6 +176,7 @@ void ShardedDataParallelCore::refresh_trainable() {
   auto& state = this->state();
   const auto& options = sharding_->options;
   auto gradients = gradients_of(state.tensors);
+  if (options.grad_reduce_in_fp32) widen(gradients);
   const auto hook = options.reduce_fp16 ? std::make_shared<CompressHook>(at::kHalf) : options.communication_hook;
   const auto owners = owners_of(gradients, sharding_->optimizers, state.group);
   const auto caps = sharded_bucket_caps(gradients, options, state.group.size());

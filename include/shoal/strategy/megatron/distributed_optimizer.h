@@ -37,8 +37,14 @@ struct DistributedOptimizerOptions {
   bool grad_reduce_in_fp32 = false;           // gradients of 16-bit parameters accumulate, and are added up, in float32
   double clip_grad = 0;                       // largest norm of all gradients together; 0: no clipping
   bool log_num_zeros_in_grad = false;         // count the gradients' elements that are zero
-  std::optional<GradScalerOptions> scaler{};  // needed for float16, possible for bfloat16 with dynamic = false
-  std::vector<std::string> ignored{};         // names of parameters and buffers that shoal leaves alone
+  std::optional<GradScalerOptions> scaler{};  // needed where a parameter is float16, and then for all gradients;
+                                              // possible for bfloat16 with dynamic = false
+  std::vector<std::string> ignored{};  // names of parameters and buffers that shoal leaves alone; of several chunks, in
+                                       // every one that has the name, or in one: "chunk1.fc.weight"
+  std::optional<Group> model_parallel_group{};  // the ranks that hold one replica of the model together (pipeline
+                                                // stages, tensor-parallel ranks), this one among them: all of them
+                                                // clip by one norm, skip for one's inf and have one loss scale. All
+                                                // ranks of all replicas mean the same. Every step() is theirs, too
   std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of a reduce-scatter
   std::shared_ptr<Timers> timers{};                         // measure the parts of a step; none: no cost
 
@@ -73,8 +79,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
                            const Group& group, const DistributedOptimizerOptions& options);
   ~DistributedOptimizerCore() override;
 
-  // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelWrapper::backward. chunk: the one
-  // whose parameters the loss reaches first in backward; the others take part in their own backward.
+  // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelWrapper::backward. UsageError with
+  // several chunks: weight the loss there.
   void backward(const at::Tensor& loss_sum, double weight);
   // Scope in which backward only accumulates into the gradient buffers.
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
@@ -89,10 +95,17 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // the number of ranks and scattered. For overlap_grad_reduce = false; UsageError otherwise. Collective.
   void reduce_model_grads();
   // Gradients of these parameters are summed over `group` (pipeline stages that share an embedding, ranks that share a
-  // sequence) before anything else. Needs overlap_grad_reduce = false. `name`, such as "embedding", is the reduction's
-  // in timers and logs.
+  // sequence) before anything else, zeros for ranks that did not use them; norms and counts take them from the group's
+  // lowest rank. `name`, such as "embedding", is the reduction's in timers and logs. Collective over `group`.
+  // UsageError with overlap_grad_reduce, for tensors that are none of this optimizer's parameters or that the group
+  // sums already, and where clip_grad, scaler or log_num_zeros_in_grad would differ on the group's ranks: they must be
+  // in model_parallel_group. DisagreeError when the group's ranks declare other shapes.
   void all_reduce_grads(const std::vector<at::Tensor>& parameters, const Group& group,
                         const std::string& name = "declared");
+  // All ranks of `group` hold these parameters and compute the same gradients (tensor-parallel ranks' layer norms):
+  // norms and counts take them from its lowest rank. UsageError for other tensors and where model_parallel_group does
+  // not have the group's ranks.
+  void count_once(const std::vector<at::Tensor>& parameters, const Group& group);
 
   // This rank cannot finish a step that its peers have begun or will begin; they get StepAbandoned from their backward.
   // Collective with their step.
@@ -112,6 +125,7 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& optimizer);
   static std::unique_ptr<State> make_state(const Modules& chunks, bool cut, const Group& group,
                                            const DistributedOptimizerOptions& options);
+  void connect_chunks();
   void complete_gradients() override;
   void end_gradients() override;
 
@@ -143,8 +157,12 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& op
 // make the optimizer anew.
 //
 // Constructor: collective; gives everybody rank 0's values. UsageError for a dtype other than float16, bfloat16,
-// float32 (float64 counts as float32 does), for float16 without scaler or a scaler with float32, for wrong options;
-// DisagreeError when ranks hold different models or options.
+// float32 (float64 counts as float32 does), for float16 without scaler or a scaler where all is float32, for a
+// parameter in two chunks, for wrong options; DisagreeError when ranks hold different models or options.
+//
+// Several chunks: their gradients are summed up one chunk after the other, the last one first, on every rank, whatever
+// chunks a rank runs; a chunk that it does not run adds nothing. Sums of a chunk leave during its own backward; where
+// one backward passes through several, those of the last chunk do, and the others' at its end.
 //
 // Timers: at level 0 "optimizer" (a step()); at level 1 "declared-grads-all-reduce" (or another name, see
 // all_reduce_grads), "grads-reduce-scatter" (with overlap_grad_reduce: what backward does not hide of it),

@@ -17,6 +17,8 @@ struct ShardedDataParallelOptions {
   bool sync_models_at_startup = true;   // rank 0's parameters and buffers reach all ranks in the constructor
   bool auto_refresh_trainable = true;   // a change of requires_grad is noticed at the next forward
   bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
+  bool grad_reduce_in_fp32 = false;     // gradients of 16-bit parameters accumulate, and are added up, in float32, in
+                                        // which grad() is under no_sync(); then it is rounded to the parameter's dtype
   std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
   Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
   std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients on their owners instead of a reduce

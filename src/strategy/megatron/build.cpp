@@ -1,0 +1,150 @@
+// How a DistributedOptimizer is made.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/data_parallel_state.h"
+#include "module/walk.h"
+#include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+#include "strategy/megatron/chunk.h"
+#include "strategy/megatron/chunk_names.h"
+#include "strategy/megatron/chunk_turns.h"
+#include "strategy/megatron/dtypes.h"
+#include "strategy/megatron/reduction.h"
+#include "strategy/megatron/scalar_groups.h"
+
+namespace shoal {
+
+using torch::optim::OptimizerParamGroup;
+
+void DistributedOptimizerOptions::validate() const {
+  std::vector<std::string> faults;
+  if (bucket_size < 1) faults.push_back(fmt::format("bucket_size {}: give at least 1 element", bucket_size));
+  if (!(clip_grad >= 0) || std::isinf(clip_grad)) {
+    faults.push_back(fmt::format("clip_grad {}: give a norm, or 0 for no clipping", clip_grad));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("DistributedOptimizer: {}", fmt::join(faults, "; ")));
+  if (scaler) scaler->validate();
+}
+
+namespace {
+
+// Without param groups: one of all trainable parameters.
+std::vector<OptimizerParamGroup> complete(const Chunks& chunks, std::vector<OptimizerParamGroup> groups,
+                                          const DistributedOptimizerOptions& options) {
+  const auto ignored = ignored_by_chunk(chunks, options.ignored);
+  if (!groups.empty()) return groups;
+  std::vector<at::Tensor> parameters;
+  for (size_t number = 0; number < chunks.size(); ++number) {
+    for (const auto& entry : walk(*chunks[number], ignored[number]).trainable()) parameters.push_back(entry.tensor);
+  }
+  groups.emplace_back(std::move(parameters));
+  return groups;
+}
+
+// What stages of one model must have in common.
+std::vector<std::string> describe_scalars(const DistributedOptimizerOptions& options) {
+  std::vector<std::string> lines{fmt::format("clip_grad {}", options.clip_grad),
+                                 fmt::format("log_num_zeros_in_grad {}", options.log_num_zeros_in_grad)};
+  if (!options.scaler) {
+    lines.emplace_back("no scaler");
+    return lines;
+  }
+  const auto& scaler = *options.scaler;
+  lines.push_back(fmt::format("scaler: initial_scale {}, dynamic {}, growth_factor {}, backoff_factor {}, "
+                              "growth_interval {}, hysteresis {}, min_scale {}",
+                              scaler.initial_scale, scaler.dynamic, scaler.growth_factor, scaler.backoff_factor,
+                              scaler.growth_interval, scaler.hysteresis, scaler.min_scale));
+  return lines;
+}
+
+std::vector<std::string> describe(const DistributedOptimizerOptions& options) {
+  auto lines = describe_scalars(options);
+  lines.push_back(fmt::format("overlap_grad_reduce {}", options.overlap_grad_reduce));
+  lines.push_back(fmt::format("overlap_param_gather {}", options.overlap_param_gather));
+  lines.push_back(fmt::format("reuse_grad_buf_for_param_gather {}", options.reuse_grad_buf_for_param_gather));
+  lines.push_back(fmt::format("grad_reduce_in_fp32 {}", options.grad_reduce_in_fp32));
+  lines.push_back(fmt::format("bucket_size {}", options.bucket_size));
+  const auto& model = options.model_parallel_group;
+  lines.push_back(model ? fmt::format("model_parallel_group of {} ranks", model->size()) : "no model_parallel_group");
+  return lines;
+}
+
+}  // namespace
+
+std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_state(
+    const Modules& chunks, bool cut, const Group& group, const DistributedOptimizerOptions& options) {
+  options.validate();
+  if (options.reuse_grad_buf_for_param_gather && !cut) {
+    throw UsageError(
+        "DistributedOptimizer: reuse_grad_buf_for_param_gather needs an element-wise optimizer (optim/element_wise.h); "
+        "with others a rank has memory for the gradients of its own parameters only. Unset it");
+  }
+  const auto ignored = ignored_by_chunk(chunks, options.ignored);
+  require_separate(chunks, ignored);
+  auto scalars = scalar_groups(group, options.model_parallel_group);
+  agree(group, "the options of DistributedOptimizer", describe(options));
+  if (options.model_parallel_group) {
+    agree(*options.model_parallel_group, "the options of DistributedOptimizer on the ranks of model_parallel_group",
+          describe_scalars(options));
+  }
+  std::vector<ModuleTensors> tensors;
+  std::vector<NamedTensor> trainable;
+  for (size_t number = 0; number < chunks.size(); ++number) {
+    tensors.push_back(wrap(chunks[number], group, "DistributedOptimizer", ignored[number], /*sync=*/true)->tensors);
+    for (auto entry : tensors.back().trainable()) {
+      entry.name = chunk_prefix(chunks, number) + entry.name;
+      trainable.push_back(std::move(entry));
+    }
+  }
+  check_dtypes(trainable, options);
+  auto state = std::make_unique<State>(State{.name = "DistributedOptimizer",
+                                             .group = group,
+                                             .clip_grad = options.clip_grad,
+                                             .log_num_zeros_in_grad = options.log_num_zeros_in_grad,
+                                             .wait_at_first_touch = options.overlap_param_gather,
+                                             .timers = options.timers,
+                                             .scalar_groups = std::move(scalars)});
+  for (size_t number = 0; number < chunks.size(); ++number) {
+    state->modules.push_back(make_chunk(tensors[number], group, options, cut, chunk_prefix(chunks, number)));
+  }
+  if (options.scaler) state->scaler.emplace(*options.scaler);
+  return state;
+}
+
+DistributedOptimizerCore::DistributedOptimizerCore(const Modules& chunks, ParamGroups groups,
+                                                   std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                                   const Factory& make, bool cut, const Group& group,
+                                                   const DistributedOptimizerOptions& options)
+    : ShardedOptimizerCore(complete(chunks, std::move(groups), options), std::move(defaults), make,
+                           make_state(chunks, cut, group, options)),
+      reduction_(std::make_unique<Reduction>(Reduction{
+          .modules = chunks, .options = options, .ignored = ignored_by_chunk(chunks, options.ignored)})) {
+  connect_chunks();
+}
+
+DistributedOptimizerCore::~DistributedOptimizerCore() = default;
+
+void DistributedOptimizerCore::connect_chunks() {
+  const auto& chunks = state().modules;
+  for (size_t number = 0; number < chunks.size(); ++number) {
+    auto& reducer = chunks[number]->reducer();
+    reducer.synchronises = [raw = reduction_.get()] {
+      const bool now = raw->options.overlap_grad_reduce && raw->no_sync_depth == 0;
+      if (!now) raw->reduced = false;
+      return now;
+    };
+    if (chunks.size() == 1) continue;
+    reducer.may_leave = [&chunks, number](bool last) {
+      if (last) finish_before(chunks, number);
+      return is_turn_of(chunks, number);
+    };
+    reducer.after_abandoned = [&chunks] { abandon_behind(chunks); };
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,15 @@
+#pragma once
+// Which dtypes parameters may have, and which of them need a loss scale.
+
+#include <vector>
+
+#include "module/walk.h"
+#include "shoal/strategy/megatron/distributed_optimizer.h"
+
+namespace shoal {
+
+// `trainable`: of all chunks, with their prefixes. UsageError that names a parameter. Collective over the
+// model_parallel_group, whose other stages may have the parameters that need a scaler.
+void check_dtypes(const std::vector<NamedTensor>& trainable, const DistributedOptimizerOptions& options);
+
+}  // namespace shoal

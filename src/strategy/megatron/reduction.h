@@ -1,0 +1,24 @@
+#pragma once
+// What DistributedOptimizer keeps beside what all sharded optimizers do.
+
+#include <string>
+#include <vector>
+
+#include "module/walk.h"
+#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "strategy/megatron/declared_gradients.h"
+
+namespace shoal {
+
+struct DistributedOptimizerCore::Reduction {
+  Modules modules;
+  DistributedOptimizerOptions options;
+  std::vector<std::vector<std::string>> ignored;  // by module
+  DeclaredGradients declared{};
+  int no_sync_depth = 0;
+  bool reduced = true;  // without overlap: nothing has accumulated since the last reduction
+
+  ModuleTensors tensors(size_t number) const { return walk(*modules[number], ignored[number]); }
+};
+
+}  // namespace shoal
