@@ -25,9 +25,9 @@ class Bucket {
 
   const std::vector<size_t>& members() const { return members_; }
   bool sparse() const { return sparse_; }
-  // Of those that are not sparse, the last to leave.
+  // Of those that are not sparse and leave at present, the last to do so.
   bool last() const { return last_; }
-  void set_last() { last_ = true; }
+  void set_last(bool last) { last_ = last; }
   const std::string& names() const { return names_; }  // the first few, for labels
   const FlatLayout& layout() const { return layout_; }
   int64_t payload_numel() const { return layout_.size(); }

@@ -12,8 +12,10 @@
 namespace shoal {
 namespace {
 
+using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 bool is_zero(const at::Tensor& tensor) {
-  return tensor.count_nonzero().item<int64_t>() == 0;
+  return (tensor.is_sparse() ? tensor._values() : tensor).count_nonzero().item<int64_t>() == 0;
 }
 
 }  // namespace
@@ -29,7 +31,7 @@ EarlierSums::EarlierSums(const std::vector<Gradient>& gradients, const std::vect
       zero_(gradients.size()),
       nonzero_(gradients.size()),
       whole_(gradients.size()),
-      converted_(gradients.size()),
+      apart_(gradients.size(), Weak(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>())),
       stand_ins_(gradients.size()),
       spoilt_(gradients.size()) {}
 
@@ -62,7 +64,9 @@ void EarlierSums::stand_in(size_t gradient) {
 
 // Whether grad() is what the last sum has left there.
 bool EarlierSums::is_left(size_t gradient) const {
-  return same_storage(grad(gradient), bucket_of(gradient).flat()) || same_storage(grad(gradient), converted_[gradient]);
+  if (!grad(gradient).defined()) return false;
+  if (apart_[gradient].lock().get() == grad(gradient).unsafeGetTensorImpl()) return true;
+  return !bucket_of(gradient).sparse() && same_storage(grad(gradient), bucket_of(gradient).flat());
 }
 
 at::Tensor EarlierSums::own(size_t gradient, const at::Tensor& kept) const {
@@ -104,7 +108,6 @@ void EarlierSums::drop(size_t gradient) {
   where_[gradient] = Where::none;
   aside_[gradient] = zero_[gradient] = false;
   whole_[gradient].reset();
-  converted_[gradient].reset();
   const auto index = places_[gradient].bucket;
   const auto& members = buckets_[index].members();
   if (std::any_of(members.begin(), members.end(), [&](size_t member) { return where_[member] == Where::part; })) return;
@@ -166,10 +169,16 @@ void EarlierSums::put_back() {
       stand_in(i);
       continue;
     }
+    if (bucket_of(i).sparse()) {
+      leave_sparse(i, {});
+      continue;
+    }
     const auto& view = bucket_of(i).view(places_[i].index);
     auto whole = std::exchange(whole_[i], {});
     at::Tensor(view).copy_(whole);
-    mutable_grad(i) = converted_[i].defined() ? converted_[i] = whole : view;
+    const bool converted = whole.scalar_type() != view.scalar_type();
+    mutable_grad(i) = converted ? whole : view;
+    if (converted) leave_apart(i);
   }
   for (size_t index = 0; index < buckets_.size(); ++index) {
     if (parts_[index].defined()) buckets_[index].kept().copy_(std::exchange(parts_[index], {}));
@@ -192,11 +201,42 @@ void EarlierSums::leave_parts(size_t index, const std::vector<bool>& used) {
 
 bool EarlierSums::leave_whole(size_t gradient, at::Tensor sum, bool used) {
   const auto before = std::exchange(whole_[gradient], {});
-  converted_[gradient].reset();
   aside_[gradient] = false;
   if (before.defined()) sum.add_(before);
   where_[gradient] = used || before.defined() ? Where::whole : Where::none;
   return where_[gradient] == Where::whole;
+}
+
+void EarlierSums::leave_apart(size_t gradient) {
+  apart_[gradient] = Weak(grad(gradient).getIntrusivePtr());
+}
+
+void EarlierSums::leave_sparse(size_t gradient, const at::Tensor& sum) {
+  const auto before = std::exchange(whole_[gradient], {});
+  aside_[gradient] = false;
+  const auto all = sum.defined() && before.defined() ? sum.add(before) : sum.defined() ? sum : before;
+  where_[gradient] = all.defined() ? Where::whole : Where::none;
+  if (!all.defined()) return;
+  mutable_grad(gradient) = all;
+  leave_apart(gradient);
+}
+
+void EarlierSums::resume(size_t gradient, const Left& left, bool here) {
+  if (!left.exists) return;
+  const auto bucket = places_[gradient].bucket;
+  if (!here) {
+    where_[gradient] = Where::part;
+    aside_[gradient] = grad(gradient).defined();
+    if (!aside_[gradient]) return stand_in(gradient);
+    bucket_aside_[bucket] = true;
+  } else if (left.aside.defined()) {
+    where_[gradient] = Where::whole;
+    aside_[gradient] = true;
+    whole_[gradient] = left.aside;
+  } else if (grad(gradient).defined()) {
+    where_[gradient] = Where::whole;
+    if (buckets_[bucket].sparse() || gradients_[gradient].travels_as) leave_apart(gradient);
+  }
 }
 
 void EarlierSums::hold(size_t index, const std::vector<bool>& used) {

@@ -50,14 +50,27 @@ class EarlierSums {
   void leave_parts(size_t index, const std::vector<bool>& used);
   // The same where this rank keeps the whole, for one gradient, whose new sum is `sum`. False: there is no sum.
   bool leave_whole(size_t gradient, at::Tensor sum, bool used);
-  // What lies in grad() is not that sum but a copy in another dtype.
-  void leave_converted(size_t gradient, const at::Tensor& copy) { converted_[gradient] = copy; }
+  // That sum lies in grad() but not in the bucket: it is sparse, or a copy in another dtype.
+  void leave_apart(size_t gradient);
+  // The same for a sparse gradient; sum: undefined if no rank has used it.
+  void leave_sparse(size_t gradient, const at::Tensor& sum);
+
+  // A sum, for another object that takes this one's place; it may be `aside` while other gradients come.
+  struct Left {
+    bool exists = false;
+    at::Tensor aside{};  // on the rank that keeps the whole
+  };
+  Left left(size_t gradient) const { return {where_[gradient] != Where::none, whole_[gradient]}; }
+  // There is that sum; `here`: this rank keeps all of it, aside or in grad().
+  void resume(size_t gradient, const Left& left, bool here);
   // Sums that are not complete yet: kept until the next that are.
   void hold(size_t index, const std::vector<bool>& used);
   at::Tensor take_held(size_t index) { return std::exchange(held_[index], {}); }
   bool holds_any() const;
   void forget_held() { held_.assign(buckets_.size(), {}); }
 
+  // Whether what lies in grad() is the sum, or stands for it.
+  bool is_sum(size_t gradient) const { return where_[gradient] != Where::none && !aside_[gradient]; }
   // Whether grad() is a stand-in.
   bool stands_in(size_t gradient) const;
   // Whether there is a part of a sum, and whether it counts as zero whatever lies in the bucket.
@@ -103,7 +116,9 @@ class EarlierSums {
   std::vector<bool> zero_;         // a part, not set aside
   std::vector<bool> nonzero_;      // what has come while the sum is aside
   std::vector<at::Tensor> whole_;  // set aside
-  std::vector<at::Tensor> converted_;
+  // Sums in grad() that do not lie in buckets: sparse ones, and copies in another dtype. Their memory is not held, but no
+  // other tensor gets their address.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> apart_;
   std::vector<std::unique_ptr<GradientStandIn>> stand_ins_;
   // By bucket: what is set aside of Bucket::kept (undefined: zero), and what is held.
   std::vector<bool> bucket_aside_;

@@ -47,6 +47,8 @@ class Exchange {
   virtual void step_abandoned() const {}
   // Elements of the bucket's payload that hold the sum on a rank afterwards; the others are void there.
   virtual Range kept(const Bucket& bucket, int rank) const = 0;
+  // Whether a rank keeps all of a bucket's sum; also for a sparse gradient's bucket, which has no elements.
+  virtual bool keeps_whole(const Bucket&, int) const { return everywhere(); }
   // Whether the sum goes to memory of its own (Bucket::kept), so that the bucket's is needed only until then.
   virtual bool apart() const { return false; }
   // Whether sums are used up within the step, so that buckets have memory only meanwhile.
@@ -85,6 +87,7 @@ class ReduceToOwner : public Exchange {
   HookPoint hook_point() const override { return {group_, SumFor::owner}; }
   bool everywhere() const override { return false; }
   Range kept(const Bucket& bucket, int rank) const override;
+  bool keeps_whole(const Bucket& bucket, int rank) const override { return owner(bucket) == rank; }
 
  private:
   int owner(const Bucket& bucket) const { return owners_[bucket.members().front()]; }

@@ -1,7 +1,9 @@
 #include "engine/ownership.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
+#include <optional>
 #include <string>
 
 namespace shoal {
@@ -16,6 +18,30 @@ void assign_owners(const std::vector<at::Tensor>& parameters, int ranks, std::ve
     const auto least = std::min_element(load.begin(), load.end());
     *least += parameters[i].numel();
     owners[i] = static_cast<int>(least - load.begin());
+  }
+}
+
+void balance_owners(const std::vector<at::Tensor>& parameters, int ranks, std::vector<int>& owners) {
+  std::vector<int64_t> load(ranks);
+  int64_t largest = 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    load[owners[i]] += parameters[i].numel();
+    largest = std::max(largest, parameters[i].numel());
+  }
+  while (true) {
+    const auto most = std::max_element(load.begin(), load.end());
+    const auto least = std::min_element(load.begin(), load.end());
+    const auto gap = *most - *least;
+    if (gap <= largest) return;
+    // Half the gap would make the two equal.
+    std::optional<size_t> best;
+    const auto off = [&](size_t i) { return std::abs(2 * parameters[i].numel() - gap); };
+    for (size_t i = parameters.size(); i-- > 0;) {
+      if (owners[i] == most - load.begin() && parameters[i].numel() > 0 && (!best || off(i) < off(*best))) best = i;
+    }
+    *most -= parameters[*best].numel();
+    *least += parameters[*best].numel();
+    owners[*best] = static_cast<int>(least - load.begin());
   }
 }
 

@@ -15,6 +15,10 @@ namespace shoal {
 // parameter, and gradients for every rank become ready all along.
 void assign_owners(const std::vector<at::Tensor>& parameters, int ranks, std::vector<int>& owners);
 
+// Moves parameters from the ranks with most elements to those with fewest until no two ranks differ by more than the
+// largest parameter, and no more of them. Every one has an owner.
+void balance_owners(const std::vector<at::Tensor>& parameters, int ranks, std::vector<int>& owners);
+
 // Flat memory for parameters of one dtype and device, each rank's together.
 struct OwnedBuffer {
   std::vector<size_t> members;  // numbers of the parameters, in the order in which they lie

@@ -42,6 +42,7 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       group_(group),
       options_(options),
       exchange_(std::move(exchange)),
+      frozen_(gradients_.size()),
       used_(gradients_.size()),
       reached_(gradients_.size()),
       used_anywhere_(gradients_.size()),
@@ -81,8 +82,7 @@ void Reducer::build(const std::vector<size_t>& order) {
     for (size_t index = 0; index < members.size(); ++index) places_[members[index]] = {buckets_.size(), index};
     buckets_.emplace_back(gradients_, members, group_, *exchange_, !apart);
   }
-  const auto last = std::find_if(buckets_.rbegin(), buckets_.rend(), [](const Bucket& b) { return !b.sparse(); });
-  if (last != buckets_.rend()) last->set_last();
+  mark_last();
   // Getting shared memory from the system and giving it back takes about as long as a small model's whole step.
   constexpr int64_t small_bytes = 8 << 20;
   int64_t passing_bytes = 0;
@@ -106,7 +106,7 @@ void Reducer::expect_backward() {
     adopt_changes();
     adopt_arrival_order();
   }
-  expected_ = true;
+  expected_ = std::find(frozen_.begin(), frozen_.end(), false) != frozen_.end();
   holding_ = holds_back();
 }
 
@@ -223,14 +223,21 @@ void Reducer::begin_step() {
   sparse_.assign(buckets_.size(), std::nullopt);
   missing_.clear();
   for (const auto& bucket : buckets_) missing_.push_back(bucket.members().size());
+  mark_frozen_ready();
   if (!inspected_ || options_.static_graph) return;
   for (size_t i = 0; i < gradients_.size(); ++i) {
-    if (!reached_[i]) mark_ready(i);
+    if (!reached_[i] && !ready_[i]) mark_ready(i);
   }
 }
 
 void Reducer::count_arrival(size_t gradient) {
   const auto& name = gradients_[gradient].name;
+  if (frozen_[gradient]) {
+    throw UsageError(
+        fmt::format("the gradient of {} came, which was frozen in the last forward of the wrapper: unfreeze it before "
+                    "that forward, or call refresh_trainable()",
+                    name));
+  }
   if (!learnt_ && arrivals_[gradient] == 0) order_.push_back(gradient);
   ++arrivals_[gradient];
   if (options_.static_graph) {
@@ -261,8 +268,9 @@ void Reducer::mark_ready(size_t gradient) {
 
 // In the order in which buckets leave, so that those which pass through need not all exist at once.
 void Reducer::mark_rest_ready() {
-  for (const auto& bucket : buckets_) {
-    for (const auto member : bucket.members()) {
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    if (rests(i)) continue;
+    for (const auto member : buckets_[i].members()) {
       if (!ready_[member]) mark_ready(member);
     }
   }
@@ -310,7 +318,7 @@ void Reducer::hand_over(size_t gradient) {
 
 void Reducer::issue_ready_buckets(bool last) {
   while (next_ < buckets_.size() && missing_[next_] == 0 && may_leave(last)) {
-    issue(next_);
+    if (!rests(next_)) issue(next_);
     ++next_;
     release_finished();
   }

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "engine/earlier_sums.h"
@@ -155,6 +156,27 @@ class Reducer {
   // Between steps: as if it had been learnt here, or nothing had. The same on all ranks, like a step.
   void go_on_from(const std::optional<LearntOrder>& learnt);
 
+  // Gradients that do not come until further notice, the same on all ranks: of frozen parameters. Buckets of theirs
+  // alone rest: they do not travel, and what lies in them stays. Between steps.
+  void set_frozen(std::vector<bool> frozen);
+  // Between steps, for a reducer that takes this one's place: sums that were left, and micro-batches' gradients that
+  // have come since. By parameter.
+  struct Left {
+    struct Sum {
+      EarlierSums::Left sum{};
+      bool used = false;
+    };
+    std::unordered_map<const c10::TensorImpl*, Sum> gradients{};
+    std::optional<double> weight{};
+  };
+  Left left();
+  void resume(const Left& left);
+  // Reduces gradients that lie in grad() and have not been reduced: what backwards under no_sync have left, what the
+  // caller has set. A step of its own. Collective.
+  void reduce_pending();
+  // Whether a gradient has come on this rank that has not been reduced yet.
+  bool has_local(size_t gradient) const { return used_[gradient] && gradients_[gradient].parameter.grad().defined(); }
+
   // For logging, see LoggingData.
   StepClock& clock() { return clock_; }
   const StepClock& clock() const { return clock_; }
@@ -177,6 +199,9 @@ class Reducer {
   void count_arrival(size_t gradient);
   void mark_ready(size_t gradient);
   void mark_rest_ready();
+  void mark_frozen_ready();
+  bool rests(size_t bucket) const;
+  void mark_last();
   void issue_ready_buckets(bool last = false);
   void issue(size_t bucket);
   void issue_facts();
@@ -237,6 +262,8 @@ class Reducer {
   bool failed_ = false;
   int64_t step_ = 0;
 
+  std::vector<bool> frozen_;  // by gradient
+
   // The step in progress.
   std::vector<bool> used_;     // a gradient came in this step, local backwards included
   std::vector<bool> reached_;  // find_unused_parameters: in some forward's graph
@@ -256,6 +283,7 @@ class Reducer {
   bool weighted_backward_ = false;
   bool in_backward_ = false;  // not reduce_now
   bool holding_ = false;      // its sums are held back
+  bool by_hand_ = false;      // reduce_pending(): tells nothing of what other steps use, and in what order
   std::optional<Attendance> attendance_;
   int64_t attended_step_ = -1;  // the last step for which this rank had a batch
 

@@ -18,14 +18,14 @@ void Reducer::release_finished(bool all) {
   // While those travel, one more fills, which takes the memory of one that has come back.
   const size_t most_spare = options_.buckets_in_flight + (early_ ? 1 : 0);
   size_t in_flight = 0;
-  for (size_t i = finished_; i < next_; ++i) in_flight += buckets_[i].passes() ? 1 : 0;
+  for (size_t i = finished_; i < next_; ++i) in_flight += buckets_[i].passes() && !rests(i) ? 1 : 0;
   while (finished_ < next_) {
     auto& work = sums_[finished_].work;
     if (!all && !work.done() && (in_flight <= options_.buckets_in_flight || !comes_in_time(work))) return;
     sums_[finished_].complete();     // also lets go of the memory
     const auto index = finished_++;  // a consumer that throws does not see it again
     if (early_) take_early(index);
-    if (!buckets_[index].passes()) continue;
+    if (!buckets_[index].passes() || rests(index)) continue;
     release(index);
     --in_flight;
     spare_.shrink(most_spare - std::min(in_flight, most_spare));

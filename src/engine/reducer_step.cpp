@@ -64,9 +64,9 @@ void Reducer::finish_step() {
     options_.consumer->end_step(/*abandoned=*/false);
   }
   release_finished();
-  if (!options_.find_unused_parameters && !options_.static_graph && !options_.accept_unused) {
+  if (!by_hand_ && !options_.find_unused_parameters && !options_.static_graph && !options_.accept_unused) {
     for (size_t i = 0; i < gradients_.size(); ++i) {
-      if (!used_anywhere_[i]) unused_names_.push_back(gradients_[i].name);
+      if (!used_anywhere_[i] && !frozen_[i]) unused_names_.push_back(gradients_[i].name);
     }
   }
   learn();
@@ -74,7 +74,7 @@ void Reducer::finish_step() {
 }
 
 void Reducer::learn() {
-  if (!learnt_) {
+  if (!learnt_ && !by_hand_) {
     learnt_ = true;
     order_from_ = lead();
     rebuild_due_ = exchange_->follows_order();
@@ -110,6 +110,7 @@ double Reducer::wait_for_buckets() {
   });
   for (size_t i = early_ ? buckets_.size() : 0; i < buckets_.size(); ++i) {
     const auto& bucket = buckets_[i];
+    if (rests(i)) continue;
     if (bucket.sparse()) {
       read(sparse_[i]->weight, true);
     } else if (bucket.facts().defined()) {
@@ -162,6 +163,7 @@ std::string Reducer::who_failed() {
 
 void Reducer::deliver(size_t index, double weight) {
   auto& bucket = buckets_[index];
+  if (rests(index)) return;
   if (bucket.sparse()) return deliver_sparse(index);
   if (bucket.facts().defined()) bucket.facts().read_used(used_anywhere_);
   if (bucket.kept_range().empty() && !exchange_->everywhere()) return leave_parts(index);
@@ -197,7 +199,7 @@ void Reducer::deliver_whole(size_t index) {
       if (kept_[member].defined()) at::Tensor(view).copy_(kept_[member]);
     } else if (gradients_[member].travels_as) {
       grad = view.to(gradients_[member].parameter.scalar_type());  // optimizers take no other
-      if (!exchange_->everywhere()) earlier_.leave_converted(member, grad);
+      if (!exchange_->everywhere()) earlier_.leave_apart(member);
     } else if (options_.gradient_as_bucket_view) {
       if (!same_view(grad, view)) grad = view;
     } else if (grad.defined() && grad.layout() == at::kStrided) {
@@ -211,10 +213,19 @@ void Reducer::deliver_whole(size_t index) {
 void Reducer::deliver_sparse(size_t index) {
   const auto member = buckets_[index].members().front();
   auto& result = *sparse_[index];
-  if (result.present == 0) return;
-  used_anywhere_[member] = true;
-  if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
-  gradients_[member].parameter.mutable_grad() = result.sum;
+  if (result.present > 0) {
+    used_anywhere_[member] = true;
+    if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
+  }
+  if (!exchange_->everywhere()) {
+    if (exchange_->keeps_whole(buckets_[index], group_.rank())) {
+      earlier_.leave_sparse(member, result.sum);
+    } else {
+      earlier_.leave_parts(index, used_anywhere_);
+    }
+  } else if (result.present > 0) {
+    gradients_[member].parameter.mutable_grad() = result.sum;
+  }
 }
 
 void Reducer::close_step() {
@@ -224,6 +235,7 @@ void Reducer::close_step() {
   failed_ = false;
   reached_.assign(gradients_.size(), false);
   inspected_ = false;
+  by_hand_ = false;
   if (!std::exchange(holding_, false)) {
     used_.assign(gradients_.size(), false);
     weight_.reset();
@@ -365,6 +377,7 @@ void Reducer::abandon() {
       begin_step();
     }
     for (; next_ < buckets_.size(); ++next_) {
+      if (rests(next_)) continue;
       for (const auto member : buckets_[next_].members()) earlier_.set_aside(member);
       if (!buckets_[next_].sparse()) {
         buckets_[next_].acquire(group_, spare_);

@@ -121,6 +121,13 @@ void add_state_kind(StateKind kind) {
 
 }  // namespace detail
 
+bool is_state_known(const torch::optim::Optimizer& of) {
+  auto& all = registry();
+  const std::lock_guard lock(all.mutex);
+  return std::any_of(all.kinds.begin(), all.kinds.end(),
+                     [&](const detail::StateKind& candidate) { return candidate.is_kept_by(of); });
+}
+
 NamedState named_state(const torch::optim::OptimizerParamState& state) {
   const auto& kind = find_kind(c10::demangle(typeid(state).name()),
                                [&](const detail::StateKind& candidate) { return candidate.matches(state); });

@@ -9,6 +9,9 @@
 
 namespace shoal {
 
+// Whether named_state() and make_state() know what `of` keeps.
+bool is_state_known(const torch::optim::Optimizer& of);
+
 // The tensors are the state's own. UsageError for a state of an optimizer that is not registered.
 NamedState named_state(const torch::optim::OptimizerParamState& state);
 

@@ -11,12 +11,10 @@
 #include "engine/gradient_norm.h"
 #include "engine/local_gradients.h"
 #include "engine/operator_watch.h"
-#include "engine/ownership.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
-#include "shoal/comm/coalesce.h"
 #include "shoal/module/deferred_init.h"
 #include "strategy/zero/oss_state.h"
 
@@ -63,31 +61,17 @@ OSSShares OSSCore::State::share(const ParamGroups& groups) const {
         throw UsageError(fmt::format("OSS: parameter {} [{}] is no leaf, but a result of operators; detach it", here,
                                      fmt::join(parameter.sizes(), ", ")));
       }
-      if (!parameter.requires_grad()) continue;
+      const auto owned = shares.places.find(parameter.unsafeGetTensorImpl());
+      if (!parameter.requires_grad() && owned == shares.places.end()) continue;
       made.places.emplace(parameter.unsafeGetTensorImpl(), made.parameters.size());
       made.parameters.push_back(parameter);
       made.indices.push_back(here);
       made.param_groups.push_back(number);
-      const auto owned = shares.places.find(parameter.unsafeGetTensorImpl());
       made.owners.push_back(owned == shares.places.end() ? -1 : shares.owners[owned->second]);
     }
   }
-  assign_owners(made.parameters, group.size(), made.owners);
+  choose_owners(made);
   return made;
-}
-
-void OSSCore::State::fill_buffers() {
-  buffers.clear();
-  if (group.size() == 1) return;
-  for (auto& [members, layout, ranges] : owned_buffers(shares.parameters, shares.owners, group.size())) {
-    std::vector<at::Tensor> tensors;
-    for (const auto member : members) tensors.push_back(shares.parameters[member]);
-    const auto wire = options.broadcast_fp16 ? std::optional(at::kHalf) : std::nullopt;
-    buffers.push_back(std::make_unique<ParameterBuffer>(
-        group, std::move(tensors), std::move(layout), std::move(ranges),
-        OnceBufferOptions{.broadcast_numel = options.broadcast_buffer_size, .published_as = wire},
-        label("parameters of OSS")));
-  }
 }
 
 OSSCore::ParamGroups OSSCore::State::own_part(const ParamGroups& groups, const OSSShares& of) const {
@@ -96,23 +80,6 @@ OSSCore::ParamGroups OSSCore::State::own_part(const ParamGroups& groups, const O
     if (of.owners[i] == group.rank()) part[of.param_groups[i]].params().push_back(of.parameters[i]);
   }
   return part;
-}
-
-void OSSCore::State::take(OSSShares fresh, std::unique_ptr<torch::optim::Optimizer> optimizer) {
-  std::vector<at::Tensor> fresh_ones;
-  for (const auto& parameter : fresh.parameters) {
-    if (!shares.places.contains(parameter.unsafeGetTensorImpl())) fresh_ones.push_back(parameter);
-  }
-  shares = std::move(fresh);
-  if (local) {
-    for (auto& [parameter, state] : local->state()) {
-      const auto stays = shares.places.contains(static_cast<const c10::TensorImpl*>(parameter));
-      if (stays) optimizer->state()[parameter] = std::move(state);
-    }
-  }
-  local = std::move(optimizer);
-  broadcast_coalesced(group, fresh_ones, 0, label("parameters of OSS"));
-  fill_buffers();
 }
 
 std::vector<at::Tensor> OSSCore::State::own_gradients() const {
@@ -125,9 +92,9 @@ std::vector<at::Tensor> OSSCore::State::own_gradients() const {
 }
 
 void OSSCore::State::require_averaged() const {
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    require_no_local_gradient(parameters[i], "OSS",
-                              fmt::format("{} [{}]", indices[i], fmt::join(parameters[i].sizes(), ", ")));
+  for (size_t i = 0; i < shares.parameters.size(); ++i) {
+    require_no_local_gradient(shares.parameters[i], "OSS",
+                              fmt::format("{} [{}]", shares.indices[i], fmt::join(shares.parameters[i].sizes(), ", ")));
   }
 }
 
@@ -144,11 +111,6 @@ std::vector<StatePiece> OSSCore::State::pieces(const torch::nn::Module& module) 
                     .updated = owner == group.rank() ? entry.tensor : at::Tensor()});
   }
   return list;
-}
-
-void OSSCore::State::hand_out(const char* what) {
-  for (const auto& buffer : buffers) buffer->publish(label(what));
-  for (const auto& buffer : buffers) buffer->wait(label(what));
 }
 
 OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
@@ -201,12 +163,7 @@ bool OSSCore::State::other_kinds(const ParamGroups& groups) const {
                                    shares.indices[shares.places.at(parameter.unsafeGetTensorImpl())], buffer->watch().describe(i)));
     }
   }
-  for (const auto& param_group : groups) {
-    for (const auto& parameter : param_group.params()) {
-      if (parameter.requires_grad() && !shares.places.contains(parameter.unsafeGetTensorImpl())) return true;
-    }
-  }
-  return false;
+  return lacks_trainable(groups);
 }
 
 void OSSCore::State::adopt_values() {
@@ -273,7 +230,7 @@ at::Tensor OSSCore::step(LossClosure closure) {
     const UnwatchedOperators own;  // its writes are the parameters' updates
     state.local->step();
   }
-  state.hand_out("updated parameters");
+  state.hand_out_updates();
   ++state.step;
   return loss;
 }
@@ -319,22 +276,24 @@ double OSSCore::clip_grad_norm(double max_norm, double norm_type) {
 
 std::vector<std::vector<at::Tensor>> OSSCore::partition() const {
   std::vector<std::vector<at::Tensor>> shares(state_->group.size());
-  for (size_t i = 0; i < state_->shares.parameters.size(); ++i)
-    shares[state_->shares.owners[i]].push_back(state_->shares.parameters[i]);
+  for (size_t i = 0; i < state_->shares.parameters.size(); ++i) {
+    const auto& parameter = state_->shares.parameters[i];
+    if (parameter.requires_grad()) shares[state_->shares.owners[i]].push_back(parameter);
+  }
   return shares;
 }
 
 int OSSCore::param_to_rank(const at::Tensor& parameter) const {
   const auto place = state_->shares.places.find(parameter.unsafeGetTensorImpl());
   if (place == state_->shares.places.end())
-    throw UsageError("OSS: not one of the trainable parameters of this optimizer");
+    throw UsageError("OSS: not one of the parameters that this optimizer trains");
   return state_->shares.owners[place->second];
 }
 
 size_t OSSCore::param_to_index(const at::Tensor& parameter) const {
   const auto place = state_->shares.places.find(parameter.unsafeGetTensorImpl());
   if (place == state_->shares.places.end())
-    throw UsageError("OSS: not one of the trainable parameters of this optimizer");
+    throw UsageError("OSS: not one of the parameters that this optimizer trains");
   return state_->shares.indices[place->second];
 }
 

@@ -2,6 +2,7 @@
 // What OSS keeps.
 
 #include <memory>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -12,13 +13,17 @@
 
 namespace shoal {
 
-// The trainable parameters and who owns them.
+// The parameters that are trainable, or were, and who owns them. One that is frozen keeps its place, its owner and its
+// state: it may be trainable again in the next step.
 struct OSSShares {
   std::vector<at::Tensor> parameters{};
   std::vector<size_t> indices{};  // their places among all parameters of all param groups
   std::vector<size_t> param_groups{};
   std::vector<int> owners{};
   std::unordered_map<const c10::TensorImpl*, size_t> places{};
+
+  using Pattern = std::vector<const c10::TensorImpl*>;
+  Pattern trainable() const;  // those that are at present
 };
 
 struct OSSCore::State {
@@ -30,18 +35,26 @@ struct OSSCore::State {
   std::unique_ptr<torch::optim::Optimizer> local{};         // its param groups match the whole optimizer's
   KnownParameters known{};
   int64_t step = 0;
+  int64_t times_shared = 0;                     // how often shares were made
+  std::set<OSSShares::Pattern> balanced_for{};  // what was trainable then
 
   Label label(const char* what) const { return {step, -1, what}; }
 
   // UsageError unless the whole optimizer's groups have the parameters that shares were made of.
   void require_known(const torch::optim::Optimizer& whole) const;
-  // Those that are in `shares` keep their owner.
+  // Those that are in `shares` keep their owner, unless trainable elements must move to be balanced.
   OSSShares share(const ParamGroups& groups) const;
+  void choose_owners(OSSShares& made) const;
   // This rank's part of them, with the options of the groups.
   ParamGroups own_part(const ParamGroups& groups, const OSSShares& of) const;
-  // The new shares and the optimizer of this rank's; what it had keeps its state.
+  // The new shares and the optimizer of this rank's; state stays, or moves to the new owner. Collective.
   void take(OSSShares fresh, std::unique_ptr<torch::optim::Optimizer> optimizer);
+  // Whether a parameter has become trainable that has no owner yet.
+  bool lacks_trainable(const ParamGroups& groups) const;
+  void move_states(const OSSShares& fresh, torch::optim::Optimizer& to);
   void fill_buffers();
+  // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.
+  bool is_balanced() const;
   // Whether shares must be made anew: a dtype or device has changed, or a parameter that was frozen is trainable;
   // UsageError for another shape.
   bool other_kinds(const ParamGroups& groups) const;
@@ -54,6 +67,8 @@ struct OSSCore::State {
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const;
   // Every rank gets every share.
   void hand_out(const char* what);
+  // The same, without what is frozen and has not changed. Collective.
+  void hand_out_updates();
 };
 
 }  // namespace shoal

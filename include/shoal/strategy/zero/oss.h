@@ -29,6 +29,13 @@ struct OSSOptions {
 class CheckpointSource;
 class DataParallelCore;
 
+// Elements that each rank owns.
+struct ShareSizes {
+  std::vector<int64_t> trainable;  // by rank of the group; no two differ by more than `largest`
+  std::vector<int64_t> frozen;     // of parameters that were trainable before
+  int64_t largest = 0;             // the largest trainable parameter
+};
+
 // What OSS does, whatever the optimizer. Use OSS.
 class OSSCore : public torch::optim::Optimizer {
  public:
@@ -51,9 +58,11 @@ class OSSCore : public torch::optim::Optimizer {
   // Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2);
 
-  // After requires_grad of parameters has changed: those that are frozen leave the shares and lose their state, those
-  // that are trainable join. The others keep their owner and their state. UsageError for param groups that have come
-  // through torch::optim::Optimizer&. Collective.
+  // After requires_grad of parameters has changed: those that have become trainable join, with rank 0's values.
+  // Trainable elements are balanced again: if shares differ by more than the largest trainable parameter, some move to
+  // another rank, with their state (as long as that is of a known kind, see register_state; else owners stay). Frozen
+  // ones keep their owner and their state. UsageError for param groups that have come through torch::optim::Optimizer&.
+  // Collective.
   void refresh_trainable();
 
   // Further parameters, rank 0's values of which count; the group's options become what the local optimizer makes of
@@ -78,11 +87,13 @@ class OSSCore : public torch::optim::Optimizer {
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  // Who owns what. Trainable parameters only.
+  // Who owns what: the parameters that are trainable now and were when shares were made, in the constructor or
+  // refresh_trainable(). Not collective, and the same on all ranks.
   std::vector<std::vector<at::Tensor>> partition() const;    // by rank of the group
   int param_to_rank(const at::Tensor& parameter) const;      // rank of the group; UsageError if it is not here
   size_t param_to_index(const at::Tensor& parameter) const;  // place among all parameters of all param groups
   std::vector<at::Tensor> local_params() const;              // this rank's share
+  ShareSizes share_sizes() const;
   const Group& group() const;
 
   // This rank's share of the optimizer, with its state.
@@ -96,6 +107,7 @@ class OSSCore : public torch::optim::Optimizer {
   void rebuild(ParamGroups groups, size_t given);
 
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
+  friend class ShardedDataParallelCore;
   void adopt_changes();
 
   std::unique_ptr<State> state_;

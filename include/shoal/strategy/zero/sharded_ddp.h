@@ -11,11 +11,16 @@
 
 namespace shoal {
 
+struct Gradient;
+
 struct ShardedDataParallelOptions {
   // Behaviour.
   bool broadcast_buffers = true;        // rank 0's buffers reach all ranks before each synchronising forward
-  bool sync_models_at_startup = true;   // rank 0's parameters and buffers reach all ranks in the constructor
-  bool auto_refresh_trainable = true;   // a change of requires_grad is noticed at the next forward
+  bool sync_models_at_startup = true;   // rank 0's parameters and buffers reach all ranks in the constructor; without it
+                                        // buffers and frozen parameters stay each rank's own (trainable ones have
+                                        // rank 0's values since OSS was made)
+  bool auto_refresh_trainable = true;   // a change of requires_grad, dtype or device is adopted by the next forward,
+                                        // which refuses it otherwise
   bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
   bool grad_reduce_in_fp32 = false;     // gradients of 16-bit parameters accumulate, and are added up, in float32, in
                                         // which grad() is under no_sync(); then it is rounded to the parameter's dtype
@@ -41,12 +46,19 @@ class ShardedDataParallelCore : public DataParallelCore {
   ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module, std::vector<OSSCore*> optimizers,
                           const Group& group, const ShardedDataParallelOptions& options);
   void refresh_trainable();
+  void reduce();
 
  protected:
   void prepare() override;
 
  private:
   struct Sharding;
+  void share();
+  void freeze();
+  std::vector<int> share_gradients(std::vector<Gradient>& gradients) const;
+  std::vector<int64_t> times_shared() const;
+  bool are_shares_balanced() const;
+  [[noreturn]] void refuse_changes() const;
   std::shared_ptr<Sharding> sharding_;
 };
 
@@ -86,9 +98,15 @@ class ShardedDataParallel : public DataParallelWrapper<Module, ShardedDataParall
                       const Group& group, const Options& options = {})
       : ShardedDataParallel(module.ptr(), std::move(optimizers), group, options) {}
 
-  // After requires_grad, dtype or device of parameters has changed: rebuilds shares and buckets, optimizers included.
-  // Called by forward unless auto_refresh_trainable is off. Collective.
+  // After requires_grad, dtype or device of parameters has changed: the optimizers' refresh_trainable(), then buckets
+  // of what they share. Forward calls it by itself unless auto_refresh_trainable is off; then a forward after such a
+  // change is refused until it has been called (UsageError names the parameter). Collective.
   void refresh_trainable() { this->core_.refresh_trainable(); }
+
+  // Sums up what lies in grad() and has not been summed up yet, without a backward: what backwards under no_sync have
+  // left, gradients that were set by hand. A rank without any contributes nothing; sums of earlier steps stay and are
+  // added to. Counts as a step, within no_sync, too. Collective; UsageError within a backward.
+  void reduce() { this->core_.reduce(); }
 };
 
 template <class Module>
