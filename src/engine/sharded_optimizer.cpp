@@ -158,7 +158,8 @@ double ShardedOptimizerCore::clip_grad_norm(double max_norm, double norm_type) {
   auto& state = *state_;
   const torch::NoGradGuard no_grad;
   collect_gradients();
-  const auto norm = global_norm(state.seen, norm_type, state.group, state.label("norm of the gradients"));
+  const auto norm = global_norm(state.counted_gradients(), norm_type, state.groups_of_scalars(),
+                                state.label("norm of the gradients"));
   clip_to_norm(state.seen, norm, max_norm);
   for (const auto& module : state.modules) {
     module->reducer().spoil_sums(

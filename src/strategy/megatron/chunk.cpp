@@ -53,7 +53,7 @@ std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Gr
                                                options.overlap_param_gather ? options.timers : nullptr);
   std::vector<std::string> frozen_names;
   std::vector<at::Tensor> frozen;
-  for (const auto& entry : state->tensors.parameters) {
+  for (const auto& entry : tensors.parameters) {
     if (entry.tensor.requires_grad()) continue;
     frozen_names.push_back(prefix + entry.name);
     frozen.push_back(entry.tensor);

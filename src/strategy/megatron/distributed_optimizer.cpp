@@ -63,8 +63,9 @@ void DistributedOptimizerCore::check_shadow() const {
 }
 
 void DistributedOptimizerCore::settle() {
-  auto& chunks = state().modules;
-  std::for_each(chunks.rbegin(), chunks.rend(), [](const auto& chunk) { chunk->reducer().settle(); });
+  const auto& chunks = state().modules;
+  const bool broken = std::any_of(chunks.begin(), chunks.end(), [](const auto& chunk) { return chunk->reducer().broken(); });
+  if (broken) abandon_round(chunks);
 }
 
 void DistributedOptimizerCore::attend(const std::optional<Attendance>& attendance) {
