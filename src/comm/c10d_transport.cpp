@@ -1,5 +1,7 @@
 #include "comm/c10d_transport.h"
 
+#include <c10/core/InferenceMode.h>
+
 #include "comm/reduce_kernels.h"
 #include "shoal/base/error.h"
 
@@ -132,8 +134,14 @@ class C10dTransport : public Transport {
   // Shapes mean nothing to a collective, but backends compare them.
   static std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> flat;
-    for (const auto& tensor : tensors) flat.push_back(tensor.view({-1}));
+    for (const auto& tensor : tensors) flat.push_back(tensor.is_inference() ? normal(tensor) : tensor.view({-1}));
     return flat;
+  }
+
+  // A backend works on threads of its own, where nobody may write to a tensor that was made in InferenceMode.
+  static at::Tensor normal(const at::Tensor& tensor) {
+    const c10::InferenceMode outside(false);
+    return at::empty({0}, tensor.options()).set_(tensor.storage(), tensor.storage_offset(), {tensor.numel()}, {1});
   }
 
   c10::intrusive_ptr<c10d::Work> start(const Call& call) {

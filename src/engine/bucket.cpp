@@ -39,7 +39,7 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
       layout_(lay_out(gradients, members_, exchange)) {
   if (sparse_) return;
   for (const auto member : members_) parameters_.push_back(gradients[member].parameter);
-  kept_range_ = exchange.kept(*this, group.rank());
+  kept_range_ = exchange.kept(*this, exchange.place(group.rank()));
   passes_ = exchange.apart() || exchange.used_up() || (kept_range_.empty() && !exchange.everywhere());
   if (exchange.apart()) {
     apart_ = group.allocate(kept_range_.size(), options_.requires_grad(false));

@@ -9,6 +9,7 @@
 #include "engine/changed_values.h"
 #include "engine/data_parallel_state.h"
 #include "engine/logging.h"
+#include "engine/normal_mode.h"
 #include "engine/operator_watch.h"
 #include "module/sync.h"
 #include "shoal/base/error.h"
@@ -123,7 +124,10 @@ Reducer& reducer_of(DataParallelCore& parallel) {
 
 DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
-DataParallelCore::~DataParallelCore() = default;
+// An optimizer may keep the reducer.
+DataParallelCore::~DataParallelCore() {
+  if (state_->reducer) state_->reducer->detach();
+}
 
 // Parameters with other memory are trained like any; ranks that hold other values, or other parameters, are not.
 void DataParallelCore::adopt_changes(bool training) {
@@ -149,6 +153,7 @@ void DataParallelCore::adopt_changes(bool training) {
 }
 
 void DataParallelCore::before_forward() {
+  const NormalMode outside;
   auto& state = *state_;
   state.require_shapes();
   if (state.no_sync_depth == 0) state.reducer->settle();
@@ -165,6 +170,7 @@ void DataParallelCore::before_forward() {
 }
 
 void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
+  const NormalMode outside;
   const bool synchronises = state_->no_sync_depth == 0 && torch::GradMode::is_enabled();
   if (synchronises) state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
   end_pass(torch::GradMode::is_enabled());
@@ -174,6 +180,7 @@ void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
 }
 
 void DataParallelCore::forward_failed() {
+  const NormalMode outside;
   state_->reducer->mark_failed();
   if (torch::GradMode::is_enabled()) return;
   try {

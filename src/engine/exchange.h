@@ -45,10 +45,12 @@ class Exchange {
   virtual bool carries_facts() const { return everywhere(); }
   // A step was abandoned, on all ranks.
   virtual void step_abandoned() const {}
-  // Elements of the bucket's payload that hold the sum on a rank afterwards; the others are void there.
-  virtual Range kept(const Bucket& bucket, int rank) const = 0;
-  // Whether a rank keeps all of a bucket's sum; also for a sparse gradient's bucket, which has no elements.
-  virtual bool keeps_whole(const Bucket&, int) const { return everywhere(); }
+  // The place of a rank among those that keep a sum together: all, or those of a smaller group.
+  virtual int place(int rank) const { return rank; }
+  // Elements of the bucket's payload that hold the sum, at a place, afterwards; the others are void there.
+  virtual Range kept(const Bucket& bucket, int place) const = 0;
+  // Whether a place keeps all of a bucket's sum; also for a sparse gradient's bucket, which has no elements.
+  virtual bool keeps_whole(const Bucket&, int /*place*/) const { return everywhere(); }
   // Whether the sum goes to memory of its own (Bucket::kept), so that the bucket's is needed only until then.
   virtual bool apart() const { return false; }
   // Whether sums are used up within the step, so that buckets have memory only meanwhile.

@@ -30,9 +30,23 @@ std::optional<size_t> GatherOrder::ahead() {
   return script_[position_++];
 }
 
+const char* GatherOrder::text(int64_t said) {
+  switch (said) {
+    case begins_training:
+      return "begins a forward for training";
+    case begins_evaluation:
+      return "begins a forward without gradients";
+    case updates:
+      return "steps its optimizer";
+    default:
+      return "has ended its backward or evaluation";
+  }
+}
+
 // One round. The second number is the script that this rank brings to a pass, or what it leaves behind.
 void GatherOrder::ask(int64_t what) {
-  const int64_t script = what == begins ? fingerprint(scripts_[static_cast<int>(*pass_)]) : 0;
+  const bool begins = what == begins_training || what == begins_evaluation;
+  const int64_t script = begins ? fingerprint(scripts_[static_cast<int>(*pass_)]) : 0;
   auto all = at::empty({2 * group_.size()}, at::kLong);
   const auto mine = at::tensor({what, what == ended ? residue_ : script}, at::kLong);
   group_.all_gather(all, mine, {-1, -1, "what to gather"}).wait();
@@ -45,16 +59,15 @@ void GatherOrder::ask(int64_t what) {
   if (!wanted.empty()) return;
   for (int rank = 1; rank < group_.size(); ++rank) {
     if (said[2 * rank] == said[0]) continue;
-    const auto text = [&](int of) {
-      return said[2 * of] == begins ? "begins a forward" : "has ended its backward or evaluation";
-    };
-    throw DisagreeError(fmt::format("rank {} {}, rank {} {}: all ranks must call the wrapper's forward equally often",
-                                    group_.world_rank(0), text(0), group_.world_rank(rank), text(rank)));
+    throw DisagreeError(
+        fmt::format("rank {} {}, rank {} {}: all ranks must call the wrapper's forward and the optimizer's step() equally "
+                    "often, in one order; what one rank evaluates alone goes through the module's own forward",
+                    group_.world_rank(0), text(said[0]), group_.world_rank(rank), text(said[2 * rank])));
   }
   bool equal = true;
   for (int rank = 1; rank < group_.size(); ++rank) equal = equal && said[2 * rank + 1] == said[1];
   if (what == ended) left_alike_ = equal;
-  if (what != begins) return;
+  if (!begins) return;
   equal = equal && script != 0;
   position_ = 0;
   script_ = equal ? scripts_[static_cast<int>(*pass_)] : std::vector<size_t>();
@@ -62,9 +75,7 @@ void GatherOrder::ask(int64_t what) {
 
 void GatherOrder::close() {
   if (pass_) {
-    auto& script = scripts_[static_cast<int>(*pass_)];
-    changed_ = !script.empty() && script != missed_;
-    script = std::move(missed_);
+    scripts_[static_cast<int>(*pass_)] = std::move(missed_);
   }
   missed_.clear();
   pass_.reset();
@@ -73,7 +84,7 @@ void GatherOrder::close() {
 void GatherOrder::begin(Pass pass) {
   close();
   pass_ = pass;
-  boundary_ = begins;
+  boundary_ = pass == Pass::training ? begins_training : begins_evaluation;
 }
 
 void GatherOrder::end(int64_t residue) {

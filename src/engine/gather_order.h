@@ -27,7 +27,8 @@ class GatherOrder {
   static int64_t fingerprint(const std::vector<size_t>& pages);
 
   // The page that all ranks gather now. `want`: what this rank waits for; it calls until that comes. None: this rank
-  // has ended its pass and helps the others; it calls until it gets none, when all have ended. Collective.
+  // has come to where begin(), end() or update() has put it, and helps the others; it calls until it gets none, when
+  // all have come there. Collective.
   std::optional<size_t> next(std::optional<size_t> want);
   // The script's next page, to be gathered ahead of use; none without script.
   std::optional<size_t> ahead();
@@ -39,16 +40,15 @@ class GatherOrder {
   void begin(Pass pass);
   // Ends it; the same holds. residue: a number that stands for what the pass leaves behind.
   void end(int64_t residue);
-  // What this rank gathered of itself in the last pass of the kind, and whether that was something else than in the one
-  // before.
-  const std::vector<size_t>& last(Pass pass) const { return scripts_[static_cast<int>(pass)]; }
-  bool changed() const { return changed_; }
+  // This rank is about to change its parts; the same holds: others may yet read what they are.
+  void update() { boundary_ = updates; }
   // Whether all ranks had the same residue when the last pass ended.
   bool left_alike() const { return left_alike_; }
 
  private:
-  enum Said : int64_t { begins = -1, ended = -2 };
+  enum Said : int64_t { begins_training = -1, begins_evaluation = -2, ended = -3, updates = -4 };
 
+  static const char* text(int64_t said);
   void ask(int64_t what);
   void close();
 
@@ -61,7 +61,6 @@ class GatherOrder {
   Said boundary_ = ended;       // what this rank says where it wants nothing
   int64_t residue_ = 0;
   bool left_alike_ = true;
-  bool changed_ = false;
   std::deque<size_t> agreed_;  // wanted by somebody, not gathered yet
 };
 

@@ -33,8 +33,9 @@ class HookedExchange : public Exchange {
   HookPoint hook_point() const override { return point_; }
   bool everywhere() const override { return inner_->everywhere(); }
   bool carries_facts() const override { return false; }
-  Range kept(const Bucket& bucket, int rank) const override { return inner_->kept(bucket, rank); }
-  bool keeps_whole(const Bucket& bucket, int rank) const override { return inner_->keeps_whole(bucket, rank); }
+  int place(int rank) const override { return inner_->place(rank); }
+  Range kept(const Bucket& bucket, int place) const override { return inner_->kept(bucket, place); }
+  bool keeps_whole(const Bucket& bucket, int place) const override { return inner_->keeps_whole(bucket, place); }
   bool apart() const override { return inner_->apart(); }
   bool used_up() const override { return inner_->used_up(); }
   bool two_stages() const override { return inner_->two_stages(); }

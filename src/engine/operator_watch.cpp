@@ -18,6 +18,8 @@
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "engine/normal_mode.h"
+
 namespace shoal {
 namespace {
 
@@ -119,6 +121,7 @@ class Uses {
   void begin() {
     if (uses_.empty()) return;
     const UnwatchedOperators own;  // what users do about it
+    const NormalMode outside;
     for (; begun_ < uses_.size(); ++begun_) {
       if (!uses_[begun_].memory.empty()) uses_[begun_].user->begin_use(op_, uses_[begun_].memory);
     }

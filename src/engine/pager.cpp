@@ -125,6 +125,7 @@ void Pager::count() {
 
 void Pager::bring(size_t index) {
   auto& page = *pages_[index];
+  if (options_.check_order) uses_.use(index);
   if (page.used) {
     used_.remove(index);
     used_.push_back(index);
@@ -300,12 +301,17 @@ void Pager::begin(Pass pass) {
 }
 
 void Pager::check_order(Pass pass) {
-  std::vector<std::string> names;
-  for (const auto index : order_.last(pass)) names.push_back(pages_[index]->source.name);
-  agree(group_, "the order in which units are used", names);
-  if (!order_.changed() || std::exchange(warned_, true)) return;
-  TORCH_WARN("the order in which units are used has changed since the last pass: ",
-             fmt::format("{}", fmt::join(names, ", ")));
+  uses_.begin(pass);
+  const auto& uses = uses_.of(pass);
+  const auto names_of = [this](const std::vector<size_t>& pages) {
+    std::vector<std::string> names;
+    for (const auto index : pages) names.push_back(pages_[index]->source.name);
+    return names;
+  };
+  agree(group_, "the order in which units are used", names_of(uses.last));
+  if (!uses.changed() || std::exchange(warned_, true)) return;
+  TORCH_WARN("the order in which units are used has changed from one pass to the next: it was ",
+             fmt::format("{}; and is {}", fmt::join(names_of(uses.before), ", "), fmt::join(names_of(uses.last), ", ")));
 }
 
 void Pager::end() {
@@ -315,6 +321,7 @@ void Pager::end() {
   std::sort(left.begin(), left.end());
   order_.end(GatherOrder::fingerprint(left));
   help_others();
+  uses_.end();
   forget_unused();
   // Reads outside of passes are collective, so that all ranks must have the same pages, or none.
   if (order_.left_alike()) return;
@@ -334,27 +341,43 @@ void Pager::keep(bool all) {
   make_room(nullptr);
 }
 
-void Pager::hold_all() {
+void Pager::update() {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  order_.update();
+  help_others();
+}
+
+void Pager::hold_all(bool stay, const std::set<std::string>& but) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
   for (size_t index = 0; index < pages_.size(); ++index) {
-    ++pages_[index]->users;
+    auto& page = *pages_[index];
+    if (but.contains(page.source.name)) continue;
     bring(index);
+    if (!stay) {
+      if (page.users == 0) forget(index);
+      continue;
+    }
+    ++page.users;
+    held_.push_back(index);
   }
 }
 
 void Pager::release_all(bool store) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
-  for (size_t index = 0; index < pages_.size(); ++index) {
+  for (const auto index : std::exchange(held_, {})) {
     auto& page = *pages_[index];
     --page.users;
-    if (store && page.source.own.defined()) {
-      const auto numel = page.source.own.numel();
-      const auto begin = page.source.root < 0 ? numel * group_.rank() : 0;
-      page.source.own.copy_(page.memory.narrow(0, begin, numel));
-    }
-    forget(index);  // what else was written does not count
+    if (!store || !page.source.own.defined()) continue;
+    const auto numel = page.source.own.numel();
+    const auto begin = page.source.root < 0 ? numel * group_.rank() : 0;
+    page.source.own.copy_(page.memory.narrow(0, begin, numel));
+  }
+  // What else was written does not count, and ranks that held nothing have other pages.
+  for (size_t index = 0; index < pages_.size(); ++index) {
+    if (pages_[index]->users == 0) forget(index);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "engine/gather_order.h"
 #include "engine/operator_watch.h"
 #include "engine/spare_memory.h"
+#include "engine/use_order.h"
 
 namespace shoal {
 
@@ -81,9 +83,12 @@ class Pager : private MemoryUser {
   void notice_writes(bool on) { notices_ = on; }
   // While set, pages stay whatever the limit.
   void keep(bool all);
-  // Brings all pages, which stay until release_all. Collective.
-  void hold_all();
-  // Lets them go; `store`: what this rank's parts hold now counts.
+  // This rank's parts are about to change. Comes back when all ranks have called it; those that read pages until then
+  // read what the parts are now. Collective.
+  void update();
+  // Brings all pages but some, by name. Where they are to `stay`, they do until release_all. Collective.
+  void hold_all(bool stay = true, const std::set<std::string>& but = {});
+  // Lets those go that stay; `store`: what they hold now counts, for this rank's parts.
   void release_all(bool store);
   const Statistics& statistics() const { return statistics_; }
 
@@ -136,9 +141,11 @@ class Pager : private MemoryUser {
   std::vector<std::unique_ptr<Page>> pages_;
   std::unordered_map<c10::StorageImpl*, size_t> index_;
   std::list<size_t> used_;  // in memory and used, least recently first
+  std::vector<size_t> held_;  // by hold_all
   int64_t largest_ = 0;     // bytes of a page
   size_t ahead_ = 0;        // in memory or on their way, not used yet
   bool keep_ = false;
+  UseOrder uses_;  // with check_order
   bool warned_ = false;
   SpareMemory spare_;
   Statistics statistics_;

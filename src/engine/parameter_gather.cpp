@@ -30,6 +30,7 @@ class InParameters : public ParameterGather {
   uint64_t digest(size_t piece) const override { return digest_of(buffer_.parameters()[piece]); }
   void adopt(const Label& label) override { buffer_.adopt(label); }
   void notice_writes(bool on) override { buffer_.notice_writes(on); }
+  bool shared() const override { return buffer_.shared(); }
 
  private:
   ParameterBuffer buffer_;
@@ -170,6 +171,7 @@ class InPages : public ParameterGather {
   void publish(const Label&) override { pager_->invalidate(page_); }
   void wait(const Label&) override {}
   std::vector<at::Tensor> awaited() const override { return {}; }
+  Pager* pager() const override { return pager_.get(); }
 
   // A write is noticed of a page as a whole.
   std::vector<size_t> changed() const override {

@@ -36,6 +36,11 @@ class ParameterGather {
   virtual void adopt(const Label& label) = 0;
   // While off, nothing is noticed of writes.
   virtual void notice_writes(bool on) = 0;
+
+  // Whether the other ranks see this rank's elements change as they are written, before publish().
+  virtual bool shared() const { return false; }
+  // Where the parameters lie in pages: what brings them.
+  virtual Pager* pager() const { return nullptr; }
 };
 
 // Parameters move to a buffer, once per host where ranks share memory, and are views of it. owners: ranges of the

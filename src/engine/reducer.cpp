@@ -48,7 +48,7 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       used_anywhere_(gradients_.size()),
       earlier_(gradients_, buckets_, places_, options.about_sums),
       hooks_(
-          checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); },
+          std::in_place, checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); },
           [this](size_t gradient) { arriving(gradient); }) {
   build_as_registered();
 }
@@ -112,7 +112,7 @@ void Reducer::expect_backward() {
 
 void Reducer::inspect(const std::vector<at::Tensor>& outputs) {
   if (options_.find_unused_parameters) {
-    mark_reachable(outputs, hooks_.numbers(), reached_);
+    mark_reachable(outputs, hooks_->numbers(), reached_);
     inspected_ = true;
   }
   if (!options_.static_graph) return;

@@ -131,6 +131,11 @@ class Reducer {
   at::Tensor local_gradient(size_t gradient);
   // Whether a backward that synchronises has begun and not ended.
   bool running() const { return phase_ == Phase::running; }
+  // The wrapper has gone, and with it what its callbacks use: backwards are the caller's own from now on. What has been
+  // summed up stays for an optimizer that outlives it.
+  void detach();
+  // UsageError where a backward after that has left a gradient.
+  void require_seen_gradients() const;
 
   std::vector<std::vector<std::string>> bucket_names() const;
   int64_t step() const { return step_; }
@@ -308,7 +313,8 @@ class Reducer {
 
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // hooks on outputs may outlive this object
   std::exception_ptr hook_error_;  // what a communication hook has thrown while its step ended
-  GradientHooks hooks_;            // last: its callbacks use all of the above
+  // Last: its callbacks use all of the above. None once the wrapper has gone.
+  std::optional<GradientHooks> hooks_;
 };
 
 }  // namespace shoal

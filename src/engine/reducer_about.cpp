@@ -1,6 +1,9 @@
-// What others ask about buckets and gradients.
+// What others ask about buckets and gradients, and the end of the wrapper.
+
+#include <fmt/format.h>
 
 #include "engine/reducer.h"
+#include "shoal/base/error.h"
 
 namespace shoal {
 
@@ -37,6 +40,26 @@ std::vector<std::vector<std::string>> Reducer::bucket_names() const {
     for (const auto member : bucket.members()) list.push_back(gradients_[member].name);
   }
   return names;
+}
+
+void Reducer::detach() {
+  hooks_.reset();
+  alive_.reset();
+  synchronises = [] { return true; };
+  holds_back = [] { return false; };
+  before_writing = [] {};
+  before_waiting = [] {};
+}
+
+void Reducer::require_seen_gradients() const {
+  if (hooks_) return;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!gradients_[i].parameter.grad().defined() || earlier_.stands_in(i)) continue;
+    throw UsageError(
+        fmt::format("parameter {} has a gradient that no rank has summed up: the wrapper had gone before the backward; "
+                    "keep it as long as its optimizer trains",
+                    gradients_[i].name));
+  }
 }
 
 }  // namespace shoal

@@ -66,6 +66,25 @@ void OwnedPiece::put_out() const {
   if (!outgoing.is_alias_of(main)) at::Tensor(outgoing).copy_(main.as_strided({main.numel()}, {1}));
 }
 
+void OwnedPiece::take_back() const {
+  if (!copied) return;
+  const auto exact = main.as_strided({main.numel()}, {1});
+  const auto written = outgoing != exact.to(outgoing.scalar_type());
+  exact.copy_(at::where(written, outgoing.to(exact.scalar_type()), exact));
+}
+
+bool ShardedModule::shared() const {
+  return std::any_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->shared(); });
+}
+
+void ShardedModule::begin_step() {
+  if (lent_) throw UsageError("an optimizer's step while summon_full_params holds the parameters; end that first");
+  reducer_->require_seen_gradients();
+  for (const auto& gather : gathers_) {
+    if (auto* pager = gather->pager()) return pager->update();  // all gathers have the same one
+  }
+}
+
 void ShardedModule::publish(const Label& label) {
   first_touch_.touch_all();
   for (const auto& piece : pieces_) piece.put_out();

@@ -26,11 +26,13 @@ struct OwnedPiece {
   bool whole = false;
   at::Tensor elements;  // the parameter's own, one-dimensional
   size_t bucket = 0;    // and which they are: of this bucket's
-  Slice slice{};
+  Slice slice{};        // in_piece: its elements of the parameter, in their order in memory
   bool counted = true;  // in norms and counts; false: on another rank, which holds the same parameter
 
   // Copies what has been updated there.
   void put_out() const;
+  // The way back, of what somebody else has written there. A float32 copy stays as exact as it is where nobody has.
+  void take_back() const;
 };
 
 // The reducer's buckets, the parameters laid out like them, and this rank's pieces of both.
@@ -53,6 +55,15 @@ class ShardedModule {
   // clip_grad_norm_ where gradients carry a loss scale; set by the optimizer that has the scaler.
   std::function<double(double max_norm, double norm_type)> clip_without_scale{};
 
+  // Whether the other ranks see this rank's pieces change as they are written, so that it must not write while they may
+  // read.
+  bool shared() const;
+  // A step begins. Where parameters are gathered as they are read: comes back when all ranks have called it, and lets
+  // those read that have not. UsageError where it must not. Collective.
+  void begin_step();
+  // While somebody else reads and writes the parameters, no step may change them.
+  void lend(bool lent) { lent_ = lent; }
+  bool lent() const { return lent_; }
   // This rank's ranges are new; those that forward needs first leave first.
   void publish(const Label& label);
   // Waits for everybody's ranges; `at_first_touch`: for a bucket's when an operator first takes one of its parameters.
@@ -100,6 +111,7 @@ class ShardedModule {
   std::vector<Known> frozen_;
   bool converts_ = false;
   std::vector<OwnedPiece> pieces_;
+  bool lent_ = false;
   Label awaited_;
   std::shared_ptr<Timers> waits_;
   FirstTouch first_touch_{[this](size_t bucket) { await(bucket); }};

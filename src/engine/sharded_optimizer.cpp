@@ -37,6 +37,11 @@ std::vector<at::Tensor> ShardedOptimizerCore::State::counted_gradients() const {
   return list;
 }
 
+void ShardedOptimizerCore::State::await_readers() const {
+  const bool shared = std::any_of(modules.begin(), modules.end(), [](const auto& module) { return module->shared(); });
+  if (shared && !met) group.barrier(label("before the update")).wait();
+}
+
 void ShardedOptimizerCore::State::require_known(const ParamGroups& groups) const {
   const auto change = known.change(groups);
   if (change.empty()) return;
@@ -90,10 +95,11 @@ ShardedOptimizerCore::ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<t
                                            const Factory& make, std::unique_ptr<State> state)
     : torch::optim::Optimizer(groups, std::move(defaults)), state_(std::move(state)) {
   // Another rank's pieces may be refused where this one's are not.
-  on_all_ranks(state_->group, "param groups",
+  const auto all = state_->everybody.value_or(state_->group);
+  on_all_ranks(all, "param groups",
                [&] { state_->local = make_local(make, shares_of(groups), *defaults_, state_->name); });
   copy_options(state_->local->param_groups(), param_groups_);
-  agree(state_->group, "the parameters and options of " + state_->name, describe(param_groups_));
+  agree(all, "the parameters and options of " + state_->name, describe(param_groups_));
   state_->known = KnownParameters(param_groups_);
   if (!state_->scaler) return;
   for (const auto& module : state_->modules) {
@@ -151,6 +157,7 @@ void ShardedOptimizerCore::collect_gradients() {
   if (!state.scaler) return;
   const auto unscale = [&] { state.finite = !anywhere(state.scaler->unscale(state.seen), "inf or NaN in gradients"); };
   state.time("optimizer-unscale-and-check-inf", 2, unscale, &state.group);
+  state.met = true;
 }
 
 // Between backward and step, of gradients without the loss's scale.
@@ -180,6 +187,7 @@ void ShardedOptimizerCore::publish() {
 // This rank's pieces get new values, and all ranks get them.
 void ShardedOptimizerCore::update(bool finite) {
   auto& state = *state_;
+  state.await_readers();
   if (finite) {
     copy_options(param_groups_, state.local->param_groups());
     const UnwatchedOperators own;  // its writes are the parameters' updates
@@ -212,6 +220,7 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
       clip_to_norm(seen, *result.grad_norm, state.clip_grad);
     };
     state.time("optimizer-clip-main-grad", 2, clip, &state.group);
+    state.met = true;
   }
   if (result.updated && state.log_num_zeros_in_grad) {
     auto zeros = at::zeros({1}, at::kLong);
@@ -220,6 +229,7 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
       group.all_reduce(zeros, ReduceOp::sum, state.label("zeros in gradients")).wait();
     }
     result.num_zeros = zeros.item<int64_t>();
+    state.met = true;
   }
   if (result.updated || moves_without_update()) update(result.updated);
   state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.main.mutable_grad().reset(); });
@@ -238,7 +248,9 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
 ShardedStep ShardedOptimizerCore::step() {
   state_->require_known(param_groups_);
   ShardedStep result;
+  state_->met = false;
   const auto whole = [&] {
+    for (const auto& module : state_->modules) module->begin_step();
     adopt_changes();
     complete_gradients();
     result = update_if_finite();

@@ -15,6 +15,7 @@ namespace shoal {
 struct ShardedOptimizerCore::State {
   std::string name;  // of the class, for errors
   Group group;
+  std::optional<Group> everybody{};  // where several groups have equal pieces: all of them
   std::vector<std::shared_ptr<ShardedModule>> modules{};
   double clip_grad = 0;                // 0: no clipping
   bool log_num_zeros_in_grad = false;  // count the gradients' elements that are zero
@@ -32,6 +33,7 @@ struct ShardedOptimizerCore::State {
   std::optional<int64_t> collected{};  // after so many reductions
   std::vector<at::Tensor> seen{};
   bool finite = true;  // no rank has inf or NaN
+  bool met = false;    // the step in progress has asked all ranks something, so that all are in it
 
   Label label(const std::string& what) const { return {steps, -1, what}; }
   template <class Act>
@@ -51,6 +53,9 @@ struct ShardedOptimizerCore::State {
   }
   // This step's gradients of the pieces that norms and counts are about.
   std::vector<at::Tensor> counted_gradients() const;
+  // Pieces are about to change, which the other ranks may read until they enter their own step. What the step has asked
+  // all ranks already has been such a meeting. Collective.
+  void await_readers() const;
   // Pieces of all ranks; with several modules, names begin with "chunk0.", "chunk1.", ...
   std::vector<StatePiece> state_pieces() const;
 };

@@ -181,6 +181,29 @@ TEST(Pager, RanksThatCallForwardDifferentlyOftenAreToldSo) {
   EXPECT_THROW(group().rank() == 0 ? book.pager.begin(Pass::training) : book.pager.end(), DisagreeError);
 }
 
+// Rank 0 is about to change its part, others read first.
+TEST(Pager, FSDP21_what_is_read_before_all_ranks_update_is_what_was_there) {
+  Book book(3, {.resident = 1, .ahead = 1});
+  for (int step = 0; step < 4; ++step) {
+    if (group().rank() > 0) {
+      for (size_t i = 0; i < 3; ++i) ASSERT_EQ(book.read(i), static_cast<double>(i + 1 + 10 * step));
+    }
+    book.pager.update();
+    for (auto& part : book.parts) part += 10;
+    book.invalidate();
+  }
+}
+
+TEST(Pager, RanksThatEvaluateAndTrainAtOnceAreToldSo) {
+  if (group().size() == 1) GTEST_SKIP() << "no peers";
+  Book book(2);
+  const auto message = test::refusal<DisagreeError>(
+      [&] { book.pager.begin(group().rank() == 0 ? Pass::training : Pass::evaluation); });
+  EXPECT_NE(message.find("rank 0 begins a forward for training, rank 1 begins a forward without gradients"),
+            std::string::npos)
+      << message;
+}
+
 TEST(Pager, APageWithARootComesFromIt) {
   Pager pager(group(), {});
   const int root = group().size() - 1;
