@@ -77,7 +77,7 @@ bool ShardedModule::shared() const {
   return std::any_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->shared(); });
 }
 
-void ShardedModule::begin_step() {
+void ShardedModule::serve_readers() {
   if (lent_) throw UsageError("an optimizer's step while summon_full_params holds the parameters; end that first");
   reducer_->require_seen_gradients();
   for (const auto& gather : gathers_) {

@@ -58,9 +58,10 @@ class ShardedModule {
   // Whether the other ranks see this rank's pieces change as they are written, so that it must not write while they may
   // read.
   bool shared() const;
-  // A step begins. Where parameters are gathered as they are read: comes back when all ranks have called it, and lets
-  // those read that have not. UsageError where it must not. Collective.
-  void begin_step();
+  // Before ranks meet in a step or in clipping. Where parameters are gathered as they are read: comes back when all ranks
+  // have called it, and lets those read that have not. UsageError where parameters are lent, and for gradients of
+  // backwards after the wrapper's end. Collective.
+  void serve_readers();
   // While somebody else reads and writes the parameters, no step may change them.
   void lend(bool lent) { lent_ = lent; }
   bool lent() const { return lent_; }

@@ -250,7 +250,7 @@ ShardedStep ShardedOptimizerCore::step() {
   ShardedStep result;
   state_->met = false;
   const auto whole = [&] {
-    for (const auto& module : state_->modules) module->begin_step();
+    for (const auto& module : state_->modules) module->serve_readers();
     adopt_changes();
     complete_gradients();
     result = update_if_finite();

@@ -5,11 +5,12 @@
 #include <torch/utils.h>
 
 #include <cmath>
-#include <numeric>
 
+#include "comm/hosts.h"
 #include "engine/sharded_optimizer_state.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
+#include "strategy/fsdp/rank_groups.h"
 #include "strategy/shard_gossip/state.h"
 
 namespace shoal {
@@ -40,18 +41,10 @@ void ShardGossipOptions::validate(int hosts) const {
 }
 
 HostGroups host_groups(const Group& group, std::optional<int> size) {
-  const auto ranks = size ? *size : group.by_host().size();
-  agree(group, "the ranks of a host", {std::to_string(ranks)});
-  if (ranks < 1 || group.size() % ranks != 0) {
-    throw UsageError(fmt::format("host_groups: {} ranks are not hosts of {} ranks each; give a size that divides them",
-                                 group.size(), ranks));
-  }
-  std::vector<int> inside(ranks);
-  std::iota(inside.begin(), inside.end(), group.rank() / ranks * ranks);
-  std::vector<int> across;
-  for (int rank = group.rank() % ranks; rank < group.size(); rank += ranks) across.push_back(rank);
-  auto host = group.subgroup(inside);
-  return {.inside = std::move(host), .across = group.subgroup(across)};
+  agree(group, "the ranks of a host", {size ? std::to_string(*size) : "where they run"});
+  const auto place = place_of(rank_groups(hosts_of(group), size, "host_groups", "size"), group.rank());
+  auto host = group.subgroup(place.inside);
+  return {.inside = std::move(host), .across = group.subgroup(place.across)};
 }
 
 namespace {

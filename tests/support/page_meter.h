@@ -2,6 +2,7 @@
 // What the kernel says that this process holds.
 
 #include <malloc.h>
+#include <sys/resource.h>
 
 #include <cstdint>
 #include <fstream>
@@ -33,5 +34,32 @@ inline int64_t proportional_bytes() {
   }
   return kibibytes << 10;
 }
+
+// Bytes of memory that is this process's own and that it may write, whether it has or not.
+inline int64_t data_bytes() {
+  std::ifstream file("/proc/self/status");
+  int64_t kibibytes = 0;
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("VmData:")) kibibytes = std::stoll(line.substr(line.find(':') + 1));
+  }
+  return kibibytes << 10;
+}
+
+// While it lives, the system gives this process no more than so many bytes of that beyond what it has.
+class DataLimit {
+ public:
+  explicit DataLimit(int64_t bytes) {
+    getrlimit(RLIMIT_DATA, &before_);
+    auto limit = before_;
+    limit.rlim_cur = static_cast<rlim_t>(data_bytes() + bytes);
+    setrlimit(RLIMIT_DATA, &limit);
+  }
+  ~DataLimit() { setrlimit(RLIMIT_DATA, &before_); }
+  DataLimit(const DataLimit&) = delete;
+  DataLimit& operator=(const DataLimit&) = delete;
+
+ private:
+  rlimit before_{};
+};
 
 }  // namespace shoal::test

@@ -15,6 +15,7 @@
 
 #include "shoal/engine/communication_hook.h"
 #include "shoal/engine/data_parallel.h"
+#include "shoal/engine/inputs.h"
 #include "shoal/engine/sharded_optimizer.h"
 #include "shoal/module/wrap_policy.h"
 #include "shoal/optim/element_wise.h"
@@ -36,9 +37,10 @@ struct FullyShardedDataParallelOptions {
                                        // index: the current one of its kind, with a warning
   std::optional<WrapPolicy> auto_wrap_policy{};  // without, the module is one unit
   std::optional<int> shard_size{};              // hybrid: ranks, in a row, that divide a model among them; without: the
-                                                // ranks of each host
+                                                // ranks of each host, wherever they are in the group
   bool sync_module_states = true;               // start with rank 0's parameters and buffers; off: each rank's own
-                                                // values count for the ranges that it owns
+                                                // values count for the ranges that it owns, and ranks that own the same
+                                                // (hybrid, no_shard) must have the same
   bool whole_parameters = false;                // every parameter belongs to one rank, for optimizers that are not
                                                 // element-wise (optim/element_wise.h); off: ranks own equal ranges
   Precision precision{};                        // its parameters' dtype is the module's, its scaler the optimizer's
@@ -49,7 +51,8 @@ struct FullyShardedDataParallelOptions {
                                                   // their own
   bool cpu_offload = false;                       // shards, sums of gradients and updates on the CPU; a model there has
                                                   // them there in any case, others are not supported yet
-  std::vector<std::string> ignored_modules{};     // names of sub-modules that stay as they are on every rank
+  std::vector<std::string> ignored_modules{};     // names of sub-modules that stay as they are on every rank; '' is the
+                                                  // module itself, with a warning
   std::vector<std::string> ignored_parameters{};  // names of parameters and buffers that do
   std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of a reduce-scatter; with
                                                             // no_shard and the hybrid strategies instead of the
@@ -69,6 +72,19 @@ struct FullyShardedDataParallelOptions {
   void validate() const;
 };
 
+// What summon_full_params does. All ranks give the same.
+struct SummonFullParamsOptions {
+  bool writeback = true;        // what each rank has written to the parameters counts, for the ranges that it owns; write
+                                // the same on all ranks. Otherwise changes are lost
+  bool rank0_only = false;      // parameters are gathered on rank 0 of the group alone; elsewhere they are as outside.
+                                // Not with writeback
+  bool offload_to_cpu = false;  // a model on the CPU is there in any case; refused for others
+  bool with_grads = false;      // grad() is the whole sum of the gradients in the parameter's dtype, where there is one;
+                                // with writeback, what is written to it counts as well
+  bool recurse = true;          // also the parameters of units that auto_wrap_policy has made, and of sub-modules that
+                                // have wrappers of their own; off: those of the module's own unit alone
+};
+
 // Called with a name and a whole tensor that the callee may keep.
 using StateVisitor = std::function<void(const std::string& name, const at::Tensor& value)>;
 
@@ -84,7 +100,7 @@ class FullyShardedCore : public DataParallelCore {
                    const FullyShardedDataParallelOptions& options);
   ~FullyShardedCore() override;
 
-  at::Tensor input(const at::Tensor& tensor) const;
+  TensorCast input_cast() const;
   NoSync defer_all_reduce(bool defer);
   double clip_grad_norm(double max_norm, double norm_type);
   std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient) const;
@@ -94,8 +110,11 @@ class FullyShardedCore : public DataParallelCore {
   // This rank's pieces of the trainable parameters, as the optimizer updates them, and of the gradients' sums.
   std::vector<at::Tensor> own_parameters() const;
   std::vector<at::Tensor> own_gradients() const;
-  void hold_all(bool writeback);
-  void release_all(bool writeback);
+  // For FullParameters; without the wrappers of sub-modules.
+  void check_hold(const SummonFullParamsOptions& options) const;
+  void hold(const SummonFullParamsOptions& options);
+  void release();
+  std::vector<FullyShardedCore*> wrappers_within();
 
  protected:
   void adopt_changes(bool training) override;
@@ -114,21 +133,17 @@ class FullyShardedCore : public DataParallelCore {
   std::unique_ptr<Shards> shards_;
 };
 
-// While it lives, all parameters are whole on every rank, also for data_ptr(). Collective, at both ends. Move-only;
-// must not outlive its wrapper, and neither forward nor an optimizer's step may run meanwhile.
+// While it lives, parameters are whole, also for data_ptr(), as its options say. Collective, at both ends. Move-only; must
+// not outlive its wrapper. Meanwhile forward, an optimizer's step and another one of these are UsageErrors.
 class FullParameters {
  public:
-  FullParameters(FullyShardedCore& core, bool writeback) : core_(&core), writeback_(writeback) {
-    core.hold_all(writeback);
-  }
-  FullParameters(FullParameters&& other) noexcept
-      : core_(std::exchange(other.core_, nullptr)), writeback_(other.writeback_) {}
+  FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options);
+  FullParameters(FullParameters&& other) noexcept : held_(std::exchange(other.held_, {})) {}
   FullParameters& operator=(FullParameters&&) = delete;
   ~FullParameters();  // a failure of communication shows at the next call
 
  private:
-  FullyShardedCore* core_;
-  bool writeback_;
+  std::vector<FullyShardedCore*> held_;
 };
 
 // Wraps a module, unmodified:
@@ -142,14 +157,15 @@ class FullParameters {
 //   optimizer.zero_grad();
 //
 // Parameters keep their names, their identity and their requires_grad. They may be read anywhere by any operator, in
-// forward, backward or outside; then all ranks must come to some forward, backward or read of their own, since a read
-// may be collective. They may be loaded, replaced or written by operators at any time, with the same values on all
-// ranks, as in one process; the next training forward or step() takes that over, compares ranks (DisagreeError), and
-// refreshes the float32 copies. With param_dtype a tensor of another floating-point dtype is converted, and the copies
-// get all its bits; else another dtype is a UsageError, as is a parameter that was frozen and requires a gradient now.
-// What is written past the operators (data_ptr) outside of summon_full_params is lost. After
-// backward each rank has the sums of its own ranges, and grad() is a tensor without memory: zero_grad() in every form drops
-// or zeroes the sum, reading it is a UsageError that names the call to use (see ShardedOptimizerCore::step). Where ranks share a host, parameters lie once in memory that they share,
+// forward, backward or outside; then all ranks must come to some forward, backward, step or read of their own, since a
+// read may be collective. So one rank may evaluate alone, through the module's own forward. They may be loaded, replaced
+// or written by operators at any time, with the same values on all ranks, as in one process; the next training forward or
+// step() takes that over, compares ranks (DisagreeError), and refreshes the float32 copies. With param_dtype a tensor of
+// another floating-point dtype is converted, and the copies get all its bits; else another dtype is a UsageError, as is a
+// parameter that was frozen and requires a gradient now. What is written past the operators (data_ptr) outside of
+// summon_full_params is lost. After backward each rank has the sums of its own ranges, and grad() is a tensor without
+// memory: zero_grad() in every form drops or zeroes the sum, reading it is a UsageError that names the call to use (see
+// ShardedOptimizerCore::step). Where ranks share a host, parameters lie once in memory that they share,
 // and nothing is gathered. Buffers stay each rank's own. Where they are gathered, the parameters cannot be read any
 // more when the wrapper has gone: take full_state_dict or visit_full_state before.
 //
@@ -169,11 +185,12 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
                            const FullyShardedDataParallelOptions& options = {})
       : FullyShardedDataParallel(module.ptr(), group, options) {}
 
-  // What the module's forward returns. Collective, also in evaluation. With param_dtype, floating-point tensors among
-  // the arguments are cast to it.
+  // What the module's forward returns. Collective, also in evaluation. With param_dtype, floating-point tensors in the
+  // arguments, however nested (engine/inputs.h), are cast to it, in copies: the caller's objects stay as they are. What
+  // forward takes by a reference that is not const, for it to write to, is passed as it is.
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
-    return Base::forward(cast(std::forward<Arguments>(arguments))...);
+    return cast_and_forward(std::index_sequence_for<Arguments...>(), std::forward<Arguments>(arguments)...);
   }
 
   // For micro-batches but the last: scope in which a backward adds gradients up, but across hosts only those of the
@@ -193,9 +210,16 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
     return this->core_.clip_grad_norm(max_norm, norm_type);
   }
 
-  // `writeback`: what each rank has written to the parameters counts, for the ranges that it owns; write the same on
-  // all ranks. Otherwise changes are lost.
-  [[nodiscard]] FullParameters summon_full_params(bool writeback = true) { return {this->core_, writeback}; }
+  // Scope in which parameters may be read and written as if they were not sharded. UsageError for rank0_only with
+  // writeback, for offload_to_cpu unless the model is on the CPU, and while another one holds the parameters;
+  // DisagreeError when options differ between ranks.
+  //   const auto whole = parallel.summon_full_params({.writeback = false, .with_grads = true});
+  [[nodiscard]] FullParameters summon_full_params(const SummonFullParamsOptions& options) {
+    return {this->core_, options};
+  }
+  [[nodiscard]] FullParameters summon_full_params(bool writeback = true) {
+    return summon_full_params(SummonFullParamsOptions{.writeback = writeback});
+  }
 
   // Parameters by name, whole and in the dtype that the optimizer updates, and buffers: copies, on rank `recipient` of
   // the group, elsewhere empty; none: on every rank. Collective.
@@ -216,13 +240,12 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   bool shared() const { return this->core_.shared(); }
 
  private:
-  template <class Argument>
-  decltype(auto) cast(Argument&& argument) const {
-    if constexpr (std::is_same_v<std::decay_t<Argument>, at::Tensor>) {
-      return this->core_.input(argument);
-    } else {
-      return std::forward<Argument>(argument);
-    }
+  template <size_t... places, class... Arguments>
+  auto cast_and_forward(std::index_sequence<places...>, Arguments&&... arguments) {
+    const auto cast = this->core_.input_cast();
+    return Base::forward(detail::CastInput<Arguments, detail::may_copy<places, Module, Arguments...>()>(
+                             std::forward<Arguments>(arguments), cast)
+                             .get()...);
   }
 };
 
@@ -251,7 +274,9 @@ std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, 
 std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                     torch::optim::Optimizer& optimizer) = delete;
 
-// Any libtorch optimizer, run on each rank over its ranges; see ShardedOptimizerCore. May outlive the wrapper.
+// Any libtorch optimizer, run on each rank over its ranges; see ShardedOptimizerCore. May outlive the wrapper: it applies
+// what has been summed up until then; later backwards are the caller's own, and step() refuses their gradients. A rank's
+// parameters change in its own step(), and not before.
 // Constructor: collective. UsageError for an optimizer that is not element-wise on a wrapper without whole_parameters,
 // a parameter in two param groups or in none, a scaler where no arithmetic has 16 bits, options out of range;
 // DisagreeError when options differ between ranks.

@@ -41,6 +41,7 @@ std::string FullyShardedSource::strategy() const {
 void FullyShardedSource::end_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   ShardedSource::end_load(past);
+  for (const auto& [buffer, copy] : converted_) at::Tensor(buffer).copy_(copy);
   const Label label{-1, -1, "loaded parameters"};
   for (const auto& frozen : shards_.frozen) frozen.gather->publish(label);
   for (const auto& frozen : shards_.frozen) frozen.gather->wait(label);
@@ -49,6 +50,7 @@ void FullyShardedSource::end_load(const CarriedStates& past) {
 // Frozen parameters are divided, too; what the wrapper was told to ignore is whole on every rank.
 void FullyShardedSource::add_others(CheckpointView& view) {
   add_rest(view, *parallel_.module());
+  give_buffers_their_dtypes(view);
   std::erase_if(view.rest, [&](const NamedSlice& slice) { return is_divided_here(slice.name); });
   const int rank = shards_.groups.shard.rank();
   for (const auto& frozen : shards_.frozen) {
@@ -59,6 +61,19 @@ void FullyShardedSource::add_others(CheckpointView& view) {
     for (const auto& slice : frozen.layout.overlapping(frozen.layout.part(rank))) {
       const auto& entry = frozen.parameters[slice.piece];
       view.rest.push_back(slice_of(entry, slice.in_piece, frozen.gather->elements(slice)));
+    }
+  }
+}
+
+// With buffer_dtype they have another one in memory.
+void FullyShardedSource::give_buffers_their_dtypes(CheckpointView& view) {
+  converted_.clear();
+  for (const auto& [buffer, dtype] : shards_.buffer_dtypes) {
+    if (buffer.scalar_type() == dtype) continue;
+    for (auto& slice : view.buffers) {
+      if (!slice.values.is_same(buffer)) continue;
+      slice.values = buffer.to(dtype);
+      converted_.emplace_back(buffer, slice.values);
     }
   }
 }

@@ -8,64 +8,24 @@
 
 #include "engine/gradient_norm.h"
 #include "engine/logging.h"
+#include "engine/normal_mode.h"
 #include "engine/sharded_optimizer_state.h"
 #include "memory/views.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
-#include "strategy/fsdp/divided.h"
+#include "strategy/fsdp/ignored.h"
 #include "strategy/fsdp/place.h"
 #include "strategy/fsdp/shards.h"
+#include "strategy/fsdp/taken.h"
 
 namespace shoal {
 namespace {
 
-bool is_narrow_or_wide(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
-}
-
-std::string sharding_name(ShardingStrategy strategy) {
-  switch (strategy) {
-    case ShardingStrategy::full_shard:
-      return "full_shard";
-    case ShardingStrategy::shard_grad_op:
-      return "shard_grad_op";
-    case ShardingStrategy::no_shard:
-      return "no_shard";
-    case ShardingStrategy::hybrid_shard:
-      return "hybrid_shard";
-    default:
-      return "hybrid_shard_grad_op";
-  }
-}
-
-// Names of the parameters and buffers that are left alone.
-std::vector<std::string> ignored_names(const torch::nn::Module& module,
-                                       const FullyShardedDataParallelOptions& options) {
-  auto names = options.ignored_parameters;
-  const auto modules = module.named_modules("", /*include_self=*/false);
-  for (const auto& name : options.ignored_modules) {
-    if (!modules.contains(name)) {
-      throw UsageError(
-          fmt::format("FullyShardedDataParallel: ignored_modules: the module has no sub-module named '{}'", name));
-    }
-    for (const auto& entry : modules[name]->named_parameters()) names.push_back(name + "." + entry.key());
-    for (const auto& entry : modules[name]->named_buffers()) names.push_back(name + "." + entry.key());
-  }
-  bool all = true;
-  for (const auto& entry : module.named_parameters()) {
-    const bool divided = is_divided(entry.value());
-    if (divided) names.push_back(entry.key());
-    all = all && divided;
-  }
-  if (all && !module.parameters().empty()) {
-    throw UsageError("FullyShardedDataParallel: the module is sharded already; wrap it once");
-  }
-  return names;
-}
-
 std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                                     const FullyShardedDataParallelOptions& options) {
   options.validate();
+  agree(group, "the options of FullyShardedDataParallel", describe(options));
+  agree(group, "the communication hook", {options.communication_hook ? options.communication_hook->name() : "none"});
   const auto ignored = module ? ignored_names(*module, options) : std::vector<std::string>();
   if (module) place_module(*module, options.device, ignored);
   auto state =
@@ -76,26 +36,6 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
 }
 
 }  // namespace
-
-void FullyShardedDataParallelOptions::validate() const {
-  std::vector<std::string> faults;
-  if (unit_limit < 1) faults.emplace_back("unit_limit 0: give at least 1 unit");
-  if (byte_limit && *byte_limit < 1) faults.push_back(fmt::format("byte_limit {}: give at least 1 byte", *byte_limit));
-  if (prefetch_units >= unit_limit) {
-    faults.push_back(fmt::format("prefetch_units {} leaves no room in unit_limit {} for the unit in use",
-                                 prefetch_units, unit_limit));
-  }
-  if (shard_size && *shard_size < 1) faults.push_back(fmt::format("shard_size {}: give at least 1 rank", *shard_size));
-  const bool hybrid = sharding_strategy == ShardingStrategy::hybrid_shard ||
-                      sharding_strategy == ShardingStrategy::hybrid_shard_grad_op;
-  if (shard_size && !hybrid) faults.emplace_back("shard_size is for the hybrid strategies");
-  for (const auto& [name, dtype] : {std::pair("param_dtype", param_dtype), std::pair("reduce_dtype", reduce_dtype),
-                                    std::pair("buffer_dtype", buffer_dtype)}) {
-    if (!dtype || is_narrow_or_wide(*dtype)) continue;
-    faults.push_back(fmt::format("{} {}: give a floating-point dtype of 16 to 64 bits", name, c10::toString(*dtype)));
-  }
-  if (!faults.empty()) throw UsageError(fmt::format("FullyShardedDataParallel: {}", fmt::join(faults, "; ")));
-}
 
 FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                    const FullyShardedDataParallelOptions& options)
@@ -109,7 +49,15 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
                       {"parameters_once_per_host", yes_or_no(shared())},
                       {"unit_limit", fmt::format("{}", options.unit_limit)},
                       {"prefetch_units", fmt::format("{}", options.prefetch_units)}};
-  for (const auto& entry : state().tensors.parameters) mark_divided(entry.tensor);
+  const auto* wrapped = state().module.get();
+  for (const auto* list : {&state().tensors.parameters, &state().tensors.buffers}) {
+    for (const auto& entry : *list) take(entry.tensor, {.by = this, .module = wrapped, .ignored = false});
+  }
+  for (const auto& tensors : {wrapped->parameters(), wrapped->buffers()}) {
+    for (const auto& tensor : tensors) {
+      if (!taken(tensor)) take(tensor, {.by = this, .module = wrapped, .ignored = true});
+    }
+  }
   state().reducer->holds_back = [shards = shards_.get()] { return shards->defer_depth > 0; };
   state().reducer->before_waiting = [pager = shards_->pager] {
     if (!pager) return;
@@ -119,7 +67,7 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
 }
 
 FullyShardedCore::~FullyShardedCore() {
-  for (const auto& entry : state().tensors.parameters) unmark_divided(entry.tensor);
+  give_back_all_of(*this);
 }
 
 // Evaluation needs no other rank where parameters share memory: it reads what they hold.
@@ -131,7 +79,7 @@ void FullyShardedCore::adopt_changes(bool training) {
 }
 
 void FullyShardedCore::begin_pass(bool training) {
-  if (shards_->holds > 0) {
+  if (shards_->hold) {
     throw UsageError("FullyShardedDataParallel: forward while summon_full_params holds the parameters; end that first");
   }
   if (!shards_->pager) return;
@@ -143,9 +91,10 @@ void FullyShardedCore::end_pass(bool training) {
   if (!training && shards_->pager) shards_->pager->end();
 }
 
-at::Tensor FullyShardedCore::input(const at::Tensor& tensor) const {
+TensorCast FullyShardedCore::input_cast() const {
   const auto& dtype = shards_->options.param_dtype;
-  return dtype && tensor.is_floating_point() ? tensor.to(*dtype) : tensor;
+  if (!dtype) return {};
+  return [to = *dtype](const at::Tensor& tensor) { return tensor.is_floating_point() ? tensor.to(to) : tensor; };
 }
 
 NoSync FullyShardedCore::defer_all_reduce(bool defer) {
@@ -157,6 +106,7 @@ NoSync FullyShardedCore::defer_all_reduce(bool defer) {
 
 double FullyShardedCore::clip_grad_norm(double max_norm, double norm_type) {
   auto& module = *shards_->module;
+  module.serve_readers();
   if (module.clip_without_scale) return module.clip_without_scale(max_norm, norm_type);
   const torch::NoGradGuard no_grad;
   module.reducer().prepare_sums("FullyShardedDataParallel");
@@ -172,21 +122,27 @@ double FullyShardedCore::clip_grad_norm(double max_norm, double norm_type) {
 at::Tensor FullyShardedCore::whole(const at::Tensor& parameter, const std::string& name) const {
   const bool copied = parameter.requires_grad() && parameter.element_size() < 4;
   if (!copied) return parameter.detach().clone();
-  // What ranks update, in float32: each rank's pieces among zeroes, summed up.
-  auto& module = *shards_->module;
+  // What ranks update, in float32.
+  return shards_->assemble(parameter, at::kFloat, name, [](const OwnedPiece& piece) { return piece.main; });
+}
+
+at::Tensor FullyShardedCore::Shards::assemble(const at::Tensor& parameter, at::ScalarType dtype,
+                                              const std::string& name,
+                                              const std::function<at::Tensor(const OwnedPiece&)>& of) const {
   auto sum = at::empty_strided(parameter.sizes(), dense_strides(parameter),
-                               parameter.options().dtype(at::kFloat).requires_grad(false))
+                               parameter.options().dtype(dtype).requires_grad(false))
                  .zero_();
   auto flat = in_memory_order(sum);
-  for (const auto& piece : module.state_pieces("")) {
-    if (!piece.updated.defined() || !piece.parameter.is_same(parameter)) continue;
-    flat.narrow(0, piece.range.begin, piece.range.size()).copy_(in_memory_order(piece.updated));
+  for (const auto& piece : module->pieces()) {
+    if (!module->reducer().gradients()[piece.gradient].parameter.is_same(parameter)) continue;
+    flat.narrow(0, piece.slice.in_piece.begin, piece.slice.in_piece.size()).copy_(in_memory_order(of(piece)));
   }
-  module.shard().all_reduce(flat, ReduceOp::sum, {-1, -1, name}).wait();
+  module->shard().all_reduce(flat, ReduceOp::sum, {-1, -1, name}).wait();
   return sum;
 }
 
 void FullyShardedCore::visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
+  const NormalMode outside;
   const torch::NoGradGuard no_grad;
   shards_->module->adopt_changes({step(), -1, "replaced parameters"});
   const auto& tensors = state().tensors;
@@ -204,7 +160,7 @@ void FullyShardedCore::visit_full_state(std::optional<int> recipient, const Stat
   for (const auto& entry : tensors.parameters) show(entry, whole(entry.tensor, entry.name));
   for (size_t number = 0; number < tensors.buffers.size(); ++number) {
     const auto& buffer = tensors.buffers[number].tensor;
-    const auto dtype = shards_->buffer_dtypes.empty() ? buffer.scalar_type() : shards_->buffer_dtypes[number];
+    const auto dtype = shards_->buffer_dtypes.empty() ? buffer.scalar_type() : shards_->buffer_dtypes[number].second;
     show(tensors.buffers[number], buffer.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true));
   }
   if (error) std::rethrow_exception(error);
@@ -263,8 +219,11 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
     throw UsageError(
         fmt::format("FullyShardedOptimizer: clip_grad {}: give a norm, or 0 for no clipping", options.clip_grad));
   }
+  agree(shards.groups.all, "the options of FullyShardedOptimizer",
+        {fmt::format("clip_grad {}", options.clip_grad), fmt::format("scaler {}", yes_or_no(options.scaler.has_value()))});
   auto state = std::make_unique<State>(State{.name = "FullyShardedOptimizer",
                                              .group = shards.groups.shard,
+                                             .everybody = shards.groups.all,
                                              .modules = {shards.module},
                                              .clip_grad = options.clip_grad,
                                              .wait_at_first_touch = true});

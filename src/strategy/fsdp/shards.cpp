@@ -1,12 +1,13 @@
 #include "strategy/fsdp/shards.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <map>
-#include <numeric>
 #include <unordered_map>
 
+#include "comm/hosts.h"
 #include "engine/hooked_exchange.h"
 #include "engine/ownership.h"
 #include "memory/views.h"
@@ -14,31 +15,34 @@
 #include "shoal/comm/agree.h"
 #include "shoal/comm/coalesce.h"
 #include "shoal/module/deferred_init.h"
+#include "strategy/fsdp/rank_groups.h"
 
 namespace shoal {
 
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options) {
   const auto strategy = options.sharding_strategy;
-  int size = group.size();
-  if (strategy == ShardingStrategy::no_shard) {
-    size = 1;
-  } else if (strategy == ShardingStrategy::hybrid_shard || strategy == ShardingStrategy::hybrid_shard_grad_op) {
-    size = options.shard_size ? *options.shard_size : group.by_host().size();
-    agree(group, "the ranks that divide a model among them", {std::to_string(size)});
-    if (group.size() % size != 0) {
-      throw UsageError(fmt::format(
-          "FullyShardedDataParallel: {} ranks are not a multiple of the {} that divide a model among them; set "
-          "shard_size",
-          group.size(), size));
-    }
+  std::vector<std::vector<int>> groups;
+  if (strategy == ShardingStrategy::hybrid_shard || strategy == ShardingStrategy::hybrid_shard_grad_op) {
+    groups = rank_groups(hosts_of(group), options.shard_size, "FullyShardedDataParallel", "shard_size");
+  } else {
+    const bool whole = strategy == ShardingStrategy::no_shard;
+    groups = rank_groups(hosts_of(group), whole ? 1 : group.size(), "FullyShardedDataParallel", "ranks");
   }
-  if (size == group.size()) return {.all = group, .shard = group};
-  std::vector<int> shard(size);
-  std::iota(shard.begin(), shard.end(), group.rank() / size * size);
-  std::vector<int> replicas;
-  for (int rank = group.rank() % size; rank < group.size(); rank += size) replicas.push_back(rank);
-  auto divided = group.subgroup(shard);
-  return {.all = group, .shard = std::move(divided), .replicas = group.subgroup(replicas)};
+  std::vector<int> places(group.size());
+  for (const auto& ranks : groups) {
+    for (size_t place = 0; place < ranks.size(); ++place) places[ranks[place]] = static_cast<int>(place);
+  }
+  if (groups.size() == 1) return {.all = group, .shard = group, .replicas = std::nullopt, .places = std::move(places)};
+  const auto here = place_of(groups, group.rank());
+  auto shard = group.subgroup(here.inside);
+  return {.all = group,
+          .shard = std::move(shard),
+          .replicas = group.subgroup(here.across),
+          .places = std::move(places)};
+}
+
+std::string title(const Unit& unit) {
+  return "unit " + (unit.name.empty() ? unit.parameters.front().name : unit.name);
 }
 
 namespace {
@@ -61,8 +65,14 @@ void check(const ModuleTensors& tensors, const FullyShardedDataParallelOptions& 
   }
 }
 
-std::string title(const Unit& unit) {
-  return "unit " + (unit.name.empty() ? unit.parameters.front().name : unit.name);
+void agree_on_units(const Group& group, const std::vector<Unit>& units) {
+  std::vector<std::string> lines;
+  for (const auto& unit : units) {
+    std::vector<std::string> names;
+    for (const auto& entry : unit.parameters) names.push_back(entry.name);
+    lines.push_back(fmt::format("{}: {}", title(unit), fmt::join(names, ", ")));
+  }
+  agree(group, "the units of the model", lines);
 }
 
 // A unit in use, and others fetched ahead.
@@ -94,10 +104,11 @@ std::vector<at::Tensor> narrow(const ModuleTensors& tensors, at::ScalarType dtyp
 }
 
 // Gives floating-point buffers another dtype; returns what all of them had.
-std::vector<at::ScalarType> convert_buffers(const ModuleTensors& tensors, at::ScalarType dtype) {
-  std::vector<at::ScalarType> own;
+std::vector<std::pair<at::Tensor, at::ScalarType>> convert_buffers(const ModuleTensors& tensors,
+                                                                   at::ScalarType dtype) {
+  std::vector<std::pair<at::Tensor, at::ScalarType>> own;
   for (const auto& entry : tensors.buffers) {
-    own.push_back(entry.tensor.scalar_type());
+    own.emplace_back(entry.tensor, entry.tensor.scalar_type());
     if (entry.tensor.is_floating_point()) at::Tensor(entry.tensor).set_data(entry.tensor.detach().to(dtype));
   }
   return own;
@@ -140,6 +151,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
   const auto& shard = groups.shard;
   check(state.tensors, shards.options);
   shards.units = divide(*state.module, state.tensors, shards.options.auto_wrap_policy);
+  agree_on_units(groups.all, shards.units);
   // Parameters that ranks share are always there; so are all of a rank's own.
   const bool present =
       shard.size() == 1 || (shard.transport() == "host" && state.tensors.parameters.front().tensor.is_cpu());
@@ -228,7 +240,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
       std::vector<Range> owners;
       for (int rank = 0; rank < shard.size(); ++rank) owners.push_back(layout.part(rank));
       auto divided = gather(std::move(tensors), layout, std::move(owners), name);
-      shards.frozen.push_back({std::move(list), layout, std::move(divided)});
+      shards.frozen.push_back({name, std::move(list), layout, std::move(divided)});
     }
   }
   shards.module = std::make_shared<ShardedModule>(shard, state.reducer, std::move(gathers), nullptr, originals);
@@ -242,6 +254,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
     }
     shards.module->add_frozen(std::move(names), std::move(parameters), frozen.gather);
   }
+  if (!shards.options.sync_module_states) require_equal_replicas(state, shards);
 }
 
 }  // namespace shoal

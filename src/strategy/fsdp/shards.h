@@ -1,8 +1,12 @@
 #pragma once
 // What FullyShardedDataParallel keeps.
 
+#include <functional>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/data_parallel_state.h"
@@ -22,26 +26,47 @@ struct FullyShardedCore::Shards {
   std::shared_ptr<ShardedModule> module{};
   // A unit's frozen parameters of one dtype.
   struct Frozen {
+    std::string unit;
     std::vector<NamedTensor> parameters;
     FlatLayout layout;
     std::shared_ptr<ParameterGather> gather;
   };
   std::vector<Frozen> frozen{};
-  std::vector<at::Tensor> before_hold{};  // this rank's pieces, while changes will be undone
-  int64_t holds = 0;
-  int defer_depth = 0;                          // scopes of defer_all_reduce
-  std::vector<at::ScalarType> buffer_dtypes{};  // by number of the buffer: its own; empty: as they are
+  // While summon_full_params holds the parameters.
+  struct Hold {
+    SummonFullParamsOptions options;
+    std::set<std::string> left_out{};                       // units
+    std::vector<std::pair<at::Tensor, at::Tensor>> undo{};  // memory of this rank, and what goes back there
+    std::vector<at::Tensor> grads{};                        // what grad() was, by gradient of the reducer
+  };
+  std::optional<Hold> hold{};
+  int defer_depth = 0;  // scopes of defer_all_reduce
+  // Buffers, and their own dtypes, by number; empty: as they are.
+  std::vector<std::pair<at::Tensor, at::ScalarType>> buffer_dtypes{};
 
+  // A parameter's pieces on all ranks, as `of` gives them, together: on every rank. Collective.
+  at::Tensor assemble(const at::Tensor& parameter, at::ScalarType dtype, const std::string& name,
+                      const std::function<at::Tensor(const OwnedPiece&)>& of) const;
   bool grad_op() const {
     return options.sharding_strategy == ShardingStrategy::shard_grad_op ||
            options.sharding_strategy == ShardingStrategy::hybrid_shard_grad_op;
   }
 };
 
+std::string sharding_name(ShardingStrategy strategy);
+// One line per option, for agree().
+std::vector<std::string> describe(const FullyShardedDataParallelOptions& options);
+// A unit in labels and errors.
+std::string title(const Unit& unit);
+
 // The ranks that divide a model among them, and those that have equal shards. Collective.
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options);
 
 // Divides the parameters of `state`, which gets its reducer. Collective.
 void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards);
+
+// Where several ranks own the same ranges and have started from values of their own: DisagreeError unless these are
+// equal. Collective.
+void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCore::Shards& shards);
 
 }  // namespace shoal

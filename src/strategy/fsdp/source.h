@@ -18,10 +18,12 @@ class FullyShardedSource : public ShardedSource {
 
  private:
   void add_others(CheckpointView& view) override;
+  void give_buffers_their_dtypes(CheckpointView& view);
   bool is_divided_here(const std::string& name) const;
 
   FullyShardedCore& parallel_;
   FullyShardedCore::Shards& shards_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> converted_;  // buffers, and the copies that stand for them in the view
 };
 
 }  // namespace shoal

@@ -1,57 +1,180 @@
 // Parameters that are whole for a while.
 
+#include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <map>
+
+#include "engine/logging.h"
+#include "engine/normal_mode.h"
+#include "memory/views.h"
 #include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
+#include "strategy/fsdp/ignored.h"
 #include "strategy/fsdp/shards.h"
 
 namespace shoal {
+namespace {
+
+const Label label{-1, -1, "full parameters"};
+
+void check(const SummonFullParamsOptions& options, const at::Device& device) {
+  if (options.rank0_only && options.writeback) {
+    throw UsageError(
+        "summon_full_params: rank0_only with writeback: the other ranks have nothing to write back; unset writeback");
+  }
+  if (options.offload_to_cpu && !device.is_cpu()) {
+    throw UsageError(
+        fmt::format("summon_full_params: offload_to_cpu: the model is on {}; offloading from there is not supported yet: "
+                    "take full_state_dict or visit_full_state",
+                    device.str()));
+  }
+}
+
+std::vector<std::string> describe(const SummonFullParamsOptions& options) {
+  return {"writeback " + yes_or_no(options.writeback), "rank0_only " + yes_or_no(options.rank0_only),
+          "offload_to_cpu " + yes_or_no(options.offload_to_cpu), "with_grads " + yes_or_no(options.with_grads),
+          "recurse " + yes_or_no(options.recurse)};
+}
+
+// This rank's memory of a unit's parameters, trainable and frozen.
+template <class Visit>
+void for_own_memory(const FullyShardedCore::Shards& shards, const Visit& visit) {
+  std::map<const c10::TensorImpl*, std::string> unit_of;
+  for (const auto& unit : shards.units) {
+    for (const auto& entry : unit.parameters) unit_of[entry.tensor.unsafeGetTensorImpl()] = title(unit);
+  }
+  const auto& gradients = shards.module->reducer().gradients();
+  for (const auto& piece : shards.module->pieces()) {
+    visit(unit_of.at(gradients[piece.gradient].parameter.unsafeGetTensorImpl()), piece.outgoing);
+  }
+  for (const auto& frozen : shards.frozen) {
+    for (const auto& slice : frozen.layout.overlapping(frozen.layout.part(shards.groups.shard.rank()))) {
+      visit(frozen.unit, frozen.gather->elements(slice));
+    }
+  }
+}
+
+// The rank's own part of a parameter's gradient, in the order in which the parameter lies in memory.
+at::Tensor own_part(const at::Tensor& parameter, const OwnedPiece& piece) {
+  const auto& grad = parameter.grad();
+  const auto like = at::empty_strided(parameter.sizes(), dense_strides(parameter), grad.options()).copy_(grad);
+  return in_memory_order(like).narrow(0, piece.slice.in_piece.begin, piece.slice.in_piece.size());
+}
+
+void show_gradients(FullyShardedCore::Shards& shards) {
+  const auto& reducer = shards.module->reducer();
+  const bool here = !shards.hold->options.rank0_only || shards.groups.all.rank() == 0;
+  for (size_t number = 0; number < reducer.gradients().size(); ++number) {
+    const auto& gradient = reducer.gradients()[number];
+    auto& grad = at::Tensor(gradient.parameter).mutable_grad();
+    shards.hold->grads.push_back(grad);
+    if (!reducer.has_sum(number)) continue;
+    const auto sum = shards.assemble(gradient.parameter, gradient.dtype(), gradient.name,
+                                     [](const OwnedPiece& piece) { return piece.sum; });
+    if (here) grad = sum.to(gradient.parameter.scalar_type());
+  }
+}
+
+// What somebody has written to a gradient counts; the rest stays as exact as it is.
+void take_gradients(FullyShardedCore::Shards& shards) {
+  const auto& gradients = shards.module->reducer().gradients();
+  const auto& options = shards.hold->options;
+  for (const auto& piece : shards.module->pieces()) {
+    const auto& grad = gradients[piece.gradient].parameter.grad();
+    if (!options.writeback || !grad.defined() || grad.is_same(shards.hold->grads[piece.gradient])) continue;
+    const auto now = own_part(gradients[piece.gradient].parameter, piece);
+    const auto sum = piece.sum.as_strided({piece.sum.numel()}, {1});
+    sum.copy_(at::where(now != sum.to(now.scalar_type()), now.to(sum.scalar_type()), sum));
+  }
+  for (size_t number = 0; number < gradients.size(); ++number) {
+    auto& grad = at::Tensor(gradients[number].parameter).mutable_grad();
+    if (grad.defined() || !options.writeback) grad = shards.hold->grads[number];  // else it was dropped
+  }
+}
+
+}  // namespace
+
+FullParameters::FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options) {
+  auto wrappers = options.recurse ? core.wrappers_within() : std::vector<FullyShardedCore*>();
+  wrappers.push_back(&core);
+  for (auto* wrapper : wrappers) wrapper->check_hold(options);
+  for (auto* wrapper : wrappers) {
+    wrapper->hold(options);
+    held_.push_back(wrapper);
+  }
+}
 
 FullParameters::~FullParameters() {
-  if (core_ == nullptr) return;
-  try {
-    core_->release_all(writeback_);
-  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): see the header
+  for (auto* wrapper : held_) {
+    try {
+      wrapper->release();
+    } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): see the header
+    }
   }
 }
 
-void FullyShardedCore::hold_all(bool writeback) {
+std::vector<FullyShardedCore*> FullyShardedCore::wrappers_within() {
+  return shoal::wrappers_within(*module(), *this);
+}
+
+// So that nothing is held when it is refused.
+void FullyShardedCore::check_hold(const SummonFullParamsOptions& options) const {
+  const NormalMode outside;
+  if (shards_->hold) {
+    throw UsageError("summon_full_params while another one holds the parameters; end that first, or do all in one");
+  }
+  check(options, state().tensors.parameters.front().tensor.device());
+  agree(shards_->groups.all, "the options of summon_full_params", describe(options));
   auto& shards = *shards_;
-  const torch::NoGradGuard no_grad;
-  const Label label{-1, -1, "full parameters"};
+  shards.module->wait(label, /*at_first_touch=*/false);
   shards.module->adopt_changes(label);
+  if (options.with_grads) shards.module->reducer().prepare_sums("summon_full_params");
+}
+
+void FullyShardedCore::hold(const SummonFullParamsOptions& options) {
+  auto& shards = *shards_;
+  const NormalMode outside;
+  const torch::NoGradGuard no_grad;
+  Shards::Hold hold{.options = options};
+  for (const auto& unit : shards.units) {
+    if (!options.recurse && !unit.name.empty()) hold.left_out.insert(title(unit));
+  }
   shards.module->notice_writes(false);  // who may write, and what counts, is this scope's
   if (shards.pager) {
-    shards.pager->hold_all();
+    shards.pager->hold_all(!options.rank0_only || shards.groups.all.rank() == 0, hold.left_out);
   } else {
-    shards.module->wait(label, /*at_first_touch=*/false);
-    if (!writeback) {
-      for (const auto& piece : shards.module->pieces()) shards.before_hold.push_back(piece.outgoing.clone());
-    }
+    for_own_memory(shards, [&](const std::string& unit, const at::Tensor& memory) {
+      const bool counts = options.writeback && !hold.left_out.contains(unit);
+      if (!counts) hold.undo.emplace_back(memory, memory.detach().clone());
+    });
     shards.groups.shard.barrier(label).wait();  // nobody writes before all have what they undo to
   }
-  ++shards.holds;
+  shards.hold.emplace(std::move(hold));
+  shards.module->lend(true);
+  if (options.with_grads) show_gradients(shards);
 }
 
-void FullyShardedCore::release_all(bool writeback) {
+void FullyShardedCore::release() {
   auto& shards = *shards_;
+  const NormalMode outside;
   const torch::NoGradGuard no_grad;
-  if (--shards.holds == 0) shards.module->notice_writes(true);
+  if (shards.hold->options.with_grads) take_gradients(shards);
+  const auto hold = std::exchange(shards.hold, {});
+  shards.module->lend(false);
+  const bool writeback = hold->options.writeback;
   if (shards.pager) {
     shards.pager->release_all(writeback);
   } else {
-    const Label label{-1, -1, "full parameters"};
     shards.groups.shard.barrier(label).wait();  // all have written and read
-    for (size_t i = 0; i < shards.before_hold.size(); ++i) {
-      shards.module->pieces()[i].outgoing.copy_(shards.before_hold[i]);
-    }
-    if (!shards.before_hold.empty()) shards.groups.shard.barrier(label).wait();
-    shards.before_hold.clear();
+    for (const auto& [memory, before] : hold->undo) at::Tensor(memory).copy_(before);
+    const bool undoes = !writeback || !hold->left_out.empty();
+    if (undoes) shards.groups.shard.barrier(label).wait();
   }
-  if (!writeback) return;
-  for (auto& piece : shards.module->pieces()) {
-    if (piece.copied) piece.main.as_strided({piece.main.numel()}, {1}).copy_(piece.outgoing);
+  if (writeback) {
+    for (const auto& piece : shards.module->pieces()) piece.take_back();
   }
+  shards.module->notice_writes(true);
 }
 
 }  // namespace shoal

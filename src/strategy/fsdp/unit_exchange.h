@@ -14,9 +14,8 @@ struct ShardGroups {
   Group all;
   Group shard;
   std::optional<Group> replicas{};
+  std::vector<int> places{};  // in `shard` and its likes, by rank of `all`
 
-  // The shard that a rank of `all` has.
-  int shard_of(int rank) const { return rank % shard.size(); }
   // What is left of a sum within `shard` where this rank keeps something of it.
   PendingExchange across_replicas(PendingExchange within, Bucket& bucket, const Label& label) const {
     if (!replicas || bucket.kept_range().empty()) return within;
@@ -51,7 +50,8 @@ class ScatterUnits : public ReduceScatter {
                                         std::span<const size_t>) const override {
     return plan_units(gradients, units_);
   }
-  Range kept(const Bucket& bucket, int rank) const override { return bucket.layout().part(groups_.shard_of(rank)); }
+  int place(int rank) const override { return groups_.places[rank]; }
+  Range kept(const Bucket& bucket, int place) const override { return bucket.layout().part(place); }
   bool apart() const override { return true; }
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {
     return groups_.across_replicas(ReduceScatter::reduce(bucket, label), bucket, label);
@@ -76,9 +76,7 @@ class ReduceUnitsToOwners : public ReduceToOwner {
                                         std::span<const size_t>) const override {
     return plan_units(gradients, shares_);
   }
-  Range kept(const Bucket& bucket, int rank) const override {
-    return ReduceToOwner::kept(bucket, groups_.shard_of(rank));
-  }
+  int place(int rank) const override { return groups_.places[rank]; }
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {
     return groups_.across_replicas(ReduceToOwner::reduce(bucket, label), bucket, label);
   }

@@ -1,0 +1,56 @@
+#include "strategy/fsdp/rank_groups.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+std::string listed(const std::vector<std::vector<int>>& groups) {
+  std::vector<std::string> lines;
+  for (size_t host = 0; host < groups.size(); ++host) {
+    lines.push_back(fmt::format("host {} has rank {}", host, fmt::join(groups[host], ", ")));
+  }
+  return fmt::format("{}", fmt::join(lines, "; "));
+}
+
+}  // namespace
+
+std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::optional<int> size,
+                                          const std::string& who, const std::string& size_option) {
+  const auto ranks = static_cast<int>(hosts.size());
+  if (size && (*size < 1 || ranks % *size != 0)) {
+    throw UsageError(fmt::format("{}: {} ranks are not a multiple of {} {}; give a number that divides them", who, ranks,
+                                 size_option, *size));
+  }
+  std::vector<std::vector<int>> groups;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const auto number = static_cast<size_t>(size ? rank / *size : hosts[rank]);
+    if (number >= groups.size()) groups.resize(number + 1);
+    groups[number].push_back(rank);
+  }
+  const bool equal = std::all_of(groups.begin(), groups.end(),
+                                 [&](const auto& group) { return group.size() == groups.front().size(); });
+  if (equal) return groups;
+  throw UsageError(
+      fmt::format("{}: a model is divided among the ranks of each host, and hosts run different numbers of ranks ({}); "
+                  "start as many on each host, or set {}",
+                  who, listed(groups), size_option));
+}
+
+RankPlace place_of(const std::vector<std::vector<int>>& groups, int rank) {
+  RankPlace place;
+  for (const auto& group : groups) {
+    const auto here = std::find(group.begin(), group.end(), rank);
+    if (here == group.end()) continue;
+    place.inside = group;
+    for (const auto& other : groups) place.across.push_back(other[here - group.begin()]);
+  }
+  return place;
+}
+
+}  // namespace shoal
