@@ -63,7 +63,8 @@ void Reducer::resume(const Left& left) {
       local_ = true;
       mark_local(gradients_[i].parameter);
     }
-    earlier_.resume(i, found->second.sum, exchange_->keeps_whole(buckets_[places_[i].bucket], group_.rank()));
+    const auto& bucket = buckets_[places_[i].bucket];
+    earlier_.resume(i, found->second.sum, exchange_->keeps_whole(bucket, exchange_->place(group_.rank())));
   }
 }
 

@@ -218,7 +218,7 @@ void Reducer::deliver_sparse(size_t index) {
     if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
   }
   if (!exchange_->everywhere()) {
-    if (exchange_->keeps_whole(buckets_[index], group_.rank())) {
+    if (exchange_->keeps_whole(buckets_[index], exchange_->place(group_.rank()))) {
       earlier_.leave_sparse(member, result.sum);
     } else {
       earlier_.leave_parts(index, used_anywhere_);
