@@ -181,7 +181,7 @@ double ShardGossipOptimizerCore::consensus_distance() {
   const torch::NoGradGuard no_grad;
   const auto label = state().label("consensus distance");
   agree_on_hosts();
-  auto squares = at::full({1}, squared_distance(gossip_->mixing, gossip_->buckets, label), at::kDouble);
+  auto squares = at::full({1}, squared_distance(gossip_->mixing.remaining(), gossip_->buckets, label), at::kDouble);
   state().group.all_reduce(squares, ReduceOp::sum, label).wait();
   return std::sqrt(squares.item<double>());
 }

@@ -1,5 +1,7 @@
 // What decentralised ranks exchange and keep: averages, hooks, push-sum, rounding, state, schedules.
 
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
@@ -23,11 +25,128 @@ TEST(Decentralized, DEC12_ranks_start_from_rank_0s_values) {
   EXPECT_EQ(difference(model->parameters(), seeded(1)->parameters()), 0);
 }
 
+// A norm, whose statistics are buffers, and a counter.
+struct NormedImpl : torch::nn::Module {
+  NormedImpl() {
+    linear = register_module("linear", torch::nn::Linear(12, 6));
+    norm = register_module("norm", torch::nn::BatchNorm1d(6));
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) { return norm(linear(x)); }
+  torch::nn::Linear linear{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+};
+
+TEST(Decentralized, DEC12_buffers_start_from_rank_0s_too) {
+  torch::manual_seed(1 + me());
+  auto model = std::make_shared<NormedImpl>();
+  model->norm->running_mean.fill_(me() + 3);
+  model->norm->num_batches_tracked.fill_(me() + 7);
+  const auto own = model->norm->running_var.clone().fill_(me() + 1);
+  model->norm->running_var.copy_(own);
+  DecentralizedDataParallel<NormedImpl> parallel(model, plain(), group(),
+                                                 {.topology = ring(), .ignored = {"norm.running_var"}});
+  torch::manual_seed(1);
+  EXPECT_EQ(difference(model->parameters(), NormedImpl().parameters()), 0);
+  EXPECT_TRUE(at::equal(model->norm->running_mean, at::full({6}, 3.0, at::kDouble)));
+  EXPECT_EQ(model->norm->num_batches_tracked.item<int64_t>(), 7);
+  EXPECT_TRUE(at::equal(model->norm->running_var, own)) << "ignored";
+}
+
+TEST(Decentralized, DEC11_global_avg_averages_floating_point_buffers_if_asked) {
+  for (const bool wanted : {true, false}) {
+    torch::manual_seed(1);
+    auto model = std::make_shared<NormedImpl>();
+    DecentralizedDataParallel<NormedImpl> parallel(
+        model, plain(), group(), {.topology = ring(), .average_buffers = wanted, .param_as_bucket_view = wanted});
+    for (int64_t round = 0; round < 3; ++round) {
+      for (int64_t step = 2 * round; step < 2 * round + 2; ++step) {
+        mean_loss(parallel.forward(batch(me(), step))).backward();
+      }
+      auto expected = model->norm->running_mean.clone();
+      if (wanted) group().all_reduce(expected, ReduceOp::avg).wait();
+      parallel.global_avg();
+      EXPECT_LT(difference({model->norm->running_mean}, {expected}), 1e-12) << wanted << round;
+      EXPECT_EQ(model->norm->num_batches_tracked.item<int64_t>(), 2 * round + 2);
+      EXPECT_LT(parallel.consensus_distance(), 1e-14);
+    }
+    parallel.global_avg();  // at once again
+    EXPECT_EQ(parallel.step(), 6);
+  }
+}
+
+TEST(Decentralized, DEC11_global_avg_averages_before_the_first_step) {
+  for (const auto* name : {"ring", "complete"}) {
+    auto model = seeded(1);
+    DecentralizedDataParallel parallel(
+        model, plain(), group(), {.topology = make_topology(name, group().size()), .bucket_cap_mb = small_bucket});
+    std::vector<at::Tensor> mean;
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto parameter : model->parameters()) {
+        parameter.add_(me());
+        mean.push_back(parameter.detach().clone().contiguous());
+        group().all_reduce(mean.back(), ReduceOp::avg).wait();
+      }
+    }
+    if (group().size() > 1) {
+      EXPECT_GT(parallel.consensus_distance(), 1);
+    }
+    parallel.global_avg();
+    EXPECT_LT(difference(model->parameters(), mean), 1e-12);
+    EXPECT_LT(parallel.consensus_distance(), 1e-12);
+    mean_loss(parallel.forward(batch(me(), 0))).backward();
+    parallel.global_avg();
+    EXPECT_LT(parallel.consensus_distance(), 1e-12);
+  }
+}
+
+// Branches whose gradients come in another order on every other rank, and in another one in later steps.
+struct CrossedImpl : torch::nn::Module {
+  CrossedImpl() {
+    torch::manual_seed(6);
+    left = register_module("left", torch::nn::Linear(12, 12));
+    right = register_module("right", torch::nn::Linear(12, 12));
+    last = register_module("last", torch::nn::Linear(12, 3));
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x, bool crossed) {
+    return last(crossed ? torch::tanh(left(torch::tanh(right(x)))) : torch::tanh(right(torch::tanh(left(x)))));
+  }
+  torch::nn::Linear left{nullptr}, right{nullptr}, last{nullptr};
+};
+
+TEST(Decentralized, DEC02_buckets_follow_rank_0s_order_and_others_may_differ) {
+  const auto make = [] { return std::make_shared<CrossedImpl>(); };
+  for (const bool first_crossed : {false, true}) {
+    for (const bool views : {true, false}) {
+      Simulation<CrossedImpl> simulation(ring(), make, momentum_sgd);
+      const auto model = make();
+      DecentralizedDataParallel<CrossedImpl> parallel(
+          model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket, .param_as_bucket_view = views});
+      const auto crossed = [&](int rank, int64_t step) { return ((rank + step) % 2 == 1) != first_crossed; };
+      for (int64_t step = 0; step < 6; ++step) {
+        mean_loss(parallel.forward(batch(me(), step), crossed(me(), step))).backward();
+        simulation.step(
+            [&](CrossedImpl& of, int rank) { return mean_loss(of.forward(batch(rank, step), crossed(rank, step))); });
+        ASSERT_LT(difference(model->parameters(), simulation.model(me()).parameters()), 1e-11) << step;
+      }
+      const auto buckets = parallel.buckets();
+      ASSERT_GT(buckets.size(), 1U);
+      // As rank 0's first backward met them.
+      std::vector<std::string> order;
+      for (const auto& bucket : buckets) order.insert(order.end(), bucket.begin(), bucket.end());
+      const auto place = [&](const char* name) { return std::find(order.begin(), order.end(), name) - order.begin(); };
+      EXPECT_EQ(place("left.weight") < place("right.weight"), first_crossed);
+    }
+  }
+}
+
 TEST(Decentralized, DEC11_global_avg_makes_ranks_bit_equal_and_training_goes_on) {
   auto simulation = simulated();
   auto model = seeded(1);
   DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
-  parallel.global_avg();  // before the first step: nothing to do
+  parallel.global_avg();  // ranks are equal before the first step
   for (int64_t step = 0; step < 9; ++step) {
     mean_loss(parallel.forward(batch(me(), step))).backward();
     simulation.step(loss_of(step));

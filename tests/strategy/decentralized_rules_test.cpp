@@ -1,5 +1,6 @@
 // DecentralizedDataParallel beyond the plain loop: accumulation, weights, clipping, scaling, layouts, exceptions.
 
+#include <torch/autograd.h>
 #include <torch/nn/functional/linear.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/embedding.h>
@@ -11,6 +12,7 @@
 #include <cmath>
 
 #include "shoal/base/error.h"
+#include "shoal/engine/checkpoint.h"
 #include "tests/strategy/decentralized_ring.h"
 
 namespace shoal {
@@ -45,9 +47,12 @@ TEST(Decentralized, DEC08_accumulation_and_evaluation_neither_update_nor_exchang
   }
 }
 
+// Gradients are divided by the mean over ranks of their weights.
 TEST(Decentralized, BEY04_weights_make_the_mean_over_uneven_micro_batches_exact) {
   auto simulation = simulated();
   auto model = seeded(1);
+  double mean_weight = 0;
+  for (int rank = 0; rank < group().size(); ++rank) mean_weight += (6.0 + rank) / group().size();
   DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
   for (int64_t step = 0; step < 4; ++step) {
     const std::vector<int64_t> samples{5, 1 + me()};
@@ -59,7 +64,7 @@ TEST(Decentralized, BEY04_weights_make_the_mean_over_uneven_micro_batches_exact)
     simulation.step([&](MlpImpl& of, int rank) {
       return (of.forward(batch(rank, step, 0, 5)).pow(2).sum() +
               of.forward(batch(rank, step, 1, 1 + rank)).pow(2).sum()) /
-             (6 + rank);
+             mean_weight;
     });
     expect_equal(model, simulation);
   }
@@ -69,11 +74,126 @@ TEST(Decentralized, BEY04_weights_make_the_mean_over_uneven_micro_batches_exact)
   } else {
     parallel.backward(parallel.forward(batch(me(), 9)).pow(2).sum(), 4);
   }
-  simulation.step(
-      [&](MlpImpl& of, int rank) { return rank == 0 ? at::Tensor() : of.forward(batch(rank, 9)).pow(2).sum() / 4; });
+  simulation.step([&](MlpImpl& of, int rank) {
+    return rank == 0 ? at::Tensor() : of.forward(batch(rank, 9)).pow(2).sum() / mean_weight;
+  });
   expect_equal(model, simulation);
   EXPECT_THROW(parallel.backward({}, 1), UsageError);
   EXPECT_THROW(parallel.backward({}, -1), UsageError);
+}
+
+// Its gradient is the slope, wherever it stands.
+struct SlideImpl : torch::nn::Module {
+  SlideImpl() { place = register_parameter("place", at::zeros({3}, at::kDouble)); }
+  at::Tensor forward(double slope) { return slope * place.sum(); }
+  at::Tensor place;
+};
+
+TEST(Decentralized, BEY04_five_tokens_and_one_give_their_common_mean_in_every_topology) {
+  const auto tokens = [](int rank) { return rank == 0 ? 5.0 : 1.0; };
+  const auto loss_sum = [](int rank) { return rank == 0 ? 5.0 : 3.0; };  // 1 per token, and 3
+  double sum = 0;
+  double weight = 0;
+  for (int rank = 0; rank < group().size(); ++rank) {
+    sum += loss_sum(rank);
+    weight += tokens(rank);
+  }
+  const auto sgd = optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.5));
+  std::vector<Options> all;
+  for (const auto* name : {"ring", "complete", "one-peer-exp", "exp"}) {
+    all.push_back({.topology = make_topology(name, group().size())});
+  }
+  all.push_back({.topology = ring(), .clip_grad = 1e6, .param_as_bucket_view = false});
+  all.push_back({.topology = ring(), .scaler = GradScalerOptions{.initial_scale = 8}});
+  all.push_back({.topology = ring(), .compressed_exchange = CompressedExchange{.rate = 0.5}});
+  for (size_t i = 0; i < all.size(); ++i) {
+    auto model = std::make_shared<SlideImpl>();
+    DecentralizedDataParallel<SlideImpl> parallel(model, sgd, group(), all[i]);
+    for (int step = 1; step <= 5; ++step) {
+      parallel.backward(parallel.scale_loss(parallel.forward(loss_sum(me()))), tokens(me()));
+      auto mean = model->place.detach().clone();
+      group().all_reduce(mean, ReduceOp::avg).wait();
+      EXPECT_NEAR(mean[0].item<double>(), -0.5 * step * sum / weight, 1e-9) << "case " << i << " step " << step;
+    }
+    parallel.global_avg();
+    EXPECT_NEAR(model->place[1].item<double>(), -2.5 * sum / weight, 1e-9) << i;
+  }
+}
+
+TEST(Decentralized, BEY04_tokens_weigh_the_same_on_all_ranks_when_weights_change_places) {
+  if (group().size() == 1) GTEST_SKIP() << "nobody to change places with";
+  auto model = std::make_shared<SlideImpl>();
+  DecentralizedDataParallel<SlideImpl> parallel(
+      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(1)), group(),
+      {.topology = make_topology("complete", group().size())});
+  const double total = 5.0 + (group().size() - 1);
+  for (int64_t step = 0; step < 8; ++step) {
+    const bool many = me() == step % group().size();
+    parallel.backward(parallel.forward(many ? 5 : 3), many ? 5 : 1);
+  }
+  parallel.global_avg();
+  EXPECT_NEAR(model->place[0].item<double>(), -8 * (5 + 3 * (group().size() - 1.0)) / total, 1e-9);
+}
+
+TEST(Decentralized, BEY04_weights_on_some_ranks_only_are_refused) {
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring()});
+  if (group().size() > 1) {
+    const auto sum = [&] { return parallel.forward(batch(me(), 0)).pow(2).sum(); };
+    EXPECT_THROW(me() == 0 ? parallel.backward(sum(), 4) : sum().backward(), DisagreeError);
+    parallel.reset();
+    EXPECT_EQ(difference(model->parameters(), seeded(1)->parameters()), 0);
+  }
+  {
+    const auto scope = parallel.no_sync();
+    parallel.backward(parallel.forward(batch(me(), 0)).pow(2).sum(), 4);
+    EXPECT_THROW(parallel.forward(batch(me(), 0)).pow(2).mean().backward(), UsageError);
+  }
+}
+
+TEST(Decentralized, DEC08_what_autograd_grad_computes_is_no_step) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
+  // Wasserstein critics: the loss has the norm of the gradient at the inputs.
+  const auto penalised = [](const at::Tensor& x, const auto& forward) {
+    const auto input = x.detach().requires_grad_();
+    const at::Tensor output = forward(input);
+    const auto gradient = torch::autograd::grad({output.sum()}, {input}, {}, /*retain=*/true, /*create=*/true)[0];
+    return output.mean() + (gradient.norm(2, 1) - 1).pow(2).mean();
+  };
+  for (int64_t step = 0; step < 5; ++step) {
+    const auto x = batch(me(), step);
+    torch::autograd::grad({mean_loss(parallel.forward(x))}, model->parameters());
+    EXPECT_EQ(parallel.step(), step) << "a gradient that is looked at";
+    penalised(x, [&](const at::Tensor& input) { return parallel.forward(input); }).backward();
+    EXPECT_EQ(parallel.step(), step + 1);
+    simulation.step([&](MlpImpl& of, int rank) {
+      return penalised(batch(rank, step), [&](const at::Tensor& input) { return of.forward(input); });
+    });
+    expect_equal(model, simulation);
+  }
+}
+
+// What forward leaves in a member is the module's affair.
+struct SilentImpl : torch::nn::Module {
+  SilentImpl() { inner = register_module("inner", Mlp()); }
+  void forward(const at::Tensor& x) { loss = mean_loss(inner(x)); }
+  Mlp inner{nullptr};
+  at::Tensor loss;
+};
+
+TEST(Decentralized, DEC01_a_forward_may_return_nothing) {
+  torch::manual_seed(1);
+  auto model = std::make_shared<SilentImpl>();
+  auto simulation = simulated();
+  DecentralizedDataParallel<SilentImpl> parallel(model, plain(), group(), {.topology = ring()});
+  for (int64_t step = 0; step < 3; ++step) {
+    parallel.forward(batch(me(), step));
+    model->loss.backward();
+    simulation.step(loss_of(step));
+    expect_equal(model->inner, simulation);
+  }
 }
 
 TEST(Decentralized, DEC09_clips_to_the_exact_norm_of_all_buckets_or_of_each) {
@@ -113,6 +233,28 @@ TEST(Decentralized, DEC09_clips_to_the_exact_norm_of_all_buckets_or_of_each) {
   }
 }
 
+// The others hear of it with what they mix, and then have the scale that they would have had at once.
+TEST(Decentralized, DEC09_scales_of_all_ranks_come_to_be_the_same) {
+  const GradScalerOptions scaling{.initial_scale = 1024, .growth_interval = 4, .hysteresis = 1};
+  for (const auto* name : {"ring", "complete", "one-peer-exp"}) {
+    auto model = seeded(1);
+    DecentralizedDataParallel parallel(
+        model, plain(), group(), {.topology = make_topology(name, group().size()), .scaler = scaling});
+    GradScaler common(scaling);
+    for (int64_t step = 0; step < 40; ++step) {
+      const auto failing = [&](int rank) { return (step == 3 && rank == 0) || (step >= 9 && step < 12 && rank == step % 2); };
+      bool anywhere = false;
+      for (int rank = 0; rank < group().size(); ++rank) anywhere = anywhere || failing(rank);
+      const double poison = failing(me()) ? INFINITY : 1;
+      parallel.scale_loss(mean_loss(parallel.forward(batch(me(), step))) * poison).backward();
+      common.update(anywhere);
+      if (step >= 24) {
+        EXPECT_EQ(parallel.scaler()->value(), common.value()) << name << " step " << step;
+      }
+    }
+  }
+}
+
 TEST(Decentralized, DEC09_inf_on_one_rank_skips_its_update_and_not_its_mixing) {
   auto simulation = simulated();
   auto model = seeded(1);
@@ -126,7 +268,9 @@ TEST(Decentralized, DEC09_inf_on_one_rank_skips_its_update_and_not_its_mixing) {
     simulation.step(
         [&](MlpImpl& of, int rank) { return step == 2 && rank == 0 ? at::Tensor() : loss_of(step)(of, rank); });
     expect_equal(model, simulation);
-    EXPECT_EQ(parallel.scaler()->value(), step >= 2 && me() == 0 ? 512 : 1024);
+    if (step < 3) {  // later the others hear of it
+      EXPECT_EQ(parallel.scaler()->value(), step == 2 && me() == 0 ? 512 : 1024);
+    }
   }
 }
 
@@ -251,6 +395,12 @@ TEST(Decentralized, bad_input_is_one_error_on_every_rank) {
   refused({.topology = ring(), .neighbour_timeout_seconds = 0, .bucket_cap_mb = 0}, "neighbour_timeout_seconds is 0");
   EXPECT_THROW(DecentralizedDataParallel(model, OptimizerOfNamed(), group(), {.topology = ring()}), UsageError);
   if (group().size() > 1) {
+    EXPECT_THROW(DecentralizedDataParallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = 1.0 + me()}),
+                 DisagreeError);
+    EXPECT_THROW(DecentralizedDataParallel(
+                     model, plain(), group(),
+                     {.topology = ring(), .scaler = me() == 0 ? std::optional(GradScalerOptions{}) : std::nullopt}),
+                 DisagreeError);
     const auto other = make_topology(me() == 0 ? "ring" : "star", group().size());
     if (group().size() > 2) {
       EXPECT_THROW(DecentralizedDataParallel(model, plain(), group(), {.topology = other}), DisagreeError);
@@ -261,6 +411,12 @@ TEST(Decentralized, bad_input_is_one_error_on_every_rank) {
   mean_loss(parallel.forward(batch(me(), 0))).backward();  // frozen later: it is only mixed
   parallel.leave();
   EXPECT_THROW(mean_loss(parallel.forward(batch(me(), 0))).backward(), UsageError);
+  EXPECT_THROW(parallel.backward(mean_loss(parallel.forward(batch(me(), 0))), 1), UsageError);
+  EXPECT_THROW(parallel.pass(), UsageError);
+  EXPECT_THROW(parallel.global_avg(), UsageError);
+  EXPECT_THROW(parallel.consensus_distance(), UsageError);
+  EXPECT_THROW(parallel.remaining(), UsageError);
+  EXPECT_THROW(TrainingState state(parallel); save("nowhere", state), UsageError);
 }
 
 }  // namespace

@@ -68,6 +68,10 @@ struct PairImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x; }
 };
 
+OptimizerOfNamed decentralized_sgd() {
+  return optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1));
+}
+
 const std::vector<std::string>& strategies() {
   static const std::vector<std::string> all{"ddp", "zero1", "zero2", "megatron", "fsdp"};
   return all;
@@ -80,7 +84,9 @@ TEST_F(Mismatch, BEY09_names_different_models_under_every_strategy) {
       {PairImpl::missing, {"second.weight", "nothing"}},
       {PairImpl::frozen, {"first.weight", "frozen"}},
       {PairImpl::dtype, {"first.weight", "Float", "Double"}}};
-  for (const auto& strategy : strategies()) {
+  auto all = strategies();
+  all.emplace_back("decentralized");
+  for (const auto& strategy : all) {
     if (strategy == "zero1" || strategy == "zero2") continue;  // their optimizer compares first: below
     for (const auto& [difference, parts] : cases) {
       SCOPED_TRACE(strategy + ", difference " + std::to_string(difference));
@@ -88,9 +94,12 @@ TEST_F(Mismatch, BEY09_names_different_models_under_every_strategy) {
       named.insert(named.end(), {"rank 0 has", odd_name() + " has"});
       expect_named(
           [&, kind = difference] {
-            Training<PairImpl>::make<torch::optim::SGD>(strategy,
-                                                        std::make_shared<PairImpl>(odd_one() ? kind : PairImpl::none),
-                                                        group(), torch::optim::SGDOptions(0.1));
+            const auto model = std::make_shared<PairImpl>(odd_one() ? kind : PairImpl::none);
+            if (strategy == "decentralized") {
+              const DecentralizedDataParallel<PairImpl> parallel(model, decentralized_sgd(), group());
+            } else {
+              Training<PairImpl>::make<torch::optim::SGD>(strategy, model, group(), torch::optim::SGDOptions(0.1));
+            }
           },
           named);
     }
@@ -134,6 +143,26 @@ TEST_F(Mismatch, BEY09_names_different_topologies) {
             {.topology = make_topology(odd_one() ? "complete" : "ring", group().size())});
       },
       {"topology", "rank 0 has ring", odd_name() + " has complete"});
+}
+
+// What ranks read of each other lies where their buckets say.
+TEST_F(Mismatch, BEY09_names_different_options_of_decentralised_ranks) {
+  using Options = DecentralizedDataParallelOptions;
+  const std::vector<std::pair<Options, std::vector<std::string>>> cases{
+      {{.bucket_cap_mb = 1}, {"bucket_cap_mb 25", "bucket_cap_mb 1"}},
+      {{.exchange_dtype = at::kBFloat16}, {"exchange_dtype none", "exchange_dtype BFloat16"}},
+      {{.compressed_exchange = CompressedExchange{}}, {"compressed_exchange"}},
+      {{.scaler = GradScalerOptions{}}, {"no scaler", "scaler with initial_scale"}}};
+  for (const auto& [options, parts] : cases) {
+    auto named = parts;
+    named.insert(named.end(), {"rank 0 has", odd_name() + " has"});
+    expect_named(
+        [&, odd = options] {
+          const DecentralizedDataParallel<MlpImpl> parallel(seeded(3).ptr(), decentralized_sgd(), group(),
+                                                            odd_one() ? odd : Options{});
+        },
+        named);
+  }
 }
 
 // Buckets of other sizes are other operations; whoever looks at them says so in the first step.

@@ -7,6 +7,8 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
+#include <cstdlib>
+
 #include "shoal/base/error.h"
 #include "tests/strategy/decentralized_simulation.h"
 #include "tests/strategy/fsdp_training.h"
@@ -43,6 +45,17 @@ void train(Sharded& parallel, Optimizer& optimizer, int64_t step) {
   mean_loss(parallel.forward(batch(group().rank(), step))).backward();
   optimizer.step();
   optimizer.zero_grad();
+}
+
+// tests/support/hosts.py gives every host a network and processes of its own; else all ranks are on one.
+TEST(ShardGossip, DEC19_ranks_are_divided_by_the_hosts_that_they_are_on) {
+  const bool several = std::getenv("SHOAL_LINK") != nullptr;
+  const auto hosts = host_groups(group());
+  EXPECT_EQ(hosts.inside.size(), several ? 2 : group().size());
+  EXPECT_EQ(hosts.across.size(), several ? group().size() / 2 : 1);
+  if (!several) return;
+  EXPECT_EQ(hosts.inside.transport(), "host");
+  EXPECT_NE(hosts.across.transport(), "host");
 }
 
 TEST(ShardGossip, DEC19_equals_a_dense_simulation_of_the_hosts) {

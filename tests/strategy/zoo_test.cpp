@@ -7,8 +7,10 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include "shoal/strategy/decentralized.h"
 #include "shoal/strategy/local_updates.h"
 #include "shoal/strategy/shard_gossip.h"
+#include "tests/strategy/decentralized_simulation.h"
 #include "tests/support/models.h"
 #include "tests/support/training.h"
 #include "tests/support/world.h"
@@ -128,6 +130,47 @@ void train_zoo(Trained& training, at::ScalarType dtype, int micros, double toler
     EXPECT_EQ(model->conv->weight.strides(), reference->conv->weight.strides()) << "channels-last stays so";
     if (model->conv->weight.grad().defined()) {
       EXPECT_EQ(model->conv->weight.grad().strides(), model->conv->weight.strides());
+    }
+  }
+}
+
+// Ranks hold models of their own: equal to a simulation of all of them.
+void train_decentralized_zoo(at::ScalarType dtype, int micros, bool views, double tolerance) {
+  SCOPED_TRACE("decentralized with " + std::to_string(micros) + " micro-batches");
+  const auto topology = make_topology("ring", group().size());
+  const auto defaults = torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01);
+  test::Simulation<ZooImpl> simulation(topology, [&] { return std::make_shared<ZooImpl>(dtype); }, defaults);
+  const auto model = std::make_shared<ZooImpl>(dtype);
+  DecentralizedDataParallel<ZooImpl> parallel(
+      model, optimizer_with<torch::optim::SGD>(defaults), group(),
+      {.topology = topology, .bucket_cap_mb = 1e-4, .param_as_bucket_view = views});
+  for (int64_t step = 0; step < 5; ++step) {
+    for (int micro = 0; micro < micros; ++micro) {
+      const auto local = parallel.no_sync(micro + 1 < micros);
+      (parallel.forward(batch(group().rank(), step, micro).to(dtype)) / micros).backward();
+    }
+    simulation.step([&](ZooImpl& of, int rank) {
+      at::Tensor sum;
+      for (int micro = 0; micro < micros; ++micro) {
+        const auto loss = of.forward(batch(rank, step, micro).to(dtype)) / micros;
+        sum = sum.defined() ? sum + loss : loss;
+      }
+      return sum;
+    });
+    const auto got = model->named_parameters();
+    for (const auto& want : simulation.model(group().rank()).named_parameters()) {
+      const double allowed = want.value().scalar_type() == at::kFloat ? std::max(tolerance, 1e-5) : tolerance;
+      ASSERT_LE(difference({got[want.key()]}, {want.value()}), allowed) << want.key() << " step " << step;
+    }
+    EXPECT_TRUE(at::allclose(model->never, at::ones({5}, dtype))) << "mixed with its equals, and never updated";
+  }
+}
+
+TEST(DecentralizedZoo, BEY01_every_parameter) {
+  for (const bool views : {true, false}) {
+    for (const int micros : {1, 3}) {
+      train_decentralized_zoo(at::kDouble, micros, views, 1e-11);
+      train_decentralized_zoo(at::kFloat, micros, views, 1e-5);
     }
   }
 }

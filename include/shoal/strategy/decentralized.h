@@ -74,7 +74,8 @@ struct DecentralizedDataParallelOptions {
   double clip_grad = 0;                       // largest norm of this rank's gradients; 0: no clipping
   ClipScope clip = ClipScope::all_gradients;  // of all together, for which updates wait until backward has ended; or of
                                               // each bucket's, as decent-dp does
-  std::optional<GradScalerOptions> scaler{};  // of the loss; a rank that finds inf or NaN mixes, but does not update
+  std::optional<GradScalerOptions> scaler{};  // of the loss; a rank that finds inf or NaN mixes, but does not update. The
+                                              // others hear of it in the next steps; the scale is theirs too then
   Precision precision{};                      // forward computes as `compute` says; converting is the caller's
   bool average_buffers = false;               // global_avg() averages floating-point buffers too
   std::function<void(const PreAverage&)> pre_average_hook{};  // from the second step on
@@ -172,6 +173,14 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // buckets: rank 0's order of gradients), global_avg() and consensus_distance() are collective, and need all ranks that
 // have not been removed.
 //
+// backward(loss_sum, weight): every rank divides its sum by the mean of the ranks' weights per step, so that the mean of
+// the ranks' gradients is sum / sum of weights. Ranks tell each other their weights in the first step and with what they
+// show later; of weights that change it is the running mean (a tenth of each step), since nobody waits to know. So it is
+// exact in the first step and while each rank's weight stays, or weights change places over a complete topology. It is
+// the gradient that is weighted: an optimizer that makes up for a gradient's size (Adam) undoes it.
+//
+// What torch::autograd::grad computes is no step.
+//
 // Ranks with unequal numbers of batches need no Join: one that has run out leave()s, and the others mix among
 // themselves from then on (a mean over those that have batches); or it pass()es until all have made as many steps as
 // the one with the most, on which they agree beforehand (a mean over all).
@@ -184,7 +193,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // model or topology. One such wrapper per group.
 //
 // Constructor: gives everybody rank 0's values. UsageError for wrong options, for a topology of another size and for
-// complex parameters; DisagreeError when ranks hold different models or topologies. Not thread-safe. The destructor
+// complex parameters; DisagreeError when ranks hold different models, topologies or options of the exchange. Not
+// thread-safe. The destructor
 // leaves: neighbours go on without this rank.
 template <class Module>
 class DecentralizedDataParallel : public DataParallelWrapper<Module, DecentralizedDataParallelCore> {
@@ -202,16 +212,17 @@ class DecentralizedDataParallel : public DataParallelWrapper<Module, Decentraliz
 
   // Scales a loss as the scaler says; without scaler the loss itself.
   at::Tensor scale_loss(const at::Tensor& loss) const { return this->core_.scale_loss(loss); }
-  // Gives all ranks the mean of their parameters, bit for bit the same. Training can go on. To be called when ranks have
-  // loaded or replaced parameters (torch::load, set_data) after the first step: neighbours would mix what they had
-  // before, and forward is a UsageError until then. Collective.
+  // Gives all ranks the mean of their parameters, bit for bit the same, also before the first step. Training can go on. To
+  // be called when ranks have loaded or replaced parameters (torch::load, set_data) after the first step: neighbours would
+  // mix what they had before, and forward is a UsageError until then. Collective over the ranks that have not left or
+  // ended; UsageError on one that has left.
   void global_avg() { this->core_.global_avg(); }
   // How far ranks are from their mean x: sqrt(mean over ranks of |x_i - x|^2), over all parameters. Collective.
   double consensus_distance() { return this->core_.consensus_distance(); }
   // A step without a batch, for a rank that has run out of them: it mixes and shows, and does not update; the schedule
   // makes a step. Not collective.
   void pass() { this->core_.pass(); }
-  // This rank trains no more; its neighbours go on without it. Further steps are a UsageError.
+  // This rank trains no more; its neighbours go on without it. Further steps and collectives are a UsageError.
   void leave() { this->core_.leave(); }
 
   const ExchangeStatistics& statistics() const { return this->core_.statistics(); }

@@ -31,8 +31,15 @@ void average(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& la
   mixing.end_step();
 }
 
-double squared_distance(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& label) {
-  const auto& group = mixing.remaining();
+void average(const Group& group, std::vector<GossipBucket>& buckets, const Label& label) {
+  for (auto& bucket : buckets) {
+    const auto mean = values_of(bucket);
+    group.all_reduce(mean, ReduceOp::avg, label).wait();
+    bucket.read_from(mean);
+  }
+}
+
+double squared_distance(const Group& group, std::vector<GossipBucket>& buckets, const Label& label) {
   auto squares = at::zeros({1}, at::kDouble);
   for (auto& bucket : buckets) {
     bucket.adopt();

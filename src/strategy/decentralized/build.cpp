@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "engine/changed_values.h"
 #include "engine/data_parallel_state.h"
 #include "shoal/base/error.h"
+#include "shoal/comm/agree.h"
 #include "strategy/decentralized/state.h"
 
 namespace shoal {
@@ -70,6 +72,26 @@ void DecentralizedDataParallelOptions::validate(int ranks) const {
   if (!faults.empty()) throw UsageError(fmt::format("DecentralizedDataParallel: {}", fmt::join(faults, "; ")));
 }
 
+std::vector<std::string> describe(const DecentralizedDataParallelOptions& options) {
+  const auto& compressed = options.compressed_exchange;
+  std::vector<std::string> lines{
+      fmt::format("bucket_cap_mb {}", options.bucket_cap_mb),
+      fmt::format("exchange_dtype {}", options.exchange_dtype ? toString(*options.exchange_dtype) : "none"),
+      compressed ? fmt::format("compressed_exchange with top_k {}, rate {}", compressed->top_k.value_or(1),
+                               compressed->rate.value_or(0))
+                 : "no compressed_exchange",
+      fmt::format("average_buffers {}", options.average_buffers)};
+  if (const auto& scaler = options.scaler) {
+    lines.push_back(fmt::format(
+        "scaler with initial_scale {}, dynamic {}, growth {} after {} steps, backoff {} after {}, min_scale {}",
+        scaler->initial_scale, scaler->dynamic, scaler->growth_factor, scaler->growth_interval, scaler->backoff_factor,
+        scaler->hysteresis, scaler->min_scale));
+  } else {
+    lines.emplace_back("no scaler");
+  }
+  return lines;
+}
+
 namespace {
 
 std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
@@ -104,10 +126,39 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, cons
              options.neighbour_timeout_seconds),
       scaler(make_scaler(options)),
       expected(gradients.size(), 0),
-      hooks(parameters_of(gradients), [this](size_t gradient) { arrived(gradient); }) {
+      hooks(
+          parameters_of(gradients), [this](size_t gradient) { arrived(gradient); },
+          [this](size_t) {
+            const torch::NoGradGuard no_grad;
+            begin_backward();
+          }) {
   if (!make) throw UsageError("DecentralizedDataParallel: no function that makes the optimizer");
+  if (!joins_again(group)) agree(group, "the options of DecentralizedDataParallel", describe(options));
   watch = ParameterWatch(parameters_of(gradients));
   mixing.admit_with([this](const Group& pair) { hand_over(pair); });
+  if (scaler) scale.emplace(*scaler);
+}
+
+void State::tell_weights() {
+  constexpr double passes = -1;
+  constexpr double gives_none = -2;
+  const auto own = weights == Weights::given ? weight : weights == Weights::none ? gives_none : passes;
+  auto all = at::empty({group.size()}, at::kDouble);
+  group.all_gather(all, at::full({1}, own, at::kDouble), {step, -1, "weights"}).wait();
+  std::vector<double> given(all.data_ptr<double>(), all.data_ptr<double>() + group.size());
+  if (std::none_of(given.begin(), given.end(), [](double one) { return one >= 0; })) return;
+  std::vector<int> without;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (given[rank] == gives_none) without.push_back(group.world_rank(rank));
+    given[rank] = std::max(given[rank], 0.0);
+  }
+  if (!without.empty()) {
+    throw DisagreeError(
+        fmt::format("rank {} called the loss's own backward(), others backward(loss_sum, weight): use either one on all "
+                    "ranks, and pass() on one that has no batch",
+                    fmt::join(without, ", ")));
+  }
+  mixing.known().all_weigh(given);
 }
 
 // Before the first step neighbours learn what a rank starts from; later they know what it had before.
@@ -130,6 +181,7 @@ void State::meet_changes() {
 
 // In rank 0's order; ranks may have met other parameters, or in another order.
 void State::build_buckets() {
+  tell_weights();
   auto whole = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
   std::vector<bool> seen(gradients.size(), false);
   for (const auto gradient : order) seen[gradient] = true;
@@ -140,6 +192,19 @@ void State::build_buckets() {
   group.broadcast(whole, 0, {step, -1, "order of gradients"}).wait();
   for (size_t i = 0; i < order.size(); ++i) order[i] = whole[static_cast<int64_t>(i)].item<int64_t>();
   make_buckets();
+}
+
+std::vector<GossipBucket> State::parts() const {
+  std::vector<size_t> all(gradients.size());
+  std::iota(all.begin(), all.end(), 0);
+  const auto cap = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
+  std::vector<GossipBucket> list;
+  for (const auto& members : plan_buckets(gradients, all, cap, cap)) {
+    std::vector<NamedParameter> named;
+    for (const auto member : members) named.push_back({gradients[member].name, gradients[member].parameter});
+    list.emplace_back(std::move(named), /*as_views=*/false);
+  }
+  return list;
 }
 
 void State::make_buckets() {

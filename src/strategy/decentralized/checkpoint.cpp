@@ -21,7 +21,10 @@ class DecentralizedSource : public CheckpointSource {
   explicit DecentralizedSource(DecentralizedDataParallelCore::State& state) : state_(state) {}
 
   std::string strategy() const override { return "decentralized"; }
-  Group group() override { return state_.mixing.remaining(); }
+  Group group() override {
+    state_.require_present("a checkpoint");
+    return state_.mixing.remaining();
+  }
   std::optional<Group> peers() override { return group(); }
 
   CheckpointView view() override {
@@ -68,6 +71,7 @@ class DecentralizedSource : public CheckpointSource {
     auto mass = past_.mass;
     mass.resize(state.buckets.size(), 1);
     state.mixing.go_on_from(std::max<int64_t>(0, past_.version - 1), std::move(mass));
+    state.mixing.known().load(past_.known);
     if (past_.version > 0) state.show_all();
   }
 

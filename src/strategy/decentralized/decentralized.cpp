@@ -57,7 +57,7 @@ void DecentralizedDataParallelCore::after_forward(const std::vector<at::Tensor>&
   for (const auto& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([state = state_.get(), alive = std::weak_ptr<bool>(state_->alive)](const at::Tensor&) {
-      if (!alive.expired()) state->begin_backward();
+      if (!alive.expired()) state->watch_backward();
     });
   }
 }
@@ -67,21 +67,12 @@ void DecentralizedDataParallelCore::forward_failed() {
 }
 
 void DecentralizedDataParallelCore::backward(const at::Tensor& loss_sum, double weight) {
-  if (!std::isfinite(weight) || weight < 0) {
-    throw UsageError(fmt::format("backward: weight {} must be finite and not negative", weight));
-  }
-  const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
-  if (!has_graph && weight > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
-  auto& state = *state_;
-  state.weight += weight;
-  state.weighted = true;
-  if (has_graph) return loss_sum.backward();
-  state.begin_backward();
-  state.end_backward();
+  state_->backward(loss_sum, weight);
 }
 
 void DecentralizedDataParallelCore::pass() {
-  backward({}, 0);
+  state_->require_present("pass()");
+  state_->pass();
 }
 
 NoSync DecentralizedDataParallelCore::no_sync(bool accumulate) {
@@ -122,6 +113,10 @@ LoggingData DecentralizedDataParallelCore::logging_data() const {
                       {"param_as_bucket_view", yes_or_no(options.param_as_bucket_view)},
                       {"neighbour_timeout_seconds", fmt::format("{}", options.neighbour_timeout_seconds)},
                       {"clip_grad", fmt::format("{}", options.clip_grad)},
+                      {"precision", in_words(options.precision)},
+                      {"scaler", yes_or_no(options.scaler.has_value())},
+                      {"exchange_dtype", options.exchange_dtype ? c10::toString(*options.exchange_dtype) : "none"},
+                      {"pre_average_hook", yes_or_no(options.pre_average_hook != nullptr)},
                       {"compressed_exchange", yes_or_no(options.compressed_exchange.has_value())},
                       {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}});
   add_model(data, state.tensors);
@@ -146,9 +141,14 @@ at::Tensor DecentralizedDataParallelCore::scale_loss(const at::Tensor& loss) con
 void DecentralizedDataParallelCore::global_avg() {
   const torch::NoGradGuard no_grad;
   auto& state = *state_;
-  if (state.buckets.empty()) return;  // nothing has been trained yet
+  state.require_present("global_avg()");
   const Label label{state.step, -1, "global average"};
-  average(state.mixing, state.buckets, label);
+  if (state.buckets.empty()) {
+    auto parts = state.parts();
+    average(state.mixing.remaining(), parts, label);
+  } else {
+    average(state.mixing, state.buckets, label);
+  }
   state.watch.note();
   if (!state.options.average_buffers) return;
   for (const auto& buffer : state.tensors.buffers) {
@@ -162,7 +162,12 @@ void DecentralizedDataParallelCore::global_avg() {
 double DecentralizedDataParallelCore::consensus_distance() {
   const torch::NoGradGuard no_grad;
   auto& state = *state_;
-  return std::sqrt(squared_distance(state.mixing, state.buckets, {state.step, -1, "consensus distance"}));
+  state.require_present("consensus_distance()");
+  const Label label{state.step, -1, "consensus distance"};
+  const auto& group = state.mixing.remaining();
+  if (!state.buckets.empty()) return std::sqrt(squared_distance(group, state.buckets, label));
+  auto parts = state.parts();
+  return std::sqrt(squared_distance(group, parts, label));
 }
 
 void DecentralizedDataParallelCore::leave() {
@@ -179,6 +184,7 @@ const Topology& DecentralizedDataParallelCore::topology() const {
 }
 
 const Group& DecentralizedDataParallelCore::remaining() {
+  state_->require_present("remaining()");
   return state_->mixing.remaining();
 }
 

@@ -16,6 +16,9 @@ namespace {
 // Push-sum's weight rides behind the values, on a cache line of its own.
 constexpr int64_t mass_numel = 32;
 
+// The buffer behind whose values this rank says what it knows of the others.
+constexpr size_t bearer = 0;
+
 }  // namespace
 
 Mixing::Mixing(Group group, Topology topology, double timeout_seconds)
@@ -23,7 +26,8 @@ Mixing::Mixing(Group group, Topology topology, double timeout_seconds)
       whole_(std::move(topology)),
       now_{.members = std::vector<int>(group_.size()), .topology = whole_, .number = group_.rank()},
       timeout_seconds_(timeout_seconds),
-      admission_(group_) {
+      admission_(group_),
+      known_(group_.size(), group_.rank()) {
   std::iota(now_.members.begin(), now_.members.end(), 0);
   if (shoal::joins_again(group_)) {
     newcomer_ = std::make_unique<Newcomer>(group_);
@@ -85,6 +89,7 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::Sc
     copies_.emplace_back(buffer, *compressed, whole_.period());
     buffer = {copies_.back().message_bytes(), at::kByte};
   }
+  if (!shown.empty()) shown[bearer].numel += known_.message_bytes() / static_cast<int64_t>(c10::elementSize(shown[bearer].dtype));
   shown_ = std::move(shown);
   channel_ =
       newcomer_ ? join_gossip_channel(group_, shown_, newcomer_->addresses()) : open_gossip_channel(group_, shown_);
@@ -159,13 +164,31 @@ void Mixing::count(int64_t version, ExchangeStatistics& statistics) const {
   ++kind;
 }
 
+Reading Mixing::read(size_t buffer, int rank, const GossipChannel::Use& use) {
+  std::vector<std::byte> news(buffer == bearer ? known_.message_bytes() : 0);
+  const auto reading = channel_->read(buffer, version_, rank, limit(), [&](const at::Tensor& values) {
+    use(values);
+    const auto* end = static_cast<const std::byte*>(values.data_ptr()) + values.nbytes();
+    std::copy(end - news.size(), end, news.begin());
+  });
+  if (reading.arrival == Arrival::here && !news.empty()) known_.take(news.data());
+  return reading;
+}
+
+double Mixing::mean_weight(double own) const {
+  const auto ranks = static_cast<double>(now_.members.size());
+  if (ranks == 1) return own;
+  // The mean is at least this rank's part of it, whatever is known of the others.
+  return std::max(known_.mean_weight(now_.members).value_or(own), own / ranks);
+}
+
 Mixing::Gathered Mixing::gather_differences(size_t buffer) {
   auto& copies = copies_[buffer];
   Gathered result;
   for (const auto& [number, weight] : round().sources(number())) {
     at::Tensor message;
-    const auto [arrival, version] = channel_->read(buffer, version_, now_.members[number], limit(),
-                                                   [&](const at::Tensor& values) { message = values.clone(); });
+    const auto [arrival, version] =
+        read(buffer, now_.members[number], [&](const at::Tensor& values) { message = values.clone(); });
     // What is further on or behind may be of another round, whose readers are others.
     if (arrival != Arrival::here || (version - version_) % topology().period() != 0) {
       ++statistics_.skipped;
@@ -196,7 +219,8 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
     bool again = false;
     for (const auto& [number, weight] : round().sources(number())) {
       const int rank = now_.members[number];
-      const auto add = [&, weight = weight](const at::Tensor& values) {
+      const auto add = [&, weight = weight](const at::Tensor& shown) {
+        const auto values = shown.narrow(0, 0, others_[buffer].numel());
         if (!result.others.defined()) {
           result.others = others_[buffer];
           if (values.scalar_type() == result.others.scalar_type()) {
@@ -209,7 +233,7 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
         }
       };
       const auto [arrival, version] =
-          torn.count(rank) > 0 ? Reading{} : channel_->read(buffer, version_, rank, limit(), add);
+          torn.count(rank) > 0 ? Reading{} : read(buffer, rank, add);
       if (arrival == Arrival::torn) torn.insert(rank);
       // Word that it has left comes late over sockets; it is left out of the same step on all ranks.
       if (arrival == Arrival::gone) remove_lost({rank});
@@ -247,9 +271,9 @@ bool Mixing::mix_into(size_t buffer, const at::Tensor& values) {
   const TimedScope scope(timeline_of(group_), "mix", version_);
   const auto [neighbour, weight] = sources.front();
   const int rank = now_.members[neighbour];
-  const auto [arrival, version] =
-      channel_->read(buffer, version_, rank, limit(),
-                     [&, weight = weight](const at::Tensor& theirs) { at::Tensor(values).lerp_(theirs, weight); });
+  const auto [arrival, version] = read(buffer, rank, [&, weight = weight](const at::Tensor& theirs) {
+    at::Tensor(values).lerp_(theirs.narrow(0, 0, values.numel()), weight);
+  });
   if (arrival == Arrival::gone) {
     remove_lost({rank});
     return mix_into(buffer, values);
@@ -275,6 +299,7 @@ void Mixing::show(size_t buffer, const std::function<void(const at::Tensor&, dou
     write(values, 1);
     copies_[buffer].write(version_ + 1, values, draft);
   }
+  if (buffer == bearer) known_.write(static_cast<std::byte*>(draft.data_ptr()) + draft.nbytes() - known_.message_bytes());
   const auto& party = next_ ? *next_ : now_;
   std::vector<int> readers;
   for (const int number : party.topology.round(version_ + 1).targets(party.number)) {

@@ -9,6 +9,7 @@
 #include "comm/gossip/channel.h"
 #include "comm/gossip/rejoin.h"
 #include "shoal/strategy/decentralized.h"
+#include "strategy/decentralized/known_ranks.h"
 #include "strategy/decentralized/public_copies.h"
 
 namespace shoal {
@@ -63,6 +64,14 @@ class Mixing {
   void restart(int64_t version);
   int64_t version() const { return version_; }  // shown last
   const std::vector<double>& mass() const { return mass_; }
+
+  // What is told with the step that is shown next: before its first buffer is.
+  void tell(std::optional<double> weight, bool overflowed) { known_.add(version_ + 1, weight, overflowed); }
+  // What a sum of this rank's is divided by, so that the mean over ranks is sum / sum of weights; `own`: its weight.
+  double mean_weight(double own) const;
+  KnownRanks& known() { return known_; }
+  const KnownRanks& known() const { return known_; }
+
   // The training goes on from another point: `version` and push-sum's weights as they were there, nothing shown yet.
   // UsageError when ranks have gone. Collective.
   void go_on_from(int64_t version, std::vector<double> mass);
@@ -88,6 +97,8 @@ class Mixing {
   bool pushes() const { return whole_.kind() == Stochastic::column; }
   GossipChannel::Limit limit() const;
   Gathered gather_differences(size_t buffer);
+  // GossipChannel::read, which also takes up what the source knows of the ranks.
+  Reading read(size_t buffer, int rank, const GossipChannel::Use& use);
   void count(int64_t version, ExchangeStatistics& statistics) const;
 
   Group group_;
@@ -107,6 +118,7 @@ class Mixing {
   int last_newcomer_ = 0;               // its number; 0: none
   std::vector<double> mass_;            // push-sum's weight of each buffer
   std::vector<PublicCopies> copies_;    // of each buffer, where exchanges are compressed
+  KnownRanks known_;
   ExchangeStatistics statistics_;
 };
 

@@ -22,8 +22,7 @@ const Label joining{-1, -1, "a rank joins again"};
 Json identity_of(const State& state) {
   return {{"model", state.tensors.describe()},
           {"topology", state.mixing.whole().fingerprint()},
-          {"scaler", state.scaler.has_value()},
-          {"bucket_cap_mb", state.options.bucket_cap_mb}};
+          {"options", describe(state.options)}};
 }
 
 // Shapes and numbers; `tensors` gets the tensors, in this order.
@@ -116,6 +115,7 @@ void State::join_again() {
   }
   make_buckets();
   const auto version = mixing.arrive(standing.mass);
+  mixing.known().load(standing.known);
   // The others go on while this rank prepares; it takes up where they are.
   step = standing.step + version + 1 - standing.version;
   for (auto& bucket : buckets) {

@@ -14,6 +14,7 @@ struct Standing {
   int64_t step = 0;
   int64_t version = 0;         // shown last: with whom ranks mix
   std::vector<double> mass{};  // push-sum's, by bucket
+  std::vector<KnownRanks::Entry> known{};
 };
 
 nlohmann::json to_json(const DecentralizedDataParallelCore::State& state);

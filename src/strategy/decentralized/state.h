@@ -12,9 +12,13 @@
 #include "engine/step_clock.h"
 #include "module/walk.h"
 #include "strategy/decentralized/bucket.h"
+#include "strategy/decentralized/common_scale.h"
 #include "strategy/decentralized/mixing.h"
 
 namespace shoal {
+
+// What ranks must have in common, since they read each other's memory and compute the same scale.
+std::vector<std::string> describe(const DecentralizedDataParallelOptions& options);
 
 // A step is one backward that is not under no_sync, with the local ones before it.
 struct DecentralizedDataParallelCore::State {
@@ -22,13 +26,21 @@ struct DecentralizedDataParallelCore::State {
         const DecentralizedDataParallelOptions& chosen);
 
   // step.cpp
+  // In a backward: its end is the step's, unless it reaches none of the parameters, as torch::autograd::grad does.
+  void watch_backward();
   void begin_backward();
+  // A step without a batch.
+  void pass();
+  void backward(const at::Tensor& loss_sum, double weight);
   void arrived(size_t gradient);
   void end_backward();
   void end_step();
+  void forget_weights();
   // Brings a step that was begun and not finished to its end without updates, so that neighbours get their versions.
   void give_up_step();
   void drop_gradients();
+  // UsageError once this rank has left.
+  void require_present(const char* what) const;
 
   // Before a forward that trains: parameters that were loaded or replaced since the last step.
   void meet_changes();
@@ -36,8 +48,12 @@ struct DecentralizedDataParallelCore::State {
   // build.cpp
   // Collective, at the end of the first backward.
   void build_buckets();
+  // Ranks tell each other the weights of their first step. Collective. DisagreeError where some give none.
+  void tell_weights();
   // In `order`.
   void make_buckets();
+  // All parameters before there are buckets, flat where that is wanted, in memory of their own.
+  std::vector<GossipBucket> parts() const;
   void load_pending();
   // What neighbours get from this rank now, as after a step.
   void show_all();
@@ -57,6 +73,7 @@ struct DecentralizedDataParallelCore::State {
   std::vector<Gradient> gradients;
   Mixing mixing;
   std::optional<GradScaler> scaler;
+  std::optional<CommonScale> scale;  // of the scaler
   std::optional<OptimizerState> pending;  // loaded before there are optimizers
   std::vector<GossipBucket> buckets;
   std::vector<size_t> bucket_of;  // by gradient
@@ -70,8 +87,12 @@ struct DecentralizedDataParallelCore::State {
   enum class Phase { idle, local, running };
   Phase phase = Phase::idle;
   int no_sync_depth = 0;
-  double weight = 0;      // of the step's backwards so far
-  bool weighted = false;  // there were any with a weight
+  std::weak_ptr<void> under_way;  // the outermost backward, while it runs
+  double weight = 0;              // of the step's backwards so far
+  enum class Weights { unknown, none, given };
+  Weights weights = Weights::unknown;  // whether they had any
+  bool weighing = false;               // backward(loss_sum, weight) is running
+  std::optional<double> divisor;       // of the step's sums
   enum class Progress { waiting, mixed, shown };
   std::vector<Progress> progress;  // by bucket
   std::vector<size_t> missing;     // by bucket: gradients that will come yet, as far as is known
@@ -85,6 +106,8 @@ struct DecentralizedDataParallelCore::State {
  private:
   // Whether updates wait for the last gradient.
   bool updates_at_end() const { return scaler || (options.clip_grad > 0 && options.clip == ClipScope::all_gradients); }
+  // What the step's sums are divided by, and what the others are told of it; once per step.
+  void weigh(bool finite);
   void finish(size_t bucket, bool update);
   void mix(size_t bucket);
   void update(GossipBucket& bucket);

@@ -7,6 +7,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "engine/gradient_norm.h"
 #include "shoal/base/error.h"
@@ -16,12 +17,40 @@ namespace shoal {
 
 using State = DecentralizedDataParallelCore::State;
 
+void State::require_present(const char* what) const {
+  if (!left) return;
+  throw UsageError(fmt::format("DecentralizedDataParallel: this rank has left; it trains no more, and {} is for those "
+                               "that are still there",
+                               what));
+}
+
+void State::watch_backward() {
+  if (!under_way.expired()) return;
+  if (phase == Phase::running) {
+    throw UsageError(
+        "DecentralizedDataParallel: the last backward has failed in the middle of a step: call reset(), or forward "
+        "through the wrapper, before the next one");
+  }
+  phase = Phase::idle;
+  // Goes with the backward, whether that ends well or not.
+  const auto token = std::make_shared<int>();
+  under_way = token;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end_backward(); });
+}
+
 void State::begin_backward() {
-  if (phase != Phase::idle) return;
-  if (left) throw UsageError("DecentralizedDataParallel: this rank has left; it trains no more");
-  phase = no_sync_depth > 0 ? Phase::local : Phase::running;
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;  // not so for a rank without samples
-  if (in_backward) torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
+  if (in_backward) watch_backward();
+  if (phase != Phase::idle) return;
+  require_present("backward");
+  if (in_backward && !weighing) {
+    if (weights == Weights::given) {
+      throw UsageError(
+          "a backward with a weight and one without in the same step: use either one for all micro-batches");
+    }
+    weights = Weights::none;
+  }
+  phase = no_sync_depth > 0 ? Phase::local : Phase::running;
   if (phase == Phase::local) return;
   if (in_backward) clock.mark(StepClock::backward_begins, step);
   mixing.begin_step();
@@ -31,10 +60,41 @@ void State::begin_backward() {
   for (size_t i = 0; i < gradients.size() && !buckets.empty(); ++i) ++missing[bucket_of[i]];
 }
 
+void State::pass() {
+  begin_backward();
+  end_backward();
+}
+
+void State::backward(const at::Tensor& loss_sum, double of_loss) {
+  if (!std::isfinite(of_loss) || of_loss < 0) {
+    throw UsageError(fmt::format("backward: weight {} must be finite and not negative", of_loss));
+  }
+  const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
+  if (!has_graph && of_loss > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
+  if (weights == Weights::none) {
+    throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");
+  }
+  require_present("backward");
+  weights = Weights::given;
+  weight += of_loss;
+  if (!has_graph) {
+    if (no_sync_depth == 0) pass();
+    return;
+  }
+  weighing = true;
+  try {
+    loss_sum.backward();
+  } catch (...) {
+    weighing = false;
+    if (phase == Phase::idle) weight -= of_loss;  // nothing had begun
+    throw;
+  }
+  weighing = false;
+}
+
 void State::arrived(size_t gradient) {
   const torch::NoGradGuard no_grad;
-  begin_backward();
-  if (phase == Phase::local) return;
+  if (phase != Phase::running) return;
   if (++arrivals[gradient] == 1 && buckets.empty()) order.push_back(gradient);
   if (buckets.empty()) return;
   const auto bucket = bucket_of[gradient];
@@ -52,12 +112,14 @@ void State::arrived(size_t gradient) {
 
 void State::end_backward() {
   const torch::NoGradGuard no_grad;
+  under_way.reset();
   if (phase == Phase::running) {
     clock.mark(StepClock::backward_ends, step);
     if (buckets.empty()) build_buckets();
     const bool finite = !updates_at_end() || unscale_and_clip();
+    weigh(finite);
     for (size_t i = 0; i < buckets.size(); ++i) finish(i, finite);
-    if (scaler) scaler->update(!finite);
+    if (scale) scale->step(mixing.version() + 1, mixing.known());
     clock.mark(StepClock::all_back, step);
     clock.end_step(/*finished=*/true);
     end_step();
@@ -69,20 +131,35 @@ void State::end_step() {
   for (size_t i = 0; i < gradients.size(); ++i) expected[i] = std::max(expected[i], arrivals[i]);
   mixing.end_step();
   ++step;
+  forget_weights();
+}
+
+void State::forget_weights() {
   weight = 0;
-  weighted = false;
+  weights = Weights::unknown;
+  divisor.reset();
+}
+
+void State::weigh(bool finite) {
+  if (divisor) return;
+  // A rank without a batch has no weight in a training with weights.
+  const bool weighted = weights == Weights::given || mixing.known().weighs();
+  divisor = weighted ? mixing.mean_weight(weight) : 1;
+  mixing.tell(weighted ? std::optional(weight) : std::nullopt, !finite);
 }
 
 void State::give_up_step() {
   const torch::NoGradGuard no_grad;
   if (phase == Phase::running && !buckets.empty()) {
+    if (!divisor) mixing.tell(std::nullopt, /*overflowed=*/false);
+    divisor = 1;
     for (size_t i = 0; i < buckets.size(); ++i) finish(i, /*update=*/false);
     clock.end_step(/*finished=*/false);
+    if (scale) scale->step(mixing.version() + 1, mixing.known());  // as it counts for the others
     end_step();
   }
   phase = Phase::idle;
-  weight = 0;
-  weighted = false;
+  forget_weights();
   if (buckets.empty()) order.clear();
   drop_gradients();
 }
@@ -97,7 +174,8 @@ void State::finish(size_t index, bool with_update) {
     progress[index] = Progress::mixed;
     bucket.adopt();
     mix(index);
-    if (with_update && (!weighted || weight > 0)) update(bucket);
+    weigh(/*finite=*/true);
+    if (with_update && (weights != Weights::given || weight > 0)) update(bucket);
     if (bucket.schedule) bucket.schedule->step();
     for (const auto& member : bucket.members()) at::Tensor(member.parameter).mutable_grad().reset();
   }
@@ -124,9 +202,8 @@ void State::mix(size_t index) {
 
 void State::update(GossipBucket& bucket) {
   RECORD_USER_SCOPE("shoal::update");
-  const bool divide = weighted && !updates_at_end();
-  if (divide) {
-    for (auto& gradient : gradients_of(bucket)) gradient.div_(weight);
+  if (weights == Weights::given && !updates_at_end()) {
+    for (auto& gradient : gradients_of(bucket)) gradient.div_(*divisor);
   }
   if (options.clip_grad > 0 && options.clip == ClipScope::bucket) {
     const auto own = gradients_of(bucket);
@@ -154,8 +231,9 @@ std::vector<at::Tensor> State::all_gradients() const {
 bool State::unscale_and_clip() {
   const auto list = all_gradients();
   if (scaler && scaler->unscale(list)) return false;
-  if (weighted && weight > 0) {
-    for (const auto& gradient : list) at::Tensor(gradient).div_(weight);
+  weigh(/*finite=*/true);
+  if (weights == Weights::given && weight > 0) {
+    for (const auto& gradient : list) at::Tensor(gradient).div_(*divisor);
   }
   if (options.clip_grad > 0 && options.clip == ClipScope::all_gradients) {
     norm = local_norm(list, 2);
