@@ -56,6 +56,22 @@ std::vector<double> gathered(const Group& group, double value) {
   return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
 }
 
+// Of all parameters together, by rank: ranks hold different ones in decentralised and in local training.
+Json digests_of_ranks(const Group& group, const torch::nn::Module& model) {
+  double sum = 0;
+  double abs_sum = 0;
+  double squares = 0;
+  for (const auto& [name, tensor] : once(model.named_parameters())) {
+    const auto digest = models::digest(0, tensor);
+    sum += digest.sum;
+    abs_sum += digest.abs_sum;
+    squares += digest.l2 * digest.l2;
+  }
+  return {{"sum", gathered(group, sum)},
+          {"abs_sum", gathered(group, abs_sum)},
+          {"l2", gathered(group, std::sqrt(squares))}};
+}
+
 double rounded(double value, double unit) {
   return std::round(value / unit) * unit;
 }
@@ -159,6 +175,7 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   report["lr"] = result.lr;
   report["params"] = digests(model.named_parameters());
   report["buffers"] = digests(model.named_buffers());
+  report["params_by_rank"] = digests_of_ranks(group, model);
   report["timing"] = timing(reduced(group, result.step_ms, ReduceOp::max));
   report["timing"]["samples_per_second"] = rounded(static_cast<double>(result.samples * group.size()) / seconds, 0.1);
   const auto wait = median_of(steady_part(result.wait_ms));

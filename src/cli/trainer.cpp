@@ -165,12 +165,17 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
 }
 
 void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& result) {
+  result.figures = strategy_->figures();  // before decentralised ranks become equal
   const auto whole = strategy_->whole_parameters();
   result.eval.push_back(evaluate(*model_, *feed_.test_data(), present(), options_.precision()));
   progress.clear();
   if (group_.rank() != 0) return;
-  fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %\n", epoch + 1, result.eval.back().loss,
+  fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %", epoch + 1, result.eval.back().loss,
              100 * result.eval.back().accuracy);
+  for (const auto& [name, value] : result.figures) {
+    if (name == "consensus_distance") fmt::print(", consensus distance {:.3g}", value);
+  }
+  fmt::print("\n");
   std::fflush(stdout);
 }
 
@@ -221,10 +226,12 @@ TrainResult Trainer::run() {
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
     if (options_.eval && (epoch_ends || number + 1 == total)) {
       evaluate_model(epoch, progress, result);
-      metrics.write({{"step", number},
-                     {"eval_loss", result.eval.back().loss},
-                     {"eval_accuracy", result.eval.back().accuracy},
-                     {"eval_count", result.eval.back().count}});
+      nlohmann::ordered_json line{{"step", number},
+                                  {"eval_loss", result.eval.back().loss},
+                                  {"eval_accuracy", result.eval.back().accuracy},
+                                  {"eval_count", result.eval.back().count}};
+      for (const auto& [name, value] : result.figures) line[name] = value;
+      metrics.write(line);
     }
     // After that, which makes decentralised ranks equal.
     if (!is_due(number + 1) || number + 1 == total) continue;

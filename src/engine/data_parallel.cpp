@@ -155,6 +155,7 @@ void DataParallelCore::adopt_changes(bool training) {
 void DataParallelCore::before_forward() {
   const NormalMode outside;
   auto& state = *state_;
+  state.entered = false;
   state.require_shapes();
   if (state.no_sync_depth == 0) state.reducer->settle();
   adopt_changes(torch::GradMode::is_enabled());
@@ -166,6 +167,7 @@ void DataParallelCore::before_forward() {
   auto& reducer = *state.reducer;
   state.buffers.before_forward(state.group, state.tensors.buffers, reducer.lead(), reducer.step());
   reducer.expect_backward();
+  state.entered = true;
   reducer.clock().mark(StepClock::forward_begins, reducer.step());
 }
 
@@ -181,7 +183,7 @@ void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
 
 void DataParallelCore::forward_failed() {
   const NormalMode outside;
-  state_->reducer->mark_failed();
+  if (state_->entered) state_->reducer->mark_failed();
   if (torch::GradMode::is_enabled()) return;
   try {
     end_pass(false);            // others may need this rank's help
@@ -228,7 +230,9 @@ void DataParallelCore::adopt_model(int rank) {
   if (state.reducer->exchange().everywhere()) {
     for (const auto& entry : state.tensors.parameters) values.push_back(entry.tensor);
   }
-  for (const auto& entry : state.tensors.buffers) values.push_back(entry.tensor);
+  for (const auto& entry : state.tensors.buffers) {
+    if (state.adopts_buffers) values.push_back(entry.tensor);
+  }
   const UnwatchedOperators own;
   broadcast_coalesced(state.group, values, rank, {state.reducer->step(), -1, "the last joiner's model"});
 }

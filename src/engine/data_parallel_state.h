@@ -14,6 +14,7 @@ struct DataParallelCore::State {
   std::shared_ptr<torch::nn::Module> module;
   Group group;
   BufferSync buffers{};
+  bool adopts_buffers = true;  // after a Join, those of a rank that took part in the last step
   Precision precision{};
   ModuleTensors tensors;
   ParameterWatch watch{};  // of the parameters, since they were wrapped or last seen
@@ -22,6 +23,7 @@ struct DataParallelCore::State {
   std::shared_ptr<GradientConsumer> consumer{};                                    // the present reducer's
   LoggingData::Settings settings{};                                                // for logging
   int no_sync_depth = 0;
+  bool entered = false;  // the forward that runs, or ran last, has entered a step that the other ranks wait for
 
   // Without communication: UsageError when a parameter has another shape by now.
   void require_shapes() const;

@@ -8,7 +8,8 @@
 namespace shoal {
 
 // One flag per gradient and a weight, in memory that is summed over the ranks:
-//   flags    1 when this rank used the gradient in the step; the sum counts the ranks that did
+//   flags    1 when this rank used the gradient in the step, `came_alone` when backward reached it and added nothing
+//            (an undefined gradient); the sum counts the ranks that used it
 //   weight   this rank's weight in the mean; the sum is what the gradients' sum is divided by
 // So unused parameters, weights and abandoned steps (a weight of NaN) cost no communication beyond the gradients' own.
 class Facts {
@@ -23,14 +24,17 @@ class Facts {
   // Whether the weight survives in this dtype: 16-bit floats cannot count tokens.
   bool exact() const { return memory_.element_size() >= 4; }
 
-  void write(const std::vector<bool>& used, double weight);
+  // came: backward reached it.
+  void write(const std::vector<bool>& used, const std::vector<bool>& came, double weight);
   double weight() const;
   // Whether ranks used the same gradients; ranks: how many there are.
   bool alike(int ranks) const;
-  // Sets used[i] where any rank used gradient i.
-  void read_used(std::vector<bool>& used) const;
+  // Sets used[i] where any rank used gradient i, came[i] where any rank's backward reached it.
+  void read(std::vector<bool>& used, std::vector<bool>& came) const;
 
  private:
+  static constexpr double came_alone = 1.0 / (1 << 14);  // not to be mistaken for 1, also in 16 bits and of all ranks
+
   std::vector<size_t> of_;
   at::Tensor memory_;
 };

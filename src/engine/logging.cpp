@@ -113,6 +113,12 @@ std::string to_table(const LoggingData& data) {
   return table;
 }
 
+std::string in_words(const Precision& precision) {
+  return fmt::format("parameters {}, computes in {}, scaler {}", c10::toString(precision.parameters),
+                     c10::toString(precision.compute.value_or(precision.parameters)),
+                     yes_or_no(precision.scaler.has_value()));
+}
+
 std::string yes_or_no(bool value) {
   return value ? "yes" : "no";
 }

@@ -4,6 +4,7 @@
 #include "engine/reducer.h"
 #include "module/walk.h"
 #include "shoal/engine/logging_data.h"
+#include "shoal/engine/precision.h"
 
 namespace shoal {
 
@@ -16,5 +17,6 @@ void add_steps(LoggingData& data, const Reducer& reducer);
 
 // For settings.
 std::string yes_or_no(bool value);
+std::string in_words(const Precision& precision);
 
 }  // namespace shoal

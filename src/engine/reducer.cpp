@@ -44,8 +44,10 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       exchange_(std::move(exchange)),
       frozen_(gradients_.size()),
       used_(gradients_.size()),
+      came_(gradients_.size()),
       reached_(gradients_.size()),
       used_anywhere_(gradients_.size()),
+      came_anywhere_(gradients_.size()),
       earlier_(gradients_, buckets_, places_, options.about_sums),
       hooks_(
           std::in_place, checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); },
@@ -115,7 +117,6 @@ void Reducer::inspect(const std::vector<at::Tensor>& outputs) {
     mark_reachable(outputs, hooks_->numbers(), reached_);
     inspected_ = true;
   }
-  if (!options_.static_graph) return;
   // A block that is recomputed runs a backward of its own inside the outer one. Only the outer one's end is the step's,
   // and an output's gradient is the first thing that it computes.
   for (const auto& output : outputs) {
@@ -123,16 +124,25 @@ void Reducer::inspect(const std::vector<at::Tensor>& outputs) {
     output.register_hook([this, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
       if (alive.expired()) return;
       const std::lock_guard lock(mutex_);
-      if (phase_ == Phase::idle) begin_backward();
+      watch_backward();
     });
   }
+}
+
+// Its end ends the step, if it has begun by then: torch::autograd::grad reaches no parameter. Goes with the backward,
+// whether that ends well or not.
+void Reducer::watch_backward() {
+  if (!under_way_.expired()) return;
+  const auto token = std::make_shared<int>();
+  under_way_ = token;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end_backward(); });
 }
 
 // Before anything is accumulated, so that what earlier backwards have left can be told from what this one adds.
 void Reducer::arriving(size_t gradient) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
-  const bool stale = phase_ == Phase::local && graph_task_ != torch::autograd::get_current_graph_task_id();
+  const bool stale = phase_ == Phase::local && under_way_.expired();
   if (phase_ == Phase::idle || stale) begin_backward();
   earlier_.set_aside(gradient);
 }
@@ -140,7 +150,8 @@ void Reducer::arriving(size_t gradient) {
 void Reducer::arrived(size_t gradient) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
-  used_[gradient] = true;
+  came_[gradient] = true;
+  if (gradients_[gradient].parameter.grad().defined()) used_[gradient] = true;
   if (phase_ == Phase::running) {
     count_arrival(gradient);
     return;
@@ -198,9 +209,7 @@ void Reducer::begin_backward() {
   } else {
     phase_ = Phase::local;
   }
-  graph_task_ = torch::autograd::get_current_graph_task_id();
-  if (graph_task_ < 0) return;  // not inside a backward: a rank without samples
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
+  if (in_backward_) watch_backward();  // else a rank without samples
 }
 
 void Reducer::begin_step() {
@@ -214,6 +223,7 @@ void Reducer::begin_step() {
   finished_ = 0;
   void_ = false;
   if (early_) used_anywhere_.assign(gradients_.size(), false);
+  came_anywhere_.assign(gradients_.size(), false);
   facts_work_ = {};
   ready_.assign(gradients_.size(), false);
   arrivals_.assign(gradients_.size(), 0);
@@ -252,8 +262,8 @@ void Reducer::count_arrival(size_t gradient) {
   } else if (ready_[gradient]) {
     throw UsageError(
         fmt::format("the gradient of {} came after it had been handed over for reduction. If a block is "
-                    "recomputed in backward, set static_graph; if a loss does not come from the outputs of "
-                    "forward, unset find_unused_parameters",
+                    "recomputed in backward, set static_graph and unset find_unused_parameters; if a loss does not "
+                    "come from the outputs of forward, unset find_unused_parameters",
                     name));
   }
   mark_ready(gradient);
@@ -349,14 +359,14 @@ void Reducer::issue(size_t index) {
     sparse_[index] = all_reduce_sparse(group_, grad, parameter.sizes(), parameter.options().requires_grad(false),
                                        issued_weight(), label(index));
   } else {
-    if (bucket.facts().defined()) bucket.facts().write(used_, issued_weight());
+    if (bucket.facts().defined()) bucket.facts().write(used_, came_, issued_weight());
     sums_[index] = with_held(index, exchange_->reduce(bucket, label(index)));
   }
 }
 
 void Reducer::issue_facts() {
   if (!facts_.defined()) return;
-  facts_.write(used_, issued_weight());
+  facts_.write(used_, came_, issued_weight());
   facts_work_ = group_.all_reduce(facts_.memory(), ReduceOp::sum, {step_, -1, "used gradients and weight"});
 }
 

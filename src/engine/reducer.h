@@ -43,7 +43,7 @@ struct ReducerOptions {
 // Averages gradients over a group while backward runs.
 //
 // A step is one backward that synchronises, with the local ones before it. Its life:
-//   idle --before the first gradient, or an output's hook--> running --end of backward--> idle
+//   idle --before the first gradient--> running --end of the outermost backward--> idle
 // Every rank issues all buckets in every step, in the same order, whatever its own graph used: a parameter without a
 // gradient here contributes zero, and the flags in the bucket say who used what. So ranks may run different modules.
 // A rank that cannot finish its step issues the rest with a weight of NaN (abandon), so that its peers do not wait.
@@ -100,7 +100,7 @@ class Reducer {
   // This rank has entered a step that its peers will finish or wait for; if it does not, abandon() must follow.
   // Collective once, after the first finished step: buckets are rebuilt.
   void expect_backward();
-  // Something failed: the step cannot be finished here.
+  // Something failed: the step cannot be finished here. No fault of a step that no forward has entered.
   void mark_failed() { failed_ = expected_ || phase_ == Phase::running; }
   // True when a step was begun here and neither finished nor abandoned.
   bool broken() const { return failed_ || phase_ == Phase::running; }
@@ -194,6 +194,7 @@ class Reducer {
   enum class Phase { idle, local, running };
 
   // reducer.cpp: gradients arrive
+  void watch_backward();
   void arriving(size_t gradient);
   void arrived(size_t gradient);
   void begin_backward();
@@ -262,7 +263,7 @@ class Reducer {
   // One backward thread per device may report gradients.
   std::recursive_mutex mutex_;
   Phase phase_ = Phase::idle;
-  int graph_task_ = -1;  // the backward that phase_ speaks of
+  std::weak_ptr<void> under_way_;  // the outermost backward that was seen to begin, while it runs
   bool expected_ = false;
   bool failed_ = false;
   int64_t step_ = 0;
@@ -270,7 +271,8 @@ class Reducer {
   std::vector<bool> frozen_;  // by gradient
 
   // The step in progress.
-  std::vector<bool> used_;     // a gradient came in this step, local backwards included
+  std::vector<bool> used_;     // a gradient was added in this step, local backwards included
+  std::vector<bool> came_;     // backward reached it, if only with an undefined gradient
   std::vector<bool> reached_;  // find_unused_parameters: in some forward's graph
   bool inspected_ = false;
   std::vector<bool> ready_;      // handed to its bucket
@@ -294,6 +296,7 @@ class Reducer {
 
   // The last step.
   std::vector<bool> used_anywhere_;
+  std::vector<bool> came_anywhere_;
   bool alike_ = true;    // in the last step all ranks used the same gradients, as far as is known
   bool patient_ = true;  // in this step no bucket was waited for in vain
   EarlierSums earlier_;

@@ -25,7 +25,7 @@ PendingExchange Reducer::with_held(size_t index, PendingExchange sum) {
 
 void Reducer::hold_back() {
   std::vector<bool> used(gradients_.size());
-  facts_.read_used(used);
+  facts_.read(used, came_anywhere_);
   release_finished();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     drop_gradients(i);

@@ -18,7 +18,7 @@ namespace shoal {
 void Reducer::end_backward() {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
-  graph_task_ = -1;
+  under_way_.reset();
   if (phase_ == Phase::local) phase_ = Phase::idle;
   if (phase_ != Phase::running) return;
   if (in_backward_) clock_.mark(StepClock::backward_ends, step_);
@@ -66,7 +66,8 @@ void Reducer::finish_step() {
   release_finished();
   if (!by_hand_ && !options_.find_unused_parameters && !options_.static_graph && !options_.accept_unused) {
     for (size_t i = 0; i < gradients_.size(); ++i) {
-      if (!used_anywhere_[i] && !frozen_[i]) unused_names_.push_back(gradients_[i].name);
+      const bool unused = !used_anywhere_[i] && !came_anywhere_[i] && !frozen_[i];
+      if (unused) unused_names_.push_back(gradients_[i].name);
     }
   }
   learn();
@@ -86,7 +87,7 @@ void Reducer::learn() {
 void Reducer::deliver_all(double weight) {
   used_anywhere_.assign(gradients_.size(), false);
   if (facts_.defined()) {
-    facts_.read_used(used_anywhere_);
+    facts_.read(used_anywhere_, came_anywhere_);
     alike_ = facts_.alike(group_.size());
   }
   for (size_t i = 0; i < buckets_.size(); ++i) deliver(i, weight);
@@ -165,7 +166,7 @@ void Reducer::deliver(size_t index, double weight) {
   auto& bucket = buckets_[index];
   if (rests(index)) return;
   if (bucket.sparse()) return deliver_sparse(index);
-  if (bucket.facts().defined()) bucket.facts().read_used(used_anywhere_);
+  if (bucket.facts().defined()) bucket.facts().read(used_anywhere_, came_anywhere_);
   if (bucket.kept_range().empty() && !exchange_->everywhere()) return leave_parts(index);
   auto sum = bucket.kept();
   if (const auto held = earlier_.take_held(index); held.defined()) sum.add_(held);
@@ -214,7 +215,7 @@ void Reducer::deliver_sparse(size_t index) {
   const auto member = buckets_[index].members().front();
   auto& result = *sparse_[index];
   if (result.present > 0) {
-    used_anywhere_[member] = true;
+    used_anywhere_[member] = came_anywhere_[member] = true;
     if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
   }
   if (!exchange_->everywhere()) {
@@ -230,7 +231,6 @@ void Reducer::deliver_sparse(size_t index) {
 
 void Reducer::close_step() {
   phase_ = Phase::idle;
-  graph_task_ = -1;
   expected_ = false;
   failed_ = false;
   reached_.assign(gradients_.size(), false);
@@ -238,6 +238,7 @@ void Reducer::close_step() {
   by_hand_ = false;
   if (!std::exchange(holding_, false)) {
     used_.assign(gradients_.size(), false);
+    came_.assign(gradients_.size(), false);
     weight_.reset();
   }
   unmark_local_gradients();
@@ -304,8 +305,10 @@ void Reducer::check_last_step() {
   if (unused_names_.empty()) return;
   const auto names = std::exchange(unused_names_, {});
   throw UsageError(
-      fmt::format("no rank computed a gradient for {} in the last step: use these parameters in the loss, "
-                  "freeze them (requires_grad_(false)) or ignore them, or set find_unused_parameters",
+      fmt::format("no rank computed a gradient for {} in the last step. If a block is recomputed in backward, set "
+                  "static_graph; if one forward has several backwards (of different outputs), call all but the last "
+                  "under no_sync(), or set find_unused_parameters; else use these parameters in the loss, freeze them "
+                  "(requires_grad_(false)) or ignore them, or set find_unused_parameters",
                   fmt::join(names, ", ")));
 }
 
@@ -326,7 +329,7 @@ void Reducer::backward(const at::Tensor& loss_sum, double weight) {
     }
   } catch (...) {
     weighted_backward_ = false;
-    mark_failed();
+    if (synchronises()) mark_failed();
     throw;
   }
   weighted_backward_ = false;
@@ -365,6 +368,7 @@ void Reducer::abandon() {
     phase_ = Phase::idle;
     weight_.reset();
     used_.assign(gradients_.size(), false);
+    came_.assign(gradients_.size(), false);
     earlier_.forget_held();
     return;
   }

@@ -10,6 +10,7 @@
 #include "engine/hooked_exchange.h"
 #include "engine/logging.h"
 #include "shoal/base/error.h"
+#include "shoal/engine/hooks/compress.h"
 
 namespace shoal {
 
@@ -26,10 +27,28 @@ void DistributedDataParallelOptions::validate() const {
   if (buffer_hook && !broadcast_buffers) {
     faults.emplace_back("buffer_hook takes the place of broadcast_buffers: leave that on, or unset the hook");
   }
+  if (reduce_dtype && *reduce_dtype != at::kHalf && *reduce_dtype != at::kBFloat16) {
+    faults.push_back(fmt::format("reduce_dtype is {}: give float16 or bfloat16, or none for the parameters' own",
+                                 c10::toString(*reduce_dtype)));
+  }
+  if (reduce_dtype && communication_hook) {
+    faults.emplace_back("communication_hook decides how gradients are summed up: unset reduce_dtype, or give it as the "
+                        "hook's carrier");
+  }
   if (!faults.empty()) throw UsageError(fmt::format("DistributedDataParallel: {}", fmt::join(faults, "; ")));
 }
 
 namespace {
+
+std::shared_ptr<CommunicationHook> hook_of(const DistributedDataParallelOptions& options) {
+  if (options.reduce_dtype) return std::make_shared<CompressHook>(*options.reduce_dtype);
+  return options.communication_hook;
+}
+
+std::string buffer_hook_of(const DistributedDataParallelOptions& options) {
+  if (!options.buffer_hook) return "none";
+  return options.buffer_hook_location == BufferHookLocation::pre_forward ? "before forward" : "after forward";
+}
 
 // With a consumer means are used up: one bucket travels while the next one fills.
 void make_reducer(DataParallelCore::State& state, const DistributedDataParallelOptions& options,
@@ -38,7 +57,7 @@ void make_reducer(DataParallelCore::State& state, const DistributedDataParallelO
   if (options.grad_reduce_in_fp32) widen(gradients);
   auto exchange =
       with_hook(std::make_unique<AllReduce>(state.group, bucket_caps(options), /*used_up=*/consumer != nullptr),
-                options.communication_hook, gradients, "DistributedDataParallel");
+                hook_of(options), gradients, "DistributedDataParallel");
   ReducerOptions chosen{.gradient_as_bucket_view = options.gradient_as_bucket_view,
                         .find_unused_parameters = options.find_unused_parameters,
                         .static_graph = options.static_graph,
@@ -51,6 +70,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
                                                     const DistributedDataParallelOptions& options) {
   options.validate();
   auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true);
+  state->adopts_buffers = options.broadcast_buffers;
   state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state->precision = options.precision;
   state->settings = {{"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
@@ -60,6 +80,10 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
                      {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
                      {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
                      {"static_graph", yes_or_no(options.static_graph)},
+                     {"precision", in_words(options.precision)},
+                     {"reduce_dtype", options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none"},
+                     {"communication_hook", options.communication_hook ? options.communication_hook->name() : "none"},
+                     {"buffer_hook", buffer_hook_of(options)},
                      {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
   state->remake_reducer = [to = state.get(), options](const auto& consumer) { make_reducer(*to, options, consumer); };
   state->remake_reducer(nullptr);

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -87,20 +88,26 @@ class DataParallelCore : public Joinable {
 template <class Module, class Core>
 class DataParallelWrapper {
  public:
-  // Returns what the module's own forward returns. Collective when buffers are broadcast (not under no_sync, not when
+  // Returns what the module's own forward returns, if anything. Collective when buffers are broadcast (not under no_sync, not when
   // gradients are disabled). An exception marks the step as failed on this rank, see reset().
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     try {
       core_.before_forward();
-      auto output = [&] {
+      const auto forward_of_module = [&] {
         const Precision::Scope scope(core_.precision(), core_.device());
         return module_->forward(std::forward<Arguments>(arguments)...);
-      }();
+      };
       std::vector<at::Tensor> tensors;
-      collect_tensors(output, tensors);
-      core_.after_forward(tensors);
-      return output;
+      if constexpr (std::is_void_v<decltype(forward_of_module())>) {
+        forward_of_module();
+        core_.after_forward(tensors);
+      } else {
+        auto output = forward_of_module();
+        collect_tensors(output, tensors);
+        core_.after_forward(tensors);
+        return output;
+      }
     } catch (...) {
       core_.forward_failed();
       throw;

@@ -5,6 +5,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
+#include <optional>
 
 #include "shoal/engine/buffer_hook.h"
 #include "shoal/engine/communication_hook.h"
@@ -21,6 +22,8 @@ struct DistributedDataParallelOptions {
                                         // which grad() is under no_sync(); then it is rounded to the parameter's dtype
   std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
   Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
+  std::optional<at::ScalarType> reduce_dtype{};  // float16 or bfloat16: gradients are summed up in this, and come back in
+                                                 // the parameters' dtype; none: in that itself
   std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of an all-reduce
   std::shared_ptr<BufferHook> buffer_hook{};                // makes buffers equal instead of rank 0's broadcast
   BufferHookLocation buffer_hook_location = BufferHookLocation::pre_forward;

@@ -69,8 +69,8 @@ PeriodicModelAverager::PeriodicModelAverager(Group group, int64_t period, int64_
 }
 
 bool PeriodicModelAverager::average(const std::vector<at::Tensor>& parameters) {
-  const auto step = ++steps_;
-  if (step <= warmup_steps_ || (step - warmup_steps_) % period_ != 0) return false;
+  const auto step = steps_++;
+  if (step < warmup_steps_ || (step - warmup_steps_) % period_ != 0) return false;
   const torch::NoGradGuard no_grad;
   std::vector<at::Tensor> averaged;
   for (const auto& parameter : parameters) {

@@ -212,6 +212,7 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
         return wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);
       }()),
       sharding_(std::make_shared<Sharding>(Sharding{.optimizers = std::move(optimizers), .options = options})) {
+  state().adopts_buffers = options.broadcast_buffers;
   state().buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state().precision = options.precision;
   state().settings = {{"reduce_buffer_size", fmt::format("{}", options.reduce_buffer_size)},

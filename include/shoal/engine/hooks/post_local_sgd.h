@@ -36,7 +36,8 @@ class PostLocalSgdHook : public CommunicationHook {
   std::unique_ptr<Memory> memory_;
 };
 
-// Averages parameters over ranks every `period` steps.
+// Averages parameters over ranks every `period` steps: after those whose number, from 0, is warmup_steps, warmup_steps +
+// period, and so on. So the first average follows the first step after the warm-up, as in PyTorch.
 class PeriodicModelAverager {
  public:
   // warmup_steps: before the first average, usually the hook's start_iteration. UsageError for period < 1 or a negative
