@@ -1,6 +1,6 @@
-// The main of tests that run on several real processes. `TEST --ranks N [--transport T] [--check-agreement]` starts N
-// copies of itself, `mpirun -n N TEST` has done so; each joins the world and runs the whole suite, so every test body
-// is executed by all ranks together.
+// The main of tests that run on several real processes. `TEST --ranks N [--transport T] [--check-agreement] [--timeout
+// SECONDS]` starts N copies of itself, `mpirun -n N TEST` has done so; each joins the world and runs the whole suite,
+// so every test body is executed by all ranks together.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -34,11 +34,12 @@ class FailuresOnly : public ::testing::EmptyTestEventListener {
 
 int run_rank(const std::vector<std::string>& arguments) {
   WorldOptions options;
+  options.timeout_seconds = 60;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i] == "--transport" && i + 1 < arguments.size()) options.transport = arguments[i + 1];
+    if (arguments[i] == "--timeout" && i + 1 < arguments.size()) options.timeout_seconds = std::stoi(arguments[i + 1]);
     if (arguments[i] == "--check-agreement") options.check_agreement = true;
   }
-  options.timeout_seconds = 60;
   joined() = std::make_unique<World>(init(options));
   if (joined()->rank() > 0) {
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();

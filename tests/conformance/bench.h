@@ -1,0 +1,99 @@
+#pragma once
+// What a behaviour is, and what it sees of the strategy that it runs under.
+
+#include <torch/nn/modules/container/sequential.h>
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shoal/comm/group.h"
+#include "tests/conformance/trained.h"
+
+namespace shoal::test {
+
+struct Strategy;
+
+// A rank's part of the whole batch.
+struct Part {
+  int number = 0;
+  int of = 1;
+};
+
+// Values by which a training is compared with one process.
+struct Observation {
+  std::string what;
+  std::vector<at::Tensor> values;
+};
+
+// A behaviour runs twice: in one process on the whole batch, and on ranks that share the batch out. What it observes
+// must be equal.
+class Bench {
+ public:
+  // expected: what one process observed; nullptr: this is the one process.
+  // parts: into which the ranks divide the batch.
+  Bench(const Strategy& strategy, const Group& group, std::filesystem::path folder, int parts,
+        const std::vector<Observation>* expected);
+
+  std::unique_ptr<Trained> wrap(std::shared_ptr<Network> model, const Setup& setup = {});
+  std::unique_ptr<Trained> wrap(const torch::nn::Sequential& model, const Setup& setup = {});
+
+  bool one_process() const { return expected_ == nullptr; }
+  const Group& group() const { return group_; }
+  Part part() const { return part_; }
+  // Into how many parts the ranks divide a batch; one process knows it too, and has them all.
+  int parts() const { return parts_; }
+  // How many ranks have the same rows.
+  int ranks_per_part() const { return one_process() ? 1 : group_.size() / part_.of; }
+  // Whether this is the given rank; in one process always.
+  bool on(int rank) const { return one_process() || group_.rank() == rank % group_.size(); }
+  // Rows of a whole tensor that are this rank's.
+  at::Tensor share(const at::Tensor& whole) const;
+  // Those of any part.
+  at::Tensor share_of(const at::Tensor& whole, int number) const;
+  // This rank's rows of a batch of 12; the same in every run.
+  at::Tensor batch(int64_t step, int64_t columns = 6) const;
+  // A folder that all ranks see; empty at the start of a behaviour. Not collective.
+  const std::filesystem::path& folder() const { return folder_; }
+  std::string file(const std::string& name) const { return folder_ / name; }
+  // Until all ranks are here.
+  void meet() const;
+
+  // Equal to one process, as exactly as tolerance (relative to the largest element) says.
+  void same(const std::string& what, const std::vector<at::Tensor>& values, double tolerance = 1e-9);
+  void same(const std::string& what, const at::Tensor& value, double tolerance = 1e-9);
+  void same(const std::string& what, double value, double tolerance = 1e-9);
+  void same_parameters(const torch::nn::Module& module, double tolerance = 1e-9);
+  // Says what is wrong if it is false.
+  void check(bool right, const std::string& what);
+
+  const std::vector<Observation>& observed() const { return observed_; }
+  const std::vector<std::string>& differences() const { return differences_; }
+
+ private:
+  const Strategy& strategy_;
+  Group group_;
+  std::filesystem::path folder_;
+  int parts_;
+  const std::vector<Observation>* expected_;
+  Part part_;
+  std::vector<Observation> observed_;
+  std::vector<std::string> differences_;
+};
+
+struct Behaviour {
+  std::string name;
+  std::function<void(Bench&)> body;
+};
+
+// Rows in [0, 1) or normal, the same in every run.
+at::Tensor rows(int64_t seed, at::IntArrayRef shape);
+inline at::Tensor loss_of(const at::Tensor& output) {
+  return output.pow(2).mean();
+}
+// zero_grad, forward, backward, step.
+void train(Bench& bench, Trained& training, int64_t from, int64_t to);
+
+}  // namespace shoal::test

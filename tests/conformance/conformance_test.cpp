@@ -1,0 +1,238 @@
+// BEY02, BEY10: every behaviour under every strategy, as in one process on the whole batch, or refused on every rank
+// as the strategy declares. Tests are STRATEGY.BEHAVIOUR; what pending.txt names is disabled.
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <set>
+
+#include "comm/exchange.h"
+#include "comm/group_state.h"
+#include "comm/world_state.h"
+#include "shoal/base/error.h"
+#include "tests/conformance/behaviours.h"
+#include "tests/conformance/strategy.h"
+#include "tests/support/world.h"
+
+namespace shoal::test {
+namespace {
+
+struct Outcome {
+  enum Kind { equal, different, refused, lacking, failed };
+  Kind kind = equal;
+  std::string text{};
+};
+
+const char* word(Outcome::Kind kind) {
+  constexpr const char* words[] = {"was as in one process", "differed", "was refused", "could not be written",
+                                   "failed"};
+  return words[kind];
+}
+
+template <class Act>
+Outcome outcome_of(const Act& act) {
+  try {
+    return act();
+  } catch (const Lacks& lacks) {
+    return {Outcome::lacking, lacks.what()};
+  } catch (const UsageError& error) {
+    return {Outcome::refused, error.what()};
+  } catch (const DisagreeError& error) {
+    return {Outcome::refused, error.what()};
+  } catch (const std::exception& error) {
+    return {Outcome::failed, std::string(error.what()).substr(0, 600)};
+  }
+}
+
+std::string joined(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const auto& line : lines) text += (text.empty() ? "" : "; ") + line;
+  return text;
+}
+
+// The group of the behaviours: one for all of them, until one has spoiled it. Meetings between them go through the
+// store, which nothing spoils.
+class Grounds {
+ public:
+  const Group& group() {
+    if (!group_) {
+      std::vector<int> ranks;
+      for (int rank = 0; rank < world().size(); ++rank) ranks.push_back(rank);
+      group_.emplace(world().group().subgroup(ranks));
+    }
+    return *group_;
+  }
+  void spoiled() { group_.reset(); }
+
+  // Every rank's outcome.
+  std::vector<Outcome> exchange(const Outcome& own) {
+    const auto& state = *state_of(world().group());
+    std::vector<Outcome> all;
+    for (const auto& line :
+         shoal::exchange(*state.world, fmt::format("conformance/{}", count_++), state.world_ranks, world().rank(),
+                         fmt::format("{}{}", static_cast<int>(own.kind), own.text))) {
+      all.push_back({static_cast<Outcome::Kind>(line.at(0) - '0'), line.substr(1)});
+    }
+    return all;
+  }
+
+  // One that all ranks see and nobody else.
+  std::filesystem::path folder() const {
+    return std::filesystem::temp_directory_path() / fmt::format("shoal-conformance-{}-{}", getppid(), count_);
+  }
+
+ private:
+  std::optional<Group> group_;
+  int count_ = 0;
+};
+
+Grounds& grounds() {
+  static Grounds one;
+  return one;
+}
+
+// What one process observes; kept, since it is the same for all strategies that divide a batch alike.
+const std::vector<Observation>& expected_of(const Behaviour& behaviour, int parts,
+                                            const std::filesystem::path& folder) {
+  static std::map<std::pair<std::string, int>, std::vector<Observation>> known;
+  const auto key = std::pair(behaviour.name, parts);
+  const auto found = known.find(key);
+  if (found != known.end()) return found->second;
+  const auto own = folder / fmt::format("one-process-{}", world().rank());
+  std::filesystem::create_directories(own);
+  Bench bench(one_process(), grounds().group(), own, parts, nullptr);
+  try {
+    behaviour.body(bench);
+  } catch (const std::exception& error) {
+    throw std::logic_error(fmt::format("in one process: {}", error.what()));
+  }
+  if (!bench.differences().empty()) throw std::logic_error("in one process: " + joined(bench.differences()));
+  return known[key] = bench.observed();
+}
+
+Outcome run(const Strategy& strategy, const Behaviour& behaviour, const std::filesystem::path& folder) {
+  return outcome_of([&]() -> Outcome {
+    const int parts = strategy.part(grounds().group()).of;
+    const auto& expected = expected_of(behaviour, parts, folder);
+    const auto shared = folder / "ranks";
+    std::filesystem::create_directories(shared);
+    Bench bench(strategy, grounds().group(), shared, parts, &expected);
+    behaviour.body(bench);
+    if (bench.observed().size() < expected.size()) bench.check(false, "one process observed more");
+    if (bench.differences().empty()) return {};
+    return {Outcome::different, joined(bench.differences())};
+  });
+}
+
+// Faults of this rank's outcome.
+void judge(const Strategy& strategy, const Behaviour& behaviour, const Outcome& outcome) {
+  const auto found = strategy.exceptions.find(behaviour.name);
+  if (found == strategy.exceptions.end() || world().size() < found->second.from_ranks) {
+    EXPECT_EQ(outcome.kind, Outcome::equal)
+        << "rank " << world().rank() << " " << word(outcome.kind) << ": " << outcome.text;
+    return;
+  }
+  const auto& expected = found->second;
+  constexpr Outcome::Kind kinds[] = {Outcome::refused, Outcome::failed, Outcome::different, Outcome::lacking};
+  EXPECT_EQ(outcome.kind, kinds[expected.kind]) << "rank " << world().rank() << " " << word(outcome.kind) << ": "
+                                                << outcome.text << "\ndeclared: " << joined(expected.text);
+  if (outcome.kind != kinds[expected.kind] || expected.kind == Exception::differs) return;
+  for (const auto& part : expected.text) {
+    EXPECT_NE(outcome.text.find(part), std::string::npos)
+        << "the error does not say '" << part << "': " << outcome.text;
+  }
+}
+
+class Conformance : public testing::Test {
+ public:
+  Conformance(const Strategy& strategy, const Behaviour& behaviour) : strategy_(strategy), behaviour_(behaviour) {}
+
+  void TestBody() override {
+    const auto folder = grounds().folder();
+    const auto own = run(strategy_, behaviour_, folder);
+    const auto all = grounds().exchange(own);
+    if (world().rank() == 0) std::filesystem::remove_all(folder);
+    if (std::any_of(all.begin(), all.end(), [](const Outcome& one) { return one.kind != Outcome::equal; })) {
+      grounds().spoiled();
+    }
+    judge(strategy_, behaviour_, own);
+  }
+
+ private:
+  const Strategy& strategy_;
+  const Behaviour& behaviour_;
+};
+
+// What is wrong still, as STRATEGY.BEHAVIOUR; a star stands for all strategies.
+std::set<std::string> pending() {
+  std::ifstream file(PENDING);
+  std::set<std::string> names;
+  for (std::string line; std::getline(file, line);) {
+    line = line.substr(0, line.find(' '));
+    if (!line.empty() && line[0] != '#') names.insert(line);
+  }
+  return names;
+}
+
+bool register_all() {
+  const auto waiting = pending();
+  for (const auto& strategy : strategies()) {
+    for (const auto& behaviour : behaviours()) {
+      const bool waits = waiting.count(strategy.name + "." + behaviour.name) + waiting.count("*." + behaviour.name) > 0;
+      const auto name = (waits ? "DISABLED_" : "") + behaviour.name;
+      testing::RegisterTest(strategy.name.c_str(), name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
+                            [&]() -> Conformance* { return new Conformance(strategy, behaviour); });
+    }
+  }
+  return true;
+}
+const bool registered = register_all();
+
+// The behaviours that the last cell of a table's row names, as `name`.
+std::vector<std::string> named_in(std::string row) {
+  row = row.substr(0, row.find_last_of('|'));
+  row = row.substr(row.find_last_of('|') + 1);
+  std::vector<std::string> names;
+  for (size_t at = row.find('`'); at != std::string::npos; at = row.find('`', at)) {
+    const size_t end = row.find('`', at + 1);
+    names.push_back(row.substr(at + 1, end - at - 1));
+    at = end + 1;
+  }
+  return names;
+}
+
+TEST(Registry, every_line_of_the_page_is_a_behaviour) {
+  std::set<std::string> names;
+  for (const auto& behaviour : behaviours()) names.insert(behaviour.name);
+  std::ifstream page(YOUR_LOOP);
+  ASSERT_TRUE(page) << YOUR_LOOP;
+  int rows = 0;
+  for (std::string line; std::getline(page, line);) {
+    if (!line.starts_with("| ") || line.starts_with("| your loop") || line.starts_with("| ---")) continue;
+    ++rows;
+    const auto named = named_in(line);
+    EXPECT_FALSE(named.empty()) << "no behaviour stands behind: " << line;
+    for (const auto& name : named) EXPECT_TRUE(names.count(name)) << "no behaviour " << name << " in: " << line;
+  }
+  EXPECT_GE(rows, 30);
+}
+
+TEST(Registry, names_are_those_of_behaviours) {
+  std::set<std::string> names;
+  for (const auto& behaviour : behaviours()) {
+    EXPECT_TRUE(names.insert(behaviour.name).second) << behaviour.name << " is there twice";
+  }
+  for (const auto& strategy : strategies()) {
+    for (const auto& [name, exception] : strategy.exceptions) {
+      EXPECT_TRUE(names.count(name)) << strategy.name << ": " << name;
+      EXPECT_FALSE(exception.text.empty()) << strategy.name << ": " << name;
+    }
+  }
+  EXPECT_GE(names.size(), 120u);
+  fmt::print("{} behaviours, {} strategies\n", names.size(), strategies().size());
+}
+
+}  // namespace
+}  // namespace shoal::test

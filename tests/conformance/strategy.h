@@ -1,0 +1,39 @@
+#pragma once
+// The registry: every strategy of the library, and where it differs from one process on purpose.
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tests/conformance/bench.h"
+#include "tests/conformance/wrap.h"
+
+namespace shoal::test {
+
+// What a strategy makes of a behaviour in place of what one process does. One that does not happen fails.
+struct Exception {
+  enum Kind {
+    refused,  // on every rank, by an error of shoal's
+    throws,   // by one of libtorch's, of a gradient that is not there
+    differs,  // other numbers, no error
+    lacks,    // cannot be written
+  };
+  Kind kind;
+  std::vector<std::string> text;  // what the error says; why
+  int from_ranks = 1;             // with fewer it is as in one process
+};
+using Exceptions = std::map<std::string, Exception>;  // by behaviour
+
+struct Strategy {
+  std::string name;
+  // Strategies whose ranks differ between exchanges equal one process when all of them have the same batch.
+  Part (*part)(const Group& group);
+  Wrap wrap;
+  Exceptions exceptions{};
+};
+
+const std::vector<Strategy>& strategies();
+// One process, without shoal.
+const Strategy& one_process();
+
+}  // namespace shoal::test
