@@ -106,7 +106,10 @@ class Planner {
     assign_owners(listed, ranks_, owners);
     owners_.resize(owners.size());
     for (size_t place = 0; place < order.size(); ++place) owners_[order[place]] = owners[place];
-    if (options_.strategy == "megatron") widen_gradients(gradients_, options_.megatron);
+    if (options_.strategy == "megatron") {
+      for (auto& gradient : gradients_) gradient.sparse = false;  // buffers are dense
+      if (options_.megatron.grad_reduce_in_fp32) widen(gradients_);
+    }
     if (fsdp() && options_.dtype.ends_with("_mixed")) {
       for (auto& gradient : gradients_) gradient.travels_as = at::kFloat;
     }
