@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <optional>
+
+#include "shoal/base/error.h"
 #include "tests/conformance/strategy.h"
 #include "tests/support/models.h"
 
@@ -39,6 +42,20 @@ at::Tensor Bench::batch(int64_t step, int64_t columns) const {
 
 void Bench::meet() const {
   if (!one_process()) group_.barrier().wait();
+}
+
+void Bench::together(const std::function<void()>& act) const {
+  if (one_process()) return act();
+  std::optional<UsageError> refusal;
+  try {
+    act();
+  } catch (const UsageError& error) {
+    refusal = error;
+  }
+  const auto refused = at::full({1}, refusal ? 1 : 0, at::kLong);
+  group_.all_reduce(refused).wait();
+  if (refusal) throw *refusal;
+  if (refused.item<int64_t>() > 0) throw RefusedElsewhere();
 }
 
 void Bench::same(const std::string& what, const std::vector<at::Tensor>& values, double tolerance) {

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,11 @@ struct Part {
 struct Observation {
   std::string what;
   std::vector<at::Tensor> values;
+};
+
+// Another rank has refused what this one has not.
+struct RefusedElsewhere : std::runtime_error {
+  RefusedElsewhere() : std::runtime_error("refused on another rank") {}
 };
 
 // A behaviour runs twice: in one process on the whole batch, and on ranks that share the batch out. What it observes
@@ -60,6 +66,8 @@ class Bench {
   std::string file(const std::string& name) const { return folder_ / name; }
   // Until all ranks are here.
   void meet() const;
+  // For what some ranks may refuse and others do not: then all of them do, so that none waits for another.
+  void together(const std::function<void()>& act) const;
 
   // Equal to one process, as exactly as tolerance (relative to the largest element) says.
   void same(const std::string& what, const std::vector<at::Tensor>& values, double tolerance = 1e-9);

@@ -37,6 +37,8 @@ Outcome outcome_of(const Act& act) {
     return act();
   } catch (const Lacks& lacks) {
     return {Outcome::lacking, lacks.what()};
+  } catch (const RefusedElsewhere&) {
+    return {Outcome::refused, ""};
   } catch (const UsageError& error) {
     return {Outcome::refused, error.what()};
   } catch (const DisagreeError& error) {
@@ -138,7 +140,7 @@ void judge(const Strategy& strategy, const Behaviour& behaviour, const Outcome& 
   constexpr Outcome::Kind kinds[] = {Outcome::refused, Outcome::failed, Outcome::different, Outcome::lacking};
   EXPECT_EQ(outcome.kind, kinds[expected.kind]) << "rank " << world().rank() << " " << word(outcome.kind) << ": "
                                                 << outcome.text << "\ndeclared: " << joined(expected.text);
-  if (outcome.kind != kinds[expected.kind] || expected.kind == Exception::differs) return;
+  if (outcome.kind != kinds[expected.kind] || expected.kind == Exception::differs || outcome.text.empty()) return;
   for (const auto& part : expected.text) {
     EXPECT_NE(outcome.text.find(part), std::string::npos)
         << "the error does not say '" << part << "': " << outcome.text;

@@ -147,7 +147,7 @@ Behaviours loading() {
          auto training = bench.wrap(model);
          train(bench, *training, 0, 1);
          if (bench.on(0)) load(model, other_values());
-         train(bench, *training, 1, 3);
+         bench.together([&] { train(bench, *training, 1, 3); });
          bench.same_parameters(*model);
        }},
       {"load_of_values_of_their_own_that_are_averaged",

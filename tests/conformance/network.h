@@ -35,6 +35,7 @@ struct Network : torch::nn::Module {
   virtual Tensors forward(Tensors) { throw std::logic_error("no such forward"); }
   virtual NamedTensors forward(NamedTensors) { throw std::logic_error("no such forward"); }
   virtual Heads forward(at::Tensor, int) { throw std::logic_error("no such forward"); }
+  virtual void forward(at::Tensor, Tensors&) { throw std::logic_error("no such forward"); }
 };
 
 // Every module starts with the same values on all ranks and in one process.

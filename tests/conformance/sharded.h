@@ -100,6 +100,7 @@ class Zero2 : public WithOSS<Zero2<Module>, Module> {
                   {.find_unused_parameters = setup.find_unused_parameters,
                    .ignored = setup.ignored,
                    .precision = this->precision_,
+                   .log_sizes = false,
                    .reduce_buffer_size = bucket_elements}) {}
   template <class... Arguments>
   auto call(Arguments&&... arguments) {

@@ -82,7 +82,29 @@ const Exceptions& of_decentralized() {
           {Exception::differs, {"after backward parameters are updated already"}}) +
       all({"data_method_assigned_in_place", "written_in_place_between_steps", "weights_clamped_after_each_step",
            "weights_scaled_in_place_after_each_step", "copied_from_another_module_each_step"},
-          {Exception::differs, {"neighbours mix in what they have been shown before"}, 2});
+          {Exception::differs, {"neighbours mix in what they have been shown before"}, 2}) +
+      all({"load_between_steps", "load_between_zero_grad_and_forward", "load_twice_in_a_row", "load_of_a_sub_module",
+           "load_through_an_archive", "load_what_was_saved_in_training", "load_replaces_buffers",
+           "load_of_values_of_their_own_that_are_averaged", "set_data_of_one_parameter_between_steps",
+           "set_data_in_forward", "set_data_with_other_strides", "to_float_and_back", "tied_weights_loaded"},
+          {Exception::refused, {"weight", "global_avg()"}, 2});
+  return list;
+}
+
+// Where a rank does not hold whole gradients, what reads them is refused.
+Exceptions of_parts(const std::string& holder, int from_ranks = 1) {
+  return all({"clip_grad_norm_of_torch", "clip_grad_norm_of_torch_by_the_largest", "clip_grad_norm_of_torch_of_a_part",
+              "clip_grad_value_of_torch", "norms_of_gradients_logged", "gradients_cloned", "gradients_printed",
+              "gradients_scaled_by_hand", "weight_decay_added_by_hand", "gradients_read_after_step",
+              "program_language_model_clipped_by_torch"},
+             {Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}, from_ranks});
+}
+
+// Ranks that hold one model between them.
+const Exceptions& of_replicas() {
+  static const Exceptions list =
+      all({"load_of_rank_0_alone", "load_of_values_of_their_own_that_are_averaged"},
+          {Exception::refused, {"parameters that were loaded, replaced or written", "weight"}, 2});
   return list;
 }
 
@@ -92,10 +114,25 @@ const Exceptions& of_unused() {
   return list;
 }
 
+const Exceptions& of_sharded_optimizers() {
+  static const Exceptions list =
+      all({"torch_save_of_the_optimizer_and_back"}, {Exception::refused, {"shoal::save"}}) +
+      all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"torch::optim::Optimizer&"}});
+  return list;
+}
+
 const Exceptions& of_megatron() {
   static const Exceptions list =
+      of_replicas() + of_parts("DistributedOptimizer") + of_sharded_optimizers() +
+      all({"to_float_for_good"}, {Exception::refused, {"first.weight", "module.to(dtype)"}}) +
       all({"clip_by_the_strategy", "clip_twice", "clip_then_zero_grad", "clip_after_accumulation"},
           {Exception::lacks, {"clip_grad of the options"}});
+  return list;
+}
+
+const Exceptions& of_fsdp() {
+  static const Exceptions list = of_replicas() + of_parts("FullyShardedDataParallel") + of_sharded_optimizers() +
+                                 all({"to_float_for_good"}, {Exception::refused, {"first.weight", "module.to(dtype)"}});
   return list;
 }
 
@@ -117,24 +154,25 @@ const Strategy& one_process() {
 
 const std::vector<Strategy>& strategies() {
   static const std::vector<Strategy> list{
-      {"ddp", divided, with_ddp(), of_unused()},
-      {"ddp_own_gradients", divided, with_ddp({.gradient_as_bucket_view = false}), of_unused()},
-      {"zero1", divided, with_zero1(), of_unused()},
-      {"zero2", divided, with_zero2(), of_unused()},
+      {"ddp", divided, with_ddp(), of_unused() + of_replicas()},
+      {"ddp_own_gradients", divided, with_ddp({.gradient_as_bucket_view = false}), of_unused() + of_replicas()},
+      {"zero1", divided, with_zero1(), of_unused() + of_replicas() + of_sharded_optimizers()},
+      {"zero2", divided, with_zero2(),
+       of_unused() + of_replicas() + of_sharded_optimizers() + of_parts("ShardedDataParallel", 2)},
       {"megatron", divided, with_megatron(), of_megatron()},
       {"megatron_in_grads", divided, with_megatron({.reuse_grad_buf_for_param_gather = true}), of_megatron()},
       {"megatron_late_gather", divided, with_megatron({.overlap_param_gather = true}), of_megatron()},
       {"megatron_no_overlap", divided, with_megatron({.overlap_grad_reduce = false}), of_megatron()},
-      {"fsdp", divided, with_fsdp(ShardingStrategy::full_shard)},
-      {"fsdp_grad_op", divided, with_fsdp(ShardingStrategy::shard_grad_op)},
-      {"fsdp_no_shard", divided, with_fsdp(ShardingStrategy::no_shard)},
-      {"fsdp_hybrid", divided, with_fsdp(ShardingStrategy::hybrid_shard)},
-      {"fsdp_hybrid_grad_op", divided, with_fsdp(ShardingStrategy::hybrid_shard_grad_op)},
+      {"fsdp", divided, with_fsdp(ShardingStrategy::full_shard), of_fsdp()},
+      {"fsdp_grad_op", divided, with_fsdp(ShardingStrategy::shard_grad_op), of_fsdp()},
+      {"fsdp_no_shard", divided, with_fsdp(ShardingStrategy::no_shard), of_fsdp()},
+      {"fsdp_hybrid", divided, with_fsdp(ShardingStrategy::hybrid_shard), of_fsdp()},
+      {"fsdp_hybrid_grad_op", divided, with_fsdp(ShardingStrategy::hybrid_shard_grad_op), of_fsdp()},
       {"decentralized", same, with_decentralized(), of_decentralized()},
       {"local_sgd", same, with_local_updates({.every = 1}), of_local_updates()},
       {"diloco", same, with_local_updates({.every = 1, .outer = OuterNesterov{.lr = 1, .momentum = 0}}),
        of_local_updates()},
-      {"shard_gossip", divided_in_host, with_shard_gossip()},
+      {"shard_gossip", divided_in_host, with_shard_gossip(), of_fsdp()},
   };
   return list;
 }

@@ -60,6 +60,7 @@ class Trained {
   virtual Tensors forward(Tensors list) = 0;
   virtual NamedTensors forward(NamedTensors named) = 0;
   virtual Heads forward(at::Tensor x, int number) = 0;
+  virtual void forward(at::Tensor x, Tensors& into) = 0;
   virtual void backward(const at::Tensor& loss_sum, double weight) = 0;
   // A scope, as the strategy's own is.
   using Scope = std::shared_ptr<void>;
@@ -140,6 +141,7 @@ class Callable : public Trained {
   Tensors forward(Tensors list) override { return other<Tensors>(std::move(list)); }
   NamedTensors forward(NamedTensors named) override { return other<NamedTensors>(std::move(named)); }
   Heads forward(at::Tensor x, int number) override { return other<Heads>(std::move(x), number); }
+  void forward(at::Tensor x, Tensors& into) override { other<void>(std::move(x), into); }
 
  private:
   Self& self() { return static_cast<Self&>(*this); }

@@ -24,6 +24,7 @@ struct TwoOutputs : Perceptron {
     const auto hidden = torch::tanh(first(x));
     return {third(hidden) * times, third(torch::tanh(second(hidden)))};
   }
+  void forward(at::Tensor x, Tensors& into) override { into.push_back(Perceptron::forward(x)); }
 };
 
 template <class Loss>
@@ -224,6 +225,14 @@ Behaviours wrapping() {
          returning(bench, [](Trained& t, const at::Tensor& x, const at::Tensor&) {
            const auto heads = t.forward(x, 2);
            return loss_of(heads.value) + loss_of(heads.policy);
+         });
+       }},
+      {"a_module_that_returns_nothing",
+       [](Bench& bench) {
+         returning(bench, [](Trained& t, const at::Tensor& x, const at::Tensor&) {
+           Tensors outputs;
+           t.forward(x, outputs);
+           return loss_of(outputs.at(0));
          });
        }},
       {"an_output_that_the_loss_does_not_use",
