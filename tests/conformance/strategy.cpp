@@ -87,7 +87,8 @@ const Exceptions& of_decentralized() {
            "load_through_an_archive", "load_what_was_saved_in_training", "load_replaces_buffers",
            "load_of_values_of_their_own_that_are_averaged", "set_data_of_one_parameter_between_steps",
            "set_data_in_forward", "set_data_with_other_strides", "to_float_and_back", "tied_weights_loaded"},
-          {Exception::refused, {"weight", "global_avg()"}, 2});
+          {Exception::refused, {"weight", "global_avg()"}, 2}) +
+      all({"to_float_for_good"}, {Exception::refused, {"module.to(dtype)"}});
   return list;
 }
 
@@ -141,7 +142,8 @@ const Exceptions& of_local_updates() {
       all({"unequal_shares_with_weights", "unequal_shares_with_weights_accumulated"},
           {Exception::lacks, {"a backward with a weight"}}) +
       all({"unequal_numbers_of_batches"}, {Exception::lacks, {"step(false)"}}) +
-      all({"load_of_rank_0_alone"}, {Exception::differs, {"ranks' own values are averaged"}, 2});
+      all({"load_of_rank_0_alone"}, {Exception::differs, {"ranks' own values are averaged"}, 2}) +
+      all({"to_float_for_good"}, {Exception::refused, {"LocalUpdates: parameter first.weight"}});
   return list;
 }
 
