@@ -53,6 +53,10 @@ bool EarlierSums::stands_in(size_t gradient) const {
 
 void EarlierSums::stand_in(size_t gradient) {
   const auto& about = gradients_[gradient];
+  if (about.parameter.numel() == 0) {  // nothing of it could be on another rank
+    mutable_grad(gradient) = at::empty_like(about.parameter, at::TensorOptions().requires_grad(false));
+    return;
+  }
   auto& present = stand_ins_[gradient];
   if (!present || present->real()) {
     present = std::make_unique<GradientStandIn>(about.parameter,
