@@ -132,9 +132,10 @@ void DistributedOptimizerCore::reduce_model_grads() {
 void DistributedOptimizerCore::complete_gradients() {
   if (reduction_->options.overlap_grad_reduce) {
     finish_round(state().modules);
-  } else if (!reduction_->reduced) {
-    reduce_model_grads();
+    return;
   }
+  if (!reduction_->reduced) reduce_model_grads();  // also without a backward here: other ranks may have had one
+  reduction_->reduced = false;
 }
 
 // Parameters take their place.

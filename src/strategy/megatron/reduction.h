@@ -16,7 +16,7 @@ struct DistributedOptimizerCore::Reduction {
   std::vector<std::vector<std::string>> ignored;  // by module
   DeclaredGradients declared{};
   int no_sync_depth = 0;
-  bool reduced = true;  // without overlap: nothing has accumulated since the last reduction
+  bool reduced = false;  // without overlap: by reduce_model_grads() since the last step, and no backward here since
 
   ModuleTensors tensors(size_t number) const { return walk(*modules[number], ignored[number]); }
 };
