@@ -97,7 +97,7 @@ class Simulation {
       matrix[i][i] = round.self(i);
       for (const auto& [j, weight] : round.sources(i)) matrix[i][j] = weight;
     }
-    for_each_parameter([&](at::Tensor& rows) { rows.copy_(at::matmul(matrix, rows)); });
+    for_each_parameter([&](at::Tensor& rows) { rows.copy_(at::matmul(matrix, rows.to(at::kDouble))); });
   }
 
   Topology topology_;
