@@ -138,7 +138,7 @@ class Loop {
     for (auto& parameter : model_->parameters()) {
       auto& grad = parameter.mutable_grad();
       if (what == "other") {
-        grad = at::linspace(-1, 1, parameter.numel(), at::kDouble).view(parameter.sizes());
+        grad = at::linspace(-1, 1, parameter.numel(), at::kDouble).view(parameter.sizes()).clone();  // libtorch detaches no views
       } else if (grad.defined() && what == "zero") {
         grad.zero_();
       } else {

@@ -37,7 +37,7 @@ ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallel
   auto shard = group.subgroup(here.inside);
   return {.all = group,
           .shard = std::move(shard),
-          .replicas = group.subgroup(here.across),
+          .replicas = here.across.size() == static_cast<size_t>(group.size()) ? group : group.subgroup(here.across),
           .places = std::move(places)};
 }
 
