@@ -133,6 +133,8 @@ DataParallelCore::~DataParallelCore() {
 void DataParallelCore::adopt_changes(bool training) {
   auto& state = *state_;
   if (!training || state.no_sync_depth > 0 || !state.watch.changed()) return;
+  // All frozen for a while, as a GAN's critic in its generator's step: nothing comes, and nothing is forgotten.
+  if (state.tensors.trainable().empty()) return;
   std::vector<ChangedValue> values;
   bool other_kind = false;
   for (size_t i = 0; i < state.tensors.parameters.size(); ++i) {
@@ -143,12 +145,7 @@ void DataParallelCore::adopt_changes(bool training) {
   }
   if (other_kind) agree(state.group, "the model, whose parameters have changed", state.tensors.describe());
   if (!values.empty()) agree_on_values(state.group, values);
-  if (other_kind && state.remake_reducer) {
-    if (state.tensors.trainable().empty()) {
-      throw UsageError(fmt::format("{}: no parameter requires a gradient any more; nothing to train", state.name));
-    }
-    state.remake_reducer(state.consumer);
-  }
+  if (other_kind && state.remake_reducer) state.remake_reducer(state.consumer);
   state.watch.note();
 }
 
