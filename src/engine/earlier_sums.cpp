@@ -82,6 +82,7 @@ at::Tensor EarlierSums::own(size_t gradient, const at::Tensor& kept) const {
 void EarlierSums::adopt_changes() {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (where_[i] == Where::none) continue;
+    if (where_[i] == Where::part && grad(i).defined() && gradients_[i].parameter.numel() == 0) continue;  // no stand-in
     if (stands_in(i)) {
       if (!stand_ins_[i]->zeroed()) continue;
       stand_ins_[i]->renew();
