@@ -70,6 +70,7 @@ class Grounds {
 
   // Every rank's outcome.
   std::vector<Outcome> exchange(const Outcome& own) {
+    if (world().size() == 1) return {own};
     const auto& state = *state_of(world().group());
     std::vector<Outcome> all;
     for (const auto& line :

@@ -105,7 +105,7 @@ TEST(Fsdp, FSDP10_ignoring_the_module_itself_warns) {
 
 at::Tensor flat(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> parts;
-  for (const auto& tensor : tensors) parts.push_back(tensor.detach().reshape({-1}));
+  for (const auto& tensor : tensors) parts.push_back(tensor.detach().reshape({-1}).clone());  // no operator takes all units
   return at::cat(parts);
 }
 
