@@ -4,6 +4,7 @@
 #include "cli/fsdp.h"
 #include "cli/optimizers.h"
 #include "engine/gradient_norm.h"
+#include "engine/operator_watch.h"
 #include "shoal/base/error.h"
 #include "shoal/strategy/ddp.h"
 #include "shoal/strategy/ddp/optimizer_in_backward.h"
@@ -208,7 +209,8 @@ std::optional<TrainingState> Strategy::scaled(TrainingState training) {
 std::vector<at::Tensor> Strategy::gradients() const {
   std::vector<at::Tensor> list;
   for (const auto& parameter : model_->parameters()) {
-    if (parameter.grad().defined()) list.push_back(parameter.grad());
+    const auto& grad = parameter.grad();
+    if (grad.defined() && !is_watchable(grad)) list.push_back(grad);  // a stand-in has no memory
   }
   return list;
 }

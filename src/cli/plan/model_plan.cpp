@@ -211,7 +211,9 @@ class Planner {
         }
       }
     }
-    const ShardGroups groups{.all = group_, .shard = group_};
+    std::vector<int> places(group_.size());
+    std::iota(places.begin(), places.end(), 0);
+    const ShardGroups groups{.all = group_, .shard = group_, .replicas = std::nullopt, .places = std::move(places)};
     std::unique_ptr<Exchange> exchange;
     if (cut()) {
       exchange = std::make_unique<ScatterUnits>(groups, units);
