@@ -174,6 +174,15 @@ class Planner {
     }
   }
 
+  // In step(), before a rank writes what others of its host may still read.
+  void add_meeting(PlannedCalls& calls) const {
+    if (options_.precision().scaler) {
+      calls.add(sizeof(int32_t));  // whether some rank found inf or NaN
+    } else if (plan_.parameters_once && ranks_ > 1) {
+      calls.add(0);  // a barrier
+    }
+  }
+
   PlannedCalls megatron_step(std::span<const size_t> order) {
     PlannedCalls calls;
     const auto caps = buffer_caps(gradients_, options_.megatron);
@@ -184,7 +193,7 @@ class Planner {
       exchange = std::make_unique<ReduceToOwner>(group_, caps, owners_, /*follow=*/false);
     }
     const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress), order, calls);
-    if (options_.precision().scaler) calls.add(sizeof(int32_t));
+    add_meeting(calls);
     for (const auto& members : buckets) {
       const auto layout = layout_of(members, cut());
       std::vector<Range> ranges(ranks_);
@@ -221,7 +230,7 @@ class Planner {
       exchange = std::make_unique<ReduceUnitsToOwners>(groups, units, owners_);
     }
     const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress), {}, calls);
-    if (options_.precision().scaler) calls.add(sizeof(int32_t));
+    add_meeting(calls);
     plan_.gathers = ranks_ > 1 && !plan_.parameters_once;
     for (auto& rank : plan_.ranks) rank.parameters = plan_.gathers ? 0 : rank.parameters;
     for (const auto& members : buckets) {

@@ -226,7 +226,9 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
                                              .everybody = shards.groups.all,
                                              .modules = {shards.module},
                                              .clip_grad = options.clip_grad,
-                                             .wait_at_first_touch = true});
+                                             // Pages come when they are taken. Shared memory is read by torch::save
+                                             // and data_ptr(), too, which wait for nobody.
+                                             .wait_at_first_touch = shards.pager != nullptr});
   if (!options.scaler) return state;
   options.scaler->validate();
   for (const auto& gradient : shards.module->reducer().gradients()) {
