@@ -1,6 +1,8 @@
 #pragma once
 // DecentralizedDataParallel, which has no optimizer to step: backward updates.
 
+#include <utility>
+
 #include "shoal/engine/checkpoint.h"
 #include "shoal/strategy/decentralized.h"
 #include "tests/conformance/trained.h"
@@ -14,6 +16,7 @@ class Decentralized : public Callable<Decentralized<Module>, Module> {
       : model_(prepared(std::move(model), setup)),
         parallel_(model_, optimizer_of(setup), group, options(setup, group)) {
     if (setup.groups) throw Lacks("param groups: a function makes the optimizer of each bucket");
+    scale_ = loss_scale();
   }
   template <class... Arguments>
   auto call(Arguments&&... arguments) {
@@ -21,9 +24,12 @@ class Decentralized : public Callable<Decentralized<Module>, Module> {
   }
   void backward(const at::Tensor& loss_sum, double weight) override { parallel_.backward(loss_sum, weight); }
   Trained::Scope no_sync(bool accumulate) override { return scope(parallel_.no_sync(accumulate)); }
-  // A loop without them.
-  bool step() override { return true; }
-  void zero_grad() override {}
+  // Backward has updated, unless the scale has fallen.
+  bool step() override {
+    const double before = std::exchange(scale_, loss_scale());
+    return scale_ >= before;
+  }
+  void zero_grad() override { model_->zero_grad(); }
   torch::optim::Optimizer& optimizer() override { throw Lacks("an optimizer to step: backward updates"); }
   double clip(double) override { throw Lacks("a clip between backward and step: clip_grad of the options"); }
   at::Tensor scale(const at::Tensor& loss) override { return parallel_.scale_loss(loss); }
@@ -56,6 +62,7 @@ class Decentralized : public Callable<Decentralized<Module>, Module> {
 
   std::shared_ptr<Module> model_;
   DecentralizedDataParallel<Module> parallel_;
+  double scale_ = 0;
 };
 
 }  // namespace shoal::test

@@ -21,7 +21,7 @@ Exceptions operator+(Exceptions a, const Exceptions& b) {
 
 Exceptions all(const std::vector<std::string>& behaviours, const Exception& exception) {
   Exceptions list;
-  for (const auto& name : behaviours) list[name] = exception;
+  for (const auto& name : behaviours) list.emplace(name, exception);
   return list;
 }
 
@@ -35,7 +35,7 @@ const Exceptions& of_decentralized() {
            "zero_grad_to_zero_then_step", "a_loop_through_the_base_class", "a_step_with_a_closure",
            "accumulation_zeroed_by_the_base_class_to_zero", "rate_changed_in_the_options",
            "momentum_changed_in_the_options", "schedule_of_torch", "schedule_of_torch_on_a_plateau",
-           "schedule_of_shoal", "torch_save_of_the_optimizer_and_back", "a_param_group_that_is_there_already"},
+           "schedule_of_shoal", "torch_save_of_the_optimizer_and_back"},
           {Exception::lacks, {"an optimizer to step"}}) +
       all({"clip_by_the_strategy", "clip_twice", "clip_then_zero_grad", "clip_after_accumulation"},
           {Exception::lacks, {"clip_grad of the options"}}) +
@@ -56,7 +56,7 @@ const Exceptions& of_decentralized() {
            "zero_grad_of_a_sub_module_before_forward",
            "zero_grad_between_two_backwards",
            "zero_grad_between_two_backwards_by_the_module",
-           "zero_grad_drops_what_no_sync_has_added_up",
+           "program_language_model_clipped_by_torch",
            "clip_grad_norm_of_torch",
            "clip_grad_norm_of_torch_by_the_largest",
            "clip_grad_norm_of_torch_of_a_part",
@@ -78,16 +78,24 @@ const Exceptions& of_decentralized() {
       all({"load_between_backward_and_step", "set_data_of_one_parameter_between_backward_and_step",
            "written_in_place_between_backward_and_step", "evaluation_without_gradients_between_backward_and_step",
            "evaluation_in_inference_mode_between_backward_and_step",
-           "evaluation_by_the_module_between_backward_and_step", "parameters_cloned_between_backward_and_step"},
+           "evaluation_by_the_module_between_backward_and_step", "parameters_cloned_between_backward_and_step",
+           "torch_save_of_the_model_between_backward_and_step", "a_wrapper_destroyed_between_backward_and_step"},
           {Exception::differs, {"after backward parameters are updated already"}}) +
       all({"data_method_assigned_in_place", "written_in_place_between_steps", "weights_clamped_after_each_step",
-           "weights_scaled_in_place_after_each_step", "copied_from_another_module_each_step"},
+           "weights_scaled_in_place_after_each_step", "copied_from_another_module_each_step", "set_data_in_forward"},
           {Exception::differs, {"neighbours mix in what they have been shown before"}, 2}) +
       all({"load_between_steps", "load_between_zero_grad_and_forward", "load_twice_in_a_row", "load_of_a_sub_module",
            "load_through_an_archive", "load_what_was_saved_in_training", "load_replaces_buffers",
            "load_of_values_of_their_own_that_are_averaged", "set_data_of_one_parameter_between_steps",
-           "set_data_in_forward", "set_data_with_other_strides", "to_float_and_back", "tied_weights_loaded"},
+           "set_data_with_other_strides", "to_float_and_back", "tied_weights_loaded", "load_between_backward_and_step"},
           {Exception::refused, {"weight", "global_avg()"}, 2}) +
+      all({"load_of_rank_0_alone"}, {Exception::refused, {"weight", "global_avg()"}, 2, true}) +
+      all({"set_data_of_one_parameter_between_backward_and_step"},
+          {Exception::refused, {"first.bias", "global_avg()"}, 2}) +
+      all({"program_dcgan", "program_dcgan_zeroed_by_the_optimizers", "program_wgan_gp"},
+          {Exception::differs, {"the generator's backward updates the other model, too, unless that is frozen"}}) +
+      all({"a_loss_scale_with_inf_on_one_rank"}, {Exception::differs, {"that rank alone does not update"}, 2}) +
+      all({"program_transfer_that_thaws_a_layer"}, {Exception::refused, {"hidden.weight", "wrap it anew"}}) +
       all({"to_float_for_good"}, {Exception::refused, {"module.to(dtype)"}});
   return list;
 }
@@ -104,8 +112,10 @@ Exceptions of_parts(const std::string& holder, int from_ranks = 1) {
 // Ranks that hold one model between them.
 const Exceptions& of_replicas() {
   static const Exceptions list =
-      all({"load_of_rank_0_alone", "load_of_values_of_their_own_that_are_averaged"},
-          {Exception::refused, {"parameters that were loaded, replaced or written", "weight"}, 2});
+      all({"load_of_values_of_their_own_that_are_averaged"},
+          {Exception::refused, {"parameters that were loaded, replaced or written"}, 2}) +
+      all({"load_of_rank_0_alone"},
+          {Exception::refused, {"parameters that were loaded, replaced or written"}, 2, true});
   return list;
 }
 
@@ -115,25 +125,121 @@ const Exceptions& of_unused() {
   return list;
 }
 
+// libtorch's optimizer takes what it finds.
+const Exceptions& of_ddp() {
+  static const Exceptions list =
+      of_unused() + of_replicas() +
+      all({"step_after_no_sync_alone"}, {Exception::differs, {"the optimizer takes this rank's own gradients"}, 2});
+  return list;
+}
+
 const Exceptions& of_sharded_optimizers() {
   static const Exceptions list =
       all({"torch_save_of_the_optimizer_and_back"}, {Exception::refused, {"shoal::save"}}) +
+      all({"a_param_group_that_is_there_already"}, {Exception::refused, {"param group 1 with a parameter [7, 6]"}}) +
+      all({"step_after_no_sync_alone"}, {Exception::refused, {"accumulated under no_sync"}});
+  return list;
+}
+
+const Exceptions& of_zero1() {
+  static const Exceptions list =
+      of_unused() + of_replicas() + of_sharded_optimizers() +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"torch::optim::Optimizer&"}});
   return list;
 }
 
-const Exceptions& of_megatron() {
+const Exceptions& of_zero2() {
   static const Exceptions list =
-      of_replicas() + of_parts("DistributedOptimizer") + of_sharded_optimizers() +
+      of_unused() + of_replicas() + of_sharded_optimizers() + of_parts("ShardedDataParallel", 2) +
+      all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias", "belongs to no"}});
+  return list;
+}
+
+// Shards are those of the construction.
+const Exceptions& of_shards() {
+  static const Exceptions list =
       all({"to_float_for_good"}, {Exception::refused, {"first.weight", "module.to(dtype)"}}) +
+      all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias", "belongs to no"}}) +
+      all({"program_seq2seq_with_one_optimizer"}, {Exception::refused, {"none of the module's that are sharded"}}) +
+      all({"program_transfer_that_thaws_a_layer"}, {Exception::refused, {"hidden.weight", "requires_grad_(false)"}});
+  return list;
+}
+
+// Its clip is an option.
+const Exceptions& of_distributed_optimizers() {
+  static const Exceptions list =
+      of_replicas() + of_shards() +
       all({"clip_by_the_strategy", "clip_twice", "clip_then_zero_grad", "clip_after_accumulation"},
           {Exception::lacks, {"clip_grad of the options"}});
   return list;
 }
 
+const Exceptions& of_megatron() {
+  static const Exceptions list =
+      of_distributed_optimizers() + of_sharded_optimizers() + of_parts("DistributedOptimizer");
+  return list;
+}
+
+const Exceptions& of_megatron_in_grads() {
+  static const Exceptions list =
+      of_megatron() + all({"zero_grad_never", "zero_grad_every_second_step", "zero_grad_at_the_start_only",
+                           "zero_grad_of_a_sub_module_before_forward", "step_twice_after_one_backward",
+                           "accumulation_carried_over_a_step"},
+                          {Exception::refused, {"first.weight", "has given its memory to the updated parameters"}});
+  return list;
+}
+
+// Until step() or reduce_model_grads(), grad() is this rank's own.
+const Exceptions& of_megatron_no_overlap() {
+  static const Exceptions list = [] {
+    auto before = of_distributed_optimizers() + of_sharded_optimizers() +
+                  all({"clip_grad_norm_of_torch", "clip_grad_norm_of_torch_by_the_largest",
+                       "clip_grad_norm_of_torch_of_a_part", "clip_grad_value_of_torch", "norms_of_gradients_logged",
+                       "gradients_cloned", "program_language_model_clipped_by_torch"},
+                      {Exception::differs, {"gradients are this rank's own before step() has summed them up"}, 2}) +
+                  all({"gradients_read_after_step"}, {Exception::refused, {"whose sum DistributedOptimizer"}});
+    before.erase("step_after_no_sync_alone");  // it sums up what there is
+    return before;
+  }();
+  return list;
+}
+
 const Exceptions& of_fsdp() {
-  static const Exceptions list = of_replicas() + of_parts("FullyShardedDataParallel") + of_sharded_optimizers() +
-                                 all({"to_float_for_good"}, {Exception::refused, {"first.weight", "module.to(dtype)"}});
+  static const Exceptions list =
+      of_replicas() + of_shards() + of_sharded_optimizers() + of_parts("FullyShardedDataParallel");
+  return list;
+}
+
+// With 3 ranks each is a host of its own.
+const Exceptions& of_shard_gossip() {
+  static const Exceptions list =
+      all({"param_groups_with_options_of_their_own", "a_param_group_added_through_the_base_class", "ignored_parameters",
+           "program_seq2seq_with_one_optimizer"},
+          {Exception::lacks, {"param groups"}}) +
+      of_fsdp() +
+      all({"load_between_steps",
+           "load_between_backward_and_step",
+           "load_between_zero_grad_and_forward",
+           "load_twice_in_a_row",
+           "load_of_a_sub_module",
+           "load_through_an_archive",
+           "load_replaces_buffers",
+           "load_of_rank_0_alone",
+           "load_of_values_of_their_own_that_are_averaged",
+           "set_data_of_one_parameter_between_steps",
+           "set_data_of_one_parameter_between_backward_and_step",
+           "set_data_in_forward",
+           "set_data_with_other_strides",
+           "data_method_assigned_in_place",
+           "to_float_and_back",
+           "written_in_place_between_steps",
+           "written_in_place_between_backward_and_step",
+           "weights_clamped_after_each_step",
+           "weights_scaled_in_place_after_each_step",
+           "copied_from_another_module_each_step",
+           "tied_weights_loaded"},
+          {Exception::differs, {"other hosts mix in what they have been shown before: call global_avg()"}, 3}) +
+      all({"a_loss_scale_with_inf_on_one_rank"}, {Exception::differs, {"that host alone does not update"}, 3});
   return list;
 }
 
@@ -142,8 +248,25 @@ const Exceptions& of_local_updates() {
       all({"unequal_shares_with_weights", "unequal_shares_with_weights_accumulated"},
           {Exception::lacks, {"a backward with a weight"}}) +
       all({"unequal_numbers_of_batches"}, {Exception::lacks, {"step(false)"}}) +
-      all({"load_of_rank_0_alone"}, {Exception::differs, {"ranks' own values are averaged"}, 2}) +
-      all({"to_float_for_good"}, {Exception::refused, {"LocalUpdates: parameter first.weight"}});
+      all({"a_loss_scale_with_inf_on_one_rank"}, {Exception::differs, {"that rank alone does not update"}, 2}) +
+      all({"to_float_for_good"}, {Exception::refused, {"LocalUpdates: parameter first.weight"}}) +
+      all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias"}}) +
+      all({"program_seq2seq_with_one_optimizer"}, {Exception::refused, {"not the module's"}}) +
+      all({"program_transfer_that_thaws_a_layer"}, {Exception::refused, {"hidden.weight", "construct it anew"}});
+  return list;
+}
+
+// Plain averaging keeps nothing that a rank's own values could disagree with.
+const Exceptions& of_local_sgd() {
+  static const Exceptions list =
+      of_local_updates() + all({"load_of_rank_0_alone"}, {Exception::differs, {"ranks' own values are averaged"}, 2});
+  return list;
+}
+
+const Exceptions& of_diloco() {
+  static const Exceptions list =
+      of_local_updates() +
+      all({"load_of_rank_0_alone"}, {Exception::refused, {"parameters that were loaded"}, 2, true});
   return list;
 }
 
@@ -156,25 +279,23 @@ const Strategy& one_process() {
 
 const std::vector<Strategy>& strategies() {
   static const std::vector<Strategy> list{
-      {"ddp", divided, with_ddp(), of_unused() + of_replicas()},
-      {"ddp_own_gradients", divided, with_ddp({.gradient_as_bucket_view = false}), of_unused() + of_replicas()},
-      {"zero1", divided, with_zero1(), of_unused() + of_replicas() + of_sharded_optimizers()},
-      {"zero2", divided, with_zero2(),
-       of_unused() + of_replicas() + of_sharded_optimizers() + of_parts("ShardedDataParallel", 2)},
+      {"ddp", divided, with_ddp(), of_ddp()},
+      {"ddp_own_gradients", divided, with_ddp({.gradient_as_bucket_view = false}), of_ddp()},
+      {"zero1", divided, with_zero1(), of_zero1()},
+      {"zero2", divided, with_zero2(), of_zero2()},
       {"megatron", divided, with_megatron(), of_megatron()},
-      {"megatron_in_grads", divided, with_megatron({.reuse_grad_buf_for_param_gather = true}), of_megatron()},
+      {"megatron_in_grads", divided, with_megatron({.reuse_grad_buf_for_param_gather = true}), of_megatron_in_grads()},
       {"megatron_late_gather", divided, with_megatron({.overlap_param_gather = true}), of_megatron()},
-      {"megatron_no_overlap", divided, with_megatron({.overlap_grad_reduce = false}), of_megatron()},
+      {"megatron_no_overlap", divided, with_megatron({.overlap_grad_reduce = false}), of_megatron_no_overlap()},
       {"fsdp", divided, with_fsdp(ShardingStrategy::full_shard), of_fsdp()},
       {"fsdp_grad_op", divided, with_fsdp(ShardingStrategy::shard_grad_op), of_fsdp()},
       {"fsdp_no_shard", divided, with_fsdp(ShardingStrategy::no_shard), of_fsdp()},
       {"fsdp_hybrid", divided, with_fsdp(ShardingStrategy::hybrid_shard), of_fsdp()},
       {"fsdp_hybrid_grad_op", divided, with_fsdp(ShardingStrategy::hybrid_shard_grad_op), of_fsdp()},
       {"decentralized", same, with_decentralized(), of_decentralized()},
-      {"local_sgd", same, with_local_updates({.every = 1}), of_local_updates()},
-      {"diloco", same, with_local_updates({.every = 1, .outer = OuterNesterov{.lr = 1, .momentum = 0}}),
-       of_local_updates()},
-      {"shard_gossip", divided_in_host, with_shard_gossip(), of_fsdp()},
+      {"local_sgd", same, with_local_updates({.every = 1}), of_local_sgd()},
+      {"diloco", same, with_local_updates({.every = 1, .outer = OuterNesterov{.lr = 1, .momentum = 0}}), of_diloco()},
+      {"shard_gossip", divided_in_host, with_shard_gossip(), of_shard_gossip()},
   };
   return list;
 }

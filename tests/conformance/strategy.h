@@ -20,9 +20,11 @@ struct Exception {
   };
   Kind kind;
   std::vector<std::string> text;  // what the error says; why
-  int from_ranks = 1;             // with fewer it is as in one process
+  int from_ranks = 1;             // with fewer, and alone, it may be as in one process
+  bool host_only = false;         // elsewhere ranks that call different things wait for each other until the deadline
 };
-using Exceptions = std::map<std::string, Exception>;  // by behaviour
+// By behaviour. Of several that fit, the one from most ranks counts; of these, the first.
+using Exceptions = std::multimap<std::string, Exception>;
 
 struct Strategy {
   std::string name;
