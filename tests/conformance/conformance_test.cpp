@@ -159,11 +159,15 @@ void judge(const Exception* expected, const Outcome& outcome) {
 
 class Conformance : public testing::Test {
  public:
-  Conformance(const Strategy& strategy, const Behaviour& behaviour) : strategy_(strategy), behaviour_(behaviour) {}
+  // pending_on_network: where ranks do not share memory it is not right yet.
+  Conformance(const Strategy& strategy, const Behaviour& behaviour, bool pending_on_network)
+      : strategy_(strategy), behaviour_(behaviour), pending_on_network_(pending_on_network) {}
 
   void TestBody() override {
     const auto* exception = declared(strategy_, behaviour_);
-    if (exception != nullptr && exception->host_only && grounds().group().transport() != "host") return;
+    const bool network = world().size() > 1 && grounds().group().transport() != "host";
+    if (network && pending_on_network_) GTEST_SKIP() << "pending where ranks do not share memory";
+    if (network && exception != nullptr && exception->host_only) GTEST_SKIP() << "ends with the deadline here";
     const auto folder = grounds().folder();
     const auto own = run(strategy_, behaviour_, folder);
     const auto all = grounds().exchange(own);
@@ -177,9 +181,10 @@ class Conformance : public testing::Test {
  private:
   const Strategy& strategy_;
   const Behaviour& behaviour_;
+  bool pending_on_network_;
 };
 
-// What is wrong still, as STRATEGY.BEHAVIOUR; a star stands for all strategies.
+// What is wrong still, as STRATEGY.BEHAVIOUR, or STRATEGY.BEHAVIOUR@network.
 std::set<std::string> pending() {
   std::ifstream file(PENDING);
   std::set<std::string> names;
@@ -194,10 +199,13 @@ bool register_all() {
   const auto waiting = pending();
   for (const auto& strategy : strategies()) {
     for (const auto& behaviour : behaviours()) {
-      const bool waits = waiting.count(strategy.name + "." + behaviour.name) + waiting.count("*." + behaviour.name) > 0;
-      const auto name = (waits ? "DISABLED_" : "") + behaviour.name;
+      const auto place = strategy.name + "." + behaviour.name;
+      const auto name = (waiting.count(place) > 0 ? "DISABLED_" : "") + behaviour.name;
+      const bool on_network = waiting.count(place + "@network") > 0;
       testing::RegisterTest(strategy.name.c_str(), name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
-                            [&]() -> Conformance* { return new Conformance(strategy, behaviour); });
+                            [&strategy, &behaviour, on_network]() -> Conformance* {
+                              return new Conformance(strategy, behaviour, on_network);
+                            });
     }
   }
   return true;
