@@ -197,43 +197,5 @@ TEST(FsdpDeferred, FSDP12_a_model_of_world_size_times_a_ranks_memory_is_built_tr
   EXPECT_GT(static_cast<double>(file.tellg()), 4 * parameters);
 }
 
-// One step of a model, whole in this process.
-void train_whole(int64_t layers, int64_t width) {
-  const auto model = make(false, layers, width);
-  FusedAdamW optimizer(model->parameters(), AdamWOptions(1e-3));
-  model->forward(at::randn({8, width})).square().sum().backward();
-  optimizer.step();
-}
-
-// On 4 ranks, each with little more than a quarter of what training it takes; where ranks share memory, the parameters
-// and the sums of gradients lie there, and the limit is on what is a rank's own.
-TEST(FsdpDeferred, FSDP12_a_model_that_needs_four_times_the_memory_that_the_system_gives_trains) {
-  if (group().size() != 4) GTEST_SKIP() << "for 4 ranks";
-  if (test::counts_freed_memory) GTEST_SKIP() << "the address sanitizer takes memory of its own";
-  test::return_freed_memory();
-  constexpr int64_t layers = 256, width = 320;
-  constexpr int64_t unit = 4 * (width * width + width);
-  const auto train = [](int64_t depth, int64_t size) {
-    const auto model = make(true, depth, size);
-    FullyShardedDataParallel<NetImpl> parallel(model, group(), by_layer());
-    FullyShardedOptimizer<FusedAdamW> optimizer(parallel, AdamWOptions(1e-3));
-    for (int step = 0; step < 2; ++step) {
-      parallel.forward(at::randn({8, size})).square().sum().backward();
-      optimizer.step();
-      optimizer.zero_grad();
-    }
-    return parallel.shared();
-  };
-  const bool shared = train(2, 8);  // makes threads and staging buffers, which stay
-  const int64_t bytes_per_parameter = shared ? 8 : 16;
-  const int64_t allowed = bytes_per_parameter * layers * (unit / 4) / group().size() + 20 * unit;
-  {
-    const test::DataLimit limit(allowed);
-    EXPECT_ANY_THROW(train_whole(layers, width)) << "the limit holds";
-  }
-  const test::DataLimit limit(allowed);
-  EXPECT_NO_THROW(train(layers, width));
-}
-
 }  // namespace
 }  // namespace shoal
