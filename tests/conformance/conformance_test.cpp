@@ -129,13 +129,18 @@ Outcome run(const Strategy& strategy, const Behaviour& behaviour, const std::fil
   });
 }
 
-// What the strategy declares for as many ranks; nullptr: nothing.
+// Whether ranks do not share memory.
+bool on_network() {
+  return world().size() > 1 && grounds().group().transport() != "host";
+}
+
+// What the strategy declares for as many ranks on this transport; nullptr: nothing.
 const Exception* declared(const Strategy& strategy, const Behaviour& behaviour) {
   const Exception* found = nullptr;
   const auto [begin, end] = strategy.exceptions.equal_range(behaviour.name);
   for (auto each = begin; each != end; ++each) {
     const auto& exception = each->second;
-    if (exception.from_ranks > world().size()) continue;
+    if (exception.from_ranks > world().size() || (exception.network_only && !on_network())) continue;
     if (found == nullptr || exception.from_ranks > found->from_ranks) found = &exception;
   }
   return found;
@@ -165,9 +170,8 @@ class Conformance : public testing::Test {
 
   void TestBody() override {
     const auto* exception = declared(strategy_, behaviour_);
-    const bool network = world().size() > 1 && grounds().group().transport() != "host";
-    if (network && pending_on_network_) GTEST_SKIP() << "pending where ranks do not share memory";
-    if (network && exception != nullptr && exception->host_only) GTEST_SKIP() << "ends with the deadline here";
+    if (on_network() && pending_on_network_) GTEST_SKIP() << "pending where ranks do not share memory";
+    if (on_network() && exception != nullptr && exception->host_only) GTEST_SKIP() << "ends with the deadline here";
     const auto folder = grounds().folder();
     const auto own = run(strategy_, behaviour_, folder);
     const auto all = grounds().exchange(own);
@@ -201,10 +205,10 @@ bool register_all() {
     for (const auto& behaviour : behaviours()) {
       const auto place = strategy.name + "." + behaviour.name;
       const auto name = (waiting.count(place) > 0 ? "DISABLED_" : "") + behaviour.name;
-      const bool on_network = waiting.count(place + "@network") > 0;
+      const bool waits_on_network = waiting.count(place + "@network") > 0;
       testing::RegisterTest(strategy.name.c_str(), name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
-                            [&strategy, &behaviour, on_network]() -> Conformance* {
-                              return new Conformance(strategy, behaviour, on_network);
+                            [&strategy, &behaviour, waits_on_network]() -> Conformance* {
+                              return new Conformance(strategy, behaviour, waits_on_network);
                             });
     }
   }

@@ -22,6 +22,7 @@ struct Exception {
   std::vector<std::string> text;  // what the error says; why
   int from_ranks = 1;             // with fewer, and alone, it may be as in one process
   bool host_only = false;         // elsewhere ranks that call different things wait for each other until the deadline
+  bool network_only = false;      // where ranks share memory it is as in one process
 };
 // By behaviour. Of several that fit, the one from most ranks counts; of these, the first.
 using Exceptions = std::multimap<std::string, Exception>;
