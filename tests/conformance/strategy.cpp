@@ -210,6 +210,14 @@ const Exceptions& of_fsdp() {
   return list;
 }
 
+// Where parameters are gathered, forward is collective.
+const Exceptions& of_gathered() {
+  static const Exceptions list =
+      all({"evaluation_of_one_rank_while_others_wait"},
+          {Exception::refused, {"ranks wait for each other in different groups"}, 2, false, true});
+  return list;
+}
+
 // With 3 ranks each is a host of its own.
 const Exceptions& of_shard_gossip() {
   static const Exceptions list =
@@ -224,6 +232,7 @@ const Exceptions& of_shard_gossip() {
            "load_of_a_sub_module",
            "load_through_an_archive",
            "load_replaces_buffers",
+           "load_what_was_saved_in_training",
            "load_of_rank_0_alone",
            "load_of_values_of_their_own_that_are_averaged",
            "set_data_of_one_parameter_between_steps",
@@ -287,8 +296,8 @@ const std::vector<Strategy>& strategies() {
       {"megatron_in_grads", divided, with_megatron({.reuse_grad_buf_for_param_gather = true}), of_megatron_in_grads()},
       {"megatron_late_gather", divided, with_megatron({.overlap_param_gather = true}), of_megatron()},
       {"megatron_no_overlap", divided, with_megatron({.overlap_grad_reduce = false}), of_megatron_no_overlap()},
-      {"fsdp", divided, with_fsdp(ShardingStrategy::full_shard), of_fsdp()},
-      {"fsdp_grad_op", divided, with_fsdp(ShardingStrategy::shard_grad_op), of_fsdp()},
+      {"fsdp", divided, with_fsdp(ShardingStrategy::full_shard), of_fsdp() + of_gathered()},
+      {"fsdp_grad_op", divided, with_fsdp(ShardingStrategy::shard_grad_op), of_fsdp() + of_gathered()},
       {"fsdp_no_shard", divided, with_fsdp(ShardingStrategy::no_shard), of_fsdp()},
       {"fsdp_hybrid", divided, with_fsdp(ShardingStrategy::hybrid_shard), of_fsdp()},
       {"fsdp_hybrid_grad_op", divided, with_fsdp(ShardingStrategy::hybrid_shard_grad_op), of_fsdp()},
