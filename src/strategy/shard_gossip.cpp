@@ -148,6 +148,7 @@ void ShardGossipOptimizerCore::show() {
 }
 
 void ShardGossipOptimizerCore::pass() {
+  const torch::NoGradGuard no_grad;
   // Nobody of the host reads what is about to change: where gradients are summed up, backward shows that.
   state().group.barrier(state().label("pass")).wait();
   begin_mixing();
