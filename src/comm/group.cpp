@@ -82,6 +82,7 @@ Work issue(const Group& group, Call call) {
   if (!failure.empty()) {
     throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", state->name, failure));
   }
+  std::erase_if(state->progress->left_behind, [](const auto& work) { return work->done(); });
   if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip it
   const CallWatch watch(*state, call);
   check_agreement(state, call);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 
 #include "comm/choose_transport.h"
 #include "comm/fingerprint.h"
@@ -17,7 +18,11 @@ namespace shoal {
 // Operations that never finished keep a transport's threads busy; joining them would block until their deadline, so a
 // failed group leaves its transport to the end of the process.
 GroupProgress::~GroupProgress() {
-  if (!failure.text().empty() && transport->joins_threads()) new std::shared_ptr<Transport>(std::move(transport));
+  const bool busy = !failure.text().empty() || std::any_of(left_behind.begin(), left_behind.end(),
+                                                           [](const auto& work) { return !work->done(); });
+  if (!busy || !transport->joins_threads()) return;
+  for (auto& work : left_behind) static_cast<void>(work.release());
+  new std::shared_ptr<Transport>(std::move(transport));
 }
 
 namespace {
@@ -121,11 +126,15 @@ void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_p
 }
 
 PendingWork::~PendingWork() {
-  if (!work_ || finished_) return;
-  if (work_->done()) {
-    if (group_->progress->failure.text().empty()) watch_.finished(*group_, call_);  // else it may have failed as well
-  } else {
-    group_->progress->failure.set(fmt::format("{} #{} was dropped before it had finished", call_.describe(), number_));
+  if (!work_ || finished_ || !group_->progress->failure.text().empty()) return;
+  if (std::uncaught_exceptions() > 0) {
+    if (work_->done()) return watch_.finished(*group_, call_);
+    group_->progress->left_behind.push_back(std::move(work_));
+    return;
+  }
+  try {
+    wait();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group says it at its next call
   }
 }
 

@@ -54,6 +54,8 @@ struct GroupProgress {
   uint64_t messages = 0;                           // the same of sends and receives
   ~GroupProgress();
   std::shared_ptr<Transport> transport;
+  // Operations in flight that nobody waits for, since an exception has passed their Work.
+  std::vector<std::unique_ptr<TransportWork>> left_behind;
   std::shared_ptr<GroupState> checks;  // a group of the same ranks on which they compare calls; none: no need
 };
 

@@ -16,6 +16,7 @@ struct Placement {
   bool store_is_served = false;  // a launcher hosts the store; rank 0 must not
   std::string generation = "0";  // counts a launcher's restarts of the job
   std::string source;            // for messages
+  std::string job;               // the same on all ranks of a job, another one in other jobs; empty: unknown
 };
 
 // Order: options, RANK/WORLD_SIZE, Open MPI, PMI, Slurm, alone. Throws UsageError for a partial or nonsensical set.

@@ -56,6 +56,7 @@ class Room {
       : placement_(std::move(placement)), page_(page), store_(std::move(store)), timeout_(timeout_seconds) {}
 
   Present enter() {
+    require_same_job();
     const Record own{placement_.size, {host_identity(), this_process(), page_}};
     const auto job = job_key();
     const auto visit = store_->add(visits_key(), 1);
@@ -68,6 +69,7 @@ class Room {
   }
 
   Present enter_again() {
+    require_same_job();
     const auto visits = store_->add(visits_key(), 0);
     present_.prefix = fmt::format("{}/{}", job_key(), visits);
     for (int rank = 0; rank < placement_.size; ++rank) {
@@ -103,6 +105,25 @@ class Room {
   std::string rank_key(int rank) const { return record_key(present_.prefix, rank); }
 
   std::string left_key(int rank) const { return fmt::format("{}/left/{}", present_.prefix, rank); }
+
+  // Two jobs can be given one port. Whoever holds the store says whose it is; in a launcher's, the first who comes.
+  void require_same_job() {
+    const std::string key = "shoal/job";
+    const auto own = "job " + placement_.job;  // not empty, which the store takes for nothing
+    if (placement_.rank == 0 && !placement_.store_is_served) store_set(*store_, key, own);
+    auto job = placement_.store_is_served ? store_set_once(*store_, key, own) : store_try_get(*store_, key);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+    while (!job && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      job = store_try_get(*store_, key);
+    }
+    if (!job || *job == own) return;  // without a word of rank 0, it is missed below
+    const auto named = [](const std::string& name) { return name == "job " ? "without a name" : name; };
+    throw UsageError(
+        fmt::format("the store at {}:{} belongs to another job ({}) than this rank {} ({}): give each job its own "
+                    "MASTER_PORT. If it is one job, give all its ranks the same SHOAL_JOB_ID",
+                    placement_.address, placement_.port, named(*job), placement_.rank, named(own)));
+  }
 
   // A process may meet again; another one may not take its rank.
   void refuse_duplicate(const Record& own, const std::string& previous) {

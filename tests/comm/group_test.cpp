@@ -43,6 +43,44 @@ TEST(Group, AllReduceSumsOverRanksInEveryDtype) {
   }
 }
 
+TEST(Group, AWorkThatIsDroppedIsWaitedForAndHarmsNothing) {
+  for (int round = 0; round < 3; ++round) {
+    double memory[1000];  // gone after this round
+    const auto tensor = at::from_blob(memory, {1000}, at::kDouble);
+    tensor.copy_(input(group().rank(), 1000, at::kDouble));
+    static_cast<void>(group().all_reduce(tensor));
+    EXPECT_TRUE(at::equal(tensor, sum_of_inputs(1000, at::kDouble)));
+    auto part = at::empty({10}, at::kDouble);
+    static_cast<void>(group().reduce_scatter(part, at::ones({10 * group().size()}, at::kDouble)));
+    EXPECT_TRUE(at::equal(part, at::full({10}, static_cast<double>(group().size()), at::kDouble)));
+    // Replaced by another one.
+    auto work = group().broadcast(tensor, 0);
+    work = group().barrier();
+    work.wait();
+  }
+  if (group().size() > 1) {
+    auto message = at::full({5}, 7.0);
+    if (group().rank() == 0) static_cast<void>(group().send(message, 1));
+    if (group().rank() == 1) static_cast<void>(group().recv(message.zero_(), 0));
+    EXPECT_EQ(message.sum().item<double>(), 35);
+  }
+}
+
+TEST(Group, AWorkThatAnExceptionPassesGoesOnInTheBackground) {
+  for (int round = 0; round < 3; ++round) {
+    try {
+      auto work = group().all_reduce(at::ones({100000}));
+      if (group().rank() == 0) throw std::runtime_error("something else");
+      work.wait();
+    } catch (const std::runtime_error& error) {
+      EXPECT_STREQ(error.what(), "something else");
+    }
+    auto sum = at::ones({3});
+    group().all_reduce(sum).wait();
+    EXPECT_EQ(sum[0].item<double>(), group().size());
+  }
+}
+
 TEST(Group, AllReduceKnowsItsOperations) {
   const int64_t ranks = group().size();
   const auto reduced = [&](ReduceOp op) {

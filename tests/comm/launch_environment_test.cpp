@@ -4,8 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <future>
 #include <map>
+#include <thread>
 
+#include "comm/rendezvous.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -27,6 +30,51 @@ std::string refusal(const Variables& variables, const WorldOptions& options = {}
     return error.what();
   }
   return "";
+}
+
+TEST(LaunchEnvironment, KnowsWhatTheLauncherCallsTheJob) {
+  const Variables by_hand{{"RANK", "0"}, {"WORLD_SIZE", "2"}};
+  EXPECT_EQ(find(by_hand).job, "");
+  auto variables = by_hand;
+  variables["TORCHELASTIC_RUN_ID"] = "night";
+  EXPECT_EQ(find(variables).job, "night");
+  variables["SHOAL_JOB_ID"] = "day";
+  EXPECT_EQ(find(variables).job, "day");
+  EXPECT_EQ(find({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"PMIX_NAMESPACE", "77"}}).job, "77");
+  EXPECT_EQ(find({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}}).job,
+            "12.3");
+}
+
+// Two jobs of two ranks that were given one port.
+TEST(Rendezvous, ARankOfAnotherJobIsRefusedAndDisturbsNobody) {
+  for (const bool served : {false, true}) {
+    auto launcher = std::make_unique<StoreServer>("127.0.0.1", 0);
+    const int port = launcher->port();
+    if (!served) launcher.reset();
+    std::vector<Meeting> meetings(4);
+    const auto come = [&, served](int rank, const std::string& job, Meeting& meeting) {
+      return std::async(std::launch::async, [&meeting, rank, job, port, served]() -> std::string {
+        Placement placement{.rank = rank, .size = 2, .address = "127.0.0.1", .port = port, .store_is_served = served};
+        placement.job = job;
+        try {
+          meeting = meet(placement, {}, 20);
+        } catch (const Error& error) {
+          return error.what();
+        }
+        return "met";
+      });
+    };
+    auto first = come(0, "night", meetings[0]);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    for (const auto* job : {"day", ""}) {
+      const auto text = come(1, job, meetings[3]).get();
+      EXPECT_NE(text.find("belongs to another job (job night)"), std::string::npos) << text;
+      EXPECT_NE(text.find("MASTER_PORT"), std::string::npos) << text;
+    }
+    auto second = come(1, "night", meetings[1]);
+    EXPECT_EQ(first.get(), "met");
+    EXPECT_EQ(second.get(), "met");
+  }
 }
 
 TEST(LaunchEnvironment, NothingSetMeansAlone) {

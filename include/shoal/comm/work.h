@@ -8,10 +8,10 @@ namespace shoal {
 class PendingWork;
 
 // Move-only. Owns the operation's tensors until it is finished, so the caller may drop its own handles at once.
-// A default-constructed Work is finished. Dropping an unfinished Work marks its group failed: every later call on the
-// group throws UsageError that names the dropped operation, since its errors would have been lost.
-// Not thread-safe; one thread waits.
-class Work {
+// A default-constructed Work is finished. Dropping an unfinished Work waits for it, so that memory which the caller owns
+// may go; an error of the operation is then said by the next call on the group (CommError). While an exception is on its
+// way nothing is waited for: the group keeps the tensors and the operation goes on. Not thread-safe; one thread waits.
+class [[nodiscard]] Work {
  public:
   Work();
   explicit Work(std::unique_ptr<PendingWork> pending);

@@ -74,7 +74,9 @@ class World {
 
 // Collective over all ranks of the job (with `rejoin` not); once per process and job. Throws UsageError for a wrong or
 // partial description of the job, and for a rank whose process is still there or never was; DisagreeError when ranks
-// disagree on the world's size, CommError when ranks do not appear in time.
+// disagree on the world's size, CommError when ranks do not appear in time. Two jobs that were given one port are told
+// apart by what their launchers call them (torchrun, Open MPI, Slurm, shoal launch) or by SHOAL_JOB_ID: UsageError for
+// the one whose store it is not. Without either, both are nameless and taken for one.
 World init(const WorldOptions& options = {});
 
 }  // namespace shoal
