@@ -128,8 +128,11 @@ void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_p
 PendingWork::~PendingWork() {
   if (!work_ || finished_ || !group_->progress->failure.text().empty()) return;
   if (std::uncaught_exceptions() > 0) {
-    if (work_->done()) return watch_.finished(*group_, call_);
-    group_->progress->left_behind.push_back(std::move(work_));
+    if (work_->done()) {
+      watch_.finished(*group_, call_);
+    } else {
+      group_->progress->left_behind.push_back(std::move(work_));
+    }
     return;
   }
   try {

@@ -54,7 +54,12 @@ TEST(Rendezvous, ARankOfAnotherJobIsRefusedAndDisturbsNobody) {
     std::vector<Meeting> meetings(4);
     const auto come = [&, served](int rank, const std::string& job, Meeting& meeting) {
       return std::async(std::launch::async, [&meeting, rank, job, port, served]() -> std::string {
-        Placement placement{.rank = rank, .size = 2, .address = "127.0.0.1", .port = port, .store_is_served = served};
+        Placement placement;
+        placement.rank = rank;
+        placement.size = 2;
+        placement.address = "127.0.0.1";
+        placement.port = port;
+        placement.store_is_served = served;
         placement.job = job;
         try {
           meeting = meet(placement, {}, 20);
