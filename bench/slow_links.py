@@ -80,9 +80,9 @@ def measure(options, hosts, name, condition):
         command = [options.shoal, "train", "--model", options.model, "--size", options.size, "--data", options.data,
                    "--transport", "gloo", "--batch", str(options.batch), *([] if options.data == "reference" else ["--eval"]), "--lr", str(options.lr), "--schedule", options.schedule,
                    *(["--steps", str(options.steps)] if options.steps else ["--epochs", str(options.epochs)]),
-                   "--neighbour-timeout", str(options.neighbour_timeout), "--json", str(report),
-                   "--metrics", str(metrics),
-                   *VARIANTS[name]]
+                   "--json", str(report), "--metrics", str(metrics), *VARIANTS[name]]
+        if "decentralized" in VARIANTS[name]:
+            command += ["--neighbour-timeout", str(options.neighbour_timeout)]
         before = [sent_bytes(hosts, host) for host in range(options.hosts)]
         start = time.time()
         processes = [hosts.start(host, 1, command) for host in range(options.hosts)]

@@ -4,8 +4,12 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
+#include <charconv>
+#include <csignal>
 #include <cstring>
+#include <system_error>
 
 #include "shoal/checkpoint/checkpoint_error.h"
 
@@ -15,8 +19,38 @@ void throw_system_error(const char* action, const std::filesystem::path& path) {
   throw CheckpointError(fmt::format("cannot {} {}: {}", action, path.string(), std::strerror(errno)));
 }
 
+namespace {
+
+// What a file of this process on this host is called until it is complete: NAME, then this.
+std::string mark_of_host() {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  return fmt::format(".tmp-{}-", host.data());
+}
+
+bool is_gone(std::string_view process) {
+  pid_t pid = 0;
+  const auto [end, error] = std::from_chars(process.begin(), process.end(), pid);
+  return error == std::errc() && end == process.end() && pid > 0 && kill(pid, 0) != 0 && errno == ESRCH;
+}
+
+// What processes of this host that died while they wrote the same file have left of it.
+void remove_leftovers_of(const std::filesystem::path& path) {
+  const auto beginning = path.filename().string() + mark_of_host();
+  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const auto name = entry.path().filename().string();
+    if (!name.starts_with(beginning) || !is_gone(std::string_view(name).substr(beginning.size()))) continue;
+    unlink(entry.path().c_str());
+  }
+}
+
+}  // namespace
+
 AtomicFile::AtomicFile(std::filesystem::path path)
-    : path_(std::move(path)), temporary_(fmt::format("{}.tmp-{}", path_.string(), getpid())) {
+    : path_(std::move(path)), temporary_(fmt::format("{}{}{}", path_.string(), mark_of_host(), getpid())) {
+  remove_leftovers_of(path_);
   fd_ = open(temporary_.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, 0644);
   if (fd_ < 0) fail("create");
 }

@@ -10,7 +10,8 @@
 namespace shoal {
 
 // A file that takes its name when complete() is called, and vanishes otherwise: until then it is called
-// NAME.tmp-PROCESS, and an older file of its name stays. All errors are CheckpointErrors with the file and the reason.
+// NAME.tmp-HOST-PROCESS, and an older file of its name stays. What processes of this host that were killed have left of
+// NAME in this way goes when the next one begins. All errors are CheckpointErrors with the file and the reason.
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path path);

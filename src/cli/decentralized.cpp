@@ -26,12 +26,30 @@ OptimizerOfNamed optimizer_of_buckets(const TrainOptions& options, const std::sh
   };
 }
 
+DecentralizedDataParallelOptions wrapper_options(const TrainOptions& options, int ranks, int64_t total_steps) {
+  DecentralizedDataParallelOptions result{.topology = topology_of(options, ranks, options.topology_local_size),
+                                          .clip_grad = options.clip,
+                                          .scaler = options.precision().scaler,
+                                          .precision = options.precision(),
+                                          .neighbour_timeout_seconds = options.neighbour_timeout,
+                                          .bucket_cap_mb = options.ddp.bucket_cap_mb};
+  if (options.exchange_dtype == "bf16") result.exchange_dtype = at::kBFloat16;
+  if (options.exchange_dtype == "int8") result.compressed_exchange = CompressedExchange{};
+  if (options.exchange_dtype == "top_k") result.compressed_exchange = CompressedExchange{.top_k = 0.01};
+  if (options.schedule != "constant") {
+    result.schedule = [&options, total_steps](torch::optim::Optimizer& optimizer) {
+      return std::unique_ptr<torch::optim::LRScheduler>(make_schedule(options, optimizer, total_steps));
+    };
+  }
+  return result;
+}
+
 class Decentralized : public Strategy {
  public:
   Decentralized(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
                 int64_t total_steps)
       : Strategy(options, model),
-        parallel_(model, optimizer_of_buckets(options, model), group, wrapper_options(options, group, total_steps)) {
+        parallel_(model, optimizer_of_buckets(options, model), group, wrapper_options(options, group.size(), total_steps)) {
     const auto kind = optimizer_kind(options);
     rates_ = kind.make(kind.groups(*model));
   }
@@ -66,25 +84,6 @@ class Decentralized : public Strategy {
   }
 
  private:
-  static DecentralizedDataParallelOptions wrapper_options(const TrainOptions& options, const Group& group,
-                                                          int64_t total_steps) {
-    DecentralizedDataParallelOptions result{.topology = topology_of(options, group.size(), options.topology_local_size),
-                                            .clip_grad = options.clip,
-                                            .scaler = options.precision().scaler,
-                                            .precision = options.precision(),
-                                            .neighbour_timeout_seconds = options.neighbour_timeout,
-                                            .bucket_cap_mb = options.ddp.bucket_cap_mb};
-    if (options.exchange_dtype == "bf16") result.exchange_dtype = at::kBFloat16;
-    if (options.exchange_dtype == "int8") result.compressed_exchange = CompressedExchange{};
-    if (options.exchange_dtype == "top_k") result.compressed_exchange = CompressedExchange{.top_k = 0.01};
-    if (options.schedule != "constant") {
-      result.schedule = [&options, total_steps](torch::optim::Optimizer& optimizer) {
-        return std::unique_ptr<torch::optim::LRScheduler>(make_schedule(options, optimizer, total_steps));
-      };
-    }
-    return result;
-  }
-
   mutable DecentralizedDataParallel<models::Model> parallel_;
   int64_t averaged_after_ = -1;                     // steps
   double distance_ = 0;                             // of the ranks before that
@@ -96,6 +95,10 @@ class Decentralized : public Strategy {
 Topology topology_of(const TrainOptions& options, int size, int local_size) {
   if (!options.topology_file.empty()) return read_topology(options.topology_file);
   return make_topology(options.topology, size, local_size, options.seed);
+}
+
+void check_decentralized(const TrainOptions& options, int ranks) {
+  wrapper_options(options, ranks, /*total_steps=*/1).validate(ranks);
 }
 
 std::string missed_exchanges(const ExchangeStatistics& seen) {

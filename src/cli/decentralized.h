@@ -8,6 +8,8 @@ namespace shoal::cli {
 
 // Of --topology or --topology-file, for so many ranks.
 Topology topology_of(const TrainOptions& options, int size, int local_size);
+// Throws UsageError where so many ranks cannot train so.
+void check_decentralized(const TrainOptions& options, int ranks);
 // For the progress line: empty, if all came in time.
 std::string missed_exchanges(const ExchangeStatistics& seen);
 // For the report.

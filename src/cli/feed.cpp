@@ -12,31 +12,32 @@
 namespace shoal::cli {
 namespace {
 
-// All batches are made before training, so that a step's time is training alone.
+// The batches of a step are made before it, so that its time is training alone.
 class ReferenceFeed : public Feed {
  public:
-  ReferenceFeed(const TrainOptions& options, int rank) : accumulate_(options.accumulate) {
-    for (int64_t step = 0; step < *options.steps; ++step) {
-      for (int micro = 0; micro < accumulate_; ++micro) {
-        batches_.push_back(data::reference_batch(options.model, options.size,
-                                                 {.seed = options.seed,
-                                                  .step = static_cast<uint64_t>(step),
-                                                  .rank = static_cast<uint64_t>(rank),
-                                                  .micro = static_cast<uint64_t>(micro)},
-                                                 options.batch, options.data_dtype()));
-      }
-    }
-  }
+  ReferenceFeed(const TrainOptions& options, int rank) : options_(options), rank_(rank) { prepare(0); }
 
   std::optional<int64_t> steps_per_epoch() const override { return std::nullopt; }
   void begin_epoch(int64_t) override {}
-  data::Batch next(int64_t step, int micro) override { return batches_.at(step * accumulate_ + micro); }
+  void prepare(int64_t step) override {
+    batches_.clear();
+    for (int micro = 0; micro < options_.accumulate; ++micro) {
+      batches_.push_back(data::reference_batch(options_.model, options_.size,
+                                               {.seed = options_.seed,
+                                                .step = static_cast<uint64_t>(step),
+                                                .rank = static_cast<uint64_t>(rank_),
+                                                .micro = static_cast<uint64_t>(micro)},
+                                               options_.batch, options_.data_dtype()));
+    }
+  }
+  data::Batch next(int64_t, int micro) override { return batches_.at(micro); }
   void skip(int64_t) override {}
   std::shared_ptr<data::Dataset> test_data() const override { return nullptr; }
 
  private:
-  int accumulate_;
-  std::vector<data::Batch> batches_;
+  const TrainOptions& options_;
+  int rank_;
+  std::vector<data::Batch> batches_;  // of one step
 };
 
 // Samples in memory, served by libtorch's data loader.
@@ -89,21 +90,30 @@ class DatasetFeed : public Feed {
 
 }  // namespace
 
+void check_data(const TrainOptions& options) {
+  if (options.reference_data()) return;
+  for (const auto split : {data::Split::train, data::Split::test}) {
+    if (split == data::Split::test && !options.eval) continue;
+    if (options.text_data()) {
+      data::text_file(options.data_path().value(), models::gpt_config(options.size).context, split);
+    } else {
+      data::require_fashion_mnist(split, options.data_path());
+    }
+  }
+}
+
 std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks) {
   if (options.reference_data()) return std::make_unique<ReferenceFeed>(options, rank);
+  const auto path = options.data_path();
   std::shared_ptr<data::Dataset> train;
   std::shared_ptr<data::Dataset> test;
   if (options.text_data()) {
-    const std::string file = options.data.substr(options.data.find(':') + 1);
     const auto context = models::gpt_config(options.size).context;
-    train = data::text_file(file, context, data::Split::train);
-    if (options.eval) test = data::text_file(file, context, data::Split::test);
+    train = data::text_file(path.value(), context, data::Split::train);
+    if (options.eval) test = data::text_file(path.value(), context, data::Split::test);
   } else {
-    const auto colon = options.data.find(':');
-    std::optional<std::filesystem::path> folder;
-    if (colon != std::string::npos) folder = options.data.substr(colon + 1);
-    train = data::fashion_mnist(data::Split::train, folder, options.data_dtype());
-    if (options.eval) test = data::fashion_mnist(data::Split::test, folder, options.data_dtype());
+    train = data::fashion_mnist(data::Split::train, path, options.data_dtype());
+    if (options.eval) test = data::fashion_mnist(data::Split::test, path, options.data_dtype());
   }
   return std::make_unique<DatasetFeed>(options, rank, ranks, std::move(train), std::move(test));
 }

@@ -1,10 +1,13 @@
 #include "cli/fsdp.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 
 #include "cli/decentralized.h"
 #include "cli/optimizers.h"
+#include "shoal/base/error.h"
 #include "shoal/strategy/fsdp.h"
 #include "shoal/strategy/shard_gossip.h"
 
@@ -70,6 +73,14 @@ class Fsdp : public Strategy {
   std::unique_ptr<FullyShardedOptimizerCore> optimizer_;
 };
 
+ShardGossipOptions gossip_options(const TrainOptions& options, int hosts) {
+  ShardGossipOptions gossip{.topology = topology_of(options, hosts, /*local_size=*/1),
+                            .neighbour_timeout_seconds = options.neighbour_timeout,
+                            .bucket_cap_mb = options.ddp.bucket_cap_mb};
+  if (options.exchange_dtype == "bf16") gossip.exchange_dtype = at::kBFloat16;
+  return gossip;
+}
+
 // FSDP on every host, gossip of shards between hosts. What is evaluated and saved is the mean of the hosts' models,
 // from which training goes on.
 class HybridGossip : public Fsdp {
@@ -107,11 +118,7 @@ class HybridGossip : public Fsdp {
 
  private:
   static MakeOptimizer averaging_with(const TrainOptions& options, const Group& across) {
-    ShardGossipOptions gossip{.topology = topology_of(options, across.size(), /*local_size=*/1),
-                              .neighbour_timeout_seconds = options.neighbour_timeout,
-                              .bucket_cap_mb = options.ddp.bucket_cap_mb};
-    if (options.exchange_dtype == "bf16") gossip.exchange_dtype = at::kBFloat16;
-    return [across, gossip](FullyShardedCore& parallel, std::vector<torch::optim::OptimizerParamGroup> groups,
+    return [across, gossip = gossip_options(options, across.size())](FullyShardedCore& parallel, std::vector<torch::optim::OptimizerParamGroup> groups,
                             OptimizerKind kind, const FullyShardedOptimizerOptions& chosen) {
       return std::make_unique<ShardGossipOptimizerCore>(parallel, across, std::move(groups), std::move(kind.defaults),
                                                         kind.make, kind.element_wise, chosen, gossip);
@@ -142,6 +149,15 @@ WrapPolicy unit_policy(const std::string& model) {
     const auto depth = std::count(name.begin(), name.end(), '.');
     return gpt ? depth == 1 && name.starts_with("blocks.") : depth == 0;
   });
+}
+
+void check_hybrid_gossip(const TrainOptions& options, int ranks) {
+  const int size = options.topology_local_size;
+  if (ranks % size != 0) {
+    throw UsageError(fmt::format("--topology-local-size {}: {} ranks do not make hosts of {}", size, ranks, size));
+  }
+  const int hosts = size > 1 ? ranks / size : 1;
+  gossip_options(options, hosts).validate(hosts);
 }
 
 std::unique_ptr<Strategy> make_fsdp(const TrainOptions& options, const std::shared_ptr<models::Model>& model,

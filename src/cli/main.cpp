@@ -3,11 +3,13 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 
 #include "base/environment.h"
+#include "cli/check_values.h"
 #include "cli/commands.h"
 #include "shoal/base/error.h"
 
@@ -26,6 +28,7 @@ void complain(const std::string& text) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with a name, as it is in Python
   std::vector<std::string> line(argv, argv + argc);
   // Ranks are started as this very program, wherever it was found.
   std::error_code unreadable;
@@ -45,6 +48,7 @@ int main(int argc, char** argv) {
   shoal::cli::add_flight_command(app, chosen);
   shoal::cli::add_trace_command(app, chosen);
   shoal::cli::add_doctor_command(app, chosen);
+  shoal::cli::check_values(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {

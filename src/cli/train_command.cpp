@@ -10,11 +10,17 @@
 
 #include "checkpoint/safetensors.h"
 #include "cli/commands.h"
+#include "cli/decentralized.h"
+#include "cli/fsdp.h"
 #include "cli/memory.h"
 #include "cli/report.h"
+#include "cli/strategy_options.h"
 #include "cli/trace.h"
+#include "cli/writable.h"
 #include "comm/launch_environment.h"
+#include "comm/shm/host_memory.h"
 #include "launch/launcher.h"
+#include "launch/limits.h"
 #include "models/registry.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/timeline.h"
@@ -145,8 +151,8 @@ int train_rank(const TrainOptions& options) {
   }
 }
 
-int train(TrainOptions options, const std::vector<std::string>& line) {
-  const auto placement = find_placement({}, process_environment());
+// The ranks of the training. UsageError where the command line and the launcher contradict each other.
+int ranks_of(const TrainOptions& options, const Placement& placement) {
   const bool started = placement.source != "alone";
   if (started && options.ranks && *options.ranks != placement.size) {
     throw UsageError(fmt::format("--ranks {} contradicts the world of {} that {} describe", *options.ranks,
@@ -157,13 +163,32 @@ int train(TrainOptions options, const std::vector<std::string>& line) {
   if (options.transport == "mpi" && !started && ranks > 1) {
     throw UsageError(fmt::format("--transport mpi: start the ranks with mpirun -n {} shoal train ...", ranks));
   }
-  if (started || ranks == 1) return train_rank(options);
+  return ranks;
+}
+
+// What every rank would find wrong, each with an error of its own, and what would be found after the training.
+void check_start(const TrainOptions& options, const Placement& placement, int ranks) {
+  if (options.strategy == "decentralized") check_decentralized(options, ranks);
+  const bool hosts_known = placement.source == "alone" || options.topology_local_size > 1;
+  if (options.strategy == "hybrid_gossip" && hosts_known) check_hybrid_gossip(options, ranks);
+  check_data(options);
+  require_open_files(ranks);
+  if (ranks > 1 && (options.transport == "auto" || options.transport == "host")) require_file_size(arena_bytes);
+  require_writable_folder("--trace", options.trace);
+  if (placement.rank != 0) return;
+  require_writable_folder("--save", options.save);
+  require_writable_file("--json", options.json);
+  require_writable_file("--metrics", options.metrics);
+}
+
+int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
+  if (placement.source != "alone" || ranks == 1) return train_rank(options);
   return launch({.ranks = ranks,
                  .command = line,
                  .threads = threads_per_rank(options, ranks),
                  .prefix_output = false,
                  .flight_recorder = options.flight_recorder,
-                 .keep_going = options.strategy == "decentralized" || options.strategy == "hybrid_gossip"});
+                 .keep_going = has_topology(options.strategy)});
 }
 
 }  // namespace
@@ -172,9 +197,13 @@ void add_train_command(CLI::App& app, const std::vector<std::string>& line, Acti
   auto* command = app.add_subcommand("train", "train a built-in model on built-in or own data");
   const auto options = std::make_shared<TrainOptions>();
   add_train_options(*command, *options);
-  command->callback([options, &line, &chosen] {
+  command->callback([command, options, &line, &chosen] {
     options->complete();
-    chosen = [options, &line] { return train(*options, line); };
+    refuse_foreign_options(*command, *options);
+    const auto placement = find_placement({}, process_environment());
+    const int ranks = ranks_of(*options, placement);
+    check_start(*options, placement, ranks);
+    chosen = [options, placement, ranks, &line] { return train(*options, placement, ranks, line); };
   });
 }
 

@@ -52,6 +52,10 @@ void complete_local_updates(TrainOptions& options) {
   require_at_least<int64_t>("--sync-every", options.local_updates.every, 1);
   require_at_least("--fragments", options.local_updates.fragments, 1);
   require_at_least<int64_t>("--sync-delay", options.local_updates.delay, 0);
+  if (!options.reduce_dtype.empty()) {
+    require_one_of("--reduce-dtype", options.reduce_dtype, {"float32", "bf16"});
+    options.local_updates.reduce_dtype = options.reduce_dtype == "bf16" ? at::kBFloat16 : at::kFloat;
+  }
   if (options.strategy == "slowmo") {
     const SlowMo usual;
     options.local_updates.outer = SlowMo{.slow_lr = options.outer_lr.value_or(usual.slow_lr),
@@ -60,8 +64,6 @@ void complete_local_updates(TrainOptions& options) {
     const OuterNesterov usual;
     options.local_updates.outer = OuterNesterov{.lr = options.outer_lr.value_or(usual.lr),
                                                 .momentum = options.outer_momentum.value_or(usual.momentum)};
-  } else if (options.outer_lr || options.outer_momentum) {
-    throw UsageError("--outer-lr and --outer-momentum are for --strategy slowmo and diloco");
   }
   options.local_updates.validate();
 }
@@ -88,11 +90,6 @@ void complete_compression(TrainOptions& options) {
 void check_in_backward(const TrainOptions& options) {
   if (options.optimizer_in_backward.empty()) return;
   require_one_of("--optimizer-in-backward", options.optimizer_in_backward, {"exact", "stale", "per_bucket"});
-  if (options.strategy == "ddp") return;
-  throw UsageError(
-      fmt::format("--optimizer-in-backward: --strategy {} updates shards, shared parameters or at times of its own; it "
-                  "is for ddp",
-                  options.strategy));
 }
 
 }  // namespace
@@ -137,8 +134,9 @@ void TrainOptions::complete() {
     throw UsageError(fmt::format("--exchange-dtype {}: hybrid_gossip exchanges float32 or bf16", exchange_dtype));
   }
   require_one_of("--exchange-dtype", exchange_dtype, {"float32", "bf16", "int8", "top_k"});
-  if (!(neighbour_timeout > 0)) {
-    throw UsageError(fmt::format("--neighbour-timeout {}: give seconds above 0", neighbour_timeout));
+  constexpr double years = 1e8;  // more does not fit the clock
+  if (!(neighbour_timeout > 0 && neighbour_timeout <= years)) {
+    throw UsageError(fmt::format("--neighbour-timeout {}: give seconds above 0, up to 1e8", neighbour_timeout));
   }
   if (batch == 0) batch = reference_data() ? 4 : 64;
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
@@ -292,6 +290,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       .add_option("--sync-delay", options.local_updates.delay,
                   "the same: steps during which an exchange may travel before it is applied")
       ->capture_default_str();
+  command.add_option("--reduce-dtype", options.reduce_dtype,
+                     "the same: what exchanges travel as: float32, bf16 (default: as the parameters)");
   command.add_option("--outer-lr", options.outer_lr, "slowmo (default: 1), diloco (0.7)");
   command.add_option("--outer-momentum", options.outer_momentum, "slowmo (default: 0.5), diloco (0.9)");
 }

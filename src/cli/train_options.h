@@ -58,6 +58,7 @@ struct TrainOptions {
   double neighbour_timeout = 5;  // seconds
   std::string exchange_dtype = "float32";
   LocalUpdatesOptions local_updates{.every = 20, .average_buffers = true};  // `outer` is as the strategy says
+  std::string reduce_dtype;  // local_sgd, slowmo, diloco; empty: the parameters' own
   std::optional<double> outer_lr;                                           // slowmo, diloco; default: theirs
   std::optional<double> outer_momentum;
   std::string flight_recorder;  // folder
@@ -66,6 +67,11 @@ struct TrainOptions {
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }
+  // What --data says after its colon.
+  std::optional<std::string> data_path() const {
+    const auto colon = data.find(':');
+    return colon == std::string::npos ? std::nullopt : std::optional(data.substr(colon + 1));
+  }
   bool takes_local_updates() const { return strategy == "local_sgd" || strategy == "slowmo" || strategy == "diloco"; }
   // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
   Precision precision() const;

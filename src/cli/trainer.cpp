@@ -213,6 +213,7 @@ TrainResult Trainer::run() {
   for (; number < total && !(result.stopped = stops(number)); ++number) {
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
     begin_epoch(number, first);
+    feed_.prepare(number);
     const auto start = Clock::now();
     result.lr.push_back(optimizer.param_groups().front().options().get_lr());
     result.loss.push_back(step(number, result));

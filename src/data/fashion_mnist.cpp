@@ -37,13 +37,25 @@ fs::path find_file(const fs::path& folder, const std::string& name) {
   throw UsageError(fmt::format("Fashion-MNIST: {} has neither {} nor {}.gz", folder.string(), name, name));
 }
 
-}  // namespace
+struct Files {
+  fs::path images;
+  fs::path labels;
+};
 
-std::shared_ptr<ImageDataset> fashion_mnist(Split split, const std::optional<fs::path>& folder, at::ScalarType dtype) {
+Files find_files(Split split, const std::optional<fs::path>& folder) {
   const fs::path root = find_folder(folder);
   const std::string prefix = split == Split::train ? "train" : "t10k";
-  const fs::path images_file = find_file(root, prefix + "-images-idx3-ubyte");
-  const fs::path labels_file = find_file(root, prefix + "-labels-idx1-ubyte");
+  return {find_file(root, prefix + "-images-idx3-ubyte"), find_file(root, prefix + "-labels-idx1-ubyte")};
+}
+
+}  // namespace
+
+void require_fashion_mnist(Split split, const std::optional<fs::path>& folder) {
+  find_files(split, folder);
+}
+
+std::shared_ptr<ImageDataset> fashion_mnist(Split split, const std::optional<fs::path>& folder, at::ScalarType dtype) {
+  const auto [images_file, labels_file] = find_files(split, folder);
   const auto images = read_idx(images_file, 3);
   const auto labels = read_idx(labels_file, 1);
   if (images.size(1) != side || images.size(2) != side) {

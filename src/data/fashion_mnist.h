@@ -15,4 +15,7 @@ namespace shoal::data {
 std::shared_ptr<ImageDataset> fashion_mnist(Split split, const std::optional<std::filesystem::path>& folder = {},
                                             at::ScalarType dtype = at::kFloat);
 
+// Throws what fashion_mnist() throws where a file is missing; reads none.
+void require_fashion_mnist(Split split, const std::optional<std::filesystem::path>& folder = {});
+
 }  // namespace shoal::data

@@ -64,7 +64,8 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);  // the launcher died before the line above
     setpgid(0, 0);
-    for (const int ignored : {SIGINT, SIGTERM}) signal(ignored, SIG_DFL);  // a shell's background jobs ignore SIGINT
+    // A shell's background jobs ignore SIGINT, this program SIGXFSZ.
+    for (const int ignored : {SIGINT, SIGTERM, SIGXFSZ}) signal(ignored, SIG_DFL);
     // Ranks are not the terminal's foreground group: reading it fails and writing it works, where both could stop them.
     for (const int stops : {SIGTTIN, SIGTTOU}) signal(stops, SIG_IGN);
     if (isatty(STDIN_FILENO) == 1) dup2(open("/dev/null", O_RDONLY), STDIN_FILENO);

@@ -21,6 +21,7 @@
 #include "comm/store_server.h"
 #include "launch/child.h"
 #include "launch/leftovers.h"
+#include "launch/limits.h"
 #include "launch/watcher.h"
 #include "shoal/base/error.h"
 
@@ -277,6 +278,7 @@ void LaunchOptions::validate() const {
 
 int launch(const LaunchOptions& options) {
   options.validate();
+  require_open_files(options.ranks);
   return Job(options).run();
 }
 

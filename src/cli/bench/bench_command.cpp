@@ -17,6 +17,7 @@
 #include "cli/machine.h"
 #include "cli/report.h"
 #include "cli/strategies.h"
+#include "cli/writable.h"
 #include "comm/launch_environment.h"
 #include "launch/launcher.h"
 #include "shoal/base/error.h"
@@ -30,7 +31,7 @@ struct BenchOptions {
   bool train = false;  // training instead of collectives
   std::optional<int> ranks;
   int threads = 1;
-  int rounds = 0;  // 0: each kind's own
+  std::optional<int> rounds;  // default: each kind's own
   std::string json;
   std::string html;
 };
@@ -141,8 +142,10 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
   command->add_option("--html", options->html, "file for the report as a page with plots");
   command->callback([options, &line, &chosen] {
     if (options->ranks.value_or(default_ranks) < 2) throw UsageError("--ranks must be at least 2");
-    if (options->rounds < 0) throw UsageError("--rounds must be at least 1");
-    if (options->rounds > 0) options->collectives.rounds = options->training.rounds = options->rounds;
+    if (options->rounds.value_or(1) < 1) {
+      throw UsageError(fmt::format("--rounds {}: give at least 1", *options->rounds));
+    }
+    if (options->rounds) options->collectives.rounds = options->training.rounds = *options->rounds;
     options->training.ranks = options->ranks.value_or(default_ranks);
     options->training.threads = options->threads;
     options->training.transports = options->collectives.transports;
@@ -150,6 +153,10 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
     if (options->train) options->training.validate();
     const auto placement = find_placement({}, process_environment());
     validate_start(*options, placement);
+    if (placement.rank == 0) {
+      require_writable_file("--json", options->json);
+      require_writable_file("--html", options->html);
+    }
     chosen = [options, placement, &line] { return bench(*options, placement, line); };
   });
 }

@@ -40,7 +40,10 @@ int64_t parse_bytes(const std::string& text) {
   if (!unit.empty() && (place == 0 || unit.size() > 1)) {
     throw UsageError(fmt::format("'{}' is not a size; write 4, 64K, 16M or 1G", text));
   }
-  return static_cast<int64_t>(number * std::pow(1024, place));
+  const double bytes = number * std::pow(1024, place);
+  constexpr double most = int64_t{1} << 50;
+  if (!(bytes <= most)) throw UsageError(fmt::format("size {}: give at most {}G", text, int64_t{1} << 20));
+  return static_cast<int64_t>(bytes);
 }
 
 std::string format_bytes(int64_t bytes) {

@@ -13,6 +13,7 @@
 #include "cli/bench/samples.h"
 #include "cli/progress.h"
 #include "cli/strategies.h"
+#include "cli/strategy_options.h"
 #include "launch/child.h"
 #include "shoal/base/error.h"
 
@@ -202,6 +203,8 @@ void TrainingOptions::validate() const {
   for (const auto& strategy : strategies) {
     if (std::find(known.begin(), known.end(), name_of(strategy)) == known.end()) {
       faults.push_back(fmt::format("--strategies {}: choose from {}", strategy, fmt::join(known, ", ")));
+    } else if (strategy != name_of(strategy) && !has_topology(name_of(strategy))) {
+      faults.push_back(fmt::format("--strategies {}: {} has no topology", strategy, name_of(strategy)));
     }
   }
   if (!peer_python.empty() && !std::filesystem::exists(peer_script)) {

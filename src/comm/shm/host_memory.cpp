@@ -15,7 +15,6 @@ namespace shoal {
 namespace {
 
 constexpr size_t page_bytes = 4096;
-constexpr size_t arena_bytes = size_t{256} << 20;
 
 size_t whole_pages(size_t bytes) {
   return (std::max<size_t>(bytes, 1) + page_bytes - 1) / page_bytes * page_bytes;

@@ -17,6 +17,9 @@
 
 namespace shoal {
 
+// The least that a process takes from the system at once; it costs what is used of it.
+inline constexpr size_t arena_bytes = size_t{256} << 20;
+
 // A place in one process's arenas, meaningful to all processes of the host.
 struct SharedPlace {
   uint32_t arena = 0;

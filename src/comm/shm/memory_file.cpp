@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -30,6 +31,11 @@ MemoryFile::MemoryFile(std::byte* data, size_t size, int descriptor)
     : data_(data), size_(size), descriptor_(descriptor) {}
 
 MemoryFile MemoryFile::create(size_t bytes) {
+  // Beyond this limit the system would end the process with SIGXFSZ.
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && bytes > limit.rlim_cur) {
+    throw std::runtime_error(fmt::format("{} bytes, and a file may have {} here (ulimit -f)", bytes, limit.rlim_cur));
+  }
   const int descriptor = memfd_create("shoal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor < 0) fail("memfd_create");
   // Owner only, and nobody may cut it short under a reader.

@@ -1,0 +1,42 @@
+#include "cli/writable.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <system_error>
+
+#include "shoal/base/error.h"
+
+namespace shoal::cli {
+namespace {
+
+[[noreturn]] void refuse(const char* option, const std::string& path, const std::string& reason) {
+  throw UsageError(fmt::format("{}: cannot write {}: {}", option, path, reason));
+}
+
+}  // namespace
+
+void require_writable_file(const char* option, const std::string& path) {
+  if (path.empty() || path == "-") return;
+  const bool existed = access(path.c_str(), F_OK) == 0;
+  const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+  if (file < 0 && errno == ENXIO) return;  // a pipe that nobody reads yet
+  if (file < 0) refuse(option, path, std::strerror(errno));
+  close(file);
+  if (!existed) unlink(path.c_str());
+}
+
+void require_writable_folder(const char* option, const std::string& path) {
+  if (path.empty()) return;
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) refuse(option, path, error.message());
+  if (!std::filesystem::is_directory(path, error)) refuse(option, path, "it is not a folder");
+  if (access(path.c_str(), W_OK | X_OK) != 0) refuse(option, path, std::strerror(errno));
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,190 @@
+// What `shoal train`, `bench` and `launch` look at before they start anything: options that do not fit the strategy or the
+// number of ranks, numbers, places to write to, and the system's limits. One error, nothing started.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "tests/cli/shoal_program.h"
+
+namespace shoal::test {
+namespace {
+
+using Line = std::vector<std::string>;
+
+void expect_one_error(const Ended& ended, int code, const std::string& because) {
+  EXPECT_EQ(ended.code, code) << ended.output;
+  EXPECT_NE(ended.output.find(because), std::string::npos) << because << "\n" << ended.output;
+  EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1) << "one line: " << ended.output;
+}
+
+void expect_refused(const Line& line, const std::string& because) {
+  expect_one_error(shoal(line), 2, because);
+}
+
+Line reference(const Line& more) {
+  Line line{"train", "--data", "reference", "--model", "mlp", "--steps", "2"};
+  line.insert(line.end(), more.begin(), more.end());
+  return line;
+}
+
+TEST(Start, AnOptionOfAnotherStrategyIsRefusedWithThoseThatHaveIt) {
+  expect_refused(reference({"--strategy", "ddp", "--topology", "nonsense", "--sync-every", "5"}),
+                 "--topology: --strategy ddp does not have it; it is for decentralized, hybrid_gossip");
+  expect_refused(reference({"--sync-every", "5"}),
+                 "--sync-every: --strategy ddp does not have it; it is for local_sgd, slowmo, diloco");
+  expect_refused(reference({"--strategy", "local_sgd", "--outer-lr", "1"}), "it is for slowmo, diloco");
+  expect_refused(reference({"--strategy", "fsdp", "--static-graph"}), "--static-graph: --strategy fsdp does not");
+  expect_refused(reference({"--strategy", "zero2", "--bucket-cap-mb", "3"}), "it is for ddp, zero1, decentralized");
+  expect_refused(reference({"--strategy", "zero1", "--optimizer-in-backward"}), "it is for ddp");
+  expect_refused(reference({"--strategy", "none", "--ranks", "1", "--logging-data"}), "--logging-data");
+  expect_refused({"bench", "--train", "--strategies", "ddp:ring"}, "--strategies ddp:ring: ddp has no topology");
+}
+
+TEST(Start, TopologiesAreLookedAtBeforeRanksAreStarted) {
+  const TempFolder folder;
+  const auto file = folder.file("three.json");
+  std::ofstream(file) << R"({"ranks": 3, "rounds": [{"groups": [[0, 1, 2]]}]})";
+  const Line gossip{"--strategy", "decentralized", "--ranks", "4"};
+  const auto refused = [&](Line more, const std::string& because) {
+    more.insert(more.begin(), gossip.begin(), gossip.end());
+    expect_refused(reference(more), because);
+  };
+  refused({"--topology", "nonsense"}, "unknown topology 'nonsense'");
+  refused({"--topology", "hypercube", "--ranks", "3"}, "--ranks");
+  refused({"--topology-local-size", "3"}, "4 ranks do not fill hosts of 3");
+  refused({"--topology-file", folder.file("none.json")}, "cannot be read");
+  refused({"--topology-file", file}, "3");
+  refused({"--topology-file", file, "--topology", "ring"}, "give one of them");
+  expect_refused(reference({"--strategy", "hybrid_gossip", "--ranks", "4", "--topology-local-size", "3"}),
+                 "--topology-local-size 3: 4 ranks do not make hosts of 3");
+  expect_refused(reference({"--strategy", "hybrid_gossip", "--ranks", "4", "--topology-local-size", "2",
+                            "--topology-file", file}),
+                 "three is for 3 hosts, there are 2");
+}
+
+TEST(Start, NumbersThatDoNotFitAreRefusedByName) {
+  const std::string digits(300, '9');
+  for (const auto* option : {"--seed", "--sync-every", "--save-every", "--keep-last", "--neighbour-timeout", "--lr", "--clip",
+                             "--timeout", "--threads", "--accumulate"}) {
+    SCOPED_TRACE(option);
+    const auto ended = shoal(reference({"--strategy", "decentralized", option, digits}));
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find(option), std::string::npos) << ended.output;
+  }
+  expect_refused(reference({"--seed", "-1"}), "--seed -1: give a whole number from 0 to 18446744073709551615");
+  expect_refused(reference({"--lr", "nan"}), "--lr nan");
+  expect_refused({"topology", "random", "--ranks", "4", "--seed", "-1"}, "--seed -1");
+  expect_refused({"bench", "--rounds", "0"}, "--rounds 0: give at least 1");
+  expect_refused({"bench", "--sizes", digits + "G"}, "give at most");
+  EXPECT_EQ(shoal(reference({"--seed", "18446744073709551615", "--ranks", "1"})).code, 0);
+}
+
+TEST(Start, AnOptionWithoutAValueDoesNotTakeTheNext) {
+  expect_refused({"bench", "--train", "--peers", "--model", "mlp"}, "--peers: give it a value; --model stands in its");
+  expect_refused({"bench", "--ops", "--rounds", "1"}, "--ops: give it a value; --rounds");
+  expect_refused({"train", "--json", "--eval"}, "--json: give it a value; --eval");
+}
+
+TEST(Start, PlacesToWriteToAreLookedAtBeforeTraining) {
+  const TempFolder folder;
+  std::ofstream(folder.file("a_file")) << "x";
+  for (const auto* option : {"--json", "--metrics"}) {
+    expect_refused(reference({option, folder.file("none/report")}), option);
+  }
+  for (const auto* option : {"--trace", "--save"}) expect_refused(reference({option, folder.file("a_file/in")}), option);
+  expect_refused({"bench", "--json", folder.file("none/report")}, "--json: cannot write");
+  expect_refused({"bench", "--html", folder.file("none/report")}, "--html: cannot write");
+  // It is looked at, not made: a training that fails later leaves no empty report.
+  const auto report = folder.file("report.json");
+  EXPECT_EQ(shoal(reference({"--json", report, "--resume", folder.file("nothing")})).code, 1);
+  EXPECT_FALSE(std::filesystem::exists(report));
+}
+
+// The limit is the shell's and that of all that it starts.
+Ended with_limit(const std::string& limit, const std::string& line) {
+  return run({"sh", "-c", "ulimit " + limit + "; exec " + SHOAL + " " + line}, 60);
+}
+
+TEST(Start, FewOpenFilesAreOneNamedError) {
+  const std::string train = "train --data reference --model mlp --steps 2 --ranks 2";
+  expect_one_error(with_limit("-n 8", train), 2, "a process may have 8 files open here, and 2 ranks need 34 at least");
+  expect_one_error(with_limit("-n 8", "launch -n 2 -- true"), 1, "ulimit -n");
+  expect_one_error(with_limit("-n 16", "bench --ops barrier --rounds 1"), 1, "ulimit -n");
+  EXPECT_EQ(with_limit("-n 34", train).code, 0) << "the least is enough";
+  EXPECT_EQ(with_limit("-n 34", "launch -n 2 -- true").code, 0);
+}
+
+// In blocks of 512 bytes: 100 MiB.
+TEST(Start, SmallFilesAreOneNamedError) {
+  const std::string train = "train --data reference --model mlp --steps 2 --ranks 2";
+  expect_one_error(with_limit("-f 204800", train), 2, "ulimit -f");
+  EXPECT_EQ(with_limit("-f 204800", train + " --transport gloo").code, 0);
+}
+
+// A checkpoint that does not fit: the training ends, and says why.
+TEST(Start, AFileThatMayNotGrowIsAnError) {
+  const TempFolder folder;
+  const auto ended = with_limit("-f 64", "train --data reference --model mlp --steps 2 --ranks 1 --strategy none --save " +
+                                             folder.file("run"));
+  EXPECT_EQ(ended.code, 1) << ended.output;
+  EXPECT_NE(ended.output.find("File too large"), std::string::npos) << ended.output;
+}
+
+TEST(Start, ReferenceDataIsMadeAsItIsNeeded) {
+  const TempFolder folder;
+  const auto ended = run({"timeout", "-s", "INT", "8", SHOAL, "train", "--data", "reference", "--model", "mlp", "--strategy", "none",
+                          "--ranks", "1", "--steps", "1000000", "--metrics", folder.file("metrics.jsonl")},
+                         60);
+  std::ifstream metrics(folder.file("metrics.jsonl"));
+  std::string line;
+  EXPECT_TRUE(std::getline(metrics, line)) << "training begins at once: " << ended.output;
+}
+
+TEST(Start, EveryVariantOfTheSlowLinksBenchIsOneThatTrainTakes) {
+  const auto variants = run({PYTHON, "-c",
+                             "import sys, json; sys.path.insert(0, sys.argv[1]); import slow_links; "
+                             "print(json.dumps(slow_links.VARIANTS))",
+                             std::string(SCRIPTS) + "/../bench"},
+                            60);
+  ASSERT_EQ(variants.code, 0) << variants.output;
+  const auto list = nlohmann::json::parse(variants.output);
+  EXPECT_GT(list.size(), 5U);
+  for (const auto& [name, options] : list.items()) {
+    SCOPED_TRACE(name);
+    auto line = options.get<Line>();
+    line.insert(line.begin(), {"train", "--model", "gpt", "--data", "text:/nowhere"});
+    expect_refused(line, "/nowhere: no such file");
+  }
+}
+
+// A process that was killed while it wrote leaves its unfinished file, and the next save takes it away; others' stay.
+TEST(Start, ASaveTakesAwayWhatTheDeadHaveLeft) {
+  const TempFolder folder;
+  const auto run_folder = folder.file("run");
+  std::filesystem::create_directories(run_folder);
+  const pid_t dead = fork();
+  if (dead == 0) _exit(0);
+  waitpid(dead, nullptr, 0);
+  char host[256] = {};
+  gethostname(host, sizeof host - 1);
+  const auto left = [&](const std::string& whose) {
+    const auto path = run_folder + "/model.safetensors.tmp-" + whose;
+    std::ofstream(path) << "unfinished";
+    return path;
+  };
+  const auto of_the_dead = left(host + ("-" + std::to_string(dead)));
+  const auto of_the_living = left(host + ("-" + std::to_string(getpid())));
+  const auto elsewhere = left("another-host-" + std::to_string(dead));
+  ASSERT_EQ(shoal(reference({"--ranks", "1", "--strategy", "none", "--save", run_folder})).code, 0);
+  EXPECT_FALSE(std::filesystem::exists(of_the_dead));
+  EXPECT_TRUE(std::filesystem::exists(of_the_living));
+  EXPECT_TRUE(std::filesystem::exists(elsewhere));
+}
+
+}  // namespace
+}  // namespace shoal::test
