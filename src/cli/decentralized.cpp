@@ -49,7 +49,8 @@ class Decentralized : public Strategy {
   Decentralized(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
                 int64_t total_steps)
       : Strategy(options, model),
-        parallel_(model, optimizer_of_buckets(options, model), group, wrapper_options(options, group.size(), total_steps)) {
+        parallel_(model, optimizer_of_buckets(options, model), group,
+                  wrapper_options(options, group.size(), total_steps)) {
     const auto kind = optimizer_kind(options);
     rates_ = kind.make(kind.groups(*model));
   }

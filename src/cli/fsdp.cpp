@@ -118,8 +118,9 @@ class HybridGossip : public Fsdp {
 
  private:
   static MakeOptimizer averaging_with(const TrainOptions& options, const Group& across) {
-    return [across, gossip = gossip_options(options, across.size())](FullyShardedCore& parallel, std::vector<torch::optim::OptimizerParamGroup> groups,
-                            OptimizerKind kind, const FullyShardedOptimizerOptions& chosen) {
+    return [across, gossip = gossip_options(options, across.size())](
+               FullyShardedCore& parallel, std::vector<torch::optim::OptimizerParamGroup> groups, OptimizerKind kind,
+               const FullyShardedOptimizerOptions& chosen) {
       return std::make_unique<ShardGossipOptimizerCore>(parallel, across, std::move(groups), std::move(kind.defaults),
                                                         kind.make, kind.element_wise, chosen, gossip);
     };

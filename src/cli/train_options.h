@@ -58,8 +58,8 @@ struct TrainOptions {
   double neighbour_timeout = 5;  // seconds
   std::string exchange_dtype = "float32";
   LocalUpdatesOptions local_updates{.every = 20, .average_buffers = true};  // `outer` is as the strategy says
-  std::string reduce_dtype;  // local_sgd, slowmo, diloco; empty: the parameters' own
-  std::optional<double> outer_lr;                                           // slowmo, diloco; default: theirs
+  std::string reduce_dtype;        // local_sgd, slowmo, diloco; empty: the parameters' own
+  std::optional<double> outer_lr;  // slowmo, diloco; default: theirs
   std::optional<double> outer_momentum;
   std::string flight_recorder;  // folder
   std::string metrics;          // file

@@ -20,17 +20,19 @@ void require_open_files(int ranks) {
   const auto least = static_cast<rlim_t>(28 + 3 * ranks);
   const auto limit = limit_of(RLIMIT_NOFILE);
   if (limit >= least) return;
-  throw UsageError(fmt::format("a process may have {} files open here, and {} ranks need {} at least; raise the limit "
-                               "(ulimit -n)",
-                               limit, ranks, least));
+  throw UsageError(
+      fmt::format("a process may have {} files open here, and {} ranks need {} at least; raise the limit "
+                  "(ulimit -n)",
+                  limit, ranks, least));
 }
 
 void require_file_size(std::size_t bytes) {
   const auto limit = limit_of(RLIMIT_FSIZE);
   if (limit >= bytes) return;
-  throw UsageError(fmt::format("a file may have {} bytes here, and memory that ranks share has {} at least; raise the "
-                               "limit (ulimit -f), or use transport gloo",
-                               limit, bytes));
+  throw UsageError(
+      fmt::format("a file may have {} bytes here, and memory that ranks share has {} at least; raise the "
+                  "limit (ulimit -f), or use transport gloo",
+                  limit, bytes));
 }
 
 }  // namespace shoal

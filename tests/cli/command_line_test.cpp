@@ -31,7 +31,8 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
                  "hybrid, local_sgd, slowmo, diloco, decentralized, hybrid_gossip, none, local");
   expect_refused({"train", "--exchange-dtype", "int4"},
                  "--exchange-dtype int4: not in this version; available: float32");
-  expect_refused({"train", "--strategy", "decentralized", "--neighbour-timeout", "0"}, "--neighbour-timeout 0: give seconds above 0");
+  expect_refused({"train", "--strategy", "decentralized", "--neighbour-timeout", "0"},
+                 "--neighbour-timeout 0: give seconds above 0");
   expect_refused({"train", "--optimizer", "lion"}, "--optimizer lion");
   expect_refused({"train", "--accum-iter", "2"},
                  "--accum-iter 2: is for --optimizer accum_adam and accum_adamw, not adamw");

@@ -1,5 +1,5 @@
-// What `shoal train`, `bench` and `launch` look at before they start anything: options that do not fit the strategy or the
-// number of ranks, numbers, places to write to, and the system's limits. One error, nothing started.
+// What `shoal train`, `bench` and `launch` look at before they start anything: options that do not fit the strategy or
+// the number of ranks, numbers, places to write to, and the system's limits. One error, nothing started.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -62,15 +62,15 @@ TEST(Start, TopologiesAreLookedAtBeforeRanksAreStarted) {
   refused({"--topology-file", file, "--topology", "ring"}, "give one of them");
   expect_refused(reference({"--strategy", "hybrid_gossip", "--ranks", "4", "--topology-local-size", "3"}),
                  "--topology-local-size 3: 4 ranks do not make hosts of 3");
-  expect_refused(reference({"--strategy", "hybrid_gossip", "--ranks", "4", "--topology-local-size", "2",
-                            "--topology-file", file}),
-                 "three is for 3 hosts, there are 2");
+  expect_refused(
+      reference({"--strategy", "hybrid_gossip", "--ranks", "4", "--topology-local-size", "2", "--topology-file", file}),
+      "three is for 3 hosts, there are 2");
 }
 
 TEST(Start, NumbersThatDoNotFitAreRefusedByName) {
   const std::string digits(300, '9');
-  for (const auto* option : {"--seed", "--sync-every", "--save-every", "--keep-last", "--neighbour-timeout", "--lr", "--clip",
-                             "--timeout", "--threads", "--accumulate"}) {
+  for (const auto* option : {"--seed", "--sync-every", "--save-every", "--keep-last", "--neighbour-timeout", "--lr",
+                             "--clip", "--timeout", "--threads", "--accumulate"}) {
     SCOPED_TRACE(option);
     const auto ended = shoal(reference({"--strategy", "decentralized", option, digits}));
     EXPECT_EQ(ended.code, 2) << ended.output;
@@ -96,7 +96,8 @@ TEST(Start, PlacesToWriteToAreLookedAtBeforeTraining) {
   for (const auto* option : {"--json", "--metrics"}) {
     expect_refused(reference({option, folder.file("none/report")}), option);
   }
-  for (const auto* option : {"--trace", "--save"}) expect_refused(reference({option, folder.file("a_file/in")}), option);
+  for (const auto* option : {"--trace", "--save"})
+    expect_refused(reference({option, folder.file("a_file/in")}), option);
   expect_refused({"bench", "--json", folder.file("none/report")}, "--json: cannot write");
   expect_refused({"bench", "--html", folder.file("none/report")}, "--html: cannot write");
   // It is looked at, not made: a training that fails later leaves no empty report.
@@ -129,17 +130,18 @@ TEST(Start, SmallFilesAreOneNamedError) {
 // A checkpoint that does not fit: the training ends, and says why.
 TEST(Start, AFileThatMayNotGrowIsAnError) {
   const TempFolder folder;
-  const auto ended = with_limit("-f 64", "train --data reference --model mlp --steps 2 --ranks 1 --strategy none --save " +
-                                             folder.file("run"));
+  const auto ended = with_limit(
+      "-f 64", "train --data reference --model mlp --steps 2 --ranks 1 --strategy none --save " + folder.file("run"));
   EXPECT_EQ(ended.code, 1) << ended.output;
   EXPECT_NE(ended.output.find("File too large"), std::string::npos) << ended.output;
 }
 
 TEST(Start, ReferenceDataIsMadeAsItIsNeeded) {
   const TempFolder folder;
-  const auto ended = run({"timeout", "-s", "INT", "8", SHOAL, "train", "--data", "reference", "--model", "mlp", "--strategy", "none",
-                          "--ranks", "1", "--steps", "1000000", "--metrics", folder.file("metrics.jsonl")},
-                         60);
+  const auto ended =
+      run({"timeout", "-s", "INT", "8", SHOAL, "train", "--data", "reference", "--model", "mlp", "--strategy", "none",
+           "--ranks", "1", "--steps", "1000000", "--metrics", folder.file("metrics.jsonl")},
+          60);
   std::ifstream metrics(folder.file("metrics.jsonl"));
   std::string line;
   EXPECT_TRUE(std::getline(metrics, line)) << "training begins at once: " << ended.output;
