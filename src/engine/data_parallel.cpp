@@ -55,6 +55,17 @@ void check_device(const std::vector<NamedTensor>& tensors, const std::string& wr
   }
 }
 
+// The same on all ranks, so that none of them waits for one that cannot read.
+void check_memory(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
+  for (const auto& entry : tensors) {
+    if (!is_lost(entry.tensor)) continue;
+    throw UsageError(
+        fmt::format("{}: parameter {} has no values any more: it was held in parts by a FullyShardedDataParallel that "
+                    "has gone; before that goes, call its unwrap()",
+                    wrapper, entry.name));
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
@@ -64,6 +75,7 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
   auto tensors = walk(*module, ignored);
   check_device(tensors.parameters, name);
   check_device(tensors.buffers, name);
+  check_memory(tensors.parameters, name);
   materialize(all_but(*module, deferred == Deferred::keep ? tensors.parameters : std::vector<NamedTensor>()));
   if (sync) {
     const UnwatchedOperators own;  // rank 0's values go where parameters lie

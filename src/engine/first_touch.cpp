@@ -7,14 +7,28 @@
 namespace shoal {
 
 FirstTouch::~FirstTouch() {
-  for (const auto& [storage, index] : armed_) unwatch(storage, *this);
+  for (const auto& [storage, index] : armed_) {
+    give_pointer(storage);
+    unwatch(storage, *this);
+  }
 }
 
-void FirstTouch::arm(size_t index, const at::Tensor& memory) {
+void FirstTouch::arm(size_t index, const at::Tensor& memory, const std::string& about) {
   const std::lock_guard lock(mutex_);
   auto* storage = memory.storage().unsafeGetStorageImpl();
   armed_.emplace(storage, index);
   watch(storage, *this);
+  if (storage->nbytes() == 0 || pointers_.contains(storage)) return;
+  pointers_.emplace(storage, storage->set_data_ptr(c10::DataPtr(nullptr, storage->device())));
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(about);
+}
+
+void FirstTouch::give_pointer(c10::StorageImpl* storage) {
+  const auto kept = pointers_.find(storage);
+  if (kept == pointers_.end()) return;
+  storage->set_data_ptr_noswap(std::move(kept->second));
+  storage->clear_data_ptr_access_error_msg_();
+  pointers_.erase(kept);
 }
 
 void FirstTouch::touch_all() {
@@ -32,6 +46,9 @@ void FirstTouch::touch(c10::StorageImpl* storage) {
   if (begin == end) return;
   std::set<size_t> indices;
   for (auto entry = begin; entry != end; ++entry) indices.insert(entry->second);
+  for (const auto& [armed, index] : armed_) {
+    if (indices.contains(index)) give_pointer(armed);
+  }
   const UnwatchedOperators own;
   // Watched until the end, so that other threads wait, too.
   const auto disarm = c10::make_scope_exit([&] {

@@ -215,13 +215,37 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
 // Operators that touch no memory: those that make views or change what is known of a tensor, and those that consist of
 // other operators, which are told of.
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
-  for (const auto* name :
-       {"alias",          "as_strided",   "conv1d",       "conv2d",      "conv3d",
-        "data",           "detach",       "detach_",      "empty_like",  "expand",
-        "layer_norm",     "linear",       "matmul",       "narrow",      "permute",
-        "requires_grad_", "retain_grad", "reshape",      "resolve_conj", "resolve_neg", "select.int",
-        "set_data",       "slice.Tensor", "split.Tensor", "squeeze.dim", "t",
-        "transpose.int",  "unsqueeze",    "view",         "zeros_like",  "_has_compatible_shallow_copy_type"}) {
+  for (const auto* name : {"alias",
+                           "as_strided",
+                           "conv1d",
+                           "conv2d",
+                           "conv3d",
+                           "data",
+                           "detach",
+                           "detach_",
+                           "empty_like",
+                           "expand",
+                           "layer_norm",
+                           "linear",
+                           "matmul",
+                           "narrow",
+                           "permute",
+                           "requires_grad_",
+                           "retain_grad",
+                           "reshape",
+                           "resolve_conj",
+                           "resolve_neg",
+                           "select.int",
+                           "set_data",
+                           "slice.Tensor",
+                           "split.Tensor",
+                           "squeeze.dim",
+                           "t",
+                           "transpose.int",
+                           "unsqueeze",
+                           "view",
+                           "zeros_like",
+                           "_has_compatible_shallow_copy_type"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
   }
   // What layers do with their parameters.
@@ -255,6 +279,15 @@ void watch(c10::StorageImpl* storage, MemoryUser& user, Watched what) {
 
 void unwatch(c10::StorageImpl* storage, MemoryUser& user) {
   Users::instance().remove(storage, user);
+}
+
+bool is_lost(const at::Tensor& tensor) {
+  if (!is_watchable(tensor)) return false;
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (storage->nbytes() == 0 || storage->_mutable_data_ptr_no_checks().get() != nullptr) return false;
+  bool watched = false;
+  Users::instance().visit(storage, [&](MemoryUser&, Watched) { watched = true; });
+  return !watched;
 }
 
 UnwatchedOperators::UnwatchedOperators() : guard_(mark) {}

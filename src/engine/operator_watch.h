@@ -43,6 +43,9 @@ enum class Watched { all, writes };
 void watch(c10::StorageImpl* storage, MemoryUser& user, Watched what = Watched::all);
 void unwatch(c10::StorageImpl* storage, MemoryUser& user);
 
+// Whether the tensor's values were a user's to bring, and that user has gone: no operator can read it any more.
+bool is_lost(const at::Tensor& tensor);
+
 // While it lives, nobody is told of this thread's operators.
 class UnwatchedOperators {
  public:

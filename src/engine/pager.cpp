@@ -37,7 +37,13 @@ void mark_use(const Group& group, const std::string& name) {
 Pager::Pager(const Group& group, PagerOptions options) : options_(options), group_(same_ranks(group)), order_(group_) {}
 
 Pager::~Pager() {
-  for (const auto& [storage, index] : index_) unwatch(storage, *this);
+  for (const auto& [storage, index] : index_) {
+    unwatch(storage, *this);
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
+        "{} was held in parts by a FullyShardedDataParallel that has gone: before it goes, call its unwrap(), "
+        "which gives the module its parameters back, or take full_state_dict()",
+        pages_[index]->source.name));
+  }
 }
 
 at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSource source) {
@@ -310,8 +316,9 @@ void Pager::check_order(Pass pass) {
   };
   agree(group_, "the order in which units are used", names_of(uses.last));
   if (!uses.changed() || std::exchange(warned_, true)) return;
-  TORCH_WARN("the order in which units are used has changed from one pass to the next: it was ",
-             fmt::format("{}; and is {}", fmt::join(names_of(uses.before), ", "), fmt::join(names_of(uses.last), ", ")));
+  TORCH_WARN(
+      "the order in which units are used has changed from one pass to the next: it was ",
+      fmt::format("{}; and is {}", fmt::join(names_of(uses.before), ", "), fmt::join(names_of(uses.last), ", ")));
 }
 
 void Pager::end() {

@@ -77,7 +77,16 @@ bool ShardedModule::shared() const {
   return std::any_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->shared(); });
 }
 
+void ShardedModule::end() {
+  wait_all();
+  reducer_->drop_sums();
+  reducer_->detach();
+  ended_ = true;
+}
+
 void ShardedModule::serve_readers() {
+  if (ended_)
+    throw UsageError("an optimizer's step after unwrap(); make another optimizer for the module's parameters");
   if (lent_) throw UsageError("an optimizer's step while summon_full_params holds the parameters; end that first");
   reducer_->require_seen_gradients();
   for (const auto& gather : gathers_) {
@@ -93,13 +102,21 @@ void ShardedModule::publish(const Label& label) {
 
 void ShardedModule::wait(const Label& label, bool at_first_touch) {
   awaited_ = label;
-  if (!at_first_touch) {
+  if (!at_first_touch || shard_.size() == 1) {
     first_touch_.touch_all();
     for (size_t number = 0; number < gathers_.size(); ++number) await(number);
     return;
   }
   for (size_t number = 0; number < gathers_.size(); ++number) {
-    for (const auto& memory : gathers_[number]->awaited()) first_touch_.arm(number, memory);
+    const auto awaited = gathers_[number]->awaited();
+    const auto& members = reducer_->buckets()[number].members();
+    for (size_t piece = 0; piece < awaited.size(); ++piece) {
+      first_touch_.arm(number, awaited[piece],
+                       fmt::format("parameter {} has updates of other ranks that may not have arrived: operators wait "
+                                   "for them by themselves; before torch::save and data_ptr() call the optimizer's "
+                                   "finish_param_sync()",
+                                   reducer_->gradients()[members[piece]].name));
+    }
   }
 }
 

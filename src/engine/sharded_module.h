@@ -58,13 +58,16 @@ class ShardedModule {
   // Whether the other ranks see this rank's pieces change as they are written, so that it must not write while they may
   // read.
   bool shared() const;
-  // Before ranks meet in a step or in clipping. Where parameters are gathered as they are read: comes back when all ranks
-  // have called it, and lets those read that have not. UsageError where parameters are lent, and for gradients of
+  // Before ranks meet in a step or in clipping. Where parameters are gathered as they are read: comes back when all
+  // ranks have called it, and lets those read that have not. UsageError where parameters are lent, and for gradients of
   // backwards after the wrapper's end. Collective.
   void serve_readers();
   // While somebody else reads and writes the parameters, no step may change them.
   void lend(bool lent) { lent_ = lent; }
   bool lent() const { return lent_; }
+  // Parameters are the module's own again: no step may follow, and backwards are the caller's.
+  void end();
+  bool ended() const { return ended_; }
   // This rank's ranges are new; those that forward needs first leave first.
   void publish(const Label& label);
   // Waits for everybody's ranges; `at_first_touch`: for a bucket's when an operator first takes one of its parameters.
@@ -113,6 +116,7 @@ class ShardedModule {
   bool converts_ = false;
   std::vector<OwnedPiece> pieces_;
   bool lent_ = false;
+  bool ended_ = false;
   Label awaited_;
   std::shared_ptr<Timers> waits_;
   FirstTouch first_touch_{[this](size_t bucket) { await(bucket); }};

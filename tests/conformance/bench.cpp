@@ -46,15 +46,17 @@ void Bench::meet() const {
 
 void Bench::together(const std::function<void()>& act) const {
   if (one_process()) return act();
-  std::optional<UsageError> refusal;
+  std::exception_ptr refusal;
   try {
     act();
-  } catch (const UsageError& error) {
-    refusal = error;
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception&) {
+    refusal = std::current_exception();
   }
   const auto refused = at::full({1}, refusal ? 1 : 0, at::kLong);
   group_.all_reduce(refused).wait();
-  if (refusal) throw *refusal;
+  if (refusal) std::rethrow_exception(refusal);
   if (refused.item<int64_t>() > 0) throw RefusedElsewhere();
 }
 

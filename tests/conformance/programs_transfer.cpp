@@ -109,6 +109,7 @@ Behaviours programs_transfer() {
          {
            auto training = bench.wrap(model);
            epochs(bench, *training, 0, 2);
+           training->unwrap();
          }
          set_trainable(*model->hidden, true);
          auto training = bench.wrap(model);

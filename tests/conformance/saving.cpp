@@ -84,8 +84,9 @@ Behaviours saving() {
          auto training = bench.wrap(model);
          train(bench, *training, 0, 2);
          std::ostringstream stream;
-         if (bench.on(0)) torch::save(model, stream);
-         bench.meet();
+         bench.together([&] {
+           if (bench.on(0)) torch::save(model, stream);
+         });
          train(bench, *training, 2, 4);
          bench.same_parameters(*model);
        }},

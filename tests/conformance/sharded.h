@@ -196,6 +196,7 @@ class WithFsdp : public WithShardedOptimizer<Self, Module> {
   Trained::Scope no_sync(bool accumulate) override { return scope(parallel_.no_sync(accumulate)); }
   double clip(double max_norm) override { return parallel_.clip_grad_norm_(max_norm); }
   Joinable& joinable() override { return parallel_; }
+  void unwrap() override { parallel_.unwrap(); }
   void reset() override { parallel_.reset(); }
 
  protected:

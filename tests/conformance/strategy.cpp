@@ -89,7 +89,7 @@ const Exceptions& of_decentralized() {
            "load_of_values_of_their_own_that_are_averaged", "set_data_of_one_parameter_between_steps",
            "set_data_with_other_strides", "to_float_and_back", "tied_weights_loaded", "load_between_backward_and_step"},
           {Exception::refused, {"weight", "global_avg()"}, 2}) +
-      all({"load_of_rank_0_alone"}, {Exception::refused, {"weight", "global_avg()"}, 2, true}) +
+      all({"load_of_rank_0_alone"}, {Exception::refused, {"weight", "global_avg()"}, 2, Exception::on_host}) +
       all({"set_data_of_one_parameter_between_backward_and_step"},
           {Exception::refused, {"first.bias", "global_avg()"}, 2}) +
       all({"program_dcgan", "program_dcgan_zeroed_by_the_optimizers", "program_wgan_gp"},
@@ -115,7 +115,7 @@ const Exceptions& of_replicas() {
       all({"load_of_values_of_their_own_that_are_averaged"},
           {Exception::refused, {"parameters that were loaded, replaced or written"}, 2}) +
       all({"load_of_rank_0_alone"},
-          {Exception::refused, {"parameters that were loaded, replaced or written"}, 2, true});
+          {Exception::refused, {"parameters that were loaded, replaced or written"}, 2, Exception::on_host});
   return list;
 }
 
@@ -189,6 +189,16 @@ const Exceptions& of_megatron_in_grads() {
   return list;
 }
 
+// Updates that are waited for by the first operator.
+const Exceptions& of_megatron_late_gather() {
+  static const Exceptions list =
+      of_megatron() +
+      all({"parameters_read_by_accessor", "torch_save_of_the_model_between_steps", "torch_save_of_a_list_of_parameters",
+           "load_what_was_saved_in_training", "torch_save_of_the_model_on_one_rank"},
+          {Exception::throws, {"updates of other ranks", "finish_param_sync()"}, 2});
+  return list;
+}
+
 // Until step() or reduce_model_grads(), grad() is this rank's own.
 const Exceptions& of_megatron_no_overlap() {
   static const Exceptions list = [] {
@@ -210,12 +220,19 @@ const Exceptions& of_fsdp() {
   return list;
 }
 
-// Where parameters are gathered, forward is collective.
-const Exceptions& of_gathered() {
-  static const Exceptions list =
-      all({"evaluation_of_one_rank_while_others_wait"},
-          {Exception::refused, {"ranks wait for each other in different groups"}, 2, false, true});
-  return list;
+// Where parameters are gathered, forward is collective. Between uses they are not in memory, which what reads past the
+// operators finds out, nor when the wrapper has gone.
+Exceptions of_gathered(Exception::Where where) {
+  return all({"evaluation_of_one_rank_while_others_wait"},
+             {Exception::refused, {"ranks wait for each other in different groups"}, 2, where}) +
+         all({"program_reinforce"}, {Exception::refused, {"all ranks must call the wrapper's forward"}, 2, where}) +
+         all({"parameters_read_by_accessor", "torch_save_of_the_model_between_steps",
+              "torch_save_of_a_list_of_parameters", "load_what_was_saved_in_training",
+              "torch_save_of_the_model_between_backward_and_step", "torch_save_of_the_model_on_one_rank"},
+             {Exception::throws, {"is not in memory on this rank", "summon_full_params()"}, 2, where}) +
+         all({"a_wrapper_made_again", "a_wrapper_destroyed_between_backward_and_step"},
+             {Exception::refused, {"first.weight", "unwrap()"}, 2, where}) +
+         all({"a_model_read_when_the_wrapper_has_gone"}, {Exception::throws, {"has gone", "unwrap()"}, 2, where});
 }
 
 // With 3 ranks each is a host of its own.
@@ -275,7 +292,7 @@ const Exceptions& of_local_sgd() {
 const Exceptions& of_diloco() {
   static const Exceptions list =
       of_local_updates() +
-      all({"load_of_rank_0_alone"}, {Exception::refused, {"parameters that were loaded"}, 2, true});
+      all({"load_of_rank_0_alone"}, {Exception::refused, {"parameters that were loaded"}, 2, Exception::on_host});
   return list;
 }
 
@@ -294,17 +311,21 @@ const std::vector<Strategy>& strategies() {
       {"zero2", divided, with_zero2(), of_zero2()},
       {"megatron", divided, with_megatron(), of_megatron()},
       {"megatron_in_grads", divided, with_megatron({.reuse_grad_buf_for_param_gather = true}), of_megatron_in_grads()},
-      {"megatron_late_gather", divided, with_megatron({.overlap_param_gather = true}), of_megatron()},
+      {"megatron_late_gather", divided, with_megatron({.overlap_param_gather = true}), of_megatron_late_gather()},
       {"megatron_no_overlap", divided, with_megatron({.overlap_grad_reduce = false}), of_megatron_no_overlap()},
-      {"fsdp", divided, with_fsdp(ShardingStrategy::full_shard), of_fsdp() + of_gathered()},
-      {"fsdp_grad_op", divided, with_fsdp(ShardingStrategy::shard_grad_op), of_fsdp() + of_gathered()},
+      {"fsdp", divided, with_fsdp(ShardingStrategy::full_shard), of_fsdp() + of_gathered(Exception::on_network)},
+      {"fsdp_grad_op", divided, with_fsdp(ShardingStrategy::shard_grad_op),
+       of_fsdp() + of_gathered(Exception::on_network)},
       {"fsdp_no_shard", divided, with_fsdp(ShardingStrategy::no_shard), of_fsdp()},
-      {"fsdp_hybrid", divided, with_fsdp(ShardingStrategy::hybrid_shard), of_fsdp()},
-      {"fsdp_hybrid_grad_op", divided, with_fsdp(ShardingStrategy::hybrid_shard_grad_op), of_fsdp()},
+      {"fsdp_hybrid", divided, with_fsdp(ShardingStrategy::hybrid_shard),
+       of_fsdp() + of_gathered(Exception::on_network_in_pairs)},
+      {"fsdp_hybrid_grad_op", divided, with_fsdp(ShardingStrategy::hybrid_shard_grad_op),
+       of_fsdp() + of_gathered(Exception::on_network_in_pairs)},
       {"decentralized", same, with_decentralized(), of_decentralized()},
       {"local_sgd", same, with_local_updates({.every = 1}), of_local_sgd()},
       {"diloco", same, with_local_updates({.every = 1, .outer = OuterNesterov{.lr = 1, .momentum = 0}}), of_diloco()},
-      {"shard_gossip", divided_in_host, with_shard_gossip(), of_shard_gossip()},
+      {"shard_gossip", divided_in_host, with_shard_gossip(),
+       of_shard_gossip() + of_gathered(Exception::on_network_in_pairs)},
   };
   return list;
 }

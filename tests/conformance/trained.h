@@ -79,6 +79,8 @@ class Trained {
   virtual at::Tensor scale(const at::Tensor& loss) = 0;
   virtual double loss_scale() = 0;
   virtual Joinable& joinable() = 0;
+  // The module will be used without this; nothing to do for most.
+  virtual void unwrap() {}
   virtual void reset() = 0;                            // after an exception on this rank
   virtual std::unique_ptr<TrainingState> state() = 0;  // for checkpoints
   virtual OptimizerState optimizer_state() = 0;

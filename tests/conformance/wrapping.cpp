@@ -3,6 +3,9 @@
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/dropout.h>
+#include <torch/serialize.h>
+
+#include <sstream>
 
 #include "tests/conformance/behaviours.h"
 
@@ -112,6 +115,36 @@ Behaviours wrapping() {
          }
          auto training = bench.wrap(model, setup);
          bench.same_parameters(*model);
+       }},
+      {"a_wrapper_made_again_after_unwrap",
+       [](Bench& bench) {
+         auto model = perceptron();
+         Setup setup;
+         setup.optimizer = torch::optim::SGDOptions(0.1);
+         for (int64_t step = 0; step < 3; ++step) {
+           auto training = bench.wrap(model, setup);
+           train(bench, *training, step, step + 1);
+           training->unwrap();
+           for (auto& parameter : model->parameters()) parameter.mutable_grad() = at::Tensor();
+         }
+         bench.same_parameters(*model);
+       }},
+      {"a_model_used_after_unwrap",
+       [](Bench& bench) {
+         auto model = perceptron();
+         std::stringstream stream;
+         {
+           auto training = bench.wrap(model);
+           train(bench, *training, 0, 3);
+           training->unwrap();
+           bench.same("outputs before the wrapper has gone", model->forward(rows(3, {4, 6})));
+           torch::save(model, stream);
+         }
+         bench.same("outputs", model->forward(rows(3, {4, 6})));
+         torch::load(model, stream);
+         model->zero_grad();
+         loss_of(model->forward(rows(4, {4, 6}))).backward();
+         bench.same("gradient", model->parameters().front().grad());
        }},
       {"a_model_read_when_the_wrapper_has_gone",
        [](Bench& bench) {

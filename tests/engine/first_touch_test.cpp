@@ -21,13 +21,13 @@ TEST(FirstTouch, TellsOncePerArmingBeforeTheOperatorRuns) {
     told.push_back(index);
     memory.fill_(7);
   });
-  watch.arm(3, memory);
+  watch.arm(3, memory, "away");
   const auto other = at::ones({4}) + 1;
   EXPECT_TRUE(told.empty());
   EXPECT_EQ(memory.narrow(0, 1, 2).sum().item<float>(), 14) << "told before";
   memory.add_(1);
   EXPECT_EQ(told, (std::vector<size_t>{3}));
-  watch.arm(3, memory);
+  watch.arm(3, memory, "away");
   memory.add_(1);
   EXPECT_EQ(told.size(), 2U);
 }
@@ -36,20 +36,20 @@ TEST(FirstTouch, OneTouchCountsForAllStoragesOfAMemoryAndAllMemoriesOfAStorage) 
   const auto a = watchable(at::zeros({4})), b = watchable(at::zeros({4})), common = watchable(at::zeros({4}));
   std::vector<size_t> told;
   FirstTouch watch([&](size_t index) { told.push_back(index); });
-  watch.arm(0, a);
-  watch.arm(0, common);
-  watch.arm(1, b);
-  watch.arm(1, common);
+  watch.arm(0, a, "away");
+  watch.arm(0, common, "away");
+  watch.arm(1, b, "away");
+  watch.arm(1, common, "away");
   a.add_(1);
   EXPECT_EQ(told, (std::vector<size_t>{0}));
   common.add_(1);
   b.add_(1);
   EXPECT_EQ(told, (std::vector<size_t>{0, 1}));
-  watch.arm(0, common);
-  watch.arm(1, common);
+  watch.arm(0, common, "away");
+  watch.arm(1, common, "away");
   common.add_(1);
   EXPECT_EQ(told, (std::vector<size_t>{0, 1, 0, 1}));
-  watch.arm(0, a);
+  watch.arm(0, a, "away");
   watch.touch_all();
   EXPECT_EQ(told.size(), 5U);
 }
@@ -64,7 +64,7 @@ TEST(FirstTouch, OtherThreadsWaitForTheSameMemoryAndForNoOther) {
     go_on.get_future().wait();
     done = true;
   });
-  watch.arm(0, memory);
+  watch.arm(0, memory, "away");
   std::thread first([&] { memory.add_(1); });
   told.get_future().wait();
   auto elsewhere = std::async(std::launch::async, [&] { other.add_(1); });
@@ -87,10 +87,10 @@ TEST(FirstTouch, WhatThrowsIsThrownByTheOperatorAndNotTriedAgain) {
     ++told;
     throw std::runtime_error("a peer is gone");
   });
-  watch.arm(0, memory);
+  watch.arm(0, memory, "away");
   EXPECT_THROW(watch.touch_all(), std::runtime_error);
   memory.add_(1);
-  watch.arm(0, memory);
+  watch.arm(0, memory, "away");
   EXPECT_THROW(memory.add_(1), std::runtime_error);
   memory.add_(1);
   EXPECT_EQ(memory.sum().item<float>(), 8);

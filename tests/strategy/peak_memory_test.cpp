@@ -99,6 +99,7 @@ Use train(const std::string& strategy, const Case& it) {
   auto& meter = test::MemoryMeter::instance();
   warm_up(it.precision);
   world().group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which stays
+  test::return_freed_memory();  // of the cases before, which else goes back while this one is measured
   const auto before = handed_out();
   const auto pages_before = test::proportional_bytes();
   auto model = std::make_shared<NetImpl>(it.precision.parameters);

@@ -74,15 +74,15 @@ struct FullyShardedDataParallelOptions {
 
 // What summon_full_params does. All ranks give the same.
 struct SummonFullParamsOptions {
-  bool writeback = true;        // what each rank has written to the parameters counts, for the ranges that it owns; write
-                                // the same on all ranks. Otherwise changes are lost
-  bool rank0_only = false;      // parameters are gathered on rank 0 of the group alone; elsewhere they are as outside.
-                                // Not with writeback
+  bool writeback = true;    // what each rank has written to the parameters counts, for the ranges that it owns; write
+                            // the same on all ranks. Otherwise changes are lost
+  bool rank0_only = false;  // parameters are gathered on rank 0 of the group alone; elsewhere they are as outside.
+                            // Not with writeback
   bool offload_to_cpu = false;  // a model on the CPU is there in any case; refused for others
-  bool with_grads = false;      // grad() is the whole sum of the gradients in the parameter's dtype, where there is one;
-                                // with writeback, what is written to it counts as well
-  bool recurse = true;          // also the parameters of units that auto_wrap_policy has made, and of sub-modules that
-                                // have wrappers of their own; off: those of the module's own unit alone
+  bool with_grads = false;  // grad() is the whole sum of the gradients in the parameter's dtype, where there is one;
+                            // with writeback, what is written to it counts as well
+  bool recurse = true;      // also the parameters of units that auto_wrap_policy has made, and of sub-modules that
+                            // have wrappers of their own; off: those of the module's own unit alone
 };
 
 // Called with a name and a whole tensor that the callee may keep.
@@ -115,6 +115,7 @@ class FullyShardedCore : public DataParallelCore {
   void hold(const SummonFullParamsOptions& options);
   void release();
   std::vector<FullyShardedCore*> wrappers_within();
+  void unwrap();
 
  protected:
   void adopt_changes(bool training) override;
@@ -133,8 +134,8 @@ class FullyShardedCore : public DataParallelCore {
   std::unique_ptr<Shards> shards_;
 };
 
-// While it lives, parameters are whole, also for data_ptr(), as its options say. Collective, at both ends. Move-only; must
-// not outlive its wrapper. Meanwhile forward, an optimizer's step and another one of these are UsageErrors.
+// While it lives, parameters are whole, also for data_ptr(), as its options say. Collective, at both ends. Move-only;
+// must not outlive its wrapper. Meanwhile forward, an optimizer's step and another one of these are UsageErrors.
 class FullParameters {
  public:
   FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options);
@@ -158,16 +159,16 @@ class FullParameters {
 //
 // Parameters keep their names, their identity and their requires_grad. They may be read anywhere by any operator, in
 // forward, backward or outside; then all ranks must come to some forward, backward, step or read of their own, since a
-// read may be collective. So one rank may evaluate alone, through the module's own forward. They may be loaded, replaced
-// or written by operators at any time, with the same values on all ranks, as in one process; the next training forward or
-// step() takes that over, compares ranks (DisagreeError), and refreshes the float32 copies. With param_dtype a tensor of
-// another floating-point dtype is converted, and the copies get all its bits; else another dtype is a UsageError, as is a
-// parameter that was frozen and requires a gradient now. What is written past the operators (data_ptr) outside of
-// summon_full_params is lost. After backward each rank has the sums of its own ranges, and grad() is a tensor without
-// memory: zero_grad() in every form drops or zeroes the sum, reading it is a UsageError that names the call to use (see
-// ShardedOptimizerCore::step). Where ranks share a host, parameters lie once in memory that they share,
-// and nothing is gathered. Buffers stay each rank's own. Where they are gathered, the parameters cannot be read any
-// more when the wrapper has gone: take full_state_dict or visit_full_state before.
+// read may be collective. So one rank may evaluate alone, through the module's own forward. They may be loaded,
+// replaced or written by operators at any time, with the same values on all ranks, as in one process; the next training
+// forward or step() takes that over, compares ranks (DisagreeError), and refreshes the float32 copies. With param_dtype
+// a tensor of another floating-point dtype is converted, and the copies get all its bits; else another dtype is a
+// UsageError, as is a parameter that was frozen and requires a gradient now. What is written past the operators
+// (data_ptr) outside of summon_full_params is lost. After backward each rank has the sums of its own ranges, and grad()
+// is a tensor without memory: zero_grad() in every form drops or zeroes the sum, reading it is a UsageError that names
+// the call to use (see ShardedOptimizerCore::step). Where ranks share a host, parameters lie once in memory that they
+// share, and nothing is gathered. Buffers stay each rank's own. Where they are gathered, the parameters cannot be read
+// any more when the wrapper has gone: call unwrap(), or take full_state_dict or visit_full_state, before.
 //
 // Constructor: collective. UsageError for options out of range, names that the module does not have, a module without
 // trainable parameters, parameters that are not floating point or not on one device, a `device` that is not there or
@@ -234,6 +235,11 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
     this->core_.visit_full_state(recipient, visit);
   }
 
+  // Gives the module its parameters whole, in memory of its own, for what comes after this wrapper: another wrapper,
+  // torch::save, evaluation. Gradients are dropped. Afterwards forward and the optimizer's step are UsageErrors.
+  // UsageError while summon_full_params holds the parameters. Collective.
+  void unwrap() { this->core_.unwrap(); }
+
   // Names of the parameters in each unit, frozen ones included, in the order of first use that is expected.
   std::vector<std::vector<std::string>> units() const { return this->core_.units(); }
   // Whether parameters lie once per host, in shared memory.
@@ -274,12 +280,11 @@ std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, 
 std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                     torch::optim::Optimizer& optimizer) = delete;
 
-// Any libtorch optimizer, run on each rank over its ranges; see ShardedOptimizerCore. May outlive the wrapper: it applies
-// what has been summed up until then; later backwards are the caller's own, and step() refuses their gradients. A rank's
-// parameters change in its own step(), and not before.
-// Constructor: collective. UsageError for an optimizer that is not element-wise on a wrapper without whole_parameters,
-// a parameter in two param groups or in none, a scaler where no arithmetic has 16 bits, options out of range;
-// DisagreeError when options differ between ranks.
+// Any libtorch optimizer, run on each rank over its ranges; see ShardedOptimizerCore. May outlive the wrapper: it
+// applies what has been summed up until then; later backwards are the caller's own, and step() refuses their gradients.
+// A rank's parameters change in its own step(), and not before. Constructor: collective. UsageError for an optimizer
+// that is not element-wise on a wrapper without whole_parameters, a parameter in two param groups or in none, a scaler
+// where no arithmetic has 16 bits, options out of range; DisagreeError when options differ between ranks.
 template <class Local>
 class FullyShardedOptimizer : public FullyShardedOptimizerCore {
  public:

@@ -78,7 +78,30 @@ void FullyShardedCore::adopt_changes(bool training) {
   if (collective) module.adopt_changes({step(), -1, "replaced parameters"});
 }
 
+// Tensors of the same objects: whoever holds a parameter holds it still.
+void FullyShardedCore::unwrap() {
+  if (shards_->hold) {
+    throw UsageError(
+        "FullyShardedDataParallel: unwrap() while summon_full_params holds the parameters; end that first");
+  }
+  const NormalMode outside;
+  const torch::NoGradGuard no_grad;
+  shards_->module->adopt_changes({step(), -1, "replaced parameters"});
+  std::vector<at::Tensor> values;
+  for (const auto& entry : state().tensors.parameters) values.push_back(entry.tensor.detach().clone());
+  shards_->module->end();
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto& parameter = state().tensors.parameters[i].tensor;
+    parameter.set_data(values[i]);
+    at::Tensor(parameter).mutable_grad().reset();
+  }
+  shards_->groups.all.barrier({step(), -1, "unwrapped"}).wait();  // nobody's values are read any more
+}
+
 void FullyShardedCore::begin_pass(bool training) {
+  if (shards_->module->ended()) {
+    throw UsageError("FullyShardedDataParallel: forward after unwrap(); use the module itself, or wrap it anew");
+  }
   if (shards_->hold) {
     throw UsageError("FullyShardedDataParallel: forward while summon_full_params holds the parameters; end that first");
   }
@@ -220,7 +243,8 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
         fmt::format("FullyShardedOptimizer: clip_grad {}: give a norm, or 0 for no clipping", options.clip_grad));
   }
   agree(shards.groups.all, "the options of FullyShardedOptimizer",
-        {fmt::format("clip_grad {}", options.clip_grad), fmt::format("scaler {}", yes_or_no(options.scaler.has_value()))});
+        {fmt::format("clip_grad {}", options.clip_grad),
+         fmt::format("scaler {}", yes_or_no(options.scaler.has_value()))});
   auto state = std::make_unique<State>(State{.name = "FullyShardedOptimizer",
                                              .group = shards.groups.shard,
                                              .everybody = shards.groups.all,

@@ -64,7 +64,8 @@ void DistributedOptimizerCore::check_shadow() const {
 
 void DistributedOptimizerCore::settle() {
   const auto& chunks = state().modules;
-  const bool broken = std::any_of(chunks.begin(), chunks.end(), [](const auto& chunk) { return chunk->reducer().broken(); });
+  const bool broken =
+      std::any_of(chunks.begin(), chunks.end(), [](const auto& chunk) { return chunk->reducer().broken(); });
   if (broken) abandon_round(chunks);
 }
 
@@ -106,7 +107,8 @@ void DistributedOptimizerCore::count_once(const std::vector<at::Tensor>& paramet
   const auto found = find_all(state().modules, parameters, "count_once");
   if (!cover(state().groups_of_scalars(), group)) {
     throw UsageError(
-        "DistributedOptimizer: count_once: norms are not taken over this group's ranks; set model_parallel_group to the "
+        "DistributedOptimizer: count_once: norms are not taken over this group's ranks; set model_parallel_group to "
+        "the "
         "ranks that hold one replica of the model");
   }
   if (!counts(state().group, group)) leave_uncounted(found);
@@ -119,7 +121,8 @@ void DistributedOptimizerCore::reduce_model_grads() {
   auto& common = state();
   if (reduction_->declared.sum_up(common, /*failed=*/false)) {
     abandon_round(state().modules);
-    throw StepAbandoned(fmt::format("step {} was abandoned by a rank that shares gradients with this one", common.steps));
+    throw StepAbandoned(
+        fmt::format("step {} was abandoned by a rank that shares gradients with this one", common.steps));
   }
   const auto scatter = [&] {
     auto& chunks = common.modules;
@@ -127,6 +130,10 @@ void DistributedOptimizerCore::reduce_model_grads() {
   };
   common.time("grads-reduce-scatter", 1, scatter, &common.group);
   reduction_->reduced = true;
+}
+
+void DistributedOptimizerCore::finish_param_sync() {
+  for (auto& chunk : state().modules) chunk->wait_all();
 }
 
 void DistributedOptimizerCore::complete_gradients() {
@@ -154,7 +161,8 @@ void DistributedOptimizerCore::abandon_step() {
     return;
   }
   reduction_->declared.sum_up(state(), /*failed=*/true);
-  state().time("grads-reduce-scatter", 1, [this] { abandon_round(state().modules); }, &state().group);  // peers may meet there
+  state().time(
+      "grads-reduce-scatter", 1, [this] { abandon_round(state().modules); }, &state().group);  // peers may meet there
 }
 
 at::Tensor DistributedOptimizerCore::main_grad(const at::Tensor& parameter) const {

@@ -79,8 +79,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
                            const Group& group, const DistributedOptimizerOptions& options);
   ~DistributedOptimizerCore() override;
 
-  // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelWrapper::backward. UsageError with
-  // several chunks: weight the loss there.
+  // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelWrapper::backward. UsageError
+  // with several chunks: weight the loss there.
   void backward(const at::Tensor& loss_sum, double weight);
   // Scope in which backward only accumulates into the gradient buffers.
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
@@ -94,6 +94,9 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // Sums up what backwards have accumulated: first over the groups declared with all_reduce_grads(), then divided by
   // the number of ranks and scattered. For overlap_grad_reduce = false; UsageError otherwise. Collective.
   void reduce_model_grads();
+  // Waits for the parameters that other ranks have updated in the last step (overlap_param_gather). Operators do so by
+  // themselves; torch::save(module) and data_ptr() read past them, and are refused before. Not collective.
+  void finish_param_sync();
   // Gradients of these parameters are summed over `group` (pipeline stages that share an embedding, ranks that share a
   // sequence) before anything else, zeros for ranks that did not use them; norms and counts take them from the group's
   // lowest rank. `name`, such as "embedding", is the reduction's in timers and logs. Collective over `group`.
@@ -147,14 +150,15 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& op
 //
 // The module needs no wrapper. Its trainable parameters move to one buffer per dtype (once per host where ranks share
 // memory; or stay, see reuse_grad_buf_for_param_gather), their gradients to another; after
-// backward the sums lie in the buffers, and grad() is a tensor without memory: zero_grad() in every form drops or zeroes
-// the sum, reading it is a UsageError that names the call to use (see ShardedOptimizerCore::step). For parameters of 16 bits each rank keeps a float32
-// main copy of its own ranges, and the optimizer's state is float32. Batch-norm buffers stay each rank's own.
+// backward the sums lie in the buffers, and grad() is a tensor without memory: zero_grad() in every form drops or
+// zeroes the sum, reading it is a UsageError that names the call to use (see ShardedOptimizerCore::step). For
+// parameters of 16 bits each rank keeps a float32 main copy of its own ranges, and the optimizer's state is float32.
+// Batch-norm buffers stay each rank's own.
 //
 // Parameters may be loaded, replaced or written at any time (see OSS): the next step() takes the values over, into the
 // main copies too; gradients that are there are applied to them. UsageError from step(), which then has done nothing,
-// for a parameter of another dtype (Module::to) and for one that was frozen and requires a gradient now: turn it back, or
-// make the optimizer anew.
+// for a parameter of another dtype (Module::to) and for one that was frozen and requires a gradient now: turn it back,
+// or make the optimizer anew.
 //
 // Constructor: collective; gives everybody rank 0's values. UsageError for a dtype other than float16, bfloat16,
 // float32 (float64 counts as float32 does), for float16 without scaler or a scaler where all is float32, for a
