@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/printable.h"
 #include "comm/text.h"
 #include "shoal/base/error.h"
 #include "shoal/checkpoint/checkpoint_error.h"
@@ -25,7 +26,8 @@ void on_all_ranks(const Group& group, const std::string& subject, const std::fun
   const auto first = std::find_if(failures.begin(), failures.end(), [](const auto& text) { return !text.empty(); });
   if (first == failures.end()) return;
   const auto rank = group.world_rank(static_cast<int>(first - failures.begin()));
-  const auto text = group.size() == 1 ? first->substr(1) : fmt::format("rank {}: {}", rank, first->substr(1));
+  const auto text =
+      group.size() == 1 ? first->substr(1) : fmt::format("rank {}: {}", rank, printable(first->substr(1)));
   if (first->front() == 'u') throw UsageError(text);
   throw CheckpointError(text);
 }

@@ -88,6 +88,10 @@ Json examine() {
   report["dev_shm_gib"] = gib("/dev/shm");
   report["open_files"] = files.rlim_cur;
   report["loopback"] = loopback();
+  report["job_secret"] = process_environment()("SHOAL_SECRET")
+                             ? "given (SHOAL_SECRET)"
+                             : "none: peers of jobs that shoal launch does not start are not authenticated; give all "
+                               "ranks one SHOAL_SECRET (SECURITY.md)";
   report["fashion_mnist"] = fashion_mnist();
   return report;
 }

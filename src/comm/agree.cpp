@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/printable.h"
 #include "comm/text.h"
 #include "shoal/base/error.h"
 
@@ -56,7 +57,9 @@ void agree(const Group& group, const std::string& subject, const std::vector<std
   const auto& second = lists[rank];
   size_t i = 0;
   while (i < first.size() && i < second.size() && first[i] == second[i]) ++i;
-  const auto at = [i](const std::vector<std::string>& list) { return i < list.size() ? list[i] : "nothing"; };
+  const auto at = [i](const std::vector<std::string>& list) {
+    return i < list.size() ? printable(list[i]) : "nothing";
+  };
   throw DisagreeError(fmt::format("{}: ranks disagree at item {}: rank {} has {}, rank {} has {}", subject, i,
                                   group.world_rank(0), at(first), group.world_rank(rank), at(second)));
 }

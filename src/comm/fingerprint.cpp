@@ -6,6 +6,8 @@
 #include <cstring>
 #include <functional>
 
+#include "base/printable.h"
+
 namespace shoal {
 namespace {
 
@@ -71,7 +73,7 @@ std::string describe(const Fingerprint& print) {
   }
   if (print.step >= 0) text += fmt::format(", step {}", print.step);
   if (print.bucket >= 0) text += fmt::format(", bucket {}", print.bucket);
-  if (print.text[0] != 0) text += fmt::format(": {}", print.text);
+  if (print.text[0] != 0) text += fmt::format(": {}", printable(print.text));
   return text;
 }
 

@@ -17,10 +17,18 @@ namespace shoal {
 namespace {
 
 // Until all ranks are connected. One that is early may otherwise close its end, done with the group, before a late one
-// has looked at it, which Gloo takes for a failure to connect.
-void await_all(c10d::Store& store, int size) {
+// has looked at it, which Gloo takes for a failure to connect. No counter of the store's: anybody could turn it.
+void await_all(c10d::Store& store, int rank, int size) {
   const std::string all = "all ranks are connected";
-  if (store.add("connected ranks", 1) == size) store.set(all, std::vector<uint8_t>{1});
+  const auto connected = [](int which) { return fmt::format("rank {} is connected", which); };
+  const std::vector<uint8_t> yes{1};
+  store.set(connected(rank), yes);
+  if (rank == 0) {
+    std::vector<std::string> keys;
+    for (int which = 0; which < size; ++which) keys.push_back(connected(which));
+    store.wait(keys);
+    store.set(all, yes);
+  }
   store.wait({all});
 }
 
@@ -37,11 +45,11 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   try {
     world.let_go->end_those_of_nobody();
     auto connected = c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options);
-    await_all(*store, size);
+    await_all(*store, rank, size);
     auto transport = make_c10d_transport("gloo", std::move(connected));
     auto* seen = transport.get();
-    auto keep = [let_go = world.let_go, transport = std::move(transport), store, size](Transport*) mutable {
-      let_go->keep(std::move(transport), std::move(store), size);
+    auto keep = [let_go = world.let_go, transport = std::move(transport), store, rank, size](Transport*) mutable {
+      let_go->keep(std::move(transport), std::move(store), rank, size);
     };
     return {seen, std::move(keep)};
   } catch (const std::exception& error) {

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstring>
@@ -18,8 +19,8 @@ namespace shoal {
 // Operations that never finished keep a transport's threads busy; joining them would block until their deadline, so a
 // failed group leaves its transport to the end of the process.
 GroupProgress::~GroupProgress() {
-  const bool busy = !failure.text().empty() || std::any_of(left_behind.begin(), left_behind.end(),
-                                                           [](const auto& work) { return !work->done(); });
+  const bool busy = !failure.text().empty() ||
+                    std::any_of(left_behind.begin(), left_behind.end(), [](const auto& work) { return !work->done(); });
   if (!busy || !transport->joins_threads()) return;
   for (auto& work : left_behind) static_cast<void>(work.release());
   new std::shared_ptr<Transport>(std::move(transport));
@@ -56,6 +57,19 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
 namespace {
 bool is_message(const Call& call) {
   return call.op == Op::send || call.op == Op::recv;
+}
+
+// This host's peers are alive; of the others nothing is known, not even whether the link to them is.
+std::string who_may_be_late(const GroupState& group) {
+  const auto& peers = group.world->meeting.peers;
+  std::vector<int> elsewhere;
+  for (const int rank : group.world_ranks) {
+    if (peers[rank].host != peers[group.world->placement.rank].host) elsewhere.push_back(rank);
+  }
+  if (elsewhere.empty()) return "a rank is late, or does not call the same operations";
+  return fmt::format(
+      "a rank is late, does not call the same operations, or, as rank(s) {} on other hosts, cannot be reached",
+      fmt::join(elsewhere, ", "));
 }
 
 // True if this is the group's first one.
@@ -184,8 +198,7 @@ void PendingWork::wait_to_the_end() {
     if (remaining <= Milliseconds(0)) {
       const auto missing = work_->waits_for();
       fail(-1, fmt::format("not finished after {} s although no peer of this host is dead or stopped: {}",
-                           world.options.timeout_seconds,
-                           missing.empty() ? "a rank is late, or does not call the same operations" : missing));
+                           world.options.timeout_seconds, missing.empty() ? who_may_be_late(*group_) : missing));
     }
   }
 }

@@ -93,7 +93,7 @@ void find_address(Placement& placement, const WorldOptions& options, const Envir
 }
 
 // What the launcher calls the job.
-std::string find_job(const Placement& placement, const Environment& environment) {
+std::string find_name(const Placement& placement, const Environment& environment) {
   if (const auto own = environment("SHOAL_JOB_ID")) return *own;
   if (placement.source.rfind("RANK", 0) == 0) return environment("TORCHELASTIC_RUN_ID").value_or("");
   if (placement.source.rfind("OMPI", 0) == 0) return environment("PMIX_NAMESPACE").value_or("");
@@ -108,7 +108,7 @@ Placement find_placement(const WorldOptions& options, const Environment& environ
   Placement placement;
   find_rank(placement, options, environment);
   find_address(placement, options, environment);
-  placement.job = find_job(placement, environment);
+  placement.job = JobIdentity(find_name(placement, environment), environment("SHOAL_SECRET").value_or(""));
   // torchrun's agent and `shoal launch` serve the store themselves and say so; this holds for their own ranks only.
   placement.store_is_served = placement.source == "RANK and WORLD_SIZE" && !options.address && !options.port &&
                               environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/environment.h"
+#include "comm/job_identity.h"
 #include "shoal/comm/world.h"
 
 namespace shoal {
@@ -16,7 +17,7 @@ struct Placement {
   bool store_is_served = false;  // a launcher hosts the store; rank 0 must not
   std::string generation = "0";  // counts a launcher's restarts of the job
   std::string source;            // for messages
-  std::string job;               // the same on all ranks of a job, another one in other jobs; empty: unknown
+  JobIdentity job;               // its name: the same on all ranks, another one in other jobs; empty: unknown
 };
 
 // Order: options, RANK/WORLD_SIZE, Open MPI, PMI, Slurm, alone. Throws UsageError for a partial or nonsensical set.

@@ -11,16 +11,19 @@ LetGo::~LetGo() {
   for (auto& group : groups_) to_the_end.push_back(std::move(group));
 }
 
-void LetGo::keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::Store> store, int ranks) {
+void LetGo::keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::Store> store, int rank, int ranks) {
   const std::lock_guard lock(mutex_);
-  groups_.push_back({std::move(transport), std::move(store), ranks});
+  groups_.push_back({std::move(transport), std::move(store), rank, ranks});
 }
 
 void LetGo::end_those_of_nobody() {
   const std::lock_guard lock(mutex_);
   for (auto& group : groups_) {
-    const int own = std::exchange(group.said, true) ? 0 : 1;
-    group.of_nobody = group.store->add("ranks that let go", own) == group.ranks;
+    const auto key = [](int rank) { return "let go by " + std::to_string(rank); };
+    if (!std::exchange(group.said, true)) group.store->set(key(group.rank), std::vector<uint8_t>{1});
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < group.ranks; ++rank) keys.push_back(key(rank));
+    group.of_nobody = group.store->check(keys);
   }
   std::erase_if(groups_, [](const Group& group) { return group.of_nobody; });
 }

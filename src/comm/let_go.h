@@ -17,8 +17,8 @@ class LetGo {
  public:
   ~LetGo();
 
-  // `store`: of this group alone.
-  void keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::Store> store, int ranks);
+  // `store`: of this group alone, of which this is `rank`.
+  void keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::Store> store, int rank, int ranks);
   // Throws what the store throws.
   void end_those_of_nobody();
 
@@ -26,6 +26,7 @@ class LetGo {
   struct Group {
     std::shared_ptr<Transport> transport;
     c10::intrusive_ptr<c10d::Store> store;
+    int rank;
     int ranks;
     bool said = false;  // that this rank has let go
     bool of_nobody = false;

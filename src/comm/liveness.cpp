@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <thread>
 
+#include "base/printable.h"
+
 namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
@@ -81,7 +83,7 @@ std::optional<Fault> Liveness::first_failure() {
   try {
     const auto text = store_try_get(*meeting_->store, key_);
     if (!text) return std::nullopt;
-    Fault fault{-1, *text};
+    Fault fault{-1, printable(*text)};
     std::sscanf(text->c_str(), "rank %d", &fault.world_rank);  // NOLINT(cert-err34-c): -1 stays when it does not match
     return fault.world_rank == own_rank_ ? std::nullopt : std::optional(fault);
   } catch (const std::exception&) {

@@ -6,6 +6,7 @@
 #include <map>
 #include <sstream>
 
+#include "base/printable.h"
 #include "comm/world_state.h"
 
 namespace shoal {
@@ -41,7 +42,8 @@ std::optional<Post> read_post(const WorldState& world, int rank) {
   std::getline(lines, post.group);
   std::getline(lines, line);
   post.number = std::stoull(line);
-  std::getline(lines, post.operation);
+  std::getline(lines, line);
+  post.operation = printable(line);
   while (std::getline(lines, line)) {
     const auto tab = line.find('\t');
     post.entered[line.substr(tab + 1)] = std::stoull(line.substr(0, tab));

@@ -7,6 +7,8 @@
 #include <sstream>
 #include <thread>
 
+#include "base/printable.h"
+#include "comm/authenticated_store.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -59,7 +61,7 @@ class Room {
     require_same_job();
     const Record own{placement_.size, {host_identity(), this_process(), page_}};
     const auto job = job_key();
-    const auto visit = store_->add(visits_key(), 1);
+    const auto visit = count_visit();
     if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
     present_.prefix = fmt::format("{}/{}", job, visit);
     store_set(*store_, rank_key(placement_.rank), to_text(own));
@@ -70,7 +72,7 @@ class Room {
 
   Present enter_again() {
     require_same_job();
-    const auto visits = store_->add(visits_key(), 0);
+    const auto visits = visits_in(store_try_get(*store_, visits_key()));
     present_.prefix = fmt::format("{}/{}", job_key(), visits);
     for (int rank = 0; rank < placement_.size; ++rank) {
       const auto text = store_try_get(*store_, rank_key(rank));
@@ -106,24 +108,56 @@ class Room {
 
   std::string left_key(int rank) const { return fmt::format("{}/left/{}", present_.prefix, rank); }
 
-  // Two jobs can be given one port. Whoever holds the store says whose it is; in a launcher's, the first who comes.
+  // Two jobs can be given one port. Whoever holds the store says whose it is; in torchrun's, the first who comes.
   void require_same_job() {
-    const std::string key = "shoal/job";
-    const auto own = "job " + placement_.job;  // not empty, which the store takes for nothing
-    if (placement_.rank == 0 && !placement_.store_is_served) store_set(*store_, key, own);
-    auto job = placement_.store_is_served ? store_set_once(*store_, key, own) : store_try_get(*store_, key);
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
-    while (!job && std::chrono::steady_clock::now() < deadline) {
+    const auto own = job_claim(placement_.job);
+    auto claim = read_claim();
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!claim && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      job = store_try_get(*store_, key);
+      claim = read_claim();
     }
-    if (!job || *job == own) return;  // without a word of rank 0, it is missed below
-    const auto named = [](const std::string& name) { return name == "job " ? "without a name" : name; };
-    throw UsageError(
-        fmt::format("the store at {}:{} belongs to another job ({}) than this rank {} ({}): give each job its own "
-                    "MASTER_PORT. If it is one job, give all its ranks the same SHOAL_JOB_ID",
-                    placement_.address, placement_.port, named(*job), placement_.rank, named(own)));
+    if (!claim || *claim == own) return;  // without a word of rank 0, it is missed below
+    const auto at = fmt::format("the store at {}:{}", placement_.address, placement_.port);
+    if (claim->find(claims_secret) != std::string::npos) {
+      throw UsageError(
+          fmt::format("{} belongs to a job that has a secret, and this rank {} knows none: give all ranks of "
+                      "a job the same SHOAL_SECRET, and each job its own MASTER_PORT",
+                      at, placement_.rank));
+    }
+    const auto named = [](const std::string& text) { return text == "job " ? "without a name" : printable(text); };
+    throw UsageError(fmt::format(
+        "{} belongs to another job ({}) than this rank {} ({}): give each job its own MASTER_PORT. If it is "
+        "one job, give all its ranks the same SHOAL_JOB_ID",
+        at, named(*claim), placement_.rank, named(own)));
   }
+
+  std::optional<std::string> read_claim() {
+    try {
+      if (!placement_.store_is_served) return store_try_get(*store_, claim_key);
+      return store_replace(*store_, claim_key, "", job_claim(placement_.job));
+    } catch (const ForgedValue& error) {
+      throw UsageError(
+          fmt::format("the store at {}:{} belongs to another job than this rank {}: give each job its own "
+                      "MASTER_PORT, and all ranks of a job the same SHOAL_SECRET and SHOAL_JOB_ID ({})",
+                      placement_.address, placement_.port, placement_.rank, error.what()));
+    }
+  }
+
+  // How often this rank has come, this time included. Not a counter of the store's, which anybody could turn.
+  int64_t count_visit() {
+    const auto own = this_process();
+    while (true) {
+      const auto before = store_try_get(*store_, visits_key());
+      const auto visit = visits_in(before) + 1;
+      const auto text = fmt::format("{} {} {} {}", visit, own.pid, own.start_time, host_identity());
+      const auto now =
+          before ? store_replace(*store_, visits_key(), *before, text) : store_set_once(*store_, visits_key(), text);
+      if (now == text) return visit;
+    }
+  }
+
+  static int64_t visits_in(const std::optional<std::string>& text) { return text ? std::stoll(*text) : 0; }
 
   // A process may meet again; another one may not take its rank.
   void refuse_duplicate(const Record& own, const std::string& previous) {
@@ -158,9 +192,9 @@ class Room {
     std::vector<int> missing(placement_.size);
     for (int rank = 0; rank < placement_.size; ++rank) missing[rank] = rank;
     while (true) {
-      if (const auto error = store_try_get(*store_, present_.prefix + "/error")) {
+      if (const auto error = published_error()) {
         leave();
-        throw DisagreeError(*error);
+        throw DisagreeError(printable(*error));
       }
       std::erase_if(missing, [&](int rank) {
         const auto text = store_try_get(*store_, rank_key(rank));
@@ -176,6 +210,14 @@ class Room {
                                     placement_.size, placement_.address, placement_.port, timeout_));
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+
+  std::optional<std::string> published_error() {
+    try {
+      return store_try_get(*store_, present_.prefix + "/error");
+    } catch (const ForgedValue&) {
+      return std::nullopt;  // a stranger's, which ends nothing
     }
   }
 
@@ -197,8 +239,11 @@ class Room {
       }
       return true;
     };
-    while (!everybody_left() && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    try {
+      while (!everybody_left() && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+    } catch (const ForgedValue&) {  // NOLINT(bugprone-empty-catch): there is an error to throw already
     }
   }
 
@@ -218,7 +263,7 @@ CommError lost_store(const Placement& placement) {
 
 void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, int timeout_seconds,
            Present (Room::*how)()) {
-  meeting.store = connect_store(placement.address, placement.port, timeout_seconds);
+  meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
   try {
     Room room(placement, page, meeting.store, timeout_seconds);
     auto present = (room.*how)();
@@ -240,7 +285,7 @@ Meeting meet(const Placement& placement, const PageAddress& page, int timeout_se
     return meeting;
   }
   if (placement.rank == 0 && !placement.store_is_served) {
-    meeting.server = std::make_unique<StoreServer>(placement.address, placement.port);
+    meeting.server = std::make_unique<StoreServer>(placement.address, placement.port, placement.job);
   }
   enter(meeting, placement, page, timeout_seconds, &Room::enter);
   return meeting;

@@ -85,4 +85,8 @@ bool connect_to(const Descriptor& socket, const SocketAddress& address) {
   return connect(socket.number(), address.get(), address.length) == 0;
 }
 
+bool came_too_early() {
+  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINPROGRESS || errno == ENOTCONN || errno == EINTR;
+}
+
 }  // namespace shoal

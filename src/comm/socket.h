@@ -45,5 +45,7 @@ Descriptor make_socket(const SocketAddress& address, int type);
 Descriptor listen_on(const SocketAddress& address, int type = SOCK_STREAM);
 // False, with errno, when it failed or is still under way.
 bool connect_to(const Descriptor& socket, const SocketAddress& address);
+// Whether the last call of a socket that never blocks has failed (errno) only because it came too early.
+bool came_too_early();
 
 }  // namespace shoal

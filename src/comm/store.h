@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "comm/deadline_store.h"
+#include "comm/job_identity.h"
 
 namespace shoal {
 
@@ -27,16 +28,29 @@ auto within(std::chrono::milliseconds limit, Work work) -> std::optional<decltyp
 
 std::optional<std::string> store_try_get(c10d::Store& store, const std::string& key);
 void store_set(c10d::Store& store, const std::string& key, const std::string& value);
-// Sets the key unless it is set already; returns the value it has afterwards.
+// Sets the key unless it is set already, by the job; returns the value it has afterwards.
 std::string store_set_once(c10d::Store& store, const std::string& key, const std::string& value);
 
 // How long a call of the store may take once the ranks have met.
 constexpr std::chrono::seconds store_limit(2);
 
-// Connects to the store at address:port. Retries until `timeout_seconds` while nothing listens there; until the caller
-// sets another limit, its calls may take as long. Throws CommError that says whether nobody listened, somebody does not
-// answer, or somebody answers who is not a store.
-StorePtr connect_store(const std::string& address, int port, int timeout_seconds);
+// Sets the key if it has the value `before` (empty: if nobody has set it); returns the value it has afterwards.
+std::string store_replace(c10d::Store& store, const std::string& key, const std::string& before,
+                          const std::string& value);
+
+// Under which a store says whose it is, and what it says there.
+constexpr const char* claim_key = "shoal/job";
+constexpr const char* claims_secret = "\nsecret";
+std::string job_claim(const JobIdentity& job);
+
+// Connects to the store at address:port, to read and write what belongs to `job`. Retries until `timeout_seconds` while
+// nothing listens there; until the caller sets another limit, its calls may take as long. Throws CommError that says
+// whether nobody listened, somebody does not answer, or somebody answers who is not a store.
+StorePtr connect_store(const std::string& address, int port, int timeout_seconds, const JobIdentity& job = {});
+
+// libtorch prints a stack trace for every lost connection to a store and for every message that is none; our own errors
+// say what happened. For all of this process.
+void quiet_c10d();
 
 // Where the first failure that anyone noticed is published, as a sentence that begins "rank N". A job that a launcher
 // restarts keeps its store; each start is a generation.

@@ -1,5 +1,6 @@
 #include "comm/store_server.h"
 
+#include <c10/util/Logging.h>
 #include <fmt/format.h>
 #include <poll.h>
 
@@ -9,6 +10,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "comm/authenticated_store.h"
 #include "comm/socket.h"
 #include "comm/store.h"
 #include "shoal/base/error.h"
@@ -67,11 +69,26 @@ void store_set(c10d::Store& store, const std::string& key, const std::string& va
 }
 
 std::string store_set_once(c10d::Store& store, const std::string& key, const std::string& value) {
-  const auto now = store.compareSet(key, {}, std::vector<uint8_t>(value.begin(), value.end()));
+  try {
+    return store_replace(store, key, "", value);
+  } catch (const ForgedValue&) {
+    store_set(store, key, value);
+    return value;
+  }
+}
+
+std::string store_replace(c10d::Store& store, const std::string& key, const std::string& before,
+                          const std::string& value) {
+  const auto now = store.compareSet(key, std::vector<uint8_t>(before.begin(), before.end()),
+                                    std::vector<uint8_t>(value.begin(), value.end()));
   return {now.begin(), now.end()};
 }
 
-StorePtr connect_store(const std::string& address, int port, int timeout_seconds) {
+std::string job_claim(const JobIdentity& job) {
+  return fmt::format("job {}{}", job.name(), job.has_secret() ? claims_secret : "");
+}
+
+StorePtr connect_store(const std::string& address, int port, int timeout_seconds, const JobIdentity& job) {
   const std::chrono::seconds limit(timeout_seconds);
   const auto deadline = SteadyClock::now() + limit;
   while (!somebody_listens(address, port, deadline)) {
@@ -107,27 +124,38 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
                     "0 or the launcher) is stopped, or the port is in use by another program",
                     address, port, timeout_seconds));
   }
-  return c10::make_intrusive<DeadlineStore>(std::move(*store), fmt::format("{}:{}", address, port), limit);
+  return c10::make_intrusive<DeadlineStore>(authenticated(std::move(*store), job), fmt::format("{}:{}", address, port),
+                                            limit);
+}
+
+void quiet_c10d() {
+  constexpr int errors_only = 2;
+  FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, errors_only);
 }
 
 struct StoreServer::State {
-  c10::intrusive_ptr<c10d::TCPStore> store;
+  c10::intrusive_ptr<c10d::TCPStore> server;
+  c10::intrusive_ptr<c10d::Store> store;  // as the job's processes see it
 };
 
-StoreServer::StoreServer(const std::string& address, int port) : state_(std::make_unique<State>()) {
+StoreServer::StoreServer(const std::string& address, int port, const JobIdentity& job)
+    : state_(std::make_unique<State>()) {
+  quiet_c10d();
   auto listening = listen_for_ranks(address, port);
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(own_address(listening).port());
   options.isServer = true;
   options.waitWorkers = false;
   options.masterListenFd = listening.release();
-  state_->store = c10::make_intrusive<c10d::TCPStore>(address, options);
+  state_->server = c10::make_intrusive<c10d::TCPStore>(address, options);
+  state_->store = authenticated(state_->server, job);
+  store_set(*state_->store, claim_key, job_claim(job));
 }
 
 StoreServer::~StoreServer() = default;
 
 int StoreServer::port() const {
-  return state_->store->getPort();
+  return state_->server->getPort();
 }
 
 void StoreServer::report_failure(const std::string& text) {

@@ -1,6 +1,5 @@
 #include "shoal/comm/world.h"
 
-#include <c10/util/Logging.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -93,9 +92,7 @@ const Group& World::group() const {
 
 World init(const WorldOptions& options) {
   options.validate();
-  // libtorch prints a stack trace for every lost connection to a store; our own errors say what happened.
-  constexpr int errors_only = 2;
-  FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, errors_only);
+  quiet_c10d();
   auto state = std::make_shared<WorldState>();
   state->options = options;
   state->placement = find_placement(options, process_environment());

@@ -18,6 +18,7 @@
 
 #include "base/environment.h"
 #include "comm/flight/verdict.h"
+#include "comm/job_identity.h"
 #include "comm/store_server.h"
 #include "launch/child.h"
 #include "launch/leftovers.h"
@@ -99,7 +100,12 @@ int threads_per_rank(int ranks) {
 class Job {
  public:
   explicit Job(const LaunchOptions& options)
-      : options_(options), id_(make_job_id()), watcher_(id_), store_(options.address, options.port) {}
+      : options_(options),
+        id_(make_job_id()),
+        watcher_(id_),
+        secret_(process_environment()("SHOAL_SECRET").value_or(random_secret())),
+        store_(options.address, options.port,
+               JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(id_), secret_)) {}
 
   ~Job() { kill_all(SIGKILL, /*reap=*/true); }
   Job(const Job&) = delete;
@@ -135,7 +141,8 @@ class Job {
                       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                       {"TORCHELASTIC_RESTART_COUNT", "0"},
                       {"TORCHELASTIC_MAX_RESTARTS", "0"},
-                      {"TORCHELASTIC_RUN_ID", fmt::format("shoal-{}", getpid())},
+                      {"TORCHELASTIC_RUN_ID", id_},
+                      {"SHOAL_SECRET", secret_},
                       {job_variable, id_}};
     if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
     if (options_.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
@@ -254,6 +261,7 @@ class Job {
   Signals signals_;
   const std::string id_;
   const Watcher watcher_;  // before there are threads
+  const std::string secret_;
   StoreServer store_;
   std::vector<Child> children_;
   std::optional<int> code_;  // of the first failure

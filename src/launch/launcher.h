@@ -17,22 +17,23 @@ struct LaunchOptions {
   std::string flight_recorder{};      // folder for the ranks' flight recorders; empty: none
   bool keep_going = false;            // a rank's failure does not end the others
   double grace_seconds = 6;           // after the first failure, for the others to report what they noticed
-  double stop_seconds = 120;          // after SIGINT, SIGTERM or SIGHUP, for the ranks to save what they have; infinity:
-                                      // as long as they take
+  double stop_seconds = 120;  // after SIGINT, SIGTERM or SIGHUP, for the ranks to save what they have; infinity:
+                              // as long as they take
 
   // Throws UsageError that lists all faults.
   void validate() const;
 };
 
 // Runs the command once per rank, with torchrun's environment variables, and hosts the store that they meet in, so that
-// no rank's death takes it away. Blocks until all ranks have ended; neither they nor what they have started is left
-// behind, whatever happens to this process (watcher.h). The first rank that fails is named on standard error, the others
-// get the grace time, then SIGTERM, then SIGKILL; with keep_going they are left alone. A rank that a signal has stopped
-// is named as well. Returns 0, or the first failure's exit code (128 + number for a signal; with keep_going only when all
-// have failed), or 130 after SIGINT, SIGTERM or SIGHUP (unless nohup has it ignored): the first reaches the ranks as
-// SIGINT, they have the stop time, a second one kills them. With flight recorders it prints their verdict on standard error
-// when a rank has failed, and on SIGUSR1. Throws UsageError for wrong options, a program that cannot be started, or a
-// port in use. Installs signal handlers for its duration; call it from one thread.
+// no rank's death takes it away. The ranks share a secret (SHOAL_SECRET): the one in this process's environment, else a
+// new one. Blocks until all ranks have ended; neither they nor what they have started is left behind, whatever happens
+// to this process (watcher.h). The first rank that fails is named on standard error, the others get the grace time,
+// then SIGTERM, then SIGKILL; with keep_going they are left alone. A rank that a signal has stopped is named as well.
+// Returns 0, or the first failure's exit code (128 + number for a signal; with keep_going only when all have failed),
+// or 130 after SIGINT, SIGTERM or SIGHUP (unless nohup has it ignored): the first reaches the ranks as SIGINT, they
+// have the stop time, a second one kills them. With flight recorders it prints their verdict on standard error when a
+// rank has failed, and on SIGUSR1. Throws UsageError for wrong options, a program that cannot be started, or a port in
+// use. Installs signal handlers for its duration; call it from one thread.
 int launch(const LaunchOptions& options);
 
 }  // namespace shoal

@@ -69,6 +69,32 @@ TEST(Launch, ARankKilledInTrainingIsNamedByTheOthersAndByTheLauncher) {
   }
 }
 
+// The launcher holds the store, reads what ranks say and buries them; the ranks have each other to look at.
+TEST(Launch, RanksOfALauncherThatIsStoppedNameTheOneThatIsKilled) {
+  for (const std::string transport : {"host", "gloo"}) {
+    SCOPED_TRACE(transport);
+    // Zombies are ended. Says so, or after 30 s that they are not, and lets the launcher go on.
+    const auto ended =
+        run({"sh", "-c", std::string(SHOAL) + " launch -n 3 -- " + FAULT_RANK + " launcher 1 " + transport + R"( 10 &
+      launcher=$!
+      zombies() { cat /proc/[0-9]*/stat 2>/dev/null | grep "(fault_rank) Z $launcher " | wc -l; }
+      until [ $(zombies) -gt 0 ]; do sleep 0.1; done
+      began=$(date +%s)
+      until [ $(zombies) = 3 ] || [ $(date +%s) -gt $((began + 30)) ]; do sleep 0.1; done
+      echo "$(zombies) ended within $(($(date +%s) - began)) s"
+      kill -CONT $launcher
+      wait $launcher)"},
+            90);
+    EXPECT_NE(ended.code, 0) << ended.output;
+    for (const std::string rank : {"0", "2"}) {
+      EXPECT_TRUE(contains(ended, "[" + rank + "] error: rank 1 ")) << ended.output;
+    }
+    const auto said = ended.output.find("3 ended within ");
+    ASSERT_NE(said, std::string::npos) << ended.output;
+    EXPECT_LE(std::stoi(ended.output.substr(said + 15)), 12) << ended.output;
+  }
+}
+
 TEST(Launch, RanksThatIgnoreSigtermAreKilled) {
   const auto ended = launch({"-n", "2", "--grace", "0.2", "--", "sh", "-c",
                              "trap '' TERM; [ $RANK = 0 ] && exit 3; sleep 50 & wait; wait; sleep 50"});
@@ -172,8 +198,8 @@ TEST(Launch, WhatRanksHaveStartedEndsWithALauncherThatIsKilledOrHungUp) {
 TEST(Launch, WhatRanksHaveStartedEndsWithTheJob) {
   const TempFolder folder;
   const auto pids = folder.file("pids");
-  const auto ended = launch({"-n", "1", "--", "sh", "-c",
-                             "setsid sh -c 'echo $$ >> " + pids + "; exec sleep 300' & sleep 1; echo done"});
+  const auto ended = launch(
+      {"-n", "1", "--", "sh", "-c", "setsid sh -c 'echo $$ >> " + pids + "; exec sleep 300' & sleep 1; echo done"});
   EXPECT_EQ(ended.code, 0);
   EXPECT_TRUE(contains(ended, "done")) << ended.output;
   EXPECT_EQ(pids_in(pids), 1U);
@@ -187,10 +213,11 @@ TEST(Launch, AHangupLetsTheRanksSave) {
 }
 
 TEST(Launch, NohupIsRespected) {
-  const auto ended = run({"sh", "-c",
-                          "trap '' HUP; " + std::string(SHOAL) +
-                              " launch -n 1 -- sh -c 'sleep 2; echo over' & pid=$!; sleep 1; kill -HUP $pid; wait $pid"},
-                         20);
+  const auto ended =
+      run({"sh", "-c",
+           "trap '' HUP; " + std::string(SHOAL) +
+               " launch -n 1 -- sh -c 'sleep 2; echo over' & pid=$!; sleep 1; kill -HUP $pid; wait $pid"},
+          20);
   EXPECT_EQ(ended.code, 0) << ended.output;
   EXPECT_TRUE(contains(ended, "over")) << ended.output;
 }
@@ -218,20 +245,21 @@ TEST(Launch, AProgressBarIsSeenWhileItMoves) {
 }
 
 TEST(Launch, ALineWithoutAnEndIsForwardedInTimeAndWithoutMemory) {
-  const auto ended = run({"sh", "-c",
-                          std::string("(ulimit -v 8000000; exec ") + SHOAL +
-                              " launch -n 1 -- head -c 400000000 /dev/zero) | wc -c"},
-                         60);
+  const auto ended =
+      run({"sh", "-c",
+           std::string("(ulimit -v 8000000; exec ") + SHOAL + " launch -n 1 -- head -c 400000000 /dev/zero) | wc -c"},
+          60);
   EXPECT_EQ(ended.output, "400000005\n");  // "[0] " and the last "\n" belong to it
   EXPECT_FALSE(ended.overdue);
 }
 
 TEST(Launch, ARankCannotWaitForTheTerminal) {
-  const auto ended = run({"script", "-qec",
-                          std::string(SHOAL) +
-                              " launch -n 2 -- sh -c 'read x; echo read $?; (read y < /dev/tty) 2>/dev/null; echo tty $?'",
-                          "/dev/null"},
-                         20);
+  const auto ended =
+      run({"script", "-qec",
+           std::string(SHOAL) +
+               " launch -n 2 -- sh -c 'read x; echo read $?; (read y < /dev/tty) 2>/dev/null; echo tty $?'",
+           "/dev/null"},
+          20);
   EXPECT_EQ(ended.code, 0) << ended.output;
   for (const auto* line : {"[0] read 1", "[1] read 1", "[0] tty ", "[1] tty "}) {
     EXPECT_TRUE(contains(ended, line)) << ended.output;
@@ -249,11 +277,11 @@ TEST(Launch, RanksThatWriteToATerminalThatStopsBackgroundJobsGoOn) {
 }
 
 TEST(Launch, ARankThatIsStoppedIsNamedAndEndsWithTheOthers) {
-  const auto ended = run({"sh", "-c",
-                          std::string(SHOAL) +
-                              " launch -n 2 --stop-grace 1 -- sh -c '[ $RANK = 1 ] && kill -STOP $$; sleep 60' & "
-                              "pid=$!; sleep 1; kill -INT $pid; wait $pid"},
-                         20);
+  const auto ended =
+      run({"sh", "-c",
+           std::string(SHOAL) + " launch -n 2 --stop-grace 1 -- sh -c '[ $RANK = 1 ] && kill -STOP $$; sleep 60' & "
+                                "pid=$!; sleep 1; kill -INT $pid; wait $pid"},
+          20);
   EXPECT_EQ(ended.code, 130) << ended.output;
   EXPECT_TRUE(contains(ended, "shoal: rank 1 (pid ")) << ended.output;
   EXPECT_TRUE(contains(ended, ") was stopped by signal 19 (SIGSTOP); continue it with kill -CONT ")) << ended.output;

@@ -3,8 +3,15 @@
 #include <torch/types.h>
 
 #include <chrono>
+#include <random>
+#include <thread>
 
 #include "comm/gossip/channel.h"
+#include "comm/gossip/frame.h"
+#include "comm/gossip/shared_channel.h"
+#include "comm/group_state.h"
+#include "comm/socket.h"
+#include "comm/world_state.h"
 #include "tests/support/world.h"
 
 namespace shoal {
@@ -132,6 +139,69 @@ TEST_F(Channel, DEC17_a_version_can_be_read_again_until_another_is) {
   if (!reads()) return;
   for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 1), here, 1);
   for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 2), here, 2);
+}
+
+// Calls the place where a channel listens, like one who has read the store and knows the channel's key, but not the
+// job's secret: says nothing, random bytes, what a rank would say, or only its beginning.
+Descriptor call_as_stranger(const std::string& address, int number) {
+  const auto blank = address.find(' ');
+  const auto colon = address.rfind(':', blank);
+  const auto place = resolve(address.substr(0, colon), std::stoi(address.substr(colon + 1)));
+  auto caller = make_socket(place, SOCK_STREAM);
+  if (!connect_to(caller, place)) ADD_FAILURE() << "stranger " << number << " does not get through";
+  std::string said;
+  std::mt19937 random(number);
+  if (number % 4 == 1) {
+    for (int length = number % 300; length > 0; --length) said += static_cast<char>(random());
+  } else if (number % 4 > 1) {
+    const auto add = [&](Frame frame) {
+      frame.source = static_cast<uint32_t>(source());
+      if (frame.key == 0) frame.key = std::stoull(address.substr(blank + 1));
+      said.append(reinterpret_cast<const char*>(&frame), sizeof frame);
+    };
+    add({.kind = FrameKind::hello});
+    add({.kind = FrameKind::values, .version = 1000000, .bytes = 4000});
+    said.append(4000, 'x');
+    add({.kind = FrameKind::bye, .version = 0});
+    if (number % 4 == 3) said.resize(10);
+  }
+  [[maybe_unused]] const auto sent = send(caller.number(), said.data(), said.size(), MSG_NOSIGNAL);
+  return caller;
+}
+
+TEST_F(Channel, StrangersAreNotHeard) {
+  if (group().size() == 1 || channel->address().starts_with(shared_memory)) GTEST_SKIP() << "nobody can call";
+  ASSERT_TRUE(state_of(group())->world->placement.job.has_secret()) << "the launcher makes one";
+  std::thread strangers([&] {
+    std::vector<Descriptor> open;
+    for (int number = 0; number < 1000; ++number) {
+      auto caller = call_as_stranger(channel->address(), number);
+      if (number % 4 == 0 || number % 8 == 3) open.push_back(std::move(caller));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  });
+  for (int64_t version = 1; version < 100; ++version) {
+    show(*channel, version);
+    if (reads()) EXPECT_READ(read(*channel, version), here, version);
+    meet();
+  }
+  strangers.join();
+  show(*channel, 100);
+  if (reads()) {
+    EXPECT_READ(read(*channel, 100), here, 100);
+    EXPECT_FALSE(channel->gone(source(), 101));
+  }
+}
+
+// A rank that is called for the first time while strangers hold every place that a channel has for them.
+TEST_F(Channel, StrangersDoNotKeepARankOut) {
+  if (group().size() == 1 || channel->address().starts_with(shared_memory)) GTEST_SKIP() << "nobody can call";
+  std::vector<Descriptor> open;
+  for (int number = 0; number < 400; ++number) open.push_back(call_as_stranger(channel->address(), 4 * number));
+  meet();
+  show(*channel, 1);
+  if (reads()) EXPECT_READ(read(*channel, 1), here, 1);
+  meet();
 }
 
 }  // namespace

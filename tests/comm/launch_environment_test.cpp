@@ -34,21 +34,23 @@ std::string refusal(const Variables& variables, const WorldOptions& options = {}
 
 TEST(LaunchEnvironment, KnowsWhatTheLauncherCallsTheJob) {
   const Variables by_hand{{"RANK", "0"}, {"WORLD_SIZE", "2"}};
-  EXPECT_EQ(find(by_hand).job, "");
+  EXPECT_EQ(find(by_hand).job.name(), "");
   auto variables = by_hand;
   variables["TORCHELASTIC_RUN_ID"] = "night";
-  EXPECT_EQ(find(variables).job, "night");
+  EXPECT_EQ(find(variables).job.name(), "night");
   variables["SHOAL_JOB_ID"] = "day";
-  EXPECT_EQ(find(variables).job, "day");
-  EXPECT_EQ(find({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"PMIX_NAMESPACE", "77"}}).job, "77");
-  EXPECT_EQ(find({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}}).job,
-            "12.3");
+  EXPECT_EQ(find(variables).job.name(), "day");
+  EXPECT_EQ(find({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"PMIX_NAMESPACE", "77"}}).job.name(),
+            "77");
+  EXPECT_EQ(
+      find({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}}).job.name(),
+      "12.3");
 }
 
 // Two jobs of two ranks that were given one port.
 TEST(Rendezvous, ARankOfAnotherJobIsRefusedAndDisturbsNobody) {
   for (const bool served : {false, true}) {
-    auto launcher = std::make_unique<StoreServer>("127.0.0.1", 0);
+    auto launcher = std::make_unique<StoreServer>("127.0.0.1", 0, JobIdentity("night", ""));
     const int port = launcher->port();
     if (!served) launcher.reset();
     std::vector<Meeting> meetings(4);
@@ -60,7 +62,7 @@ TEST(Rendezvous, ARankOfAnotherJobIsRefusedAndDisturbsNobody) {
         placement.address = "127.0.0.1";
         placement.port = port;
         placement.store_is_served = served;
-        placement.job = job;
+        placement.job = JobIdentity(job, "");
         try {
           meeting = meet(placement, {}, 20);
         } catch (const Error& error) {

@@ -1,11 +1,15 @@
 // One rank of a training run that something happens to: fault_rank POINT RANK [TRANSPORT [TIMEOUT]]
-//   POINT  none; in step 3: forward, backward, all_reduce (kill -9 there), stop (SIGSTOP in forward), late (sleeps for
+//   POINT  none; in step 3: forward, backward, all_reduce (kill -9 there), stop (SIGSTOP in forward), launcher (stops
+//   its
+//          launcher and dies in forward), late (sleeps for
 //          longer than the timeout), leave (ends in order), throw_forward, throw_backward (nobody catches it), give_up
-//          (throws in backward, catches it and trains on); order, size, dtype, maximum, root, skip, extra: its metrics
+//          (throws in backward, catches it and trains on); long: trains on, having said so; order, size, dtype,
+//          maximum, root, skip, extra: its metrics
 // Prints "trained" or "error: ...".
 
 #include <fmt/format.h>
 #include <torch/types.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
@@ -75,12 +79,21 @@ void train(const std::string& point, int victim, const std::string& transport, i
     if (point != "backward") throw std::runtime_error("injected");
     std::raise(SIGKILL);
   });
-  for (int64_t step = 0; step < 6; ++step) {
+  const int64_t steps = point == "long" ? 1'000'000 : 6;
+  for (int64_t step = 0; step < steps; ++step) {
     const bool now = here && step == 3;
     model->zero_grad();
     auto loss = parallel.forward(test::batch(world.rank(), step)).pow(2).mean();
     if (now && point == "forward") std::raise(SIGKILL);
     if (now && point == "stop") std::raise(SIGSTOP);
+    if (now && point == "launcher") {
+      kill(getppid(), SIGSTOP);
+      std::raise(SIGKILL);
+    }
+    if (step == 3 && point == "long") {
+      fmt::print("training\n");
+      std::fflush(nullptr);
+    }
     if (now && point == "late") std::this_thread::sleep_for(std::chrono::seconds(timeout + 6));
     if (now && point == "leave") return;
     if (now && point == "throw_forward") throw std::runtime_error("injected");

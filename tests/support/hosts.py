@@ -58,7 +58,11 @@ class Hosts:
         for name in [self.switch, *self.names]:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
 
-    def start(self, host, ranks, command):
+    def cut(self, host):
+        """Nothing comes from or to the host any more; nobody is told."""
+        run("ip", "netns", "exec", self.switch, "ip", "link", "set", f"port{host}", "down")
+
+    def start(self, host, ranks, command, **streams):
         """The ranks of one host, under a shell that is its first process and ends when all of them have."""
         lines = ["status=0"]
         lines += [f"RANK={host * ranks + local} {' '.join(command)} & pid{local}=$!" for local in range(ranks)]
@@ -67,7 +71,7 @@ class Hosts:
         environment = dict(os.environ, WORLD_SIZE=str(len(self.names) * ranks), MASTER_ADDR="10.77.0.1", MASTER_PORT="29611",
                            OMP_NUM_THREADS="1", SHOAL_LINK=self.links[host])
         return subprocess.Popen(["ip", "netns", "exec", self.names[host], "unshare", "--pid", "--fork", "--kill-child",
-                                 "--mount-proc", "sh", "-c", "\n".join(lines)], env=environment)
+                                 "--mount-proc", "sh", "-c", "\n".join(lines)], env=environment, **streams)
 
 
 def main():

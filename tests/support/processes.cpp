@@ -34,7 +34,8 @@ class Process {
       dup2(fds[1], STDERR_FILENO);
       // The test itself may run under a launcher; its ranks are not ours.
       for (const auto* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                               "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"}) {
+                               "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID",
+                               "SHOAL_JOB_ID", "SHOAL_SECRET"}) {
         unsetenv(name);
       }
       for (const auto& [name, value] : command.variables) setenv(name.c_str(), value.c_str(), 1);

@@ -9,6 +9,7 @@
 #include <map>
 #include <sstream>
 
+#include "base/printable.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -87,7 +88,7 @@ Flight read_flight(const fs::path& file) {
                 .epoch_ns = header.epoch_ns,
                 .left = header.left,
                 .failed = header.failed,
-                .failure = text_of(header.failure),
+                .failure = printable(text_of(header.failure)),
                 .groups = groups_of(header),
                 .records = {},
                 .state = {}};

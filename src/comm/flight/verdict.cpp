@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/printable.h"
 #include "comm/flight/evidence.h"
 
 namespace shoal {
@@ -32,8 +33,8 @@ void find_ends(const Evidence& evidence, Findings& findings) {
     }
     for (const auto& record : flight->records) {
       if (record.kind != FlightRecord::note) continue;
-      findings.push_back(
-          {Finding::remark, evidence.entered(rank, record), fmt::format("rank {} {}", rank, record.print.text)});
+      findings.push_back({Finding::remark, evidence.entered(rank, record),
+                          fmt::format("rank {} {}", rank, printable(record.print.text))});
     }
   }
 }
@@ -57,9 +58,9 @@ std::string nothing_wrong(const Evidence& evidence) {
 std::string describe(const Flight::Record& record) {
   switch (record.kind) {
     case FlightRecord::note:
-      return record.print.text;
+      return printable(record.print.text);
     case FlightRecord::wait:
-      return fmt::format("the wait for what its peers publish: {}", record.print.text);
+      return fmt::format("the wait for what its peers publish: {}", printable(record.print.text));
     default:
       return fmt::format("#{} {}", record.print.number - 1, describe(record.print));
   }

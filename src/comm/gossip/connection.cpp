@@ -3,18 +3,11 @@
 #include <fmt/format.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 
-#include <cerrno>
 #include <stdexcept>
 
 namespace shoal {
-namespace {
-
-bool later() {
-  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINPROGRESS || errno == ENOTCONN || errno == EINTR;
-}
-
-}  // namespace
 
 Descriptor listen_for_gossip(const std::string& address) {
   return listen_on(resolve(address, 0), SOCK_STREAM | SOCK_NONBLOCK);
@@ -30,7 +23,7 @@ Descriptor connect_to(const std::string& place) {
   const auto address = resolve(place.substr(0, colon), std::stoi(place.substr(colon + 1)));
   auto connecting = make_socket(address, SOCK_STREAM | SOCK_NONBLOCK);
   prepare(connecting);
-  if (!connect_to(connecting, address) && !later()) throw std::runtime_error("cannot connect to " + place);
+  if (!connect_to(connecting, address) && !came_too_early()) throw std::runtime_error("cannot connect to " + place);
   return connecting;
 }
 
@@ -57,23 +50,44 @@ std::optional<int64_t> OutgoingConnection::version() const {
   return queue_.front().frame.version;
 }
 
-bool OutgoingConnection::advance(const std::string& place) {
+bool OutgoingConnection::advance(const std::string& place, const JobIdentity& job, uint64_t key) {
   if (queue_.empty()) return true;
-  if (!socket_.open()) {
-    try {
-      socket_ = connect_to(place);
-    } catch (const std::exception&) {  // nobody there, or not a place at all
-      return false;
-    }
-  }
+  const auto greeted = greet(place, job, key);
+  if (greeted != Handshake::State::done) return greeted == Handshake::State::under_way;
   while (!queue_.empty()) {
     const auto& item = queue_.front();
-    if (!send_bytes(&item.frame, sizeof(Frame), 0)) return later();
-    if (item.values.defined() && !send_bytes(item.values.data_ptr(), item.frame.bytes, sizeof(Frame))) return later();
+    if (!send_bytes(&item.frame, sizeof(Frame), 0)) return came_too_early();
+    if (item.values.defined() && !send_bytes(item.values.data_ptr(), item.frame.bytes, sizeof(Frame)))
+      return came_too_early();
     queue_.pop_front();
     sent_ = 0;
   }
   return true;
+}
+
+// Calls again where a connection ends before both have shown who they are: the other end may have had too many
+// visitors.
+Handshake::State OutgoingConnection::greet(const std::string& place, const JobIdentity& job, uint64_t key) {
+  auto state = Handshake::State::refused;
+  while (state == Handshake::State::refused) {
+    if (!socket_.open()) {
+      constexpr int most_calls = 3;
+      if (calls_++ == most_calls) return state;
+      try {
+        socket_ = connect_to(place);
+      } catch (const std::exception&) {  // nobody there, or not a place at all
+        return state;
+      }
+      handshake_.emplace(job, Handshake::Side::caller, key);
+    }
+    state = handshake_->advance(socket_);
+    if (state == Handshake::State::refused) socket_ = Descriptor();
+  }
+  return state;
+}
+
+short OutgoingConnection::awaits() const {
+  return handshake_ && handshake_->listens() ? POLLIN : POLLOUT;
 }
 
 // Sends what is left of bytes [begin, begin + bytes) of the first item; true when nothing is.
@@ -89,13 +103,15 @@ bool OutgoingConnection::send_bytes(const void* data, size_t bytes, size_t begin
 }
 
 bool IncomingConnection::advance(const Accept& accept, const Arrived& arrived) {
+  const auto greeted = handshake_.advance(socket_);
+  if (greeted != Handshake::State::done) return greeted == Handshake::State::under_way;
   while (true) {
     const bool in_frame = read_ < sizeof(Frame);
     const auto begin = in_frame ? 0 : sizeof(Frame);
     auto* memory = in_frame ? reinterpret_cast<char*>(&frame_) : static_cast<char*>(values_.data_ptr());
     const auto wanted = in_frame ? sizeof(Frame) : frame_.bytes;
     const auto got = recv(socket_.number(), memory + (read_ - begin), wanted - (read_ - begin), 0);
-    if (got <= 0) return got < 0 && later();
+    if (got <= 0) return got < 0 && came_too_early();
     read_ += static_cast<size_t>(got);
     if (read_ == sizeof(Frame)) {
       const auto memory_for = frame_.magic == Frame::expected_magic ? accept(frame_) : std::nullopt;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/gossip/frame.h"
+#include "comm/gossip/handshake.h"
 #include "comm/socket.h"
 
 namespace shoal {
@@ -28,8 +29,11 @@ void prepare(const Descriptor& socket);
 class OutgoingConnection {
  public:
   void put(const Frame& frame, at::Tensor values = {});
-  // Sends what can be sent now; the first call connects. False when the connection is broken, for good.
-  bool advance(const std::string& place);
+  // Sends what can be sent now; the first call connects and shakes hands. `key`: of the channel that is called. False
+  // when the connection is broken, for good.
+  bool advance(const std::string& place, const JobIdentity& job, uint64_t key);
+  // What to poll the socket for.
+  short awaits() const;
   bool idle() const { return queue_.empty(); }
   // The version whose values come next or are on their way; none: no values do.
   std::optional<int64_t> version() const;
@@ -42,9 +46,12 @@ class OutgoingConnection {
     Frame frame;
     at::Tensor values;
   };
+  Handshake::State greet(const std::string& place, const JobIdentity& job, uint64_t key);
   bool send_bytes(const void* data, size_t bytes, size_t begin);
 
   Descriptor socket_;
+  std::optional<Handshake> handshake_;  // with whoever is at the other end of the socket
+  int calls_ = 0;
   std::deque<Item> queue_;
   size_t sent_ = 0;  // of the first item, its frame included
   std::chrono::steady_clock::time_point moved_{};
@@ -53,17 +60,20 @@ class OutgoingConnection {
 // Frames from one rank.
 class IncomingConnection {
  public:
-  explicit IncomingConnection(Descriptor socket) : socket_(std::move(socket)) {}
+  IncomingConnection(Descriptor socket, Handshake handshake)
+      : socket_(std::move(socket)), handshake_(std::move(handshake)) {}
 
   // Memory for what follows a frame, of its bytes, undefined where nothing follows; none: the frame is wrong.
   using Accept = std::function<std::optional<at::Tensor>(const Frame& frame)>;
   using Arrived = std::function<void(const Frame& frame, const at::Tensor& values)>;
-  // Reads what is there. False when the connection has ended, is broken, or has brought a frame that is wrong.
+  // Shakes hands, then reads what is there. False when the connection has ended, is broken, or has brought a frame that
+  // is wrong.
   bool advance(const Accept& accept, const Arrived& arrived);
   const Descriptor& socket() const { return socket_; }
 
  private:
   Descriptor socket_;
+  Handshake handshake_;
   Frame frame_;
   size_t read_ = 0;  // of the frame and its values
   at::Tensor values_;

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <thread>
 
+#include "comm/authenticated_store.h"
 #include "comm/group_state.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
@@ -66,7 +67,10 @@ Group group_after(const Group& group, int number, const std::vector<int>& ranks)
 std::optional<std::string> Admission::read(const std::string& key) {
   if (blind_) return std::nullopt;
   try {
-    return store_try_get(*state_of(group_)->world->meeting.store, joining_key(group_, fmt::format("{}/{}", number_, key)));
+    return store_try_get(*state_of(group_)->world->meeting.store,
+                         joining_key(group_, fmt::format("{}/{}", number_, key)));
+  } catch (const ForgedValue&) {
+    return std::nullopt;
   } catch (const std::exception&) {
     blind_ = true;
     return std::nullopt;
@@ -202,8 +206,10 @@ std::vector<std::string> Newcomer::answers(const std::string& kind, const std::v
 Group Newcomer::meet_donor(const std::vector<int>& preferred) {
   const auto& world = *state_of(group_)->world;
   auto& store = *world.meeting.store;
-  number_ = static_cast<int>(store.add(joining_key(group_, "count"), 1));
-  store_set(store, joining_key(group_, fmt::format("{}/who", number_)), std::to_string(group_.rank()));
+  const auto own = this_process();
+  const auto who = fmt::format("{} {} {} {}", group_.rank(), own.pid, own.start_time, host_identity());
+  do ++number_;
+  while (store_set_once(store, joining_key(group_, fmt::format("{}/who", number_)), who) != who);
   std::vector<int> others;
   for (int rank = 0; rank < group_.size(); ++rank) {
     if (rank != group_.rank()) others.push_back(rank);

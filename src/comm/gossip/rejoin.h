@@ -2,7 +2,7 @@
 // A new process takes a dead rank's place in gossip that goes on. It and the members, those who are there, tell each
 // other through the job's store, in this order:
 //
-//   newcomer  "who"      its rank
+//   newcomer  "who"      its rank, and its process; whoever sets it first has the number
 //   members   "ack/R"    version, address of the channel, members
 //   newcomer  "donor"    the member that shall give it its state, for which these two make a group
 //   newcomer  "here"     the address of its channel

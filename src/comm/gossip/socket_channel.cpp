@@ -48,6 +48,7 @@ class SocketChannel : public GossipChannel {
       : rank_(group.rank),
         group_(group.name),
         timeline_(group.world->options.timeline),
+        job_(group.world->placement.job),
         buffers_(std::move(buffers)),
         addresses_(std::move(addresses)),
         peers_(addresses_.size()),
@@ -242,8 +243,11 @@ class SocketChannel : public GossipChannel {
             held_back = true;
             continue;
           }
-          if (!peer.outgoing.advance(addresses_[rank].place)) lose(rank);
-          if (!peer.gone && !peer.outgoing.idle()) polled.push_back({peer.outgoing.socket().number(), POLLOUT, 0});
+          const auto& [place, key] = addresses_[rank];
+          if (!peer.outgoing.advance(place, job_, key)) lose(rank);
+          if (!peer.gone && !peer.outgoing.idle()) {
+            polled.push_back({peer.outgoing.socket().number(), peer.outgoing.awaits(), 0});
+          }
         }
         for (auto& visitor : visitors_) polled.push_back({visitor.connection.socket().number(), POLLIN, 0});
       }
@@ -256,7 +260,7 @@ class SocketChannel : public GossipChannel {
       const std::lock_guard lock(mutex_);
       admit();
       for (auto& visitor : visitors_) hear(visitor);
-      std::erase_if(visitors_, [](const Visitor& visitor) { return visitor.ended; });
+      show_out();
     }
   }
 
@@ -271,6 +275,7 @@ class SocketChannel : public GossipChannel {
     IncomingConnection connection;
     int rank = -1;  // until it has greeted
     bool ended = false;
+    Clock::time_point came{};
     Clock::time_point begun{};  // of the frame that is on its way
   };
 
@@ -279,8 +284,24 @@ class SocketChannel : public GossipChannel {
       Descriptor accepted(accept4(listening_.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
       if (!accepted.open()) return;
       prepare(accepted);
-      visitors_.push_back({.connection = IncomingConnection(std::move(accepted))});
+      Handshake handshake(job_, Handshake::Side::called, addresses_[rank_].key);
+      visitors_.push_back(
+          {.connection = IncomingConnection(std::move(accepted), std::move(handshake)), .came = Clock::now()});
     }
+  }
+
+  // Whoever has not greeted in time goes, and, where there are too many of those, who has been there longest.
+  void show_out() {
+    constexpr std::chrono::seconds time_to_greet(10);
+    constexpr int64_t most_strangers = 256;
+    const auto latest = Clock::now() - time_to_greet;
+    const auto stranger = [](const Visitor& visitor) { return visitor.rank < 0; };
+    const auto over = [&](const Visitor& visitor) {
+      return visitor.ended || (stranger(visitor) && visitor.came < latest);
+    };
+    std::erase_if(visitors_, over);
+    auto surplus = std::count_if(visitors_.begin(), visitors_.end(), stranger) - most_strangers;
+    std::erase_if(visitors_, [&](const Visitor& visitor) { return stranger(visitor) && surplus-- > 0; });
   }
 
   void hear(Visitor& visitor) {
@@ -354,6 +375,7 @@ class SocketChannel : public GossipChannel {
   const int rank_;
   const std::string group_;
   const std::shared_ptr<Timeline> timeline_;
+  const JobIdentity job_;
   const std::vector<GossipBuffer> buffers_;
   std::vector<Address> addresses_;  // no place: the rank has ended; changes with the mutex held
   std::mutex mutex_;                // all below

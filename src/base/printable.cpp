@@ -1,0 +1,44 @@
+#include "base/printable.h"
+
+#include <cstdint>
+
+namespace shoal {
+namespace {
+
+// How many bytes the character at `begin` has; 0: none that may be shown. Overlong forms and surrogates are not looked
+// for: terminals show them as unknown characters.
+size_t length_of_character(const std::string& text, size_t begin) {
+  const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
+  const auto first = byte(begin);
+  if (first < 0x80) return first >= 0x20 && first != 0x7f ? 1 : 0;
+  const size_t length = first >= 0xc2 && first < 0xe0   ? 2
+                        : (first & 0xf0) == 0xe0        ? 3
+                        : first >= 0xf0 && first < 0xf5 ? 4
+                                                        : 0;
+  if (length == 0 || begin + length > text.size()) return 0;
+  for (size_t i = 1; i < length; ++i) {
+    if ((byte(begin + i) & 0xc0) != 0x80) return 0;
+  }
+  const bool control = first == 0xc2 && byte(begin + 1) < 0xa0;  // the second set, which has its own escape character
+  return control ? 0 : length;
+}
+
+}  // namespace
+
+std::string printable(const std::string& text) {
+  constexpr const char* digits = "0123456789abcdef";
+  std::string shown;
+  for (size_t begin = 0; begin < text.size();) {
+    const auto length = length_of_character(text, begin);
+    if (length > 0) {
+      shown.append(text, begin, length);
+      begin += length;
+      continue;
+    }
+    const auto byte = static_cast<uint8_t>(text[begin++]);
+    shown += {'\\', 'x', digits[byte >> 4], digits[byte & 15]};
+  }
+  return shown;
+}
+
+}  // namespace shoal

@@ -1,0 +1,88 @@
+#include "comm/gossip/handshake.h"
+
+#include <algorithm>
+#include <string_view>
+
+namespace shoal {
+namespace {
+
+constexpr int steps = 3;
+
+std::string text_of(const Mac& bytes) {
+  return {bytes.begin(), bytes.end()};
+}
+
+Mac bytes_of(std::string_view text) {
+  Mac bytes{};
+  std::copy_n(text.begin(), bytes.size(), bytes.begin());
+  return bytes;
+}
+
+}  // namespace
+
+Handshake::Handshake(const JobIdentity& job, Side side, uint64_t channel)
+    : job_(&job),
+      side_(side),
+      channel_(std::to_string(channel)),
+      state_(job.has_secret() ? State::under_way : State::done) {
+  if (state_ == State::done) return;
+  own_ = random_challenge();
+  begin();
+}
+
+// Both ends name the challenges in one order, but what for tells one end's proof from the other's.
+Mac Handshake::proof(Side of) const {
+  const auto own = text_of(own_);
+  const auto theirs = text_of(theirs_);
+  const bool called = side_ == Side::called;
+  return job_->mac(of == Side::caller ? "gossip, caller" : "gossip, called",
+                   {channel_, called ? own : theirs, called ? theirs : own});
+}
+
+void Handshake::begin() {
+  moved_ = 0;
+  constexpr size_t one = sizeof(Mac);
+  if (!speaks()) {
+    message_.assign(step_ == 1 ? 2 * one : one, '\0');
+  } else if (step_ == 0) {
+    message_ = text_of(own_);
+  } else {
+    message_ = (step_ == 1 ? text_of(own_) : "") + text_of(proof(side_));
+  }
+}
+
+// False when what has been heard proves nothing.
+bool Handshake::end() {
+  if (speaks()) return true;
+  const std::string_view heard(message_);
+  if (step_ < 2) theirs_ = bytes_of(heard);
+  if (step_ == 0) return true;
+  const auto other = side_ == Side::caller ? Side::called : Side::caller;
+  return same(bytes_of(heard.substr(heard.size() - sizeof(Mac))), proof(other));
+}
+
+Handshake::State Handshake::advance(const Descriptor& socket) {
+  while (state_ == State::under_way) {
+    auto* rest = message_.data() + moved_;
+    const auto size = message_.size() - moved_;
+    const auto moved =
+        speaks() ? send(socket.number(), rest, size, MSG_NOSIGNAL) : recv(socket.number(), rest, size, 0);
+    if (moved < 0 && came_too_early()) break;
+    if (moved <= 0) {
+      state_ = State::refused;
+      break;
+    }
+    moved_ += static_cast<size_t>(moved);
+    if (moved_ < message_.size()) continue;
+    if (!end()) {
+      state_ = State::refused;
+    } else if (++step_ == steps) {
+      state_ = State::done;
+    } else {
+      begin();
+    }
+  }
+  return state_;
+}
+
+}  // namespace shoal
