@@ -12,16 +12,16 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds patience(5);
+constexpr std::chrono::seconds time_to_overwrite(5);
 
-ForgedValue forged(const std::string& key) {
+ForgedValue forgery_of(const std::string& key) {
   return ForgedValue(
       fmt::format("the value of '{}' in the job's store was not written by a process of this job: another program has "
                   "put it there, or a rank has another SHOAL_SECRET or SHOAL_JOB_ID (see SECURITY.md)",
                   printable(key)));
 }
 
-std::string_view text_of(const std::vector<uint8_t>& value) {
+std::string_view view_of(const std::vector<uint8_t>& value) {
   return {reinterpret_cast<const char*>(value.data()), value.size()};
 }
 
@@ -31,7 +31,7 @@ AuthenticatedStore::AuthenticatedStore(c10::intrusive_ptr<c10d::Store> store, Jo
     : store_(std::move(store)), identity_(std::move(identity)) {}
 
 std::vector<uint8_t> AuthenticatedStore::sealed(const std::string& key, const std::vector<uint8_t>& value) const {
-  const auto mac = identity_.mac("store", {key, text_of(value)});
+  const auto mac = identity_.mac("store", {key, view_of(value)});
   auto whole = value;
   whole.insert(whole.end(), mac.begin(), mac.end());
   return whole;
@@ -43,7 +43,7 @@ std::optional<std::vector<uint8_t>> AuthenticatedStore::opened(const std::string
   if (value.size() < mac.size()) return std::nullopt;
   std::copy(value.end() - mac.size(), value.end(), mac.begin());
   value.resize(value.size() - mac.size());
-  if (!same(mac, identity_.mac("store", {key, text_of(value)}))) return std::nullopt;
+  if (!same(mac, identity_.mac("store", {key, view_of(value)}))) return std::nullopt;
   return value;
 }
 
@@ -52,8 +52,9 @@ bool AuthenticatedStore::genuine(const std::string& key) {
   const std::lock_guard lock(mutex_);
   if (good) {
     forged_since_.erase(key);
-  } else if (SteadyClock::now() - forged_since_.try_emplace(key, SteadyClock::now()).first->second > patience) {
-    throw forged(key);
+  } else if (SteadyClock::now() - forged_since_.try_emplace(key, SteadyClock::now()).first->second >
+             time_to_overwrite) {
+    throw forgery_of(key);
   }
   return good;
 }
@@ -73,13 +74,13 @@ std::vector<uint8_t> AuthenticatedStore::compareSet(const std::string& key, cons
   const auto now = store_->compareSet(key, before, sealed(key, desired));
   if (now == before) return expected;
   auto value = opened(key, now);
-  if (!value) throw forged(key);
+  if (!value) throw forgery_of(key);
   return *value;
 }
 
 std::vector<uint8_t> AuthenticatedStore::get(const std::string& key) {
   auto value = opened(key, store_->get(key));
-  if (!value) throw forged(key);
+  if (!value) throw forgery_of(key);
   return *value;
 }
 

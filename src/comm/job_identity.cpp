@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t least_secret = 16;  // characters
 
-void append(std::string& message, std::string_view part) {
+void append_with_length(std::string& message, std::string_view part) {
   for (int shift = 0; shift < 64; shift += 8) message += static_cast<char>(part.size() >> shift);
   message += part;
 }
@@ -33,9 +33,9 @@ JobIdentity::JobIdentity(std::string name, std::string secret) : name_(std::move
 
 Mac JobIdentity::mac(std::string_view purpose, std::initializer_list<std::string_view> parts) const {
   std::string message;
-  append(message, name_);
-  append(message, purpose);
-  for (const auto& part : parts) append(message, part);
+  append_with_length(message, name_);
+  append_with_length(message, purpose);
+  for (const auto& part : parts) append_with_length(message, part);
   Mac result;
   unsigned int size = 0;
   const auto* made = HMAC(EVP_sha256(), secret_.data(), static_cast<int>(secret_.size()),

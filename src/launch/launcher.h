@@ -17,8 +17,8 @@ struct LaunchOptions {
   std::string flight_recorder{};      // folder for the ranks' flight recorders; empty: none
   bool keep_going = false;            // a rank's failure does not end the others
   double grace_seconds = 6;           // after the first failure, for the others to report what they noticed
-  double stop_seconds = 120;  // after SIGINT, SIGTERM or SIGHUP, for the ranks to save what they have; infinity:
-                              // as long as they take
+  double stop_seconds = 120;          // after SIGINT, SIGTERM or SIGHUP, for the ranks to save what they have; infinity:
+                                      // as long as they take
 
   // Throws UsageError that lists all faults.
   void validate() const;

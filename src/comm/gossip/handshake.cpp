@@ -6,13 +6,13 @@
 namespace shoal {
 namespace {
 
-constexpr int steps = 3;
+constexpr int steps_of_handshake = 3;
 
-std::string text_of(const Mac& bytes) {
+std::string as_text(const Mac& bytes) {
   return {bytes.begin(), bytes.end()};
 }
 
-Mac bytes_of(std::string_view text) {
+Mac as_mac(std::string_view text) {
   Mac bytes{};
   std::copy_n(text.begin(), bytes.size(), bytes.begin());
   return bytes;
@@ -32,8 +32,8 @@ Handshake::Handshake(const JobIdentity& job, Side side, uint64_t channel)
 
 // Both ends name the challenges in one order, but what for tells one end's proof from the other's.
 Mac Handshake::proof(Side of) const {
-  const auto own = text_of(own_);
-  const auto theirs = text_of(theirs_);
+  const auto own = as_text(own_);
+  const auto theirs = as_text(theirs_);
   const bool called = side_ == Side::called;
   return job_->mac(of == Side::caller ? "gossip, caller" : "gossip, called",
                    {channel_, called ? own : theirs, called ? theirs : own});
@@ -45,9 +45,9 @@ void Handshake::begin() {
   if (!speaks()) {
     message_.assign(step_ == 1 ? 2 * one : one, '\0');
   } else if (step_ == 0) {
-    message_ = text_of(own_);
+    message_ = as_text(own_);
   } else {
-    message_ = (step_ == 1 ? text_of(own_) : "") + text_of(proof(side_));
+    message_ = (step_ == 1 ? as_text(own_) : "") + as_text(proof(side_));
   }
 }
 
@@ -55,10 +55,10 @@ void Handshake::begin() {
 bool Handshake::end() {
   if (speaks()) return true;
   const std::string_view heard(message_);
-  if (step_ < 2) theirs_ = bytes_of(heard);
+  if (step_ < 2) theirs_ = as_mac(heard);
   if (step_ == 0) return true;
   const auto other = side_ == Side::caller ? Side::called : Side::caller;
-  return same(bytes_of(heard.substr(heard.size() - sizeof(Mac))), proof(other));
+  return same(as_mac(heard.substr(heard.size() - sizeof(Mac))), proof(other));
 }
 
 Handshake::State Handshake::advance(const Descriptor& socket) {
@@ -76,7 +76,7 @@ Handshake::State Handshake::advance(const Descriptor& socket) {
     if (moved_ < message_.size()) continue;
     if (!end()) {
       state_ = State::refused;
-    } else if (++step_ == steps) {
+    } else if (++step_ == steps_of_handshake) {
       state_ = State::done;
     } else {
       begin();
