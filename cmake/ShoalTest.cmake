@@ -76,6 +76,30 @@ function(shoal_runs_with_mpi name)
   endforeach()
 endfunction()
 
+# shoal_fuzz(NAME SOURCES file... LIBRARIES target... CORPUS folder...)
+#
+# A libFuzzer target, with SHOAL_FUZZ. What it finds stays found: with any compiler, ctest NAME_replay runs it over the
+# corpus, and over its files cut short.
+function(shoal_fuzz name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;LIBRARIES;CORPUS" ${ARGN})
+  set(targets ${name}_replay)
+  add_executable(${name}_replay ${ARG_SOURCES} ${PROJECT_SOURCE_DIR}/tests/support/fuzz_replay.cpp)
+  if(SHOAL_FUZZ)
+    list(APPEND targets ${name})
+    add_executable(${name} ${ARG_SOURCES})
+    target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+  endif()
+  foreach(target IN LISTS targets)
+    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+    target_link_libraries(${target} PUBLIC ${ARG_LIBRARIES} shoal_flags shoal_warnings)
+    shoal_uses_torch(${target} shoal_test_pch)
+    target_compile_options(${target} PRIVATE ${shoal_test_options})
+  endforeach()
+  list(TRANSFORM ARG_CORPUS PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
+  add_test(NAME ${name}_replay COMMAND ${name}_replay ${ARG_CORPUS})
+  set_tests_properties(${name}_replay PROPERTIES LABELS thorough)
+endfunction()
+
 # Open MPI: more ranks than cores, as root, and not bound to cores that another test's ranks are bound to as well.
 set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none)

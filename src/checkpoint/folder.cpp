@@ -14,9 +14,9 @@
 #include <random>
 #include <vector>
 
+#include "base/input_file.h"
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/index.h"
-#include "checkpoint/input_file.h"
 #include "shoal/checkpoint/checkpoint_error.h"
 
 namespace shoal {
@@ -51,7 +51,7 @@ std::vector<int64_t> published_steps(const fs::path& root) {
 
 fs::path latest_of(const fs::path& root) {
   constexpr int64_t longest = 100;
-  auto name = read_text(root / latest_name, longest);
+  auto name = read_text(root / latest_name, longest, refuse_as<CheckpointError>);
   if (name.ends_with('\n')) name.pop_back();
   if (!step_of(name)) throw CheckpointError(fmt::format("{}/latest does not name a checkpoint", root.string()));
   std::error_code error;
@@ -111,7 +111,7 @@ FolderLock::FolderLock(const fs::path& root) {
     if (reason != EWOULDBLOCK) throw_system_error("lock", path);
     constexpr int64_t longest = 500;
     throw CheckpointError(fmt::format("another job is saving to {}: {}; give each job a folder of its own",
-                                      root.string(), read_text(path, longest)));
+                                      root.string(), read_text(path, longest, refuse_as<CheckpointError>)));
   }
   // Only for that message: nothing depends on it.
   const auto text = self();

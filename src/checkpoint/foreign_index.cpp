@@ -3,7 +3,8 @@
 #include <fmt/format.h>
 
 #include "checkpoint/safetensors_reader.h"
-#include "checkpoint/strict_json.h"
+#include "base/json_fields.h"
+#include "base/strict_json.h"
 #include "shoal/checkpoint/checkpoint_error.h"
 
 namespace shoal {
@@ -35,15 +36,16 @@ CheckpointIndex index_of_file(const std::filesystem::path& file) {
 CheckpointIndex index_of_sharded(const std::filesystem::path& folder) {
   const auto path = folder / sharded_name;
   const auto subject = path.string();
-  const auto text = read_text(path, max_safetensors_header);
-  const auto json = parse_strict(text, {.bytes = static_cast<int64_t>(text.size()) + (60LL << 20)}, subject);
-  const JsonFields fields(json, subject);  // further entries occur in the wild
-  const JsonFields files(fields.object("weight_map"), subject + ": weight_map");
+  const auto text = read_text(path, max_safetensors_header, refuse_as<CheckpointError>);
+  const auto json = parse_strict(text, {.bytes = 4 * static_cast<int64_t>(text.size()) + json_allowance}, subject,
+                                 refuse_as<CheckpointError>);
+  const JsonFields fields(json, subject, refuse_as<CheckpointError>);  // further entries occur in the wild
+  const JsonFields files(fields.object("weight_map"), subject + ": weight_map", refuse_as<CheckpointError>);
   std::map<std::string, std::vector<std::string>> names;  // by file
   for (const auto& [name, file] : fields.object("weight_map").items()) names[files.text(name.c_str())].push_back(name);
   auto index = empty_index("safetensors, sharded");
   for (const auto& [file, list] : names) {
-    if (!is_plain_name(file)) throw CheckpointError(fmt::format("{}: {} is not a plain file name", subject, file));
+    if (!is_plain_name(file)) throw CheckpointError(fmt::format("{}: {:.200} is not a plain file name", subject, file));
     const SafetensorsReader reader(folder / file);
     index.files[file] = reader.file().size();
     for (const auto& name : list) add(index, file, name, reader.entry(name));

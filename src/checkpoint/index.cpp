@@ -8,7 +8,8 @@
 #include "checkpoint/crc32.h"
 #include "checkpoint/pieces.h"
 #include "checkpoint/safetensors_format.h"
-#include "checkpoint/strict_json.h"
+#include "base/json_fields.h"
+#include "base/strict_json.h"
 #include "shoal/checkpoint/checkpoint_error.h"
 
 namespace shoal {
@@ -45,7 +46,7 @@ std::string trailer(std::string_view before) {
 
 StoredSlice parse_slice(const Json& json, const StoredTensor& tensor, const CheckpointIndex& index,
                         const std::string& subject) {
-  const JsonFields fields(json, subject);
+  const JsonFields fields(json, subject, refuse_as<CheckpointError>);
   fields.only({"file", "begin", "end", "crc32"});
   StoredSlice slice{.file = fields.text("file"), .range = {fields.number("begin"), fields.number("end")}};
   slice.checksums = from_hex(fields.text("crc32"), subject);
@@ -83,7 +84,7 @@ void check_room(const CheckpointIndex& index, const std::string& subject) {
     for (const auto& slice : tensor.slices) {
       auto& left = room.at(slice.file);
       const auto bytes = slice.range.size() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
-      if (bytes > left) throw CheckpointError(fmt::format("{}: {} is too small for its tensors", subject, slice.file));
+      if (bytes > left) throw CheckpointError(fmt::format("{}: {:.200} is too small for its tensors", subject, slice.file));
       left -= bytes;
     }
   }
@@ -91,16 +92,20 @@ void check_room(const CheckpointIndex& index, const std::string& subject) {
 
 StoredTensor parse_tensor(const std::string& name, const Json& json, const CheckpointIndex& index,
                           const std::string& subject) {
-  const JsonFields fields(json, subject);
+  const JsonFields fields(json, subject, refuse_as<CheckpointError>);
   fields.only({"part", "dtype", "shape", "order", "slices"});
   const auto* dtype = find_safetensors_dtype(fields.text("dtype"));
   if (dtype == nullptr || dtype->type == at::ScalarType::Undefined) {
-    throw CheckpointError(fmt::format("{}: unknown dtype {}", subject, fields.text("dtype")));
+    throw CheckpointError(fmt::format("{}: unknown dtype {:.200}", subject, fields.text("dtype")));
   }
   StoredTensor tensor{
       .name = name, .part = fields.text("part"), .dtype = dtype->type, .shape = fields.numbers("shape")};
   if (fields.has("order")) tensor.order = fields.numbers("order");
   if (!is_part_name(tensor.part)) throw CheckpointError(subject + ": part is not a plain name");
+  if (tensor.shape.size() > most_dimensions) {
+    throw CheckpointError(fmt::format("{}: {} dimensions; at most {} are read", subject, tensor.shape.size(),
+                                      most_dimensions));
+  }
   if (checked_numel(tensor.shape) < 0) throw CheckpointError(subject + ": its shape is too large");
   if (!is_order(tensor.order, tensor.shape.size())) {
     throw CheckpointError(subject + ": order is not a permutation of its dimensions");
@@ -189,8 +194,8 @@ std::string index_text(const CheckpointIndex& index) {
 CheckpointIndex parse_index(std::string_view text, int64_t limit, const std::string& subject) {
   const auto end = trailer({}).size();
   const auto before = text.substr(0, text.size() - std::min(end, text.size()));
-  const auto json = parse_strict(text, {.bytes = limit}, subject);
-  const JsonFields fields(json, subject);
+  const auto json = parse_strict(text, {.bytes = limit}, subject, refuse_as<CheckpointError>);
+  const JsonFields fields(json, subject, refuse_as<CheckpointError>);
   if (fields.text("format") != format_name) throw CheckpointError(subject + ": not the index of a checkpoint of shoal");
   if (fields.number("version") != format_version) {
     throw CheckpointError(fmt::format("{}: format version {}; this library reads version {}", subject,
@@ -201,16 +206,16 @@ CheckpointIndex parse_index(std::string_view text, int64_t limit, const std::str
   fields.only({"format", "version", "library", "step", "strategy", "world_size", "files", "tensors", "state", "crc32"});
   CheckpointIndex index{
       .library = fields.text("library"), .step = fields.number("step"), .strategy = fields.text("strategy")};
-  const JsonFields files(fields.object("files"), subject + ": files");
+  const JsonFields files(fields.object("files"), subject + ": files", refuse_as<CheckpointError>);
   for (const auto& [name, size] : fields.object("files").items()) {
-    if (!is_plain_name(name)) throw CheckpointError(fmt::format("{}: {} is not a plain file name", subject, name));
+    if (!is_plain_name(name)) throw CheckpointError(fmt::format("{}: {:.200} is not a plain file name", subject, name));
     index.files[name] = files.number(name.c_str());
   }
   for (const auto& [name, tensor] : fields.object("tensors").items()) {
-    index.tensors.emplace(name, parse_tensor(name, tensor, index, fmt::format("{}: {}", subject, name)));
+    index.tensors.emplace(name, parse_tensor(name, tensor, index, fmt::format("{}: {:.200}", subject, name)));
   }
   check_room(index, subject);
-  const JsonFields state(fields.object("state"), subject + ": state");
+  const JsonFields state(fields.object("state"), subject + ": state", refuse_as<CheckpointError>);
   state.only({"global", "ranks"});
   index.global_state = state.object("global");
   for (const auto& rank : state.array("ranks")) index.rank_states.push_back(rank);

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "base/input_file.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/foreign_index.h"
-#include "checkpoint/input_file.h"
 #include "checkpoint/on_all_ranks.h"
 #include "checkpoint/pieces.h"
 #include "checkpoint/reorder.h"
@@ -22,13 +22,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A file that is only as long as its disk has space may still describe more than memory holds; all files together
-// bound what an honest index describes.
+// What all files really have on their disks bounds what an honest index describes.
 int64_t bytes_in(const fs::path& folder) {
   int64_t sum = 0;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(folder, error)) {
-    if (entry.is_regular_file(error)) sum += static_cast<int64_t>(entry.file_size(error));
+    sum += stored_bytes(entry.path());
   }
   return sum;
 }
@@ -36,7 +35,9 @@ int64_t bytes_in(const fs::path& folder) {
 CheckpointIndex read_index(const fs::path& folder) {
   constexpr int64_t longest = 1LL << 30;
   const auto path = folder / index_name;
-  auto index = parse_index(read_text(path, longest), bytes_in(folder) + (60LL << 20), path.string());
+  const auto text = read_text(path, longest, refuse_as<CheckpointError>);
+  const auto limit = std::max<int64_t>(0, bytes_in(folder) - static_cast<int64_t>(text.size())) + json_allowance;
+  auto index = parse_index(text, limit, path.string());
   for (const auto& [name, size] : index.files) {
     std::error_code error;
     const auto found = fs::file_size(folder / name, error);
@@ -158,7 +159,13 @@ void CheckpointReader::read(const std::string& name, const Range& range, const a
 
 at::Tensor CheckpointReader::read(const std::string& name) const {
   const auto& tensor = this->tensor(name);
-  auto whole = at::empty(tensor.shape, tensor.dtype);
+  at::Tensor whole;
+  try {
+    whole = at::empty(tensor.shape, tensor.dtype);
+  } catch (const c10::Error&) {
+    throw CheckpointError(fmt::format("{}: no memory for the {} elements of tensor {:.200} ({})", path().string(),
+                                      tensor.numel(), name, c10::toString(tensor.dtype)));
+  }
   read(name, {0, tensor.numel()}, whole);
   return whole;
 }

@@ -6,6 +6,7 @@
 #include <map>
 #include <vector>
 
+#include "base/limits.h"
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/crc32.h"
 #include "checkpoint/folder.h"
@@ -123,9 +124,8 @@ void require_empty(const fs::path& root) {
 }  // namespace
 
 fs::path reshard(const CheckpointReader& reader, const fs::path& root, int ranks) {
-  constexpr int most_ranks = 100'000;
-  if (ranks < 1 || ranks > most_ranks) {
-    throw UsageError(fmt::format("reshard: {} ranks; give 1 to {}", ranks, most_ranks));
+  if (ranks < 1 || ranks > max_ranks) {
+    throw UsageError(fmt::format("reshard: {} ranks; give 1 to {}", ranks, max_ranks));
   }
   auto index = divide(reader, ranks);
   require_empty(root);  // before the lock, which would leave a file in a folder that is not ours

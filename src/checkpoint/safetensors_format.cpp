@@ -6,7 +6,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "checkpoint/strict_json.h"
+#include "base/json_fields.h"
+#include "base/strict_json.h"
 #include "shoal/checkpoint/checkpoint_error.h"
 
 namespace shoal {
@@ -40,10 +41,14 @@ constexpr SafetensorsDtype dtypes[] = {
 constexpr int64_t length_bytes = 8;
 
 SafetensorsEntry parse_entry(const nlohmann::json& json, const std::string& subject) {
-  const JsonFields fields(json, subject);
+  const JsonFields fields(json, subject, refuse_as<CheckpointError>);
   fields.only({"dtype", "shape", "data_offsets"});
   SafetensorsEntry entry{.dtype = find_safetensors_dtype(fields.text("dtype")), .shape = fields.numbers("shape")};
-  if (entry.dtype == nullptr) throw CheckpointError(fmt::format("{}: unknown dtype {}", subject, fields.text("dtype")));
+  if (entry.dtype == nullptr) throw CheckpointError(fmt::format("{}: unknown dtype {:.200}", subject, fields.text("dtype")));
+  if (entry.shape.size() > most_dimensions) {
+    throw CheckpointError(fmt::format("{}: {} dimensions; at most {} are read", subject, entry.shape.size(),
+                                      most_dimensions));
+  }
   const auto offsets = fields.numbers("data_offsets");
   if (offsets.size() != 2 || offsets[1] < offsets[0]) {
     throw CheckpointError(fmt::format("{}: data_offsets must be two numbers in ascending order", subject));
@@ -70,11 +75,11 @@ void check_places(std::map<std::string, SafetensorsEntry>& tensors, int64_t data
   int64_t end = 0;
   for (const auto& [name, entry] : order) {
     if (entry->offset != end) {
-      throw CheckpointError(fmt::format("{}: tensor {} begins at byte {} of the data, the one before it ends at {}",
+      throw CheckpointError(fmt::format("{}: tensor {:.200} begins at byte {} of the data, the one before it ends at {}",
                                         subject, *name, entry->offset, end));
     }
     if (entry->bytes > file_size - data_begin - end) {
-      throw CheckpointError(fmt::format("{}: tensor {} goes beyond the end of the file", subject, *name));
+      throw CheckpointError(fmt::format("{}: tensor {:.200} goes beyond the end of the file", subject, *name));
     }
     end += entry->bytes;
     entry->offset += data_begin;
@@ -124,20 +129,21 @@ int64_t parse_safetensors_length(const unsigned char* eight_bytes, int64_t file_
   return static_cast<int64_t>(length);
 }
 
-SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_size, const std::string& subject) {
+SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_size, int64_t limit,
+                                           const std::string& subject) {
   if (text.empty() || text.front() != '{') {
     throw CheckpointError(fmt::format("{}: its header does not begin with {{", subject));
   }
-  const auto json = parse_strict(text, {.bytes = file_size + (60LL << 20)}, subject);
+  const auto json = parse_strict(text, {.bytes = limit}, subject, refuse_as<CheckpointError>);
   const auto data_begin = length_bytes + static_cast<int64_t>(text.size());
   SafetensorsHeader header;
   for (const auto& [name, value] : json.items()) {
-    const auto about = fmt::format("{}: {}", subject, name);
+    const auto about = fmt::format("{}: {:.200}", subject, name);
     if (name != safetensors_metadata) {
       header.tensors.emplace(name, parse_entry(value, about));
       continue;
     }
-    const JsonFields fields(value, about);
+    const JsonFields fields(value, about, refuse_as<CheckpointError>);
     for (const auto& [key, entry] : value.items()) header.metadata[key] = fields.text(key.c_str());
   }
   check_places(header.tensors, data_begin, file_size, subject);

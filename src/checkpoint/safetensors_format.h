@@ -12,7 +12,11 @@
 
 namespace shoal {
 
+constexpr size_t most_dimensions = 64;  // what libtorch serves, and short enough for a message
 constexpr int64_t max_safetensors_header = 100'000'000;
+// What the JSON of a file may take in memory beyond the bytes that the file really has on its disk, see
+// InputFile::stored().
+constexpr int64_t json_allowance = int64_t{60} << 20;
 constexpr const char* safetensors_metadata = "__metadata__";
 
 // One of the format's dtypes; `type` is Undefined where libtorch has none. In the order in which the format's own
@@ -47,7 +51,8 @@ int64_t parse_safetensors_length(const unsigned char* eight_bytes, int64_t file_
 
 // `text`: that many bytes. Whatever departs from the format is a CheckpointError that begins with `subject`: unknown or
 // repeated entries, a dtype or shape that does not fit its bytes, gaps, overlaps, bytes before the first tensor or
-// behind the last. Takes at most the file's size + 60 MiB of memory.
-SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_size, const std::string& subject);
+// behind the last. `limit`: bytes of memory that its JSON may take, some 800 for a tensor.
+SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_size, int64_t limit,
+                                           const std::string& subject);
 
 }  // namespace shoal

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "shoal/checkpoint/checkpoint_error.h"
 
 namespace shoal {
@@ -15,17 +17,19 @@ SafetensorsHeader read_header(const InputFile& file) {
   const auto length = parse_safetensors_length(length_bytes, file.size(), subject);
   std::string text(static_cast<size_t>(length), '\0');
   file.read(text.data(), length, begin);
-  return parse_safetensors_header(text, file.size(), subject);
+  // The text is in memory as well.
+  const auto limit = std::max<int64_t>(0, file.stored() - length) + json_allowance;
+  return parse_safetensors_header(text, file.size(), limit, subject);
 }
 
 }  // namespace
 
-SafetensorsReader::SafetensorsReader(const std::filesystem::path& path) : file_(path), header_(read_header(file_)) {}
+SafetensorsReader::SafetensorsReader(const std::filesystem::path& path) : file_(path, refuse_as<CheckpointError>), header_(read_header(file_)) {}
 
 const SafetensorsEntry& SafetensorsReader::entry(const std::string& name) const {
   const auto found = header_.tensors.find(name);
   if (found == header_.tensors.end()) {
-    throw CheckpointError(fmt::format("{}: no tensor {}", file_.path().string(), name));
+    throw CheckpointError(fmt::format("{}: no tensor {:.200}", file_.path().string(), name));
   }
   return found->second;
 }

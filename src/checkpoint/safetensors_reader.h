@@ -3,7 +3,7 @@
 
 #include <filesystem>
 
-#include "checkpoint/input_file.h"
+#include "base/input_file.h"
 #include "checkpoint/safetensors_format.h"
 
 namespace shoal {

@@ -1,16 +1,11 @@
 #include "cli/trace.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
-#include <algorithm>
-#include <fstream>
-#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "cli/report.h"
-#include "shoal/base/error.h"
 
 namespace shoal::cli {
 namespace {
@@ -56,32 +51,6 @@ void add_span(Json& events, const Span& span, int rank, int row, Clock::duration
   events.push_back(std::move(event));
 }
 
-Json read_trace(const fs::path& file) {
-  std::ifstream in(file);
-  auto trace = Json::parse(in, nullptr, /*allow_exceptions=*/false);
-  const bool valid = trace.is_object() && trace.contains("traceEvents") && trace["traceEvents"].is_array() &&
-                     trace.contains("shoal") && trace["shoal"].is_object() && trace["shoal"].contains("rank") &&
-                     trace["shoal"]["rank"].is_number_integer();
-  if (!valid) throw UsageError(fmt::format("{} is not a trace of one rank by shoal train --trace", file.string()));
-  return trace;
-}
-
-std::vector<fs::path> files_in(const std::vector<fs::path>& places) {
-  std::vector<fs::path> files;
-  for (const auto& place : places) {
-    if (!fs::is_directory(place)) {
-      files.push_back(place);
-      continue;
-    }
-    for (const auto& entry : fs::directory_iterator(place)) {
-      const auto name = entry.path().filename().string();
-      if (name.starts_with("rank-") && name.ends_with(".json")) files.push_back(entry.path());
-    }
-  }
-  if (files.empty()) throw UsageError("trace merge: no rank-N.json there");
-  return files;
-}
-
 }  // namespace
 
 void write_trace(const std::string& folder, const Timeline& timeline, int rank, Clock::duration clock) {
@@ -100,29 +69,6 @@ void write_trace(const std::string& folder, const Timeline& timeline, int rank, 
   write_json(fmt::format("{}/rank-{}.json", folder, rank), {{"traceEvents", std::move(events)},
                                                             {"displayTimeUnit", "ms"},
                                                             {"shoal", {{"rank", rank}, {"clock_offset_ns", offset}}}});
-}
-
-void merge_traces(const std::vector<fs::path>& places, const std::string& target) {
-  std::map<int, Json> by_rank;
-  for (const auto& file : files_in(places)) {
-    auto trace = read_trace(file);
-    const int rank = trace["shoal"]["rank"];
-    if (!by_rank.emplace(rank, std::move(trace["traceEvents"])).second) {
-      throw UsageError(fmt::format("trace merge: rank {} comes twice, the second time in {}", rank, file.string()));
-    }
-  }
-  double first = std::numeric_limits<double>::infinity();
-  for (const auto& [rank, events] : by_rank) {
-    for (const auto& event : events) first = std::min(first, event.value("ts", first));
-  }
-  Json all = Json::array();
-  for (auto& [rank, events] : by_rank) {
-    for (auto& event : events) {
-      if (event.contains("ts")) event["ts"] = event["ts"].get<double>() - first;
-      all.push_back(std::move(event));
-    }
-  }
-  write_json(target, {{"traceEvents", std::move(all)}, {"displayTimeUnit", "ms"}});
 }
 
 }  // namespace shoal::cli

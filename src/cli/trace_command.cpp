@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/trace.h"
+#include "cli/trace_merge.h"
 
 namespace shoal::cli {
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/limits.h"
 #include "cli/compress.h"
 #include "cli/optimizers.h"
 #include "cli/schedules.h"
@@ -100,7 +101,10 @@ void TrainOptions::complete() {
   require_one_of("--optimizer", optimizer, optimizer_names());
   require_one_of("--schedule", schedule, schedule_names());
   require_one_of("--dtype", dtype, {"float32", "bf16_mixed", "fp16_mixed", "bf16", "float64"});
-  if (ranks) require_at_least("--ranks", *ranks, 1);
+  if (ranks) {
+    require_at_least("--ranks", *ranks, 1);
+    if (*ranks > max_ranks) throw UsageError(fmt::format("--ranks {}: give at most {}", *ranks, max_ranks));
+  }
   if (strategy == "none" && ranks && *ranks != 1) {
     throw UsageError(fmt::format("--strategy none trains in one process; --ranks {} contradicts it", *ranks));
   }

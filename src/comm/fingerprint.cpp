@@ -62,6 +62,13 @@ Fingerprint fingerprint_of(const Call& call, uint64_t number) {
   return print;
 }
 
+bool is_call(const Fingerprint& print) {
+  if (print.op < 0 || print.op > static_cast<int32_t>(Op::barrier)) return false;
+  if (print.reduce < -1 || print.reduce > static_cast<int32_t>(ReduceOp::premul_sum)) return false;
+  if (print.dtype < -1 || print.dtype >= static_cast<int32_t>(c10::ScalarType::NumOptions)) return false;
+  return print.dtype != static_cast<int32_t>(c10::ScalarType::Undefined);
+}
+
 std::string describe(const Fingerprint& print) {
   const auto op = static_cast<Op>(print.op);
   std::string text = to_string(op);

@@ -30,7 +30,9 @@ struct Fingerprint {
 Fingerprint fingerprint_of(const Call& call, uint64_t number);
 // Whether ranks may call these together.
 bool same(const Fingerprint& a, const Fingerprint& b);
-// The call in words, from a peer's fingerprint.
+// Whether the library has such an operation, reduction and dtype: not so where somebody else has written it.
+bool is_call(const Fingerprint& print);
+// The call in words, from a peer's fingerprint, for which is_call() holds.
 std::string describe(const Fingerprint& print);
 // What the ranks have called when that is not the same: a sentence that names two ranks (by `world_ranks`) and both
 // calls. `prints`: in rank order. Every rank that asks gets the same answer.

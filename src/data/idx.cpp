@@ -4,11 +4,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
+#include <string>
 #include <vector>
 
 #include "data/file_bytes.h"
-#include "shoal/base/error.h"
 
 namespace shoal::data {
 namespace {
@@ -19,37 +18,47 @@ uint32_t big_endian(const uint8_t* bytes) {
 
 }  // namespace
 
-at::Tensor read_idx(const std::filesystem::path& file, int64_t dimensions) {
-  const auto fail = [&](const std::string& problem) {
-    throw UsageError(fmt::format("{}: {}", file.string(), problem));
-  };
-  constexpr size_t word = 4;
+at::Tensor read_idx(const std::filesystem::path& path, int64_t dimensions) {
+  constexpr int64_t word = 4;
   constexpr uint32_t unsigned_byte = 0x08;
-  const auto bytes = read_file(file);
-  const size_t header = word * (1 + dimensions);
-  if (bytes.size() < word) fail(fmt::format("truncated: {} bytes, too short for an IDX file", bytes.size()));
+  FileBytes file(path);
+  std::vector<uint8_t> header(static_cast<size_t>(word * (1 + dimensions)));
+  const auto length = static_cast<int64_t>(header.size());
+  const auto found = file.read(header.data(), length);
+  if (found < word) file.fail(fmt::format("truncated: {} bytes, too short for an IDX file", found));
   const uint32_t magic = unsigned_byte << 8 | static_cast<uint32_t>(dimensions);
-  if (big_endian(bytes.data()) != magic) {
-    fail(fmt::format("not an IDX file of bytes in {} dimensions: the magic number is {:#010x} instead of {:#010x}",
-                     dimensions, big_endian(bytes.data()), magic));
+  if (big_endian(header.data()) != magic) {
+    file.fail(fmt::format("not an IDX file of bytes in {} dimensions: the magic number is {:#010x} instead of {:#010x}",
+                          dimensions, big_endian(header.data()), magic));
   }
-  if (bytes.size() < header) fail(fmt::format("truncated: {} bytes, the header has {}", bytes.size(), header));
+  if (found < length) file.fail(fmt::format("truncated: {} bytes, the header has {}", found, length));
 
   std::vector<int64_t> sizes;
   // In floating point, since the product of damaged sizes may exceed any integer.
   double announced = 1;
   for (int64_t i = 1; i <= dimensions; ++i) {
-    sizes.push_back(big_endian(bytes.data() + word * i));
+    sizes.push_back(big_endian(header.data() + word * i));
     announced *= static_cast<double>(sizes.back());
   }
-  const size_t present = bytes.size() - header;
-  if (announced != static_cast<double>(present)) {
-    fail(fmt::format("{}: the header announces {} = {:.0f} bytes, the file has {}",
-                     announced > static_cast<double>(present) ? "truncated" : "too long", fmt::join(sizes, " x "),
-                     announced, present));
+  if (announced > static_cast<double>(file.most())) {
+    file.fail(fmt::format("truncated: the header announces {} = {:.0f} bytes, a file of its size holds at most {}",
+                          fmt::join(sizes, " x "), announced, file.most()));
   }
-  auto result = at::empty(sizes, at::kByte);
-  std::copy(bytes.begin() + static_cast<std::ptrdiff_t>(header), bytes.end(), result.mutable_data_ptr<uint8_t>());
+  at::Tensor result;
+  try {
+    result = at::empty(sizes, at::kByte);
+  } catch (const c10::Error&) {
+    file.fail(fmt::format("no memory for {} = {:.0f} bytes", fmt::join(sizes, " x "), announced));
+  }
+  const auto wanted = static_cast<int64_t>(announced);
+  const auto present = file.read(result.mutable_data_ptr<uint8_t>(), wanted);
+  // Also where it should end: only there a gzip file's checksum is compared.
+  uint8_t further = 0;
+  const bool longer = file.read(&further, 1) > 0;
+  if (present < wanted || longer) {
+    file.fail(fmt::format("{}: the header announces {} = {} bytes, the file has {}", longer ? "too long" : "truncated",
+                          fmt::join(sizes, " x "), wanted, longer ? "more" : std::to_string(present)));
+  }
   return result;
 }
 

@@ -3,8 +3,7 @@
 #include <ATen/ops/from_file.h>
 #include <fmt/format.h>
 
-#include <system_error>
-
+#include "base/input_file.h"
 #include "shoal/base/error.h"
 
 namespace shoal::data {
@@ -36,9 +35,7 @@ Batch TextDataset::get_batch(c10::ArrayRef<size_t> indices) {
 std::shared_ptr<TextDataset> text_file(const std::filesystem::path& file, int64_t context, Split split,
                                        double held_out) {
   if (!(held_out >= 0 && held_out < 1)) throw UsageError(fmt::format("text: a held-out share of {}", held_out));
-  std::error_code error;
-  if (!std::filesystem::is_regular_file(file, error)) throw UsageError(fmt::format("{}: no such file", file.string()));
-  const auto size = static_cast<int64_t>(std::filesystem::file_size(file));
+  const auto size = InputFile(file, refuse_as<UsageError>).size();
   const auto test_size = static_cast<int64_t>(static_cast<double>(size) * held_out);
   const int64_t begin = split == Split::train ? 0 : size - test_size;
   const int64_t length = split == Split::train ? size - test_size : test_size;

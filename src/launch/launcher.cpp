@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "base/environment.h"
+#include "base/limits.h"
 #include "comm/flight/verdict.h"
 #include "comm/job_identity.h"
 #include "comm/store_server.h"
@@ -276,6 +277,7 @@ class Job {
 void LaunchOptions::validate() const {
   std::vector<std::string> faults;
   if (ranks < 1) faults.push_back(fmt::format("{} ranks: give at least 1", ranks));
+  if (ranks > max_ranks) faults.push_back(fmt::format("{} ranks: give at most {}", ranks, max_ranks));
   if (command.empty()) faults.emplace_back("no program to start");
   if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
   if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));

@@ -7,8 +7,8 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "base/input_file.h"
 #include "checkpoint/crc32.h"
-#include "checkpoint/input_file.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/reshard.h"
 #include "tests/support/processes.h"
@@ -33,7 +33,7 @@ void expect_tensors(const fs::path& path, const json& expected) {
 }
 
 json read_json(const fs::path& path) {
-  return json::parse(read_text(path, 1 << 20));
+  return json::parse(read_text(path, 1 << 20, refuse_as<UsageError>));
 }
 
 TEST(Import, BEY05_CheckpointsOfPythonLibrariesKeepNamesAndValues) {

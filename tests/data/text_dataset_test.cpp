@@ -54,7 +54,7 @@ TEST(TextFile, HoldsItsEndOutForTesting) {
 TEST(TextFile, NamesAMissingOrShortFile) {
   const DataFolder folder;
   EXPECT_THAT(refusal([&] { text_file(folder.path() / "absent", 9, Split::train); }),
-              AllOf(HasSubstr("absent"), HasSubstr("no such file")));
+              AllOf(HasSubstr("absent"), HasSubstr("No such file")));
   const auto file = folder.write("short", counting(90));
   EXPECT_NO_THROW(text_file(file, 9, Split::train));
   EXPECT_THAT(refusal([&] { text_file(file, 9, Split::test); }),

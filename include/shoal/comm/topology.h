@@ -18,6 +18,11 @@ namespace shoal {
 
 class Group;
 
+// What a topology may have at most: proofs and reports work with matrices of ranks x ranks.
+constexpr int max_topology_ranks = 4096;
+constexpr int64_t max_topology_rounds = 65536;
+constexpr int64_t max_topology_edges = int64_t{1} << 24;  // of all rounds together; a link is two
+
 // W_ij, seen from rank i: it takes the values of `rank` = j times `weight`.
 struct Neighbour {
   int rank = 0;
@@ -120,7 +125,7 @@ struct TopologyRequest {
 // Threads: immutable, may be shared. Not collective: every rank makes the same one, agree() below checks that.
 class Topology {
  public:
-  // Throws UsageError as MixingRound does, naming the topology and the round, and when some rank's values would never
+  // Throws UsageError beyond the limits above, as MixingRound does, naming the topology and the round, and when some rank's values would never
   // reach some other rank (the edges of all rounds together must be strongly connected; where ranks keep nothing of
   // their own, values must also mix and not just move).
   Topology(std::string name, int size, Stochastic kind, const std::vector<RoundSpec>& rounds);
@@ -139,7 +144,8 @@ class Topology {
   // nobody is left, or the remaining ranks are not connected.
   Topology without(const std::vector<int>& ranks) const;
 
-  // Computes with dense n x n matrices: milliseconds for tens of ranks, seconds for hundreds.
+  // Computes with dense n x n matrices: milliseconds for tens of ranks, seconds for hundreds. UsageError above 1024
+  // ranks, and where ranks x ranks x rounds is more than 2^30.
   TopologyReport report() const;
   double spectral_gap() const { return report().spectral_gap; }
 
@@ -180,7 +186,8 @@ Topology make_topology(const std::string& name, const TopologyRequest& request);
 //      {"edges": [[0, 1, 0.5], [1, 0, 0.5]],             // from, to, weight
 //       "self": [0.5, 0.5, 1, 1], "idle": [2, 3]}]}      // self may be left out; idle as in RoundSpec, also with links
 //
-// Its name is the file's without folder and extension. UsageError that names the file and what is wrong in it.
+// Its name is the file's without folder and extension. UsageError that names the file and what is wrong in it; a file may
+// have 16 MiB.
 Topology read_topology(const std::string& path);
 
 // Returns when all ranks of the group have the same topology, of the group's size; throws DisagreeError on every rank

@@ -4,11 +4,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstring>
-#include <fstream>
 #include <map>
+#include <set>
 #include <sstream>
 
+#include "base/input_file.h"
+#include "base/limits.h"
 #include "base/printable.h"
 #include "shoal/base/error.h"
 
@@ -17,20 +20,52 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::vector<char> contents(const fs::path& file) {
-  std::ifstream in(file, std::ios::binary);
+// Nanoseconds. The sum of both fits.
+constexpr int64_t longest_time = int64_t{1} << 61;   // 73 years after boot
+constexpr int64_t latest_epoch = int64_t{1} << 62;  // the year 2116
+
+std::vector<char> contents(const InputFile& file) {
   std::vector<char> bytes(flight_bytes);
-  in.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  if (static_cast<uint64_t>(in.gcount()) != flight_bytes) {
-    throw UsageError(
-        fmt::format("{} cannot be read as a flight recorder's file: it is missing or too short", file.string()));
-  }
+  file.read(bytes.data(), static_cast<int64_t>(bytes.size()), 0);
   return bytes;
 }
 
 template <size_t room>
 std::string text_of(const char (&text)[room]) {
   return {text, strnlen(text, room)};
+}
+
+bool is_time(int64_t nanoseconds) {
+  return nanoseconds >= 0 && nanoseconds <= longest_time;
+}
+
+// Whatever the file says, what is made of it stays small, and sums and differences of times are numbers.
+void check(const Flight& flight, const fs::path& file) {
+  const auto refuse = [&](const std::string& what) { throw UsageError(fmt::format("{}: {}", file.string(), what)); };
+  if (flight.size < 1 || flight.size > max_ranks) {
+    refuse(fmt::format("a flight of {} ranks; possible are 1 to {}", flight.size, max_ranks));
+  }
+  if (flight.rank < 0 || flight.rank >= flight.size) {
+    refuse(fmt::format("a flight of rank {} of {}", flight.rank, flight.size));
+  }
+  const bool epoch = flight.epoch_ns >= 0 && flight.epoch_ns <= latest_epoch;
+  if (!epoch || !is_time(flight.left) || !is_time(flight.failed)) {
+    refuse("a time that cannot be");
+  }
+  for (const auto& group : flight.groups) {
+    std::set<int> members;
+    for (const int rank : group.world_ranks) {
+      if (rank >= 0 && rank < flight.size && members.insert(rank).second) continue;
+      refuse(fmt::format("rank {} in group '{:.100}', twice or beyond the {} ranks", rank, group.name, flight.size));
+    }
+  }
+  for (const auto& record : flight.records) {
+    const bool known = record.kind >= FlightRecord::collective && record.kind <= FlightRecord::note;
+    if (!known || !is_call(record.print)) refuse("a record of an operation that does not exist");
+    if (!is_time(record.entered) || !is_time(record.issued) || !is_time(record.finished)) {
+      refuse("a record with a time that cannot be");
+    }
+  }
 }
 
 std::vector<Flight::Members> groups_of(const FlightHeader& header) {
@@ -40,8 +75,10 @@ std::vector<Flight::Members> groups_of(const FlightHeader& header) {
     auto& group = list.emplace_back();
     group.name = line.substr(0, line.find('\t'));
     std::istringstream numbers(line.substr(std::min(line.size(), group.name.size() + 1)));
-    for (std::string number; std::getline(numbers, number, ',');)
-      group.world_ranks.push_back(std::atoi(number.c_str()));
+    for (std::string number; std::getline(numbers, number, ',');) {
+      auto& rank = group.world_ranks.emplace_back(-1);
+      std::from_chars(number.data(), number.data() + number.size(), rank);
+    }
   }
   return list;
 }
@@ -58,7 +95,7 @@ std::vector<Flight::Record> records_of(const std::vector<char>& first, const std
     auto print = found.print;
     print.text[text_bytes - 1] = 0;
     by_ticket[found.ticket] = {.kind = static_cast<FlightRecord::Kind>(found.kind),
-                               .group = found.group < groups ? found.group : -1,
+                               .group = found.group >= 0 && found.group < groups ? found.group : -1,
                                .peer = found.peer,
                                .print = print,
                                .entered = found.entered,
@@ -73,8 +110,13 @@ std::vector<Flight::Record> records_of(const std::vector<char>& first, const std
 }  // namespace
 
 Flight read_flight(const fs::path& file) {
-  const auto first = contents(file);
-  const auto second = contents(file);
+  const InputFile input(file, refuse_as<UsageError>);
+  if (input.size() < static_cast<int64_t>(flight_bytes)) {
+    throw UsageError(fmt::format("{} is too short for a flight recorder's file: {} bytes instead of {}", file.string(),
+                                 input.size(), flight_bytes));
+  }
+  const auto first = contents(input);
+  const auto second = contents(input);
   const auto& header = *reinterpret_cast<const FlightHeader*>(first.data());
   if (std::memcmp(header.magic, flight_magic, sizeof flight_magic) != 0 ||
       header.record_bytes != sizeof(FlightRecord) || header.capacity != flight_capacity) {
@@ -93,6 +135,7 @@ Flight read_flight(const fs::path& file) {
                 .records = {},
                 .state = {}};
   flight.records = records_of(first, second, static_cast<int>(flight.groups.size()));
+  check(flight, file);
   if (flight.host == host_identity()) flight.state = state_of(flight.process);
   return flight;
 }
@@ -100,13 +143,15 @@ Flight read_flight(const fs::path& file) {
 std::vector<Flight> read_flights(const std::vector<fs::path>& places) {
   std::vector<Flight> flights;
   for (const auto& place : places) {
-    if (!fs::is_directory(place)) {
+    std::error_code error;
+    if (!fs::is_directory(place, error)) {
       flights.push_back(read_flight(place));
       continue;
     }
-    for (const auto& entry : fs::directory_iterator(place)) {
+    for (const auto& entry : fs::directory_iterator(place, error)) {
       if (entry.path().extension() == ".flight") flights.push_back(read_flight(entry.path()));
     }
+    if (error) throw UsageError(fmt::format("cannot read folder {}: {}", place.string(), error.message()));
   }
   if (flights.empty()) {
     std::vector<std::string> names;

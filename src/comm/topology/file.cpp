@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <initializer_list>
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "base/strict_json.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/topology.h"
 
@@ -32,7 +32,7 @@ class Place {
     if (!value_.is_object()) fail("give an object, { .. }");
     for (const auto& [key, value] : value_.items()) {
       if (std::find(known.begin(), known.end(), key) != known.end()) continue;
-      fail(fmt::format("unknown key \"{}\": it may have {}", key, fmt::join(known, ", ")));
+      fail(fmt::format("unknown key \"{:.100}\": it may have {}", key, fmt::join(known, ", ")));
     }
   }
   bool has(const char* key) const { return value_.contains(key); }
@@ -41,28 +41,31 @@ class Place {
     return {value_[key], file_, path_.empty() ? key : path_ + "." + key};
   }
 
-  // Of a list; `length`: what it must have, 0 for any but none.
-  std::vector<Place> items(size_t length = 0) const {
+  // Of a list that is not empty; one at a time, since a place takes more memory than what stands there.
+  template <class Act>
+  void for_each_item(const Act& act) const {
     if (!value_.is_array() || value_.empty()) fail("give a list that is not empty, [ .. ]");
-    if (length > 0 && value_.size() != length) fail(fmt::format("give {} values, not {}", length, value_.size()));
-    std::vector<Place> list;
-    for (size_t i = 0; i < value_.size(); ++i) list.emplace_back(value_[i], file_, fmt::format("{}[{}]", path_, i));
-    return list;
+    for (size_t i = 0; i < value_.size(); ++i) act(item(i));
+  }
+  Place item(size_t i) const { return {value_[i], file_, fmt::format("{}[{}]", path_, i)}; }
+  void require_length(size_t length) const {
+    if (!value_.is_array() || value_.empty()) fail("give a list that is not empty, [ .. ]");
+    if (value_.size() != length) fail(fmt::format("give {} values, not {}", length, value_.size()));
   }
 
   int integer() const {
     const bool fits = value_.is_number_integer() && value_ >= std::numeric_limits<int>::min() &&
                       value_ <= std::numeric_limits<int>::max();
-    if (!fits) fail(fmt::format("{} is not a whole number of a rank or of ranks", value_.dump()));
+    if (!fits) fail(fmt::format("{} is not a whole number of a rank or of ranks", shown()));
     return value_.get<int>();
   }
   double number() const {
-    if (!value_.is_number()) fail(fmt::format("{} is not a number", value_.dump()));
+    if (!value_.is_number()) fail(fmt::format("{} is not a number", shown()));
     return value_.get<double>();
   }
   std::vector<int> integers() const {
     std::vector<int> list;
-    for (const auto& item : items()) list.push_back(item.integer());
+    for_each_item([&](const Place& item) { list.push_back(item.integer()); });
     return list;
   }
 
@@ -70,10 +73,12 @@ class Place {
     for (const auto kind : {Stochastic::doubly, Stochastic::row, Stochastic::column}) {
       if (value_ == to_string(kind)) return kind;
     }
-    fail(fmt::format("{}: give \"doubly\", \"row\" or \"column\"", value_.dump()));
+    fail(fmt::format("{}: give \"doubly\", \"row\" or \"column\"", shown()));
   }
 
  private:
+  std::string shown() const { return fmt::format("{:.100}", value_.dump()); }
+
   const Json& value_;
   std::string file_;
   std::string path_;
@@ -86,23 +91,23 @@ RoundSpec read_round(const Place& round) {
     round.fail("give one of \"groups\", \"links\" and \"edges\"");
   }
   if (round.has("groups")) {
-    for (const auto& group : round.at("groups").items()) spec.groups.push_back(group.integers());
+    round.at("groups").for_each_item([&](const Place& group) { spec.groups.push_back(group.integers()); });
   }
   if (round.has("weight")) spec.weight = round.at("weight").number();
   if (round.has("links")) {
-    for (const auto& link : round.at("links").items()) {
-      const auto ends = link.items(2);
-      spec.links.emplace_back(ends[0].integer(), ends[1].integer());
-    }
+    round.at("links").for_each_item([&](const Place& link) {
+      link.require_length(2);
+      spec.links.emplace_back(link.item(0).integer(), link.item(1).integer());
+    });
   }
   if (round.has("edges")) {
-    for (const auto& edge : round.at("edges").items()) {
-      const auto parts = edge.items(3);
-      spec.edges.push_back({parts[0].integer(), parts[1].integer(), parts[2].number()});
-    }
+    round.at("edges").for_each_item([&](const Place& edge) {
+      edge.require_length(3);
+      spec.edges.push_back({edge.item(0).integer(), edge.item(1).integer(), edge.item(2).number()});
+    });
   }
   if (round.has("self")) {
-    for (const auto& weight : round.at("self").items()) spec.self.push_back(weight.number());
+    round.at("self").for_each_item([&](const Place& weight) { spec.self.push_back(weight.number()); });
   }
   if (round.has("idle")) spec.idle = round.at("idle").integers();
   return spec;
@@ -111,22 +116,19 @@ RoundSpec read_round(const Place& round) {
 }  // namespace
 
 Topology read_topology(const std::string& path) {
-  std::ifstream file(path);
-  if (!file || !std::filesystem::is_regular_file(path)) {
-    throw UsageError(fmt::format("topology file {}: cannot be read", path));
+  constexpr int64_t longest = int64_t{16} << 20;
+  constexpr JsonLimits limits{.depth = 8, .bytes = int64_t{512} << 20};
+  const InputFile file(path, refuse_as<UsageError>);
+  if (file.size() > longest) {
+    throw UsageError(fmt::format("topology file {}: {} bytes; at most {} are read", path, file.size(), longest));
   }
-  Json json;
-  try {
-    json = Json::parse(file);
-  } catch (const Json::exception& error) {
-    throw UsageError(fmt::format("topology file {}: not JSON: {}", path, error.what()));
-  }
+  const auto json = parse_strict(file, limits, "topology file " + path, refuse_as<UsageError>);
   const Place top(json, path, "");
   top.require_keys({"ranks", "kind", "rounds"});
   const int size = top.at("ranks").integer();
   const auto kind = top.has("kind") ? top.at("kind").kind() : Stochastic::doubly;
   std::vector<RoundSpec> rounds;
-  for (const auto& round : top.at("rounds").items()) rounds.push_back(read_round(round));
+  top.at("rounds").for_each_item([&](const Place& round) { rounds.push_back(read_round(round)); });
   try {
     return {std::filesystem::path(path).stem(), size, kind, rounds};
   } catch (const UsageError& error) {

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "comm/topology/graphs.h"
+#include "comm/topology/size.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/topology.h"
 
@@ -96,7 +97,7 @@ std::vector<std::pair<std::string, std::string>> known_topologies() {
 Topology make_topology(const std::string& name, const TopologyRequest& wanted) {
   auto request = wanted;
   const auto factory = find(name);
-  if (request.size < 1) throw UsageError(fmt::format("topology {}: {} ranks; give at least 1", name, request.size));
+  require_topology_size(name, request.size);
   if (request.hosts.empty()) request.hosts.assign(request.size, 1);
   const bool hosts_fit = std::accumulate(request.hosts.begin(), request.hosts.end(), 0) == request.size &&
                          std::all_of(request.hosts.begin(), request.hosts.end(), [](int count) { return count > 0; });
@@ -116,6 +117,7 @@ Topology make_topology(const std::string& name, const TopologyRequest& wanted) {
 
 Topology make_topology(const std::string& name, int size, int local_size, uint64_t seed) {
   find(name);  // an unknown name is said before anything about sizes
+  require_topology_size(name, size);
   if (local_size < 1) {
     throw UsageError(fmt::format("topology {}: hosts of {} ranks; give at least 1", name, local_size));
   }

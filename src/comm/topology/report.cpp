@@ -1,10 +1,12 @@
 // How fast the ranks of a topology come to agree.
 
+#include <fmt/format.h>
 #include <torch/types.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "shoal/base/error.h"
 #include "shoal/comm/topology.h"
 
 namespace shoal {
@@ -90,6 +92,13 @@ void count_messages(const Topology& topology, TopologyReport& report) {
 TopologyReport Topology::report() const {
   constexpr int64_t shown = 100;    // steps
   constexpr int64_t looked_at = 2;  // periods, for an exact agreement
+  constexpr int64_t most_ranks = 1024;
+  constexpr int64_t most_work = int64_t{1} << 30;  // a minute
+  if (size_ > most_ranks || int64_t{size_} * size_ * period() > most_work) {
+    throw UsageError(fmt::format("topology {}: {} ranks and {} rounds are too many for a report: at most {} ranks, and {} "
+                                 "for ranks x ranks x rounds",
+                                 name_, size_, period(), most_ranks, most_work));
+  }
   TopologyReport report;
   count_messages(*this, report);
   Differences left(size_);

@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "comm/topology/connected.h"
+#include "comm/topology/size.h"
 #include "shoal/base/error.h"
 #include "shoal/comm/agree.h"
 #include "shoal/comm/group.h"
@@ -46,6 +47,12 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325U;
 };
 
+int64_t edges_of(const RoundSpec& round) {
+  auto edges = static_cast<int64_t>(2 * round.links.size() + round.edges.size());
+  for (const auto& group : round.groups) edges += static_cast<int64_t>(group.size() * (group.size() - 1));
+  return edges;
+}
+
 std::string shape(const Topology& topology) {
   return fmt::format("{}, {} rank{}, {}, {} round{}", topology.name(), topology.size(), topology.size() > 1 ? "s" : "",
                      in_words(topology.kind()), topology.period(), topology.period() > 1 ? "s" : "");
@@ -53,11 +60,25 @@ std::string shape(const Topology& topology) {
 
 }  // namespace
 
+void require_topology_size(const std::string& name, int size) {
+  if (size < 1) throw UsageError(fmt::format("topology {}: {} ranks; give at least 1", name, size));
+  if (size <= max_topology_ranks) return;
+  throw UsageError(fmt::format("topology {}: {} ranks; at most {} are possible", name, size, max_topology_ranks));
+}
+
 Topology::Topology(std::string name, int size, Stochastic kind, const std::vector<RoundSpec>& rounds)
     : name_(std::move(name)), size_(size), kind_(kind) {
   const auto where = fmt::format("topology {}", name_);
-  if (size < 1) throw UsageError(fmt::format("{}: {} ranks; give at least 1", where, size));
+  require_topology_size(name_, size);
   if (rounds.empty()) throw UsageError(where + ": it has no rounds");
+  if (static_cast<int64_t>(rounds.size()) > max_topology_rounds) {
+    throw UsageError(fmt::format("{}: {} rounds; at most {} are possible", where, rounds.size(), max_topology_rounds));
+  }
+  int64_t edges = 0;
+  for (const auto& round : rounds) edges += edges_of(round);
+  if (edges > max_topology_edges) {
+    throw UsageError(fmt::format("{}: {} edges; at most {} are possible", where, edges, max_topology_edges));
+  }
   auto proven = std::make_shared<std::vector<MixingRound>>();
   proven->reserve(rounds.size());
   for (size_t i = 0; i < rounds.size(); ++i) {

@@ -1,28 +1,22 @@
 #pragma once
-// JSON that somebody else may have written.
+// The fields of a JSON object whose shape the reader knows.
 
 #include <cstdint>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/refuse.h"
+
 namespace shoal {
 
-struct JsonLimits {
-  int depth = 32;
-  int64_t bytes = 0;  // what its values may take in memory, roughly
-};
-
-// Refuses what is not JSON, any object with the same key twice, and what goes beyond the limits; the latter before
-// anything is built. CheckpointError that begins with `subject`.
-nlohmann::json parse_strict(std::string_view text, const JsonLimits& limits, const std::string& subject);
-
-// Fields of a value whose shape the reader knows. CheckpointError that begins with `subject` and names the field, where
-// it is missing or of another kind. Whole numbers are 0 .. 2^63 - 1.
+// Refusals begin with `subject` and name the field, where it is missing or of another kind. Whole numbers are 0 ..
+// 2^63 - 1.
 class JsonFields {
  public:
-  JsonFields(const nlohmann::json& object, std::string subject);
+  JsonFields(const nlohmann::json& object, std::string subject, Refuse refuse);
 
   int64_t number(const char* name) const;
   const std::string& text(const char* name) const;
@@ -38,6 +32,7 @@ class JsonFields {
 
   const nlohmann::json& object_;
   std::string subject_;
+  Refuse refuse_;
 };
 
 }  // namespace shoal

@@ -1,0 +1,14 @@
+// A target for libFuzzer: whatever the bytes, they are merged or refused with a UsageError.
+
+#include "cli/trace_merge.h"
+#include "shoal/base/error.h"
+#include "tests/support/fuzz_input.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace shoal;
+  try {
+    cli::merge_traces({test::fuzz_file("rank-0.json", test::fuzz_text(data, size))}, "/dev/null");
+  } catch (const UsageError&) {
+  }
+  return 0;
+}

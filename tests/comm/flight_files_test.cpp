@@ -1,0 +1,102 @@
+// Flight recorder's files that somebody else has made, or that are damaged.
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <cstddef>
+#include <cstring>
+#include <fstream>
+#include <random>
+
+#include "comm/flight/recorder.h"
+#include "comm/flight/verdict.h"
+#include "tests/support/refusal.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class FlightFiles : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    FlightRecorder recorder(folder_.path(), 0, 2);
+    const int group = recorder.add_group("world", {0, 1});
+    Call call;
+    call.op = Op::all_reduce;
+    call.inputs = {at::ones({4})};
+    for (uint64_t number = 0; number < 5; ++number) {
+      recorder.enter(FlightRecord::collective, group, call, number);
+    }
+    std::ifstream file(path_, std::ios::binary);
+    good_.assign(std::istreambuf_iterator<char>(file), {});
+  }
+  void write(const std::string& bytes) { std::ofstream(path_, std::ios::binary | std::ios::trunc) << bytes; }
+
+  template <class Value>
+  std::string refusal_with(size_t place, const Value& value) {
+    auto bytes = good_;
+    std::memcpy(bytes.data() + place, &value, sizeof value);
+    write(bytes);
+    const auto said = refusal([&] { verdict(read_flights({path_})); });
+    EXPECT_THAT(said, HasSubstr("rank-0.flight"));
+    return said;
+  }
+
+  TempFolder folder_;
+  std::string path_ = folder_.file("rank-0.flight");
+  std::string good_;
+};
+
+TEST_F(FlightFiles, WhatCannotBeIsRefused) {
+  EXPECT_NO_THROW(verdict(read_flights({path_})));
+  EXPECT_THAT(refusal_with(offsetof(FlightHeader, size), std::numeric_limits<int32_t>::max()),
+              HasSubstr("a flight of 2147483647 ranks; possible are 1 to 100000"));
+  EXPECT_THAT(refusal_with(offsetof(FlightHeader, size), -5), HasSubstr("a flight of -5 ranks"));
+  EXPECT_THAT(refusal_with(offsetof(FlightHeader, rank), 2), HasSubstr("a flight of rank 2 of 2"));
+  EXPECT_THAT(refusal_with(offsetof(FlightHeader, epoch_ns), std::numeric_limits<int64_t>::max()),
+              HasSubstr("a time that cannot be"));
+  EXPECT_THAT(refusal_with(offsetof(FlightHeader, groups), std::to_array("world\t0,9")), HasSubstr("rank 9 in group"));
+  EXPECT_THAT(refusal_with(offsetof(FlightHeader, groups), std::to_array("world\t1,1")), HasSubstr("rank 1 in group"));
+  const auto record = sizeof(FlightHeader);
+  EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, print) + offsetof(Fingerprint, dtype), 1000),
+              HasSubstr("a record of an operation that does not exist"));
+  EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, kind), 17), HasSubstr("does not exist"));
+  EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, finished), int64_t{-1}), HasSubstr("time that cannot be"));
+  write(good_.substr(0, 1000));
+  EXPECT_THAT(refusal([&] { read_flight(path_); }), HasSubstr("1000 bytes instead of"));
+}
+
+TEST_F(FlightFiles, ANamedPipeIsRefusedAtOnce) {
+  ASSERT_EQ(mkfifo(folder_.file("rank-1.flight").c_str(), 0600), 0);
+  EXPECT_THAT(refusal([&] { read_flights({folder_.path()}); }),
+              AllOf(HasSubstr("rank-1.flight"), HasSubstr("is not a regular file")));
+}
+
+TEST_F(FlightFiles, EveryDamagedFileIsRefusedOrGivesAVerdict) {
+  std::mt19937_64 random(3);
+  int refused = 0;
+  constexpr int mutations = 2000;
+  for (int i = 0; i < mutations; ++i) {
+    auto bytes = good_;
+    // In the header, the groups' text or the first records.
+    const size_t places[] = {random() % offsetof(FlightHeader, groups), offsetof(FlightHeader, groups) + random() % 12,
+                             sizeof(FlightHeader) + random() % (6 * sizeof(FlightRecord))};
+    const auto value = random() >> (random() % 64);
+    std::memcpy(bytes.data() + places[random() % 3], &value, 1 + random() % 8);
+    write(bytes);
+    try {
+      EXPECT_FALSE(verdict(read_flights({path_})).empty());
+    } catch (const UsageError&) {
+      ++refused;
+    }
+  }
+  EXPECT_GT(refused, mutations / 10);
+}
+
+}  // namespace
+}  // namespace shoal::test

@@ -1,0 +1,17 @@
+// A target for libFuzzer: whatever the bytes, they are a topology or refused with a UsageError.
+
+#include "shoal/base/error.h"
+#include "shoal/comm/topology.h"
+#include "tests/support/fuzz_input.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace shoal;
+  constexpr int64_t quick = 1 << 16;  // ranks x ranks x rounds
+  try {
+    const auto topology = read_topology(test::fuzz_file("topology.json", test::fuzz_text(data, size)));
+    topology.fingerprint();
+    if (int64_t{topology.size()} * topology.size() * topology.period() <= quick) (void)topology.report();
+  } catch (const UsageError&) {
+  }
+  return 0;
+}
