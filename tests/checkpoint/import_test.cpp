@@ -11,6 +11,7 @@
 #include "checkpoint/crc32.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/reshard.h"
+#include "shoal/base/error.h"
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
 
