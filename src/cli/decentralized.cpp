@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cli/mean_of_ranks.h"
 #include "cli/optimizers.h"
 #include "cli/schedules.h"
 #include "shoal/base/error.h"
@@ -62,16 +63,17 @@ class Decentralized : public Strategy {
   }
   void step() override {}
   void zero_grad() override {}
-  // The mean of the ranks' models, from which training goes on.
+  // The mean of the ranks' models: training goes on as if nobody had asked.
   std::shared_ptr<void> whole_parameters() override {
-    if (averaged_after_ != parallel_.step()) distance_ = parallel_.consensus_distance();
-    averaged_after_ = parallel_.step();
-    parallel_.global_avg();
-    return nullptr;
+    auto tensors = model_->parameters();
+    for (const auto& buffer : model_->buffers()) tensors.push_back(buffer);
+    return std::make_shared<MeanOfRanks>(tensors, parallel_.remaining());
   }
+  bool has_whole_model() const override { return false; }
   std::optional<TrainingState> training_state(const Group&) override { return TrainingState(parallel_); }
   bool in_step() const override { return false; }
   std::optional<Group> present() const override { return parallel_.core().remaining(); }
+  int leader() const override { return first_of_those_left(parallel_.statistics()); }
   torch::optim::Optimizer& optimizer() override { return *rates_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
     const auto list = parallel_.optimizers();
@@ -80,14 +82,11 @@ class Decentralized : public Strategy {
   std::optional<LoggingData> logging_data() const override { return parallel_.logging_data(); }
   std::string note() const override { return missed_exchanges(parallel_.statistics()); }
   std::vector<std::pair<std::string, double>> figures() override {
-    const bool averaged = averaged_after_ == parallel_.step();
-    return exchange_figures(parallel_.statistics(), averaged ? distance_ : parallel_.consensus_distance());
+    return exchange_figures(parallel_.statistics(), parallel_.consensus_distance());
   }
 
  private:
   mutable DecentralizedDataParallel<models::Model> parallel_;
-  int64_t averaged_after_ = -1;                     // steps
-  double distance_ = 0;                             // of the ranks before that
   std::unique_ptr<torch::optim::Optimizer> rates_;  // never steps: what a schedule makes of the rates, for the report
 };
 
@@ -100,6 +99,12 @@ Topology topology_of(const TrainOptions& options, int size, int local_size) {
 
 void check_decentralized(const TrainOptions& options, int ranks) {
   wrapper_options(options, ranks, /*total_steps=*/1).validate(ranks);
+}
+
+int first_of_those_left(const ExchangeStatistics& seen) {
+  int first = 0;
+  while (std::count(seen.removed.begin(), seen.removed.end(), first) > 0) ++first;
+  return first;
 }
 
 std::string missed_exchanges(const ExchangeStatistics& seen) {

@@ -10,6 +10,8 @@ namespace shoal::cli {
 Topology topology_of(const TrainOptions& options, int size, int local_size);
 // Throws UsageError where so many ranks cannot train so.
 void check_decentralized(const TrainOptions& options, int ranks);
+// The lowest number of those that have not been removed.
+int first_of_those_left(const ExchangeStatistics& seen);
 // For the progress line: empty, if all came in time.
 std::string missed_exchanges(const ExchangeStatistics& seen);
 // For the report.

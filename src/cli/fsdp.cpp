@@ -6,6 +6,7 @@
 #include <map>
 
 #include "cli/decentralized.h"
+#include "cli/mean_of_ranks.h"
 #include "cli/optimizers.h"
 #include "shoal/base/error.h"
 #include "shoal/strategy/fsdp.h"
@@ -81,8 +82,7 @@ ShardGossipOptions gossip_options(const TrainOptions& options, int hosts) {
   return gossip;
 }
 
-// FSDP on every host, gossip of shards between hosts. What is evaluated and saved is the mean of the hosts' models,
-// from which training goes on.
+// FSDP on every host, gossip of shards between hosts. What is evaluated and saved is the mean of the hosts' models.
 class HybridGossip : public Fsdp {
  public:
   HybridGossip(const TrainOptions& options, const std::shared_ptr<models::Model>& model, const Group& group,
@@ -91,13 +91,13 @@ class HybridGossip : public Fsdp {
         group_(group),
         inside_(hosts.inside) {}
 
-  std::shared_ptr<void> whole_parameters() override {
-    gossip().global_avg();
-    return Fsdp::whole_parameters();
-  }
+  std::shared_ptr<void> whole_parameters() override { return std::make_shared<Mean>(*this); }
   bool has_whole_model() const override { return false; }
+  bool in_step() const override { return false; }
+  int leader() const override { return first_of_those_left(gossip().statistics()) * inside_.size(); }
   std::optional<Group> bound() const override { return inside_; }
   std::optional<Group> present() const override {
+    gossip().remaining();  // agrees on who is gone
     const auto& gone = gossip().statistics().removed;
     if (gone.empty()) return group_;
     if (present_ && hosts_gone_ == gone.size()) return present_;
@@ -105,8 +105,9 @@ class HybridGossip : public Fsdp {
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (std::count(gone.begin(), gone.end(), rank / inside_.size()) == 0) ranks.push_back(rank);
     }
+    present_ = group_.subgroup(ranks);
     hosts_gone_ = gone.size();
-    return present_ = group_.subgroup(ranks);
+    return present_;
   }
   std::optional<TrainingState> training_state(const Group& group) override {
     return TrainingState(*parallel_, gossip(), group);
@@ -125,6 +126,35 @@ class HybridGossip : public Fsdp {
                                                         kind.make, kind.element_wise, chosen, gossip);
     };
   }
+  // Parameters, and floating-point buffers of all ranks, which FSDP leaves to each.
+  class Mean {
+   public:
+    explicit Mean(HybridGossip& strategy) : gossip_(strategy.gossip()) {
+      buffers_ = std::make_unique<MeanOfRanks>(strategy.model_->buffers(), *strategy.present());
+      gossip_.hold_mean();
+      try {
+        whole_ = strategy.Fsdp::whole_parameters();
+      } catch (...) {
+        gossip_.hold_own();
+        throw;
+      }
+    }
+    ~Mean() {
+      try {
+        whole_.reset();
+        gossip_.hold_own();
+      } catch (const Error&) {  // a rank of this host has ended, and with it the host: its next step says so
+      }
+    }
+    Mean(const Mean&) = delete;
+    Mean& operator=(const Mean&) = delete;
+
+   private:
+    ShardGossipOptimizerCore& gossip_;
+    std::unique_ptr<MeanOfRanks> buffers_;
+    std::shared_ptr<void> whole_;
+  };
+
   ShardGossipOptimizerCore& gossip() const { return static_cast<ShardGossipOptimizerCore&>(*optimizer_); }
 
   Group group_;

@@ -6,9 +6,9 @@
 
 namespace shoal::cli {
 
-Metrics::Metrics(const std::string& path) : path_(path) {
+Metrics::Metrics(const std::string& path, Start start) : path_(path) {
   if (path_.empty()) return;
-  file_.open(path_);
+  file_.open(path_, start == Start::anew ? std::ios::trunc : std::ios::app);
   if (!file_) throw UsageError(fmt::format("--metrics: cannot write {}", path_));
 }
 

@@ -19,6 +19,8 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   void update(int64_t step, int64_t amount, std::optional<double> loss = std::nullopt, const std::string& note = "");
+  // From now on, by a rank that takes over.
+  void enable() { enabled_ = true; }
   // Removes the bar, so that a line can be printed; the next update draws it again.
   void clear();
 

@@ -41,7 +41,8 @@ class Strategy {
   // The optimizers that hold this rank's state.
   virtual std::vector<const torch::optim::Optimizer*> local_optimizers() const = 0;
 
-  // For checkpoints; none for ranks that never communicate. `in_step`: whether ranks are always in the same step.
+  // For checkpoints; none for ranks that never communicate. `in_step`: whether ranks are always in the same step, and
+  // end together.
   virtual std::optional<TrainingState> training_state(const Group& group) = 0;
   virtual bool in_step() const { return true; }
 
@@ -49,6 +50,8 @@ class Strategy {
   virtual std::optional<Group> bound() const { return std::nullopt; }
   // The ranks that are still there; none: all. Collective over them.
   virtual std::optional<Group> present() const { return std::nullopt; }
+  // The rank that prints and writes what is said once: the first that is still there, as far as this one knows.
+  virtual int leader() const { return 0; }
   // For the progress line, and for the report. figures(): collective.
   virtual std::string note() const { return ""; }
   virtual std::vector<std::pair<std::string, double>> figures() { return {}; }

@@ -107,46 +107,43 @@ int train_rank(const TrainOptions& options) {
   options.precision().convert(*model);
   reset_peak();
 
-  std::string checkpoint;  // the model's file
-  const auto save = [&] {
-    if (world.rank() == 0 && !options.save.empty()) checkpoint = save_model(options, *model);
-  };
-  const auto leave_interrupted = [&](bool saves) -> int {
-    if (saves) save();
-    if (world.rank() == 0) {
-      fmt::print(stderr, "interrupted{}\n", checkpoint.empty() ? "" : "; checkpoint in " + checkpoint);
-    }
+  const auto leave_interrupted = [](bool says, const std::string& what, const std::string& path) -> int {
+    if (says) fmt::print(stderr, "interrupted{}\n", path.empty() ? "" : fmt::format("; {} in {}", what, path));
     std::fflush(nullptr);
     std::_Exit(interrupted_code);  // peers may have stopped a step earlier or later
   };
-  bool whole_model = false;
   try {
     Trainer trainer(options, world.group(), model, *feed);
-    whole_model = trainer.has_whole_model();
     const auto result = trainer.run();
-    if (result.stopped) {
-      const auto whole = trainer.has_whole_model() ? nullptr : trainer.whole_parameters();
-      return leave_interrupted(true);
-    }
     memory.peak = peak_resident_mib();
     memory.pss = proportional_mib();
-    const auto whole = trainer.whole_parameters();
-    save();
+    std::string file;  // the model alone
+    bool leads = world.rank() == 0;
+    nlohmann::ordered_json report;
+    const bool meets = !result.stopped || !options.save.empty();
+    if (meets) {
+      trainer.together([&](const Group& present) {
+        const auto whole = trainer.whole_parameters();
+        leads = present.rank() == 0;
+        if (leads && !options.save.empty()) file = save_model(options, *model);
+        if (!result.stopped) report = make_report(options, world, present, *model, result, memory);
+      });
+    }
+    if (result.stopped && !result.checkpoint.empty()) return leave_interrupted(leads, "checkpoint", result.checkpoint);
+    if (result.stopped) return leave_interrupted(leads, "model", file);
     if (!options.trace.empty()) {
       write_trace(options.trace, *world_options.timeline, world.rank(), clock);
     }
-    const auto present = trainer.present();
-    const auto report = make_report(options, world, present, *model, result, memory);
-    if (present.rank() != 0) return 0;
+    if (!leads) return 0;
     if (!options.json.empty()) write_json(options.json, report);
-    if (options.json != "-") summarise(report, result, options, world, checkpoint);
+    if (options.json != "-") summarise(report, result, options, world, file);
     if (options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
     return 0;
   } catch (const Error& error) {
     // Peers that went first cannot help any more, or do other things by now. All else is said.
     const bool of_peers =
         dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const DisagreeError*>(&error) != nullptr;
-    if (interrupted != 0 && of_peers) return leave_interrupted(whole_model);
+    if (interrupted != 0 && of_peers) return leave_interrupted(world.rank() == 0, "", "");
     throw;
   }
 }

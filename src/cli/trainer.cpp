@@ -49,6 +49,7 @@ Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_pt
       model_(std::move(model)),
       feed_(feed),
       strategy_(make_strategy(options, model_, group, total_steps())),
+      meeting_(*strategy_, group),
       schedule_(make_schedule(options, strategy_->optimizer(), total_steps())),
       training_(options.save.empty() && options.resume.empty() ? std::nullopt : strategy_->training_state(group)) {
   if (training_ && schedule_) training_->with(*schedule_);
@@ -88,13 +89,12 @@ double Trainer::step(int64_t number, TrainResult& result) {
 }
 
 // Ranks that need each other to save end with the same step; one that is interrupted while they agree, with the next.
-bool Trainer::stops(int64_t number) const {
-  if (has_whole_model() && !(training_ && strategy_->in_step())) return interrupted != 0;
+bool Trainer::is_interrupted(int64_t number) const {
+  const bool alone = strategy_->in_step() ? has_whole_model() && !training_ : !strategy_->bound();
+  if (alone) return interrupted != 0;
   auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
   strategy_->bound().value_or(group_).all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
-  const bool all_stop = anywhere.item<int>() != 0;
-  if (all_stop) interrupted = 1;  // also where only a peer was
-  return all_stop;
+  return anywhere.item<int>() != 0;
 }
 
 int64_t Trainer::resume() {
@@ -149,29 +149,44 @@ bool Trainer::is_due(int64_t steps) const {
   return training_ && options_.save_every > 0 && steps % options_.save_every == 0;
 }
 
-// A full disk does not end the training: what was saved before is still there.
-void Trainer::tolerate(const std::function<void()>& saving) const {
+// A full disk does not end the training: what was saved before is still there. Nor does a rank that has ended, where
+// the others go on without it.
+void Trainer::tolerate(const std::function<void()>& saving) {
+  const auto say = [&](const Error& error) {
+    if (leads()) fmt::print(stderr, "shoal: {}; training goes on\n", error.what());
+  };
   try {
-    saving();
+    meeting_.together([&](const Group&) { saving(); });
   } catch (const CheckpointError& error) {
-    if (group_.rank() == 0) fmt::print(stderr, "shoal: {}; training goes on\n", error.what());
+    say(error);
+  } catch (const CommError& error) {
+    if (strategy_->in_step()) throw;
+    say(error);
   }
 }
 
 void Trainer::save_end(int64_t steps, TrainResult& result) {
   if (options_.save.empty() || !training_) return;
-  save(steps, /*in_background=*/false);
-  result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
+  try {
+    meeting_.together([&](const Group&) { save(steps, /*in_background=*/false); });
+    result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
+  } catch (const CommError& error) {  // hosts of a sharded model that have ended are missing in it
+    if (strategy_->in_step()) throw;
+    if (leads()) fmt::print(stderr, "shoal: no checkpoint of the end: {}\n", error.what());
+  }
 }
 
 void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& result) {
-  result.figures = strategy_->figures();  // before decentralised ranks become equal
-  const auto whole = strategy_->whole_parameters();
-  result.eval.push_back(evaluate(*model_, *feed_.test_data(), present(), options_.precision()));
+  Evaluation evaluation;
+  meeting_.together([&](const Group& present) {
+    result.figures = strategy_->figures();
+    const auto whole = strategy_->whole_parameters();
+    evaluation = evaluate(*model_, *feed_.test_data(), present, options_.precision());
+  });
+  result.eval.push_back(evaluation);
   progress.clear();
-  if (group_.rank() != 0) return;
-  fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %", epoch + 1, result.eval.back().loss,
-             100 * result.eval.back().accuracy);
+  if (!leads()) return;
+  fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %", epoch + 1, evaluation.loss, 100 * evaluation.accuracy);
   for (const auto& [name, value] : result.figures) {
     if (name == "consensus_distance") fmt::print(", consensus distance {:.3g}", value);
   }
@@ -207,10 +222,25 @@ TrainResult Trainer::run() {
   const int64_t first = resume();
   const auto before = group_.statistics();
   const auto wire = loopback_bytes();
-  Metrics metrics(group_.rank() == 0 ? options_.metrics : "");
-  Progress progress(group_.rank() == 0, total - first, "samples");
+  const bool in_step = strategy_->in_step();
+  bool reports = group_.rank() == 0;
+  Metrics metrics(reports ? options_.metrics : "");
+  Progress progress(reports, total - first, "samples");
+  // Where the rank that did so has ended.
+  const auto take_over = [&] {
+    if (reports || !leads()) return;
+    reports = true;
+    metrics = Metrics(options_.metrics, Metrics::Start::behind);
+    progress.enable();
+  };
   int64_t number = first;
-  for (; number < total && !(result.stopped = stops(number)); ++number) {
+  for (; number < total && !result.stopped; ++number) {
+    // Ranks that go on without each other make the first step together.
+    const bool stops = is_interrupted(number) && (in_step || number > first);
+    if (meeting_.meet(number, /*due=*/false, stops) == Meeting::Outcome::stop) {
+      result.stopped = true;
+      break;
+    }
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
     begin_epoch(number, first);
     feed_.prepare(number);
@@ -222,11 +252,20 @@ TrainResult Trainer::run() {
     result.seconds += duration.count();
     result.step_ms.push_back(1e3 * duration.count());
     result.samples += samples_per_step;
+    take_over();
     if (metrics.wanted()) metrics.write(metrics_of(number, first, result));
     progress.update(number + 1 - first, result.samples * group_.size(), result.loss.back(), strategy_->note());
+    const bool ends = number + 1 == total;
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
-    if (options_.eval && (epoch_ends || number + 1 == total)) {
+    const bool evaluates = options_.eval && (epoch_ends || ends);
+    const bool saves = is_due(number + 1) && !ends;
+    if (!evaluates && !saves && !ends) continue;
+    const auto outcome = meeting_.meet(number + 1, /*due=*/true, !in_step && interrupted != 0);
+    result.stopped = outcome == Meeting::Outcome::stop && !ends;
+    if (outcome == Meeting::Outcome::go_on || result.stopped) continue;
+    if (evaluates) {
       evaluate_model(epoch, progress, result);
+      take_over();
       nlohmann::ordered_json line{{"step", number},
                                   {"eval_loss", result.eval.back().loss},
                                   {"eval_accuracy", result.eval.back().accuracy},
@@ -234,19 +273,17 @@ TrainResult Trainer::run() {
       for (const auto& [name, value] : result.figures) line[name] = value;
       metrics.write(line);
     }
-    // After that, which makes decentralised ranks equal.
-    if (!is_due(number + 1) || number + 1 == total) continue;
+    if (!saves) continue;
     progress.clear();
     tolerate([&] { save(number + 1, /*in_background=*/true); });
   }
   if (training_) tolerate([&] { training_->wait(); });
-  // Ranks that were interrupted in different steps leave it at the last checkpoint.
-  if (result.stopped && !strategy_->in_step()) return result;
+  if (result.stopped) interrupted = 1;  // also where only a peer was
   result.params_mib = mebibytes(strategy_->parameters());
   for (const auto* local : strategy_->local_optimizers()) {
     result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));
   }
-  result.figures = strategy_->figures();
+  if (!result.stopped) meeting_.together([&](const Group&) { result.figures = strategy_->figures(); });
   result.logging = strategy_->logging_data();
   const auto after = group_.statistics();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};

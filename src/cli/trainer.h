@@ -11,6 +11,7 @@
 
 #include "cli/evaluate.h"
 #include "cli/feed.h"
+#include "cli/meeting.h"
 #include "cli/progress.h"
 #include "cli/strategies.h"
 #include "shoal/comm/world.h"
@@ -51,13 +52,15 @@ class Trainer {
   // See Strategy.
   std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
   bool has_whole_model() const { return strategy_->has_whole_model(); }
-  Group present() const { return strategy_->present().value_or(group_); }
+  // See Meeting.
+  void together(const std::function<void(const Group& present)>& work) { meeting_.together(work); }
 
  private:
   double step(int64_t number, TrainResult& result);
   nlohmann::ordered_json metrics_of(int64_t number, int64_t first, const TrainResult& result) const;
-  // Whether an interrupt ends the training before this step.
-  bool stops(int64_t number) const;
+  // Whether this rank, or one of those with which it makes every step, was interrupted before this one.
+  bool is_interrupted(int64_t number) const;
+  bool leads() const { return strategy_->leader() == group_.rank(); }
   int64_t total_steps() const;
   // Returns the first step.
   int64_t resume();
@@ -66,7 +69,7 @@ class Trainer {
   void save(int64_t steps, bool in_background);
   bool is_due(int64_t steps) const;
   // Says what has not been saved.
-  void tolerate(const std::function<void()>& saving) const;
+  void tolerate(const std::function<void()>& saving);
   void save_end(int64_t steps, TrainResult& result);
   void evaluate_model(int64_t epoch, Progress& progress, TrainResult& result);
 
@@ -75,6 +78,7 @@ class Trainer {
   std::shared_ptr<models::Model> model_;
   Feed& feed_;
   std::unique_ptr<Strategy> strategy_;
+  Meeting meeting_;
   std::unique_ptr<LambdaLR> schedule_;
   std::optional<TrainingState> training_;
 };

@@ -160,7 +160,7 @@ void ShardGossipOptimizerCore::pass() {
 // A host has gone when one of its ranks has, which others notice at different times.
 void ShardGossipOptimizerCore::agree_on_hosts() {
   auto& mixing = gossip_->mixing;
-  mixing.remove_lost();
+  mixing.remove_ended();
   auto gone = at::zeros({gossip_->across.size()}, at::kInt);
   for (const int host : mixing.statistics().removed) gone[host] = 1;
   state().group.all_reduce(gone, ReduceOp::max, state().label("hosts that have gone")).wait();
@@ -171,6 +171,21 @@ void ShardGossipOptimizerCore::agree_on_hosts() {
   mixing.remove_lost(hosts);
 }
 
+// Between hosts each rank has peers of its own: where one's have ended, the host's others learn it here.
+void ShardGossipOptimizerCore::on_the_whole_host(const std::function<void()>& work) {
+  std::optional<CommError> failure;
+  try {
+    work();
+  } catch (const CommError& error) {
+    failure = error;
+  }
+  auto failed = at::full({1}, failure ? 1 : 0, at::kInt);
+  state().group.all_reduce(failed, ReduceOp::max, state().label("whether hosts have answered")).wait();
+  if (failure) throw *failure;
+  if (failed.item<int>() != 0)
+    throw CommError("ShardGossipOptimizer: a host has ended, as another rank of this host noticed");
+}
+
 void ShardGossipOptimizerCore::global_avg() {
   const torch::NoGradGuard no_grad;
   agree_on_hosts();
@@ -178,11 +193,41 @@ void ShardGossipOptimizerCore::global_avg() {
   publish();
 }
 
+void ShardGossipOptimizerCore::hold_mean() {
+  const torch::NoGradGuard no_grad;
+  if (!gossip_->own.empty()) throw UsageError("ShardGossipOptimizer: hold_mean() again before hold_own()");
+  agree_on_hosts();
+  const auto& hosts = gossip_->mixing.remaining();
+  for (const auto& bucket : gossip_->buckets) {
+    gossip_->own.push_back(at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype())));
+    bucket.write_to(gossip_->own.back());
+  }
+  try {
+    on_the_whole_host([&] { average(hosts, gossip_->buckets, state().label("mean of the hosts")); });
+  } catch (const CommError&) {  // nobody has seen the mean
+    restore_own();
+    throw;
+  }
+  publish();
+}
+
+void ShardGossipOptimizerCore::restore_own() {
+  for (size_t i = 0; i < gossip_->own.size(); ++i) gossip_->buckets[i].read_from(gossip_->own[i]);
+  gossip_->own.clear();
+}
+
+void ShardGossipOptimizerCore::hold_own() {
+  const torch::NoGradGuard no_grad;
+  restore_own();
+  publish();
+}
+
 double ShardGossipOptimizerCore::consensus_distance() {
   const torch::NoGradGuard no_grad;
   const auto label = state().label("consensus distance");
   agree_on_hosts();
-  auto squares = at::full({1}, squared_distance(gossip_->mixing.remaining(), gossip_->buckets, label), at::kDouble);
+  auto squares = at::zeros({1}, at::kDouble);
+  on_the_whole_host([&] { squares += squared_distance(gossip_->mixing.remaining(), gossip_->buckets, label); });
   state().group.all_reduce(squares, ReduceOp::sum, label).wait();
   return std::sqrt(squares.item<double>());
 }
@@ -201,6 +246,7 @@ const Topology& ShardGossipOptimizerCore::topology() const {
 }
 
 const Group& ShardGossipOptimizerCore::remaining() {
+  agree_on_hosts();
   return gossip_->mixing.remaining();
 }
 

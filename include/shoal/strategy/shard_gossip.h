@@ -2,6 +2,7 @@
 // Gossip between hosts that each hold a model once: FullyShardedDataParallel among the ranks of a host, and every rank
 // averages its shards with the ranks of the same number on a few other hosts (rows DEC19, BEY14).
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -51,13 +52,17 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   void pass();
   // Gives all hosts the mean of their parameters, bit for bit the same. Collective over all ranks of all hosts.
   void global_avg();
+  // Parameters are the hosts' mean, to be read or saved, until hold_own(): no step may be taken meanwhile. What hosts
+  // have shown stays as it is, so that training goes on as if nothing had been. Both collective, over all ranks.
+  void hold_mean();
+  void hold_own();
   // How far hosts are from their mean x: sqrt(mean over hosts of |x_i - x|^2). Collective over all ranks.
   double consensus_distance();
   // This rank trains no more; other hosts go on without its shards.
   void leave();
   const ExchangeStatistics& statistics() const;
   const Topology& topology() const;
-  // Of `across`, those who have not been removed. Collective over them when some have been since the last call.
+  // Of `across`, those who have not been removed, about which a host's ranks agree. Collective over all ranks.
   const Group& remaining();
 
   struct Gossip;
@@ -70,6 +75,8 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
 
  private:
   void open();
+  void restore_own();
+  void on_the_whole_host(const std::function<void()>& work);
   void agree_on_hosts();
   void mix();
   void show();

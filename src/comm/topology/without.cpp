@@ -72,6 +72,32 @@ RoundSpec spec_of(const Matrix& weights) {
   return spec;
 }
 
+// A round in which all that were neighbours of a lost rank average with each other, so that what it connected stays
+// connected.
+RoundSpec bridge(const std::vector<MixingRound>& rounds, const std::vector<bool>& lost) {
+  std::vector<bool> neighbours(lost.size());
+  for (const auto& round : rounds) {
+    for (int to = 0; to < round.size(); ++to) {
+      for (const auto& source : round.sources(to)) {
+        if (lost[source.rank]) neighbours[to] = true;
+        if (lost[to]) neighbours[source.rank] = true;
+      }
+    }
+  }
+  RoundSpec spec{.groups = {{}}};
+  int number = 0;  // among those who are left
+  for (size_t rank = 0; rank < lost.size(); ++rank) {
+    if (lost[rank]) continue;
+    if (neighbours[rank]) {
+      spec.groups.front().push_back(number);
+    } else {
+      spec.groups.push_back({number});
+    }
+    ++number;
+  }
+  return spec;
+}
+
 // The hosts of the ranks that are left.
 std::vector<int> remaining(const std::vector<int>& hosts, const std::vector<bool>& lost) {
   std::vector<int> left;
@@ -113,7 +139,13 @@ Topology Topology::without(const std::vector<int>& ranks) const {
     }
     rounds.push_back(spec_of(weights));
   }
-  return {name_, left, kind_, rounds};
+  try {
+    return {name_, left, kind_, rounds};
+  } catch (const UsageError&) {
+    // The lost ranks held the others together.
+    rounds.push_back(bridge(*rounds_, lost));
+    return {name_, left, kind_, rounds};
+  }
 }
 
 }  // namespace shoal

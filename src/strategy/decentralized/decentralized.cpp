@@ -185,6 +185,7 @@ const Topology& DecentralizedDataParallelCore::topology() const {
 
 const Group& DecentralizedDataParallelCore::remaining() {
   state_->require_present("remaining()");
+  state_->mixing.remove_ended();
   return state_->mixing.remaining();
 }
 

@@ -4,6 +4,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <numeric>
 
@@ -89,7 +90,8 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::Sc
     copies_.emplace_back(buffer, *compressed, whole_.period());
     buffer = {copies_.back().message_bytes(), at::kByte};
   }
-  if (!shown.empty()) shown[bearer].numel += known_.message_bytes() / static_cast<int64_t>(c10::elementSize(shown[bearer].dtype));
+  if (!shown.empty())
+    shown[bearer].numel += known_.message_bytes() / static_cast<int64_t>(c10::elementSize(shown[bearer].dtype));
   shown_ = std::move(shown);
   channel_ =
       newcomer_ ? join_gossip_channel(group_, shown_, newcomer_->addresses()) : open_gossip_channel(group_, shown_);
@@ -125,6 +127,7 @@ void Mixing::begin_step() {
 }
 
 void Mixing::remove_lost(const std::vector<int>& also) {
+  if (!channel_) return;
   auto left = now_.members;
   std::erase_if(left, [&](int rank) {
     const bool named = std::count(also.begin(), also.end(), rank) > 0;
@@ -137,6 +140,16 @@ void Mixing::remove_lost(const std::vector<int>& also) {
   remaining_.reset();
   for (auto& copies : copies_) copies.begin_anew(topology().period());
   channel_->forget();  // other ranks read this one's values now
+}
+
+void Mixing::remove_ended() {
+  if (!channel_) return;
+  constexpr auto never = std::numeric_limits<int64_t>::max();
+  std::vector<int> ended;
+  for (const int rank : now_.members) {
+    if (rank != group_.rank() && channel_->gone(rank, never)) ended.push_back(rank);
+  }
+  remove_lost(ended);
 }
 
 void Mixing::count_in() {
@@ -232,8 +245,7 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
           result.others.add_(values, weight);
         }
       };
-      const auto [arrival, version] =
-          torn.count(rank) > 0 ? Reading{} : read(buffer, rank, add);
+      const auto [arrival, version] = torn.count(rank) > 0 ? Reading{} : read(buffer, rank, add);
       if (arrival == Arrival::torn) torn.insert(rank);
       // Word that it has left comes late over sockets; it is left out of the same step on all ranks.
       if (arrival == Arrival::gone) remove_lost({rank});
@@ -299,7 +311,8 @@ void Mixing::show(size_t buffer, const std::function<void(const at::Tensor&, dou
     write(values, 1);
     copies_[buffer].write(version_ + 1, values, draft);
   }
-  if (buffer == bearer) known_.write(static_cast<std::byte*>(draft.data_ptr()) + draft.nbytes() - known_.message_bytes());
+  if (buffer == bearer)
+    known_.write(static_cast<std::byte*>(draft.data_ptr()) + draft.nbytes() - known_.message_bytes());
   const auto& party = next_ ? *next_ : now_;
   std::vector<int> readers;
   for (const int number : party.topology.round(version_ + 1).targets(party.number)) {

@@ -42,6 +42,8 @@ class Mixing {
 
   // Removes neighbours that have ended, and those that `also` names. Between steps.
   void remove_lost(const std::vector<int>& also = {});
+  // Before something collective: also those that have ended with values shown that were to be mixed in the next step.
+  void remove_ended();
 
   struct Gathered {
     double own = 1;       // weight of this rank's own values

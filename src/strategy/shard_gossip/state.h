@@ -19,6 +19,7 @@ struct ShardGossipOptimizerCore::Gossip {
   bool overlap;
   Mixing mixing;
   std::vector<GossipBucket> buckets{};
+  std::vector<at::Tensor> own{};  // this host's values by bucket, while parameters are the hosts' mean
   bool left = false;
 };
 

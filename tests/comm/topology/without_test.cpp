@@ -51,6 +51,25 @@ TEST(TopologyWithout, DEC17_weights_of_lost_edges_go_to_the_ranks_own) {
   EXPECT_EQ(alone.round(0).self(0), 1);
 }
 
+TEST(TopologyWithout, DEC17_neighbours_of_a_rank_that_connected_the_others_average_with_each_other) {
+  // 0 - 1 - 2 and 1 - 3 - 4, one link a round.
+  const Topology tree("tree", 5, Stochastic::doubly,
+                      {{.links = {{0, 1}}, .idle = {2, 3, 4}},
+                       {.links = {{1, 2}, {3, 4}}, .idle = {0}},
+                       {.links = {{1, 3}}, .idle = {0, 2, 4}}});
+  const auto left = tree.without({1});  // 0, 2, 3, 4 are 0, 1, 2, 3 now
+  ASSERT_EQ(left.period(), 4);
+  const double third = 1.0 / 3;
+  EXPECT_LT(
+      largest_difference(dense(left.round(3)),
+                         {{third, third, third, 0}, {third, third, third, 0}, {third, third, third, 0}, {0, 0, 0, 1}}),
+      1e-15);
+  EXPECT_EQ(tree.without({4}).period(), 3) << "a leaf connects nobody";
+  const Topology star("star", 4, Stochastic::row,
+                      {{.edges = {{0, 1, 0.5}, {0, 2, 0.5}, {0, 3, 0.5}, {1, 0, 0.25}, {2, 0, 0.25}, {3, 0, 0.25}}}});
+  EXPECT_EQ(star.without({0}).without({0}).size(), 2) << "and again";
+}
+
 TEST(TopologyWithout, DEC17_directed_rounds_keep_their_kind) {
   const std::vector<Edge> circle{{0, 1, 0.5},   {1, 2, 0.25},  {2, 3, 0.5},  {3, 0, 0.5},
                                  {0, 3, 0.125}, {3, 1, 0.125}, {1, 0, 0.125}};

@@ -1,0 +1,200 @@
+// Interrupts, killed ranks and evaluations under every strategy of `shoal train`: what a user finds afterwards.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "tests/cli/shoal_program.h"
+
+namespace shoal::test {
+namespace {
+
+using Line = std::vector<std::string>;
+
+// As the program lists them.
+std::vector<std::string> strategies() {
+  const auto text = shoal({"train", "--strategy", "?"}).output;
+  const std::string mark = "available: ";
+  std::istringstream list(text.substr(std::min(text.find(mark), text.size() - mark.size()) + mark.size()));
+  std::vector<std::string> names;
+  for (std::string name; list >> name;) {
+    if (name.ends_with(',')) name.pop_back();
+    names.push_back(name);
+  }
+  return names;
+}
+
+// On as many ranks as it takes: two, or two hosts of two.
+Line of_strategy(const std::string& strategy) {
+  if (strategy == "none") return {"--strategy", strategy, "--ranks", "1"};
+  if (strategy != "hybrid_gossip") return {"--strategy", strategy, "--ranks", "2"};
+  return {"--strategy", strategy, "--ranks", "4", "--topology-local-size", "2"};
+}
+
+// Whether the others train on without a rank that ends.
+bool goes_on(const std::string& strategy) {
+  return strategy == "decentralized" || strategy == "hybrid_gossip";
+}
+
+class GoingOn : public testing::TestWithParam<std::string> {
+ protected:
+  // Bytes in a fixed disorder: a few steps to an epoch.
+  GoingOn() {
+    std::ofstream file(folder_.file("text"), std::ios::binary);
+    uint32_t state = 1;
+    for (int i = 0; i < 3000; ++i) {
+      state = state * 1664525 + 1013904223;
+      file.put(static_cast<char>('a' + (state >> 24) % 26));
+    }
+  }
+
+  Line reference(const Line& more) const { return with({"train", "--data", "reference", "--model", "mlp"}, more); }
+  Line text(const Line& more) const {
+    return with({"train", "--data", "text:" + folder_.file("text"), "--model", "gpt", "--batch", "2"}, more);
+  }
+  Line with(Line line, const Line& more) const {
+    const auto strategy = of_strategy(GetParam());
+    line.insert(line.end(), {"--threads", "1", "--json", folder_.file("report.json"), "--metrics", metrics()});
+    line.insert(line.end(), strategy.begin(), strategy.end());
+    line.insert(line.end(), more.begin(), more.end());
+    return line;
+  }
+  std::string metrics() const { return folder_.file("metrics.jsonl"); }
+  std::string saved() const { return folder_.file("run"); }
+  nlohmann::json report() const { return read(folder_.file("report.json")); }
+
+  // Runs the program; once there are so many lines of metrics, the shell does `then` to it, whose process is $pid.
+  Ended disturbed(const Line& line, int lines, const std::string& then) const {
+    std::string words = SHOAL;
+    for (const auto& word : line) words += " " + word;
+    return run({"sh", "-c",
+                words + " & pid=$!; until [ $(cat " + metrics() + " 2>/dev/null | wc -l) -ge " + std::to_string(lines) +
+                    " ] || ! kill -0 $pid 2>/dev/null; do sleep 0.02; done; " + then + "; wait $pid"},
+               120);
+  }
+  static std::string kill_rank(int rank) {
+    return "for child in $(cat /proc/$pid/task/*/children); do tr '\\0' '\\n' < /proc/$child/environ | grep -qx RANK=" +
+           std::to_string(rank) + " && kill -9 $child; done";
+  }
+
+  std::vector<nlohmann::json> lines_of_metrics() const {
+    std::ifstream file(metrics());
+    std::vector<nlohmann::json> list;
+    for (std::string line; std::getline(file, line);) list.push_back(nlohmann::json::parse(line));
+    return list;
+  }
+
+  TempFolder folder_;
+};
+
+TEST_P(GoingOn, AnInterruptLeavesWhatResumesAndSaysWhere) {
+  const auto strategy = GetParam();
+  auto ended = disturbed(reference({"--steps", "1000000", "--save", saved()}), 20, "kill -INT $pid");
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_TRUE(std::filesystem::exists(saved() + "/model.safetensors")) << ended.output;
+  if (strategy == "local") {
+    EXPECT_NE(ended.output.find("interrupted; model in " + saved() + "/model.safetensors\n"), std::string::npos)
+        << ended.output;
+    return;
+  }
+  const std::string says = "interrupted; checkpoint in " + saved() + "/step-";
+  const auto place = ended.output.find(says);
+  ASSERT_NE(place, std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output.find("interrupted", place + 1), std::string::npos) << "once: " << ended.output;
+  const int step = std::stoi(ended.output.substr(place + says.size()));
+  EXPECT_GE(step, 20);
+  ended = shoal({"checkpoint", "verify", saved()});
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  ended = shoal(reference({"--steps", std::to_string(step + 2), "--save", saved(), "--resume", "latest"}));
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("going on after step " + std::to_string(step) + " "), std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output.find(" ranks)"), std::string::npos) << "exactly: " << ended.output;
+  EXPECT_EQ(report()["loss"].size(), 2U);
+}
+
+TEST_P(GoingOn, EvaluationChangesNothingAndWhatIsSavedIsWhatWasEvaluated) {
+  const auto train_text = [&](const Line& more) {
+    Line line{"--steps", "9", "--optimizer", "sgd"};
+    line.insert(line.end(), more.begin(), more.end());
+    const auto ended = shoal(text(line));
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return ended.code == 0 ? report() : nlohmann::json();
+  };
+  const auto plain = train_text({});
+  const auto evaluated = train_text({"--eval", "--save", saved()});
+  ASSERT_FALSE(plain.is_null() || evaluated.is_null());
+  EXPECT_EQ(evaluated["loss"], plain["loss"]);
+  EXPECT_EQ(evaluated["params"], plain["params"]);
+  ASSERT_FALSE(evaluated["eval"].empty());
+  if (goes_on(GetParam())) {
+    for (const double distance : evaluated["strategy"]["consensus_distance"]) EXPECT_GT(distance, 0);
+    for (const auto& line : lines_of_metrics()) {
+      if (line.contains("eval_loss")) EXPECT_GT(line["consensus_distance"], 0) << line;
+    }
+  }
+  if (GetParam() == "local") return;  // its ranks' models are evaluated each on a share, and rank 0's is saved
+  // One process that learns nothing.
+  const auto ended = shoal({"train",       "--data",     "text:" + folder_.file("text"),
+                            "--model",     "gpt",        "--batch",
+                            "2",           "--strategy", "none",
+                            "--optimizer", "sgd",        "--lr",
+                            "1e-30",       "--steps",    "1",
+                            "--eval",      "--resume",   saved() + "/model.safetensors",
+                            "--partial",   "--json",     folder_.file("again.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NEAR(read(folder_.file("again.json"))["eval"][0]["loss"].get<double>(),
+              evaluated["eval"].back()["loss"].get<double>(), 1e-5);
+}
+
+// With an evaluation after every few steps, so that the rank often ends near one.
+TEST_P(GoingOn, WhenRankZeroIsKilledTheOthersEndOrGoOnAndSayWhatItWouldHave) {
+  const auto ended = disturbed(text({"--steps", "120", "--eval", "--save", saved()}), 23,
+                               GetParam() == "none" ? "kill -9 $pid" : kill_rank(0));
+  EXPECT_FALSE(ended.overdue) << ended.output;
+  if (!goes_on(GetParam())) {
+    EXPECT_EQ(ended.code, 137) << ended.output;
+    if (GetParam() != "none") {
+      EXPECT_NE(ended.output.find("rank 0 was killed by signal 9"), std::string::npos) << ended.output;
+    }
+    EXPECT_LT(ended.seconds, 40);
+    return;
+  }
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(std::filesystem::exists(saved() + "/model.safetensors")) << ended.output;
+  EXPECT_EQ(report()["loss"].size(), 120U) << "of the rank that took over";
+  const auto lines = lines_of_metrics();
+  int64_t last_step = 0;
+  int64_t last_evaluation = 0;
+  for (const auto& line : lines) {
+    (line.contains("eval_loss") ? last_evaluation : last_step) = line["step"];
+  }
+  EXPECT_EQ(last_step, 119);
+  EXPECT_EQ(last_evaluation, 119);
+  EXPECT_NE(ended.output.find("test perplexity"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("  model  "), std::string::npos) << ended.output;
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, GoingOn, testing::ValuesIn(strategies()),
+                         [](const auto& info) { return info.param; });
+
+// A rank of a graph of one's own that connects the others.
+class FileTopology : public GoingOn {};
+
+TEST_P(FileTopology, DEC17_OthersGoOnWithoutARankThatConnectedThem) {
+  std::ofstream(folder_.file("line.json")) << R"({"ranks": 3, "rounds": [{"links": [[0, 1]], "idle": [2]},)"
+                                           << R"( {"links": [[1, 2]], "idle": [0]}]})";
+  auto line = text({"--steps", "120", "--eval", "--topology-file", folder_.file("line.json")});
+  *(std::find(line.begin(), line.end(), "--ranks") + 1) = "3";
+  const auto ended = disturbed(line, 23, kill_rank(1));
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_EQ(report()["loss"].size(), 120U);
+  EXPECT_EQ(report()["strategy"]["removed"], (std::vector<double>{1, 1}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Gossip, FileTopology, testing::Values("decentralized"));
+
+}  // namespace
+}  // namespace shoal::test
