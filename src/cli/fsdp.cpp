@@ -94,6 +94,7 @@ class HybridGossip : public Fsdp {
   std::shared_ptr<void> whole_parameters() override { return std::make_shared<Mean>(*this); }
   bool has_whole_model() const override { return false; }
   bool in_step() const override { return false; }
+  bool can_save() const override { return gossip().statistics().removed.empty(); }
   int leader() const override { return first_of_those_left(gossip().statistics()) * inside_.size(); }
   std::optional<Group> bound() const override { return inside_; }
   std::optional<Group> present() const override {

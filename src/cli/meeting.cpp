@@ -8,8 +8,6 @@
 
 namespace shoal::cli {
 
-using Clock = std::chrono::steady_clock;
-
 Meeting::Outcome Meeting::meet(int64_t steps, bool due, bool stops) {
   if (strategy_.in_step()) return stops ? Outcome::stop : due ? Outcome::together : Outcome::go_on;
   if (steps < appointed_) return Outcome::go_on;
@@ -35,19 +33,19 @@ Meeting::Outcome Meeting::meet(int64_t steps, bool due, bool stops) {
 }
 
 void Meeting::together(const std::function<void(const Group&)>& work) {
-  constexpr std::chrono::seconds to_notice(3);  // who has ended
-  auto deadline = Clock::time_point::max();
+  // Until all have noticed who has ended: three seconds. Counted, since ranks that share a model try equally often.
+  constexpr int most = 60;
+  constexpr std::chrono::milliseconds pause(50);
   std::string tried;
-  while (true) {
+  for (int attempt = 0;; ++attempt) {
     try {
       const auto present = strategy_.present().value_or(group_);
-      if (present.name() != tried) deadline = Clock::time_point::max();
+      if (present.name() != tried) attempt = 0;
       tried = present.name();
       return work(present);
     } catch (const CommError&) {
-      if (strategy_.in_step() || Clock::now() > deadline) throw;
-      if (deadline == Clock::time_point::max()) deadline = Clock::now() + to_notice;
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      if (strategy_.in_step() || attempt == most) throw;
+      std::this_thread::sleep_for(pause);
     }
   }
 }

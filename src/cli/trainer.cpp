@@ -156,7 +156,7 @@ void Trainer::tolerate(const std::function<void()>& saving) {
     if (leads()) fmt::print(stderr, "shoal: {}; training goes on\n", error.what());
   };
   try {
-    meeting_.together([&](const Group&) { saving(); });
+    saving();
   } catch (const CheckpointError& error) {
     say(error);
   } catch (const CommError& error) {
@@ -167,6 +167,10 @@ void Trainer::tolerate(const std::function<void()>& saving) {
 
 void Trainer::save_end(int64_t steps, TrainResult& result) {
   if (options_.save.empty() || !training_) return;
+  if (!strategy_->can_save()) {
+    if (leads()) fmt::print(stderr, "shoal: no checkpoint of the end: hosts have ended, and it needs all of them\n");
+    return;
+  }
   try {
     meeting_.together([&](const Group&) { save(steps, /*in_background=*/false); });
     result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
@@ -273,9 +277,9 @@ TrainResult Trainer::run() {
       for (const auto& [name, value] : result.figures) line[name] = value;
       metrics.write(line);
     }
-    if (!saves) continue;
+    if (!saves || !strategy_->can_save()) continue;
     progress.clear();
-    tolerate([&] { save(number + 1, /*in_background=*/true); });
+    tolerate([&] { meeting_.together([&](const Group&) { save(number + 1, /*in_background=*/true); }); });
   }
   if (training_) tolerate([&] { training_->wait(); });
   if (result.stopped) interrupted = 1;  // also where only a peer was
