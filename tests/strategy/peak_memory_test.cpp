@@ -90,6 +90,11 @@ void warm_up(const Precision& precision) {
   optimizer.step();
 }
 
+// Memory that peers may still have read goes with the first operation after all are through.
+void settle() {
+  for (int meeting = 0; meeting < 2; ++meeting) world().group().barrier().wait();
+}
+
 struct Use {
   double peak = 0;   // most bytes in the third step, by allocators
   double pages = 0;  // bytes at the end of its backward, by the kernel
@@ -100,6 +105,7 @@ Use train(const std::string& strategy, const Case& it) {
   warm_up(it.precision);
   world().group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which stays
   test::return_freed_memory();  // of the cases before, which else goes back while this one is measured
+  settle();
   const auto before = handed_out();
   const auto pages_before = test::proportional_bytes();
   auto model = std::make_shared<NetImpl>(it.precision.parameters);
@@ -117,7 +123,7 @@ Use train(const std::string& strategy, const Case& it) {
   for (int step = 0; step < 3; ++step) {
     peak = 0;
     training.forward(x).sum().backward();
-    world().group().barrier().wait();
+    settle();
     if (step == 2) use.pages = static_cast<double>(test::proportional_bytes() - pages_before);
     world().group().barrier().wait();
     meter.reset_peak();
