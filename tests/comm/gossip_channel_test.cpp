@@ -49,7 +49,9 @@ Reading read(GossipChannel& channel, int64_t version, Limit limit = patience) {
   double value = 0;
   auto reading = channel.read(0, version, source(), limit,
                               [&](const at::Tensor& values) { value = values.sum().item<double>() / 1000; });
-  if (reading.arrival == Arrival::here) EXPECT_EQ(static_cast<double>(reading.version), value);
+  if (reading.arrival == Arrival::here) {
+    EXPECT_EQ(static_cast<double>(reading.version), value);
+  }
   return reading;
 }
 
