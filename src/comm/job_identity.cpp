@@ -20,9 +20,17 @@ void append_with_length(std::string& message, std::string_view part) {
   message += part;
 }
 
+// Before anything else of OpenSSL's. Its clean-up at the process's end would free what threads of the store and of
+// gossip, which nobody waits for then, still use.
+void prepare_openssl() {
+  static const bool ready = OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr) == 1;
+  if (!ready) throw std::runtime_error("OpenSSL cannot be used");
+}
+
 }  // namespace
 
 JobIdentity::JobIdentity(std::string name, std::string secret) : name_(std::move(name)), secret_(std::move(secret)) {
+  prepare_openssl();
   if (has_secret() && secret_.size() < least_secret) {
     throw UsageError(
         fmt::format("SHOAL_SECRET has {} characters and could be guessed: give at least {} random ones, "
@@ -49,6 +57,7 @@ bool same(const Mac& a, const Mac& b) {
 }
 
 Mac random_challenge() {
+  prepare_openssl();
   Mac bytes;
   if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
     throw std::runtime_error("OpenSSL has no random numbers");

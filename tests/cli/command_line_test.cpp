@@ -89,7 +89,7 @@ TEST(CommandLine, RanksThatContradictTheEnvironmentAreRefused) {
 
 TEST(Input, MissingDataIsNamedOnceBeforeRanksAreStarted) {
   expect_refused({"train", "--data", "fashion-mnist:/nowhere", "--ranks", "2"}, "there is no folder /nowhere");
-  expect_refused({"train", "--model", "gpt", "--data", "text:/nowhere", "--ranks", "2"}, "/nowhere: no such file");
+  expect_refused({"train", "--model", "gpt", "--data", "text:/nowhere", "--ranks", "2"}, "cannot open /nowhere");
 }
 
 TEST(Input, DamagedIdxFilesAreNamedOnEveryRank) {
