@@ -84,9 +84,16 @@ void ShardedModule::end() {
   ended_ = true;
 }
 
+void ShardedModule::require_going_on() const {
+  if (ended_) {
+    throw UsageError(
+        "unwrap() has given the module its parameters back: use the module itself, or make another wrapper and another "
+        "optimizer for it");
+  }
+}
+
 void ShardedModule::serve_readers() {
-  if (ended_)
-    throw UsageError("an optimizer's step after unwrap(); make another optimizer for the module's parameters");
+  require_going_on();
   if (lent_) throw UsageError("an optimizer's step while summon_full_params holds the parameters; end that first");
   reducer_->require_seen_gradients();
   for (const auto& gather : gathers_) {
@@ -95,6 +102,7 @@ void ShardedModule::serve_readers() {
 }
 
 void ShardedModule::publish(const Label& label) {
+  require_going_on();
   first_touch_.touch_all();
   for (const auto& piece : pieces_) piece.put_out();
   std::for_each(gathers_.rbegin(), gathers_.rend(), [&](const auto& gather) { gather->publish(label); });
@@ -163,6 +171,7 @@ bool ShardedModule::changed() const {
 }
 
 void ShardedModule::adopt_changes(const Label& label) {
+  require_going_on();
   require_kinds();
   if (!changed()) return;
   const torch::NoGradGuard no_grad;

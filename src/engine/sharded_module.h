@@ -65,9 +65,10 @@ class ShardedModule {
   // While somebody else reads and writes the parameters, no step may change them.
   void lend(bool lent) { lent_ = lent; }
   bool lent() const { return lent_; }
-  // Parameters are the module's own again: no step may follow, and backwards are the caller's.
+  // Parameters are the module's own again: backwards are the caller's, and whatever else would use the shards throws
+  // UsageError.
   void end();
-  bool ended() const { return ended_; }
+  void require_going_on() const;
   // This rank's ranges are new; those that forward needs first leave first.
   void publish(const Label& label);
   // Waits for everybody's ranges; `at_first_touch`: for a bucket's when an operator first takes one of its parameters.

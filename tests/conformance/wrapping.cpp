@@ -55,6 +55,19 @@ struct Outer : Network {
   torch::nn::Linear out{nullptr};
 };
 
+void made_again(Bench& bench, bool unwrap) {
+  auto model = perceptron();
+  Setup setup;
+  setup.optimizer = torch::optim::SGDOptions(0.1);
+  for (int64_t step = 0; step < 3; ++step) {
+    auto training = bench.wrap(model, setup);
+    train(bench, *training, step, step + 1);
+    if (unwrap) training->unwrap();
+  }
+  auto training = bench.wrap(model, setup);
+  bench.same_parameters(*model);
+}
+
 torch::nn::Sequential sequential() {
   torch::manual_seed(3);
   torch::nn::Sequential model(torch::nn::Linear(6, 7), torch::nn::Tanh(), torch::nn::Linear(7, 3));
@@ -104,31 +117,8 @@ Behaviours wrapping() {
          train(bench, *training, 0, 3);
          bench.same_parameters(*model);
        }},
-      {"a_wrapper_made_again",
-       [](Bench& bench) {
-         auto model = perceptron();
-         Setup setup;
-         setup.optimizer = torch::optim::SGDOptions(0.1);
-         for (int64_t step = 0; step < 3; ++step) {
-           auto training = bench.wrap(model, setup);
-           train(bench, *training, step, step + 1);
-         }
-         auto training = bench.wrap(model, setup);
-         bench.same_parameters(*model);
-       }},
-      {"a_wrapper_made_again_after_unwrap",
-       [](Bench& bench) {
-         auto model = perceptron();
-         Setup setup;
-         setup.optimizer = torch::optim::SGDOptions(0.1);
-         for (int64_t step = 0; step < 3; ++step) {
-           auto training = bench.wrap(model, setup);
-           train(bench, *training, step, step + 1);
-           training->unwrap();
-           for (auto& parameter : model->parameters()) parameter.mutable_grad() = at::Tensor();
-         }
-         bench.same_parameters(*model);
-       }},
+      {"a_wrapper_made_again", [](Bench& bench) { made_again(bench, /*unwrap=*/false); }},
+      {"a_wrapper_made_again_after_unwrap", [](Bench& bench) { made_again(bench, /*unwrap=*/true); }},
       {"a_model_used_after_unwrap",
        [](Bench& bench) {
          auto model = perceptron();

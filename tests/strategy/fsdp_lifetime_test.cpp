@@ -89,6 +89,49 @@ TEST(Fsdp, WrapperAndOptimizerMayGoInAnyOrderAndAtAnyTime) {
   }
 }
 
+TEST(Fsdp, UnwrapGivesTheModuleItsParametersBackAndNothingOfTheWrapperWorksAfterwards) {
+  for (auto options : strategies()) {
+    for (const bool narrow : {false, true}) {
+      if (narrow) options.param_dtype = at::kBFloat16;
+      const auto model = std::make_shared<MlpImpl>(12, 16, 5, at::kFloat);
+      Parallel parallel(model, group(), options);
+      Optimizer optimizer(parallel, sgd);
+      const auto x = batch(group().rank(), 0).to(at::kFloat);
+      mean_loss(parallel.forward(x)).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      const auto before = parallel.full_state_dict();
+      parallel.unwrap();
+      for (const auto& item : model->named_parameters()) {
+        EXPECT_EQ(item.value().scalar_type(), at::kFloat) << item.key();
+        EXPECT_TRUE(at::equal(item.value(), before.at(item.key()))) << item.key();
+        EXPECT_NE(item.value().data_ptr(), nullptr);
+      }
+      torch::optim::SGD alone(model->parameters(), sgd);
+      mean_loss(model->forward(x)).backward();
+      alone.step();
+      const auto after = model->first->weight.detach().clone();
+      const auto refused = [](const auto& act) {
+        EXPECT_THAT(refusal(act), testing::HasSubstr("unwrap() has given the module its parameters back"));
+      };
+      refused([&] { parallel.forward(x); });
+      refused([&] {
+        const torch::NoGradGuard no_grad;
+        parallel.forward(x);
+      });
+      refused([&] { optimizer.step(); });
+      refused([&] { parallel.clip_grad_norm_(1); });
+      refused([&] { parallel.full_state_dict(); });
+      refused([&] { const auto whole = parallel.summon_full_params(); });
+      refused([&] { parallel.unwrap(); });
+      EXPECT_TRUE(at::equal(model->first->weight, after)) << "nothing has changed";
+      model->zero_grad();
+      Parallel again(model, group(), options);  // while the old one is there
+      mean_loss(again.forward(x)).backward();
+    }
+  }
+}
+
 // The module, too, while autograd's graph is there.
 TEST(Fsdp, AGraphMayOutliveAllOfThem) {
   for (const auto& options : strategies()) {

@@ -125,8 +125,8 @@ struct TopologyRequest {
 // Threads: immutable, may be shared. Not collective: every rank makes the same one, agree() below checks that.
 class Topology {
  public:
-  // Throws UsageError beyond the limits above, as MixingRound does, naming the topology and the round, and when some rank's values would never
-  // reach some other rank (the edges of all rounds together must be strongly connected; where ranks keep nothing of
+  // Throws UsageError beyond the limits above, as MixingRound does, naming the topology and the round, and when some
+  // rank's values would never reach some other rank (the edges of all rounds together must be strongly connected; where ranks keep nothing of
   // their own, values must also mix and not just move).
   Topology(std::string name, int size, Stochastic kind, const std::vector<RoundSpec>& rounds);
 

@@ -236,8 +236,9 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   }
 
   // Gives the module its parameters whole, in memory of its own, for what comes after this wrapper: another wrapper,
-  // torch::save, evaluation. Gradients are dropped. Afterwards forward and the optimizer's step are UsageErrors.
-  // UsageError while summon_full_params holds the parameters. Collective.
+  // torch::save, evaluation. With param_dtype they are in float32 again, as the optimizer has updated them; buffers have
+  // their own dtypes. Gradients are dropped. Afterwards everything else of this wrapper and its optimizer is a UsageError.
+  // So is this while summon_full_params holds the parameters. Collective.
   void unwrap() { this->core_.unwrap(); }
 
   // Names of the parameters in each unit, frozen ones included, in the order of first use that is expected.

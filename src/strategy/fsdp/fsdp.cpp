@@ -88,20 +88,27 @@ void FullyShardedCore::unwrap() {
   const torch::NoGradGuard no_grad;
   shards_->module->adopt_changes({step(), -1, "replaced parameters"});
   std::vector<at::Tensor> values;
-  for (const auto& entry : state().tensors.parameters) values.push_back(entry.tensor.detach().clone());
+  for (const auto& entry : state().tensors.parameters) {
+    if (!shards_->options.param_dtype) {
+      values.push_back(entry.tensor.detach().clone());
+      continue;
+    }
+    const auto value = whole(entry.tensor, entry.name);  // with the bits that param_dtype has no room for
+    values.push_back(value.element_size() < 4 ? value.to(at::kFloat) : value);
+  }
   shards_->module->end();
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& parameter = state().tensors.parameters[i].tensor;
     parameter.set_data(values[i]);
     at::Tensor(parameter).mutable_grad().reset();
   }
+  for (const auto& [buffer, dtype] : shards_->buffer_dtypes) buffer.set_data(buffer.to(dtype));
+  give_back_all_of(*this);
   shards_->groups.all.barrier({step(), -1, "unwrapped"}).wait();  // nobody's values are read any more
 }
 
 void FullyShardedCore::begin_pass(bool training) {
-  if (shards_->module->ended()) {
-    throw UsageError("FullyShardedDataParallel: forward after unwrap(); use the module itself, or wrap it anew");
-  }
+  shards_->module->require_going_on();
   if (shards_->hold) {
     throw UsageError("FullyShardedDataParallel: forward while summon_full_params holds the parameters; end that first");
   }

@@ -108,8 +108,7 @@ void DistributedOptimizerCore::count_once(const std::vector<at::Tensor>& paramet
   if (!cover(state().groups_of_scalars(), group)) {
     throw UsageError(
         "DistributedOptimizer: count_once: norms are not taken over this group's ranks; set model_parallel_group to "
-        "the "
-        "ranks that hold one replica of the model");
+        "the ranks that hold one replica of the model");
   }
   if (!counts(state().group, group)) leave_uncounted(found);
 }
