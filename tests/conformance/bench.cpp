@@ -51,6 +51,8 @@ void Bench::together(const std::function<void()>& act) const {
     act();
   } catch (const CommError&) {
     throw;
+  } catch (const DisagreeError&) {  // on every rank, and the group is unusable
+    throw;
   } catch (const std::exception&) {
     refusal = std::current_exception();
   }
