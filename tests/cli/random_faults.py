@@ -4,7 +4,8 @@
     tests/cli/random_faults.py build/shoal --faults 500 --seed 1
 
 Each fault is a job of `shoal train` that saves while it runs; at a random moment something is done to one of its ranks or
-to its launcher. A fault's number and the seed give the same job, fault and moment again (--only NUMBER).
+to its launcher. A fault's number and the seed give the same job, fault and moment again (--only NUMBER). Numbers that
+follow each other go through all kinds of faults and all strategies; --first lets several of these programs share them.
 """
 import argparse
 import os
@@ -21,7 +22,10 @@ import time
 
 TIMEOUT = 6  # of an operation, seconds
 GRACE = 10  # of ranks that were asked to end, seconds
+RENDEZVOUS = 60  # that ranks wait for each other at the start, seconds
 DEADLINE = 3 * TIMEOUT + GRACE + 20  # from the fault to the launcher's end; the rest is for a busy machine
+START = 120  # until a rank is there, or a checkpoint has been read, on a busy machine; seconds
+GO_ON = ("decentralized", "hybrid_gossip", "local")  # whose ranks do not wait for one that is gone
 
 
 def strategies(shoal):
@@ -31,8 +35,8 @@ def strategies(shoal):
     return [name for name in names if name not in ("", "none")]  # none: without shoal
 
 
-def ranks_of(job):
-    """Processes of the launcher `job` (its SHOAL_JOB) by rank; -1: no rank."""
+def processes_of(folder):
+    """The job's processes with their ranks (None: not a rank's); its folder stands in the environment of all of them."""
     found = {}
     for entry in pathlib.Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -43,24 +47,17 @@ def ranks_of(job):
             alive = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
         except (OSError, IndexError):
             continue
-        if alive and environment.get("SHOAL_JOB", "").startswith(job):
-            found.setdefault(int(environment.get("RANK", -1)), []).append(int(entry.name))
+        if alive and environment.get("TMPDIR") == str(folder / "temporary"):
+            found[int(entry.name)] = environment.get("RANK")
     return found
 
 
-def job_of(launcher):
-    """The SHOAL_JOB that the launcher gave its ranks, as soon as one is there; none: it has ended."""
-    while launcher.poll() is None:
-        children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-        for child in children.read_text().split() if children.exists() else []:
-            try:
-                environment = pathlib.Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if "RANK=" in environment and (found := re.search(r"SHOAL_JOB=([^\0]+)", environment)):
-                return found.group(1)
-        time.sleep(0.02)
-    return None
+def wait_until(condition, seconds):
+    """What the condition gives at last."""
+    end = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return value
 
 
 def limit(which, value):
@@ -82,7 +79,7 @@ def stop_and_continue(pid, launcher):
     os.kill(pid, signal.SIGCONT)
 
 
-# What is done to a rank; whether that rank is gone then, and the others must name it; whether the job goes on.
+# What is done to a rank; whether that rank is gone then, and must be named; whether the job goes on, if only perhaps.
 FAULTS = {
     "kill": (signalled(signal.SIGKILL), True, False),
     "segv": (signalled(signal.SIGSEGV), True, False),
@@ -100,80 +97,121 @@ def shared_files():
     return {entry.name for entry in pathlib.Path("/dev/shm").iterdir()}
 
 
-def run_fault(shoal, names, seed, number):
-    """What went wrong, as lines."""
-    chance = random.Random(f"{seed}/{number}")
-    strategy, transport = chance.choice(names), chance.choice(["host", "gloo"])
-    fault, ranks, moment = chance.choice(list(FAULTS)), chance.choice([2, 3, 4]), chance.uniform(0, 4)
-    act, gone, goes_on = FAULTS[fault]
-    title = f"{number}: {fault}, {strategy} over {transport}, {ranks} ranks, after {moment:.2f} s"
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="shoal-faults-"))
-    before = shared_files()
-    output = open(folder / "output", "w+")
-    launcher = subprocess.Popen(
-        [shoal, "train", "--model", "mlp", "--size", "tiny", "--data", "reference", "--strategy", strategy, "--ranks",
-         str(ranks), "--transport", transport, "--timeout", str(TIMEOUT), "--steps", "1000000", "--save",
-         str(folder / "run"), "--save-every", "50", "--keep-last", "3"],
-        stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
-    wrong, victim = [], chance.randrange(ranks)
+class Fault:
+    """What the number stands for."""
+
+    def __init__(self, names, seed, number):
+        chance = random.Random(f"{seed}/{number}")
+        self.kind = list(FAULTS)[number % len(FAULTS)]
+        self.strategy = names[(seed + number) % len(names)]
+        self.transport = chance.choice(["host", "gloo"])
+        self.ranks = 4 if self.strategy == "hybrid_gossip" else chance.choice([2, 3, 4])
+        self.victim = chance.randrange(self.ranks)
+        self.moment = chance.uniform(0, 4)
+        self.title = (f"{number}: {self.kind}, {self.strategy} over {self.transport}, rank {self.victim} of {self.ranks}, "
+                      f"after {self.moment:.2f} s")
+
+    def command(self, shoal, folder):
+        line = [shoal, "train", "--model", "mlp", "--size", "tiny", "--data", "reference", "--strategy", self.strategy,
+                "--ranks", str(self.ranks), "--transport", self.transport, "--timeout", str(TIMEOUT), "--steps", "1000000",
+                "--save", str(folder / "run"), "--metrics", str(folder / "metrics")]
+        if self.strategy == "hybrid_gossip":
+            line += ["--topology-local-size", "2"]
+        if self.strategy != "local":  # it has no checkpoints
+            line += ["--save-every", "50", "--keep-last", "3"]
+        return line
+
+
+def disturb(fault, launcher, folder):
+    """Does it, and sees the job to its end. What went wrong, as lines."""
+    def victim():
+        return [pid for pid, rank in processes_of(folder).items() if rank == str(fault.victim)]
+
+    wait_until(lambda: launcher.poll() is not None or victim(), START)
+    time.sleep(fault.moment)
+    pids = victim()
+    if not pids:
+        return [f"rank {fault.victim} was not there"]
+    act, _, goes_on = FAULTS[fault.kind]
+    deadline = DEADLINE + (0 if (folder / "metrics").exists() else RENDEZVOUS)
     try:
-        job = job_of(launcher)
-        if job is None:
-            return title, ["the job ended by itself"], folder
-        time.sleep(moment)
-        pids = ranks_of(job).get(victim, [])
-        if not pids:
-            return title, [f"rank {victim} was not there"], folder
-        try:
-            act(pids[0], launcher)
-        except ProcessLookupError:
-            pass
-        began = time.monotonic()
-        if goes_on:
-            time.sleep(2)
-            if launcher.poll() is None:
-                launcher.send_signal(signal.SIGTERM)
-        while launcher.poll() is None and time.monotonic() - began < DEADLINE:
-            time.sleep(0.05)
+        act(pids[0], launcher)
+    except ProcessLookupError:
+        pass
+    if goes_on or fault.strategy in GO_ON:
+        time.sleep(2)
         if launcher.poll() is None:
-            wrong.append(f"the launcher has not ended {DEADLINE} s after the fault")
             launcher.send_signal(signal.SIGTERM)
-            launcher.send_signal(signal.SIGTERM)
-        while (left := ranks_of(job)) and time.monotonic() - began < DEADLINE:
-            time.sleep(0.05)
-        if left:
-            wrong.append(f"processes are left: {left}")
-            for pid in sum(left.values(), []):
-                os.kill(pid, signal.SIGKILL)
+    wrong = []
+    if not wait_until(lambda: launcher.poll() is not None, deadline):
+        wrong.append(f"the launcher has not ended {deadline} s after the fault")
+        launcher.kill()
         launcher.wait()
-    finally:
-        if launcher.poll() is None:
-            launcher.kill()
-    output.seek(0)
-    text = output.read()
-    if gone and not re.search(rf"ranks? (\d+, )*{victim}\b", text):
-        wrong.append(f"nobody names rank {victim}")
+    wait_until(lambda: not processes_of(folder), GRACE)
+    for pid, rank in processes_of(folder).items():
+        wrong.append(f"process {pid} of rank {rank} is left")
+        os.kill(pid, signal.SIGKILL)
+    return wrong
+
+
+def run_fault(shoal, fault, folder):
+    """What went wrong, as lines."""
+    before = shared_files()
+    (folder / "temporary").mkdir()
+    with open(folder / "output", "w+") as output:
+        launcher = subprocess.Popen(
+            fault.command(shoal, folder), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True, env=dict(os.environ, TMPDIR=str(folder / "temporary")),
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # nohup's would be respected
+        try:
+            wrong = disturb(fault, launcher, folder)
+        finally:
+            if launcher.poll() is None:
+                launcher.kill()
+        output.seek(0)
+        text = output.read()
+    if FAULTS[fault.kind][1] and not re.search(rf"ranks? (\d+, )*{fault.victim}\b", text):
+        wrong.append(f"nobody names rank {fault.victim}")
     if stays := shared_files() - before:
         wrong.append(f"shared files are left: {sorted(stays)}")
-    for checkpoint in (folder / "run").glob("step-*"):
-        verified = subprocess.run([shoal, "checkpoint", "verify", str(checkpoint)], capture_output=True, text=True)
+    if stays := [entry.name for entry in (folder / "temporary").iterdir()]:
+        wrong.append(f"temporary files are left: {sorted(stays)}")
+    for checkpoint in sorted((folder / "run").glob("step-*")):
+        verified = subprocess.run([shoal, "checkpoint", "verify", str(checkpoint)], capture_output=True, text=True,
+                                  timeout=START)
         if verified.returncode != 0:
             wrong.append(f"{checkpoint.name}: {verified.stderr.strip() or verified.stdout.strip()}")
-    return title, wrong, folder
+    return wrong
+
+
+def keep_to_oneself():
+    """Other programs' files in /dev/shm come and go; root can have such a folder of its own."""
+    mark, unshared = "SHOAL_FAULTS_TO_ONESELF", ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs shm /dev/shm && exec "$@"', "sh"]
+    if mark in os.environ or os.geteuid() != 0 or not shutil.which("unshare"):
+        return
+    os.environ[mark] = "1"
+    if subprocess.run([*unshared, "true"], capture_output=True).returncode == 0:
+        os.execvp(unshared[0], [*unshared, sys.executable, *sys.argv])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shoal", help="the program")
-    parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--faults", type=int, default=500, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, help="the number of one fault")
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="these alone")
     options = parser.parse_args()
+    keep_to_oneself()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and the job with it
     names = strategies(options.shoal)
     failed = 0
-    for number in [options.only] if options.only is not None else range(options.faults):
-        title, wrong, folder = run_fault(options.shoal, names, options.seed, number)
-        print(title, "-", "; ".join(wrong) if wrong else "ok", flush=True)
+    for number in options.only or range(options.first, options.first + options.faults):
+        fault = Fault(names, options.seed, number)
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="shoal-faults-"))
+        began = time.monotonic()
+        wrong = run_fault(options.shoal, fault, folder)
+        print(f"{fault.title} - {'; '.join(wrong) if wrong else 'ok'}, {time.monotonic() - began:.0f} s", flush=True)
         if not wrong:
             shutil.rmtree(folder)
             continue
