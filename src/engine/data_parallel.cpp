@@ -88,11 +88,13 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
   }
   std::vector<at::Tensor> parameters;
   for (const auto& entry : tensors.parameters) parameters.push_back(entry.tensor);
+  KnownModule known(module, name);
   return std::make_unique<DataParallelCore::State>(
       DataParallelCore::State{.name = name,
                               .module = std::move(module),
                               .group = group,
                               .tensors = std::move(tensors),
+                              .known = std::move(known),
                               .watch = ParameterWatch(std::move(parameters))});
 }
 
@@ -165,6 +167,7 @@ void DataParallelCore::before_forward() {
   const NormalMode outside;
   auto& state = *state_;
   state.entered = false;
+  if (torch::GradMode::is_enabled()) state.known.require_no_other();
   state.require_shapes();
   if (state.no_sync_depth == 0) state.reducer->settle();
   adopt_changes(torch::GradMode::is_enabled());

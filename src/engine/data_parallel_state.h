@@ -4,6 +4,7 @@
 #include "engine/buffer_sync.h"
 #include "engine/parameter_watch.h"
 #include "engine/reducer.h"
+#include "module/known_module.h"
 #include "module/walk.h"
 #include "shoal/engine/data_parallel.h"
 
@@ -17,6 +18,7 @@ struct DataParallelCore::State {
   bool adopts_buffers = true;  // after a Join, those of a rank that took part in the last step
   Precision precision{};
   ModuleTensors tensors;
+  KnownModule known{};
   ParameterWatch watch{};  // of the parameters, since they were wrapped or last seen
   std::shared_ptr<Reducer> reducer{};
   std::function<void(const std::shared_ptr<GradientConsumer>&)> remake_reducer{};  // where a strategy has a way to

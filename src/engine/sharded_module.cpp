@@ -147,6 +147,7 @@ void ShardedModule::notice_writes(bool on) {
 }
 
 void ShardedModule::require_kinds() const {
+  known_.require_no_other();
   const auto check = [&](const Known& known, bool any_kind) {
     for (size_t i = 0; i < known.names.size(); ++i) {
       const auto& watch = known.watch;

@@ -12,6 +12,7 @@
 #include "engine/parameter_watch.h"
 #include "engine/reducer.h"
 #include "engine/sharded_state.h"
+#include "module/known_module.h"
 #include "shoal/engine/timers.h"
 
 namespace shoal {
@@ -78,6 +79,8 @@ class ShardedModule {
                   std::shared_ptr<ParameterGather> gather);
   // Frozen parameters that every rank has whole.
   void add_replicated(std::vector<std::string> names, std::vector<at::Tensor> parameters);
+  // Of the module that these parameters belong to: others that it gets are refused as well.
+  void know(KnownModule known) { known_ = std::move(known); }
   // Parameters that get another floating-point dtype are converted to the one they have here; without, that is refused.
   void convert_dtypes() { converts_ = true; }
   // What others have done to parameters since they were wrapped, by torch::load(module), set_data, or operators that
@@ -114,6 +117,7 @@ class ShardedModule {
   Known trainable_;   // the reducer's, as they were wrapped
   Known replicated_;  // frozen, whole on every rank
   std::vector<Known> frozen_;
+  KnownModule known_;
   bool converts_ = false;
   std::vector<OwnedPiece> pieces_;
   bool lent_ = false;

@@ -7,7 +7,7 @@ const Behaviours& behaviours() {
     Behaviours list;
     for (const auto& theme :
          {loading(), zeroing(), clipping(), step_orders(), evaluating(), failing(), freezing(), autograd(), wrapping(),
-          saving(), weighing(), programs_gans(), programs_sequences(), programs_transfer()}) {
+          surroundings(), saving(), weighing(), programs_gans(), programs_sequences(), programs_transfer()}) {
       list.insert(list.end(), theme.begin(), theme.end());
     }
     return list;

@@ -16,6 +16,7 @@ Behaviours failing();      // exceptions, and going on
 Behaviours freezing();     // requires_grad, shared, unused and sparse parameters
 Behaviours autograd();     // what a loop asks of autograd beyond loss.backward()
 Behaviours wrapping();     // when things are made and destroyed; what modules take and return
+Behaviours surroundings();  // threads, modules that change, optimizers beside the strategy's
 Behaviours saving();       // torch::save, state dicts, checkpoints
 Behaviours programs_gans();
 Behaviours programs_sequences();

@@ -25,6 +25,17 @@ Exceptions all(const std::vector<std::string>& behaviours, const Exception& exce
   return list;
 }
 
+// Parameters that a module gets after it was wrapped.
+const Exceptions& of_wrapped() {
+  static const Exceptions list =
+      all({"a_module_replaced_before_the_first_step", "a_module_replaced_between_steps",
+           "an_optimizer_of_torch_for_a_part_that_was_replaced"},
+          {Exception::refused, {"has the parameter third.weight now", "anew"}}) +
+      all({"a_module_replaced_and_given_to_the_optimizer", "a_parameter_registered_between_steps"},
+          {Exception::refused, {"anew"}});
+  return list;
+}
+
 // Backward updates; there is no optimizer to step, and no gradient after backward.
 const Exceptions& of_decentralized() {
   static const Exceptions list =
@@ -42,9 +53,11 @@ const Exceptions& of_decentralized() {
       all({"param_groups_with_options_of_their_own", "a_param_group_added_through_the_base_class", "ignored_parameters",
            "program_seq2seq_with_one_optimizer"},
           {Exception::lacks, {"param groups"}}) +
-      all({"unequal_numbers_of_batches"}, {Exception::lacks, {"Join"}}) +
+      all({"a_module_replaced_and_given_to_the_optimizer", "a_parameter_registered_between_steps"},
+          {Exception::lacks, {"an optimizer to step"}}) +
+      of_wrapped() + all({"unequal_numbers_of_batches"}, {Exception::lacks, {"Join"}}) +
       all({"norms_of_gradients_logged", "gradients_cloned", "gradients_scaled_by_hand", "weight_decay_added_by_hand",
-           "one_gradient_zeroed_by_hand"},
+           "one_gradient_zeroed_by_hand", "an_update_by_hand"},
           {Exception::throws, {"undefined Tensor"}}) +
       all({"zero_grad_never",
            "zero_grad_every_second_step",
@@ -57,6 +70,7 @@ const Exceptions& of_decentralized() {
            "zero_grad_between_two_backwards",
            "zero_grad_between_two_backwards_by_the_module",
            "program_language_model_clipped_by_torch",
+           "an_optimizer_of_torch_in_place_of_the_strategys",
            "clip_grad_norm_of_torch",
            "clip_grad_norm_of_torch_by_the_largest",
            "clip_grad_norm_of_torch_of_a_part",
@@ -87,7 +101,8 @@ const Exceptions& of_decentralized() {
       all({"load_between_steps", "load_between_zero_grad_and_forward", "load_twice_in_a_row", "load_of_a_sub_module",
            "load_through_an_archive", "load_what_was_saved_in_training", "load_replaces_buffers",
            "load_of_values_of_their_own_that_are_averaged", "set_data_of_one_parameter_between_steps",
-           "set_data_with_other_strides", "to_float_and_back", "tied_weights_loaded", "load_between_backward_and_step"},
+           "set_data_with_other_strides", "to_float_and_back", "tied_weights_loaded", "load_between_backward_and_step",
+           "vector_to_parameters_of_torch"},
           {Exception::refused, {"weight", "global_avg()"}, 2}) +
       all({"load_of_rank_0_alone"}, {Exception::refused, {"weight", "global_avg()"}, 2, Exception::on_host}) +
       all({"set_data_of_one_parameter_between_backward_and_step"},
@@ -105,13 +120,15 @@ Exceptions of_parts(const std::string& holder, int from_ranks = 1) {
   return all({"clip_grad_norm_of_torch", "clip_grad_norm_of_torch_by_the_largest", "clip_grad_norm_of_torch_of_a_part",
               "clip_grad_value_of_torch", "norms_of_gradients_logged", "gradients_cloned", "gradients_printed",
               "gradients_scaled_by_hand", "weight_decay_added_by_hand", "gradients_read_after_step",
-              "program_language_model_clipped_by_torch"},
+              "program_language_model_clipped_by_torch", "an_update_by_hand",
+              "an_optimizer_of_torch_in_place_of_the_strategys"},
              {Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}, from_ranks});
 }
 
 // Ranks that hold one model between them.
 const Exceptions& of_replicas() {
   static const Exceptions list =
+      of_wrapped() +
       all({"load_of_values_of_their_own_that_are_averaged"},
           {Exception::refused, {"parameters that were loaded, replaced or written"}, 2}) +
       all({"load_of_rank_0_alone"},
@@ -205,7 +222,8 @@ const Exceptions& of_megatron_no_overlap() {
     auto before = of_distributed_optimizers() + of_sharded_optimizers() +
                   all({"clip_grad_norm_of_torch", "clip_grad_norm_of_torch_by_the_largest",
                        "clip_grad_norm_of_torch_of_a_part", "clip_grad_value_of_torch", "norms_of_gradients_logged",
-                       "gradients_cloned", "program_language_model_clipped_by_torch"},
+                       "gradients_cloned", "program_language_model_clipped_by_torch", "an_update_by_hand",
+                       "an_optimizer_of_torch_in_place_of_the_strategys"},
                       {Exception::differs, {"gradients are this rank's own before step() has summed them up"}, 2}) +
                   all({"gradients_read_after_step"}, {Exception::refused, {"whose sum DistributedOptimizer"}});
     before.erase("step_after_no_sync_alone");  // it sums up what there is
@@ -230,6 +248,7 @@ Exceptions of_gathered(Exception::Where where) {
               "torch_save_of_a_list_of_parameters", "load_what_was_saved_in_training",
               "torch_save_of_the_model_between_backward_and_step", "torch_save_of_the_model_on_one_rank"},
              {Exception::throws, {"is not in memory on this rank", "summon_full_params()"}, 2, where}) +
+         all({"parameters_to_vector_of_torch"}, {Exception::refused, {"aten::cat", "summon_full_params()"}, 2, where}) +
          all({"a_wrapper_made_again", "a_wrapper_destroyed_between_backward_and_step"},
              {Exception::refused, {"first.weight", "unwrap()"}, 2, where}) +
          all({"a_model_read_when_the_wrapper_has_gone"}, {Exception::throws, {"has gone", "unwrap()"}, 2, where});
@@ -263,6 +282,7 @@ const Exceptions& of_shard_gossip() {
            "weights_clamped_after_each_step",
            "weights_scaled_in_place_after_each_step",
            "copied_from_another_module_each_step",
+           "vector_to_parameters_of_torch",
            "tied_weights_loaded"},
           {Exception::differs, {"other hosts mix in what they have been shown before: call global_avg()"}, 3}) +
       all({"a_loss_scale_with_inf_on_one_rank"}, {Exception::differs, {"that host alone does not update"}, 3});
@@ -271,6 +291,7 @@ const Exceptions& of_shard_gossip() {
 
 const Exceptions& of_local_updates() {
   static const Exceptions list =
+      of_wrapped() +
       all({"unequal_shares_with_weights", "unequal_shares_with_weights_accumulated"},
           {Exception::lacks, {"a backward with a weight"}}) +
       all({"unequal_numbers_of_batches"}, {Exception::lacks, {"step(false)"}}) +

@@ -35,6 +35,7 @@ void DecentralizedDataParallelCore::before_forward() {
   state.forward_range.emplace(at::RecordScope::USER_SCOPE);
   if (state.forward_range->isActive()) state.forward_range->before("shoal::forward");
   if (!torch::GradMode::is_enabled()) return;
+  state.known.require_no_other();
   state.meet_changes();
   if (state.no_sync_depth == 0) state.clock.mark(StepClock::forward_begins, state.step);
   for (const auto& entry : state.tensors.parameters) {

@@ -10,6 +10,7 @@
 #include "engine/gradient_hooks.h"
 #include "engine/parameter_watch.h"
 #include "engine/step_clock.h"
+#include "module/known_module.h"
 #include "module/walk.h"
 #include "strategy/decentralized/bucket.h"
 #include "strategy/decentralized/common_scale.h"
@@ -69,6 +70,7 @@ struct DecentralizedDataParallelCore::State {
   Group group;
   DecentralizedDataParallelOptions options;
   ModuleTensors tensors;
+  KnownModule known{module, "DecentralizedDataParallel"};
   ParameterWatch watch;  // whether others replace parameters
   std::vector<Gradient> gradients;
   Mixing mixing;

@@ -17,6 +17,7 @@ namespace shoal {
 using State = LocalUpdates::State;
 
 void State::check_trainable() const {
+  known_module.require_no_other();
   if (const auto change = known.change(optimizer.param_groups()); !change.empty()) {
     throw UsageError(
         fmt::format("LocalUpdates: {} after the construction, which is not exchanged; construct it anew", change));

@@ -6,6 +6,7 @@
 
 #include "engine/parameter_watch.h"
 #include "engine/reducer.h"
+#include "module/known_module.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"
 #include "strategy/local_updates/fragment.h"
@@ -36,6 +37,7 @@ struct LocalUpdates::State {
 
   std::shared_ptr<torch::nn::Module> module;
   torch::optim::Optimizer& optimizer;
+  KnownModule known_module{module, "LocalUpdates"};
   KnownParameters known{optimizer.param_groups()};
   Group group;
   LocalUpdatesOptions options;

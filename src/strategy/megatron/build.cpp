@@ -111,6 +111,7 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
                                              .scalar_groups = std::move(scalars)});
   for (size_t number = 0; number < chunks.size(); ++number) {
     state->modules.push_back(make_chunk(tensors[number], group, options, cut, chunk_prefix(chunks, number)));
+    state->modules.back()->know(KnownModule(chunks[number], state->name));
   }
   if (options.scaler) state->scaler.emplace(*options.scaler);
   return state;

@@ -1,0 +1,46 @@
+#include "module/known_module.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+// named_parameters() composes a name for each, which takes twenty times as long.
+template <class Act>
+void each_parameter(const torch::nn::Module& module, const Act& act) {
+  for (const auto& parameter : module.parameters(/*recurse=*/false)) act(parameter);
+  for (const auto& child : module.children()) each_parameter(*child, act);
+}
+
+}  // namespace
+
+KnownModule::KnownModule(std::shared_ptr<const torch::nn::Module> module, std::string owner)
+    : module_(std::move(module)), owner_(std::move(owner)) {
+  each_parameter(*module_, [&](const at::Tensor& parameter) { parameters_.push_back(parameter); });
+}
+
+void KnownModule::require_no_other() const {
+  if (!module_) return;
+  size_t number = 0;
+  bool other = false;
+  each_parameter(*module_, [&](const at::Tensor& parameter) {
+    other = other || number >= parameters_.size() || !parameter.is_same(parameters_[number]);
+    ++number;
+  });
+  if (!other) return;
+  for (const auto& entry : module_->named_parameters()) {
+    const auto& parameter = entry.value();
+    const auto same = [&](const at::Tensor& known) { return known.is_same(parameter); };
+    if (!parameter.requires_grad() || std::any_of(parameters_.begin(), parameters_.end(), same)) continue;
+    throw UsageError(
+        fmt::format("{0}: the module has the parameter {1} now, which it had not when it was given to {0}, so that "
+                    "each rank would train it by itself; make {0} anew after changing a module{2}",
+                    owner_, entry.key(), owner_ == "FullyShardedDataParallel" ? " (and call unwrap() before)" : ""));
+  }
+}
+
+}  // namespace shoal
