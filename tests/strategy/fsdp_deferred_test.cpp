@@ -9,6 +9,7 @@
 #include <torch/utils.h>
 
 #include <fstream>
+#include <optional>
 
 #include "checkpoint/safetensors.h"
 #include "comm/group_state.h"
@@ -195,6 +196,54 @@ TEST(FsdpDeferred, FSDP12_a_model_of_world_size_times_a_ranks_memory_is_built_tr
   if (group().rank() != 0) return;
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   EXPECT_GT(static_cast<double>(file.tellg()), 4 * parameters);
+}
+
+// One step of a model, whole in this process.
+void train_whole(int64_t layers, int64_t width) {
+  const auto model = make(false, layers, width);
+  FusedAdamW optimizer(model->parameters(), AdamWOptions(1e-3));
+  model->forward(at::randn({8, width})).square().sum().backward();
+  optimizer.step();
+}
+
+// Built and trained for two steps under a limit of so many bytes, if any; whether ranks shared the parameters' memory.
+bool train_sharded(int64_t layers, int64_t width, std::optional<int64_t> allowed) {
+  std::shared_ptr<NetImpl> model;
+  std::optional<FullyShardedDataParallel<NetImpl>> parallel;
+  std::optional<FullyShardedOptimizer<FusedAdamW>> optimizer;
+  std::optional<test::DataLimit> limit;  // ends first: a module that shared memory gets a whole copy of its own back
+  if (allowed) limit.emplace(*allowed);
+  model = make(true, layers, width);
+  parallel.emplace(model, group(), by_layer());
+  optimizer.emplace(*parallel, AdamWOptions(1e-3));
+  for (int step = 0; step < 2; ++step) {
+    parallel->forward(at::randn({8, width})).square().sum().backward();
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  return parallel->shared();
+}
+
+// The system gives each rank, on top of what it has, its share of what training takes and 80 MiB for units on their way
+// and the threads of the transport. Where ranks share memory, parameters and sums of gradients lie there, and the limit
+// is on what is a rank's own.
+TEST(FsdpDeferred, FSDP12_a_model_that_the_systems_limit_keeps_from_being_whole_is_built_and_trained) {
+  if (group().size() == 1) GTEST_SKIP() << "nobody to share it with";
+  if (test::counts_freed_memory) GTEST_SKIP() << "the address sanitizer takes memory of its own";
+  test::return_freed_memory();
+  constexpr int64_t layers = 512, width = 320;
+  constexpr int64_t parameters = layers * (width * width + width);
+  const bool shared = train_sharded(2, width, std::nullopt);  // makes threads and staging buffers, which stay
+  train_whole(2, width);
+  const int64_t allowed = (shared ? 8 : 16) * parameters / group().size() + (80 << 20);
+  {
+    const test::DataLimit limit(allowed);
+    EXPECT_ANY_THROW(train_whole(layers, width)) << "the limit holds";
+    if (allowed < 4 * parameters) {
+      EXPECT_ANY_THROW(make(false, layers, width)) << "parameters alone do not fit";
+    }
+  }
+  EXPECT_NO_THROW(train_sharded(layers, width, allowed));
 }
 
 }  // namespace
