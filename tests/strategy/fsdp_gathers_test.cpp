@@ -60,7 +60,7 @@ TEST(FsdpGathers, FSDP01_hybrid_shard_grad_op_trains_as_one_process) {
       make_mlp, [](auto& model, MlpImpl&, const at::Tensor& x) { return mean_loss(model.forward(x)); }, options);
 }
 
-// Four layers that say when they have been used.
+// Four layers that say when they are there, before they compute, and when they have been used.
 struct ProbedImpl : torch::nn::Module {
   ProbedImpl() {
     for (const auto* name : {"a", "b", "c", "d"}) layers.push_back(register_module(name, torch::nn::Linear(5, 5)));
@@ -68,13 +68,17 @@ struct ProbedImpl : torch::nn::Module {
   }
   at::Tensor forward(at::Tensor x) {
     for (size_t i = 0; i < layers.size(); ++i) {
-      x = layers[backwards ? layers.size() - 1 - i : i](x);
+      auto& layer = layers[backwards ? layers.size() - 1 - i : i];
+      const auto taken = layer->bias.detach().sum();
+      there();
+      x = layer(x);
       seen();
     }
     x.register_hook([this](const at::Tensor&) { seen(); });
     return x;
   }
   std::vector<torch::nn::Linear> layers;
+  std::function<void()> there = [] {};
   std::function<void()> seen = [] {};
   bool backwards = false;
 };
@@ -91,9 +95,12 @@ TEST(FsdpGathers, FSDP08_prefetch_units_says_how_many_gathers_are_ahead_of_use) 
     FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd);
     std::vector<int64_t> counts;
     model->seen = [&] { counts.push_back(gathers(*log)); };
+    std::vector<int64_t> before;
+    model->there = [&] { before.push_back(gathers(*log)); };
     const auto step = [&] {
       log->clear();
       counts.clear();
+      before.clear();
       parallel.forward(at::ones({2, 5}, at::kDouble)).sum().backward();
       counts.push_back(gathers(*log));
       optimizer.step();
@@ -104,8 +111,10 @@ TEST(FsdpGathers, FSDP08_prefetch_units_says_how_many_gathers_are_ahead_of_use) 
     // After each layer of forward, before backward, and after it: forward gathers 4 units, backward 2: the last is
     // there, the first it does not need.
     EXPECT_EQ(step(), (std::vector<int64_t>{1, 2, 3, 4, 4, 6})) << "the first pass knows no order";
+    EXPECT_EQ(before, (std::vector<int64_t>{1, 2, 3, 4}));
     for (int pass = 0; pass < 2; ++pass) {
       const auto seen = step();
+      EXPECT_EQ(before, std::vector<int64_t>(seen.begin(), seen.begin() + 4)) << "gathers begin before the computation";
       // Two ahead, the gathers of backward begin while their units are there yet, one of them in vain.
       if (ahead == 2) {
         EXPECT_EQ(std::vector<int64_t>(seen.begin(), seen.begin() + 2), (std::vector<int64_t>{3, 4}));
