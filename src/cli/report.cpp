@@ -10,6 +10,7 @@
 #include <fstream>
 #include <iostream>
 #include <set>
+#include <utility>
 
 #include "models/digest.h"
 #include "shoal/base/error.h"
@@ -30,17 +31,18 @@ std::vector<std::pair<std::string, at::Tensor>> once(const torch::OrderedDict<st
   return list;
 }
 
+Json json_of(const at::Tensor& tensor, const models::Digest& digest) {
+  return {{"shape", tensor.sizes().vec()},
+          {"sum", digest.sum},
+          {"abs_sum", digest.abs_sum},
+          {"l2", digest.l2},
+          {"probe", digest.probe}};
+}
+
 Json digests(const torch::OrderedDict<std::string, at::Tensor>& named) {
   Json result = Json::object();
   uint64_t index = 0;
-  for (const auto& [name, tensor] : once(named)) {
-    const auto digest = models::digest(index++, tensor);
-    result[name] = {{"shape", tensor.sizes().vec()},
-                    {"sum", digest.sum},
-                    {"abs_sum", digest.abs_sum},
-                    {"l2", digest.l2},
-                    {"probe", digest.probe}};
-  }
+  for (const auto& [name, tensor] : once(named)) result[name] = json_of(tensor, models::digest(index++, tensor));
   return result;
 }
 
@@ -54,22 +56,6 @@ std::vector<double> gathered(const Group& group, double value) {
   auto all = at::empty({group.size()}, at::kDouble);
   group.all_gather(all, at::full({1}, value, at::kDouble), {-1, -1, "report"}).wait();
   return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
-}
-
-// Of all parameters together, by rank: ranks hold different ones in decentralised and in local training.
-Json digests_of_ranks(const Group& group, const torch::nn::Module& model) {
-  double sum = 0;
-  double abs_sum = 0;
-  double squares = 0;
-  for (const auto& [name, tensor] : once(model.named_parameters())) {
-    const auto digest = models::digest(0, tensor);
-    sum += digest.sum;
-    abs_sum += digest.abs_sum;
-    squares += digest.l2 * digest.l2;
-  }
-  return {{"sum", gathered(group, sum)},
-          {"abs_sum", gathered(group, abs_sum)},
-          {"l2", gathered(group, std::sqrt(squares))}};
 }
 
 double rounded(double value, double unit) {
@@ -163,8 +149,24 @@ Json memory_of_ranks(const Group& group, const MemoryUse& memory) {
 
 }  // namespace
 
+Json digests_of_ranks(const Group& group, const models::Model& model) {
+  const auto named = once(model.named_parameters());
+  std::vector<models::Digest> own;
+  for (const auto& [name, tensor] : named) own.push_back(models::digest(own.size(), tensor));
+  const auto numbers = static_cast<int64_t>(own.size() * sizeof(models::Digest) / sizeof(double));
+  auto all = at::empty({group.size() * numbers}, at::kDouble);
+  group.all_gather(all, at::from_blob(own.data(), {numbers}, at::kDouble), {-1, -1, "report"}).wait();
+  const auto* digest = reinterpret_cast<const models::Digest*>(all.data_ptr<double>());
+  Json ranks = Json::array();
+  for (int rank = 0; rank < group.size(); ++rank) {
+    auto& entry = ranks.emplace_back();
+    for (const auto& [name, tensor] : named) entry[name] = json_of(tensor, *digest++);
+  }
+  return ranks;
+}
+
 Json make_report(const TrainOptions& options, const World& world, const Group& group, models::Model& model,
-                 const TrainResult& result, const MemoryUse& memory) {
+                 const TrainResult& result, const MemoryUse& memory, const Json& params_per_rank) {
   auto loss = reduced(group, result.loss, ReduceOp::sum);
   for (auto& value : loss) value /= group.size();
   const auto seconds = reduced(group, {result.seconds}, ReduceOp::max).front();
@@ -175,7 +177,10 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   report["lr"] = result.lr;
   report["params"] = digests(model.named_parameters());
   report["buffers"] = digests(model.named_buffers());
-  report["params_by_rank"] = digests_of_ranks(group, model);
+  if (!params_per_rank.is_null()) {
+    report["params_mean"] = std::exchange(report["params"], params_per_rank.front());
+    report["params_per_rank"] = params_per_rank;
+  }
   report["timing"] = timing(reduced(group, result.step_ms, ReduceOp::max));
   report["timing"]["samples_per_second"] = rounded(static_cast<double>(result.samples * group.size()) / seconds, 0.1);
   const auto wait = median_of(steady_part(result.wait_ms));

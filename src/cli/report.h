@@ -15,10 +15,15 @@ struct MemoryUse {
   double pss = 0;     // proportional, at the end of training
 };
 
-// Gathers what differs between ranks. Collective over `present`, the ranks that are still there; the result is the same
-// on all of them.
+// Digests of each rank's own parameters, for strategies whose ranks train models of their own. Collective over `present`,
+// the ranks that are still there; the result is the same on all of them, as below.
+nlohmann::ordered_json digests_of_ranks(const Group& present, const models::Model& model);
+
+// Gathers what differs between ranks. params_per_rank: what digests_of_ranks() said before `model` held the ranks' mean;
+// null where their models are equal. Collective over `present`.
 nlohmann::ordered_json make_report(const TrainOptions& options, const World& world, const Group& present,
-                                   models::Model& model, const TrainResult& result, const MemoryUse& memory);
+                                   models::Model& model, const TrainResult& result, const MemoryUse& memory,
+                                   const nlohmann::ordered_json& params_per_rank);
 
 // To a file, or to standard output for "-". Throws UsageError that names the file.
 void write_json(const std::string& path, const nlohmann::ordered_json& json);

@@ -123,10 +123,14 @@ int train_rank(const TrainOptions& options) {
     const bool meets = !result.stopped || !options.save.empty();
     if (meets) {
       trainer.together([&](const Group& present) {
+        nlohmann::ordered_json params_per_rank;
+        if (has_topology(options.strategy)) params_per_rank = digests_of_ranks(present, *model);
         const auto whole = trainer.whole_parameters();
         leads = present.rank() == 0;
         if (leads && !options.save.empty()) file = save_model(options, *model);
-        if (!result.stopped) report = make_report(options, world, present, *model, result, memory);
+        if (!result.stopped) {
+          report = make_report(options, world, present, *model, result, memory, params_per_rank);
+        }
       });
     }
     if (result.stopped && !result.checkpoint.empty()) return leave_interrupted(leads, "checkpoint", result.checkpoint);

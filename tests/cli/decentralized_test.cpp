@@ -1,10 +1,12 @@
-// `shoal train` with ranks, or sharded hosts, that average with a few others (rows DEC19, BEY22).
+// `shoal train` with ranks, or sharded hosts, that average with a few others (rows DEC18, DEC19, BEY22).
 
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <fstream>
 
 #include "tests/cli/shoal_program.h"
+#include "tests/golden/compare.h"
 
 namespace shoal::test {
 namespace {
@@ -34,6 +36,73 @@ TEST(Train, BEY22_decentralised_exchanges_may_be_rounded_or_compressed) {
     for (const double distance : by_rank(report, "consensus_distance")) {
       EXPECT_TRUE(distance > 0 && std::isfinite(distance)) << what;
     }
+  }
+}
+
+// Every rank's, in the JSON that the reference peers write.
+TEST(Train, DEC01_the_report_has_the_digests_of_every_ranks_parameters_and_of_their_mean) {
+  for (const std::string topology : {"ring", "one-peer-exp"}) {
+    const auto golden = golden::load(std::string(GOLDEN) + "/decentralized/" + topology + "_mlp_sgd_momentum_w4.json");
+    const auto number = [&](const char* name) { return std::to_string(golden["config"][name].get<int>()); };
+    auto report = train({"--data", "reference", "--model", "mlp", "--strategy", "decentralized", "--topology", topology,
+                         "--optimizer", "sgd_momentum", "--threads", "1", "--ranks", number("world"), "--steps",
+                         number("steps"), "--batch", number("batch"), "--seed", number("seed")});
+    ASSERT_FALSE(report.is_null());
+    const auto run = golden["peers"]["consecutive"];
+    const auto ranks = report["params_per_rank"];
+    ASSERT_EQ(ranks.size(), 4U);
+    EXPECT_EQ(report["params"], ranks[0]) << "as the peers have it";
+    for (size_t rank = 0; rank < 4; ++rank) {
+      report["params"] = ranks[rank];
+      const json expected{{"loss", run["loss"]}, {"params", run["params_per_rank"][rank]}};
+      const json reference{
+          {"config", golden["config"]}, {"shapes", golden["shapes"]}, {"peers", {{"consecutive", expected}}}};
+      for (const auto& line : golden::compare(report, reference, "consecutive")) {
+        ADD_FAILURE() << topology << ", rank " << rank << ": " << line;
+      }
+    }
+    EXPECT_NE(ranks[0], ranks[1]);
+    for (const auto& [name, mean] : report["params_mean"].items()) {
+      for (const auto* linear : {"sum", "probe"}) {
+        double sum = 0;
+        for (const auto& rank : ranks) sum += rank[name][linear].get<double>();
+        EXPECT_NEAR(mean[linear].get<double>(), sum / 4, 1e-5) << name << " " << linear;
+      }
+    }
+  }
+}
+
+TEST(Train, DEC18_the_distance_to_the_mean_is_in_what_is_printed_in_metrics_and_in_the_report) {
+  const TempFolder folder;
+  std::ofstream(folder.file("text")) << std::string(3000, 'a') + std::string(3000, 'b');
+  for (const std::string strategy : {"decentralized", "hybrid_gossip"}) {
+    std::vector<std::string> line{"train",  "--data",     "text:" + folder.file("text"), "--model", "gpt", "--batch",
+                                  "2",      "--strategy", strategy,                      "--ranks", "4",   "--threads",
+                                  "1",      "--steps",    "4",                           "--eval",  "--metrics",
+                                  folder.file(strategy),  "--json",                      folder.file("report.json")};
+    if (strategy == "hybrid_gossip") line.insert(line.end(), {"--topology-local-size", "2"});
+    const auto ended = shoal(line);
+    ASSERT_EQ(ended.code, 0) << ended.output;
+    const std::string says = ", consensus distance ";
+    const auto place = ended.output.find(says);
+    ASSERT_NE(place, std::string::npos) << ended.output;
+    const double printed = std::stod(ended.output.substr(place + says.size()));
+    EXPECT_GT(printed, 0);
+    std::ifstream metrics(folder.file(strategy));
+    std::vector<double> distances;
+    for (std::string text; std::getline(metrics, text);) {
+      const auto entry = json::parse(text);
+      if (entry.contains("eval_loss")) distances.push_back(entry.at("consensus_distance"));
+    }
+    ASSERT_EQ(distances.size(), 1U);
+    EXPECT_NEAR(distances[0], printed, 0.01 * printed);
+    const auto report = read(folder.file("report.json"));
+    for (const double distance : by_rank(report, "consensus_distance")) EXPECT_DOUBLE_EQ(distance, distances[0]);
+    // Ranks of one host share a model.
+    const auto& ranks = report["params_per_rank"];
+    ASSERT_EQ(ranks.size(), 4U);
+    EXPECT_EQ(ranks[0] == ranks[1], strategy == "hybrid_gossip");
+    EXPECT_NE(ranks[1], ranks[2]);
   }
 }
 
