@@ -4,6 +4,7 @@
 #include <torch/optim/sgd.h>
 
 #include <chrono>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -184,7 +185,9 @@ TEST(LoggingData, DDP17_every_strategy_has_it) {
       const auto log = std::make_shared<CallLog>();
       auto training = Training<MlpImpl>::make<torch::optim::SGD>(
           strategy, seeded(3).ptr(), group().recorded(log), torch::optim::SGDOptions(0.1),
-          {.bucket_mb = 1e-3, .hook = hooked ? std::make_shared<CompressHook>(at::kBFloat16) : nullptr});
+          {.bucket_mb = 1e-3,
+           .precision = Precision::float64(),
+           .hook = hooked ? std::make_shared<CompressHook>(at::kBFloat16) : nullptr});
       for (int64_t step = 0; step < 3; ++step) {
         log->clear();
         mean_loss(training.forward(batch(group().rank(), step))).backward();
@@ -196,6 +199,12 @@ TEST(LoggingData, DDP17_every_strategy_has_it) {
       EXPECT_EQ(data.rank, group().rank());
       EXPECT_EQ(data.world_size, group().size());
       EXPECT_EQ(data.communication_hook, hooked ? "bf16" : "");
+      const std::map<std::string, std::string> settings(data.settings.begin(), data.settings.end());
+      if (strategy == "megatron") {
+        EXPECT_EQ(settings.at("scaler"), "no");
+      } else {
+        EXPECT_EQ(settings.at("precision"), "parameters Double, computes in Double, scaler no");
+      }
       constexpr int64_t elements = 12 * 16 + 16 + 16 * 16 + 16 + 16 * 5 + 5;
       EXPECT_EQ(data.trainable_tensors, 6);
       EXPECT_EQ(data.trainable_bytes, 8 * elements);

@@ -42,13 +42,19 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
     : DataParallelCore(make_state(std::move(module), group, options)),
       shards_(std::make_unique<Shards>(Shards{.options = options, .groups = make_shard_groups(group, options)})) {
   divide_parameters(state(), *shards_);
+  const auto name_of = [](std::optional<at::ScalarType> dtype) { return dtype ? c10::toString(*dtype) : "none"; };
   state().settings = {{"sharding_strategy", sharding_name(options.sharding_strategy)},
                       {"units", fmt::format("{}", shards_->units.size())},
                       {"shard_size", fmt::format("{}", shards_->groups.shard.size())},
                       {"whole_parameters", yes_or_no(options.whole_parameters)},
                       {"parameters_once_per_host", yes_or_no(shared())},
                       {"unit_limit", fmt::format("{}", options.unit_limit)},
-                      {"prefetch_units", fmt::format("{}", options.prefetch_units)}};
+                      {"prefetch_units", fmt::format("{}", options.prefetch_units)},
+                      {"precision", in_words(options.precision)},
+                      {"param_dtype", name_of(options.param_dtype)},
+                      {"reduce_dtype", name_of(options.reduce_dtype)},
+                      {"buffer_dtype", name_of(options.buffer_dtype)},
+                      {"sync_module_states", yes_or_no(options.sync_module_states)}};
   const auto* wrapped = state().module.get();
   for (const auto* list : {&state().tensors.parameters, &state().tensors.buffers}) {
     for (const auto& entry : *list) take(entry.tensor, {.by = this, .module = wrapped, .ignored = false});

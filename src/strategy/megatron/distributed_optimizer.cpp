@@ -191,6 +191,7 @@ LoggingData DistributedOptimizerCore::logging_data() const {
                       {"reuse_grad_buf_for_param_gather", yes_or_no(options.reuse_grad_buf_for_param_gather)},
                       {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
                       {"clip_grad", fmt::format("{}", options.clip_grad)},
+                      {"scaler", yes_or_no(options.scaler.has_value())},
                       {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}});
   for (size_t number = 0; number < modules.size(); ++number) add_model(data, reduction_->tensors(number));
   for (const auto& chunk : state().modules) add_steps(data, chunk->reducer());

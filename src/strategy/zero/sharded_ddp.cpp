@@ -221,6 +221,9 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
                       {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
                       {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
                       {"auto_refresh_trainable", yes_or_no(options.auto_refresh_trainable)},
+                      {"sync_models_at_startup", yes_or_no(options.sync_models_at_startup)},
+                      {"precision", in_words(options.precision)},
+                      {"buffer_hook", yes_or_no(options.buffer_hook != nullptr)},
                       {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
   if (sharding_->optimizers.empty()) throw UsageError("ShardedDataParallel: give at least one OSS");
   for (const auto* optimizer : sharding_->optimizers) check_group(optimizer->group(), group);
