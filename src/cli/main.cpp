@@ -1,11 +1,15 @@
 // The program `shoal`. Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted.
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 
 #include "base/environment.h"
@@ -25,9 +29,25 @@ void complain(const std::string& text) {
   fmt::print(stderr, "{}error: {}\n", several ? "rank " + *rank + ": " : "", text.substr(0, text.find('\n')));
 }
 
+// A closed one's number would be the next file's that is opened, and what is printed would be written there.
+void open_standard_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(stream, F_GETFD) < 0) open("/dev/null", O_RDWR);
+  }
+}
+
+// What has been printed may still be on its way.
+int require_printed(int code) {
+  const int error = std::fflush(stdout) != 0 ? errno : std::ferror(stdout) != 0 ? EIO : 0;
+  if (error == 0) return code;
+  complain(fmt::format("cannot write to standard output: {}", std::strerror(error)));
+  return code == 0 ? failed : code;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  open_standard_streams();
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with a name, as it is in Python
   std::vector<std::string> line(argv, argv + argc);
   // Ranks are started as this very program, wherever it was found.
@@ -61,7 +81,7 @@ int main(int argc, char** argv) {
     return wrong_command_line;
   }
   try {
-    return chosen();
+    return require_printed(chosen());
   } catch (const c10::Error& error) {
     complain(error.what_without_backtrace());
   } catch (const std::exception& error) {

@@ -135,13 +135,14 @@ int train_rank(const TrainOptions& options) {
     }
     if (result.stopped && !result.checkpoint.empty()) return leave_interrupted(leads, "checkpoint", result.checkpoint);
     if (result.stopped) return leave_interrupted(leads, "model", file);
+    // First what cannot fail: a place that could be written at the start may have gone meanwhile.
+    if (leads && options.json != "-") summarise(report, result, options, world, file);
+    if (leads && options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
+    std::fflush(stdout);
+    if (leads && !options.json.empty()) write_json(options.json, report);
     if (!options.trace.empty()) {
       write_trace(options.trace, *world_options.timeline, world.rank(), clock);
     }
-    if (!leads) return 0;
-    if (!options.json.empty()) write_json(options.json, report);
-    if (options.json != "-") summarise(report, result, options, world, file);
-    if (options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
     return 0;
   } catch (const Error& error) {
     // Peers that went first cannot help any more, or do other things by now. All else is said.

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <functional>
 
+#include "base/limits.h"
 #include "shoal/base/error.h"
 
 namespace shoal {
@@ -115,6 +116,10 @@ Placement find_placement(const WorldOptions& options, const Environment& environ
   if (placement.store_is_served) placement.generation = environment("TORCHELASTIC_RESTART_COUNT").value_or("0");
   if (placement.size < 1) {
     throw UsageError(fmt::format("world size {} ({}): it must be at least 1", placement.size, placement.source));
+  }
+  if (placement.size > max_ranks) {
+    throw UsageError(
+        fmt::format("world size {} ({}): it may be at most {}", placement.size, placement.source, max_ranks));
   }
   if (placement.rank < 0 || placement.rank >= placement.size) {
     throw UsageError(fmt::format("rank {} of a world of {} ({}): ranks are 0 to {}", placement.rank, placement.size,

@@ -104,12 +104,13 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
                              std::chrono::milliseconds(1000));
   std::optional<c10::intrusive_ptr<c10d::Store>> store;
   try {
-    // A wrong answer it takes for a bad connection and asks again, until its time-out; for none it waits without end.
+    // A wrong answer it takes for a bad connection and asks again, until its time-out, and says so at length, which takes
+    // time on a busy machine; for none it waits without end.
     store = within(left + std::chrono::seconds(1), [address, port, left]() -> c10::intrusive_ptr<c10d::Store> {
       c10d::TCPStoreOptions options;
       options.port = static_cast<uint16_t>(port);
       options.waitWorkers = false;
-      options.timeout = left;
+      options.timeout = left / 2;
       return c10::make_intrusive<c10d::TCPStore>(address, options);
     });
   } catch (const c10::Error&) {

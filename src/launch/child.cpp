@@ -49,7 +49,9 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
 
 }  // namespace
 
-Child start_child(int rank, const std::vector<std::string>& command, const Variables& variables, bool prefix) {
+Child start_child(int rank, const std::vector<std::string>& command, const Variables& variables,
+                  const Outlets& outlets) {
+  const bool prefix = outlets.out != nullptr;
   auto arguments = command;
   auto environment = merged_environment(variables);
   const auto argv = pointers(arguments);
@@ -93,8 +95,8 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
   Child child{.rank = rank, .pid = pid, .running = true};
   if (prefix) {
     const auto text = fmt::format("[{}] ", rank);
-    child.pipes.emplace_back(out.read, STDOUT_FILENO, text);
-    child.pipes.emplace_back(err.read, STDERR_FILENO, text);
+    child.pipes.emplace_back(out.read, *outlets.out, text);
+    child.pipes.emplace_back(err.read, *outlets.err, text);
   }
   if (failed) {
     if (pid > 0) waitpid(pid, nullptr, 0);

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <poll.h>
-#include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,6 +23,8 @@
 #include "launch/child.h"
 #include "launch/leftovers.h"
 #include "launch/limits.h"
+#include "launch/outlet.h"
+#include "launch/signals.h"
 #include "launch/watcher.h"
 #include "shoal/base/error.h"
 
@@ -31,47 +32,6 @@ namespace shoal {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
-
-// SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGCHLD as something to poll; as before when it goes.
-class Signals {
- public:
-  Signals() {
-    sigemptyset(&set_);
-    for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGCHLD}) sigaddset(&set_, signal);
-    struct sigaction hangup {};
-    const bool nohup = sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_IGN;
-    if (!nohup) sigaddset(&set_, SIGHUP);
-    pthread_sigmask(SIG_BLOCK, &set_, &before_);
-    fd_ = signalfd(-1, &set_, SFD_NONBLOCK | SFD_CLOEXEC);
-  }
-  ~Signals() {
-    close(fd_);
-    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  Signals(const Signals&) = delete;
-  Signals& operator=(const Signals&) = delete;
-
-  int fd() const { return fd_; }
-  // What we were asked since the last call.
-  struct Asked {
-    int to_stop = 0;
-    bool who_waits = false;
-  };
-  Asked asked() {
-    Asked asked;
-    signalfd_siginfo info{};
-    while (read(fd_, &info, sizeof info) == sizeof info) {
-      asked.to_stop += info.ssi_signo == SIGINT || info.ssi_signo == SIGTERM || info.ssi_signo == SIGHUP ? 1 : 0;
-      asked.who_waits = asked.who_waits || info.ssi_signo == SIGUSR1;
-    }
-    return asked;
-  }
-
- private:
-  sigset_t set_{};
-  sigset_t before_{};
-  int fd_ = -1;
-};
 
 std::string in_words(int signal) {
   const char* name = sigabbrev_np(signal);
@@ -114,15 +74,19 @@ class Job {
 
   int run() {
     for (int rank = 0; rank < options_.ranks; ++rank) {
-      children_.push_back(start_child(rank, options_.command, variables(rank), options_.prefix_output));
+      const Outlets outlets{&out_, &err()};
+      children_.push_back(
+          start_child(rank, options_.command, variables(rank), options_.prefix_output ? outlets : Outlets()));
       watcher_.add(children_.back().pid);
     }
     while (alive() > 0) step();
-    // What ranks started themselves may hold the pipes open for longer than anybody cares.
-    const auto end = SteadyClock::now() + seconds(0.3);
-    while (pipes_open() && SteadyClock::now() < end) step();
+    forward_the_rest();
+    if (code_ && !interrupted_) print_verdict();
+    forward_the_rest();
     if (interrupted_) return 130;
-    if (code_) print_verdict();
+    if (const int error = out_.error() != 0 ? out_.error() : err_.error(); error != 0 && !code_) {
+      throw UsageError(fmt::format("cannot write what the ranks print: {}", std::strerror(error)));
+    }
     return options_.keep_going && succeeded_ ? 0 : code_.value_or(0);
   }
 
@@ -153,14 +117,38 @@ class Job {
     return list;
   }
 
-  void print_verdict() const {
+  Outlet& err() { return one_stream_ ? out_ : err_; }
+
+  template <class... Arguments>
+  void say(fmt::format_string<Arguments...> text, Arguments&&... arguments) {
+    err().add("shoal: " + fmt::format(text, std::forward<Arguments>(arguments)...) + "\n");
+    err().drain();
+  }
+
+  // A slow reader gets all of it; after an interrupt it gets a moment, since it may have stopped. What ranks started
+  // themselves may hold the pipes open for longer than anybody cares.
+  void forward_the_rest() {
+    const auto end = SteadyClock::now() + seconds(2);
+    auto closing = SteadyClock::now() + seconds(0.3);
+    while (!interrupted_ || SteadyClock::now() < end) {
+      const auto now = SteadyClock::now();
+      if (!out_.empty() || !err_.empty()) {
+        closing = now + seconds(0.3);
+      } else if (!pipes_open() || now > closing) {
+        return;
+      }
+      step();
+    }
+  }
+
+  void print_verdict() {
     if (options_.flight_recorder.empty()) return;
     try {
       for (const auto& sentence : verdict(read_flights({options_.flight_recorder}))) {
-        fmt::print(stderr, "shoal: {}\n", sentence);
+        say("{}", sentence);
       }
     } catch (const UsageError& error) {  // the ranks may have failed before they had a recorder
-      fmt::print(stderr, "shoal: {}\n", error.what());
+      say("{}", error.what());
     }
   }
 
@@ -179,15 +167,20 @@ class Job {
     std::vector<LinePipe*> pipes;
     for (auto& child : children_) {
       for (auto& pipe : child.pipes) {
-        if (!pipe.open()) continue;
+        if (!pipe.ready()) continue;
         waits.push_back({pipe.fd(), POLLIN, 0});
         pipes.push_back(&pipe);
       }
+    }
+    for (auto* outlet : {&out_, &err_}) {
+      if (!outlet->empty()) waits.push_back({outlet->fd(), POLLOUT, 0});
     }
     poll(waits.data(), waits.size(), 100);
     for (size_t i = 0; i < pipes.size(); ++i) {
       if (waits[i + 1].revents != 0) pipes[i]->pump();
     }
+    out_.drain();
+    err_.drain();
     const auto asked = signals_.asked();
     if (asked.to_stop > 0) interrupt(asked.to_stop);
     if (asked.who_waits) print_verdict();
@@ -211,17 +204,17 @@ class Job {
       if (!code_) code_ = exit_code(status);
       const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
       if (!options_.keep_going) store_.report_failure(text);
-      if (!interrupted_) fmt::print(stderr, "shoal: {} (pid {})\n", text, child.pid);
+      if (!interrupted_) say("{} (pid {})", text, child.pid);
       if (!term_at_ && !options_.keep_going) term_at_ = after(options_.grace_seconds);
     }
   }
 
   // The others wait for it, and nothing else would say why.
-  static void note_stop(Child& child, int status) {
+  void note_stop(Child& child, int status) {
     child.stopped = WIFSTOPPED(status);
     if (!child.stopped) return;
-    fmt::print(stderr, "shoal: rank {} (pid {}) was stopped by {}; continue it with kill -CONT {}\n", child.rank,
-               child.pid, in_words(WSTOPSIG(status)), child.pid);
+    say("rank {} (pid {}) was stopped by {}; continue it with kill -CONT {}", child.rank, child.pid,
+        in_words(WSTOPSIG(status)), child.pid);
   }
 
   // The first time the ranks may end in order, the second time they must.
@@ -260,6 +253,9 @@ class Job {
 
   const LaunchOptions& options_;
   Signals signals_;
+  Outlet out_{STDOUT_FILENO};
+  Outlet err_{STDERR_FILENO};
+  const bool one_stream_ = same_stream(STDOUT_FILENO, STDERR_FILENO);  // then all goes to out_, line by line
   const std::string id_;
   const Watcher watcher_;  // before there are threads
   const std::string secret_;

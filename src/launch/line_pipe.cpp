@@ -8,19 +8,6 @@
 #include <utility>
 
 namespace shoal {
-namespace {
-
-void write_all(int fd, const char* data, size_t size) {
-  while (size > 0) {
-    const auto written = write(fd, data, size);
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;  // nobody reads any more
-    data += written;
-    size -= static_cast<size_t>(written);
-  }
-}
-
-}  // namespace
 
 void LinePipe::pump() {
   std::array<char, 65536> buffer;
@@ -33,7 +20,7 @@ void LinePipe::pump() {
     close(fd_);
     fd_ = -1;
   }
-  write_lines();
+  target_->drain();
 }
 
 // Looks at every byte once, however long a line is.
@@ -41,7 +28,7 @@ void LinePipe::take(const char* data, size_t size) {
   const auto* const end = data + size;
   while (data < end) {
     if (std::exchange(after_return_, false) && *data == '\n') {
-      out_ += *data++;
+      target_->add({data++, 1});
       continue;
     }
     const auto* stop = std::find_if(data, end, [](char c) { return c == '\n' || c == '\r'; });
@@ -49,8 +36,8 @@ void LinePipe::take(const char* data, size_t size) {
     pending_.append(data, stop);
     if (ends) pending_ += *stop;
     if (ends || pending_.size() > most_pending) {
-      if (!within_line_) out_ += prefix_;
-      out_ += std::exchange(pending_, {});
+      if (!within_line_) target_->add(prefix_);
+      target_->add(std::exchange(pending_, {}));
       within_line_ = !ends;
     }
     after_return_ = ends && *stop == '\r';
@@ -60,15 +47,10 @@ void LinePipe::take(const char* data, size_t size) {
 
 void LinePipe::end_last_line() {
   if (pending_.empty() && !within_line_) {
-    if (std::exchange(after_return_, false)) out_ += '\n';  // of a progress bar, for whoever writes next
+    if (std::exchange(after_return_, false)) target_->add("\n");  // of a progress bar, for whoever writes next
     return;
   }
-  out_ += (within_line_ ? std::string() : prefix_) + std::exchange(pending_, {}) + "\n";
-}
-
-void LinePipe::write_lines() {
-  write_all(target_, out_.data(), out_.size());
-  out_.clear();
+  target_->add((within_line_ ? std::string() : prefix_) + std::exchange(pending_, {}) + "\n");
 }
 
 }  // namespace shoal

@@ -253,6 +253,32 @@ TEST(Launch, ALineWithoutAnEndIsForwardedInTimeAndWithoutMemory) {
   EXPECT_FALSE(ended.overdue);
 }
 
+TEST(Launch, AReaderThatHasStoppedCannotHoldTheLauncher) {
+  const auto ended = run({"sh", "-c",
+                          "{ " + std::string(SHOAL) +
+                              " launch -n 2 -- yes & pid=$!; sleep 1; kill -TERM $pid; wait $pid; "
+                              "echo ended with $? >&2; } | sleep 12"},
+                         30);
+  EXPECT_TRUE(contains(ended, "ended with 130")) << ended.output;
+}
+
+TEST(Launch, ASlowReaderGetsEverything) {
+  const auto ended =
+      run({"sh", "-c", std::string(SHOAL) + " launch -n 2 -- head -c 3000000 /dev/zero | (sleep 2; wc -c)"}, 30);
+  EXPECT_EQ(ended.output, "6000010\n");
+}
+
+TEST(Launch, OutputThatCannotBeWrittenIsAnError) {
+  const auto ended = run({"sh", "-c", std::string(SHOAL) + " launch -n 2 -- echo hi > /dev/full"}, 20);
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_EQ(ended.output, "error: cannot write what the ranks print: No space left on device\n");
+}
+
+TEST(Launch, ClosedStreamsAreNotTakenForOthers) {
+  const auto ended = run({"sh", "-c", std::string(SHOAL) + " launch -n 2 -- sh -c 'echo hi; exit 3' <&- >&- 2>&-"}, 20);
+  EXPECT_EQ(ended.code, 3);
+}
+
 TEST(Launch, ARankCannotWaitForTheTerminal) {
   const auto ended =
       run({"script", "-qec",

@@ -106,6 +106,36 @@ TEST(Start, PlacesToWriteToAreLookedAtBeforeTraining) {
   EXPECT_FALSE(std::filesystem::exists(report));
 }
 
+// What can still be said and written is.
+TEST(Start, APlaceThatVanishesDuringTrainingIsAnErrorAtTheEnd) {
+  const TempFolder folder;
+  const auto line = std::string(SHOAL) + " train --data reference --model mlp --steps 1500 --ranks 2 --json " +
+                    folder.file("gone/report") + " --metrics " + folder.file("metrics") + " --save " +
+                    folder.file("run");
+  const auto ended =
+      run({"sh", "-c",
+           "mkdir " + folder.file("gone") + "; " + line + " & pid=$!; until [ -s " + folder.file("metrics") +
+               " ]; do sleep 0.02; done; rmdir " + folder.file("gone") + "; wait $pid"},
+          60);
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_NE(ended.output.find("error: cannot write " + folder.file("gone/report")), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("1500 steps in"), std::string::npos) << ended.output;
+  EXPECT_TRUE(std::filesystem::exists(folder.file("run/model.safetensors")));
+  EXPECT_TRUE(std::filesystem::exists(folder.file("run/step-1500/index.json")));
+}
+
+TEST(Start, StandardStreamsThatAreClosedOrFullLoseNothingInSilence) {
+  const auto train = std::string(SHOAL) + " train --data reference --model mlp --steps 2 --ranks 2 --json ";
+  const TempFolder folder;
+  auto ended = run({"sh", "-c", train + folder.file("report") + " <&- >&- 2>&-"}, 60);
+  EXPECT_EQ(ended.code, 0);
+  EXPECT_EQ(read(folder.file("report"))["loss"].size(), 2U);
+  ended = run({"sh", "-c", train + "- > /dev/full"}, 60);
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_NE(ended.output.find("error: cannot write to standard output: "), std::string::npos)
+      << ended.output;
+}
+
 // The limit is the shell's and that of all that it starts.
 Ended with_limit(const std::string& limit, const std::string& line) {
   return run({"sh", "-c", "ulimit " + limit + "; exec " + SHOAL + " " + line}, 60);

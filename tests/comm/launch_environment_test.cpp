@@ -156,6 +156,7 @@ TEST(LaunchEnvironment, RefusesNonsense) {
   EXPECT_NE(refusal({{"RANK", "two"}, {"WORLD_SIZE", "2"}}).find("RANK='two'"), std::string::npos);
   EXPECT_NE(refusal({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("rank 2 of a world of 2"), std::string::npos);
   EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "0"}}).find("world size 0"), std::string::npos);
+  EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2147483647"}}).find("at most 100000"), std::string::npos);
   EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_PORT", "99999"}}).find("MASTER_PORT"),
             std::string::npos);
 }

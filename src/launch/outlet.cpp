@@ -1,0 +1,44 @@
+#include "launch/outlet.h"
+
+#include <poll.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+
+namespace shoal {
+
+void Outlet::add(std::string_view text) {
+  if (error_ == 0) waiting_ += text;
+}
+
+void Outlet::drain() {
+  while (written_ < waiting_.size()) {
+    pollfd room{fd_, POLLOUT, 0};
+    if (poll(&room, 1, 0) != 1) break;
+    // A pipe that has room has it for so many bytes.
+    const auto count = write(fd_, waiting_.data() + written_, std::min<size_t>(PIPE_BUF, waiting_.size() - written_));
+    if (count >= 0) {
+      written_ += static_cast<size_t>(count);
+      continue;
+    }
+    if (errno == EINTR || errno == EAGAIN) break;
+    error_ = errno;
+    written_ = waiting_.size();
+  }
+  constexpr size_t worth_moving = 1 << 16;
+  if (written_ < waiting_.size() && written_ < worth_moving) return;
+  waiting_.erase(0, written_);
+  written_ = 0;
+}
+
+bool same_stream(int a, int b) {
+  struct stat first {};
+  struct stat second {};
+  return fstat(a, &first) == 0 && fstat(b, &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino;
+}
+
+}  // namespace shoal

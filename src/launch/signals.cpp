@@ -1,0 +1,34 @@
+#include "launch/signals.h"
+
+#include <pthread.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+namespace shoal {
+
+Signals::Signals() {
+  sigemptyset(&set_);
+  for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGCHLD}) sigaddset(&set_, signal);
+  struct sigaction hangup {};
+  const bool nohup = sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_IGN;
+  if (!nohup) sigaddset(&set_, SIGHUP);
+  pthread_sigmask(SIG_BLOCK, &set_, &before_);
+  fd_ = signalfd(-1, &set_, SFD_NONBLOCK | SFD_CLOEXEC);
+}
+
+Signals::~Signals() {
+  close(fd_);
+  pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+}
+
+Signals::Asked Signals::asked() {
+  Asked asked;
+  signalfd_siginfo info{};
+  while (read(fd_, &info, sizeof info) == sizeof info) {
+    asked.to_stop += info.ssi_signo == SIGINT || info.ssi_signo == SIGTERM || info.ssi_signo == SIGHUP ? 1 : 0;
+    asked.who_waits = asked.who_waits || info.ssi_signo == SIGUSR1;
+  }
+  return asked;
+}
+
+}  // namespace shoal

@@ -1,0 +1,31 @@
+#pragma once
+// What a launcher is asked by signals.
+
+#include <csignal>
+
+namespace shoal {
+
+// SIGINT, SIGTERM, SIGHUP (unless nohup has it ignored), SIGUSR1 and SIGCHLD as something to poll; as before when it
+// goes. For one thread, before there are others.
+class Signals {
+ public:
+  Signals();
+  ~Signals();
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+
+  int fd() const { return fd_; }
+  // What we were asked since the last call.
+  struct Asked {
+    int to_stop = 0;
+    bool who_waits = false;
+  };
+  Asked asked();
+
+ private:
+  sigset_t set_{};
+  sigset_t before_{};
+  int fd_ = -1;
+};
+
+}  // namespace shoal
