@@ -94,22 +94,9 @@ class HybridGossip : public Fsdp {
   std::shared_ptr<void> whole_parameters() override { return std::make_shared<Mean>(*this); }
   bool has_whole_model() const override { return false; }
   bool in_step() const override { return false; }
-  bool can_save() const override { return gossip().statistics().removed.empty(); }
   int leader() const override { return first_of_those_left(gossip().statistics()) * inside_.size(); }
   std::optional<Group> bound() const override { return inside_; }
-  std::optional<Group> present() const override {
-    gossip().remaining();  // agrees on who is gone
-    const auto& gone = gossip().statistics().removed;
-    if (gone.empty()) return group_;
-    if (present_ && hosts_gone_ == gone.size()) return present_;
-    std::vector<int> ranks;
-    for (int rank = 0; rank < group_.size(); ++rank) {
-      if (std::count(gone.begin(), gone.end(), rank / inside_.size()) == 0) ranks.push_back(rank);
-    }
-    present_ = group_.subgroup(ranks);
-    hosts_gone_ = gone.size();
-    return present_;
-  }
+  std::optional<Group> present() const override { return gossip().remaining(group_); }
   std::optional<TrainingState> training_state(const Group& group) override {
     return TrainingState(*parallel_, gossip(), group);
   }
@@ -160,8 +147,6 @@ class HybridGossip : public Fsdp {
 
   Group group_;
   Group inside_;
-  mutable std::optional<Group> present_;  // when so many hosts have gone
-  mutable size_t hosts_gone_ = 0;
 };
 
 // As many ranks as share a model; where nothing is said, those of each host.

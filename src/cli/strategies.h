@@ -45,9 +45,6 @@ class Strategy {
   // end together.
   virtual std::optional<TrainingState> training_state(const Group& group) = 0;
   virtual bool in_step() const { return true; }
-  // Whether those that are left can make a checkpoint; the same on all of them after they have met.
-  virtual bool can_save() const { return true; }
-
   // The ranks that make every step together; none: all.
   virtual std::optional<Group> bound() const { return std::nullopt; }
   // The ranks that are still there; none: all. Collective over them.

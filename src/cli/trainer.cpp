@@ -167,14 +167,10 @@ void Trainer::tolerate(const std::function<void()>& saving) {
 
 void Trainer::save_end(int64_t steps, TrainResult& result) {
   if (options_.save.empty() || !training_) return;
-  if (!strategy_->can_save()) {
-    if (leads()) fmt::print(stderr, "shoal: no checkpoint of the end: hosts have ended, and it needs all of them\n");
-    return;
-  }
   try {
     meeting_.together([&](const Group&) { save(steps, /*in_background=*/false); });
     result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
-  } catch (const CommError& error) {  // hosts of a sharded model that have ended are missing in it
+  } catch (const CommError& error) {
     if (strategy_->in_step()) throw;
     if (leads()) fmt::print(stderr, "shoal: no checkpoint of the end: {}\n", error.what());
   }
@@ -277,7 +273,7 @@ TrainResult Trainer::run() {
       for (const auto& [name, value] : result.figures) line[name] = value;
       metrics.write(line);
     }
-    if (!saves || !strategy_->can_save()) continue;
+    if (!saves) continue;
     progress.clear();
     tolerate([&] { meeting_.together([&](const Group&) { save(number + 1, /*in_background=*/true); }); });
   }

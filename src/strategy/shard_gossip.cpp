@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "comm/hosts.h"
@@ -248,6 +249,29 @@ const Topology& ShardGossipOptimizerCore::topology() const {
 const Group& ShardGossipOptimizerCore::remaining() {
   agree_on_hosts();
   return gossip_->mixing.remaining();
+}
+
+Group ShardGossipOptimizerCore::remaining(const Group& all) {
+  agree_on_hosts();
+  const auto& gone = gossip_->mixing.statistics().removed;
+  if (gone.empty()) return all;
+  if (gossip_->remaining && gossip_->hosts_gone == gone.size()) return *gossip_->remaining;
+  // Each rank of a host knows those of its own number on the others.
+  const auto& across = gossip_->across;
+  const auto& inside = state().group;
+  std::vector<int64_t> own;
+  for (int host = 0; host < across.size(); ++host) {
+    if (std::count(gone.begin(), gone.end(), host) == 0) own.push_back(across.world_rank(host));
+  }
+  auto left = at::empty({inside.size() * static_cast<int64_t>(own.size())}, at::kLong);
+  inside.all_gather(left, at::tensor(own, at::kLong), state().label("the ranks of the hosts that are left")).wait();
+  std::vector<int> ranks;
+  for (int rank = 0; rank < all.size(); ++rank) {
+    if ((left == all.world_rank(rank)).any().item<bool>()) ranks.push_back(rank);
+  }
+  gossip_->remaining = all.subgroup(ranks);
+  gossip_->hosts_gone = gone.size();
+  return *gossip_->remaining;
 }
 
 }  // namespace shoal

@@ -64,6 +64,8 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   const Topology& topology() const;
   // Of `across`, those who have not been removed, about which a host's ranks agree. Collective over all ranks.
   const Group& remaining();
+  // Of `all`, which host_groups() has divided, the ranks of those hosts. Collective over them.
+  Group remaining(const Group& all);
 
   struct Gossip;
 
@@ -86,7 +88,8 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   std::unique_ptr<Gossip> gossip_;
 };
 
-// For TrainingState(parallel, optimizer, all): the ranks that host_groups() has divided, all of them still there.
+// For TrainingState(parallel, optimizer, all): the ranks that host_groups() has divided. Those of the hosts that are
+// left save; the checkpoint is one of as many hosts.
 std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, ShardGossipOptimizerCore& optimizer,
                                                     const Group& all);
 // One host's ranks do not make a checkpoint.

@@ -21,7 +21,10 @@ class ShardGossipSource : public FullyShardedSource {
  public:
   ShardGossipSource(FullyShardedCore& parallel, FullyShardedCore::Shards& shards, ShardGossipOptimizerCore& optimizer,
                     ShardedOptimizerCore::State& state, ShardGossipOptimizerCore::Gossip& gossip, Group all)
-      : FullyShardedSource(parallel, shards, optimizer, state), gossip_(gossip), all_(std::move(all)) {
+      : FullyShardedSource(parallel, shards, optimizer, state),
+        optimizer_(optimizer),
+        gossip_(gossip),
+        all_(std::move(all)) {
     const auto inside = state.group.size();
     if (all_.size() == inside * gossip_.across.size()) {
       strategy_ = fmt::format("hybrid_gossip of {} ranks", inside);
@@ -34,8 +37,8 @@ class ShardGossipSource : public FullyShardedSource {
   }
 
   std::string strategy() const override { return strategy_; }
-  Group group() override { return all_; }
-  std::optional<Group> peers() override { return gossip_.across; }
+  Group group() override { return optimizer_.remaining(all_); }
+  std::optional<Group> peers() override { return gossip_.mixing.remaining(); }
 
   CarriedStates carried() override {
     auto all = FullyShardedSource::carried();
@@ -44,7 +47,7 @@ class ShardGossipSource : public FullyShardedSource {
   }
 
   void begin_load(const CarriedStates& past) override {
-    on_all_ranks(all_, "checkpoint", [&] { parse(past.own.values); });
+    on_all_ranks(group(), "checkpoint", [&] { parse(past.own.values); });
     FullyShardedSource::begin_load(past);
   }
 
@@ -76,6 +79,7 @@ class ShardGossipSource : public FullyShardedSource {
     }
   }
 
+  ShardGossipOptimizerCore& optimizer_;
   ShardGossipOptimizerCore::Gossip& gossip_;
   Group all_;
   std::string strategy_;

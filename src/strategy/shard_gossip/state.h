@@ -1,6 +1,7 @@
 #pragma once
 // What ShardGossipOptimizer keeps.
 
+#include <optional>
 #include <vector>
 
 #include "shoal/strategy/shard_gossip.h"
@@ -21,6 +22,8 @@ struct ShardGossipOptimizerCore::Gossip {
   std::vector<GossipBucket> buckets{};
   std::vector<at::Tensor> own{};  // this host's values by bucket, while parameters are the hosts' mean
   bool left = false;
+  std::optional<Group> remaining{};  // of all ranks, when so many hosts had gone
+  size_t hosts_gone = 0;
 };
 
 }  // namespace shoal
