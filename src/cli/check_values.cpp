@@ -59,6 +59,16 @@ void check(const CLI::App& command) {
 
 }  // namespace
 
+std::string unknown_option(const CLI::App& program, const std::vector<std::string>& line) {
+  const CLI::App* command = &program;
+  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
+  for (size_t i = 1; i < line.size() && line[i] != "--"; ++i) {
+    const auto name = line[i].substr(0, line[i].find('='));
+    if (name.starts_with("--") && command->get_option_no_throw(name) == nullptr) return name;
+  }
+  return "";
+}
+
 void check_values(CLI::App& program) {
   for (auto* command : program.get_subcommands({})) {
     command->parse_complete_callback([command] { check(*command); });

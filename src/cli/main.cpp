@@ -74,7 +74,9 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& help) {
     return app.exit(help);
   } catch (const CLI::Error& error) {
-    complain(std::string(error.what()) + " (shoal --help, shoal COMMAND --help)");
+    const auto unknown = shoal::cli::unknown_option(app, line);
+    complain((unknown.empty() ? error.what() : "there is no option " + unknown) +
+             " (shoal --help, shoal COMMAND --help)");
     return wrong_command_line;
   } catch (const shoal::UsageError& error) {
     complain(error.what());

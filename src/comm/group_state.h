@@ -48,6 +48,7 @@ struct GroupProgress {
   GroupFailure failure;
   std::map<std::vector<int>, int> subgroups;       // how many were made of these ranks, for their names
   int gossip_channels = 0;                         // how many were opened, for their names
+  int reducers = 0;                                // how many were made, for the labels of their operations
   std::shared_ptr<std::atomic<uint64_t>> entered;  // collectives; see Activity
   int flight_group = -1;                           // its number in the flight recorder
   uint64_t collectives = 0;                        // for the flight recorder: how many this rank has entered

@@ -12,6 +12,7 @@
 #include <limits>
 #include <numeric>
 
+#include "comm/group_state.h"
 #include "engine/graph_walk.h"
 #include "engine/local_gradients.h"
 #include "memory/views.h"
@@ -34,12 +35,19 @@ std::vector<at::Tensor> checked_parameters(const std::vector<Gradient>& gradient
   return parameters;
 }
 
+// Two equal models in another order on another rank would take each other's gradients: labels are compared.
+std::string whose(const Group& group) {
+  const int number = ++state_of(group)->progress->reducers;
+  return number == 1 ? "" : fmt::format("model {}'s ", number);
+}
+
 }  // namespace
 
 Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
                  std::unique_ptr<Exchange> exchange)
     : gradients_(std::move(gradients)),
       group_(group),
+      whose_(whose(group)),
       options_(options),
       exchange_(std::move(exchange)),
       frozen_(gradients_.size()),
@@ -346,7 +354,7 @@ double Reducer::issued_weight() const {
 }
 
 Label Reducer::label(size_t index) const {
-  return {step_, static_cast<int64_t>(index), buckets_[index].names()};
+  return {step_, static_cast<int64_t>(index), whose_ + buckets_[index].names()};
 }
 
 void Reducer::issue(size_t index) {
@@ -367,7 +375,7 @@ void Reducer::issue(size_t index) {
 void Reducer::issue_facts() {
   if (!facts_.defined()) return;
   facts_.write(used_, came_, issued_weight());
-  facts_work_ = group_.all_reduce(facts_.memory(), ReduceOp::sum, {step_, -1, "used gradients and weight"});
+  facts_work_ = group_.all_reduce(facts_.memory(), ReduceOp::sum, {step_, -1, whose_ + "used gradients and weight"});
 }
 
 }  // namespace shoal

@@ -251,6 +251,7 @@ class Reducer {
 
   std::vector<Gradient> gradients_;
   Group group_;
+  std::string whose_;  // of the group's reducers, for labels
   ReducerOptions options_;
   std::unique_ptr<Exchange> exchange_;
 

@@ -22,6 +22,9 @@ void expect_refused(const std::vector<std::string>& arguments, const std::string
 
 TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
   expect_refused({"train", "--ranks", "0"}, "--ranks 0: give at least 1");
+  expect_refused({"launch", "-n", "2", "--timeout", "10", "--", "true", "--lr", "1"}, "there is no option --timeout");
+  expect_refused({"train", "--frobnicate=3"}, "there is no option --frobnicate");
+  expect_refused({"checkpoint", "verify", "--deep", "somewhere"}, "there is no option --deep");
   expect_refused({"launch", "--stop-grace", "-1", "--", "true"}, "-1 seconds to stop in: give 0 or more");
   expect_refused({"launch", "--grace", "-1", "--", "true"}, "-1 seconds of grace: give 0 or more");
   expect_refused({"train", "--ranks", "3", "--transport", "nccl"},

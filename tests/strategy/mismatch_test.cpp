@@ -184,6 +184,28 @@ TEST_F(Mismatch, BEY09_names_different_buckets) {
       {"different operations as #", "rank 0", "called all_reduce(sum", "bucket 0: gradients of "});
 }
 
+// Equal in every number, as two agents of one kind are: only their order tells them apart.
+TEST_F(Mismatch, BEY09_names_equal_models_in_another_order) {
+  std::vector<int> everyone(group().size());
+  for (size_t rank = 0; rank < everyone.size(); ++rank) everyone[rank] = static_cast<int>(rank);
+  const auto own = group().subgroup(everyone);  // may be spoilt
+  DistributedDataParallel<MlpImpl> first(seeded(3).ptr(), own), second(seeded(4).ptr(), own);
+  const auto backward = [](DistributedDataParallel<MlpImpl>& parallel) {
+    mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+  };
+  expect_named(
+      [&] {
+        try {
+          backward(odd_one() ? second : first);
+          backward(odd_one() ? first : second);
+        } catch (const DisagreeError& error) {
+          const std::string text = error.what();
+          throw DisagreeError(text.substr(0, text.find(" (noticed")));  // by whom differs
+        }
+      },
+      {"different operations as #", "bucket 0: gradients of ", "bucket 0: model 2's gradients of "});
+}
+
 // No mismatch: the mean over ranks counts zeroes, on every rank the same.
 TEST_F(Mismatch, BEY09_unused_parameters_that_differ_between_ranks_and_steps_are_no_mismatch) {
   struct Branches : torch::nn::Module {
