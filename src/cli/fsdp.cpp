@@ -117,12 +117,18 @@ class HybridGossip : public Fsdp {
   // Parameters, and floating-point buffers of all ranks, which FSDP leaves to each.
   class Mean {
    public:
+    // The buffers last, and over those that were there at first: when a rank ends in the middle, who has got on further
+    // than others meets it there, too, and all begin again.
     explicit Mean(HybridGossip& strategy) : gossip_(strategy.gossip()) {
-      buffers_ = std::make_unique<MeanOfRanks>(strategy.model_->buffers(), *strategy.present());
+      const auto present = strategy.present();
       gossip_.hold_mean();
       try {
+        on_the_whole_host(strategy.inside_, [&] {
+          buffers_ = std::make_unique<MeanOfRanks>(strategy.model_->buffers(), *present);
+        });
         whole_ = strategy.Fsdp::whole_parameters();
       } catch (...) {
+        buffers_.reset();
         gossip_.hold_own();
         throw;
       }
@@ -138,6 +144,20 @@ class HybridGossip : public Fsdp {
     Mean& operator=(const Mean&) = delete;
 
    private:
+    // CommError on all ranks of the host where it is one on any: an operation may be over for one of them already.
+    static void on_the_whole_host(const Group& host, const std::function<void()>& work) {
+      std::optional<CommError> failure;
+      try {
+        work();
+      } catch (const CommError& error) {
+        failure = error;
+      }
+      auto failed = at::full({1}, failure ? 1 : 0, at::kInt);
+      host.all_reduce(failed, ReduceOp::max, {-1, -1, "whether all ranks have answered"}).wait();
+      if (failure) throw *failure;
+      if (failed.item<int>() != 0) throw CommError("a rank of another host has ended, as another rank of this host noticed");
+    }
+
     ShardGossipOptimizerCore& gossip_;
     std::unique_ptr<MeanOfRanks> buffers_;
     std::shared_ptr<void> whole_;
