@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/authenticated_store.h"
+#include "comm/doorkeeper.h"
 #include "comm/socket.h"
 #include "comm/store.h"
 #include "shoal/base/error.h"
@@ -135,6 +137,7 @@ void quiet_c10d() {
 }
 
 struct StoreServer::State {
+  std::optional<Doorkeeper> doorkeeper;
   c10::intrusive_ptr<c10d::TCPStore> server;
   c10::intrusive_ptr<c10d::Store> store;  // as the job's processes see it
 };
@@ -149,6 +152,7 @@ StoreServer::StoreServer(const std::string& address, int port, const JobIdentity
   options.waitWorkers = false;
   options.masterListenFd = listening.release();
   state_->server = c10::make_intrusive<c10d::TCPStore>(address, options);
+  state_->doorkeeper.emplace(this->port());
   state_->store = authenticated(state_->server, job);
   store_set(*state_->store, claim_key, job_claim(job));
 }

@@ -1,6 +1,7 @@
 // Other users of the machine, who can connect to a job's ports and write into its store.
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
@@ -101,6 +102,91 @@ TEST(Strangers, MessagesThatMeanNothingAreNotWorthALine) {
   EXPECT_EQ(ended.code, 0);
   EXPECT_EQ(strangers.called(), 1000);
   EXPECT_LE(lines(ended.output), 3) << ended.output.substr(0, 2000);
+}
+
+// Open connections that say nothing, or half a question, as many as a program often may have files open.
+class Silent {
+ public:
+  explicit Silent(int port) {
+    const auto place = resolve("127.0.0.1", port);
+    while (sockets_.size() < many) {
+      auto caller = make_socket(place, SOCK_STREAM);
+      if (!connect_to(caller, place)) {  // the launcher is not there yet
+        std::this_thread::sleep_for(5ms);
+        continue;
+      }
+      if (sockets_.size() % 2 == 0) send(caller.number(), "\x00\xce", 2, MSG_NOSIGNAL | MSG_DONTWAIT);
+      sockets_.push_back(std::move(caller));
+    }
+  }
+  // How many the other end has closed.
+  int64_t ended() const {
+    return std::count_if(sockets_.begin(), sockets_.end(), [](const Descriptor& socket) {
+      char byte = 0;
+      const auto got = recv(socket.number(), &byte, 1, MSG_DONTWAIT);
+      return got == 0 || (got < 0 && !came_too_early());
+    });
+  }
+
+  static constexpr size_t many = 1100;
+
+ private:
+  std::vector<Descriptor> sockets_;
+};
+
+// A soft limit of open files for `shell`'s command; the hard one stays.
+Ended with_few_files(const std::string& shell) {
+  return run({"sh", "-c", "ulimit -S -n 1024; " + shell}, 100);
+}
+
+// Sets this process's own limit of open files for as long as it lives.
+class ManyFiles {
+ public:
+  ManyFiles() {
+    getrlimit(RLIMIT_NOFILE, &before_);
+    auto more = before_;
+    more.rlim_cur = std::min<rlim_t>(more.rlim_max, 4096);
+    setrlimit(RLIMIT_NOFILE, &more);
+  }
+  ~ManyFiles() { setrlimit(RLIMIT_NOFILE, &before_); }
+  rlim_t hard() const { return before_.rlim_max; }
+
+ private:
+  rlimit before_{};
+};
+
+TEST(Strangers, MoreOfThemThanAProgramOftenMayHaveFilesOpenKeepNobodyOut) {
+  const ManyFiles files;
+  if (files.hard() < 4096) GTEST_SKIP() << "the system allows no more";
+  const int port = free_port();
+  std::optional<Silent> silent;
+  std::thread strangers([&] { silent.emplace(port); });
+  const auto ended = with_few_files(SHOAL " launch -n 2 --port " + std::to_string(port) +
+                                    " -- sh -c 'sleep 3; exec " SHOAL " train --data reference --model mlp --steps 2'");
+  strangers.join();
+  EXPECT_EQ(ended.code, 0) << ended.output.substr(0, 4000);
+}
+
+TEST(Strangers, WhoeverAsksNothingIsShownOutAndARankIsNot) {
+  const ManyFiles files;
+  if (files.hard() < 4096) GTEST_SKIP() << "the system allows no more";
+  const int port = free_port();
+  std::optional<Silent> silent;
+  int64_t still_there = 0, shown_out = 0;
+  std::thread strangers([&] {
+    silent.emplace(port);
+    const auto rank = stranger_in_store(port);  // asks, and then says nothing for as long
+    std::this_thread::sleep_for(5s);
+    still_there = static_cast<int64_t>(Silent::many) - silent->ended();
+    std::this_thread::sleep_for(9s);
+    shown_out = silent->ended();
+    EXPECT_NO_THROW(rank->check({"shoal/job"}));
+  });
+  const auto ended = with_few_files(SHOAL " launch -n 1 --port " + std::to_string(port) + " -- sleep 20");
+  strangers.join();
+  EXPECT_EQ(ended.code, 0) << ended.output.substr(0, 4000);
+  EXPECT_EQ(still_there, Silent::many) << "a rank may take a moment";
+  EXPECT_EQ(shown_out, Silent::many);
 }
 
 // The report of a training on two ranks that start a second after their store does.
