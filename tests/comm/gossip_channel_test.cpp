@@ -136,6 +136,36 @@ TEST_F(Channel, DEC17_what_a_source_has_shown_before_it_left_can_be_read_and_no_
 }
 
 // A mean that cannot be finished, because one source has left, is begun anew.
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Until all begin anew; what it has shown before stays.
+TEST_F(Channel, DEC17_nobody_waits_for_a_source_that_does_not_go_on) {
+  show(*channel, 1);
+  if (reads()) EXPECT_READ(read(*channel, 1), here, 1);
+  meet();
+  const auto start = Clock::now();
+  if (!reads()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    channel->stop(1, 7);
+  } else {
+    EXPECT_FALSE(channel->stopped(source()).has_value());
+    EXPECT_READ(read(*channel, 2), late, 0);
+    EXPECT_LT(seconds_since(start), 5);
+    const auto stop = channel->stopped(source());
+    ASSERT_TRUE(stop.has_value());
+    EXPECT_EQ(stop->version, 1);
+    EXPECT_EQ(stop->reason, 7);
+  }
+  meet();
+  channel->begin_anew(4);
+  EXPECT_FALSE(channel->stopped(source()).has_value());
+  if (!reads()) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  show(*channel, 5);
+  if (reads()) EXPECT_READ(read(*channel, 5), here, 5);
+}
+
 TEST_F(Channel, DEC17_a_version_can_be_read_again_until_another_is) {
   show_all(*channel, {1, 2});
   if (!reads()) return;

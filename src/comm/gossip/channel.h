@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,11 @@ struct Reading {
   int64_t version = 0;  // of what was used
 };
 
+struct Stop {
+  int64_t version = 0;  // shown last
+  uint32_t reason = 0;
+};
+
 // Ranks are those of the group it was opened on. A rank's calls come from one thread.
 class GossipChannel {
  public:
@@ -51,6 +57,13 @@ class GossipChannel {
   virtual bool gone(int rank, int64_t version) = 0;
   // Nobody will read what this rank has shown so far.
   virtual void forget() = 0;
+  // Tells all ranks that this one does not go on after `version` before all have begun anew, and why, in a number of the
+  // caller's. They no longer wait for it.
+  virtual void stop(int64_t version, uint32_t reason) = 0;
+  // Of a rank that does not go on.
+  virtual std::optional<Stop> stopped(int rank) = 0;
+  // All ranks begin anew after `version`: nobody will read what has been shown so far, and who had stopped goes on.
+  virtual void begin_anew(int64_t version) = 0;
   // This rank shows no more; what it has shown can still be read.
   virtual void leave() = 0;
 

@@ -11,6 +11,7 @@ enum class FrameKind : uint32_t {
   taken = 3,   // the version of the buffer, and older ones, are needed no more
   bye = 4,     // the version was the last one
   lost = 5,    // the connection to the rank in `buffer` has ended, the one whose channel has the key in `version`
+  stop = 6,    // it does not go on after the version, for the reason in `buffer`
 };
 
 // In the byte order of the sender, which must be the receiver's.

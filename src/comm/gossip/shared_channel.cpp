@@ -29,6 +29,8 @@ class SharedBlock {
   struct alignas(cache_line) Header {
     std::atomic<uint32_t> users;  // ranks that may look at this block
     std::atomic<uint32_t> left;   // by its own will
+    std::atomic<uint32_t> reason;  // see GossipChannel::stop
+    std::atomic<int64_t> stopped;  // the version that was shown last, + 1; 0: it goes on
   };
   struct alignas(cache_line) Slot {
     std::atomic<int64_t> version;  // 0: none yet
@@ -168,11 +170,29 @@ class SharedChannel : public GossipChannel {
     for (auto& readers : readers_) readers = {};
   }
 
+  void stop(int64_t version, uint32_t reason) override {
+    auto& header = SharedBlock::header(own());
+    header.reason.store(reason, std::memory_order_relaxed);
+    header.stopped.store(version + 1, std::memory_order_release);
+    ring_all();
+  }
+
+  std::optional<Stop> stopped(int rank) override {
+    if (!stops(rank)) return std::nullopt;
+    const auto& header = SharedBlock::header(bases_[rank]);
+    const auto version = header.stopped.load(std::memory_order_acquire) - 1;
+    return Stop{.version = version, .reason = header.reason.load(std::memory_order_relaxed)};
+  }
+
+  void begin_anew(int64_t version) override {
+    forget();
+    begun_ = version;
+    tardy_.assign(tardy_.size(), false);
+    tardy_reader_.assign(tardy_reader_.size(), false);
+  }
+
   void leave() override {
-    if (SharedBlock::header(own()).left.exchange(1) != 0) return;
-    for (const auto& peer : peers_) {
-      if (peer) peer->ring();
-    }
+    if (SharedBlock::header(own()).left.exchange(1) == 0) ring_all();
   }
 
   std::string address() const override {
@@ -201,6 +221,14 @@ class SharedChannel : public GossipChannel {
     return ended_[rank] = state_of(process(rank)) == ProcessState::gone;
   }
   const ProcessId& process(int rank) const { return group_->world->meeting.peers[group_->world_ranks[rank]].process; }
+  bool stops(int rank) const {
+    return bases_[rank] != nullptr && SharedBlock::header(bases_[rank]).stopped.load() - 1 > begun_;
+  }
+  void ring_all() const {
+    for (const auto& peer : peers_) {
+      if (peer) peer->ring();
+    }
+  }
   void ring(int rank) const {
     if (peers_[rank]) peers_[rank]->ring();
   }
@@ -221,14 +249,14 @@ class SharedChannel : public GossipChannel {
     }
     return found;
   }
-  // Until finished, the deadline, or the rank is gone.
+  // Until finished, the deadline, or the rank is gone or does not go on.
   void wait(SteadyClock::time_point deadline, int on, const std::function<bool()>& finished) {
-    while (!finished() && !ended(on)) {
+    while (!finished() && !ended(on) && !stops(on)) {
       const auto left = deadline - SteadyClock::now();
       if (left <= left.zero()) return;
       const auto slice = std::min<std::chrono::nanoseconds>(left, std::chrono::milliseconds(100));
       wait_until(*group_->world->memory, may_spin_, slice,
-                 [&] { return finished() || SharedBlock::header(bases_[on]).left.load() != 0; });
+                 [&] { return finished() || SharedBlock::header(bases_[on]).left.load() != 0 || stops(on); });
     }
   }
 
@@ -238,6 +266,7 @@ class SharedChannel : public GossipChannel {
   std::vector<std::byte*> bases_;                   // of every rank's block, as seen from here; none: it has ended
   std::vector<std::shared_ptr<PeerMemory>> peers_;  // none for this rank
   bool may_spin_ = false;
+  int64_t begun_ = -1;  // stops up to this version are over
   std::vector<bool> ended_;
   std::vector<bool> tardy_;         // sources that were waited for in vain
   std::vector<bool> tardy_reader_;  // readers that were

@@ -83,7 +83,7 @@ class SocketChannel : public GossipChannel {
       for (const int reader : shown.front().readers) {
         auto& peer = peers_[reader];
         const auto taken = [&] { return peer.gone || peer.taken[buffer] >= shown.front().version; };
-        if (!peer.takes_late) changed_.wait_until(lock, deadline, taken);
+        if (!peer.takes_late) changed_.wait_until(lock, deadline, [&] { return taken() || stops(peer); });
         peer.takes_late = !taken();
       }
       shown.pop_front();
@@ -132,13 +132,31 @@ class SocketChannel : public GossipChannel {
     for (auto& shown : shown_) shown.clear();
   }
 
+  void stop(int64_t version, uint32_t reason) override {
+    {
+      const std::lock_guard lock(mutex_);
+      tell_all({.kind = FrameKind::stop, .buffer = reason, .version = version});
+    }
+    wake();
+  }
+
+  std::optional<Stop> stopped(int rank) override {
+    const std::lock_guard lock(mutex_);
+    return stops(peers_[rank]) ? peers_[rank].stop : std::nullopt;
+  }
+
+  void begin_anew(int64_t version) override {
+    const std::lock_guard lock(mutex_);
+    for (auto& shown : shown_) shown.clear();
+    begun_ = version;
+    for (auto& peer : peers_) peer.late = peer.takes_late = false;
+  }
+
   void leave() override {
     {
       const std::lock_guard lock(mutex_);
       if (std::exchange(left_, true)) return;
-      for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
-        if (rank != rank_ && !peers_[rank].gone) put(rank, {.kind = FrameKind::bye, .version = newest_});
-      }
+      tell_all({.kind = FrameKind::bye, .version = newest_});
     }
     wake();
   }
@@ -162,6 +180,7 @@ class SocketChannel : public GossipChannel {
     bool greeted = false;
     bool gone = false;
     int64_t last_version = 0;                               // of one that has said that it leaves
+    std::optional<Stop> stop;
     bool late = false;                                      // as a source
     bool takes_late = false;                                // as a reader
     std::map<size_t, std::map<int64_t, at::Tensor>> shown;  // by buffer and version
@@ -179,7 +198,7 @@ class SocketChannel : public GossipChannel {
     auto& shown = peer.shown[buffer];
     const auto found = [&] { return shown.lower_bound(version) != shown.end(); };
     if (!found() && !peer.late) {
-      changed_.wait_until(lock, SteadyClock::now() + limit, [&] { return found() || peer.gone; });
+      changed_.wait_until(lock, SteadyClock::now() + limit, [&] { return found() || peer.gone || stops(peer); });
     }
     peer.late = !found();
     if (shown.empty()) return {.arrival = peer.gone ? Arrival::gone : Arrival::late};
@@ -190,6 +209,14 @@ class SocketChannel : public GossipChannel {
     use(values);
     used_.values[source] = {number, values};
     return {.arrival = Arrival::here, .version = number};
+  }
+
+  bool stops(const Peer& peer) const { return peer.stop && peer.stop->version > begun_; }
+
+  void tell_all(const Frame& frame) {
+    for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
+      if (rank != rank_ && !peers_[rank].gone) put(rank, frame);
+    }
   }
 
   void put(int rank, Frame frame, at::Tensor values = {}) {
@@ -320,6 +347,7 @@ class SocketChannel : public GossipChannel {
           static_cast<uint64_t>(frame.version) == addresses_[frame.buffer].key) {
         peers_[frame.buffer].gone = true;
       }
+      if (frame.kind == FrameKind::stop) peer.stop = Stop{.version = frame.version, .reason = frame.buffer};
       if (frame.kind == FrameKind::taken) peer.taken[frame.buffer] = std::max(peer.taken[frame.buffer], frame.version);
       if (frame.kind != FrameKind::values) return;
       note(visitor, frame);
@@ -346,12 +374,9 @@ class SocketChannel : public GossipChannel {
   // Its neighbours see that it is gone; the others have to be told.
   void lose(int rank) {
     if (std::exchange(peers_[rank].gone, true) || left_) return;
-    for (int other = 0; other < static_cast<int>(peers_.size()); ++other) {
-      if (other == rank_ || peers_[other].gone) continue;
-      put(other, {.kind = FrameKind::lost,
-                  .buffer = static_cast<uint32_t>(rank),
-                  .version = static_cast<int64_t>(addresses_[rank].key)});
-    }
+    tell_all({.kind = FrameKind::lost,
+              .buffer = static_cast<uint32_t>(rank),
+              .version = static_cast<int64_t>(addresses_[rank].key)});
   }
 
   std::optional<at::Tensor> expected(const Visitor& visitor, const Frame& frame) {
@@ -391,6 +416,7 @@ class SocketChannel : public GossipChannel {
   std::vector<std::deque<Shown>> shown_;  // the last versions, by buffer
   std::map<std::pair<int64_t, at::ScalarType>, std::vector<at::Tensor>> pool_;
   int64_t newest_ = 0;  // shown
+  int64_t begun_ = -1;  // stops up to this version are over
   bool left_ = false;
   bool ending_ = false;
   const Descriptor listening_;

@@ -108,6 +108,13 @@ std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
   return parameters;
 }
 
+std::string loaded_alone(const std::string& parameter, int rank) {
+  return fmt::format(
+      "DecentralizedDataParallel: parameter {} has been loaded or replaced on rank {}, and neighbours would mix what "
+      "that rank had before into it; when all ranks have loaded, call global_avg() on all of them",
+      parameter, rank);
+}
+
 std::optional<GradScaler> make_scaler(const DecentralizedDataParallelOptions& options) {
   return options.scaler ? std::optional<GradScaler>(*options.scaler) : std::nullopt;
 }
@@ -161,6 +168,13 @@ void State::tell_weights() {
   mixing.known().all_weigh(given);
 }
 
+void State::require_that_all_go_on(int64_t version) const {
+  const auto stopped = mixing.stopped_before(version);
+  if (!stopped) return;
+  const auto [rank, gradient] = *stopped;
+  throw UsageError(loaded_alone(gradient < gradients.size() ? gradients[gradient].name : "?", group.world_rank(rank)));
+}
+
 // Before the first step neighbours learn what a rank starts from; later they know what it had before.
 void State::meet_changes() {
   for (const auto& bucket : buckets) bucket.require_kinds();
@@ -170,10 +184,8 @@ void State::meet_changes() {
     if (!watch.changed(i)) continue;
     values.push_back({gradients[i].name, digest_of(gradients[i].parameter)});
     if (buckets.empty() || group.size() == 1) continue;
-    throw UsageError(fmt::format(
-        "DecentralizedDataParallel: parameter {} has been loaded or replaced, and neighbours would mix what "
-        "this rank had before into it; when all ranks have loaded, call global_avg() on all of them",
-        gradients[i].name));
+    mixing.stop(static_cast<uint32_t>(i));
+    throw UsageError(loaded_alone(gradients[i].name, group.world_rank(group.rank())));
   }
   if (!values.empty() && buckets.empty()) agree_on_values(group, values);
   watch.note();

@@ -37,6 +37,7 @@ void DecentralizedDataParallelCore::before_forward() {
   if (!torch::GradMode::is_enabled()) return;
   state.known.require_no_other();
   state.meet_changes();
+  state.require_that_all_go_on(state.mixing.version() + 1);
   if (state.no_sync_depth == 0) state.clock.mark(StepClock::forward_begins, state.step);
   for (const auto& entry : state.tensors.parameters) {
     const bool known = std::any_of(state.gradients.begin(), state.gradients.end(),

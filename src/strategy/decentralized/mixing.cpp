@@ -169,7 +169,19 @@ void Mixing::count_in() {
 
 void Mixing::restart(int64_t version) {
   version_ = version;
-  channel_->forget();
+  channel_->begin_anew(version);
+}
+
+void Mixing::stop(uint32_t reason) {
+  if (channel_) channel_->stop(version_, reason);
+}
+
+std::optional<std::pair<int, uint32_t>> Mixing::stopped_before(int64_t version) const {
+  for (const int rank : now_.members) {
+    const auto stop = channel_ && rank != group_.rank() ? channel_->stopped(rank) : std::nullopt;
+    if (stop && stop->version < version) return std::pair(rank, stop->reason);
+  }
+  return std::nullopt;
 }
 
 void Mixing::count(int64_t version, ExchangeStatistics& statistics) const {

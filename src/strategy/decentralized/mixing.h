@@ -65,6 +65,10 @@ class Mixing {
   // All ranks begin anew after `version`, which none of them has shown yet, with equal values.
   void restart(int64_t version);
   int64_t version() const { return version_; }  // shown last
+  // This rank does not go on before all begin anew; the others learn it and `reason`, a number of the caller's.
+  void stop(uint32_t reason);
+  // A rank (of the group) that does not go on after a version before this one, and its reason.
+  std::optional<std::pair<int, uint32_t>> stopped_before(int64_t version) const;
   const std::vector<double>& mass() const { return mass_; }
 
   // What is told with the step that is shown next: before its first buffer is.

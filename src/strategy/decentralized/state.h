@@ -45,6 +45,8 @@ struct DecentralizedDataParallelCore::State {
 
   // Before a forward that trains: parameters that were loaded or replaced since the last step.
   void meet_changes();
+  // UsageError where a rank has refused to go on after a version before this one, as meet_changes() does.
+  void require_that_all_go_on(int64_t version) const;
 
   // build.cpp
   // Collective, at the end of the first backward.

@@ -123,6 +123,8 @@ void State::end_backward() {
     clock.mark(StepClock::all_back, step);
     clock.end_step(/*finished=*/true);
     end_step();
+    phase = Phase::idle;
+    require_that_all_go_on(mixing.version());  // without one of them this step has been made
   }
   phase = Phase::idle;
 }
