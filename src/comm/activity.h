@@ -9,26 +9,33 @@
 #include <string>
 #include <thread>
 
+#include "comm/call_history.h"
+
 namespace shoal {
 
 // Thread-safe.
 class Activity {
  public:
-  using Count = std::atomic<uint64_t>;
-
-  // The number of collectives that this rank enters in a group, for as long as the group lives.
-  std::shared_ptr<Count> add_group(const std::string& name) {
-    auto count = std::make_shared<Count>(0);
+  // What this rank calls in a group, for as long as the group lives.
+  std::shared_ptr<CallHistory> add_group(const std::string& name, bool keeps_calls) {
+    auto history = std::make_shared<CallHistory>(keeps_calls);
     const std::lock_guard lock(mutex_);
     std::erase_if(groups_, [](const auto& entry) { return entry.second.expired(); });
-    groups_[name] = count;
-    return count;
+    groups_[name] = history;
+    return history;
   }
+  // None: there is no such group, or it has gone.
+  std::shared_ptr<CallHistory> history(const std::string& group) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = groups_.find(group);
+    return found == groups_.end() ? nullptr : found->second.lock();
+  }
+  // How many collectives, by group.
   std::map<std::string, uint64_t> entered() const {
     std::map<std::string, uint64_t> counts;
     const std::lock_guard lock(mutex_);
-    for (const auto& [name, count] : groups_) {
-      if (const auto alive = count.lock()) counts[name] = *alive;
+    for (const auto& [name, history] : groups_) {
+      if (const auto alive = history.lock()) counts[name] = alive->entered();
     }
     return counts;
   }
@@ -45,7 +52,7 @@ class Activity {
 
  private:
   mutable std::mutex mutex_;
-  std::map<std::string, std::weak_ptr<Count>> groups_;
+  std::map<std::string, std::weak_ptr<CallHistory>> groups_;
   std::atomic<std::thread::id> first_{};
   std::atomic<bool> several_ = false;
 };

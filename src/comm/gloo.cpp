@@ -4,8 +4,15 @@
 #include "comm/gloo.h"
 
 #include <c10/util/Exception.h>
+#include <cxxabi.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -15,6 +22,27 @@
 
 namespace shoal {
 namespace {
+
+std::atomic<bool> thread_stays = false;
+std::terminate_handler before = nullptr;
+
+// Gloo throws on a thread of its own when a message is longer than what the rank has asked for, which is so when ranks
+// call different things. Nobody can catch that, and the process would end before it could say what they have called. So
+// the thread, which works for this one group, stays where it is; the wait for the operation finds out.
+[[noreturn]] void stay_or_end() {
+  const auto* type = abi::__cxa_current_exception_type();
+  if (type != nullptr && std::strcmp(type->name(), "N4gloo13EnforceNotMetE") == 0) {
+    thread_stays = true;
+    while (true) pause();
+  }
+  if (before != nullptr) before();
+  std::abort();
+}
+
+void watch_threads() {
+  static std::once_flag once;
+  std::call_once(once, [] { before = std::set_terminate(stay_or_end); });
+}
 
 // Until all ranks are connected. One that is early may otherwise close its end, done with the group, before a late one
 // has looked at it, which Gloo takes for a failure to connect. No counter of the store's: anybody could turn it.
@@ -43,7 +71,8 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   try {
-    world.let_go->end_those_of_nobody();
+    watch_threads();
+    if (!thread_stays) world.let_go->end_those_of_nobody();  // which would wait for the thread
     auto connected = c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options);
     await_all(*store, rank, size);
     auto transport = make_c10d_transport("gloo", std::move(connected));

@@ -7,10 +7,11 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <thread>
 
 #include "comm/choose_transport.h"
 #include "comm/fingerprint.h"
-#include "comm/mutual_wait.h"
+#include "comm/stuck_wait.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -42,13 +43,13 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->progress = std::make_shared<GroupProgress>();
   state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
   state->progress->transport = state->transport;
-  state->progress->entered = state->world->activity.add_group(state->name);
+  const bool is_check = state->name.ends_with(check_suffix);
+  const bool compares_later = state->world_ranks.size() > 1 && !state->transport->checks_agreement() && !is_check;
+  state->progress->calls = state->world->activity.add_group(state->name, compares_later);
   if (auto* recorder = state->world->recorder.get()) {
     state->progress->flight_group = recorder->add_group(state->name, state->world_ranks);
   }
-  const bool wanted = state->world->options.check_agreement && !state->transport->checks_agreement();
-  const bool is_check = state->name.ends_with(check_suffix);
-  if (wanted && !is_check) {
+  if (compares_later && state->world->options.check_agreement) {
     state->progress->checks = make_group_state(state->world, state->name + check_suffix, state->world_ranks);
   }
   return state;
@@ -82,7 +83,7 @@ bool set_failure(const GroupState& state, const std::string& why) {
 void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call) {
   if (!state->progress->checks || is_message(call)) return;
   const Group checks(state->progress->checks);
-  const auto own = fingerprint_of(call, static_cast<uint64_t>(state->progress->issued.calls));
+  const auto own = fingerprint_of(call, state->progress->calls->entered());
   constexpr auto bytes = static_cast<int64_t>(sizeof own);
   auto all = at::empty({checks.size() * bytes}, at::kByte);
   auto mine = at::empty({bytes}, at::kByte);
@@ -107,7 +108,7 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch
     : group_(std::move(group)), call_(std::move(call)), watch_(watch), number_(group_->progress->issued.calls++) {
   group_->progress->issued.bytes += call_.bytes();
   group_->world->activity.seen();
-  if (!is_message(call_)) collective_ = (*group_->progress->entered)++;
+  if (!is_message(call_)) collective_ = group_->progress->calls->enter(call_);
   try {
     work_ = group_->transport->issue(call_);
     watch_.issued(*group_);
@@ -115,7 +116,7 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch
     // A decorator's own; the transport below is intact, and has not seen this call, so that the next one has its
     // number.
     if (group_->world->recorder && !is_message(call_)) --group_->progress->collectives;
-    if (!is_message(call_)) --*group_->progress->entered;
+    if (!is_message(call_)) group_->progress->calls->take_back();
     throw;
   } catch (const std::exception& error) {
     fail_from(error);
@@ -173,24 +174,20 @@ void PendingWork::wait_to_the_end() {
   const auto deadline = Clock::now() + std::chrono::seconds(world.options.timeout_seconds);
   constexpr Milliseconds slice(100);
   world.activity.seen();
-  MutualWait knot(*group_, call_, collective_);
+  auto stuck = this->stuck();
   bool last_chance = false;  // a peer may have ended in order after its part of this operation
   while (true) {
     const auto remaining = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
     try {
       finished_ = work_->wait_for(last_chance ? 5 * slice : slice, std::max(remaining, Milliseconds(1)));
     } catch (const DisagreeError& error) {
-      set_failure(*group_, error.what());
-      throw DisagreeError(
-          fmt::format("{} (noticed by rank {} in group '{}')", error.what(), world.placement.rank, group_->name));
+      if (group_->progress->transport->checks_agreement()) disagree(error.what());
+      fail_from(error);  // of some ranks and of a part of the operation
     } catch (const std::exception& error) {
       fail_from(error);
     }
-    if (finished_) return;
-    if (const auto difference = published_ || is_message(call_) ? std::nullopt : knot.look()) {
-      set_failure(*group_, *difference);
-      throw DisagreeError(*difference);
-    }
+    if (finished_) return stuck.finished();
+    if (const auto difference = stuck.look()) disagree(*difference);
     if (const auto fault = world.liveness->check(group_->world_ranks)) {
       if (last_chance) fail(fault->world_rank, fault->text);
       last_chance = true;
@@ -203,18 +200,40 @@ void PendingWork::wait_to_the_end() {
   }
 }
 
+StuckWait PendingWork::stuck() const {
+  return {*group_, call_, published_ || is_message(call_) ? std::nullopt : std::optional(collective_)};
+}
+
 void PendingWork::fail_from(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
   text = text.substr(0, text.find('\n'));
-  const auto fault = group_->world->liveness->diagnose(group_->world_ranks);
-  if (fault) fail(fault->world_rank, fault->text);
+  auto& liveness = *group_->world->liveness;
+  auto stuck = this->stuck();
+  for (const auto deadline = Clock::now() + Milliseconds(1500); Clock::now() < deadline;) {
+    if (const auto fault = liveness.check(group_->world_ranks)) fail(fault->world_rank, fault->text);
+    if (const auto difference = stuck.look_after_failure()) disagree(*difference);
+    std::this_thread::sleep_for(Milliseconds(20));
+  }
+  if (dynamic_cast<const DisagreeError*>(&error) != nullptr) disagree(stuck.tell(text));
+  if (const auto fault = liveness.first_failure()) fail(fault->world_rank, fault->text);
   fail(-1,
        fmt::format("the {} transport failed and no rank of this host is gone ({})", group_->transport->name(), text));
 }
 
+void PendingWork::disagree(const std::string& difference) {
+  set_failure(*group_, difference);
+  // Where the transport tells nobody, the store does, and others have to look there yet.
+  if (!group_->progress->transport->checks_agreement()) group_->world->liveness->stay_for_others();
+  throw DisagreeError(fmt::format("{} (noticed by rank {} in group '{}')", difference, group_->world->placement.rank,
+                                  group_->name));
+}
+
 void PendingWork::fail(int rank, const std::string& why) {
   auto& state = *group_;
+  if (state.progress->failure.text().empty()) {
+    if (const auto difference = stuck().told()) disagree(*difference);
+  }
   if (set_failure(state, why)) {
     state.world->liveness->publish(rank, why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
   }

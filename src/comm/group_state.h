@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/call_history.h"
 #include "comm/call_watch.h"
 #include "comm/transport.h"
 #include "shoal/comm/group.h"
@@ -18,6 +19,7 @@ namespace shoal {
 
 struct WorldState;
 struct GroupState;
+class StuckWait;
 
 // Why a group is unusable; the first reason stays. Thread-safe.
 class GroupFailure {
@@ -49,7 +51,7 @@ struct GroupProgress {
   std::map<std::vector<int>, int> subgroups;       // how many were made of these ranks, for their names
   int gossip_channels = 0;                         // how many were opened, for their names
   int reducers = 0;                                // how many were made, for the labels of their operations
-  std::shared_ptr<std::atomic<uint64_t>> entered;  // collectives; see Activity
+  std::shared_ptr<CallHistory> calls;              // collectives
   int flight_group = -1;                           // its number in the flight recorder
   uint64_t collectives = 0;                        // for the flight recorder: how many this rank has entered
   uint64_t messages = 0;                           // the same of sends and receives
@@ -101,8 +103,13 @@ class PendingWork {
 
  private:
   void wait_to_the_end();
+  StuckWait stuck() const;
+  // `why`: unless ranks have called different things, and one of them has ended because of that.
   [[noreturn]] void fail(int rank, const std::string& why);
+  // Waits a moment for what is behind the transport's error to show.
   [[noreturn]] void fail_from(const std::exception& error);
+  // `difference`: as all ranks say it.
+  [[noreturn]] void disagree(const std::string& difference);
 
   std::shared_ptr<GroupState> group_;
   Call call_;

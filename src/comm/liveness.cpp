@@ -46,15 +46,6 @@ std::optional<Fault> Liveness::check(const std::vector<int>& world_ranks) {
   return std::nullopt;
 }
 
-std::optional<Fault> Liveness::diagnose(const std::vector<int>& world_ranks) {
-  const auto deadline = SteadyClock::now() + std::chrono::milliseconds(1500);
-  while (SteadyClock::now() < deadline) {
-    if (auto fault = check(world_ranks)) return fault;
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
-  return first_failure();
-}
-
 int Liveness::cause_of(int gone) const {
   if (!memory_) return gone;
   try {
@@ -74,7 +65,10 @@ void Liveness::publish(int world_rank, const std::string& text) {
     store_set_once(*meeting_->store, key_, text);
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store may have died with the peer
   }
-  // Who hosts the store stays until the others have looked, so that they do not take its own end for the cause.
+  stay_for_others();
+}
+
+void Liveness::stay_for_others() const {
   if (meeting_->server) std::this_thread::sleep_for(std::chrono::milliseconds(600));
 }
 

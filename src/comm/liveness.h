@@ -28,13 +28,15 @@ class Liveness {
 
   // The fault of one of these ranks, if any shows now. A stopped peer counts after the timeout.
   std::optional<Fault> check(const std::vector<int>& world_ranks);
-  // After a transport's error: waits a moment for the fault behind it to show.
-  std::optional<Fault> diagnose(const std::vector<int>& world_ranks);
+  // What anyone in the job has noticed first.
+  std::optional<Fault> first_failure();
   // `world_rank`: the culprit; -1: not known.
   void publish(int world_rank, const std::string& text);
+  // Who hosts the store and knows why it ends stays until the others have looked, so that they do not take its own end
+  // for the cause.
+  void stay_for_others() const;
 
  private:
-  std::optional<Fault> first_failure();
   // The rank because of which a rank that is gone has ended, itself if it has blamed nobody.
   int cause_of(int gone) const;
 

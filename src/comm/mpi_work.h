@@ -50,6 +50,7 @@ struct MpiOperation {
   std::deque<std::function<void(MpiPart&)>> waiting;
   std::function<void()> finish = [] {};  // after all parts
   std::atomic<bool> finished = false;
+  std::atomic<bool> abandoned = false;  // its group has failed: it may never be finished, and nobody waits for it
   std::exception_ptr failure;  // to be read when finished
 
   MpiPart& add(Lane lane = first) { return parts[lane].emplace_back(); }
@@ -57,6 +58,7 @@ struct MpiOperation {
 
 // Keeps the operation, and so its tensors, until it is finished, whether somebody waits or not.
 void put_in_flight(std::shared_ptr<MpiOperation> operation);
+// But for abandoned ones.
 bool any_in_flight();
 // Goes on with all operations in flight as far as that is possible without waiting; true if any went on. All of them,
 // since a peer may wait for our next part in another operation than we wait for.
@@ -65,6 +67,7 @@ bool advance_all();
 class MpiWork : public TransportWork {
  public:
   explicit MpiWork(std::shared_ptr<MpiOperation> operation) : operation_(std::move(operation)) {}
+  ~MpiWork() override { operation_->abandoned = !operation_->finished; }
 
   bool done() override;
   bool wait_for(Milliseconds slice, Milliseconds remaining) override;

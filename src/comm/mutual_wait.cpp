@@ -7,13 +7,12 @@
 #include <sstream>
 
 #include "base/printable.h"
+#include "comm/disagreement.h"
 #include "comm/world_state.h"
 
 namespace shoal {
 namespace {
 
-constexpr auto patience = std::chrono::milliseconds(500);
-constexpr auto rarely = std::chrono::seconds(5);
 constexpr size_t most_peers = 64;  // whose posts one rank reads
 
 // Where a rank waits, as it lies in the store: lines of text.
@@ -22,10 +21,15 @@ struct Post {
   std::string group{};
   uint64_t number = 0;
   std::string operation{};
+  bool one_thread = true;  // calls all of the rank's collectives
   std::map<std::string, uint64_t> entered{};  // by group
 
   std::string in_words() const {
     return fmt::format("rank {} waits in group '{}' for #{} {}", rank, group, number, operation);
+  }
+  bool has_entered(const std::string& name, uint64_t which) const {
+    const auto found = entered.find(name);
+    return found != entered.end() && found->second > which;
   }
 };
 
@@ -33,9 +37,15 @@ std::string key_of(const WorldState& world, int rank) {
   return fmt::format("{}/waits/{}", world.meeting.prefix, rank);
 }
 
+std::string text_of(const Post& post) {
+  auto text = fmt::format("{}\n{}\n{}\n{}\n", post.group, post.number, post.operation, post.one_thread ? 1 : 0);
+  for (const auto& [name, count] : post.entered) text += fmt::format("{}\t{}\n", count, name);
+  return text;
+}
+
 std::optional<Post> read_post(const WorldState& world, int rank) {
   const auto text = store_try_get(*world.meeting.store, key_of(world, rank));
-  if (!text) return std::nullopt;
+  if (!text || text->empty()) return std::nullopt;
   std::istringstream lines(*text);
   Post post{.rank = rank};
   std::string line;
@@ -44,6 +54,8 @@ std::optional<Post> read_post(const WorldState& world, int rank) {
   post.number = std::stoull(line);
   std::getline(lines, line);
   post.operation = printable(line);
+  std::getline(lines, line);
+  post.one_thread = line == "1";
   while (std::getline(lines, line)) {
     const auto tab = line.find('\t');
     post.entered[line.substr(tab + 1)] = std::stoull(line.substr(0, tab));
@@ -51,55 +63,52 @@ std::optional<Post> read_post(const WorldState& world, int rank) {
   return post;
 }
 
-uint64_t entered_of(const std::map<std::string, uint64_t>& entered, const std::string& group) {
-  const auto found = entered.find(group);
-  return found == entered.end() ? 0 : found->second;
+Post own_post(const GroupState& group, const Call& call, uint64_t number) {
+  return {.rank = group.world->placement.rank,
+          .group = group.name,
+          .number = number,
+          .operation = printable(call.describe()),
+          .one_thread = !group.world->activity.several_threads(),
+          .entered = group.world->activity.entered()};
 }
 
 }  // namespace
 
-MutualWait::MutualWait(const GroupState& group, const Call& call, uint64_t number)
-    : group_(group), call_(call), number_(number), next_(Clock::now() + patience) {}
-
 void MutualWait::post() const {
-  auto text = fmt::format("{}\n{}\n{}\n", group_.name, number_, call_.describe());
-  for (const auto& [name, count] : group_.world->activity.entered()) text += fmt::format("{}\t{}\n", count, name);
-  store_set(*group_.world->meeting.store, key_of(*group_.world, group_.world->placement.rank), text);
+  const auto own = own_post(group_, call_, number_);
+  store_set(*group_.world->meeting.store, key_of(*group_.world, own.rank), text_of(own));
 }
 
-std::optional<std::string> MutualWait::look() {
+void MutualWait::withdraw() const {
+  store_set(*group_.world->meeting.store, key_of(*group_.world, group_.world->placement.rank), "");
+}
+
+std::optional<std::string> MutualWait::look() const {
   const auto& world = *group_.world;
-  if (Clock::now() < next_ || !world.meeting.store || group_.world_ranks.size() > most_peers) return std::nullopt;
-  if (world.activity.several_threads()) return std::nullopt;
-  try {
-    if (!posted_) {
-      post();
-      posted_ = true;
-      next_ = Clock::now() + patience;
-      return std::nullopt;
+  if (group_.world_ranks.size() > most_peers) return std::nullopt;
+  const auto own = own_post(group_, call_, number_);
+  std::vector<Post> posts;
+  for (const int rank : group_.world_ranks) {
+    auto post = rank == own.rank ? own : read_post(world, rank).value_or(Post());
+    if (post.rank >= 0) posts.push_back(std::move(post));
+  }
+  const auto lowest_in = [&](const std::string& group) {
+    return std::find_if(posts.begin(), posts.end(), [&](const Post& post) { return post.group == group; });
+  };
+  for (const auto& peer : posts) {
+    if (peer.group == own.group || own.entered.count(peer.group) == 0) continue;
+    if (own.has_entered(peer.group, peer.number)) {
+      if (auto difference = Disagreement::look(world, peer.group, peer.rank)) return difference;
+      continue;
     }
-    next_ = Clock::now() + (next_ + patience < Clock::now() ? Clock::duration(rarely) : Clock::duration(patience));
-    const auto own_rank = world.placement.rank;
-    const Post own{own_rank, group_.name, number_, call_.describe(), world.activity.entered()};
-    std::vector<Post> posts;
-    for (const int rank : group_.world_ranks) {
-      auto post = rank == own_rank ? own : read_post(world, rank).value_or(Post());
-      if (post.rank >= 0) posts.push_back(std::move(post));
-    }
-    const auto lowest_in = [&](const std::string& group) {
-      return std::find_if(posts.begin(), posts.end(), [&](const Post& post) { return post.group == group; });
-    };
-    for (const auto& peer : posts) {
-      // A wait that is over has been entered by all, this rank too: an old post says nothing wrong.
-      const bool needs_me = own.entered.count(peer.group) > 0 && entered_of(own.entered, peer.group) <= peer.number;
-      if (peer.group == own.group || !needs_me || entered_of(peer.entered, own.group) > own.number) continue;
-      const auto here = lowest_in(own.group), there = lowest_in(peer.group);
-      const auto& [first, second] = here->rank < there->rank ? std::pair(*here, *there) : std::pair(*there, *here);
-      return fmt::format(
-          "ranks wait for each other in different groups: {}, {}; call the operations of both groups in one order",
-          first.in_words(), second.in_words());
-    }
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): without a store the deadline says it
+    if (!own.one_thread || !peer.one_thread || peer.has_entered(own.group, own.number)) continue;
+    const auto here = lowest_in(own.group), there = lowest_in(peer.group);
+    const auto& [first, second] = here->rank < there->rank ? std::pair(*here, *there) : std::pair(*there, *here);
+    return Disagreement::tell(
+        world, peer.group,
+        fmt::format("ranks wait for each other in different groups: {}, {}; call the operations of both groups in one "
+                    "order",
+                    first.in_words(), second.in_words()));
   }
   return std::nullopt;
 }

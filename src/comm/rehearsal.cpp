@@ -46,7 +46,7 @@ Group rehearsal_group(int ranks) {
   state->world_ranks.resize(ranks);
   std::iota(state->world_ranks.begin(), state->world_ranks.end(), 0);
   state->progress = std::make_shared<GroupProgress>();
-  state->progress->entered = std::make_shared<Activity::Count>(0);
+  state->progress->calls = std::make_shared<CallHistory>(/*keeps=*/false);
   state->transport = state->progress->transport = std::make_shared<RehearsalTransport>();
   return Group(std::move(state));
 }

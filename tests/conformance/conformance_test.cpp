@@ -174,8 +174,6 @@ class Conformance : public testing::Test {
   void TestBody() override {
     const auto* exception = declared(strategy_, behaviour_);
     if (on_network() && pending_on_network_) GTEST_SKIP() << "pending where ranks do not share memory";
-    if (on_network() && exception != nullptr && exception->where == Exception::on_host)
-      GTEST_SKIP() << "ends with the deadline here";
     const auto folder = grounds().folder();
     const auto own = run(strategy_, behaviour_, folder);
     const auto all = grounds().exchange(own);

@@ -102,9 +102,8 @@ const Exceptions& of_decentralized() {
            "load_through_an_archive", "load_what_was_saved_in_training", "load_replaces_buffers",
            "load_of_values_of_their_own_that_are_averaged", "set_data_of_one_parameter_between_steps",
            "set_data_with_other_strides", "to_float_and_back", "tied_weights_loaded", "load_between_backward_and_step",
-           "vector_to_parameters_of_torch"},
+           "vector_to_parameters_of_torch", "load_of_rank_0_alone"},
           {Exception::refused, {"weight", "global_avg()"}, 2}) +
-      all({"load_of_rank_0_alone"}, {Exception::refused, {"weight", "global_avg()"}, 2, Exception::on_host}) +
       all({"set_data_of_one_parameter_between_backward_and_step"},
           {Exception::refused, {"first.bias", "global_avg()"}, 2}) +
       all({"program_dcgan", "program_dcgan_zeroed_by_the_optimizers", "program_wgan_gp"},
@@ -129,10 +128,8 @@ Exceptions of_parts(const std::string& holder, int from_ranks = 1) {
 const Exceptions& of_replicas() {
   static const Exceptions list =
       of_wrapped() +
-      all({"load_of_values_of_their_own_that_are_averaged"},
-          {Exception::refused, {"parameters that were loaded, replaced or written"}, 2}) +
-      all({"load_of_rank_0_alone"},
-          {Exception::refused, {"parameters that were loaded, replaced or written"}, 2, Exception::on_host});
+      all({"load_of_values_of_their_own_that_are_averaged", "load_of_rank_0_alone"},
+          {Exception::refused, {"parameters that were loaded, replaced or written"}, 2});
   return list;
 }
 
@@ -313,7 +310,7 @@ const Exceptions& of_local_sgd() {
 const Exceptions& of_diloco() {
   static const Exceptions list =
       of_local_updates() +
-      all({"load_of_rank_0_alone"}, {Exception::refused, {"parameters that were loaded"}, 2, Exception::on_host});
+      all({"load_of_rank_0_alone"}, {Exception::refused, {"parameters that were loaded"}, 2});
   return list;
 }
 

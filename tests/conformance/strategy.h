@@ -21,9 +21,9 @@ struct Exception {
   Kind kind;
   std::vector<std::string> text;  // what the error says; why
   int from_ranks = 1;             // with fewer, and alone, it may be as in one process
-  // on_host: elsewhere ranks that call different things wait for each other until the deadline. on_network: where ranks
-  // share memory it is as in one process; in_pairs: and where each rank has a model of its own (ranks_per_host).
-  enum Where { anywhere, on_host, on_network, on_network_in_pairs };
+  // on_network: where ranks share memory it is as in one process; in_pairs: and where each rank has a model of its own
+  // (ranks_per_host).
+  enum Where { anywhere, on_network, on_network_in_pairs };
   Where where = anywhere;
 };
 // By behaviour. Of several that fit, the one from most ranks counts; of these, the first.
