@@ -155,7 +155,8 @@ class HybridGossip : public Fsdp {
       auto failed = at::full({1}, failure ? 1 : 0, at::kInt);
       host.all_reduce(failed, ReduceOp::max, {-1, -1, "whether all ranks have answered"}).wait();
       if (failure) throw *failure;
-      if (failed.item<int>() != 0) throw CommError("a rank of another host has ended, as another rank of this host noticed");
+      if (failed.item<int>() == 0) return;
+      throw CommError("a rank of another host has ended, as another rank of this host noticed");
     }
 
     ShardGossipOptimizerCore& gossip_;

@@ -57,8 +57,8 @@ class GossipChannel {
   virtual bool gone(int rank, int64_t version) = 0;
   // Nobody will read what this rank has shown so far.
   virtual void forget() = 0;
-  // Tells all ranks that this one does not go on after `version` before all have begun anew, and why, in a number of the
-  // caller's. They no longer wait for it.
+  // Tells all ranks that this one does not go on after `version` before all have begun anew, and why, in a number of
+  // the caller's. They no longer wait for it.
   virtual void stop(int64_t version, uint32_t reason) = 0;
   // Of a rank that does not go on.
   virtual std::optional<Stop> stopped(int rank) = 0;

@@ -27,8 +27,8 @@ constexpr int64_t being_written = -1;
 class SharedBlock {
  public:
   struct alignas(cache_line) Header {
-    std::atomic<uint32_t> users;  // ranks that may look at this block
-    std::atomic<uint32_t> left;   // by its own will
+    std::atomic<uint32_t> users;   // ranks that may look at this block
+    std::atomic<uint32_t> left;    // by its own will
     std::atomic<uint32_t> reason;  // see GossipChannel::stop
     std::atomic<int64_t> stopped;  // the version that was shown last, + 1; 0: it goes on
   };
