@@ -5,8 +5,13 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <numeric>
 #include <sstream>
 
+#include "checkpoint/reader.h"
+#include "data/fashion_mnist.h"
+#include "models/loss.h"
+#include "models/registry.h"
 #include "tests/cli/shoal_program.h"
 
 namespace shoal::test {
@@ -52,8 +57,31 @@ class GoingOn : public testing::TestWithParam<std::string> {
   }
 
   Line reference(const Line& more) const { return with({"train", "--data", "reference", "--model", "mlp"}, more); }
+  Line text_data() const { return {"--data", "text:" + folder_.file("text"), "--model", "gpt", "--batch", "2"}; }
+  // For a model with batch norm.
+  Line image_data() const {
+    const auto write = [this](const std::string& name, const std::vector<uint8_t>& sizes) {
+      std::ofstream file(folder_.file(name), std::ios::binary);
+      file << '\0' << '\0' << '\x08' << static_cast<char>(sizes.size());
+      int64_t count = 1;
+      for (const auto size : sizes) {
+        file << '\0' << '\0' << '\0' << static_cast<char>(size);
+        count *= size;
+      }
+      const int64_t values = sizes.size() == 1 ? 10 : 256;  // classes, or grey
+      for (int64_t i = 0; i < count; ++i) file << static_cast<char>(i * i / 7 % values);
+    };
+    for (const std::string part : {"train", "t10k"}) {
+      write(part + "-images-idx3-ubyte", {96, 28, 28});
+      write(part + "-labels-idx1-ubyte", {96});
+    }
+    return {"--data", "fashion-mnist:" + folder_.file(""), "--model", "cnn", "--batch", "4"};
+  }
   Line text(const Line& more) const {
-    return with({"train", "--data", "text:" + folder_.file("text"), "--model", "gpt", "--batch", "2"}, more);
+    Line line{"train"};
+    const auto data = text_data();
+    line.insert(line.end(), data.begin(), data.end());
+    return with(line, more);
   }
   Line with(Line line, const Line& more) const {
     const auto strategy = of_strategy(GetParam());
@@ -65,6 +93,42 @@ class GoingOn : public testing::TestWithParam<std::string> {
   std::string metrics() const { return folder_.file("metrics.jsonl"); }
   std::string saved() const { return folder_.file("run"); }
   nlohmann::json report() const { return read(folder_.file("report.json")); }
+
+  // Trains with and without evaluation; the last one's loss.
+  double loss_evaluated(const Line& data) const {
+    const auto train = [&](const Line& more) {
+      auto line = with({"train", "--steps", "9", "--optimizer", "sgd"}, data);
+      line.insert(line.end(), more.begin(), more.end());
+      const auto ended = shoal(line);
+      EXPECT_EQ(ended.code, 0) << ended.output;
+      return ended.code == 0 ? report() : nlohmann::json();
+    };
+    const auto plain = train({});
+    const auto evaluated = train({"--eval", "--save", saved()});
+    if (plain.is_null() || !evaluated.contains("eval")) {
+      ADD_FAILURE() << "there is no evaluation";
+      return 0;
+    }
+    EXPECT_EQ(evaluated["loss"], plain["loss"]);
+    EXPECT_EQ(evaluated["params"], plain["params"]);
+    EXPECT_EQ(evaluated["buffers"], plain["buffers"]);
+    return evaluated["eval"].back()["loss"];
+  }
+
+  // Of what was saved, on all test images at once.
+  double loss_of_saved_cnn() const {
+    const torch::NoGradGuard no_grad;
+    const auto model = models::make_model("cnn", "tiny", models::Init::torch, /*seed=*/0);
+    const CheckpointReader reader(saved() + "/model.safetensors", /*verify=*/false);
+    for (const auto& parameter : model->named_parameters()) parameter.value().copy_(reader.read(parameter.key()));
+    for (const auto& buffer : model->named_buffers()) buffer.value().copy_(reader.read(buffer.key()));
+    model->eval();
+    const auto images = data::fashion_mnist(data::Split::test, folder_.path());
+    std::vector<size_t> all(*images->size());
+    std::iota(all.begin(), all.end(), 0);
+    const auto batch = images->get_batch(all);
+    return models::loss_of(model->forward(batch.data), batch.target).item<double>();
+  }
 
   // Runs the program; once there are so many lines of metrics, the shell does `then` to it, whose process is $pid.
   Ended disturbed(const Line& line, int lines, const std::string& then) const {
@@ -115,39 +179,33 @@ TEST_P(GoingOn, AnInterruptLeavesWhatResumesAndSaysWhere) {
   EXPECT_EQ(report()["loss"].size(), 2U);
 }
 
+// Ranks under `local` are evaluated each on a share, and rank 0's model is saved.
 TEST_P(GoingOn, EvaluationChangesNothingAndWhatIsSavedIsWhatWasEvaluated) {
-  const auto train_text = [&](const Line& more) {
-    Line line{"--steps", "9", "--optimizer", "sgd"};
-    line.insert(line.end(), more.begin(), more.end());
-    const auto ended = shoal(text(line));
-    EXPECT_EQ(ended.code, 0) << ended.output;
-    return ended.code == 0 ? report() : nlohmann::json();
-  };
-  const auto plain = train_text({});
-  const auto evaluated = train_text({"--eval", "--save", saved()});
-  ASSERT_FALSE(plain.is_null() || evaluated.is_null());
-  EXPECT_EQ(evaluated["loss"], plain["loss"]);
-  EXPECT_EQ(evaluated["params"], plain["params"]);
-  ASSERT_FALSE(evaluated["eval"].empty());
+  const double evaluated = loss_evaluated(text_data());
   if (goes_on(GetParam())) {
-    for (const double distance : evaluated["strategy"]["consensus_distance"]) EXPECT_GT(distance, 0);
+    for (const double distance : report()["strategy"]["consensus_distance"]) EXPECT_GT(distance, 0);
     for (const auto& line : lines_of_metrics()) {
       if (!line.contains("eval_loss")) continue;
       EXPECT_GT(line["consensus_distance"], 0) << line;
     }
   }
-  if (GetParam() == "local") return;  // its ranks' models are evaluated each on a share, and rank 0's is saved
+  if (GetParam() == "local") return;
   // One process that learns nothing.
-  const auto ended = shoal({"train",       "--data",     "text:" + folder_.file("text"),
-                            "--model",     "gpt",        "--batch",
-                            "2",           "--strategy", "none",
-                            "--optimizer", "sgd",        "--lr",
-                            "1e-30",       "--steps",    "1",
-                            "--eval",      "--resume",   saved() + "/model.safetensors",
-                            "--partial",   "--json",     folder_.file("again.json")});
+  Line again{"train", "--strategy", "none", "--optimizer", "sgd", "--lr", "1e-30", "--steps", "1"};
+  const auto data = text_data();
+  again.insert(again.end(), data.begin(), data.end());
+  again.insert(again.end(), {"--eval", "--resume", saved() + "/model.safetensors", "--partial"});
+  again.insert(again.end(), {"--json", folder_.file("again.json")});
+  const auto ended = shoal(again);
   ASSERT_EQ(ended.code, 0) << ended.output;
-  EXPECT_NEAR(read(folder_.file("again.json"))["eval"][0]["loss"].get<double>(),
-              evaluated["eval"].back()["loss"].get<double>(), 1e-5);
+  EXPECT_NEAR(read(folder_.file("again.json"))["eval"][0]["loss"].get<double>(), evaluated, 1e-5);
+}
+
+// The mean of the ranks' buffers where ranks hold models of their own.
+TEST_P(GoingOn, EvaluationOfBatchNormChangesNothingAndWhatIsSavedIsWhatWasEvaluated) {
+  const double evaluated = loss_evaluated(image_data());
+  if (!goes_on(GetParam())) return;  // each rank evaluates with its own buffers, and rank 0's are saved
+  EXPECT_NEAR(loss_of_saved_cnn(), evaluated, 1e-5);
 }
 
 // With an evaluation after every few steps, so that the rank often ends near one.
@@ -176,6 +234,12 @@ TEST_P(GoingOn, WhenRankZeroIsKilledTheOthersEndOrGoOnAndSayWhatItWouldHave) {
   EXPECT_EQ(last_evaluation, 119);
   EXPECT_NE(ended.output.find("test perplexity"), std::string::npos) << ended.output;
   EXPECT_NE(ended.output.find("  model  "), std::string::npos) << ended.output;
+  // Those that are left have saved, and as many go on exactly, at the same part of an epoch.
+  auto left = text({"--steps", "300", "--save", saved(), "--resume", "latest"});
+  *(std::find(left.begin(), left.end(), "--ranks") + 1) = GetParam() == "hybrid_gossip" ? "2" : "1";
+  const auto again = shoal(left);
+  EXPECT_EQ(again.code, 0) << again.output;
+  EXPECT_NE(again.output.find("/run/step-120\n"), std::string::npos) << again.output;
 }
 
 INSTANTIATE_TEST_SUITE_P(Strategies, GoingOn, testing::ValuesIn(strategies()),
