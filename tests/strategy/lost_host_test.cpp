@@ -8,9 +8,11 @@
 #include <csignal>
 
 #include "shoal/base/error.h"
+#include "shoal/engine/checkpoint.h"
 #include "shoal/strategy/shard_gossip.h"
 #include "tests/support/forked_ranks.h"
 #include "tests/support/models.h"
+#include "tests/support/temp_folder.h"
 
 namespace shoal {
 namespace {
@@ -20,14 +22,31 @@ using namespace test;  // NOLINT(google-build-using-namespace): helpers of this 
 constexpr int hosts_of_two = 3;
 constexpr int64_t fateful = 10;  // the step before which ranks die
 
-// Trains 40 steps on three hosts of two ranks each; what a rank says in the end.
-std::string train(const World& world, const std::vector<int>& victims) {
-  const auto hosts = host_groups(world.group(), 2);
-  auto model = seeded(1);
-  FullyShardedDataParallel parallel(model, hosts.inside);
-  ShardGossipOptimizer<torch::optim::SGD> optimizer(
-      parallel, hosts.across, torch::optim::SGDOptions(0.1),
-      {.topology = make_topology("ring", hosts.across.size()), .neighbour_timeout_seconds = 0.5});
+// Hosts of two ranks.
+struct Hosts {
+  explicit Hosts(const World& world) : groups(host_groups(world.group(), 2)) {}
+
+  double sum() {
+    double sum = 0;
+    const auto whole = parallel.summon_full_params(/*writeback=*/false);
+    for (const auto& parameter : model->parameters()) sum += parameter.abs().sum().item<double>();
+    return sum;
+  }
+
+  HostGroups groups;
+  Mlp model = seeded(1);
+  FullyShardedDataParallel<MlpImpl> parallel{model.ptr(), groups.inside};
+  ShardGossipOptimizer<torch::optim::SGD> optimizer{
+      parallel,
+      groups.across,
+      torch::optim::SGDOptions(0.1),
+      {.topology = make_topology("ring", groups.across.size()), .neighbour_timeout_seconds = 0.5}};
+};
+
+// Trains 40 steps on three hosts, and saves where there is a folder; what a rank says in the end.
+std::string train(const World& world, const std::vector<int>& victims, const std::string& folder = "") {
+  Hosts hosts(world);
+  auto& [groups, model, parallel, optimizer] = hosts;
   try {
     for (int64_t step = 0; step < 40; ++step) {
       const bool dies = std::count(victims.begin(), victims.end(), world.rank()) > 0;
@@ -41,13 +60,12 @@ std::string train(const World& world, const std::vector<int>& victims) {
     return fmt::format("CommError: {}", error.what());
   }
   optimizer.global_avg();
-  double sum = 0;
-  {
-    const auto whole = parallel.summon_full_params(/*writeback=*/false);
-    for (const auto& parameter : model->parameters()) sum += parameter.abs().sum().item<double>();
+  if (!folder.empty()) {
+    TrainingState training(parallel, optimizer, world.group());
+    save(folder, training, {.step = 40});
   }
   return fmt::format("removed {} of {}, distance {:.0e}, sum {:.15g}", fmt::join(optimizer.statistics().removed, " "),
-                     hosts.across.size(), optimizer.consensus_distance(), sum);
+                     groups.across.size(), optimizer.consensus_distance(), hosts.sum());
 }
 
 void expect_others_to_go_on(const std::vector<RankEnded>& ended, int lost) {
@@ -67,6 +85,25 @@ TEST(LostHost, DEC17_the_other_hosts_go_on_without_a_host_that_has_died) {
     for (const int rank : {2 * lost, 2 * lost + 1}) EXPECT_TRUE(WIFSIGNALED(ended[rank].status));
     expect_others_to_go_on(ended, lost);
   }
+}
+
+TEST(LostHost, DEC17_what_the_other_hosts_save_is_loaded_by_as_many) {
+  const TempFolder folder;
+  const auto ended = run_ranks(2 * hosts_of_two, [&](const World& world) {
+    return train(world, {2, 3}, folder.path());
+  });
+  expect_others_to_go_on(ended, 1);
+  const auto loaded = run_ranks(2 * (hosts_of_two - 1), [&](const World& world) {
+    Hosts hosts(world);
+    TrainingState training(hosts.parallel, hosts.optimizer, world.group());
+    const auto found = load(folder.path(), training);
+    mean_loss(hosts.parallel.forward(batch(world.rank(), found.step))).backward();
+    const double sum = hosts.sum();
+    hosts.optimizer.step();
+    return fmt::format("step {}{}, sum {:.15g}", found.step, found.exact ? ", exact" : "", sum);
+  });
+  const auto sum = ended[0].text.substr(ended[0].text.find("sum"));
+  for (const auto& rank : loaded) EXPECT_EQ(rank.text, "step 40, exact, " + sum);
 }
 
 TEST(LostHost, DEC19_a_rank_that_dies_ends_its_host_with_an_error_that_names_it_and_no_other_host) {
