@@ -25,45 +25,20 @@ EarlierSums::EarlierSums(const std::vector<Gradient>& gradients, const std::vect
     : gradients_(gradients),
       buckets_(buckets),
       places_(places),
-      about_(std::move(about)),
+      stand_ins_(gradients, std::move(about)),
       where_(gradients.size()),
       aside_(gradients.size()),
       zero_(gradients.size()),
       nonzero_(gradients.size()),
       whole_(gradients.size()),
       apart_(gradients.size(), Weak(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>())),
-      stand_ins_(gradients.size()),
+      hidden_(gradients.size()),
       spoilt_(gradients.size()) {}
-
-EarlierSums::~EarlierSums() {
-  for (size_t i = 0; i < gradients_.size(); ++i) {
-    if (stands_in(i)) mutable_grad(i).reset();
-  }
-}
 
 void EarlierSums::start() {
   bucket_aside_.assign(buckets_.size(), false);
   parts_.assign(buckets_.size(), {});
   held_.assign(buckets_.size(), {});
-}
-
-bool EarlierSums::stands_in(size_t gradient) const {
-  return stand_ins_[gradient] && stand_ins_[gradient]->is(grad(gradient));
-}
-
-void EarlierSums::stand_in(size_t gradient) {
-  const auto& about = gradients_[gradient];
-  if (about.parameter.numel() == 0) {  // nothing of it could be on another rank
-    mutable_grad(gradient) = at::empty_like(about.parameter, at::TensorOptions().requires_grad(false));
-    return;
-  }
-  auto& present = stand_ins_[gradient];
-  if (!present || present->real()) {
-    present = std::make_unique<GradientStandIn>(about.parameter,
-                                                fmt::format("the gradient of parameter {}, {}", about.name, about_));
-  }
-  present->renew();
-  mutable_grad(gradient) = present->tensor();
 }
 
 // Whether grad() is what the last sum has left there.
@@ -80,18 +55,41 @@ at::Tensor EarlierSums::own(size_t gradient, const at::Tensor& kept) const {
 }
 
 void EarlierSums::adopt_changes() {
+  show_hidden();
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (where_[i] == Where::none) continue;
     if (where_[i] == Where::part && grad(i).defined() && gradients_[i].parameter.numel() == 0) continue;  // no stand-in
     if (stands_in(i)) {
-      if (!stand_ins_[i]->zeroed()) continue;
-      stand_ins_[i]->renew();
+      if (!stand_ins_.zeroed(i)) continue;
+      stand_ins_.renew(i);
       zero(i);
     } else if (!is_left(i) || (where_[i] == Where::part && !aside_[i])) {
       drop(i);
     } else if (aside_[i] && nonzero_[i] && is_zero(grad(i))) {
       zero(i);
     }
+  }
+}
+
+void EarlierSums::hide(size_t gradient) {
+  const auto& bucket = bucket_of(gradient);
+  if (bucket.sparse() || !bucket.present() || !grad(gradient).defined()) return;
+  if (!same_view(grad(gradient), bucket.view(places_[gradient].index))) return;
+  hidden_[gradient] = true;
+  stand_ins_.put(gradient);
+}
+
+void EarlierSums::show_hidden() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!hidden_[i]) continue;
+    hidden_[i] = false;
+    if (!stands_in(i)) continue;  // dropped, or another in its place
+    const auto& view = bucket_of(i).view(places_[i].index);
+    if (stand_ins_.zeroed(i)) {
+      at::Tensor(view).zero_();
+      if (where_[i] != Where::none) zero(i);
+    }
+    mutable_grad(i) = view;
   }
 }
 
@@ -122,6 +120,7 @@ void EarlierSums::drop(size_t gradient) {
 }
 
 void EarlierSums::drop_all() {
+  show_hidden();
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (where_[i] == Where::none) continue;
     if (stands_in(i)) mutable_grad(i).reset();
@@ -171,7 +170,7 @@ void EarlierSums::put_back() {
     aside_[i] = false;
     if (where_[i] == Where::part) {
       zero_[i] = !parts_[places_[i].bucket].defined();
-      stand_in(i);
+      stand_ins_.put(i);
       continue;
     }
     if (bucket_of(i).sparse()) {
@@ -200,7 +199,7 @@ void EarlierSums::leave_parts(size_t index, const std::vector<bool>& used) {
     if (!used[member] && where_[member] == Where::none) continue;
     where_[member] = Where::part;
     if (used[member] && spoilt_[member] != Spoilt::no) spoilt_[member] = Spoilt::for_use;
-    stand_in(member);
+    stand_ins_.put(member);
   }
 }
 
@@ -232,7 +231,7 @@ void EarlierSums::resume(size_t gradient, const Left& left, bool here) {
   if (!here) {
     where_[gradient] = Where::part;
     aside_[gradient] = grad(gradient).defined();
-    if (!aside_[gradient]) return stand_in(gradient);
+    if (!aside_[gradient]) return stand_ins_.put(gradient);
     bucket_aside_[bucket] = true;
   } else if (left.aside.defined()) {
     where_[gradient] = Where::whole;
@@ -258,7 +257,7 @@ void EarlierSums::hold(size_t index, const std::vector<bool>& used) {
       continue;
     }
     aside_[member] = true;
-    stand_in(member);
+    stand_ins_.put(member);
   }
 }
 
@@ -303,7 +302,7 @@ void EarlierSums::adopt(size_t gradient) {
   where_[gradient] = Where::part;
   aside_[gradient] = zero_[gradient] = false;
   spoilt_[gradient] = Spoilt::no;
-  stand_in(gradient);
+  stand_ins_.put(gradient);
 }
 
 void EarlierSums::spoil(std::string why, bool add_only) {

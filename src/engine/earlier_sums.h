@@ -1,12 +1,11 @@
 #pragma once
 // Sums of gradients that earlier steps have left, and what has become of them since.
 
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "engine/bucket.h"
-#include "engine/gradient_stand_in.h"
+#include "engine/stand_ins.h"
 
 namespace shoal {
 
@@ -27,9 +26,6 @@ class EarlierSums {
   // References stay; `places` by gradient, of the present buckets. about: of a stand-in, after the parameter's name.
   EarlierSums(const std::vector<Gradient>& gradients, const std::vector<Bucket>& buckets,
               const std::vector<Place>& places, std::string about);
-  ~EarlierSums();  // stand-ins leave grad()
-  EarlierSums(const EarlierSums&) = delete;
-  EarlierSums& operator=(const EarlierSums&) = delete;
 
   // Buckets are others. Only between steps, and where no part of a sum lies in a bucket.
   void start();
@@ -40,6 +36,9 @@ class EarlierSums {
   void set_aside(size_t gradient);
   // A gradient has been added on this rank alone.
   void added(size_t gradient);
+  // Until the next adopt_changes() grad() does not show what has been added, which lies in its place in the bucket, but
+  // a stand-in: this rank's own gradient would be taken for the sum. It is its owner's to drop or to zero like a sum.
+  void hide(size_t gradient);
   // Sums that were set aside are where they were; nothing has come in their place that counts.
   void put_back();
   void drop(size_t gradient);
@@ -72,7 +71,7 @@ class EarlierSums {
   // Whether what lies in grad() is the sum, or stands for it.
   bool is_sum(size_t gradient) const { return where_[gradient] != Where::none && !aside_[gradient]; }
   // Whether grad() is a stand-in.
-  bool stands_in(size_t gradient) const;
+  bool stands_in(size_t gradient) const { return stand_ins_.present(gradient); }
   // Whether there is a part of a sum, and whether it counts as zero whatever lies in the bucket.
   bool has_part(size_t gradient) const { return where_[gradient] == Where::part; }
   // Whether put_back() or write_zeroes() has something to write.
@@ -102,13 +101,13 @@ class EarlierSums {
   bool is_left(size_t gradient) const;
   void set_bucket_aside(size_t index);
   void zero(size_t gradient);
-  void stand_in(size_t gradient);
+  void show_hidden();
   [[noreturn]] void refuse(size_t gradient) const;
 
   const std::vector<Gradient>& gradients_;
   const std::vector<Bucket>& buckets_;
   const std::vector<Place>& places_;
-  std::string about_;
+  StandIns stand_ins_;
 
   // By gradient.
   std::vector<Where> where_;
@@ -119,7 +118,7 @@ class EarlierSums {
   // Sums in grad() that do not lie in buckets: sparse ones, and copies in another dtype. Their memory is not held, but no
   // other tensor gets their address.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> apart_;
-  std::vector<std::unique_ptr<GradientStandIn>> stand_ins_;
+  std::vector<bool> hidden_;
   // By bucket: what is set aside of Bucket::kept (undefined: zero), and what is held.
   std::vector<bool> bucket_aside_;
   std::vector<at::Tensor> parts_;

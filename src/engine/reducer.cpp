@@ -60,6 +60,7 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       hooks_(
           std::in_place, checked_parameters(gradients_), [this](size_t gradient) { arrived(gradient); },
           [this](size_t gradient) { arriving(gradient); }) {
+  if (options_.consumer) spent_.emplace(gradients_, options_.name_of_consumer, options_.about_sums);
   build_as_registered();
 }
 
@@ -172,6 +173,7 @@ void Reducer::arrived(size_t gradient) {
 
 // What has become of gradients since the last backward: those that were dropped are not of the next step.
 void Reducer::adopt_changes() {
+  if (spent_) spent_->clear();
   earlier_.adopt_changes();
   bool some = false, left = false;
   for (size_t i = 0; i < gradients_.size(); ++i) {

@@ -16,6 +16,7 @@
 #include "engine/exchange.h"
 #include "engine/gradient_consumer.h"
 #include "engine/gradient_hooks.h"
+#include "engine/spent_gradients.h"
 #include "engine/step_clock.h"
 #include "shoal/comm/coalesce.h"
 #include "shoal/engine/join.h"
@@ -27,16 +28,17 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = true;
   bool find_unused_parameters = false;
   bool static_graph = false;
-  bool leave_grad =
-      true;  // grad() shows the sum where this rank keeps the whole of a gradient; else it lies in the bucket
-  std::string about_sums{};    // of an operator that takes a gradient whose sum is not in grad(): where it is, and what
-                               // to call; after "<operator> takes the gradient of parameter p, "
+  bool leave_grad = true;  // grad() shows the sum where this rank keeps the whole of a gradient, and until then this
+                           // rank's own; else both lie in the bucket alone
+  std::string about_sums{};    // of an operator that takes a gradient that is not in grad(): where it is, and what to
+                               // call; after "<operator> takes the gradient of parameter p, "
   bool accept_unused = false;  // parameters that no rank used are no error
   size_t buckets_in_flight = 4;  // of those whose memory is needed only until they are summed up
   // How long to wait at most for one of them to come back before another leaves; none: until it does. For ranks that do
   // other things together during backward: one that used other parameters may need this rank first.
   std::optional<std::chrono::milliseconds> patience{};
   std::shared_ptr<GradientConsumer> consumer{};  // uses the means up; with an exchange whose sums are used up
+  std::string name_of_consumer{};                // for errors
   std::shared_ptr<Timers> timers{};  // measure as "grads-reduce-scatter" what backward does not hide of the reduction
 };
 
@@ -216,6 +218,9 @@ class Reducer {
   void build(const std::vector<size_t>& order);
   void build_as_registered();
 
+  // reducer_local.cpp: what local backwards have left
+  void hide_local_gradients();
+
   // reducer_release.cpp: memory of buckets, and their consumer
   void release_finished(bool all = false);
   void release(size_t bucket);
@@ -225,6 +230,7 @@ class Reducer {
   void take_early(size_t bucket);
   void take_all();
   void take(size_t bucket);
+  void leave_spent();
 
   // reducer_held.cpp: sums that are held back
   PendingExchange with_held(size_t bucket, PendingExchange sum);
@@ -301,7 +307,8 @@ class Reducer {
   bool alike_ = true;    // in the last step all ranks used the same gradients, as far as is known
   bool patient_ = true;  // in this step no bucket was waited for in vain
   EarlierSums earlier_;
-  bool local_ = false;  // gradients are marked as such (local_gradients.h)
+  std::optional<SpentGradients> spent_;  // with a consumer
+  bool local_ = false;                   // gradients are marked as such (local_gradients.h)
 
   // Learnt from the first finished step.
   std::vector<size_t> order_;

@@ -1,10 +1,17 @@
-// What this rank's local backwards have left of a gradient, for those who change it before the reduction.
+// What this rank's local backwards have left: hidden where sums are, and for those who change it before the reduction.
 
 #include <torch/utils.h>
 
 #include "engine/reducer.h"
 
 namespace shoal {
+
+void Reducer::hide_local_gradients() {
+  if (options_.leave_grad) return;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (used_[i]) earlier_.hide(i);
+  }
+}
 
 at::Tensor Reducer::local_gradient(size_t gradient) {
   const std::lock_guard lock(mutex_);

@@ -95,4 +95,11 @@ void Reducer::take(size_t index) {
   for (const auto member : buckets_[index].members()) gradients_[member].parameter.mutable_grad().reset();
 }
 
+// Not before backward has ended: what comes once more is told otherwise.
+void Reducer::leave_spent() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (used_anywhere_[i]) spent_->leave(i);
+  }
+}
+
 }  // namespace shoal

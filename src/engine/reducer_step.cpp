@@ -19,7 +19,10 @@ void Reducer::end_backward() {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
   under_way_.reset();
-  if (phase_ == Phase::local) phase_ = Phase::idle;
+  if (phase_ == Phase::local) {
+    phase_ = Phase::idle;
+    hide_local_gradients();
+  }
   if (phase_ != Phase::running) return;
   if (in_backward_) clock_.mark(StepClock::backward_ends, step_);
   check_static_graph();
@@ -62,6 +65,7 @@ void Reducer::finish_step() {
   if (options_.consumer) {
     if (!early_) take_all();
     options_.consumer->end_step(/*abandoned=*/false);
+    leave_spent();
   }
   release_finished();
   if (!by_hand_ && !options_.find_unused_parameters && !options_.static_graph && !options_.accept_unused) {

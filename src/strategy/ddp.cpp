@@ -62,7 +62,13 @@ void make_reducer(DataParallelCore::State& state, const DistributedDataParallelO
                         .find_unused_parameters = options.find_unused_parameters,
                         .static_graph = options.static_graph,
                         .consumer = consumer};
-  if (consumer) chosen.buckets_in_flight = 1;
+  if (consumer) {
+    chosen.buckets_in_flight = 1;
+    chosen.name_of_consumer = "OptimizerInBackward";
+    chosen.about_sums =
+        "which OptimizerInBackward has used for its update already: clip with its option clip_grad, read the norm from "
+        "its last_norm(), and call no step() of the optimizer";
+  }
   state.make_reducer(std::move(gradients), chosen, std::move(exchange));
 }
 

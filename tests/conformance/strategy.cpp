@@ -36,6 +36,42 @@ const Exceptions& of_wrapped() {
   return list;
 }
 
+// What reads gradients, or edits them in place, between backward and step.
+const std::vector<std::string>& gradients_read() {
+  static const std::vector<std::string> list{"clip_grad_norm_of_torch",
+                                             "clip_grad_norm_of_torch_by_the_largest",
+                                             "clip_grad_norm_of_torch_of_a_part",
+                                             "clip_grad_value_of_torch",
+                                             "clip_by_norm_in_a_loop",
+                                             "clip_by_value_then_norm_logged_then_scaled",
+                                             "clip_by_torch_after_accumulation",
+                                             "clip_by_torch_of_each_micro_batch",
+                                             "clip_by_torch_of_each_micro_batch_under_no_sync",
+                                             "norms_of_gradients_logged",
+                                             "norm_logged_then_clip_by_torch",
+                                             "norms_logged_after_the_step",
+                                             "noise_added_to_gradients",
+                                             "gradients_cloned",
+                                             "gradients_printed",
+                                             "gradients_checked_for_nan",
+                                             "gradients_clamped_through_data",
+                                             "gradients_scaled_by_hand",
+                                             "gradients_scaled_then_clipped_by_value",
+                                             "gradients_divided_after_accumulation",
+                                             "gradients_assigned_from_themselves",
+                                             "weight_decay_added_by_hand",
+                                             "an_update_by_hand",
+                                             "an_optimizer_of_torch_in_place_of_the_strategys",
+                                             "a_row_of_a_gradient_zeroed",
+                                             "one_gradient_zeroed_then_clip",
+                                             "gradients_read_after_step",
+                                             "program_language_model_clipped_by_torch",
+                                             "program_dqn_with_clamped_gradients",
+                                             "program_that_logs_norms_and_skips_steps",
+                                             "program_sharpness_aware"};
+  return list;
+}
+
 // Backward updates; there is no optimizer to step, and no gradient after backward.
 const Exceptions& of_decentralized() {
   static const Exceptions list =
@@ -44,7 +80,7 @@ const Exceptions& of_decentralized() {
            "zero_grad_of_the_base_class_to_zero_between_forward_and_backward",
            "zero_grad_of_the_base_class_to_zero_after_step", "zero_grad_to_none_then_step",
            "zero_grad_to_zero_then_step", "a_loop_through_the_base_class", "a_step_with_a_closure",
-           "accumulation_zeroed_by_the_base_class_to_zero", "rate_changed_in_the_options",
+           "accumulation_zeroed_by_the_base_class_to_zero", "clip_by_torch_in_a_closure", "rate_changed_in_the_options",
            "momentum_changed_in_the_options", "schedule_of_torch", "schedule_of_torch_on_a_plateau",
            "schedule_of_shoal", "torch_save_of_the_optimizer_and_back"},
           {Exception::lacks, {"an optimizer to step"}}) +
@@ -56,27 +92,22 @@ const Exceptions& of_decentralized() {
       all({"a_module_replaced_and_given_to_the_optimizer", "a_parameter_registered_between_steps"},
           {Exception::lacks, {"an optimizer to step"}}) +
       of_wrapped() + all({"unequal_numbers_of_batches"}, {Exception::lacks, {"Join"}}) +
-      all({"norms_of_gradients_logged", "gradients_cloned", "gradients_scaled_by_hand", "weight_decay_added_by_hand",
-           "one_gradient_zeroed_by_hand", "an_update_by_hand"},
-          {Exception::throws, {"undefined Tensor"}}) +
+      all(gradients_read(),
+          {Exception::refused, {" takes the gradient of parameter ", "has used for its update", "clip_grad"}}) +
+      all({"one_gradient_zeroed_by_hand", "zero_grad_of_a_sub_module_to_zero_then_step",
+           "zero_grad_of_a_sub_module_before_forward"},
+          {Exception::refused, {"by itself after the last backward", "requires_grad_(false)"}}) +
       all({"zero_grad_never",
            "zero_grad_every_second_step",
            "zero_grad_at_the_start_only",
            "zero_grad_of_the_module_then_step",
            "zero_grad_of_a_sub_module_then_step",
-           "zero_grad_of_a_sub_module_to_zero_then_step",
            "one_gradient_reset_by_hand",
-           "zero_grad_of_a_sub_module_before_forward",
            "zero_grad_between_two_backwards",
            "zero_grad_between_two_backwards_by_the_module",
-           "program_language_model_clipped_by_torch",
-           "an_optimizer_of_torch_in_place_of_the_strategys",
-           "clip_grad_norm_of_torch",
-           "clip_grad_norm_of_torch_by_the_largest",
-           "clip_grad_norm_of_torch_of_a_part",
-           "clip_grad_value_of_torch",
-           "gradients_printed",
            "gradients_replaced_by_hand",
+           "gradients_assigned_then_clip",
+           "one_gradient_assigned",
            "gradients_given_without_a_backward",
            "gradients_from_autograd_grad_given_by_hand",
            "step_twice_after_one_backward",
@@ -116,12 +147,22 @@ const Exceptions& of_decentralized() {
 
 // Where a rank does not hold whole gradients, what reads them is refused.
 Exceptions of_parts(const std::string& holder, int from_ranks = 1) {
-  return all({"clip_grad_norm_of_torch", "clip_grad_norm_of_torch_by_the_largest", "clip_grad_norm_of_torch_of_a_part",
-              "clip_grad_value_of_torch", "norms_of_gradients_logged", "gradients_cloned", "gradients_printed",
-              "gradients_scaled_by_hand", "weight_decay_added_by_hand", "gradients_read_after_step",
-              "program_language_model_clipped_by_torch", "an_update_by_hand",
-              "an_optimizer_of_torch_in_place_of_the_strategys"},
-             {Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}, from_ranks});
+  const Exception refused{
+      Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}, from_ranks};
+  return all(gradients_read(), refused) + all({"clip_by_torch_in_a_closure"}, refused);
+}
+
+// Nor this rank's own under no_sync.
+Exceptions of_hidden(const std::string& holder) {
+  return of_parts(holder) + all({"gradients_scaled_under_no_sync"},
+                                {Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}});
+}
+
+// Under no_sync grad() is this rank's own, as PyTorch's is.
+const Exceptions& of_own_gradients() {
+  static const Exceptions list = all({"clip_by_torch_of_each_micro_batch_under_no_sync"},
+                                     {Exception::differs, {"under no_sync a rank clips its own gradients"}, 2});
+  return list;
 }
 
 // Ranks that hold one model between them.
@@ -142,7 +183,7 @@ const Exceptions& of_unused() {
 // libtorch's optimizer takes what it finds.
 const Exceptions& of_ddp() {
   static const Exceptions list =
-      of_unused() + of_replicas() +
+      of_unused() + of_replicas() + of_own_gradients() +
       all({"step_after_no_sync_alone"}, {Exception::differs, {"the optimizer takes this rank's own gradients"}, 2});
   return list;
 }
@@ -157,7 +198,7 @@ const Exceptions& of_sharded_optimizers() {
 
 const Exceptions& of_zero1() {
   static const Exceptions list =
-      of_unused() + of_replicas() + of_sharded_optimizers() +
+      of_unused() + of_replicas() + of_own_gradients() + of_sharded_optimizers() +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"torch::optim::Optimizer&"}});
   return list;
 }
@@ -190,7 +231,7 @@ const Exceptions& of_distributed_optimizers() {
 
 const Exceptions& of_megatron() {
   static const Exceptions list =
-      of_distributed_optimizers() + of_sharded_optimizers() + of_parts("DistributedOptimizer");
+      of_distributed_optimizers() + of_sharded_optimizers() + of_hidden("DistributedOptimizer");
   return list;
 }
 
@@ -213,16 +254,9 @@ const Exceptions& of_megatron_late_gather() {
   return list;
 }
 
-// Until step() or reduce_model_grads(), grad() is this rank's own.
 const Exceptions& of_megatron_no_overlap() {
   static const Exceptions list = [] {
-    auto before = of_distributed_optimizers() + of_sharded_optimizers() +
-                  all({"clip_grad_norm_of_torch", "clip_grad_norm_of_torch_by_the_largest",
-                       "clip_grad_norm_of_torch_of_a_part", "clip_grad_value_of_torch", "norms_of_gradients_logged",
-                       "gradients_cloned", "program_language_model_clipped_by_torch", "an_update_by_hand",
-                       "an_optimizer_of_torch_in_place_of_the_strategys"},
-                      {Exception::differs, {"gradients are this rank's own before step() has summed them up"}, 2}) +
-                  all({"gradients_read_after_step"}, {Exception::refused, {"whose sum DistributedOptimizer"}});
+    auto before = of_megatron();
     before.erase("step_after_no_sync_alone");  // it sums up what there is
     return before;
   }();
@@ -231,7 +265,7 @@ const Exceptions& of_megatron_no_overlap() {
 
 const Exceptions& of_fsdp() {
   static const Exceptions list =
-      of_replicas() + of_shards() + of_sharded_optimizers() + of_parts("FullyShardedDataParallel");
+      of_replicas() + of_shards() + of_sharded_optimizers() + of_hidden("FullyShardedDataParallel");
   return list;
 }
 

@@ -5,6 +5,7 @@
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
@@ -14,6 +15,7 @@
 #include "shoal/base/error.h"
 #include "shoal/engine/checkpoint.h"
 #include "tests/strategy/decentralized_ring.h"
+#include "tests/support/refusal.h"
 
 namespace shoal {
 namespace {
@@ -45,6 +47,41 @@ TEST(Decentralized, DEC08_accumulation_and_evaluation_neither_update_nor_exchang
     });
     expect_equal(model, simulation);
   }
+}
+
+TEST(Decentralized, DEC01_what_reads_a_used_gradient_is_told_what_to_call) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  const auto train = [&](auto& parallel, int64_t step) {
+    mean_loss(parallel.forward(batch(me(), step))).backward();
+    simulation.step([&](MlpImpl& of, int rank) { return mean_loss(of.forward(batch(rank, step))); });
+    expect_equal(model, simulation);
+  };
+  {
+    DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
+    at::Tensor stand_in;
+    for (int64_t step = 0; step < 6; ++step) {
+      train(parallel, step);
+      const auto& weight = model->first->weight;
+      if (stand_in.defined()) EXPECT_TRUE(weight.grad().is_same(stand_in)) << "no memory is added";
+      stand_in = weight.grad();
+      for (const auto& act : std::vector<std::function<void()>>{
+               [&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 1); }, [&] { weight.grad().clone(); },
+               [&] { torch::optim::SGD(model->parameters(), 0.1).step(); }}) {
+        const auto text = test::refusal(act);
+        EXPECT_NE(text.find("which DecentralizedDataParallel has used"), std::string::npos) << text;
+        EXPECT_NE(text.find("clip_grad"), std::string::npos) << text;
+      }
+      if (step % 3 > 0) model->zero_grad(step % 3 == 1);
+    }
+    train(parallel, 6);
+    model->second->zero_grad();
+    const auto text = test::refusal([&] { mean_loss(parallel.forward(batch(me(), 7))).backward(); });
+    EXPECT_NE(text.find("the gradient of parameter second."), std::string::npos) << text;
+    parallel.forward(batch(me(), 7));
+    train(parallel, 7);
+  }
+  EXPECT_FALSE(model->first->weight.grad().defined());
 }
 
 // Gradients are divided by the mean over ranks of their weights.

@@ -14,6 +14,7 @@
 #include "shoal/base/error.h"
 #include "tests/strategy/megatron_training.h"
 #include "tests/support/memory_meter.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::test {
 namespace {
@@ -35,7 +36,8 @@ TEST(Megatron, MEG02_gradients_accumulate_in_one_buffer_per_dtype_last_parameter
   EXPECT_GE(numel - first.storage_offset(), first.numel());
   for (int micro = 0; micro < 2; ++micro) {
     backward(model, optimizer, 0, micro);
-    EXPECT_TRUE(model->first->weight.grad().is_alias_of(first)) << "accumulates in place";
+    EXPECT_TRUE(optimizer.main_grad(model->first->weight).is_same(first)) << "accumulates in place";
+    EXPECT_THROW(model->first->weight.grad().sum(), UsageError) << "not the sum over ranks";
   }
   auto reference = seeded(1);
   for (int micro = 0; micro < 2; ++micro) mean_loss(reference->forward(batch(group().rank(), 0, micro))).backward();
@@ -138,12 +140,48 @@ TEST(Megatron, MEG06_declared_gradients_are_summed_over_their_group_first) {
   Sgd optimizer(model, sgd, group(), {.overlap_grad_reduce = false});
   optimizer.all_reduce_grads({model->third->bias}, group());
   backward(model, optimizer, 0);
-  auto sum = model->third->bias.grad().clone();
+  auto sum = optimizer.main_grad(model->third->bias).clone();
   group().all_reduce(sum, ReduceOp::sum).wait();
   const auto before = model->third->bias.detach().clone();
   optimizer.step();
   // The mean over ranks of what is the same sum on every rank.
   EXPECT_LT(difference({model->third->bias}, {before - 0.1 * sum}), 1e-12);
+}
+
+// What a rank's own backwards have left is in main_grad() alone, and may be changed there; grad() drops or zeroes it.
+TEST(Megatron, MEG06_before_the_reduction_main_grad_holds_this_ranks_own_gradients) {
+  const auto value = [](const at::Tensor& parameter) { return parameter.detach().clone(); };
+  for (const bool set_to_none : {true, false}) {
+    for (const int64_t micros : {1, 2}) {
+      auto model = seeded(1);
+      Sgd optimizer(model, sgd, group(), {.overlap_grad_reduce = false});
+      const auto& weight = model->first->weight;
+      for (int step = 0; step < 2; ++step) {
+        backward(model, optimizer, step, 7);  // thought better of
+        optimizer.zero_grad(set_to_none);
+        for (int micro = 0; micro < micros; ++micro) backward(model, optimizer, step, micro);
+        auto sum = optimizer.main_grad(weight).clone();
+        auto reference = seeded(1);
+        {
+          const torch::NoGradGuard guard;
+          for (size_t i = 0; i < model->parameters().size(); ++i) {
+            reference->parameters()[i].copy_(model->parameters()[i]);
+          }
+        }
+        for (int micro = 0; micro < micros; ++micro) {
+          mean_loss(reference->forward(batch(group().rank(), step, micro))).backward();
+        }
+        EXPECT_LT(difference({sum}, {reference->first->weight.grad()}), 1e-12);
+        EXPECT_NE(test::refusal([&] { weight.grad().norm(); }).find("main_grad()"), std::string::npos);
+        optimizer.main_grad(weight).mul_(0.5);
+        const auto before = value(weight);
+        optimizer.step();
+        group().all_reduce(sum, ReduceOp::sum).wait();
+        EXPECT_LT(difference({value(weight)}, {before - 0.1 * 0.5 * sum / group().size()}), 1e-12);
+        optimizer.zero_grad(set_to_none);
+      }
+    }
+  }
 }
 
 TEST(Megatron, MEG14_reductions_leave_during_backward) {

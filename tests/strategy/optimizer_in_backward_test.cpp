@@ -2,6 +2,7 @@
 
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/utils.h>
 
 #include "shoal/base/error.h"
@@ -9,6 +10,7 @@
 #include "shoal/engine/hooks/power_sgd.h"
 #include "shoal/engine/join.h"
 #include "tests/strategy/in_backward_training.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::test {
 namespace {
@@ -29,13 +31,45 @@ void expect_same_training(const std::function<std::shared_ptr<Module>()>& model,
       training->end_step();
     }
     expect_equal(inside.model->parameters(), after.model->parameters());
-    for (const auto& parameter : inside.model->parameters()) EXPECT_FALSE(parameter.grad().defined()) << step;
+    for (const auto& parameter : inside.model->parameters()) {
+      if (parameter.grad().defined()) EXPECT_THROW(parameter.grad().sum(), UsageError) << step;
+    }
   }
   EXPECT_GT(difference(start, inside.model->parameters()), 1e-3) << "it has trained";
 }
 
 std::shared_ptr<MlpImpl> mlp() {
   return seeded(3).ptr();
+}
+
+TEST(OptimizerInBackward, DDP18_what_reads_a_used_gradient_is_told_what_to_call) {
+  Training training(mlp(), momentum_sgd(), OptimizerInBackwardOptions());
+  InBackwardTraining<MlpImpl> alike(mlp(), momentum_sgd(), OptimizerInBackwardOptions());
+  for (int64_t step = 0; step < 4; ++step) {
+    for (auto* one : {&training, &alike}) {
+      {
+        const auto scope = one->parallel.no_sync();
+        mean_loss(one->parallel.forward(batch(group().rank(), step, 1))).backward();
+        EXPECT_NO_THROW(one->model->first->weight.grad().sum()) << "this rank's own";
+      }
+      mean_loss(one->parallel.forward(batch(group().rank(), step))).backward();
+    }
+    for (const auto& act : std::vector<std::function<void()>>{
+             [&] { torch::nn::utils::clip_grad_norm_(training.model->parameters(), 1); },
+             [&] { training.model->first->weight.grad().norm(); }, [&] { training.optimizer->step(); }}) {
+      const auto text = test::refusal(act);
+      EXPECT_NE(text.find("which OptimizerInBackward has used"), std::string::npos) << text;
+      EXPECT_NE(text.find("clip_grad"), std::string::npos) << text;
+    }
+    step % 2 == 0 ? training.optimizer->zero_grad(step == 0) : training.model->zero_grad(step == 1);
+    expect_equal(training.model->parameters(), alike.model->parameters());
+  }
+  mean_loss(training.parallel.forward(batch(group().rank(), 9))).backward();
+  training.model->first->weight.grad().zero_();
+  const auto text = test::refusal([&] {
+    mean_loss(training.parallel.forward(batch(group().rank(), 10))).backward();
+  });
+  EXPECT_NE(text.find("OptimizerInBackward: the gradient of parameter first.weight"), std::string::npos) << text;
 }
 
 TEST(OptimizerInBackward, DDP18_equals_the_separate_step_with_one_and_with_three_micro_batches) {

@@ -129,6 +129,9 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, cons
       options(chosen),
       tensors(std::move(walked)),
       gradients(shoal::gradients_of(tensors)),
+      spent(gradients, "DecentralizedDataParallel",
+            "which DecentralizedDataParallel has used for its update in backward: clip with its option clip_grad, read "
+            "the norm from last_norm(), read or change gradients in a hook of the parameter (register_hook)"),
       mixing(over, options.topology ? *options.topology : make_topology("one-peer-exp", over.size()),
              options.neighbour_timeout_seconds),
       scaler(make_scaler(options)),
@@ -223,12 +226,13 @@ void State::make_buckets() {
   const auto cap = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   bucket_of.resize(gradients.size());
   std::vector<GossipBuffer> buffers;
-  for (const auto& members : plan_buckets(gradients, order, cap, cap)) {
+  for (const auto& planned : plan_buckets(gradients, order, cap, cap)) {
     std::vector<NamedParameter> named;
-    for (const auto member : members) {
+    for (const auto member : planned) {
       bucket_of[member] = buckets.size();
       named.push_back({gradients[member].name, gradients[member].parameter});
     }
+    members.push_back(planned);
     auto& bucket = buckets.emplace_back(std::move(named), options.param_as_bucket_view);
     bucket.optimizer = make(bucket.members());
     if (!bucket.optimizer) throw UsageError("DecentralizedDataParallel: the optimizer's function has made none");

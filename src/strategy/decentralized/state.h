@@ -9,6 +9,7 @@
 #include "engine/bucket_plan.h"
 #include "engine/gradient_hooks.h"
 #include "engine/parameter_watch.h"
+#include "engine/spent_gradients.h"
 #include "engine/step_clock.h"
 #include "module/known_module.h"
 #include "module/walk.h"
@@ -75,12 +76,14 @@ struct DecentralizedDataParallelCore::State {
   KnownModule known{module, "DecentralizedDataParallel"};
   ParameterWatch watch;  // whether others replace parameters
   std::vector<Gradient> gradients;
+  SpentGradients spent;
   Mixing mixing;
   std::optional<GradScaler> scaler;
   std::optional<CommonScale> scale;  // of the scaler
   std::optional<OptimizerState> pending;  // loaded before there are optimizers
   std::vector<GossipBucket> buckets;
-  std::vector<size_t> bucket_of;  // by gradient
+  std::vector<size_t> bucket_of;             // by gradient
+  std::vector<std::vector<size_t>> members;  // by bucket: its gradients
   StepClock clock;
   int64_t step = 0;
   double norm = 0;
@@ -100,6 +103,7 @@ struct DecentralizedDataParallelCore::State {
   enum class Progress { waiting, mixed, shown };
   std::vector<Progress> progress;  // by bucket
   std::vector<size_t> missing;     // by bucket: gradients that will come yet, as far as is known
+  std::vector<bool> used;          // by gradient: it has gone into this step's update
   std::vector<int> arrivals;       // by gradient: times it came in this backward
   std::vector<int> expected;       // the most that it came so far
   std::vector<size_t> order;       // of first arrival, in the first step

@@ -43,6 +43,7 @@ void State::begin_backward() {
   if (in_backward) watch_backward();
   if (phase != Phase::idle) return;
   require_present("backward");
+  spent.clear();
   if (in_backward && !weighing) {
     if (weights == Weights::given) {
       throw UsageError(
@@ -55,6 +56,7 @@ void State::begin_backward() {
   if (in_backward) clock.mark(StepClock::backward_begins, step);
   mixing.begin_step();
   arrivals.assign(gradients.size(), 0);
+  used.assign(gradients.size(), false);
   progress.assign(buckets.size(), Progress::waiting);
   missing.assign(buckets.size(), 0);
   for (size_t i = 0; i < gradients.size() && !buckets.empty(); ++i) ++missing[bucket_of[i]];
@@ -123,6 +125,9 @@ void State::end_backward() {
     clock.mark(StepClock::all_back, step);
     clock.end_step(/*finished=*/true);
     end_step();
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (used[i]) spent.leave(i);
+    }
     phase = Phase::idle;
     require_that_all_go_on(mixing.version());  // without one of them this step has been made
   }
@@ -179,7 +184,11 @@ void State::finish(size_t index, bool with_update) {
     weigh(/*finite=*/true);
     if (with_update && (weights != Weights::given || weight > 0)) update(bucket);
     if (bucket.schedule) bucket.schedule->step();
-    for (const auto& member : bucket.members()) at::Tensor(member.parameter).mutable_grad().reset();
+    for (const auto member : members[index]) {
+      auto& grad = gradients[member].parameter.mutable_grad();
+      used[member] = grad.defined();
+      grad.reset();
+    }
   }
   if (progress[index] == Progress::shown) return;
   mixing.show(index, [&](const at::Tensor& flat, double scale) { bucket.write_to(flat, scale); });

@@ -10,6 +10,16 @@
 namespace shoal {
 namespace {
 
+const char* about_sums(const DistributedOptimizerOptions& options) {
+  if (options.overlap_grad_reduce) {
+    return "whose sum DistributedOptimizer leaves in parts on the ranks: clip with its option clip_grad, read "
+           "main_grad(), drop it with zero_grad(), update with its step()";
+  }
+  return "whose sum DistributedOptimizer makes in step() or reduce_model_grads(), and leaves in parts on the ranks: clip "
+         "with its option clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), update "
+         "with its step()";
+}
+
 std::unique_ptr<Exchange> make_exchange(const std::vector<Gradient>& gradients, const Group& group,
                                         const DistributedOptimizerOptions& options, bool cut) {
   const auto caps = buffer_caps(gradients, options);
@@ -35,9 +45,7 @@ std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Gr
       std::move(gradients), group,
       ReducerOptions{.find_unused_parameters = true,
                      .leave_grad = false,
-                     .about_sums = "whose sum DistributedOptimizer leaves in parts on the ranks: clip "
-                                   "with its option clip_grad, read main_grad(), drop it with "
-                                   "zero_grad(), update with its step()",
+                     .about_sums = about_sums(options),
                      .timers = options.overlap_grad_reduce ? options.timers : nullptr},
       std::move(exchange));
   std::vector<std::unique_ptr<ParameterGather>> gathers;

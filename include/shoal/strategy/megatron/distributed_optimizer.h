@@ -114,9 +114,9 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // Collective with their step.
   void abandon_step();
 
-  // The parameter's place in the gradient buffer; after a reduction only this rank's range of it is valid, after
-  // zero_grad() nothing until the next gradient comes. Undefined where another rank owns the whole parameter and no
-  // gradient waits for it.
+  // The parameter's place in the gradient buffer. Before a reduction it holds what this rank's own backwards have left,
+  // and may be changed; after it only this rank's range is valid, after zero_grad() nothing until the next gradient
+  // comes. Undefined where another rank owns the whole parameter and no gradient waits for it.
   at::Tensor main_grad(const at::Tensor& parameter) const;
   // Pieces that a rank of the group (default: this one) owns, in buffer order.
   std::vector<ParameterRange> param_range_map(std::optional<int> rank = std::nullopt) const;
@@ -151,7 +151,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& op
 // The module needs no wrapper. Its trainable parameters move to one buffer per dtype (once per host where ranks share
 // memory; or stay, see reuse_grad_buf_for_param_gather), their gradients to another; after
 // backward the sums lie in the buffers, and grad() is a tensor without memory: zero_grad() in every form drops or
-// zeroes the sum, reading it is a UsageError that names the call to use (see ShardedOptimizerCore::step). For
+// zeroes the sum, reading it is a UsageError that names the call to use (see ShardedOptimizerCore::step). So it is
+// before the reduction, too (no_sync(), overlap_grad_reduce = false): main_grad() holds this rank's own then. For
 // parameters of 16 bits each rank keeps a float32 main copy of its own ranges, and the optimizer's state is float32.
 // Batch-norm buffers stay each rank's own.
 //

@@ -1,0 +1,97 @@
+// What lies in grad() where backward has used a gradient for its update.
+
+#include "engine/spent_gradients.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn/utils/clip_grad.h>
+
+#include "shoal/base/error.h"
+#include "tests/support/refusal.h"
+
+namespace shoal {
+namespace {
+
+struct WithSpent {
+  WithSpent() {
+    for (const auto* name : {"a", "b", "c"}) gradients.push_back({name, at::ones({2, 3}, at::requires_grad())});
+    spent.emplace(gradients, "Strategy", "which has been used: clip with this");
+  }
+  at::Tensor& grad(size_t gradient) { return gradients[gradient].parameter.mutable_grad(); }
+  void leave() {
+    for (size_t i = 0; i < gradients.size(); ++i) spent->leave(i);
+  }
+  std::vector<Gradient> gradients;
+  std::optional<SpentGradients> spent;
+};
+
+TEST(SpentGradients, AreRefusedToWhatReadsThemAndGoBeforeTheNextBackward) {
+  WithSpent with;
+  for (int step = 0; step < 3; ++step) {
+    with.leave();
+    std::vector<at::Tensor> parameters;
+    for (const auto& gradient : with.gradients) parameters.push_back(gradient.parameter);
+    const auto text = test::refusal([&] { torch::nn::utils::clip_grad_norm_(parameters, 1); });
+    EXPECT_NE(text.find("takes the gradient of parameter a, which has been used: clip with this"), std::string::npos);
+    with.spent->clear();
+    for (size_t i = 0; i < 3; ++i) EXPECT_FALSE(with.grad(i).defined());
+  }
+  with.leave();
+  with.spent.reset();
+  EXPECT_FALSE(with.grad(0).defined()) << "they go with the object";
+}
+
+TEST(SpentGradients, TheSameTensorsStandInEveryStep) {
+  WithSpent with;
+  with.leave();
+  const auto first = with.grad(1);
+  with.spent->clear();
+  with.leave();
+  EXPECT_TRUE(with.grad(1).is_same(first));
+}
+
+TEST(SpentGradients, MayAllBeZeroedAndAllBeDropped) {
+  WithSpent with;
+  for (const bool zeroed : {true, false, true}) {
+    with.leave();
+    for (size_t i = 0; i < 3; ++i) zeroed ? static_cast<void>(with.grad(i).zero_()) : with.grad(i).reset();
+    EXPECT_NO_THROW(with.spent->clear());
+    EXPECT_FALSE(with.grad(0).defined());
+  }
+  with.leave();
+  for (size_t i = 0; i < 3; ++i) with.grad(i).zero_();
+  for (size_t i = 0; i < 3; ++i) with.grad(i).reset();
+  EXPECT_NO_THROW(with.spent->clear());
+}
+
+TEST(SpentGradients, SomeByThemselvesAreRefusedOnce) {
+  for (const auto& act : std::vector<std::function<void(WithSpent&)>>{
+           [](WithSpent& with) { with.grad(1).zero_(); }, [](WithSpent& with) { with.grad(1).reset(); },
+           [](WithSpent& with) {
+             with.grad(1).zero_();
+             for (size_t i = 0; i < 3; ++i) with.grad(i).reset();
+           }}) {
+    WithSpent with;
+    with.leave();
+    act(with);
+    const auto text = test::refusal([&] { with.spent->clear(); });
+    EXPECT_NE(text.find("Strategy: the gradient of parameter b has been zeroed or dropped"), std::string::npos) << text;
+    EXPECT_NO_THROW(with.spent->clear());
+    with.leave();
+    EXPECT_NO_THROW(with.spent->clear());
+  }
+}
+
+TEST(SpentGradients, OthersInTheirPlaceStayAndThoseOfFrozenParametersAreNotMissed) {
+  WithSpent with;
+  with.leave();
+  with.grad(0) = at::ones({2, 3});
+  EXPECT_NO_THROW(with.spent->clear());
+  EXPECT_EQ(with.grad(0).sum().item<float>(), 6);
+  with.leave();
+  with.gradients[2].parameter.requires_grad_(false);
+  for (size_t i = 0; i < 2; ++i) with.grad(i).reset();
+  EXPECT_NO_THROW(with.spent->clear());
+}
+
+}  // namespace
+}  // namespace shoal
