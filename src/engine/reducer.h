@@ -28,10 +28,10 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = true;
   bool find_unused_parameters = false;
   bool static_graph = false;
-  bool leave_grad = true;  // grad() shows the sum where this rank keeps the whole of a gradient, and until then this
-                           // rank's own; else both lie in the bucket alone
-  std::string about_sums{};    // of an operator that takes a gradient that is not in grad(): where it is, and what to
-                               // call; after "<operator> takes the gradient of parameter p, "
+  bool leave_grad = true;    // grad() shows the sum where this rank keeps the whole of a gradient, and until then this
+                             // rank's own; else both lie in the bucket alone
+  std::string about_sums{};  // of an operator that takes a gradient that is not in grad(): where it is, and what to
+                             // call; after "<operator> takes the gradient of parameter p, "
   bool accept_unused = false;  // parameters that no rank used are no error
   size_t buckets_in_flight = 4;  // of those whose memory is needed only until they are summed up
   // How long to wait at most for one of them to come back before another leaves; none: until it does. For ranks that do

@@ -10,10 +10,7 @@
 namespace shoal {
 
 SpentGradients::SpentGradients(const std::vector<Gradient>& gradients, std::string who, std::string about)
-    : gradients_(gradients),
-      who_(std::move(who)),
-      stand_ins_(gradients, std::move(about)),
-      left_(gradients.size()) {}
+    : gradients_(gradients), who_(std::move(who)), stand_ins_(gradients, std::move(about)), left_(gradients.size()) {}
 
 void SpentGradients::leave(size_t gradient) {
   stand_ins_.put(gradient);

@@ -9,8 +9,8 @@
 namespace shoal {
 
 // A loop that clips, scales or logs gradients after such a backward would find none, and go on as if there was nothing
-// to do. So it finds stand-ins, until the next backward. They can be zeroed and dropped, all of them, as every zero_grad
-// does; what does that to some only would have them left out of an update that has been made.
+// to do. So it finds stand-ins, until the next backward. They can be zeroed and dropped, all of them, as every
+// zero_grad does; what does that to some only would have them left out of an update that has been made.
 class SpentGradients {
  public:
   // The reference stays. who: whose update, for errors; about: see StandIns.

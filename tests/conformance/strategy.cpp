@@ -147,8 +147,7 @@ const Exceptions& of_decentralized() {
 
 // Where a rank does not hold whole gradients, what reads them is refused.
 Exceptions of_parts(const std::string& holder, int from_ranks = 1) {
-  const Exception refused{
-      Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}, from_ranks};
+  const Exception refused{Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}, from_ranks};
   return all(gradients_read(), refused) + all({"clip_by_torch_in_a_closure"}, refused);
 }
 

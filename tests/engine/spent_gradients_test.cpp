@@ -13,7 +13,7 @@ namespace {
 
 struct WithSpent {
   WithSpent() {
-    for (const auto* name : {"a", "b", "c"}) gradients.push_back({name, at::ones({2, 3}, at::requires_grad())});
+    for (const auto* name : {"a", "b", "c"}) gradients.push_back({name, at::ones({2, 3}).set_requires_grad(true)});
     spent.emplace(gradients, "Strategy", "which has been used: clip with this");
   }
   at::Tensor& grad(size_t gradient) { return gradients[gradient].parameter.mutable_grad(); }

@@ -154,7 +154,7 @@ TEST(Megatron, MEG06_before_the_reduction_main_grad_holds_this_ranks_own_gradien
   for (const bool set_to_none : {true, false}) {
     for (const int64_t micros : {1, 2}) {
       auto model = seeded(1);
-      Sgd optimizer(model, sgd, group(), {.overlap_grad_reduce = false});
+      Sgd optimizer(model, torch::optim::SGDOptions(0.1), group(), {.overlap_grad_reduce = false});
       const auto& weight = model->first->weight;
       for (int step = 0; step < 2; ++step) {
         backward(model, optimizer, step, 7);  // thought better of

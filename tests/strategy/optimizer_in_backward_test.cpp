@@ -3,6 +3,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
 #include "shoal/base/error.h"
@@ -32,7 +33,8 @@ void expect_same_training(const std::function<std::shared_ptr<Module>()>& model,
     }
     expect_equal(inside.model->parameters(), after.model->parameters());
     for (const auto& parameter : inside.model->parameters()) {
-      if (parameter.grad().defined()) EXPECT_THROW(parameter.grad().sum(), UsageError) << step;
+      if (!parameter.grad().defined()) continue;
+      EXPECT_THROW(parameter.grad().sum(), UsageError) << step;
     }
   }
   EXPECT_GT(difference(start, inside.model->parameters()), 1e-3) << "it has trained";
@@ -56,7 +58,8 @@ TEST(OptimizerInBackward, DDP18_what_reads_a_used_gradient_is_told_what_to_call)
     }
     for (const auto& act : std::vector<std::function<void()>>{
              [&] { torch::nn::utils::clip_grad_norm_(training.model->parameters(), 1); },
-             [&] { training.model->first->weight.grad().norm(); }, [&] { training.optimizer->step(); }}) {
+             [&] { training.model->first->weight.grad().norm(); },
+             [&] { torch::optim::SGD(training.model->parameters(), 0.1).step(); }}) {
       const auto text = test::refusal(act);
       EXPECT_NE(text.find("which OptimizerInBackward has used"), std::string::npos) << text;
       EXPECT_NE(text.find("clip_grad"), std::string::npos) << text;
@@ -66,9 +69,7 @@ TEST(OptimizerInBackward, DDP18_what_reads_a_used_gradient_is_told_what_to_call)
   }
   mean_loss(training.parallel.forward(batch(group().rank(), 9))).backward();
   training.model->first->weight.grad().zero_();
-  const auto text = test::refusal([&] {
-    mean_loss(training.parallel.forward(batch(group().rank(), 10))).backward();
-  });
+  const auto text = test::refusal([&] { mean_loss(training.parallel.forward(batch(group().rank(), 10))).backward(); });
   EXPECT_NE(text.find("OptimizerInBackward: the gradient of parameter first.weight"), std::string::npos) << text;
 }
 

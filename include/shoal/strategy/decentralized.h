@@ -161,10 +161,10 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // and y_j what neighbour j has shown after its last step, backward does, as soon as the bucket's last gradient is
 // there,
 //   x <- W_ii x + sum over j of W_ij y_j;  x <- optimizer(x, g);  show x
-// and drops the gradient: grad() is a tensor without memory until the next backward, which can be zeroed and dropped, and
-// is nobody's to read (torch::nn::utils::clip_grad_norm_ is a UsageError that names clip_grad; a hook of the parameter
-// sees gradients, and may change them). The next backward is a UsageError where some of them only have been zeroed or
-// dropped. What was shown after step k is mixed with round k, counted from the topology's first, in step
+// and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped; what
+// reads it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward where
+// those of some parameters only have been zeroed or dropped. Hooks of parameters see gradients, and may change them.
+// What was shown after step k is mixed with round k, counted from the topology's first, in step
 // k + 1; so the first step mixes nothing, and exchanges have a whole step's time. Gradients of parameters that a step
 // does not use are none: they are mixed and not updated. Ranks may use different modules. A parameter that backward
 // reaches several times is updated after the last (known from the first step; one that comes more often later is a

@@ -15,9 +15,9 @@ const char* about_sums(const DistributedOptimizerOptions& options) {
     return "whose sum DistributedOptimizer leaves in parts on the ranks: clip with its option clip_grad, read "
            "main_grad(), drop it with zero_grad(), update with its step()";
   }
-  return "whose sum DistributedOptimizer makes in step() or reduce_model_grads(), and leaves in parts on the ranks: clip "
-         "with its option clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), update "
-         "with its step()";
+  return "whose sum DistributedOptimizer makes in step() or reduce_model_grads(), and leaves in parts on the ranks: "
+         "clip with its option clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), "
+         "update with its step()";
 }
 
 std::unique_ptr<Exchange> make_exchange(const std::vector<Gradient>& gradients, const Group& group,

@@ -44,9 +44,9 @@ struct OptimizerInBackwardOptions {
 // ended: then updates run there, bucket by bucket, and nothing is saved. Results equal those of optimizer.step() after
 // backward to the last bit, for optimizers that treat each parameter by itself, which leaves out L-BFGS.
 //
-// After backward grad() is a tensor without memory, until the next one: it can be zeroed and dropped, and is nobody's to
-// read: torch::nn::utils::clip_grad_norm_ and the optimizer's step() are a UsageError that names clip_grad. The next
-// backward is one where the gradients of some parameters only, which have been updated, have been zeroed or dropped.
+// After backward grad() is a tensor without memory, until the next one. It can be zeroed and dropped; what reads it
+// (torch::nn::utils::clip_grad_norm_, the optimizer's step()) is a UsageError that names clip_grad. So is the next
+// backward where the gradients of some of the updated parameters only have been zeroed or dropped.
 //
 // The optimizer is the caller's, and must outlive this object; its step() is called once for each bucket. Schedules,
 // options and state are the caller's as ever. It has the module's trainable parameters, and no others.
