@@ -4,6 +4,7 @@
 
 #include <chrono>
 
+#include "cli/first_ranks_buffers.h"
 #include "cli/machine.h"
 #include "cli/metrics.h"
 #include "cli/optimizers.h"
@@ -181,6 +182,8 @@ void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& res
   meeting_.together([&](const Group& present) {
     result.figures = strategy_->figures();
     const auto whole = strategy_->whole_parameters();
+    std::optional<FirstRanksBuffers> buffers;
+    if (options_.strategy != "local") buffers.emplace(model_->buffers(), present);
     evaluation = evaluate(*model_, *feed_.test_data(), present, options_.precision());
   });
   result.eval.push_back(evaluation);
