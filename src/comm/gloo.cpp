@@ -72,7 +72,7 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   try {
     watch_threads();
-    if (!thread_stays) world.let_go->end_those_of_nobody();  // which would wait for the thread
+    world.let_go->end_those_of_nobody(/*aside=*/thread_stays);
     auto connected = c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options);
     await_all(*store, rank, size);
     auto transport = make_c10d_transport("gloo", std::move(connected));

@@ -1,5 +1,8 @@
 #include "comm/let_go.h"
 
+#include <algorithm>
+#include <iterator>
+#include <thread>
 #include <utility>
 
 namespace shoal {
@@ -16,7 +19,7 @@ void LetGo::keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::
   groups_.push_back({std::move(transport), std::move(store), rank, ranks});
 }
 
-void LetGo::end_those_of_nobody() {
+void LetGo::end_those_of_nobody(bool aside) {
   const std::lock_guard lock(mutex_);
   for (auto& group : groups_) {
     const auto key = [](int rank) { return "let go by " + std::to_string(rank); };
@@ -25,7 +28,12 @@ void LetGo::end_those_of_nobody() {
     for (int rank = 0; rank < group.ranks; ++rank) keys.push_back(key(rank));
     group.of_nobody = group.store->check(keys);
   }
-  std::erase_if(groups_, [](const Group& group) { return group.of_nobody; });
+  const auto first =
+      std::partition(groups_.begin(), groups_.end(), [](const Group& group) { return !group.of_nobody; });
+  std::vector<Group> ending(std::make_move_iterator(first), std::make_move_iterator(groups_.end()));
+  groups_.erase(first, groups_.end());
+  if (!aside) return;
+  for (auto& group : ending) std::thread([one = std::move(group)]() mutable { one.transport.reset(); }).detach();
 }
 
 }  // namespace shoal

@@ -19,8 +19,8 @@ class LetGo {
 
   // `store`: of this group alone, of which this is `rank`.
   void keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::Store> store, int rank, int ranks);
-  // Throws what the store throws.
-  void end_those_of_nobody();
+  // aside: on a thread of its own, since one of them may have a thread that never ends. Throws what the store throws.
+  void end_those_of_nobody(bool aside);
 
  private:
   struct Group {
