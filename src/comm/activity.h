@@ -1,13 +1,13 @@
 #pragma once
 // What this process has called, over all its groups.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 
 #include "comm/call_history.h"
 
@@ -42,19 +42,35 @@ class Activity {
 
   // The calling thread issues or waits for an operation.
   void seen() {
-    auto known = first_.load(std::memory_order_relaxed);
-    const auto own = std::this_thread::get_id();
-    if (known == own) return;
-    if (known == std::thread::id() && first_.compare_exchange_strong(known, own)) return;
-    several_ = true;
+    const auto& own = this_thread();
+    if (last_.load(std::memory_order_relaxed) == own.number) return;
+    const std::lock_guard lock(mutex_);
+    std::erase_if(threads_, [](const auto& thread) { return thread.second.expired(); });
+    threads_[own.number] = own.alive;
+    last_ = own.number;
   }
-  bool several_threads() const { return several_; }
+  // Whether more than one thread that has called operations is still there, and may call others.
+  bool several_threads() const {
+    const std::lock_guard lock(mutex_);
+    return std::count_if(threads_.begin(), threads_.end(),
+                         [](const auto& thread) { return !thread.second.expired(); }) > 1;
+  }
 
  private:
+  struct Thread {
+    uint64_t number;  // the system's own are used again
+    std::shared_ptr<char> alive = std::make_shared<char>();
+  };
+  static const Thread& this_thread() {
+    static std::atomic<uint64_t> count = 0;
+    thread_local const Thread thread{++count};
+    return thread;
+  }
+
   mutable std::mutex mutex_;
   std::map<std::string, std::weak_ptr<CallHistory>> groups_;
-  std::atomic<std::thread::id> first_{};
-  std::atomic<bool> several_ = false;
+  std::map<uint64_t, std::weak_ptr<char>> threads_;  // that have called something, by number
+  std::atomic<uint64_t> last_ = 0;                   // which of them, last
 };
 
 }  // namespace shoal
