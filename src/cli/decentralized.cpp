@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cli/mean_of_ranks.h"
+#include "cli/common_values.h"
 #include "cli/optimizers.h"
 #include "cli/schedules.h"
 #include "shoal/base/error.h"
@@ -67,7 +67,7 @@ class Decentralized : public Strategy {
   std::shared_ptr<void> whole_parameters() override {
     auto tensors = model_->parameters();
     for (const auto& buffer : model_->buffers()) tensors.push_back(buffer);
-    return std::make_shared<MeanOfRanks>(tensors, parallel_.remaining());
+    return std::make_shared<CommonValues>(CommonValues::Of::mean, tensors, parallel_.remaining());
   }
   bool has_whole_model() const override { return false; }
   std::optional<TrainingState> training_state(const Group&) override { return TrainingState(parallel_); }

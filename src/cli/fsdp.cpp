@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <map>
 
+#include "cli/common_values.h"
 #include "cli/decentralized.h"
-#include "cli/mean_of_ranks.h"
 #include "cli/optimizers.h"
 #include "shoal/base/error.h"
 #include "shoal/strategy/fsdp.h"
@@ -124,7 +124,7 @@ class HybridGossip : public Fsdp {
       gossip_.hold_mean();
       try {
         on_the_whole_host(strategy.inside_, [&] {
-          buffers_ = std::make_unique<MeanOfRanks>(strategy.model_->buffers(), *present);
+          buffers_ = std::make_unique<CommonValues>(CommonValues::Of::mean, strategy.model_->buffers(), *present);
         });
         whole_ = strategy.Fsdp::whole_parameters();
       } catch (...) {
@@ -160,7 +160,7 @@ class HybridGossip : public Fsdp {
     }
 
     ShardGossipOptimizerCore& gossip_;
-    std::unique_ptr<MeanOfRanks> buffers_;
+    std::unique_ptr<CommonValues> buffers_;
     std::shared_ptr<void> whole_;
   };
 

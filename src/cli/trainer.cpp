@@ -4,7 +4,7 @@
 
 #include <chrono>
 
-#include "cli/first_ranks_buffers.h"
+#include "cli/common_values.h"
 #include "cli/machine.h"
 #include "cli/metrics.h"
 #include "cli/optimizers.h"
@@ -182,8 +182,10 @@ void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& res
   meeting_.together([&](const Group& present) {
     result.figures = strategy_->figures();
     const auto whole = strategy_->whole_parameters();
-    std::optional<FirstRanksBuffers> buffers;
-    if (options_.strategy != "local") buffers.emplace(model_->buffers(), present);
+    // Running means of batch norms, which are saved as rank 0 has them. Under `local` each rank evaluates its own
+    // model.
+    std::optional<CommonValues> buffers;
+    if (options_.strategy != "local") buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
     evaluation = evaluate(*model_, *feed_.test_data(), present, options_.precision());
   });
   result.eval.push_back(evaluation);

@@ -59,6 +59,19 @@ struct Replaceable : Perceptron {
   at::Tensor scale;
 };
 
+// Trains, changes the module after so many steps, trains two more.
+template <class Change>
+void changed_after(Bench& bench, int64_t steps, const Change& change) {
+  auto model = std::make_shared<Replaceable>();
+  Setup setup;
+  setup.find_unused_parameters = true;
+  auto training = bench.wrap(model, setup);
+  train(bench, *training, 0, steps);
+  change(*model, *training);
+  train(bench, *training, steps, steps + 2);
+  bench.same_parameters(*model);
+}
+
 }  // namespace
 
 Behaviours surroundings() {
@@ -157,47 +170,22 @@ Behaviours surroundings() {
          bench.same_parameters(*model);
        }},
       {"a_module_replaced_before_the_first_step",
-       [](Bench& bench) {
-         auto model = std::make_shared<Replaceable>();
-         Setup setup;
-         setup.find_unused_parameters = true;
-         auto training = bench.wrap(model, setup);
-         model->replace_third();
-         train(bench, *training, 0, 3);
-         bench.same_parameters(*model);
-       }},
+       [](Bench& bench) { changed_after(bench, 0, [](auto& model, auto&) { model.replace_third(); }); }},
       {"a_module_replaced_between_steps",
-       [](Bench& bench) {
-         auto model = std::make_shared<Replaceable>();
-         Setup setup;
-         setup.find_unused_parameters = true;
-         auto training = bench.wrap(model, setup);
-         train(bench, *training, 0, 2);
-         model->replace_third();
-         train(bench, *training, 2, 4);
-         bench.same_parameters(*model);
-       }},
+       [](Bench& bench) { changed_after(bench, 2, [](auto& model, auto&) { model.replace_third(); }); }},
       {"a_module_replaced_and_given_to_the_optimizer",
        [](Bench& bench) {
-         auto model = std::make_shared<Replaceable>();
-         Setup setup;
-         setup.find_unused_parameters = true;
-         auto training = bench.wrap(model, setup);
-         train(bench, *training, 0, 2);
-         model->replace_third();
-         training->optimizer().add_param_group(torch::optim::OptimizerParamGroup(model->third->parameters()));
-         train(bench, *training, 2, 4);
-         bench.same_parameters(*model);
+         changed_after(bench, 2, [](auto& model, auto& training) {
+           model.replace_third();
+           training.optimizer().add_param_group(torch::optim::OptimizerParamGroup(model.third->parameters()));
+         });
        }},
       {"a_parameter_registered_between_steps",
        [](Bench& bench) {
-         auto model = std::make_shared<Replaceable>();
-         auto training = bench.wrap(model);
-         train(bench, *training, 0, 2);
-         model->add_scale();
-         training->optimizer().add_param_group(torch::optim::OptimizerParamGroup({model->scale}));
-         train(bench, *training, 2, 4);
-         bench.same_parameters(*model);
+         changed_after(bench, 2, [](auto& model, auto& training) {
+           model.add_scale();
+           training.optimizer().add_param_group(torch::optim::OptimizerParamGroup({model.scale}));
+         });
        }},
       {"an_optimizer_of_torch_for_a_part_that_was_replaced",
        [](Bench& bench) {

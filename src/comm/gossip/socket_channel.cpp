@@ -180,7 +180,7 @@ class SocketChannel : public GossipChannel {
     bool greeted = false;
     bool gone = false;
     int64_t last_version = 0;                               // of one that has said that it leaves
-    std::optional<Stop> stop;
+    std::optional<Stop> stop;                               // it does not go on
     bool late = false;                                      // as a source
     bool takes_late = false;                                // as a reader
     std::map<size_t, std::map<int64_t, at::Tensor>> shown;  // by buffer and version

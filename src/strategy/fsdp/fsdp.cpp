@@ -42,7 +42,6 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
     : DataParallelCore(make_state(std::move(module), group, options)),
       shards_(std::make_unique<Shards>(Shards{.options = options, .groups = make_shard_groups(group, options)})) {
   divide_parameters(state(), *shards_);
-  const auto name_of = [](std::optional<at::ScalarType> dtype) { return dtype ? c10::toString(*dtype) : "none"; };
   state().settings = {{"sharding_strategy", sharding_name(options.sharding_strategy)},
                       {"units", fmt::format("{}", shards_->units.size())},
                       {"shard_size", fmt::format("{}", shards_->groups.shard.size())},

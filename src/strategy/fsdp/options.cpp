@@ -17,10 +17,6 @@ bool is_narrow_or_wide(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
 }
 
-std::string name_of(const std::optional<at::ScalarType>& dtype) {
-  return dtype ? c10::toString(*dtype) : "none";
-}
-
 template <class Number>
 std::string text_of(const std::optional<Number>& number) {
   return number ? std::to_string(*number) : "none";
@@ -32,6 +28,10 @@ std::string list_of(std::vector<std::string> names) {
 }
 
 }  // namespace
+
+std::string name_of(const std::optional<at::ScalarType>& dtype) {
+  return dtype ? c10::toString(*dtype) : "none";
+}
 
 std::string sharding_name(ShardingStrategy strategy) {
   switch (strategy) {

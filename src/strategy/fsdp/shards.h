@@ -69,4 +69,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
 // equal. Collective.
 void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCore::Shards& shards);
 
+// "Half", or "none".
+std::string name_of(const std::optional<at::ScalarType>& dtype);
+
 }  // namespace shoal
