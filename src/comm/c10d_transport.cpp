@@ -90,8 +90,9 @@ class AddReceived : public TransportWork {
 
 class C10dTransport : public Transport {
  public:
-  C10dTransport(std::string name, c10::intrusive_ptr<c10d::Backend> backend)
-      : name_(std::move(name)), backend_(std::move(backend)) {}
+  C10dTransport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
+                std::function<void(const Call&)> before_collective)
+      : name_(std::move(name)), backend_(std::move(backend)), before_collective_(std::move(before_collective)) {}
 
   std::string name() const override { return name_; }
   bool joins_threads() const override { return true; }
@@ -147,6 +148,7 @@ class C10dTransport : public Transport {
   c10::intrusive_ptr<c10d::Work> start(const Call& call) {
     auto inputs = flattened(call.inputs);
     auto outputs = flattened(call.outputs);
+    if (before_collective_ && call.op != Op::send && call.op != Op::recv) before_collective_(call);
     switch (call.op) {
       case Op::all_reduce:
         return backend_->allreduce(inputs, with_reduce<c10d::AllreduceOptions>(call));
@@ -198,12 +200,14 @@ class C10dTransport : public Transport {
 
   std::string name_;
   c10::intrusive_ptr<c10d::Backend> backend_;
+  std::function<void(const Call&)> before_collective_;
 };
 
 }  // namespace
 
-std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend) {
-  return std::make_shared<C10dTransport>(std::move(name), std::move(backend));
+std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
+                                               std::function<void(const Call&)> before_collective) {
+  return std::make_shared<C10dTransport>(std::move(name), std::move(backend), std::move(before_collective));
 }
 
 }  // namespace shoal

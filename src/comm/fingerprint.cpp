@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <functional>
+#include <string_view>
 
 #include "base/printable.h"
 
@@ -60,6 +62,10 @@ Fingerprint fingerprint_of(const Call& call, uint64_t number) {
   std::memcpy(print.text, call.label.what.data(), length);
   print.text[length] = 0;
   return print;
+}
+
+uint64_t hash_of(const Fingerprint& print) {
+  return std::hash<std::string_view>()({reinterpret_cast<const char*>(&print), offsetof(Fingerprint, text)});
 }
 
 bool is_call(const Fingerprint& print) {

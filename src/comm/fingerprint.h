@@ -28,6 +28,8 @@ struct Fingerprint {
 };
 
 Fingerprint fingerprint_of(const Call& call, uint64_t number);
+// The same number for calls that ranks may make together, and hardly ever for others.
+uint64_t hash_of(const Fingerprint& print);
 // Whether ranks may call these together.
 bool same(const Fingerprint& a, const Fingerprint& b);
 // Whether the library has such an operation, reduction and dtype: not so where somebody else has written it.

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "comm/c10d_transport.h"
+#include "comm/fingerprint.h"
 #include "comm/world_state.h"
 #include "shoal/base/error.h"
 
@@ -43,6 +44,23 @@ void watch_threads() {
   static std::once_flag once;
   std::call_once(once, [] { before = std::set_terminate(stay_or_end); });
 }
+
+// Gloo matches the messages of a collective by a tag, which libtorch counts up. Here the tag says besides its number
+// what the collective is. Ranks that call different things then wait for each other without touching anybody's data,
+// and the wait finds out (stuck_wait.h); under tags that only count, equally many bytes of two models are added up.
+class TaggedGloo : public c10d::ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+
+  void tag_next(const Call& call) {
+    constexpr uint32_t bits_of_number = 12;  // more than are in flight at a time
+    const auto number = count_++ % (1U << bits_of_number);
+    collectiveCounter_ = static_cast<uint32_t>(hash_of(fingerprint_of(call, 0))) << bits_of_number | number;
+  }
+
+ private:
+  uint32_t count_ = 0;
+};
 
 // Until all ranks are connected. One that is early may otherwise close its end, done with the group, before a late one
 // has looked at it, which Gloo takes for a failure to connect. No counter of the store's: anybody could turn it.
@@ -73,9 +91,10 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   try {
     watch_threads();
     world.let_go->end_those_of_nobody(/*aside=*/thread_stays);
-    auto connected = c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options);
+    auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
     await_all(*store, rank, size);
-    auto transport = make_c10d_transport("gloo", std::move(connected));
+    auto transport =
+        make_c10d_transport("gloo", connected, [gloo = connected.get()](const Call& call) { gloo->tag_next(call); });
     auto* seen = transport.get();
     auto keep = [let_go = world.let_go, transport = std::move(transport), store, rank, size](Transport*) mutable {
       let_go->keep(std::move(transport), std::move(store), rank, size);

@@ -81,15 +81,6 @@ class BEY09 : public ::testing::Test {
   }
 };
 
-// What leaves nobody waiting over a transport that does not look.
-class BEY09Compared : public BEY09 {
- protected:
-  void SetUp() override {
-    BEY09::SetUp();
-    if (!compares_first()) GTEST_SKIP() << "needs --check-agreement here";
-  }
-};
-
 TEST_F(BEY09, NamesDifferentOperations) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
@@ -102,7 +93,7 @@ TEST_F(BEY09, NamesDifferentOperations) {
       {"different operations as #0", "rank 0 called all_reduce(sum", "called broadcast("});
 }
 
-TEST_F(BEY09Compared, NamesDifferentShapes) {
+TEST_F(BEY09, NamesDifferentShapes) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(odd_one() ? tensor.narrow(0, 0, tensor.numel() - 1) : tensor).wait();
@@ -110,7 +101,7 @@ TEST_F(BEY09Compared, NamesDifferentShapes) {
       {"rank 0 called all_reduce(sum, ", " x Float)"});
 }
 
-TEST_F(BEY09Compared, NamesDifferentDtypesOfEqualSize) {
+TEST_F(BEY09, NamesDifferentDtypesOfEqualSize) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kInt) : tensor).wait(); },
                {"x Float)", "x Int)"});
@@ -121,7 +112,7 @@ TEST_F(BEY09Compared, NamesDifferentDtypesOfEqualSize) {
       {"x Half)", "x BFloat16)"});
 }
 
-TEST_F(BEY09Compared, NamesDifferentReductions) {
+TEST_F(BEY09, NamesDifferentReductions) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(tensor, odd_one() ? ReduceOp::max : ReduceOp::sum).wait();
@@ -129,12 +120,12 @@ TEST_F(BEY09Compared, NamesDifferentReductions) {
       {"all_reduce(sum", "all_reduce(max"});
 }
 
-TEST_F(BEY09Compared, NamesDifferentRoots) {
+TEST_F(BEY09, NamesDifferentRoots) {
   expect_named([](const Group& group, const at::Tensor& tensor) { group.broadcast(tensor, odd_one() ? 1 : 0).wait(); },
                {"root 0", "root 1"});
 }
 
-TEST_F(BEY09Compared, NamesOperationsThatTradedPlaces) {
+TEST_F(BEY09, NamesOperationsThatTradedPlaces) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         const Label first{3, 0, "gradients of fc1.weight"};
@@ -289,13 +280,13 @@ TEST_F(BEY09, ARankThatIsLateIsNoDifference) {
 }
 
 // Half as many elements of twice the size: as many bytes.
-TEST_F(BEY09Compared, NamesDifferentDtypesOfEqualBytes) {
+TEST_F(BEY09, NamesDifferentDtypesOfEqualBytes) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kDouble) : tensor).wait(); },
                {"x Float)", "x Double)"});
 }
 
-TEST_F(BEY09Compared, NamesDifferentPartsOfAGather) {
+TEST_F(BEY09, NamesDifferentPartsOfAGather) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         const auto part = odd_one() ? tensor.narrow(0, 0, tensor.numel() / 2) : tensor;
@@ -310,7 +301,7 @@ TEST_F(BEY09, NamesABarrierBesideACollective) {
                {"rank 0 called all_reduce(sum", "called barrier"});
 }
 
-TEST_F(BEY09Compared, NamesDifferentSteps) {
+TEST_F(BEY09, NamesDifferentSteps) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(tensor, ReduceOp::sum, {odd_one() ? 8 : 7, 0, "fc1"}).wait();
