@@ -20,9 +20,9 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/reader.h"
-#include "checkpoint/saver.h"
-#include "shoal/comm/world.h"
+#include "checkpoint/loading/reader.h"
+#include "checkpoint/saving/saver.h"
+#include "shoal/world.h"
 
 namespace {
 

@@ -16,11 +16,11 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "cli/memory.h"
-#include "shoal/comm/world.h"
-#include "shoal/engine/checkpoint.h"
-#include "shoal/optim/fused_adamw.h"
-#include "shoal/strategy/fsdp.h"
+#include "cli/train/memory.h"
+#include "shoal/checkpoint.h"
+#include "shoal/fsdp.h"
+#include "shoal/optim.h"
+#include "shoal/world.h"
 
 namespace {
 

@@ -14,13 +14,13 @@
 #include <vector>
 
 #include "data/reference.h"
-#include "engine/operator_watch.h"
-#include "engine/parameter_watch.h"
+#include "engine/paging/operator_watch.h"
+#include "engine/wrapper/parameter_watch.h"
 #include "models/loss.h"
 #include "models/registry.h"
-#include "shoal/comm/timeline.h"
-#include "shoal/comm/world.h"
-#include "shoal/strategy/ddp.h"
+#include "shoal/ddp.h"
+#include "shoal/telemetry.h"
+#include "shoal/world.h"
 
 namespace {
 

@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "base/input_file.h"
-#include "checkpoint/atomic_file.h"
-#include "checkpoint/index.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "checkpoint/format/atomic_file.h"
+#include "checkpoint/format/index.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -5,9 +5,8 @@
 #include <algorithm>
 
 #include "base/printable.h"
-#include "comm/text.h"
-#include "shoal/base/error.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "comm/group/text.h"
+#include "shoal/error.h"
 
 namespace shoal {
 

@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "shoal/comm/group.h"
+#include "shoal/group.h"
 
 namespace shoal {
 

@@ -13,9 +13,9 @@
 #include <filesystem>
 
 #include "base/environment.h"
-#include "cli/check_values.h"
 #include "cli/commands.h"
-#include "shoal/base/error.h"
+#include "cli/train/check_values.h"
+#include "shoal/error.h"
 
 namespace {
 

@@ -9,7 +9,7 @@
 #include <filesystem>
 #include <system_error>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::cli {
 namespace {

@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::data {
 

@@ -6,7 +6,7 @@
 #include <system_error>
 
 #include "data/idx.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::data {
 namespace {

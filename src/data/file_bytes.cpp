@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::data {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::data {
 

@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 
 #include "base/input_file.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::data {
 namespace {

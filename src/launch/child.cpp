@@ -10,7 +10,7 @@
 #include <csignal>
 #include <cstring>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -17,16 +17,16 @@
 
 #include "base/environment.h"
 #include "base/limits.h"
-#include "comm/flight/verdict.h"
-#include "comm/job_identity.h"
-#include "comm/store_server.h"
+#include "comm/rendezvous/job_identity.h"
+#include "comm/store/store_server.h"
+#include "comm/telemetry/verdict.h"
 #include "launch/child.h"
 #include "launch/leftovers.h"
 #include "launch/limits.h"
 #include "launch/outlet.h"
 #include "launch/signals.h"
 #include "launch/watcher.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

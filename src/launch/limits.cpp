@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <sys/resource.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -13,7 +13,7 @@
 #include <set>
 
 #include "launch/leftovers.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -1,10 +1,10 @@
-#include "shoal/layout/flat_layout.h"
+#include "layout/flat_layout.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -1,6 +1,6 @@
-#include "shoal/layout/model_bytes.h"
+#include "layout/model_bytes.h"
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 #include <torch/nn/init.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::models {
 namespace {

@@ -12,7 +12,7 @@
 #include "models/cnn.h"
 #include "models/mlp.h"
 #include "models/reference_init.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::models {
 namespace {

@@ -7,8 +7,8 @@
 #include <map>
 #include <set>
 
-#include "shoal/base/error.h"
-#include "shoal/module/sync_batch_norm.h"
+#include "shoal/error.h"
+#include "shoal/sync_batch_norm.h"
 
 namespace shoal {
 namespace {

@@ -1,8 +1,7 @@
 #include "module/sync.h"
 
-#include "shoal/comm/agree.h"
-#include "shoal/comm/coalesce.h"
-#include "shoal/module/deferred_init.h"
+#include "shoal/deferred_init.h"
+#include "shoal/group.h"
 
 namespace shoal {
 

@@ -2,7 +2,7 @@
 // Making modules equal on all ranks.
 
 #include "module/walk.h"
-#include "shoal/comm/group.h"
+#include "shoal/group.h"
 
 namespace shoal {
 

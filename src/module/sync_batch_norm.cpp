@@ -1,4 +1,4 @@
-#include "shoal/module/sync_batch_norm.h"
+#include "shoal/sync_batch_norm.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -8,7 +8,7 @@
 
 #include <numeric>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "module/walk.h"
-#include "shoal/module/wrap_policy.h"
+#include "shoal/wrap_policy.h"
 
 namespace shoal {
 

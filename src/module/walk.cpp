@@ -8,8 +8,8 @@
 #include <set>
 #include <unordered_map>
 
-#include "shoal/base/error.h"
-#include "shoal/module/deferred_init.h"
+#include "shoal/deferred_init.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -1,11 +1,11 @@
-#include "shoal/module/wrap_policy.h"
+#include "shoal/wrap_policy.h"
 
 #include <fmt/format.h>
 #include <torch/types.h>
 
 #include <set>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

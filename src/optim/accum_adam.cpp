@@ -1,4 +1,4 @@
-#include "shoal/optim/accum_adam.h"
+#include "shoal/optim.h"
 
 #include <torch/utils.h>
 

@@ -1,4 +1,4 @@
-#include "shoal/optim/decay_groups.h"
+#include "shoal/optim.h"
 
 #include <torch/nn/modules/normalization.h>
 

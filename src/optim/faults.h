@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 

@@ -1,4 +1,4 @@
-#include "shoal/optim/fused_adagrad.h"
+#include "shoal/optim.h"
 
 #include <ATen/ops/_fused_adagrad.h>
 #include <torch/utils.h>

@@ -1,4 +1,4 @@
-#include "shoal/optim/fused_adam.h"
+#include "shoal/optim.h"
 
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
@@ -7,7 +7,6 @@
 #include <map>
 
 #include "optim/updates.h"
-#include "shoal/optim/fused_adamw.h"
 
 namespace shoal {
 namespace {

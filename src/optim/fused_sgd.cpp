@@ -1,4 +1,4 @@
-#include "shoal/optim/fused_sgd.h"
+#include "shoal/optim.h"
 
 #include <ATen/ops/_fused_sgd.h>
 #include <torch/utils.h>

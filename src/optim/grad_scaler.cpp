@@ -1,4 +1,4 @@
-#include "shoal/optim/grad_scaler.h"
+#include "shoal/precision.h"
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>
@@ -14,7 +14,7 @@
 #include <string>
 #include <utility>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

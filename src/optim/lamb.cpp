@@ -1,4 +1,4 @@
-#include "shoal/optim/lamb.h"
+#include "shoal/optim.h"
 
 #include <torch/utils.h>
 

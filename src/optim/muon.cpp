@@ -1,4 +1,4 @@
-#include "shoal/optim/muon.h"
+#include "shoal/optim.h"
 
 #include <torch/utils.h>
 

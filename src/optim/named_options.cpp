@@ -11,7 +11,7 @@
 #include <typeinfo>
 #include <vector>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 

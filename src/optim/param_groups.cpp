@@ -9,7 +9,7 @@
 #include <typeinfo>
 
 #include "optim/named_options.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 
@@ -71,7 +71,7 @@ void copy_options(const ParamGroups& from, ParamGroups& to) {
 void refuse_archive(const std::string& name) {
   throw UsageError(name +
                    ": torch::save and torch::load would see this rank's share of the state alone; take shoal::save and "
-                   "shoal::load (shoal/engine/checkpoint.h), or state_dict() and load_state_dict(), on every rank");
+                   "shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict(), on every rank");
 }
 
 std::vector<std::string> describe(const ParamGroups& groups) {

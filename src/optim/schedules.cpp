@@ -1,4 +1,4 @@
-#include "shoal/optim/schedules.h"
+#include "shoal/schedules.h"
 
 #include <algorithm>
 #include <cmath>

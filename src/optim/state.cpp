@@ -13,11 +13,8 @@
 #include <mutex>
 #include <typeinfo>
 
-#include "shoal/base/error.h"
-#include "shoal/optim/accum_adam.h"
-#include "shoal/optim/adafactor.h"
-#include "shoal/optim/lamb.h"
-#include "shoal/optim/muon.h"
+#include "shoal/error.h"
+#include "shoal/optim.h"
 
 namespace shoal {
 namespace {
@@ -88,7 +85,7 @@ const detail::StateKind& find_kind(const std::string& type, const Matches& match
   if (found != all.kinds.end()) return *found;
   throw UsageError(
       fmt::format("what {} keeps per parameter is not known; name its fields once with shoal::register_state "
-                  "(shoal/optim/register_state.h)",
+                  "(shoal/detail/register_state.h)",
                   type));
 }
 

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "shoal/optim/register_state.h"
+#include "shoal/detail/register_state.h"
 
 namespace shoal {
 

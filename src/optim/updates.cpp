@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -14,6 +14,17 @@ ALLOWED["launch"] = {"base", "comm", "launch"}
 ALLOWED["models"] = {"base", "models"}
 ALLOWED["data"] = {"base", "models", "data"}
 ALLOWED["cli"] = set(ORDER) | {"launch", "models", "data", "cli"}
+# Public headers are flat. Each belongs to the lowest layer that may include it.
+HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm", "call_log": "comm", "group": "comm",
+           "host_shared_buffer": "comm", "telemetry": "comm", "world": "comm", "deferred_init": "module",
+           "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim",
+           "optimizer_state": "optim", "precision": "optim", "register_state": "optim", "schedules": "optim",
+           "checkpoint": "engine", "data_parallel": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
+           "outputs": "engine", "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",
+           "fsdp": "strategy", "local_sgd": "strategy", "megatron": "strategy", "optimizer_in_backward": "strategy",
+           "shard_gossip": "strategy", "zero": "strategy"}
+# Headers of a strategy that are not named after it.
+STRATEGIES = {"optimizer_in_backward": "ddp", "local_sgd": "local_updates"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.M)
 COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/', re.S)
 
@@ -31,11 +42,18 @@ def sources(root):
     return result
 
 
+def header_of(path):
+    """'ddp' of include/shoal/ddp.h, 'call' of include/shoal/detail/call.h; None of a source."""
+    return os.path.splitext(os.path.basename(path))[0] if path.startswith("include/") else None
+
+
 def layer_of(path):
-    """'comm' of src/comm/x.cpp and include/shoal/comm/x.h; None of files above all layers."""
-    parts = path.split("/")
-    inside = parts[2:] if parts[0] == "include" else parts[1:]
-    return inside[0] if len(inside) > 1 else None
+    """'comm' of src/comm/x.cpp and of a public header of that layer; None of files above all layers."""
+    header = header_of(path)
+    if header is not None:
+        return HEADERS.get(header)
+    parts = path.split("/")[1:]
+    return parts[0] if len(parts) > 1 else None
 
 
 def resolve(include, files):
@@ -72,7 +90,10 @@ COMPOSED = {"shard_gossip": ("decentralized", "fsdp")}
 
 
 def strategy_of(path):
-    """src/strategy/ddp.cpp and include/shoal/strategy/ddp.h: "ddp"; .../strategy/zero/oss.h: "zero"."""
+    """'zero' of src/strategy/zero/oss.cpp and include/shoal/zero.h."""
+    header = header_of(path)
+    if header is not None:
+        return STRATEGIES.get(header, header)
     return os.path.splitext(path.split("strategy/", 1)[1].split("/")[0])[0]
 
 
@@ -81,6 +102,8 @@ def check_layers(path, target):
     source, used = layer_of(path), layer_of(target)
     if path.startswith("include/") and target.startswith("src/"):
         return "%s: a public header includes %s of src/" % (path, target)
+    if header_of(path) not in (None, "shoal") and source is None:
+        return "%s: HEADERS in check.py does not say to which layer it belongs" % path
     if source is None or used is None:
         return None
     if source not in ALLOWED:
@@ -100,10 +123,10 @@ def check_names(path, text):
         yield "%s: c10d outside comm/" % path
     if re.search(r"\b(secure_)?getenv\b", text) and path != "src/base/environment.cpp":
         yield "%s: getenv outside src/base/environment.cpp" % path
-    if re.search(r"\bMPI_[A-Z]|<mpi\.h>", text) and not path.startswith("src/comm/mpi"):
-        yield "%s: MPI outside src/comm/mpi*" % path
-    if re.search(r"ProcessGroupGloo|<gloo/|\"gloo/", text) and path != "src/comm/gloo.cpp":
-        yield "%s: Gloo outside src/comm/gloo.cpp" % path
+    if re.search(r"\bMPI_[A-Z]|<mpi\.h>", text) and not path.startswith("src/comm/mpi/"):
+        yield "%s: MPI outside src/comm/mpi/" % path
+    if re.search(r"ProcessGroupGloo|<gloo/|\"gloo/", text) and path != "src/comm/transport/gloo.cpp":
+        yield "%s: Gloo outside src/comm/transport/gloo.cpp" % path
 
 
 def violations(root):

@@ -8,20 +8,21 @@ import tempfile
 import check
 
 PLANTED = [
-    ("src/layout/flat_layout.cpp", '#include "shoal/comm/group.h"\n', "upward include"),
-    ("include/shoal/layout/range.h", '#include "shoal/layout/partition.h"\n', "include cycle"),
-    ("src/engine/bucket.cpp", "using c10d::Store;\n", "c10d outside comm/"),
-    ("src/strategy/ddp.cpp", "#include <torch/csrc/distributed/c10d/Store.hpp>\n", "c10d outside comm/"),
-    ("src/comm/world.cpp", 'auto x = std::getenv("X");\n', "getenv outside"),
-    ("src/comm/world.cpp", "#include <gloo/context.h>\n", "Gloo outside"),
-    ("src/comm/world.cpp", "#include <mpi.h>\n", "MPI outside"),
-    ("src/strategy/ddp.cpp", "int size = MPI_Comm_size(0, 0);\n", "MPI outside"),
-    ("include/shoal/comm/group.h", '#include "comm/transport.h"\n', "a public header includes"),
-    ("src/models/hash.h", '#include "shoal/strategy/ddp.h"\n', "upward include"),
-    ("src/strategy/other.cpp", '#include "shoal/strategy/ddp.h"\n', "a strategy includes another"),
-    ("src/strategy/other/part.cpp", '#include "shoal/strategy/zero/oss.h"\n', "a strategy includes another"),
-    ("src/strategy/shard_gossip.cpp", '#include "shoal/strategy/ddp.h"\n', "a strategy includes another"),
-    ("src/nowhere/a.cpp", '#include "shoal/base/error.h"\n', "is not in the order of layers"),
+    ("src/layout/flat_layout.cpp", '#include "shoal/group.h"\n', "upward include"),
+    ("src/layout/slice.h", '#include "layout/flat_layout.h"\n', "include cycle"),
+    ("src/engine/reducer/bucket.cpp", "using c10d::Store;\n", "c10d outside comm/"),
+    ("src/strategy/ddp/ddp.cpp", "#include <torch/csrc/distributed/c10d/Store.hpp>\n", "c10d outside comm/"),
+    ("src/comm/rendezvous/world.cpp", 'auto x = std::getenv("X");\n', "getenv outside"),
+    ("src/comm/rendezvous/world.cpp", "#include <gloo/context.h>\n", "Gloo outside"),
+    ("src/comm/rendezvous/world.cpp", "#include <mpi.h>\n", "MPI outside"),
+    ("src/strategy/ddp/ddp.cpp", "int size = MPI_Comm_size(0, 0);\n", "MPI outside"),
+    ("include/shoal/group.h", '#include "comm/transport/transport.h"\n', "a public header includes"),
+    ("src/models/hash.h", '#include "shoal/ddp.h"\n', "upward include"),
+    ("src/strategy/other.cpp", '#include "shoal/ddp.h"\n', "a strategy includes another"),
+    ("src/strategy/other/part.cpp", '#include "shoal/zero.h"\n', "a strategy includes another"),
+    ("src/strategy/shard_gossip/shard_gossip.cpp", '#include "shoal/ddp.h"\n', "a strategy includes another"),
+    ("include/shoal/other.h", '#include "shoal/error.h"\n', "does not say to which layer"),
+    ("src/nowhere/a.cpp", '#include "shoal/error.h"\n', "is not in the order of layers"),
 ]
 
 
@@ -40,7 +41,7 @@ def main():
     with tempfile.TemporaryDirectory() as copy:
         for top in ("include", "src"):
             shutil.copytree(os.path.join(root, top), os.path.join(copy, top))
-        with open(os.path.join(copy, "src/engine/bucket.cpp"), "a", encoding="utf-8") as f:
+        with open(os.path.join(copy, "src/engine/reducer/bucket.cpp"), "a", encoding="utf-8") as f:
             f.write("\n// c10d and getenv may be spoken of\n")
         assert check.violations(copy) == [], check.violations(copy)
     print("%d kinds of violation found" % len(PLANTED))

@@ -11,14 +11,13 @@
 #include <functional>
 #include <random>
 
-#include "checkpoint/crc32.h"
-#include "checkpoint/index.h"
-#include "checkpoint/pieces.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/safetensors.h"
-#include "checkpoint/safetensors_reader.h"
-#include "shoal/base/error.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "checkpoint/format/crc32.h"
+#include "checkpoint/format/index.h"
+#include "checkpoint/format/safetensors.h"
+#include "checkpoint/format/safetensors_reader.h"
+#include "checkpoint/loading/reader.h"
+#include "checkpoint/saving/pieces.h"
+#include "shoal/error.h"
 #include "tests/checkpoint/tensors.h"
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"

@@ -8,10 +8,10 @@
 #include <nlohmann/json.hpp>
 
 #include "base/input_file.h"
-#include "checkpoint/crc32.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/reshard.h"
-#include "shoal/base/error.h"
+#include "checkpoint/format/crc32.h"
+#include "checkpoint/loading/reader.h"
+#include "checkpoint/loading/reshard.h"
+#include "shoal/error.h"
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
 

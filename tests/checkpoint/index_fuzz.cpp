@@ -7,10 +7,10 @@
 
 #include <algorithm>
 
-#include "checkpoint/crc32.h"
-#include "checkpoint/foreign_index.h"
-#include "checkpoint/index.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/format/crc32.h"
+#include "checkpoint/format/foreign_index.h"
+#include "checkpoint/format/index.h"
+#include "checkpoint/format/safetensors.h"
 #include "tests/checkpoint/read_all.h"
 #include "tests/support/fuzz_input.h"
 

@@ -8,10 +8,10 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/crc32.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/saver.h"
-#include "shoal/comm/world.h"
+#include "checkpoint/format/crc32.h"
+#include "checkpoint/loading/reader.h"
+#include "checkpoint/saving/saver.h"
+#include "shoal/world.h"
 #include "tests/checkpoint/tensors.h"
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"

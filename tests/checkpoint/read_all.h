@@ -1,8 +1,8 @@
 #pragma once
 // For fuzzing: reads whatever a checkpoint says it has.
 
-#include "checkpoint/reader.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "checkpoint/loading/reader.h"
+#include "shoal/error.h"
 
 namespace shoal::test {
 

@@ -12,11 +12,10 @@
 #include <fstream>
 
 #include "checkpoint/folder.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/reshard.h"
-#include "checkpoint/saver.h"
-#include "shoal/base/error.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "checkpoint/loading/reader.h"
+#include "checkpoint/loading/reshard.h"
+#include "checkpoint/saving/saver.h"
+#include "shoal/error.h"
 #include "tests/support/forked_ranks.h"
 #include "tests/support/temp_folder.h"
 

@@ -15,9 +15,9 @@
 
 #include "base/environment.h"
 #include "checkpoint/folder.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/saver.h"
-#include "shoal/base/error.h"
+#include "checkpoint/loading/reader.h"
+#include "checkpoint/saving/saver.h"
+#include "shoal/error.h"
 #include "tests/support/forked_ranks.h"
 #include "tests/support/temp_folder.h"
 

@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
-#include "checkpoint/reader.h"
-#include "checkpoint/reshard.h"
-#include "checkpoint/saver.h"
-#include "comm/text.h"
+#include "checkpoint/loading/reader.h"
+#include "checkpoint/loading/reshard.h"
+#include "checkpoint/saving/saver.h"
+#include "comm/group/text.h"
 #include "tests/checkpoint/heap_meter.h"
 #include "tests/support/memory_meter.h"
 #include "tests/support/temp_folder.h"

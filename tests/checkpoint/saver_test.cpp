@@ -9,13 +9,12 @@
 #include <random>
 
 #include "checkpoint/folder.h"
-#include "checkpoint/match.h"
+#include "checkpoint/loading/match.h"
+#include "checkpoint/loading/reader.h"
 #include "checkpoint/on_all_ranks.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/saver.h"
-#include "comm/text.h"
-#include "shoal/base/error.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "checkpoint/saving/saver.h"
+#include "comm/group/text.h"
+#include "shoal/error.h"
 #include "tests/checkpoint/tensors.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/world.h"

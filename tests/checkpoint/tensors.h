@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/named_slice.h"
+#include "checkpoint/format/named_slice.h"
 
 namespace shoal::test {
 

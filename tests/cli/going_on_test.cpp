@@ -8,7 +8,7 @@
 #include <numeric>
 #include <sstream>
 
-#include "checkpoint/reader.h"
+#include "checkpoint/loading/reader.h"
 #include "data/fashion_mnist.h"
 #include "models/loss.h"
 #include "models/registry.h"

@@ -36,7 +36,7 @@ def write_images(folder):
 
 
 def newest_label(flight):
-    """What a rank's flight recorder (src/comm/flight/format.h) says it has called last."""
+    """What a rank's flight recorder (src/comm/telemetry/flight_format.h) says it has called last."""
     record_bytes, capacity = struct.unpack_from("<II", flight, 8)
     (begun,) = struct.unpack_from("<Q", flight, 184)
     header = len(flight) - capacity * record_bytes

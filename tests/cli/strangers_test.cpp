@@ -9,9 +9,9 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "comm/authenticated_store.h"
-#include "comm/socket.h"
-#include "comm/store.h"
+#include "comm/rendezvous/socket.h"
+#include "comm/store/authenticated_store.h"
+#include "comm/store/store.h"
 #include "tests/cli/shoal_program.h"
 
 namespace shoal::test {

@@ -1,7 +1,7 @@
 // A target for libFuzzer: whatever the bytes, they are merged or refused with a UsageError.
 
-#include "cli/trace_merge.h"
-#include "shoal/base/error.h"
+#include "cli/telemetry/trace_merge.h"
+#include "shoal/error.h"
 #include "tests/support/fuzz_input.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -1,6 +1,6 @@
 // What strangers write into the job's store is refused.
 
-#include "comm/authenticated_store.h"
+#include "comm/store/authenticated_store.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "base/printable.h"
-#include "comm/store.h"
+#include "comm/store/store.h"
 #include "tests/support/refusal.h"
 
 namespace shoal {

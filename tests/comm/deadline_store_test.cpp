@@ -1,6 +1,6 @@
 // The job's store: no call waits without an end.
 
-#include "comm/deadline_store.h"
+#include "comm/store/deadline_store.h"
 
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -13,8 +13,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/exception.h>
 
-#include "comm/socket.h"
-#include "comm/store.h"
+#include "comm/rendezvous/socket.h"
+#include "comm/store/store.h"
 #include "tests/support/refusal.h"
 
 namespace shoal {

@@ -9,11 +9,11 @@
 #include <numeric>
 #include <thread>
 
-#include "comm/backend.h"
-#include "comm/group_state.h"
-#include "comm/world_state.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/group.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/transport/backend.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "tests/support/world.h"
 
 namespace shoal {

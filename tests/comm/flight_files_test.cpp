@@ -10,8 +10,8 @@
 #include <fstream>
 #include <random>
 
-#include "comm/flight/recorder.h"
-#include "comm/flight/verdict.h"
+#include "comm/telemetry/flight_recorder.h"
+#include "comm/telemetry/verdict.h"
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 

@@ -7,9 +7,9 @@
 #include <cstddef>
 #include <cstring>
 
-#include "comm/flight/recorder.h"
-#include "comm/flight/verdict.h"
-#include "shoal/base/error.h"
+#include "comm/telemetry/flight_recorder.h"
+#include "comm/telemetry/verdict.h"
+#include "shoal/error.h"
 #include "tests/support/fuzz_input.h"
 
 namespace shoal {

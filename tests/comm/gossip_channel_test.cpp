@@ -9,9 +9,9 @@
 #include "comm/gossip/channel.h"
 #include "comm/gossip/frame.h"
 #include "comm/gossip/shared_channel.h"
-#include "comm/group_state.h"
-#include "comm/socket.h"
-#include "comm/world_state.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/socket.h"
+#include "comm/rendezvous/world_state.h"
 #include "tests/support/world.h"
 
 namespace shoal {

@@ -1,14 +1,12 @@
 // Every collective against what it is defined to do, on 1 to 4 real ranks.
 
-#include "shoal/comm/group.h"
+#include "shoal/group.h"
 
 #include <filesystem>
 #include <iterator>
 #include <numeric>
 
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
-#include "shoal/comm/coalesce.h"
+#include "shoal/error.h"
 #include "tests/support/world.h"
 
 namespace shoal {

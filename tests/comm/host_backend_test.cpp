@@ -7,7 +7,7 @@
 #include <optional>
 #include <thread>
 
-#include "comm/backend.h"
+#include "comm/transport/backend.h"
 #include "tests/comm/host_inputs.h"
 
 namespace shoal::test {

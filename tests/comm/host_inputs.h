@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "shoal/comm/group.h"
+#include "shoal/group.h"
 #include "tests/support/world.h"
 
 namespace shoal::test {

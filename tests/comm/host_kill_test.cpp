@@ -16,8 +16,8 @@
 #include <thread>
 
 #include "base/environment.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/world.h"
+#include "shoal/error.h"
+#include "shoal/world.h"
 #include "tests/support/forked_ranks.h"
 
 namespace shoal {

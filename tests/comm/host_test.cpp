@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/comm/host_inputs.h"
 
 namespace shoal::test {

@@ -1,6 +1,6 @@
 // Which launcher's variables are believed, and which sets are refused.
 
-#include "comm/launch_environment.h"
+#include "comm/rendezvous/launch_environment.h"
 
 #include <gtest/gtest.h>
 
@@ -8,8 +8,8 @@
 #include <map>
 #include <thread>
 
-#include "comm/rendezvous.h"
-#include "shoal/base/error.h"
+#include "comm/rendezvous/rendezvous.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

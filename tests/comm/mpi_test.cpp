@@ -7,8 +7,8 @@
 #include <cmath>
 #include <utility>
 
-#include "shoal/base/error.h"
-#include "shoal/comm/group.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "tests/support/world.h"
 
 namespace shoal {

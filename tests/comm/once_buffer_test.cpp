@@ -1,12 +1,12 @@
 // BEY17: one copy per host, written by its owners, read by all.
 
-#include "shoal/comm/once_buffer.h"
+#include "shoal/detail/host_shared_buffer.h"
 
 #include <fstream>
 #include <string>
 
-#include "shoal/base/error.h"
-#include "shoal/comm/group.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "tests/support/world.h"
 
 namespace shoal {

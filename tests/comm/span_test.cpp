@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "base/environment.h"
-#include "comm/backend.h"
-#include "shoal/comm/group.h"
+#include "comm/transport/backend.h"
+#include "shoal/group.h"
 #include "tests/support/world.h"
 
 namespace shoal {

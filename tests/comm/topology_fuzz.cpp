@@ -1,7 +1,7 @@
 // A target for libFuzzer: whatever the bytes, they are a topology or refused with a UsageError.
 
-#include "shoal/base/error.h"
-#include "shoal/comm/topology.h"
+#include "shoal/error.h"
+#include "shoal/topology.h"
 #include "tests/support/fuzz_input.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/conformance/strategy.h"
 #include "tests/support/models.h"
 

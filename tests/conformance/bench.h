@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/comm/group.h"
+#include "shoal/group.h"
 #include "tests/conformance/trained.h"
 
 namespace shoal::test {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <sstream>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/conformance/behaviours.h"
 
 namespace shoal::test {

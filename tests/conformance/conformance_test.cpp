@@ -8,10 +8,10 @@
 #include <fstream>
 #include <set>
 
-#include "comm/exchange.h"
-#include "comm/group_state.h"
-#include "comm/world_state.h"
-#include "shoal/base/error.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/store/store_gather.h"
+#include "shoal/error.h"
 #include "tests/conformance/behaviours.h"
 #include "tests/conformance/strategy.h"
 #include "tests/support/world.h"

@@ -1,6 +1,6 @@
 // Exceptions, and going on after them.
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/conformance/behaviours.h"
 
 namespace shoal::test {

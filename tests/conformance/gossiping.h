@@ -3,8 +3,8 @@
 
 #include <utility>
 
-#include "shoal/engine/checkpoint.h"
-#include "shoal/strategy/decentralized.h"
+#include "shoal/checkpoint.h"
+#include "shoal/decentralized.h"
 #include "tests/conformance/trained.h"
 
 namespace shoal::test {

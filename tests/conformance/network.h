@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "shoal/engine/outputs.h"
+#include "shoal/detail/outputs.h"
 
 namespace shoal::test {
 

@@ -5,7 +5,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 
-#include "shoal/module/sync_batch_norm.h"
+#include "shoal/sync_batch_norm.h"
 #include "tests/conformance/behaviours.h"
 
 namespace shoal::test {

@@ -1,11 +1,11 @@
 #pragma once
 // Strategies in which every rank has all gradients, and one process.
 
-#include "engine/gradient_norm.h"
-#include "shoal/engine/checkpoint.h"
-#include "shoal/strategy/ddp.h"
-#include "shoal/strategy/local_updates.h"
-#include "shoal/strategy/zero/oss.h"
+#include "engine/gradients/gradient_norm.h"
+#include "shoal/checkpoint.h"
+#include "shoal/ddp.h"
+#include "shoal/local_sgd.h"
+#include "shoal/zero.h"
 #include "tests/conformance/trained.h"
 
 namespace shoal::test {

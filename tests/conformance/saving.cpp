@@ -4,7 +4,7 @@
 
 #include <sstream>
 
-#include "shoal/engine/checkpoint.h"
+#include "shoal/checkpoint.h"
 #include "tests/conformance/behaviours.h"
 
 namespace shoal::test {

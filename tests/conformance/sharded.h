@@ -1,13 +1,12 @@
 #pragma once
 // Strategies that divide the optimizer's state, gradients or parameters among ranks.
 
-#include "shoal/engine/checkpoint.h"
-#include "shoal/strategy/ddp.h"
-#include "shoal/strategy/fsdp.h"
-#include "shoal/strategy/megatron/distributed_optimizer.h"
-#include "shoal/strategy/shard_gossip.h"
-#include "shoal/strategy/zero/oss.h"
-#include "shoal/strategy/zero/sharded_ddp.h"
+#include "shoal/checkpoint.h"
+#include "shoal/ddp.h"
+#include "shoal/fsdp.h"
+#include "shoal/megatron.h"
+#include "shoal/shard_gossip.h"
+#include "shoal/zero.h"
 #include "tests/conformance/wrap.h"
 
 namespace shoal::test {

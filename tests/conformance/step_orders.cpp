@@ -3,7 +3,7 @@
 #include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
 #include <torch/optim/schedulers/step_lr.h>
 
-#include "shoal/optim/schedules.h"
+#include "shoal/schedules.h"
 #include "tests/conformance/behaviours.h"
 
 namespace shoal::test {

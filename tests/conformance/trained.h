@@ -15,8 +15,8 @@
 #include <variant>
 #include <vector>
 
-#include "shoal/optim/grad_scaler.h"
-#include "shoal/optim/optimizer_state.h"
+#include "shoal/detail/optimizer_state.h"
+#include "shoal/precision.h"
 #include "tests/conformance/network.h"
 
 namespace shoal {

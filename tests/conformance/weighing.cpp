@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "shoal/engine/join.h"
+#include "shoal/join.h"
 #include "tests/conformance/behaviours.h"
 
 namespace shoal::test {

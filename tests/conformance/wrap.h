@@ -6,11 +6,11 @@
 #include <functional>
 #include <memory>
 
-#include "shoal/comm/group.h"
-#include "shoal/strategy/ddp.h"
-#include "shoal/strategy/fsdp.h"
-#include "shoal/strategy/local_updates.h"
-#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/ddp.h"
+#include "shoal/fsdp.h"
+#include "shoal/group.h"
+#include "shoal/local_sgd.h"
+#include "shoal/megatron.h"
 #include "tests/conformance/trained.h"
 
 namespace shoal::test {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 

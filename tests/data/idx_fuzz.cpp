@@ -5,7 +5,7 @@
 #include <zlib.h>
 
 #include "data/idx.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/support/fuzz_input.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::data {
 namespace {

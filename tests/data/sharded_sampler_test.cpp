@@ -9,7 +9,7 @@
 #include <set>
 #include <sstream>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::data {
 namespace {

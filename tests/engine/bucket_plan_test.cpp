@@ -1,6 +1,6 @@
 // Which gradients travel together.
 
-#include "engine/bucket_plan.h"
+#include "engine/reducer/bucket_plan.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // Being told before an operator takes certain memory.
 
-#include "engine/first_touch.h"
+#include "engine/paging/first_touch.h"
 
 #include <gtest/gtest.h>
 #include <torch/types.h>

@@ -1,6 +1,6 @@
 // Being told when a parameter's gradient comes, whatever becomes of the parameter.
 
-#include "engine/gradient_hooks.h"
+#include "engine/gradients/gradient_hooks.h"
 
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/graph_walk.h"
+#include "engine/gradients/graph_walk.h"
 
 namespace shoal {
 namespace {

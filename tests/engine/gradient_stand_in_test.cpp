@@ -1,13 +1,13 @@
 // What lies in grad() where a gradient's sum does not lie whole on this rank.
 
-#include "engine/gradient_stand_in.h"
+#include "engine/gradients/gradient_stand_in.h"
 
 #include <gtest/gtest.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/support/refusal.h"
 
 namespace shoal {

@@ -1,6 +1,6 @@
 // Pages that come when an operator takes them, on several ranks.
 
-#include "engine/pager.h"
+#include "engine/paging/pager.h"
 
 #include <fmt/format.h>
 #include <torch/types.h>
@@ -10,7 +10,7 @@
 #include <random>
 #include <thread>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/support/refusal.h"
 #include "tests/support/world.h"
 

@@ -1,11 +1,11 @@
 // What lies in grad() where backward has used a gradient for its update.
 
-#include "engine/spent_gradients.h"
+#include "engine/gradients/spent_gradients.h"
 
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/support/refusal.h"
 
 namespace shoal {

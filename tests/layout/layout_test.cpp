@@ -1,13 +1,12 @@
-// Properties of layouts and partitions over random shapes and world sizes.
+// Properties of layouts over random shapes and world sizes.
 
 #include <gtest/gtest.h>
 
 #include <numeric>
 #include <random>
 
-#include "shoal/base/error.h"
-#include "shoal/layout/flat_layout.h"
-#include "shoal/layout/partition.h"
+#include "layout/flat_layout.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {
@@ -36,11 +35,11 @@ std::vector<Case> random_cases(int count) {
   return cases;
 }
 
-// How often each element of each piece is in the slices.
-void expect_tiled(const FlatLayout& layout, const std::vector<std::vector<Slice>>& by_rank, int times) {
+// Each element of each piece is in exactly one slice.
+void expect_tiled(const FlatLayout& layout, const std::vector<std::vector<Slice>>& parts) {
   std::vector<std::vector<int>> count;
   for (size_t piece = 0; piece < layout.pieces(); ++piece) count.emplace_back(layout.range(piece).size());
-  for (const auto& slices : by_rank) {
+  for (const auto& slices : parts) {
     for (const auto& slice : slices) {
       ASSERT_EQ(slice.in_piece.size(), slice.in_flat.size());
       ASSERT_GT(slice.in_piece.size(), 0);
@@ -49,14 +48,8 @@ void expect_tiled(const FlatLayout& layout, const std::vector<std::vector<Slice>
     }
   }
   for (const auto& piece : count) {
-    for (const int seen : piece) ASSERT_EQ(seen, times);
+    for (const int seen : piece) ASSERT_EQ(seen, 1);
   }
-}
-
-std::vector<std::vector<Slice>> slices_of(const Partition& partition) {
-  std::vector<std::vector<Slice>> all;
-  for (int rank = 0; rank < partition.world(); ++rank) all.push_back(partition.slices(rank));
-  return all;
 }
 
 TEST(FlatLayout, PiecesAreAlignedOrderedAndDisjoint) {
@@ -96,45 +89,16 @@ TEST(FlatLayout, OverlappingFindsExactlyWhatLiesInARange) {
   }
 }
 
-TEST(Partition, ReplicatedGivesEveryRankEverything) {
-  for (const auto& one : random_cases(200)) {
-    const FlatLayout layout(one.numels, one.element_bytes);
-    const auto partition = Partition::replicated(layout, one.world);
-    expect_tiled(layout, slices_of(partition), one.world);
-    EXPECT_EQ(partition.max_owned_size(), layout.size());
-  }
-}
-
-TEST(Partition, WholePiecesHaveOneOwnerEachAndAreBalanced) {
-  for (const auto& one : random_cases(600)) {
-    const FlatLayout layout(one.numels, one.element_bytes);
-    const auto partition = Partition::whole_pieces(layout, one.world);
-    expect_tiled(layout, slices_of(partition), 1);
-    int64_t largest = 0;
-    for (const auto numel : one.numels) largest = std::max(largest, numel);
-    EXPECT_LE(partition.max_owned_size(), layout.numel() / one.world + largest);
-    for (int rank = 0; rank < one.world; ++rank) {
-      for (const auto& slice : partition.slices(rank)) EXPECT_EQ(slice.in_flat, layout.range(slice.piece)) << "whole";
-    }
-  }
-}
-
-TEST(Partition, EqualRangesTileTheBufferEvenly) {
-  for (const auto& one : random_cases(600)) {
+TEST(FlatLayout, PartsTileTheBufferEvenly) {
+  for (const auto& one : random_cases(300)) {
     const FlatLayout layout(one.numels, one.element_bytes, 128, one.world);
-    const auto partition = Partition::equal_ranges(layout, one.world);
-    expect_tiled(layout, slices_of(partition), 1);
-    for (int rank = 0; rank < one.world; ++rank) EXPECT_EQ(partition.owned_size(rank), layout.size() / one.world);
+    std::vector<std::vector<Slice>> parts;
+    for (int part = 0; part < layout.parts(); ++part) {
+      EXPECT_EQ(layout.part(part).size(), layout.size() / one.world);
+      parts.push_back(layout.overlapping(layout.part(part)));
+    }
+    expect_tiled(layout, parts);
   }
-}
-
-TEST(Partition, GivenOwnersAreKept) {
-  const std::vector<int64_t> numels = {3, 0, 5};
-  const FlatLayout layout(numels, 4);
-  const std::vector<int> owners = {1, 0, 1};
-  const auto partition = Partition::whole_pieces(layout, 2, owners);
-  EXPECT_EQ(partition.owned_size(0), 0);
-  EXPECT_EQ(partition.owned_size(1), 8);
 }
 
 TEST(Layout, NonsenseIsRefused) {
@@ -146,11 +110,6 @@ TEST(Layout, NonsenseIsRefused) {
   EXPECT_THROW(FlatLayout(one, 4, 128, 0), UsageError);
   const FlatLayout layout(one, 4);
   EXPECT_THROW(layout.part(1), UsageError);
-  EXPECT_THROW(Partition::replicated(layout, 0), UsageError);
-  EXPECT_THROW(Partition::equal_ranges(layout, 2), UsageError);
-  const std::vector<int> outside = {2};
-  EXPECT_THROW(Partition::whole_pieces(layout, 2, outside), UsageError);
-  EXPECT_THROW(Partition::whole_pieces(layout, 2, std::vector<int>{}), UsageError);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include "models/gpt.h"
 #include "models/loss.h"
 #include "models/registry.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/models/vectors.h"
 
 namespace shoal::models {

@@ -6,7 +6,7 @@
 #include <torch/utils.h>
 
 #include "models/loss.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/support/refusal.h"
 
 namespace shoal::models {

@@ -1,4 +1,4 @@
-#include "shoal/module/deferred_init.h"
+#include "shoal/deferred_init.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 #include <optional>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::test {
 namespace {

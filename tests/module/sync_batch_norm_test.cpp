@@ -1,6 +1,6 @@
 // SyncBatchNorm beside libtorch's batch norm on the ranks' batches concatenated.
 
-#include "shoal/module/sync_batch_norm.h"
+#include "shoal/sync_batch_norm.h"
 
 #include <torch/autograd.h>
 #include <torch/nn/module.h>
@@ -11,8 +11,8 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include "shoal/base/error.h"
-#include "shoal/strategy/ddp.h"
+#include "shoal/ddp.h"
+#include "shoal/error.h"
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"
 #include "tests/support/world.h"

@@ -9,7 +9,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

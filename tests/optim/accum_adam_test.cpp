@@ -1,7 +1,7 @@
 // AccumAdam and AccumAdamW against decent-dp's own numbers (decent_vectors.h), against their formula written a second
 // time, and against Adam (DEC15).
 
-#include "shoal/optim/accum_adam.h"
+#include "shoal/optim.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 
 #include <sstream>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/optim/decent_vectors.h"
 #include "tests/optim/inputs.h"
 

@@ -1,6 +1,6 @@
 // Which parameters decay, and that the others do not (DEC16).
 
-#include "shoal/optim/decay_groups.h"
+#include "shoal/optim.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,10 +14,6 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include "shoal/optim/accum_adam.h"
-#include "shoal/optim/fused_adam.h"
-#include "shoal/optim/fused_adamw.h"
-#include "shoal/optim/lamb.h"
 
 namespace shoal {
 namespace {

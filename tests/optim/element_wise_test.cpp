@@ -1,7 +1,7 @@
 // Updating a parameter in pieces that start at multiples of 32 elements equals updating it whole, bit for bit: what
 // strategies that cut parameters rely on (BEY12, BEY18).
 
-#include "shoal/optim/element_wise.h"
+#include "shoal/optim.h"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -9,10 +9,6 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include "shoal/optim/accum_adam.h"
-#include "shoal/optim/adafactor.h"
-#include "shoal/optim/lamb.h"
-#include "shoal/optim/muon.h"
 
 namespace shoal {
 namespace {

@@ -7,11 +7,8 @@
 
 #include <sstream>
 
-#include "shoal/base/error.h"
-#include "shoal/optim/fused_adagrad.h"
-#include "shoal/optim/fused_adam.h"
-#include "shoal/optim/fused_adamw.h"
-#include "shoal/optim/fused_sgd.h"
+#include "shoal/error.h"
+#include "shoal/optim.h"
 
 namespace shoal {
 namespace {

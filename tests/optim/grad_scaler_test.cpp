@@ -1,4 +1,4 @@
-#include "shoal/optim/grad_scaler.h"
+#include "shoal/precision.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

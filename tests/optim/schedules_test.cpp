@@ -1,6 +1,6 @@
 // Schedules against Python's numbers (vectors.h) and decent-dp's (decent_vectors.h); the optimizer's own rate is 0.5.
 
-#include "shoal/optim/schedules.h"
+#include "shoal/schedules.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,8 +8,8 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
-#include "shoal/base/error.h"
-#include "shoal/optim/lamb.h"
+#include "shoal/error.h"
+#include "shoal/optim.h"
 #include "tests/optim/decent_vectors.h"
 #include "tests/optim/vectors.h"
 

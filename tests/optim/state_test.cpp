@@ -9,15 +9,8 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include "shoal/base/error.h"
-#include "shoal/optim/accum_adam.h"
-#include "shoal/optim/adafactor.h"
-#include "shoal/optim/fused_adagrad.h"
-#include "shoal/optim/fused_adam.h"
-#include "shoal/optim/fused_adamw.h"
-#include "shoal/optim/fused_sgd.h"
-#include "shoal/optim/lamb.h"
-#include "shoal/optim/muon.h"
+#include "shoal/error.h"
+#include "shoal/optim.h"
 #include "tests/support/refusal.h"
 
 namespace shoal {

@@ -10,10 +10,8 @@
 
 #include <sstream>
 
-#include "shoal/base/error.h"
-#include "shoal/optim/adafactor.h"
-#include "shoal/optim/lamb.h"
-#include "shoal/optim/muon.h"
+#include "shoal/error.h"
+#include "shoal/optim.h"
 #include "tests/optim/inputs.h"
 #include "tests/optim/vectors.h"
 #include "tests/support/refusal.h"

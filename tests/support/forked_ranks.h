@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/comm/world.h"
+#include "shoal/world.h"
 #include "tests/support/processes.h"
 
 namespace shoal::test {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::test {
 

@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/gradient_norm.h"
-#include "shoal/strategy/ddp.h"
-#include "shoal/strategy/fsdp.h"
-#include "shoal/strategy/megatron/distributed_optimizer.h"
-#include "shoal/strategy/zero/sharded_ddp.h"
+#include "engine/gradients/gradient_norm.h"
+#include "shoal/ddp.h"
+#include "shoal/fsdp.h"
+#include "shoal/megatron.h"
+#include "shoal/zero.h"
 
 namespace shoal::test {
 

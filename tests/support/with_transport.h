@@ -4,7 +4,7 @@
 #include <functional>
 #include <memory>
 
-#include "comm/group_state.h"
+#include "comm/group/group_state.h"
 
 namespace shoal::test {
 

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "shoal/comm/world.h"
+#include "shoal/world.h"
 
 namespace shoal::test {
 

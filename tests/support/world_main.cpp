@@ -12,7 +12,7 @@
 
 #include "base/environment.h"
 #include "launch/launcher.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/support/world.h"
 
 namespace shoal::test {

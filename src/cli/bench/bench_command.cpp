@@ -15,12 +15,12 @@
 #include "cli/bench/training.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
-#include "cli/report.h"
-#include "cli/strategies.h"
+#include "cli/strategies/strategies.h"
+#include "cli/train/report.h"
 #include "cli/writable.h"
-#include "comm/launch_environment.h"
+#include "comm/rendezvous/launch_environment.h"
 #include "launch/launcher.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::cli {
 namespace {

@@ -13,11 +13,11 @@
 
 #include "cli/bench/samples.h"
 #include "cli/machine.h"
-#include "cli/progress.h"
-#include "comm/launch_environment.h"
-#include "comm/transport.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/world.h"
+#include "cli/train/progress.h"
+#include "comm/rendezvous/launch_environment.h"
+#include "comm/transport/transport.h"
+#include "shoal/error.h"
+#include "shoal/world.h"
 
 namespace shoal::cli {
 namespace {

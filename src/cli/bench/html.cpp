@@ -7,10 +7,10 @@
 #include <map>
 #include <vector>
 
+#include "cli/bench/page.h"
 #include "cli/bench/samples.h"
 #include "cli/bench/svg.h"
 #include "cli/bench/table.h"
-#include "cli/page.h"
 
 namespace shoal::cli {
 namespace {

@@ -11,11 +11,11 @@
 #include <map>
 
 #include "cli/bench/samples.h"
-#include "cli/progress.h"
-#include "cli/strategies.h"
-#include "cli/strategy_options.h"
+#include "cli/strategies/strategies.h"
+#include "cli/strategies/strategy_options.h"
+#include "cli/train/progress.h"
 #include "launch/child.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal::cli {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/train_options.h"
+#include "cli/train/train_options.h"
 #include "models/model.h"
 
 namespace shoal::cli {

@@ -7,14 +7,14 @@
 #include <cmath>
 
 #include "cli/commands.h"
-#include "cli/compress.h"
-#include "cli/optimizers.h"
 #include "cli/plan/model_plan.h"
-#include "cli/report.h"
-#include "cli/strategies.h"
+#include "cli/strategies/compress.h"
+#include "cli/strategies/optimizers.h"
+#include "cli/strategies/strategies.h"
+#include "cli/train/report.h"
+#include "layout/model_bytes.h"
 #include "models/registry.h"
-#include "shoal/base/error.h"
-#include "shoal/layout/model_bytes.h"
+#include "shoal/error.h"
 
 namespace shoal::cli {
 namespace {

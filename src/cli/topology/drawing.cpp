@@ -6,8 +6,8 @@
 #include <cmath>
 #include <numbers>
 
+#include "cli/bench/page.h"
 #include "cli/bench/svg.h"
-#include "cli/page.h"
 #include "cli/topology/words.h"
 
 namespace shoal::cli {

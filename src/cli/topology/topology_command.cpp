@@ -7,10 +7,10 @@
 #include <optional>
 
 #include "cli/commands.h"
-#include "cli/report.h"
 #include "cli/topology/drawing.h"
 #include "cli/topology/words.h"
-#include "shoal/base/error.h"
+#include "cli/train/report.h"
+#include "shoal/error.h"
 
 namespace shoal::cli {
 namespace {

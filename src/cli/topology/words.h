@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "shoal/comm/topology.h"
+#include "shoal/topology.h"
 
 namespace shoal::cli {
 

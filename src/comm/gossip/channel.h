@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/comm/group.h"
+#include "shoal/group.h"
 
 namespace shoal {
 

@@ -12,7 +12,7 @@
 
 #include "comm/gossip/frame.h"
 #include "comm/gossip/handshake.h"
-#include "comm/socket.h"
+#include "comm/rendezvous/socket.h"
 
 namespace shoal {
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-#include "comm/job_identity.h"
-#include "comm/socket.h"
+#include "comm/rendezvous/job_identity.h"
+#include "comm/rendezvous/socket.h"
 
 namespace shoal {
 

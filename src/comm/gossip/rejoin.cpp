@@ -8,10 +8,10 @@
 #include <sstream>
 #include <thread>
 
-#include "comm/authenticated_store.h"
-#include "comm/group_state.h"
-#include "comm/world_state.h"
-#include "shoal/base/error.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/store/authenticated_store.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

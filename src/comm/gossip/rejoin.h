@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "comm/gossip/channel.h"
-#include "shoal/comm/group.h"
+#include "shoal/group.h"
 
 namespace shoal {
 

@@ -8,11 +8,11 @@
 #include <optional>
 #include <sstream>
 
-#include "comm/group_state.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
 #include "comm/shm/control_block.h"
 #include "comm/shm/wait.h"
-#include "comm/world_state.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -17,12 +17,12 @@
 #include <random>
 #include <thread>
 
-#include "comm/exchange.h"
 #include "comm/gossip/connection.h"
-#include "comm/group_state.h"
-#include "comm/world_state.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/timeline.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/store/store_gather.h"
+#include "shoal/error.h"
+#include "shoal/telemetry.h"
 
 namespace shoal {
 namespace {

@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/fingerprint.h"
+#include "comm/agreement/fingerprint.h"
 
 namespace shoal {
 

@@ -9,7 +9,7 @@
 #include <climits>
 #include <random>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

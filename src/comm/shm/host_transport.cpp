@@ -9,13 +9,13 @@
 #include <mutex>
 #include <new>
 
-#include "comm/exchange.h"
-#include "comm/reduce_kernels.h"
+#include "comm/rendezvous/world_state.h"
 #include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
+#include "comm/shm/reduce_kernels.h"
 #include "comm/shm/wait.h"
-#include "comm/world_state.h"
-#include "shoal/base/error.h"
+#include "comm/store/store_gather.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

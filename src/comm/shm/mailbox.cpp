@@ -6,7 +6,7 @@
 #include <cstring>
 #include <set>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "comm/shm/host_group.h"
-#include "shoal/comm/call.h"
+#include "shoal/detail/call.h"
 
 namespace shoal {
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "comm/fingerprint.h"
-#include "comm/reduce_kernels.h"
-#include "shoal/base/error.h"
+#include "comm/agreement/fingerprint.h"
+#include "comm/shm/reduce_kernels.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

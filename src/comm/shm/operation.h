@@ -12,7 +12,7 @@
 
 #include "comm/shm/host_group.h"
 #include "comm/shm/plan.h"
-#include "shoal/comm/call.h"
+#include "shoal/detail/call.h"
 
 namespace shoal {
 

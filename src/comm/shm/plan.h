@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "shoal/comm/call.h"
+#include "shoal/detail/call.h"
 
 namespace shoal {
 

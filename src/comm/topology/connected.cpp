@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -10,8 +10,8 @@
 #include <nlohmann/json.hpp>
 
 #include "base/strict_json.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/topology.h"
+#include "shoal/error.h"
+#include "shoal/topology.h"
 
 namespace shoal {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "shoal/comm/topology.h"
+#include "shoal/topology.h"
 
 namespace shoal {
 

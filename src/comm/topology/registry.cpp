@@ -10,8 +10,8 @@
 
 #include "comm/topology/graphs.h"
 #include "comm/topology/size.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/topology.h"
+#include "shoal/error.h"
+#include "shoal/topology.h"
 
 namespace shoal {
 namespace {

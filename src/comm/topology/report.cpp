@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "shoal/base/error.h"
-#include "shoal/comm/topology.h"
+#include "shoal/error.h"
+#include "shoal/topology.h"
 
 namespace shoal {
 namespace {

@@ -1,4 +1,4 @@
-#include "shoal/comm/topology.h"
+#include "shoal/topology.h"
 
 #include <fmt/format.h>
 
@@ -6,9 +6,8 @@
 
 #include "comm/topology/connected.h"
 #include "comm/topology/size.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
-#include "shoal/comm/group.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 
 namespace shoal {
 namespace {

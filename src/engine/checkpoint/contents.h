@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "checkpoint/saver.h"
+#include "checkpoint/saving/saver.h"
 #include "engine/checkpoint/schedule.h"
 #include "engine/checkpoint/source.h"
 

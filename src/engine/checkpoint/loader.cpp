@@ -7,12 +7,12 @@
 
 #include <set>
 
-#include "checkpoint/match.h"
+#include "checkpoint/loading/match.h"
 #include "engine/checkpoint/names.h"
-#include "engine/operator_watch.h"
+#include "engine/paging/operator_watch.h"
 #include "memory/views.h"
 #include "optim/state.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 

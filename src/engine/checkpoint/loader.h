@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/reader.h"
+#include "checkpoint/loading/reader.h"
 #include "engine/checkpoint/contents.h"
 #include "engine/checkpoint/options.h"
 

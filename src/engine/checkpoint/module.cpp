@@ -2,11 +2,11 @@
 
 #include <torch/utils.h>
 
-#include "checkpoint/match.h"
-#include "checkpoint/reader.h"
+#include "checkpoint/loading/match.h"
+#include "checkpoint/loading/reader.h"
 #include "module/walk.h"
-#include "shoal/engine/checkpoint.h"
-#include "shoal/module/deferred_init.h"
+#include "shoal/checkpoint.h"
+#include "shoal/deferred_init.h"
 
 namespace shoal {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/sharded_state.h"
+#include "engine/sharded/sharded_state.h"
 
 namespace shoal::checkpoint_names {
 

@@ -5,7 +5,7 @@
 #include <map>
 
 #include "optim/named_options.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "checkpoint/on_all_ranks.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

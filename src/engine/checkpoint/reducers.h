@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "engine/checkpoint/source.h"
-#include "engine/reducer.h"
+#include "engine/reducer/reducer.h"
 
 namespace shoal {
 

@@ -2,8 +2,8 @@
 
 #include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
-#include "engine/data_parallel_state.h"
-#include "shoal/base/error.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -4,7 +4,7 @@
 #include <limits>
 #include <string>
 
-#include "shoal/optim/schedules.h"
+#include "shoal/schedules.h"
 
 namespace shoal {
 namespace {

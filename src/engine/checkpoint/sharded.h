@@ -2,7 +2,7 @@
 // What strategies have in common whose optimizer updates each rank's pieces.
 
 #include "engine/checkpoint/source.h"
-#include "engine/sharded_optimizer_state.h"
+#include "engine/sharded/sharded_optimizer_state.h"
 
 namespace shoal {
 

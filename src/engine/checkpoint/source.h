@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/named_slice.h"
-#include "engine/sharded_state.h"
-#include "shoal/engine/checkpoint.h"
+#include "checkpoint/format/named_slice.h"
+#include "engine/sharded/sharded_state.h"
+#include "shoal/checkpoint.h"
 
 namespace shoal {
 

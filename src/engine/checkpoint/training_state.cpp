@@ -3,12 +3,12 @@
 
 #include <optional>
 
+#include "checkpoint/loading/reader.h"
 #include "checkpoint/on_all_ranks.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/saver.h"
+#include "checkpoint/saving/saver.h"
 #include "engine/checkpoint/loader.h"
 #include "engine/checkpoint/names.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 

@@ -1,10 +1,10 @@
-#include "shoal/engine/hooks/compress.h"
+#include "shoal/hooks.h"
 
 #include <fmt/format.h>
 #include <torch/utils.h>
 
-#include "engine/spare_memory.h"
-#include "shoal/base/error.h"
+#include "engine/reducer/spare_memory.h"
+#include "shoal/error.h"
 
 namespace shoal {
 

@@ -1,12 +1,12 @@
-#include "shoal/engine/hooks/post_local_sgd.h"
+#include "shoal/hooks.h"
 
 #include <fmt/format.h>
 #include <torch/utils.h>
 
 #include "engine/hooks/step_count.h"
 #include "memory/views.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/coalesce.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 
 namespace shoal {
 

@@ -1,4 +1,4 @@
-#include "shoal/engine/hooks/power_sgd.h"
+#include "shoal/hooks.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -8,7 +8,7 @@
 
 #include "engine/hooks/residuals.h"
 #include "engine/hooks/step_count.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 

@@ -1,11 +1,11 @@
-#include "shoal/engine/hooks/quantize.h"
+#include "shoal/hooks.h"
 
 #include <fmt/format.h>
 #include <torch/utils.h>
 
 #include "engine/hooks/int8_format.h"
 #include "engine/hooks/residuals.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

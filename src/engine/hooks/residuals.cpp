@@ -4,7 +4,7 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "shoal/engine/communication_hook.h"
+#include "shoal/hooks.h"
 
 namespace shoal {
 

@@ -3,7 +3,7 @@
 
 #include <torch/types.h>
 
-#include "shoal/engine/communication_hook.h"
+#include "shoal/hooks.h"
 
 namespace shoal {
 

@@ -1,4 +1,4 @@
-#include "shoal/engine/hooks/top_k.h"
+#include "shoal/hooks.h"
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -8,7 +8,7 @@
 
 #include "engine/hooks/residuals.h"
 #include "engine/hooks/selection.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -1,4 +1,4 @@
-#include "shoal/strategy/ddp/optimizer_in_backward.h"
+#include "shoal/optimizer_in_backward.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,11 +9,11 @@
 #include <cmath>
 #include <set>
 
-#include "engine/gradient_consumer.h"
-#include "engine/gradient_norm.h"
+#include "engine/gradients/gradient_norm.h"
+#include "engine/reducer/gradient_consumer.h"
 #include "optim/param_groups.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 
 namespace shoal {
 

@@ -5,7 +5,7 @@
 #include <torch/utils.h>
 
 #include "memory/views.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "shoal/layout/flat_layout.h"
-#include "shoal/strategy/decentralized.h"
+#include "layout/flat_layout.h"
+#include "shoal/decentralized.h"
 
 namespace shoal {
 

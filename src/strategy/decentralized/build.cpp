@@ -8,10 +8,10 @@
 #include <cmath>
 #include <numeric>
 
-#include "engine/changed_values.h"
-#include "engine/data_parallel_state.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
+#include "engine/sharded/changed_values.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/decentralized/state.h"
 
 namespace shoal {

@@ -7,8 +7,7 @@
 
 #include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/source.h"
-#include "shoal/base/error.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "shoal/error.h"
 #include "strategy/decentralized/standing.h"
 
 namespace shoal {

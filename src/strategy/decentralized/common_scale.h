@@ -3,7 +3,7 @@
 
 #include <deque>
 
-#include "shoal/optim/grad_scaler.h"
+#include "shoal/precision.h"
 #include "strategy/decentralized/known_ranks.h"
 
 namespace shoal {

@@ -1,4 +1,4 @@
-#include "shoal/strategy/decentralized.h"
+#include "shoal/decentralized.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/data_parallel_state.h"
-#include "engine/logging.h"
-#include "shoal/base/error.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "engine/wrapper/logging.h"
+#include "shoal/error.h"
 #include "strategy/decentralized/averaging.h"
 #include "strategy/decentralized/state.h"
 

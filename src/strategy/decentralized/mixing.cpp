@@ -8,8 +8,8 @@
 #include <map>
 #include <numeric>
 
-#include "shoal/base/error.h"
-#include "shoal/comm/timeline.h"
+#include "shoal/error.h"
+#include "shoal/telemetry.h"
 
 namespace shoal {
 namespace {

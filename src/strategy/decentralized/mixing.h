@@ -8,7 +8,7 @@
 
 #include "comm/gossip/channel.h"
 #include "comm/gossip/rejoin.h"
-#include "shoal/strategy/decentralized.h"
+#include "shoal/decentralized.h"
 #include "strategy/decentralized/known_ranks.h"
 #include "strategy/decentralized/public_copies.h"
 

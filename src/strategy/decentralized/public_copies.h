@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "comm/gossip/channel.h"
-#include "shoal/strategy/decentralized.h"
+#include "shoal/decentralized.h"
 
 namespace shoal {
 

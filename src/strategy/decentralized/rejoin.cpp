@@ -4,9 +4,9 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
-#include "comm/text.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/coalesce.h"
+#include "comm/group/text.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/decentralized/standing.h"
 #include "strategy/decentralized/state.h"
 

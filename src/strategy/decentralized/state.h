@@ -6,11 +6,11 @@
 #include <optional>
 #include <vector>
 
-#include "engine/bucket_plan.h"
-#include "engine/gradient_hooks.h"
-#include "engine/parameter_watch.h"
-#include "engine/spent_gradients.h"
-#include "engine/step_clock.h"
+#include "engine/gradients/gradient_hooks.h"
+#include "engine/gradients/spent_gradients.h"
+#include "engine/reducer/bucket_plan.h"
+#include "engine/reducer/step_clock.h"
+#include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "module/walk.h"
 #include "strategy/decentralized/bucket.h"

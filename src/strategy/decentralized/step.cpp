@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/gradient_norm.h"
-#include "shoal/base/error.h"
+#include "engine/gradients/gradient_norm.h"
+#include "shoal/error.h"
 #include "strategy/decentralized/state.h"
 
 namespace shoal {

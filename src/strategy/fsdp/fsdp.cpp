@@ -1,4 +1,4 @@
-#include "shoal/strategy/fsdp.h"
+#include "shoal/fsdp.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -6,13 +6,13 @@
 
 #include <cmath>
 
-#include "engine/gradient_norm.h"
-#include "engine/logging.h"
-#include "engine/normal_mode.h"
-#include "engine/sharded_optimizer_state.h"
+#include "engine/gradients/gradient_norm.h"
+#include "engine/sharded/sharded_optimizer_state.h"
+#include "engine/wrapper/logging.h"
+#include "engine/wrapper/normal_mode.h"
 #include "memory/views.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/fsdp/ignored.h"
 #include "strategy/fsdp/place.h"
 #include "strategy/fsdp/shards.h"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/strategy/fsdp.h"
+#include "shoal/fsdp.h"
 #include "strategy/fsdp/taken.h"
 
 namespace shoal {

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "engine/logging.h"
-#include "shoal/base/error.h"
+#include "engine/wrapper/logging.h"
+#include "shoal/error.h"
 #include "strategy/fsdp/shards.h"
 
 namespace shoal {

@@ -7,8 +7,8 @@
 #include <torch/types.h>
 
 #include "module/walk.h"
-#include "shoal/base/error.h"
-#include "shoal/module/deferred_init.h"
+#include "shoal/deferred_init.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "strategy/fsdp/shards.h"
 
 namespace shoal {

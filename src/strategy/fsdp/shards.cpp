@@ -7,14 +7,13 @@
 #include <map>
 #include <unordered_map>
 
-#include "comm/hosts.h"
-#include "engine/hooked_exchange.h"
-#include "engine/ownership.h"
+#include "comm/group/hosts.h"
+#include "engine/reducer/hooked_exchange.h"
+#include "engine/sharded/ownership.h"
 #include "memory/views.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
-#include "shoal/comm/coalesce.h"
-#include "shoal/module/deferred_init.h"
+#include "shoal/deferred_init.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/fsdp/rank_groups.h"
 
 namespace shoal {

@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "engine/data_parallel_state.h"
-#include "engine/pager.h"
-#include "engine/sharded_module.h"
+#include "engine/paging/pager.h"
+#include "engine/sharded/sharded_module.h"
+#include "engine/wrapper/data_parallel_state.h"
 #include "module/units.h"
-#include "shoal/strategy/fsdp.h"
+#include "shoal/fsdp.h"
 #include "strategy/fsdp/unit_exchange.h"
 
 namespace shoal {

@@ -5,11 +5,11 @@
 
 #include <map>
 
-#include "engine/logging.h"
-#include "engine/normal_mode.h"
+#include "engine/wrapper/logging.h"
+#include "engine/wrapper/normal_mode.h"
 #include "memory/views.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/fsdp/ignored.h"
 #include "strategy/fsdp/shards.h"
 

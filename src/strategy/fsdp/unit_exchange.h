@@ -5,7 +5,7 @@
 #include <numeric>
 #include <vector>
 
-#include "engine/exchange.h"
+#include "engine/reducer/exchange.h"
 
 namespace shoal {
 

@@ -7,10 +7,10 @@
 #include <cmath>
 #include <map>
 
-#include "engine/data_parallel_state.h"
-#include "engine/ownership.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
+#include "engine/sharded/ownership.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/local_updates/state.h"
 
 namespace shoal {

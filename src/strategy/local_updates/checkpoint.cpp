@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "memory/views.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "strategy/local_updates/state.h"
 
 namespace shoal {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/strategy/local_updates.h"
+#include "shoal/local_sgd.h"
 #include "strategy/local_updates/mean.h"
 
 namespace shoal {

@@ -1,4 +1,4 @@
-#include "shoal/strategy/local_updates.h"
+#include "shoal/local_sgd.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -6,10 +6,10 @@
 
 #include <algorithm>
 
-#include "engine/changed_values.h"
-#include "engine/data_parallel_state.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
+#include "engine/sharded/changed_values.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/local_updates/state.h"
 
 namespace shoal {

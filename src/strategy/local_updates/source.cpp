@@ -6,7 +6,7 @@
 #include "checkpoint/on_all_ranks.h"
 #include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "shoal/error.h"
 #include "strategy/local_updates/state.h"
 
 namespace shoal {

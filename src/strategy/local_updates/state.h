@@ -4,8 +4,8 @@
 #include <set>
 #include <vector>
 
-#include "engine/parameter_watch.h"
-#include "engine/reducer.h"
+#include "engine/reducer/reducer.h"
+#include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "engine/exchange.h"
-#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "engine/reducer/exchange.h"
+#include "shoal/megatron.h"
 
 namespace shoal {
 

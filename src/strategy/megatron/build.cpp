@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/data_parallel_state.h"
+#include "engine/wrapper/data_parallel_state.h"
 #include "module/walk.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/megatron/chunk.h"
 #include "strategy/megatron/chunk_names.h"
 #include "strategy/megatron/chunk_turns.h"

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "engine/data_parallel_state.h"
-#include "engine/hooked_exchange.h"
-#include "engine/ownership.h"
+#include "engine/reducer/hooked_exchange.h"
+#include "engine/sharded/ownership.h"
+#include "engine/wrapper/data_parallel_state.h"
 #include "strategy/megatron/bucket_caps.h"
 
 namespace shoal {

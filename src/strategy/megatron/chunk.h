@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/sharded_module.h"
+#include "engine/sharded/sharded_module.h"
 #include "module/walk.h"
-#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/megatron.h"
 
 namespace shoal {
 

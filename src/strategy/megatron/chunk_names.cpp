@@ -7,7 +7,7 @@
 #include <unordered_map>
 
 #include "module/walk.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/sharded_module.h"
+#include "engine/sharded/sharded_module.h"
 
 namespace shoal {
 

@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "memory/views.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 
 namespace shoal {
 

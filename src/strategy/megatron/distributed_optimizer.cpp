@@ -1,4 +1,4 @@
-#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/megatron.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -6,11 +6,11 @@
 
 #include <algorithm>
 
-#include "engine/data_parallel_state.h"
-#include "engine/logging.h"
-#include "engine/sharded_optimizer_state.h"
+#include "engine/sharded/sharded_optimizer_state.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "engine/wrapper/logging.h"
 #include "module/sync.h"
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "strategy/megatron/chunk.h"
 #include "strategy/megatron/chunk_turns.h"
 #include "strategy/megatron/reduction.h"

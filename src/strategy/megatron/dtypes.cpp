@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "module/walk.h"
-#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/megatron.h"
 
 namespace shoal {
 

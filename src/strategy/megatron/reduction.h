@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "module/walk.h"
-#include "shoal/strategy/megatron/distributed_optimizer.h"
+#include "shoal/megatron.h"
 #include "strategy/megatron/declared_gradients.h"
 
 namespace shoal {

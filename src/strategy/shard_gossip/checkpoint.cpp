@@ -6,8 +6,7 @@
 #include <algorithm>
 
 #include "checkpoint/on_all_ranks.h"
-#include "shoal/base/error.h"
-#include "shoal/checkpoint/checkpoint_error.h"
+#include "shoal/error.h"
 #include "strategy/fsdp/source.h"
 #include "strategy/shard_gossip/state.h"
 

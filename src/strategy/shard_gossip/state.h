@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "shoal/strategy/shard_gossip.h"
+#include "shoal/shard_gossip.h"
 #include "strategy/decentralized/averaging.h"
 
 namespace shoal {

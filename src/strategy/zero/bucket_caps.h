@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "engine/exchange.h"
-#include "shoal/strategy/zero/sharded_ddp.h"
+#include "engine/reducer/exchange.h"
+#include "shoal/zero.h"
 
 namespace shoal {
 

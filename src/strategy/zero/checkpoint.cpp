@@ -4,8 +4,8 @@
 
 #include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
-#include "engine/data_parallel_state.h"
-#include "shoal/strategy/zero/sharded_ddp.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "shoal/zero.h"
 #include "strategy/zero/oss_state.h"
 
 namespace shoal {

@@ -1,4 +1,4 @@
-#include "shoal/strategy/zero/oss.h"
+#include "shoal/zero.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -7,15 +7,15 @@
 #include <algorithm>
 
 #include "checkpoint/on_all_ranks.h"
-#include "engine/changed_values.h"
-#include "engine/gradient_norm.h"
-#include "engine/local_gradients.h"
-#include "engine/operator_watch.h"
+#include "engine/gradients/gradient_norm.h"
+#include "engine/gradients/local_gradients.h"
+#include "engine/paging/operator_watch.h"
+#include "engine/sharded/changed_values.h"
 #include "module/walk.h"
 #include "optim/param_groups.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
-#include "shoal/module/deferred_init.h"
+#include "shoal/deferred_init.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
 #include "strategy/zero/oss_state.h"
 
 namespace shoal {

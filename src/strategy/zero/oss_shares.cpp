@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
-#include "engine/ownership.h"
+#include "engine/sharded/ownership.h"
 #include "optim/state.h"
-#include "shoal/comm/coalesce.h"
+#include "shoal/group.h"
 #include "strategy/zero/oss_state.h"
 
 namespace shoal {

@@ -6,10 +6,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/parameter_buffer.h"
-#include "engine/sharded_state.h"
+#include "engine/sharded/parameter_buffer.h"
+#include "engine/sharded/sharded_state.h"
 #include "optim/param_groups.h"
-#include "shoal/strategy/zero/oss.h"
+#include "shoal/zero.h"
 
 namespace shoal {
 

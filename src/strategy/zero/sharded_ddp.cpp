@@ -1,4 +1,4 @@
-#include "shoal/strategy/zero/sharded_ddp.h"
+#include "shoal/zero.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -8,12 +8,12 @@
 #include <map>
 #include <unordered_map>
 
-#include "engine/data_parallel_state.h"
-#include "engine/hooked_exchange.h"
-#include "engine/logging.h"
-#include "shoal/base/error.h"
-#include "shoal/comm/agree.h"
-#include "shoal/engine/hooks/compress.h"
+#include "engine/reducer/hooked_exchange.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "engine/wrapper/logging.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
+#include "shoal/hooks.h"
 #include "strategy/zero/bucket_caps.h"
 #include "strategy/zero/oss_state.h"
 

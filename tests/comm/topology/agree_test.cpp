@@ -2,8 +2,8 @@
 
 #include <gmock/gmock.h>
 
-#include "shoal/base/error.h"
-#include "shoal/comm/topology.h"
+#include "shoal/error.h"
+#include "shoal/topology.h"
 #include "tests/support/world.h"
 
 namespace shoal::test {

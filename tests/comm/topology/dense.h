@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "shoal/comm/topology.h"
+#include "shoal/topology.h"
 
 namespace shoal::test {
 

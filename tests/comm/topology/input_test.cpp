@@ -5,7 +5,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/comm/topology/dense.h"
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"

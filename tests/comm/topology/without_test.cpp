@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 
-#include "shoal/base/error.h"
+#include "shoal/error.h"
 #include "tests/comm/topology/dense.h"
 
 namespace shoal::test {

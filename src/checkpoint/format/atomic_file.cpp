@@ -1,0 +1,105 @@
+#include "checkpoint/format/atomic_file.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <csignal>
+#include <cstring>
+#include <system_error>
+
+#include "shoal/error.h"
+
+namespace shoal {
+
+void throw_system_error(const char* action, const std::filesystem::path& path) {
+  throw CheckpointError(fmt::format("cannot {} {}: {}", action, path.string(), std::strerror(errno)));
+}
+
+namespace {
+
+// What a file of this process on this host is called until it is complete: NAME, then this.
+std::string mark_of_host() {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  return fmt::format(".tmp-{}-", host.data());
+}
+
+bool is_gone(std::string_view process) {
+  pid_t pid = 0;
+  const auto [end, error] = std::from_chars(process.begin(), process.end(), pid);
+  return error == std::errc() && end == process.end() && pid > 0 && kill(pid, 0) != 0 && errno == ESRCH;
+}
+
+// What processes of this host that died while they wrote the same file have left of it.
+void remove_leftovers_of(const std::filesystem::path& path) {
+  const auto beginning = path.filename().string() + mark_of_host();
+  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const auto name = entry.path().filename().string();
+    if (!name.starts_with(beginning) || !is_gone(std::string_view(name).substr(beginning.size()))) continue;
+    unlink(entry.path().c_str());
+  }
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(std::filesystem::path path)
+    : path_(std::move(path)), temporary_(fmt::format("{}{}{}", path_.string(), mark_of_host(), getpid())) {
+  remove_leftovers_of(path_);
+  fd_ = open(temporary_.c_str(), O_CREAT | O_WRONLY | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd_ < 0) fail("create");
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_ >= 0) close(fd_);
+  if (!complete_) unlink(temporary_.c_str());
+}
+
+void AtomicFile::write(const void* data, size_t size, size_t offset) {
+  const auto* bytes = static_cast<const char*>(data);
+  while (size > 0) {
+    const auto written = ::pwrite(fd_, bytes, size, static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail("write");
+    bytes += written;
+    offset += static_cast<size_t>(written);
+    size -= static_cast<size_t>(written);
+  }
+  // The disk works while the rest is being written, so that the sync at the end finds little left. Measured: with 2 MiB
+  // half as fast again as with 32.
+  constexpr size_t stretch = 2 << 20;
+  if (offset < begun_ + stretch) return;
+  sync_file_range(fd_, static_cast<off_t>(begun_), static_cast<off_t>(offset - begun_), SYNC_FILE_RANGE_WRITE);
+  begun_ = offset;
+}
+
+void AtomicFile::complete() {
+  if (fsync(fd_) != 0) fail("sync");
+  if (rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename");
+  complete_ = true;
+}
+
+void AtomicFile::fail(const char* action) const {
+  throw_system_error(action, temporary_);
+}
+
+void write_atomically(const std::filesystem::path& path, std::string_view text) {
+  AtomicFile file(path);
+  file.write(text.data(), text.size(), 0);
+  file.complete();
+  sync_folder(path.parent_path());
+}
+
+void sync_folder(const std::filesystem::path& folder) {
+  const int fd = open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return;
+  fsync(fd);
+  close(fd);
+}
+
+}  // namespace shoal

@@ -1,0 +1,37 @@
+#include "checkpoint/format/safetensors_reader.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+SafetensorsHeader read_header(const InputFile& file) {
+  const auto subject = file.path().string();
+  unsigned char length_bytes[8] = {};
+  const auto begin = static_cast<int64_t>(sizeof length_bytes);
+  file.read(length_bytes, std::min(begin, file.size()), 0);
+  const auto length = parse_safetensors_length(length_bytes, file.size(), subject);
+  std::string text(static_cast<size_t>(length), '\0');
+  file.read(text.data(), length, begin);
+  // The text is in memory as well.
+  const auto limit = std::max<int64_t>(0, file.stored() - length) + json_allowance;
+  return parse_safetensors_header(text, file.size(), limit, subject);
+}
+
+}  // namespace
+
+SafetensorsReader::SafetensorsReader(const std::filesystem::path& path) : file_(path, refuse_as<CheckpointError>), header_(read_header(file_)) {}
+
+const SafetensorsEntry& SafetensorsReader::entry(const std::string& name) const {
+  const auto found = header_.tensors.find(name);
+  if (found == header_.tensors.end()) {
+    throw CheckpointError(fmt::format("{}: no tensor {:.200}", file_.path().string(), name));
+  }
+  return found->second;
+}
+
+}  // namespace shoal

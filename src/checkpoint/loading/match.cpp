@@ -1,0 +1,66 @@
+#include "checkpoint/loading/match.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+void add(std::string& text, const char* what, const std::vector<std::string>& names) {
+  constexpr size_t most = 20;
+  if (names.empty()) return;
+  const std::vector<std::string> shown(names.begin(),
+                                       names.begin() + static_cast<int64_t>(std::min(names.size(), most)));
+  text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", what, fmt::join(shown, ", "));
+  if (names.size() > most) text += fmt::format(" and {} more", names.size() - most);
+}
+
+}  // namespace
+
+std::string Match::describe() const {
+  std::string text;
+  add(text, "missing", missing);
+  add(text, "extra", extra);
+  add(text, "of another shape", wrong_shape);
+  return text;
+}
+
+Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part,
+            const std::string& prefix) {
+  std::map<std::string, const WantedTensor*> left;
+  for (const auto& tensor : wanted) left[tensor.name] = &tensor;
+  Match result;
+  for (const auto& [name, tensor] : reader.index().tensors) {
+    if (tensor.part != part || !name.starts_with(prefix)) continue;
+    const auto found = left.find(name);
+    if (found == left.end()) {
+      result.extra.push_back(name);
+      continue;
+    }
+    if (found->second->shape == tensor.shape) {
+      result.matching.push_back(name);
+    } else {
+      result.wrong_shape.push_back(fmt::format("{} is [{}], wanted is [{}]", name, fmt::join(tensor.shape, ", "),
+                                               fmt::join(found->second->shape, ", ")));
+    }
+    left.erase(found);
+  }
+  for (const auto& [name, tensor] : left) result.missing.push_back(name);
+  return result;
+}
+
+Match require_match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, bool partial,
+                    const std::string& part, const std::string& prefix) {
+  auto result = match(reader, wanted, part, prefix);
+  const bool nothing = result.matching.empty() && !wanted.empty();
+  if (partial ? result.wrong_shape.empty() && !nothing : result.exact()) return result;
+  throw UsageError(fmt::format("{} is not of this model: {}{}", reader.path().string(), result.describe(),
+                               partial || !result.wrong_shape.empty() ? "" : "; a partial load takes what fits"));
+}
+
+}  // namespace shoal

@@ -1,0 +1,79 @@
+#include "checkpoint/saving/saver.h"
+
+#include <fmt/format.h>
+
+#include <future>
+#include <numeric>
+
+#include "checkpoint/saving/save_job.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
+
+namespace shoal {
+namespace {
+
+// Beside the caller's, since a background thread communicates on it.
+Group own_group(const Group& group) {
+  std::vector<int> ranks(group.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return group.subgroup(ranks);
+}
+
+}  // namespace
+
+void CheckpointSaverOptions::validate() const {
+  std::string faults;
+  if (keep_last < 0) faults += fmt::format("keep_last {} is below 0; ", keep_last);
+  if (snapshot_mb < 0) faults += fmt::format("snapshot_mb {} is below 0; ", snapshot_mb);
+  if (!faults.empty()) throw UsageError("CheckpointSaverOptions: " + faults.substr(0, faults.size() - 2));
+}
+
+struct CheckpointSaver::State {
+  State(const Group& all, std::filesystem::path folder, const CheckpointSaverOptions& chosen)
+      : group(own_group(all)), root(std::move(folder)), options(chosen) {}
+
+  std::unique_ptr<SaveJob> start(const CheckpointContents& contents) {
+    return std::make_unique<SaveJob>(group, root, options.keep_last, contents, orders);
+  }
+
+  Group group;
+  std::filesystem::path root;
+  CheckpointSaverOptions options;
+  std::shared_ptr<const SaveOrders> orders{};  // of the last save
+  at::Tensor buffer{};                         // kept, since fresh memory costs as much as the copy itself
+  std::future<void> background{};
+  std::future<void> removal{};  // of old checkpoints
+};
+
+CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,
+                                 const CheckpointSaverOptions& options) {
+  options.validate();
+  agree(group, "checkpoint", {fmt::format("snapshot_mb {}", options.snapshot_mb)});
+  state_ = std::make_unique<State>(group, std::move(root), options);
+}
+
+CheckpointSaver::~CheckpointSaver() = default;  // the futures' destructors wait
+
+void CheckpointSaver::save(const CheckpointContents& contents) {
+  wait();
+  state_->removal = state_->start(contents)->finish();
+}
+
+void CheckpointSaver::save_async(const CheckpointContents& contents) {
+  wait();
+  std::shared_ptr<SaveJob> job = state_->start(contents);
+  job->detach(state_->buffer, state_->options.snapshot_mb << 20);
+  state_->background = std::async(std::launch::async, [job] { job->finish(); });
+}
+
+void CheckpointSaver::wait() {
+  if (state_->removal.valid()) state_->removal.get();
+  if (state_->background.valid()) state_->background.get();
+}
+
+bool CheckpointSaver::busy() const {
+  return state_->background.valid() &&
+         state_->background.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
+}
+
+}  // namespace shoal

@@ -1,0 +1,151 @@
+// `shoal checkpoint`: what a checkpoint holds, whether it is intact, its model for other programs, and other files.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/loading/export.h"
+#include "checkpoint/loading/reader.h"
+#include "checkpoint/loading/reshard.h"
+#include "cli/commands.h"
+#include "cli/train/report.h"
+#include "shoal/error.h"
+
+namespace shoal::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr double mebibyte = 1 << 20;
+
+struct CheckpointOptions {
+  std::string path;
+  std::string json;
+  std::string output;
+  std::string part = "model";
+  double shard_gb = 5;
+  int ranks = 0;
+};
+
+int64_t bytes_of(const StoredTensor& tensor) {
+  const bool known = tensor.dtype != at::ScalarType::Undefined;
+  return known ? tensor.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype)) : 0;
+}
+
+Json to_json(const CheckpointReader& reader) {
+  const auto& index = reader.index();
+  Json tensors = Json::array();
+  for (const auto& [name, tensor] : index.tensors) {
+    tensors.push_back({{"name", name},
+                       {"part", tensor.part},
+                       {"dtype", c10::toString(tensor.dtype)},
+                       {"shape", tensor.shape},
+                       {"bytes", bytes_of(tensor)},
+                       {"slices", tensor.slices.size()}});
+  }
+  return {{"path", reader.path().string()},
+          {"library", index.library},
+          {"step", index.step},
+          {"strategy", index.strategy},
+          {"world_size", index.world_size},
+          {"files", index.files},
+          {"tensors", tensors},
+          {"state", {{"global", index.global_state}, {"ranks", index.rank_states}}}};
+}
+
+int inspect(const CheckpointOptions& options) {
+  const CheckpointReader reader(options.path, /*verify=*/false);
+  if (!options.json.empty()) write_json(options.json, to_json(reader));
+  if (options.json == "-") return 0;
+  const auto& index = reader.index();
+  fmt::print("{}\n", reader.path().string());
+  fmt::print("written by {}{}\n", index.library,
+             index.strategy.empty()
+                 ? ""
+                 : fmt::format(", {} at {} ranks, step {}", index.strategy, index.world_size, index.step));
+  std::map<std::string, std::pair<int64_t, int64_t>> parts;  // tensors, bytes
+  fmt::print("\n{:<48}{:<12}{:<16}{:>14}{:>8}\n", "tensor", "part", "dtype", "MiB", "slices");
+  for (const auto& [name, tensor] : index.tensors) {
+    auto& [count, bytes] = parts[tensor.part];
+    ++count;
+    bytes += bytes_of(tensor);
+    fmt::print("{:<48}{:<12}{:<16}{:>14.3f}{:>8}  [{}]\n", name, tensor.part, c10::toString(tensor.dtype),
+               static_cast<double>(bytes_of(tensor)) / mebibyte, tensor.slices.size(), fmt::join(tensor.shape, ", "));
+  }
+  fmt::print("\n");
+  for (const auto& [part, sum] : parts) {
+    fmt::print("{}: {} tensors, {:.3f} MiB\n", part, sum.first, static_cast<double>(sum.second) / mebibyte);
+  }
+  fmt::print("{} files\n", index.files.size());
+  return 0;
+}
+
+int verify(const CheckpointOptions& options) {
+  const CheckpointReader reader(options.path);
+  const auto verified = reader.verify();
+  fmt::print("{}: intact: {} tensors, {:.3f} MiB", reader.path().string(), reader.index().tensors.size(),
+             static_cast<double>(verified.bytes) / mebibyte);
+  if (verified.unchecked > 0) {
+    fmt::print(", {:.3f} of them read, but without checksums to compare",
+               static_cast<double>(verified.unchecked) / mebibyte);
+  }
+  fmt::print("\n");
+  return 0;
+}
+
+int export_model(const CheckpointOptions& options) {
+  const CheckpointReader reader(options.path);
+  const std::filesystem::path output = options.output;
+  if (output.extension() == ".safetensors") {
+    export_file(reader, output, options.part);
+  } else {
+    export_folder(reader, output, static_cast<int64_t>(options.shard_gb * 1e9), options.part);
+  }
+  fmt::print("{} of {} exported to {}\n", options.part, reader.path().string(), options.output);
+  return 0;
+}
+
+int reshard_checkpoint(const CheckpointOptions& options) {
+  const CheckpointReader reader(options.path);
+  const auto path = reshard(reader, options.output, options.ranks);
+  fmt::print("{} written to {} in the files of {} ranks, and verified\n", reader.path().string(), path.string(),
+             options.ranks);
+  return 0;
+}
+
+}  // namespace
+
+void add_checkpoint_command(CLI::App& app, Action& chosen) {
+  auto* command = app.add_subcommand("checkpoint", "what a checkpoint holds, whether it is intact; export, reshard");
+  command->require_subcommand(1);
+  const auto options = std::make_shared<CheckpointOptions>();
+  const auto add = [&](const char* name, const char* about, int (*act)(const CheckpointOptions&)) {
+    auto* sub = command->add_subcommand(name, about);
+    sub->add_option("PATH", options->path,
+                    "a checkpoint, a folder of them (its latest), a safetensors file, or a folder of Hugging Face's")
+        ->required();
+    sub->callback([options, act, &chosen] { chosen = [options, act] { return act(*options); }; });
+    return sub;
+  };
+  add("inspect", "tensors, shapes, files, state; reads no values", inspect)
+      ->add_option("--json", options->json, "file for all of it, - for standard output");
+  add("verify", "reads everything and compares checksums", verify);
+  auto* exports = add("export", "whole tensors for other programs, as they read them", export_model);
+  exports
+      ->add_option("OUTPUT", options->output, "FILE.safetensors, or a new folder as Hugging Face's libraries open it")
+      ->required();
+  exports->add_option("--part", options->part, "of the checkpoint")->capture_default_str();
+  exports->add_option("--shard-gb", options->shard_gb, "in a folder: largest file, in units of 10^9 bytes")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  auto* reshards =
+      add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
+  reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();
+  reshards->add_option("--ranks", options->ranks, "how many ranks' files")->required()->check(CLI::PositiveNumber);
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,121 @@
+#include "cli/train/feed.h"
+
+#include <torch/data/dataloader.h>
+#include <torch/data/datasets/shared.h>
+
+#include "data/fashion_mnist.h"
+#include "data/reference.h"
+#include "data/sharded_sampler.h"
+#include "data/text_dataset.h"
+#include "models/registry.h"
+
+namespace shoal::cli {
+namespace {
+
+// The batches of a step are made before it, so that its time is training alone.
+class ReferenceFeed : public Feed {
+ public:
+  ReferenceFeed(const TrainOptions& options, int rank) : options_(options), rank_(rank) { prepare(0); }
+
+  std::optional<int64_t> steps_per_epoch() const override { return std::nullopt; }
+  void begin_epoch(int64_t) override {}
+  void prepare(int64_t step) override {
+    batches_.clear();
+    for (int micro = 0; micro < options_.accumulate; ++micro) {
+      batches_.push_back(data::reference_batch(options_.model, options_.size,
+                                               {.seed = options_.seed,
+                                                .step = static_cast<uint64_t>(step),
+                                                .rank = static_cast<uint64_t>(rank_),
+                                                .micro = static_cast<uint64_t>(micro)},
+                                               options_.batch, options_.data_dtype()));
+    }
+  }
+  data::Batch next(int64_t, int micro) override { return batches_.at(micro); }
+  void skip(int64_t) override {}
+  std::shared_ptr<data::Dataset> test_data() const override { return nullptr; }
+
+ private:
+  const TrainOptions& options_;
+  int rank_;
+  std::vector<data::Batch> batches_;  // of one step
+};
+
+// Samples in memory, served by libtorch's data loader.
+class DatasetFeed : public Feed {
+ public:
+  DatasetFeed(const TrainOptions& options, int rank, int ranks, std::shared_ptr<data::Dataset> train,
+              std::shared_ptr<data::Dataset> test)
+      : options_(options),
+        train_(std::move(train)),
+        test_(std::move(test)),
+        sampler_(*train_->size(),
+                 {.world = static_cast<size_t>(ranks), .rank = static_cast<size_t>(rank), .seed = options.seed}) {}
+
+  std::optional<int64_t> steps_per_epoch() const override {
+    const auto samples = static_cast<int64_t>(sampler_.local_size());
+    const auto batches = (samples + options_.batch - 1) / options_.batch;
+    return std::max<int64_t>(1, batches / options_.accumulate);
+  }
+
+  void begin_epoch(int64_t epoch) override {
+    sampler_.set_epoch(static_cast<size_t>(epoch));
+    loader_ = torch::data::make_data_loader(torch::data::datasets::SharedBatchDataset<data::Dataset>(train_), sampler_,
+                                            torch::data::DataLoaderOptions(options_.batch));
+    next_.emplace(loader_->begin());
+  }
+
+  data::Batch next(int64_t, int) override {
+    if (*next_ == loader_->end()) next_.emplace(loader_->begin());  // fewer batches than micro-batches of one step
+    auto batch = **next_;
+    ++*next_;
+    return batch;
+  }
+
+  void skip(int64_t steps) override {
+    for (int64_t i = 0; i < steps * options_.accumulate; ++i) next(0, 0);
+  }
+
+  std::shared_ptr<data::Dataset> test_data() const override { return test_; }
+
+ private:
+  using Loader =
+      torch::data::StatelessDataLoader<torch::data::datasets::SharedBatchDataset<data::Dataset>, data::ShardedSampler>;
+  const TrainOptions& options_;
+  std::shared_ptr<data::Dataset> train_;
+  std::shared_ptr<data::Dataset> test_;
+  data::ShardedSampler sampler_;
+  std::unique_ptr<Loader> loader_;
+  std::optional<torch::data::Iterator<data::Batch>> next_;
+};
+
+}  // namespace
+
+void check_data(const TrainOptions& options) {
+  if (options.reference_data()) return;
+  for (const auto split : {data::Split::train, data::Split::test}) {
+    if (split == data::Split::test && !options.eval) continue;
+    if (options.text_data()) {
+      data::text_file(options.data_path().value(), models::gpt_config(options.size).context, split);
+    } else {
+      data::require_fashion_mnist(split, options.data_path());
+    }
+  }
+}
+
+std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks) {
+  if (options.reference_data()) return std::make_unique<ReferenceFeed>(options, rank);
+  const auto path = options.data_path();
+  std::shared_ptr<data::Dataset> train;
+  std::shared_ptr<data::Dataset> test;
+  if (options.text_data()) {
+    const auto context = models::gpt_config(options.size).context;
+    train = data::text_file(path.value(), context, data::Split::train);
+    if (options.eval) test = data::text_file(path.value(), context, data::Split::test);
+  } else {
+    train = data::fashion_mnist(data::Split::train, path, options.data_dtype());
+    if (options.eval) test = data::fashion_mnist(data::Split::test, path, options.data_dtype());
+  }
+  return std::make_unique<DatasetFeed>(options, rank, ranks, std::move(train), std::move(test));
+}
+
+}  // namespace shoal::cli

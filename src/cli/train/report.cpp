@@ -1,0 +1,236 @@
+#include "cli/train/report.h"
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <set>
+#include <utility>
+
+#include "models/digest.h"
+#include "shoal/error.h"
+
+namespace shoal::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr size_t warm_up = 3;  // steps left out of the median
+
+std::vector<std::pair<std::string, at::Tensor>> once(const torch::OrderedDict<std::string, at::Tensor>& named) {
+  std::set<const c10::TensorImpl*> seen;
+  std::vector<std::pair<std::string, at::Tensor>> list;
+  for (const auto& item : named) {
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second) list.emplace_back(item.key(), item.value());
+  }
+  return list;
+}
+
+Json json_of(const at::Tensor& tensor, const models::Digest& digest) {
+  return {{"shape", tensor.sizes().vec()},
+          {"sum", digest.sum},
+          {"abs_sum", digest.abs_sum},
+          {"l2", digest.l2},
+          {"probe", digest.probe}};
+}
+
+Json digests(const torch::OrderedDict<std::string, at::Tensor>& named) {
+  Json result = Json::object();
+  uint64_t index = 0;
+  for (const auto& [name, tensor] : once(named)) result[name] = json_of(tensor, models::digest(index++, tensor));
+  return result;
+}
+
+std::vector<double> reduced(const Group& group, const std::vector<double>& values, ReduceOp op) {
+  auto tensor = at::tensor(values, at::kDouble);
+  group.all_reduce(tensor, op, {-1, -1, "report"}).wait();
+  return {tensor.data_ptr<double>(), tensor.data_ptr<double>() + tensor.numel()};
+}
+
+std::vector<double> gathered(const Group& group, double value) {
+  auto all = at::empty({group.size()}, at::kDouble);
+  group.all_gather(all, at::full({1}, value, at::kDouble), {-1, -1, "report"}).wait();
+  return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
+}
+
+double rounded(double value, double unit) {
+  return std::round(value / unit) * unit;
+}
+
+Json config(const TrainOptions& options, const World& world) {
+  Json result = {{"peer", "shoal"},
+                 {"strategy", options.strategy},
+                 {"transport", world.group().transport()},
+                 {"model", options.model},
+                 {"size", options.size},
+                 {"data", options.data},
+                 {"init", options.init},
+                 {"world", world.size()},
+                 {"threads", at::get_num_threads()},
+                 {"optimizer", options.optimizer},
+                 {"batch", options.batch},
+                 {"accumulate", options.accumulate},
+                 {"dtype", options.dtype},
+                 {"compress", options.compress},
+                 {"seed", options.seed}};
+  result["lr"] = options.lr ? Json(*options.lr) : Json(nullptr);
+  if (options.accum_iter) result["accum_iter"] = *options.accum_iter;
+  result["schedule"] = options.schedule;
+  if (options.warmup_steps) result["warmup_steps"] = *options.warmup_steps;
+  if (options.decay_every) result["decay_every"] = *options.decay_every;
+  if (options.decay_factor) result["decay_factor"] = *options.decay_factor;
+  if (options.takes_local_updates()) result["sync_every"] = options.local_updates.every;
+  if (options.steps) result["steps"] = *options.steps;
+  if (options.epochs) result["epochs"] = *options.epochs;
+  return result;
+}
+
+// Without the warm-up, in ascending order.
+std::vector<double> steady_part(std::vector<double> values) {
+  if (values.size() > warm_up) values.erase(values.begin(), values.begin() + warm_up);
+  std::sort(values.begin(), values.end());
+  return values;
+}
+
+double median_of(const std::vector<double>& sorted) {
+  const auto middle = sorted.size() / 2;
+  return sorted.size() % 2 == 1 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
+Json timing(const std::vector<double>& step_ms) {
+  const auto steady = steady_part(step_ms);
+  const double median = median_of(steady);
+  Json list = Json::array();
+  for (const auto value : step_ms) list.push_back(rounded(value, 1e-3));
+  double load[1] = {0};
+  getloadavg(load, 1);
+  return {{"step_ms", list},
+          {"warm_up", warm_up},
+          {"median_ms", rounded(median, 1e-3)},
+          {"min_ms", rounded(steady.front(), 1e-3)},
+          {"load_1min", load[0]}};
+}
+
+double mebibytes(const std::vector<at::Tensor>& tensors) {
+  double bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<double>(tensor.nbytes());
+  return bytes / (1 << 20);
+}
+
+// What they hold by what it is.
+Json parts_of_ranks(const Group& group, const TrainResult& result, const models::Model& model) {
+  Json parts;
+  for (const auto& [name, value] :
+       {std::pair("params_mib", result.params_mib), std::pair("grads_mib", result.grads_mib),
+        std::pair("state_mib", result.state_mib), std::pair("buffers_mib", mebibytes(model.buffers()))}) {
+    for (const auto each : gathered(group, value)) parts[name].push_back(rounded(each, 1e-6));
+  }
+  return parts;
+}
+
+Json memory_of_ranks(const Group& group, const MemoryUse& memory) {
+  Json result;
+  const auto put = [&](const char* name, double value) {
+    Json list = Json::array();
+    for (const auto each : gathered(group, value)) list.push_back(rounded(each, 0.1));
+    result[name] = list;
+  };
+  put("rss_before_mib", memory.before);
+  put("rss_peak_mib", memory.peak);
+  put("growth_mib", memory.peak - memory.before);
+  put("pss_mib", memory.pss);
+  return result;
+}
+
+}  // namespace
+
+Json digests_of_ranks(const Group& group, const models::Model& model) {
+  const auto named = once(model.named_parameters());
+  std::vector<models::Digest> own;
+  for (const auto& [name, tensor] : named) own.push_back(models::digest(own.size(), tensor));
+  const auto numbers = static_cast<int64_t>(own.size() * sizeof(models::Digest) / sizeof(double));
+  auto all = at::empty({group.size() * numbers}, at::kDouble);
+  group.all_gather(all, at::from_blob(own.data(), {numbers}, at::kDouble), {-1, -1, "report"}).wait();
+  const auto* digest = reinterpret_cast<const models::Digest*>(all.data_ptr<double>());
+  Json ranks = Json::array();
+  for (int rank = 0; rank < group.size(); ++rank) {
+    auto& entry = ranks.emplace_back();
+    for (const auto& [name, tensor] : named) entry[name] = json_of(tensor, *digest++);
+  }
+  return ranks;
+}
+
+Json make_report(const TrainOptions& options, const World& world, const Group& group, models::Model& model,
+                 const TrainResult& result, const MemoryUse& memory, const Json& params_per_rank) {
+  auto loss = reduced(group, result.loss, ReduceOp::sum);
+  for (auto& value : loss) value /= group.size();
+  const auto seconds = reduced(group, {result.seconds}, ReduceOp::max).front();
+  Json report;
+  report["config"] = config(options, world);
+  report["versions"] = {{"shoal", SHOAL_VERSION}, {"libtorch", TORCH_VERSION}};
+  report["loss"] = loss;
+  report["lr"] = result.lr;
+  report["params"] = digests(model.named_parameters());
+  report["buffers"] = digests(model.named_buffers());
+  if (!params_per_rank.is_null()) {
+    report["params_mean"] = std::exchange(report["params"], params_per_rank.front());
+    report["params_per_rank"] = params_per_rank;
+  }
+  report["timing"] = timing(reduced(group, result.step_ms, ReduceOp::max));
+  report["timing"]["samples_per_second"] = rounded(static_cast<double>(result.samples * group.size()) / seconds, 0.1);
+  const auto wait = median_of(steady_part(result.wait_ms));
+  const auto update = median_of(steady_part(result.update_ms));
+  report["timing"]["exposed_comm_ms"] = rounded(wait, 1e-3);
+  report["timing"]["update_ms"] = rounded(update, 1e-3);
+  report["timing"]["compute_ms"] = rounded(median_of(steady_part(result.step_ms)) - wait - update, 1e-3);
+  const auto steps = static_cast<double>(result.step_ms.size());
+  report["communication"] = {{"collectives_per_step", static_cast<double>(result.communication.calls) / steps},
+                             {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},
+                             {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps},
+                             {"step_bytes", result.sent}};
+  for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);
+  if (result.logging) report["logging"] = Json::parse(to_json(*result.logging));
+  report["memory"] = memory_of_ranks(group, memory);
+  report["memory"]["params_mib"] = rounded(result.params_mib, 1e-3);
+  report["memory"]["grads_mib"] = rounded(result.grads_mib, 1e-3);
+  report["memory"]["state_mib"] = rounded(result.state_mib, 1e-3);
+  report["memory"]["by_rank"] = parts_of_ranks(group, result, model);
+  for (const auto& evaluation : result.eval) {
+    Json entry = {{"loss", evaluation.loss}, {"count", evaluation.count}};
+    if (options.model == "gpt") {
+      entry["perplexity"] = std::exp(evaluation.loss);
+    } else {
+      entry["accuracy"] = evaluation.accuracy;
+    }
+    report["eval"].push_back(entry);
+  }
+  return report;
+}
+
+void write_json(const std::string& path, const Json& json) {
+  if (path == "-") {
+    std::cout << json.dump(1) << std::endl;
+    return;
+  }
+  write_text(path, json.dump(1) + '\n');
+}
+
+void write_text(const std::string& path, const std::string& text) {
+  std::ofstream file(path);
+  file << text;
+  file.close();
+  if (!file) throw UsageError(fmt::format("cannot write {}: does its folder exist and is it writable?", path));
+}
+
+std::vector<std::pair<std::string, at::Tensor>> named_state(const torch::nn::Module& module) {
+  auto state = once(module.named_parameters());
+  for (auto& entry : once(module.named_buffers())) state.push_back(std::move(entry));
+  return state;
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,212 @@
+// `shoal train`: starts its ranks, or is one of them.
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <thread>
+
+#include "checkpoint/format/safetensors.h"
+#include "cli/commands.h"
+#include "cli/strategies/decentralized.h"
+#include "cli/strategies/fsdp.h"
+#include "cli/strategies/strategy_options.h"
+#include "cli/telemetry/trace.h"
+#include "cli/train/memory.h"
+#include "cli/train/report.h"
+#include "cli/writable.h"
+#include "comm/rendezvous/launch_environment.h"
+#include "comm/shm/host_memory.h"
+#include "launch/launcher.h"
+#include "launch/limits.h"
+#include "models/registry.h"
+#include "shoal/error.h"
+#include "shoal/telemetry.h"
+
+namespace shoal::cli {
+namespace {
+
+constexpr int interrupted_code = 130;
+
+// 0: as OMP_NUM_THREADS says, which torchrun sets and people do.
+int threads_per_rank(const TrainOptions& options, int ranks) {
+  if (options.threads > 0 || process_environment()("OMP_NUM_THREADS")) return options.threads;
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / std::max(1, ranks));
+}
+
+// A first training step loads libraries and makes thread pools; that is not the model's memory.
+void warm_up(const TrainOptions& options) {
+  torch::nn::Linear toy(8, 8);
+  options.precision().convert(*toy);
+  auto input = at::zeros({4, 8}, toy->weight.options().requires_grad(false));
+  toy->forward(input).sum().backward();
+}
+
+void stop_at_the_end_of_the_step() {
+  struct sigaction action {};
+  action.sa_handler = [](int) { interrupted = 1; };
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+// The model alone, for other programs; rank 0 has all of it.
+std::string save_model(const TrainOptions& options, const models::Model& model) {
+  std::error_code error;
+  std::filesystem::create_directories(options.save, error);
+  auto path = options.save + "/model.safetensors";
+  save_safetensors(path, named_state(model), {{"format", "pt"}, {"model", options.model}, {"size", options.size}});
+  return path;
+}
+
+void summarise(const nlohmann::ordered_json& report, const TrainResult& result, const TrainOptions& options,
+               const World& world, const std::string& model) {
+  fmt::print("\n{} {} on {} rank(s), {}, {}: {} steps in {:.1f} s\n", options.model, options.size, world.size(),
+             options.strategy, world.group().transport(), result.loss.size(), result.seconds);
+  if (!result.eval.empty()) {
+    const auto& last = result.eval.back();
+    if (options.model == "gpt") {
+      fmt::print("  test perplexity     {:.3f} ({} bytes)\n", std::exp(last.loss), last.count);
+    } else {
+      fmt::print("  test accuracy       {:.2f} % ({} images)\n", 100 * last.accuracy, last.count);
+    }
+  }
+  fmt::print("  last loss           {:.4f}\n", report["loss"].back().get<double>());
+  fmt::print("  samples per second  {:.0f}\n", report["timing"]["samples_per_second"].get<double>());
+  fmt::print("  step, median        {:.3f} ms\n", report["timing"]["median_ms"].get<double>());
+  const auto& communication = report["communication"];
+  fmt::print("  communication       {:.0f} bytes in {:.1f} collectives per step and rank",
+             communication["bytes_per_step"].get<double>(), communication["collectives_per_step"].get<double>());
+  if (result.wire_bytes > 0) {
+    fmt::print("; {:.0f} over TCP, all ranks", communication["wire_bytes_per_step"].get<double>());
+  }
+  fmt::print("\n");
+  fmt::print("  peak memory         {:.0f} MiB per rank\n",
+             fmt::join(report["memory"]["rss_peak_mib"].get<std::vector<double>>(), ", "));
+  if (!result.checkpoint.empty()) fmt::print("  checkpoint          {}\n", result.checkpoint);
+  if (!model.empty()) fmt::print("  model               {}\n", model);
+}
+
+int train_rank(const TrainOptions& options) {
+  WorldOptions world_options;
+  world_options.transport = options.transport;
+  world_options.check_agreement = options.check_agreement;
+  world_options.timeout_seconds = options.timeout_seconds;
+  if (!options.flight_recorder.empty()) world_options.flight_recorder = options.flight_recorder;
+  if (!options.trace.empty()) world_options.timeline = std::make_shared<Timeline>();
+  const auto world = init(world_options);
+  const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
+  if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
+  stop_at_the_end_of_the_step();
+  const auto feed = make_feed(options, world.rank(), world.size());
+  warm_up(options);
+  MemoryUse memory{.before = resident_mib()};
+  const auto init = options.init == "reference" ? models::Init::reference : models::Init::torch;
+  const auto model = models::make_model(options.model, options.size, init, options.seed, options.data_dtype());
+  options.precision().convert(*model);
+  reset_peak();
+
+  const auto leave_interrupted = [](bool says, const std::string& what, const std::string& path) -> int {
+    if (says) fmt::print(stderr, "interrupted{}\n", path.empty() ? "" : fmt::format("; {} in {}", what, path));
+    std::fflush(nullptr);
+    std::_Exit(interrupted_code);  // peers may have stopped a step earlier or later
+  };
+  try {
+    Trainer trainer(options, world.group(), model, *feed);
+    const auto result = trainer.run();
+    memory.peak = peak_resident_mib();
+    memory.pss = proportional_mib();
+    std::string file;  // the model alone
+    bool leads = world.rank() == 0;
+    nlohmann::ordered_json report;
+    const bool meets = !result.stopped || !options.save.empty();
+    if (meets) {
+      trainer.together([&](const Group& present) {
+        nlohmann::ordered_json params_per_rank;
+        if (has_topology(options.strategy)) params_per_rank = digests_of_ranks(present, *model);
+        const auto whole = trainer.whole_parameters();
+        leads = present.rank() == 0;
+        if (leads && !options.save.empty()) file = save_model(options, *model);
+        if (!result.stopped) {
+          report = make_report(options, world, present, *model, result, memory, params_per_rank);
+        }
+      });
+    }
+    if (result.stopped && !result.checkpoint.empty()) return leave_interrupted(leads, "checkpoint", result.checkpoint);
+    if (result.stopped) return leave_interrupted(leads, "model", file);
+    // First what cannot fail: a place that could be written at the start may have gone meanwhile.
+    if (leads && options.json != "-") summarise(report, result, options, world, file);
+    if (leads && options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
+    std::fflush(stdout);
+    if (leads && !options.json.empty()) write_json(options.json, report);
+    if (!options.trace.empty()) {
+      write_trace(options.trace, *world_options.timeline, world.rank(), clock);
+    }
+    return 0;
+  } catch (const Error& error) {
+    // Peers that went first cannot help any more, or do other things by now. All else is said.
+    const bool of_peers =
+        dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const DisagreeError*>(&error) != nullptr;
+    if (interrupted != 0 && of_peers) return leave_interrupted(world.rank() == 0, "", "");
+    throw;
+  }
+}
+
+// The ranks of the training. UsageError where the command line and the launcher contradict each other.
+int ranks_of(const TrainOptions& options, const Placement& placement) {
+  const bool started = placement.source != "alone";
+  if (started && options.ranks && *options.ranks != placement.size) {
+    throw UsageError(fmt::format("--ranks {} contradicts the world of {} that {} describe", *options.ranks,
+                                 placement.size, placement.source));
+  }
+  const int ranks = started ? placement.size : options.strategy == "none" ? 1 : options.ranks.value_or(2);
+  if (options.strategy == "none" && ranks != 1) throw UsageError("--strategy none trains in one process");
+  if (options.transport == "mpi" && !started && ranks > 1) {
+    throw UsageError(fmt::format("--transport mpi: start the ranks with mpirun -n {} shoal train ...", ranks));
+  }
+  return ranks;
+}
+
+// What every rank would find wrong, each with an error of its own, and what would be found after the training.
+void check_start(const TrainOptions& options, const Placement& placement, int ranks) {
+  if (options.strategy == "decentralized") check_decentralized(options, ranks);
+  const bool hosts_known = placement.source == "alone" || options.topology_local_size > 1;
+  if (options.strategy == "hybrid_gossip" && hosts_known) check_hybrid_gossip(options, ranks);
+  check_data(options);
+  require_open_files(ranks);
+  if (ranks > 1 && (options.transport == "auto" || options.transport == "host")) require_file_size(arena_bytes);
+  require_writable_folder("--trace", options.trace);
+  if (placement.rank != 0) return;
+  require_writable_folder("--save", options.save);
+  require_writable_file("--json", options.json);
+  require_writable_file("--metrics", options.metrics);
+}
+
+int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
+  if (placement.source != "alone" || ranks == 1) return train_rank(options);
+  return launch({.ranks = ranks,
+                 .command = line,
+                 .threads = threads_per_rank(options, ranks),
+                 .prefix_output = false,
+                 .flight_recorder = options.flight_recorder,
+                 .keep_going = has_topology(options.strategy)});
+}
+
+}  // namespace
+
+void add_train_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen) {
+  auto* command = app.add_subcommand("train", "train a built-in model on built-in or own data");
+  const auto options = std::make_shared<TrainOptions>();
+  add_train_options(*command, *options);
+  command->callback([command, options, &line, &chosen] {
+    options->complete();
+    refuse_foreign_options(*command, *options);
+    const auto placement = find_placement({}, process_environment());
+    const int ranks = ranks_of(*options, placement);
+    check_start(*options, placement, ranks);
+    chosen = [options, placement, ranks, &line] { return train(*options, placement, ranks, line); };
+  });
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,87 @@
+#pragma once
+// What `shoal train` was asked to do.
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "shoal/ddp.h"
+#include "shoal/local_sgd.h"
+#include "shoal/megatron.h"
+#include "shoal/optimizer_in_backward.h"
+#include "shoal/zero.h"
+
+namespace shoal::cli {
+
+struct TrainOptions {
+  std::string model = "cnn";
+  std::string size = "tiny";
+  std::string data = "fashion-mnist";
+  std::string init;  // default: reference with --data reference, torch otherwise
+  std::string strategy = "ddp";
+  std::optional<int> ranks;  // default: the environment's, else 2
+  int threads = 0;           // per rank; 0: cores / ranks
+  std::string transport = "auto";
+  std::string optimizer = "adamw";
+  std::optional<double> lr;
+  std::optional<int64_t> accum_iter;  // steps
+  std::string schedule = "constant";
+  std::optional<int64_t> warmup_steps;
+  std::optional<int64_t> decay_every;  // steps
+  std::optional<double> decay_factor;
+  int64_t batch = 0;  // samples per micro-batch and rank; 0: 4 for reference data, 64 otherwise
+  int accumulate = 1;
+  std::optional<int64_t> steps;
+  std::optional<int> epochs;
+  std::string dtype = "float32";
+  uint64_t seed = 1;
+  bool eval = false;
+  std::string save;
+  int64_t save_every = 0;
+  int64_t keep_last = 0;  // of the checkpoints in `save`; 0: all
+  std::string resume;     // path, or "latest"
+  bool partial = false;   // what it has of the model alone
+  std::string trace;      // folder
+  std::string json;
+  std::string compress = "none";      // what gradients travel as; see make_hook
+  double clip = 0;                    // largest norm of the gradients; 0: no clipping
+  std::string optimizer_in_backward;  // exact, stale, per_bucket; empty: after it
+  int timeout_seconds = 300;
+  bool check_agreement = false;
+  DistributedDataParallelOptions ddp;
+  ShardedDataParallelOptions zero2;
+  DistributedOptimizerOptions megatron;
+  std::string topology = "one-peer-exp";
+  std::string topology_file;  // in its place
+  int topology_local_size = 1;
+  double neighbour_timeout = 5;  // seconds
+  std::string exchange_dtype = "float32";
+  LocalUpdatesOptions local_updates{.every = 20, .average_buffers = true};  // `outer` is as the strategy says
+  std::string reduce_dtype;        // local_sgd, slowmo, diloco; empty: the parameters' own
+  std::optional<double> outer_lr;  // slowmo, diloco; default: theirs
+  std::optional<double> outer_momentum;
+  std::string flight_recorder;  // folder
+  std::string metrics;          // file
+  bool logging_data = false;    // print it at the end
+
+  bool reference_data() const { return data == "reference"; }
+  bool text_data() const { return data.rfind("text:", 0) == 0; }
+  // What --data says after its colon.
+  std::optional<std::string> data_path() const {
+    const auto colon = data.find(':');
+    return colon == std::string::npos ? std::nullopt : std::optional(data.substr(colon + 1));
+  }
+  bool takes_local_updates() const { return strategy == "local_sgd" || strategy == "slowmo" || strategy == "diloco"; }
+  // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
+  Precision precision() const;
+  WholeGradient whole_gradient() const;
+  at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
+
+  // Fills in defaults that depend on other options; throws UsageError that names the option and what is allowed.
+  void complete();
+};
+
+void add_train_options(CLI::App& command, TrainOptions& options);
+
+}  // namespace shoal::cli

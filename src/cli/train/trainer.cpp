@@ -1,0 +1,299 @@
+#include "cli/train/trainer.h"
+
+#include <fmt/format.h>
+
+#include <chrono>
+
+#include "cli/machine.h"
+#include "cli/strategies/optimizers.h"
+#include "cli/strategies/schedules.h"
+#include "cli/train/common_values.h"
+#include "cli/train/metrics.h"
+#include "models/loss.h"
+#include "shoal/error.h"
+#include "shoal/telemetry.h"
+
+namespace shoal::cli {
+
+using Clock = std::chrono::steady_clock;
+
+volatile std::sig_atomic_t interrupted = 0;
+
+namespace {
+
+constexpr const char* steps_per_epoch = "steps_per_epoch";  // of a position
+
+double mebibytes(const std::vector<at::Tensor>& tensors) {
+  double bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<double>(tensor.nbytes());
+  return bytes / (1 << 20);
+}
+
+// What the optimizer updates in a wider dtype than the model's.
+std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, const models::Model& model) {
+  const auto dtype = model.parameters().front().scalar_type();
+  std::vector<at::Tensor> list;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      if (parameter.scalar_type() != dtype) list.push_back(parameter);
+    }
+  }
+  return list;
+}
+
+}  // namespace
+
+Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed)
+    : options_(options),
+      group_(group),
+      model_(std::move(model)),
+      feed_(feed),
+      strategy_(make_strategy(options, model_, group, total_steps())),
+      meeting_(*strategy_, group),
+      schedule_(make_schedule(options, strategy_->optimizer(), total_steps())),
+      training_(options.save.empty() && options.resume.empty() ? std::nullopt : strategy_->training_state(group)) {
+  if (training_ && schedule_) training_->with(*schedule_);
+}
+
+int64_t Trainer::total_steps() const {
+  return options_.steps ? *options_.steps : *feed_.steps_per_epoch() * *options_.epochs;
+}
+
+// One optimizer step; returns the mean loss over its micro-batches.
+double Trainer::step(int64_t number, TrainResult& result) {
+  const auto before = group_.statistics();
+  const auto precision = options_.precision();
+  auto* timeline = timeline_of(group_);
+  const TimedScope whole(timeline, "step", number);
+  double loss_sum = 0;
+  for (int micro = 0; micro < options_.accumulate; ++micro) {
+    const auto batch = feed_.next(number, micro);
+    const auto loss = [&] {
+      const TimedScope scope(timeline, "forward", number);
+      return models::loss_of(strategy_->forward(precision.input(batch.data)), batch.target);
+    }();
+    const TimedScope scope(timeline, "backward", number);
+    const bool last = micro + 1 == options_.accumulate;
+    strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss, last);
+    loss_sum += loss.item<double>();
+  }
+  result.wait_ms.push_back(1e3 * (group_.statistics().waited_s - before.waited_s));
+  const TimedScope scope(timeline, "optimizer", number);
+  const auto start = Clock::now();
+  strategy_->step();
+  if (result.loss.empty()) result.grads_mib = mebibytes(strategy_->gradients());
+  strategy_->zero_grad();
+  result.update_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+  result.sent.push_back(group_.statistics().bytes - before.bytes);
+  return loss_sum / options_.accumulate;
+}
+
+// Ranks that need each other to save end with the same step; one that is interrupted while they agree, with the next.
+bool Trainer::is_interrupted(int64_t number) const {
+  const bool alone = strategy_->in_step() ? has_whole_model() && !training_ : !strategy_->bound();
+  if (alone) return interrupted != 0;
+  auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
+  strategy_->bound().value_or(group_).all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
+  return anywhere.item<int>() != 0;
+}
+
+int64_t Trainer::resume() {
+  if (options_.resume.empty()) return 0;
+  if (options_.partial) {
+    const auto found = load(options_.resume, *training_, {.partial = true});
+    if (group_.rank() == 0) fmt::print(stderr, "starting with what {} has of the model\n", found.path.string());
+    return 0;
+  }
+  // Param groups are as this command's options say.
+  const auto loaded = load(options_.resume, *training_, {.rates = false, .options = false});
+  auto first = loaded.step;
+  const auto position = nlohmann::json::parse(loaded.position, nullptr, /*allow_exceptions=*/false);
+  const auto per_epoch = feed_.steps_per_epoch();
+  if (per_epoch && position.is_object()) {
+    // Ranks or batches may have been others: the part of the epoch counts.
+    const auto before = position.value(steps_per_epoch, *per_epoch);
+    if (before > 0 && before != *per_epoch) first = first * *per_epoch / before;
+  }
+  if (first >= total_steps()) {
+    throw UsageError(
+        fmt::format("--resume {}: it is of step {}, and this training ends after step {}; give more steps "
+                    "or epochs",
+                    loaded.path.string(), first, total_steps()));
+  }
+  if (schedule_ && first != loaded.step) schedule_->set_position(first);
+  if (group_.rank() == 0) {
+    fmt::print(stderr, "going on after step {} of {}{}\n", first, loaded.path.string(),
+               loaded.exact ? "" : fmt::format(" ({} at {} ranks)", loaded.strategy, loaded.ranks));
+    for (const auto& difference : loaded.differences) fmt::print(stderr, "{}\n", difference);
+  }
+  return first;
+}
+
+void Trainer::begin_epoch(int64_t number, int64_t first) {
+  const auto per_epoch = feed_.steps_per_epoch();
+  const int64_t epoch = per_epoch ? number / *per_epoch : 0;
+  const int64_t done = per_epoch ? number % *per_epoch : number;
+  if (done != 0 && number != first) return;
+  feed_.begin_epoch(epoch);
+  feed_.skip(done);
+}
+
+void Trainer::save(int64_t steps, bool in_background) {
+  nlohmann::json position = nlohmann::json::object();
+  if (const auto per_epoch = feed_.steps_per_epoch()) position[steps_per_epoch] = *per_epoch;
+  const SaveOptions now{.step = steps, .position = position.dump(), .keep_last = options_.keep_last};
+  in_background ? save_async(options_.save, *training_, now) : shoal::save(options_.save, *training_, now);
+}
+
+bool Trainer::is_due(int64_t steps) const {
+  return training_ && options_.save_every > 0 && steps % options_.save_every == 0;
+}
+
+// A full disk does not end the training: what was saved before is still there. Nor does a rank that has ended, where
+// the others go on without it.
+void Trainer::tolerate(const std::function<void()>& saving) {
+  const auto say = [&](const Error& error) {
+    if (leads()) fmt::print(stderr, "shoal: {}; training goes on\n", error.what());
+  };
+  try {
+    saving();
+  } catch (const CheckpointError& error) {
+    say(error);
+  } catch (const CommError& error) {
+    if (strategy_->in_step()) throw;
+    say(error);
+  }
+}
+
+void Trainer::save_end(int64_t steps, TrainResult& result) {
+  if (options_.save.empty() || !training_) return;
+  try {
+    meeting_.together([&](const Group&) { save(steps, /*in_background=*/false); });
+    result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
+  } catch (const CommError& error) {
+    if (strategy_->in_step()) throw;
+    if (leads()) fmt::print(stderr, "shoal: no checkpoint of the end: {}\n", error.what());
+  }
+}
+
+void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& result) {
+  Evaluation evaluation;
+  meeting_.together([&](const Group& present) {
+    result.figures = strategy_->figures();
+    const auto whole = strategy_->whole_parameters();
+    // Running means of batch norms, which are saved as rank 0 has them. Under `local` each rank evaluates its own
+    // model.
+    std::optional<CommonValues> buffers;
+    if (options_.strategy != "local") buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
+    evaluation = evaluate(*model_, *feed_.test_data(), present, options_.precision());
+  });
+  result.eval.push_back(evaluation);
+  progress.clear();
+  if (!leads()) return;
+  fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %", epoch + 1, evaluation.loss, 100 * evaluation.accuracy);
+  for (const auto& [name, value] : result.figures) {
+    if (name == "consensus_distance") fmt::print(", consensus distance {:.3g}", value);
+  }
+  fmt::print("\n");
+  std::fflush(stdout);
+}
+
+nlohmann::ordered_json Trainer::metrics_of(int64_t number, int64_t first, const TrainResult& result) const {
+  nlohmann::ordered_json line{{"step", number},
+                              {"seconds", result.seconds},
+                              {"loss", result.loss.back()},
+                              {"lr", result.lr.back()},
+                              {"step_ms", result.step_ms.back()},
+                              {"wait_ms", result.wait_ms.back()},
+                              {"update_ms", result.update_ms.back()},
+                              {"samples", result.samples * group_.size()}};
+  if (!is_sampled(number - first)) return line;
+  if (const auto logging = strategy_->logging_data()) {
+    line["forward_ms"] = logging->last.forward;
+    line["backward_ms"] = logging->last.backward;
+    line["communication_ms"] = logging->last.communication;
+    line["overlap_ms"] = logging->last.overlap;
+  }
+  return line;
+}
+
+TrainResult Trainer::run() {
+  const auto per_epoch = feed_.steps_per_epoch();
+  const int64_t total = total_steps();
+  const int64_t samples_per_step = options_.batch * options_.accumulate;
+  auto& optimizer = strategy_->optimizer();
+  TrainResult result;
+  const int64_t first = resume();
+  const auto before = group_.statistics();
+  const auto wire = loopback_bytes();
+  const bool in_step = strategy_->in_step();
+  bool reports = group_.rank() == 0;
+  Metrics metrics(reports ? options_.metrics : "");
+  Progress progress(reports, total - first, "samples");
+  // Where the rank that did so has ended.
+  const auto take_over = [&] {
+    if (reports || !leads()) return;
+    reports = true;
+    metrics = Metrics(options_.metrics, Metrics::Start::behind);
+    progress.enable();
+  };
+  int64_t number = first;
+  for (; number < total && !result.stopped; ++number) {
+    // Ranks that go on without each other make the first step together.
+    const bool stops = is_interrupted(number) && (in_step || number > first);
+    if (meeting_.meet(number, /*due=*/false, stops) == Meeting::Outcome::stop) {
+      result.stopped = true;
+      break;
+    }
+    const int64_t epoch = per_epoch ? number / *per_epoch : 0;
+    begin_epoch(number, first);
+    feed_.prepare(number);
+    const auto start = Clock::now();
+    result.lr.push_back(optimizer.param_groups().front().options().get_lr());
+    result.loss.push_back(step(number, result));
+    if (schedule_) schedule_->step();
+    const std::chrono::duration<double> duration = Clock::now() - start;
+    result.seconds += duration.count();
+    result.step_ms.push_back(1e3 * duration.count());
+    result.samples += samples_per_step;
+    take_over();
+    if (metrics.wanted()) metrics.write(metrics_of(number, first, result));
+    progress.update(number + 1 - first, result.samples * group_.size(), result.loss.back(), strategy_->note());
+    const bool ends = number + 1 == total;
+    const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
+    const bool evaluates = options_.eval && (epoch_ends || ends);
+    const bool saves = is_due(number + 1) && !ends;
+    if (!evaluates && !saves && !ends) continue;
+    const auto outcome = meeting_.meet(number + 1, /*due=*/true, !in_step && interrupted != 0);
+    result.stopped = outcome == Meeting::Outcome::stop && !ends;
+    if (outcome == Meeting::Outcome::go_on || result.stopped) continue;
+    if (evaluates) {
+      evaluate_model(epoch, progress, result);
+      take_over();
+      nlohmann::ordered_json line{{"step", number},
+                                  {"eval_loss", result.eval.back().loss},
+                                  {"eval_accuracy", result.eval.back().accuracy},
+                                  {"eval_count", result.eval.back().count}};
+      for (const auto& [name, value] : result.figures) line[name] = value;
+      metrics.write(line);
+    }
+    if (!saves) continue;
+    progress.clear();
+    tolerate([&] { meeting_.together([&](const Group&) { save(number + 1, /*in_background=*/true); }); });
+  }
+  if (training_) tolerate([&] { training_->wait(); });
+  if (result.stopped) interrupted = 1;  // also where only a peer was
+  result.params_mib = mebibytes(strategy_->parameters());
+  for (const auto* local : strategy_->local_optimizers()) {
+    result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));
+  }
+  if (!result.stopped) meeting_.together([&](const Group&) { result.figures = strategy_->figures(); });
+  result.logging = strategy_->logging_data();
+  const auto after = group_.statistics();
+  result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
+  result.wire_bytes = loopback_bytes() - wire;
+  save_end(number, result);
+  return result;
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,86 @@
+#pragma once
+// The training loop: the library's own example of use.
+
+#include <csignal>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/strategies/strategies.h"
+#include "cli/train/evaluate.h"
+#include "cli/train/feed.h"
+#include "cli/train/meeting.h"
+#include "cli/train/progress.h"
+#include "shoal/schedules.h"
+#include "shoal/world.h"
+
+namespace shoal::cli {
+
+// Set by SIGINT and SIGTERM; the trainer stops at the end of the step.
+extern volatile std::sig_atomic_t interrupted;
+
+struct TrainResult {
+  std::vector<double> loss;       // of this rank, mean over micro-batches, per step
+  std::vector<double> lr;         // of the first param group, per step
+  std::vector<double> step_ms;    // of this rank
+  std::vector<double> wait_ms;    // of which waiting for communication
+  std::vector<double> update_ms;  // of which the optimizer's step
+  std::vector<int64_t> sent;      // bytes of this rank's collectives, per step
+  GroupStatistics communication;  // of the whole training
+  double params_mib = 0;          // of this rank, by what they are; at the end of a step
+  double grads_mib = 0;
+  double state_mib = 0;
+  int64_t wire_bytes = 0;                               // over TCP between ranks of this host, all of them together
+  std::vector<Evaluation> eval;                         // per epoch
+  std::vector<std::pair<std::string, double>> figures;  // see Strategy
+  std::optional<LoggingData> logging;                   // the same
+  double seconds = 0;                                   // training alone, without evaluation and saving
+  int64_t samples = 0;                                  // of this rank
+  bool stopped = false;                                 // by an interrupt
+  std::string checkpoint;                               // of the training's end; empty: none
+};
+
+class Trainer {
+ public:
+  Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed);
+
+  // Trains to the end, or until interrupted, from where `--resume` says; saves where that is due. Collective.
+  TrainResult run();
+  // See Strategy.
+  std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
+  bool has_whole_model() const { return strategy_->has_whole_model(); }
+  // See Meeting.
+  void together(const std::function<void(const Group& present)>& work) { meeting_.together(work); }
+
+ private:
+  double step(int64_t number, TrainResult& result);
+  nlohmann::ordered_json metrics_of(int64_t number, int64_t first, const TrainResult& result) const;
+  // Whether this rank, or one of those with which it makes every step, was interrupted before this one.
+  bool is_interrupted(int64_t number) const;
+  bool leads() const { return strategy_->leader() == group_.rank(); }
+  int64_t total_steps() const;
+  // Returns the first step.
+  int64_t resume();
+  void begin_epoch(int64_t number, int64_t first);
+  // After so many steps. In the background: while training goes on.
+  void save(int64_t steps, bool in_background);
+  bool is_due(int64_t steps) const;
+  // Says what has not been saved.
+  void tolerate(const std::function<void()>& saving);
+  void save_end(int64_t steps, TrainResult& result);
+  void evaluate_model(int64_t epoch, Progress& progress, TrainResult& result);
+
+  const TrainOptions& options_;
+  Group group_;
+  std::shared_ptr<models::Model> model_;
+  Feed& feed_;
+  std::unique_ptr<Strategy> strategy_;
+  Meeting meeting_;
+  std::unique_ptr<LambdaLR> schedule_;
+  std::optional<TrainingState> training_;
+};
+
+}  // namespace shoal::cli

@@ -1,0 +1,76 @@
+#pragma once
+// What this process has called, over all its groups.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "comm/agreement/call_history.h"
+
+namespace shoal {
+
+// Thread-safe.
+class Activity {
+ public:
+  // What this rank calls in a group, for as long as the group lives.
+  std::shared_ptr<CallHistory> add_group(const std::string& name, bool keeps_calls) {
+    auto history = std::make_shared<CallHistory>(keeps_calls);
+    const std::lock_guard lock(mutex_);
+    std::erase_if(groups_, [](const auto& entry) { return entry.second.expired(); });
+    groups_[name] = history;
+    return history;
+  }
+  // None: there is no such group, or it has gone.
+  std::shared_ptr<CallHistory> history(const std::string& group) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = groups_.find(group);
+    return found == groups_.end() ? nullptr : found->second.lock();
+  }
+  // How many collectives, by group.
+  std::map<std::string, uint64_t> entered() const {
+    std::map<std::string, uint64_t> counts;
+    const std::lock_guard lock(mutex_);
+    for (const auto& [name, history] : groups_) {
+      if (const auto alive = history.lock()) counts[name] = alive->entered();
+    }
+    return counts;
+  }
+
+  // The calling thread issues or waits for an operation.
+  void seen() {
+    const auto& own = this_thread();
+    if (last_.load(std::memory_order_relaxed) == own.number) return;
+    const std::lock_guard lock(mutex_);
+    std::erase_if(threads_, [](const auto& thread) { return thread.second.expired(); });
+    threads_[own.number] = own.alive;
+    last_ = own.number;
+  }
+  // Whether more than one thread that has called operations is still there, and may call others.
+  bool several_threads() const {
+    const std::lock_guard lock(mutex_);
+    return std::count_if(threads_.begin(), threads_.end(),
+                         [](const auto& thread) { return !thread.second.expired(); }) > 1;
+  }
+
+ private:
+  struct Thread {
+    uint64_t number;  // the system's own are used again
+    std::shared_ptr<char> alive = std::make_shared<char>();
+  };
+  static const Thread& this_thread() {
+    static std::atomic<uint64_t> count = 0;
+    thread_local const Thread thread{++count};
+    return thread;
+  }
+
+  mutable std::mutex mutex_;
+  std::map<std::string, std::weak_ptr<CallHistory>> groups_;
+  std::map<uint64_t, std::weak_ptr<char>> threads_;  // that have called something, by number
+  std::atomic<uint64_t> last_ = 0;                   // which of them, last
+};
+
+}  // namespace shoal

@@ -1,0 +1,108 @@
+#include "shoal/group.h"
+
+#include <torch/utils.h>
+
+#include <algorithm>
+
+namespace shoal {
+namespace {
+
+void broadcast_chunk(const Group& group, const std::vector<at::Tensor>& chunk, int root, const Label& label) {
+  if (chunk.empty()) return;
+  int64_t numel = 0;
+  for (const auto& tensor : chunk) numel += tensor.numel();
+  auto flat = at::empty({numel}, chunk.front().options());
+  const auto each = [&](auto&& visit) {
+    int64_t offset = 0;
+    for (const auto& tensor : chunk) {
+      visit(tensor, flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+      offset += tensor.numel();
+    }
+  };
+  if (group.rank() == root) each([](const at::Tensor& tensor, const at::Tensor& piece) { piece.copy_(tensor); });
+  group.broadcast(flat, root, label).wait();
+  if (group.rank() != root) {
+    each([](const at::Tensor& tensor, const at::Tensor& piece) { tensor.copy_(piece); });
+  }
+}
+
+}  // namespace
+
+std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, int64_t chunk_bytes) {
+  std::vector<std::vector<at::Tensor>> chunks;
+  while (!tensors.empty()) {
+    const auto dtype = tensors.front().dtype();
+    const auto device = tensors.front().device();
+    std::vector<at::Tensor> chunk;
+    int64_t bytes = 0;
+    bool full = false;
+    std::erase_if(tensors, [&](const at::Tensor& tensor) {
+      if (full || tensor.dtype() != dtype || tensor.device() != device) return false;
+      full = !chunk.empty() && bytes + static_cast<int64_t>(tensor.nbytes()) > chunk_bytes;
+      if (full) return false;
+      chunk.push_back(tensor);
+      bytes += static_cast<int64_t>(tensor.nbytes());
+      return true;
+    });
+    chunks.push_back(std::move(chunk));
+  }
+  return chunks;
+}
+
+void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tensors, int root, const Label& label,
+                         int64_t chunk_bytes) {
+  torch::NoGradGuard no_grad;
+  // Writing through variable_data keeps autograd's version counters: what a graph saved of a buffer stays valid.
+  std::vector<at::Tensor> data;
+  for (const auto& tensor : tensors) data.push_back(tensor.variable_data());
+  for (const auto& chunk : coalesced(std::move(data), chunk_bytes)) broadcast_chunk(group, chunk, root, label);
+}
+
+SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::IntArrayRef sizes,
+                            const at::TensorOptions& options, double weight, const Label& label) {
+  torch::NoGradGuard no_grad;
+  const auto own = sparse.defined() ? sparse.coalesce() : at::Tensor();
+  const int64_t count = own.defined() ? own._nnz() : 0;
+  const int64_t sparse_dim = own.defined() ? own.sparse_dim() : 0;
+  // One small exchange: how many entries, how many sparse dimensions (0: this rank has no tensor), what weight. All of
+  // them are exact in float64.
+  constexpr int64_t fields = 3;
+  auto headers = at::empty({group.size() * fields}, at::kDouble);
+  group
+      .all_gather(headers,
+                  at::tensor({static_cast<double>(count), static_cast<double>(sparse_dim), weight}, at::kDouble), label)
+      .wait();
+  headers = headers.view({group.size(), fields});
+  SparseSum result{{}, headers.select(1, 2).sum().item<double>(), headers.select(1, 1).gt(0).sum().item<int64_t>()};
+  if (result.present == 0) return result;
+
+  const auto dims = static_cast<int64_t>(headers.select(1, 1).max().item<double>());
+  const auto longest = static_cast<int64_t>(headers.select(1, 0).max().item<double>());
+  std::vector<int64_t> row(sizes.begin() + dims, sizes.end());
+  int64_t row_numel = 1;
+  for (const auto size : row) row_numel *= size;
+  auto indices = at::zeros({dims, longest}, at::kLong);
+  auto values = at::zeros({longest, row_numel}, options.layout(at::kStrided));
+  if (count > 0) {
+    indices.narrow(1, 0, count).copy_(own.indices());
+    values.narrow(0, 0, count).copy_(own.values().reshape({count, row_numel}));
+  }
+  auto all_indices = at::empty({group.size(), dims, longest}, at::kLong);
+  auto all_values = at::empty({group.size(), longest, row_numel}, values.options());
+  group.all_gather(all_indices, indices, label).wait();
+  group.all_gather(all_values, values, label).wait();
+  std::vector<at::Tensor> index_list;
+  std::vector<at::Tensor> value_list;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto entries = static_cast<int64_t>(headers[rank][0].item<double>());
+    index_list.push_back(all_indices[rank].narrow(1, 0, entries));
+    value_list.push_back(all_values[rank].narrow(0, 0, entries));
+  }
+  const auto merged = at::cat(value_list);
+  row.insert(row.begin(), merged.size(0));
+  result.sum =
+      at::sparse_coo_tensor(at::cat(index_list, 1), merged.reshape(row), sizes, options.layout(at::kSparse)).coalesce();
+  return result;
+}
+
+}  // namespace shoal

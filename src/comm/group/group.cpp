@@ -1,0 +1,217 @@
+#include "shoal/group.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <set>
+
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/transport/recording.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+void require(bool condition, const Call& call, const std::string& what) {
+  if (!condition) throw UsageError(fmt::format("{}: {}", call.describe(), what));
+}
+
+void check(const Call& call, int rank, int size) {
+  for (const auto& tensors : {call.inputs, call.outputs}) {
+    for (const auto& tensor : tensors) {
+      require(tensor.defined() && tensor.is_contiguous(), call, "tensors must be defined and contiguous");
+    }
+  }
+  const bool has_peer = call.op == Op::reduce || call.op == Op::broadcast || call.op == Op::gather ||
+                        call.op == Op::scatter || call.op == Op::send || call.op == Op::recv;
+  require(!has_peer || (call.peer >= 0 && call.peer < size), call,
+          fmt::format("rank {} is not in a group of {}", call.peer, size));
+  require((call.op != Op::send && call.op != Op::recv) || call.peer != rank, call,
+          "a rank does not send to itself: copy the tensor");
+  const auto ranks = static_cast<size_t>(size);
+  for (const auto* list : {&call.inputs, &call.outputs}) {
+    require(list->size() <= 1 || list->size() == ranks, call, "a list of tensors needs one per rank");
+  }
+  if (call.inputs.size() != 1 || call.outputs.size() != 1) return;
+  const auto in = call.inputs[0].numel();
+  const auto out = call.outputs[0].numel();
+  require(call.inputs[0].dtype() == call.outputs[0].dtype(), call, "input and output differ in dtype");
+  if (call.op == Op::reduce_scatter) require(in == out * size, call, "input must be size() times the output");
+  if (call.op == Op::all_gather) require(out == in * size, call, "output must be size() times the input");
+  if (call.op == Op::all_to_all)
+    require(in == out && in % size == 0, call, "input and output must be size() equal parts");
+  require(call.op != Op::all_to_all || size == 1 || in == 0 || call.inputs[0].data_ptr() != call.outputs[0].data_ptr(),
+          call, "works out of place only: input and output must be different memory");
+}
+
+// Parts of unequal size may be empty on one rank only.
+bool is_empty(const Call& call) {
+  const bool lists = call.inputs.size() > 1 || call.outputs.size() > 1;
+  if (lists && call.op != Op::gather && call.op != Op::scatter) return false;
+  const auto empty = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
+  return call.op != Op::barrier && std::all_of(call.inputs.begin(), call.inputs.end(), empty) &&
+         std::all_of(call.outputs.begin(), call.outputs.end(), empty);
+}
+
+}  // namespace
+
+Group::Group(std::shared_ptr<GroupState> state) : state_(std::move(state)) {}
+
+int Group::rank() const {
+  return state_->rank;
+}
+int Group::size() const {
+  return static_cast<int>(state_->world_ranks.size());
+}
+const std::string& Group::name() const {
+  return state_->name;
+}
+std::string Group::transport() const {
+  return state_->transport->name();
+}
+int Group::world_rank(int rank) const {
+  return state_->world_ranks.at(rank);
+}
+
+Work issue(const Group& group, Call call) {
+  const auto& state = state_of(group);
+  check(call, group.rank(), group.size());
+  const auto failure = state->progress->failure.text();
+  if (!failure.empty()) {
+    throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", state->name, failure));
+  }
+  std::erase_if(state->progress->left_behind, [](const auto& work) { return work->done(); });
+  if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip it
+  const CallWatch watch(*state, call);
+  check_agreement(state, call);
+  return Work(std::make_unique<PendingWork>(state, std::move(call), watch));
+}
+
+Work Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) const {
+  return issue(
+      *this,
+      {.op = Op::all_reduce, .reduce = op, .inputs = {std::move(tensor)}, .outputs = {}, .label = std::move(label)});
+}
+
+Work Group::reduce(at::Tensor tensor, int root, ReduceOp op, Label label) const {
+  return issue(*this, {.op = Op::reduce,
+                       .reduce = op,
+                       .peer = root,
+                       .inputs = {std::move(tensor)},
+                       .outputs = {},
+                       .label = std::move(label)});
+}
+
+Work Group::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op, Label label) const {
+  return issue(*this, {.op = Op::reduce_scatter,
+                       .reduce = op,
+                       .inputs = {std::move(input)},
+                       .outputs = {std::move(output)},
+                       .label = std::move(label)});
+}
+
+Work Group::all_gather(at::Tensor output, at::Tensor input, Label label) const {
+  return issue(
+      *this,
+      {.op = Op::all_gather, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = std::move(label)});
+}
+
+Work Group::broadcast(at::Tensor tensor, int root, Label label) const {
+  return issue(
+      *this,
+      {.op = Op::broadcast, .peer = root, .inputs = {std::move(tensor)}, .outputs = {}, .label = std::move(label)});
+}
+
+Work Group::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root, Label label) const {
+  return issue(*this, {.op = Op::gather,
+                       .peer = root,
+                       .inputs = {std::move(input)},
+                       .outputs = std::move(outputs),
+                       .label = std::move(label)});
+}
+
+Work Group::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label) const {
+  return issue(*this, {.op = Op::scatter,
+                       .peer = root,
+                       .inputs = std::move(inputs),
+                       .outputs = {std::move(output)},
+                       .label = std::move(label)});
+}
+
+Work Group::all_to_all(at::Tensor output, at::Tensor input, Label label) const {
+  return issue(
+      *this,
+      {.op = Op::all_to_all, .inputs = {std::move(input)}, .outputs = {std::move(output)}, .label = std::move(label)});
+}
+
+Work Group::send(at::Tensor tensor, int destination, int tag, Label label) const {
+  return issue(*this, {.op = Op::send,
+                       .peer = destination,
+                       .tag = tag,
+                       .inputs = {std::move(tensor)},
+                       .outputs = {},
+                       .label = std::move(label)});
+}
+
+Work Group::recv(at::Tensor tensor, int source, int tag, Label label) const {
+  return issue(*this, {.op = Op::recv,
+                       .peer = source,
+                       .tag = tag,
+                       .inputs = {std::move(tensor)},
+                       .outputs = {},
+                       .label = std::move(label)});
+}
+
+Work Group::barrier(Label label) const {
+  return issue(*this, {.op = Op::barrier, .inputs = {}, .outputs = {}, .label = std::move(label)});
+}
+
+at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) const {
+  return state_->transport->allocate(numel, options);
+}
+
+Group Group::subgroup(const std::vector<int>& ranks) const {
+  const std::set<int> distinct(ranks.begin(), ranks.end());
+  if (ranks.empty() || distinct.size() != ranks.size() || *distinct.begin() < 0 || *distinct.rbegin() >= size()) {
+    throw UsageError(fmt::format("subgroup of ranks [{}]: they must be different and within 0 to {}",
+                                 fmt::join(ranks, ", "), size() - 1));
+  }
+  if (distinct.count(rank()) == 0) {
+    throw UsageError(fmt::format("subgroup of ranks [{}]: only its members make it, and this is rank {}",
+                                 fmt::join(ranks, ", "), rank()));
+  }
+  std::vector<int> world_ranks;
+  for (const int rank : ranks) world_ranks.push_back(world_rank(rank));
+  const int number = state_->progress->subgroups[ranks]++;
+  const auto name = fmt::format("{}[{}]#{}", state_->name, fmt::join(ranks, ","), number);
+  Group group(make_group_state(state_->world, name, world_ranks));
+  for (const auto& log : state_->logs) group = group.recorded(log);
+  return group;
+}
+
+Group Group::by_host() const {
+  const auto& peers = state_->world->meeting.peers;
+  const auto& own = peers[world_rank(rank())].host;
+  std::vector<int> ranks;
+  for (int other = 0; other < size(); ++other) {
+    if (peers[world_rank(other)].host == own) ranks.push_back(other);
+  }
+  return static_cast<int>(ranks.size()) == size() ? *this : subgroup(ranks);
+}
+
+GroupStatistics Group::statistics() const {
+  auto statistics = state_->progress->issued;
+  statistics.waited_s = state_->progress->waited_s;
+  return statistics;
+}
+
+Group Group::recorded(std::shared_ptr<CallLog> log) const {
+  auto copy = std::make_shared<GroupState>(*state_);
+  copy->transport = make_recording_transport(copy->transport, log, name());
+  copy->logs.push_back(std::move(log));
+  return Group(std::move(copy));
+}
+
+}  // namespace shoal

@@ -1,0 +1,246 @@
+#include "comm/group/group_state.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <thread>
+
+#include "comm/agreement/fingerprint.h"
+#include "comm/agreement/stuck_wait.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/transport/choose_transport.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+// Operations that never finished keep a transport's threads busy; joining them would block until their deadline, so a
+// failed group leaves its transport to the end of the process.
+GroupProgress::~GroupProgress() {
+  const bool busy = !failure.text().empty() ||
+                    std::any_of(left_behind.begin(), left_behind.end(), [](const auto& work) { return !work->done(); });
+  if (!busy || !transport->joins_threads()) return;
+  for (auto& work : left_behind) static_cast<void>(work.release());
+  new std::shared_ptr<Transport>(std::move(transport));
+}
+
+namespace {
+constexpr const char* check_suffix = "/checks";
+}  // namespace
+
+std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
+                                             std::vector<int> world_ranks) {
+  auto state = std::make_shared<GroupState>();
+  const int world_rank = world->placement.rank;
+  const auto found = std::find(world_ranks.begin(), world_ranks.end(), world_rank);
+  state->rank = static_cast<int>(found - world_ranks.begin());
+  state->name = std::move(name);
+  state->world_ranks = std::move(world_ranks);
+  state->world = std::move(world);
+  state->progress = std::make_shared<GroupProgress>();
+  state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
+  state->progress->transport = state->transport;
+  const bool is_check = state->name.ends_with(check_suffix);
+  const bool compares_later = state->world_ranks.size() > 1 && !state->transport->checks_agreement() && !is_check;
+  state->progress->calls = state->world->activity.add_group(state->name, compares_later);
+  if (auto* recorder = state->world->recorder.get()) {
+    state->progress->flight_group = recorder->add_group(state->name, state->world_ranks);
+  }
+  if (compares_later && state->world->options.check_agreement) {
+    state->progress->checks = make_group_state(state->world, state->name + check_suffix, state->world_ranks);
+  }
+  return state;
+}
+
+namespace {
+bool is_message(const Call& call) {
+  return call.op == Op::send || call.op == Op::recv;
+}
+
+// This host's peers are alive; of the others nothing is known, not even whether the link to them is.
+std::string who_may_be_late(const GroupState& group) {
+  const auto& peers = group.world->meeting.peers;
+  std::vector<int> elsewhere;
+  for (const int rank : group.world_ranks) {
+    if (peers[rank].host != peers[group.world->placement.rank].host) elsewhere.push_back(rank);
+  }
+  if (elsewhere.empty()) return "a rank is late, or does not call the same operations";
+  return fmt::format(
+      "a rank is late, does not call the same operations, or, as rank(s) {} on other hosts, cannot be reached",
+      fmt::join(elsewhere, ", "));
+}
+
+// True if this is the group's first one.
+bool set_failure(const GroupState& state, const std::string& why) {
+  if (auto* recorder = state.world->recorder.get()) recorder->failed(why);
+  return state.progress->failure.set(why);
+}
+}  // namespace
+
+void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call) {
+  if (!state->progress->checks || is_message(call)) return;
+  const Group checks(state->progress->checks);
+  const auto own = fingerprint_of(call, state->progress->calls->entered());
+  constexpr auto bytes = static_cast<int64_t>(sizeof own);
+  auto all = at::empty({checks.size() * bytes}, at::kByte);
+  auto mine = at::empty({bytes}, at::kByte);
+  std::memcpy(mine.data_ptr(), &own, sizeof own);
+  checks.all_gather(all, mine, call.label).wait();
+  std::vector<const Fingerprint*> prints;
+  for (int rank = 0; rank < checks.size(); ++rank) {
+    prints.push_back(reinterpret_cast<const Fingerprint*>(all.data_ptr<uint8_t>() + rank * bytes));
+  }
+  const auto difference = find_difference(prints, state->world_ranks);
+  if (!difference) return;
+  set_failure(*state, *difference);
+  throw DisagreeError(
+      fmt::format("{} (noticed by rank {} in group '{}')", *difference, state->world->placement.rank, state->name));
+}
+
+const std::shared_ptr<GroupState>& state_of(const Group& group) {
+  return group.state_;
+}
+
+PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch watch)
+    : group_(std::move(group)), call_(std::move(call)), watch_(watch), number_(group_->progress->issued.calls++) {
+  group_->progress->issued.bytes += call_.bytes();
+  group_->world->activity.seen();
+  if (!is_message(call_)) collective_ = group_->progress->calls->enter(call_);
+  try {
+    work_ = group_->transport->issue(call_);
+    watch_.issued(*group_);
+  } catch (const Error&) {
+    // A decorator's own; the transport below is intact, and has not seen this call, so that the next one has its
+    // number.
+    if (group_->world->recorder && !is_message(call_)) --group_->progress->collectives;
+    if (!is_message(call_)) group_->progress->calls->take_back();
+    throw;
+  } catch (const std::exception& error) {
+    fail_from(error);
+  }
+}
+
+PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, std::unique_ptr<TransportWork> work)
+    : group_(std::move(group)),
+      call_(std::move(call)),
+      watch_(*group_, call_, /*published=*/true),
+      number_(group_->progress->issued.calls),
+      published_(true),
+      work_(std::move(work)) {}
+
+void note(const Group& group, const std::string& text) {
+  const auto& state = *state_of(group);
+  if (auto* recorder = state.world->recorder.get()) recorder->note(state.progress->flight_group, text);
+}
+
+void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work) {
+  PendingWork(group, std::move(call), std::move(work)).wait();
+}
+
+PendingWork::~PendingWork() {
+  if (!work_ || finished_ || !group_->progress->failure.text().empty()) return;
+  if (std::uncaught_exceptions() > 0) {
+    if (work_->done()) {
+      watch_.finished(*group_, call_);
+    } else {
+      group_->progress->left_behind.push_back(std::move(work_));
+    }
+    return;
+  }
+  try {
+    wait();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group says it at its next call
+  }
+}
+
+bool PendingWork::done() {
+  return finished_ || work_->done();
+}
+
+void PendingWork::wait() {
+  if (finished_) return;
+  const auto start = Clock::now();
+  wait_to_the_end();
+  watch_.finished(*group_, call_, start);
+  group_->progress->waited_s += std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void PendingWork::wait_to_the_end() {
+  if (const auto failure = group_->progress->failure.text(); !failure.empty()) fail(-1, failure);
+  auto& world = *group_->world;
+  const auto deadline = Clock::now() + std::chrono::seconds(world.options.timeout_seconds);
+  constexpr Milliseconds slice(100);
+  world.activity.seen();
+  auto stuck = this->stuck();
+  bool last_chance = false;  // a peer may have ended in order after its part of this operation
+  while (true) {
+    const auto remaining = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
+    try {
+      finished_ = work_->wait_for(last_chance ? 5 * slice : slice, std::max(remaining, Milliseconds(1)));
+    } catch (const DisagreeError& error) {
+      if (group_->progress->transport->checks_agreement()) disagree(error.what());
+      fail_from(error);  // of some ranks and of a part of the operation
+    } catch (const std::exception& error) {
+      fail_from(error);
+    }
+    if (finished_) return stuck.finished();
+    if (const auto difference = stuck.look()) disagree(*difference);
+    if (const auto fault = world.liveness->check(group_->world_ranks)) {
+      if (last_chance) fail(fault->world_rank, fault->text);
+      last_chance = true;
+    }
+    if (remaining <= Milliseconds(0)) {
+      const auto missing = work_->waits_for();
+      fail(-1, fmt::format("not finished after {} s although no peer of this host is dead or stopped: {}",
+                           world.options.timeout_seconds, missing.empty() ? who_may_be_late(*group_) : missing));
+    }
+  }
+}
+
+StuckWait PendingWork::stuck() const {
+  return {*group_, call_, published_ || is_message(call_) ? std::nullopt : std::optional(collective_)};
+}
+
+void PendingWork::fail_from(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+  text = text.substr(0, text.find('\n'));
+  auto& liveness = *group_->world->liveness;
+  auto stuck = this->stuck();
+  for (const auto deadline = Clock::now() + Milliseconds(1500); Clock::now() < deadline;) {
+    if (const auto fault = liveness.check(group_->world_ranks)) fail(fault->world_rank, fault->text);
+    if (const auto difference = stuck.look_after_failure()) disagree(*difference);
+    std::this_thread::sleep_for(Milliseconds(20));
+  }
+  if (dynamic_cast<const DisagreeError*>(&error) != nullptr) disagree(stuck.tell(text));
+  if (const auto fault = liveness.first_failure()) fail(fault->world_rank, fault->text);
+  fail(-1,
+       fmt::format("the {} transport failed and no rank of this host is gone ({})", group_->transport->name(), text));
+}
+
+void PendingWork::disagree(const std::string& difference) {
+  set_failure(*group_, difference);
+  // Where the transport tells nobody, the store does, and others have to look there yet.
+  if (!group_->progress->transport->checks_agreement()) group_->world->liveness->stay_for_others();
+  throw DisagreeError(fmt::format("{} (noticed by rank {} in group '{}')", difference, group_->world->placement.rank,
+                                  group_->name));
+}
+
+void PendingWork::fail(int rank, const std::string& why) {
+  auto& state = *group_;
+  if (state.progress->failure.text().empty()) {
+    if (const auto difference = stuck().told()) disagree(*difference);
+  }
+  if (set_failure(state, why)) {
+    state.world->liveness->publish(rank, why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
+  }
+  const auto found = std::find(state.world_ranks.begin(), state.world_ranks.end(), rank);
+  throw CommError(fmt::format("{} (noticed by rank {} in group '{}', operation #{}: {})", why,
+                              state.world->placement.rank, state.name, number_, call_.describe()),
+                  found == state.world_ranks.end() ? -1 : static_cast<int>(found - state.world_ranks.begin()));
+}
+
+}  // namespace shoal

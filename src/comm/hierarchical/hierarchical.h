@@ -1,0 +1,29 @@
+#pragma once
+// A group over several hosts: ranks of one host share memory, every local rank carries its own range to the other
+// hosts.
+
+#include <memory>
+
+#include "comm/hierarchical/host_grid.h"
+#include "comm/transport/transport.h"
+
+namespace shoal {
+
+struct HierarchicalParts {
+  HostGrid grid;
+  std::shared_ptr<Transport> up;      // ranks of this host, before the network
+  std::shared_ptr<Transport> down;    // the same ranks, after it
+  std::shared_ptr<Transport> across;  // the ranks at this rank's place on every host, by host
+  std::shared_ptr<Transport> flat;    // all ranks, for operations whose data differ for every pair of ranks
+};
+
+// S bytes on H hosts with L ranks each; what every host sends is the minimum:
+//   all_reduce       reduce-scatter inside, all-reduce of S / L across, all-gather inside      2 (H - 1) / H S per host
+//   reduce_scatter   reduce-scatter inside, all-to-all across and sum                          (H - 1) / H S
+//   all_gather       all-gather across, all-gather inside                                      (H - 1) / H S
+//   broadcast        scatter inside, broadcast of S / L across, all-gather inside              S to each other host
+//   reduce           reduce-scatter inside, gather of S / L across and sum, gather inside      S from each other host
+// 16-bit sums are rounded once per level.
+std::shared_ptr<Transport> make_hierarchical_transport(HierarchicalParts parts);
+
+}  // namespace shoal

@@ -1,0 +1,145 @@
+#include "comm/mpi/mpi_process.h"
+
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+#include "comm/mpi/mpi_work.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/store/store.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+// What outlives main: never destroyed.
+struct Process {
+  std::mutex mutex;
+  std::chrono::seconds patience{0};  // for the other ranks to end
+};
+
+Process& process() {
+  static auto* process = new Process;
+  return *process;
+}
+
+bool is_finalized() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  return finalized != 0;
+}
+
+// MPI_Finalize waits for all ranks without end, so it is called only when all are known to come. A rank that has failed
+// just ends: mpirun says so and ends the others.
+void finalize(int exit_code, void*) {
+  if (exit_code != 0 || is_finalized()) return;
+  MPI_Request request = MPI_REQUEST_NULL;
+  if (MPI_Ibarrier(MPI_COMM_WORLD, &request) != MPI_SUCCESS) return;
+  const auto deadline = std::chrono::steady_clock::now() + process().patience;
+  for (int arrived = 0; arrived == 0 || any_in_flight();) {
+    advance_all();
+    if (MPI_Test(&request, &arrived, MPI_STATUS_IGNORE) != MPI_SUCCESS) return;
+    if (std::chrono::steady_clock::now() > deadline) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  MPI_Finalize();
+}
+
+bool started_by_mpirun(const Environment& environment) {
+  for (const auto* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK"}) {
+    if (environment(name)) return true;
+  }
+  return false;
+}
+
+void initialize() {
+  int provided = 0;
+  check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
+  check_mpi(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  on_exit(finalize, nullptr);
+}
+
+// Groups made at the same time need different tags only where they share ranks; equal ranks are made in order.
+int tag_of(const std::vector<int>& world_ranks) {
+  uint32_t hash = 2166136261U;
+  for (const int rank : world_ranks) hash = (hash ^ static_cast<uint32_t>(rank)) * 16777619U;
+  constexpr uint32_t tags = 32768;  // what every MPI has at least
+  return static_cast<int>(hash % tags);
+}
+
+MPI_Comm create(const std::vector<int>& world_ranks) {
+  MPI_Group all = MPI_GROUP_NULL;
+  MPI_Group some = MPI_GROUP_NULL;
+  MPI_Comm communicator = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_group(MPI_COMM_WORLD, &all), "MPI_Comm_group");
+  check_mpi(MPI_Group_incl(all, static_cast<int>(world_ranks.size()), world_ranks.data(), &some), "MPI_Group_incl");
+  check_mpi(MPI_Comm_create_group(MPI_COMM_WORLD, some, tag_of(world_ranks), &communicator), "MPI_Comm_create_group");
+  check_mpi(MPI_Comm_set_errhandler(communicator, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  MPI_Group_free(&some);
+  MPI_Group_free(&all);
+  return communicator;
+}
+
+}  // namespace
+
+void check_mpi(int code, const char* function) {
+  if (code == MPI_SUCCESS) return;
+  char text[MPI_MAX_ERROR_STRING];
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  throw std::runtime_error(fmt::format("{}: {}", function, std::string(text, static_cast<size_t>(length))));
+}
+
+void start_mpi(const WorldState& world, const Environment& environment) {
+  const std::lock_guard lock(process().mutex);
+  process().patience = std::chrono::seconds(world.options.timeout_seconds);
+  const auto& placement = world.placement;
+  int initialized = 0;
+  check_mpi(MPI_Initialized(&initialized), "MPI_Initialized");
+  if (initialized == 0) {
+    if (!started_by_mpirun(environment)) {
+      throw UsageError(
+          fmt::format("transport mpi: start the ranks with mpirun -n {}; this one has none of its variables "
+                      "(OMPI_COMM_WORLD_SIZE, PMI_SIZE, PMIX_RANK)",
+                      placement.size));
+    }
+    initialize();
+  }
+  if (is_finalized()) throw UsageError("transport mpi: the program has shut MPI down");
+  int threads = 0;
+  int rank = 0;
+  int size = 0;
+  check_mpi(MPI_Query_thread(&threads), "MPI_Query_thread");
+  check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &size), "MPI_Comm_size");
+  if (threads < MPI_THREAD_MULTIPLE) {
+    throw UsageError("transport mpi: MPI runs without MPI_THREAD_MULTIPLE; ask MPI_Init_thread for it");
+  }
+  if (rank != placement.rank || size != placement.size) {
+    throw UsageError(
+        fmt::format("transport mpi: this is rank {} of {} for MPI but rank {} of {} by {}: start the ranks "
+                    "with mpirun -n {}, and let its variables number them",
+                    rank, size, placement.rank, placement.size, placement.source, placement.size));
+  }
+}
+
+MpiCommunicator::MpiCommunicator(const WorldState& world, const std::vector<int>& world_ranks) {
+  const auto limit = std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  try {
+    const auto made = within(limit, [world_ranks] { return create(world_ranks); });
+    if (!made) throw std::runtime_error(fmt::format("not all of them made the group within {} s", limit.count()));
+    communicator_ = *made;
+  } catch (const std::runtime_error& error) {
+    throw CommError(fmt::format("cannot connect {} ranks over MPI: {}", world_ranks.size(), error.what()));
+  }
+}
+
+// Local in every MPI that we know, though the standard would allow it to wait for the other ranks.
+MpiCommunicator::~MpiCommunicator() {
+  if (!is_finalized()) MPI_Comm_free(&communicator_);
+}
+
+}  // namespace shoal

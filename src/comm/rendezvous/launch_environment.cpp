@@ -1,0 +1,134 @@
+#include "comm/rendezvous/launch_environment.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <functional>
+
+#include "base/limits.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+struct Source {
+  const char* rank;
+  const char* size;
+};
+
+// One launcher each; a job started by torchrun inside an sbatch script also carries Slurm's variables, so the first
+// source that is present is used as a whole.
+constexpr Source sources[] = {{"RANK", "WORLD_SIZE"},
+                              {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                              {"PMI_RANK", "PMI_SIZE"},
+                              {"SLURM_PROCID", "SLURM_NTASKS"}};
+
+int to_int(const std::string& name, const std::string& text) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    throw UsageError(fmt::format("{}='{}' is not a number", name, text));
+  }
+  return value;
+}
+
+// The first host of Slurm's compressed list: "node[03-07,12],other1" -> "node03".
+std::string first_host(const std::string& list) {
+  const auto bracket = list.find('[');
+  const auto comma = list.find(',');
+  if (bracket == std::string::npos || comma < bracket) return list.substr(0, comma);
+  const auto end = list.find_first_of(",-]", bracket);
+  return list.substr(0, bracket) + list.substr(bracket + 1, end - bracket - 1);
+}
+
+// A port that differs from job to job on one host and is the same on all ranks of a job.
+int port_from(const std::string& job) {
+  return 20000 + static_cast<int>(std::hash<std::string>()(job) % 12000);
+}
+
+void find_rank(Placement& placement, const WorldOptions& options, const Environment& environment) {
+  if (options.rank && options.size) {
+    placement.rank = *options.rank;
+    placement.size = *options.size;
+    placement.source = "options";
+    return;
+  }
+  for (const auto& source : sources) {
+    const auto rank = environment(source.rank);
+    const auto size = environment(source.size);
+    if (!rank && !size) continue;
+    // A shell inside an allocation has SLURM_NTASKS but is not a task of it.
+    const bool slurm = std::string(source.rank) == "SLURM_PROCID";
+    if (slurm && !rank) continue;
+    if (!rank || !size) {
+      throw UsageError(fmt::format("{} is set but {} is not: set both, or neither to run alone",
+                                   rank ? source.rank : source.size, rank ? source.size : source.rank));
+    }
+    placement.rank = to_int(source.rank, *rank);
+    placement.size = to_int(source.size, *size);
+    placement.source = fmt::format("{} and {}", source.rank, source.size);
+    return;
+  }
+  placement.source = "alone";
+}
+
+void find_address(Placement& placement, const WorldOptions& options, const Environment& environment) {
+  const auto address = environment("MASTER_ADDR");
+  const auto port = environment("MASTER_PORT");
+  const bool slurm = placement.source.rfind("SLURM", 0) == 0;
+  placement.address = options.address.value_or(address.value_or("127.0.0.1"));
+  if (!options.address && !address && slurm && environment("SLURM_NNODES").value_or("1") != "1") {
+    const auto nodes = environment("SLURM_STEP_NODELIST");
+    if (!nodes) throw UsageError("several Slurm nodes but no SLURM_STEP_NODELIST; set MASTER_ADDR");
+    placement.address = first_host(*nodes);
+  }
+  if (options.port || port) {
+    placement.port = options.port ? *options.port : to_int("MASTER_PORT", *port);
+  } else if (const auto job = environment("PMIX_NAMESPACE"); job && placement.source.rfind("OMPI", 0) == 0) {
+    placement.port = port_from(*job);
+  } else if (const auto id = environment("SLURM_JOB_ID"); id && slurm) {
+    placement.port = port_from(*id + "." + environment("SLURM_STEP_ID").value_or("0"));
+  } else {
+    placement.port = 29500;
+  }
+}
+
+// What the launcher calls the job.
+std::string find_name(const Placement& placement, const Environment& environment) {
+  if (const auto own = environment("SHOAL_JOB_ID")) return *own;
+  if (placement.source.rfind("RANK", 0) == 0) return environment("TORCHELASTIC_RUN_ID").value_or("");
+  if (placement.source.rfind("OMPI", 0) == 0) return environment("PMIX_NAMESPACE").value_or("");
+  if (placement.source.rfind("SLURM", 0) != 0) return "";
+  const auto id = environment("SLURM_JOB_ID");
+  return id ? *id + "." + environment("SLURM_STEP_ID").value_or("0") : "";
+}
+
+}  // namespace
+
+Placement find_placement(const WorldOptions& options, const Environment& environment) {
+  Placement placement;
+  find_rank(placement, options, environment);
+  find_address(placement, options, environment);
+  placement.job = JobIdentity(find_name(placement, environment), environment("SHOAL_SECRET").value_or(""));
+  // torchrun's agent and `shoal launch` serve the store themselves and say so; this holds for their own ranks only.
+  placement.store_is_served = placement.source == "RANK and WORLD_SIZE" && !options.address && !options.port &&
+                              environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
+  if (placement.store_is_served) placement.generation = environment("TORCHELASTIC_RESTART_COUNT").value_or("0");
+  if (placement.size < 1) {
+    throw UsageError(fmt::format("world size {} ({}): it must be at least 1", placement.size, placement.source));
+  }
+  if (placement.size > max_ranks) {
+    throw UsageError(
+        fmt::format("world size {} ({}): it may be at most {}", placement.size, placement.source, max_ranks));
+  }
+  if (placement.rank < 0 || placement.rank >= placement.size) {
+    throw UsageError(fmt::format("rank {} of a world of {} ({}): ranks are 0 to {}", placement.rank, placement.size,
+                                 placement.source, placement.size - 1));
+  }
+  if (placement.port < 1 || placement.port > 65535) {
+    throw UsageError(fmt::format("MASTER_PORT {}: a port is 1 to 65535", placement.port));
+  }
+  return placement;
+}
+
+}  // namespace shoal

@@ -1,0 +1,311 @@
+#include "comm/rendezvous/rendezvous.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <chrono>
+#include <sstream>
+#include <thread>
+
+#include "base/printable.h"
+#include "comm/store/authenticated_store.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::chrono::seconds leaving_limit(5);
+
+// What a rank tells the others, as text: "SIZE PID START PAGE NONCE HOST".
+struct Record {
+  int size = 0;
+  Peer peer;
+};
+
+std::string to_text(const Record& record) {
+  const auto& peer = record.peer;
+  return fmt::format("{} {} {} {} {} {}", record.size, peer.process.pid, peer.process.start_time, peer.page.descriptor,
+                     peer.page.nonce, peer.host);
+}
+
+Record from_text(const std::string& text) {
+  std::istringstream in(text);
+  Record record;
+  auto& peer = record.peer;
+  in >> record.size >> peer.process.pid >> peer.process.start_time >> peer.page.descriptor >> peer.page.nonce >>
+      peer.host;
+  peer.page.pid = peer.process.pid;
+  return record;
+}
+
+bool same_process(const Peer& a, const Peer& b) {
+  return a.host == b.host && a.process.pid == b.process.pid && a.process.start_time == b.process.start_time;
+}
+
+std::string record_key(const std::string& prefix, int rank) {
+  return fmt::format("{}/rank/{}", prefix, rank);
+}
+
+struct Present {
+  std::string prefix;
+  std::vector<Peer> peers;
+};
+
+// One attempt to meet; every failure is published so that all ranks see the same sentence.
+class Room {
+ public:
+  Room(Placement placement, const PageAddress& page, StorePtr store, int timeout_seconds)
+      : placement_(std::move(placement)), page_(page), store_(std::move(store)), timeout_(timeout_seconds) {}
+
+  Present enter() {
+    require_same_job();
+    const Record own{placement_.size, {host_identity(), this_process(), page_}};
+    const auto job = job_key();
+    const auto visit = count_visit();
+    if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
+    present_.prefix = fmt::format("{}/{}", job, visit);
+    store_set(*store_, rank_key(placement_.rank), to_text(own));
+    agree_on_size();
+    collect();
+    return present_;
+  }
+
+  Present enter_again() {
+    require_same_job();
+    const auto visits = visits_in(store_try_get(*store_, visits_key()));
+    present_.prefix = fmt::format("{}/{}", job_key(), visits);
+    for (int rank = 0; rank < placement_.size; ++rank) {
+      const auto text = store_try_get(*store_, rank_key(rank));
+      if (!text) {
+        throw UsageError(
+            fmt::format("rejoin: the job at {}:{} has had no process of rank {}; start all ranks without "
+                        "rejoin first",
+                        placement_.address, placement_.port, rank));
+      }
+      const auto record = from_text(*text);
+      if (record.size != placement_.size) {
+        throw UsageError(
+            fmt::format("rejoin: the job has {} ranks, this process says {}", record.size, placement_.size));
+      }
+      present_.peers.push_back(record.peer);
+    }
+    auto& own = present_.peers[placement_.rank];
+    if (own.host == host_identity() && state_of(own.process) != ProcessState::gone) {
+      throw UsageError(
+          fmt::format("rejoin: rank {} is still there (pid {}); end it first, or give this process "
+                      "the rank that has died",
+                      placement_.rank, own.process.pid));
+    }
+    own = {host_identity(), this_process(), page_};
+    store_set(*store_, rank_key(placement_.rank), to_text({placement_.size, own}));
+    return present_;
+  }
+
+ private:
+  std::string job_key() const { return "shoal/" + placement_.generation; }
+  std::string visits_key() const { return fmt::format("{}/visits/{}", job_key(), placement_.rank); }
+  std::string rank_key(int rank) const { return record_key(present_.prefix, rank); }
+
+  std::string left_key(int rank) const { return fmt::format("{}/left/{}", present_.prefix, rank); }
+
+  // Two jobs can be given one port. Whoever holds the store says whose it is; in torchrun's, the first who comes.
+  void require_same_job() {
+    const auto own = job_claim(placement_.job);
+    auto claim = read_claim();
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!claim && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      claim = read_claim();
+    }
+    if (!claim || *claim == own) return;  // without a word of rank 0, it is missed below
+    const auto at = fmt::format("the store at {}:{}", placement_.address, placement_.port);
+    if (claim->find(claims_secret) != std::string::npos) {
+      throw UsageError(
+          fmt::format("{} belongs to a job that has a secret, and this rank {} knows none: give all ranks of "
+                      "a job the same SHOAL_SECRET, and each job its own MASTER_PORT",
+                      at, placement_.rank));
+    }
+    const auto named = [](const std::string& text) { return text == "job " ? "without a name" : printable(text); };
+    throw UsageError(fmt::format(
+        "{} belongs to another job ({}) than this rank {} ({}): give each job its own MASTER_PORT. If it is "
+        "one job, give all its ranks the same SHOAL_JOB_ID",
+        at, named(*claim), placement_.rank, named(own)));
+  }
+
+  std::optional<std::string> read_claim() {
+    try {
+      if (!placement_.store_is_served) return store_try_get(*store_, claim_key);
+      return store_replace(*store_, claim_key, "", job_claim(placement_.job));
+    } catch (const ForgedValue& error) {
+      throw UsageError(
+          fmt::format("the store at {}:{} belongs to another job than this rank {}: give each job its own "
+                      "MASTER_PORT, and all ranks of a job the same SHOAL_SECRET and SHOAL_JOB_ID ({})",
+                      placement_.address, placement_.port, placement_.rank, error.what()));
+    }
+  }
+
+  // How often this rank has come, this time included. Not a counter of the store's, which anybody could turn.
+  int64_t count_visit() {
+    const auto own = this_process();
+    while (true) {
+      const auto before = store_try_get(*store_, visits_key());
+      const auto visit = visits_in(before) + 1;
+      const auto text = fmt::format("{} {} {} {}", visit, own.pid, own.start_time, host_identity());
+      const auto now =
+          before ? store_replace(*store_, visits_key(), *before, text) : store_set_once(*store_, visits_key(), text);
+      if (now == text) return visit;
+    }
+  }
+
+  static int64_t visits_in(const std::optional<std::string>& text) { return text ? std::stoll(*text) : 0; }
+
+  // A process may meet again; another one may not take its rank.
+  void refuse_duplicate(const Record& own, const std::string& previous) {
+    const auto text = store_try_get(*store_, fmt::format("{}/rank/{}", previous, placement_.rank));
+    if (!text || same_process(from_text(*text).peer, own.peer)) return;
+    const auto error = fmt::format("two processes claim rank {} (pids {} and {}): give each its own RANK",
+                                   placement_.rank, from_text(*text).peer.process.pid, own.peer.process.pid);
+    store_set_once(*store_, previous + "/error", error);
+    throw UsageError(error);
+  }
+
+  void agree_on_size() {
+    const auto agreed =
+        store_set_once(*store_, present_.prefix + "/size", fmt::format("{} {}", placement_.size, placement_.rank));
+    std::istringstream in(agreed);
+    int size = 0;
+    int rank = 0;
+    in >> size >> rank;
+    require_same_size(size, rank);
+  }
+
+  void require_same_size(int size, int rank) {
+    if (size == placement_.size) return;
+    fail<DisagreeError>(
+        fmt::format("the world's size differs: {} on rank {}, {} on rank {}: give all ranks the same WORLD_SIZE", size,
+                    rank, placement_.size, placement_.rank));
+  }
+
+  void collect() {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout_);
+    present_.peers.resize(placement_.size);
+    std::vector<int> missing(placement_.size);
+    for (int rank = 0; rank < placement_.size; ++rank) missing[rank] = rank;
+    while (true) {
+      if (const auto error = published_error()) {
+        leave();
+        throw DisagreeError(printable(*error));
+      }
+      std::erase_if(missing, [&](int rank) {
+        const auto text = store_try_get(*store_, rank_key(rank));
+        if (!text) return false;
+        const auto record = from_text(*text);
+        require_same_size(record.size, rank);
+        present_.peers[rank] = record.peer;
+        return true;
+      });
+      if (missing.empty()) return;
+      if (std::chrono::steady_clock::now() > deadline) {
+        fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {}:{} within {} s", fmt::join(missing, ", "),
+                                    placement_.size, placement_.address, placement_.port, timeout_));
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+
+  std::optional<std::string> published_error() {
+    try {
+      return store_try_get(*store_, present_.prefix + "/error");
+    } catch (const ForgedValue&) {
+      return std::nullopt;  // a stranger's, which ends nothing
+    }
+  }
+
+  template <class E>
+  [[noreturn]] void fail(const std::string& text) {
+    store_set_once(*store_, present_.prefix + "/error", text);
+    leave();
+    throw E(text);
+  }
+
+  // A store in this process goes with it: it stays until all who came have read why, for a few seconds at most.
+  void leave() {
+    store_set_once(*store_, left_key(placement_.rank), "");
+    if (placement_.rank != 0 || placement_.store_is_served) return;
+    const auto deadline = std::chrono::steady_clock::now() + leaving_limit;
+    const auto everybody_left = [&] {
+      for (int rank = 0; rank < placement_.size; ++rank) {
+        if (store_->check({rank_key(rank)}) && !store_->check({left_key(rank)})) return false;
+      }
+      return true;
+    };
+    try {
+      while (!everybody_left() && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+    } catch (const ForgedValue&) {  // NOLINT(bugprone-empty-catch): there is an error to throw already
+    }
+  }
+
+  const Placement placement_;
+  const PageAddress page_;
+  const StorePtr store_;
+  const int timeout_;
+  Present present_;
+};
+
+CommError lost_store(const Placement& placement) {
+  return CommError(
+      fmt::format("lost the job's store at {}:{} (on rank 0 or in the launcher): rank 0 failed; see its error",
+                  placement.address, placement.port),
+      0);
+}
+
+void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, int timeout_seconds,
+           Present (Room::*how)()) {
+  meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
+  try {
+    Room room(placement, page, meeting.store, timeout_seconds);
+    auto present = (room.*how)();
+    meeting.prefix = std::move(present.prefix);
+    meeting.peers = std::move(present.peers);
+    meeting.store->set_limit(store_limit);
+  } catch (const std::exception& error) {
+    if (dynamic_cast<const c10::Error*>(&error) != nullptr) throw lost_store(placement);
+    throw;
+  }
+}
+
+}  // namespace
+
+Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds) {
+  Meeting meeting;
+  if (placement.size == 1) {
+    meeting.peers.push_back({host_identity(), this_process(), page});
+    return meeting;
+  }
+  if (placement.rank == 0 && !placement.store_is_served) {
+    meeting.server = std::make_unique<StoreServer>(placement.address, placement.port, placement.job);
+  }
+  enter(meeting, placement, page, timeout_seconds, &Room::enter);
+  return meeting;
+}
+
+Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds) {
+  if (placement.size == 1) throw UsageError("rejoin: a world of one rank has nobody to join again");
+  if (placement.rank == 0 && !placement.store_is_served) {
+    throw UsageError(
+        "rejoin: rank 0 held the job's store, which has gone with it; start jobs with shoal launch, whose store "
+        "outlives every rank");
+  }
+  Meeting meeting;
+  enter(meeting, placement, page, timeout_seconds, &Room::enter_again);
+  return meeting;
+}
+
+std::optional<Peer> present_peer(const Meeting& meeting, int rank) {
+  const auto text = store_try_get(*meeting.store, record_key(meeting.prefix, rank));
+  return text ? std::optional(from_text(*text).peer) : std::nullopt;
+}
+
+}  // namespace shoal

@@ -1,0 +1,38 @@
+#pragma once
+// All ranks of a job meet in the store and tell each other who they are.
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/rendezvous/host.h"
+#include "comm/rendezvous/launch_environment.h"
+#include "comm/shm/host_memory.h"
+#include "comm/store/store.h"
+#include "comm/store/store_server.h"
+
+namespace shoal {
+
+struct Peer {
+  std::string host;  // host_identity()
+  ProcessId process;
+  PageAddress page;  // of its shared memory; descriptor -1: it has none
+};
+
+struct Meeting {
+  std::unique_ptr<StoreServer> server;  // on rank 0, unless a launcher serves the store
+  StorePtr store;                       // none when the process is alone
+  std::string prefix;                   // of this meeting's keys
+  std::vector<Peer> peers;              // by world rank
+};
+
+// Collective over the job. Throws as shoal::init does.
+// `page`: of this process.
+Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds);
+// Takes a dead process's place in a meeting that has taken place. Throws as shoal::init does.
+Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds);
+// Who is in a rank's place now, if the store knows.
+std::optional<Peer> present_peer(const Meeting& meeting, int rank);
+
+}  // namespace shoal

@@ -1,0 +1,92 @@
+#include "comm/rendezvous/socket.h"
+
+#include <fmt/format.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <system_error>
+
+namespace shoal {
+namespace {
+
+[[noreturn]] void fail_with_errno(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+}  // namespace
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  if (open()) close(number_);
+  number_ = std::exchange(other.number_, -1);
+  return *this;
+}
+
+Descriptor::~Descriptor() {
+  if (open()) close(number_);
+}
+
+std::string SocketAddress::host() const {
+  char text[NI_MAXHOST];
+  const int error = getnameinfo(get(), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+  if (error != 0) throw std::runtime_error(gai_strerror(error));
+  return text;
+}
+
+int SocketAddress::port() const {
+  const auto* v4 = reinterpret_cast<const sockaddr_in*>(&storage);
+  const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&storage);
+  return ntohs(storage.ss_family == AF_INET6 ? v6->sin6_port : v4->sin_port);
+}
+
+SocketAddress resolve(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV;
+  addrinfo* list = nullptr;
+  const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
+  if (error != 0) throw std::runtime_error(gai_strerror(error));
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> found(list, freeaddrinfo);
+  SocketAddress address;
+  std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
+  address.length = found->ai_addrlen;
+  return address;
+}
+
+SocketAddress own_address(const Descriptor& socket) {
+  SocketAddress address;
+  address.length = sizeof address.storage;
+  if (getsockname(socket.number(), reinterpret_cast<sockaddr*>(&address.storage), &address.length) != 0) {
+    fail_with_errno("getsockname");
+  }
+  return address;
+}
+
+Descriptor make_socket(const SocketAddress& address, int type) {
+  Descriptor made(socket(address.storage.ss_family, type | SOCK_CLOEXEC, 0));
+  if (!made.open()) fail_with_errno("socket");
+  return made;
+}
+
+Descriptor listen_on(const SocketAddress& address, int type) {
+  auto listening = make_socket(address, type);
+  const int yes = 1;
+  setsockopt(listening.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  if (bind(listening.number(), address.get(), address.length) != 0) fail_with_errno("bind");
+  if (listen(listening.number(), 1024) != 0) fail_with_errno("listen");
+  return listening;
+}
+
+bool connect_to(const Descriptor& socket, const SocketAddress& address) {
+  return connect(socket.number(), address.get(), address.length) == 0;
+}
+
+bool came_too_early() {
+  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINPROGRESS || errno == ENOTCONN || errno == EINTR;
+}
+
+}  // namespace shoal

@@ -1,0 +1,30 @@
+#pragma once
+// What all groups of a process share.
+
+#include <memory>
+#include <string>
+
+#include "comm/agreement/activity.h"
+#include "comm/group/released_groups.h"
+#include "comm/rendezvous/liveness.h"
+#include "comm/rendezvous/rendezvous.h"
+#include "comm/telemetry/flight_recorder.h"
+#include "shoal/world.h"
+
+namespace shoal {
+
+struct WorldState {
+  WorldOptions options;
+  Placement placement;
+  Meeting meeting;
+  std::unique_ptr<Liveness> liveness;
+  std::shared_ptr<HostMemory> memory;        // none where the system gives no shared memory
+  std::string listen_address;                // of this process's own sockets
+  std::unique_ptr<FlightRecorder> recorder;  // none: nobody asked for one
+  Activity activity;
+  std::shared_ptr<LetGo> let_go = std::make_shared<LetGo>();
+  int local_rank = 0;
+  int local_size = 1;
+};
+
+}  // namespace shoal

@@ -1,0 +1,34 @@
+#pragma once
+// Element-wise reduction of several buffers in a fixed order.
+
+#include <torch/types.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "shoal/detail/call.h"
+
+namespace shoal {
+
+struct Reduction {
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  ReduceOp op = ReduceOp::sum;
+  std::vector<const std::byte*> sources;  // in rank order; element i of the result is ((s0 + s1) + s2) + ...
+  std::vector<double> factors;            // one per source for ReduceOp::premul_sum, else empty
+  std::vector<std::byte*> destinations;   // all get the result; each may be one of the sources
+  int64_t numel = 0;
+};
+
+// 16-bit floating point is reduced in float32 and rounded once (to nearest even). avg divides the sum by the number of
+// sources. bool: sum, max and bor are "or", product, min and band are "and", bxor is "differs". Uses libtorch's
+// intra-op threads. Throws UsageError for an operation that the dtype does not have (avg on integers, band on floats).
+void reduce(const Reduction& reduction);
+
+// The same on tensors of one shape and dtype: result <- the reduction of `inputs` in their order. `result` may be one
+// of them.
+void reduce_in_order(const at::Tensor& result, const std::vector<at::Tensor>& inputs, ReduceOp op);
+
+// Throws UsageError for a call whose tensors do not have its reduction.
+void require_reducible(const Call& call);
+
+}  // namespace shoal

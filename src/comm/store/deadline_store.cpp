@@ -1,0 +1,166 @@
+#include "comm/store/deadline_store.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <future>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/exception.h>
+
+namespace shoal {
+
+using SteadyClock = std::chrono::steady_clock;
+
+// The thread that calls the store, one call after another.
+class DeadlineStore::Client {
+ public:
+  using Call = std::function<void(c10d::Store&)>;
+
+  explicit Client(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  static void start(const std::shared_ptr<Client>& client) {
+    std::thread([client] { client->run(); }).detach();
+  }
+
+  void ask(Call call) {
+    const std::lock_guard lock(mutex_);
+    calls_.push_back(std::move(call));
+    changed_.notify_one();
+  }
+
+  void end() {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    changed_.notify_one();
+  }
+
+  // Calls whose askers have gone.
+  std::atomic<int> overdue = 0;
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return ended_ || !calls_.empty(); });
+      if (calls_.empty()) break;
+      const auto call = std::move(calls_.front());
+      calls_.pop_front();
+      lock.unlock();
+      call(*store_);
+      lock.lock();
+    }
+    store_.reset();
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Call> calls_;
+  bool ended_ = false;
+};
+
+DeadlineStore::DeadlineStore(c10::intrusive_ptr<c10d::Store> store, std::string name, std::chrono::milliseconds limit)
+    : client_(std::make_shared<Client>(std::move(store))), name_(std::move(name)), limit_(limit) {
+  Client::start(client_);
+}
+
+DeadlineStore::~DeadlineStore() {
+  client_->end();
+}
+
+template <class Work>
+auto DeadlineStore::call(Work work) {
+  using Result = decltype(work(std::declval<c10d::Store&>()));
+  const auto limit = limit_.load();
+  const auto unreachable = [&] {
+    return StoreUnreachable(
+        fmt::format("the job's store at {} does not answer within {} s: the process that holds it (rank 0 or the "
+                    "launcher) is stopped, or its host cannot be reached",
+                    name_, std::chrono::duration<double>(limit).count()));
+  };
+  if (client_->overdue > 0) throw unreachable();
+  struct Pending {
+    explicit Pending(Work work) : task(std::move(work)) {}
+    std::packaged_task<Result(c10d::Store&)> task;
+    std::mutex mutex;
+    bool done = false;
+    bool given_up = false;
+  };
+  const auto pending = std::make_shared<Pending>(std::move(work));
+  auto result = pending->task.get_future();
+  client_->ask([pending, client = client_.get()](c10d::Store& store) {
+    pending->task(store);
+    const std::lock_guard lock(pending->mutex);
+    pending->done = true;
+    if (pending->given_up) --client->overdue;
+  });
+  if (result.wait_for(limit) != std::future_status::ready) {
+    const std::lock_guard lock(pending->mutex);
+    if (!pending->done) {
+      pending->given_up = true;
+      ++client_->overdue;
+      throw unreachable();
+    }
+  }
+  return result.get();
+}
+
+c10::intrusive_ptr<c10d::Store> DeadlineStore::clone() {
+  auto other = call([](c10d::Store& store) { return store.clone(); });
+  auto guarded = c10::make_intrusive<DeadlineStore>(std::move(other), name_, limit_.load());
+  guarded->setTimeout(getTimeout());
+  return guarded;
+}
+
+void DeadlineStore::set(const std::string& key, const std::vector<uint8_t>& value) {
+  call([key, value](c10d::Store& store) { store.set(key, value); });
+}
+
+std::vector<uint8_t> DeadlineStore::compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                               const std::vector<uint8_t>& desired) {
+  return call([=](c10d::Store& store) { return store.compareSet(key, expected, desired); });
+}
+
+std::vector<uint8_t> DeadlineStore::get(const std::string& key) {
+  wait({key});
+  return call([key](c10d::Store& store) { return store.get(key); });
+}
+
+int64_t DeadlineStore::add(const std::string& key, int64_t value) {
+  return call([=](c10d::Store& store) { return store.add(key, value); });
+}
+
+bool DeadlineStore::deleteKey(const std::string& key) {
+  return call([key](c10d::Store& store) { return store.deleteKey(key); });
+}
+
+bool DeadlineStore::check(const std::vector<std::string>& keys) {
+  return call([keys](c10d::Store& store) { return store.check(keys); });
+}
+
+int64_t DeadlineStore::getNumKeys() {
+  return call([](c10d::Store& store) { return store.getNumKeys(); });
+}
+
+void DeadlineStore::wait(const std::vector<std::string>& keys) {
+  wait(keys, getTimeout());
+}
+
+void DeadlineStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
+  const auto deadline = SteadyClock::now() + timeout;
+  constexpr std::chrono::microseconds longest(10'000);
+  for (std::chrono::microseconds pause(200); !check(keys); pause = std::min(2 * pause, longest)) {
+    if (SteadyClock::now() > deadline) {
+      C10_THROW_ERROR(DistStoreError, fmt::format("nobody has set {} in the store at {} within {} s",
+                                                  fmt::join(keys, ", "), name_,
+                                                  std::chrono::duration<double>(timeout).count()));
+    }
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+}  // namespace shoal

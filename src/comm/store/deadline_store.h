@@ -1,0 +1,60 @@
+#pragma once
+// A key-value store whose every call has a deadline. Only for files of comm/.
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "shoal/error.h"
+
+namespace shoal {
+
+// The store does not answer: its process is stopped, or its host cannot be reached.
+class StoreUnreachable : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+// c10d's own client waits for an answer without end. Here a thread of its own calls it, and who asks waits for that thread
+// no longer than the limit: then StoreUnreachable, and for all later calls at once, until the answer that is overdue has
+// come after all. A call that was given up may still take effect. Reading and waiting for keys ask again and again, so that
+// no call occupies the client; they throw what c10d's store throws when its time-out has passed. Thread-safe. The thread
+// is left behind when it hangs.
+class DeadlineStore : public c10d::Store {
+ public:
+  // name: of the store, for errors.
+  DeadlineStore(c10::intrusive_ptr<c10d::Store> store, std::string name, std::chrono::milliseconds limit);
+  ~DeadlineStore() override;
+
+  // For calls that begin from now on.
+  void set_limit(std::chrono::milliseconds limit) { limit_ = limit; }
+
+  c10::intrusive_ptr<c10d::Store> clone() override;
+  using c10d::Store::compareSet;
+  using c10d::Store::set;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override;
+  std::vector<uint8_t> get(const std::string& key) override;
+  int64_t add(const std::string& key, int64_t value) override;
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  int64_t getNumKeys() override;
+  void wait(const std::vector<std::string>& keys) override;
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+  bool hasExtendedApi() const override { return false; }
+
+ private:
+  class Client;
+  template <class Work>
+  auto call(Work work);
+
+  std::shared_ptr<Client> client_;
+  std::string name_;
+  std::atomic<std::chrono::milliseconds> limit_;
+};
+
+}  // namespace shoal

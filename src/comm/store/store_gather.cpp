@@ -1,0 +1,37 @@
+#include "comm/store/store_gather.h"
+
+#include <fmt/format.h>
+
+#include <thread>
+
+#include "comm/rendezvous/world_state.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+using SteadyClock = std::chrono::steady_clock;
+
+std::vector<std::string> exchange(const WorldState& world, const std::string& topic,
+                                  const std::vector<int>& world_ranks, int rank, const std::string& own) {
+  const auto key = [&](size_t of) { return fmt::format("{}/exchange/{}/{}", world.meeting.prefix, topic, of); };
+  auto& store = *world.meeting.store;
+  store_set(store, key(rank), own);
+  std::vector<std::string> keys;
+  for (size_t other = 0; other < world_ranks.size(); ++other) keys.push_back(key(other));
+  const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  for (int attempt = 0; !store.check(keys); ++attempt) {
+    if (attempt % 100 == 99) {
+      if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
+    }
+    if (SteadyClock::now() > deadline) {
+      throw CommError(
+          fmt::format("not all ranks met for {} within {} s", topic, world.options.rendezvous_timeout_seconds));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::vector<std::string> lines;
+  for (const auto& of : keys) lines.push_back(store_try_get(store, of).value_or(""));
+  return lines;
+}
+
+}  // namespace shoal

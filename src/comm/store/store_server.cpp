@@ -1,0 +1,173 @@
+#include "comm/store/store_server.h"
+
+#include <c10/util/Logging.h>
+#include <fmt/format.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "comm/rendezvous/socket.h"
+#include "comm/store/authenticated_store.h"
+#include "comm/store/doorkeeper.h"
+#include "comm/store/store.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+SocketAddress resolve_master(const std::string& host, int port) {
+  try {
+    return resolve(host, port);
+  } catch (const std::runtime_error& error) {
+    throw UsageError(fmt::format(
+        "cannot resolve the address '{}': {}; give MASTER_ADDR a name or number of rank 0's host", host, error.what()));
+  }
+}
+
+// c10d's own store would listen on all interfaces.
+Descriptor listen_for_ranks(const std::string& host, int port) {
+  try {
+    return listen_on(resolve_master(host, port));
+  } catch (const std::system_error& error) {
+    if (error.code() == std::errc::address_in_use) {
+      throw UsageError(fmt::format("port {} of {} is in use; choose another one (MASTER_PORT, --port)", port, host));
+    }
+    throw UsageError(fmt::format("cannot listen on {}:{}: {}; the address must be one of this host's", host, port,
+                                 error.code().message()));
+  }
+}
+
+// A host that is not there may swallow what is sent to it: no attempt takes longer than the deadline.
+bool somebody_listens(const std::string& host, int port, SteadyClock::time_point deadline) {
+  const auto address = resolve_master(host, port);
+  const auto socket = make_socket(address, SOCK_STREAM | SOCK_NONBLOCK);
+  if (connect_to(socket, address)) return true;
+  if (errno != EINPROGRESS) return false;
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - SteadyClock::now());
+  pollfd wait{socket.number(), POLLOUT, 0};
+  if (poll(&wait, 1, static_cast<int>(std::max<int64_t>(0, left.count()))) != 1) return false;
+  int error = 0;
+  socklen_t size = sizeof error;
+  return getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
+}
+
+}  // namespace
+
+std::optional<std::string> store_try_get(c10d::Store& store, const std::string& key) {
+  if (!store.check({key})) return std::nullopt;
+  const auto bytes = store.get(key);
+  return std::string(bytes.begin(), bytes.end());
+}
+
+void store_set(c10d::Store& store, const std::string& key, const std::string& value) {
+  store.set(key, std::vector<uint8_t>(value.begin(), value.end()));
+}
+
+std::string store_set_once(c10d::Store& store, const std::string& key, const std::string& value) {
+  try {
+    return store_replace(store, key, "", value);
+  } catch (const ForgedValue&) {
+    store_set(store, key, value);
+    return value;
+  }
+}
+
+std::string store_replace(c10d::Store& store, const std::string& key, const std::string& before,
+                          const std::string& value) {
+  const auto now = store.compareSet(key, std::vector<uint8_t>(before.begin(), before.end()),
+                                    std::vector<uint8_t>(value.begin(), value.end()));
+  return {now.begin(), now.end()};
+}
+
+std::string job_claim(const JobIdentity& job) {
+  return fmt::format("job {}{}", job.name(), job.has_secret() ? claims_secret : "");
+}
+
+StorePtr connect_store(const std::string& address, int port, int timeout_seconds, const JobIdentity& job) {
+  const std::chrono::seconds limit(timeout_seconds);
+  const auto deadline = SteadyClock::now() + limit;
+  while (!somebody_listens(address, port, deadline)) {
+    if (SteadyClock::now() > deadline) {
+      throw CommError(
+          fmt::format("nothing listens at {}:{} after {} s: rank 0 did not start, its host cannot be reached, or "
+                      "MASTER_ADDR and MASTER_PORT differ between ranks",
+                      address, port, timeout_seconds));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  const auto left = std::max(std::chrono::duration_cast<std::chrono::milliseconds>(deadline - SteadyClock::now()),
+                             std::chrono::milliseconds(1000));
+  std::optional<c10::intrusive_ptr<c10d::Store>> store;
+  try {
+    // A wrong answer it takes for a bad connection and asks again, until its time-out, and says so at length, which takes
+    // time on a busy machine; for none it waits without end.
+    store = within(left + std::chrono::seconds(1), [address, port, left]() -> c10::intrusive_ptr<c10d::Store> {
+      c10d::TCPStoreOptions options;
+      options.port = static_cast<uint16_t>(port);
+      options.waitWorkers = false;
+      options.timeout = left / 2;
+      return c10::make_intrusive<c10d::TCPStore>(address, options);
+    });
+  } catch (const c10::Error&) {
+    throw CommError(
+        fmt::format("what listens at {}:{} is not the job's store; is the port in use by another program? "
+                    "Choose another MASTER_PORT",
+                    address, port));
+  }
+  if (!store) {
+    throw CommError(
+        fmt::format("what listens at {}:{} has not answered within {} s: the process that holds the job's store (rank "
+                    "0 or the launcher) is stopped, or the port is in use by another program",
+                    address, port, timeout_seconds));
+  }
+  return c10::make_intrusive<DeadlineStore>(authenticated(std::move(*store), job), fmt::format("{}:{}", address, port),
+                                            limit);
+}
+
+void quiet_c10d() {
+  constexpr int errors_only = 2;
+  FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, errors_only);
+}
+
+struct StoreServer::State {
+  std::optional<Doorkeeper> doorkeeper;
+  c10::intrusive_ptr<c10d::TCPStore> server;
+  c10::intrusive_ptr<c10d::Store> store;  // as the job's processes see it
+};
+
+StoreServer::StoreServer(const std::string& address, int port, const JobIdentity& job)
+    : state_(std::make_unique<State>()) {
+  quiet_c10d();
+  auto listening = listen_for_ranks(address, port);
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(own_address(listening).port());
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.masterListenFd = listening.release();
+  state_->server = c10::make_intrusive<c10d::TCPStore>(address, options);
+  state_->doorkeeper.emplace(this->port());
+  state_->store = authenticated(state_->server, job);
+  store_set(*state_->store, claim_key, job_claim(job));
+}
+
+StoreServer::~StoreServer() = default;
+
+int StoreServer::port() const {
+  return state_->server->getPort();
+}
+
+void StoreServer::report_failure(const std::string& text) {
+  try {
+    store_set_once(*state_->store, first_failure_key("0"), text);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the report only improves other ranks' messages
+  }
+}
+
+}  // namespace shoal

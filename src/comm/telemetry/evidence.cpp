@@ -1,0 +1,85 @@
+#include "comm/telemetry/evidence.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace shoal {
+
+Evidence::Evidence(const std::vector<Flight>& flights) {
+  for (const auto& flight : flights) flights_[flight.rank] = &flight;
+  std::map<std::string, GroupView> groups;
+  for (const auto& flight : flights) {
+    end_ = std::max(end_, time(flight.rank, flight.failed));
+    for (const auto& group : flight.groups) view(groups, group);
+  }
+  for (const auto& flight : flights) {
+    for (const auto& record : flight.records) {
+      end_ = std::max({end_, time(flight.rank, record.entered), time(flight.rank, record.finished)});
+      if (record.kind != FlightRecord::collective || record.group < 0) continue;
+      groups.at(flight.groups[record.group].name).collectives[flight.rank][record.print.number] = &record;
+    }
+  }
+  for (auto& [name, group] : groups) {
+    // Ranks compare their calls on a group of its own before each operation; the operation itself says more.
+    if (!name.ends_with("/checks")) groups_.push_back(std::move(group));
+  }
+}
+
+void Evidence::view(std::map<std::string, GroupView>& groups, const Flight::Members& members) const {
+  auto& group = groups[members.name];
+  if (!group.ranks.empty()) return;
+  group.name = members.name;
+  for (const int rank : members.world_ranks) {
+    if (flights_.count(rank) == 0) continue;
+    group.ranks.push_back(rank);
+    group.collectives[rank];
+  }
+}
+
+int64_t Evidence::time(int rank, int64_t own) const {
+  if (own == 0) return 0;
+  const auto& host = flights_.at(rank)->host;
+  const auto first =
+      std::find_if(flights_.begin(), flights_.end(), [&](const auto& entry) { return entry.second->host == host; });
+  return own + first->second->epoch_ns;
+}
+
+int64_t Evidence::first_entry(const GroupView& group, uint64_t number) const {
+  int64_t first = std::numeric_limits<int64_t>::max();
+  for (const int rank : group.ranks) {
+    const auto* record = group.find(rank, number);
+    if (record != nullptr) first = std::min(first, entered(rank, *record));
+  }
+  return first;
+}
+
+bool Evidence::in_job(int rank) const {
+  const auto& flight = *flights_.at(rank);
+  return flight.left == 0 && flight.state != ProcessState::gone;
+}
+bool Evidence::vanished(int rank) const {
+  const auto& flight = *flights_.at(rank);
+  return flight.left == 0 && flight.failed == 0 && flight.state == ProcessState::gone;
+}
+std::string Evidence::condition(int rank) const {
+  const auto& flight = *flights_.at(rank);
+  const auto pid = flight.process.pid;
+  if (flight.state == ProcessState::stopped) return fmt::format("it (pid {}) is stopped by a signal", pid);
+  if (in_job(rank)) return flight.state ? fmt::format("it (pid {}) runs", pid) : "it is on another host";
+  if (flight.failed != 0) return "it has failed";
+  if (flight.left != 0) return "it has left the job in order";
+  return fmt::format("it (pid {}) is gone: killed, crashed or ended early", pid);
+}
+
+std::string rank_words(const std::vector<int>& ranks) {
+  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
+}
+
+std::string of_group(const GroupView& group) {
+  return group.name == "world" ? "" : fmt::format(" of group '{}'", group.name);
+}
+
+}  // namespace shoal

@@ -1,0 +1,170 @@
+#include "comm/telemetry/flight_reader.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <map>
+#include <set>
+#include <sstream>
+
+#include "base/input_file.h"
+#include "base/limits.h"
+#include "base/printable.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Nanoseconds. The sum of both fits.
+constexpr int64_t longest_time = int64_t{1} << 61;   // 73 years after boot
+constexpr int64_t latest_epoch = int64_t{1} << 62;  // the year 2116
+
+std::vector<char> contents(const InputFile& file) {
+  std::vector<char> bytes(flight_bytes);
+  file.read(bytes.data(), static_cast<int64_t>(bytes.size()), 0);
+  return bytes;
+}
+
+template <size_t room>
+std::string text_of(const char (&text)[room]) {
+  return {text, strnlen(text, room)};
+}
+
+bool is_time(int64_t nanoseconds) {
+  return nanoseconds >= 0 && nanoseconds <= longest_time;
+}
+
+// Whatever the file says, what is made of it stays small, and sums and differences of times are numbers.
+void check(const Flight& flight, const fs::path& file) {
+  const auto refuse = [&](const std::string& what) { throw UsageError(fmt::format("{}: {}", file.string(), what)); };
+  if (flight.size < 1 || flight.size > max_ranks) {
+    refuse(fmt::format("a flight of {} ranks; possible are 1 to {}", flight.size, max_ranks));
+  }
+  if (flight.rank < 0 || flight.rank >= flight.size) {
+    refuse(fmt::format("a flight of rank {} of {}", flight.rank, flight.size));
+  }
+  const bool epoch = flight.epoch_ns >= 0 && flight.epoch_ns <= latest_epoch;
+  if (!epoch || !is_time(flight.left) || !is_time(flight.failed)) {
+    refuse("a time that cannot be");
+  }
+  for (const auto& group : flight.groups) {
+    std::set<int> members;
+    for (const int rank : group.world_ranks) {
+      if (rank >= 0 && rank < flight.size && members.insert(rank).second) continue;
+      refuse(fmt::format("rank {} in group '{:.100}', twice or beyond the {} ranks", rank, group.name, flight.size));
+    }
+  }
+  for (const auto& record : flight.records) {
+    const bool known = record.kind >= FlightRecord::collective && record.kind <= FlightRecord::note;
+    if (!known || !is_call(record.print)) refuse("a record of an operation that does not exist");
+    if (!is_time(record.entered) || !is_time(record.issued) || !is_time(record.finished)) {
+      refuse("a record with a time that cannot be");
+    }
+  }
+}
+
+std::vector<Flight::Members> groups_of(const FlightHeader& header) {
+  std::vector<Flight::Members> list;
+  std::istringstream lines(std::string(header.groups, std::min(header.group_bytes.load(), flight_group_bytes)));
+  for (std::string line; std::getline(lines, line);) {
+    auto& group = list.emplace_back();
+    group.name = line.substr(0, line.find('\t'));
+    std::istringstream numbers(line.substr(std::min(line.size(), group.name.size() + 1)));
+    for (std::string number; std::getline(numbers, number, ',');) {
+      auto& rank = group.world_ranks.emplace_back(-1);
+      std::from_chars(number.data(), number.data() + number.size(), rank);
+    }
+  }
+  return list;
+}
+
+// A record that was being written while the file was read has another ticket in a second reading.
+std::vector<Flight::Record> records_of(const std::vector<char>& first, const std::vector<char>& second, int groups) {
+  const auto record = [](const std::vector<char>& bytes, uint64_t index) {
+    return reinterpret_cast<const FlightRecord*>(bytes.data() + sizeof(FlightHeader)) + index;
+  };
+  std::map<uint64_t, Flight::Record> by_ticket;
+  for (uint64_t i = 0; i < flight_capacity; ++i) {
+    const auto& found = *record(first, i);
+    if (found.ticket == 0 || found.ticket != record(second, i)->ticket) continue;
+    auto print = found.print;
+    print.text[text_bytes - 1] = 0;
+    by_ticket[found.ticket] = {.kind = static_cast<FlightRecord::Kind>(found.kind),
+                               .group = found.group >= 0 && found.group < groups ? found.group : -1,
+                               .peer = found.peer,
+                               .print = print,
+                               .entered = found.entered,
+                               .issued = found.issued,
+                               .finished = found.finished};
+  }
+  std::vector<Flight::Record> list;
+  for (auto& [ticket, found] : by_ticket) list.push_back(found);
+  return list;
+}
+
+}  // namespace
+
+Flight read_flight(const fs::path& file) {
+  const InputFile input(file, refuse_as<UsageError>);
+  if (input.size() < static_cast<int64_t>(flight_bytes)) {
+    throw UsageError(fmt::format("{} is too short for a flight recorder's file: {} bytes instead of {}", file.string(),
+                                 input.size(), flight_bytes));
+  }
+  const auto first = contents(input);
+  const auto second = contents(input);
+  const auto& header = *reinterpret_cast<const FlightHeader*>(first.data());
+  if (std::memcmp(header.magic, flight_magic, sizeof flight_magic) != 0 ||
+      header.record_bytes != sizeof(FlightRecord) || header.capacity != flight_capacity) {
+    throw UsageError(fmt::format("{} is not a flight recorder's file of this version of shoal", file.string()));
+  }
+  Flight flight{.rank = header.rank,
+                .size = header.size,
+                .process = {header.pid, header.process_start},
+                .host = text_of(header.host),
+                .job = header.job,
+                .epoch_ns = header.epoch_ns,
+                .left = header.left,
+                .failed = header.failed,
+                .failure = printable(text_of(header.failure)),
+                .groups = groups_of(header),
+                .records = {},
+                .state = {}};
+  flight.records = records_of(first, second, static_cast<int>(flight.groups.size()));
+  check(flight, file);
+  if (flight.host == host_identity()) flight.state = state_of(flight.process);
+  return flight;
+}
+
+std::vector<Flight> read_flights(const std::vector<fs::path>& places) {
+  std::vector<Flight> flights;
+  for (const auto& place : places) {
+    std::error_code error;
+    if (!fs::is_directory(place, error)) {
+      flights.push_back(read_flight(place));
+      continue;
+    }
+    for (const auto& entry : fs::directory_iterator(place, error)) {
+      if (entry.path().extension() == ".flight") flights.push_back(read_flight(entry.path()));
+    }
+    if (error) throw UsageError(fmt::format("cannot read folder {}: {}", place.string(), error.message()));
+  }
+  if (flights.empty()) {
+    std::vector<std::string> names;
+    for (const auto& place : places) names.push_back(place.string());
+    throw UsageError(fmt::format("no flight recorder's file (rank-N.flight) in {}", fmt::join(names, ", ")));
+  }
+  const auto newest = std::max_element(flights.begin(), flights.end(), [](const Flight& a, const Flight& b) {
+                        return a.epoch_ns + (a.records.empty() ? 0 : a.records.back().entered) <
+                               b.epoch_ns + (b.records.empty() ? 0 : b.records.back().entered);
+                      })->job;
+  std::erase_if(flights, [&](const Flight& flight) { return flight.job != newest; });
+  std::sort(flights.begin(), flights.end(), [](const Flight& a, const Flight& b) { return a.rank < b.rank; });
+  return flights;
+}
+
+}  // namespace shoal

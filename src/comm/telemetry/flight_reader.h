@@ -1,0 +1,49 @@
+#pragma once
+// What a rank's flight recorder says, read by another process, while the rank lives or after its end.
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/rendezvous/host.h"
+#include "comm/telemetry/flight_format.h"
+
+namespace shoal {
+
+struct Flight {
+  struct Record {
+    FlightRecord::Kind kind = FlightRecord::collective;
+    int group = -1;  // -1: one whose name had no room
+    int peer = -1;
+    Fingerprint print{};
+    int64_t entered = 0;  // see FlightTime
+    int64_t issued = 0;
+    int64_t finished = 0;
+  };
+  struct Members {
+    std::string name;
+    std::vector<int> world_ranks;
+  };
+
+  int rank = 0;
+  int size = 0;
+  ProcessId process;
+  std::string host;
+  uint64_t job = 0;
+  int64_t epoch_ns = 0;
+  int64_t left = 0;
+  int64_t failed = 0;
+  std::string failure;
+  std::vector<Members> groups;
+  std::vector<Record> records;        // oldest first
+  std::optional<ProcessState> state;  // now; none: it ran on another host
+};
+
+// UsageError that names the file and what is wrong with it.
+Flight read_flight(const std::filesystem::path& file);
+
+// The flights of the newest job in these folders or files, by rank. UsageError where there is none.
+std::vector<Flight> read_flights(const std::vector<std::filesystem::path>& places);
+
+}  // namespace shoal

@@ -1,0 +1,213 @@
+#include "comm/transport/c10d_transport.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include "comm/shm/reduce_kernels.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::product:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::band:
+      return c10d::ReduceOp::BAND;
+    case ReduceOp::bor:
+      return c10d::ReduceOp::BOR;
+    case ReduceOp::bxor:
+      return c10d::ReduceOp::BXOR;
+    case ReduceOp::premul_sum:
+      throw UsageError("premul_sum is only for the host transport");
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+class C10dWork : public TransportWork {
+ public:
+  C10dWork(c10::intrusive_ptr<c10d::Work> work, const Call& call)
+      : work_(std::move(work)),
+        point_to_point_(call.op == Op::send || call.op == Op::recv),
+        inputs_(call.inputs),
+        outputs_(call.outputs) {}
+
+  bool done() override { return !point_to_point_ && work_->isCompleted(); }
+
+  bool wait_for(Milliseconds slice, Milliseconds remaining) override {
+    // Gloo answers a send or receive that times out by closing all connections, so it gets the whole time at once.
+    if (point_to_point_) return work_->wait(remaining);
+    try {
+      work_->wait(slice);
+      return true;
+    } catch (const c10::Error&) {
+      // c10d throws for an operation that merely is not finished yet; a failed one counts as completed. It may also
+      // have finished since, so that only asking again tells.
+      return work_->isCompleted() && work_->wait(remaining);
+    }
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  bool point_to_point_;
+  std::vector<at::Tensor> inputs_;
+  std::vector<at::Tensor> outputs_;
+};
+
+// Every rank has got all ranks' values of its own part; it adds them up in rank order.
+class AddReceived : public TransportWork {
+ public:
+  AddReceived(std::unique_ptr<TransportWork> exchange, at::Tensor received, at::Tensor output, int ranks, ReduceOp op)
+      : exchange_(std::move(exchange)),
+        received_(std::move(received)),
+        output_(std::move(output)),
+        ranks_(ranks),
+        op_(op) {}
+
+  bool done() override { return exchange_->done(); }
+
+  bool wait_for(Milliseconds slice, Milliseconds remaining) override {
+    if (!exchange_->wait_for(slice, remaining)) return false;
+    if (received_.defined()) reduce_in_order(output_, std::exchange(received_, {}).chunk(ranks_), op_);
+    return true;
+  }
+
+ private:
+  std::unique_ptr<TransportWork> exchange_;
+  at::Tensor received_;
+  at::Tensor output_;
+  int ranks_;
+  ReduceOp op_;
+};
+
+class C10dTransport : public Transport {
+ public:
+  C10dTransport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
+                std::function<void(const Call&)> before_collective)
+      : name_(std::move(name)), backend_(std::move(backend)), before_collective_(std::move(before_collective)) {}
+
+  std::string name() const override { return name_; }
+  bool joins_threads() const override { return true; }
+
+  std::unique_ptr<TransportWork> issue(const Call& call) override {
+    const bool equal_parts = call.op == Op::reduce_scatter && call.inputs.size() == 1 && call.outputs[0].numel() > 0;
+    if (equal_parts && name_ == "gloo") return scatter_and_add(call);
+    return std::make_unique<C10dWork>(start(call), call);
+  }
+
+ private:
+  // libtorch's own reduce-scatter over Gloo is an all-reduce of a copy: it moves twice as much, and says that it is
+  // done only to those who wait.
+  std::unique_ptr<TransportWork> scatter_and_add(const Call& call) {
+    require_reducible(call);
+    const auto input = call.inputs[0].view({-1});
+    auto received = at::empty_like(input);
+    Call exchange = call;
+    exchange.op = Op::all_to_all;
+    exchange.inputs = {input};
+    exchange.outputs = {received};
+    return std::make_unique<AddReceived>(std::make_unique<C10dWork>(start(exchange), exchange), received,
+                                         call.outputs[0].view({-1}), backend_->getSize(), call.reduce);
+  }
+
+  template <class Options>
+  static Options with_reduce(const Call& call) {
+    Options options;
+    options.reduceOp = to_c10d(call.reduce);
+    return options;
+  }
+
+  template <class Options>
+  static Options with_root(const Call& call) {
+    Options options;
+    options.rootRank = call.peer;
+    return options;
+  }
+
+  // Shapes mean nothing to a collective, but backends compare them.
+  static std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors) {
+    std::vector<at::Tensor> flat;
+    for (const auto& tensor : tensors) flat.push_back(tensor.is_inference() ? normal(tensor) : tensor.view({-1}));
+    return flat;
+  }
+
+  // A backend works on threads of its own, where nobody may write to a tensor that was made in InferenceMode.
+  static at::Tensor normal(const at::Tensor& tensor) {
+    const c10::InferenceMode outside(false);
+    return at::empty({0}, tensor.options()).set_(tensor.storage(), tensor.storage_offset(), {tensor.numel()}, {1});
+  }
+
+  c10::intrusive_ptr<c10d::Work> start(const Call& call) {
+    auto inputs = flattened(call.inputs);
+    auto outputs = flattened(call.outputs);
+    if (before_collective_ && call.op != Op::send && call.op != Op::recv) before_collective_(call);
+    switch (call.op) {
+      case Op::all_reduce:
+        return backend_->allreduce(inputs, with_reduce<c10d::AllreduceOptions>(call));
+      case Op::reduce: {
+        auto options = with_reduce<c10d::ReduceOptions>(call);
+        options.rootRank = call.peer;
+        return backend_->reduce(inputs, options);
+      }
+      case Op::reduce_scatter: {
+        if (inputs.size() > 1) {
+          std::vector<std::vector<at::Tensor>> lists{inputs};
+          return backend_->reduce_scatter(outputs, lists, with_reduce<c10d::ReduceScatterOptions>(call));
+        }
+        return backend_->_reduce_scatter_base(outputs[0], inputs[0], with_reduce<c10d::ReduceScatterOptions>(call));
+      }
+      case Op::all_gather: {
+        if (outputs.size() > 1) {
+          std::vector<std::vector<at::Tensor>> lists{outputs};
+          return backend_->allgather(lists, inputs, {});
+        }
+        return backend_->_allgather_base(outputs[0], inputs[0], {});
+      }
+      case Op::broadcast:
+        return backend_->broadcast(inputs, with_root<c10d::BroadcastOptions>(call));
+      case Op::gather: {
+        std::vector<std::vector<at::Tensor>> lists;
+        if (!outputs.empty()) lists.push_back(outputs);
+        return backend_->gather(lists, inputs, with_root<c10d::GatherOptions>(call));
+      }
+      case Op::scatter: {
+        std::vector<std::vector<at::Tensor>> lists;
+        if (!inputs.empty()) lists.push_back(inputs);
+        return backend_->scatter(outputs, lists, with_root<c10d::ScatterOptions>(call));
+      }
+      case Op::all_to_all: {
+        if (inputs.size() > 1) return backend_->alltoall(outputs, inputs, {});
+        std::vector<int64_t> equal;
+        return backend_->alltoall_base(outputs[0], inputs[0], equal, equal, {});
+      }
+      case Op::send:
+        return backend_->send(inputs, call.peer, call.tag);
+      case Op::recv:
+        return backend_->recv(inputs, call.peer, call.tag);
+      case Op::barrier:
+        return backend_->barrier({});
+    }
+    return {};
+  }
+
+  std::string name_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::function<void(const Call&)> before_collective_;
+};
+
+}  // namespace
+
+std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
+                                               std::function<void(const Call&)> before_collective) {
+  return std::make_shared<C10dTransport>(std::move(name), std::move(backend), std::move(before_collective));
+}
+
+}  // namespace shoal

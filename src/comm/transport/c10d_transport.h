@@ -1,0 +1,17 @@
+#pragma once
+// Any c10d backend as a Transport.
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "comm/transport/transport.h"
+
+namespace shoal {
+
+// before_collective: called with each collective before the backend gets it.
+std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
+                                               std::function<void(const Call&)> before_collective = {});
+
+}  // namespace shoal

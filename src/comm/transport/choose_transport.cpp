@@ -1,0 +1,78 @@
+#include "comm/transport/choose_transport.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "comm/hierarchical/hierarchical.h"
+#include "comm/mpi/mpi.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/shm/host_transport.h"
+#include "comm/store/store_gather.h"
+#include "comm/transport/absent.h"
+#include "comm/transport/gloo.h"
+#include "comm/transport/identity.h"
+#include "comm/transport/nccl.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+// Host transports inside, Gloo between hosts; none when the ranks are spread unevenly or some host cannot share memory.
+std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::string& name, int rank,
+                                         const std::vector<int>& world_ranks) {
+  std::vector<std::string> hosts;
+  for (const int of : world_ranks) hosts.push_back(world.meeting.peers[of].host);
+  const auto grid = make_host_grid(hosts, rank);
+  if (!grid) return nullptr;
+  std::vector<int> local_ranks;
+  for (const int of : grid->ranks[grid->host]) local_ranks.push_back(world_ranks[of]);
+  const auto inside = [&](const char* use) {
+    return make_host_transport(world, fmt::format("{}/{}/{}", name, use, grid->host), grid->local, local_ranks)
+        .transport;
+  };
+  HierarchicalParts parts{*grid, inside("up"), inside("down"), nullptr, nullptr};
+  const bool possible = parts.up && parts.down;
+  const auto others = exchange(world, name + "/spanning", world_ranks, rank, possible ? "yes" : "no");
+  if (std::count(others.begin(), others.end(), "yes") != static_cast<int64_t>(others.size())) return nullptr;
+  parts.across = make_gloo_transport(world, fmt::format("{}/across/{}", name, grid->local), grid->host, grid->hosts);
+  parts.flat = make_gloo_transport(world, name + "/flat", rank, static_cast<int>(world_ranks.size()));
+  return make_hierarchical_transport(std::move(parts));
+}
+
+// Shared memory on one host, both over several, Gloo where neither can.
+std::shared_ptr<Transport> make_fastest(const WorldState& world, const std::string& name, int rank,
+                                        const std::vector<int>& world_ranks) {
+  if (auto host = make_host_transport(world, name, rank, world_ranks).transport) return host;
+  if (auto spanning = make_spanning(world, name, rank, world_ranks)) return spanning;
+  return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()));
+}
+
+}  // namespace
+
+std::vector<std::string> transport_names() {
+  std::vector<std::string> names = {"auto", "host", "gloo"};
+  if (mpi_is_built()) names.emplace_back("mpi");
+  if (nccl_is_built()) names.emplace_back("nccl");
+  return names;
+}
+
+std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::string& name, int rank,
+                                            const std::vector<int>& world_ranks) {
+  const auto& wanted = world.options.transport;
+  const auto size = static_cast<int>(world_ranks.size());
+  if (size == 1) return make_identity_transport();
+  if (world.options.rejoin && name == world_group_name) return make_absent_transport();
+  if (wanted == "mpi") return make_mpi_transport(world, world_ranks, rank);
+  if (wanted == "gloo") return make_gloo_transport(world, name, rank, size);
+  if (wanted == "nccl") {
+    return make_nccl_transport(world, name, rank, size, make_fastest(world, name, rank, world_ranks));
+  }
+  if (wanted != "host") return make_fastest(world, name, rank, world_ranks);
+  auto host = make_host_transport(world, name, rank, world_ranks);
+  if (host.transport) return host.transport;
+  throw UsageError(
+      fmt::format("transport host cannot carry group '{}': {}; use transport auto or gloo", name, host.why_not));
+}
+
+}  // namespace shoal

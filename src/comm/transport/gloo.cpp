@@ -1,0 +1,111 @@
+// The only file that sees Gloo. libtorch's package ships c10d's Gloo header but not the Gloo headers that it includes;
+// the distribution's serve, since nothing but opaque pointers crosses the border.
+
+#include "comm/transport/gloo.h"
+
+#include <c10/util/Exception.h>
+#include <cxxabi.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "comm/agreement/fingerprint.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/transport/c10d_transport.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+std::atomic<bool> thread_stays = false;
+std::terminate_handler before = nullptr;
+
+// Gloo throws on a thread of its own when a message is longer than what the rank has asked for, which is so when ranks
+// call different things. Nobody can catch that, and the process would end before it could say what they have called. So
+// the thread, which works for this one group, stays where it is; the wait for the operation finds out.
+[[noreturn]] void stay_or_end() {
+  const auto* type = abi::__cxa_current_exception_type();
+  if (type != nullptr && std::strcmp(type->name(), "N4gloo13EnforceNotMetE") == 0) {
+    thread_stays = true;
+    while (true) pause();
+  }
+  if (before != nullptr) before();
+  std::abort();
+}
+
+void watch_threads() {
+  static std::once_flag once;
+  std::call_once(once, [] { before = std::set_terminate(stay_or_end); });
+}
+
+// Gloo matches the messages of a collective by a tag, which libtorch counts up. Here the tag says besides its number
+// what the collective is. Ranks that call different things then wait for each other without touching anybody's data,
+// and the wait finds out (stuck_wait.h); under tags that only count, equally many bytes of two models are added up.
+class TaggedGloo : public c10d::ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+
+  void tag_next(const Call& call) {
+    constexpr uint32_t bits_of_number = 12;  // more than are in flight at a time
+    const auto number = count_++ % (1U << bits_of_number);
+    collectiveCounter_ = static_cast<uint32_t>(hash_of(fingerprint_of(call, 0))) << bits_of_number | number;
+  }
+
+ private:
+  uint32_t count_ = 0;
+};
+
+// Until all ranks are connected. One that is early may otherwise close its end, done with the group, before a late one
+// has looked at it, which Gloo takes for a failure to connect. No counter of the store's: anybody could turn it.
+void await_all(c10d::Store& store, int rank, int size) {
+  const std::string all = "all ranks are connected";
+  const auto connected = [](int which) { return fmt::format("rank {} is connected", which); };
+  const std::vector<uint8_t> yes{1};
+  store.set(connected(rank), yes);
+  if (rank == 0) {
+    std::vector<std::string> keys;
+    for (int which = 0; which < size; ++which) keys.push_back(connected(which));
+    store.wait(keys);
+    store.set(all, yes);
+  }
+  store.wait({all});
+}
+
+}  // namespace
+
+std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size) {
+  using c10d::ProcessGroupGloo;
+  auto options = ProcessGroupGloo::Options::create();
+  options->devices.push_back(ProcessGroupGloo::createDeviceForHostname(world.listen_address));
+  // Connecting has the rendezvous's deadline; our own waits name the culprit, so Gloo's deadline only backs them up.
+  options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
+  auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
+  store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
+  try {
+    watch_threads();
+    world.let_go->end_those_of_nobody(/*aside=*/thread_stays);
+    auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
+    await_all(*store, rank, size);
+    auto transport =
+        make_c10d_transport("gloo", connected, [gloo = connected.get()](const Call& call) { gloo->tag_next(call); });
+    auto* seen = transport.get();
+    auto keep = [let_go = world.let_go, transport = std::move(transport), store, rank, size](Transport*) mutable {
+      let_go->keep(std::move(transport), std::move(store), rank, size);
+    };
+    return {seen, std::move(keep)};
+  } catch (const std::exception& error) {
+    const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+    const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+    throw CommError(fmt::format("cannot connect the ranks of group '{}' over Gloo at {}: {}", name,
+                                world.listen_address, text.substr(0, text.find('\n'))));
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "comm/transport/transport.h"
+
+namespace shoal {
+
+struct WorldState;
+
+// libtorch's Gloo over TCP. Collective over the group's ranks.
+std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size);
+
+}  // namespace shoal

@@ -1,0 +1,18 @@
+// Stands in for nccl.cpp where libtorch has no CUDA or CMake finds no NCCL.
+
+#include "comm/transport/nccl.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+bool nccl_is_built() {
+  return false;
+}
+
+std::shared_ptr<Transport> make_nccl_transport(const WorldState&, const std::string&, int, int,
+                                               const std::shared_ptr<Transport>&) {
+  throw UsageError(
+      "transport nccl is not in this build: build with a CUDA libtorch and the NCCL headers it was made with");
+}
+
+}  // namespace shoal

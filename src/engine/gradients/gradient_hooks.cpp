@@ -1,0 +1,86 @@
+#include "engine/gradients/gradient_hooks.h"
+
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+
+#include <algorithm>
+
+namespace shoal {
+namespace {
+
+using torch::autograd::variable_list;
+
+class BeforeNode : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeNode(std::function<void()> act) : act_(std::move(act)) {}
+  variable_list operator()(const variable_list& gradients) override {
+    act_();
+    return gradients;
+  }
+
+ private:
+  std::function<void()> act_;
+};
+
+// libtorch leaves an empty place behind, which every backward would pass.
+void remove_tensor_hook(const at::Tensor& parameter, unsigned hook) {
+  parameter.remove_hook(hook);
+  auto& list = *torch::autograd::impl::materialize_autograd_meta(parameter)->cpp_hooks_list_;
+  while (!list.empty() && !list.back()) list.pop_back();
+}
+
+}  // namespace
+
+GradientHooks::GradientHooks(const std::vector<at::Tensor>& parameters, Told arrived, Told arriving)
+    : arrived_(std::move(arrived)), arriving_(std::move(arriving)), entries_(parameters.size()) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto& entry = entries_[i];
+    entry.parameter = parameters[i];
+    numbers_.emplace(parameters[i].unsafeGetTensorImpl(), i);
+    attach(i, torch::autograd::impl::grad_accumulator(parameters[i]));
+    entry.tensor_hook = parameters[i].register_hook([this, i](const at::Tensor&) { attach_to_current_node(i); });
+  }
+}
+
+GradientHooks::~GradientHooks() {
+  for (auto& entry : entries_) {
+    detach(entry);
+    remove_tensor_hook(entry.parameter, entry.tensor_hook);
+  }
+}
+
+void GradientHooks::attach(size_t gradient, Accumulator accumulator) {
+  auto& entry = entries_[gradient];
+  detach(entry);
+  entry.accumulator = std::move(accumulator);
+  if (arriving_) {
+    auto before = std::make_unique<BeforeNode>([this, gradient] { arriving_(gradient); });
+    entry.before = before.get();
+    entry.accumulator->add_pre_hook(std::move(before));
+  }
+  auto after = std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [this, gradient](const variable_list& outputs, const variable_list&) -> variable_list {
+        arrived_(gradient);
+        return outputs;
+      });
+  entry.after = entry.accumulator->add_post_hook(std::move(after));
+}
+
+void GradientHooks::detach(Entry& entry) {
+  if (!entry.accumulator) return;
+  entry.accumulator->del_post_hook(entry.after);
+  std::erase_if(entry.accumulator->pre_hooks(), [&](const auto& hook) { return hook.get() == entry.before; });
+  entry.accumulator = {};
+}
+
+// Which node accumulates is known only here: a graph that was recorded before a parameter was replaced has the old one.
+void GradientHooks::attach_to_current_node(size_t gradient) {
+  auto node = torch::autograd::get_current_node();
+  const std::lock_guard lock(mutex_);
+  auto& entry = entries_[gradient];
+  if (node == nullptr || node.get() == entry.accumulator.get()) return;
+  const auto* accumulates = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
+  if (accumulates == nullptr || !accumulates->variable.is_same(entry.parameter)) return;
+  attach(gradient, std::move(node));
+}
+
+}  // namespace shoal

@@ -1,0 +1,60 @@
+#include "engine/gradients/local_gradients.h"
+
+#include <fmt/format.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+// Its memory is not held, but no other tensor gets its address.
+using Mark = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+// Optimizers and wrappers know nothing of each other but the parameters, so the process has one.
+struct Marks {
+  std::mutex mutex;
+  std::unordered_map<const c10::TensorImpl*, Mark> gradients;
+
+  static Marks& instance() {
+    static auto* marks = new Marks;  // wrappers may go while the process ends
+    return *marks;
+  }
+};
+
+}  // namespace
+
+void mark_local(const at::Tensor& parameter) {
+  const std::lock_guard lock(Marks::instance().mutex);
+  Marks::instance().gradients.insert_or_assign(parameter.unsafeGetTensorImpl(),
+                                               Mark(parameter.grad().getIntrusivePtr()));
+}
+
+void unmark_local(const at::Tensor& parameter) {
+  const std::lock_guard lock(Marks::instance().mutex);
+  Marks::instance().gradients.erase(parameter.unsafeGetTensorImpl());
+}
+
+bool has_local_gradient(const at::Tensor& parameter) {
+  const auto& gradient = parameter.grad();
+  if (!gradient.defined()) return false;
+  {
+    auto& marks = Marks::instance();
+    const std::lock_guard lock(marks.mutex);
+    const auto mark = marks.gradients.find(parameter.unsafeGetTensorImpl());
+    if (mark == marks.gradients.end() || mark->second.lock().get() != gradient.unsafeGetTensorImpl()) return false;
+  }
+  return (gradient.is_sparse() ? gradient._values() : gradient).count_nonzero().item<int64_t>() > 0;
+}
+
+void require_no_local_gradient(const at::Tensor& parameter, const std::string& who, const std::string& name) {
+  if (!has_local_gradient(parameter)) return;
+  throw UsageError(fmt::format(
+      "{}: the gradient of parameter {} has been accumulated under no_sync and not been averaged since: run "
+      "the last micro-batch's backward outside no_sync, or drop it with zero_grad()",
+      who, name));
+}
+
+}  // namespace shoal

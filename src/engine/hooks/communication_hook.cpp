@@ -1,0 +1,41 @@
+#include "shoal/hooks.h"
+
+#include <fmt/format.h>
+
+#include "shoal/error.h"
+
+namespace shoal {
+
+void PendingExchange::complete() {
+  work.wait();
+  if (const auto compute = std::exchange(finish, {})) compute();
+}
+
+PendingExchange chain(PendingExchange first, std::function<PendingExchange()> next) {
+  if (!first.further) {
+    first.further = std::move(next);
+  } else {
+    first.further = [further = std::move(first.further), next = std::move(next)] { return chain(further(), next); };
+  }
+  return first;
+}
+
+void CommunicationHook::load_state(const State& state) {
+  if (state.empty()) return;
+  throw UsageError(
+      fmt::format("communication hook {}: it has no state; '{}' is of another one", name(), state.begin()->first));
+}
+
+Work sum_up(const GradientBucket& bucket, const at::Tensor& gradients, const at::Tensor& sum) {
+  switch (bucket.sum_for) {
+    case SumFor::everybody:
+      return bucket.group.all_reduce(gradients, ReduceOp::sum, bucket.label);
+    case SumFor::parts:
+      return bucket.group.reduce_scatter(sum, gradients, ReduceOp::sum, bucket.label);
+    case SumFor::owner:
+      return bucket.group.reduce(gradients, bucket.owner, ReduceOp::sum, bucket.label);
+  }
+  return {};
+}
+
+}  // namespace shoal

@@ -1,0 +1,96 @@
+#include "engine/paging/gather_order.h"
+
+#include <fmt/format.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <set>
+
+#include "shoal/error.h"
+
+namespace shoal {
+// FNV-1a.
+int64_t GatherOrder::fingerprint(const std::vector<size_t>& pages) {
+  uint64_t hash = 0xcbf29ce484222325U;
+  for (const auto page : pages) hash = (hash ^ (page + 1)) * 0x100000001b3U;
+  return pages.empty() ? 0 : static_cast<int64_t>(hash);
+}
+
+std::optional<size_t> GatherOrder::next(std::optional<size_t> want) {
+  if (const auto page = ahead()) return page;
+  if (agreed_.empty()) ask(want ? static_cast<int64_t>(*want) : boundary_);
+  if (agreed_.empty()) return std::nullopt;
+  const auto page = agreed_.front();
+  agreed_.pop_front();
+  return page;
+}
+
+std::optional<size_t> GatherOrder::ahead() {
+  if (position_ == script_.size()) return std::nullopt;
+  return script_[position_++];
+}
+
+const char* GatherOrder::text(int64_t said) {
+  switch (said) {
+    case begins_training:
+      return "begins a forward for training";
+    case begins_evaluation:
+      return "begins a forward without gradients";
+    case updates:
+      return "steps its optimizer";
+    default:
+      return "has ended its backward or evaluation";
+  }
+}
+
+// One round. The second number is the script that this rank brings to a pass, or what it leaves behind.
+void GatherOrder::ask(int64_t what) {
+  const bool begins = what == begins_training || what == begins_evaluation;
+  const int64_t script = begins ? fingerprint(scripts_[static_cast<int>(*pass_)]) : 0;
+  auto all = at::empty({2 * group_.size()}, at::kLong);
+  const auto mine = at::tensor({what, what == ended ? residue_ : script}, at::kLong);
+  group_.all_gather(all, mine, {-1, -1, "what to gather"}).wait();
+  const auto* said = all.data_ptr<int64_t>();
+  std::set<size_t> wanted;
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (said[2 * rank] >= 0) wanted.insert(static_cast<size_t>(said[2 * rank]));
+  }
+  agreed_.assign(wanted.begin(), wanted.end());
+  if (!wanted.empty()) return;
+  for (int rank = 1; rank < group_.size(); ++rank) {
+    if (said[2 * rank] == said[0]) continue;
+    throw DisagreeError(
+        fmt::format("rank {} {}, rank {} {}: all ranks must call the wrapper's forward and the optimizer's step() equally "
+                    "often, in one order; what one rank evaluates alone goes through the module's own forward",
+                    group_.world_rank(0), text(said[0]), group_.world_rank(rank), text(said[2 * rank])));
+  }
+  bool equal = true;
+  for (int rank = 1; rank < group_.size(); ++rank) equal = equal && said[2 * rank + 1] == said[1];
+  if (what == ended) left_alike_ = equal;
+  if (!begins) return;
+  equal = equal && script != 0;
+  position_ = 0;
+  script_ = equal ? scripts_[static_cast<int>(*pass_)] : std::vector<size_t>();
+}
+
+void GatherOrder::close() {
+  if (pass_) {
+    scripts_[static_cast<int>(*pass_)] = std::move(missed_);
+  }
+  missed_.clear();
+  pass_.reset();
+}
+
+void GatherOrder::begin(Pass pass) {
+  close();
+  pass_ = pass;
+  boundary_ = pass == Pass::training ? begins_training : begins_evaluation;
+}
+
+void GatherOrder::end(int64_t residue) {
+  close();
+  residue_ = residue;
+  boundary_ = ended;
+}
+
+}  // namespace shoal

@@ -1,0 +1,295 @@
+#include "engine/paging/operator_watch.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm_ops.h>
+#include <ATen/ops/convolution_backward_ops.h>
+#include <ATen/ops/convolution_ops.h>
+#include <ATen/ops/copy_ops.h>
+#include <ATen/ops/fill_ops.h>
+#include <ATen/ops/index_select_ops.h>
+#include <ATen/ops/mm_ops.h>
+#include <ATen/ops/native_layer_norm_backward_ops.h>
+#include <ATen/ops/native_layer_norm_ops.h>
+#include <ATen/ops/zero_ops.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "engine/wrapper/normal_mode.h"
+
+namespace shoal {
+namespace {
+
+// A mark on tensors that brings their operators here first. Nothing else in libtorch uses it, and what makes a view
+// hands it on. (at::RecordFunction also sees operators, but then every operator of the process pays.)
+constexpr auto mark = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+
+// Who uses which memory. Operators know nothing but their tensors, so the process has one.
+class Users {
+ public:
+  static Users& instance() {
+    static auto* users = new Users;  // operators may run while the process ends
+    return *users;
+  }
+
+  void add(c10::StorageImpl* storage, MemoryUser& user, Watched what) {
+    const std::lock_guard lock(mutex_);
+    auto& entries = users_[storage];
+    const auto same = [&](const Entry& entry) { return entry.user == &user; };
+    if (std::none_of(entries.begin(), entries.end(), same)) entries.push_back({&user, what});
+  }
+
+  void remove(c10::StorageImpl* storage, MemoryUser& user) {
+    const std::lock_guard lock(mutex_);
+    const auto found = users_.find(storage);
+    if (found == users_.end()) return;
+    auto& entries = found->second;
+    entries.erase(std::remove_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.user == &user; }),
+                  entries.end());
+    if (entries.empty()) users_.erase(found);
+  }
+
+  template <class Visit>
+  void visit(c10::StorageImpl* storage, const Visit& visit) const {
+    const std::shared_lock lock(mutex_);
+    const auto found = users_.find(storage);
+    if (found == users_.end()) return;
+    for (const auto& [user, what] : found->second) visit(*user, what);
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  struct Entry {
+    MemoryUser* user;
+    Watched what;
+  };
+  std::unordered_map<c10::StorageImpl*, c10::SmallVector<Entry, 2>> users_;
+};
+
+// What one operator takes.
+class Uses {
+ public:
+  explicit Uses(std::string_view op) : op_(op) {}
+  Uses(const Uses&) = delete;
+  Uses& operator=(const Uses&) = delete;
+  ~Uses() {
+    for (size_t use = 0; use < begun_; ++use) {
+      if (!uses_[use].memory.empty()) uses_[use].user->end_use(uses_[use].memory);
+    }
+  }
+
+  // `writes`: whether the operator writes it, asked only where it matters.
+  template <class Writes>
+  void see(const at::Tensor& tensor, const Writes& writes) {
+    if (!tensor.defined() || !tensor.key_set().has(mark)) return;
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    Users::instance().visit(storage, [&](MemoryUser& user, Watched what) {
+      const bool written = writes();
+      if (what == Watched::writes && !written) return;
+      auto& use = use_of(user);
+      if (what == Watched::all) add(use.memory, storage);
+      if (written) add(use.written, storage);
+    });
+  }
+
+  template <class Writes>
+  void see(const c10::IValue& value, const Writes& writes) {
+    if (value.isTensor()) {
+      see(value.toTensor(), writes);
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) see(tensor, writes);
+    } else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        if (tensor) see(*tensor, writes);
+      }
+    }
+  }
+
+  // What an operator takes as it is called, not packed into a stack.
+  template <class Writes>
+  void see(const std::optional<at::Tensor>& tensor, const Writes& writes) {
+    if (tensor) see(*tensor, writes);
+  }
+  template <class Other, class Writes>
+  void see(const Other&, const Writes&) {
+    static_assert(!std::is_convertible_v<Other, at::TensorList> && !std::is_convertible_v<Other, at::ITensorListRef>);
+  }
+
+  void begin() {
+    if (uses_.empty()) return;
+    const UnwatchedOperators own;  // what users do about it
+    const NormalMode outside;
+    for (; begun_ < uses_.size(); ++begun_) {
+      if (!uses_[begun_].memory.empty()) uses_[begun_].user->begin_use(op_, uses_[begun_].memory);
+    }
+    for (const auto& use : uses_) {
+      for (auto* storage : use.written) use.user->before_write(op_, storage);
+    }
+  }
+
+ private:
+  using Memory = c10::SmallVector<c10::StorageImpl*, 4>;
+  struct Use {
+    MemoryUser* user;
+    Memory memory;
+    c10::SmallVector<c10::StorageImpl*, 1> written;
+  };
+
+  Use& use_of(MemoryUser& user) {
+    auto* place = std::find_if(uses_.begin(), uses_.end(), [&](const Use& use) { return use.user == &user; });
+    return place == uses_.end() ? uses_.emplace_back(Use{&user, {}, {}}) : *place;
+  }
+
+  template <class List>
+  static void add(List& list, c10::StorageImpl* storage) {
+    if (std::find(list.begin(), list.end(), storage) == list.end()) list.push_back(storage);
+  }
+
+  std::string_view op_;
+  c10::SmallVector<Use, 1> uses_;
+  size_t begun_ = 0;
+};
+
+c10::DispatchKeySet below(c10::DispatchKeySet keys) {
+  return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, mark);
+}
+
+void tell(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  Uses uses(schema.name());
+  const auto values = torch::jit::last(*stack, schema.arguments().size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    uses.see(values[i], [&] {
+      const auto* alias = schema.arguments()[i].alias_info();
+      return alias != nullptr && alias->isWrite();
+    });
+  }
+  uses.begin();
+  op.redispatchBoxed(below(keys), stack);
+}
+
+// The same without packing arguments into a stack, which costs more than the rest.
+template <class Op, class Schema = typename Op::schema>
+struct Direct;
+
+template <class Op, class Result, class... Arguments>
+struct Direct<Op, Result(Arguments...)> {
+  static Result tell(c10::DispatchKeySet keys, Arguments... arguments) {
+    Uses uses(Op::name);
+    (uses.see(arguments, [] { return std::is_same_v<Arguments, at::Tensor&>; }), ...);
+    uses.begin();
+    return Op::redispatch(below(keys), arguments...);
+  }
+};
+
+template <class... Ops>
+void tell_directly(torch::Library& library) {
+  (library.impl(Ops::name, &Direct<Ops>::tell), ...);
+}
+
+// Whether the memory's user has zeroed it itself.
+bool zeroed_by_user(const at::Tensor& tensor) {
+  if (!tensor.is_non_overlapping_and_dense() || tensor.nbytes() != tensor.storage().nbytes()) return false;
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  bool zeroed = false;
+  Users::instance().visit(storage, [&](MemoryUser& user, Watched) { zeroed = zeroed || user.zero(storage); });
+  return zeroed;
+}
+
+at::Tensor& tell_of_zero(c10::DispatchKeySet keys, at::Tensor& self) {
+  return zeroed_by_user(self) ? self : Direct<at::_ops::zero_>::tell(keys, self);
+}
+
+at::Tensor& tell_of_fill(c10::DispatchKeySet keys, at::Tensor& self, const at::Scalar& value) {
+  const bool zero = !value.isSymbolic() && value.equal(0);
+  return zero && zeroed_by_user(self) ? self : Direct<at::_ops::fill__Scalar>::tell(keys, self, value);
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&tell>());
+}
+
+// Operators that touch no memory: those that make views or change what is known of a tensor, and those that consist of
+// other operators, which are told of.
+TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
+  for (const auto* name : {"alias",
+                           "as_strided",
+                           "conv1d",
+                           "conv2d",
+                           "conv3d",
+                           "data",
+                           "detach",
+                           "detach_",
+                           "empty_like",
+                           "expand",
+                           "layer_norm",
+                           "linear",
+                           "matmul",
+                           "narrow",
+                           "permute",
+                           "requires_grad_",
+                           "retain_grad",
+                           "reshape",
+                           "resolve_conj",
+                           "resolve_neg",
+                           "select.int",
+                           "set_data",
+                           "slice.Tensor",
+                           "split.Tensor",
+                           "squeeze.dim",
+                           "t",
+                           "transpose.int",
+                           "unsqueeze",
+                           "view",
+                           "zeros_like",
+                           "_has_compatible_shallow_copy_type"}) {
+    library.impl(name, torch::CppFunction::makeFallthrough());
+  }
+  // What layers do with their parameters.
+  using namespace at::_ops;
+  library.impl("zero_", &tell_of_zero);
+  library.impl("fill_.Scalar", &tell_of_fill);
+  tell_directly<addmm, convolution, convolution_backward, copy_, index_select, mm, native_layer_norm,
+                native_layer_norm_backward>(library);
+}
+
+}  // namespace
+
+at::Tensor watchable(const at::Tensor& tensor) {
+  auto marked = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
+                                                         tensor.key_set() | c10::DispatchKeySet(mark), tensor.dtype());
+  marked.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  return marked;
+}
+
+bool MemoryUser::zero(c10::StorageImpl*) {
+  return false;
+}
+
+bool is_watchable(const at::Tensor& tensor) {
+  return tensor.key_set().has(mark);
+}
+
+void watch(c10::StorageImpl* storage, MemoryUser& user, Watched what) {
+  Users::instance().add(storage, user, what);
+}
+
+void unwatch(c10::StorageImpl* storage, MemoryUser& user) {
+  Users::instance().remove(storage, user);
+}
+
+bool is_lost(const at::Tensor& tensor) {
+  if (!is_watchable(tensor)) return false;
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (storage->nbytes() == 0 || storage->_mutable_data_ptr_no_checks().get() != nullptr) return false;
+  bool watched = false;
+  Users::instance().visit(storage, [&](MemoryUser&, Watched) { watched = true; });
+  return !watched;
+}
+
+UnwatchedOperators::UnwatchedOperators() : guard_(mark) {}
+
+}  // namespace shoal

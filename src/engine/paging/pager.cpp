@@ -1,0 +1,391 @@
+#include "engine/paging/pager.h"
+
+#include <c10/util/ScopeExit.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <set>
+
+#include "memory/views.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
+#include "shoal/telemetry.h"
+
+namespace shoal {
+namespace {
+
+Group same_ranks(const Group& group) {
+  std::vector<int> ranks(group.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return group.subgroup(ranks);
+}
+
+// For a trace: an operator takes a page that it may have to wait for.
+void mark_use(const Group& group, const std::string& name) {
+  auto* timeline = timeline_of(group);
+  if (timeline == nullptr) return;
+  const auto now = Clock::now();
+  timeline->add({.category = "unit", .name = name, .group = {}, .label = {}, .begin = now, .end = now});
+}
+
+}  // namespace
+
+Pager::Pager(const Group& group, PagerOptions options) : options_(options), group_(same_ranks(group)), order_(group_) {}
+
+Pager::~Pager() {
+  for (const auto& [storage, index] : index_) {
+    unwatch(storage, *this);
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
+        "{} was held in parts by a FullyShardedDataParallel that has gone: before it goes, call its unwrap(), "
+        "which gives the module its parameters back, or take full_state_dict()",
+        pages_[index]->source.name));
+  }
+}
+
+at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSource source) {
+  const std::lock_guard lock(mutex_);
+  auto page = std::make_unique<Page>();
+  const auto bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
+  largest_ = std::max(largest_, bytes);
+  page->source = std::move(source);
+  page->storage = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, options.device()),
+                               /*allocator=*/nullptr, /*resizable=*/false);
+  page->options = options.requires_grad(false);
+  page->numel = numel;
+  auto flat = at::empty({0}, page->options);
+  flat.set_(page->storage, 0, {numel}, {1});
+  flat = watchable(flat);
+  remove(*page);
+  auto* storage = page->storage.unsafeGetStorageImpl();
+  index_[storage] = pages_.size();
+  pages_.push_back(std::move(page));
+  watch(storage, *this);
+  return flat;
+}
+
+// The tensors stay, without memory.
+void Pager::remove(Page& page) {
+  store(page);
+  if (page.memory.defined()) spare_.put(std::exchange(page.memory, {}));
+  auto* storage = page.storage.unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, page.options.device()));
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      fmt::format("{} is not in memory on this rank: operators fetch it by themselves; for data_ptr() hold a "
+                  "summon_full_params() scope",
+                  page.source.name));
+  page.state = State::away;
+  page.used = false;
+}
+
+Work Pager::gather(Page& page, const at::Tensor& room) {
+  store(page);
+  const auto memory = room.narrow(0, 0, page.numel);
+  const Label label{-1, -1, page.source.name};
+  if (page.source.root < 0) return group_.all_gather(memory, page.source.own, label);
+  if (page.source.root == group_.rank()) memory.copy_(page.source.own);
+  return group_.broadcast(memory, page.source.root, label);
+}
+
+void Pager::start(size_t index) {
+  auto& page = *pages_[index];
+  page.memory = spare_.take(group_, page.numel, page.options);
+  page.work = gather(page, page.memory);
+  page.state = State::coming;
+  ++ahead_;
+  ++statistics_.gathers;
+  count();
+}
+
+void Pager::gather_for_others(size_t index) {
+  auto& page = *pages_[index];
+  auto memory = spare_.take(group_, page.numel, page.options);
+  ++statistics_.gathers;
+  gather(page, memory).wait();
+  spare_.put(std::move(memory));
+}
+
+void Pager::finish(Page& page) {
+  if (page.state != State::coming) return;
+  page.work.wait();
+  auto* storage = page.storage.unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(pointer_to(page.memory));
+  storage->clear_data_ptr_access_error_msg_();
+  page.state = State::present;
+}
+
+void Pager::count() {
+  size_t pages = 0;
+  int64_t bytes = 0;
+  for (const auto& page : pages_) {
+    if (page->state == State::away) continue;
+    ++pages;
+    bytes += static_cast<int64_t>(page->memory.nbytes());
+  }
+  statistics_.peak_pages = std::max(statistics_.peak_pages, pages);
+  statistics_.peak_bytes = std::max(statistics_.peak_bytes, bytes);
+}
+
+void Pager::bring(size_t index) {
+  auto& page = *pages_[index];
+  if (options_.check_order) uses_.use(index);
+  if (page.used) {
+    used_.remove(index);
+    used_.push_back(index);
+    return;
+  }
+  mark_use(group_, page.source.name);
+  order_.missed(index);
+  make_room(&page);
+  while (page.state == State::away) {
+    const auto next = *order_.next(index);
+    if (next == index) {
+      start(index);
+    } else {
+      gather_for_others(next);
+    }
+  }
+  finish(page);
+  --ahead_;
+  page.used = true;
+  used_.push_back(index);
+  fetch_ahead();
+}
+
+// What pages in use may take.
+int64_t Pager::bytes_in_use() const {
+  return options_.bytes ? *options_.bytes - largest_ * static_cast<int64_t>(options_.ahead)
+                        : std::numeric_limits<int64_t>::max();
+}
+
+bool Pager::too_many(size_t pages, int64_t bytes) const {
+  return pages > options_.resident || bytes > bytes_in_use();
+}
+
+// For one more, or for none; never takes a page that some operator uses.
+void Pager::make_room(const Page* next) {
+  if (keep_) return;
+  int64_t bytes = next == nullptr ? 0 : next->bytes();
+  for (const auto index : used_) bytes += pages_[index]->bytes();
+  for (auto place = used_.begin(); place != used_.end();) {
+    if (!too_many(used_.size() + (next == nullptr ? 0 : 1), bytes)) return;
+    auto& page = *pages_[*place];
+    if (page.users > 0) {
+      ++place;
+      continue;
+    }
+    bytes -= page.bytes();
+    remove(page);
+    place = used_.erase(place);
+  }
+}
+
+void Pager::fetch_ahead() {
+  while (ahead_ < options_.ahead) {
+    const auto next = order_.ahead();
+    if (!next) return;
+    if (pages_[*next]->state == State::away) {
+      start(*next);
+    } else {
+      gather_for_others(*next);
+    }
+  }
+}
+
+void Pager::begin_use(std::string_view op, std::span<c10::StorageImpl* const> memory) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  require_room(op, memory);
+  for (auto* storage : memory) ++pages_[index_.at(storage)]->users;
+  auto unpin = c10::make_scope_exit([&] { unuse(memory); });
+  for (auto* storage : memory) bring(index_.at(storage));
+  unpin.release();
+}
+
+void Pager::before_write(std::string_view, c10::StorageImpl* memory) {
+  if (!notices_) return;
+  const std::lock_guard lock(mutex_);
+  auto& page = *pages_[index_.at(memory)];
+  page.written = page.dirty = true;
+}
+
+void Pager::store(Page& page) {
+  if (!std::exchange(page.dirty, false) || page.state != State::present) return;
+  const torch::NoGradGuard no_grad;
+  if (page.source.own.defined()) {
+    const auto numel = page.source.own.numel();
+    page.source.own.copy_(page.memory.narrow(0, page.source.root < 0 ? numel * group_.rank() : 0, numel));
+  }
+  if (page.source.written) page.source.written(page.memory.narrow(0, 0, page.numel));
+}
+
+Pager::Page& Pager::page_of(const at::Tensor& page) const {
+  return *pages_[index_.at(page.storage().unsafeGetStorageImpl())];
+}
+
+bool Pager::written(const at::Tensor& page) const {
+  const std::lock_guard lock(mutex_);
+  return page_of(page).written;
+}
+
+void Pager::store_writes(const at::Tensor& page) {
+  const std::lock_guard lock(mutex_);
+  store(page_of(page));
+}
+
+void Pager::forget_writes(const at::Tensor& page) {
+  const std::lock_guard lock(mutex_);
+  page_of(page).written = page_of(page).dirty = false;
+}
+
+void Pager::forget_writer(const at::Tensor& page) {
+  const std::lock_guard lock(mutex_);
+  page_of(page).source.written = nullptr;
+}
+
+void Pager::end_use(std::span<c10::StorageImpl* const> memory) noexcept {
+  const std::lock_guard lock(mutex_);
+  unuse(memory);
+}
+
+void Pager::unuse(std::span<c10::StorageImpl* const> memory) {
+  for (auto* storage : memory) --pages_[index_.at(storage)]->users;
+}
+
+// A unit of several pages counts once. What is held already needs no more room.
+void Pager::require_room(std::string_view op, std::span<c10::StorageImpl* const> memory) const {
+  if (keep_) return;
+  std::set<std::string> units;
+  int64_t bytes = 0;
+  for (auto* storage : memory) {
+    const auto& page = *pages_[index_.at(storage)];
+    if (page.users > 0) continue;
+    units.insert(page.source.name);
+    bytes += page.bytes();
+  }
+  if (!too_many(units.size(), bytes)) return;
+  throw UsageError(fmt::format(
+      "{} takes the parameters of {} units at once, {} bytes in all: {}; of those in memory {} may be in use{}. Raise "
+      "the limit, or hold a summon_full_params() scope",
+      op, units.size(), bytes, fmt::join(units, ", "), options_.resident,
+      options_.bytes ? fmt::format(", with {} bytes", bytes_in_use()) : ""));
+}
+
+void Pager::help_others() {
+  while (const auto next = order_.next(std::nullopt)) gather_for_others(*next);
+}
+
+void Pager::forget(size_t index) {
+  auto& page = *pages_[index];
+  if (page.state == State::away) return;
+  if (page.used) {
+    used_.remove(index);
+  } else {
+    finish(page);
+    --ahead_;
+  }
+  remove(page);
+}
+
+// Pages that were fetched ahead and not used.
+void Pager::forget_unused() {
+  for (size_t index = 0; index < pages_.size(); ++index) {
+    if (!pages_[index]->used) forget(index);
+  }
+}
+
+void Pager::begin(Pass pass) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  order_.begin(pass);
+  help_others();
+  if (options_.check_order) check_order(pass);
+  forget_unused();
+}
+
+void Pager::check_order(Pass pass) {
+  uses_.begin(pass);
+  const auto& uses = uses_.of(pass);
+  const auto names_of = [this](const std::vector<size_t>& pages) {
+    std::vector<std::string> names;
+    for (const auto index : pages) names.push_back(pages_[index]->source.name);
+    return names;
+  };
+  agree(group_, "the order in which units are used", names_of(uses.last));
+  if (!uses.changed() || std::exchange(warned_, true)) return;
+  TORCH_WARN(
+      "the order in which units are used has changed from one pass to the next: it was ",
+      fmt::format("{}; and is {}", fmt::join(names_of(uses.before), ", "), fmt::join(names_of(uses.last), ", ")));
+}
+
+void Pager::end() {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  std::vector<size_t> left(used_.begin(), used_.end());
+  std::sort(left.begin(), left.end());
+  order_.end(GatherOrder::fingerprint(left));
+  help_others();
+  uses_.end();
+  forget_unused();
+  // Reads outside of passes are collective, so that all ranks must have the same pages, or none.
+  if (order_.left_alike()) return;
+  for (const auto index : left) {
+    if (pages_[index]->users == 0) forget(index);
+  }
+}
+
+void Pager::invalidate(const at::Tensor& page) {
+  const std::lock_guard lock(mutex_);
+  forget(index_.at(page.storage().unsafeGetStorageImpl()));
+}
+
+void Pager::keep(bool all) {
+  const std::lock_guard lock(mutex_);
+  keep_ = all;
+  make_room(nullptr);
+}
+
+void Pager::update() {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  order_.update();
+  help_others();
+}
+
+void Pager::hold_all(bool stay, const std::set<std::string>& but) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  for (size_t index = 0; index < pages_.size(); ++index) {
+    auto& page = *pages_[index];
+    if (but.contains(page.source.name)) continue;
+    bring(index);
+    if (!stay) {
+      if (page.users == 0) forget(index);
+      continue;
+    }
+    ++page.users;
+    held_.push_back(index);
+  }
+}
+
+void Pager::release_all(bool store) {
+  const std::lock_guard lock(mutex_);
+  const torch::NoGradGuard no_grad;
+  for (const auto index : std::exchange(held_, {})) {
+    auto& page = *pages_[index];
+    --page.users;
+    if (!store || !page.source.own.defined()) continue;
+    const auto numel = page.source.own.numel();
+    const auto begin = page.source.root < 0 ? numel * group_.rank() : 0;
+    page.source.own.copy_(page.memory.narrow(0, begin, numel));
+  }
+  // What else was written does not count, and ranks that held nothing have other pages.
+  for (size_t index = 0; index < pages_.size(); ++index) {
+    if (pages_[index]->users == 0) forget(index);
+  }
+}
+
+}  // namespace shoal

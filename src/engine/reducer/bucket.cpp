@@ -1,0 +1,75 @@
+#include "engine/reducer/bucket.h"
+
+#include <torch/utils.h>
+
+#include <utility>
+
+#include "engine/reducer/exchange.h"
+#include "memory/views.h"
+
+namespace shoal {
+namespace {
+
+std::string name_list(const std::vector<Gradient>& gradients, const std::vector<size_t>& members) {
+  constexpr size_t shown = 3;
+  std::string text = "gradients of ";
+  for (size_t i = 0; i < members.size() && i < shown; ++i) text += (i > 0 ? ", " : "") + gradients[members[i]].name;
+  if (members.size() > shown) text += " and " + std::to_string(members.size() - shown) + " more";
+  return text;
+}
+
+FlatLayout lay_out(const std::vector<Gradient>& gradients, const std::vector<size_t>& members,
+                   const Exchange& exchange) {
+  std::vector<int64_t> numels;
+  for (const auto member : members) {
+    if (!gradients[member].sparse) numels.push_back(gradients[member].parameter.numel());
+  }
+  return exchange.layout(numels, c10::elementSize(gradients[members.front()].dtype()));
+}
+
+}  // namespace
+
+Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> members, const Group& group,
+               const Exchange& exchange, bool with_facts)
+    : members_(std::move(members)),
+      sparse_(gradients[members_.front()].sparse),
+      with_facts_(with_facts),
+      names_(name_list(gradients, members_)),
+      options_(gradients[members_.front()].parameter.options().dtype(gradients[members_.front()].dtype())),
+      layout_(lay_out(gradients, members_, exchange)) {
+  if (sparse_) return;
+  for (const auto member : members_) parameters_.push_back(gradients[member].parameter);
+  kept_range_ = exchange.kept(*this, exchange.place(group.rank()));
+  passes_ = exchange.apart() || exchange.used_up() || (kept_range_.empty() && !exchange.everywhere());
+  if (exchange.apart()) {
+    apart_ = group.allocate(kept_range_.size(), options_.requires_grad(false));
+  } else if (!passes_) {
+    SpareMemory none;
+    acquire(group, none);
+  }
+}
+
+void Bucket::acquire(const Group& group, SpareMemory& spare) {
+  if (sparse_) return;
+  present_ = true;
+  if (flat_.defined()) return;
+  const auto tail = with_facts_ ? Facts::numel(members_.size()) : 0;
+  memory_ = spare.take(group, payload_numel() + tail, options_.requires_grad(false));
+  flat_ = memory_.narrow(0, 0, payload_numel() + tail);
+  for (size_t place = 0; place < members_.size(); ++place) {
+    views_.push_back(view_like(flat_, layout_.range(place).begin, parameters_[place]));
+  }
+  if (with_facts_) facts_ = Facts(members_, flat_.narrow(0, payload_numel(), tail));
+}
+
+void Bucket::release(SpareMemory& spare, bool keep) {
+  present_ = false;
+  if (keep) return;
+  views_.clear();
+  facts_ = {};
+  flat_.reset();
+  auto memory = std::exchange(memory_, {});
+  if (memory.defined() && memory.storage().use_count() == 1) spare.put(std::move(memory));  // else somebody has a view
+}
+
+}  // namespace shoal

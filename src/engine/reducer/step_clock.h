@@ -1,0 +1,34 @@
+#pragma once
+// When the parts of a step begin and end, in the steps that are sampled.
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+
+#include "shoal/telemetry.h"
+
+namespace shoal {
+
+class StepClock {
+ public:
+  enum Event { forward_begins, forward_ends, backward_begins, first_leaves, backward_ends, all_back, events };
+
+  // Costs a comparison in steps that are not sampled. Again in a step: the later one counts.
+  void mark(Event event, int64_t step) {
+    if (is_sampled(step)) times_[event] = Clock::now();
+  }
+  // `finished`: it counts.
+  void end_step(bool finished);
+  void write_to(LoggingData& data) const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  std::array<std::optional<Clock::time_point>, events> times_;
+  int64_t steps_ = 0;
+  StepTimes last_;
+  StepTimes sum_;
+};
+
+}  // namespace shoal

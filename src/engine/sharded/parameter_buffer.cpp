@@ -1,0 +1,126 @@
+#include "engine/sharded/parameter_buffer.h"
+
+#include <torch/utils.h>
+
+#include "memory/views.h"
+
+namespace shoal {
+namespace {
+
+// A tensor like `parameter` on `memory` [numel], whose operators can be watched, with a storage of its own.
+at::Tensor home_of(const at::Tensor& memory, const at::Tensor& parameter) {
+  const auto bytes = static_cast<int64_t>(memory.nbytes());
+  auto home = at::empty({0}, memory.options());
+  home.set_(c10::Storage(c10::Storage::use_byte_size_t(), bytes, pointer_to(memory), /*allocator=*/nullptr,
+                         /*resizable=*/false),
+            0, parameter.sizes(), dense_strides(parameter));
+  return watchable(home);
+}
+
+// The values as they lie in `home`, [numel].
+at::Tensor values_like(const at::Tensor& home, const at::Tensor& parameter) {
+  if (parameter.strides() == home.strides() && parameter.is_non_overlapping_and_dense()) {
+    return in_memory_order(parameter);
+  }
+  auto values = at::empty_strided(home.sizes(), home.strides(), parameter.options().requires_grad(false));
+  return in_memory_order(values.copy_(parameter));
+}
+
+}  // namespace
+
+ParameterBuffer::ParameterBuffer(const Group& group, std::vector<at::Tensor> parameters, FlatLayout layout,
+                                 std::vector<Range> owners, const OnceBufferOptions& options, const Label& label)
+    : layout_(std::move(layout)),
+      memory_(group.allocate_once(layout_.size(), parameters.front().options().requires_grad(false), std::move(owners),
+                                  options)),
+      own_(memory_.owners()[group.rank()]),
+      written_(parameters.size()) {
+  const torch::NoGradGuard no_grad;
+  for (size_t piece = 0; piece < parameters.size(); ++piece) {
+    homes_.push_back(home_of(part(layout_.range(piece)), parameters[piece]));
+    const auto mine = layout_.range(piece).intersect(own_);
+    if (mine.empty()) continue;
+    part(mine).copy_(
+        in_memory_order(parameters[piece]).narrow(0, mine.begin - layout_.range(piece).begin, mine.size()));
+  }
+  publish(label);
+  wait(label);
+  for (size_t piece = 0; piece < parameters.size(); ++piece) {
+    parameters[piece].set_data(homes_[piece]);
+    shoal::watch(homes_[piece].storage().unsafeGetStorageImpl(), *this, Watched::writes);
+  }
+  watch_ = ParameterWatch(std::move(parameters));
+}
+
+ParameterBuffer::~ParameterBuffer() {
+  const torch::NoGradGuard no_grad;
+  for (size_t piece = 0; piece < homes_.size(); ++piece) {
+    unwatch(homes_[piece].storage().unsafeGetStorageImpl(), *this);
+    const auto& parameter = parameters()[piece];
+    const bool used_elsewhere = parameter.use_count() > 1;
+    if (used_elsewhere && same_view(parameter, homes_[piece])) parameter.set_data(at::clone(parameter.detach()));
+  }
+}
+
+void ParameterBuffer::publish(const Label& label) {
+  memory_.publish(++version_, label);
+}
+
+void ParameterBuffer::wait(const Label& label) {
+  memory_.wait_published(version_, label);
+}
+
+void ParameterBuffer::before_write(std::string_view, c10::StorageImpl* storage) {
+  if (!notices_) return;
+  const std::lock_guard lock(mutex_);
+  for (size_t piece = 0; piece < homes_.size(); ++piece) {
+    if (homes_[piece].storage().unsafeGetStorageImpl() != storage) continue;
+    if (written_[piece]) return;
+    written_[piece] = true;
+    any_written_ = true;
+    if (shared()) storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece)).clone()));
+    return;
+  }
+}
+
+std::vector<size_t> ParameterBuffer::changed() const {
+  std::vector<size_t> list;
+  if (!any_written_ && !watch_.changed()) return list;
+  const std::lock_guard lock(mutex_);
+  for (size_t piece = 0; piece < homes_.size(); ++piece) {
+    const bool replaced = !same_view(parameters()[piece], homes_[piece]);
+    if (replaced || written_[piece]) list.push_back(piece);
+  }
+  return list;
+}
+
+void ParameterBuffer::bind(size_t piece) {
+  auto* storage = homes_[piece].storage().unsafeGetStorageImpl();
+  if (written_[piece] && shared()) storage->set_data_ptr_noswap(pointer_to(part(layout_.range(piece))));
+  if (!same_view(parameters()[piece], homes_[piece])) parameters()[piece].set_data(homes_[piece]);
+  written_[piece] = false;
+}
+
+void ParameterBuffer::adopt(const Label& label) {
+  const torch::NoGradGuard no_grad;
+  const UnwatchedOperators own;
+  const auto pieces = changed();
+  for (const auto piece : pieces) {
+    const auto range = layout_.range(piece);
+    const auto mine = range.intersect(own_);
+    const auto& parameter = parameters()[piece];
+    const bool in_place = !shared() && same_view(parameter, homes_[piece]);
+    if (mine.empty() || in_place) continue;
+    part(mine).copy_(values_like(homes_[piece], parameter).narrow(0, mine.begin - range.begin, mine.size()));
+  }
+  publish(label);
+  wait(label);
+  const std::lock_guard lock(mutex_);
+  for (const auto piece : pieces) {
+    bind(piece);
+    watch_.note(piece);
+  }
+  any_written_ = false;
+}
+
+}  // namespace shoal

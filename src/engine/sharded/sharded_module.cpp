@@ -1,0 +1,255 @@
+#include "engine/sharded/sharded_module.h"
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+
+#include "engine/sharded/changed_values.h"
+#include "memory/views.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+ShardedModule::ShardedModule(Group shard, std::shared_ptr<Reducer> reducer,
+                             std::vector<std::unique_ptr<ParameterGather>> gathers, std::shared_ptr<Timers> waits,
+                             std::span<const at::Tensor> originals)
+    : shard_(std::move(shard)), reducer_(std::move(reducer)), gathers_(std::move(gathers)), waits_(std::move(waits)) {
+  list_pieces(originals);
+  std::vector<at::Tensor> parameters;
+  for (const auto& gradient : reducer_->gradients()) {
+    trainable_.names.push_back(gradient.name);
+    parameters.push_back(gradient.parameter);
+  }
+  trainable_.watch = ParameterWatch(std::move(parameters));
+}
+
+ShardedModule::~ShardedModule() {
+  try {
+    first_touch_.touch_all();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): a peer is gone; whoever calls the group next is told
+  }
+}
+
+void ShardedModule::list_pieces(std::span<const at::Tensor> originals) {
+  const torch::NoGradGuard no_grad;
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    const auto& bucket = reducer_->buckets()[number];
+    const auto& kept = bucket.kept_range();
+    for (const auto& slice : bucket.layout().overlapping(kept)) {
+      const auto& parameter = reducer_->gradients()[bucket.members()[slice.piece]].parameter;
+      const auto elements = gathers_[number]->elements(slice);
+      const bool narrow = parameter.element_size() < static_cast<int64_t>(sizeof(float));
+      OwnedPiece piece{.gradient = bucket.members()[slice.piece],
+                       .main = (narrow ? elements.to(at::kFloat) : elements).detach(),
+                       .copied = narrow,
+                       .outgoing = gathers_[number]->outgoing(slice),
+                       .sum = bucket.kept().narrow(0, slice.in_flat.begin - kept.begin, slice.in_flat.size()),
+                       .whole = slice.in_piece.size() == bucket.layout().range(slice.piece).size(),
+                       .elements = elements,
+                       .bucket = number,
+                       .slice = slice};
+      if (narrow && !originals.empty()) piece.main.copy_(originals[piece.gradient]);
+      // A whole parameter keeps its shape: optimizers that are not element-wise look at it.
+      if (piece.whole) {
+        for (auto* tensor : {&piece.main, &piece.sum}) {
+          *tensor = tensor->as_strided(parameter.sizes(), parameter.strides());
+        }
+      }
+      piece.main.set_requires_grad(true);
+      pieces_.push_back(std::move(piece));
+    }
+  }
+}
+
+void OwnedPiece::put_out() const {
+  if (!outgoing.is_alias_of(main)) at::Tensor(outgoing).copy_(main.as_strided({main.numel()}, {1}));
+}
+
+void OwnedPiece::take_back() const {
+  if (!copied) return;
+  const auto exact = main.as_strided({main.numel()}, {1});
+  const auto written = outgoing != exact.to(outgoing.scalar_type());
+  exact.copy_(at::where(written, outgoing.to(exact.scalar_type()), exact));
+}
+
+bool ShardedModule::shared() const {
+  return std::any_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->shared(); });
+}
+
+void ShardedModule::end() {
+  wait_all();
+  reducer_->drop_sums();
+  reducer_->detach();
+  ended_ = true;
+}
+
+void ShardedModule::require_going_on() const {
+  if (ended_) {
+    throw UsageError(
+        "unwrap() has given the module its parameters back: use the module itself, or make another wrapper and another "
+        "optimizer for it");
+  }
+}
+
+void ShardedModule::serve_readers() {
+  require_going_on();
+  if (lent_) throw UsageError("an optimizer's step while summon_full_params holds the parameters; end that first");
+  reducer_->require_seen_gradients();
+  for (const auto& gather : gathers_) {
+    if (auto* pager = gather->pager()) return pager->update();  // all gathers have the same one
+  }
+}
+
+void ShardedModule::publish(const Label& label) {
+  require_going_on();
+  first_touch_.touch_all();
+  for (const auto& piece : pieces_) piece.put_out();
+  std::for_each(gathers_.rbegin(), gathers_.rend(), [&](const auto& gather) { gather->publish(label); });
+}
+
+void ShardedModule::wait(const Label& label, bool at_first_touch) {
+  awaited_ = label;
+  if (!at_first_touch || shard_.size() == 1) {
+    first_touch_.touch_all();
+    for (size_t number = 0; number < gathers_.size(); ++number) await(number);
+    return;
+  }
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    const auto awaited = gathers_[number]->awaited();
+    const auto& members = reducer_->buckets()[number].members();
+    for (size_t piece = 0; piece < awaited.size(); ++piece) {
+      first_touch_.arm(number, awaited[piece],
+                       fmt::format("parameter {} has updates of other ranks that may not have arrived: operators wait "
+                                   "for them by themselves; before torch::save and data_ptr() call the optimizer's "
+                                   "finish_param_sync()",
+                                   reducer_->gradients()[members[piece]].name));
+    }
+  }
+}
+
+void ShardedModule::await(size_t bucket) {
+  timed(waits_.get(), "params-all-gather", 1, [&] { gathers_[bucket]->wait(awaited_); });
+}
+
+void ShardedModule::add_frozen(std::vector<std::string> names, std::vector<at::Tensor> parameters,
+                               std::shared_ptr<ParameterGather> gather) {
+  frozen_.push_back({std::move(names), ParameterWatch(std::move(parameters)), std::move(gather)});
+}
+
+void ShardedModule::add_replicated(std::vector<std::string> names, std::vector<at::Tensor> parameters) {
+  replicated_ = {std::move(names), ParameterWatch(std::move(parameters)), nullptr};
+}
+
+void ShardedModule::notice_writes(bool on) {
+  for (const auto& gather : gathers_) gather->notice_writes(on);
+  for (const auto& frozen : frozen_) frozen.gather->notice_writes(on);
+}
+
+void ShardedModule::require_kinds() const {
+  known_.require_no_other();
+  const auto check = [&](const Known& known, bool any_kind) {
+    for (size_t i = 0; i < known.names.size(); ++i) {
+      const auto& watch = known.watch;
+      const bool kind = !any_kind && watch.other_kind(i) && !(converts_ && watch.other_floating_dtype(i));
+      const bool unfrozen = watch.trainable_changed(i) && watch.parameters()[i].requires_grad();
+      if (!kind && !unfrozen) continue;
+      throw UsageError(fmt::format(
+          "parameter {} has changed in a way that its shards cannot follow: {}. Turn it back ({}), or wrap the module "
+          "and make its optimizer anew",
+          known.names[i], watch.describe(i), kind ? "module.to(dtype)" : "requires_grad_(false)"));
+    }
+  };
+  check(trainable_, false);
+  for (const auto& frozen : frozen_) check(frozen, false);
+  check(replicated_, true);
+}
+
+bool ShardedModule::changed() const {
+  const auto any = [](const auto& gather) { return !gather->changed().empty(); };
+  return std::any_of(gathers_.begin(), gathers_.end(), any) || replicated_.watch.changed() ||
+         std::any_of(frozen_.begin(), frozen_.end(), [&](const Known& frozen) { return any(frozen.gather); });
+}
+
+void ShardedModule::adopt_changes(const Label& label) {
+  require_going_on();
+  require_kinds();
+  if (!changed()) return;
+  const torch::NoGradGuard no_grad;
+  wait_all();
+  std::vector<ChangedValue> values;
+  std::vector<std::vector<size_t>> changed_pieces;
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    const auto& members = reducer_->buckets()[number].members();
+    for (const auto piece : changed_pieces.emplace_back(gathers_[number]->changed())) {
+      values.push_back({reducer_->gradients()[members[piece]].name, gathers_[number]->digest(piece)});
+    }
+  }
+  for (const auto& frozen : frozen_) {
+    for (const auto piece : frozen.gather->changed())
+      values.push_back({frozen.names[piece], frozen.gather->digest(piece)});
+  }
+  for (size_t i = 0; i < replicated_.names.size(); ++i) {
+    if (!replicated_.watch.changed(i)) continue;
+    values.push_back({replicated_.names[i], digest_of(replicated_.watch.parameters()[i])});
+  }
+  agree_on_values(reducer_->group(), values);
+  refresh_copies(changed_pieces, /*replaced=*/true);
+  for (size_t number = 0; number < gathers_.size(); ++number) {
+    if (!changed_pieces[number].empty()) gathers_[number]->adopt(label);
+  }
+  for (const auto& frozen : frozen_) {
+    if (!frozen.gather->changed().empty()) frozen.gather->adopt(label);
+  }
+  replicated_.watch.note();
+  refresh_copies(changed_pieces, /*replaced=*/false);
+}
+
+// The float32 copies of parameters that have other values: of those in other memory, which may hold more than their own
+// bits, while they are there; then of those that were written where they lie.
+void ShardedModule::refresh_copies(const std::vector<std::vector<size_t>>& changed, bool replaced) {
+  for (auto& piece : pieces_) {
+    const auto& list = changed[piece.bucket];
+    if (!piece.copied || std::find(list.begin(), list.end(), piece.slice.piece) == list.end()) continue;
+    auto main = piece.main.as_strided({piece.main.numel()}, {1});
+    if (replaced && trainable_.watch.changed(piece.gradient)) {
+      const auto& parameter = reducer_->gradients()[piece.gradient].parameter;
+      auto values = at::empty_strided(parameter.sizes(), trainable_.watch.strides(piece.gradient),
+                                      parameter.options().requires_grad(false));
+      main.copy_(in_memory_order(values.copy_(parameter)).narrow(0, piece.slice.in_piece.begin, main.numel()));
+    } else if (!replaced && !at::equal(main.to(piece.elements.scalar_type()), piece.elements)) {
+      main.copy_(piece.elements);  // a page is noticed as a whole: most of it may be as it was
+    }
+  }
+}
+
+std::vector<StatePiece> ShardedModule::state_pieces(const std::string& prefix) const {
+  std::vector<std::vector<StatePiece>> by_gradient(reducer_->gradients().size());
+  const auto add = [&](size_t gradient, const Range& range, int owner) {
+    const auto& about = reducer_->gradients()[gradient];
+    by_gradient[gradient].push_back(
+        {.name = prefix + about.name, .parameter = about.parameter, .range = range, .owner = owner});
+  };
+  for (const auto& bucket : reducer_->buckets()) {
+    for (int rank = 0; rank < shard_.size(); ++rank) {
+      for (const auto& slice : bucket.layout().overlapping(reducer_->exchange().kept(bucket, rank))) {
+        add(bucket.members()[slice.piece], slice.in_piece, rank);
+      }
+    }
+  }
+  for (const auto& piece : pieces_) {
+    for (auto& listed : by_gradient[piece.gradient]) {
+      if (listed.owner != shard_.rank()) continue;
+      listed.updated = piece.main;
+      listed.main = piece.copied;
+    }
+  }
+  std::vector<StatePiece> list;
+  for (size_t gradient = 0; gradient < by_gradient.size(); ++gradient) {
+    if (by_gradient[gradient].empty()) add(gradient, {}, 0);  // no elements
+    for (auto& piece : by_gradient[gradient]) list.push_back(std::move(piece));
+  }
+  return list;
+}
+
+}  // namespace shoal

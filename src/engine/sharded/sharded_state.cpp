@@ -1,0 +1,218 @@
+#include "engine/sharded/sharded_state.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "comm/group/text.h"
+#include "module/walk.h"
+#include "optim/state.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr const char* main_param = "main_param";
+
+// What the owner keeps of a piece; its tensors as they are.
+NamedState own_state(const StatePiece& piece, const torch::optim::Optimizer& local) {
+  NamedState named;
+  if (!piece.updated.defined()) return named;
+  const auto found = local.state().find(piece.updated.unsafeGetTensorImpl());
+  if (found != local.state().end()) named = named_state(*found->second);
+  if (piece.main) named.tensors[main_param] = piece.updated.detach();
+  return named;
+}
+
+std::string describe(const NamedState& named) {
+  Json tensors = Json::object();
+  for (const auto& [name, tensor] : named.tensors) {
+    tensors[name] = {{"dtype", static_cast<int>(tensor.scalar_type())}, {"shape", tensor.sizes().vec()}};
+  }
+  return Json{{"tensors", tensors}, {"numbers", named.numbers}}.dump();
+}
+
+// A tensor like the parameter whose memory can be filled in the parameter's own order.
+at::Tensor like(const at::Tensor& parameter, at::ScalarType dtype) {
+  return at::empty_strided(parameter.sizes(), parameter.strides(),
+                           parameter.options().dtype(dtype).requires_grad(false));
+}
+
+at::Tensor in_memory_order(const at::Tensor& dense) {
+  return dense.as_strided({dense.numel()}, {1});
+}
+
+// Tensors that are cut like the parameter; others belong to whole ones.
+bool follows(const at::Tensor& tensor, const StatePiece& piece) {
+  return tensor.numel() == piece.range.size();
+}
+
+void gather_piece(const Group& group, const StatePiece& piece, const NamedState& own, bool keep, NamedState& whole) {
+  const Label label{-1, -1, "optimizer state of " + piece.name};
+  const auto text = Json::parse(broadcast_text(group, describe(own), piece.owner, label));
+  for (const auto& [name, number] : text["numbers"].items()) {
+    if (keep) whole.numbers[name] = number;
+  }
+  for (const auto& [name, about] : text["tensors"].items()) {
+    const auto dtype = static_cast<at::ScalarType>(about["dtype"].get<int>());
+    const auto shape = about["shape"].get<std::vector<int64_t>>();
+    const bool mine = group.rank() == piece.owner;
+    auto part = at::empty(shape, piece.parameter.options().dtype(dtype).requires_grad(false));
+    if (mine) part.copy_(own.tensors.at(name));
+    group.broadcast(part, piece.owner, label).wait();
+    if (!keep) continue;
+    if (piece.whole()) {
+      whole.tensors[name] = part;
+    } else {
+      auto& tensor = whole.tensors[name];
+      if (!tensor.defined()) tensor = like(piece.parameter, dtype);
+      in_memory_order(tensor).narrow(0, piece.range.begin, piece.range.size()).copy_(part.view({-1}));
+    }
+  }
+}
+
+void check_names(const std::vector<StatePiece>& pieces, const OptimizerState& state) {
+  std::set<std::string> here;
+  std::set<std::string> missing;
+  for (const auto& piece : pieces) {
+    here.insert(piece.name);
+    if (state.count(piece.name) == 0) missing.insert(piece.name);
+  }
+  if (!missing.empty()) {
+    throw UsageError(fmt::format("the optimizer state has nothing for parameter {}", fmt::join(missing, ", ")));
+  }
+  std::set<std::string> extra;
+  for (const auto& [name, entry] : state) {
+    if (here.count(name) == 0 && name != grad_scaler_key) extra.insert(name);
+  }
+  if (extra.empty()) return;
+  throw UsageError(fmt::format("the optimizer state has entries for {}, which is no trainable parameter here",
+                               fmt::join(extra, ", ")));
+}
+
+// None where the state has no scaler's.
+std::optional<GradScalerState> scaler_in(const OptimizerState& state) {
+  const auto found = state.find(grad_scaler_key);
+  if (found == state.end()) return std::nullopt;
+  const auto number = [&](const char* name) {
+    const auto entry = found->second.numbers.find(name);
+    if (entry != found->second.numbers.end()) return entry->second;
+    throw UsageError(fmt::format("the optimizer state's loss scaler ({}) has no {}", grad_scaler_key, name));
+  };
+  return GradScalerState{.scale = number("scale"),
+                         .good_steps = static_cast<int64_t>(number("good_steps")),
+                         .hysteresis_left = static_cast<int64_t>(number("hysteresis_left"))};
+}
+
+void warn_of_scaler(bool there, bool here) {
+  if (there && !here) TORCH_WARN("the optimizer state has a loss scaler, which this optimizer has not; it is left out");
+  if (here && !there) TORCH_WARN("the optimizer state has no loss scaler; this optimizer's stays as it is");
+}
+
+// The piece's part of a whole state; new tensors.
+NamedState cut(const NamedState& whole, const StatePiece& piece) {
+  NamedState part{.tensors = {}, .numbers = whole.numbers};
+  for (const auto& [name, tensor] : whole.tensors) {
+    const bool like_parameter = tensor.sizes() == piece.parameter.sizes();
+    if (!like_parameter && (name == main_param || !piece.whole() || follows(tensor, piece))) {
+      throw UsageError(fmt::format("the optimizer state's {} of parameter {} has shape [{}], the parameter [{}]", name,
+                                   piece.name, fmt::join(tensor.sizes(), ", "),
+                                   fmt::join(piece.parameter.sizes(), ", ")));
+    }
+    if (!like_parameter) {
+      part.tensors[name] = tensor.clone();
+      continue;
+    }
+    auto copy = like(piece.parameter, tensor.scalar_type());
+    copy.copy_(tensor);
+    part.tensors[name] =
+        piece.whole() ? copy : in_memory_order(copy).narrow(0, piece.range.begin, piece.range.size()).clone();
+  }
+  return part;
+}
+
+}  // namespace
+
+std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
+  std::set<const c10::TensorImpl*> updated;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) updated.insert(parameter.unsafeGetTensorImpl());
+  }
+  std::vector<StatePiece> pieces;
+  for (const auto& entry : walk(module, {}).parameters) {
+    if (updated.count(entry.tensor.unsafeGetTensorImpl()) == 0) continue;
+    pieces.push_back(
+        {.name = entry.name, .parameter = entry.tensor, .range = {0, entry.tensor.numel()}, .updated = entry.tensor});
+  }
+  return pieces;
+}
+
+OptimizerState gather_state(const Group& group, const std::vector<StatePiece>& pieces,
+                            const torch::optim::Optimizer& local, std::optional<int> recipient) {
+  const torch::NoGradGuard no_grad;
+  const bool keep = !recipient || *recipient == group.rank();
+  OptimizerState state;
+  for (const auto& piece : pieces) {
+    const auto own = piece.owner == group.rank() ? own_state(piece, local) : NamedState();
+    NamedState ignored;
+    gather_piece(group, piece, own, keep, keep ? state[piece.name] : ignored);
+  }
+  return state;
+}
+
+NamedState scaler_state(const GradScaler& scaler) {
+  const auto state = scaler.state();
+  return {.tensors = {},
+          .numbers = {{"scale", state.scale},
+                      {"good_steps", static_cast<double>(state.good_steps)},
+                      {"hysteresis_left", static_cast<double>(state.hysteresis_left)}}};
+}
+
+void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::Optimizer& local,
+                const OptimizerState& state, GradScaler* scaler) {
+  const torch::NoGradGuard no_grad;
+  check_names(pieces, state);
+  const auto past_scaler = scaler_in(state);
+  std::vector<std::pair<const StatePiece*, at::Tensor>> mains;
+  std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> fresh;
+  for (const auto& piece : pieces) {
+    auto part = cut(state.at(piece.name), piece);
+    if (piece.owner != rank || !piece.updated.defined()) continue;
+    const auto main = part.tensors.extract(main_param);
+    if (piece.main && !main.empty()) mains.emplace_back(&piece, main.mapped());
+    const bool never_updated = part.tensors.empty() && part.numbers.empty();
+    fresh.emplace_back(piece.updated.unsafeGetTensorImpl(), never_updated ? nullptr : make_state(local, part));
+  }
+  if (scaler && past_scaler) scaler->load(*past_scaler);  // throws before anything has changed
+  warn_of_scaler(past_scaler.has_value(), scaler != nullptr);
+  for (auto& [key, entry] : fresh) {
+    if (entry) {
+      local.state()[key] = std::move(entry);
+    } else {
+      local.state().erase(key);
+    }
+  }
+  for (const auto& [piece, main] : mains) at::Tensor(piece->updated).copy_(main);
+}
+
+OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
+  const torch::NoGradGuard no_grad;
+  OptimizerState state;
+  for (const auto& piece : pieces_of(optimizer, module)) {
+    auto& named = state[piece.name] = own_state(piece, optimizer);
+    for (auto& [name, tensor] : named.tensors) tensor = tensor.clone();
+  }
+  return state;
+}
+
+void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
+                          const OptimizerState& state) {
+  load_state(0, pieces_of(optimizer, module), optimizer, state);
+}
+
+}  // namespace shoal

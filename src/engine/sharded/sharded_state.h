@@ -1,0 +1,46 @@
+#pragma once
+// Optimizer state whose pieces lie on different ranks, to and from its whole, name-keyed form.
+
+#include <torch/nn/module.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shoal/detail/optimizer_state.h"
+#include "shoal/detail/range.h"
+#include "shoal/group.h"
+#include "shoal/precision.h"
+
+namespace shoal {
+
+// A piece of a parameter and its state. All ranks list all pieces in one order, those of a parameter together.
+struct StatePiece {
+  std::string name;      // of the parameter
+  at::Tensor parameter;  // for its shape and strides
+  Range range;           // elements, in the order in which they lie in the parameter's memory
+  int owner = 0;         // rank of the group
+  at::Tensor updated{};  // on the owner: what its optimizer updates
+  bool main = false;     // `updated` is a float32 copy, and belongs to the state
+
+  bool whole() const { return range.size() == parameter.numel(); }
+};
+
+// The whole state on `recipient` (none: on every rank), elsewhere empty. Moves one parameter at a time, so that no rank
+// but the recipients holds more than one beside its own. Collective.
+OptimizerState gather_state(const Group& group, const std::vector<StatePiece>& pieces,
+                            const torch::optim::Optimizer& local, std::optional<int> recipient);
+
+// What OptimizerState keeps under grad_scaler_key.
+NamedState scaler_state(const GradScaler& scaler);
+
+// This rank's pieces of `state` go into `local`, and the scaler's state into `scaler`; a warning where only one of the
+// two is there. UsageError that names the parameter for entries that are missing, extra or of another shape, and for
+// values that `local` does not keep; nothing has changed then. Not collective.
+void load_state(int rank, const std::vector<StatePiece>& pieces, torch::optim::Optimizer& local,
+                const OptimizerState& state, GradScaler* scaler = nullptr);
+
+// A whole optimizer as pieces of one rank, 0; names come from the module.
+std::vector<StatePiece> pieces_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
+
+}  // namespace shoal

@@ -1,0 +1,50 @@
+#include "engine/wrapper/buffer_sync.h"
+
+#include <torch/utils.h>
+
+#include "module/sync.h"
+
+namespace shoal {
+
+void BufferSync::choose(bool broadcast, std::shared_ptr<BufferHook> hook, BufferHookLocation location) {
+  broadcast_ = broadcast;
+  hook_ = std::move(hook);
+  location_ = location;
+}
+
+void BufferSync::before_forward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step) {
+  complete();
+  if (!hook_) {
+    if (broadcast_) sync_buffers(group, buffers, lead, step);
+    return;
+  }
+  std::vector<NamedBuffer> named;
+  for (const auto& entry : buffers) named.push_back({entry.name, entry.tensor});
+  auto begin = [this, group, named, lead, step] {
+    const torch::NoGradGuard no_grad;
+    return hook_->begin(group, named, lead, {step, -1, "buffers"});
+  };
+  if (location_ == BufferHookLocation::post_forward) {
+    due_ = std::move(begin);
+    return;
+  }
+  pending_ = begin();
+  complete();
+}
+
+void BufferSync::after_forward() {
+  if (!due_) return;
+  pending_ = due_();
+  due_ = {};
+}
+
+void BufferSync::complete() {
+  const torch::NoGradGuard no_grad;
+  pending_.complete();
+  while (const auto further = std::exchange(pending_.further, {})) {
+    pending_ = further();
+    pending_.complete();
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,287 @@
+#include "shoal/detail/data_parallel.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+
+#include "engine/paging/operator_watch.h"
+#include "engine/sharded/changed_values.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "engine/wrapper/logging.h"
+#include "engine/wrapper/normal_mode.h"
+#include "module/sync.h"
+#include "shoal/deferred_init.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
+#include "shoal/sync_batch_norm.h"
+
+namespace shoal {
+
+std::vector<Gradient> gradients_of(const ModuleTensors& tensors) {
+  std::vector<Gradient> gradients;
+  for (const auto& entry : tensors.trainable()) gradients.push_back({entry.name, entry.tensor, entry.sparse_gradient});
+  return gradients;
+}
+
+void widen(std::vector<Gradient>& gradients) {
+  for (auto& gradient : gradients) {
+    const bool narrow = c10::elementSize(gradient.dtype()) < sizeof(float);
+    if (narrow && !gradient.sparse) gradient.travels_as = at::kFloat;
+  }
+}
+
+namespace {
+
+std::vector<at::Tensor> all_but(const torch::nn::Module& module, const std::vector<NamedTensor>& excepted) {
+  auto list = module.buffers();
+  for (const auto& parameter : module.parameters()) {
+    const bool out = std::any_of(excepted.begin(), excepted.end(),
+                                 [&](const NamedTensor& entry) { return entry.tensor.is_same(parameter); });
+    if (!out) list.push_back(parameter);
+  }
+  return list;
+}
+
+void check_device(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
+  for (const auto& entry : tensors) {
+    if (!entry.tensor.is_meta()) continue;
+    throw UsageError(
+        fmt::format("{}: {} is on the meta device, from which libtorch has no way back; build the module in a "
+                    "DeferredInit scope instead",
+                    wrapper, entry.name));
+  }
+}
+
+// The same on all ranks, so that none of them waits for one that cannot read.
+void check_memory(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
+  for (const auto& entry : tensors) {
+    if (!is_lost(entry.tensor)) continue;
+    throw UsageError(
+        fmt::format("{}: parameter {} has no values any more: it was held in parts by a FullyShardedDataParallel that "
+                    "has gone; before that goes, call its unwrap()",
+                    wrapper, entry.name));
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
+                                              const std::string& name, const std::vector<std::string>& ignored,
+                                              bool sync, Deferred deferred) {
+  if (!module) throw UsageError(fmt::format("{}: the module is empty", name));
+  auto tensors = walk(*module, ignored);
+  check_device(tensors.parameters, name);
+  check_device(tensors.buffers, name);
+  check_memory(tensors.parameters, name);
+  materialize(all_but(*module, deferred == Deferred::keep ? tensors.parameters : std::vector<NamedTensor>()));
+  if (sync) {
+    const UnwatchedOperators own;  // rank 0's values go where parameters lie
+    sync_module(group, tensors);
+  } else {
+    agree(group, "the model", tensors.describe());
+  }
+  if (tensors.trainable().empty()) {
+    throw UsageError(fmt::format("{}: the model has no parameter that requires a gradient; nothing to train", name));
+  }
+  std::vector<at::Tensor> parameters;
+  for (const auto& entry : tensors.parameters) parameters.push_back(entry.tensor);
+  KnownModule known(module, name);
+  return std::make_unique<DataParallelCore::State>(
+      DataParallelCore::State{.name = name,
+                              .module = std::move(module),
+                              .group = group,
+                              .tensors = std::move(tensors),
+                              .known = std::move(known),
+                              .watch = ParameterWatch(std::move(parameters))});
+}
+
+void check_forward_is_local(const torch::nn::Module& module) {
+  for (const auto& named : module.named_modules()) {
+    if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
+    throw UsageError(
+        fmt::format("Join: {} is a SyncBatchNorm, whose forward needs every rank; set throw_on_early_termination, or "
+                    "go without Join "
+                    "and give ranks that have run out empty batches",
+                    named.key()));
+  }
+}
+
+void DataParallelCore::State::require_shapes() const {
+  for (size_t i = 0; i < tensors.parameters.size(); ++i) {
+    if (!watch.other_shape(i)) continue;
+    throw UsageError(fmt::format("parameter {} has another shape: {}; wrap a module after changing it",
+                                 tensors.parameters[i].name, watch.describe(i)));
+  }
+}
+
+void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
+                                           std::unique_ptr<Exchange> exchange) {
+  const auto attendance = reducer ? reducer->attendance() : std::nullopt;
+  const auto steps = reducer ? reducer->step() : 0;
+  consumer = options.consumer;
+  reducer.reset();  // its hooks go first
+  reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(exchange));
+  reducer->count_from(steps);
+  reducer->synchronises = [this] { return no_sync_depth == 0; };
+  reducer->attend(attendance);
+  if (!buffers.hooked()) return;
+  reducer->before_writing = [this] { buffers.after_forward(); };  // of a forward that failed, or that never was
+  reducer->before_waiting = [this] { buffers.complete(); };
+}
+
+Reducer& reducer_of(DataParallelCore& parallel) {
+  return *parallel.state().reducer;
+}
+
+DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
+
+// An optimizer may keep the reducer.
+DataParallelCore::~DataParallelCore() {
+  if (state_->reducer) state_->reducer->detach();
+}
+
+// Parameters with other memory are trained like any; ranks that hold other values, or other parameters, are not.
+void DataParallelCore::adopt_changes(bool training) {
+  auto& state = *state_;
+  if (!training || state.no_sync_depth > 0 || !state.watch.changed()) return;
+  // All frozen for a while, as a GAN's critic in its generator's step: nothing comes, and nothing is forgotten.
+  if (state.tensors.trainable().empty()) return;
+  std::vector<ChangedValue> values;
+  bool other_kind = false;
+  for (size_t i = 0; i < state.tensors.parameters.size(); ++i) {
+    const auto& entry = state.tensors.parameters[i];
+    other_kind = other_kind || state.watch.other_kind(i) || state.watch.trainable_changed(i);
+    // A strategy's own memory holds what the strategy has put there.
+    if (state.watch.changed(i) && !is_watchable(entry.tensor)) values.push_back({entry.name, digest_of(entry.tensor)});
+  }
+  if (other_kind) agree(state.group, "the model, whose parameters have changed", state.tensors.describe());
+  if (!values.empty()) agree_on_values(state.group, values);
+  if (other_kind && state.remake_reducer) state.remake_reducer(state.consumer);
+  state.watch.note();
+}
+
+void DataParallelCore::before_forward() {
+  const NormalMode outside;
+  auto& state = *state_;
+  state.entered = false;
+  if (torch::GradMode::is_enabled()) state.known.require_no_other();
+  state.require_shapes();
+  if (state.no_sync_depth == 0) state.reducer->settle();
+  adopt_changes(torch::GradMode::is_enabled());
+  begin_pass(torch::GradMode::is_enabled());
+  if (!torch::GradMode::is_enabled()) return;
+  prepare();
+  if (state.no_sync_depth > 0) return;
+  state.reducer->check_last_step();
+  auto& reducer = *state.reducer;
+  state.buffers.before_forward(state.group, state.tensors.buffers, reducer.lead(), reducer.step());
+  reducer.expect_backward();
+  state.entered = true;
+  reducer.clock().mark(StepClock::forward_begins, reducer.step());
+}
+
+void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
+  const NormalMode outside;
+  const bool synchronises = state_->no_sync_depth == 0 && torch::GradMode::is_enabled();
+  if (synchronises) state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
+  end_pass(torch::GradMode::is_enabled());
+  if (!synchronises) return;
+  state_->buffers.after_forward();
+  state_->reducer->inspect(outputs);
+}
+
+void DataParallelCore::forward_failed() {
+  const NormalMode outside;
+  if (state_->entered) state_->reducer->mark_failed();
+  if (torch::GradMode::is_enabled()) return;
+  try {
+    end_pass(false);            // others may need this rank's help
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): the failure that is under way says more
+  }
+}
+
+void DataParallelCore::backward(const at::Tensor& loss_sum, double weight) {
+  state_->reducer->backward(loss_sum, weight);
+}
+
+const Group& DataParallelCore::group() const {
+  return state_->group;
+}
+
+void DataParallelCore::check_shadow() const {
+  check_forward_is_local(*state_->module);
+}
+
+void DataParallelCore::shadow() {
+  state_->reducer->require_absence();
+  const at::AutoGradMode grad(true);
+  try {
+    before_forward();
+    state_->reducer->reduce_now();
+  } catch (...) {
+    forward_failed();
+    throw;
+  }
+}
+
+void DataParallelCore::settle() {
+  state_->reducer->settle();
+  end_pass(/*training=*/false);  // others may be in one yet
+}
+
+void DataParallelCore::attend(const std::optional<Attendance>& attendance) {
+  state_->reducer->attend(attendance);
+}
+
+void DataParallelCore::adopt_model(int rank) {
+  const auto& state = *state_;
+  std::vector<at::Tensor> values;
+  if (state.reducer->exchange().everywhere()) {
+    for (const auto& entry : state.tensors.parameters) values.push_back(entry.tensor);
+  }
+  for (const auto& entry : state.tensors.buffers) {
+    if (state.adopts_buffers) values.push_back(entry.tensor);
+  }
+  const UnwatchedOperators own;
+  broadcast_coalesced(state.group, values, rank, {state.reducer->step(), -1, "the last joiner's model"});
+}
+
+NoSync DataParallelCore::no_sync(bool accumulate) {
+  return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
+}
+
+const std::shared_ptr<torch::nn::Module>& DataParallelCore::module() const {
+  return state_->module;
+}
+
+const Precision& DataParallelCore::precision() const {
+  return state_->precision;
+}
+
+at::DeviceType DataParallelCore::device() const {
+  return state_->tensors.parameters.front().tensor.device().type();
+}
+
+void DataParallelCore::reset() {
+  state_->reducer->abandon();
+}
+
+std::vector<std::vector<std::string>> DataParallelCore::buckets() const {
+  return state_->reducer->bucket_names();
+}
+
+LoggingData DataParallelCore::logging_data() const {
+  const auto& state = *state_;
+  auto data = log_of(state.name, *state.module, state.group, state.settings);
+  add_model(data, state.tensors);
+  add_steps(data, *state.reducer);
+  return data;
+}
+
+int64_t DataParallelCore::step() const {
+  return state_->reducer->step();
+}
+
+}  // namespace shoal

@@ -1,0 +1,130 @@
+#include "strategy/ddp/ddp.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cmath>
+#include <set>
+
+#include "engine/reducer/hooked_exchange.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "engine/wrapper/logging.h"
+#include "shoal/error.h"
+#include "shoal/hooks.h"
+
+namespace shoal {
+
+void DistributedDataParallelOptions::validate() const {
+  std::vector<std::string> faults;
+  const auto positive = [&](const char* name, double value) {
+    if (!(value > 0) || !std::isfinite(value)) faults.push_back(fmt::format("{} is {}: give MiB above 0", name, value));
+  };
+  positive("bucket_cap_mb", bucket_cap_mb);
+  positive("first_bucket_mb", first_bucket_mb);
+  if (static_graph && find_unused_parameters) {
+    faults.emplace_back("static_graph knows the unused parameters from the first step: unset find_unused_parameters");
+  }
+  if (buffer_hook && !broadcast_buffers) {
+    faults.emplace_back("buffer_hook takes the place of broadcast_buffers: leave that on, or unset the hook");
+  }
+  if (reduce_dtype && *reduce_dtype != at::kHalf && *reduce_dtype != at::kBFloat16) {
+    faults.push_back(fmt::format("reduce_dtype is {}: give float16 or bfloat16, or none for the parameters' own",
+                                 c10::toString(*reduce_dtype)));
+  }
+  if (reduce_dtype && communication_hook) {
+    faults.emplace_back("communication_hook decides how gradients are summed up: unset reduce_dtype, or give it as the "
+                        "hook's carrier");
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("DistributedDataParallel: {}", fmt::join(faults, "; ")));
+}
+
+namespace {
+
+std::shared_ptr<CommunicationHook> hook_of(const DistributedDataParallelOptions& options) {
+  if (options.reduce_dtype) return std::make_shared<CompressHook>(*options.reduce_dtype);
+  return options.communication_hook;
+}
+
+std::string buffer_hook_of(const DistributedDataParallelOptions& options) {
+  if (!options.buffer_hook) return "none";
+  return options.buffer_hook_location == BufferHookLocation::pre_forward ? "before forward" : "after forward";
+}
+
+// With a consumer means are used up: one bucket travels while the next one fills.
+void make_reducer(DataParallelCore::State& state, const DistributedDataParallelOptions& options,
+                  const std::shared_ptr<GradientConsumer>& consumer) {
+  auto gradients = gradients_of(state.tensors);
+  if (options.grad_reduce_in_fp32) widen(gradients);
+  auto exchange =
+      with_hook(std::make_unique<AllReduce>(state.group, bucket_caps(options), /*used_up=*/consumer != nullptr),
+                hook_of(options), gradients, "DistributedDataParallel");
+  ReducerOptions chosen{.gradient_as_bucket_view = options.gradient_as_bucket_view,
+                        .find_unused_parameters = options.find_unused_parameters,
+                        .static_graph = options.static_graph,
+                        .consumer = consumer};
+  if (consumer) {
+    chosen.buckets_in_flight = 1;
+    chosen.name_of_consumer = "OptimizerInBackward";
+    chosen.about_sums =
+        "which OptimizerInBackward has used for its update already: clip with its option clip_grad, read the norm from "
+        "its last_norm(), and call no step() of the optimizer";
+  }
+  state.make_reducer(std::move(gradients), chosen, std::move(exchange));
+}
+
+std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::Module> module, const Group& group,
+                                                    const DistributedDataParallelOptions& options) {
+  options.validate();
+  auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true);
+  state->adopts_buffers = options.broadcast_buffers;
+  state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
+  state->precision = options.precision;
+  state->settings = {{"bucket_cap_mb", fmt::format("{}", options.bucket_cap_mb)},
+                     {"first_bucket_mb", fmt::format("{}", options.first_bucket_mb)},
+                     {"gradient_as_bucket_view", yes_or_no(options.gradient_as_bucket_view)},
+                     {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
+                     {"broadcast_buffers", yes_or_no(options.broadcast_buffers)},
+                     {"find_unused_parameters", yes_or_no(options.find_unused_parameters)},
+                     {"static_graph", yes_or_no(options.static_graph)},
+                     {"precision", in_words(options.precision)},
+                     {"reduce_dtype", options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none"},
+                     {"communication_hook", options.communication_hook ? options.communication_hook->name() : "none"},
+                     {"buffer_hook", buffer_hook_of(options)},
+                     {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
+  state->remake_reducer = [to = state.get(), options](const auto& consumer) { make_reducer(*to, options, consumer); };
+  state->remake_reducer(nullptr);
+  return state;
+}
+
+}  // namespace
+
+DistributedDataParallelCore::DistributedDataParallelCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
+                                                         const DistributedDataParallelOptions& options)
+    : DataParallelCore(make_state(std::move(module), group, options)) {}
+
+void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer& optimizer) const {
+  std::set<const c10::TensorImpl*> optimized;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) optimized.insert(parameter.unsafeGetTensorImpl());
+  }
+  std::vector<std::string> faults;
+  for (const auto& entry : state().tensors.trainable()) {
+    if (optimized.count(entry.tensor.unsafeGetTensorImpl()) > 0) continue;
+    faults.push_back(fmt::format(
+        "the optimizer does not have parameter {}: give it to the optimizer, freeze it, or name it in `ignored`",
+        entry.name));
+  }
+  for (const auto& entry : state().tensors.parameters) optimized.erase(entry.tensor.unsafeGetTensorImpl());
+  if (!optimized.empty()) {
+    faults.push_back(fmt::format(
+        "the optimizer has {} parameter(s) that are not trained here, and would never be updated", optimized.size()));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("OptimizerInBackward: {}", fmt::join(faults, "; ")));
+}
+
+void DistributedDataParallelCore::use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer) {
+  if (step() > 0) throw UsageError("OptimizerInBackward: construct it before the first step");
+  state().remake_reducer(consumer);
+}
+
+}  // namespace shoal

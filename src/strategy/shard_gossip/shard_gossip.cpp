@@ -1,0 +1,277 @@
+#include "shoal/shard_gossip.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "comm/group/hosts.h"
+#include "engine/sharded/sharded_optimizer_state.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
+#include "strategy/fsdp/rank_groups.h"
+#include "strategy/shard_gossip/state.h"
+
+namespace shoal {
+
+void ShardGossipOptions::validate(int hosts) const {
+  std::vector<std::string> faults;
+  const auto positive = [&](const char* name, double value, const char* unit) {
+    if (!(value > 0) || !std::isfinite(value)) {
+      faults.push_back(fmt::format("{} is {}: give {} above 0", name, value, unit));
+    }
+  };
+  positive("neighbour_timeout_seconds", neighbour_timeout_seconds, "seconds");
+  positive("bucket_cap_mb", bucket_cap_mb, "MiB");
+  if (topology && topology->size() != hosts) {
+    faults.push_back(fmt::format("topology {} is for {} hosts, there are {}: make_topology(name, across.size())",
+                                 topology->name(), topology->size(), hosts));
+  }
+  if (topology && topology->kind() == Stochastic::column) {
+    faults.push_back(
+        fmt::format("topology {} is for push-sum, whose weights shards cannot carry; give one that is "
+                    "row- or doubly stochastic",
+                    topology->name()));
+  }
+  if (exchange_dtype && !at::isFloatingType(*exchange_dtype)) {
+    faults.push_back(fmt::format("exchange_dtype {}: give a floating-point one", toString(*exchange_dtype)));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("ShardGossipOptimizer: {}", fmt::join(faults, "; ")));
+}
+
+HostGroups host_groups(const Group& group, std::optional<int> size) {
+  agree(group, "the ranks of a host", {size ? std::to_string(*size) : "where they run"});
+  const auto place = place_of(rank_groups(hosts_of(group), size, "host_groups", "size"), group.rank());
+  auto host = group.subgroup(place.inside);
+  return {.inside = std::move(host), .across = group.subgroup(place.across)};
+}
+
+namespace {
+
+// Pieces in a row of one dtype, up to a cap.
+std::vector<GossipBucket> divide(const ShardedModule& module, std::vector<OwnedPiece>& pieces, double cap_mb) {
+  std::vector<GossipBucket> buckets;
+  std::vector<NamedParameter> members;
+  double bytes = 0;
+  const auto finish = [&] {
+    if (!members.empty()) buckets.emplace_back(std::exchange(members, {}), /*as_views=*/false);
+    bytes = 0;
+  };
+  for (auto& piece : pieces) {
+    const auto size = static_cast<double>(piece.main.nbytes());
+    const bool other_dtype = !members.empty() && members.front().parameter.scalar_type() != piece.main.scalar_type();
+    if (other_dtype || bytes + size > cap_mb * (1 << 20)) finish();
+    members.push_back({module.reducer().gradients()[piece.gradient].name, piece.main});
+    bytes += size;
+  }
+  finish();
+  return buckets;
+}
+
+std::unique_ptr<torch::optim::OptimizerOptions> checked(std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                                        const ShardGossipOptions& gossip, const Group& across) {
+  gossip.validate(across.size());
+  return defaults;
+}
+
+}  // namespace
+
+ShardGossipOptimizerCore::ShardGossipOptimizerCore(FullyShardedCore& parallel, const Group& across, ParamGroups groups,
+                                                   std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                                   const Factory& make, bool element_wise,
+                                                   const FullyShardedOptimizerOptions& options,
+                                                   const ShardGossipOptions& gossip)
+    : FullyShardedOptimizerCore(parallel, std::move(groups), checked(std::move(defaults), gossip, across), make,
+                                element_wise, options),
+      gossip_(std::make_unique<Gossip>(across, gossip)) {
+  auto& module = *state().modules.front();
+  gossip_->buckets = divide(module, module.pieces(), gossip.bucket_cap_mb);
+  std::vector<std::string> shard;
+  std::vector<GossipBuffer> buffers;
+  for (const auto& bucket : gossip_->buckets) {
+    for (const auto& [name, piece] : bucket.members()) {
+      shard.push_back(fmt::format("{} {} [{}]", name, toString(piece.scalar_type()), fmt::join(piece.sizes(), ", ")));
+    }
+    buffers.push_back({bucket.numel(), bucket.dtype()});
+  }
+  agree(across, "the shards that hosts average", shard);
+  gossip_->mixing.open(buffers, gossip.exchange_dtype);
+  open();
+}
+
+// A rank's end is its host's; its shards are not waited for.
+ShardGossipOptimizerCore::~ShardGossipOptimizerCore() = default;
+
+void ShardGossipOptimizerCore::open() {
+  const torch::NoGradGuard no_grad;
+  for (auto& bucket : gossip_->buckets) {
+    auto values = at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype()));
+    bucket.write_to(values);
+    gossip_->across.broadcast(values, 0, state().label("the first host's parameters")).wait();
+    bucket.read_from(values);
+  }
+  publish();
+}
+
+void ShardGossipOptimizerCore::complete_gradients() {
+  const torch::NoGradGuard no_grad;
+  prepare_gradients();
+  begin_mixing();
+}
+
+void ShardGossipOptimizerCore::begin_mixing() {
+  if (gossip_->left) throw UsageError("ShardGossipOptimizer: this rank has left; it trains no more");
+  gossip_->mixing.begin_step();
+  if (gossip_->overlap) mix();
+}
+
+void ShardGossipOptimizerCore::end_gradients() {
+  const torch::NoGradGuard no_grad;
+  show();
+  if (!gossip_->overlap) mix();
+}
+
+void ShardGossipOptimizerCore::mix() {
+  for (size_t i = 0; i < gossip_->buckets.size(); ++i) {
+    auto [own, others] = gossip_->mixing.gather(i);
+    if (others.defined()) gossip_->buckets[i].mix(own, others);
+  }
+}
+
+void ShardGossipOptimizerCore::show() {
+  for (size_t i = 0; i < gossip_->buckets.size(); ++i) {
+    const auto& bucket = gossip_->buckets[i];
+    gossip_->mixing.show(i, [&](const at::Tensor& flat, double) { bucket.write_to(flat); });
+  }
+  gossip_->mixing.end_step();
+}
+
+void ShardGossipOptimizerCore::pass() {
+  const torch::NoGradGuard no_grad;
+  // Nobody of the host reads what is about to change: where gradients are summed up, backward shows that.
+  state().group.barrier(state().label("pass")).wait();
+  begin_mixing();
+  end_gradients();
+  publish();
+  zero_grad();
+}
+
+// A host has gone when one of its ranks has, which others notice at different times.
+void ShardGossipOptimizerCore::agree_on_hosts() {
+  auto& mixing = gossip_->mixing;
+  mixing.remove_ended();
+  auto gone = at::zeros({gossip_->across.size()}, at::kInt);
+  for (const int host : mixing.statistics().removed) gone[host] = 1;
+  state().group.all_reduce(gone, ReduceOp::max, state().label("hosts that have gone")).wait();
+  std::vector<int> hosts;
+  for (int host = 0; host < gossip_->across.size(); ++host) {
+    if (gone[host].item<int>() != 0) hosts.push_back(host);
+  }
+  mixing.remove_lost(hosts);
+}
+
+// Between hosts each rank has peers of its own: where one's have ended, the host's others learn it here.
+void ShardGossipOptimizerCore::on_the_whole_host(const std::function<void()>& work) {
+  std::optional<CommError> failure;
+  try {
+    work();
+  } catch (const CommError& error) {
+    failure = error;
+  }
+  auto failed = at::full({1}, failure ? 1 : 0, at::kInt);
+  state().group.all_reduce(failed, ReduceOp::max, state().label("whether hosts have answered")).wait();
+  if (failure) throw *failure;
+  if (failed.item<int>() != 0)
+    throw CommError("ShardGossipOptimizer: a host has ended, as another rank of this host noticed");
+}
+
+void ShardGossipOptimizerCore::global_avg() {
+  const torch::NoGradGuard no_grad;
+  agree_on_hosts();
+  average(gossip_->mixing, gossip_->buckets, state().label("global average"));
+  publish();
+}
+
+void ShardGossipOptimizerCore::hold_mean() {
+  const torch::NoGradGuard no_grad;
+  if (!gossip_->own.empty()) throw UsageError("ShardGossipOptimizer: hold_mean() again before hold_own()");
+  agree_on_hosts();
+  const auto& hosts = gossip_->mixing.remaining();
+  for (const auto& bucket : gossip_->buckets) {
+    gossip_->own.push_back(at::zeros({bucket.numel()}, at::TensorOptions(bucket.dtype())));
+    bucket.write_to(gossip_->own.back());
+  }
+  try {
+    on_the_whole_host([&] { average(hosts, gossip_->buckets, state().label("mean of the hosts")); });
+  } catch (const CommError&) {  // nobody has seen the mean
+    restore_own();
+    throw;
+  }
+  publish();
+}
+
+void ShardGossipOptimizerCore::restore_own() {
+  for (size_t i = 0; i < gossip_->own.size(); ++i) gossip_->buckets[i].read_from(gossip_->own[i]);
+  gossip_->own.clear();
+}
+
+void ShardGossipOptimizerCore::hold_own() {
+  const torch::NoGradGuard no_grad;
+  restore_own();
+  publish();
+}
+
+double ShardGossipOptimizerCore::consensus_distance() {
+  const torch::NoGradGuard no_grad;
+  const auto label = state().label("consensus distance");
+  agree_on_hosts();
+  auto squares = at::zeros({1}, at::kDouble);
+  on_the_whole_host([&] { squares += squared_distance(gossip_->mixing.remaining(), gossip_->buckets, label); });
+  state().group.all_reduce(squares, ReduceOp::sum, label).wait();
+  return std::sqrt(squares.item<double>());
+}
+
+void ShardGossipOptimizerCore::leave() {
+  gossip_->left = true;
+  gossip_->mixing.leave();
+}
+
+const ExchangeStatistics& ShardGossipOptimizerCore::statistics() const {
+  return gossip_->mixing.statistics();
+}
+
+const Topology& ShardGossipOptimizerCore::topology() const {
+  return gossip_->mixing.topology();
+}
+
+const Group& ShardGossipOptimizerCore::remaining() {
+  agree_on_hosts();
+  return gossip_->mixing.remaining();
+}
+
+Group ShardGossipOptimizerCore::remaining(const Group& all) {
+  agree_on_hosts();
+  const auto& gone = gossip_->mixing.statistics().removed;
+  if (gone.empty()) return all;
+  if (gossip_->remaining && gossip_->hosts_gone == gone.size()) return *gossip_->remaining;
+  // Each rank of a host knows those of its own number on the others.
+  const auto& across = gossip_->across;
+  const auto& inside = state().group;
+  std::vector<int64_t> own;
+  for (int host = 0; host < across.size(); ++host) {
+    if (std::count(gone.begin(), gone.end(), host) == 0) own.push_back(across.world_rank(host));
+  }
+  auto left = at::empty({inside.size() * static_cast<int64_t>(own.size())}, at::kLong);
+  inside.all_gather(left, at::tensor(own, at::kLong), state().label("the ranks of the hosts that are left")).wait();
+  std::vector<int> ranks;
+  for (int rank = 0; rank < all.size(); ++rank) {
+    if ((left == all.world_rank(rank)).any().item<bool>()) ranks.push_back(rank);
+  }
+  gossip_->remaining = all.subgroup(ranks);
+  gossip_->hosts_gone = gone.size();
+  return *gossip_->remaining;
+}
+
+}  // namespace shoal

@@ -1,0 +1,536 @@
+// Parameters that are loaded, replaced or written after their module was wrapped: training goes on as in one process
+// that does the same, or is refused.
+
+#include <gmock/gmock.h>
+#include <torch/nn/init.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <map>
+#include <set>
+#include <sstream>
+
+#include "shoal/decentralized.h"
+#include "shoal/error.h"
+#include "shoal/local_sgd.h"
+#include "tests/support/models.h"
+#include "tests/support/refusal.h"
+#include "tests/support/training.h"
+#include "tests/support/world.h"
+
+namespace shoal::test {
+namespace {
+
+using testing::HasSubstr;
+using torch::optim::SGD;
+using torch::optim::SGDOptions;
+
+// With a frozen parameter, and something to be done in the middle of forward.
+struct NetImpl : MlpImpl {
+  explicit NetImpl(int seed, at::ScalarType dtype = at::kDouble) : MlpImpl(12, 16, 5, dtype) {
+    torch::manual_seed(seed);
+    for (auto& parameter : parameters()) torch::nn::init::uniform_(parameter, -0.5, 0.5);
+    first->bias.requires_grad_(false);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto hidden = torch::tanh(first(x));
+    if (meanwhile) meanwhile(*this);
+    return third(torch::tanh(second(hidden)));
+  }
+  std::function<void(NetImpl&)> meanwhile;
+};
+TORCH_MODULE(Net);
+
+enum class When { before_forward, in_forward, before_backward, before_step };
+using Change = std::function<void(NetImpl&)>;
+struct Case {
+  std::string name;
+  Change change;
+  std::set<When> when{When::before_forward, When::before_backward, When::before_step};
+};
+
+void load(NetImpl& net, int seed) {
+  std::stringstream stream;
+  torch::save(Net(seed), stream);
+  Net holder(std::dynamic_pointer_cast<NetImpl>(net.shared_from_this()));
+  torch::load(holder, stream);
+}
+
+at::Tensor other_values(const at::Tensor& like) {
+  return at::linspace(-0.4, 0.3, like.numel(), like.options().requires_grad(false)).view(like.sizes());
+}
+
+const std::vector<Case>& cases() {
+  static const std::vector<Case> list{
+      {"torch::load", [](NetImpl& net) { load(net, 7); }},
+      {"Module::load",
+       [](NetImpl& net) {
+         std::stringstream stream;
+         torch::save(Net(8), stream);
+         torch::serialize::InputArchive archive;
+         archive.load_from(stream);
+         net.load(archive);
+       }},
+      {"set_data of one",
+       [](NetImpl& net) { net.second->weight.set_data(other_values(net.second->weight)); },
+       {When::before_forward, When::in_forward, When::before_backward, When::before_step}},
+      {"set_data of a frozen one",
+       [](NetImpl& net) { net.first->bias.set_data(other_values(net.first->bias)); },
+       {When::before_forward, When::before_step}},
+      {"to float and back",
+       [](NetImpl& net) {
+         net.to(at::kFloat);
+         net.to(at::kDouble);
+       },
+       {When::before_forward, When::before_step}},
+      {"copy_",
+       [](NetImpl& net) {
+         const torch::NoGradGuard no_grad;
+         net.third->weight.copy_(other_values(net.third->weight));
+       },
+       {When::before_forward, When::before_step}},
+      {"mul_",
+       [](NetImpl& net) {
+         const torch::NoGradGuard no_grad;
+         for (auto& parameter : net.parameters()) parameter.mul_(0.75);
+       },
+       {When::before_forward, When::before_step}},
+      {"data().mul_",
+       [](NetImpl& net) {
+         for (auto& parameter : net.parameters()) parameter.data().mul_(0.5);
+       }},
+      {"data().fill_ of one", [](NetImpl& net) { net.third->bias.data().fill_(0.25); }},
+      {"detach() and a view",
+       [](NetImpl& net) { net.second->weight.detach().view({-1}).narrow(0, 3, 20).add_(0.125); },
+       {When::before_forward, When::before_step}},
+      {"init",
+       [](NetImpl& net) {
+         torch::manual_seed(11);
+         torch::nn::init::normal_(net.first->weight, 0, 0.2);
+         torch::nn::init::constant_(net.first->bias, 0.1);
+       },
+       {When::before_forward, When::before_step}},
+      {"clamp_ twice",
+       [](NetImpl& net) {
+         const torch::NoGradGuard no_grad;
+         net.second->weight.clamp_(-0.3, 0.3);
+         net.second->weight.clamp_min_(-0.2);
+       },
+       {When::before_forward, When::before_step}},
+      {"load, then write",
+       [](NetImpl& net) {
+         load(net, 9);
+         const torch::NoGradGuard no_grad;
+         net.second->bias.mul_(0.5);
+       },
+       {When::before_forward, When::before_step}},
+      {"write, then load",
+       [](NetImpl& net) {
+         {
+           const torch::NoGradGuard no_grad;
+           net.second->bias.mul_(0.5);
+         }
+         load(net, 9);
+       },
+       {When::before_forward, When::before_step}},
+  };
+  return list;
+}
+
+class ReplacedTensors : public testing::TestWithParam<std::string> {
+ public:
+  static Training<NetImpl> training_of(std::shared_ptr<NetImpl> net, double bucket_mb = 0.002) {
+    return Training<NetImpl>::make<SGD>(GetParam(), std::move(net), group(), SGDOptions(0.05).momentum(0.9),
+                                        {.bucket_mb = bucket_mb});
+  }
+};
+
+// As one process on all ranks' samples.
+struct OneProcess {
+  explicit OneProcess(int seed)
+      : net(std::make_shared<NetImpl>(seed)), optimizer(trainable(), SGDOptions(0.05).momentum(0.9)) {}
+  std::vector<at::Tensor> trainable() const { return distinct(net->parameters()); }
+
+  std::shared_ptr<NetImpl> net;
+  SGD optimizer;
+};
+
+// Changes both, once, in a step; compares after every step, and right after the change what an evaluation gives.
+void expect_like_one_process(Training<NetImpl>& training, OneProcess& one, const Change& change, When when,
+                             int64_t changed_step) {
+  const auto at_point = [&](NetImpl& net, When point, int64_t step) {
+    if (when == point && step == changed_step) change(net);
+  };
+  for (int64_t step = 0; step < 4; ++step) {
+    training.optimizer().zero_grad();
+    training.zero_grad();
+    one.optimizer.zero_grad();
+    at_point(*training.model, When::before_forward, step);
+    at_point(*one.net, When::before_forward, step);
+    {
+      const torch::NoGradGuard no_grad;
+      const auto x = batch(0, 100 + step);
+      ASSERT_LT(difference({training.forward(x)}, {one.net->forward(x)}), 1e-10) << "evaluation, step " << step;
+    }
+    if (when == When::in_forward && step == changed_step) training.model->meanwhile = change;
+    const auto loss = mean_loss(training.forward(batch(group().rank(), step)));
+    training.model->meanwhile = nullptr;
+    if (when == When::in_forward && step == changed_step) one.net->meanwhile = change;
+    at::Tensor whole = at::zeros({}, at::kDouble);
+    for (int rank = 0; rank < group().size(); ++rank) {
+      whole = whole + mean_loss(one.net->forward(batch(rank, step))) / group().size();
+      one.net->meanwhile = nullptr;
+    }
+    at_point(*training.model, When::before_backward, step);
+    at_point(*one.net, When::before_backward, step);
+    try {
+      whole.backward();
+    } catch (const c10::Error&) {  // autograd itself refuses to go on with what was replaced: the graph has kept it
+      ASSERT_EQ(when, When::before_backward);
+      return;
+    }
+    loss.backward();
+    at_point(*training.model, When::before_step, step);
+    at_point(*one.net, When::before_step, step);
+    training.step();
+    one.optimizer.step();
+    ASSERT_LT(difference(training.model->parameters(), one.net->parameters()), 1e-10) << "step " << step;
+  }
+}
+
+const char* name_of(When when) {
+  const std::map<When, const char*> names{{When::before_forward, "before forward"},
+                                          {When::in_forward, "in forward"},
+                                          {When::before_backward, "before backward"},
+                                          {When::before_step, "before step"}};
+  return names.at(when);
+}
+
+TEST_P(ReplacedTensors, training_goes_on_as_in_one_process) {
+  for (const auto& [name, change, when] : cases()) {
+    for (const auto point : when) {
+      for (const int64_t step : {0, 2}) {
+        SCOPED_TRACE(name + ", " + name_of(point) + ", step " + std::to_string(step));
+        auto training = training_of(std::make_shared<NetImpl>(1));
+        OneProcess one(1);
+        expect_like_one_process(training, one, change, point, step);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(ReplacedTensors, loading_in_every_step) {
+  auto training = training_of(std::make_shared<NetImpl>(1));
+  OneProcess one(1);
+  for (int64_t step = 0; step < 3; ++step) {
+    expect_like_one_process(
+        training, one, [&](NetImpl& net) { load(net, 20 + static_cast<int>(step)); }, When::before_forward, step);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(ReplacedTensors, other_values_on_each_rank_are_named) {
+  if (group().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  for (const bool in_place : {false, true}) {
+    if (in_place && GetParam() == "ddp") continue;  // whose parameters any optimizer writes
+    auto training = training_of(std::make_shared<NetImpl>(1));
+    auto& weight = training.model->second->weight;
+    const auto own = other_values(weight) * (1 + group().rank());
+    if (in_place) {
+      weight.data().copy_(own);
+    } else {
+      weight.set_data(own);
+    }
+    const auto text = refusal<DisagreeError>([&] {
+      mean_loss(training.forward(batch(group().rank(), 0))).backward();
+      training.step();
+    });
+    const bool by_number = GetParam().starts_with("zero") && in_place;  // an optimizer knows no names
+    EXPECT_THAT(text, HasSubstr(by_number ? "parameter 2 [16, 16]" : "second.weight")) << in_place;
+    EXPECT_THAT(text, HasSubstr("the same")) << in_place;
+  }
+}
+
+TEST_P(ReplacedTensors, another_dtype_trains_on_or_is_refused_by_name) {
+  auto training = training_of(std::make_shared<NetImpl>(1));
+  OneProcess one(1);
+  expect_like_one_process(
+      training, one, [](NetImpl&) {}, When::before_step, 0);
+  training.model->to(at::kFloat);
+  one.net->to(at::kFloat);
+  training.zero_grad();
+  one.optimizer.zero_grad();
+  const bool follows = GetParam() == "ddp" || GetParam().starts_with("zero");
+  const auto step = [&] {
+    mean_loss(training.forward(batch(group().rank(), 9).to(at::kFloat))).backward();
+    training.step();
+  };
+  if (follows) {
+    step();
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (mean_loss(one.net->forward(batch(rank, 9).to(at::kFloat))) / group().size()).backward();
+    }
+    one.optimizer.step();
+    EXPECT_LT(difference(training.model->parameters(), one.net->parameters()), 1e-5);
+    EXPECT_EQ(training.model->second->weight.scalar_type(), at::kFloat);
+    return;
+  }
+  EXPECT_THAT(refusal(step), testing::AllOf(HasSubstr("parameter "), HasSubstr("Float"), HasSubstr("Double")));
+  training.model->to(at::kDouble);
+  one.net->to(at::kDouble);
+  expect_like_one_process(
+      training, one, [](NetImpl&) {}, When::before_step, 0);
+}
+
+TEST_P(ReplacedTensors, a_parameter_that_is_unfrozen_trains_or_is_refused_by_name) {
+  auto training = training_of(std::make_shared<NetImpl>(1));
+  OneProcess one(1);
+  expect_like_one_process(
+      training, one, [](NetImpl&) {}, When::before_step, 0);
+  training.model->first->bias.requires_grad_(true);
+  one.net->first->bias.requires_grad_(true);
+  const bool follows = GetParam() == "ddp" || GetParam().starts_with("zero");
+  if (follows) {
+    expect_like_one_process(
+        training, one, [](NetImpl&) {}, When::before_step, 0);
+    return;
+  }
+  training.zero_grad();
+  EXPECT_THAT(refusal([&] {
+                mean_loss(training.forward(batch(group().rank(), 9))).backward();
+                training.step();
+              }),
+              HasSubstr("parameter first.bias"));
+  training.model->first->bias.requires_grad_(false);
+  one.net->first->bias.requires_grad_(false);
+  training.model->first->bias.mutable_grad().reset();
+  expect_like_one_process(
+      training, one, [](NetImpl&) {}, When::before_step, 0);
+}
+
+TEST_P(ReplacedTensors, a_parameter_may_be_frozen) {
+  auto training = training_of(std::make_shared<NetImpl>(1));
+  OneProcess one(1);
+  expect_like_one_process(
+      training, one, [](NetImpl&) {}, When::before_step, 0);
+  for (auto* net : {training.model.get(), one.net.get()}) {
+    net->third->bias.requires_grad_(false);
+    net->third->bias.mutable_grad().reset();
+  }
+  const auto frozen = training.model->third->bias.detach().clone();
+  expect_like_one_process(
+      training, one, [](NetImpl&) {}, When::before_step, 0);
+  EXPECT_TRUE(at::equal(training.model->third->bias.detach(), frozen));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReplacedTensors,
+                         testing::Values("ddp", "zero1", "zero2", "megatron", "megatron_in_grads", "fsdp",
+                                         "fsdp_grad_op", "fsdp_no_shard", "fsdp_hybrid"),
+                         [](const auto& info) { return info.param; });
+
+// Of parameters of 16 bits a sharded optimizer updates float32 copies, which must follow.
+template <class Make, class Parameters>
+void expect_copies_follow(const Make& make, const Parameters& parameters_of, at::ScalarType file, double tolerance) {
+  for (const bool in_place : {false, true}) {
+    for (const int64_t step : {0, 2}) {
+      SCOPED_TRACE((in_place ? "in place, step " : "loaded, step ") + std::to_string(step));
+      const auto loaded = std::make_shared<NetImpl>(5, file);
+      auto one = make(std::make_shared<NetImpl>(1, file));
+      for (int64_t i = 0; i < step; ++i) one->train(i);
+      auto& net = *one->model();
+      for (size_t i = 0; i < net.parameters().size(); ++i) {
+        auto parameter = net.parameters()[i];
+        const auto values = loaded->parameters()[i].detach();
+        if (in_place) {
+          parameter.data().copy_(values);
+        } else {
+          parameter.set_data(values.clone());
+        }
+      }
+      auto fresh_net = std::make_shared<NetImpl>(1, file);
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < net.parameters().size(); ++i) {
+        auto parameter = fresh_net->parameters()[i];
+        // What is written to 16 bits is rounded.
+        const auto values = loaded->parameters()[i].detach();
+        parameter.copy_(in_place ? values.to(at::kBFloat16) : values);
+      }
+      auto fresh = make(fresh_net);
+      const at::AutoGradMode grad(true);
+      for (int64_t i = 5; i < 7; ++i) {
+        one->train(i);
+        fresh->train(i);
+      }
+      ASSERT_LE(difference(parameters_of(*one), parameters_of(*fresh)), tolerance);
+    }
+  }
+}
+
+struct Megatron16 {
+  Megatron16(std::shared_ptr<NetImpl> net, bool in_grads, bool overlap)
+      : net_(std::move(net)),
+        optimizer_(net_, SGDOptions(0.05), group(),
+                   {.overlap_param_gather = overlap,
+                    .reuse_grad_buf_for_param_gather = in_grads,
+                    .grad_reduce_in_fp32 = true}) {}
+  NetImpl* model() { return net_.get(); }
+  void train(int64_t step) {
+    optimizer_.zero_grad();
+    net_->forward(batch(group().rank(), step).to(at::kBFloat16)).pow(2).mean().backward();
+    optimizer_.step();
+  }
+  OptimizerState state() { return optimizer_.state_dict(); }
+
+ private:
+  std::shared_ptr<NetImpl> net_;
+  DistributedOptimizer<SGD> optimizer_;
+};
+
+std::vector<at::Tensor> mains(Megatron16& training) {
+  std::vector<at::Tensor> list;
+  for (auto& [name, state] : training.state()) list.push_back(state.tensors.at("main_param"));
+  return list;
+}
+
+TEST(ReplacedTensors16, megatron_copies_follow) {
+  for (const bool in_grads : {false, true}) {
+    for (const bool overlap : {false, true}) {
+      SCOPED_TRACE(std::string(in_grads ? "in gradients" : "in parameters") + (overlap ? ", late" : ""));
+      expect_copies_follow(
+          [&](std::shared_ptr<NetImpl> net) { return std::make_unique<Megatron16>(std::move(net), in_grads, overlap); },
+          &mains, at::kBFloat16, 0);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+
+struct Fsdp16 {
+  explicit Fsdp16(const std::shared_ptr<NetImpl>& net)
+      : parallel_(net, group(), {.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>(), .param_dtype = at::kBFloat16}),
+        optimizer_(parallel_, SGDOptions(0.05)) {}
+  NetImpl* model() { return parallel_.module().get(); }
+  void train(int64_t step) {
+    optimizer_.zero_grad();
+    parallel_.forward(batch(group().rank(), step)).pow(2).mean().backward();
+    optimizer_.step();
+  }
+  std::map<std::string, at::Tensor> state() { return parallel_.full_state_dict(); }
+
+ private:
+  FullyShardedDataParallel<NetImpl> parallel_;
+  FullyShardedOptimizer<SGD> optimizer_;
+};
+
+// A file in float32 gives the copies all its bits.
+TEST(ReplacedTensors16, fsdp_copies_follow) {
+  const auto parameters_of = [](Fsdp16& training) {
+    std::vector<at::Tensor> list;
+    for (auto& [name, value] : training.state()) list.push_back(value);
+    return list;
+  };
+  expect_copies_follow([](const std::shared_ptr<NetImpl>& net) { return std::make_unique<Fsdp16>(net); }, parameters_of,
+                       at::kFloat, 0);
+}
+
+OptimizerOfNamed sgd_of_named() {
+  return [](const std::vector<NamedParameter>& named) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& entry : named) parameters.push_back(entry.parameter);
+    return std::make_unique<SGD>(parameters, SGDOptions(0.05));
+  };
+}
+
+// Every rank the same batch, so that neighbours agree and all is as in one process.
+TEST(ReplacedTensorsElsewhere, decentralized_starts_from_what_was_loaded) {
+  for (const bool views : {false, true}) {
+    for (const int64_t load_at : {0, 2}) {
+      SCOPED_TRACE(std::string(views ? "views" : "own memory") + ", step " + std::to_string(load_at));
+      auto net = std::make_shared<NetImpl>(1);
+      DecentralizedDataParallel<NetImpl> parallel(net, sgd_of_named(), group(), {.param_as_bucket_view = views});
+      NetImpl one(1);
+      SGD optimizer(one.parameters(), SGDOptions(0.05));
+      const auto other = std::make_shared<NetImpl>(7);
+      for (int64_t step = 0; step < 5; ++step) {
+        if (step == load_at) {
+          for (size_t i = 0; i < net->parameters().size(); ++i) {
+            net->parameters()[i].set_data(other->parameters()[i].detach().clone());
+            one.parameters()[i].set_data(other->parameters()[i].detach().clone());
+          }
+          if (step > 0 && group().size() > 1) {
+            EXPECT_THAT(refusal([&] { parallel.forward(batch(0, step)); }),
+                        testing::AllOf(HasSubstr("first.weight"), HasSubstr("global_avg")));
+            parallel.global_avg();
+          }
+        }
+        mean_loss(parallel.forward(batch(0, step))).backward();
+        optimizer.zero_grad();
+        mean_loss(one.forward(batch(0, step))).backward();
+        optimizer.step();
+        ASSERT_LT(difference(net->parameters(), one.parameters()), 1e-9) << step;
+      }
+    }
+  }
+}
+
+// All ranks the same batch: whatever the outer update, theta, and momentum of it, start from what was loaded.
+TEST(ReplacedTensorsElsewhere, local_updates_start_from_what_was_loaded) {
+  for (const bool in_place : {false, true}) {
+    for (const int64_t load_at : {0, 3, 5}) {
+      for (const int64_t delay : {0, 1}) {
+        SCOPED_TRACE(std::string(in_place ? "in place" : "replaced") + ", step " + std::to_string(load_at) +
+                     ", delay " + std::to_string(delay));
+        const LocalUpdatesOptions options{.every = 3, .outer = OuterNesterov{.lr = 0.5, .momentum = 0}, .delay = delay};
+        auto net = std::make_shared<NetImpl>(1), fresh_net = std::make_shared<NetImpl>(7);
+        SGD optimizer(net->parameters(), SGDOptions(0.05));
+        LocalUpdates local(net, optimizer, group(), options);
+        const auto train = [](NetImpl& of, LocalUpdates& with, int64_t step) {
+          of.zero_grad();
+          mean_loss(of.forward(batch(0, step))).backward();
+          with.step();
+        };
+        for (int64_t step = 0; step < load_at; ++step) train(*net, local, step);
+        for (size_t i = 0; i < net->parameters().size(); ++i) {
+          auto parameter = net->parameters()[i];
+          const auto values = fresh_net->parameters()[i].detach().clone();
+          const torch::NoGradGuard no_grad;
+          if (in_place) {
+            parameter.copy_(values);
+          } else {
+            parameter.set_data(values);
+          }
+        }
+        SGD fresh_optimizer(fresh_net->parameters(), SGDOptions(0.05));
+        LocalUpdates fresh(fresh_net, fresh_optimizer, group(), options);
+        // Up to the next exchange, and one more round for those that were loaded between two.
+        const int64_t left = (3 - load_at % 3) + delay;
+        for (int64_t step = 0; step < left; ++step) train(*net, local, step);
+        for (int64_t step = 0; step < (load_at % 3 == 0 ? left : 0); ++step) train(*fresh_net, fresh, step);
+        if (load_at % 3 != 0) {
+          // By hand: steps from what was loaded, and half of the way to where they lead.
+          NetImpl plain(7);
+          SGD plain_optimizer(plain.parameters(), SGDOptions(0.05));
+          for (int64_t step = 0; step < 3 - load_at % 3; ++step) {
+            plain.zero_grad();
+            mean_loss(plain.forward(batch(0, step))).backward();
+            plain_optimizer.step();
+          }
+          if (delay > 0) continue;
+          const NetImpl start(7);
+          const torch::NoGradGuard no_grad;
+          for (size_t i = 0; i < plain.parameters().size(); ++i) {
+            plain.parameters()[i].copy_((plain.parameters()[i] + start.parameters()[i]) / 2);
+          }
+          ASSERT_LT(difference(net->parameters(), plain.parameters()), 1e-10);
+          continue;
+        }
+        ASSERT_LT(difference(net->parameters(), fresh_net->parameters()), 1e-10);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shoal::test

@@ -1,0 +1,49 @@
+// Every strategy at every number of ranks, loaded into every other.
+
+#include "tests/strategy/checkpoint/checkpoint_training.h"
+
+namespace shoal {
+namespace {
+
+const Group& group() {
+  return test::world().group();
+}
+
+class Pairs : public testing::TestWithParam<std::string> {};
+
+TEST_P(Pairs, BEY05_AnyStrategyAtAnyNumberOfRanksTakesIt) {
+  const test::SharedFolder folder;
+  const auto run_of = [&](int ranks) { return folder / ("ranks-" + std::to_string(ranks)); };
+  for (int from = 1; from <= group().size(); ++from) {
+    if (const auto ranks = test::first_ranks(from)) {
+      const auto running = test::start(GetParam(), *ranks, from);
+      test::train(*running, *ranks, 0, 2);
+      save(run_of(from), *running->state, {.step = 2});
+      const CheckpointReader reader(run_of(from));
+      const bool own_values = GetParam() == "decentralized" || GetParam() == "diloco" || GetParam() == "gossip";
+      own_values ? test::expect_mean(*running, *ranks, reader) : test::expect_holds(*running, reader);
+    }
+    group().barrier().wait();
+  }
+  for (const auto& strategy : test::all_strategies()) {
+    for (int to = 1; to <= group().size(); ++to) {
+      const auto ranks = test::first_ranks(to);
+      for (int from = 1; ranks && from <= group().size(); ++from) {
+        SCOPED_TRACE(GetParam() + " at " + std::to_string(from) + " -> " + strategy + " at " + std::to_string(to));
+        const auto running = test::start(strategy, *ranks, 7);
+        const auto loaded = load(run_of(from), *running->state);
+        if (loaded.exact) continue;  // checkpoint_test
+        const CheckpointReader reader(run_of(from));
+        test::expect_holds(*running, reader);
+        test::expect_buffers(*running, reader);
+      }
+      group().barrier().wait();
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Pairs, testing::ValuesIn(test::all_strategies()),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,306 @@
+#pragma once
+// A model under any strategy, as checkpoint tests train, save and look at it.
+
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+
+#include "checkpoint/loading/reader.h"
+#include "comm/group/text.h"
+#include "shoal/checkpoint.h"
+#include "shoal/ddp.h"
+#include "shoal/decentralized.h"
+#include "shoal/fsdp.h"
+#include "shoal/hooks.h"
+#include "shoal/local_sgd.h"
+#include "shoal/megatron.h"
+#include "shoal/optim.h"
+#include "shoal/shard_gossip.h"
+#include "shoal/zero.h"
+#include "tests/support/temp_folder.h"
+#include "tests/support/world.h"
+
+namespace shoal::test {
+
+// A channels-last weight, buffers, a frozen parameter, sizes that no number of ranks divides, and dropout.
+struct Net : torch::nn::Module {
+  explicit Net(int seed) {
+    torch::manual_seed(seed);
+    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 7, 3)));
+    norm = register_module("norm", torch::nn::BatchNorm2d(7));
+    frozen = register_module("frozen", torch::nn::Linear(63, 11));
+    drop = register_module("drop", torch::nn::Dropout(0.3));
+    fc = register_module("fc", torch::nn::Linear(11, 5));
+    const torch::NoGradGuard no_grad;
+    conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+    for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto seen = torch::relu(norm(conv(x))).flatten(1);
+    return fc(drop(torch::tanh(frozen(seen))));
+  }
+
+  torch::nn::Conv2d conv{nullptr};
+  torch::nn::BatchNorm2d norm{nullptr};
+  torch::nn::Linear frozen{nullptr}, fc{nullptr};
+  torch::nn::Dropout drop{nullptr};
+};
+
+inline at::Tensor images(int rank, int64_t step) {
+  return at::randn({4, 3, 5, 5}, at::detail::createCPUGenerator(100 * step + rank), at::kFloat);
+}
+
+using Tensors = std::map<std::string, at::Tensor>;
+
+struct Running {
+  Running() = default;
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+  std::shared_ptr<Net> model;
+  std::shared_ptr<void> wrapper, optimizer;           // in this order they are made
+  std::unique_ptr<TrainingState> state;               // goes first
+  std::function<void(const at::Tensor& input)> step;  // forward, backward, update
+  std::function<OptimizerState()> optimizer_state;    // whole, by the strategy's own means; collective
+  std::function<Tensors()> parameters;                // the same
+
+  ~Running() {
+    step = nullptr, optimizer_state = nullptr, parameters = nullptr;
+    state.reset();
+    wrapper.reset();  // an OSS outlives its wrapper
+    optimizer.reset();
+  }
+};
+
+inline Tensors copies(const torch::nn::Module& module) {
+  Tensors all;
+  for (const auto& entry : module.named_parameters()) all[entry.key()] = entry.value().detach().clone();
+  return all;
+}
+
+inline std::vector<at::Tensor> trainable(const torch::nn::Module& module) {
+  auto list = module.parameters();
+  std::erase_if(list, [](const at::Tensor& parameter) { return !parameter.requires_grad(); });
+  return list;
+}
+
+const inline auto adamw = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
+
+inline const std::vector<std::string>& all_strategies() {
+  static const std::vector<std::string> names{"none",          "ddp",    "zero1",  "zero2",    "megatron",
+                                              "megatron_g",    "fsdp",   "fsdp_b", "no_shard", "hybrid",
+                                              "decentralized", "diloco", "gossip"};
+  return names;
+}
+
+// What some strategies are followed by: a hook that remembers.
+inline std::shared_ptr<CommunicationHook> hook_of(const std::string& name) {
+  if (name == "powersgd") {
+    return std::make_shared<PowerSgdHook>(PowerSgdOptions{.rank = 1, .start_iteration = 1, .min_compression_rate = 0});
+  }
+  if (name == "topk") return std::make_shared<TopKHook>(TopKOptions{.fraction = 0.2});
+  if (name == "int8") return std::make_shared<QuantizeHook>(QuantizeOptions{.block = 16});
+  return nullptr;
+}
+
+template <class Wrapper, class Optimizer>
+void train_by(Running& running, const std::shared_ptr<Wrapper>& wrapper, const std::shared_ptr<Optimizer>& optimizer) {
+  running.wrapper = wrapper;
+  running.optimizer = optimizer;
+  running.step = [raw = wrapper.get(), raw_optimizer = optimizer.get()](const at::Tensor& input) {
+    raw->forward(input).pow(2).mean().backward();
+    raw_optimizer->step();
+    raw_optimizer->zero_grad();
+  };
+}
+
+inline Tensors full_parameters(FullyShardedDataParallel<Net>& parallel) {
+  auto all = parallel.full_state_dict();
+  for (const auto& buffer : parallel.core().module()->named_buffers()) all.erase(buffer.key());
+  return all;
+}
+
+// megatron_g: parameters are gathered in the gradients' memory; fsdp_b: bfloat16 parameters with float32 main copies;
+// hybrid, gossip: models are divided between pairs of ranks. NAME_HOOK: with a hook of hook_of().
+inline std::unique_ptr<Running> start(const std::string& name, const Group& group, int seed) {
+  const auto end = name.rfind('_');
+  const auto hook = end == std::string::npos ? nullptr : hook_of(name.substr(end + 1));
+  const auto strategy = hook ? name.substr(0, end) : name;
+  auto running = std::make_unique<Running>();
+  auto model = running->model = std::make_shared<Net>(seed);
+  running->parameters = [model] { return copies(*model); };
+  if (strategy == "none" || strategy == "ddp") {
+    const auto optimizer = std::make_shared<FusedAdamW>(trainable(*model), adamw);
+    const auto parallel = std::make_shared<DistributedDataParallel<Net>>(
+        model, group, DistributedDataParallelOptions{.communication_hook = hook});
+    train_by(*running, parallel, optimizer);
+    running->state = strategy == "ddp" ? std::make_unique<TrainingState>(*parallel, *optimizer)
+                                       : std::make_unique<TrainingState>(model, *optimizer, group);
+    running->optimizer_state = [optimizer, model] { return shoal::optimizer_state(*optimizer, *model); };
+  } else if (strategy.starts_with("zero")) {
+    const auto optimizer = std::make_shared<OSS<FusedAdamW>>(trainable(*model), adamw, group);
+    if (strategy == "zero1") {
+      const auto parallel = std::make_shared<DistributedDataParallel<Net>>(model, group);
+      train_by(*running, parallel, optimizer);
+      running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
+    } else {
+      const auto parallel = std::make_shared<ShardedDataParallel<Net>>(
+          model, *optimizer, group, ShardedDataParallelOptions{.communication_hook = hook});
+      train_by(*running, parallel, optimizer);
+      running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
+    }
+    running->optimizer_state = [raw = optimizer.get(), model] { return raw->state_dict(*model); };
+  } else if (strategy.starts_with("megatron")) {
+    const auto optimizer = std::make_shared<DistributedOptimizer<FusedAdamW>>(
+        model, adamw, group,
+        DistributedOptimizerOptions{.reuse_grad_buf_for_param_gather = strategy == "megatron_g",
+                                    .communication_hook = hook});
+    train_by(*running, model, optimizer);
+    running->state = std::make_unique<TrainingState>(*optimizer);
+    running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
+  } else if (strategy == "decentralized") {
+    const auto parallel =
+        std::make_shared<DecentralizedDataParallel<Net>>(model, optimizer_with<FusedAdamW>(adamw), group);
+    running->wrapper = parallel;
+    running->step = [raw = parallel.get()](const at::Tensor& input) { raw->forward(input).pow(2).mean().backward(); };
+    running->state = std::make_unique<TrainingState>(*parallel);
+    running->optimizer_state = [raw = parallel.get()] { return raw->state_dict(); };
+  } else if (strategy == "diloco") {
+    const auto optimizer = std::make_shared<FusedAdamW>(trainable(*model), adamw);
+    const auto local = std::make_shared<LocalUpdates>(
+        model, *optimizer, group,
+        LocalUpdatesOptions{.every = 3, .outer = OuterNesterov{}, .fragments = 2, .delay = 1});
+    running->wrapper = local;
+    running->optimizer = optimizer;
+    running->step = [raw = local.get(), model](const at::Tensor& input) {
+      model->forward(input).pow(2).mean().backward();
+      raw->step();
+      raw->zero_grad();
+    };
+    running->state = std::make_unique<TrainingState>(*local);
+    running->optimizer_state = [optimizer, model] { return shoal::optimizer_state(*optimizer, *model); };
+  } else if (strategy == "gossip") {
+    const auto hosts = host_groups(group, group.size() % 2 == 0 ? 2 : 1);
+    const auto parallel = std::make_shared<FullyShardedDataParallel<Net>>(
+        model, hosts.inside, FullyShardedDataParallelOptions{.auto_wrap_policy = wrap_size(20)});
+    const auto optimizer = std::make_shared<ShardGossipOptimizer<FusedAdamW>>(*parallel, hosts.across, adamw);
+    train_by(*running, parallel, optimizer);
+    running->state = std::make_unique<TrainingState>(*parallel, *optimizer, group);
+    running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
+    running->parameters = [raw = parallel.get()] { return full_parameters(*raw); };
+  } else {
+    FullyShardedDataParallelOptions options{.auto_wrap_policy = wrap_size(20), .communication_hook = hook};
+    if (strategy == "fsdp_b") options.param_dtype = options.buffer_dtype = at::kBFloat16;
+    if (strategy == "no_shard") options.sharding_strategy = ShardingStrategy::no_shard;
+    if (strategy == "hybrid") {
+      options.sharding_strategy = ShardingStrategy::hybrid_shard;
+      options.shard_size = group.size() % 2 == 0 ? 2 : 1;
+    }
+    const auto parallel = std::make_shared<FullyShardedDataParallel<Net>>(model, group, options);
+    const auto optimizer = std::make_shared<FullyShardedOptimizer<FusedAdamW>>(*parallel, adamw);
+    train_by(*running, parallel, optimizer);
+    running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
+    running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
+    running->parameters = [raw = parallel.get()] { return full_parameters(*raw); };
+  }
+  return running;
+}
+
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && at::equal(a.cpu(), b.cpu());
+}
+
+// One folder for all ranks, gone at the end.
+class SharedFolder {
+ public:
+  SharedFolder() {
+    if (world().group().rank() == 0) folder_ = std::make_unique<TempFolder>();
+    path_ = broadcast_text(world().group(), folder_ ? folder_->path().string() : "", 0, {});
+  }
+  ~SharedFolder() { world().group().barrier().wait(); }
+  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
+
+ private:
+  std::unique_ptr<TempFolder> folder_;
+  std::filesystem::path path_;
+};
+
+// The first ranks of the world, where this one is among them.
+inline std::optional<Group> first_ranks(int ranks) {
+  std::vector<int> list(ranks);
+  std::iota(list.begin(), list.end(), 0);
+  if (world().group().rank() >= ranks) return std::nullopt;
+  return world().group().subgroup(list);
+}
+
+inline void train(Running& running, const Group& ranks, int64_t from, int64_t to) {
+  for (int64_t step = from; step < to; ++step) running.step(images(ranks.rank(), step));
+}
+
+// What a training holds, found without checkpoints, equals what a checkpoint has, read without strategies.
+inline void expect_holds(Running& running, const CheckpointReader& reader) {
+  const auto parameters = running.parameters();
+  for (const auto& [name, value] : parameters) {
+    auto stored = reader.read(name);
+    EXPECT_TRUE(same_bits(stored.to(value.scalar_type()), value)) << name;
+  }
+  EXPECT_EQ(parameters.size(), running.model->named_parameters().size());
+  size_t tensors = 0;
+  for (const auto& [name, state] : running.optimizer_state()) {
+    for (const auto& [field, value] : state.tensors) {
+      if (field == "main_param") continue;
+      EXPECT_TRUE(same_bits(reader.read("optimizer." + name + "." + field), value)) << name << " " << field;
+      ++tensors;
+    }
+    const auto& ranks = reader.index().rank_states;
+    const auto told = std::find_if(ranks.begin(), ranks.end(), [&, &name = name](const auto& rank) {
+      return rank.contains("optimizer") && rank["optimizer"].contains(name);
+    });
+    ASSERT_NE(told, ranks.end()) << name;
+    EXPECT_EQ((*told)["optimizer"][name]["step"].template get<double>(), state.numbers.at("step")) << name;
+  }
+  EXPECT_EQ(tensors, 2 * trainable(*running.model).size());
+}
+
+// The same where ranks have values of their own: stored are the parameters' mean, here summed up in float64, and the
+// first rank's optimizer state.
+inline void expect_mean(Running& running, const Group& ranks, const CheckpointReader& reader) {
+  const auto parameters = running.parameters();
+  for (const auto& [name, own] : parameters) {
+    auto mean = own.to(at::kDouble).contiguous();
+    ranks.all_reduce(mean).wait();
+    mean /= ranks.size();
+    const auto stored = reader.read(name);
+    ASSERT_EQ(stored.sizes(), mean.sizes()) << name;
+    EXPECT_LT((stored.to(at::kDouble) - mean).abs().max().item<double>(), 1e-6) << name;
+  }
+  EXPECT_EQ(parameters.size(), running.model->named_parameters().size());
+  size_t tensors = 0;
+  for (const auto& [name, state] : running.optimizer_state()) {
+    for (const auto& [field, own] : state.tensors) {
+      auto first = own.contiguous().clone();
+      ranks.broadcast(first, 0).wait();
+      EXPECT_TRUE(same_bits(reader.read("optimizer." + name + "." + field), first)) << name << " " << field;
+      ++tensors;
+    }
+  }
+  EXPECT_EQ(tensors, 2 * trainable(*running.model).size());
+}
+
+inline void expect_buffers(const Running& running, const CheckpointReader& reader) {
+  for (const auto& buffer : running.model->named_buffers()) {
+    const auto stored = reader.read(buffer.key());
+    EXPECT_TRUE(same_bits(stored.to(buffer.value().scalar_type()), buffer.value())) << buffer.key();
+  }
+}
+
+}  // namespace shoal::test

@@ -1,0 +1,142 @@
+// DistributedDataParallel: buffers, parameters left out, parts of the world, wrong options.
+#include "shoal/ddp.h"
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include "shoal/error.h"
+#include "tests/support/models.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::batch;
+using test::difference;
+using test::mean_loss;
+using test::seeded;
+using test::world;
+
+const Group& group() {
+  return world().group();
+}
+
+struct NormImpl : torch::nn::Module {
+  NormImpl() {
+    linear = register_module("linear", torch::nn::Linear(12, 6));
+    norm = register_module("norm", torch::nn::BatchNorm1d(6));
+    to(at::kDouble);
+  }
+  at::Tensor forward(at::Tensor x) { return norm(linear(x)); }
+  torch::nn::Linear linear{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+};
+
+TEST(DdpOptions, DDP09_buffers_follow_rank_0_before_each_forward) {
+  torch::manual_seed(3);
+  auto model = std::make_shared<NormImpl>();
+  torch::manual_seed(3);
+  const auto alone = std::make_shared<NormImpl>();
+  DistributedDataParallel parallel(model, group());
+  for (int64_t step = 0; step < 3; ++step) {
+    parallel.forward(batch(group().rank(), step)).pow(2).sum().backward();
+    alone->forward(batch(0, step));  // rank 0's statistics come from its own batches
+  }
+  static_cast<torch::nn::Module&>(*model).eval();
+  parallel.forward(batch(group().rank(), 9));
+  const auto expected = alone->buffers();
+  const auto buffers = model->buffers();
+  for (size_t i = 0; i < buffers.size(); ++i) EXPECT_TRUE(at::allclose(buffers[i], expected[i])) << i;
+}
+
+TEST(DdpOptions, DDP09_is_skipped_under_no_sync_and_without_gradients) {
+  auto log = std::make_shared<CallLog>();
+  auto model = std::make_shared<NormImpl>();
+  DistributedDataParallel parallel(model, group().recorded(log));
+  log->clear();
+  {
+    const auto local = parallel.no_sync();
+    parallel.forward(batch(0, 3));
+  }
+  {
+    const torch::NoGradGuard no_grad;
+    parallel.forward(batch(0, 3));
+  }
+  EXPECT_EQ(log->count(Op::broadcast), 0);
+  parallel.forward(batch(0, 3));
+  std::set<at::ScalarType> dtypes;
+  for (const auto& buffer : model->buffers()) dtypes.insert(buffer.scalar_type());
+  EXPECT_EQ(log->count(Op::broadcast), static_cast<int64_t>(dtypes.size()));
+}
+
+TEST(DdpOptions, DDP09_can_be_switched_off) {
+  auto log = std::make_shared<CallLog>();
+  auto model = std::make_shared<NormImpl>();
+  DistributedDataParallel parallel(model, group().recorded(log), {.broadcast_buffers = false});
+  log->clear();
+  parallel.forward(batch(group().rank(), 0));
+  EXPECT_EQ(log->count(Op::broadcast), 0);
+}
+
+TEST(DdpOptions, DDP15_frozen_parameters_take_no_part) {
+  auto log = std::make_shared<CallLog>();
+  auto model = seeded(1);
+  model->first->weight.requires_grad_(false);
+  model->first->bias.requires_grad_(false);
+  DistributedDataParallel parallel(model, group().recorded(log));
+  log->clear();
+  mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+  EXPECT_FALSE(model->first->weight.grad().defined());
+  // Pieces begin at multiples of 16 doubles; the tail carries 4 flags and the weight.
+  EXPECT_EQ(log->bytes(Op::all_reduce), (16 * 5 + 16 + 16 * 16 + 16 + 4 + 1) * 8);
+}
+
+TEST(DdpOptions, DDP15_ignored_names_are_left_alone) {
+  auto model = seeded(50 + group().rank());
+  const auto own = model->second->weight.clone();
+  DistributedDataParallel parallel(model, group(), {.ignored = {"second.weight"}});
+  EXPECT_TRUE(at::equal(model->second->weight, own)) << "not broadcast";
+  mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+  for (const auto& bucket : parallel.buckets()) {
+    EXPECT_EQ(std::count(bucket.begin(), bucket.end(), "second.weight"), 0);
+  }
+  EXPECT_THROW(DistributedDataParallel(model, group(), {.ignored = {"secnd.weight"}}), UsageError);
+}
+
+TEST(DdpOptions, DDP15_a_model_without_trainable_parameters_is_an_error) {
+  auto model = seeded(1);
+  for (auto& parameter : model->parameters()) parameter.requires_grad_(false);
+  EXPECT_THROW(DistributedDataParallel(model, group()), UsageError);
+}
+
+TEST(DdpOptions, DDP16_runs_on_a_part_of_the_world) {
+  std::vector<int> mine;
+  for (int rank = group().rank() % 2; rank < group().size(); rank += 2) mine.push_back(rank);
+  const auto half = group().subgroup(mine);
+  auto model = seeded(1);
+  auto reference = seeded(1);
+  DistributedDataParallel parallel(model, half);
+  mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+  for (const int rank : mine) (mean_loss(reference->forward(batch(rank, 0))) / half.size()).backward();
+  EXPECT_LT(difference(test::gradients(*model), test::gradients(*reference)), 1e-12);
+}
+
+TEST(DdpOptions, ValidateListsAllFaults) {
+  const DistributedDataParallelOptions options{
+      .find_unused_parameters = true, .static_graph = true, .bucket_cap_mb = 0, .first_bucket_mb = -1};
+  try {
+    options.validate();
+    FAIL() << "no error";
+  } catch (const UsageError& error) {
+    const std::string text = error.what();
+    for (const auto* part : {"bucket_cap_mb is 0", "first_bucket_mb is -1", "static_graph"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << text;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,109 @@
+// Parameters that DDP buckets apart: other dtypes, sparse gradients.
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include "shoal/ddp.h"
+#include "tests/support/models.h"
+#include "tests/support/world.h"
+
+namespace shoal {
+namespace {
+
+using test::batch;
+using test::difference;
+using test::world;
+
+const Group& group() {
+  return world().group();
+}
+
+struct MixedImpl : torch::nn::Module {
+  MixedImpl() {
+    torch::manual_seed(2);
+    first = register_module("first", torch::nn::Linear(12, 8));
+    second = register_module("second", torch::nn::Linear(8, 4));
+    second->to(at::kBFloat16);
+  }
+  at::Tensor forward(at::Tensor x) {
+    return second(torch::tanh(first(x)).to(at::kBFloat16)).to(at::kFloat).pow(2).sum();
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+};
+
+TEST(DdpZoo, DDP14_dtypes_have_buckets_of_their_own) {
+  auto log = std::make_shared<CallLog>();
+  auto model = std::make_shared<MixedImpl>();
+  MixedImpl reference;
+  DistributedDataParallel parallel(model, group().recorded(log));
+  EXPECT_EQ(parallel.buckets().size(), 2U);
+  for (int64_t step = 0; step < 2; ++step) {
+    model->zero_grad();
+    log->clear();
+    // 1000 samples a rank: a count that bfloat16 could not hold.
+    parallel.backward(parallel.forward(batch(group().rank(), step).to(at::kFloat)), 1001);
+    std::set<c10::ScalarType> dtypes;
+    for (const auto& record : log->records()) {
+      if (record.op == Op::all_reduce) dtypes.insert(record.dtype);
+    }
+    EXPECT_EQ(dtypes, (std::set<c10::ScalarType>{at::kFloat, at::kBFloat16}));
+  }
+  for (int rank = 0; rank < group().size(); ++rank) {
+    (reference.forward(batch(rank, 1).to(at::kFloat)) / (1001 * group().size())).backward();
+  }
+  EXPECT_LT(difference({model->first->weight.grad()}, {reference.first->weight.grad()}), 1e-2);
+  EXPECT_LT(difference({model->second->weight.grad()}, {reference.second->weight.grad()}), 2e-2);
+}
+
+TEST(DdpZoo, DDP14_weights_are_exact_for_a_model_of_16_bit_parameters_alone) {
+  auto model = std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(1, 1).bias(false));
+  model->to(at::kHalf);
+  DistributedDataParallel parallel(model, group());
+  // float16 ends at 65504, so this count cannot ride in the gradients' own bucket.
+  const double tokens = 100000;
+  parallel.backward(parallel.forward(at::full({1, 1}, 1000, at::kHalf)).sum(), tokens);
+  // Each addition, and the division, rounds to 11 bits.
+  EXPECT_NEAR(model->weight.grad().item<float>(), 0.01, 0.01 * (group().size() + 1) / 2048);
+}
+
+struct SparseImpl : torch::nn::Module {
+  explicit SparseImpl(bool sparse) {
+    torch::manual_seed(2);
+    table = register_module("table", torch::nn::Embedding(torch::nn::EmbeddingOptions(40, 3).sparse(sparse)));
+    linear = register_module("linear", torch::nn::Linear(3, 2));
+    to(at::kDouble);
+  }
+  at::Tensor forward(at::Tensor indices) { return linear(table(indices)).pow(2).sum(); }
+  torch::nn::Embedding table{nullptr};
+  torch::nn::Linear linear{nullptr};
+};
+
+TEST(DdpZoo, DDP14_sparse_gradients_are_reduced_as_sparse) {
+  auto log = std::make_shared<CallLog>();
+  auto model = std::make_shared<SparseImpl>(true);
+  DistributedDataParallel parallel(model, group().recorded(log));
+  const auto indices = [](int rank, int64_t step) {
+    return at::tensor({rank, static_cast<int>(step), 7, 7}, at::kLong);
+  };
+  for (int64_t step = 0; step < 3; ++step) {
+    model->zero_grad();
+    parallel.forward(indices(group().rank(), step)).backward();
+    SparseImpl reference(false);
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (reference.forward(indices(rank, step)) / group().size()).backward();
+    }
+    const auto grad = model->table->weight.grad();
+    ASSERT_TRUE(grad.is_sparse());
+    EXPECT_LT(difference({grad.to_dense()}, {reference.table->weight.grad()}), 1e-12);
+    EXPECT_LT(difference({model->linear->weight.grad()}, {reference.linear->weight.grad()}), 1e-12);
+  }
+  for (const auto& record : log->records()) {
+    EXPECT_TRUE(record.op != Op::all_reduce || record.bytes < 40 * 3 * 8) << "the table is not reduced densely";
+  }
+}
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,460 @@
+// DecentralizedDataParallel beyond the plain loop: accumulation, weights, clipping, scaling, layouts, exceptions.
+
+#include <torch/autograd.h>
+#include <torch/nn/functional/linear.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "shoal/checkpoint.h"
+#include "shoal/error.h"
+#include "tests/strategy/decentralized/decentralized_ring.h"
+#include "tests/support/refusal.h"
+
+namespace shoal {
+namespace {
+
+using namespace test;  // NOLINT(google-build-using-namespace): helpers of this folder's tests
+using Options = DecentralizedDataParallelOptions;
+
+TEST(Decentralized, DEC08_accumulation_and_evaluation_neither_update_nor_exchange) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
+  for (int64_t step = 0; step < 6; ++step) {
+    for (int64_t micro = 0; micro < 3; ++micro) {
+      const auto scope = parallel.no_sync(micro < 2);
+      const auto before = model->first->weight.detach().clone();
+      (mean_loss(parallel.forward(batch(me(), step, micro))) / 3).backward();
+      EXPECT_EQ(at::equal(model->first->weight, before), micro < 2);
+      const torch::NoGradGuard no_grad;
+      parallel.forward(batch(me(), step));
+    }
+    EXPECT_EQ(parallel.step(), step + 1);
+    simulation.step([&](MlpImpl& of, int rank) {
+      at::Tensor sum;
+      for (int64_t micro = 0; micro < 3; ++micro) {
+        const auto loss = mean_loss(of.forward(batch(rank, step, micro))) / 3;
+        sum = sum.defined() ? sum + loss : loss;
+      }
+      return sum;
+    });
+    expect_equal(model, simulation);
+  }
+}
+
+TEST(Decentralized, DEC01_what_reads_a_used_gradient_is_told_what_to_call) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  const auto train = [&](auto& parallel, int64_t step) {
+    mean_loss(parallel.forward(batch(me(), step))).backward();
+    simulation.step([&](MlpImpl& of, int rank) { return mean_loss(of.forward(batch(rank, step))); });
+    expect_equal(model, simulation);
+  };
+  {
+    DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
+    at::Tensor stand_in;
+    for (int64_t step = 0; step < 6; ++step) {
+      train(parallel, step);
+      const auto& weight = model->first->weight;
+      EXPECT_TRUE(step == 0 || weight.grad().is_same(stand_in)) << "no memory is added";
+      stand_in = weight.grad();
+      for (const auto& act : std::vector<std::function<void()>>{
+               [&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 1); }, [&] { weight.grad().clone(); },
+               [&] { torch::optim::SGD(model->parameters(), 0.1).step(); }}) {
+        const auto text = test::refusal(act);
+        EXPECT_NE(text.find("which DecentralizedDataParallel has used"), std::string::npos) << text;
+        EXPECT_NE(text.find("clip_grad"), std::string::npos) << text;
+      }
+      if (step % 3 > 0) model->zero_grad(step % 3 == 1);
+    }
+    train(parallel, 6);
+    model->second->zero_grad();
+    const auto text = test::refusal([&] { mean_loss(parallel.forward(batch(me(), 7))).backward(); });
+    EXPECT_NE(text.find("the gradient of parameter second."), std::string::npos) << text;
+    parallel.forward(batch(me(), 7));
+    train(parallel, 7);
+  }
+  EXPECT_FALSE(model->first->weight.grad().defined());
+}
+
+// Gradients are divided by the mean over ranks of their weights.
+TEST(Decentralized, BEY04_weights_make_the_mean_over_uneven_micro_batches_exact) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  double mean_weight = 0;
+  for (int rank = 0; rank < group().size(); ++rank) mean_weight += (6.0 + rank) / group().size();
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
+  for (int64_t step = 0; step < 4; ++step) {
+    const std::vector<int64_t> samples{5, 1 + me()};
+    for (int64_t micro = 0; micro < 2; ++micro) {
+      const auto scope = parallel.no_sync(micro == 0);
+      const auto output = parallel.forward(batch(me(), step, micro, samples[micro]));
+      parallel.backward(output.pow(2).sum(), static_cast<double>(samples[micro]));
+    }
+    simulation.step([&](MlpImpl& of, int rank) {
+      return (of.forward(batch(rank, step, 0, 5)).pow(2).sum() +
+              of.forward(batch(rank, step, 1, 1 + rank)).pow(2).sum()) /
+             mean_weight;
+    });
+    expect_equal(model, simulation);
+  }
+  // A rank without samples mixes all the same.
+  if (me() == 0) {
+    parallel.backward({}, 0);
+  } else {
+    parallel.backward(parallel.forward(batch(me(), 9)).pow(2).sum(), 4);
+  }
+  simulation.step([&](MlpImpl& of, int rank) {
+    return rank == 0 ? at::Tensor() : of.forward(batch(rank, 9)).pow(2).sum() / mean_weight;
+  });
+  expect_equal(model, simulation);
+  EXPECT_THROW(parallel.backward({}, 1), UsageError);
+  EXPECT_THROW(parallel.backward({}, -1), UsageError);
+}
+
+// Its gradient is the slope, wherever it stands.
+struct SlideImpl : torch::nn::Module {
+  SlideImpl() { place = register_parameter("place", at::zeros({3}, at::kDouble)); }
+  at::Tensor forward(double slope) { return slope * place.sum(); }
+  at::Tensor place;
+};
+
+TEST(Decentralized, BEY04_five_tokens_and_one_give_their_common_mean_in_every_topology) {
+  const auto tokens = [](int rank) { return rank == 0 ? 5.0 : 1.0; };
+  const auto loss_sum = [](int rank) { return rank == 0 ? 5.0 : 3.0; };  // 1 per token, and 3
+  double sum = 0;
+  double weight = 0;
+  for (int rank = 0; rank < group().size(); ++rank) {
+    sum += loss_sum(rank);
+    weight += tokens(rank);
+  }
+  const auto sgd = optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.5));
+  std::vector<Options> all;
+  for (const auto* name : {"ring", "complete", "one-peer-exp", "exp"}) {
+    all.push_back({.topology = make_topology(name, group().size())});
+  }
+  all.push_back({.topology = ring(), .clip_grad = 1e6, .param_as_bucket_view = false});
+  all.push_back({.topology = ring(), .scaler = GradScalerOptions{.initial_scale = 8}});
+  all.push_back({.topology = ring(), .compressed_exchange = CompressedExchange{.rate = 0.5}});
+  for (size_t i = 0; i < all.size(); ++i) {
+    auto model = std::make_shared<SlideImpl>();
+    DecentralizedDataParallel<SlideImpl> parallel(model, sgd, group(), all[i]);
+    for (int step = 1; step <= 5; ++step) {
+      parallel.backward(parallel.scale_loss(parallel.forward(loss_sum(me()))), tokens(me()));
+      auto mean = model->place.detach().clone();
+      group().all_reduce(mean, ReduceOp::avg).wait();
+      EXPECT_NEAR(mean[0].item<double>(), -0.5 * step * sum / weight, 1e-9) << "case " << i << " step " << step;
+    }
+    parallel.global_avg();
+    EXPECT_NEAR(model->place[1].item<double>(), -2.5 * sum / weight, 1e-9) << i;
+  }
+}
+
+TEST(Decentralized, BEY04_tokens_weigh_the_same_on_all_ranks_when_weights_change_places) {
+  if (group().size() == 1) GTEST_SKIP() << "nobody to change places with";
+  auto model = std::make_shared<SlideImpl>();
+  DecentralizedDataParallel<SlideImpl> parallel(
+      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(1)), group(),
+      {.topology = make_topology("complete", group().size())});
+  const double total = 5.0 + (group().size() - 1);
+  for (int64_t step = 0; step < 8; ++step) {
+    const bool many = me() == step % group().size();
+    parallel.backward(parallel.forward(many ? 5 : 3), many ? 5 : 1);
+  }
+  parallel.global_avg();
+  EXPECT_NEAR(model->place[0].item<double>(), -8 * (5 + 3 * (group().size() - 1.0)) / total, 1e-9);
+}
+
+TEST(Decentralized, BEY04_weights_on_some_ranks_only_are_refused) {
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring()});
+  if (group().size() > 1) {
+    const auto sum = [&] { return parallel.forward(batch(me(), 0)).pow(2).sum(); };
+    EXPECT_THROW(me() == 0 ? parallel.backward(sum(), 4) : sum().backward(), DisagreeError);
+    parallel.reset();
+    EXPECT_EQ(difference(model->parameters(), seeded(1)->parameters()), 0);
+  }
+  {
+    const auto scope = parallel.no_sync();
+    parallel.backward(parallel.forward(batch(me(), 0)).pow(2).sum(), 4);
+    EXPECT_THROW(parallel.forward(batch(me(), 0)).pow(2).mean().backward(), UsageError);
+  }
+}
+
+TEST(Decentralized, DEC08_what_autograd_grad_computes_is_no_step) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
+  // Wasserstein critics: the loss has the norm of the gradient at the inputs.
+  const auto penalised = [](const at::Tensor& x, const auto& forward) {
+    const auto input = x.detach().requires_grad_();
+    const at::Tensor output = forward(input);
+    const auto gradient = torch::autograd::grad({output.sum()}, {input}, {}, /*retain=*/true, /*create=*/true)[0];
+    return output.mean() + (gradient.norm(2, 1) - 1).pow(2).mean();
+  };
+  for (int64_t step = 0; step < 5; ++step) {
+    const auto x = batch(me(), step);
+    torch::autograd::grad({mean_loss(parallel.forward(x))}, model->parameters());
+    EXPECT_EQ(parallel.step(), step) << "a gradient that is looked at";
+    penalised(x, [&](const at::Tensor& input) { return parallel.forward(input); }).backward();
+    EXPECT_EQ(parallel.step(), step + 1);
+    simulation.step([&](MlpImpl& of, int rank) {
+      return penalised(batch(rank, step), [&](const at::Tensor& input) { return of.forward(input); });
+    });
+    expect_equal(model, simulation);
+  }
+}
+
+// What forward leaves in a member is the module's affair.
+struct SilentImpl : torch::nn::Module {
+  SilentImpl() { inner = register_module("inner", Mlp()); }
+  void forward(const at::Tensor& x) { loss = mean_loss(inner(x)); }
+  Mlp inner{nullptr};
+  at::Tensor loss;
+};
+
+TEST(Decentralized, DEC01_a_forward_may_return_nothing) {
+  torch::manual_seed(1);
+  auto model = std::make_shared<SilentImpl>();
+  auto simulation = simulated();
+  DecentralizedDataParallel<SilentImpl> parallel(model, plain(), group(), {.topology = ring()});
+  for (int64_t step = 0; step < 3; ++step) {
+    parallel.forward(batch(me(), step));
+    model->loss.backward();
+    simulation.step(loss_of(step));
+    expect_equal(model->inner, simulation);
+  }
+}
+
+TEST(Decentralized, DEC09_clips_to_the_exact_norm_of_all_buckets_or_of_each) {
+  for (const auto scope : {ClipScope::all_gradients, ClipScope::bucket}) {
+    auto simulation = simulated();
+    auto model = seeded(1);
+    DecentralizedDataParallel parallel(
+        model, plain(), group(), {.topology = ring(), .clip_grad = 0.01, .clip = scope, .bucket_cap_mb = small_bucket});
+    double norm = 0;
+    for (int64_t step = 0; step < 5; ++step) {
+      mean_loss(parallel.forward(batch(me(), step))).backward();
+      const auto buckets = parallel.buckets();
+      for (int rank = 0; rank < group().size(); ++rank) {
+        auto& of = simulation.model(rank);
+        loss_of(step)(of, rank).backward();
+        std::vector<std::vector<std::string>> parts = buckets;
+        if (scope == ClipScope::all_gradients) {
+          parts = {{}};
+          for (const auto& bucket : buckets) parts[0].insert(parts[0].end(), bucket.begin(), bucket.end());
+        }
+        for (const auto& part : parts) {
+          double square = 0;
+          for (const auto& name : part) {
+            square += of.named_parameters()[name].grad().pow(2).sum().item<double>();
+          }
+          if (rank == me()) norm = std::sqrt(square);
+          const double factor = std::min(1.0, 0.01 / std::sqrt(square));
+          for (const auto& name : part) of.named_parameters()[name].mutable_grad() *= factor;
+        }
+      }
+      simulation.finish_step();
+      expect_equal(model, simulation, 1e-5);  // torch adds 1e-6 to the norm
+      if (scope == ClipScope::all_gradients) {
+        EXPECT_NEAR(parallel.last_norm(), norm, 1e-5 * norm);
+      }
+    }
+  }
+}
+
+// The others hear of it with what they mix, and then have the scale that they would have had at once.
+TEST(Decentralized, DEC09_scales_of_all_ranks_come_to_be_the_same) {
+  const GradScalerOptions scaling{.initial_scale = 1024, .growth_interval = 4, .hysteresis = 1};
+  for (const auto* name : {"ring", "complete", "one-peer-exp"}) {
+    auto model = seeded(1);
+    DecentralizedDataParallel parallel(
+        model, plain(), group(), {.topology = make_topology(name, group().size()), .scaler = scaling});
+    GradScaler common(scaling);
+    for (int64_t step = 0; step < 40; ++step) {
+      const auto failing = [&](int rank) { return (step == 3 && rank == 0) || (step >= 9 && step < 12 && rank == step % 2); };
+      bool anywhere = false;
+      for (int rank = 0; rank < group().size(); ++rank) anywhere = anywhere || failing(rank);
+      const double poison = failing(me()) ? INFINITY : 1;
+      parallel.scale_loss(mean_loss(parallel.forward(batch(me(), step))) * poison).backward();
+      common.update(anywhere);
+      if (step >= 24) {
+        EXPECT_EQ(parallel.scaler()->value(), common.value()) << name << " step " << step;
+      }
+    }
+  }
+}
+
+TEST(Decentralized, DEC09_inf_on_one_rank_skips_its_update_and_not_its_mixing) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(model, plain(), group(),
+                                     {.topology = ring(),
+                                      .scaler = GradScalerOptions{.initial_scale = 1024, .hysteresis = 1},
+                                      .bucket_cap_mb = small_bucket});
+  for (int64_t step = 0; step < 4; ++step) {
+    const double poison = step == 2 && me() == 0 ? INFINITY : 1;
+    parallel.scale_loss(mean_loss(parallel.forward(batch(me(), step))) * poison).backward();
+    simulation.step(
+        [&](MlpImpl& of, int rank) { return step == 2 && rank == 0 ? at::Tensor() : loss_of(step)(of, rank); });
+    expect_equal(model, simulation);
+    if (step < 3) {  // later the others hear of it
+      EXPECT_EQ(parallel.scaler()->value(), step == 2 && me() == 0 ? 512 : 1024);
+    }
+  }
+}
+
+struct ConvImpl : torch::nn::Module {
+  ConvImpl() {
+    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)));
+    head = register_module("head", torch::nn::Linear(16, 2));
+    to(at::kDouble);
+    conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+  }
+  at::Tensor forward(const at::Tensor& x) { return head(torch::tanh(conv(x)).flatten(1)); }
+  torch::nn::Conv2d conv{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+
+at::Tensor images(int rank, int64_t step) {
+  return batch(rank, step, 0, 2, 48).view({2, 3, 4, 4});
+}
+
+TEST(Decentralized, DEC13_channels_last_parameters_keep_their_format_in_both_layouts) {
+  const auto make = [] {
+    torch::manual_seed(3);
+    return std::make_shared<ConvImpl>();
+  };
+  for (const bool views : {true, false}) {
+    Simulation<ConvImpl> simulation(ring(), make, momentum_sgd);
+    const auto model = make();
+    DecentralizedDataParallel<ConvImpl> parallel(model, plain(), group(),
+                                                 {.topology = ring(), .param_as_bucket_view = views});
+    for (int64_t step = 0; step < 5; ++step) {
+      mean_loss(parallel.forward(images(me(), step))).backward();
+      simulation.step([&](ConvImpl& of, int rank) { return mean_loss(of.forward(images(rank, step))); });
+    }
+    EXPECT_LT(difference(model->parameters(), simulation.model(me()).parameters()), 1e-11);
+    EXPECT_TRUE(model->conv->weight.is_contiguous(at::MemoryFormat::ChannelsLast));
+  }
+}
+
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() {
+    embedding = register_module("embedding", torch::nn::Embedding(11, 6));
+    spare = register_module("spare", torch::nn::Linear(6, 6));
+    to(at::kDouble);
+  }
+  at::Tensor forward(int64_t first, bool with_spare) {
+    auto x = embedding(at::arange(first, first + 4) % 11);
+    if (with_spare) x = x + spare(x);
+    return torch::nn::functional::linear(torch::tanh(x), embedding->weight);
+  }
+  torch::nn::Embedding embedding{nullptr};
+  torch::nn::Linear spare{nullptr};
+};
+
+// DEC14 and BEY02: a tied parameter is used twice; `spare` by rank 0 in every second step, never in the first.
+TEST(Decentralized, DEC14_tied_unused_and_rank_dependent_parameters_are_updated_once_or_only_mixed) {
+  const auto make = [] {
+    torch::manual_seed(4);
+    return std::make_shared<TiedImpl>();
+  };
+  Simulation<TiedImpl> simulation(ring(), make, momentum_sgd);
+  const auto model = make();
+  DecentralizedDataParallel<TiedImpl> parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = 0.0001});
+  const auto spare = [](int rank, int64_t step) { return rank == 0 && step % 2 == 1; };
+  for (int64_t step = 0; step < 8; ++step) {
+    mean_loss(parallel.forward(me() + step, spare(me(), step))).backward();
+    simulation.step([&](TiedImpl& of, int rank) { return mean_loss(of.forward(rank + step, spare(rank, step))); });
+    ASSERT_LT(difference(model->parameters(), simulation.model(me()).parameters()), 1e-11) << step;
+  }
+  EXPECT_GT(parallel.buckets().size(), 1);
+}
+
+TEST(Decentralized, BEY10_after_an_exception_neighbours_have_their_values_and_training_goes_on) {
+  auto simulation = simulated();
+  auto model = seeded(1);
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = small_bucket});
+  bool armed = false;
+  model->first->weight.register_hook([&](const at::Tensor&) {
+    if (armed) throw std::runtime_error("a fault in backward");
+  });
+  for (int64_t step = 0; step < 8; ++step) {
+    const bool in_forward = step == 2 && me() == 0;
+    if (in_forward) {
+      EXPECT_ANY_THROW(parallel.forward(at::zeros({4, 7}, at::kDouble)));
+    }
+    armed = step == 4 && me() == 0;
+    const auto loss = mean_loss(parallel.forward(batch(me(), step)));
+    if (armed) {
+      EXPECT_ANY_THROW(loss.backward());
+      armed = false;
+      parallel.reset();  // the next forward would do it too
+    } else {
+      loss.backward();
+    }
+    for (int rank = 0; rank < group().size(); ++rank) loss_of(step)(simulation.model(rank), rank).backward();
+    if (step == 4) {
+      // Buckets that were complete had been updated; the one that was not is only mixed.
+      for (const auto& bucket : parallel.buckets()) {
+        if (std::find(bucket.begin(), bucket.end(), "first.weight") == bucket.end()) continue;
+        for (const auto& name : bucket) simulation.model(0).named_parameters()[name].mutable_grad().reset();
+      }
+    }
+    simulation.finish_step();
+    expect_equal(model, simulation);
+    EXPECT_EQ(parallel.step(), step + 1);
+  }
+}
+
+TEST(Decentralized, bad_input_is_one_error_on_every_rank) {
+  auto model = seeded(1);
+  const auto refused = [&](const Options& options, const std::string& text) {
+    try {
+      DecentralizedDataParallel parallel(model, plain(), group(), options);
+      ADD_FAILURE() << "accepted: " << text;
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    }
+  };
+  refused({.topology = make_topology("ring", group().size() + 1)}, "make_topology(name, group.size())");
+  refused({.topology = ring(), .clip_grad = -1}, "clip_grad is -1");
+  refused({.topology = ring(), .exchange_dtype = at::kInt}, "exchange_dtype Int");
+  refused({.topology = ring(), .clip = ClipScope::bucket, .scaler = GradScalerOptions{}}, "clip all_gradients");
+  refused({.topology = ring(), .neighbour_timeout_seconds = 0, .bucket_cap_mb = 0}, "neighbour_timeout_seconds is 0");
+  EXPECT_THROW(DecentralizedDataParallel(model, OptimizerOfNamed(), group(), {.topology = ring()}), UsageError);
+  if (group().size() > 1) {
+    EXPECT_THROW(DecentralizedDataParallel(model, plain(), group(), {.topology = ring(), .bucket_cap_mb = 1.0 + me()}),
+                 DisagreeError);
+    EXPECT_THROW(DecentralizedDataParallel(
+                     model, plain(), group(),
+                     {.topology = ring(), .scaler = me() == 0 ? std::optional(GradScalerOptions{}) : std::nullopt}),
+                 DisagreeError);
+    const auto other = make_topology(me() == 0 ? "ring" : "star", group().size());
+    if (group().size() > 2) {
+      EXPECT_THROW(DecentralizedDataParallel(model, plain(), group(), {.topology = other}), DisagreeError);
+    }
+  }
+  DecentralizedDataParallel parallel(model, plain(), group(), {.topology = ring()});
+  model->second->bias.requires_grad_(false);
+  mean_loss(parallel.forward(batch(me(), 0))).backward();  // frozen later: it is only mixed
+  parallel.leave();
+  EXPECT_THROW(mean_loss(parallel.forward(batch(me(), 0))).backward(), UsageError);
+  EXPECT_THROW(parallel.backward(mean_loss(parallel.forward(batch(me(), 0))), 1), UsageError);
+  EXPECT_THROW(parallel.pass(), UsageError);
+  EXPECT_THROW(parallel.global_avg(), UsageError);
+  EXPECT_THROW(parallel.consensus_distance(), UsageError);
+  EXPECT_THROW(parallel.remaining(), UsageError);
+  EXPECT_THROW(TrainingState state(parallel); save("nowhere", state), UsageError);
+}
+
+}  // namespace
+}  // namespace shoal

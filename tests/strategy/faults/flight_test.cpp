@@ -1,0 +1,151 @@
+// Telemetry: whatever happens to a rank, the flight recorders of all of them say which rank, which operation and which
+// bucket. Real processes, on shared memory and on Gloo, which by itself would hang, abort or add up what does not
+// belong together.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <gmock/gmock.h>
+
+#include "comm/telemetry/verdict.h"
+#include "shoal/error.h"
+#include "tests/support/processes.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal::test {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int victim = 1;
+
+class Flights : public ::testing::TestWithParam<const char*> {
+ protected:
+  // Three ranks without a launcher; something happens to rank 1 in step 3.
+  std::vector<Ended> fly(const std::string& point) {
+    const auto port = std::to_string(free_port());
+    std::vector<Command> commands;
+    for (int rank = 0; rank < 3; ++rank) {
+      commands.push_back({{FAULT_RANK, point, std::to_string(victim), GetParam(), "4"},
+                          {{"RANK", std::to_string(rank)},
+                           {"WORLD_SIZE", "3"},
+                           {"MASTER_ADDR", "127.0.0.1"},
+                           {"MASTER_PORT", port},
+                           {"OMP_NUM_THREADS", "1"},
+                           {"SHOAL_FLIGHT_RECORDER", folder_.path()}}});
+    }
+    return run_together(commands, 40);
+  }
+
+  void expect_verdict(const std::string& point, const std::vector<std::string>& parts) {
+    const auto ended = fly(point);
+    const auto sentences = verdict(read_flights({folder_.path()}));
+    for (const auto& part : parts) {
+      EXPECT_THAT(sentences.front(), HasSubstr(part))
+          << fmt::format("all: {}\nranks said: {}\n{}\n{}", fmt::join(sentences, "\n"), ended[0].output,
+                         ended[1].output, ended[2].output);
+    }
+  }
+
+  TempFolder folder_;
+};
+
+TEST_P(Flights, ARankKilledInForwardNeverEnteredTheFirstBucket) {
+  expect_verdict("forward", {"rank 1 never entered #", "all_reduce(sum, ", "step 3, bucket 0: ", "is gone",
+                             "ranks 0, 2 waited for it"});
+}
+TEST_P(Flights, ARankKilledInBackwardNeverEnteredTheNextBucket) {
+  expect_verdict("backward", {"rank 1 never entered #", "step 3, bucket ", "is gone"});
+}
+TEST_P(Flights, ARankKilledInACollectiveEnteredIt) {
+  expect_verdict("all_reduce", {"rank 1 entered #", "step 3, bucket 0: ", "did not finish it", "is gone"});
+}
+TEST_P(Flights, ALateRankCameAfterAnotherHadGivenUp) {
+  expect_verdict("late", {"rank 1 entered #", "step 3, bucket 0: ", "later than rank", "had given up by then"});
+}
+TEST_P(Flights, ARankThatLeavesNeverEnteredTheFirstBucket) {
+  expect_verdict("leave", {"rank 1 never entered #", "step 3, bucket 0: ", "has left the job in order"});
+}
+TEST_P(Flights, AnExceptionInForwardEndsARank) {
+  expect_verdict("throw_forward", {"rank 1 never entered #", "step 3, bucket 0: ", "is gone"});
+}
+TEST_P(Flights, AnExceptionInBackwardEndsARank) {
+  expect_verdict("throw_backward", {"rank 1 never entered #", "step 3, bucket ", "is gone"});
+}
+TEST_P(Flights, AnotherOrderIsNamed) {
+  expect_verdict("order", {"ranks called different operations as #",
+                           "ranks 0, 2 called all_reduce(sum, 4 x Float), "
+                           "step 3: loss",
+                           "rank 1 called all_reduce(sum, 4 x Float), step 3: accuracy"});
+}
+TEST_P(Flights, AnotherSizeIsNamed) {
+  expect_verdict("size", {"ranks 0, 2 called all_reduce(sum, 4 x Float)", "rank 1 called all_reduce(sum, 5 x Float)"});
+}
+TEST_P(Flights, AnotherDtypeIsNamed) {
+  expect_verdict("dtype", {"ranks 0, 2 called all_reduce(sum, 4 x Float)", "rank 1 called all_reduce(sum, 4 x Int)"});
+}
+TEST_P(Flights, AnotherReductionIsNamed) {
+  expect_verdict("maximum",
+                 {"ranks 0, 2 called all_reduce(sum, 4 x Float)", "rank 1 called all_reduce(max, 4 x Float)"});
+}
+TEST_P(Flights, AnotherRootIsNamed) {
+  expect_verdict("root",
+                 {"ranks 0, 2 called broadcast(4 x Float, root 0)", "rank 1 called broadcast(4 x Float, root 2)"});
+}
+TEST_P(Flights, AnOperationLeftOutIsNamed) {
+  expect_verdict("skip", {"ranks 0, 2 called all_reduce(sum, 4 x Float), step 3: loss",
+                          "rank 1 called all_reduce(sum, 4 x Float), step 3: accuracy"});
+}
+TEST_P(Flights, AnOperationInAdditionIsNamed) {
+  expect_verdict("extra", {"ranks 0, 2 called all_reduce(sum, 4 x Float), step 3: accuracy",
+                           "rank 1 called all_reduce(sum, 4 x Float), step 3: speed"});
+}
+
+TEST_P(Flights, AStepThatWasGivenUpIsARemark) {
+  const auto ended = fly("give_up");
+  for (const auto& rank : ended) EXPECT_EQ(rank.code, 0) << rank.output;
+  const auto sentences = verdict(read_flights({folder_.path()}));
+  EXPECT_THAT(sentences.front(), HasSubstr("no rank waits for another; the last collective is #"));
+  EXPECT_THAT(sentences.front(), HasSubstr("step 5, bucket "));
+  ASSERT_GE(sentences.size(), 2U);
+  EXPECT_EQ(sentences[1], "rank 1 gave up step 3");
+}
+
+INSTANTIATE_TEST_SUITE_P(, Flights, ::testing::Values("host", "gloo"), [](const auto& info) { return info.param; });
+
+// The records of a run without faults: one per collective, all finished, in the order of their numbers.
+TEST(Flight, EveryOperationBeginsAndEnds) {
+  const TempFolder folder;
+  const auto ended = run_together({{{FAULT_RANK, "none", "0"}, {{"SHOAL_FLIGHT_RECORDER", folder.path()}}}}, 40);
+  ASSERT_EQ(ended[0].code, 0) << ended[0].output;
+  const auto flight = read_flight(folder.path() / "rank-0.flight");
+  EXPECT_EQ(flight.size, 1);
+  EXPECT_GT(flight.left, 0);
+  uint64_t number = 0;
+  int buckets = 0;
+  for (const auto& record : flight.records) {
+    ASSERT_EQ(record.kind, FlightRecord::collective);
+    EXPECT_EQ(record.print.number, ++number);
+    EXPECT_LE(record.entered, record.issued);
+    EXPECT_LE(record.issued, record.finished);
+    buckets += record.print.bucket >= 0 ? 1 : 0;
+  }
+  EXPECT_GE(buckets, 6) << "a bucket in each of 6 steps";
+}
+
+TEST(Flight, OtherFilesAreRefusedByName) {
+  const TempFolder folder;
+  EXPECT_THROW(read_flights({folder.path()}), UsageError);
+  std::FILE* file = std::fopen(folder.file("rank-0.flight").c_str(), "w");
+  const std::vector<char> rubbish(flight_bytes, 'x');
+  std::fwrite(rubbish.data(), 1, rubbish.size(), file);
+  std::fclose(file);
+  try {
+    read_flights({folder.path()});
+    FAIL() << "nothing was thrown";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("rank-0.flight is not a flight recorder's file of this version"));
+  }
+}
+
+}  // namespace
+}  // namespace shoal::test

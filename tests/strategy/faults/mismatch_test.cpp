@@ -1,0 +1,248 @@
+// BEY09, the part of the mismatch matrix that strategies see: ranks that wrap different things all say so, within two
+// seconds, before anything is trained, and go on together. (What collectives see: tests/comm/disagree_test.cpp.)
+
+#include <gmock/gmock.h>
+#include <torch/optim/sgd.h>
+
+#include <chrono>
+
+#include "shoal/decentralized.h"
+#include "shoal/error.h"
+#include "shoal/hooks.h"
+#include "shoal/optimizer_in_backward.h"
+#include "tests/support/models.h"
+#include "tests/support/training.h"
+#include "tests/support/world.h"
+
+namespace shoal::test {
+namespace {
+
+using ::testing::HasSubstr;
+
+bool odd_one() {
+  return group().rank() == group().size() - 1;
+}
+
+std::string odd_name() {
+  return "rank " + std::to_string(group().size() - 1);
+}
+
+// Every rank calls `act`: a DisagreeError with the same sentence everywhere, in time; the world can still be used.
+void expect_named(const std::function<void()>& act, const std::vector<std::string>& parts) {
+  group().barrier().wait();
+  const auto start = std::chrono::steady_clock::now();
+  std::string text = "(nothing was thrown)";
+  try {
+    act();
+  } catch (const DisagreeError& error) {
+    text = error.what();
+  }
+  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 2);
+  for (const auto& part : parts) EXPECT_THAT(text, HasSubstr(part));
+  const auto hash = static_cast<int64_t>(std::hash<std::string>()(text));
+  auto lowest = at::full({1}, hash, at::kLong);
+  group().all_reduce(lowest, ReduceOp::min).wait();
+  EXPECT_EQ(lowest.item<int64_t>(), hash) << "ranks say different things: " << text;
+}
+
+class Mismatch : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (group().size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  }
+};
+
+// Two layers; the odd rank's differ in what is asked for.
+struct PairImpl : torch::nn::Module {
+  enum Difference { none, width, order, missing, frozen, dtype };
+  explicit PairImpl(Difference difference) {
+    const auto add = [this](const char* name, int64_t out) {
+      register_module(name, torch::nn::Linear(torch::nn::LinearOptions(12, out).bias(false)));
+    };
+    if (difference == order) add("second", 5);
+    add("first", difference == width ? 6 : 5);
+    if (difference != order && difference != missing) add("second", 5);
+    to(difference == dtype ? at::kFloat : at::kDouble);
+    if (difference == frozen) parameters().front().requires_grad_(false);
+  }
+  at::Tensor forward(const at::Tensor& x) { return x; }
+};
+
+OptimizerOfNamed decentralized_sgd() {
+  return optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1));
+}
+
+const std::vector<std::string>& strategies() {
+  static const std::vector<std::string> all{"ddp", "zero1", "zero2", "megatron", "fsdp"};
+  return all;
+}
+
+TEST_F(Mismatch, BEY09_names_different_models_under_every_strategy) {
+  const std::vector<std::pair<PairImpl::Difference, std::vector<std::string>>> cases{
+      {PairImpl::width, {"first.weight", "[5, 12]", "[6, 12]"}},
+      {PairImpl::order, {"first.weight", "second.weight"}},
+      {PairImpl::missing, {"second.weight", "nothing"}},
+      {PairImpl::frozen, {"first.weight", "frozen"}},
+      {PairImpl::dtype, {"first.weight", "Float", "Double"}}};
+  auto all = strategies();
+  all.emplace_back("decentralized");
+  for (const auto& strategy : all) {
+    if (strategy == "zero1" || strategy == "zero2") continue;  // their optimizer compares first: below
+    for (const auto& [difference, parts] : cases) {
+      SCOPED_TRACE(strategy + ", difference " + std::to_string(difference));
+      auto named = parts;
+      named.insert(named.end(), {"rank 0 has", odd_name() + " has"});
+      expect_named(
+          [&, kind = difference] {
+            const auto model = std::make_shared<PairImpl>(odd_one() ? kind : PairImpl::none);
+            if (strategy == "decentralized") {
+              const DecentralizedDataParallel<PairImpl> parallel(model, decentralized_sgd(), group());
+            } else {
+              Training<PairImpl>::make<torch::optim::SGD>(strategy, model, group(), torch::optim::SGDOptions(0.1));
+            }
+          },
+          named);
+    }
+  }
+}
+
+TEST_F(Mismatch, BEY09_names_different_parameters_of_sharded_optimizers) {
+  for (const auto* strategy : {"zero1", "zero2"}) {
+    for (const auto difference :
+         {PairImpl::width, PairImpl::order, PairImpl::missing, PairImpl::frozen, PairImpl::dtype}) {
+      SCOPED_TRACE(std::string(strategy) + ", difference " + std::to_string(difference));
+      expect_named(
+          [&] {
+            Training<PairImpl>::make<torch::optim::SGD>(
+                strategy, std::make_shared<PairImpl>(odd_one() ? difference : PairImpl::none), group(),
+                torch::optim::SGDOptions(0.1));
+          },
+          {"rank 0 has", odd_name() + " has"});
+    }
+  }
+}
+
+TEST_F(Mismatch, BEY09_names_different_communication_hooks) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy);
+    expect_named(
+        [&] {
+          Training<MlpImpl>::make<torch::optim::SGD>(
+              strategy, seeded(3).ptr(), group(), torch::optim::SGDOptions(0.1),
+              {.hook = std::make_shared<CompressHook>(odd_one() ? at::kHalf : at::kBFloat16)});
+        },
+        {"the communication hook", "rank 0 has bf16", odd_name() + " has fp16"});
+  }
+}
+
+TEST_F(Mismatch, BEY09_names_different_topologies) {
+  expect_named(
+      [] {
+        const DecentralizedDataParallel<MlpImpl> parallel(
+            seeded(3).ptr(), optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),
+            {.topology = make_topology(odd_one() ? "complete" : "ring", group().size())});
+      },
+      {"topology", "rank 0 has ring", odd_name() + " has complete"});
+}
+
+// What ranks read of each other lies where their buckets say.
+TEST_F(Mismatch, BEY09_names_different_options_of_decentralised_ranks) {
+  using Options = DecentralizedDataParallelOptions;
+  const std::vector<std::pair<Options, std::vector<std::string>>> cases{
+      {{.bucket_cap_mb = 1}, {"bucket_cap_mb 25", "bucket_cap_mb 1"}},
+      {{.exchange_dtype = at::kBFloat16}, {"exchange_dtype none", "exchange_dtype BFloat16"}},
+      {{.compressed_exchange = CompressedExchange{}}, {"compressed_exchange"}},
+      {{.scaler = GradScalerOptions{}}, {"no scaler", "scaler with initial_scale"}}};
+  for (const auto& [options, parts] : cases) {
+    auto named = parts;
+    named.insert(named.end(), {"rank 0 has", odd_name() + " has"});
+    expect_named(
+        [&, odd = options] {
+          const DecentralizedDataParallel<MlpImpl> parallel(seeded(3).ptr(), decentralized_sgd(), group(),
+                                                            odd_one() ? odd : Options{});
+        },
+        named);
+  }
+}
+
+// Buckets of other sizes are other operations; whoever looks at them says so in the first step.
+TEST_F(Mismatch, BEY09_names_different_buckets) {
+  std::vector<int> everyone(group().size());
+  for (size_t rank = 0; rank < everyone.size(); ++rank) everyone[rank] = static_cast<int>(rank);
+  const auto own = group().subgroup(everyone);  // may be spoilt
+  const double cap = odd_one() ? 1e-4 : 25;
+  DistributedDataParallel<MlpImpl> parallel(seeded(3).ptr(), own, {.bucket_cap_mb = cap, .first_bucket_mb = cap});
+  expect_named(
+      [&] {
+        try {
+          mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+        } catch (const DisagreeError& error) {
+          const std::string text = error.what();
+          throw DisagreeError(text.substr(0, text.find(" (noticed")));  // by whom differs
+        }
+      },
+      {"different operations as #", "rank 0", "called all_reduce(sum", "bucket 0: gradients of "});
+}
+
+// Equal in every number, as two agents of one kind are: only their order tells them apart.
+TEST_F(Mismatch, BEY09_names_equal_models_in_another_order) {
+  std::vector<int> everyone(group().size());
+  for (size_t rank = 0; rank < everyone.size(); ++rank) everyone[rank] = static_cast<int>(rank);
+  const auto own = group().subgroup(everyone);  // may be spoilt
+  DistributedDataParallel<MlpImpl> first(seeded(3).ptr(), own), second(seeded(4).ptr(), own);
+  const auto backward = [](DistributedDataParallel<MlpImpl>& parallel) {
+    mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+  };
+  expect_named(
+      [&] {
+        try {
+          backward(odd_one() ? second : first);
+          backward(odd_one() ? first : second);
+        } catch (const DisagreeError& error) {
+          const std::string text = error.what();
+          throw DisagreeError(text.substr(0, text.find(" (noticed")));  // by whom differs
+        }
+      },
+      {"different operations as #", "bucket 0: gradients of ", "bucket 0: model 2's gradients of "});
+}
+
+// No mismatch: the mean over ranks counts zeroes, on every rank the same.
+TEST_F(Mismatch, BEY09_unused_parameters_that_differ_between_ranks_and_steps_are_no_mismatch) {
+  struct Branches : torch::nn::Module {
+    Branches() {
+      for (int i = 0; i < 4; ++i) {
+        branches.push_back(register_module("branch" + std::to_string(i), torch::nn::Linear(12, 5)));
+      }
+      to(at::kDouble);
+    }
+    at::Tensor forward(const at::Tensor& x, int64_t seed) { return branches[seed % 4](x); }
+    std::vector<torch::nn::Linear> branches;
+  };
+  torch::manual_seed(3);
+  auto model = std::make_shared<Branches>();
+  auto reference = std::make_shared<Branches>();
+  DistributedDataParallel<Branches> parallel(model, group(), {.find_unused_parameters = true});
+  {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < model->parameters().size(); ++i) reference->parameters()[i].copy_(model->parameters()[i]);
+  }
+  for (int64_t step = 0; step < 6; ++step) {
+    const auto seed_of = [&](int rank) { return 7 * rank + 3 * step; };
+    model->zero_grad();
+    mean_loss(parallel.forward(batch(group().rank(), step), seed_of(group().rank()))).backward();
+    reference->zero_grad();
+    for (int rank = 0; rank < group().size(); ++rank) {
+      (mean_loss(reference->forward(batch(rank, step), seed_of(rank))) / group().size()).backward();
+    }
+    for (size_t i = 0; i < model->parameters().size(); ++i) {
+      const auto expected = reference->parameters()[i].grad();
+      const auto found = model->parameters()[i].grad();
+      ASSERT_EQ(expected.defined(), found.defined()) << i;
+      if (!expected.defined()) continue;
+      EXPECT_LT((expected - found).abs().max().item<double>(), 1e-12);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shoal::test

@@ -1,0 +1,150 @@
+// Who goes first: the wrapper, its optimizer or the module.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <optional>
+
+#include "shoal/error.h"
+#include "tests/strategy/fsdp/fsdp_training.h"
+#include "tests/support/refusal.h"
+
+namespace shoal::test {
+namespace {
+
+using Parallel = FullyShardedDataParallel<MlpImpl>;
+using Optimizer = FullyShardedOptimizer<torch::optim::SGD>;
+
+std::vector<Options> strategies() {
+  std::vector<Options> list;
+  for (const auto strategy :
+       {ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op, ShardingStrategy::no_shard,
+        ShardingStrategy::hybrid_shard, ShardingStrategy::hybrid_shard_grad_op}) {
+    auto options = by_layer();
+    options.sharding_strategy = strategy;
+    const bool hybrid =
+        strategy == ShardingStrategy::hybrid_shard || strategy == ShardingStrategy::hybrid_shard_grad_op;
+    if (hybrid) options.shard_size = group().size() % 2 == 0 ? 2 : 1;
+    list.push_back(options);
+  }
+  return list;
+}
+
+at::Tensor loss_of(MlpImpl& model) {
+  return mean_loss(model.forward(batch(group().rank(), 0)));
+}
+
+TEST(Fsdp, AnOptimizerThatOutlivesItsWrapperAppliesWhatHasBeenSummedUpAndRefusesWhatHasNot) {
+  auto reference = seeded(1);
+  torch::optim::SGD reference_optimizer(reference->parameters(), sgd);
+  for (int rank = 0; rank < group().size(); ++rank) {
+    (mean_loss(reference->forward(batch(rank, 0))) / group().size()).backward();
+  }
+  reference_optimizer.step();
+  for (const auto& options : strategies()) {
+    const auto model = make_mlp();
+    std::optional<Parallel> parallel;
+    parallel.emplace(model, group(), options);
+    Optimizer optimizer(*parallel, sgd);
+    mean_loss(parallel->forward(batch(group().rank(), 0))).backward();
+    parallel.reset();
+    optimizer.step();
+    optimizer.zero_grad();
+    EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12);
+    // From now on backwards are the caller's own.
+    loss_of(*model).backward();
+    EXPECT_TRUE(model->first->weight.grad().defined());
+    EXPECT_THAT(refusal([&] { optimizer.step(); }), testing::HasSubstr("the wrapper had gone"));
+    EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12) << "nothing has changed";
+  }
+}
+
+// After each, the parameters are the module's own again, where they are all in memory.
+TEST(Fsdp, WrapperAndOptimizerMayGoInAnyOrderAndAtAnyTime) {
+  for (const auto& options : strategies()) {
+    for (const bool optimizer_first : {true, false}) {
+      for (const int backwards : {0, 1, 2}) {
+        const auto model = make_mlp();
+        auto parallel = std::make_unique<Parallel>(model, group(), options);
+        auto optimizer = std::make_unique<Optimizer>(*parallel, sgd);
+        const bool shared = parallel->shared();
+        for (int i = 0; i < backwards; ++i) {
+          mean_loss(parallel->forward(batch(group().rank(), i))).backward();
+          if (i > 0) optimizer->step();
+        }
+        if (optimizer_first) {
+          optimizer.reset();
+          mean_loss(parallel->forward(batch(group().rank(), 0))).backward();
+          parallel.reset();
+        } else {
+          parallel.reset();
+          optimizer.reset();
+        }
+        if (!shared) continue;
+        model->zero_grad();
+        loss_of(*model).backward();
+        EXPECT_TRUE(model->third->weight.grad().defined());
+      }
+    }
+  }
+}
+
+TEST(Fsdp, UnwrapGivesTheModuleItsParametersBackAndNothingOfTheWrapperWorksAfterwards) {
+  for (auto options : strategies()) {
+    for (const bool narrow : {false, true}) {
+      if (narrow) options.param_dtype = at::kBFloat16;
+      const auto model = std::make_shared<MlpImpl>(12, 16, 5, at::kFloat);
+      Parallel parallel(model, group(), options);
+      Optimizer optimizer(parallel, sgd);
+      const auto x = batch(group().rank(), 0).to(at::kFloat);
+      mean_loss(parallel.forward(x)).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      const auto before = parallel.full_state_dict();
+      parallel.unwrap();
+      for (const auto& item : model->named_parameters()) {
+        EXPECT_EQ(item.value().scalar_type(), at::kFloat) << item.key();
+        EXPECT_TRUE(at::equal(item.value(), before.at(item.key()))) << item.key();
+        EXPECT_NE(item.value().data_ptr(), nullptr);
+      }
+      torch::optim::SGD alone(model->parameters(), sgd);
+      mean_loss(model->forward(x)).backward();
+      alone.step();
+      const auto after = model->first->weight.detach().clone();
+      const auto refused = [](const auto& act) {
+        EXPECT_THAT(refusal(act), testing::HasSubstr("unwrap() has given the module its parameters back"));
+      };
+      refused([&] { parallel.forward(x); });
+      refused([&] {
+        const torch::NoGradGuard no_grad;
+        parallel.forward(x);
+      });
+      refused([&] { optimizer.step(); });
+      refused([&] { parallel.clip_grad_norm_(1); });
+      refused([&] { parallel.full_state_dict(); });
+      refused([&] { const auto whole = parallel.summon_full_params(); });
+      refused([&] { parallel.unwrap(); });
+      EXPECT_TRUE(at::equal(model->first->weight, after)) << "nothing has changed";
+      model->zero_grad();
+      Parallel again(model, group(), options);  // while the old one is there
+      mean_loss(again.forward(x)).backward();
+    }
+  }
+}
+
+// The module, too, while autograd's graph is there.
+TEST(Fsdp, AGraphMayOutliveAllOfThem) {
+  for (const auto& options : strategies()) {
+    at::Tensor loss;
+    {
+      Parallel parallel(make_mlp(), group(), options);
+      if (!parallel.shared()) GTEST_SKIP() << "parameters are gone with the wrapper";
+      Optimizer optimizer(parallel, sgd);
+      loss = mean_loss(parallel.forward(batch(group().rank(), 0)));
+    }
+    loss.backward();
+  }
+}
+
+}  // namespace
+}  // namespace shoal::test
