@@ -63,7 +63,7 @@ int main(int argc, char** argv) {
   optimizer.zero_grad();
 
   double part = 0;
-  for (const auto& piece : parallel.core().own_parameters()) part += 3 * static_cast<double>(piece.nbytes()) / mebibyte;
+  for (const auto& piece : parallel.own_parameters()) part += 3 * static_cast<double>(piece.nbytes()) / mebibyte;
   nlohmann::json result{{"ranks", group.size()}, {"own_part", part}};
   result["save"] = growth(group, [&] { save(folder, training, {.step = 1}); });
   result["save_async"] = growth(group, [&] {

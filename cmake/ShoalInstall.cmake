@@ -1,17 +1,19 @@
-# `cmake --install` puts headers, libraries, the program and a package for find_package(shoal) in place.
+# `cmake --install` puts headers, one shared library, the program and a package for find_package(shoal) in place. What
+# the library is built with besides libtorch (MPI, zlib, OpenSSL) is its own affair: users need none of it to build.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(SHOAL_LAYERS base layout memory comm module checkpoint optim engine strategy)
-add_library(shoal INTERFACE)
-target_link_libraries(shoal INTERFACE shoal_strategy shoal_optim shoal_layout)
+list(TRANSFORM SHOAL_LAYERS PREPEND shoal_ OUTPUT_VARIABLE libraries)
+add_library(shoal SHARED ${PROJECT_SOURCE_DIR}/src/pch.cpp)
+list(JOIN libraries "," whole)
+target_link_libraries(shoal PUBLIC shoal_flags ${TORCH_LIBRARIES} PRIVATE ${libraries})
+set_target_properties(shoal PROPERTIES LINK_LIBRARY_OVERRIDE "WHOLE_ARCHIVE,${whole}"
+  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 add_library(shoal::shoal ALIAS shoal)
 
-set(targets shoal shoal_flags)
-foreach(layer IN LISTS SHOAL_LAYERS)
-  list(APPEND targets shoal_${layer})
-endforeach()
-install(TARGETS ${targets} EXPORT shoal ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS shoal shoal_flags EXPORT shoal
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT shoal NAMESPACE shoal:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/shoal FILE shoalTargets.cmake)
 install(DIRECTORY include/shoal DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(TARGET shoal_cli)

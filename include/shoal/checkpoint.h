@@ -33,12 +33,10 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, 
 
 namespace detail {
 
-// What a strategy's functions take in place of its wrapper or of a module's holder.
+// The pointer in a module's holder; anything else as it is.
 template <class Part>
-decltype(auto) core_of(Part& part) {
-  if constexpr (requires { part.core(); }) {
-    return (part.core());
-  } else if constexpr (requires { part.ptr(); }) {
+decltype(auto) without_holder(Part& part) {
+  if constexpr (requires { part.ptr(); }) {
     return part.ptr();
   } else {
     return (part);
@@ -68,7 +66,7 @@ class TrainingState {
  public:
   template <class... Parts>
   requires(!std::same_as<std::remove_cvref_t<Parts>, TrainingState> && ...) explicit TrainingState(Parts&&... parts)
-      : TrainingState(checkpoint_source(detail::core_of(parts)...)) {}
+      : TrainingState(checkpoint_source(detail::without_holder(parts)...)) {}
   explicit TrainingState(std::shared_ptr<CheckpointSource> source);
   // Waits for a save in the background; an error of it is lost here, so call wait() before.
   ~TrainingState();

@@ -21,8 +21,9 @@ struct DistributedDataParallelOptions {
                                         // which grad() is under no_sync(); then it is rounded to the parameter's dtype
   std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
   Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
-  std::optional<at::ScalarType> reduce_dtype{};  // float16 or bfloat16: gradients are summed up in this, and come back in
-                                                 // the parameters' dtype; none: in that itself
+  std::optional<at::ScalarType>
+      reduce_dtype{};  // float16 or bfloat16: gradients are summed up in this, and come back in
+                       // the parameters' dtype; none: in that itself
   std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of an all-reduce
   std::shared_ptr<BufferHook> buffer_hook{};                // makes buffers equal instead of rank 0's broadcast
   BufferHookLocation buffer_hook_location = BufferHookLocation::pre_forward;
@@ -80,13 +81,16 @@ class DistributedDataParallel : public DataParallelWrapper<Module, DistributedDa
   DistributedDataParallel(const torch::nn::ModuleHolder<Module>& module, const Group& group,
                           const Options& options = {})
       : DistributedDataParallel(module.ptr(), group, options) {}
-
-  DistributedDataParallelCore& core() { return this->core_; }
+  template <detail::BareModule Bare, class... Rest>
+  explicit DistributedDataParallel(Bare&& module, Rest&&... rest)
+      : DistributedDataParallel(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
 };
 
 // shoal::DistributedDataParallel parallel(model, group) with a holder made by TORCH_MODULE.
 template <class Module>
 DistributedDataParallel(const torch::nn::ModuleHolder<Module>&, const Group&,
                         const DistributedDataParallelOptions& = {}) -> DistributedDataParallel<Module>;
+template <detail::BareModule Bare, class... Rest>
+DistributedDataParallel(Bare&&, Rest&&...) -> DistributedDataParallel<std::remove_cvref_t<Bare>>;
 
 }  // namespace shoal

@@ -74,10 +74,11 @@ struct DecentralizedDataParallelOptions {
   double clip_grad = 0;                       // largest norm of this rank's gradients; 0: no clipping
   ClipScope clip = ClipScope::all_gradients;  // of all together, for which updates wait until backward has ended; or of
                                               // each bucket's, as decent-dp does
-  std::optional<GradScalerOptions> scaler{};  // of the loss; a rank that finds inf or NaN mixes, but does not update. The
-                                              // others hear of it in the next steps; the scale is theirs too then
-  Precision precision{};                      // forward computes as `compute` says; converting is the caller's
-  bool average_buffers = false;               // global_avg() averages floating-point buffers too
+  std::optional<GradScalerOptions>
+      scaler{};                  // of the loss; a rank that finds inf or NaN mixes, but does not update. The
+                                 // others hear of it in the next steps; the scale is theirs too then
+  Precision precision{};         // forward computes as `compute` says; converting is the caller's
+  bool average_buffers = false;  // global_avg() averages floating-point buffers too
   std::function<void(const PreAverage&)> pre_average_hook{};  // from the second step on
   std::vector<std::string> ignored{};                         // names of parameters and buffers that shoal leaves alone
   double neighbour_timeout_seconds = 5;                       // a neighbour that is later is left out of the step
@@ -114,33 +115,59 @@ class DecentralizedDataParallelCore {
   DecentralizedDataParallelCore(const DecentralizedDataParallelCore&) = delete;
   DecentralizedDataParallelCore& operator=(const DecentralizedDataParallelCore&) = delete;
 
+  // Backward of a loss that is a sum over `weight` samples or tokens, see DecentralizedDataParallel. weight >= 0 and finite.
+  void backward(const at::Tensor& loss_sum, double weight);
+  // `accumulate` false gives a scope without effect.
+  [[nodiscard]] NoSync no_sync(bool accumulate = true);
+  // After an exception in forward, backward or a hook on this rank: makes the wrapper ready for the next step. The next
+  // forward calls it by itself.
+  void reset();
+  // Names of the parameters in each bucket.
+  std::vector<std::vector<std::string>> buckets() const;
+  // Steps finished or abandoned so far.
+  int64_t step() const;
+  // What this rank knows of the wrapper and its steps. Not collective; between steps.
+  LoggingData logging_data() const;
+
+  // Scales a loss as the scaler says; without scaler the loss itself.
+  at::Tensor scale_loss(const at::Tensor& loss) const;
+  // Gives all ranks the mean of their parameters, bit for bit the same, also before the first step. Training can go on. To
+  // be called when ranks have loaded or replaced parameters (torch::load, set_data) after the first step: neighbours would
+  // mix what they had before, and forward is a UsageError until then. Collective over the ranks that have not left or
+  // ended; UsageError on one that has left.
+  void global_avg();
+  // How far ranks are from their mean x: sqrt(mean over ranks of |x_i - x|^2), over all parameters. Collective.
+  double consensus_distance();
+  // A step without a batch, for a rank that has run out of them: it mixes and shows, and does not update; the schedule
+  // makes a step. Not collective.
+  void pass();
+  // This rank trains no more; its neighbours go on without it. Further steps and collectives are a UsageError.
+  void leave();
+
+  const ExchangeStatistics& statistics() const;
+  const Topology& topology() const;
+  // The ranks that have not been removed, in rank order. Collective over them when some have been since the last call.
+  const Group& remaining();
+  // One per bucket, from the first step on; owned by the wrapper.
+  std::vector<torch::optim::Optimizer*> optimizers() const;
+  const GradScaler* scaler() const;
+  // Of this rank's gradients in the last step, with clip_grad; before clipping.
+  double last_norm() const;
+
+  // This rank's optimizer state by parameter names, a copy; and the way back. Before the first step there is none, and
+  // what is loaded is kept for it. Not collective.
+  OptimizerState state_dict() const;
+  void load_state_dict(const OptimizerState& state);
+
+  struct State;
+
+ protected:
+  // Around the module's forward.
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs);
   void forward_failed();
-  void backward(const at::Tensor& loss_sum, double weight);
-  void pass();
-  NoSync no_sync(bool accumulate);
   const Precision& precision() const;
   at::DeviceType device() const;
-  void reset();
-  std::vector<std::vector<std::string>> buckets() const;
-  int64_t step() const;
-  LoggingData logging_data() const;
-
-  at::Tensor scale_loss(const at::Tensor& loss) const;
-  void global_avg();
-  double consensus_distance();
-  void leave();
-  const ExchangeStatistics& statistics() const;
-  const Topology& topology() const;
-  const Group& remaining();
-  std::vector<torch::optim::Optimizer*> optimizers() const;
-  OptimizerState state_dict() const;
-  void load_state_dict(const OptimizerState& state);
-  const GradScaler* scaler() const;
-  double last_norm() const;
-
-  struct State;
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCore& parallel);
@@ -213,41 +240,15 @@ class DecentralizedDataParallel : public DataParallelWrapper<Module, Decentraliz
                             const Options& options = {})
       : Base(module.ptr(), std::move(make), group, options) {}
 
-  // Scales a loss as the scaler says; without scaler the loss itself.
-  at::Tensor scale_loss(const at::Tensor& loss) const { return this->core_.scale_loss(loss); }
-  // Gives all ranks the mean of their parameters, bit for bit the same, also before the first step. Training can go on. To
-  // be called when ranks have loaded or replaced parameters (torch::load, set_data) after the first step: neighbours would
-  // mix what they had before, and forward is a UsageError until then. Collective over the ranks that have not left or
-  // ended; UsageError on one that has left.
-  void global_avg() { this->core_.global_avg(); }
-  // How far ranks are from their mean x: sqrt(mean over ranks of |x_i - x|^2), over all parameters. Collective.
-  double consensus_distance() { return this->core_.consensus_distance(); }
-  // A step without a batch, for a rank that has run out of them: it mixes and shows, and does not update; the schedule
-  // makes a step. Not collective.
-  void pass() { this->core_.pass(); }
-  // This rank trains no more; its neighbours go on without it. Further steps and collectives are a UsageError.
-  void leave() { this->core_.leave(); }
-
-  const ExchangeStatistics& statistics() const { return this->core_.statistics(); }
-  const Topology& topology() const { return this->core_.topology(); }
-  // The ranks that have not been removed, in rank order. Collective over them when some have been since the last call.
-  const Group& remaining() { return this->core_.remaining(); }
-  // One per bucket, from the first step on; owned by the wrapper.
-  std::vector<torch::optim::Optimizer*> optimizers() const { return this->core_.optimizers(); }
-  const GradScaler* scaler() const { return this->core_.scaler(); }
-  // Of this rank's gradients in the last step, with clip_grad; before clipping.
-  double last_norm() const { return this->core_.last_norm(); }
-
-  // This rank's optimizer state by parameter names, a copy; and the way back. Before the first step there is none, and
-  // what is loaded is kept for it. Not collective.
-  OptimizerState state_dict() const { return this->core_.state_dict(); }
-  void load_state_dict(const OptimizerState& state) { this->core_.load_state_dict(state); }
-
-  DecentralizedDataParallelCore& core() { return this->core_; }
+  template <detail::BareModule Bare, class... Rest>
+  explicit DecentralizedDataParallel(Bare&& module, Rest&&... rest)
+      : DecentralizedDataParallel(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
 };
 
 template <class Module>
 DecentralizedDataParallel(const torch::nn::ModuleHolder<Module>&, OptimizerOfNamed, const Group&,
                           const DecentralizedDataParallelOptions& = {}) -> DecentralizedDataParallel<Module>;
+template <detail::BareModule Bare, class... Rest>
+DecentralizedDataParallel(Bare&&, Rest&&...) -> DecentralizedDataParallel<std::remove_cvref_t<Bare>>;
 
 }  // namespace shoal

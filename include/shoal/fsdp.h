@@ -15,6 +15,7 @@
 
 #include "shoal/detail/data_parallel.h"
 #include "shoal/detail/inputs.h"
+#include "shoal/detail/local_optimizer.h"
 #include "shoal/detail/sharded_optimizer.h"
 #include "shoal/hooks.h"
 #include "shoal/optim.h"
@@ -89,6 +90,7 @@ struct SummonFullParamsOptions {
 using StateVisitor = std::function<void(const std::string& name, const at::Tensor& value)>;
 
 class CheckpointSource;
+class FullParameters;
 class FullyShardedOptimizerCore;
 class ShardGossipOptimizerCore;
 
@@ -100,12 +102,46 @@ class FullyShardedCore : public DataParallelCore {
                    const FullyShardedDataParallelOptions& options);
   ~FullyShardedCore() override;
 
-  TensorCast input_cast() const;
-  NoSync defer_all_reduce(bool defer);
-  double clip_grad_norm(double max_norm, double norm_type);
-  std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient) const;
+  // For micro-batches but the last: scope in which a backward adds gradients up, but across hosts only those of the
+  // first backward outside do, together with all before. So gradients take a rank's part in memory, where no_sync takes
+  // the whole, and cross between hosts once a step, where they would at every micro-batch. As FSDP2's
+  // set_requires_all_reduce(false). What counts is the scope at the time of backward; be in it for forward as well.
+  // Weights of backward(loss_sum, weight) are added up as under no_sync. Where all ranks divide the model among them
+  // (not the hybrid strategies) nothing is left to defer, and every backward adds up completely. An optimizer's step in
+  // between is a UsageError, and so is the scope inside a Join.
+  //   const auto scope = parallel.defer_all_reduce(micro + 1 < micros);
+  [[nodiscard]] NoSync defer_all_reduce(bool defer = true);
+
+  // Scales the sums of gradients so that their norm over all ranks' shards is at most `max_norm`; returns the norm
+  // before. norm_type: positive, or infinity. Between backward and step. Where the optimizer has a scaler, of gradients
+  // without the loss's scale: they are unscaled first, and step() does not do it again. Collective.
+  double clip_grad_norm_(double max_norm, double norm_type = 2);
+
+  // Scope in which parameters may be read and written as if they were not sharded. UsageError for rank0_only with
+  // writeback, for offload_to_cpu unless the model is on the CPU, and while another one holds the parameters;
+  // DisagreeError when options differ between ranks.
+  //   const auto whole = parallel.summon_full_params({.writeback = false, .with_grads = true});
+  [[nodiscard]] FullParameters summon_full_params(const SummonFullParamsOptions& options);
+  [[nodiscard]] FullParameters summon_full_params(bool writeback = true);
+
+  // Parameters by name, whole and in the dtype that the optimizer updates, and buffers: copies, on rank `recipient` of
+  // the group, elsewhere empty; none: on every rank. Collective.
+  std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient = std::nullopt) const;
+
+  // The same one by one, in an order that is the same on all ranks, so that no rank ever holds more than one of them
+  // beyond its shards, unless `visit` keeps it. For a model that is larger than a rank's memory. A tensor with several
+  // names is visited under each. What `visit` throws comes out after the other ranks have done their part. Collective.
   void visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const;
+
+  // Gives the module its parameters whole, in memory of its own, for what comes after this wrapper: another wrapper,
+  // torch::save, evaluation. With param_dtype they are in float32 again, as the optimizer has updated them; buffers have
+  // their own dtypes. Gradients are dropped. Afterwards everything else of this wrapper and its optimizer is a UsageError.
+  // So is this while summon_full_params holds the parameters. Collective.
+  void unwrap();
+
+  // Names of the parameters in each unit, frozen ones included, in the order of first use that is expected.
   std::vector<std::vector<std::string>> units() const;
+  // Whether parameters lie once per host, in shared memory.
   bool shared() const;
   // This rank's pieces of the trainable parameters, as the optimizer updates them, and of the gradients' sums.
   std::vector<at::Tensor> own_parameters() const;
@@ -115,9 +151,9 @@ class FullyShardedCore : public DataParallelCore {
   void hold(const SummonFullParamsOptions& options);
   void release();
   std::vector<FullyShardedCore*> wrappers_within();
-  void unwrap();
 
  protected:
+  TensorCast input_cast() const;
   void adopt_changes(bool training) override;
   void begin_pass(bool training) override;
   void end_pass(bool training) override;
@@ -185,6 +221,9 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   FullyShardedDataParallel(const torch::nn::ModuleHolder<Module>& module, const Group& group,
                            const FullyShardedDataParallelOptions& options = {})
       : FullyShardedDataParallel(module.ptr(), group, options) {}
+  template <detail::BareModule Bare, class... Rest>
+  explicit FullyShardedDataParallel(Bare&& module, Rest&&... rest)
+      : FullyShardedDataParallel(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
 
   // What the module's forward returns. Collective, also in evaluation. With param_dtype, floating-point tensors in the
   // arguments, however nested (engine/inputs.h), are cast to it, in copies: the caller's objects stay as they are. What
@@ -194,67 +233,24 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
     return cast_and_forward(std::index_sequence_for<Arguments...>(), std::forward<Arguments>(arguments)...);
   }
 
-  // For micro-batches but the last: scope in which a backward adds gradients up, but across hosts only those of the
-  // first backward outside do, together with all before. So gradients take a rank's part in memory, where no_sync takes
-  // the whole, and cross between hosts once a step, where they would at every micro-batch. As FSDP2's
-  // set_requires_all_reduce(false). What counts is the scope at the time of backward; be in it for forward as well.
-  // Weights of backward(loss_sum, weight) are added up as under no_sync. Where all ranks divide the model among them
-  // (not the hybrid strategies) nothing is left to defer, and every backward adds up completely. An optimizer's step in
-  // between is a UsageError, and so is the scope inside a Join.
-  //   const auto scope = parallel.defer_all_reduce(micro + 1 < micros);
-  [[nodiscard]] NoSync defer_all_reduce(bool defer = true) { return this->core_.defer_all_reduce(defer); }
-
-  // Scales the sums of gradients so that their norm over all ranks' shards is at most `max_norm`; returns the norm
-  // before. norm_type: positive, or infinity. Between backward and step. Where the optimizer has a scaler, of gradients
-  // without the loss's scale: they are unscaled first, and step() does not do it again. Collective.
-  double clip_grad_norm_(double max_norm, double norm_type = 2) {
-    return this->core_.clip_grad_norm(max_norm, norm_type);
+  // The same as forward().
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    return forward(std::forward<Arguments>(arguments)...);
   }
-
-  // Scope in which parameters may be read and written as if they were not sharded. UsageError for rank0_only with
-  // writeback, for offload_to_cpu unless the model is on the CPU, and while another one holds the parameters;
-  // DisagreeError when options differ between ranks.
-  //   const auto whole = parallel.summon_full_params({.writeback = false, .with_grads = true});
-  [[nodiscard]] FullParameters summon_full_params(const SummonFullParamsOptions& options) {
-    return {this->core_, options};
-  }
-  [[nodiscard]] FullParameters summon_full_params(bool writeback = true) {
-    return summon_full_params(SummonFullParamsOptions{.writeback = writeback});
-  }
-
-  // Parameters by name, whole and in the dtype that the optimizer updates, and buffers: copies, on rank `recipient` of
-  // the group, elsewhere empty; none: on every rank. Collective.
-  std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient = std::nullopt) const {
-    return this->core_.full_state_dict(recipient);
-  }
-
-  // The same one by one, in an order that is the same on all ranks, so that no rank ever holds more than one of them
-  // beyond its shards, unless `visit` keeps it. For a model that is larger than a rank's memory. A tensor with several
-  // names is visited under each. What `visit` throws comes out after the other ranks have done their part. Collective.
-  void visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const {
-    this->core_.visit_full_state(recipient, visit);
-  }
-
-  // Gives the module its parameters whole, in memory of its own, for what comes after this wrapper: another wrapper,
-  // torch::save, evaluation. With param_dtype they are in float32 again, as the optimizer has updated them; buffers have
-  // their own dtypes. Gradients are dropped. Afterwards everything else of this wrapper and its optimizer is a UsageError.
-  // So is this while summon_full_params holds the parameters. Collective.
-  void unwrap() { this->core_.unwrap(); }
-
-  // Names of the parameters in each unit, frozen ones included, in the order of first use that is expected.
-  std::vector<std::vector<std::string>> units() const { return this->core_.units(); }
-  // Whether parameters lie once per host, in shared memory.
-  bool shared() const { return this->core_.shared(); }
 
  private:
   template <size_t... places, class... Arguments>
   auto cast_and_forward(std::index_sequence<places...>, Arguments&&... arguments) {
-    const auto cast = this->core_.input_cast();
+    const auto cast = this->input_cast();
     return Base::forward(detail::CastInput<Arguments, detail::may_copy<places, Module, Arguments...>()>(
                              std::forward<Arguments>(arguments), cast)
                              .get()...);
   }
 };
+
+template <detail::BareModule Bare, class... Rest>
+FullyShardedDataParallel(Bare&&, Rest&&...) -> FullyShardedDataParallel<std::remove_cvref_t<Bare>>;
 
 struct FullyShardedOptimizerOptions {
   double clip_grad = 0;                       // largest norm of all gradients together; 0: no clipping
@@ -289,16 +285,14 @@ std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
 template <class Local>
 class FullyShardedOptimizer : public FullyShardedOptimizerCore {
  public:
-  template <class Module, class Defaults>
-  FullyShardedOptimizer(FullyShardedDataParallel<Module>& parallel, ParamGroups groups, const Defaults& defaults,
+  template <class Defaults>
+  FullyShardedOptimizer(FullyShardedCore& parallel, ParamGroups groups, const Defaults& defaults,
                         const FullyShardedOptimizerOptions& options = {})
-      : FullyShardedOptimizerCore(
-            parallel.core(), std::move(groups), std::make_unique<Defaults>(defaults),
-            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); },
-            element_wise<Local>, options) {}
+      : FullyShardedOptimizerCore(parallel, std::move(groups), detail::default_options<Local>(defaults),
+                                  detail::local_optimizer_maker<Local>(defaults), element_wise<Local>, options) {}
   // One param group of all trainable parameters.
-  template <class Module, class Defaults>
-  FullyShardedOptimizer(FullyShardedDataParallel<Module>& parallel, const Defaults& defaults,
+  template <class Defaults>
+  FullyShardedOptimizer(FullyShardedCore& parallel, const Defaults& defaults,
                         const FullyShardedOptimizerOptions& options = {})
       : FullyShardedOptimizer(parallel, ParamGroups(), defaults, options) {}
 };

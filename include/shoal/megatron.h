@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "shoal/detail/data_parallel.h"
+#include "shoal/detail/local_optimizer.h"
 #include "shoal/detail/range.h"
 #include "shoal/detail/sharded_optimizer.h"
 #include "shoal/group.h"
@@ -181,10 +182,8 @@ class DistributedOptimizer : public DistributedOptimizerCore {
   template <class Defaults>
   DistributedOptimizer(const Modules& chunks, ParamGroups groups, const Defaults& defaults, const Group& group,
                        const DistributedOptimizerOptions& options = {})
-      : DistributedOptimizerCore(
-            chunks, std::move(groups), std::make_unique<Defaults>(defaults),
-            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); },
-            element_wise<Local>, group, options) {}
+      : DistributedOptimizerCore(chunks, std::move(groups), detail::default_options<Local>(defaults),
+                                 detail::local_optimizer_maker<Local>(defaults), element_wise<Local>, group, options) {}
   // One param group of all trainable parameters.
   template <class Defaults>
   DistributedOptimizer(const Modules& chunks, const Defaults& defaults, const Group& group,

@@ -60,12 +60,8 @@ struct OptimizerInBackwardOptions {
 // have different options. Without this object backward is a UsageError; the wrapper may go before it.
 class OptimizerInBackward {
  public:
-  template <class Module>
-  OptimizerInBackward(DistributedDataParallel<Module>& parallel, torch::optim::Optimizer& optimizer,
-                      const OptimizerInBackwardOptions& options = {})
-      : OptimizerInBackward(parallel.core(), optimizer, options) {}
-  OptimizerInBackward(DistributedDataParallelCore& core, torch::optim::Optimizer& optimizer,
-                      const OptimizerInBackwardOptions& options);
+  OptimizerInBackward(DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer,
+                      const OptimizerInBackwardOptions& options = {});
   ~OptimizerInBackward();
   OptimizerInBackward(const OptimizerInBackward&) = delete;
   OptimizerInBackward& operator=(const OptimizerInBackward&) = delete;

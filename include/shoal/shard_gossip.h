@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "shoal/decentralized.h"
+#include "shoal/detail/local_optimizer.h"
 #include "shoal/fsdp.h"
 #include "shoal/topology.h"
 
@@ -116,13 +117,12 @@ std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
 template <class Local>
 class ShardGossipOptimizer : public ShardGossipOptimizerCore {
  public:
-  template <class Module, class Defaults>
-  ShardGossipOptimizer(FullyShardedDataParallel<Module>& parallel, const Group& across, const Defaults& defaults,
+  template <class Defaults>
+  ShardGossipOptimizer(FullyShardedCore& parallel, const Group& across, const Defaults& defaults,
                        const ShardGossipOptions& gossip = {}, const FullyShardedOptimizerOptions& options = {})
-      : ShardGossipOptimizerCore(
-            parallel.core(), across, ParamGroups(), std::make_unique<Defaults>(defaults),
-            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); },
-            element_wise<Local>, options, gossip) {}
+      : ShardGossipOptimizerCore(parallel, across, ParamGroups(), detail::default_options<Local>(defaults),
+                                 detail::local_optimizer_maker<Local>(defaults), element_wise<Local>, options, gossip) {
+  }
 };
 
 }  // namespace shoal

@@ -1,14 +1,15 @@
 #pragma once
 // ZeRO-1 and ZeRO-2: OSS and ShardedDataParallel.
 
+#include <torch/optim/optimizer.h>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <torch/optim/optimizer.h>
 #include <vector>
 
 #include "shoal/detail/data_parallel.h"
+#include "shoal/detail/local_optimizer.h"
 #include "shoal/detail/optimizer_state.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"
@@ -150,10 +151,8 @@ class OSS : public OSSCore {
       : OSS(ParamGroups{torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults, group, options) {}
   template <class Defaults>
   OSS(const ParamGroups& groups, const Defaults& defaults, const Group& group, const OSSOptions& options = {})
-      : OSSCore(
-            groups, std::make_unique<Defaults>(defaults),
-            [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); }, group, options) {
-  }
+      : OSSCore(groups, detail::default_options<Local>(defaults), detail::local_optimizer_maker<Local>(defaults), group,
+                options) {}
 };
 
 // ShardedDataParallel: each gradient goes only to the rank that owns its parameter (ZeRO-2; Rajbhandari et al., SC
@@ -163,12 +162,12 @@ struct Gradient;
 
 struct ShardedDataParallelOptions {
   // Behaviour.
-  bool broadcast_buffers = true;        // rank 0's buffers reach all ranks before each synchronising forward
-  bool sync_models_at_startup = true;   // rank 0's parameters and buffers reach all ranks in the constructor; without it
-                                        // buffers and frozen parameters stay each rank's own (trainable ones have
-                                        // rank 0's values since OSS was made)
-  bool auto_refresh_trainable = true;   // a change of requires_grad, dtype or device is adopted by the next forward,
-                                        // which refuses it otherwise
+  bool broadcast_buffers = true;       // rank 0's buffers reach all ranks before each synchronising forward
+  bool sync_models_at_startup = true;  // rank 0's parameters and buffers reach all ranks in the constructor; without it
+                                       // buffers and frozen parameters stay each rank's own (trainable ones have
+                                       // rank 0's values since OSS was made)
+  bool auto_refresh_trainable = true;  // a change of requires_grad, dtype or device is adopted by the next forward,
+                                       // which refuses it otherwise
   bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
   bool grad_reduce_in_fp32 = false;     // gradients of 16-bit parameters accumulate, and are added up, in float32, in
                                         // which grad() is under no_sync(); then it is rounded to the parameter's dtype
@@ -193,7 +192,14 @@ class ShardedDataParallelCore : public DataParallelCore {
  public:
   ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module, std::vector<OSSCore*> optimizers,
                           const Group& group, const ShardedDataParallelOptions& options);
+  // After requires_grad, dtype or device of parameters has changed: the optimizers' refresh_trainable(), then buckets
+  // of what they share. Forward calls it by itself unless auto_refresh_trainable is off; then a forward after such a
+  // change is refused until it has been called (UsageError names the parameter). Collective.
   void refresh_trainable();
+
+  // Sums up what lies in grad() and has not been summed up yet, without a backward: what backwards under no_sync have
+  // left, gradients that were set by hand. A rank without any contributes nothing; sums of earlier steps stay and are
+  // added to. Counts as a step, within no_sync, too. Collective; UsageError within a backward.
   void reduce();
 
  protected:
@@ -245,16 +251,9 @@ class ShardedDataParallel : public DataParallelWrapper<Module, ShardedDataParall
   ShardedDataParallel(const torch::nn::ModuleHolder<Module>& module, std::vector<OSSCore*> optimizers,
                       const Group& group, const Options& options = {})
       : ShardedDataParallel(module.ptr(), std::move(optimizers), group, options) {}
-
-  // After requires_grad, dtype or device of parameters has changed: the optimizers' refresh_trainable(), then buckets
-  // of what they share. Forward calls it by itself unless auto_refresh_trainable is off; then a forward after such a
-  // change is refused until it has been called (UsageError names the parameter). Collective.
-  void refresh_trainable() { this->core_.refresh_trainable(); }
-
-  // Sums up what lies in grad() and has not been summed up yet, without a backward: what backwards under no_sync have
-  // left, gradients that were set by hand. A rank without any contributes nothing; sums of earlier steps stay and are
-  // added to. Counts as a step, within no_sync, too. Collective; UsageError within a backward.
-  void reduce() { this->core_.reduce(); }
+  template <detail::BareModule Bare, class... Rest>
+  explicit ShardedDataParallel(Bare&& module, Rest&&... rest)
+      : ShardedDataParallel(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
 };
 
 template <class Module>
@@ -263,5 +262,7 @@ ShardedDataParallel(const torch::nn::ModuleHolder<Module>&, OSSCore&, const Grou
 template <class Module>
 ShardedDataParallel(const torch::nn::ModuleHolder<Module>&, std::vector<OSSCore*>, const Group&,
                     const ShardedDataParallelOptions& = {}) -> ShardedDataParallel<Module>;
+template <detail::BareModule Bare, class... Rest>
+ShardedDataParallel(Bare&&, Rest&&...) -> ShardedDataParallel<std::remove_cvref_t<Bare>>;
 
 }  // namespace shoal

@@ -16,7 +16,7 @@ ALLOWED["data"] = {"base", "models", "data"}
 ALLOWED["cli"] = set(ORDER) | {"launch", "models", "data", "cli"}
 # Public headers are flat. Each belongs to the lowest layer that may include it.
 HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm", "call_log": "comm", "group": "comm",
-           "host_shared_buffer": "comm", "telemetry": "comm", "world": "comm", "deferred_init": "module",
+           "host_shared_buffer": "comm", "local_optimizer": "base", "telemetry": "comm", "world": "comm", "deferred_init": "module",
            "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim",
            "optimizer_state": "optim", "precision": "optim", "register_state": "optim", "schedules": "optim",
            "checkpoint": "engine", "data_parallel": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",

@@ -8,7 +8,9 @@ endfunction()
 
 file(REMOVE_RECURSE ${WORK}/prefix ${WORK}/build)
 must(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
-must(${CMAKE_COMMAND} -G Ninja -S ${CONSUMER} -B ${WORK}/build -DCMAKE_PREFIX_PATH=${WORK}/prefix -DTorch_DIR=${TORCH}/share/cmake/Torch)
+# As on a machine where none of what the library is built with can be found.
+must(${CMAKE_COMMAND} -G Ninja -S ${CONSUMER} -B ${WORK}/build -DCMAKE_PREFIX_PATH=${WORK}/prefix -DTorch_DIR=${TORCH}/share/cmake/Torch
+  -DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON -DCMAKE_DISABLE_FIND_PACKAGE_ZLIB=ON -DCMAKE_DISABLE_FIND_PACKAGE_OpenSSL=ON)
 must(${CMAKE_COMMAND} --build ${WORK}/build)
 must(${WORK}/prefix/bin/shoal launch -n 2 -- ${WORK}/build/example)
 message(STATUS "${out}")

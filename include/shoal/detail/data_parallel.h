@@ -1,9 +1,10 @@
 #pragma once
-// What wrappers around a module have in common: a forward that prepares a step, a backward that synchronises.
+// The base of all wrappers of a module: a forward that prepares a step, a backward that synchronises.
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <concepts>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -38,34 +39,59 @@ class NoSync {
   int* depth_;
 };
 
-// What a wrapper does, whatever the module's type. Made by the strategies.
+// A wrapper's part that does not depend on the module's type. Made by the strategies. Not thread-safe: one thread trains.
+// Shares ownership of the module; the group's transport lives as long as the wrapper. The destructor removes the hooks
+// and does not communicate.
 class DataParallelCore : public Joinable {
  public:
   struct State;
   explicit DataParallelCore(std::unique_ptr<State> state);
   ~DataParallelCore() override;
 
-  void before_forward();
-  void after_forward(const std::vector<at::Tensor>& outputs);
-  void forward_failed();
+  // Backward of a loss that is a sum over `weight` samples or tokens: the mean becomes sum / sum of weights over all
+  // ranks and all micro-batches of the step (those under no_sync included). weight >= 0 and finite; 0 says this rank
+  // has no sample in this step. Every backward of a step must come through here, or none, on all ranks. Start the step
+  // with zeroed gradients.
   void backward(const at::Tensor& loss_sum, double weight);
-  NoSync no_sync(bool accumulate);
-  const Precision& precision() const;
-  at::DeviceType device() const;
+
+  // `accumulate` false gives a scope without effect, so that a loop over micro-batches reads
+  //   const auto scope = parallel.no_sync(micro + 1 < micros);
+  [[nodiscard]] NoSync no_sync(bool accumulate = true);
+
+  // After an exception in forward, backward or a hook on any rank: makes the wrapper ready for the next step. If this
+  // rank had entered the step, its peers get StepAbandoned from their backward instead of waiting, and no gradient is
+  // valid on any rank. Without a failed step it does nothing. The next forward calls it by itself. Gradients
+  // accumulated so far are the caller's to zero.
   void reset();
+
+  // This rank's part of a step for which it has no batch, in a Join scope: what forward and backward of the others
+  // communicate. Does nothing under no_sync. Collective.
+  void shadow() override;
+
+  // Names of the parameters in each bucket, in the order in which buckets are reduced.
   std::vector<std::vector<std::string>> buckets() const;
+  // Synchronising steps finished or abandoned so far.
   int64_t step() const;
+  // What this rank knows of the wrapper and its steps. Not collective; between steps.
   LoggingData logging_data() const;
 
   const std::shared_ptr<torch::nn::Module>& module() const;
   const Group& group() const override;
-  void shadow() override;
+
+  // For Join.
   void check_shadow() const override;
   void settle() override;
   void attend(const std::optional<Attendance>& attendance) override;
   void adopt_model(int rank) override;
 
  protected:
+  // Around the module's forward.
+  void before_forward();
+  void after_forward(const std::vector<at::Tensor>& outputs);
+  void forward_failed();
+  const Precision& precision() const;
+  at::DeviceType device() const;
+
   // Called before each forward, under no_sync only when nothing has to be agreed on: parameters that others have
   // replaced since the last one.
   virtual void adopt_changes(bool training);
@@ -82,78 +108,69 @@ class DataParallelCore : public Joinable {
   std::unique_ptr<State> state_;
 };
 
-// Wraps a module; its parameters stay the module's own tensors. Not thread-safe: one thread trains. Shares ownership of
-// the module; the group's transport lives as long as the wrapper. The destructor removes the hooks and does not
-// communicate.
+// A core with the module that it wraps, whose parameters stay the module's own tensors.
 template <class Module, class Core>
-class DataParallelWrapper {
+class DataParallelWrapper : public Core {
  public:
-  // Returns what the module's own forward returns, if anything. Collective when buffers are broadcast (not under no_sync, not when
-  // gradients are disabled). An exception marks the step as failed on this rank, see reset().
+  // Returns what the module's own forward returns, if anything. Collective when buffers are broadcast (not under
+  // no_sync, not when gradients are disabled). An exception marks the step as failed on this rank, see reset().
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     try {
-      core_.before_forward();
+      this->before_forward();
       const auto forward_of_module = [&] {
-        const Precision::Scope scope(core_.precision(), core_.device());
+        const Precision::Scope scope(this->precision(), this->device());
         return module_->forward(std::forward<Arguments>(arguments)...);
       };
       std::vector<at::Tensor> tensors;
       if constexpr (std::is_void_v<decltype(forward_of_module())>) {
         forward_of_module();
-        core_.after_forward(tensors);
+        this->after_forward(tensors);
       } else {
         auto output = forward_of_module();
         collect_tensors(output, tensors);
-        core_.after_forward(tensors);
+        this->after_forward(tensors);
         return output;
       }
     } catch (...) {
-      core_.forward_failed();
+      this->forward_failed();
       throw;
     }
   }
 
-  // Backward of a loss that is a sum over `weight` samples or tokens: the mean becomes sum / sum of weights over all
-  // ranks and all micro-batches of the step (those under no_sync included). weight >= 0 and finite; 0 says this rank
-  // has no sample in this step. Every backward of a step must come through here, or none, on all ranks. Start the step
-  // with zeroed gradients.
-  void backward(const at::Tensor& loss_sum, double weight) { core_.backward(loss_sum, weight); }
-
-  // This rank's part of a step for which it has no batch, in a Join scope: what forward and backward of the others
-  // communicate. Does nothing under no_sync. Collective.
-  void shadow() { core_.shadow(); }
-  operator Joinable&() { return core_; }  // NOLINT(google-explicit-constructor): for Join({parallel})
-
-  // `accumulate` false gives a scope without effect, so that a loop over micro-batches reads
-  //   const auto scope = parallel.no_sync(micro + 1 < micros);
-  [[nodiscard]] NoSync no_sync(bool accumulate = true) { return core_.no_sync(accumulate); }
-
-  // After an exception in forward, backward or a hook on any rank: makes the wrapper ready for the next step. If this
-  // rank had entered the step, its peers get StepAbandoned from their backward instead of waiting, and no gradient is
-  // valid on any rank. Without a failed step it does nothing. The next forward calls it by itself. Gradients
-  // accumulated so far are the caller's to zero.
-  void reset() { core_.reset(); }
-
-  // Names of the parameters in each bucket, in the order in which buckets are reduced.
-  std::vector<std::vector<std::string>> buckets() const { return core_.buckets(); }
-  // Synchronising steps finished or abandoned so far.
-  int64_t step() const { return core_.step(); }
-
-  // What this rank knows of the wrapper and its steps. Not collective; between steps.
-  LoggingData logging_data() const { return core_.logging_data(); }
+  // The same as forward().
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    return forward(std::forward<Arguments>(arguments)...);
+  }
 
   const std::shared_ptr<Module>& module() const { return module_; }
-  Core& core() { return core_; }
   Module* operator->() const { return module_.get(); }
 
  protected:
   template <class... CoreArguments>
   explicit DataParallelWrapper(std::shared_ptr<Module> module, CoreArguments&&... arguments)
-      : module_(std::move(module)), core_(module_, std::forward<CoreArguments>(arguments)...) {}
+      : Core(module, std::forward<CoreArguments>(arguments)...), module_(std::move(module)) {}
 
+ private:
   std::shared_ptr<Module> module_;
-  Core core_;
 };
+
+namespace detail {
+
+// A module itself, where a std::shared_ptr or a holder of one is needed.
+template <class T>
+concept BareModule = std::derived_from<std::remove_cvref_t<T>, torch::nn::Module>;
+
+// Never returns anything: it is there for its sentence.
+template <BareModule Bare>
+std::shared_ptr<std::remove_cvref_t<Bare>> refuse_bare_module(Bare&& /*module*/) {
+  static_assert(!BareModule<Bare>,
+                "shoal: a wrapper shares ownership of its module. Make the module by std::make_shared<Net>(...), or as "
+                "the holder that TORCH_MODULE defines, and pass that.");
+  return nullptr;
+}
+
+}  // namespace detail
 
 }  // namespace shoal

@@ -72,7 +72,7 @@ class Decentralized : public Strategy {
   bool has_whole_model() const override { return false; }
   std::optional<TrainingState> training_state(const Group&) override { return TrainingState(parallel_); }
   bool in_step() const override { return false; }
-  std::optional<Group> present() const override { return parallel_.core().remaining(); }
+  std::optional<Group> present() const override { return parallel_.remaining(); }
   int leader() const override { return first_of_those_left(parallel_.statistics()); }
   torch::optim::Optimizer& optimizer() override { return *rates_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override {

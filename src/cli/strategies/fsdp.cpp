@@ -35,7 +35,7 @@ class Fsdp : public Strategy {
                                         .precision = options.precision(),
                                         .reduce_dtype = mixed ? std::optional(at::kFloat) : std::nullopt,
                                         .communication_hook = options.ddp.communication_hook});
-    optimizer_ = make(parallel_->core(), std::move(groups), std::move(kind),
+    optimizer_ = make(*parallel_, std::move(groups), std::move(kind),
                       {.clip_grad = options.clip, .scaler = options.precision().scaler});
   }
 
@@ -51,9 +51,9 @@ class Fsdp : public Strategy {
   }
   bool has_whole_model() const override { return parallel_->shared(); }
   std::vector<at::Tensor> parameters() const override {
-    return parallel_->shared() ? model_->parameters() : parallel_->core().own_parameters();
+    return parallel_->shared() ? model_->parameters() : parallel_->own_parameters();
   }
-  std::vector<at::Tensor> gradients() const override { return parallel_->core().own_gradients(); }
+  std::vector<at::Tensor> gradients() const override { return parallel_->own_gradients(); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
     return {&optimizer_->local_optimizer()};

@@ -139,7 +139,7 @@ NoSync FullyShardedCore::defer_all_reduce(bool defer) {
   return NoSync(defer ? &shards_->defer_depth : nullptr);
 }
 
-double FullyShardedCore::clip_grad_norm(double max_norm, double norm_type) {
+double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
   auto& module = *shards_->module;
   module.serve_readers();
   if (module.clip_without_scale) return module.clip_without_scale(max_norm, norm_type);

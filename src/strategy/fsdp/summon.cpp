@@ -95,6 +95,14 @@ void take_gradients(FullyShardedCore::Shards& shards) {
 
 }  // namespace
 
+FullParameters FullyShardedCore::summon_full_params(const SummonFullParamsOptions& options) {
+  return {*this, options};
+}
+
+FullParameters FullyShardedCore::summon_full_params(bool writeback) {
+  return summon_full_params(SummonFullParamsOptions{.writeback = writeback});
+}
+
 FullParameters::FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options) {
   auto wrappers = options.recurse ? core.wrappers_within() : std::vector<FullyShardedCore*>();
   wrappers.push_back(&core);

@@ -125,7 +125,7 @@ void train_by(Running& running, const std::shared_ptr<Wrapper>& wrapper, const s
 
 inline Tensors full_parameters(FullyShardedDataParallel<Net>& parallel) {
   auto all = parallel.full_state_dict();
-  for (const auto& buffer : parallel.core().module()->named_buffers()) all.erase(buffer.key());
+  for (const auto& buffer : parallel.module()->named_buffers()) all.erase(buffer.key());
   return all;
 }
 

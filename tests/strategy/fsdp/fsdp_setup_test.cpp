@@ -122,7 +122,7 @@ TEST(Fsdp, FSDP11_without_sync_module_states_each_rank_s_values_count_for_what_i
     options.sync_module_states = false;
     options.whole_parameters = whole;
     FullyShardedDataParallel<MlpImpl> parallel(filled(group().rank() + 1), group(), options);
-    const auto own = flat(parallel.core().own_parameters());
+    const auto own = flat(parallel.own_parameters());
     EXPECT_TRUE(at::equal(own, at::full_like(own, group().rank() + 1)));
     const auto all = flat(parallel->parameters());
     for (int rank = 0; rank < group().size(); ++rank) {

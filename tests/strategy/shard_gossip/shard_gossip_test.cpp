@@ -118,7 +118,7 @@ TEST(ShardGossip, BEY14_a_rank_holds_its_share_of_the_hosts_model_and_state) {
     ShardGossipOptimizer<torch::optim::Adam> optimizer(parallel, hosts.across, torch::optim::AdamOptions(1e-3));
     train(parallel, optimizer, 0);
     int64_t own = 0;
-    for (const auto& piece : parallel.core().own_parameters()) own += piece.numel();
+    for (const auto& piece : parallel.own_parameters()) own += piece.numel();
     EXPECT_LE(own, whole / size + 3 * 16) << "parts of three units, padded to 128 bytes";
     int64_t state = 0;
     for (const auto& group : optimizer.local_optimizer().param_groups()) {

@@ -1,0 +1,39 @@
+#pragma once
+// The optimizer that a rank runs on its share: made from the default options that the caller gives, as libtorch's own
+// constructors take them: torch::optim::AdamWOptions(1e-3), or the learning rate alone.
+
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <memory>
+#include <vector>
+
+namespace shoal::detail {
+
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+template <class Local, class Defaults>
+concept MakesOptimizer = requires(const ParamGroups& groups, const Defaults& defaults) {
+  { std::make_unique<Local>(groups, defaults) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
+};
+
+// The options of param groups that have none of their own.
+template <class Local, class Defaults>
+std::unique_ptr<torch::optim::OptimizerOptions> default_options(const Defaults& defaults) {
+  static_assert(MakesOptimizer<Local, Defaults>,
+                "shoal: the optimizer cannot be made of param groups and these defaults. Pass the options that its own "
+                "constructor takes, such as torch::optim::AdamWOptions(1e-3), or a learning rate.");
+  if constexpr (std::derived_from<Defaults, torch::optim::OptimizerOptions>) {
+    return std::make_unique<Defaults>(defaults);
+  } else {
+    return Local(ParamGroups(), defaults).defaults().clone();
+  }
+}
+
+// Makes the optimizer of a share.
+template <class Local, class Defaults>
+auto local_optimizer_maker(const Defaults& defaults) {
+  return [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); };
+}
+
+}  // namespace shoal::detail
