@@ -1,5 +1,6 @@
 #pragma once
-// Modules that are built without memory for their tensors, and get it part by part (after torchdistX's deferred_init).
+// Deferred initialisation: modules constructed without memory and materialized part by part (after torchdistX's
+// deferred_init).
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/types.h>
@@ -8,21 +9,22 @@
 
 namespace shoal {
 
-// While it lives, tensors that this thread makes have no memory, and what is done to them is written down:
+// Scope in which tensors created by this thread have no memory; operations on them are recorded and replayed later.
 //
 //   std::shared_ptr<Gpt> model;
 //   {
 //     const shoal::DeferredInit no_memory;
 //     model = std::make_shared<Gpt>(options);  // any module, unmodified
 //   }
-//   shoal::FullyShardedDataParallel parallel(model, world.group(), ...);  // unit by unit
+//   shoal::FullyShardedDataParallel parallel(model, world.group(), ...);  // materializes one unit at a time
 //
-// Strategies give the parameters memory and the values that the constructors would have, FullyShardedDataParallel unit
-// by unit, so that no rank ever holds the whole model. Random numbers are drawn then, part by part and in the order of
-// construction within a part. Tensors that were there before take part as usual. Operators whose result is no tensor
-// (item(), equal()) and accesses past the operators (data_ptr(), torch::tensor(std::vector)) find no values: UsageError
-// and c10::Error that say so. Outside the scope such a tensor can only be viewed until it is materialized. Not
-// collective. Scopes may nest; they end on the thread that began them.
+// Strategies materialize the parameters with the values that the constructors would have given them;
+// FullyShardedDataParallel does it unit by unit, so that no rank ever holds the full model. Random numbers are drawn at
+// that time, part by part, in the order of construction within a part. Tensors that existed before take part as usual.
+// Operators whose result is not a tensor (item(), equal()) throw UsageError, and accesses past the operators
+// (data_ptr(), torch::tensor(std::vector)) c10::Error, because there are no values. Outside the scope, a deferred
+// tensor can only be viewed until it is materialized. Scopes may nest and must end on the thread that began them. Not
+// collective.
 class DeferredInit {
  public:
   DeferredInit();
@@ -33,10 +35,10 @@ class DeferredInit {
   c10::impl::IncludeDispatchKeyGuard guard_;
 };
 
-// Whether it was made in such a scope and has no memory yet.
+// True if the tensor was created in a DeferredInit scope and is not materialized yet.
 bool is_deferred(const at::Tensor& tensor);
 
-// Gives those of these tensors that are deferred, and their views, memory and values; the others are left alone.
+// Allocates and initialises the deferred ones among these tensors, and their views; other tensors are unchanged.
 // Thread-safe.
 void materialize(const std::vector<at::Tensor>& tensors);
 

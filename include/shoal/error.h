@@ -1,61 +1,59 @@
 #pragma once
-// Errors: all that the library throws.
+// Exceptions that the library throws.
 
 #include <stdexcept>
 #include <string>
 
 namespace shoal {
 
-// The library's exceptions. Each message names the thing at fault and what to do about it.
-
-// Base of all errors that shoal throws on purpose. Anything else that escapes is a broken invariant.
+// Base class of all exceptions that shoal throws. A message says what happened, where, and what to do. Any other
+// exception that escapes from shoal is a bug in shoal.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// The caller's mistake: a wrong option, call order or input. The state is as before the call.
+// A mistake of the caller: an invalid option, call order or input. The call has changed nothing.
 class UsageError : public Error {
  public:
   using Error::Error;
 };
 
-// Ranks disagree about something that must be equal. Thrown on every rank; names the first difference and two ranks.
+// A value that must be equal on all ranks differs. Thrown on every rank; the message names the first difference and two
+// of the ranks.
 class DisagreeError : public Error {
  public:
   using Error::Error;
 };
 
-// A peer is dead, stopped, late or unreachable; the group it belongs to is unusable afterwards.
+// A failed communication: a peer is dead, stopped, too late or unreachable. The group can no longer be used.
 class CommError : public Error {
  public:
   explicit CommError(const std::string& message, int rank = -1) : Error(message), rank_(rank) {}
-  // The rank at fault, in the numbering of the group whose operation failed; -1 where it is not known.
+  // Rank of the failed peer within the group whose operation failed; -1 if it is unknown.
   int rank() const { return rank_; }
 
  private:
   int rank_;
 };
 
-// A step was given up on some rank, and therefore on all: its gradients are valid on none of them. The ranks are in
-// step again and may go on with the next one after zero_grad().
+// A step that failed on one rank and was therefore abandoned on all of them. No rank has valid gradients. All ranks are
+// at the same step again: call zero_grad() and continue with the next one.
 class StepAbandoned : public Error {
  public:
   using Error::Error;
 };
 
-// A rank of a Join scope that stops early has no batch left. Thrown on every rank, before the step: the ranks are in
-// step, and the model is as the last one left it.
+// Thrown on every rank of a Join scope with throw_on_early_termination as soon as one rank has no batch left. It is
+// thrown before the step, so all ranks are at the same step and the model is the result of the previous one.
 class InputsExhausted : public Error {
  public:
   using Error::Error;
 };
 
-// The error of whatever saves or loads.
-
-// A checkpoint could not be written or read: no space, no permission, a damaged file, another job that saves to the
-// same place. Names the file and the reason. Where ranks save together it is thrown on every rank and names the rank at
-// fault; the older checkpoints are as before, the ranks are in step and may go on training.
+// A checkpoint that cannot be written or read: the disk is full, a permission is missing, a file is damaged, or another
+// job saves to the same place. The message names the file and the reason. In a collective save it is thrown on every
+// rank and names the rank at fault. Older checkpoints are unchanged, and training can continue.
 class CheckpointError : public Error {
  public:
   using Error::Error;

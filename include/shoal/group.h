@@ -1,9 +1,9 @@
 #pragma once
-// Groups of ranks: collectives, messages, and what ranks do with them together.
+// Group of ranks: collectives, point-to-point messages, and utilities built on them.
 
+#include <torch/types.h>
 #include <memory>
 #include <string>
-#include <torch/types.h>
 #include <vector>
 
 #include "shoal/detail/call.h"
@@ -12,14 +12,13 @@
 
 namespace shoal {
 
-// A handle on an operation in flight.
-
 class PendingWork;
 
-// Move-only. Owns the operation's tensors until it is finished, so the caller may drop its own handles at once.
-// A default-constructed Work is finished. Dropping an unfinished Work waits for it, so that memory which the caller owns
-// may go; an error of the operation is then said by the next call on the group (CommError). While an exception is on its
-// way nothing is waited for: the group keeps the tensors and the operation goes on. Not thread-safe; one thread waits.
+// Handle on an asynchronous operation, like c10d::Work. Move-only. Owns the tensors of the operation until it has
+// finished, so the caller may drop its own references immediately. A default-constructed Work is already finished. The
+// destructor waits for the operation; an error is then thrown by the next call on the group (CommError). During stack
+// unwinding the destructor does not wait: the group keeps the tensors alive and the operation continues. Not
+// thread-safe.
 class [[nodiscard]] Work {
  public:
   Work();
@@ -28,85 +27,86 @@ class [[nodiscard]] Work {
   Work& operator=(Work&&) noexcept;
   ~Work();
 
-  // Blocks until the operation is finished on this rank. Throws CommError that names the rank at fault, the operation,
-  // its number in the group, its step and bucket, when a peer is dead, stopped or later than the world's deadline.
-  // Waiting again on a finished Work returns at once.
+  // Blocks until the operation has finished on this rank. Throws CommError if a peer is dead, stopped or exceeds the
+  // timeout; the message names that rank, the operation, its sequence number, step and bucket. Calling wait() again
+  // returns immediately.
   void wait();
 
-  // True when wait() would not block.
+  // Returns true if wait() would not block.
   bool done();
 
  private:
   std::unique_ptr<PendingWork> pending_;
 };
 
-// A set of ranks that communicate, and the collectives on it.
-
 struct GroupState;
 
-// What a group has done since it was made, on this rank, through all its handles.
+// Statistics of a group on this rank, over all handles on it.
 struct GroupStatistics {
   int64_t calls = 0;    // operations
   int64_t bytes = 0;    // sum of Call::bytes
-  double waited_s = 0;  // seconds that threads have spent inside Work::wait
+  double waited_s = 0;  // total time that threads have spent in Work::wait
 };
 
-// A cheap handle; copies mean the same group. Every collective must be called by all ranks of the group in the same
-// order. All of them are asynchronous: they return a Work that must be waited for before the tensors are read or
-// written. Tensors must be contiguous (UsageError otherwise). A group of one rank runs the same code with an identity
-// transport. Thread-safety: calls on one group from several threads must be serialised by the caller.
+// Set of ranks that communicate, like c10d::ProcessGroup. Cheap to copy; copies refer to the same group. All ranks of
+// the group must call the same collectives in the same order. Collectives are asynchronous: wait for the returned Work
+// before you read or write the tensors. Tensors must be contiguous (UsageError otherwise). A group of one rank runs the
+// same code with an identity transport. Thread-safety: the caller must serialise calls on one group.
 class Group {
  public:
   explicit Group(std::shared_ptr<GroupState> state);
 
-  int rank() const;  // this process's place in the group, 0 .. size() - 1
+  int rank() const;  // rank of this process in the group, 0 .. size() - 1
   int size() const;
   const std::string& name() const;
   std::string transport() const;  // "host", "gloo", "mpi", "identity", ...
   int world_rank(int rank) const;
 
-  // tensor <- reduction over ranks, on every rank, in place.
+  // In-place reduction of `tensor` over all ranks.
   Work all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::sum, Label label = {}) const;
-  // tensor <- reduction over ranks on `root`; undefined elsewhere.
+  // In-place reduction of `tensor` to `root`. On other ranks the content of `tensor` is undefined afterwards.
   Work reduce(at::Tensor tensor, int root, ReduceOp op = ReduceOp::sum, Label label = {}) const;
-  // output [n] <- this rank's n-element part of the reduction of input [size() * n].
+  // Reduces input [size() * n] over all ranks; rank r gets elements [r * n, (r + 1) * n) of the result in output [n].
   Work reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op = ReduceOp::sum, Label label = {}) const;
-  // output [size() * n] <- the inputs [n] of all ranks, in rank order.
+  // Gathers the inputs [n] of all ranks into output [size() * n], in rank order.
   Work all_gather(at::Tensor output, at::Tensor input, Label label = {}) const;
-  // tensor <- the root's tensor.
+  // Copies the tensor of `root` to all ranks.
   Work broadcast(at::Tensor tensor, int root, Label label = {}) const;
-  // outputs (on the root: size() tensors like input; elsewhere empty) <- the inputs of all ranks.
+  // Gathers the inputs of all ranks on `root`. outputs: on `root`, size() tensors of the shape of `input`; empty
+  // elsewhere.
   Work gather(std::vector<at::Tensor> outputs, at::Tensor input, int root, Label label = {}) const;
-  // output <- inputs[rank()] of the root (on the root: size() tensors like output; elsewhere empty).
+  // Sends inputs[r] of `root` to the output of rank r. inputs: on `root`, size() tensors of the shape of `output`;
+  // empty elsewhere.
   Work scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label = {}) const;
-  // Part r of input [size() * n] goes to rank r; part r of output [size() * n] comes from rank r.
+  // Exchanges parts: part r of input [size() * n] goes to rank r, and part r of output [size() * n] comes from rank r.
   Work all_to_all(at::Tensor output, at::Tensor input, Label label = {}) const;
-  // Point to point; messages between two ranks with equal tags arrive in order. tag >= 0.
+  // Point-to-point messages. Messages between two ranks with the same tag arrive in order. tag >= 0.
   Work send(at::Tensor tensor, int destination, int tag = 0, Label label = {}) const;
   Work recv(at::Tensor tensor, int source, int tag = 0, Label label = {}) const;
-  // Finished when all ranks have called it.
+  // The returned Work finishes once all ranks have called barrier().
   Work barrier(Label label = {}) const;
 
-  // Memory for buffers that collectives run on: a contiguous, zeroed, one-dimensional tensor of `numel` elements,
-  // aligned to 128 bytes. With the host transport it lies in memory that the host's ranks share, and operations on it,
-  // or on parts of it, work on it in place instead of copying; pages take memory once they are written. Elsewhere it is
-  // plain memory. Not collective. Lives as long as the tensor.
+  // Allocates a contiguous one-dimensional tensor of `numel` zeros for use in collectives, aligned to 128 bytes. With
+  // the host transport it is in shared memory, and collectives on it or on views of it need no copy; physical memory is
+  // used only for pages that are written. With other transports it is ordinary memory. Lives as long as the tensor. Not
+  // collective.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
-  // One copy per host of `numel` elements that all ranks need in full, rank r's part at owners[r] (disjoint; elements
-  // without an owner stay zero). See OnceBuffer. Collective.
-  OnceBuffer allocate_once(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners,
-                           const OnceBufferOptions& once = {}) const;
+  // Allocates `numel` elements that exist once per host; rank r owns the elements owners[r]. The ranges must be
+  // disjoint; elements without an owner stay zero. See HostSharedBuffer. Collective.
+  HostSharedBuffer allocate_host_shared(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners,
+                                        const HostSharedBufferOptions& buffer = {}) const;
 
-  // A group of some of this group's ranks, numbered in the order given. Collective over those ranks only. Throws
-  // UsageError when this rank is not among them, or a rank is repeated or outside 0 .. size() - 1.
+  // Creates a group of some of this group's ranks, numbered in the given order. Collective over those ranks only.
+  // Throws UsageError if this rank is not among them, or if a rank is repeated or outside 0 .. size() - 1.
   Group subgroup(const std::vector<int>& ranks) const;
-  // The ranks of this group that run on this rank's host, in rank order. Collective over this group.
+  // Creates the group of the ranks on this rank's host, in rank order. Collective over this group.
   Group by_host() const;
 
   GroupStatistics statistics() const;
 
-  // The same group; calls through the returned handle, and through subgroups made from it, are also recorded in `log`.
+  // Returns a handle on the same group that also records its calls in `log`. Subgroups created from it record in `log`
+  // too.
   Group recorded(std::shared_ptr<CallLog> log) const;
 
  private:
@@ -115,28 +115,25 @@ class Group {
   std::shared_ptr<GroupState> state_;
 };
 
-// Checks that ranks agree.
-
-// Every rank passes its list of items, each one line of text (for a model: "fc.weight float32 [10, 128]"). Returns
-// when all lists are equal; otherwise throws DisagreeError on every rank, which names the first item that differs
-// (against rank 0) and both ranks. Collective. Costs one all-gather of 8 bytes when all agree.
-// `subject` says what is compared: "parameters of the model".
+// Checks that a list of strings is equal on all ranks (for a model: "fc.weight float32 [10, 128]"). Otherwise throws
+// DisagreeError on every rank; the message names the first item that differs from rank 0, and both ranks. `subject`
+// describes the list in the message: "parameters of the model". Costs one all-gather of 8 bytes if all lists are equal.
+// Collective.
 void agree(const Group& group, const std::string& subject, const std::vector<std::string>& items);
 
-// Many tensors in few operations.
-
-// What travels together: tensors of one dtype and device, at most `chunk_bytes` (a larger tensor alone).
+// Partition of tensors into chunks of one dtype and device of at most `chunk_bytes` each. A larger tensor is a chunk of
+// its own.
 std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, int64_t chunk_bytes = 250LL << 20);
 
-// Every tensor <- the root's. They travel as coalesced() says. Any layout is accepted. Collective; blocks; extra
-// memory: one chunk.
+// Broadcasts tensors of any layout from `root`, one collective per chunk of coalesced(). Blocks. Extra memory: one
+// chunk. Collective.
 void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tensors, int root, const Label& label,
                          int64_t chunk_bytes = 250LL << 20);
 
-// The mean over ranks of a sparse COO tensor, weighted: sum of values / sum of weights, where a rank passes nothing
-// (an undefined tensor) if it has no gradient. Collective; blocks; moves the non-zero rows only.
+// Weighted all-reduce of a sparse COO gradient: the sum of the values and the sum of the weights. A rank without a
+// gradient passes an undefined tensor. Transfers the non-zero rows only. Blocks. Collective.
 struct SparseSum {
-  at::Tensor sum;   // coalesced; undefined when no rank has one
+  at::Tensor sum;   // coalesced; undefined if no rank passed a tensor
   double weight;    // sum over ranks
   int64_t present;  // number of ranks that passed a tensor
 };

@@ -1,5 +1,5 @@
 #pragma once
-// Join: training on inputs of which ranks have different numbers, or none. After torch.distributed.algorithms.Join.
+// Join: training with different numbers of batches per rank, after torch.distributed.algorithms.Join.
 
 #include <cstdint>
 #include <functional>
@@ -11,43 +11,45 @@
 
 namespace shoal {
 
-// Who has a batch in a step of a Join scope.
+// State of a step in a Join scope: the ranks that still have a batch.
 struct Attendance {
-  bool here = true;             // this rank has one
-  int first = 0;                // the lowest rank that has one
-  int absent = 0;               // ranks that have none
-  bool by_initial_size = true;  // what a mean without weights is divided by: all ranks, or those that have one
+  bool here = true;             // this rank has a batch
+  int first = 0;                // the lowest rank that has a batch
+  int absent = 0;               // number of ranks without a batch
+  bool by_initial_size = true;  // divisor of an unweighted mean: all ranks, or only those with a batch
 };
 
-// What takes part in a Join: wrappers such as DistributedDataParallel, and DistributedOptimizer.
+// Interface of objects that take part in a Join: wrappers such as DistributedDataParallel, and DistributedOptimizer.
 class Joinable {
  public:
   virtual ~Joinable() = default;
   virtual const Group& group() const = 0;
-  // For a step in which this rank has no batch: what forward and backward of the others communicate. Like theirs, it
-  // does nothing for others under no_sync, and throws StepAbandoned when one of them fails. Collective.
+  // Communication of a step for which this rank has no batch: matches the collectives of forward and backward on the
+  // other ranks. Does nothing under no_sync, like them. Throws StepAbandoned if one of them fails. Collective.
   virtual void shadow() = 0;
 
-  // For Join.
-  // UsageError if forward itself communicates, so that only a forward can take part in it.
+  // The functions below are called by Join.
+  //
+  // Throws UsageError if the module's forward itself communicates, because shadow() cannot match that.
   virtual void check_shadow() const = 0;
-  // Ends a step that was left broken on this rank.
+  // Ends a step that failed on this rank.
   virtual void settle() = 0;
-  // Who has a batch in the coming step; nothing: the scope is over.
+  // Sets the state of the next step; nullopt: the scope has ended.
   virtual void attend(const std::optional<Attendance>& attendance) = 0;
-  // The rank's buffers, and parameters where every rank holds its own, to every rank. Collective.
+  // Broadcasts the buffers of `rank`, and its parameters if every rank holds all of them. Collective.
   virtual void adopt_model(int rank) = 0;
 };
 
 struct JoinOptions {
-  // A mean without weights is over all ranks, also those that have run out (whose gradients count as zero); off: over
-  // the ranks that have a batch. With backward(loss_sum, weight) it is over the weights in either case.
+  // Divide an unweighted mean by the number of all ranks, including those that have run out of batches (their gradients
+  // count as zero); off: by the number of ranks that have a batch. With backward(loss_sum, weight) the divisor is the
+  // total weight in either case.
   bool divide_by_initial_world_size = true;
-  // All ranks stop together, with InputsExhausted, as soon as one has no batch and another has.
+  // Stop all ranks with InputsExhausted as soon as one rank has no batch while another has.
   bool throw_on_early_termination = false;
 };
 
-// A loop that goes on until the last rank has run out:
+// Loop that runs until the last rank has run out of batches.
 //
 //   shoal::Join join({parallel});
 //   auto batches = loader->begin();
@@ -58,33 +60,36 @@ struct JoinOptions {
 //     } else {
 //       parallel.shadow();
 //     }
-//     optimizer.step();       // on every rank: it may own what others need, and keeps its state equal
+//     optimizer.step();       // on every rank: it may own shards that others need
 //     optimizer.zero_grad();
 //   }
 //
-// A pass may be a step or a micro-batch: under no_sync, shadow() does nothing, and what this rank has accumulated
-// before it ran out goes into the step. Gradients of a step start at zero. Ranks must call forward, shadow and step of
-// several wrappers in one order; each wrapper has a forward and a backward of its own in a step.
+// An iteration may be a step or a micro-batch: under no_sync, shadow() does nothing, and the gradients that this rank
+// accumulated before it ran out are reduced with the step. Gradients must be zero at the start of a step. All ranks
+// must call forward, shadow and step of several wrappers in the same order; each wrapper has one forward and one
+// backward per step.
 //
-// Buffers, where they are broadcast, come from the lowest rank that has a batch. After the last step every rank gets
-// buffers (and parameters, where every rank holds its own) from the lowest rank that took part in it. Then the object
-// is ready for another epoch.
+// Buffers, if they are broadcast, come from the lowest rank that has a batch. After the last step every rank receives
+// the buffers (and the parameters, if every rank holds all of them) from the lowest rank that took part in it. The
+// object can then be used for another epoch.
 class Join {
  public:
-  // Wrappers and optimizers of one group, which must outlive the scope; optimizers without communication of gradients
-  // (OSS, libtorch's) need not be listed. UsageError without any, for groups of different ranks, and for a module that
-  // cannot be shadowed (SyncBatchNorm) unless throw_on_early_termination is set. Not collective.
+  // joinables: wrappers and optimizers of one group, which must outlive the scope. Optimizers that do not reduce
+  // gradients (OSS, libtorch's) need not be listed. Throws UsageError for an empty list, for groups with different
+  // ranks, and for a module that cannot be shadowed (SyncBatchNorm) unless throw_on_early_termination is set. Not
+  // collective.
   explicit Join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, const JoinOptions& options = {});
-  // Does not communicate: leaving the scope early is allowed if all ranks do.
+  // Does not communicate. All ranks may leave the scope early, if all of them do.
   ~Join();
   Join(const Join&) = delete;
   Join& operator=(const Join&) = delete;
 
-  // Whether another step follows: some rank has a batch. One all-gather of a number. Collective.
+  // Returns true if some rank has a batch, so that another step follows. One all-gather of a number per rank.
+  // Collective.
   bool next(bool has_batch);
-  // This rank has a batch in this step.
+  // True if this rank has a batch in this step.
   bool active() const { return now_.here; }
-  // How many ranks have.
+  // Number of ranks that have a batch in this step.
   int active_ranks() const;
 
  private:

@@ -1,8 +1,6 @@
 #pragma once
-// Optimizers, and which of them may update pieces of a parameter.
+// Optimizers, the trait element_wise, and param groups without weight decay.
 
-#include <memory>
-#include <optional>
 #include <torch/nn/module.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -10,6 +8,8 @@
 #include <torch/optim/optimizer.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
+#include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -18,49 +18,41 @@
 
 namespace shoal {
 
-// Stochastic gradient descent, with or without (Nesterov) momentum, in one pass over memory.
-
-// torch::optim::SGD with libtorch's fused kernel; otherwise as FusedAdamW. 16-bit parameters on the CPU are updated by
-// separate operators instead: libtorch 2.13's kernel leaves most of their elements as they are.
+// Fused SGD with (Nesterov) momentum: torch::optim::SGD with libtorch's fused kernel; otherwise as FusedAdamW. 16-bit
+// parameters on the CPU are updated by separate operators: libtorch 2.13's kernel leaves most of their elements
+// unchanged.
 class FusedSGD : public torch::optim::SGD {
  public:
   using torch::optim::SGD::SGD;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
-// Adam (Kingma and Ba, 2015) in one pass over memory.
-
-// torch::optim::Adam with libtorch's fused kernel; otherwise as FusedAdamW.
+// Fused Adam (Kingma and Ba, 2015): torch::optim::Adam with libtorch's fused kernel; otherwise as FusedAdamW.
 class FusedAdam : public torch::optim::Adam {
  public:
   using torch::optim::Adam::Adam;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
-// AdamW (Loshchilov and Hutter, 2019) in one pass over memory.
-
-// torch::optim::AdamW with libtorch's fused kernel: the same options, the same state (so that it can be saved and
-// loaded as the other one's), the same result up to rounding, a fraction of the time: the moments, the parameter and
-// the gradient are read and written once instead of once per operator. Parameters and gradients must be dense, floating
-// point and on one device per parameter group; UsageError otherwise, before anything has changed.
+// Fused AdamW (Loshchilov and Hutter, 2019): torch::optim::AdamW with libtorch's fused kernel. Options and state are
+// those of torch::optim::AdamW, so checkpoints are interchangeable; results are equal up to rounding. It is faster
+// because it reads and writes moments, parameter and gradient once instead of once per operator. Parameters and
+// gradients must be dense, floating point, and on one device per param group; otherwise step() throws UsageError and
+// changes nothing.
 class FusedAdamW : public torch::optim::AdamW {
  public:
   using torch::optim::AdamW::AdamW;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
-// Adagrad (Duchi, Hazan and Singer, 2011) in one pass over memory.
-
-// torch::optim::Adagrad with libtorch's fused kernel; otherwise as FusedAdamW. Parameters that come with
-// add_param_group train too (with the base class they have no state and its step fails).
+// Fused Adagrad (Duchi, Hazan and Singer, 2011): torch::optim::Adagrad with libtorch's fused kernel; otherwise as
+// FusedAdamW. Parameters added with add_param_group are trained too (the base class has no state for them, and its step
+// fails).
 class FusedAdagrad : public torch::optim::Adagrad {
  public:
   using torch::optim::Adagrad::Adagrad;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
-
-// Adam for large effective batches: moments of the means of several steps' gradients. From DecentDP, Wang et al.,
-// "From Promise to Practice: Realizing High-performance Decentralized Training" (ICLR 2025).
 
 struct AccumAdamOptions : public torch::optim::OptimizerCloneableOptions<AccumAdamOptions> {
   AccumAdamOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT: converts like libtorch's
@@ -69,10 +61,10 @@ struct AccumAdamOptions : public torch::optim::OptimizerCloneableOptions<AccumAd
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   TORCH_ARG(double, eps) = 1e-8;
   TORCH_ARG(double, weight_decay) = 0;
-  TORCH_ARG(int64_t, accum_iter) = 4;  // steps per update of the moments; more with more ranks
+  TORCH_ARG(int64_t, accum_iter) = 4;  // steps per update of the moments; use more with more ranks
 
  public:
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
@@ -82,26 +74,28 @@ struct AccumAdamOptions : public torch::optim::OptimizerCloneableOptions<AccumAd
 
 struct AccumAdamParamState : public torch::optim::OptimizerCloneableParamState<AccumAdamParamState> {
   TORCH_ARG(int64_t, step) = 0;    // steps in which the parameter had a gradient
-  TORCH_ARG(at::Tensor, exp_avg);  // the parameter's shape and dtype, as the two below
+  TORCH_ARG(at::Tensor, exp_avg);  // shape and dtype of the parameter, like the next two
   TORCH_ARG(at::Tensor, exp_avg_sq);
-  TORCH_ARG(at::Tensor, accum_grad);  // the part that is known of the mean which the moments take in next
+  TORCH_ARG(at::Tensor, accum_grad);  // accumulated part of the mean gradient for the next update of the moments
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// With m and v, Adam's moments of the means of accum_iter gradients g each, every step takes a preview:
+// Adam with moments of the mean over accum_iter steps' gradients, for large effective batches. Source: DecentDP (Wang
+// et al., "From Promise to Practice: Realizing High-performance Decentralized Training", ICLR 2025). Let m and v be
+// Adam's moments of these means. Every step with gradient g uses preliminary moments
 //
 //   m' = beta1 * m + (1 - beta1) * g        v' = beta2 * v + (1 - beta2) * g^2
 //   p -= lr * (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)       t = ceil(step / accum_iter)
 //
-// and every accum_iter-th one updates m and v with the mean. So each step answers to its own gradient, while the
-// moments have the noise of a batch that is accum_iter times as large. With accum_iter 1 it is Adam, whose state's
-// fields it has. Weight decay is added to the gradient; the gradient itself stays as it is.
+// and every accum_iter-th step updates m and v with the mean. Each step thus reacts to its own gradient, while the
+// moments have the noise of a batch that is accum_iter times as large. With accum_iter 1 it equals Adam and has the
+// fields of Adam's state. Weight decay is added to a copy of the gradient.
 //
-// Element-wise: may be given pieces of a parameter. Gradients must be dense, parameters floating point; UsageError
-// otherwise, before anything has changed.
+// Element-wise: supports shards of parameters. Gradients must be dense and parameters floating point; otherwise step()
+// throws UsageError and changes nothing.
 class AccumAdam : public OptimizerBase<AccumAdamOptions, AccumAdamParamState> {
  public:
   using OptimizerBase::OptimizerBase;
@@ -111,15 +105,12 @@ class AccumAdam : public OptimizerBase<AccumAdamOptions, AccumAdamParamState> {
   at::Tensor step_with(const LossClosure& closure, bool decoupled_decay);
 };
 
-// The same, but weight decay takes lr * weight_decay of itself from the parameter before the step, as AdamW's.
+// AccumAdam with decoupled weight decay, as in AdamW: subtracts lr * weight_decay * p before the step.
 class AccumAdamW : public AccumAdam {
  public:
   using AccumAdam::AccumAdam;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
-
-// LAMB: Adam whose step is rescaled per parameter to the parameter's own norm. You et al., "Large Batch Optimization
-// for Deep Learning: Training BERT in 76 minutes" (ICLR 2020).
 
 struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions> {
   LambOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT: converts like libtorch's
@@ -129,11 +120,11 @@ struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions>
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(double, weight_decay) = 0.01;
   TORCH_ARG(bool, bias_correction) = true;
-  // false: parameters without weight decay take Adam's step, as apex does by default (use_nvlamb = false).
+  // false: parameters without weight decay take Adam's step, the default of apex (use_nvlamb = false).
   TORCH_ARG(bool, always_adapt) = true;
 
  public:
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
@@ -143,7 +134,7 @@ struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions>
 
 struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambParamState> {
   TORCH_ARG(int64_t, step) = 0;
-  TORCH_ARG(at::Tensor, exp_avg);  // the parameter's shape and dtype, as exp_avg_sq
+  TORCH_ARG(at::Tensor, exp_avg);  // shape and dtype of the parameter, like exp_avg_sq
   TORCH_ARG(at::Tensor, exp_avg_sq);
 
  public:
@@ -151,37 +142,36 @@ struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambPa
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// With Adam's moments m and v, corrected for their start at zero:
+// LAMB: Adam with steps rescaled per parameter to the parameter's norm. Source: You et al., "Large Batch Optimization
+// for Deep Learning: Training BERT in 76 minutes" (ICLR 2020). With Adam's bias-corrected moments m and v:
 //
 //   u = m / (sqrt(v) + eps) + weight_decay * p
-//   p -= lr * |p| / |u| * u       (the ratio of 2-norms is 1 where one of them is 0)
+//   p -= lr * |p| / |u| * u       (the ratio of 2-norms is 1 if one of them is 0)
 //
-// The ratio needs whole parameters: on shards each rank must own whole tensors. Gradients are not clipped to a global
-// norm as apex's version does on top; clip before. Gradients must be dense, parameters floating point; UsageError
-// otherwise, before anything has changed.
+// The ratio needs full parameters: with a sharded strategy, each rank must own whole parameters. Gradients are not
+// clipped to a global norm, unlike in apex; clip before. Gradients must be dense and parameters floating point;
+// otherwise step() throws UsageError and changes nothing.
 class Lamb : public OptimizerBase<LambOptions, LambParamState> {
  public:
   using OptimizerBase::OptimizerBase;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
-// Adafactor: of a matrix' second moment only the means of its rows and columns are kept. Shazeer and Stern, "Adafactor:
-// Adaptive Learning Rates with Sublinear Memory Cost" (ICML 2018).
-
 struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<AdafactorOptions> {
   AdafactorOptions(double lr = 1e-2) : lr_(lr) {}  // NOLINT: converts like libtorch's
   // Upper bound of the relative step min(lr, 1 / sqrt(step)), and factor of the weight decay.
   TORCH_ARG(double, lr) = 1e-2;
-  TORCH_ARG(double, beta2_decay) = -0.8;  // the second moment forgets with beta2 = 1 - step ^ beta2_decay
-  // Lower bound of the root of the second moment; nullopt: the machine epsilon of the parameter's dtype.
+  TORCH_ARG(double, beta2_decay) = -0.8;  // decay of the second moment: beta2 = 1 - step ^ beta2_decay
+  // Lower bound of the square root of the second moment; nullopt: the machine epsilon of the parameter's dtype.
   TORCH_ARG(std::optional<double>, eps1) = std::nullopt;
-  TORCH_ARG(double, eps2) = 1e-3;  // lower bound of the parameter's root mean square, to which steps are relative
-  TORCH_ARG(double, d) = 1.0;      // a step's root mean square, before scaling, is clipped to this
+  TORCH_ARG(double, eps2) = 1e-3;  // lower bound of the parameter's root mean square, which scales the step
+  TORCH_ARG(double, d) = 1.0;      // upper bound of the root mean square of the unscaled step
   TORCH_ARG(double, weight_decay) = 0;
-  TORCH_ARG(double, beta1) = 0;  // above 0: steps are averaged (the paper's first moment; one more tensor of state)
+  TORCH_ARG(double, beta1) = 0;  // above 0: steps are averaged (the paper's first moment), which needs one more tensor
+                                 // of state
 
  public:
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
@@ -191,8 +181,8 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
 
 struct AdafactorParamState : public torch::optim::OptimizerCloneableParamState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;
-  // Of parameters with two and more dimensions, over the last two: [..., n, m] has rows [..., n, 1] and columns
-  // [..., 1, m]. Others have `variance` of their own shape.
+  // For parameters with at least two dimensions, [..., n, m]: means over the last two, row_var [..., n, 1] and col_var
+  // [..., 1, m]. Other parameters have `variance` of their own shape.
   TORCH_ARG(at::Tensor, row_var);
   TORCH_ARG(at::Tensor, col_var);
   TORCH_ARG(at::Tensor, variance);
@@ -203,23 +193,21 @@ struct AdafactorParamState : public torch::optim::OptimizerCloneableParamState<A
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// The step of torch.optim.Adafactor (PyTorch 2.13), which has no beta1; with beta1, the step that is averaged is the
-// clipped and scaled one. On shards each rank must own whole tensors. Gradients must be dense, parameters floating
-// point; UsageError otherwise, before anything has changed.
+// Adafactor: keeps only row and column means of a matrix's second moment. Source: Shazeer and Stern, "Adafactor:
+// Adaptive Learning Rates with Sublinear Memory Cost" (ICML 2018). The step is that of torch.optim.Adafactor (PyTorch
+// 2.13), which has no beta1; beta1 averages the clipped and scaled steps. With a sharded strategy, each rank must own
+// whole parameters. Gradients must be dense and parameters floating point; otherwise step() throws UsageError and
+// changes nothing.
 class Adafactor : public OptimizerBase<AdafactorOptions, AdafactorParamState> {
  public:
   using OptimizerBase::OptimizerBase;
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
-// Muon: momentum whose matrices are made orthogonal before they are applied. Jordan et al., "Muon: An optimizer for
-// hidden layers in neural networks" (2024); the second rate is from Liu et al., "Muon is Scalable for LLM Training"
-// (2025).
-
-// How the rate depends on the shape [n, m] of a parameter.
+// Dependence of the learning rate on the shape [n, m] of a parameter.
 enum class MuonRate {
   original,         // lr * sqrt(max(1, n / m))
-  match_rms_adamw,  // 0.2 * lr * sqrt(max(n, m)): AdamW's lr and weight_decay may be kept
+  match_rms_adamw,  // 0.2 * lr * sqrt(max(n, m)): allows AdamW's lr and weight_decay
 };
 
 struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
@@ -228,15 +216,15 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   TORCH_ARG(double, weight_decay) = 0.1;
   TORCH_ARG(double, momentum) = 0.95;
   TORCH_ARG(bool, nesterov) = true;
-  // Of the Newton-Schulz iteration x <- a x + (b x xT + c (x xT)^2) x.
+  // Coefficients of the Newton-Schulz iteration x <- a x + (b x xT + c (x xT)^2) x.
   typedef std::tuple<double, double, double> ns_coefficients_t;
   TORCH_ARG(ns_coefficients_t, ns_coefficients) = std::make_tuple(3.4445, -4.7750, 2.0315);
-  TORCH_ARG(double, eps) = 1e-7;  // lower bound of the norm that the iteration starts by dividing by
+  TORCH_ARG(double, eps) = 1e-7;  // lower bound of the norm by which the iteration divides first
   TORCH_ARG(int64_t, ns_steps) = 5;
   TORCH_ARG(MuonRate, adjust_lr) = MuonRate::original;
 
  public:
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
@@ -252,10 +240,12 @@ struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonPa
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// The step of torch.optim.Muon (PyTorch 2.13); the iteration runs in bfloat16. For the matrices of hidden layers only:
-// give biases, norms and embeddings to an optimizer like AdamW. UsageError, which names index and shape, for parameters
-// that do not have two dimensions; on shards each rank must own whole tensors. Gradients must be dense, parameters
-// floating point; UsageError otherwise, before anything has changed.
+// Muon: momentum with orthogonalised matrices. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural
+// networks" (2024); MuonRate::match_rms_adamw from Liu et al., "Muon is Scalable for LLM Training" (2025). The step is
+// that of torch.optim.Muon (PyTorch 2.13); the iteration runs in bfloat16. For matrices of hidden layers only: use an
+// optimizer like AdamW for biases, norms and embeddings. Throws UsageError, which names index and shape, for parameters
+// that do not have two dimensions. With a sharded strategy, each rank must own whole parameters. Gradients must be
+// dense and parameters floating point; otherwise step() throws UsageError and changes nothing.
 class Muon : public OptimizerBase<MuonOptions, MuonParamState> {
  public:
   explicit Muon(const ParamGroups& groups, MuonOptions defaults = {});
@@ -264,13 +254,11 @@ class Muon : public OptimizerBase<MuonOptions, MuonParamState> {
   at::Tensor step(LossClosure closure = nullptr) override;
 };
 
-// Which optimizers may be given pieces of a parameter.
-
-// True when every element's update depends on this element's own gradient and state only, so that updating the pieces
-// of a parameter on different ranks equals updating the whole. A strategy that cuts parameters asks for it; for other
-// optimizers (LAMB's norms, Adafactor's rows and columns, Muon's products) a rank must own whole parameters.
+// True if the update of an element depends only on the gradient and state of this element, so that updating shards of a
+// parameter on different ranks equals updating the full parameter. Strategies that cut parameters require it; for other
+// optimizers (LAMB's norms, Adafactor's rows and columns, Muon's products) each rank must own whole parameters.
 //
-// False unless stated, also for classes derived from these. For an element-wise optimizer of your own:
+// False by default, also for classes derived from these. For an element-wise optimizer of your own:
 //
 //   template <>
 //   inline constexpr bool shoal::element_wise<MyOptimizer> = true;
@@ -300,15 +288,14 @@ inline constexpr bool element_wise<AccumAdam> = true;
 template <>
 inline constexpr bool element_wise<AccumAdamW> = true;
 
-// Param groups that leave biases and norms without weight decay.
-
 struct DecaySplit {
   std::vector<at::Tensor> decayed, spared;
 };
 
-// Each of the module's parameters once, a tied one by its first name. Spared: vectors and scalars (biases, and the
-// weights of nearly all norms), whatever has "bias" in its own name, and torch::nn::LayerNorm's weights of any shape.
-// What else is to be spared, such as embeddings, moves by hand. Not collective.
+// Partition of a module's parameters into those with and without weight decay, each parameter once (a tied one by its
+// first name). Without weight decay (`spared`): vectors and scalars (biases, and the weights of nearly all norms),
+// parameters with "bias" in their own name, and torch::nn::LayerNorm's weights of any shape. Move others, such as
+// embeddings, by hand. Not collective.
 DecaySplit split_by_decay(const torch::nn::Module& module);
 
 template <class Options>
@@ -317,15 +304,15 @@ struct DecayGroups {
   Options defaults;
 };
 
-// For an optimizer with these options: a group of what decays, then one of the rest, whose weight_decay is 0.
-// `Options`: libtorch's, shoal's, or any that is made from a rate and has weight_decay.
+// Two param groups for an optimizer: parameters with weight decay, and the rest with weight_decay 0. `Options`:
+// libtorch's, shoal's, or any that is constructed from a learning rate and has weight_decay.
 //
 //   const auto [groups, defaults] =
 //       shoal::decay_groups(*model, torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
 //   shoal::FusedAdamW optimizer(groups, defaults);
 //
-// Give the optimizer these defaults and no others: libtorch 2.13 takes a group's value that equals its type's own
-// default for one that was not set, and puts the optimizer's in its place. So the defaults' weight_decay is the type's.
+// Pass exactly these defaults to the optimizer: libtorch 2.13 takes a group's value that equals the default of its type
+// for unset, and replaces it by the optimizer's. The returned defaults therefore have the type's default weight_decay.
 template <class Options>
 DecayGroups<Options> decay_groups(const torch::nn::Module& module, const Options& options) {
   auto split = split_by_decay(module);

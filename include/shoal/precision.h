@@ -1,66 +1,65 @@
 #pragma once
-// Mixed precision: dtypes and the gradient scaler.
+// Mixed precision: dtypes and the gradient scaler, after Micikevicius et al., "Mixed Precision Training" (ICLR 2018).
 
 #include <ATen/core/Tensor.h>
-#include <cstdint>
-#include <optional>
 #include <torch/nn/module.h>
 #include <torch/types.h>
+#include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace shoal {
 
-// Loss scaling, so that gradients of 16 bits do not vanish. After Micikevicius et al., "Mixed Precision Training" (ICLR
-// 2018); the dynamic scale with hysteresis is Megatron-LM's DynamicGradScaler.
-
 struct GradScalerOptions {
-  double initial_scale = 4294967296.0;  // 2^32, as Megatron; torch.amp starts at 65536
-  bool dynamic = true;                  // false: the scale stays, whatever the gradients are
+  double initial_scale = 4294967296.0;  // 2^32 as in Megatron-LM; torch.amp starts at 65536
+  bool dynamic = true;                  // false: the scale is constant
 
-  // Of the dynamic scale. torch.amp has a growth interval of 2000 and a hysteresis of 1.
+  // Settings of the dynamic scale. torch.amp has a growth interval of 2000 and a hysteresis of 1.
   double growth_factor = 2;
   double backoff_factor = 0.5;
-  int64_t growth_interval = 1000;  // steps in a row without inf or NaN after which the scale grows
-  int64_t hysteresis = 2;  // steps with inf or NaN until the scale shrinks; counts anew only when the scale has grown
+  int64_t growth_interval = 1000;  // consecutive steps without inf or NaN before the scale grows
+  int64_t hysteresis = 2;  // steps with inf or NaN before the scale shrinks; the count restarts only when the scale
+                           // grows
   double min_scale = 1;
 
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
 };
 
-// What a checkpoint keeps.
+// State of a scaler, as saved in checkpoints.
 struct GradScalerState {
   double scale = 0;
-  int64_t good_steps = 0;       // in a row
-  int64_t hysteresis_left = 0;  // steps with inf or NaN until the scale shrinks
+  int64_t good_steps = 0;       // consecutive steps without inf or NaN
+  int64_t hysteresis_left = 0;  // remaining steps with inf or NaN before the scale shrinks
 };
 
-// Usage in one step; the strategies do this for their optimizers:
+// Loss scaler that keeps 16-bit gradients from underflow. The dynamic scale with hysteresis is that of Megatron-LM's
+// DynamicGradScaler. The strategies use it for their optimizers; on its own:
 //
 //   scaler.scale(loss).backward();
 //   const bool found = any_rank(scaler.unscale(gradients));
 //   if (!found) optimizer.step();
 //   scaler.update(found);
 //
-// Not collective: that all ranks agree on `found` is the caller's part; with equal calls of update() the ranks' scales
-// stay equal. Not thread-safe.
+// Not collective: the caller must make sure that all ranks agree on `found`. With the same calls of update(), the
+// scales of all ranks stay equal. Not thread-safe.
 class GradScaler {
  public:
   explicit GradScaler(const GradScalerOptions& options = {});
 
   double value() const { return state_.scale; }
-  // The loss times the scale; part of the graph.
+  // Loss times the scale; part of the autograd graph.
   at::Tensor scale(const at::Tensor& loss) const;
-  // Divides the gradients by the scale, in place; true if one of their elements was inf or NaN, here on this rank.
-  // Undefined gradients are skipped, those that share memory must be given once. The factor is rounded to float32:
-  // exact for powers of two, which the default factors give. UsageError for integers.
+  // Divides the gradients by the scale in place; returns true if an element was inf or NaN on this rank. Undefined
+  // gradients are skipped; pass gradients that share memory only once. The factor is rounded to float32, which is exact
+  // for powers of two, as with the default factors. Throws UsageError for integer tensors.
   bool unscale(const std::vector<at::Tensor>& gradients) const;
-  // After each step, with what holds for all ranks. A dynamic scale neither leaves float32's range nor falls below
-  // min_scale.
+  // Updates the scale. Call it after each step, with a value that is equal on all ranks. A dynamic scale stays within
+  // the range of float32 and above min_scale.
   void update(bool found_inf_anywhere);
 
   GradScalerState state() const { return state_; }
-  // UsageError for a scale that is not positive and finite and for negative counts.
+  // Restores the state. Throws UsageError for a scale that is not positive and finite and for negative counts.
   void load(const GradScalerState& state);
 
  private:
@@ -68,31 +67,31 @@ class GradScaler {
   GradScalerState state_;
 };
 
-// How a model uses 16-bit arithmetic. After Micikevicius et al., "Mixed Precision Training" (ICLR 2018).
+// Dtypes of a training.
 
 struct Precision {
-  at::ScalarType parameters = at::kFloat;     // what the module holds
-  std::optional<at::ScalarType> compute{};    // operators that gain from it run in this dtype (autocast)
-  std::optional<GradScalerOptions> scaler{};  // of the loss, where gradients have float16's range
+  at::ScalarType parameters = at::kFloat;     // dtype of the module's parameters
+  std::optional<at::ScalarType> compute{};    // dtype of autocast in forward; none: no autocast
+  std::optional<GradScalerOptions> scaler{};  // loss scaler, for gradients with the range of float16
 
   static Precision float32() { return {}; }
   static Precision float64() { return {.parameters = at::kDouble}; }
-  // Parameters, gradients and their sums stay float32.
+  // bfloat16 autocast; parameters, gradients and their sums are float32.
   static Precision bf16_mixed() { return {.compute = at::kBFloat16}; }
   static Precision fp16_mixed() { return {.compute = at::kHalf, .scaler = GradScalerOptions{.initial_scale = 65536}}; }
-  // Parameters have 16 bits. For strategies that keep float32 main copies of them; elsewhere small updates are lost.
+  // 16-bit parameters, for strategies that keep float32 main copies; with other strategies small updates are lost.
   static Precision bf16() { return {.parameters = at::kBFloat16}; }
   static Precision fp16() { return {.parameters = at::kHalf, .scaler = GradScalerOptions{.initial_scale = 65536}}; }
 
-  // The module's floating-point parameters and buffers get the dtype of `parameters`.
+  // Converts the module's floating-point parameters and buffers to the dtype `parameters`.
   void convert(torch::nn::Module& module) const { module.to(parameters); }
-  // A floating-point input as the module takes it; others as they are.
+  // Converts a floating-point input to the dtype `parameters`; other tensors are returned unchanged.
   at::Tensor input(const at::Tensor& tensor) const {
     return tensor.is_floating_point() ? tensor.to(parameters) : tensor;
   }
 
-  // While it lives, operators on `device` run as `compute` says; without compute it does nothing. Scopes nest. The
-  // backward belongs outside: it uses the dtypes of the forward.
+  // Autocast scope: operators on `device` run in the dtype `compute`; without compute it has no effect. Scopes nest.
+  // Run backward outside of it: backward uses the dtypes of forward.
   class Scope {
    public:
     Scope(const Precision& precision, at::DeviceType device);

@@ -1,5 +1,5 @@
 #pragma once
-// Learning-rate schedules beyond libtorch's StepLR and ReduceLROnPlateau.
+// Learning-rate schedules, in addition to libtorch's StepLR and ReduceLROnPlateau.
 
 #include <torch/optim/schedulers/lr_scheduler.h>
 
@@ -9,22 +9,22 @@
 
 namespace shoal {
 
-// Each parameter group's rate is its own rate at construction times a factor that depends on the number of steps taken
-// (Python's LambdaLR, one function for all groups). The rate of the first step is set at construction; call step()
-// after each optimizer step. The optimizer must outlive the schedule. Not collective: equal calls give equal rates on
-// all ranks. Not thread-safe.
+// Schedule that multiplies each param group's initial rate by a function of the number of steps taken, like PyTorch's
+// LambdaLR with one function for all groups. Construction sets the rate of the first step; call step() after each
+// optimizer step. The optimizer must outlive the schedule. Not collective: the same calls give the same rates on all
+// ranks. Not thread-safe.
 //
-// To go on from a checkpoint: construct the schedule on an optimizer with the rates it had at first, load the
-// optimizer, then set_position().
+// To resume from a checkpoint: construct the schedule on an optimizer with its initial rates, load the optimizer, then
+// call set_position().
 class LambdaLR : public torch::optim::LRScheduler {
  public:
-  using Factor = std::function<double(int64_t step)>;  // the number of steps taken, from 0
+  using Factor = std::function<double(int64_t step)>;  // step: number of steps taken, from 0
 
   LambdaLR(torch::optim::Optimizer& optimizer, Factor factor);
 
-  // Steps taken.
+  // Number of steps taken.
   int64_t position() const;
-  // UsageError below 0.
+  // Throws UsageError for a negative position.
   void set_position(int64_t position);
 
  private:
@@ -34,8 +34,8 @@ class LambdaLR : public torch::optim::LRScheduler {
   std::vector<double> base_rates_;
 };
 
-// From start_factor of the rate to the whole in warmup_steps steps, then constant: Python's LinearLR. UsageError for
-// negative steps and for factors that are not in (0, 1].
+// Linear warm-up from start_factor times the rate to the rate in warmup_steps steps, then constant, like PyTorch's
+// LinearLR. Throws UsageError for negative steps and for factors outside (0, 1].
 class LinearWarmup : public LambdaLR {
  public:
   LinearWarmup(torch::optim::Optimizer& optimizer, int64_t warmup_steps, double start_factor = 1.0 / 3);
@@ -44,14 +44,14 @@ class LinearWarmup : public LambdaLR {
 struct CosineWithWarmupOptions {
   int64_t total_steps = 0;     // the rate is constant afterwards
   int64_t warmup_steps = 0;    // less than total_steps; 0: none
-  double start_factor = 1e-3;  // of the rate, at the first step of the warm-up
-  double final_factor = 0;     // of the rate, at the end
+  double start_factor = 1e-3;  // factor of the rate at the first warm-up step
+  double final_factor = 0;     // factor of the rate at the end
 
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
 };
 
-// A linear warm-up, then half a cosine wave down (Loshchilov and Hutter, "SGDR", 2017): Python's SequentialLR of
+// Linear warm-up followed by cosine annealing (Loshchilov and Hutter, "SGDR", 2017), like PyTorch's SequentialLR of
 // LinearLR and CosineAnnealingLR.
 class CosineWithWarmup : public LambdaLR {
  public:
@@ -62,18 +62,19 @@ enum class Anneal { cosine, linear };
 
 struct OneCycleOptions {
   int64_t total_steps = 0;         // at least 2; the rate is constant afterwards
-  double rising = 0.3;             // the part of the steps in which the rate rises
-  double initial_divisor = 25;     // of the rate, at the first step
-  double final_divisor = 1e4;      // of the initial rate, at the last step
-  Anneal anneal = Anneal::cosine;  // the curve of all phases
-  bool three_phase = false;        // down as fast as up, then on to the final rate; not down in one go
+  double rising = 0.3;             // fraction of the steps in which the rate rises (pct_start)
+  double initial_divisor = 25;     // the first rate is the rate divided by this (div_factor)
+  double final_divisor = 1e4;      // the last rate is the first rate divided by this (final_div_factor)
+  Anneal anneal = Anneal::cosine;  // shape of all phases
+  bool three_phase = false;        // fall symmetrically to the first rate, then on to the last; off: fall to the last
+                                   // rate in one phase
 
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
 };
 
-// Up to the optimizer's rate and down again. Smith and Topin, "Super-Convergence" (2018): Python's OneCycleLR with
-// max_lr equal to each group's rate. The momentum stays as it is (cycle_momentum = False).
+// One-cycle schedule: rises to the optimizer's rate, then falls. Source: Smith and Topin, "Super-Convergence" (2018);
+// like PyTorch's OneCycleLR with max_lr equal to each group's rate. Momentum is unchanged (cycle_momentum = False).
 class OneCycle : public LambdaLR {
  public:
   OneCycle(torch::optim::Optimizer& optimizer, const OneCycleOptions& options);

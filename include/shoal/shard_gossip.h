@@ -1,6 +1,7 @@
 #pragma once
-// Gossip between hosts that each hold a model once: FullyShardedDataParallel among the ranks of a host, and every rank
-// averages its shards with the ranks of the same number on a few other hosts (rows DEC19, BEY14).
+// ShardGossipOptimizer: decentralised training of hosts. The ranks of a host shard the model with
+// FullyShardedDataParallel, and every rank averages its shards with the ranks of the same index on a few other hosts
+// (rows DEC19, BEY14).
 
 #include <functional>
 #include <memory>
@@ -16,30 +17,30 @@ namespace shoal {
 
 struct ShardGossipOptions {
   // Behaviour.
-  std::optional<Topology> topology{};  // of the hosts; none: one-peer-exp
-  // A host mixes in step k + 1 what hosts have shown after step k, as DecentralizedDataParallel does, so that exchanges
-  // have a step's time. Off: at the end of step k, which waits for the neighbours; then a complete topology with SGD
-  // (with momentum, too) is ShardingStrategy::hybrid_shard.
+  std::optional<Topology> topology{};  // topology of the hosts; none: one-peer-exp
+  // Average in step k + 1 the values that hosts published after step k, as DecentralizedDataParallel does, so that the
+  // exchange overlaps with a step. Off: average at the end of step k, which waits for the neighbours; a complete
+  // topology with SGD (also with momentum) then equals ShardingStrategy::hybrid_shard.
   bool overlap = true;
   double neighbour_timeout_seconds = 5;  // a host that is later is left out of the step
 
   // Performance.
-  double bucket_cap_mb = 25;                       // MiB of a shard that are exchanged together
-  std::optional<at::ScalarType> exchange_dtype{};  // neighbours get values rounded to this
+  double bucket_cap_mb = 25;                       // MiB of a shard per exchange
+  std::optional<at::ScalarType> exchange_dtype{};  // dtype to which values are rounded before they are sent
 
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate(int hosts) const;
 };
 
-// The groups that hosts of `size` ranks in a row need; without a size, the ranks of each host. `across` has the ranks
-// of this rank's number on all hosts. Collective. UsageError where hosts have unequal numbers of ranks.
+// Groups for hosts of `size` consecutive ranks; without a size, of the ranks of each host. `across`: the ranks with
+// this rank's index on all hosts. Throws UsageError if hosts have different numbers of ranks. Collective.
 struct HostGroups {
   Group inside;
   Group across;
 };
 HostGroups host_groups(const Group& group, std::optional<int> size = std::nullopt);
 
-// What ShardGossipOptimizer does, whatever the optimizer.
+// Type-independent part of ShardGossipOptimizer.
 class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
  public:
   ShardGossipOptimizerCore(FullyShardedCore& parallel, const Group& across, ParamGroups groups,
@@ -48,24 +49,26 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
                            const ShardGossipOptions& gossip);
   ~ShardGossipOptimizerCore() override;
 
-  // A step without an update, for a host whose gradients are void (StepAbandoned): it mixes and shows. Collective over
-  // the host.
+  // A step without an update, for a host whose gradients are invalid (StepAbandoned): averages and publishes.
+  // Collective over the host.
   void pass();
-  // Gives all hosts the mean of their parameters, bit for bit the same. Collective over all ranks of all hosts.
+  // Sets the parameters of all hosts to their mean, bit-equal on all hosts. Collective over all ranks of all hosts.
   void global_avg();
-  // Parameters are the hosts' mean, to be read or saved, until hold_own(): no step may be taken meanwhile. What hosts
-  // have shown stays as it is, so that training goes on as if nothing had been. Both collective, over all ranks.
+  // hold_mean() replaces the parameters by the mean over hosts, to be read or saved, until hold_own() restores them; no
+  // step may be taken between them. Published values are unchanged, so training continues as if nothing had happened.
+  // Both are collective over all ranks of all hosts.
   void hold_mean();
   void hold_own();
-  // How far hosts are from their mean x: sqrt(mean over hosts of |x_i - x|^2). Collective over all ranks.
+  // Consensus distance sqrt(mean over hosts of |x_i - x|^2), where x is the mean of the hosts' parameters x_i.
+  // Collective over all ranks.
   double consensus_distance();
-  // This rank trains no more; other hosts go on without its shards.
+  // Ends the training of this rank; other hosts continue without its shards.
   void leave();
   const ExchangeStatistics& statistics() const;
   const Topology& topology() const;
-  // Of `across`, those who have not been removed, about which a host's ranks agree. Collective over all ranks.
+  // Ranks of `across` that have not been removed; the ranks of a host agree on them. Collective over all ranks.
   const Group& remaining();
-  // Of `all`, which host_groups() has divided, the ranks of those hosts. Collective over them.
+  // Ranks of `all` (the group passed to host_groups()) on the remaining hosts. Collective over them.
   Group remaining(const Group& all);
 
   struct Gossip;
@@ -89,31 +92,34 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   std::unique_ptr<Gossip> gossip_;
 };
 
-// For TrainingState(parallel, optimizer, all): the ranks that host_groups() has divided. Those of the hosts that are
-// left save; the checkpoint is one of as many hosts.
+// For TrainingState(parallel, optimizer, all). all: the group passed to host_groups(). The ranks of the remaining hosts
+// save; the checkpoint has that number of hosts.
 std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, ShardGossipOptimizerCore& optimizer,
                                                     const Group& all);
-// One host's ranks do not make a checkpoint.
+// Deleted: the ranks of one host cannot write the checkpoint alone.
 std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                     ShardGossipOptimizerCore& optimizer) = delete;
 
+// Optimizer for decentralised training of hosts.
+//
 //   const auto hosts = shoal::host_groups(world.group());
 //   shoal::FullyShardedDataParallel parallel(model, hosts.inside);
 //   shoal::ShardGossipOptimizer<shoal::FusedAdamW> optimizer(parallel, hosts.across, torch::optim::AdamWOptions(1e-3));
 //   ...
-//   cross_entropy(parallel.forward(x), y).backward();  // gradients are the host's mean
+//   cross_entropy(parallel.forward(x), y).backward();  // gradients are the mean over the host
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// Any libtorch optimizer, run on each rank over its ranges; see FullyShardedOptimizer. A host is what a rank is in
-// DecentralizedDataParallel: x <- W x over its neighbours, an update with the gradient at the values before mixing, and
-// the new values are shown. A rank keeps its shard, the optimizer's state of it, and two shown versions of it. Late
-// hosts and hosts that have ended are treated as ranks there. A rank's end ends its host, as under FSDP alone: the
-// host's other ranks get a CommError that names it, and other hosts go on without them.
+// Runs any libtorch optimizer on each rank's shards; see FullyShardedOptimizer. A host plays the role of a rank in
+// DecentralizedDataParallel: x <- W x over its neighbours, then an update with the gradient at the values before
+// averaging, then the new values are published. A rank keeps its shard, the optimizer state of it, and two published
+// versions of it. Late hosts and hosts that have ended are treated like ranks there. If a rank ends, its host ends, as
+// with FSDP alone: the other ranks of the host get a CommError that names it, and other hosts continue without the
+// host.
 //
-// Constructor: all hosts get the first one's trainable parameters; frozen ones and buffers stay each host's own, so
-// make them equal before. Collective over all ranks. Errors as FullyShardedOptimizer's; UsageError for a topology of
-// another size; DisagreeError when hosts hold different shards or topologies.
+// Constructor: collective over all ranks. Broadcasts the first host's trainable parameters; frozen parameters and
+// buffers keep each host's values, so make them equal before. Throws as FullyShardedOptimizer; also UsageError for a
+// topology of another size, DisagreeError if the hosts hold different shards or topologies.
 template <class Local>
 class ShardGossipOptimizer : public ShardGossipOptimizerCore {
  public:

@@ -1,5 +1,5 @@
 #pragma once
-// Everything: #include <shoal/shoal.h>
+// All of shoal: #include <shoal/shoal.h>
 
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"

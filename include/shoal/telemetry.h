@@ -1,5 +1,5 @@
 #pragma once
-// What a run tells of itself: timelines, timers of the parts of a step, logging data.
+// Telemetry: timelines, timers of the parts of a step, and logging data of wrappers.
 
 #include <chrono>
 #include <cstdint>
@@ -15,15 +15,13 @@
 
 namespace shoal {
 
-// What a rank did when, for a trace.
-
-// A stretch of time. Categories:
-//   compute     forward, backward, ... of a thread: they nest and do not overlap otherwise
-//   wait        a thread waits for a collective; like compute
-//   collective  from the call to when this rank knew that it was finished
-//   exchange    a neighbour's values in decentralised training arrive over a socket, from the first byte to the last;
-//               the label's step is the one that mixes them
-//   unit        the moment when an operator first takes a unit's parameters, as FullyShardedDataParallel gathers them
+// Time span in a timeline. Categories:
+//   compute     forward, backward, ... of a thread; they nest and do not overlap otherwise
+//   wait        a thread waits for a collective; nests like compute
+//   collective  from the call until this rank knows that it has finished
+//   exchange    arrival of a neighbour's values over a socket in decentralised training, from the first byte to the
+//               last; the label's step is the one that averages them
+//   unit        the moment when an operator first uses a unit's parameters, where FullyShardedDataParallel gathers them
 struct Span {
   std::string category;
   std::string name;
@@ -35,22 +33,22 @@ struct Span {
   Clock::time_point end;
 };
 
-// Give it to WorldOptions. Grows by about 200 bytes per span, without bound. Thread-safe. In-process: every rank has
-// its own.
+// List of spans in memory, for WorldOptions::timeline. Grows by about 200 bytes per span, without bound. Each rank has
+// its own. Thread-safe.
 class Timeline {
  public:
   void add(Span span);
-  std::vector<Span> spans() const;  // in the order in which they ended
+  std::vector<Span> spans() const;  // in order of their ends
 
  private:
   mutable std::mutex mutex_;
   std::vector<Span> spans_;
 };
 
-// The world's, for any of its groups; nullptr: nothing is traced.
+// Timeline of the group's world; nullptr if tracing is off.
 Timeline* timeline_of(const Group& group);
 
-// Adds a span of category "compute" when it ends, however it ends. Without a timeline it does nothing.
+// Scope that adds a span of category "compute" when it ends, also by an exception. Does nothing without a timeline.
 class TimedScope {
  public:
   TimedScope(Timeline* timeline, const char* name, int64_t step = -1);
@@ -65,22 +63,22 @@ class TimedScope {
   Clock::time_point begin_;
 };
 
-// What to add to this rank's Clock for that of the group's rank 0: the shortest of several round trips says it to half
-// its time. Exactly 0 where 0 is within that, so that ranks of one host, which share a clock, keep it. Collective.
+// Offset to add to this rank's Clock to get the clock of the group's rank 0, accurate to half of the shortest of
+// several round trips. Exactly 0 if 0 is within that accuracy, so that ranks on one host, which share a clock, keep it.
+// Collective.
 Clock::duration clock_offset(const Group& group);
 
-// Named timers of the parts of a step (after Megatron-LM's).
-
 struct TimersOptions {
-  int level = 0;         // 0: whole steps; 1: also their collectives; 2: also what a rank does alone
-  bool barrier = false;  // a part begins when all ranks have come to it, so that waiting for a late one is not counted
-                         // as the part's own time. Costs a barrier for each part, and hides what overlap gains
+  int level = 0;  // 0: whole steps; 1: also their collectives; 2: also local work
+  // Put a barrier before each part, so that waiting for a late rank is not counted as the part's time. Costs a barrier
+  // per part and hides the gain of overlap.
+  bool barrier = false;
 
   // Throws UsageError.
   void validate() const;
 };
 
-// What one timer has measured on this rank.
+// Measurements of one timer on this rank.
 struct Timing {
   std::string name;
   int64_t count = 0;
@@ -88,7 +86,8 @@ struct Timing {
   double max_s = 0;
 };
 
-// Give one to a strategy's options, and measure parts of your own with it:
+// Named timers of the parts of a step, after Megatron-LM's. Pass them to a strategy's options, and measure parts of
+// your own:
 //
 //   auto timers = std::make_shared<shoal::Timers>(shoal::TimersOptions{.level = 2});
 //   ...
@@ -100,8 +99,9 @@ class Timers {
  public:
   explicit Timers(const TimersOptions& options = {});
 
-  // Calls act() and measures it, unless `level` is above the options'. What throws is not counted. `meet`: the ranks
-  // that do this part together, for `barrier`; nullptr for a part that has no common beginning. Collective with both.
+  // Calls act() and measures it, unless `level` is above the level of the options. Calls that throw are not counted.
+  // `meet`: the ranks that run this part together, for `barrier`; nullptr for a part without a common beginning.
+  // Collective if both are set.
   template <class Act>
   void measure(const std::string& name, int level, const Act& act, const Group* meet = nullptr) {
     if (level > options_.level) return act();
@@ -111,7 +111,7 @@ class Timers {
     add(name, std::chrono::duration<double>(Clock::now() - start).count());
   }
 
-  // In the order in which the names first came.
+  // Measurements in the order in which the names first occurred.
   std::vector<Timing> result() const;
   void reset();
 
@@ -123,73 +123,73 @@ class Timers {
   std::vector<Timing> timings_;
 };
 
-// A table: name, count, total and longest in milliseconds.
+// Prints a table of name, count, total and maximum in milliseconds.
 std::ostream& operator<<(std::ostream& out, const Timers& timers);
 
-// Timers::measure where there are timers; without, nothing but act().
+// Calls Timers::measure, or only act() if `timers` is nullptr.
 template <class Act>
 void timed(Timers* timers, const char* name, int level, const Act& act, const Group* meet = nullptr) {
   timers == nullptr ? act() : timers->measure(name, level, act, meet);
 }
 
-// What a wrapper says about itself and about how its steps went, on this rank. After PyTorch's DDPLoggingData.
-
-// Whether times are taken in a step of a wrapper: in the first ten, then in every hundredth.
+// True if times of this step are measured: the first ten, then every hundredth.
 constexpr bool is_sampled(int64_t step) {
   return step < 10 || step % 100 == 0;
 }
 
-// Milliseconds on this rank; of the micro-batch that synchronises, where a step has several.
+// Times of a step on this rank in milliseconds; with micro-batches, of the one that synchronises.
 struct StepTimes {
-  double forward = 0;        // of the module; 0 where its own forward is called instead of a wrapper's
-  double backward = 0;       // from the first gradient until the last one has been handed over; 0 without a backward
-  double communication = 0;  // from the departure of the first bucket until all are back. Decentralised: from when the
-                             // first bucket is mixed until the last one is shown, updates between them included
-  double overlap = 0;        // of this, during backward
+  double forward = 0;   // forward of the module; 0 if it is not called through a wrapper
+  double backward = 0;  // from the first gradient to the end of the last reduction; 0 without a backward
+  // From the start of the first bucket's reduction to the end of the last. Decentralised: from the first average of a
+  // bucket to the last published bucket, including updates between them.
+  double communication = 0;
+  double overlap = 0;  // part of `communication` that overlaps with backward
 };
 
 struct LoggingData {
   using Settings = std::vector<std::pair<std::string, std::string>>;
 
-  // As constructed.
-  std::string strategy;  // the wrapper's class
-  std::string module;    // the module's
+  // Options of the wrapper, fixed at construction.
+  std::string strategy;  // class of the wrapper
+  std::string module;    // class of the module
   std::string group;
   std::string transport;
   int rank = 0;  // within the group
   int world_size = 1;
   std::string device;
-  std::vector<std::string> dtypes;  // of parameters, each once
-  // Without what is ignored; each tensor once.
+  std::vector<std::string> dtypes;  // distinct dtypes of the parameters
+  // Number and size of tensors, each counted once, without ignored ones.
   int64_t trainable_tensors = 0;
   int64_t trainable_bytes = 0;
   int64_t frozen_tensors = 0;
   int64_t frozen_bytes = 0;
   int64_t buffer_tensors = 0;
   int64_t buffer_bytes = 0;
-  std::string communication_hook;  // its name; empty: none
+  std::string communication_hook;  // name of the hook; empty: none
   Settings settings;               // the wrapper's options
-  Settings environment;            // variables that matter to launch and transports, as far as they are set
+  Settings environment;            // environment variables that affect launch and transports, if set
 
-  // Bytes of gradients in each bucket, alignment included, in the order in which buckets leave; what rides behind them
-  // is not. 0: a sparse gradient, whose size differs from step to step. Decentralised: of parameters, from the end of
-  // the first step on.
+  // Bytes of gradients per bucket, including alignment, in the order in which buckets are reduced, without the metadata
+  // appended to them. 0: a sparse gradient, whose size varies. Decentralised: bytes of parameters, known after the
+  // first step.
   std::vector<int64_t> first_bucket_bytes;  // in the first step
   std::vector<int64_t> bucket_bytes;        // now
-  bool rebuilt = false;                     // in the order in which gradients arrive
+  bool rebuilt = false;                     // buckets were rebuilt in the order in which gradients are computed
 
-  // So far.
-  int64_t steps = 0;                           // finished or abandoned
-  std::vector<std::string> unused_parameters;  // that no rank used in the last step; decentralised: not this one
+  // Statistics so far.
+  int64_t steps = 0;                           // including abandoned ones
+  std::vector<std::string> unused_parameters;  // parameters that no rank (decentralised: this rank) used in the last
+                                               // step
   int64_t unused_bytes = 0;
   int64_t sampled_steps = 0;
-  StepTimes last;  // sampled step
-  StepTimes mean;  // over the sampled steps
+  StepTimes last;  // last measured step
+  StepTimes mean;  // mean over measured steps
 };
 
-// A line for each field.
+// Formats the data as one line per field.
 std::string to_table(const LoggingData& data);
-// One object; times in milliseconds.
+// Formats the data as a JSON object; times in milliseconds.
 std::string to_json(const LoggingData& data);
 
 }  // namespace shoal

@@ -1,5 +1,5 @@
 #pragma once
-// Joining the other ranks of the job.
+// Process start-up: init() connects the ranks of a job and returns its World.
 
 #include <memory>
 #include <optional>
@@ -12,71 +12,72 @@ namespace shoal {
 class Timeline;
 
 struct WorldOptions {
-  // Who this process is. Without `rank` and `size` (give both or neither) the environment says: torchrun's or
-  // `shoal launch`'s RANK and WORLD_SIZE, else Open MPI's, else PMI's, else Slurm's, else the process is alone. One
-  // source is used as a whole; a partial one is refused.
+  // Rank and size of the job. Set both or neither. If neither is set, they come from the first of these environments
+  // that is present: RANK and WORLD_SIZE (torchrun, `shoal launch`), Open MPI, PMI, Slurm; otherwise the job has one
+  // rank. A source that is incomplete is a UsageError; sources are never mixed.
   std::optional<int> rank{};
   std::optional<int> size{};
-  // Where rank 0 listens. Default: the environment's MASTER_ADDR and MASTER_PORT, else loopback and port 29500.
-  // Nothing listens on any other interface than this address's.
+  // Address and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT, otherwise 127.0.0.1 and port 29500.
+  // Ranks listen only on the interface of this address.
   std::optional<std::string> address{};
   std::optional<int> port{};
 
-  // What carries the bytes. "host": memory that the ranks share; all of them must run on one host as one user. "gloo":
-  // TCP. "auto": for every group "host" where it is possible; over several hosts with equally many ranks (at least 2)
-  // the same inside each host and Gloo between them, every rank carrying its own range ("host+gloo"); else "gloo".
-  // "mpi": in builds with MPI; mpirun must have started the ranks.
+  // Transport of collectives. "host": memory shared by the ranks; requires that all ranks run on one host as one user.
+  // "gloo": TCP. "auto": per group, "host" where possible; for several hosts with the same number of ranks (at least
+  // 2), "host+gloo", which uses shared memory within a host and Gloo between hosts, with every rank sending its own
+  // part; otherwise "gloo". "mpi": requires a build with MPI and a start by mpirun.
   std::string transport = "auto";
 
-  // Lets ranks compare what they call before every operation. The host transport always does; elsewhere it costs a small
-  // all-gather each time. Without it, ranks over Gloo that call different things wait for each other and get a
-  // DisagreeError within two seconds; over MPI equal sizes of different things give wrong numbers.
+  // Compare the arguments of every collective over all ranks before it starts. The host transport always does this;
+  // other transports pay a small all-gather per operation. If it is off, mismatched calls over Gloo end in a
+  // DisagreeError within two seconds, and mismatched calls of equal size over MPI give wrong numbers.
   bool check_agreement = false;
 
-  // A folder in which this rank keeps its last collectives, in a file that survives whatever ends the process; `shoal
-  // flight FOLDER` reads the files of all ranks and says who waits for whom. Default: the environment's
-  // SHOAL_FLIGHT_RECORDER, else none. See docs/telemetry.md.
+  // Folder for the flight recorder: a file per rank with its last collectives, which survives a crash of the process.
+  // `shoal flight FOLDER` reads the files of all ranks and reports which rank waits for which. Default: the environment
+  // variable SHOAL_FLIGHT_RECORDER; if it is unset, nothing is recorded. See docs/telemetry.md.
   std::optional<std::string> flight_recorder{};
-  // Gets what this rank does and when; none: nothing is traced.
+  // Records what this rank does and when; nullptr disables tracing.
   std::shared_ptr<Timeline> timeline{};
 
-  // Takes the place of this rank's process, which has died, in a job that is running. The world's group does not
-  // communicate then (UsageError): wrap a model in DecentralizedDataParallel, whose remaining() does. Needs the job's
-  // store: a launcher's, or that of a rank 0 that is still there.
+  // Replace a rank whose process has died in a job that is still running. The world's group cannot communicate in the
+  // new process (UsageError); wrap the model in DecentralizedDataParallel and use its remaining(). Requires the job's
+  // store to be alive, which the launcher or rank 0 provides.
   bool rejoin = false;
 
-  int rendezvous_timeout_seconds = 60;  // for all ranks to appear
-  int timeout_seconds = 300;            // for one operation, with all peers alive
-  int stopped_timeout_seconds = 5;      // for a peer on this host that is stopped by a signal
+  int rendezvous_timeout_seconds = 60;  // for all ranks to connect
+  int timeout_seconds = 300;            // for one operation while all peers are alive
+  int stopped_timeout_seconds = 5;      // for a peer on this host that was stopped by a signal
 
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
 };
 
 struct WorldState;
 
-// The job as this process sees it. A cheap handle; groups keep what they need of it alive.
+// Handle on the job, cheap to copy. Groups keep alive what they need of it.
 class World {
  public:
   World(std::shared_ptr<WorldState> state, Group group);
 
   int rank() const;
   int size() const;
-  int local_rank() const;  // among the ranks of this host, in rank order
+  int local_rank() const;  // rank among the ranks of this host
   int local_size() const;
-  const std::string& source() const;  // where rank and size came from: "options", "RANK and WORLD_SIZE", "alone", ...
-  const Group& group() const;         // all ranks
+  const std::string& source() const;  // origin of rank and size: "options", "RANK and WORLD_SIZE", "alone", ...
+  const Group& group() const;         // the group of all ranks
 
  private:
   std::shared_ptr<WorldState> state_;
   Group group_;
 };
 
-// Collective over all ranks of the job (with `rejoin` not); once per process and job. Throws UsageError for a wrong or
-// partial description of the job, and for a rank whose process is still there or never was; DisagreeError when ranks
-// disagree on the world's size, CommError when ranks do not appear in time. Two jobs that were given one port are told
-// apart by what their launchers call them (torchrun, Open MPI, Slurm, shoal launch) or by SHOAL_JOB_ID: UsageError for
-// the one whose store it is not. Without either, both are nameless and taken for one.
+// Connects this process to the other ranks of the job. Call it once per process. Collective over all ranks, except with
+// `rejoin`. Throws UsageError for an invalid or incomplete description of the job, and with `rejoin` for a rank whose
+// process is alive or never existed; DisagreeError if the ranks disagree on the world size; CommError if ranks do not
+// connect in time. Two jobs that use the same port are distinguished by the job id of their launcher (torchrun, Open
+// MPI, Slurm, shoal launch) or by SHOAL_JOB_ID: the job that does not own the store gets a UsageError. Jobs without any
+// id cannot be distinguished.
 World init(const WorldOptions& options = {});
 
 }  // namespace shoal

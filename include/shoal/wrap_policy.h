@@ -1,5 +1,5 @@
 #pragma once
-// Which parts of a module become units of their own: what is gathered, and let go of, together.
+// Wrap policies: the sub-modules that FullyShardedDataParallel gathers and reshards as units.
 
 #include <torch/nn/module.h>
 
@@ -10,14 +10,15 @@
 
 namespace shoal {
 
-// Names the sub-modules (as named_modules() does) that become units. A parameter belongs to the innermost of them that
-// holds it; what is left over makes one unit. Must answer alike on all ranks.
+// Function that returns the names of the sub-modules that become units (as in named_modules()). A parameter belongs to
+// the innermost unit that contains it; the remaining parameters form one unit. The result must be equal on all ranks.
 using WrapPolicy = std::function<std::vector<std::string>(const torch::nn::Module& root)>;
 
-// Sub-modules for which `predicate(name, module)` holds.
+// Policy that selects the sub-modules for which `predicate(name, module)` is true.
 WrapPolicy wrap_if(std::function<bool(const std::string& name, const torch::nn::Module& module)> predicate);
 
-// Sub-modules of one of these types: wrap_type<BlockImpl>(), also wrap_type<torch::nn::TransformerEncoderLayerImpl>().
+// Policy that selects the sub-modules of these types: wrap_type<BlockImpl>(),
+// wrap_type<torch::nn::TransformerEncoderLayerImpl>().
 template <class... Types>
 WrapPolicy wrap_type() {
   return wrap_if([](const std::string&, const torch::nn::Module& module) {
@@ -25,11 +26,11 @@ WrapPolicy wrap_type() {
   });
 }
 
-// From the leaves up, every sub-module that holds at least `min_num_params` elements that are in no unit yet (torch's
-// size_based_auto_wrap_policy). UsageError below 1.
+// Policy that selects, from the leaves up, every sub-module with at least `min_num_params` elements that are in no unit
+// yet (size_based_auto_wrap_policy in PyTorch). Throws UsageError for a value below 1.
 WrapPolicy wrap_size(int64_t min_num_params);
 
-// These sub-modules. UsageError, when it is applied, for a name that the module does not have.
+// Policy that selects sub-modules by name. Applying it throws UsageError for a name that the module does not have.
 WrapPolicy wrap_names(std::vector<std::string> names);
 
 }  // namespace shoal

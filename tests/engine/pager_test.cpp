@@ -101,9 +101,9 @@ TEST(Pager, FSDP07_an_operator_that_needs_more_than_the_limit_fails_and_nothing_
     EXPECT_NE(message.find(part), std::string::npos) << message;
   }
   EXPECT_EQ(book.read(2), 3);
-  book.pager.hold_all();
+  book.pager.unshard_all();
   EXPECT_EQ(at::cat({book.pages[0], book.pages[1], book.pages[2]}).mean().item<double>(), 2);
-  book.pager.release_all(/*store=*/false);
+  book.pager.reshard_all(/*store=*/false);
 }
 
 TEST(Pager, FSDP08_from_the_second_pass_on_pages_leave_before_they_are_used) {
@@ -143,12 +143,12 @@ TEST(Pager, ReadingPastTheOperatorsIsAnErrorThatSaysWhatToDo) {
     EXPECT_NE(std::string(error.what()).find("summon_full_params"), std::string::npos);
     EXPECT_NE(std::string(error.what()).find("page 0"), std::string::npos);
   }
-  book.pager.hold_all();
+  book.pager.unshard_all();
   for (size_t i = 0; i < 3; ++i) EXPECT_EQ(book.pages[i].data_ptr<float>()[0], static_cast<float>(i + 1));
   // What is written while they are held counts only if it is stored.
   const torch::NoGradGuard no_grad;
   book.pages[2].fill_(9);
-  book.pager.release_all(/*store=*/true);
+  book.pager.reshard_all(/*store=*/true);
   EXPECT_EQ(book.parts[2].mean().item<double>(), 9);
   book.invalidate();
   EXPECT_EQ(book.read(2), 9);
@@ -197,8 +197,8 @@ TEST(Pager, FSDP21_what_is_read_before_all_ranks_update_is_what_was_there) {
 TEST(Pager, RanksThatEvaluateAndTrainAtOnceAreToldSo) {
   if (group().size() == 1) GTEST_SKIP() << "no peers";
   Book book(2);
-  const auto message = test::refusal<DisagreeError>(
-      [&] { book.pager.begin(group().rank() == 0 ? Pass::training : Pass::evaluation); });
+  const auto message =
+      test::refusal<DisagreeError>([&] { book.pager.begin(group().rank() == 0 ? Pass::training : Pass::evaluation); });
   EXPECT_NE(message.find("rank 0 begins a forward for training, rank 1 begins a forward without gradients"),
             std::string::npos)
       << message;

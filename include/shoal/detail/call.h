@@ -1,5 +1,5 @@
 #pragma once
-// What a collective operation is: the operation, its tensors, and the label that errors, logs and traces show.
+// Description of a collective operation: its kind, its tensors, and the label that errors, logs and traces show.
 
 #include <torch/types.h>
 
@@ -23,35 +23,35 @@ enum class Op {
   barrier
 };
 
-// avg divides the sum by the number of ranks. premul_sum adds every rank's tensor times its Call::factor.
+// Reduction of a collective. avg divides the sum by the number of ranks. premul_sum multiplies each rank's tensor by
+// its Call::factor and sums up.
 enum class ReduceOp { sum, avg, min, max, product, band, bor, bxor, premul_sum };
 
 std::string to_string(Op op);
 std::string to_string(ReduceOp op);
 
-// Why an operation is called. Shown in errors, logs and traces; it has no influence on the result, but it is part of
-// what ranks must agree on: two operations of equal shape that trade places on one rank are told apart by it. So it
-// must be equal on all ranks.
+// Purpose of an operation, shown in errors, logs and traces. It does not influence the result, but it must be equal on
+// all ranks: it distinguishes two operations of the same shape that one rank calls in a different order.
 struct Label {
   int64_t step = -1;    // training step, -1: outside a step
   int64_t bucket = -1;  // bucket number within the step, -1: not a bucket
   std::string what;     // "gradients of fc3.weight, fc3.bias", "buffers", ...
 };
 
-// One operation on one group, as every transport receives it. Tensors are contiguous; shapes and dtypes are equal on
-// all ranks, except where an operation has a root.
+// An operation on a group, as transports receive it. Tensors are contiguous. Shapes and dtypes are equal on all ranks,
+// except for operations with a root.
 //
 //   all_reduce, broadcast, send, recv   inputs = {t}, in place
-//   reduce                              inputs = {t}; the result is in t on the root, t is undefined elsewhere
-//   reduce_scatter                      inputs = {[size * n]}, outputs = {[n]}: rank r gets the r-th part
-//   all_gather                          inputs = {[n]}, outputs = {[size * n]}: the r-th part is rank r's
+//   reduce                              inputs = {t}; the result is in t on the root, undefined elsewhere
+//   reduce_scatter                      inputs = {[size * n]}, outputs = {[n]}; rank r gets part r
+//   all_gather                          inputs = {[n]}, outputs = {[size * n]}; part r comes from rank r
 //   gather                              inputs = {[n]}; outputs = one [n] per rank on the root, none elsewhere
 //   scatter                             outputs = {[n]}; inputs = one [n] per rank on the root, none elsewhere
-//   all_to_all                          inputs = {[size * n]}, outputs = {[size * n]}, part r goes to, comes from rank
-//   r barrier                             no tensors
+//   all_to_all                          inputs, outputs = {[size * n]}; part r goes to and comes from rank r
+//   barrier                             no tensors
 //
-// Where parts differ in size, a list of one tensor per rank takes the place of the one tensor of all parts:
-// reduce_scatter and all_to_all inputs, all_gather and all_to_all outputs.
+// If the parts differ in size, a list of one tensor per rank replaces the single tensor: inputs of reduce_scatter and
+// all_to_all, outputs of all_gather and all_to_all.
 struct Call {
   Op op = Op::barrier;
   ReduceOp reduce = ReduceOp::sum;
@@ -62,7 +62,7 @@ struct Call {
   std::vector<at::Tensor> outputs;
   Label label;
 
-  // Bytes of the larger side on this rank (what a memcpy of the operation's data would move).
+  // Bytes of the inputs or outputs on this rank, whichever is larger.
   int64_t bytes() const;
   // "all_reduce(sum, 1024 x float32), step 3, bucket 0: gradients of fc.weight"
   std::string describe() const;

@@ -1,5 +1,5 @@
 #pragma once
-// A record of the operations that a group has issued; tests assert on it, traces are written from it.
+// Log of the operations of a group, for tests and traces.
 
 #include <chrono>
 #include <cstdint>
@@ -20,17 +20,17 @@ struct CallRecord {
   int64_t bytes = 0;                                   // see Call::bytes
   std::string group;
   Label label;
-  Clock::time_point issued;    // when this rank called
-  Clock::time_point finished;  // when this rank had waited for it; equal to issued while in flight
+  Clock::time_point issued;    // start of the call on this rank
+  Clock::time_point finished;  // return of wait() on this rank; equal to `issued` while the operation is in flight
 };
 
-// Thread-safe. In-process: every rank has its own.
+// Thread-safe log in memory. Each rank has its own.
 class CallLog {
  public:
   size_t add(const CallRecord& record);
   void finish(size_t index);
   std::vector<CallRecord> records() const;
-  // Number and sum of bytes of the recorded operations of one kind.
+  // Number of recorded operations of this kind, and their total bytes.
   int64_t count(Op op) const;
   int64_t bytes(Op op) const;
   void clear();

@@ -1,5 +1,5 @@
 #pragma once
-// One copy per host of what all ranks need in full, such as the parameters (BEY17).
+// Buffer that exists once per host, for data that all ranks need in full, such as parameters (BEY17).
 
 #include <torch/types.h>
 
@@ -15,36 +15,37 @@ namespace shoal {
 
 class Group;
 
-struct OnceBufferOptions {
-  // Where memory is not shared: elements in one broadcast; -1: an owner's whole range.
+struct HostSharedBufferOptions {
+  // Without shared memory: elements per broadcast; -1: the whole range of an owner.
   int64_t broadcast_numel = -1;
-  // What publishing rounds the owner's range to, and what it travels as; none: the buffer's dtype.
+  // dtype to which publish() rounds the owner's range, and in which it is sent; none: the dtype of the buffer.
   std::optional<at::ScalarType> published_as{};
 };
 
-// Every rank owns a range and is the only one that writes it. Where the group's ranks share memory there is one copy: a
-// write is seen by all at once, and gathering the whole is nothing but waiting until the owners have said that they are
-// done. Elsewhere every rank has its own copy, and publishing moves the ranges.
+// Buffer of which every rank owns a range that only it writes. If the ranks of the group share memory, there is one
+// copy: writes are visible to all ranks, and an all-gather reduces to waiting until the owners have published.
+// Otherwise every rank has a copy, and publish() broadcasts the owner's range.
 //
-// The caller keeps two rules: an owner writes its range only when no rank reads the previous version any more (a
-// reduction of the gradients made from it is such a moment), and a reader waits for the version that it needs.
-// Cheap handle; move and copy mean the same buffer. One thread at a time. Lives as long as a handle or the tensor.
-class OnceBuffer {
+// The caller must follow two rules. An owner writes its range only after all ranks have stopped reading the previous
+// version, for example after a reduction of the gradients computed from it. A reader waits for the version that it
+// needs. Copies of the handle refer to the same buffer; the memory lives as long as a handle or the tensor. Not
+// thread-safe.
+class HostSharedBuffer {
  public:
-  // All elements, [numel]; zeroes at first.
+  // All elements, [numel]; initially zero.
   const at::Tensor& tensor() const;
-  // By rank of the group.
+  // Owned ranges, by rank of the group.
   const std::vector<Range>& owners() const;
-  // The part of tensor() that this rank owns.
+  // View of the elements of tensor() that this rank owns.
   at::Tensor own() const;
-  // Whether the ranks of the group share one copy.
+  // True if the ranks of the group share one copy.
   bool shared() const;
 
-  // This rank's range now holds `version`, which must be larger than the last one (the first: at least 1). Without
-  // shared memory it starts to send the range to the others, so all ranks publish the same versions in the same order.
+  // Publishes this rank's range as `version`, which must be larger than the previous one (at least 1 at first). Without
+  // shared memory it starts a broadcast, so all ranks must publish the same versions in the same order.
   void publish(int64_t version, const Label& label = {});
-  // Blocks until the owners of `range` (default: of everything) have published `version`. Errors as Work::wait; without
-  // shared memory, for every range at once.
+  // Blocks until the owners of `range` (default: all owners) have published `version`. Without shared memory it waits
+  // for all owners in either case. Throws like Work::wait.
   void wait_published(int64_t version, const Label& label = {});
   void wait_published(int64_t version, const Range& range, const Label& label = {});
 
@@ -52,7 +53,7 @@ class OnceBuffer {
 
  private:
   friend class Group;
-  explicit OnceBuffer(std::shared_ptr<State> state);
+  explicit HostSharedBuffer(std::shared_ptr<State> state);
   std::shared_ptr<State> state_;
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-// Casting the tensors in whatever a module takes.
+// Casts of the tensors in the arguments of a module's forward.
 
 #include <torch/types.h>
 
@@ -16,16 +16,16 @@
 
 namespace shoal {
 
-// What a tensor becomes. Empty: nothing is cast.
+// Cast of one tensor. An empty function casts nothing.
 using TensorCast = std::function<at::Tensor(const at::Tensor&)>;
 
-// The customisation point for the user's own structs: specialise it with
+// Customisation point for user-defined structs. Specialise it:
 //   template <> struct InputTensors<MyInput> {
 //     static MyInput cast(const MyInput& input, const shoal::TensorCast& cast) {
 //       return {.image = shoal::cast_tensors(input.image, cast), .label = input.label};
 //     }
 //   };
-// Types without a specialisation are passed as they are.
+// Types without a specialisation are passed unchanged.
 template <class T>
 struct InputTensors {};
 
@@ -34,8 +34,8 @@ concept HoldsInputTensors = std::copy_constructible<T> && requires(const T& valu
   { InputTensors<T>::cast(value, cast) } -> std::same_as<T>;
 };
 
-// A copy of `value` with all tensors in it cast, however nested: tensors, pairs, tuples, vectors, arrays, maps,
-// optionals and types with an InputTensors specialisation. Other values come back as they are.
+// Copy of `value` in which all tensors are cast, however nested: in pairs, tuples, vectors, arrays, maps, optionals and
+// types with an InputTensors specialisation. Other values are copied unchanged.
 template <class T>
 T cast_tensors(const T& value, const TensorCast& cast) {
   if constexpr (HoldsInputTensors<T>) {
@@ -89,16 +89,14 @@ template <class K, HoldsInputTensors V>
 struct InputTensors<std::unordered_map<K, V>> : detail::MappedInput<std::unordered_map<K, V>> {};
 
 template <class A, class B>
-  requires(HoldsInputTensors<A> || HoldsInputTensors<B>)
-struct InputTensors<std::pair<A, B>> {
+requires(HoldsInputTensors<A> || HoldsInputTensors<B>) struct InputTensors<std::pair<A, B>> {
   static std::pair<A, B> cast(const std::pair<A, B>& value, const TensorCast& cast) {
     return {cast_tensors(value.first, cast), cast_tensors(value.second, cast)};
   }
 };
 
 template <class... T>
-  requires(HoldsInputTensors<T> || ...)
-struct InputTensors<std::tuple<T...>> {
+requires(HoldsInputTensors<T> || ...) struct InputTensors<std::tuple<T...>> {
   static std::tuple<T...> cast(const std::tuple<T...>& value, const TensorCast& cast) {
     return std::apply([&](const auto&... element) { return std::tuple<T...>(cast_tensors(element, cast)...); }, value);
   }
@@ -106,7 +104,7 @@ struct InputTensors<std::tuple<T...>> {
 
 namespace detail {
 
-// One argument of a forward while it runs; its tensors are cast in a copy.
+// Argument of a running forward, with a cast copy of it if it holds tensors.
 template <class Argument, bool may_copy>
 class CastInput {
   using Value = std::remove_cvref_t<Argument>;
@@ -136,14 +134,13 @@ concept ForwardTakes = requires(Module& module, Arguments&&... arguments) {
   module.forward(std::forward<Arguments>(arguments)...);
 };
 
-// Whether forward could take the argument at `place` as const, so that it writes nothing to the caller's object.
+// True if forward also accepts the argument at `place` as const, so that it cannot write to the caller's object.
 template <size_t place, class Module, class... Arguments, size_t... places>
 constexpr bool only_reads(std::index_sequence<places...>) {
-  return ForwardTakes<Module,
-                      std::conditional_t<places == place, const std::remove_cvref_t<Arguments>&, Arguments>...>;
+  return ForwardTakes<Module, std::conditional_t<places == place, const std::remove_cvref_t<Arguments>&, Arguments>...>;
 }
 
-// Whether forward may get a copy of it: not of an object that it may write to.
+// True if forward may get a copy of the argument, that is, if it cannot write to the caller's object.
 template <size_t place, class Module, class... Arguments>
 constexpr bool may_copy() {
   using Argument = std::tuple_element_t<place, std::tuple<Arguments...>>;

@@ -1,5 +1,5 @@
 #pragma once
-// What optimizers in the shape of torch::optim's have in common.
+// Base class of shoal's optimizers, in the shape of torch::optim's.
 
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
@@ -12,9 +12,9 @@
 
 namespace shoal {
 
-// An optimizer with its own `Options` (with validate(), which throws UsageError listing all faults) and `State` per
-// parameter. A parameter group's own options hold as they are: what they do not set has the Options' default, not the
-// optimizer's. (libtorch 2.13 drops a group's options unless they are of one of its own types.)
+// Optimizer with its own `Options`, whose validate() throws UsageError with a list of all invalid options, and its own
+// `State` per parameter. Options of a param group are used as they are: a field that is not set has the default of
+// `Options`, not of the optimizer. (libtorch 2.13 drops a group's options unless they are of a libtorch type.)
 template <class Options, class State>
 class OptimizerBase : public torch::optim::Optimizer {
  public:
@@ -28,8 +28,8 @@ class OptimizerBase : public torch::optim::Optimizer {
   explicit OptimizerBase(std::vector<at::Tensor> parameters, Options defaults = {})
       : OptimizerBase(ParamGroups{torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults)) {}
 
-  // To be called on this class: through a torch::optim::Optimizer& the group's own options are lost. UsageError for
-  // options of another type.
+  // Adds a param group. Call it on this class: through torch::optim::Optimizer& the group's own options are lost.
+  // Throws UsageError for options of another type.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     if (group.has_options()) {
       const auto* options = dynamic_cast<const Options*>(&group.options());
@@ -50,7 +50,7 @@ class OptimizerBase : public torch::optim::Optimizer {
  protected:
   const Options& options_of(size_t group) const { return static_cast<const Options&>(param_groups_[group].options()); }
 
-  // `fresh` makes the state of a parameter that has none yet.
+  // State of a parameter; `fresh` creates it on first use.
   template <class Fresh>
   State& state_of(const at::Tensor& parameter, const Fresh& fresh) {
     auto& slot = state_[parameter.unsafeGetTensorImpl()];

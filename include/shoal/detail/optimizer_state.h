@@ -1,5 +1,5 @@
 #pragma once
-// An optimizer's whole state, by names: independent of how it is spread over ranks.
+// Full optimizer state by parameter name, independent of how it is sharded over ranks.
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -11,20 +11,21 @@
 
 namespace shoal {
 
-// By name of the parameter (the first of a tied one's). Every trainable parameter of the optimizer has an entry, empty
-// where it was never updated. Tensors that follow the parameter (moments) have its shape. Sharded strategies whose
-// parameters have 16 bits keep "main_param" in it, the float32 copy.
+// State by parameter name (the first name of a tied parameter). Every trainable parameter of the optimizer has an
+// entry, which is empty if it was never updated. Tensors that follow the parameter (moments) have its shape. Sharded
+// strategies with 16-bit parameters store the float32 copy as "main_param".
 //
-// An optimizer with a loss scaler keeps it under grad_scaler_key: numbers "scale", "good_steps", "hysteresis_left".
+// An optimizer with a loss scaler stores it under grad_scaler_key: numbers "scale", "good_steps", "hysteresis_left".
 //
-// It can be taken from any strategy at any number of ranks and given to any other with the same optimizer. A scaler that
-// is in only one of the two is a warning: it starts as it is, or is left out.
+// State from any strategy and number of ranks can be loaded by any other with the same optimizer. If only one of the
+// two has a scaler there is a warning: the loaded scaler is dropped, or the optimizer's keeps its initial state.
 using OptimizerState = std::map<std::string, NamedState>;
 
-inline constexpr const char* grad_scaler_key = ".grad_scaler";  // no parameter's name begins with a dot
+inline constexpr const char* grad_scaler_key = ".grad_scaler";  // parameter names never begin with a dot
 
-// Of an optimizer that is not sharded: a copy, and the way back. `module`: where the names come from. load: UsageError
-// that names the parameter for entries that are missing, extra, or of another shape; nothing has changed then.
+// State of an optimizer that is not sharded: a copy, and its inverse. `module`: source of the parameter names.
+// load_optimizer_state throws UsageError, which names the parameter, for entries that are missing, extra or of another
+// shape; nothing changes then.
 OptimizerState optimizer_state(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
 void load_optimizer_state(torch::optim::Optimizer& optimizer, const torch::nn::Module& module,
                           const OptimizerState& state);

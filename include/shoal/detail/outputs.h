@@ -1,5 +1,5 @@
 #pragma once
-// Finding the tensors in whatever a module returns.
+// Collection of the tensors in the result of a module's forward.
 
 #include <torch/types.h>
 
@@ -13,19 +13,19 @@
 
 namespace shoal {
 
-// The customisation point for the user's own structs: specialise it with
+// Customisation point for user-defined structs. Specialise it:
 //   template <> struct OutputTensors<MyOutput> {
 //     static void collect(const MyOutput& output, std::vector<at::Tensor>& into) {
 //       shoal::collect_tensors(output.logits, into);
 //     }
 //   };
-// Types without a specialisation that hold no tensor known here (numbers, strings) contribute nothing.
+// Types without a specialisation that hold no known tensor (numbers, strings) contribute nothing.
 template <class T>
 struct OutputTensors {
   static void collect(const T&, std::vector<at::Tensor>&) {}
 };
 
-// Appends all tensors in `value`, however nested: tensors, pairs, tuples, vectors, maps, optionals and types with an
+// Appends all tensors in `value`, however nested: in pairs, tuples, vectors, maps, optionals and types with an
 // OutputTensors specialisation.
 template <class T>
 void collect_tensors(const T& value, std::vector<at::Tensor>& into) {

@@ -1,5 +1,5 @@
 #pragma once
-// A half-open range of elements.
+// Half-open range of elements.
 
 #include <algorithm>
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace shoal {
 
-// [begin, end), in elements. Empty when end <= begin.
+// Range [begin, end) in elements. Empty if end <= begin.
 struct Range {
   int64_t begin = 0;
   int64_t end = 0;
@@ -15,14 +15,14 @@ struct Range {
   int64_t size() const { return std::max<int64_t>(0, end - begin); }
   bool empty() const { return end <= begin; }
   bool contains(int64_t element) const { return element >= begin && element < end; }
-  // The common part; empty when there is none.
+  // Intersection of both ranges, possibly empty.
   Range intersect(const Range& other) const { return {std::max(begin, other.begin), std::min(end, other.end)}; }
-  // A range of equal size that begins at `start`.
+  // Range of the same size that begins at `start`.
   Range normalize(int64_t start = 0) const { return {start, start + size()}; }
   bool operator==(const Range&) const = default;
 };
 
-// "begin,end [size]", as Megatron-LM prints them.
+// Prints "begin,end [size]", as Megatron-LM does.
 inline std::ostream& operator<<(std::ostream& out, const Range& range) {
   return out << range.begin << "," << range.end << " [" << range.size() << "]";
 }

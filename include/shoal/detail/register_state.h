@@ -1,5 +1,5 @@
 #pragma once
-// Tells shoal what an optimizer keeps per parameter, so that checkpoints and sharded strategies can carry it.
+// Registration of an optimizer's per-parameter state, for checkpoints and sharded strategies.
 
 #include <torch/optim/optimizer.h>
 
@@ -12,8 +12,8 @@
 
 namespace shoal {
 
-// The state of one parameter under the names of PyTorch's state dicts: "step", "exp_avg", "momentum_buffer", ...
-// The tensors are the state's own, not copies.
+// State of one parameter under the names of PyTorch's state dicts: "step", "exp_avg", "momentum_buffer", ... The
+// tensors are the state's own, not copies.
 struct NamedState {
   std::map<std::string, at::Tensor> tensors;
   std::map<std::string, double> numbers;
@@ -21,7 +21,7 @@ struct NamedState {
 
 namespace detail {
 
-// Collects what a state has.
+// Visitor that collects the fields of a state.
 class StateReader {
  public:
   void operator()(const std::string& name, const at::Tensor& tensor) {
@@ -35,7 +35,7 @@ class StateReader {
   NamedState named;
 };
 
-// Fills a fresh state; UsageError when something is missing or left over.
+// Visitor that fills a new state; throws UsageError for missing and unknown fields.
 class StateWriter {
  public:
   StateWriter(const NamedState& named, std::string optimizer) : named_(named), optimizer_(std::move(optimizer)) {}
@@ -101,17 +101,17 @@ void add_state_kind(StateKind kind);
 
 }  // namespace detail
 
-// States which fields the state of `Optimizer` (and of classes derived from it) has. `fields` is called with a state
-// and a visitor, for reading as well as for writing:
+// Registers the fields of the state of `Optimizer` and of classes derived from it. `fields` is called with a state and
+// a visitor, both to read and to write:
 //
 //   shoal::register_state<MyOptimizer, MyParamState>([](auto& state, auto& field) {
-//     field("step", state.step());                       // an integer or floating point number
-//     field("exp_avg", state.exp_avg());                 // a tensor
-//     field.optional("max_exp_avg", state.max_exp_avg());  // a tensor that some states do not have
+//     field("step", state.step());                         // an integer or floating-point number
+//     field("exp_avg", state.exp_avg());                   // a tensor
+//     field.optional("max_exp_avg", state.max_exp_avg());  // a tensor that may be undefined
 //   });
 //
-// libtorch's SGD, Adam, AdamW, RMSprop and Adagrad and shoal's own optimizers are registered. What is registered later
-// goes first. Thread-safe; not collective.
+// libtorch's SGD, Adam, AdamW, RMSprop and Adagrad and shoal's optimizers are registered. Later registrations take
+// precedence. Thread-safe. Not collective.
 template <class Optimizer, class State, class Fields>
 void register_state(Fields fields) {
   detail::add_state_kind(detail::state_kind<Optimizer, State>(std::move(fields)));

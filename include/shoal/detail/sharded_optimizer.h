@@ -1,5 +1,5 @@
 #pragma once
-// What optimizers have in common that update, on each rank, only the pieces which it owns.
+// Base of the optimizers that update only the shards owned by this rank.
 
 #include <torch/optim/optimizer.h>
 
@@ -15,16 +15,16 @@
 
 namespace shoal {
 
-// What a step did.
+// Result of an optimizer step.
 struct ShardedStep {
-  bool updated = true;                // false: some rank found inf or NaN, and nothing has changed
-  std::optional<double> grad_norm{};  // with clip_grad, before clipping
+  bool updated = true;                // false: some rank found inf or NaN, and nothing was updated
+  std::optional<double> grad_norm{};  // with clip_grad: the norm before clipping
   std::optional<int64_t> num_zeros{};
 };
 
-// Made by the strategies. Its param groups are the whole model's and keep their own options as the local optimizer
-// would have them; schedulers work on it, and options may change between steps. The parameters stay those of the
-// construction: after a change through torch::optim::Optimizer& the next step() is a UsageError that names it.
+// Sharded optimizer, created by the strategies. Its param groups are those of the whole model, with options as the
+// local optimizer resolves them. Schedulers work on it, and options may change between steps. The set of parameters is
+// fixed at construction: after a change through torch::optim::Optimizer& the next step() throws UsageError.
 class ShardedOptimizerCore : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -32,51 +32,53 @@ class ShardedOptimizerCore : public torch::optim::Optimizer {
   struct State;
   ~ShardedOptimizerCore() override;
 
-  // Scales a loss as the scaler says; without scaler the loss itself.
+  // Multiplies a loss by the scaler's factor; without a scaler returns it unchanged.
   at::Tensor scale_loss(const at::Tensor& loss) const;
-  // Unscales, looks for inf and NaN, clips, updates this rank's pieces in float32 and hands them out. Collective.
+  // Unscales the gradients, checks them for inf and NaN, clips them, updates this rank's shards in float32 and
+  // publishes them to all ranks. Collective.
   //
-  // What lies in grad() decides, as with any libtorch optimizer: of a parameter whose grad() is undefined nothing is
-  // updated, a zeroed one counts as zero, a tensor that was set by hand is the gradient (all ranks must set the same).
-  // After a reduction grad() holds a tensor without memory that stands for the sum: zero_grad() in every form drops or
-  // zeroes it; an operator that reads it throws a UsageError that names the parameter and the call to use. UsageError,
-  // too, where gradients have been accumulated under no_sync and not been averaged since; with a scaler for a second
-  // step, or a further backward, with the same gradients.
+  // As for any libtorch optimizer, grad() decides: a parameter whose grad() is undefined is not updated, a zeroed
+  // gradient counts as zero, and a tensor set by hand is the gradient (all ranks must set the same). After a reduction,
+  // grad() is a tensor without memory that stands for the reduced gradient: all forms of zero_grad() drop or zero it;
+  // an operator that reads it throws a UsageError, which names the parameter and the right call. Throws UsageError if
+  // gradients accumulated under no_sync have not been reduced, and, with a scaler, for a second step or backward with
+  // the same gradients.
   ShardedStep step();
   at::Tensor step(LossClosure closure) override;
 
-  // The whole optimizer's state by name, with the float32 main parameters of 16-bit ones: on rank `recipient` of the
-  // group, elsewhere empty; none: on every rank. Moves one parameter at a time. Collective.
+  // Full optimizer state by parameter name, with the float32 main parameters of 16-bit ones: on rank `recipient` of the
+  // group only (empty elsewhere); none: on every rank. Transfers one parameter at a time. Collective.
   OptimizerState state_dict(std::optional<int> recipient = std::nullopt) const;
-  // Every rank gives the whole state, whatever strategy and number of ranks it comes from. See load_optimizer_state.
+  // Loads the full state, which every rank passes, from any strategy and number of ranks. See load_optimizer_state.
   void load_state_dict(const OptimizerState& state);
-  // For torch::save and torch::load. UsageError: a rank has no more than its own pieces; take shoal::save and
-  // shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict().
+  // Overrides for torch::save and torch::load. Both throw UsageError, because a rank has only its own shards: use
+  // shoal::save and shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict().
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
-  // UsageError that says for each parameter why it cannot come: ranges of all of them are laid out at the construction.
+  // Both throw UsageError, which names the reason for each parameter: shards are laid out at construction.
   [[noreturn]] void add_param_group(const torch::optim::OptimizerParamGroup& group);
   [[noreturn]] void add_parameters(const std::vector<at::Tensor>& parameters);
   const GradScaler* scaler() const;
-  // The ranks that share the optimizer's state among them.
+  // The ranks over which the optimizer state is sharded.
   const Group& group() const;
-  // This rank's optimizer over its pieces, with its state.
+  // The optimizer over this rank's shards, with its state.
   const torch::optim::Optimizer& local_optimizer() const;
 
  protected:
-  // groups: of the parameters of state's modules. make: the optimizer that a rank runs on its pieces. Collective.
+  // groups: param groups of the parameters in state's modules. make: creates the optimizer for this rank's shards.
+  // Collective.
   ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
                        const Factory& make, std::unique_ptr<State> state);
-  // Within a step: before gradients are looked at, and before updated pieces leave.
+  // Called within a step: before the gradients are read, and before updated shards are published.
   virtual void complete_gradients() {}
   virtual void end_gradients() {}
-  // Whether pieces change, and leave, also in a step without an update.
+  // True if shards change, and are published, also in a step without an update.
   virtual bool moves_without_update() const { return false; }
-  // Before gradients are used: see step(). Throws without having changed anything.
+  // Checks grad() before a step, see step(). Changes nothing if it throws.
   void prepare_gradients();
-  // All ranks get this rank's pieces.
+  // Publishes this rank's shards to all ranks.
   void publish();
-  // Parameters that others have replaced or written since the last step; step() does it first. Collective.
+  // Adopts parameters that the user has replaced or written since the last step; step() calls it first. Collective.
   void adopt_changes() const;
   State& state() const { return *state_; }
 

@@ -108,9 +108,10 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
       ->delimiter(',')
       ->capture_default_str();
   command
-      ->add_option("--buffers", collectives.buffers,
-                   "shared (Group::allocate), once (Group::allocate_once, all_gather only), staged (any other memory); "
-                   "over host, the others copy in any case")
+      ->add_option(
+          "--buffers", collectives.buffers,
+          "shared (Group::allocate), once (Group::allocate_host_shared, all_gather only), staged (any other memory); "
+          "over host, the others copy in any case")
       ->delimiter(',')
       ->capture_default_str();
   command->add_option("--rounds", options->rounds, "each measures every case once (default: 20, with --train 3)");

@@ -120,7 +120,7 @@ class Case {
     if (buffers_ == "once") {
       std::vector<Range> owners;
       for (int64_t rank = 0; rank < size; ++rank) owners.push_back({rank * part, (rank + 1) * part});
-      once_ = group_.allocate_once(part * size, options, owners);
+      once_ = group_.allocate_host_shared(part * size, options, owners);
       once_->own().fill_(1);
       full_ = once_->tensor();
       return;
@@ -146,7 +146,7 @@ class Case {
   std::string transport_, buffers_;
   Group group_;
   at::Tensor full_, part_, received_;
-  std::optional<OnceBuffer> once_;
+  std::optional<HostSharedBuffer> once_;
   int64_t version_ = 0;
   Samples times_, copies_;
   int64_t wire_bytes_ = 0;

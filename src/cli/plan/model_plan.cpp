@@ -52,7 +52,7 @@ class Planner {
       : options_(options),
         model_(model),
         ranks_(ranks),
-        group_(rehearsal_group(ranks)),
+        group_(dry_run_group(ranks)),
         tensors_(walk(model, {})),
         gradients_(gradients_of(tensors_)) {
     const auto kind = optimizer_kind(options);

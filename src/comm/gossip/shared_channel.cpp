@@ -90,8 +90,8 @@ class SharedChannel : public GossipChannel {
         bases_(std::move(bases)),
         peers_(std::move(peers)),
         ended_(bases_.size(), false),
-        tardy_(bases_.size(), false),
-        tardy_reader_(bases_.size(), false),
+        late_source_(bases_.size(), false),
+        late_reader_(bases_.size(), false),
         looked_(bases_.size()),
         last_read_(buffers_.size(), std::vector<int64_t>(bases_.size(), 0)),
         readers_(buffers_.size()),
@@ -120,8 +120,8 @@ class SharedChannel : public GossipChannel {
     const auto deadline = SteadyClock::now() + limit;
     for (const int reader : readers_[buffer][index]) {
       const auto done = [&] { return layout_.done(own(), buffer, reader).load() >= version; };
-      if (!tardy_reader_[reader]) wait(deadline, reader, done);
-      tardy_reader_[reader] = !done();
+      if (!late_reader_[reader]) wait(deadline, reader, done);
+      late_reader_[reader] = !done();
     }
     slot.version.store(being_written, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // a reader that sees new values sees this too
@@ -138,7 +138,7 @@ class SharedChannel : public GossipChannel {
   Reading read(size_t buffer, int64_t version, int source, Limit limit, const Use& use) override {
     auto* base = bases_[source];
     auto found = find(buffer, version, source);
-    if (!found && !tardy_[source]) {
+    if (!found && !late_source_[source]) {
       wait(SteadyClock::now() + limit, source, [&] { return (found = find(buffer, version, source)).has_value(); });
     }
     if (!found) found = find(buffer, last_read_[buffer][source] + 1, source);
@@ -151,7 +151,7 @@ class SharedChannel : public GossipChannel {
       result.version = found->version;
       last_read_[buffer][source] = std::max(last_read_[buffer][source], found->version);
     }
-    tardy_[source] = !found || found->version < version;
+    late_source_[source] = !found || found->version < version;
     // A newer one is what is read next, or this rank would find one too new in every step from now on.
     layout_.done(base, buffer, group_->rank).store(version, std::memory_order_release);
     ring(source);
@@ -187,8 +187,8 @@ class SharedChannel : public GossipChannel {
   void begin_anew(int64_t version) override {
     forget();
     begun_ = version;
-    tardy_.assign(tardy_.size(), false);
-    tardy_reader_.assign(tardy_reader_.size(), false);
+    late_source_.assign(late_source_.size(), false);
+    late_reader_.assign(late_reader_.size(), false);
   }
 
   void leave() override {
@@ -203,7 +203,7 @@ class SharedChannel : public GossipChannel {
   void admit(int rank, const std::string& address) override {
     peers_[rank] = group_->world->memory->peer(group_->world->meeting.peers[group_->world_ranks[rank]].page);
     bases_[rank] = peers_[rank]->at(place_of_memory(address));
-    ended_[rank] = tardy_[rank] = tardy_reader_[rank] = false;
+    ended_[rank] = late_source_[rank] = late_reader_[rank] = false;
     for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {
       last_read_[buffer][rank] = 0;
       layout_.done(own(), buffer, rank).store(0);
@@ -268,8 +268,8 @@ class SharedChannel : public GossipChannel {
   bool may_spin_ = false;
   int64_t begun_ = -1;  // stops up to this version are over
   std::vector<bool> ended_;
-  std::vector<bool> tardy_;         // sources that were waited for in vain
-  std::vector<bool> tardy_reader_;  // readers that were
+  std::vector<bool> late_source_;  // sources that were waited for in vain
+  std::vector<bool> late_reader_;  // readers that were
   std::vector<SteadyClock::time_point> looked_;
   std::vector<std::vector<int64_t>> last_read_;  // by buffer and source
   struct Readers {

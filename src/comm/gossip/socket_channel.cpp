@@ -447,7 +447,7 @@ std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group,
     line = fmt::format("- {}", error.what());
   }
   const auto topic = fmt::format("gossip/{}/{}", state->name, state->progress->gossip_channels++);
-  const auto lines = exchange(*state->world, topic, state->world_ranks, state->rank, line);
+  const auto lines = store_gather(*state->world, topic, state->world_ranks, state->rank, line);
   std::vector<Address> addresses;
   for (size_t rank = 0; rank < lines.size(); ++rank) {
     if (lines[rank][0] == '-') {

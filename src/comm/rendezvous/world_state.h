@@ -22,7 +22,7 @@ struct WorldState {
   std::string listen_address;                // of this process's own sockets
   std::unique_ptr<FlightRecorder> recorder;  // none: nobody asked for one
   Activity activity;
-  std::shared_ptr<LetGo> let_go = std::make_shared<LetGo>();
+  std::shared_ptr<ReleasedGroups> released_groups = std::make_shared<ReleasedGroups>();
   int local_rank = 0;
   int local_size = 1;
 };

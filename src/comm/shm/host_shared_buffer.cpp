@@ -15,7 +15,7 @@
 namespace shoal {
 
 // The shared file: one version per rank, each on lines of its own, then the elements.
-struct OnceBuffer::State {
+struct HostSharedBuffer::State {
   explicit State(Group of) : group(std::move(of)) {}
 
   std::atomic<int64_t>& version(int rank) const {
@@ -23,7 +23,7 @@ struct OnceBuffer::State {
   }
 
   Group group;
-  OnceBufferOptions options;
+  HostSharedBufferOptions options;
   std::vector<Range> owners;
   at::Tensor tensor;
   std::shared_ptr<GroupState> group_state;
@@ -56,7 +56,7 @@ namespace {
 // Waits in slices like any operation, so that a dead owner is named.
 class PublishedWork : public TransportWork {
  public:
-  PublishedWork(const OnceBuffer::State& state, int64_t version, std::vector<int> owners)
+  PublishedWork(const HostSharedBuffer::State& state, int64_t version, std::vector<int> owners)
       : state_(state), version_(version), owners_(std::move(owners)) {}
 
   bool done() override {
@@ -78,24 +78,24 @@ class PublishedWork : public TransportWork {
   }
 
  private:
-  const OnceBuffer::State& state_;
+  const HostSharedBuffer::State& state_;
   int64_t version_;
   std::vector<int> owners_;
 };
 
 void check(const Group& group, int64_t numel, const std::vector<Range>& owners) {
   if (static_cast<int>(owners.size()) != group.size()) {
-    throw UsageError(fmt::format("allocate_once: {} owner ranges for {} ranks", owners.size(), group.size()));
+    throw UsageError(fmt::format("allocate_host_shared: {} owner ranges for {} ranks", owners.size(), group.size()));
   }
   for (size_t rank = 0; rank < owners.size(); ++rank) {
     if (owners[rank].empty()) continue;
     if (owners[rank].begin < 0 || owners[rank].end > numel) {
-      throw UsageError(fmt::format("allocate_once: rank {}'s range [{}, {}) is not within {} elements", rank,
+      throw UsageError(fmt::format("allocate_host_shared: rank {}'s range [{}, {}) is not within {} elements", rank,
                                    owners[rank].begin, owners[rank].end, numel));
     }
     for (size_t other = 0; other < rank; ++other) {
       if (!owners[rank].intersect(owners[other]).empty()) {
-        throw UsageError(fmt::format("allocate_once: the ranges of ranks {} and {} overlap", other, rank));
+        throw UsageError(fmt::format("allocate_host_shared: the ranges of ranks {} and {} overlap", other, rank));
       }
     }
   }
@@ -131,21 +131,21 @@ std::shared_ptr<MemoryFile> share_file(const Group& group, size_t bytes) {
   auto everybody = at::full({1}, file ? 1 : 0, at::kLong);
   group.all_reduce(everybody, ReduceOp::min, label).wait();
   if (everybody.item<int64_t>() == 1) return file;
-  throw UsageError(fmt::format("allocate_once: not all ranks can map {} bytes of shared memory{}", bytes,
+  throw UsageError(fmt::format("allocate_host_shared: not all ranks can map {} bytes of shared memory{}", bytes,
                                fault.empty() ? "" : ": " + fault));
 }
 
 }  // namespace
 
-OnceBuffer Group::allocate_once(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners,
-                                const OnceBufferOptions& once) const {
+HostSharedBuffer Group::allocate_host_shared(int64_t numel, const at::TensorOptions& options, std::vector<Range> owners,
+                                             const HostSharedBufferOptions& buffer) const {
   check(*this, numel, owners);
-  if (once.broadcast_numel == 0 || once.broadcast_numel < -1) {
-    throw UsageError(fmt::format("allocate_once: broadcast_numel {}; give at least 1, or -1 for a whole range",
-                                 once.broadcast_numel));
+  if (buffer.broadcast_numel == 0 || buffer.broadcast_numel < -1) {
+    throw UsageError(fmt::format("allocate_host_shared: broadcast_numel {}; give at least 1, or -1 for a whole range",
+                                 buffer.broadcast_numel));
   }
-  auto state = std::make_shared<OnceBuffer::State>(*this);
-  state->options = once;
+  auto state = std::make_shared<HostSharedBuffer::State>(*this);
+  state->options = buffer;
   state->owners = std::move(owners);
   state->group_state = state_;
   const auto header = static_cast<size_t>(size()) * cache_line;
@@ -161,29 +161,29 @@ OnceBuffer Group::allocate_once(int64_t numel, const at::TensorOptions& options,
   } else {
     state->tensor = allocate(numel, options);
   }
-  return OnceBuffer(std::move(state));
+  return HostSharedBuffer(std::move(state));
 }
 
-OnceBuffer::OnceBuffer(std::shared_ptr<State> state) : state_(std::move(state)) {}
+HostSharedBuffer::HostSharedBuffer(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-const at::Tensor& OnceBuffer::tensor() const {
+const at::Tensor& HostSharedBuffer::tensor() const {
   return state_->tensor;
 }
 
-const std::vector<Range>& OnceBuffer::owners() const {
+const std::vector<Range>& HostSharedBuffer::owners() const {
   return state_->owners;
 }
 
-at::Tensor OnceBuffer::own() const {
+at::Tensor HostSharedBuffer::own() const {
   const auto& range = state_->owners[state_->group.rank()];
   return state_->tensor.narrow(0, range.begin, range.size());
 }
 
-bool OnceBuffer::shared() const {
+bool HostSharedBuffer::shared() const {
   return state_->file != nullptr;
 }
 
-void OnceBuffer::publish(int64_t version, const Label& label) {
+void HostSharedBuffer::publish(int64_t version, const Label& label) {
   auto& state = *state_;
   if (version <= state.own_version) {
     throw UsageError(
@@ -208,11 +208,11 @@ void OnceBuffer::publish(int64_t version, const Label& label) {
   }
 }
 
-void OnceBuffer::wait_published(int64_t version, const Label& label) {
+void HostSharedBuffer::wait_published(int64_t version, const Label& label) {
   wait_published(version, {0, state_->tensor.numel()}, label);
 }
 
-void OnceBuffer::wait_published(int64_t version, const Range& range, const Label& label) {
+void HostSharedBuffer::wait_published(int64_t version, const Range& range, const Label& label) {
   auto& state = *state_;
   if (!state.file) {
     if (state.own_version < version) {

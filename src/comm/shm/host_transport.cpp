@@ -252,7 +252,7 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   } catch (const std::exception& error) {
     line = fmt::format("- - {}", error.what());
   }
-  const auto lines = exchange(world, "host/" + name, world_ranks, rank, line);
+  const auto lines = store_gather(world, "host/" + name, world_ranks, rank, line);
   for (int other = 0; other < size; ++other) {
     if (lines[other][0] != '-') continue;
     if (own_block != nullptr) world.memory->free(own_block);

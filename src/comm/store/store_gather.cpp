@@ -11,8 +11,8 @@ namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
 
-std::vector<std::string> exchange(const WorldState& world, const std::string& topic,
-                                  const std::vector<int>& world_ranks, int rank, const std::string& own) {
+std::vector<std::string> store_gather(const WorldState& world, const std::string& topic,
+                                      const std::vector<int>& world_ranks, int rank, const std::string& own) {
   const auto key = [&](size_t of) { return fmt::format("{}/exchange/{}/{}", world.meeting.prefix, topic, of); };
   auto& store = *world.meeting.store;
   store_set(store, key(rank), own);

@@ -33,7 +33,7 @@ std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::str
   };
   HierarchicalParts parts{*grid, inside("up"), inside("down"), nullptr, nullptr};
   const bool possible = parts.up && parts.down;
-  const auto others = exchange(world, name + "/spanning", world_ranks, rank, possible ? "yes" : "no");
+  const auto others = store_gather(world, name + "/spanning", world_ranks, rank, possible ? "yes" : "no");
   if (std::count(others.begin(), others.end(), "yes") != static_cast<int64_t>(others.size())) return nullptr;
   parts.across = make_gloo_transport(world, fmt::format("{}/across/{}", name, grid->local), grid->host, grid->hosts);
   parts.flat = make_gloo_transport(world, name + "/flat", rank, static_cast<int>(world_ranks.size()));

@@ -12,15 +12,15 @@
 namespace shoal {
 namespace {
 
-class RehearsedWork : public TransportWork {
+class DryRunWork : public TransportWork {
  public:
   bool done() override { return true; }
   bool wait_for(Milliseconds, Milliseconds) override { return true; }
 };
 
-class RehearsalTransport : public Transport {
+class DryRunTransport : public Transport {
  public:
-  std::string name() const override { return "rehearsal"; }
+  std::string name() const override { return "dry run"; }
   bool checks_agreement() const override { return true; }
 
   // Every output, or part of one, is rank 0's input or its part of it.
@@ -34,20 +34,20 @@ class RehearsalTransport : public Transport {
         to.narrow(0, begin, numel).copy_(from.narrow(0, 0, numel));
       }
     }
-    return std::make_unique<RehearsedWork>();
+    return std::make_unique<DryRunWork>();
   }
 };
 
 }  // namespace
 
-Group rehearsal_group(int ranks) {
+Group dry_run_group(int ranks) {
   const auto alone = init({.rank = 0, .size = 1});
   auto state = std::make_shared<GroupState>(*state_of(alone.group()));
   state->world_ranks.resize(ranks);
   std::iota(state->world_ranks.begin(), state->world_ranks.end(), 0);
   state->progress = std::make_shared<GroupProgress>();
   state->progress->calls = std::make_shared<CallHistory>(/*keeps=*/false);
-  state->transport = state->progress->transport = std::make_shared<RehearsalTransport>();
+  state->transport = state->progress->transport = std::make_shared<DryRunTransport>();
   return Group(std::move(state));
 }
 

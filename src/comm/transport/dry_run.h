@@ -7,6 +7,6 @@ namespace shoal {
 
 // Rank 0 of `ranks` that are not there: as if all of them called what this process calls, with the same tensors, except
 // that sums stay as they are. Group::statistics() and recorded() work as ever.
-Group rehearsal_group(int ranks);
+Group dry_run_group(int ranks);
 
 }  // namespace shoal

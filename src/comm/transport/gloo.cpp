@@ -90,15 +90,14 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   try {
     watch_threads();
-    world.let_go->end_those_of_nobody(/*aside=*/thread_stays);
+    world.released_groups->end_unreferenced(/*aside=*/thread_stays);
     auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
     await_all(*store, rank, size);
     auto transport =
         make_c10d_transport("gloo", connected, [gloo = connected.get()](const Call& call) { gloo->tag_next(call); });
     auto* seen = transport.get();
-    auto keep = [let_go = world.let_go, transport = std::move(transport), store, rank, size](Transport*) mutable {
-      let_go->keep(std::move(transport), std::move(store), rank, size);
-    };
+    auto keep = [released_groups = world.released_groups, transport = std::move(transport), store, rank, size](
+                    Transport*) mutable { released_groups->keep(std::move(transport), std::move(store), rank, size); };
     return {seen, std::move(keep)};
   } catch (const std::exception& error) {
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);

@@ -59,7 +59,7 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
   auto flat = at::empty({0}, page->options);
   flat.set_(page->storage, 0, {numel}, {1});
   flat = watchable(flat);
-  remove(*page);
+  free_memory(*page);
   auto* storage = page->storage.unsafeGetStorageImpl();
   index_[storage] = pages_.size();
   pages_.push_back(std::move(page));
@@ -68,7 +68,7 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
 }
 
 // The tensors stay, without memory.
-void Pager::remove(Page& page) {
+void Pager::free_memory(Page& page) {
   store(page);
   if (page.memory.defined()) spare_.put(std::exchange(page.memory, {}));
   auto* storage = page.storage.unsafeGetStorageImpl();
@@ -77,7 +77,7 @@ void Pager::remove(Page& page) {
       fmt::format("{} is not in memory on this rank: operators fetch it by themselves; for data_ptr() hold a "
                   "summon_full_params() scope",
                   page.source.name));
-  page.state = State::away;
+  page.state = State::sharded;
   page.used = false;
 }
 
@@ -94,7 +94,7 @@ void Pager::start(size_t index) {
   auto& page = *pages_[index];
   page.memory = spare_.take(group_, page.numel, page.options);
   page.work = gather(page, page.memory);
-  page.state = State::coming;
+  page.state = State::gathering;
   ++ahead_;
   ++statistics_.gathers;
   count();
@@ -109,19 +109,19 @@ void Pager::gather_for_others(size_t index) {
 }
 
 void Pager::finish(Page& page) {
-  if (page.state != State::coming) return;
+  if (page.state != State::gathering) return;
   page.work.wait();
   auto* storage = page.storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(pointer_to(page.memory));
   storage->clear_data_ptr_access_error_msg_();
-  page.state = State::present;
+  page.state = State::unsharded;
 }
 
 void Pager::count() {
   size_t pages = 0;
   int64_t bytes = 0;
   for (const auto& page : pages_) {
-    if (page->state == State::away) continue;
+    if (page->state == State::sharded) continue;
     ++pages;
     bytes += static_cast<int64_t>(page->memory.nbytes());
   }
@@ -129,7 +129,7 @@ void Pager::count() {
   statistics_.peak_bytes = std::max(statistics_.peak_bytes, bytes);
 }
 
-void Pager::bring(size_t index) {
+void Pager::unshard(size_t index) {
   auto& page = *pages_[index];
   if (options_.check_order) uses_.use(index);
   if (page.used) {
@@ -140,7 +140,7 @@ void Pager::bring(size_t index) {
   mark_use(group_, page.source.name);
   order_.missed(index);
   make_room(&page);
-  while (page.state == State::away) {
+  while (page.state == State::sharded) {
     const auto next = *order_.next(index);
     if (next == index) {
       start(index);
@@ -178,7 +178,7 @@ void Pager::make_room(const Page* next) {
       continue;
     }
     bytes -= page.bytes();
-    remove(page);
+    free_memory(page);
     place = used_.erase(place);
   }
 }
@@ -187,7 +187,7 @@ void Pager::fetch_ahead() {
   while (ahead_ < options_.ahead) {
     const auto next = order_.ahead();
     if (!next) return;
-    if (pages_[*next]->state == State::away) {
+    if (pages_[*next]->state == State::sharded) {
       start(*next);
     } else {
       gather_for_others(*next);
@@ -201,7 +201,7 @@ void Pager::begin_use(std::string_view op, std::span<c10::StorageImpl* const> me
   require_room(op, memory);
   for (auto* storage : memory) ++pages_[index_.at(storage)]->users;
   auto unpin = c10::make_scope_exit([&] { unuse(memory); });
-  for (auto* storage : memory) bring(index_.at(storage));
+  for (auto* storage : memory) unshard(index_.at(storage));
   unpin.release();
 }
 
@@ -213,7 +213,7 @@ void Pager::before_write(std::string_view, c10::StorageImpl* memory) {
 }
 
 void Pager::store(Page& page) {
-  if (!std::exchange(page.dirty, false) || page.state != State::present) return;
+  if (!std::exchange(page.dirty, false) || page.state != State::unsharded) return;
   const torch::NoGradGuard no_grad;
   if (page.source.own.defined()) {
     const auto numel = page.source.own.numel();
@@ -278,22 +278,22 @@ void Pager::help_others() {
   while (const auto next = order_.next(std::nullopt)) gather_for_others(*next);
 }
 
-void Pager::forget(size_t index) {
+void Pager::reshard(size_t index) {
   auto& page = *pages_[index];
-  if (page.state == State::away) return;
+  if (page.state == State::sharded) return;
   if (page.used) {
     used_.remove(index);
   } else {
     finish(page);
     --ahead_;
   }
-  remove(page);
+  free_memory(page);
 }
 
 // Pages that were fetched ahead and not used.
-void Pager::forget_unused() {
+void Pager::reshard_unused() {
   for (size_t index = 0; index < pages_.size(); ++index) {
-    if (!pages_[index]->used) forget(index);
+    if (!pages_[index]->used) reshard(index);
   }
 }
 
@@ -303,7 +303,7 @@ void Pager::begin(Pass pass) {
   order_.begin(pass);
   help_others();
   if (options_.check_order) check_order(pass);
-  forget_unused();
+  reshard_unused();
 }
 
 void Pager::check_order(Pass pass) {
@@ -329,17 +329,17 @@ void Pager::end() {
   order_.end(GatherOrder::fingerprint(left));
   help_others();
   uses_.end();
-  forget_unused();
+  reshard_unused();
   // Reads outside of passes are collective, so that all ranks must have the same pages, or none.
   if (order_.left_alike()) return;
   for (const auto index : left) {
-    if (pages_[index]->users == 0) forget(index);
+    if (pages_[index]->users == 0) reshard(index);
   }
 }
 
 void Pager::invalidate(const at::Tensor& page) {
   const std::lock_guard lock(mutex_);
-  forget(index_.at(page.storage().unsafeGetStorageImpl()));
+  reshard(index_.at(page.storage().unsafeGetStorageImpl()));
 }
 
 void Pager::keep(bool all) {
@@ -355,26 +355,26 @@ void Pager::update() {
   help_others();
 }
 
-void Pager::hold_all(bool stay, const std::set<std::string>& but) {
+void Pager::unshard_all(bool stay, const std::set<std::string>& but) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
   for (size_t index = 0; index < pages_.size(); ++index) {
     auto& page = *pages_[index];
     if (but.contains(page.source.name)) continue;
-    bring(index);
+    unshard(index);
     if (!stay) {
-      if (page.users == 0) forget(index);
+      if (page.users == 0) reshard(index);
       continue;
     }
     ++page.users;
-    held_.push_back(index);
+    unsharded_.push_back(index);
   }
 }
 
-void Pager::release_all(bool store) {
+void Pager::reshard_all(bool store) {
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
-  for (const auto index : std::exchange(held_, {})) {
+  for (const auto index : std::exchange(unsharded_, {})) {
     auto& page = *pages_[index];
     --page.users;
     if (!store || !page.source.own.defined()) continue;
@@ -384,7 +384,7 @@ void Pager::release_all(bool store) {
   }
   // What else was written does not count, and ranks that held nothing have other pages.
   for (size_t index = 0; index < pages_.size(); ++index) {
-    if (pages_[index]->users == 0) forget(index);
+    if (pages_[index]->users == 0) reshard(index);
   }
 }
 

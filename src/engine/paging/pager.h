@@ -86,20 +86,20 @@ class Pager : private MemoryUser {
   // This rank's parts are about to change. Comes back when all ranks have called it; those that read pages until then
   // read what the parts are now. Collective.
   void update();
-  // Brings all pages but some, by name. Where they are to `stay`, they do until release_all. Collective.
-  void hold_all(bool stay = true, const std::set<std::string>& but = {});
+  // Brings all pages but some, by name. Where they are to `stay`, they do until reshard_all. Collective.
+  void unshard_all(bool stay = true, const std::set<std::string>& but = {});
   // Lets those go that stay; `store`: what they hold now counts, for this rank's parts.
-  void release_all(bool store);
+  void reshard_all(bool store);
   const Statistics& statistics() const { return statistics_; }
 
  private:
-  enum class State { away, coming, present };
+  enum class State { sharded, gathering, unsharded };
   struct Page {
     PageSource source;
     c10::Storage storage;
     at::TensorOptions options;
     int64_t numel = 0;
-    State state = State::away;
+    State state = State::sharded;
     bool used = false;  // since it came
     int users = 0;
     bool written = false;  // since forget_writes()
@@ -119,7 +119,7 @@ class Pager : private MemoryUser {
   void unuse(std::span<c10::StorageImpl* const> memory);
   int64_t bytes_in_use() const;
   bool too_many(size_t pages, int64_t bytes) const;
-  void bring(size_t index);
+  void unshard(size_t index);
   void finish(Page& page);
   void start(size_t index);
   void gather_for_others(size_t index);
@@ -127,11 +127,11 @@ class Pager : private MemoryUser {
   Work gather(Page& page, const at::Tensor& room);
   void fetch_ahead();
   void make_room(const Page* next);
-  void remove(Page& page);
+  void free_memory(Page& page);
   void count();
   void check_order(Pass pass);
-  void forget_unused();
-  void forget(size_t index);
+  void reshard_unused();
+  void reshard(size_t index);
 
   PagerOptions options_;
   Group group_;
@@ -140,10 +140,10 @@ class Pager : private MemoryUser {
   mutable std::mutex mutex_;  // everything below
   std::vector<std::unique_ptr<Page>> pages_;
   std::unordered_map<c10::StorageImpl*, size_t> index_;
-  std::list<size_t> used_;  // in memory and used, least recently first
-  std::vector<size_t> held_;  // by hold_all
-  int64_t largest_ = 0;     // bytes of a page
-  size_t ahead_ = 0;        // in memory or on their way, not used yet
+  std::list<size_t> used_;         // in memory and used, least recently first
+  std::vector<size_t> unsharded_;  // by unshard_all
+  int64_t largest_ = 0;            // bytes of a page
+  size_t ahead_ = 0;               // in memory or on their way, not used yet
   bool keep_ = false;
   UseOrder uses_;  // with check_order
   bool warned_ = false;

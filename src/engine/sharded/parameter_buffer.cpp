@@ -29,10 +29,10 @@ at::Tensor values_like(const at::Tensor& home, const at::Tensor& parameter) {
 }  // namespace
 
 ParameterBuffer::ParameterBuffer(const Group& group, std::vector<at::Tensor> parameters, FlatLayout layout,
-                                 std::vector<Range> owners, const OnceBufferOptions& options, const Label& label)
+                                 std::vector<Range> owners, const HostSharedBufferOptions& options, const Label& label)
     : layout_(std::move(layout)),
-      memory_(group.allocate_once(layout_.size(), parameters.front().options().requires_grad(false), std::move(owners),
-                                  options)),
+      memory_(group.allocate_host_shared(layout_.size(), parameters.front().options().requires_grad(false),
+                                         std::move(owners), options)),
       own_(memory_.owners()[group.rank()]),
       written_(parameters.size()) {
   const torch::NoGradGuard no_grad;

@@ -26,7 +26,7 @@ class ParameterBuffer : private MemoryUser {
  public:
   // Moves the parameters into the buffer; what the owner of a range holds counts. Collective.
   ParameterBuffer(const Group& group, std::vector<at::Tensor> parameters, FlatLayout layout, std::vector<Range> owners,
-                  const OnceBufferOptions& options, const Label& label);
+                  const HostSharedBufferOptions& options, const Label& label);
   // Gives the parameters memory of their own again, with their present values.
   ~ParameterBuffer() override;
   ParameterBuffer(const ParameterBuffer&) = delete;
@@ -61,7 +61,7 @@ class ParameterBuffer : private MemoryUser {
   void bind(size_t piece);
 
   FlatLayout layout_;
-  OnceBuffer memory_;
+  HostSharedBuffer memory_;
   Range own_;
   int64_t version_ = 0;
   std::vector<at::Tensor> homes_;  // one storage each, so that it can point elsewhere for a while

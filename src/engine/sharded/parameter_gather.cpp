@@ -19,7 +19,7 @@ class InParameters : public ParameterGather {
  public:
   InParameters(const Group& group, std::vector<at::Tensor> parameters, const FlatLayout& layout,
                std::vector<Range> owners, const Label& label)
-      : buffer_(group, std::move(parameters), layout, std::move(owners), OnceBufferOptions(), label) {}
+      : buffer_(group, std::move(parameters), layout, std::move(owners), HostSharedBufferOptions(), label) {}
 
   at::Tensor elements(const Slice& slice) const override { return buffer_.part(slice.in_flat); }
   at::Tensor outgoing(const Slice& slice) const override { return elements(slice); }

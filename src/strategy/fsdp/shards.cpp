@@ -103,8 +103,7 @@ std::vector<at::Tensor> narrow(const ModuleTensors& tensors, at::ScalarType dtyp
 }
 
 // Gives floating-point buffers another dtype; returns what all of them had.
-std::vector<std::pair<at::Tensor, at::ScalarType>> convert_buffers(const ModuleTensors& tensors,
-                                                                   at::ScalarType dtype) {
+std::vector<std::pair<at::Tensor, at::ScalarType>> convert_buffers(const ModuleTensors& tensors, at::ScalarType dtype) {
   std::vector<std::pair<at::Tensor, at::ScalarType>> own;
   for (const auto& entry : tensors.buffers) {
     own.emplace_back(entry.tensor, entry.tensor.scalar_type());
@@ -114,7 +113,8 @@ std::vector<std::pair<at::Tensor, at::ScalarType>> convert_buffers(const ModuleT
 }
 
 // Gives deferred parameters, and what they were before they were rounded, their values.
-void bring_to_life(const ShardGroups& groups, std::vector<at::Tensor> tensors, bool sync, const std::string& name) {
+void materialize_and_broadcast(const ShardGroups& groups, std::vector<at::Tensor> tensors, bool sync,
+                               const std::string& name) {
   std::erase_if(tensors, [](const at::Tensor& tensor) { return !is_deferred(tensor); });
   if (tensors.empty()) return;
   materialize(tensors);
@@ -222,7 +222,7 @@ void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards&
         if (!originals.empty()) values.push_back(originals[member]);
       }
     }
-    bring_to_life(groups, std::move(values), shards.options.sync_module_states, name);
+    materialize_and_broadcast(groups, std::move(values), shards.options.sync_module_states, name);
     for (const auto bucket : of_unit) {
       gathers[bucket] = gather(reducer.parameters_of(buckets[bucket]), buckets[bucket].layout(),
                                reducer.owners_of(buckets[bucket], shard.size()), name);

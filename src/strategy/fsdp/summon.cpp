@@ -24,10 +24,10 @@ void check(const SummonFullParamsOptions& options, const at::Device& device) {
         "summon_full_params: rank0_only with writeback: the other ranks have nothing to write back; unset writeback");
   }
   if (options.offload_to_cpu && !device.is_cpu()) {
-    throw UsageError(
-        fmt::format("summon_full_params: offload_to_cpu: the model is on {}; offloading from there is not supported yet: "
-                    "take full_state_dict or visit_full_state",
-                    device.str()));
+    throw UsageError(fmt::format(
+        "summon_full_params: offload_to_cpu: the model is on {}; offloading from there is not supported yet: "
+        "take full_state_dict or visit_full_state",
+        device.str()));
   }
 }
 
@@ -150,7 +150,7 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options) {
   }
   shards.module->notice_writes(false);  // who may write, and what counts, is this scope's
   if (shards.pager) {
-    shards.pager->hold_all(!options.rank0_only || shards.groups.all.rank() == 0, hold.left_out);
+    shards.pager->unshard_all(!options.rank0_only || shards.groups.all.rank() == 0, hold.left_out);
   } else {
     for_own_memory(shards, [&](const std::string& unit, const at::Tensor& memory) {
       const bool counts = options.writeback && !hold.left_out.contains(unit);
@@ -172,7 +172,7 @@ void FullyShardedCore::release() {
   shards.module->lend(false);
   const bool writeback = hold->options.writeback;
   if (shards.pager) {
-    shards.pager->release_all(writeback);
+    shards.pager->reshard_all(writeback);
   } else {
     shards.groups.shard.barrier(label).wait();  // all have written and read
     for (const auto& [memory, before] : hold->undo) at::Tensor(memory).copy_(before);

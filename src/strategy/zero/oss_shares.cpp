@@ -122,7 +122,7 @@ void OSSCore::State::fill_buffers() {
       const auto wire = options.broadcast_fp16 ? std::optional(at::kHalf) : std::nullopt;
       buffers.push_back(std::make_unique<ParameterBuffer>(
           group, chosen(parameters, members), std::move(layout), std::move(ranges),
-          OnceBufferOptions{.broadcast_numel = options.broadcast_buffer_size, .published_as = wire},
+          HostSharedBufferOptions{.broadcast_numel = options.broadcast_buffer_size, .published_as = wire},
           label("parameters of OSS")));
     }
   }

@@ -26,10 +26,10 @@ std::vector<Range> equal_ranges(int64_t numel) {
   return owners;
 }
 
-TEST(OnceBuffer, ReadersSeeWhatTheOwnersHavePublished) {
+TEST(HostSharedBuffer, ReadersSeeWhatTheOwnersHavePublished) {
   const int64_t numel = 10007;
   auto log = std::make_shared<CallLog>();
-  auto buffer = group().recorded(log).allocate_once(numel, at::kFloat, equal_ranges(numel));
+  auto buffer = group().recorded(log).allocate_host_shared(numel, at::kFloat, equal_ranges(numel));
   log->clear();
   EXPECT_EQ(buffer.tensor().abs().sum().item<float>(), 0);
   group().barrier().wait();  // before anybody writes
@@ -49,9 +49,10 @@ TEST(OnceBuffer, ReadersSeeWhatTheOwnersHavePublished) {
   }
 }
 
-TEST(OnceBuffer, WaitsForTheOwnersOfARangeOnly) {
-  if (!group().allocate_once(8, at::kFloat, equal_ranges(8)).shared()) GTEST_SKIP() << "without shared memory all move";
-  auto buffer = group().allocate_once(1000, at::kDouble, equal_ranges(1000));
+TEST(HostSharedBuffer, WaitsForTheOwnersOfARangeOnly) {
+  if (!group().allocate_host_shared(8, at::kFloat, equal_ranges(8)).shared())
+    GTEST_SKIP() << "without shared memory all move";
+  auto buffer = group().allocate_host_shared(1000, at::kDouble, equal_ranges(1000));
   if (group().rank() == 0) {
     buffer.own().fill_(5);
     buffer.publish(1);
@@ -63,28 +64,28 @@ TEST(OnceBuffer, WaitsForTheOwnersOfARangeOnly) {
   buffer.wait_published(1);
 }
 
-TEST(OnceBuffer, TakesUnequalAndEmptyRangesAndGaps) {
+TEST(HostSharedBuffer, TakesUnequalAndEmptyRangesAndGaps) {
   std::vector<Range> owners(group().size());
   owners.back() = {3, 9};
-  auto buffer = group().allocate_once(12, at::kInt, owners);
+  auto buffer = group().allocate_host_shared(12, at::kInt, owners);
   buffer.own().fill_(7);
   buffer.publish(4);
   buffer.wait_published(4);
   EXPECT_EQ(buffer.tensor().sum().item<int64_t>(), 6 * 7);
 }
 
-TEST(OnceBuffer, RefusesRangesThatOverlapOrLeaveTheBufferAndOldVersions) {
+TEST(HostSharedBuffer, RefusesRangesThatOverlapOrLeaveTheBufferAndOldVersions) {
   std::vector<Range> outside(group().size());
   outside[0] = {0, 11};
-  EXPECT_THROW(group().allocate_once(10, at::kFloat, outside), UsageError);
-  EXPECT_THROW(group().allocate_once(10, at::kFloat, std::vector<Range>(group().size() + 1)), UsageError);
+  EXPECT_THROW(group().allocate_host_shared(10, at::kFloat, outside), UsageError);
+  EXPECT_THROW(group().allocate_host_shared(10, at::kFloat, std::vector<Range>(group().size() + 1)), UsageError);
   if (group().size() > 1) {
     std::vector<Range> overlapping(group().size());
     overlapping[0] = {0, 6};
     overlapping[1] = {5, 10};
-    EXPECT_THROW(group().allocate_once(10, at::kFloat, overlapping), UsageError);
+    EXPECT_THROW(group().allocate_host_shared(10, at::kFloat, overlapping), UsageError);
   }
-  auto buffer = group().allocate_once(10, at::kFloat, equal_ranges(10));
+  auto buffer = group().allocate_host_shared(10, at::kFloat, equal_ranges(10));
   buffer.publish(2);
   EXPECT_THROW(buffer.publish(2), UsageError);
   buffer.wait_published(2);
@@ -98,11 +99,11 @@ double proportional_mib() {
   return -1;
 }
 
-TEST(OnceBuffer, BEY17_takes_the_memory_of_one_copy) {
+TEST(HostSharedBuffer, BEY17_takes_the_memory_of_one_copy) {
   const int64_t numel = 16 << 20;  // 64 MiB of float32
   group().barrier().wait();
   const double before = proportional_mib();
-  auto buffer = group().allocate_once(numel, at::kFloat, equal_ranges(numel));
+  auto buffer = group().allocate_host_shared(numel, at::kFloat, equal_ranges(numel));
   buffer.own().fill_(1);
   buffer.publish(1);
   buffer.wait_published(1);
