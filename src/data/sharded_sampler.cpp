@@ -72,8 +72,7 @@ std::optional<std::vector<size_t>> ShardedSampler::next(size_t batch_size) {
 
 void ShardedSampler::seek(size_t index) {
   if (index > indices_.size()) {
-    throw UsageError(
-        fmt::format("sampler: cannot go on after {} samples of a rank that has {}", index, indices_.size()));
+    throw UsageError(fmt::format("sampler: cannot resume after {} samples: this rank has {}", index, indices_.size()));
   }
   index_ = index;
 }

@@ -34,7 +34,8 @@ Batch TextDataset::get_batch(c10::ArrayRef<size_t> indices) {
 
 std::shared_ptr<TextDataset> text_file(const std::filesystem::path& file, int64_t context, Split split,
                                        double held_out) {
-  if (!(held_out >= 0 && held_out < 1)) throw UsageError(fmt::format("text: a held-out share of {}", held_out));
+  if (!(held_out >= 0 && held_out < 1))
+    throw UsageError(fmt::format("text: the held-out share {} is not valid", held_out));
   const auto size = InputFile(file, refuse_as<UsageError>).size();
   const auto test_size = static_cast<int64_t>(static_cast<double>(size) * held_out);
   const int64_t begin = split == Split::train ? 0 : size - test_size;

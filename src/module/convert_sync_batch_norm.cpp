@@ -81,8 +81,8 @@ std::shared_ptr<Module> convert_sync_batch_norm(const std::shared_ptr<Module>& m
   if (is_batch_norm(*module)) return replacements.of(*module);
   if (const auto names = out_of_reach(*module, ""); !names.empty()) {
     throw UsageError(
-        fmt::format("convert_sync_batch_norm: {}: a member that its module calls by its type cannot be replaced from "
-                    "outside; declare it as shoal::SyncBatchNorm, or put it into a Sequential",
+        fmt::format("convert_sync_batch_norm: {}: only elements of a Sequential can be replaced; declare the member as "
+                    "shoal::SyncBatchNorm, or move it into a Sequential",
                     fmt::join(names, ", ")));
   }
   replace(*module, replacements);

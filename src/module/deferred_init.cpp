@@ -230,8 +230,10 @@ const c10::IValue& written_argument(const c10::FunctionSchema& schema, const c10
     if (alias == nullptr || result.alias_info() == nullptr) continue;
     if (alias->beforeSets() == result.alias_info()->beforeSets()) return arguments[i];
   }
-  throw UsageError(fmt::format("DeferredInit: {} writes to a tensor and returns another; call it after materialize()",
-                               schema.name()));
+  throw UsageError(
+      fmt::format("DeferredInit: {} writes to one tensor and returns another, which cannot be recorded; call it after "
+                  "materialize()",
+                  schema.name()));
 }
 
 void require_deferred_targets(const c10::FunctionSchema& schema, const Values& arguments) {
@@ -241,7 +243,7 @@ void require_deferred_targets(const c10::FunctionSchema& schema, const Values& a
     for_tensors(arguments[i], [&](const at::Tensor& target) {
       if (Tape::instance().deferred(target)) return;
       throw UsageError(
-          fmt::format("DeferredInit: {} writes to a tensor that has memory what has no values yet; materialize() first",
+          fmt::format("DeferredInit: {} writes deferred values to a tensor that has memory; call materialize() first",
                       schema.name()));
     });
   }
@@ -299,8 +301,8 @@ void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   for (const auto& result : schema.returns()) {
     const auto kind = result.type()->kind();
     if (kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType) continue;
-    throw UsageError(fmt::format("DeferredInit: {} asks for values, which there are none of yet; materialize() first",
-                                 schema.name()));
+    throw UsageError(
+        fmt::format("DeferredInit: {} needs the values of a deferred tensor; call materialize() first", schema.name()));
   }
   Values results;
   for (const auto& shape : results_in_shape(op, arguments, device)) {

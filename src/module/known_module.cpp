@@ -37,8 +37,8 @@ void KnownModule::require_no_other() const {
     const auto same = [&](const at::Tensor& known) { return known.is_same(parameter); };
     if (!parameter.requires_grad() || std::any_of(parameters_.begin(), parameters_.end(), same)) continue;
     throw UsageError(
-        fmt::format("{0}: the module has the parameter {1} now, which it had not when it was given to {0}, so that "
-                    "each rank would train it by itself; make {0} anew after changing a module{2}",
+        fmt::format("{0}: the module has a new parameter {1}, which {0} would not synchronise; construct {0} again "
+                    "after changing the module{2}",
                     owner_, entry.key(), owner_ == "FullyShardedDataParallel" ? " (and call unwrap() before)" : ""));
   }
 }

@@ -91,7 +91,8 @@ class Normalise : public torch::autograd::Function<Normalise> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& outputs) {
     if (at::GradMode::is_enabled()) {
-      throw UsageError("SyncBatchNorm: backward with create_graph: its gradient cannot be differentiated once more");
+      throw UsageError(
+          "SyncBatchNorm: backward with create_graph is not supported: its gradient cannot be differentiated again");
     }
     const auto saved = context->get_saved_variables();
     const auto &input = saved[0], &weight = saved[1], &mean = saved[2], &scale = saved[3];
@@ -176,7 +177,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     return moments(input.detach(), group_);
   }();
   if (of_all.count == 1) {
-    throw UsageError("SyncBatchNorm: all ranks together have one value per channel; training needs at least two");
+    throw UsageError("SyncBatchNorm: all ranks together have only one value per channel; training needs at least two");
   }
   if (running_mean.defined() && of_all.count > 0) {
     const double factor = count_batch();

@@ -58,7 +58,7 @@ bool GradScaler::unscale(const std::vector<at::Tensor>& gradients) const {
   for (const auto& gradient : gradients) {
     if (!gradient.defined()) continue;
     if (!gradient.is_floating_point()) {
-      throw UsageError(fmt::format("GradScaler: a gradient is of type {}; only floating point can be unscaled",
+      throw UsageError(fmt::format("GradScaler: a gradient has dtype {}; only floating-point gradients can be unscaled",
                                    c10::toString(gradient.scalar_type())));
     }
     const auto dense = gradient.is_sparse() ? gradient._values() : gradient;

@@ -58,8 +58,8 @@ void require_matrices(const std::vector<at::Tensor>& parameters) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i].dim() != 2) {
       throw UsageError(
-          fmt::format("Muon: parameter {} of its group has shape [{}]; Muon takes matrices only, give "
-                      "others to an optimizer like AdamW",
+          fmt::format("Muon: parameter {} of its group has shape [{}]; Muon supports matrices only; use an optimizer "
+                      "like AdamW for others",
                       i, fmt::join(parameters[i].sizes(), ", ")));
     }
   }

@@ -46,9 +46,9 @@ std::unique_ptr<torch::optim::Optimizer> make_local(
     const torch::optim::OptimizerOptions& defaults, const std::string& name) {
   for (size_t number = 0; number < share.size(); ++number) {
     if (!share[number].has_options() || typeid(share[number].options()) == typeid(defaults)) continue;
-    throw UsageError(
-        fmt::format("{}: the options of param group {} are {}, those of the optimizer {}; give both one type", name,
-                    number, type_of(share[number].options()), type_of(defaults)));
+    throw UsageError(fmt::format(
+        "{}: the options of param group {} are of type {}, those of the optimizer of type {}; use the same type", name,
+        number, type_of(share[number].options()), type_of(defaults)));
   }
   std::unique_ptr<torch::optim::Optimizer> local;
   try {
@@ -58,8 +58,8 @@ std::unique_ptr<torch::optim::Optimizer> make_local(
   }
   if (dynamic_cast<const torch::optim::LBFGS*>(local.get()) != nullptr) {
     throw UsageError(name +
-                     ": L-BFGS takes products over all parameters and evaluates its closure several times in a step, "
-                     "which shares of the parameters cannot; use it with DistributedDataParallel");
+                     ": L-BFGS is not supported, because it needs all parameters on one rank and evaluates its closure "
+                     "several times per step; use it with DistributedDataParallel");
   }
   return local;
 }
@@ -70,8 +70,8 @@ void copy_options(const ParamGroups& from, ParamGroups& to) {
 
 void refuse_archive(const std::string& name) {
   throw UsageError(name +
-                   ": torch::save and torch::load would see this rank's share of the state alone; take shoal::save and "
-                   "shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict(), on every rank");
+                   ": torch::save and torch::load would only handle this rank's share of the state; use shoal::save "
+                   "and shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict(), on every rank");
 }
 
 std::vector<std::string> describe(const ParamGroups& groups) {

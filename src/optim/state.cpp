@@ -84,7 +84,7 @@ const detail::StateKind& find_kind(const std::string& type, const Matches& match
   const auto found = std::find_if(all.kinds.begin(), all.kinds.end(), matches);
   if (found != all.kinds.end()) return *found;
   throw UsageError(
-      fmt::format("what {} keeps per parameter is not known; name its fields once with shoal::register_state "
+      fmt::format("the per-parameter state of {} is unknown; declare its fields with shoal::register_state "
                   "(shoal/detail/register_state.h)",
                   type));
 }
@@ -94,7 +94,7 @@ const detail::StateKind& find_kind(const std::string& type, const Matches& match
 namespace detail {
 
 void StateWriter::missing(const std::string& name) const {
-  throw UsageError(fmt::format("the state for {} lacks '{}'", optimizer_, name));
+  throw UsageError(fmt::format("the state for {} has no '{}'", optimizer_, name));
 }
 
 void StateWriter::finish() const {
@@ -102,7 +102,8 @@ void StateWriter::finish() const {
     for (const auto& [name, value] : fields) {
       if (!used_.contains(name)) {
         throw UsageError(
-            fmt::format("the state has '{}', which {} does not keep; it is another optimizer's", name, optimizer_));
+            fmt::format("the state has '{}', which is not part of the state of {}; it belongs to another optimizer",
+                        name, optimizer_));
       }
     }
   };

@@ -10,8 +10,8 @@ namespace {
 Update checked(const at::Tensor& parameter, const std::string& optimizer) {
   const auto& gradient = parameter.grad();
   if (!parameter.is_floating_point()) {
-    throw UsageError(fmt::format("{}: a parameter is of type {}; only floating point can be trained", optimizer,
-                                 c10::toString(parameter.scalar_type())));
+    throw UsageError(fmt::format("{}: a parameter has dtype {}; only floating-point parameters can be trained",
+                                 optimizer, c10::toString(parameter.scalar_type())));
   }
   if (gradient.layout() != at::kStrided) {
     throw UsageError(fmt::format("{}: sparse gradients are not supported; use SGD or Adagrad of libtorch", optimizer));
@@ -44,9 +44,9 @@ std::vector<std::vector<Update>> collect_aligned_updates(const torch::optim::Opt
   for (auto& group : groups) {
     for (auto& [parameter, gradient] : group) {
       if (!parameter.is_non_overlapping_and_dense()) {
-        throw UsageError(optimizer +
-                         ": a parameter has gaps in memory; give it memory of its own (clone) or use libtorch's "
-                         "optimizer of the same name without Fused");
+        throw UsageError(
+            optimizer +
+            ": a parameter has gaps in memory; clone it, or use libtorch's optimizer without Fused in the name");
       }
       gradient = aligned(gradient, parameter);
     }

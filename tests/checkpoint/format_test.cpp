@@ -232,7 +232,7 @@ TEST(Index, BEY05_WhatIsNotTheFormatIsRefused) {
   for (const auto& [change, text] : cases) EXPECT_THAT(parse(changed_index(change)), HasSubstr(text));
   auto flipped = changed_index([](Json&) {});
   flipped[flipped.find("\"step\":3") + 7] = '4';
-  EXPECT_THAT(parse(flipped), HasSubstr("its checksum is wrong"));
+  EXPECT_THAT(parse(flipped), HasSubstr("the checksum does not match"));
   EXPECT_THAT(parse(""), HasSubstr("not JSON"));
   EXPECT_THAT(parse("{}"), HasSubstr("no format"));
   EXPECT_THAT(refusal<CheckpointError>([] { parse_index("[" + std::string(1000, ' ') + "]", 40, "index"); }),

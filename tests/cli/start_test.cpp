@@ -56,7 +56,7 @@ TEST(Start, TopologiesAreLookedAtBeforeRanksAreStarted) {
   };
   refused({"--topology", "nonsense"}, "unknown topology 'nonsense'");
   refused({"--topology", "hypercube", "--ranks", "3"}, "--ranks");
-  refused({"--topology-local-size", "3"}, "4 ranks do not fill hosts of 3");
+  refused({"--topology-local-size", "3"}, "4 ranks cannot be divided into hosts of 3");
   refused({"--topology-file", folder.file("none.json")}, "cannot open");
   refused({"--topology-file", file}, "3");
   refused({"--topology-file", file, "--topology", "ring"}, "give one of them");
@@ -85,9 +85,9 @@ TEST(Start, NumbersThatDoNotFitAreRefusedByName) {
 }
 
 TEST(Start, AnOptionWithoutAValueDoesNotTakeTheNext) {
-  expect_refused({"bench", "--train", "--peers", "--model", "mlp"}, "--peers: give it a value; --model stands in its");
-  expect_refused({"bench", "--ops", "--rounds", "1"}, "--ops: give it a value; --rounds");
-  expect_refused({"train", "--json", "--eval"}, "--json: give it a value; --eval");
+  expect_refused({"bench", "--train", "--peers", "--model", "mlp"}, "--peers: give a value; found --model instead");
+  expect_refused({"bench", "--ops", "--rounds", "1"}, "--ops: give a value; found --rounds");
+  expect_refused({"train", "--json", "--eval"}, "--json: give a value; found --eval");
 }
 
 TEST(Start, PlacesToWriteToAreLookedAtBeforeTraining) {
@@ -132,8 +132,7 @@ TEST(Start, StandardStreamsThatAreClosedOrFullLoseNothingInSilence) {
   EXPECT_EQ(read(folder.file("report"))["loss"].size(), 2U);
   ended = run({"sh", "-c", train + "- > /dev/full"}, 60);
   EXPECT_EQ(ended.code, 1);
-  EXPECT_NE(ended.output.find("error: cannot write to standard output: "), std::string::npos)
-      << ended.output;
+  EXPECT_NE(ended.output.find("error: cannot write to standard output: "), std::string::npos) << ended.output;
 }
 
 // The limit is the shell's and that of all that it starts.

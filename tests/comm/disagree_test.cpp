@@ -65,7 +65,7 @@ void expect_named(const std::function<void(const Group&, at::Tensor)>& act, cons
         EXPECT_TRUE((tensor == world().rank() + 1).all().item<bool>()) << "data were touched";
       }
       EXPECT_THROW(group.barrier(), CommError) << "the group is unusable now";
-      const auto sentence = text.substr(0, text.find(" (noticed"));
+      const auto sentence = text.substr(0, text.find(" (detected"));
       auto hash = at::full({1}, static_cast<int64_t>(std::hash<std::string>()(sentence)), at::kLong);
       auto lowest = hash.clone();
       world().group().all_reduce(lowest, ReduceOp::min).wait();

@@ -55,18 +55,18 @@ class FlightFiles : public ::testing::Test {
 TEST_F(FlightFiles, WhatCannotBeIsRefused) {
   EXPECT_NO_THROW(verdict(read_flights({path_})));
   EXPECT_THAT(refusal_with(offsetof(FlightHeader, size), std::numeric_limits<int32_t>::max()),
-              HasSubstr("a flight of 2147483647 ranks; possible are 1 to 100000"));
-  EXPECT_THAT(refusal_with(offsetof(FlightHeader, size), -5), HasSubstr("a flight of -5 ranks"));
-  EXPECT_THAT(refusal_with(offsetof(FlightHeader, rank), 2), HasSubstr("a flight of rank 2 of 2"));
+              HasSubstr("the file says 2147483647 ranks; valid are 1 to 100000"));
+  EXPECT_THAT(refusal_with(offsetof(FlightHeader, size), -5), HasSubstr("the file says -5 ranks"));
+  EXPECT_THAT(refusal_with(offsetof(FlightHeader, rank), 2), HasSubstr("the file says rank 2 of 2"));
   EXPECT_THAT(refusal_with(offsetof(FlightHeader, epoch_ns), std::numeric_limits<int64_t>::max()),
-              HasSubstr("a time that cannot be"));
+              HasSubstr("an invalid time"));
   EXPECT_THAT(refusal_with(offsetof(FlightHeader, groups), std::to_array("world\t0,9")), HasSubstr("rank 9 in group"));
   EXPECT_THAT(refusal_with(offsetof(FlightHeader, groups), std::to_array("world\t1,1")), HasSubstr("rank 1 in group"));
   const auto record = sizeof(FlightHeader);
   EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, print) + offsetof(Fingerprint, dtype), 1000),
-              HasSubstr("a record of an operation that does not exist"));
-  EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, kind), 17), HasSubstr("does not exist"));
-  EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, finished), int64_t{-1}), HasSubstr("time that cannot be"));
+              HasSubstr("a record with an unknown operation"));
+  EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, kind), 17), HasSubstr("unknown operation"));
+  EXPECT_THAT(refusal_with(record + offsetof(FlightRecord, finished), int64_t{-1}), HasSubstr("an invalid time"));
   write(good_.substr(0, 1000));
   EXPECT_THAT(refusal([&] { read_flight(path_); }), HasSubstr("1000 bytes instead of"));
 }

@@ -149,7 +149,7 @@ TEST(Group, AllToAllTransposes) {
 
 TEST(Group, SendAndRecvGoRoundARing) {
   const int ranks = group().size();
-  if (ranks == 1) GTEST_SKIP() << "a rank does not send to itself";
+  if (ranks == 1) GTEST_SKIP() << "a rank cannot send to itself";
   auto received = at::empty({8});
   auto sending = group().send(input(group().rank(), 8), (group().rank() + 1) % ranks, 3);
   group().recv(received, (group().rank() + ranks - 1) % ranks, 3).wait();

@@ -140,7 +140,7 @@ const Exceptions& of_decentralized() {
       all({"program_dcgan", "program_dcgan_zeroed_by_the_optimizers", "program_wgan_gp"},
           {Exception::differs, {"the generator's backward updates the other model, too, unless that is frozen"}}) +
       all({"a_loss_scale_with_inf_on_one_rank"}, {Exception::differs, {"that rank alone does not update"}, 2}) +
-      all({"program_transfer_that_thaws_a_layer"}, {Exception::refused, {"hidden.weight", "wrap it anew"}}) +
+      all({"program_transfer_that_thaws_a_layer"}, {Exception::refused, {"hidden.weight", "wrap the model again"}}) +
       all({"to_float_for_good"}, {Exception::refused, {"module.to(dtype)"}});
   return list;
 }
@@ -167,9 +167,8 @@ const Exceptions& of_own_gradients() {
 // Ranks that hold one model between them.
 const Exceptions& of_replicas() {
   static const Exceptions list =
-      of_wrapped() +
-      all({"load_of_values_of_their_own_that_are_averaged", "load_of_rank_0_alone"},
-          {Exception::refused, {"parameters that were loaded, replaced or written"}, 2});
+      of_wrapped() + all({"load_of_values_of_their_own_that_are_averaged", "load_of_rank_0_alone"},
+                         {Exception::refused, {"parameters that were loaded, replaced or written"}, 2});
   return list;
 }
 
@@ -214,7 +213,7 @@ const Exceptions& of_shards() {
   static const Exceptions list =
       all({"to_float_for_good"}, {Exception::refused, {"first.weight", "module.to(dtype)"}}) +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias", "belongs to no"}}) +
-      all({"program_seq2seq_with_one_optimizer"}, {Exception::refused, {"none of the module's that are sharded"}}) +
+      all({"program_seq2seq_with_one_optimizer"}, {Exception::refused, {"is not a sharded parameter of the module"}}) +
       all({"program_transfer_that_thaws_a_layer"}, {Exception::refused, {"hidden.weight", "requires_grad_(false)"}});
   return list;
 }
@@ -277,11 +276,12 @@ Exceptions of_gathered(Exception::Where where) {
          all({"parameters_read_by_accessor", "torch_save_of_the_model_between_steps",
               "torch_save_of_a_list_of_parameters", "load_what_was_saved_in_training",
               "torch_save_of_the_model_between_backward_and_step", "torch_save_of_the_model_on_one_rank"},
-             {Exception::throws, {"is not in memory on this rank", "summon_full_params()"}, 2, where}) +
+             {Exception::throws, {"not in memory on this rank", "summon_full_params()"}, 2, where}) +
          all({"parameters_to_vector_of_torch"}, {Exception::refused, {"aten::cat", "summon_full_params()"}, 2, where}) +
          all({"a_wrapper_made_again", "a_wrapper_destroyed_between_backward_and_step"},
              {Exception::refused, {"first.weight", "unwrap()"}, 2, where}) +
-         all({"a_model_read_when_the_wrapper_has_gone"}, {Exception::throws, {"has gone", "unwrap()"}, 2, where});
+         all({"a_model_read_when_the_wrapper_has_gone"},
+             {Exception::throws, {"has been destroyed", "unwrap()"}, 2, where});
 }
 
 // With 3 ranks each is a host of its own.
@@ -328,8 +328,9 @@ const Exceptions& of_local_updates() {
       all({"a_loss_scale_with_inf_on_one_rank"}, {Exception::differs, {"that rank alone does not update"}, 2}) +
       all({"to_float_for_good"}, {Exception::refused, {"LocalUpdates: parameter first.weight"}}) +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias"}}) +
-      all({"program_seq2seq_with_one_optimizer"}, {Exception::refused, {"not the module's"}}) +
-      all({"program_transfer_that_thaws_a_layer"}, {Exception::refused, {"hidden.weight", "construct it anew"}});
+      all({"program_seq2seq_with_one_optimizer"}, {Exception::refused, {"do not belong to the module"}}) +
+      all({"program_transfer_that_thaws_a_layer"},
+          {Exception::refused, {"hidden.weight", "construct LocalUpdates again"}});
   return list;
 }
 
@@ -342,8 +343,7 @@ const Exceptions& of_local_sgd() {
 
 const Exceptions& of_diloco() {
   static const Exceptions list =
-      of_local_updates() +
-      all({"load_of_rank_0_alone"}, {Exception::refused, {"parameters that were loaded"}, 2});
+      of_local_updates() + all({"load_of_rank_0_alone"}, {Exception::refused, {"parameters that were loaded"}, 2});
   return list;
 }
 

@@ -33,7 +33,7 @@ TEST(ImageDataset, RefusesAnIndexBeyondTheEnd) {
   EXPECT_THAT(refusal([] {
                 counting_images()->get_batch(std::vector<size_t>{0, 10});
               }),
-              testing::HasSubstr("sample 10 of a data set that has 10"));
+              testing::HasSubstr("sample 10 does not exist: the data set has 10 samples"));
 }
 
 TEST(ImageDataset, RefusesUnequalCounts) {

@@ -84,7 +84,8 @@ void check_room(const CheckpointIndex& index, const std::string& subject) {
     for (const auto& slice : tensor.slices) {
       auto& left = room.at(slice.file);
       const auto bytes = slice.range.size() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
-      if (bytes > left) throw CheckpointError(fmt::format("{}: {:.200} is too small for its tensors", subject, slice.file));
+      if (bytes > left)
+        throw CheckpointError(fmt::format("{}: {:.200} is too small for its tensors", subject, slice.file));
       left -= bytes;
     }
   }
@@ -103,8 +104,8 @@ StoredTensor parse_tensor(const std::string& name, const Json& json, const Check
   if (fields.has("order")) tensor.order = fields.numbers("order");
   if (!is_part_name(tensor.part)) throw CheckpointError(subject + ": part is not a plain name");
   if (tensor.shape.size() > most_dimensions) {
-    throw CheckpointError(fmt::format("{}: {} dimensions; at most {} are read", subject, tensor.shape.size(),
-                                      most_dimensions));
+    throw CheckpointError(
+        fmt::format("{}: {} dimensions; at most {} are read", subject, tensor.shape.size(), most_dimensions));
   }
   if (checked_numel(tensor.shape) < 0) throw CheckpointError(subject + ": its shape is too large");
   if (!is_order(tensor.order, tensor.shape.size())) {
@@ -196,13 +197,13 @@ CheckpointIndex parse_index(std::string_view text, int64_t limit, const std::str
   const auto before = text.substr(0, text.size() - std::min(end, text.size()));
   const auto json = parse_strict(text, {.bytes = limit}, subject, refuse_as<CheckpointError>);
   const JsonFields fields(json, subject, refuse_as<CheckpointError>);
-  if (fields.text("format") != format_name) throw CheckpointError(subject + ": not the index of a checkpoint of shoal");
+  if (fields.text("format") != format_name) throw CheckpointError(subject + ": not the index of a shoal checkpoint");
   if (fields.number("version") != format_version) {
     throw CheckpointError(fmt::format("{}: format version {}; this library reads version {}", subject,
                                       fields.number("version"), format_version));
   }
   if (text.substr(before.size()) != trailer(before))
-    throw CheckpointError(subject + ": damaged: its checksum is wrong");
+    throw CheckpointError(subject + ": damaged: the checksum does not match");
   fields.only({"format", "version", "library", "step", "strategy", "world_size", "files", "tensors", "state", "crc32"});
   CheckpointIndex index{
       .library = fields.text("library"), .step = fields.number("step"), .strategy = fields.text("strategy")};

@@ -26,7 +26,8 @@ struct SafetensorsFile::State {
   };
   Place& at(const std::string& name) {
     const auto found = places.find(name);
-    if (found == places.end()) throw UsageError(fmt::format("safetensors: {} was not announced", name));
+    if (found == places.end())
+      throw UsageError(fmt::format("safetensors: {} was not declared when the file was opened", name));
     return found->second;
   }
 

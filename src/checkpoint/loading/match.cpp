@@ -59,8 +59,8 @@ Match require_match(const CheckpointReader& reader, const std::vector<WantedTens
   auto result = match(reader, wanted, part, prefix);
   const bool nothing = result.matching.empty() && !wanted.empty();
   if (partial ? result.wrong_shape.empty() && !nothing : result.exact()) return result;
-  throw UsageError(fmt::format("{} is not of this model: {}{}", reader.path().string(), result.describe(),
-                               partial || !result.wrong_shape.empty() ? "" : "; a partial load takes what fits"));
+  throw UsageError(fmt::format("{} does not match this model: {}{}", reader.path().string(), result.describe(),
+                               partial || !result.wrong_shape.empty() ? "" : "; set partial to load what matches"));
 }
 
 }  // namespace shoal

@@ -114,7 +114,7 @@ const StoredTensor& CheckpointReader::tensor(const std::string& name) const {
   const auto found = index().tensors.find(name);
   if (found == index().tensors.end()) throw UsageError(fmt::format("{} has no tensor {}", path().string(), name));
   if (found->second.dtype == at::ScalarType::Undefined) {
-    throw UsageError(fmt::format("{}: tensor {} has a dtype that libtorch does not have", path().string(), name));
+    throw UsageError(fmt::format("{}: tensor {} has a dtype that libtorch does not support", path().string(), name));
   }
   return found->second;
 }
@@ -129,7 +129,7 @@ void CheckpointReader::read(const std::string& name, const Range& range, const a
   }
   const bool same_dtype = destination.scalar_type() == tensor.dtype;
   if (!same_dtype && !options.convert) {
-    throw UsageError(fmt::format("{}: tensor {} is {}, wanted is {}; ask for conversion", path().string(), name,
+    throw UsageError(fmt::format("{}: tensor {} is {}, but {} was requested; allow conversion", path().string(), name,
                                  c10::toString(tensor.dtype), c10::toString(destination.scalar_type())));
   }
   const torch::NoGradGuard no_grad;

@@ -23,7 +23,7 @@ std::vector<int64_t> gathered(const Group& group, int64_t own) {
 }
 
 std::string checked_offer(const CheckpointContents& contents) {
-  if (contents.step < 0) throw UsageError(fmt::format("checkpoint: step {} is below zero", contents.step));
+  if (contents.step < 0) throw UsageError(fmt::format("checkpoint: step {} is negative", contents.step));
   if (!contents.rank_state.is_object() || !contents.global_state.is_object()) {
     throw UsageError("checkpoint: rank_state and global_state must be JSON objects");
   }

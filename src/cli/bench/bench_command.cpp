@@ -88,7 +88,8 @@ int bench(const BenchOptions& options, const Placement& placement, const std::ve
 }  // namespace
 
 void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen) {
-  auto* command = app.add_subcommand("bench", "measure collectives and training, peers in the same rounds");
+  auto* command = app.add_subcommand(
+      "bench", "measure collectives or training steps, with peer implementations in the same rounds");
   const auto options = std::make_shared<BenchOptions>();
   auto& collectives = options->collectives;
   command
@@ -96,7 +97,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
                    "all_reduce, reduce, reduce_scatter, all_gather, broadcast, all_to_all, send_recv, barrier")
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--sizes", collectives.sizes, "of the full tensor: 4, 64K, 16M, 1G")
+  command->add_option("--sizes", collectives.sizes, "bytes of the full tensor: 4, 64K, 16M, 1G")
       ->delimiter(',')
       ->capture_default_str();
   command->add_option("--dtypes", collectives.dtypes, "float64, float32, float16, bfloat16, int64, int32")
@@ -104,43 +105,49 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
       ->capture_default_str();
   command
       ->add_option("--transports", collectives.transports,
-                   "host, gloo; mpi in builds that have it: mpirun -n 2 shoal bench --transports mpi,host,gloo")
+                   "host, gloo; in builds with MPI also mpi: mpirun -n 2 shoal bench --transports mpi,host,gloo")
       ->delimiter(',')
       ->capture_default_str();
   command
-      ->add_option(
-          "--buffers", collectives.buffers,
-          "shared (Group::allocate), once (Group::allocate_host_shared, all_gather only), staged (any other memory); "
-          "over host, the others copy in any case")
+      ->add_option("--buffers", collectives.buffers,
+                   "memory of the tensors over host: shared (Group::allocate), once (Group::allocate_host_shared, "
+                   "all_gather only), staged (any other memory, which is copied); other transports always copy")
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--rounds", options->rounds, "each measures every case once (default: 20, with --train 3)");
+  command->add_option("--rounds", options->rounds,
+                      "number of rounds; each measures every case once (default: 20, with --train 3)");
   auto& training = options->training;
   command->add_flag("--train", options->train, "measure whole training steps instead of collectives");
   command
-      ->add_option("--strategies", training.strategies,
-                   fmt::format("--train: {}; decentralized:TOPOLOGY, and a peer decent_dp:TOPOLOGY",
-                               fmt::join(strategy_names(), ", ")))
+      ->add_option(
+          "--strategies", training.strategies,
+          fmt::format("--train: strategies to measure: {}; decentralized:TOPOLOGY, and the peer decent_dp:TOPOLOGY",
+                      fmt::join(strategy_names(), ", ")))
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--model", training.model, "--train: mlp, cnn, gpt")->capture_default_str();
-  command->add_option("--size", training.size, "--train: tiny, small; gpt also large, gpt2")->capture_default_str();
+  command->add_option("--model", training.model, "--train: model: mlp, cnn, gpt")->capture_default_str();
+  command->add_option("--size", training.size, "--train: model size: tiny, small; gpt also large, gpt2")
+      ->capture_default_str();
   command->add_option("--optimizer", training.optimizer, "--train")->capture_default_str();
   command->add_option("--batch", training.batch, "--train: samples per rank")->capture_default_str();
   command->add_option("--accumulate", training.accumulate, "--train: micro-batches per step")->capture_default_str();
   command->add_option("--steps", training.steps, "--train: steps per run, three of them warm-up")
       ->capture_default_str();
-  command->add_option("--peer-python", training.peer_python, "--train: interpreter that imports torch, to run peers");
+  command->add_option("--peer-python", training.peer_python, "--train: Python interpreter with torch, for the peers");
   command->add_option("--peer-script", training.peer_script, "--train: path of peers.py");
-  command->add_option("--peers", training.peers, "--train: names of its peers")->delimiter(',')->capture_default_str();
-  command->add_option("--peer-impl", training.peer_impl, "--train: the peers' optimizer: default, foreach, fused")
+  command->add_option("--peers", training.peers, "--train: peers to measure")->delimiter(',')->capture_default_str();
+  command
+      ->add_option("--peer-impl", training.peer_impl,
+                   "--train: optimizer implementation of the peers: default, foreach, fused")
       ->capture_default_str();
-  command->add_flag("--exact-memory", training.exact_memory,
-                    "--train: malloc returns freed blocks at once, also the peers': true memory, slower steps");
-  command->add_option("--ranks", options->ranks, "processes to start (default: 2, or those of the launcher)");
+  command->add_flag(
+      "--exact-memory", training.exact_memory,
+      "--train: make malloc return freed blocks at once, also in the peers: exact memory figures, slower steps");
+  command->add_option("--ranks", options->ranks,
+                      "number of processes to start (default: 2, or as set by the launcher)");
   command->add_option("--threads", options->threads, "compute threads per rank")->capture_default_str();
-  command->add_option("--json", options->json, "file for the report, - for standard output");
-  command->add_option("--html", options->html, "file for the report as a page with plots");
+  command->add_option("--json", options->json, "write the report as JSON to this file; - is standard output");
+  command->add_option("--html", options->html, "write the report as an HTML page with plots to this file");
   command->callback([options, &line, &chosen] {
     if (options->ranks.value_or(default_ranks) < 2) throw UsageError("--ranks must be at least 2");
     if (options->rounds.value_or(1) < 1) {

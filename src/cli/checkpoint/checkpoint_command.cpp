@@ -120,32 +120,36 @@ int reshard_checkpoint(const CheckpointOptions& options) {
 }  // namespace
 
 void add_checkpoint_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("checkpoint", "what a checkpoint holds, whether it is intact; export, reshard");
+  auto* command = app.add_subcommand("checkpoint", "inspect, verify, export and reshard checkpoints");
   command->require_subcommand(1);
   const auto options = std::make_shared<CheckpointOptions>();
   const auto add = [&](const char* name, const char* about, int (*act)(const CheckpointOptions&)) {
     auto* sub = command->add_subcommand(name, about);
-    sub->add_option("PATH", options->path,
-                    "a checkpoint, a folder of them (its latest), a safetensors file, or a folder of Hugging Face's")
+    sub->add_option(
+           "PATH", options->path,
+           "a checkpoint, a folder of checkpoints (the latest is used), a safetensors file, or a Hugging Face folder")
         ->required();
     sub->callback([options, act, &chosen] { chosen = [options, act] { return act(*options); }; });
     return sub;
   };
   add("inspect", "tensors, shapes, files, state; reads no values", inspect)
-      ->add_option("--json", options->json, "file for all of it, - for standard output");
+      ->add_option("--json", options->json, "write all of it as JSON to this file; - is standard output");
   add("verify", "reads everything and compares checksums", verify);
   auto* exports = add("export", "whole tensors for other programs, as they read them", export_model);
-  exports
-      ->add_option("OUTPUT", options->output, "FILE.safetensors, or a new folder as Hugging Face's libraries open it")
+  exports->add_option("OUTPUT", options->output, "FILE.safetensors, or a new folder in the layout of Hugging Face")
       ->required();
-  exports->add_option("--part", options->part, "of the checkpoint")->capture_default_str();
-  exports->add_option("--shard-gb", options->shard_gb, "in a folder: largest file, in units of 10^9 bytes")
+  exports->add_option("--part", options->part, "part of the checkpoint to export")->capture_default_str();
+  exports
+      ->add_option("--shard-gb", options->shard_gb,
+                   "maximum size of a file in an output folder, in units of 10^9 bytes")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   auto* reshards =
       add("reshard", "the same tensors and state in the files of another number of ranks", reshard_checkpoint);
   reshards->add_option("OUTPUT", options->output, "a new folder of checkpoints")->required();
-  reshards->add_option("--ranks", options->ranks, "how many ranks' files")->required()->check(CLI::PositiveNumber);
+  reshards->add_option("--ranks", options->ranks, "number of ranks whose files to write")
+      ->required()
+      ->check(CLI::PositiveNumber);
 }
 
 }  // namespace shoal::cli

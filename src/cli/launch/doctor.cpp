@@ -112,9 +112,9 @@ void print(const Json& report, const std::string& indent) {
 }  // namespace
 
 void add_doctor_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("doctor", "what this build and this machine can do");
+  auto* command = app.add_subcommand("doctor", "report what this build and this machine support");
   const auto json = std::make_shared<std::string>();
-  command->add_option("--json", *json, "file for the report, - for standard output");
+  command->add_option("--json", *json, "write the report as JSON to this file; - is standard output");
   command->callback([json, &chosen] {
     chosen = [json] {
       const auto report = examine();

@@ -6,23 +6,27 @@
 namespace shoal::cli {
 
 void add_launch_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("launch", "start N ranks of any program on this host");
-  command->footer("The ranks find torchrun's environment variables. Example: shoal launch -n 4 -- ./train --lr 0.1");
+  auto* command = app.add_subcommand("launch", "start N ranks of a program on this host");
+  command->footer("The ranks get torchrun's environment variables. Example: shoal launch -n 4 -- ./train --lr 0.1");
   const auto options = std::make_shared<LaunchOptions>();
-  command->add_option("-n,--ranks", options->ranks, "processes to start")->capture_default_str();
-  command->add_option("--threads", options->threads, "OMP_NUM_THREADS of each rank (default: as in the environment, else cores / ranks)");
-  command->add_option("--address", options->address, "interface on which the ranks meet")->capture_default_str();
-  command->add_option("--port", options->port, "port on which they meet (default: any free one)");
-  command->add_option("--grace", options->grace_seconds, "seconds that the others have after the first failure")
+  command->add_option("-n,--ranks", options->ranks, "number of processes to start")->capture_default_str();
+  command->add_option("--threads", options->threads,
+                      "OMP_NUM_THREADS of each rank (default: as in the environment, else cores / ranks)");
+  command->add_option("--address", options->address, "address of the interface on which the ranks connect")
+      ->capture_default_str();
+  command->add_option("--port", options->port, "port on which the ranks connect (default: a free one)");
+  command
+      ->add_option("--grace", options->grace_seconds,
+                   "seconds between the first failure and the end of the other ranks")
       ->capture_default_str();
   command
       ->add_option("--stop-grace", options->stop_seconds,
-                   "seconds that the ranks have after the first Ctrl-C, SIGTERM or SIGHUP; a second one kills them")
+                   "seconds for the ranks to end after the first Ctrl-C, SIGTERM or SIGHUP; a second signal kills them")
       ->capture_default_str();
   command->add_option("--flight-recorder", options->flight_recorder,
-                      "folder in which each rank keeps its last collectives; see shoal flight");
+                      "folder for the flight recorders, which keep each rank's last collectives; see shoal flight");
   command->add_flag("--keep-going", options->keep_going,
-                    "leave the others alone when a rank fails (decentralized training goes on without it)");
+                    "keep the other ranks running when a rank fails (decentralized training continues without it)");
   command->add_option("program", options->command, "program and its arguments, after --")->required();
   command->callback([options, &chosen] {
     options->validate();

@@ -198,16 +198,19 @@ void check(PlanOptions& options) {
 }  // namespace
 
 void add_plan_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("plan", "memory per rank and bytes per step, before running anything");
+  auto* command = app.add_subcommand("plan", "estimate memory per rank and bytes per step without running a training");
   const auto options = std::make_shared<PlanOptions>();
   auto& train = options->train;
-  auto* number = command->add_option("--params", options->params, "number of parameters: the published formulas");
-  command->add_option("--model", train.model, "cnn, mlp, gpt: exact figures")->excludes(number)->capture_default_str();
-  command->add_option("--size", train.size, "size of the model: tiny, small; gpt also large, gpt2")
+  auto* number = command->add_option("--params", options->params, "number of parameters; uses the published formulas");
+  command->add_option("--model", train.model, "model: cnn, mlp, gpt; gives exact figures")
+      ->excludes(number)
+      ->capture_default_str();
+  command->add_option("--size", train.size, "model size: tiny, small; gpt also large, gpt2")
       ->excludes(number)
       ->capture_default_str();
   command->add_option("--ranks", train.ranks, "default: 2");
-  command->add_option("--strategy", options->strategy, "all, ddp, zero1, zero2, megatron, fsdp")->capture_default_str();
+  command->add_option("--strategy", options->strategy, "strategy: all, ddp, zero1, zero2, megatron, fsdp")
+      ->capture_default_str();
   command
       ->add_option("--dtype", train.dtype,
                    "as for train; with --params float32, float64, mixed (16-bit parameters and gradients), "
@@ -216,14 +219,15 @@ void add_plan_command(CLI::App& app, Action& chosen) {
   command->add_option("--optimizer", train.optimizer, fmt::format("{}", fmt::join(optimizer_names(), ", ")))
       ->capture_default_str();
   command
-      ->add_option("--transport", train.transport,
-                   "auto and host: all ranks on one host, which holds one copy of sharded strategies' parameters")
+      ->add_option(
+          "--transport", train.transport,
+          "transport; auto and host: all ranks on one host, where sharded strategies have one copy of the parameters")
       ->excludes(number)
       ->capture_default_str();
-  command->add_option("--compress", train.compress, "what gradients travel as, as for train")
+  command->add_option("--compress", train.compress, "compression of gradients, as for train")
       ->excludes(number)
       ->capture_default_str();
-  command->add_option("--json", options->json, "file for the figures, - for standard output");
+  command->add_option("--json", options->json, "write the figures as JSON to this file; - is standard output");
   command->callback([options, &chosen] {
     check(*options);
     chosen = [options] { return options->params ? plan_number(*options) : plan_built_in(*options); };

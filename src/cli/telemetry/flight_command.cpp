@@ -41,17 +41,17 @@ void print_flight(const Flight& flight, size_t last) {
 }  // namespace
 
 void add_flight_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("flight", "say who waits for whom, from the ranks' flight recorders");
+  auto* command = app.add_subcommand("flight", "report which rank waits for which, from the ranks' flight recorders");
   command->footer(
-      "Ranks keep their last collectives when they run under shoal train or launch --flight-recorder FOLDER, or with "
-      "SHOAL_FLIGHT_RECORDER=FOLDER. The files can be read at any time. Of several hosts, bring the folders together.");
+      "shoal train or launch --flight-recorder FOLDER, or SHOAL_FLIGHT_RECORDER=FOLDER, makes each rank record its "
+      "last collectives. The files can be read at any time. For several hosts, copy their folders to one host.");
   struct Options {
     std::vector<std::filesystem::path> places;
     size_t last = 0;
   };
   const auto options = std::make_shared<Options>();
   command->add_option("places", options->places, "folders, or files rank-N.flight")->required();
-  command->add_option("--last", options->last, "also list so many operations of every rank")->capture_default_str();
+  command->add_option("--last", options->last, "also list the last N operations of every rank")->capture_default_str();
   command->callback([options, &chosen] {
     chosen = [options] {
       const auto flights = read_flights(options->places);

@@ -8,9 +8,10 @@
 namespace shoal::cli {
 
 void add_trace_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("trace", "traces written by shoal train --trace FOLDER");
+  auto* command = app.add_subcommand("trace", "process traces written by shoal train --trace FOLDER");
   command->require_subcommand(1);
-  auto* merge = command->add_subcommand("merge", "make one trace of all ranks', for chrome://tracing or Perfetto");
+  auto* merge =
+      command->add_subcommand("merge", "merge the traces of all ranks into one, for chrome://tracing or Perfetto");
   merge->footer("Example: shoal trace merge traces -o job.json");
   struct Options {
     std::vector<std::filesystem::path> places;
@@ -18,7 +19,7 @@ void add_trace_command(CLI::App& app, Action& chosen) {
   };
   const auto options = std::make_shared<Options>();
   merge->add_option("places", options->places, "folders, or files rank-N.json")->required();
-  merge->add_option("-o,--output", options->target, "file, - for standard output")->required();
+  merge->add_option("-o,--output", options->target, "write the trace to this file; - is standard output")->required();
   merge->callback([options, &chosen] {
     chosen = [options] {
       merge_traces(options->places, options->target);

@@ -92,13 +92,14 @@ void merge_traces(const std::vector<fs::path>& places, const std::string& target
   std::map<int, fs::path> by_rank;
   double first = std::numeric_limits<double>::infinity();
   for (const auto& file : trace_files(places)) {
-    const int rank = read_trace(file, [&](const nlohmann::json& event) { first = std::min(first, event.value("ts", first)); });
+    const int rank =
+        read_trace(file, [&](const nlohmann::json& event) { first = std::min(first, event.value("ts", first)); });
     if (!by_rank.emplace(rank, file).second) {
-      throw UsageError(fmt::format("trace merge: rank {} comes twice, the second time in {}", rank, file.string()));
+      throw UsageError(fmt::format("trace merge: rank {} occurs twice, the second time in {}", rank, file.string()));
     }
     std::error_code none;
     if (fs::equivalent(file, target, none)) {
-      throw UsageError(fmt::format("trace merge: {} is to be read and written; give another output", file.string()));
+      throw UsageError(fmt::format("trace merge: {} is both input and output; give another output", file.string()));
     }
   }
   if (target == "-") return write_merged(by_rank, first, std::cout);

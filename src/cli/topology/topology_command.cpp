@@ -38,8 +38,8 @@ void check(const TopologyOptions& options) {
     throw UsageError("give the name of a topology or --file FILE (shoal topology --list)");
   }
   if (options.name.empty()) {
-    if (options.local_size) throw UsageError("--local-size is for topologies by name, not for --file");
-    if (options.seed) throw UsageError("--seed is for topologies by name, not for --file");
+    if (options.local_size) throw UsageError("--local-size is for named topologies, not for --file");
+    if (options.seed) throw UsageError("--seed is for named topologies, not for --file");
   } else if (!options.ranks) {
     throw UsageError(fmt::format("topology {}: give --ranks N", options.name));
   }
@@ -69,18 +69,19 @@ int show(const TopologyOptions& options, const Topology& topology) {
 }  // namespace
 
 void add_topology_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("topology", "who averages with whom in decentralised training, and how fast");
+  auto* command =
+      app.add_subcommand("topology", "show the graph and the convergence of a topology for decentralised training");
   const auto options = std::make_shared<TopologyOptions>();
-  command->add_option("name", options->name, "one of --list");
-  command->add_flag("--list", options->list, "the names and what they are");
-  command->add_option("--file", options->file, "a topology from a JSON file instead (docs/topologies.md)");
-  command->add_option("--ranks", options->ranks, "number of ranks; with --file it is in the file");
+  command->add_option("name", options->name, "name of a topology, see --list");
+  command->add_flag("--list", options->list, "list the topologies");
+  command->add_option("--file", options->file, "read the topology from this JSON file (docs/topologies.md)");
+  command->add_option("--ranks", options->ranks, "number of ranks (with --file: as in the file)");
   command->add_option("--local-size", options->local_size,
-                      "ranks per host, for topologies that look at hosts (default: 1)");
-  command->add_option("--seed", options->seed, "for random topologies (default: 0)");
-  command->add_option("--html", options->html, "file for a page with drawings");
-  command->add_option("--svg", options->svg, "file for the drawing of the rounds alone");
-  command->add_option("--json", options->json, "file for rounds and figures, - for standard output");
+                      "ranks per host, for topologies that depend on hosts (default: 1)");
+  command->add_option("--seed", options->seed, "seed of random topologies (default: 0)");
+  command->add_option("--html", options->html, "write an HTML page with drawings to this file");
+  command->add_option("--svg", options->svg, "write a drawing of the rounds to this file");
+  command->add_option("--json", options->json, "write rounds and figures as JSON to this file; - is standard output");
   command->callback([options, &chosen] {
     check(*options);
     if (options->list) {

@@ -50,7 +50,7 @@ void check(const CLI::App& command) {
     for (const auto& text : option->results()) {
       const bool takes_a_value = option->get_items_expected_max() > 0;
       if (takes_a_value && text.starts_with("--") && command.get_option_no_throw(text) != nullptr) {
-        throw UsageError(fmt::format("{}: give it a value; {} stands in its place", name, text));
+        throw UsageError(fmt::format("{}: give a value; found {} instead", name, text));
       }
       if (takes_a_value) check_number(name, option->get_type_name(), text);
     }

@@ -196,7 +196,7 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
 }  // namespace
 
 void add_train_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen) {
-  auto* command = app.add_subcommand("train", "train a built-in model on built-in or own data");
+  auto* command = app.add_subcommand("train", "train a built-in model on built-in data or your own");
   const auto options = std::make_shared<TrainOptions>();
   add_train_options(*command, *options);
   command->callback([command, options, &line, &chosen] {

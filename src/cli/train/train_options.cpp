@@ -33,18 +33,18 @@ void complete_saving(TrainOptions& options) {
   if (options.save_every > 0 && options.save.empty()) throw UsageError("--save-every needs --save DIR");
   if (options.keep_last > 0 && options.save.empty()) throw UsageError("--keep-last needs --save DIR");
   if (options.resume == "latest") {
-    if (options.save.empty()) throw UsageError("--resume latest means the last checkpoint of --save DIR; give that");
+    if (options.save.empty()) throw UsageError("--resume latest needs --save DIR: it is the latest checkpoint there");
     options.resume = options.save;
   }
-  if (options.partial && options.resume.empty()) throw UsageError("--partial needs --resume with what to start from");
+  if (options.partial && options.resume.empty()) throw UsageError("--partial needs --resume PATH");
   if (options.strategy != "local") return;
   for (const auto& [option, given] :
        {std::pair("--save-every", options.save_every > 0), std::pair("--keep-last", options.keep_last > 0),
         std::pair("--resume", !options.resume.empty())}) {
     if (!given) continue;
     throw UsageError(
-        fmt::format("{}: --strategy local has no checkpoints, since its ranks know nothing of each other; --save DIR "
-                    "alone saves a model at the end",
+        fmt::format("{}: --strategy local has no checkpoints, because its ranks do not communicate; --save DIR alone "
+                    "saves a model at the end",
                     option));
   }
 }
@@ -79,10 +79,9 @@ void complete_compression(TrainOptions& options) {
   }
   const bool whole = strategy == "ddp" || strategy == "zero1" || strategy == "hybrid";
   if (!whole && !hook->serves(SumFor::parts)) {
-    throw UsageError(
-        fmt::format("--compress {}: gives every rank whole sums, and --strategy {} wants parts of them; it is for ddp, "
-                    "zero1 and hybrid",
-                    options.compress, strategy));
+    throw UsageError(fmt::format(
+        "--compress {}: not supported by --strategy {}, which scatters the sums; it is for ddp, zero1 and hybrid",
+        options.compress, strategy));
   }
   // One object to one wrapper: the strategy uses one of these.
   options.ddp.communication_hook = options.zero2.communication_hook = options.megatron.communication_hook = hook;
@@ -106,7 +105,7 @@ void TrainOptions::complete() {
     if (*ranks > max_ranks) throw UsageError(fmt::format("--ranks {}: give at most {}", *ranks, max_ranks));
   }
   if (strategy == "none" && ranks && *ranks != 1) {
-    throw UsageError(fmt::format("--strategy none trains in one process; --ranks {} contradicts it", *ranks));
+    throw UsageError(fmt::format("--strategy none trains in one process: --ranks {} is not possible", *ranks));
   }
   require_at_least("--threads", threads, 0);
   require_at_least("--accumulate", accumulate, 1);
@@ -114,14 +113,14 @@ void TrainOptions::complete() {
   if (batch < 0) throw UsageError(fmt::format("--batch {}: give at least 1", batch));
   if (steps) require_at_least<int64_t>("--steps", *steps, 1);
   if (epochs) require_at_least("--epochs", *epochs, 1);
-  if (steps && epochs) throw UsageError("--steps and --epochs: give one of them");
+  if (steps && epochs) throw UsageError("--steps and --epochs exclude each other: give one of them");
   if (lr && !(*lr > 0)) throw UsageError(fmt::format("--lr {}: give more than 0", *lr));
   complete_saving(*this);
   const bool known = data == "fashion-mnist" || data.rfind("fashion-mnist:", 0) == 0 || reference_data() || text_data();
   if (!known)
     throw UsageError(fmt::format("--data {}: fashion-mnist, fashion-mnist:FOLDER, reference or text:FILE", data));
   models::require_model(model, size);
-  if (text_data() && model != "gpt") throw UsageError(fmt::format("--data text: is for --model gpt, not {}", model));
+  if (text_data() && model != "gpt") throw UsageError(fmt::format("--data text: requires --model gpt, not {}", model));
   if (!text_data() && !reference_data() && model == "gpt") {
     throw UsageError("--model gpt reads bytes: give --data text:FILE or reference");
   }
@@ -168,15 +167,15 @@ Precision TrainOptions::precision() const {
 }
 
 void add_train_options(CLI::App& command, TrainOptions& options) {
-  command.add_option("--model", options.model, "cnn, mlp, gpt")->capture_default_str();
-  command.add_option("--size", options.size, "size of the model: tiny, small; gpt also large, gpt2")
-      ->capture_default_str();
+  command.add_option("--model", options.model, "model: cnn, mlp, gpt")->capture_default_str();
+  command.add_option("--size", options.size, "model size: tiny, small; gpt also large, gpt2")->capture_default_str();
   command
-      .add_option(
-          "--data", options.data,
-          "fashion-mnist[:FOLDER of the four IDX files], reference (made by a hash), text:FILE (bytes, for gpt)")
+      .add_option("--data", options.data,
+                  "training data: fashion-mnist[:FOLDER with the four IDX files], reference (computed by a hash), "
+                  "text:FILE (bytes, for gpt)")
       ->capture_default_str();
-  command.add_option("--init", options.init, "torch, reference (by a hash; default with --data reference)");
+  command.add_option("--init", options.init,
+                     "initial parameters: torch, reference (computed by a hash; default with --data reference)");
   command
       .add_option(
           "--strategy", options.strategy,
@@ -186,14 +185,15 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
           "local (ranks that never communicate: the floor of the "
           "step time)")
       ->capture_default_str();
-  command.add_option("--ranks", options.ranks, "processes to start (default: 2, or those of the launcher)");
+  command.add_option("--ranks", options.ranks, "number of processes to start (default: 2, or as set by the launcher)");
   command.add_option("--threads", options.threads,
                      "compute threads per rank (default: OMP_NUM_THREADS, else cores / ranks on this host)");
   command.add_option("--transport", options.transport, fmt::format("{}", fmt::join(transport_names(), ", ")))
       ->capture_default_str();
   command.add_flag("--check-agreement", options.check_agreement,
-                   "compare what ranks call before every operation, also over gloo");
-  command.add_option("--timeout", options.timeout_seconds, "seconds that an operation may take with all ranks alive")
+                   "compare the arguments of every collective over ranks first, also over gloo");
+  command
+      .add_option("--timeout", options.timeout_seconds, "timeout of an operation in seconds, while all ranks are alive")
       ->capture_default_str();
   command
       .add_option("--optimizer", options.optimizer,
@@ -203,16 +203,17 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--lr", options.lr,
                      "learning rate (default: sgd 0.05; sgd_momentum, adagrad, adafactor 0.01; others 1e-3)");
   command.add_option("--accum-iter", options.accum_iter,
-                     "accum_adam, accum_adamw: steps whose mean gradient the moments take in (default: 4)");
+                     "accum_adam, accum_adamw: steps per update of the moments (default: 4)");
   command
       .add_option("--schedule", options.schedule,
-                  "how it changes: constant; linear_warmup, then constant; cosine, down to 0; one_cycle, up and down; "
-                  "step, down by a factor")
+                  "learning-rate schedule: constant; linear_warmup, then constant; cosine, down to 0; one_cycle, up "
+                  "and down; step, down by a factor")
       ->capture_default_str();
   command.add_option("--warmup-steps", options.warmup_steps,
-                     "steps until the rate is whole: linear_warmup; cosine (default: 0); one_cycle (default: 30 %)");
-  command.add_option("--decay-every", options.decay_every, "step: after how many steps the rate falls");
-  command.add_option("--decay-factor", options.decay_factor, "step: to this part of it (default: 0.1)");
+                     "warm-up steps of linear_warmup, cosine (default: 0) and one_cycle (default: 30 %)");
+  command.add_option("--decay-every", options.decay_every, "--schedule step: steps between two reductions of the rate");
+  command.add_option("--decay-factor", options.decay_factor,
+                     "--schedule step: factor of each reduction (default: 0.1)");
   command.add_option("--batch", options.batch,
                      "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)");
   command.add_option("--accumulate", options.accumulate, "micro-batches per step")->capture_default_str();
@@ -221,52 +222,52 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--dtype", options.dtype, "float32, bf16_mixed, fp16_mixed, bf16, float64")->capture_default_str();
   command
       .add_option("--compress", options.compress,
-                  "what gradients travel as: none, fp16, bf16, int8, topk:FRACTION, powersgd:RANK[:START] (from step "
+                  "compression of gradients: none, fp16, bf16, int8, topk:FRACTION, powersgd:RANK[:START] (from step "
                   "START on, default 10; ddp, zero1, and hybrid between hosts)")
       ->capture_default_str();
-  command.add_option("--clip", options.clip, "scale gradients so that their norm is at most this; 0: never")
+  command.add_option("--clip", options.clip, "clip gradients to this total norm; 0: no clipping")
       ->capture_default_str();
   command
       .add_option(
           "--optimizer-in-backward", options.optimizer_in_backward,
-          "ddp: update each bucket's parameters as soon as its gradients are there, and drop these. With --clip "
-          "and loss scaling: exact (updates wait for the last gradient; default), stale (by the last step's "
-          "norm), per_bucket")
+          "ddp: update each bucket's parameters during backward and free its gradients. With --clip and loss scaling: "
+          "exact (updates wait for the last gradient; default), stale (use the norm of the last step), per_bucket")
       ->expected(0, 1)
       ->default_str("exact");
-  command.add_option("--seed", options.seed, "of parameters, data and shuffling")->capture_default_str();
+  command.add_option("--seed", options.seed, "seed of parameters, data and shuffling")->capture_default_str();
   command.add_flag("--eval", options.eval, "evaluate on the test data after every epoch");
   command.add_option("--save", options.save,
-                     "folder for checkpoints of the training, step-N, and the model alone, model.safetensors; written "
-                     "at the end and when interrupted");
-  command.add_option("--save-every", options.save_every, "a checkpoint every N steps, too, while training goes on");
-  command.add_option("--keep-last", options.keep_last, "checkpoints that stay (default: all)");
+                     "folder for checkpoints (step-N) and the model alone (model.safetensors), written at the end and "
+                     "on an interrupt");
+  command.add_option("--save-every", options.save_every, "also save a checkpoint every N steps, in the background");
+  command.add_option("--keep-last", options.keep_last, "keep the newest N checkpoints (default: all)");
   command.add_option("--resume", options.resume,
-                     "go on from a checkpoint or a folder of them; latest: the last one in --save DIR");
+                     "resume from a checkpoint or the latest in a folder; latest: the latest in --save DIR");
   command.add_flag("--partial", options.partial,
-                   "--resume takes those parameters and buffers that are there, and nothing else; training begins at "
+                   "--resume loads only the parameters and buffers that the checkpoint has, and training begins at "
                    "step 0: for fine-tuning");
-  command.add_option("--trace", options.trace,
-                     "folder for Chrome traces of all ranks, rank-N.json; shoal trace merge makes one of them");
+  command.add_option("--trace", options.trace, "folder for Chrome traces, rank-N.json; see shoal trace merge");
   command.add_option("--flight-recorder", options.flight_recorder,
-                     "folder in which each rank keeps its last collectives; see shoal flight");
-  command.add_option("--metrics", options.metrics,
-                     "file that gets a line of JSON after every step and evaluation; loss and times are rank 0's");
+                     "folder for the flight recorders, which keep each rank's last collectives; see shoal flight");
+  command.add_option(
+      "--metrics", options.metrics,
+      "append a line of JSON to this file after every step and evaluation; loss and times are those of rank 0");
   command.add_flag("--logging-data", options.logging_data,
-                   "print what rank 0's wrapper knows of itself and its steps at the end; --json has it as well");
-  command.add_option("--json", options.json, "file for the report, - for standard output");
-  command
-      .add_option("--topology", options.topology, "decentralized: who averages with whom; see shoal topology --list")
+                   "print the logging data of rank 0's wrapper at the end (also part of --json)");
+  command.add_option("--json", options.json, "write the report as JSON to this file; - is standard output");
+  command.add_option("--topology", options.topology, "decentralized: name of the topology; see shoal topology --list")
       ->capture_default_str();
-  command.add_option("--topology-file", options.topology_file, "decentralized: a graph of your own, in its place");
+  command.add_option("--topology-file", options.topology_file,
+                     "decentralized: read the topology from this JSON file instead");
   command
-      .add_option(
-          "--topology-local-size", options.topology_local_size,
-          "decentralized: ranks per host of the graph; hybrid_gossip: that share a model (1: those of each host)")
+      .add_option("--topology-local-size", options.topology_local_size,
+                  "decentralized: ranks per host in the topology; hybrid_gossip: ranks that share a model (1: those of "
+                  "each host)")
       ->capture_default_str();
   command
       .add_option("--exchange-dtype", options.exchange_dtype,
-                  "decentralized: what neighbours get: float32, bf16; as differences: int8, top_k (1 % of them)")
+                  "decentralized: format of the exchange: float32, bf16; compressed differences: int8, top_k (1 % of "
+                  "the elements)")
       ->capture_default_str();
   command
       .add_option("--neighbour-timeout", options.neighbour_timeout,
@@ -274,30 +275,33 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command
       .add_option("--bucket-cap-mb", options.ddp.bucket_cap_mb,
-                  "ddp: MiB of gradients in one all-reduce; decentralized: of parameters in one exchange")
+                  "ddp: MiB of gradients per all-reduce; decentralized: MiB of parameters per exchange")
       ->capture_default_str();
-  command.add_option("--first-bucket-mb", options.ddp.first_bucket_mb, "ddp: MiB of the first one")
+  command.add_option("--first-bucket-mb", options.ddp.first_bucket_mb, "ddp: MiB of the first bucket")
       ->capture_default_str();
   command.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
-                   "ddp: accept parameters that no rank uses");
-  command.add_flag("--static-graph", options.ddp.static_graph, "ddp: every step is like the first");
-  command.add_flag("!--no-bucket-view", options.ddp.gradient_as_bucket_view, "ddp: gradients outside the buckets");
+                   "ddp: allow parameters that no rank uses");
+  command.add_flag("--static-graph", options.ddp.static_graph, "ddp: every step uses the graph of the first");
+  command.add_flag("!--no-bucket-view", options.ddp.gradient_as_bucket_view,
+                   "ddp: keep gradients outside of the buckets");
   command
       .add_option("--sync-every", options.local_updates.every,
                   "local_sgd, slowmo, diloco: steps between two exchanges of a parameter")
       ->capture_default_str();
   command
       .add_option("--fragments", options.local_updates.fragments,
-                  "the same: parts of the model, exchanged after different steps")
+                  "local_sgd, slowmo, diloco: number of parts of the model, which are exchanged at different steps")
       ->capture_default_str();
   command
       .add_option("--sync-delay", options.local_updates.delay,
-                  "the same: steps during which an exchange may travel before it is applied")
+                  "local_sgd, slowmo, diloco: steps between sending an exchange and applying it")
       ->capture_default_str();
   command.add_option("--reduce-dtype", options.reduce_dtype,
-                     "the same: what exchanges travel as: float32, bf16 (default: as the parameters)");
-  command.add_option("--outer-lr", options.outer_lr, "slowmo (default: 1), diloco (0.7)");
-  command.add_option("--outer-momentum", options.outer_momentum, "slowmo (default: 0.5), diloco (0.9)");
+                     "local_sgd, slowmo, diloco: dtype of exchanges: float32, bf16 (default: dtype of the parameters)");
+  command.add_option("--outer-lr", options.outer_lr,
+                     "learning rate of the outer optimizer: slowmo (default: 1), diloco (0.7)");
+  command.add_option("--outer-momentum", options.outer_momentum,
+                     "momentum of the outer optimizer: slowmo (default: 0.5), diloco (0.9)");
 }
 
 }  // namespace shoal::cli

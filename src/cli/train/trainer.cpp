@@ -115,10 +115,9 @@ int64_t Trainer::resume() {
     if (before > 0 && before != *per_epoch) first = first * *per_epoch / before;
   }
   if (first >= total_steps()) {
-    throw UsageError(
-        fmt::format("--resume {}: it is of step {}, and this training ends after step {}; give more steps "
-                    "or epochs",
-                    loaded.path.string(), first, total_steps()));
+    throw UsageError(fmt::format(
+        "--resume {}: the checkpoint is from step {}, but training ends after step {}; give more steps or epochs",
+        loaded.path.string(), first, total_steps()));
   }
   if (schedule_ && first != loaded.step) schedule_->set_position(first);
   if (group_.rank() == 0) {

@@ -195,8 +195,8 @@ std::vector<std::string> Newcomer::answers(const std::string& kind, const std::v
     if (missing.empty() || (until == Until::any && one)) return found;
     if (SteadyClock::now() > deadline) {
       throw CommError(
-          fmt::format("rejoin: rank(s) {} have not answered within {} s; ranks answer between steps of "
-                      "DecentralizedDataParallel, once they know that a rank has gone",
+          fmt::format("rejoin: rank(s) {} did not answer within {} s; ranks answer between steps of "
+                      "DecentralizedDataParallel, after they have noticed that a rank has died",
                       fmt::join(missing, ", "), world.options.rendezvous_timeout_seconds));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(2));

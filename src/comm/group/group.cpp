@@ -29,7 +29,7 @@ void check(const Call& call, int rank, int size) {
   require(!has_peer || (call.peer >= 0 && call.peer < size), call,
           fmt::format("rank {} is not in a group of {}", call.peer, size));
   require((call.op != Op::send && call.op != Op::recv) || call.peer != rank, call,
-          "a rank does not send to itself: copy the tensor");
+          "a rank cannot send to itself: copy the tensor");
   const auto ranks = static_cast<size_t>(size);
   for (const auto* list : {&call.inputs, &call.outputs}) {
     require(list->size() <= 1 || list->size() == ranks, call, "a list of tensors needs one per rank");
@@ -43,7 +43,7 @@ void check(const Call& call, int rank, int size) {
   if (call.op == Op::all_to_all)
     require(in == out && in % size == 0, call, "input and output must be size() equal parts");
   require(call.op != Op::all_to_all || size == 1 || in == 0 || call.inputs[0].data_ptr() != call.outputs[0].data_ptr(),
-          call, "works out of place only: input and output must be different memory");
+          call, "input and output must not share memory");
 }
 
 // Parts of unequal size may be empty on one rank only.
@@ -80,7 +80,7 @@ Work issue(const Group& group, Call call) {
   check(call, group.rank(), group.size());
   const auto failure = state->progress->failure.text();
   if (!failure.empty()) {
-    throw CommError(fmt::format("group '{}' is unusable since an earlier failure: {}", state->name, failure));
+    throw CommError(fmt::format("group '{}' cannot be used after an earlier failure: {}", state->name, failure));
   }
   std::erase_if(state->progress->left_behind, [](const auto& work) { return work->done(); });
   if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip it
@@ -179,7 +179,7 @@ Group Group::subgroup(const std::vector<int>& ranks) const {
                                  fmt::join(ranks, ", "), size() - 1));
   }
   if (distinct.count(rank()) == 0) {
-    throw UsageError(fmt::format("subgroup of ranks [{}]: only its members make it, and this is rank {}",
+    throw UsageError(fmt::format("subgroup of ranks [{}]: rank {} is not a member; only members may call subgroup()",
                                  fmt::join(ranks, ", "), rank()));
   }
   std::vector<int> world_ranks;

@@ -97,7 +97,7 @@ void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call)
   if (!difference) return;
   set_failure(*state, *difference);
   throw DisagreeError(
-      fmt::format("{} (noticed by rank {} in group '{}')", *difference, state->world->placement.rank, state->name));
+      fmt::format("{} (detected by rank {} in group '{}')", *difference, state->world->placement.rank, state->name));
 }
 
 const std::shared_ptr<GroupState>& state_of(const Group& group) {
@@ -225,8 +225,8 @@ void PendingWork::disagree(const std::string& difference) {
   set_failure(*group_, difference);
   // Where the transport tells nobody, the store does, and others have to look there yet.
   if (!group_->progress->transport->checks_agreement()) group_->world->liveness->stay_for_others();
-  throw DisagreeError(fmt::format("{} (noticed by rank {} in group '{}')", difference, group_->world->placement.rank,
-                                  group_->name));
+  throw DisagreeError(
+      fmt::format("{} (detected by rank {} in group '{}')", difference, group_->world->placement.rank, group_->name));
 }
 
 void PendingWork::fail(int rank, const std::string& why) {
@@ -238,7 +238,7 @@ void PendingWork::fail(int rank, const std::string& why) {
     state.world->liveness->publish(rank, why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
   }
   const auto found = std::find(state.world_ranks.begin(), state.world_ranks.end(), rank);
-  throw CommError(fmt::format("{} (noticed by rank {} in group '{}', operation #{}: {})", why,
+  throw CommError(fmt::format("{} (detected by rank {} in group '{}', operation #{}: {})", why,
                               state.world->placement.rank, state.name, number_, call_.describe()),
                   found == state.world_ranks.end() ? -1 : static_cast<int>(found - state.world_ranks.begin()));
 }

@@ -87,7 +87,7 @@ class MpiTransport : public Transport {
         (call.inputs.size() > 1 && call.op != Op::scatter) || (call.outputs.size() > 1 && call.op != Op::gather);
     if (lists || call.reduce == ReduceOp::premul_sum) {
       throw UsageError(
-          fmt::format("{}: unequal parts and premultiplied sums are only for the host transport", call.describe()));
+          fmt::format("{}: unequal parts and premul_sum are supported by the host transport only", call.describe()));
     }
     switch (call.op) {
       case Op::all_reduce:

@@ -102,13 +102,13 @@ void start_mpi(const WorldState& world, const Environment& environment) {
   if (initialized == 0) {
     if (!started_by_mpirun(environment)) {
       throw UsageError(
-          fmt::format("transport mpi: start the ranks with mpirun -n {}; this one has none of its variables "
-                      "(OMPI_COMM_WORLD_SIZE, PMI_SIZE, PMIX_RANK)",
+          fmt::format("transport mpi: this process was not started by mpirun (OMPI_COMM_WORLD_SIZE, PMI_SIZE and "
+                      "PMIX_RANK are not set); start the ranks with mpirun -n {}",
                       placement.size));
     }
     initialize();
   }
-  if (is_finalized()) throw UsageError("transport mpi: the program has shut MPI down");
+  if (is_finalized()) throw UsageError("transport mpi: the program has already called MPI_Finalize");
   int threads = 0;
   int rank = 0;
   int size = 0;
@@ -116,7 +116,7 @@ void start_mpi(const WorldState& world, const Environment& environment) {
   check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
   check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &size), "MPI_Comm_size");
   if (threads < MPI_THREAD_MULTIPLE) {
-    throw UsageError("transport mpi: MPI runs without MPI_THREAD_MULTIPLE; ask MPI_Init_thread for it");
+    throw UsageError("transport mpi: MPI was initialised without MPI_THREAD_MULTIPLE; request it in MPI_Init_thread");
   }
   if (rank != placement.rank || size != placement.size) {
     throw UsageError(

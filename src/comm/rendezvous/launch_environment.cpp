@@ -79,7 +79,8 @@ void find_address(Placement& placement, const WorldOptions& options, const Envir
   placement.address = options.address.value_or(address.value_or("127.0.0.1"));
   if (!options.address && !address && slurm && environment("SLURM_NNODES").value_or("1") != "1") {
     const auto nodes = environment("SLURM_STEP_NODELIST");
-    if (!nodes) throw UsageError("several Slurm nodes but no SLURM_STEP_NODELIST; set MASTER_ADDR");
+    if (!nodes)
+      throw UsageError("the job runs on several Slurm nodes, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR");
     placement.address = first_host(*nodes);
   }
   if (options.port || port) {
@@ -115,7 +116,7 @@ Placement find_placement(const WorldOptions& options, const Environment& environ
                               environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   if (placement.store_is_served) placement.generation = environment("TORCHELASTIC_RESTART_COUNT").value_or("0");
   if (placement.size < 1) {
-    throw UsageError(fmt::format("world size {} ({}): it must be at least 1", placement.size, placement.source));
+    throw UsageError(fmt::format("world size {} ({}): give at least 1", placement.size, placement.source));
   }
   if (placement.size > max_ranks) {
     throw UsageError(

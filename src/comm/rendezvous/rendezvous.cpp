@@ -77,24 +77,23 @@ class Room {
     for (int rank = 0; rank < placement_.size; ++rank) {
       const auto text = store_try_get(*store_, rank_key(rank));
       if (!text) {
-        throw UsageError(
-            fmt::format("rejoin: the job at {}:{} has had no process of rank {}; start all ranks without "
-                        "rejoin first",
-                        placement_.address, placement_.port, rank));
+        throw UsageError(fmt::format(
+            "rejoin: rank {2} has never been part of the job at {0}:{1}; start all ranks without rejoin first",
+            placement_.address, placement_.port, rank));
       }
       const auto record = from_text(*text);
       if (record.size != placement_.size) {
         throw UsageError(
-            fmt::format("rejoin: the job has {} ranks, this process says {}", record.size, placement_.size));
+            fmt::format("rejoin: the job has {} ranks, but this process was started with a world size of {}",
+                        record.size, placement_.size));
       }
       present_.peers.push_back(record.peer);
     }
     auto& own = present_.peers[placement_.rank];
     if (own.host == host_identity() && state_of(own.process) != ProcessState::gone) {
-      throw UsageError(
-          fmt::format("rejoin: rank {} is still there (pid {}); end it first, or give this process "
-                      "the rank that has died",
-                      placement_.rank, own.process.pid));
+      throw UsageError(fmt::format(
+          "rejoin: rank {} is still running (pid {}); end it first, or give this process the rank that died",
+          placement_.rank, own.process.pid));
     }
     own = {host_identity(), this_process(), page_};
     store_set(*store_, rank_key(placement_.rank), to_text({placement_.size, own}));
@@ -121,8 +120,8 @@ class Room {
     const auto at = fmt::format("the store at {}:{}", placement_.address, placement_.port);
     if (claim->find(claims_secret) != std::string::npos) {
       throw UsageError(
-          fmt::format("{} belongs to a job that has a secret, and this rank {} knows none: give all ranks of "
-                      "a job the same SHOAL_SECRET, and each job its own MASTER_PORT",
+          fmt::format("{} belongs to a job with a secret, but rank {} has none: set the same SHOAL_SECRET on all ranks "
+                      "of a job, and a different MASTER_PORT for each job",
                       at, placement_.rank));
     }
     const auto named = [](const std::string& text) { return text == "job " ? "without a name" : printable(text); };
@@ -255,10 +254,10 @@ class Room {
 };
 
 CommError lost_store(const Placement& placement) {
-  return CommError(
-      fmt::format("lost the job's store at {}:{} (on rank 0 or in the launcher): rank 0 failed; see its error",
-                  placement.address, placement.port),
-      0);
+  return CommError(fmt::format("lost the connection to the job's store at {}:{} (on rank 0 or in the launcher): rank 0 "
+                               "failed; see its error",
+                               placement.address, placement.port),
+                   0);
 }
 
 void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, int timeout_seconds,
@@ -292,10 +291,10 @@ Meeting meet(const Placement& placement, const PageAddress& page, int timeout_se
 }
 
 Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds) {
-  if (placement.size == 1) throw UsageError("rejoin: a world of one rank has nobody to join again");
+  if (placement.size == 1) throw UsageError("rejoin: the world has only one rank, so there is no job to rejoin");
   if (placement.rank == 0 && !placement.store_is_served) {
     throw UsageError(
-        "rejoin: rank 0 held the job's store, which has gone with it; start jobs with shoal launch, whose store "
+        "rejoin: rank 0 cannot rejoin, because it held the job's store; start jobs with shoal launch, whose store "
         "outlives every rank");
   }
   Meeting meeting;

@@ -25,7 +25,7 @@ std::string address_towards(const std::string& host, int port) {
   }
   const auto socket = make_socket(address, SOCK_DGRAM);
   if (!connect_to(socket, address)) {
-    throw UsageError(fmt::format("no network interface leads to MASTER_ADDR '{}'", host));
+    throw UsageError(fmt::format("no network interface has a route to MASTER_ADDR '{}'", host));
   }
   return own_address(socket).host();
 }

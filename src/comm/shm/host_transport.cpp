@@ -151,16 +151,16 @@ class SharedMemoryTransport : public Transport,
 
   void check(const Call& call) const {
     if (getpid() != group_.memory->address().pid) {
-      throw UsageError(
-          fmt::format("group '{}' was made before this process was forked: ranks must call shoal::init "
-                      "themselves",
-                      group_.name));
+      throw UsageError(fmt::format(
+          "group '{}' was created before this process was forked; call shoal::init in each rank's own process",
+          group_.name));
     }
     for (const auto* tensors : {&call.inputs, &call.outputs}) {
       for (const auto& tensor : *tensors) {
         if (tensor.is_cpu()) continue;
-        throw UsageError(fmt::format("{}: the host transport carries CPU tensors, this one is on {}", call.describe(),
-                                     tensor.device().str()));
+        throw UsageError(
+            fmt::format("{}: the host transport supports CPU tensors only, but a tensor is on {}; move it to the CPU",
+                        call.describe(), tensor.device().str()));
       }
     }
     const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;

@@ -97,8 +97,8 @@ void Operation::check_unequal_parts() const {
       const auto expected = control.expected(control.header(number_, target))[source];
       const auto part = from.parts > 1 ? target : 0;
       if (from.parts == 0 || expected == UINT64_MAX || control.windows(from)[part].bytes == expected) continue;
-      throw DisagreeError(fmt::format("{} #{}: rank {} gives rank {} {} bytes, which expects {}", describe(from.print),
-                                      number_, world_ranks_[source], world_ranks_[target],
+      throw DisagreeError(fmt::format("{0} #{1}: rank {2} sends {4} bytes to rank {3}, which expects {5}",
+                                      describe(from.print), number_, world_ranks_[source], world_ranks_[target],
                                       control.windows(from)[part].bytes, expected));
     }
   }

@@ -25,7 +25,7 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
     }
     if (SteadyClock::now() > deadline) {
       throw CommError(
-          fmt::format("not all ranks met for {} within {} s", topic, world.options.rendezvous_timeout_seconds));
+          fmt::format("not all ranks reached {} within {} s", topic, world.options.rendezvous_timeout_seconds));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

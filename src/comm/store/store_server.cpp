@@ -96,8 +96,8 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
   while (!somebody_listens(address, port, deadline)) {
     if (SteadyClock::now() > deadline) {
       throw CommError(
-          fmt::format("nothing listens at {}:{} after {} s: rank 0 did not start, its host cannot be reached, or "
-                      "MASTER_ADDR and MASTER_PORT differ between ranks",
+          fmt::format("no server at {}:{} after {} s: rank 0 did not start, its host is unreachable, or MASTER_ADDR "
+                      "and MASTER_PORT differ between ranks",
                       address, port, timeout_seconds));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -117,14 +117,14 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
     });
   } catch (const c10::Error&) {
     throw CommError(
-        fmt::format("what listens at {}:{} is not the job's store; is the port in use by another program? "
-                    "Choose another MASTER_PORT",
+        fmt::format("the server at {}:{} is not the job's store; the port may be in use by another program: choose "
+                    "another MASTER_PORT",
                     address, port));
   }
   if (!store) {
     throw CommError(
-        fmt::format("what listens at {}:{} has not answered within {} s: the process that holds the job's store (rank "
-                    "0 or the launcher) is stopped, or the port is in use by another program",
+        fmt::format("the server at {}:{} did not answer within {} s: the process with the job's store (rank 0 or the "
+                    "launcher) is stopped, or the port is in use by another program",
                     address, port, timeout_seconds));
   }
   return c10::make_intrusive<DeadlineStore>(authenticated(std::move(*store), job), fmt::format("{}:{}", address, port),

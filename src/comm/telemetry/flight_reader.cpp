@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // Nanoseconds. The sum of both fits.
-constexpr int64_t longest_time = int64_t{1} << 61;   // 73 years after boot
+constexpr int64_t longest_time = int64_t{1} << 61;  // 73 years after boot
 constexpr int64_t latest_epoch = int64_t{1} << 62;  // the year 2116
 
 std::vector<char> contents(const InputFile& file) {
@@ -43,14 +43,14 @@ bool is_time(int64_t nanoseconds) {
 void check(const Flight& flight, const fs::path& file) {
   const auto refuse = [&](const std::string& what) { throw UsageError(fmt::format("{}: {}", file.string(), what)); };
   if (flight.size < 1 || flight.size > max_ranks) {
-    refuse(fmt::format("a flight of {} ranks; possible are 1 to {}", flight.size, max_ranks));
+    refuse(fmt::format("the file says {} ranks; valid are 1 to {}", flight.size, max_ranks));
   }
   if (flight.rank < 0 || flight.rank >= flight.size) {
-    refuse(fmt::format("a flight of rank {} of {}", flight.rank, flight.size));
+    refuse(fmt::format("the file says rank {} of {}", flight.rank, flight.size));
   }
   const bool epoch = flight.epoch_ns >= 0 && flight.epoch_ns <= latest_epoch;
   if (!epoch || !is_time(flight.left) || !is_time(flight.failed)) {
-    refuse("a time that cannot be");
+    refuse("an invalid time");
   }
   for (const auto& group : flight.groups) {
     std::set<int> members;
@@ -61,9 +61,9 @@ void check(const Flight& flight, const fs::path& file) {
   }
   for (const auto& record : flight.records) {
     const bool known = record.kind >= FlightRecord::collective && record.kind <= FlightRecord::note;
-    if (!known || !is_call(record.print)) refuse("a record of an operation that does not exist");
+    if (!known || !is_call(record.print)) refuse("a record with an unknown operation");
     if (!is_time(record.entered) || !is_time(record.issued) || !is_time(record.finished)) {
-      refuse("a record with a time that cannot be");
+      refuse("a record with an invalid time");
     }
   }
 }

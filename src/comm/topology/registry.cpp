@@ -107,8 +107,8 @@ Topology make_topology(const std::string& name, const TopologyRequest& wanted) {
   }
   auto topology = factory(request);
   if (topology.size() != request.size) {
-    throw UsageError(fmt::format("topology {}: its factory made one for {} ranks instead of {}", name, topology.size(),
-                                 request.size));
+    throw UsageError(fmt::format("topology {}: its factory created a topology for {} ranks instead of {}", name,
+                                 topology.size(), request.size));
   }
   topology.name_ = name;
   topology.request_ = std::move(request);
@@ -122,8 +122,8 @@ Topology make_topology(const std::string& name, int size, int local_size, uint64
     throw UsageError(fmt::format("topology {}: hosts of {} ranks; give at least 1", name, local_size));
   }
   if (size % local_size != 0) {
-    throw UsageError(fmt::format("topology {}: {} ranks do not fill hosts of {}; possible are multiples of {}", name,
-                                 size, local_size, local_size));
+    throw UsageError(fmt::format("topology {}: {} ranks cannot be divided into hosts of {}; give a multiple of {}",
+                                 name, size, local_size, local_size));
   }
   return make_topology(
       name, {.size = size, .hosts = std::vector<int>(std::max(0, size) / local_size, local_size), .seed = seed});

@@ -88,7 +88,8 @@ Topology::Topology(std::string name, int size, Stochastic kind, const std::vecto
 }
 
 const MixingRound& Topology::round(int64_t index) const {
-  if (index < 0) throw UsageError(fmt::format("topology {}: round {}; they count from 0", name_, index));
+  if (index < 0)
+    throw UsageError(fmt::format("topology {}: round {} does not exist; rounds count from 0", name_, index));
   return (*rounds_)[static_cast<size_t>(index % period())];
 }
 

@@ -11,7 +11,7 @@ class AbsentTransport : public Transport {
   bool checks_agreement() const override { return true; }
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     throw UsageError(call.describe() +
-                     ": this rank has joined a running job again, and its world's group does not communicate; use "
+                     ": the world's group cannot communicate in a process that has rejoined the job; use "
                      "DecentralizedDataParallel::remaining()");
   }
 };

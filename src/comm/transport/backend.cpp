@@ -34,7 +34,7 @@ ReduceOp from_c10d(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::PREMUL_SUM:
       return ReduceOp::premul_sum;
     default:
-      throw UsageError("c10d reduce operation that shoal does not have");
+      throw UsageError("this c10d reduce operation is not supported by shoal");
   }
 }
 

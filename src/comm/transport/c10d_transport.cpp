@@ -27,7 +27,7 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
     case ReduceOp::bxor:
       return c10d::ReduceOp::BXOR;
     case ReduceOp::premul_sum:
-      throw UsageError("premul_sum is only for the host transport");
+      throw UsageError("premul_sum is supported by the host transport only");
   }
   return c10d::ReduceOp::SUM;
 }

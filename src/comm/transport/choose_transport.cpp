@@ -72,7 +72,7 @@ std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::
   auto host = make_host_transport(world, name, rank, world_ranks);
   if (host.transport) return host.transport;
   throw UsageError(
-      fmt::format("transport host cannot carry group '{}': {}; use transport auto or gloo", name, host.why_not));
+      fmt::format("transport host cannot serve group '{}': {}; use transport auto or gloo", name, host.why_not));
 }
 
 }  // namespace shoal

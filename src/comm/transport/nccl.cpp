@@ -63,7 +63,7 @@ std::shared_ptr<Transport> make_nccl_transport(const WorldState& world, const st
     return std::make_shared<ByDevice>(make_c10d_transport("nccl", std::move(nccl)), host_side);
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
-    throw UsageError(fmt::format("transport nccl cannot carry group '{}': {}", name, text.substr(0, text.find('\n'))));
+    throw UsageError(fmt::format("transport nccl cannot serve group '{}': {}", name, text.substr(0, text.find('\n'))));
   }
 }
 

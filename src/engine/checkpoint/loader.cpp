@@ -28,7 +28,7 @@ auto parsed(const CheckpointReader& reader, const char* entry, const Act& act) {
     return act();
   } catch (const Json::exception&) {
     throw CheckpointError(
-        fmt::format("{}: the entry \"{}\" of its state is not what shoal writes", reader.path().string(), entry));
+        fmt::format("{}: the entry \"{}\" of its state was not written by shoal", reader.path().string(), entry));
   } catch (const UsageError& error) {
     throw CheckpointError(
         fmt::format("{}: the entry \"{}\" of its state does not fit: {}", reader.path().string(), entry, error.what()));
@@ -59,8 +59,9 @@ void check_trained(const CheckpointReader& reader, const std::set<std::string>& 
   std::string text;
   if (!missing.empty()) text = "not trained there: " + listed(missing);
   if (!extra.empty()) text += (text.empty() ? "" : "; ") + std::string("not trained here: ") + listed(extra);
-  throw UsageError(fmt::format("{}: the optimizer is of other parameters: {}; model_only loads the model alone",
-                               reader.path().string(), text));
+  throw UsageError(
+      fmt::format("{}: its optimizer state is for other parameters: {}; set model_only to load the model alone",
+                  reader.path().string(), text));
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ LearntOrder parsed_order(const Json& json, size_t gradients) {
   std::sort(sorted.begin(), sorted.end());
   const bool good =
       sorted.empty() || (sorted.back() < gradients && std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end());
-  if (!good || learnt.from < 0) throw CheckpointError("an order of gradients is not what shoal writes");
+  if (!good || learnt.from < 0) throw CheckpointError("an order of gradients was not written by shoal");
   return learnt;
 }
 
@@ -46,7 +46,7 @@ std::vector<LearntOrder> parsed_orders(const std::vector<Reducer*>& reducers, co
     }
     return orders;
   } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
-    throw CheckpointError(fmt::format("a rank's state is not what shoal writes: {}", past.values.dump()));
+    throw CheckpointError(fmt::format("a rank's state was not written by shoal: {}", past.values.dump()));
   }
 }
 

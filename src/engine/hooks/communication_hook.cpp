@@ -22,8 +22,8 @@ PendingExchange chain(PendingExchange first, std::function<PendingExchange()> ne
 
 void CommunicationHook::load_state(const State& state) {
   if (state.empty()) return;
-  throw UsageError(
-      fmt::format("communication hook {}: it has no state; '{}' is of another one", name(), state.begin()->first));
+  throw UsageError(fmt::format("communication hook {}: it has no state, so '{}' belongs to another hook", name(),
+                               state.begin()->first));
 }
 
 Work sum_up(const GradientBucket& bucket, const at::Tensor& gradients, const at::Tensor& sum) {

@@ -24,7 +24,7 @@ PostLocalSgdHook::PostLocalSgdHook(Group local, int64_t start_iteration, std::sh
       carrier_(std::move(carrier)),
       memory_(std::make_unique<Memory>()) {
   if (start_ < 0) throw UsageError(fmt::format("PostLocalSgdHook: start_iteration {}: give at least 0", start_));
-  if (!carrier_) throw UsageError("PostLocalSgdHook: the carrier is empty; leave it out for the plain sum");
+  if (!carrier_) throw UsageError("PostLocalSgdHook: the carrier is nullptr; omit it for an uncompressed sum");
 }
 
 PostLocalSgdHook::~PostLocalSgdHook() = default;
@@ -53,7 +53,7 @@ void PostLocalSgdHook::load_state(const State& state) {
   for (const auto& [entry, value] : state) {
     if (memory_->count.load(entry, value)) continue;
     if (!entry.starts_with(local_sgd_carrier)) {
-      throw UsageError(fmt::format("communication hook {}: '{}' is no part of its state", name(), entry));
+      throw UsageError(fmt::format("communication hook {}: '{}' is not part of its state", name(), entry));
     }
     of_carrier[entry.substr(std::string_view(local_sgd_carrier).size())] = value;
   }

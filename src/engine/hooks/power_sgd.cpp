@@ -210,7 +210,7 @@ void PowerSgdOptions::validate() const {
 PowerSgdHook::PowerSgdHook(const PowerSgdOptions& options, std::shared_ptr<CommunicationHook> carrier)
     : options_(options), carrier_(std::move(carrier)), memory_(std::make_shared<Memory>(options.error_feedback)) {
   options_.validate();
-  if (!carrier_) throw UsageError("PowerSgdHook: the carrier is empty; leave it out for the plain sum");
+  if (!carrier_) throw UsageError("PowerSgdHook: the carrier is nullptr; omit it for an uncompressed sum");
 }
 
 PowerSgdHook::~PowerSgdHook() = default;
@@ -252,7 +252,7 @@ void PowerSgdHook::load_state(const State& state) {
     } else if (name.starts_with(power_sgd_carrier)) {
       of_carrier[name.substr(std::string_view(power_sgd_carrier).size())] = value;
     } else {
-      throw UsageError(fmt::format("communication hook {}: '{}' is no part of its state", this->name(), name));
+      throw UsageError(fmt::format("communication hook {}: '{}' is not part of its state", this->name(), name));
     }
   }
   carrier_->load_state(of_carrier);

@@ -113,7 +113,7 @@ CommunicationHook::State QuantizeHook::state() const {
 void QuantizeHook::load_state(const State& state) {
   for (const auto& [entry, value] : state) {
     if (memory_->residuals.load(entry, value)) continue;
-    throw UsageError(fmt::format("communication hook {}: '{}' is no part of its state", name(), entry));
+    throw UsageError(fmt::format("communication hook {}: '{}' is not part of its state", name(), entry));
   }
 }
 

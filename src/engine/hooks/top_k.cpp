@@ -46,8 +46,8 @@ std::string TopKHook::name() const {
 PendingExchange TopKHook::begin(const GradientBucket& bucket) {
   const auto numel = bucket.gradients.numel();
   if (numel > std::numeric_limits<int32_t>::max()) {
-    throw UsageError(
-        fmt::format("communication hook topk: a bucket of {} elements; make buckets or units smaller", numel));
+    throw UsageError(fmt::format(
+        "communication hook topk: a bucket of {} elements is too large; make buckets or units smaller", numel));
   }
   const auto dtype = bucket.gradients.scalar_type();
   const auto wanted = memory_->residuals.add_to(bucket);
@@ -101,7 +101,7 @@ CommunicationHook::State TopKHook::state() const {
 void TopKHook::load_state(const State& state) {
   for (const auto& [entry, value] : state) {
     if (memory_->residuals.load(entry, value)) continue;
-    throw UsageError(fmt::format("communication hook {}: '{}' is no part of its state", name(), entry));
+    throw UsageError(fmt::format("communication hook {}: '{}' is not part of its state", name(), entry));
   }
 }
 

@@ -60,8 +60,8 @@ void GatherOrder::ask(int64_t what) {
   for (int rank = 1; rank < group_.size(); ++rank) {
     if (said[2 * rank] == said[0]) continue;
     throw DisagreeError(
-        fmt::format("rank {} {}, rank {} {}: all ranks must call the wrapper's forward and the optimizer's step() equally "
-                    "often, in one order; what one rank evaluates alone goes through the module's own forward",
+        fmt::format("rank {} {}, rank {} {}: all ranks must call the wrapper's forward and the optimizer's step() "
+                    "equally often and in the same order; to evaluate on one rank alone, call the module's own forward",
                     group_.world_rank(0), text(said[0]), group_.world_rank(rank), text(said[2 * rank])));
   }
   bool equal = true;

@@ -39,10 +39,10 @@ Pager::Pager(const Group& group, PagerOptions options) : options_(options), grou
 Pager::~Pager() {
   for (const auto& [storage, index] : index_) {
     unwatch(storage, *this);
-    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
-        "{} was held in parts by a FullyShardedDataParallel that has gone: before it goes, call its unwrap(), "
-        "which gives the module its parameters back, or take full_state_dict()",
-        pages_[index]->source.name));
+    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        fmt::format("{} was sharded by a FullyShardedDataParallel that has been destroyed: call its unwrap(), which "
+                    "restores the module's parameters, or full_state_dict() before",
+                    pages_[index]->source.name));
   }
 }
 
@@ -74,8 +74,8 @@ void Pager::free_memory(Page& page) {
   auto* storage = page.storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, page.options.device()));
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
-      fmt::format("{} is not in memory on this rank: operators fetch it by themselves; for data_ptr() hold a "
-                  "summon_full_params() scope",
+      fmt::format("{} is sharded and not in memory on this rank: operators gather it automatically; use data_ptr() "
+                  "within a summon_full_params() scope",
                   page.source.name));
   page.state = State::sharded;
   page.used = false;
@@ -267,11 +267,11 @@ void Pager::require_room(std::string_view op, std::span<c10::StorageImpl* const>
     bytes += page.bytes();
   }
   if (!too_many(units.size(), bytes)) return;
-  throw UsageError(fmt::format(
-      "{} takes the parameters of {} units at once, {} bytes in all: {}; of those in memory {} may be in use{}. Raise "
-      "the limit, or hold a summon_full_params() scope",
-      op, units.size(), bytes, fmt::join(units, ", "), options_.resident,
-      options_.bytes ? fmt::format(", with {} bytes", bytes_in_use()) : ""));
+  throw UsageError(
+      fmt::format("{} takes the parameters of {} units at once, {} bytes in total: {}; at most {} units may be in "
+                  "use{}. Raise unit_limit or byte_limit, or use a summon_full_params() scope",
+                  op, units.size(), bytes, fmt::join(units, ", "), options_.resident,
+                  options_.bytes ? fmt::format(", with {} bytes", bytes_in_use()) : ""));
 }
 
 void Pager::help_others() {
@@ -317,8 +317,8 @@ void Pager::check_order(Pass pass) {
   agree(group_, "the order in which units are used", names_of(uses.last));
   if (!uses.changed() || std::exchange(warned_, true)) return;
   TORCH_WARN(
-      "the order in which units are used has changed from one pass to the next: it was ",
-      fmt::format("{}; and is {}", fmt::join(names_of(uses.before), ", "), fmt::join(names_of(uses.last), ", ")));
+      "the order of units has changed from one pass to the next: it was ",
+      fmt::format("{}; now it is {}", fmt::join(names_of(uses.before), ", "), fmt::join(names_of(uses.last), ", ")));
 }
 
 void Pager::end() {

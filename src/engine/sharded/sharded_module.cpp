@@ -87,14 +87,14 @@ void ShardedModule::end() {
 void ShardedModule::require_going_on() const {
   if (ended_) {
     throw UsageError(
-        "unwrap() has given the module its parameters back: use the module itself, or make another wrapper and another "
-        "optimizer for it");
+        "the wrapper cannot be used after unwrap(): use the module itself, or create a new wrapper and a new optimizer "
+        "for it");
   }
 }
 
 void ShardedModule::serve_readers() {
   require_going_on();
-  if (lent_) throw UsageError("an optimizer's step while summon_full_params holds the parameters; end that first");
+  if (lent_) throw UsageError("optimizer step within summon_full_params(); end that scope first");
   reducer_->require_seen_gradients();
   for (const auto& gather : gathers_) {
     if (auto* pager = gather->pager()) return pager->update();  // all gathers have the same one
@@ -119,11 +119,11 @@ void ShardedModule::wait(const Label& label, bool at_first_touch) {
     const auto awaited = gathers_[number]->awaited();
     const auto& members = reducer_->buckets()[number].members();
     for (size_t piece = 0; piece < awaited.size(); ++piece) {
-      first_touch_.arm(number, awaited[piece],
-                       fmt::format("parameter {} has updates of other ranks that may not have arrived: operators wait "
-                                   "for them by themselves; before torch::save and data_ptr() call the optimizer's "
-                                   "finish_param_sync()",
-                                   reducer_->gradients()[members[piece]].name));
+      first_touch_.arm(
+          number, awaited[piece],
+          fmt::format("parameter {} may miss updates of other ranks: operators wait for them automatically; call the "
+                      "optimizer's finish_param_sync() before torch::save and data_ptr()",
+                      reducer_->gradients()[members[piece]].name));
     }
   }
 }
@@ -154,10 +154,10 @@ void ShardedModule::require_kinds() const {
       const bool kind = !any_kind && watch.other_kind(i) && !(converts_ && watch.other_floating_dtype(i));
       const bool unfrozen = watch.trainable_changed(i) && watch.parameters()[i].requires_grad();
       if (!kind && !unfrozen) continue;
-      throw UsageError(fmt::format(
-          "parameter {} has changed in a way that its shards cannot follow: {}. Turn it back ({}), or wrap the module "
-          "and make its optimizer anew",
-          known.names[i], watch.describe(i), kind ? "module.to(dtype)" : "requires_grad_(false)"));
+      throw UsageError(
+          fmt::format("parameter {} has changed in a way that its shards do not support: {}. Revert the change ({}), "
+                      "or wrap the module again with a new optimizer",
+                      known.names[i], watch.describe(i), kind ? "module.to(dtype)" : "requires_grad_(false)"));
     }
   };
   check(trainable_, false);

@@ -46,8 +46,8 @@ void ShardedOptimizerCore::State::require_known(const ParamGroups& groups) const
   const auto change = known.change(groups);
   if (change.empty()) return;
   throw UsageError(
-      fmt::format("{}: {} after the construction; construct it anew with these groups, and give it the "
-                  "state with state_dict() and load_state_dict()",
+      fmt::format("{}: {} after construction; construct a new optimizer with these groups, and transfer the state with "
+                  "state_dict() and load_state_dict()",
                   name, change));
 }
 
@@ -66,13 +66,13 @@ ShardedOptimizerCore::ParamGroups ShardedOptimizerCore::shares_of(const ParamGro
       if (name == names.end()) {
         if (!parameter.requires_grad()) continue;
         throw UsageError(
-            fmt::format("{}: a parameter [{}] of param group {} is none of the module's that are sharded; "
-                        "give it to another optimizer",
+            fmt::format("{}: a parameter [{}] of param group {} is not a sharded parameter of the module; use another "
+                        "optimizer for it",
                         state_->name, fmt::join(parameter.sizes(), ", "), number));
       }
       const auto [place, fresh] = param_group.emplace(name->first, number);
       if (fresh || place->second == number) continue;
-      throw UsageError(fmt::format("{}: parameter {} [{}] is in two param groups; leave it in one", state_->name,
+      throw UsageError(fmt::format("{}: parameter {} [{}] is in two param groups; remove it from one", state_->name,
                                    name->second, fmt::join(parameter.sizes(), ", ")));
     }
   }
@@ -119,7 +119,8 @@ at::Tensor ShardedOptimizerCore::scale_loss(const at::Tensor& loss) const {
 
 bool ShardedOptimizerCore::anywhere(bool here, const char* what) const {
   auto flag = at::full({1}, here ? 1 : 0, at::kInt);
-  for (const auto& group : state_->groups_of_scalars()) group.all_reduce(flag, ReduceOp::max, state_->label(what)).wait();
+  for (const auto& group : state_->groups_of_scalars())
+    group.all_reduce(flag, ReduceOp::max, state_->label(what)).wait();
   return flag.item<int>() != 0;
 }
 
@@ -215,8 +216,8 @@ ShardedStep ShardedOptimizerCore::update_if_finite() {
   if (state.scaler) state.scaler->update(!result.updated);
   if (result.updated && state.clip_grad > 0) {
     const auto clip = [&] {
-      result.grad_norm = global_norm(state.counted_gradients(), 2, state.groups_of_scalars(),
-                                     state.label("norm of the gradients"));
+      result.grad_norm =
+          global_norm(state.counted_gradients(), 2, state.groups_of_scalars(), state.label("norm of the gradients"));
       clip_to_norm(seen, *result.grad_norm, state.clip_grad);
     };
     state.time("optimizer-clip-main-grad", 2, clip, &state.group);
@@ -311,13 +312,13 @@ void ShardedOptimizerCore::add_parameters(const std::vector<at::Tensor>& paramet
         if (gradient.parameter.is_same(parameter)) found = gradient.name;
       }
     }
-    faults.push_back(found.empty() ? fmt::format("a parameter [{}] is none of those that are sharded",
+    faults.push_back(found.empty() ? fmt::format("a parameter [{}] is not one of the sharded parameters",
                                                  fmt::join(parameter.sizes(), ", "))
-                                   : fmt::format("parameter {} is in a param group already", found));
+                                   : fmt::format("parameter {} is already in a param group", found));
   }
   throw UsageError(
-      fmt::format("{}: parameters cannot be added later, since ranges of all of them are laid out at the "
-                  "construction: {}; construct it anew with all groups",
+      fmt::format("{}: parameters cannot be added after construction, because shards are laid out there: {}; construct "
+                  "a new optimizer with all groups",
                   state_->name, fmt::join(faults, "; ")));
 }
 

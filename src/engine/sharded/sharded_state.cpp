@@ -84,14 +84,14 @@ void check_names(const std::vector<StatePiece>& pieces, const OptimizerState& st
     if (state.count(piece.name) == 0) missing.insert(piece.name);
   }
   if (!missing.empty()) {
-    throw UsageError(fmt::format("the optimizer state has nothing for parameter {}", fmt::join(missing, ", ")));
+    throw UsageError(fmt::format("the optimizer state has no entry for parameter {}", fmt::join(missing, ", ")));
   }
   std::set<std::string> extra;
   for (const auto& [name, entry] : state) {
     if (here.count(name) == 0 && name != grad_scaler_key) extra.insert(name);
   }
   if (extra.empty()) return;
-  throw UsageError(fmt::format("the optimizer state has entries for {}, which is no trainable parameter here",
+  throw UsageError(fmt::format("the optimizer state has an entry for {}, which is not a trainable parameter",
                                fmt::join(extra, ", ")));
 }
 
@@ -110,8 +110,8 @@ std::optional<GradScalerState> scaler_in(const OptimizerState& state) {
 }
 
 void warn_of_scaler(bool there, bool here) {
-  if (there && !here) TORCH_WARN("the optimizer state has a loss scaler, which this optimizer has not; it is left out");
-  if (here && !there) TORCH_WARN("the optimizer state has no loss scaler; this optimizer's stays as it is");
+  if (there && !here) TORCH_WARN("the optimizer state has a loss scaler, but this optimizer has none; it is ignored");
+  if (here && !there) TORCH_WARN("the optimizer state has no loss scaler; this optimizer's scaler keeps its state");
 }
 
 // The piece's part of a whole state; new tensors.

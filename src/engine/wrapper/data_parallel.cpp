@@ -47,10 +47,9 @@ std::vector<at::Tensor> all_but(const torch::nn::Module& module, const std::vect
 void check_device(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
   for (const auto& entry : tensors) {
     if (!entry.tensor.is_meta()) continue;
-    throw UsageError(
-        fmt::format("{}: {} is on the meta device, from which libtorch has no way back; build the module in a "
-                    "DeferredInit scope instead",
-                    wrapper, entry.name));
+    throw UsageError(fmt::format(
+        "{}: {} is on the meta device, which is not supported; construct the module in a DeferredInit scope instead",
+        wrapper, entry.name));
   }
 }
 
@@ -59,8 +58,8 @@ void check_memory(const std::vector<NamedTensor>& tensors, const std::string& wr
   for (const auto& entry : tensors) {
     if (!is_lost(entry.tensor)) continue;
     throw UsageError(
-        fmt::format("{}: parameter {} has no values any more: it was held in parts by a FullyShardedDataParallel that "
-                    "has gone; before that goes, call its unwrap()",
+        fmt::format("{}: parameter {} has no values: it was sharded by a FullyShardedDataParallel that has been "
+                    "destroyed; call its unwrap() before",
                     wrapper, entry.name));
   }
 }
@@ -70,7 +69,7 @@ void check_memory(const std::vector<NamedTensor>& tensors, const std::string& wr
 std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                               const std::string& name, const std::vector<std::string>& ignored,
                                               bool sync, Deferred deferred) {
-  if (!module) throw UsageError(fmt::format("{}: the module is empty", name));
+  if (!module) throw UsageError(fmt::format("{}: the module is nullptr", name));
   auto tensors = walk(*module, ignored);
   check_device(tensors.parameters, name);
   check_device(tensors.buffers, name);
@@ -83,7 +82,7 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
     agree(group, "the model", tensors.describe());
   }
   if (tensors.trainable().empty()) {
-    throw UsageError(fmt::format("{}: the model has no parameter that requires a gradient; nothing to train", name));
+    throw UsageError(fmt::format("{}: no parameter of the module requires a gradient", name));
   }
   std::vector<at::Tensor> parameters;
   for (const auto& entry : tensors.parameters) parameters.push_back(entry.tensor);
@@ -101,9 +100,8 @@ void check_forward_is_local(const torch::nn::Module& module) {
   for (const auto& named : module.named_modules()) {
     if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
     throw UsageError(
-        fmt::format("Join: {} is a SyncBatchNorm, whose forward needs every rank; set throw_on_early_termination, or "
-                    "go without Join "
-                    "and give ranks that have run out empty batches",
+        fmt::format("Join: {} is a SyncBatchNorm, whose forward is collective; set throw_on_early_termination, or do "
+                    "not use Join and pass empty batches on ranks that have run out",
                     named.key()));
   }
 }
@@ -111,7 +109,7 @@ void check_forward_is_local(const torch::nn::Module& module) {
 void DataParallelCore::State::require_shapes() const {
   for (size_t i = 0; i < tensors.parameters.size(); ++i) {
     if (!watch.other_shape(i)) continue;
-    throw UsageError(fmt::format("parameter {} has another shape: {}; wrap a module after changing it",
+    throw UsageError(fmt::format("the shape of parameter {} has changed: {}; wrap the module after changing it",
                                  tensors.parameters[i].name, watch.describe(i)));
   }
 }

@@ -17,7 +17,8 @@ Join::Join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, co
     const auto& other = joinable->group();
     if (other.size() != group().size() || other.rank() != group().rank()) {
       throw UsageError(
-          fmt::format("Join: rank {} of {} ranks in one wrapper, rank {} of {} in another; wrap both in one group",
+          fmt::format("Join: this process is rank {} of {} in one wrapper and rank {} of {} in another; use the same "
+                      "group for all wrappers",
                       group().rank(), group().size(), other.rank(), other.size()));
     }
     if (!options_.throw_on_early_termination) joinable->check_shadow();
@@ -45,9 +46,9 @@ bool Join::next(bool has_batch) {
     for (int rank = 0; rank < group().size(); ++rank) {
       if (have[rank] == 0) ranks.push_back(group().world_rank(rank));
     }
-    throw InputsExhausted(
-        fmt::format("rank {} has no batch left after {} steps, other ranks have: all stop (throw_on_early_termination)",
-                    fmt::join(ranks, ", "), steps_));
+    throw InputsExhausted(fmt::format(
+        "rank {} has no batch left after {} steps, but other ranks have; all ranks stop (throw_on_early_termination)",
+        fmt::join(ranks, ", "), steps_));
   }
   now_ = {.here = has_batch,
           .first = static_cast<int>(std::find(have.begin(), have.end(), 1) - have.begin()),

@@ -22,18 +22,19 @@ void DistributedDataParallelOptions::validate() const {
   positive("bucket_cap_mb", bucket_cap_mb);
   positive("first_bucket_mb", first_bucket_mb);
   if (static_graph && find_unused_parameters) {
-    faults.emplace_back("static_graph knows the unused parameters from the first step: unset find_unused_parameters");
+    faults.emplace_back("static_graph finds unused parameters in the first step: unset find_unused_parameters");
   }
   if (buffer_hook && !broadcast_buffers) {
-    faults.emplace_back("buffer_hook takes the place of broadcast_buffers: leave that on, or unset the hook");
+    faults.emplace_back(
+        "buffer_hook replaces the broadcast of broadcast_buffers: set broadcast_buffers, or unset the hook");
   }
   if (reduce_dtype && *reduce_dtype != at::kHalf && *reduce_dtype != at::kBFloat16) {
     faults.push_back(fmt::format("reduce_dtype is {}: give float16 or bfloat16, or none for the parameters' own",
                                  c10::toString(*reduce_dtype)));
   }
   if (reduce_dtype && communication_hook) {
-    faults.emplace_back("communication_hook decides how gradients are summed up: unset reduce_dtype, or give it as the "
-                        "hook's carrier");
+    faults.emplace_back(
+        "communication_hook replaces the reduction: unset reduce_dtype, or use a CompressHook as the hook's carrier");
   }
   if (!faults.empty()) throw UsageError(fmt::format("DistributedDataParallel: {}", fmt::join(faults, "; ")));
 }
@@ -116,8 +117,10 @@ void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer&
   }
   for (const auto& entry : state().tensors.parameters) optimized.erase(entry.tensor.unsafeGetTensorImpl());
   if (!optimized.empty()) {
-    faults.push_back(fmt::format(
-        "the optimizer has {} parameter(s) that are not trained here, and would never be updated", optimized.size()));
+    faults.push_back(
+        fmt::format("the optimizer has {} parameter(s) that this wrapper does not train, so they would never be "
+                    "updated; remove them",
+                    optimized.size()));
   }
   if (!faults.empty()) throw UsageError(fmt::format("OptimizerInBackward: {}", fmt::join(faults, "; ")));
 }

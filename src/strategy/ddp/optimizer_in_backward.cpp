@@ -77,11 +77,11 @@ struct OptimizerInBackward::State : public GradientConsumer {
   bool needs_all() const override {
     if (optimizer == nullptr) {
       throw UsageError(
-          "DistributedDataParallel: its OptimizerInBackward has gone; let it live as long as the training");
+          "DistributedDataParallel: its OptimizerInBackward has been destroyed; keep it alive as long as the training");
     }
     if (const auto change = known.change(optimizer->param_groups()); !change.empty()) {
-      throw UsageError(
-          fmt::format("OptimizerInBackward: {} after the construction; construct the wrapper and it anew", change));
+      throw UsageError(fmt::format(
+          "OptimizerInBackward: {} after construction; construct the wrapper and OptimizerInBackward again", change));
     }
     if (options.whole_gradient == WholeGradient::per_bucket) return false;
     if (options.whole_gradient == WholeGradient::stale) return options.clip_grad > 0 && !norm;

@@ -41,11 +41,11 @@ void GossipBucket::require_kinds() const {
   for (size_t i = 0; i < members_.size(); ++i) {
     const auto& [name, parameter] = members_[i];
     if (parameter.scalar_type() == dtype_ && parameter.numel() == layout_.range(i).size()) continue;
-    throw UsageError(fmt::format(
-        "DecentralizedDataParallel: parameter {} is {} [{}] now; neighbours average {} elements of {}. Turn it "
-        "back (module.to(dtype)), or wrap the module anew",
-        name, c10::toString(parameter.scalar_type()), fmt::join(parameter.sizes(), ", "), layout_.range(i).size(),
-        c10::toString(dtype_)));
+    throw UsageError(
+        fmt::format("DecentralizedDataParallel: parameter {} is {} [{}] now; neighbours average {} elements of {}. "
+                    "Revert the change (module.to(dtype)), or wrap the module again",
+                    name, c10::toString(parameter.scalar_type()), fmt::join(parameter.sizes(), ", "),
+                    layout_.range(i).size(), c10::toString(dtype_)));
   }
 }
 

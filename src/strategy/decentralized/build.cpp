@@ -37,7 +37,9 @@ void DecentralizedDataParallelOptions::validate(int ranks) const {
     faults.push_back(fmt::format("clip_grad is {}: give a norm, or 0 for no clipping", clip_grad));
   }
   if (clip == ClipScope::bucket && scaler) {
-    faults.emplace_back("clip of each bucket: with a scaler updates wait for the last gradient; clip all_gradients");
+    faults.emplace_back(
+        "clip per bucket does not work with a scaler, because updates wait for the last gradient; use "
+        "ClipScope::all_gradients");
   }
   if (topology && topology->size() != ranks) {
     faults.push_back(fmt::format("topology {} is for {} ranks, the group has {}: make_topology(name, group.size())",
@@ -47,7 +49,8 @@ void DecentralizedDataParallelOptions::validate(int ranks) const {
     faults.push_back(fmt::format("exchange_dtype {}: give a floating-point one", toString(*exchange_dtype)));
   }
   if (exchange_dtype && topology && topology->kind() == Stochastic::column) {
-    faults.emplace_back("exchange_dtype: push-sum's weights ride with the values and must not be rounded");
+    faults.emplace_back(
+        "exchange_dtype is not supported for push-sum, whose weights are sent with the values and must not be rounded");
   }
   if (compressed_exchange) {
     const auto& how = *compressed_exchange;
@@ -58,9 +61,11 @@ void DecentralizedDataParallelOptions::validate(int ranks) const {
     };
     part("top_k", how.top_k);
     part("rate", how.rate);
-    if (exchange_dtype) faults.emplace_back("exchange_dtype and compressed_exchange: give one of them");
+    if (exchange_dtype)
+      faults.emplace_back("exchange_dtype and compressed_exchange exclude each other: set one of them");
     if (pre_average_hook) {
-      faults.emplace_back("pre_average_hook: with compressed_exchange there is no sum of neighbours' values to see");
+      faults.emplace_back(
+          "pre_average_hook is not supported with compressed_exchange, which has no sum of neighbours' values");
     }
     if (topology && (topology->kind() != Stochastic::doubly || topology->period() > most_rounds)) {
       faults.push_back(
@@ -142,7 +147,7 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, cons
             const torch::NoGradGuard no_grad;
             begin_backward();
           }) {
-  if (!make) throw UsageError("DecentralizedDataParallel: no function that makes the optimizer");
+  if (!make) throw UsageError("DecentralizedDataParallel: the optimizer factory is empty");
   if (!joins_again(group)) agree(group, "the options of DecentralizedDataParallel", describe(options));
   watch = ParameterWatch(parameters_of(gradients));
   mixing.admit_with([this](const Group& pair) { hand_over(pair); });
@@ -163,10 +168,10 @@ void State::tell_weights() {
     given[rank] = std::max(given[rank], 0.0);
   }
   if (!without.empty()) {
-    throw DisagreeError(
-        fmt::format("rank {} called the loss's own backward(), others backward(loss_sum, weight): use either one on all "
-                    "ranks, and pass() on one that has no batch",
-                    fmt::join(without, ", ")));
+    throw DisagreeError(fmt::format(
+        "rank {} called the loss's own backward(), others backward(loss_sum, weight): use either one on all "
+        "ranks, and pass() on one that has no batch",
+        fmt::join(without, ", ")));
   }
   mixing.known().all_weigh(given);
 }
@@ -235,7 +240,7 @@ void State::make_buckets() {
     members.push_back(planned);
     auto& bucket = buckets.emplace_back(std::move(named), options.param_as_bucket_view);
     bucket.optimizer = make(bucket.members());
-    if (!bucket.optimizer) throw UsageError("DecentralizedDataParallel: the optimizer's function has made none");
+    if (!bucket.optimizer) throw UsageError("DecentralizedDataParallel: the optimizer factory returned nullptr");
     if (options.schedule) bucket.schedule = options.schedule(*bucket.optimizer);
     buffers.push_back({bucket.numel(), bucket.dtype()});
   }

@@ -80,7 +80,7 @@ class DecentralizedSource : public CheckpointSource {
     for (const auto& bucket : state_.buckets) {
       if (!bucket.schedule || dynamic_cast<LambdaLR*>(bucket.schedule.get()) != nullptr) continue;
       throw UsageError(
-          "DecentralizedDataParallel: training has begun, and its schedule cannot be set back; load before the first "
+          "DecentralizedDataParallel: the schedule cannot be reset after training has begun; load before the first "
           "step, or use a LambdaLR");
     }
   }
@@ -99,7 +99,7 @@ class DecentralizedSource : public CheckpointSource {
     try {
       return parse_standing(state_, own);
     } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
-      throw CheckpointError(fmt::format("a decentralised rank's state is not what shoal writes: {}", own.dump()));
+      throw CheckpointError(fmt::format("the state of a decentralised rank was not written by shoal: {}", own.dump()));
     }
   }
 

@@ -44,8 +44,8 @@ void DecentralizedDataParallelCore::before_forward() {
                                    [&](const Gradient& gradient) { return gradient.parameter.is_same(entry.tensor); });
     if (known || !entry.tensor.requires_grad()) continue;
     throw UsageError(
-        fmt::format("DecentralizedDataParallel: {} requires a gradient, which it did not when the model was wrapped; "
-                    "wrap it anew",
+        fmt::format("DecentralizedDataParallel: {} requires a gradient, but was frozen when the model was wrapped; "
+                    "wrap the model again",
                     entry.name));
   }
 }

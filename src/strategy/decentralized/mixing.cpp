@@ -100,8 +100,7 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::Sc
 void Mixing::go_on_from(int64_t version, std::vector<double> mass) {
   if (now_.members.size() != static_cast<size_t>(group_.size()) || last_newcomer_ > 0) {
     throw UsageError(
-        "DecentralizedDataParallel: ranks have gone or come back; load the checkpoint into a training that starts "
-        "anew");
+        "DecentralizedDataParallel: ranks have left or rejoined this training; load the checkpoint into a new one");
   }
   if (version_ > 0) channel_ = open_gossip_channel(group_, shown_);  // versions only grow
   version_ = version;

@@ -64,10 +64,9 @@ std::vector<at::Tensor> tensors_of(const State& state) {
 void require_equal(const Json& own, const Json& theirs, int donor) {
   for (const auto& [what, value] : own.items()) {
     if (theirs.at(what) == value) continue;
-    throw DisagreeError(
-        fmt::format("rejoin: this rank has another {} than rank {}: {} here, {} there; make both from "
-                    "the same program and options",
-                    what, donor, value.dump(), theirs.at(what).dump()));
+    throw DisagreeError(fmt::format(
+        "rejoin: the {} of this rank differs from that of rank {}: {} here, {} there; use the same program and options",
+        what, donor, value.dump(), theirs.at(what).dump()));
   }
 }
 

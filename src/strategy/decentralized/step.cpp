@@ -19,17 +19,16 @@ using State = DecentralizedDataParallelCore::State;
 
 void State::require_present(const char* what) const {
   if (!left) return;
-  throw UsageError(fmt::format("DecentralizedDataParallel: this rank has left; it trains no more, and {} is for those "
-                               "that are still there",
-                               what));
+  throw UsageError(fmt::format(
+      "DecentralizedDataParallel: this rank has called leave(); {} is for ranks that are still training", what));
 }
 
 void State::watch_backward() {
   if (!under_way.expired()) return;
   if (phase == Phase::running) {
     throw UsageError(
-        "DecentralizedDataParallel: the last backward has failed in the middle of a step: call reset(), or forward "
-        "through the wrapper, before the next one");
+        "DecentralizedDataParallel: the last backward failed in the middle of a step: call reset(), or forward of the "
+        "wrapper, before the next backward");
   }
   phase = Phase::idle;
   // Goes with the backward, whether that ends well or not.
@@ -102,10 +101,10 @@ void State::arrived(size_t gradient) {
   const auto bucket = bucket_of[gradient];
   if (progress[bucket] != Progress::waiting) {
     expected[gradient] = std::max(expected[gradient], arrivals[gradient]);
-    throw UsageError(
-        fmt::format("the gradient of {} came {} times in this backward, more often than ever before, and after it had "
-                    "been used for an update; the step is void on this rank, later ones wait for it",
-                    gradients[gradient].name, arrivals[gradient]));
+    throw UsageError(fmt::format(
+        "the gradient of {} was computed {} times in this backward, more often than before, and after it had been used "
+        "for an update; the step is lost on this rank, and later steps wait for the last gradient",
+        gradients[gradient].name, arrivals[gradient]));
   }
   // A parameter that has never had a gradient is only known to have none when backward has ended.
   if (arrivals[gradient] != expected[gradient] || --missing[bucket] > 0 || updates_at_end()) return;

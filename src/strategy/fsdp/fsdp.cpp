@@ -86,8 +86,7 @@ void FullyShardedCore::adopt_changes(bool training) {
 // Tensors of the same objects: whoever holds a parameter holds it still.
 void FullyShardedCore::unwrap() {
   if (shards_->hold) {
-    throw UsageError(
-        "FullyShardedDataParallel: unwrap() while summon_full_params holds the parameters; end that first");
+    throw UsageError("FullyShardedDataParallel: unwrap() within summon_full_params(); end that scope first");
   }
   const NormalMode outside;
   const torch::NoGradGuard no_grad;
@@ -115,7 +114,7 @@ void FullyShardedCore::unwrap() {
 void FullyShardedCore::begin_pass(bool training) {
   shards_->module->require_going_on();
   if (shards_->hold) {
-    throw UsageError("FullyShardedDataParallel: forward while summon_full_params holds the parameters; end that first");
+    throw UsageError("FullyShardedDataParallel: forward within summon_full_params(); end that scope first");
   }
   if (!shards_->pager) return;
   shards_->pager->begin(training ? Pager::Pass::training : Pager::Pass::evaluation);
@@ -134,7 +133,7 @@ TensorCast FullyShardedCore::input_cast() const {
 
 NoSync FullyShardedCore::defer_all_reduce(bool defer) {
   if (defer && state().reducer->attendance()) {
-    throw UsageError("FullyShardedDataParallel: defer_all_reduce in a Join scope; take no_sync there");
+    throw UsageError("FullyShardedDataParallel: defer_all_reduce() within a Join is not supported; use no_sync()");
   }
   return NoSync(defer ? &shards_->defer_depth : nullptr);
 }
@@ -247,7 +246,7 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
   const auto& shards = *parallel.shards_;
   if (!element_wise && !shards.options.whole_parameters) {
     throw UsageError(
-        "FullyShardedOptimizer: this optimizer is not element-wise (optim/element_wise.h), so that it needs whole "
+        "FullyShardedOptimizer: this optimizer is not element-wise (shoal::element_wise), so each rank must own whole "
         "parameters; set FullyShardedDataParallelOptions::whole_parameters");
   }
   if (!(options.clip_grad >= 0) || std::isinf(options.clip_grad)) {
@@ -269,8 +268,9 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
   options.scaler->validate();
   for (const auto& gradient : shards.module->reducer().gradients()) {
     if (gradient.parameter.element_size() >= 4 && !parallel.precision().compute) {
-      throw UsageError(fmt::format("FullyShardedOptimizer: parameter {} is {}, which needs no scaler; unset it",
-                                   gradient.name, c10::toString(gradient.parameter.scalar_type())));
+      throw UsageError(
+          fmt::format("FullyShardedOptimizer: parameter {} is {}, which does not need a scaler; unset scaler",
+                      gradient.name, c10::toString(gradient.parameter.scalar_type())));
     }
   }
   state->scaler.emplace(*options.scaler);

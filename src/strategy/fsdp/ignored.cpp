@@ -24,8 +24,8 @@ void require_not_sharded(const char* option, const std::string& given, const std
   const auto found = taken(tensor);
   if (!found || found->ignored) return;
   throw UsageError(
-      fmt::format("FullyShardedDataParallel: {}: '{}' cannot be ignored, {} is sharded already by a wrapper of its own; "
-                  "leave it out of {}: what such a wrapper has sharded is left to it",
+      fmt::format("FullyShardedDataParallel: {}: '{}' cannot be ignored, because {} is already sharded by a wrapper of "
+                  "its own; remove it from {}: parameters of such a wrapper are skipped automatically",
                   option, given, name, option));
 }
 
@@ -36,8 +36,8 @@ std::vector<std::string> names_in(const torch::nn::Module& module, const std::st
   }
   const auto modules = module.named_modules("", /*include_self=*/false);
   if (!ignored_module.empty() && !modules.contains(ignored_module)) {
-    throw UsageError(fmt::format(
-        "FullyShardedDataParallel: ignored_modules: the module has no sub-module named '{}'", ignored_module));
+    throw UsageError(fmt::format("FullyShardedDataParallel: ignored_modules: the module has no sub-module named '{}'",
+                                 ignored_module));
   }
   const auto& ignored = ignored_module.empty() ? module : *modules[ignored_module];
   std::vector<std::string> names;
@@ -71,7 +71,7 @@ std::vector<std::string> ignored_names(const torch::nn::Module& module,
     any_sharded = any_sharded || (found && !found->ignored);
   }
   if (any_sharded && taken_parameters == parameters.size()) {
-    throw UsageError("FullyShardedDataParallel: the module is sharded already; wrap it once");
+    throw UsageError("FullyShardedDataParallel: the module is already sharded; wrap it only once");
   }
   for (const auto& [name, tensor] : tensors) {
     if (taken_within(tensor, parts)) names.push_back(name);

@@ -20,8 +20,9 @@ at::Device device_of(const std::vector<NamedTensor>& parameters) {
     if (entry.tensor.is_meta()) continue;  // refused by name when the module is wrapped
     if (first == nullptr) first = &entry;
     if (entry.tensor.device() == first->tensor.device()) continue;
-    throw UsageError(fmt::format("FullyShardedDataParallel: parameter {} is on {}, {} on {}; move the module to one",
-                                 entry.name, entry.tensor.device().str(), first->name, first->tensor.device().str()));
+    throw UsageError(
+        fmt::format("FullyShardedDataParallel: parameter {} is on {}, {} on {}; move the module to one device",
+                    entry.name, entry.tensor.device().str(), first->name, first->tensor.device().str()));
   }
   return first == nullptr ? at::Device(at::kCPU) : first->tensor.device();
 }
@@ -30,8 +31,8 @@ at::Device with_index(at::Device device) {
   if (device.is_cpu()) return at::Device(at::kCPU);
   if (device.is_meta() || !c10::impl::hasDeviceGuardImpl(device.type())) {
     throw UsageError(
-        fmt::format("FullyShardedDataParallel: device {}: this process has no such device; give another, or build with "
-                    "a libtorch that has",
+        fmt::format("FullyShardedDataParallel: device {}: this process has no such device; give another one, or build "
+                    "with a libtorch that supports it",
                     device.str()));
   }
   const c10::impl::VirtualGuardImpl devices(device.type());
@@ -42,7 +43,7 @@ at::Device with_index(at::Device device) {
   }
   if (device.has_index()) return device;
   const auto current = devices.getDevice();
-  TORCH_WARN("FullyShardedDataParallel: device ", device.str(), " has no index; taking the current one, ",
+  TORCH_WARN("FullyShardedDataParallel: device ", device.str(), " has no index; using the current device, ",
              current.str());
   return current;
 }
@@ -64,8 +65,7 @@ void place_module(torch::nn::Module& module, std::optional<at::Device> device,
   if (present == wanted) return;
   if (!present.is_cpu()) {
     throw UsageError(
-        fmt::format("FullyShardedDataParallel: the module is on {}, option `device` is {}; give one of "
-                    "them only",
+        fmt::format("FullyShardedDataParallel: the module is on {}, but the option `device` is {}; unset the option",
                     present.str(), wanted.str()));
   }
   const DeferredInit deferred_parameters_too;

@@ -24,8 +24,8 @@ std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::op
                                           const std::string& who, const std::string& size_option) {
   const auto ranks = static_cast<int>(hosts.size());
   if (size && (*size < 1 || ranks % *size != 0)) {
-    throw UsageError(fmt::format("{}: {} ranks are not a multiple of {} {}; give a number that divides them", who, ranks,
-                                 size_option, *size));
+    throw UsageError(fmt::format("{}: {} ranks are not a multiple of {} {}; give a number that divides them", who,
+                                 ranks, size_option, *size));
   }
   std::vector<std::vector<int>> groups;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -37,8 +37,8 @@ std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::op
                                  [&](const auto& group) { return group.size() == groups.front().size(); });
   if (equal) return groups;
   throw UsageError(
-      fmt::format("{}: a model is divided among the ranks of each host, and hosts run different numbers of ranks ({}); "
-                  "start as many on each host, or set {}",
+      fmt::format("{}: the model is sharded over the ranks of each host, but hosts run different numbers of ranks "
+                  "({}); start the same number on each host, or set {}",
                   who, listed(groups), size_option));
 }
 

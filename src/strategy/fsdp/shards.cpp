@@ -57,7 +57,7 @@ void check(const ModuleTensors& tensors, const FullyShardedDataParallelOptions& 
   for (const auto& entry : tensors.parameters) {
     if (!entry.tensor.is_floating_point()) {
       throw UsageError(
-          fmt::format("FullyShardedDataParallel: parameter {} is {}; only floating-point parameters can be divided: "
+          fmt::format("FullyShardedDataParallel: parameter {} is {}; only floating-point parameters can be sharded: "
                       "make it a buffer, or ignore it",
                       entry.name, c10::toString(entry.tensor.scalar_type())));
     }
@@ -85,8 +85,8 @@ void check_byte_limit(const std::vector<Unit>& units, const FullyShardedDataPara
     }
     if (bytes * count <= *options.byte_limit) continue;
     throw UsageError(
-        fmt::format("FullyShardedDataParallel: byte_limit {} has no room for {}, {} bytes, and prefetch_units {}; give "
-                    "at least {}",
+        fmt::format("FullyShardedDataParallel: byte_limit {} is too small for {}, {} bytes, and prefetch_units {}; "
+                    "give at least {}",
                     *options.byte_limit, title(unit), bytes, options.prefetch_units, bytes * count));
   }
 }

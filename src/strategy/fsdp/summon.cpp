@@ -130,7 +130,7 @@ std::vector<FullyShardedCore*> FullyShardedCore::wrappers_within() {
 void FullyShardedCore::check_hold(const SummonFullParamsOptions& options) const {
   const NormalMode outside;
   if (shards_->hold) {
-    throw UsageError("summon_full_params while another one holds the parameters; end that first, or do all in one");
+    throw UsageError("summon_full_params() within another one; end that scope first, or use one scope for both");
   }
   check(options, state().tensors.parameters.front().tensor.device());
   agree(shards_->groups.all, "the options of summon_full_params", describe(options));

@@ -97,8 +97,8 @@ void check_parameters(const torch::nn::Module& module, const std::vector<NamedTe
   for (const auto& parameter : module.parameters()) optimized.erase(parameter.unsafeGetTensorImpl());
   if (!optimized.empty()) {
     faults.push_back(
-        fmt::format("the optimizer has {} parameter(s) that are not the module's, and would never be "
-                    "exchanged",
+        fmt::format("the optimizer has {} parameter(s) that do not belong to the module, so they would never be "
+                    "exchanged; remove them",
                     optimized.size()));
   }
   if (fragments > static_cast<int>(trainable.size())) {

@@ -35,8 +35,9 @@ at::Tensor adopted(const at::Tensor& from, at::ScalarType dtype, const Fragment:
   if (!from.defined()) return {};
   const auto& parameter = piece.parameter;
   if (from.sizes() != parameter.sizes()) {
-    throw UsageError(fmt::format("LocalUpdates: the state's {} of parameter {} has another shape than the parameter",
-                                 field, piece.name));
+    throw UsageError(
+        fmt::format("LocalUpdates: the shape of the state's {} of parameter {} differs from that of the parameter",
+                    field, piece.name));
   }
   const auto options = parameter.options().dtype(dtype).requires_grad(false);
   auto copy = view_like(at::empty({parameter.numel()}, options), 0, parameter);
@@ -95,7 +96,7 @@ void LocalUpdates::load_state_dict(const OptimizerState& whole) {
     for (const auto& piece : fragment.pieces()) {
       const auto found = whole.find(piece.name);
       if (found == whole.end()) {
-        throw UsageError(fmt::format("LocalUpdates: the state has nothing for parameter {}", piece.name));
+        throw UsageError(fmt::format("LocalUpdates: the state has no entry for parameter {}", piece.name));
       }
       const auto number = found->second.numbers.find("step");
       if (number != found->second.numbers.end() && !steps) steps = static_cast<int64_t>(number->second);
@@ -104,8 +105,8 @@ void LocalUpdates::load_state_dict(const OptimizerState& whole) {
       visit(entry, piece, fragment.under_way(steps.value_or(0) - state.options.warmup_steps), slow, writer);
       writer.finish();
       if (entry.steps != *steps || *steps < 0) {
-        throw UsageError(fmt::format("LocalUpdates: the state of parameter {} is of step {}, others of {}", piece.name,
-                                     entry.steps, *steps));
+        throw UsageError(fmt::format("LocalUpdates: the state of parameter {} is from step {}, others from step {}",
+                                     piece.name, entry.steps, *steps));
       }
       const auto outer = widened(piece.parameter.scalar_type());
       entry.anchor = adopted(entry.anchor, outer, piece, "anchor");
@@ -115,7 +116,8 @@ void LocalUpdates::load_state_dict(const OptimizerState& whole) {
   }
   for (const auto& [name, entry] : whole) {
     if (entries.count(name) > 0) continue;
-    throw UsageError(fmt::format("LocalUpdates: the state has an entry for {}, which is no trainable parameter", name));
+    throw UsageError(
+        fmt::format("LocalUpdates: the state has an entry for {}, which is not a trainable parameter", name));
   }
   for (auto& fragment : state.fragments) {
     std::vector<at::Tensor> in_flight;

@@ -19,13 +19,14 @@ using State = LocalUpdates::State;
 void State::check_trainable() const {
   known_module.require_no_other();
   if (const auto change = known.change(optimizer.param_groups()); !change.empty()) {
-    throw UsageError(
-        fmt::format("LocalUpdates: {} after the construction, which is not exchanged; construct it anew", change));
+    throw UsageError(fmt::format(
+        "LocalUpdates: {} after construction and would not be exchanged; construct LocalUpdates again", change));
   }
   for (const auto& entry : tensors.parameters) {
     if (!entry.tensor.requires_grad() || exchanged.count(entry.tensor.unsafeGetTensorImpl()) > 0) continue;
     throw UsageError(fmt::format(
-        "LocalUpdates: {} requires a gradient, which it did not at the construction; construct it anew", entry.name));
+        "LocalUpdates: {} requires a gradient, but was frozen at construction; construct LocalUpdates again",
+        entry.name));
   }
 }
 
@@ -57,10 +58,9 @@ void State::adopt_changes() {
     for (auto& piece : fragment.pieces()) {
       const auto i = number++;
       if (watch.other_kind(i)) {
-        throw UsageError(
-            fmt::format("LocalUpdates: parameter {} is of another kind: {}. Turn it back, or construct "
-                        "LocalUpdates anew",
-                        piece.name, watch.describe(i)));
+        throw UsageError(fmt::format(
+            "LocalUpdates: parameter {} has changed: {}. Revert the change, or construct LocalUpdates again",
+            piece.name, watch.describe(i)));
       }
       if (!watch.changed(i)) continue;
       changed.push_back(&piece);
@@ -142,7 +142,7 @@ void LocalUpdates::step(bool update) {
   auto& state = *state_;
   state.check_trainable();
   if (state.reducer && state.reducer->broken()) {
-    throw UsageError("LocalUpdates: this rank's backward has failed, and the step counts on no rank: call zero_grad()");
+    throw UsageError("LocalUpdates: backward failed on this rank, so the step counts on no rank: call zero_grad()");
   }
   state.adopt_changes();
   try {

@@ -64,7 +64,7 @@ class LocalUpdatesSource : public CheckpointSource {
       }
     } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
       throw CheckpointError(
-          fmt::format("the state of LocalUpdates is not what shoal writes: {}", common.values.dump()));
+          fmt::format("the state of LocalUpdates was not written by shoal: {}", common.values.dump()));
     }
     for (const auto& [key, tensor] : common.tensors) {
       const auto dot = key.rfind('.');

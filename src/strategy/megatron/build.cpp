@@ -55,10 +55,11 @@ std::vector<std::string> describe_scalars(const DistributedOptimizerOptions& opt
     return lines;
   }
   const auto& scaler = *options.scaler;
-  lines.push_back(fmt::format("scaler: initial_scale {}, dynamic {}, growth_factor {}, backoff_factor {}, "
-                              "growth_interval {}, hysteresis {}, min_scale {}",
-                              scaler.initial_scale, scaler.dynamic, scaler.growth_factor, scaler.backoff_factor,
-                              scaler.growth_interval, scaler.hysteresis, scaler.min_scale));
+  lines.push_back(
+      fmt::format("scaler: initial_scale {}, dynamic {}, growth_factor {}, backoff_factor {}, "
+                  "growth_interval {}, hysteresis {}, min_scale {}",
+                  scaler.initial_scale, scaler.dynamic, scaler.growth_factor, scaler.backoff_factor,
+                  scaler.growth_interval, scaler.hysteresis, scaler.min_scale));
   return lines;
 }
 
@@ -81,8 +82,8 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
   options.validate();
   if (options.reuse_grad_buf_for_param_gather && !cut) {
     throw UsageError(
-        "DistributedOptimizer: reuse_grad_buf_for_param_gather needs an element-wise optimizer (optim/element_wise.h); "
-        "with others a rank has memory for the gradients of its own parameters only. Unset it");
+        "DistributedOptimizer: reuse_grad_buf_for_param_gather needs an element-wise optimizer (shoal::element_wise); "
+        "for others, a rank has memory only for the gradients of its own parameters. Unset it");
   }
   const auto ignored = ignored_by_chunk(chunks, options.ignored);
   require_separate(chunks, ignored);
@@ -123,8 +124,8 @@ DistributedOptimizerCore::DistributedOptimizerCore(const Modules& chunks, ParamG
                                                    const DistributedOptimizerOptions& options)
     : ShardedOptimizerCore(complete(chunks, std::move(groups), options), std::move(defaults), make,
                            make_state(chunks, cut, group, options)),
-      reduction_(std::make_unique<Reduction>(Reduction{
-          .modules = chunks, .options = options, .ignored = ignored_by_chunk(chunks, options.ignored)})) {
+      reduction_(std::make_unique<Reduction>(
+          Reduction{.modules = chunks, .options = options, .ignored = ignored_by_chunk(chunks, options.ignored)})) {
   connect_chunks();
 }
 

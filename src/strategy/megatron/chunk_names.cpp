@@ -30,7 +30,7 @@ std::vector<std::vector<std::string>> ignored_by_chunk(const Chunks& chunks, con
   std::set<std::string> unknown(ignored.begin(), ignored.end());
   std::vector<std::vector<std::string>> lists;
   for (size_t number = 0; number < chunks.size(); ++number) {
-    if (!chunks[number]) throw UsageError("DistributedOptimizer: a module is empty");
+    if (!chunks[number]) throw UsageError("DistributedOptimizer: a module is nullptr");
     const auto names = names_of(*chunks[number]);
     const auto prefix = chunk_prefix(chunks, number);
     auto& list = lists.emplace_back();
@@ -53,10 +53,10 @@ void require_separate(const Chunks& chunks, const std::vector<std::vector<std::s
       const auto name = chunk_prefix(chunks, number) + entry.name;
       const auto [first, fresh] = seen.emplace(entry.tensor.unsafeGetTensorImpl(), name);
       if (fresh) continue;
-      throw UsageError(
-          fmt::format("DistributedOptimizer: parameter {} is also {}, and two chunks cannot both update it; put the "
-                      "modules that share it into one chunk, or let one chunk alone have it with ignored = {{\"{}\"}}",
-                      first->second, name, name));
+      throw UsageError(fmt::format(
+          "DistributedOptimizer: parameter {} is also {}, but only one chunk can update it; put the modules that share "
+          "it into one chunk, or exclude it from the other chunk with ignored = {{\"{}\"}}",
+          first->second, name, name));
     }
   }
 }

@@ -24,10 +24,10 @@ void DeclaredGradients::add(std::vector<ChunkParameter> parameters, const Group&
   for (const auto& entry : parameters) {
     const auto& parameter = entry.about().parameter;
     if (std::count(seen.begin(), seen.end(), parameter.unsafeGetTensorImpl()) > 0) {
-      throw UsageError(fmt::format(
-          "DistributedOptimizer: all_reduce_grads: the gradient of {} is declared twice for one group, and would be "
-          "summed twice; name it once",
-          entry.about().name));
+      throw UsageError(
+          fmt::format("DistributedOptimizer: all_reduce_grads: the gradient of {} is declared twice for the same group "
+                      "and would be summed twice; declare it once",
+                      entry.about().name));
     }
     seen.push_back(parameter.unsafeGetTensorImpl());
     shapes.push_back(fmt::format("{} [{}] strides [{}]", c10::toString(entry.about().dtype()),

@@ -38,7 +38,7 @@ std::vector<ChunkParameter> find_all(const std::vector<std::shared_ptr<ShardedMo
     }
     if (found.size() > before) continue;
     throw UsageError(
-        fmt::format("DistributedOptimizer: {} of a tensor that is none of its trainable parameters", what));
+        fmt::format("DistributedOptimizer: {} of a tensor that is not one of its trainable parameters", what));
   }
   return found;
 }
@@ -47,7 +47,7 @@ std::vector<ChunkParameter> find_all(const std::vector<std::shared_ptr<ShardedMo
 
 void DistributedOptimizerCore::backward(const at::Tensor& loss_sum, double weight) {
   if (state().modules.size() > 1) {
-    throw UsageError("DistributedOptimizer: a backward with a weight is for one chunk; weight the loss instead");
+    throw UsageError("DistributedOptimizer: backward with a weight supports one chunk only; weight the loss instead");
   }
   state().modules.front()->reducer().backward(loss_sum, weight);
 }
@@ -88,7 +88,7 @@ void DistributedOptimizerCore::all_reduce_grads(const std::vector<at::Tensor>& p
   const auto& options = reduction_->options;
   if (options.overlap_grad_reduce) {
     throw UsageError(
-        "DistributedOptimizer: all_reduce_grads comes before the reduction; set overlap_grad_reduce = false");
+        "DistributedOptimizer: all_reduce_grads must run before the reduction; set overlap_grad_reduce = false");
   }
   auto found = find_all(state().modules, parameters, "all_reduce_grads");
   const bool scalars = options.clip_grad > 0 || options.scaler || options.log_num_zeros_in_grad;
@@ -96,7 +96,7 @@ void DistributedOptimizerCore::all_reduce_grads(const std::vector<at::Tensor>& p
   if (scalars && !covered) {
     throw UsageError(
         "DistributedOptimizer: all_reduce_grads: ranks that share gradients must agree on clip_grad, scaler and "
-        "log_num_zeros_in_grad, or their parameters drift apart; set model_parallel_group to the ranks that hold one "
+        "log_num_zeros_in_grad, or their parameters diverge; set model_parallel_group to the ranks that hold one "
         "replica of the model");
   }
   reduction_->declared.add(found, group, name);
@@ -107,7 +107,7 @@ void DistributedOptimizerCore::count_once(const std::vector<at::Tensor>& paramet
   const auto found = find_all(state().modules, parameters, "count_once");
   if (!cover(state().groups_of_scalars(), group)) {
     throw UsageError(
-        "DistributedOptimizer: count_once: norms are not taken over this group's ranks; set model_parallel_group to "
+        "DistributedOptimizer: count_once: norms are not computed over this group's ranks; set model_parallel_group to "
         "the ranks that hold one replica of the model");
   }
   if (!counts(state().group, group)) leave_uncounted(found);
@@ -115,7 +115,9 @@ void DistributedOptimizerCore::count_once(const std::vector<at::Tensor>& paramet
 
 void DistributedOptimizerCore::reduce_model_grads() {
   if (reduction_->options.overlap_grad_reduce) {
-    throw UsageError("DistributedOptimizer: backward has reduced the gradients already (overlap_grad_reduce)");
+    throw UsageError(
+        "DistributedOptimizer: reduce_model_grads: backward has already reduced the gradients; set overlap_grad_reduce "
+        "= false");
   }
   auto& common = state();
   if (reduction_->declared.sum_up(common, /*failed=*/false)) {

@@ -36,18 +36,18 @@ void check_dtypes(const std::vector<NamedTensor>& trainable, const DistributedOp
   for (const auto& entry : trainable) check_known(entry);
   if (half && !options.scaler) {
     throw UsageError(fmt::format(
-        "DistributedOptimizer: parameter {} is float16, whose gradients vanish without a loss scale; set scaler",
+        "DistributedOptimizer: parameter {} is float16, whose gradients underflow without loss scaling; set scaler",
         half->name));
   }
   const bool needed = anywhere[0].item<int>() != 0;
   if (!options.scaler || needed) return;
   if (anywhere[1].item<int>() == 0) {
-    throw UsageError(fmt::format("DistributedOptimizer: parameter {} is {}, which needs no scaler; unset it",
+    throw UsageError(fmt::format("DistributedOptimizer: parameter {} is {}, which does not need a scaler; unset scaler",
                                  trainable.front().name, c10::toString(trainable.front().tensor.scalar_type())));
   }
   if (!options.scaler->dynamic) return;
   throw UsageError(fmt::format(
-      "DistributedOptimizer: parameter {} is bfloat16, which takes no scaler or one with dynamic = false",
+      "DistributedOptimizer: parameter {} is bfloat16, which requires no scaler, or one with dynamic = false",
       bfloat ? bfloat->name : "of another stage"));
 }
 

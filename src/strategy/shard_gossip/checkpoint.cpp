@@ -30,8 +30,8 @@ class ShardGossipSource : public FullyShardedSource {
       return;
     }
     throw UsageError(
-        fmt::format("TrainingState: {} hosts of {} ranks are not the {} ranks of the group; give the one "
-                    "that host_groups() has divided",
+        fmt::format("TrainingState: {} hosts of {} ranks do not match the {} ranks of the group; pass the group that "
+                    "was given to host_groups()",
                     gossip_.across.size(), inside, all_.size()));
   }
 
@@ -74,7 +74,7 @@ class ShardGossipSource : public FullyShardedSource {
       version_ = own.at(gossip_entry).at("version");
       mass_ = own.at(gossip_entry).at("mass").get<std::vector<double>>();
     } catch (const nlohmann::json::exception&) {  // what a file says is as trustworthy as the file
-      throw CheckpointError(fmt::format("a rank's state is not what shoal writes: {}", own.dump()));
+      throw CheckpointError(fmt::format("a rank's state was not written by shoal: {}", own.dump()));
     }
   }
 

@@ -30,10 +30,9 @@ void ShardGossipOptions::validate(int hosts) const {
                                  topology->name(), topology->size(), hosts));
   }
   if (topology && topology->kind() == Stochastic::column) {
-    faults.push_back(
-        fmt::format("topology {} is for push-sum, whose weights shards cannot carry; give one that is "
-                    "row- or doubly stochastic",
-                    topology->name()));
+    faults.push_back(fmt::format(
+        "topology {} is for push-sum, which shards do not support; give a row-stochastic or doubly stochastic topology",
+        topology->name()));
   }
   if (exchange_dtype && !at::isFloatingType(*exchange_dtype)) {
     faults.push_back(fmt::format("exchange_dtype {}: give a floating-point one", toString(*exchange_dtype)));
@@ -122,7 +121,7 @@ void ShardGossipOptimizerCore::complete_gradients() {
 }
 
 void ShardGossipOptimizerCore::begin_mixing() {
-  if (gossip_->left) throw UsageError("ShardGossipOptimizer: this rank has left; it trains no more");
+  if (gossip_->left) throw UsageError("ShardGossipOptimizer: this rank has called leave()");
   gossip_->mixing.begin_step();
   if (gossip_->overlap) mix();
 }
@@ -184,7 +183,7 @@ void ShardGossipOptimizerCore::on_the_whole_host(const std::function<void()>& wo
   state().group.all_reduce(failed, ReduceOp::max, state().label("whether hosts have answered")).wait();
   if (failure) throw *failure;
   if (failed.item<int>() != 0)
-    throw CommError("ShardGossipOptimizer: a host has ended, as another rank of this host noticed");
+    throw CommError("ShardGossipOptimizer: a host has ended, as detected by another rank of this host");
 }
 
 void ShardGossipOptimizerCore::global_avg() {

@@ -32,14 +32,13 @@ void OSSOptions::validate() const {
 void OSSCore::State::require_known(const torch::optim::Optimizer& whole) const {
   if (!whole.state().empty()) {
     throw UsageError(
-        "OSS: state was written through torch::optim::Optimizer&, where no step sees it; take "
-        "load_state_dict()");
+        "OSS: state was written through torch::optim::Optimizer&, where step() does not see it; use load_state_dict()");
   }
   const auto change = known.change(whole.param_groups());
   if (change.empty()) return;
   throw UsageError(
-      fmt::format("OSS: {} through torch::optim::Optimizer&, of which the other ranks know nothing; undo "
-                  "it (param_groups().pop_back()) and call OSS's own add_param_group() on every rank",
+      fmt::format("OSS: {} through torch::optim::Optimizer&, which the other ranks do not see; undo it "
+                  "(param_groups().pop_back()) and call OSS's own add_param_group() on every rank",
                   change));
 }
 
@@ -54,12 +53,13 @@ OSSShares OSSCore::State::share(const ParamGroups& groups) const {
       if (!first) {
         // libtorch's parameters() lists a tied one once per name.
         if (before->second == number) continue;
-        throw UsageError(fmt::format("OSS: parameter {} [{}] is in param groups {} and {}; leave it in one", here,
+        throw UsageError(fmt::format("OSS: parameter {} [{}] is in param groups {} and {}; remove it from one", here,
                                      fmt::join(parameter.sizes(), ", "), before->second, number));
       }
       if (!parameter.is_leaf()) {
-        throw UsageError(fmt::format("OSS: parameter {} [{}] is no leaf, but a result of operators; detach it", here,
-                                     fmt::join(parameter.sizes(), ", ")));
+        throw UsageError(
+            fmt::format("OSS: parameter {} [{}] is not a leaf tensor, but the result of an operator; detach it", here,
+                        fmt::join(parameter.sizes(), ", ")));
       }
       const auto owned = shares.places.find(parameter.unsafeGetTensorImpl());
       if (!parameter.requires_grad() && owned == shares.places.end()) continue;
@@ -159,8 +159,9 @@ bool OSSCore::State::other_kinds(const ParamGroups& groups) const {
       if (!buffer->watch().other_kind(i)) continue;
       const auto& parameter = buffer->parameters()[i];
       if (!buffer->watch().other_shape(i)) return true;
-      throw UsageError(fmt::format("OSS: parameter {} has another shape: {}; make the optimizer anew after changing it",
-                                   shares.indices[shares.places.at(parameter.unsafeGetTensorImpl())], buffer->watch().describe(i)));
+      throw UsageError(
+          fmt::format("OSS: the shape of parameter {} has changed: {}; construct the optimizer again after changing it",
+                      shares.indices[shares.places.at(parameter.unsafeGetTensorImpl())], buffer->watch().describe(i)));
     }
   }
   return lacks_trainable(groups);
@@ -286,14 +287,14 @@ std::vector<std::vector<at::Tensor>> OSSCore::partition() const {
 int OSSCore::param_to_rank(const at::Tensor& parameter) const {
   const auto place = state_->shares.places.find(parameter.unsafeGetTensorImpl());
   if (place == state_->shares.places.end())
-    throw UsageError("OSS: not one of the parameters that this optimizer trains");
+    throw UsageError("OSS: the tensor is not one of this optimizer's parameters");
   return state_->shares.owners[place->second];
 }
 
 size_t OSSCore::param_to_index(const at::Tensor& parameter) const {
   const auto place = state_->shares.places.find(parameter.unsafeGetTensorImpl());
   if (place == state_->shares.places.end())
-    throw UsageError("OSS: not one of the parameters that this optimizer trains");
+    throw UsageError("OSS: the tensor is not one of this optimizer's parameters");
   return state_->shares.indices[place->second];
 }
 

@@ -25,10 +25,11 @@ void ShardedDataParallelOptions::validate() const {
     faults.push_back(fmt::format("reduce_buffer_size {}: give at least 1 element", reduce_buffer_size));
   }
   if (buffer_hook && !broadcast_buffers) {
-    faults.emplace_back("buffer_hook takes the place of broadcast_buffers: leave that on, or unset the hook");
+    faults.emplace_back(
+        "buffer_hook replaces the broadcast of broadcast_buffers: set broadcast_buffers, or unset the hook");
   }
   if (reduce_fp16 && communication_hook) {
-    faults.push_back(fmt::format("reduce_fp16 is a communication hook of its own, and {} is given: leave one of them",
+    faults.push_back(fmt::format("reduce_fp16 and communication_hook {} exclude each other: unset one of them",
                                  communication_hook->name()));
   }
   if (!faults.empty()) throw UsageError(fmt::format("ShardedDataParallel: {}", fmt::join(faults, "; ")));
@@ -95,8 +96,8 @@ void check_group(const Group& of_optimizer, const Group& of_wrapper) {
   const auto ours = world_ranks(of_wrapper);
   if (theirs == ours) return;
   throw UsageError(
-      fmt::format("ShardedDataParallel: an OSS over ranks {} of the world, the wrapper over ranks {}; give both one "
-                  "group, with the same ranks in the same order",
+      fmt::format("ShardedDataParallel: the group of an OSS has ranks {} of the world, that of the wrapper ranks {}; "
+                  "give both the same ranks in the same order",
                   fmt::join(theirs, ", "), fmt::join(ours, ", ")));
 }
 
@@ -250,7 +251,7 @@ std::vector<int> ShardedDataParallelCore::share_gradients(std::vector<Gradient>&
     const auto* parameter = gradient.parameter.unsafeGetTensorImpl();
     if (twice.contains(parameter)) {
       throw UsageError(
-          fmt::format("ShardedDataParallel: parameter {} is in two optimizers; leave it in one", gradient.name));
+          fmt::format("ShardedDataParallel: parameter {} is in two optimizers; remove it from one", gradient.name));
     }
     list.push_back(owners.at(parameter));
   }
@@ -308,10 +309,8 @@ void ShardedDataParallelCore::refuse_changes() const {
     throw UsageError(fmt::format("ShardedDataParallel: parameter {} is {} on {} now, {}", name,
                                  c10::toString(kinds[i].dtype), kinds[i].device.str(), what_to_do));
   }
-  throw UsageError(
-      fmt::format("ShardedDataParallel: an OSS has made other shares (refresh_trainable(), "
-                  "add_param_group()), {}",
-                  what_to_do));
+  throw UsageError(fmt::format(
+      "ShardedDataParallel: an OSS has changed its shares (refresh_trainable(), add_param_group()), {}", what_to_do));
 }
 
 void ShardedDataParallelCore::refresh_trainable() {

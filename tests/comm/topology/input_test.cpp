@@ -99,7 +99,7 @@ TEST(TopologyInput, BEY13_names_and_sizes) {
   EXPECT_THAT(refusal([] { make_topology("ring", -2); }), HasSubstr("-2 ranks; give at least 1"));
   EXPECT_THAT(refusal([] { make_topology("ring", 4, 0); }), HasSubstr("hosts of 0 ranks"));
   EXPECT_EQ(refusal([] { make_topology("alternating-exp-ring", 8, 3); }),
-            "topology alternating-exp-ring: 8 ranks do not fill hosts of 3; possible are multiples of 3");
+            "topology alternating-exp-ring: 8 ranks cannot be divided into hosts of 3; give a multiple of 3");
   EXPECT_THAT(refusal([] {
                 make_topology("ring", {.size = 4, .hosts = {2, 1}});
               }),

@@ -134,8 +134,9 @@ TEST_P(JoinStrategies, BEY03_all_stop_when_the_first_runs_out) {
       EXPECT_EQ(group().size(), 1) << "nobody else has batches left";
     } catch (const InputsExhausted& error) {
       EXPECT_GT(group().size(), 1);
-      EXPECT_STREQ(error.what(),
-                   "rank 0 has no batch left after 5 steps, other ranks have: all stop (throw_on_early_termination)");
+      EXPECT_STREQ(
+          error.what(),
+          "rank 0 has no batch left after 5 steps, but other ranks have; all ranks stop (throw_on_early_termination)");
     }
   }
   EXPECT_LT(difference(training.model->parameters(), reference(five_and_rank, initial, 5)), 1e-12);

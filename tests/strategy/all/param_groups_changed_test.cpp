@@ -122,8 +122,9 @@ TEST_P(AsOptimizer, WhatComesThroughTheBaseClassIsRefusedByTheNextStep) {
   sharded->step(0);
   auto& base = *sharded->optimizer;
   const auto expect_refused = [&](const std::string& what) {
-    EXPECT_THAT(refusal([&] { base.step(); }),
-                AllOf(HasSubstr(what), HasSubstr(GetParam() == "OSS" ? "add_param_group" : "construct it anew")));
+    EXPECT_THAT(
+        refusal([&] { base.step(); }),
+        AllOf(HasSubstr(what), HasSubstr(GetParam() == "OSS" ? "add_param_group" : "construct a new optimizer")));
   };
   base.add_param_group(OptimizerParamGroup({fresh_parameter()}));
   expect_refused("param group 1 with a parameter [3, 4] was added");
@@ -146,7 +147,7 @@ TEST_P(AsOptimizer, AParameterThatIsThereAlreadyIsRefusedAtOnce) {
                     HasSubstr(GetParam() == "ShardGossipOptimizer" ? "" : GetParam())));
   if (GetParam() != "OSS") {
     EXPECT_THAT(refusal([&] { sharded->add_param_group(OptimizerParamGroup({fresh_parameter()})); }),
-                HasSubstr("a parameter [3, 4] is none of those that are sharded"));
+                HasSubstr("a parameter [3, 4] is not one of the sharded parameters"));
   }
   EXPECT_EQ(sharded->optimizer->param_groups().size(), 1U);
   expect_goes_on(*sharded);
@@ -211,7 +212,7 @@ TEST(ParamGroups, OSS06_AGroupThatIsRefusedChangesNothing) {
               HasSubstr("param groups 0 and 1"));
   train_equal(1);
   EXPECT_THAT(refusal([&] { optimizer.add_param_group(OptimizerParamGroup({fresh_parameter() * 2})); }),
-              HasSubstr("no leaf"));
+              HasSubstr("not a leaf"));
   if (group().size() > 1) {
     EXPECT_THAT(refusal<DisagreeError>(
                     [&] { optimizer.add_param_group(with({fresh_parameter()}, 0.1 * (1 + group().rank()))); }),

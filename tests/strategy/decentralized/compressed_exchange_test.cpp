@@ -255,7 +255,7 @@ TEST(CompressedExchange, BEY22_int8_messages_are_a_quarter_and_bad_input_is_refu
   };
   refused({.compressed_exchange = CompressedExchange{.top_k = 0}}, "top_k is 0");
   refused({.compressed_exchange = CompressedExchange{.rate = 1.5}}, "rate is 1.5");
-  refused({.exchange_dtype = at::kBFloat16, .compressed_exchange = CompressedExchange{}}, "give one of them");
+  refused({.exchange_dtype = at::kBFloat16, .compressed_exchange = CompressedExchange{}}, "set one of them");
   refused({.pre_average_hook = [](const PreAverage&) {}, .compressed_exchange = CompressedExchange{}},
           "pre_average_hook");
   if (group().size() > 2) {

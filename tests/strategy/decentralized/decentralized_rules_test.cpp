@@ -160,9 +160,8 @@ TEST(Decentralized, BEY04_five_tokens_and_one_give_their_common_mean_in_every_to
 TEST(Decentralized, BEY04_tokens_weigh_the_same_on_all_ranks_when_weights_change_places) {
   if (group().size() == 1) GTEST_SKIP() << "nobody to change places with";
   auto model = std::make_shared<SlideImpl>();
-  DecentralizedDataParallel<SlideImpl> parallel(
-      model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(1)), group(),
-      {.topology = make_topology("complete", group().size())});
+  DecentralizedDataParallel<SlideImpl> parallel(model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(1)),
+                                                group(), {.topology = make_topology("complete", group().size())});
   const double total = 5.0 + (group().size() - 1);
   for (int64_t step = 0; step < 8; ++step) {
     const bool many = me() == step % group().size();
@@ -275,11 +274,13 @@ TEST(Decentralized, DEC09_scales_of_all_ranks_come_to_be_the_same) {
   const GradScalerOptions scaling{.initial_scale = 1024, .growth_interval = 4, .hysteresis = 1};
   for (const auto* name : {"ring", "complete", "one-peer-exp"}) {
     auto model = seeded(1);
-    DecentralizedDataParallel parallel(
-        model, plain(), group(), {.topology = make_topology(name, group().size()), .scaler = scaling});
+    DecentralizedDataParallel parallel(model, plain(), group(),
+                                       {.topology = make_topology(name, group().size()), .scaler = scaling});
     GradScaler common(scaling);
     for (int64_t step = 0; step < 40; ++step) {
-      const auto failing = [&](int rank) { return (step == 3 && rank == 0) || (step >= 9 && step < 12 && rank == step % 2); };
+      const auto failing = [&](int rank) {
+        return (step == 3 && rank == 0) || (step >= 9 && step < 12 && rank == step % 2);
+      };
       bool anywhere = false;
       for (int rank = 0; rank < group().size(); ++rank) anywhere = anywhere || failing(rank);
       const double poison = failing(me()) ? INFINITY : 1;
@@ -428,7 +429,7 @@ TEST(Decentralized, bad_input_is_one_error_on_every_rank) {
   refused({.topology = make_topology("ring", group().size() + 1)}, "make_topology(name, group.size())");
   refused({.topology = ring(), .clip_grad = -1}, "clip_grad is -1");
   refused({.topology = ring(), .exchange_dtype = at::kInt}, "exchange_dtype Int");
-  refused({.topology = ring(), .clip = ClipScope::bucket, .scaler = GradScalerOptions{}}, "clip all_gradients");
+  refused({.topology = ring(), .clip = ClipScope::bucket, .scaler = GradScalerOptions{}}, "ClipScope::all_gradients");
   refused({.topology = ring(), .neighbour_timeout_seconds = 0, .bucket_cap_mb = 0}, "neighbour_timeout_seconds is 0");
   EXPECT_THROW(DecentralizedDataParallel(model, OptimizerOfNamed(), group(), {.topology = ring()}), UsageError);
   if (group().size() > 1) {

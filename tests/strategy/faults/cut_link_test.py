@@ -58,7 +58,7 @@ def main():
             others = "2, 3" if number == 0 else "0, 1"
             for rank in (2 * number, 2 * number + 1):
                 said = [line for line in host.text.splitlines()
-                        if line.startswith("error: ") and f"noticed by rank {rank} " in line]
+                        if line.startswith("error: ") and f"detected by rank {rank} " in line]
                 assert len(said) == 1, f"rank {rank} of host {number}: {host.text}"
                 assert re.search(rf"rank\(s\) {others} on other hosts", said[0]), said[0]
             print(f"host {number} ended {host.ended - cut:.1f} s after the cut\n{host.text}")

@@ -134,7 +134,7 @@ TEST(Rendezvous, APortInUseIsNamed) {
   EXPECT_EQ(ended[1].code, 1);
   EXPECT_NE(ended[1].output.find("is in use; choose another one"), std::string::npos) << ended[1].output;
   EXPECT_EQ(ended[2].code, 1);
-  EXPECT_NE(ended[2].output.find("has not answered within"), std::string::npos) << ended[2].output;
+  EXPECT_NE(ended[2].output.find("did not answer within"), std::string::npos) << ended[2].output;
   EXPECT_LT(ended[2].seconds, 15);
 }
 

@@ -178,7 +178,7 @@ TEST_F(Mismatch, BEY09_names_different_buckets) {
           mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
         } catch (const DisagreeError& error) {
           const std::string text = error.what();
-          throw DisagreeError(text.substr(0, text.find(" (noticed")));  // by whom differs
+          throw DisagreeError(text.substr(0, text.find(" (detected")));  // by whom differs
         }
       },
       {"different operations as #", "rank 0", "called all_reduce(sum", "bucket 0: gradients of "});
@@ -200,7 +200,7 @@ TEST_F(Mismatch, BEY09_names_equal_models_in_another_order) {
           backward(odd_one() ? first : second);
         } catch (const DisagreeError& error) {
           const std::string text = error.what();
-          throw DisagreeError(text.substr(0, text.find(" (noticed")));  // by whom differs
+          throw DisagreeError(text.substr(0, text.find(" (detected")));  // by whom differs
         }
       },
       {"different operations as #", "bucket 0: gradients of ", "bucket 0: model 2's gradients of "});

@@ -271,7 +271,7 @@ TEST(ShardedDdp, SDP04_reduce_fp16_and_a_communication_hook_are_refused_together
   Sgd optimizer(model->parameters(), sgd, group());
   const ShardedDataParallelOptions both{.communication_hook = std::make_shared<SumHook>(), .reduce_fp16 = true};
   EXPECT_THAT(refusal([&] { ShardedDataParallel(model, optimizer, group(), both); }),
-              testing::HasSubstr("reduce_fp16 is a communication hook of its own, and sum is given"));
+              testing::HasSubstr("reduce_fp16 and communication_hook sum exclude each other"));
 }
 
 TEST(ShardedDdp, SDP03_no_bucket_exceeds_the_cap_unless_one_parameter_does) {

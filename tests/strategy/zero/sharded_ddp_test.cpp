@@ -60,7 +60,7 @@ TEST(ShardedDdp, SDP01_an_optimizer_over_the_ranks_in_another_order_is_refused) 
   auto model = seeded(1);
   Sgd optimizer(model->parameters(), sgd, other);
   const auto said = refusal([&] { ShardedDataParallel(model, optimizer, group()); });
-  EXPECT_THAT(said, testing::HasSubstr("give both one group, with the same ranks in the same order"));
+  EXPECT_THAT(said, testing::HasSubstr("give both the same ranks in the same order"));
   ShardedDataParallel parallel(model, optimizer, other);
   step(parallel, {&optimizer}, 0);
 }
