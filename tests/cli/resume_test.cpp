@@ -126,7 +126,7 @@ TEST(ResumeErrors, SayWhatIsMissing) {
     EXPECT_NE(ended.code, 0);
     EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output;
   };
-  refused({"--resume", "latest"}, "give that");
+  refused({"--resume", "latest"}, "needs --save DIR");
   refused({"--keep-last", "2"}, "--keep-last needs --save DIR");
   refused({"--resume", folder.file("nothing")}, "no such file or folder");
   refused({"--strategy", "local", "--save", folder.file("run"), "--save-every", "1"}, "local has no checkpoints");
