@@ -1,6 +1,6 @@
 #pragma once
-// Saving and loading a training: parameters, buffers, optimizer state, and what else it takes to go on exactly.
-// docs/checkpoints.md has the format, which is the same for every strategy and number of ranks.
+// Checkpoints: parameters, buffers, optimizer state, and everything else that is needed to resume training exactly.
+// docs/checkpoints.md describes the format, which is the same for every strategy and number of ranks.
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -24,8 +24,8 @@
 
 namespace shoal {
 
-// How a strategy's state is found; the strategies have overloads of their own. Kept alive: the module. The others must
-// outlive it.
+// Access to a strategy's state; the strategies have overloads of their own. It shares ownership of the module; the
+// other arguments must outlive it.
 class CheckpointSource;
 std::shared_ptr<CheckpointSource> checkpoint_source(std::shared_ptr<torch::nn::Module> module,
                                                     torch::optim::Optimizer& optimizer, const Group& group);
@@ -45,7 +45,7 @@ decltype(auto) without_holder(Part& part) {
 
 }  // namespace detail
 
-// A training as checkpoints see it. One object serves all saves and loads of it:
+// State of a training, for checkpoints. One object serves all saves and loads:
 //
 //   shoal::FullyShardedDataParallel parallel(model, world.group());
 //   shoal::FullyShardedOptimizer<shoal::FusedAdamW> optimizer(parallel, torch::optim::AdamWOptions(3e-4));
@@ -57,32 +57,32 @@ decltype(auto) without_holder(Part& part) {
 //   }
 //   training.wait();
 //
-// Takes (DistributedDataParallel, any optimizer that every rank runs alike or an OSS), (ShardedDataParallel, OSS),
-// (DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer), (DecentralizedDataParallel),
-// (LocalUpdates), (FullyShardedDataParallel, ShardGossipOptimizer, group of all ranks of all hosts), and (module,
-// optimizer, group) where every rank holds the same, such as a group of one rank. The parts must outlive it. Not
-// collective. One thread at a time.
+// Arguments are one of: (DistributedDataParallel, any optimizer that is the same on every rank, or an OSS),
+// (ShardedDataParallel, OSS), (DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer),
+// (DecentralizedDataParallel), (LocalUpdates), (FullyShardedDataParallel, ShardGossipOptimizer, group of all ranks of
+// all hosts), and (module, optimizer, group) if all ranks hold the same values, for example in a group of one rank.
+// They must outlive the object. Not collective. Not thread-safe.
 class TrainingState {
  public:
   template <class... Parts>
   requires(!std::same_as<std::remove_cvref_t<Parts>, TrainingState> && ...) explicit TrainingState(Parts&&... parts)
       : TrainingState(checkpoint_source(detail::without_holder(parts)...)) {}
   explicit TrainingState(std::shared_ptr<CheckpointSource> source);
-  // Waits for a save in the background; an error of it is lost here, so call wait() before.
+  // Waits for a background save. Its error is lost here: call wait() before.
   ~TrainingState();
   TrainingState(TrainingState&&) noexcept;
 
-  // Belong to it as well, and must outlive it. A scaler that the strategy's optimizer has is known without. Schedules,
-  // libtorch's, shoal's and derived ones, come in the same order when the training goes on; their count of steps is
-  // restored, what a class derived from LRScheduler keeps beside it is not. Construct them before load(), on an
-  // optimizer with the rates that it had at first.
+  // Adds an object to the state; it must outlive the state. The scaler of the strategy's optimizer is included
+  // automatically. Schedules (libtorch's, shoal's and derived classes) must be added in the same order when training
+  // resumes. Their step count is restored; other members of a class derived from LRScheduler are not. Construct
+  // schedules before load(), on an optimizer with its initial learning rates.
   TrainingState& with(GradScaler& scaler);
   TrainingState& with(torch::optim::LRScheduler& schedule);
   TrainingState& with(torch::optim::ReduceLROnPlateauScheduler& schedule);
 
-  // Until no save is in the background. Throws its error. Collective.
+  // Waits for a background save and throws its error. Collective.
   void wait();
-  // Whether a save is in the background. Not collective.
+  // True while a background save is running. Not collective.
   bool saving() const;
 
   struct State;
@@ -93,70 +93,74 @@ class TrainingState {
 };
 
 struct SaveOptions {
-  int64_t step = 0;            // the checkpoint's number; the same on all ranks
-  std::string position{};      // this rank's: where its data goes on, in words of the caller's
-  int64_t keep_last = 0;       // older checkpoints than the last so many go after a save; 0: all stay
-  int64_t snapshot_mb = 4096;  // save_async: MiB of memory for copies on each rank; what goes beyond is written before
-                               // it returns
+  int64_t step = 0;            // number of the checkpoint; equal on all ranks
+  std::string position{};      // position of this rank in its data, in a format of the caller's choice
+  int64_t keep_last = 0;       // keep the newest N checkpoints and delete older ones after a save; 0 keeps all
+  int64_t snapshot_mb = 4096;  // save_async: MiB of memory per rank for copies; what exceeds it is written before the
+                               // call returns
 
   // Throws UsageError that lists all faults.
   void validate() const;
 };
 
-// Saves to RUN/step-N, which all ranks must see as one folder, between steps. Each rank writes only what it owns, and
-// what all have is shared out among them. The checkpoint appears there complete and on disk at once, then `latest`
-// names it. Parameters with float32 main copies are saved as these. Collective. Throws on every rank: CheckpointError
-// for files (training can go on), UsageError, DisagreeError for other steps, CommError.
+// Saves to RUN/step-N. All ranks must see the folder, and training must be between steps. Each rank writes only what it
+// owns; replicated tensors are distributed over the ranks. The checkpoint appears atomically and is on disk when it
+// does; then `latest` is updated to its name. Parameters with float32 main copies are saved in float32. Collective.
+// Throws on every rank: CheckpointError for file errors (training can continue), UsageError, DisagreeError if the ranks
+// pass different steps, CommError.
 void save(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options = {});
-// The same, in the background: returns when the values have been copied, by one thread in one pass. Waits for the one
-// before and throws its error, without having saved the new one; errors of files, of the folder too, come that way.
+// Saves in the background: returns after one pass that copies the values; a thread writes them. Waits for the previous
+// save first, and throws its error without starting the new save. File errors, also for the folder, are reported in
+// this way.
 void save_async(const std::filesystem::path& run, TrainingState& training, const SaveOptions& options = {});
 
 struct LoadOptions {
-  bool partial = false;     // parameters and buffers that are there; others keep their values, and nothing else is
-                            // loaded: for fine-tuning
-  bool model_only = false;  // all parameters and buffers, and nothing else
-  bool rates = true;        // learning rates become those of the checkpoint, unless a schedule sets them
-  bool options = true;      // and so do the other options of param groups: momentum, betas, weight_decay, ...
-  bool verify = true;       // compare checksums of what is read
+  bool partial = false;     // load only the parameters and buffers that the checkpoint has, and nothing else: for
+                            // fine-tuning. The others keep their values
+  bool model_only = false;  // load all parameters and buffers, and nothing else
+  bool rates = true;        // load learning rates, unless a schedule sets them
+  bool options = true;      // load the other options of param groups: momentum, betas, weight_decay, ...
+  bool verify = true;       // verify checksums of the data that is read
 };
 
-// What was found.
+// Result of a load.
 struct Loaded {
   std::filesystem::path path;
   int64_t step = 0;
-  std::string strategy;    // that it was written by
-  int ranks = 1;           // that wrote it
-  bool exact = false;      // this strategy at this number of ranks, and no differences: training goes on as if it had
-                           // never ended
-  std::string position{};  // that this rank has given to save(); at another number of ranks: rank 0
-  // What of param groups' options, schedules and scaler is not as it was saved, one sentence each.
+  std::string strategy;    // strategy that wrote the checkpoint
+  int ranks = 1;           // number of ranks that wrote it
+  bool exact = false;      // same strategy and number of ranks, and no differences: training continues as if it had not
+                           // been interrupted
+  std::string position{};  // position that this rank passed to save(); with another number of ranks, that of rank 0
+  // Differences in options of param groups, schedules and scaler between the checkpoint and the training; one sentence
+  // each.
   std::vector<std::string> differences{};
 };
 
-// From a run's folder (its latest checkpoint), a checkpoint, a safetensors file, or a folder of Hugging Face's, written
-// by any strategy at any number of ranks. Each rank reads what it owns. Floating-point values are converted to the
-// dtype that they have here. Param groups get the options that their parameters had, whichever groups these were in;
-// where that cannot be, and where LoadOptions keep them, `differences` says so (and a warning, unless it was asked
-// for). Random-number state, and buffers of which ranks have their own, come back at the number of ranks that saved
-// them; else buffers are rank 0's, and random numbers go on as they were. Collective.
+// Loads a checkpoint of any strategy and number of ranks. `path`: the folder of a run (its latest checkpoint), a
+// checkpoint, a safetensors file, or a Hugging Face folder. Each rank reads what it owns. Floating-point values are
+// converted to the dtype of their destination. Param groups get the options that their parameters had, even if the
+// groups were different; exceptions, and options that LoadOptions exclude, are listed in `differences` (with a warning,
+// unless they were excluded). The state of random number generators, and buffers that differ between ranks, are
+// restored if the number of ranks is the same; otherwise buffers are rank 0's, and the generators are unchanged.
+// Collective.
 //
-// Throws on every rank: UsageError that names tensors that are missing, that nobody wants, or that have another shape,
-// and for another optimizer's state: nothing has changed then; CheckpointError for files. One that is found to be
-// damaged while parameters are read leaves them half loaded: load another.
+// Throws on every rank: UsageError, which names the tensors, for tensors that are missing, unexpected or of another
+// shape, and for the state of another optimizer; nothing has changed then. CheckpointError for file errors. If a
+// damaged file is detected while parameters are being read, parameters are partly loaded: load another checkpoint.
 Loaded load(const std::filesystem::path& path, TrainingState& training, const LoadOptions& options = {});
 
 struct LoadModuleOptions {
-  bool partial = false;  // parameters and buffers that are there; others keep their values
-  std::string prefix{};  // of the names there, which the module's do not have: "chunk0.", "encoder."; what has another
-                         // is not read
-  bool verify = true;    // compare checksums of what is read
+  bool partial = false;  // load only the parameters and buffers that the checkpoint has; the others keep their values
+  std::string prefix{};  // prefix of names in the checkpoint that the module's names lack: "chunk0.", "encoder."; other
+                         // names are not read
+  bool verify = true;    // verify checksums of the data that is read
 };
 
-// Parameters and buffers alone, into a module without wrapper, optimizer and group: to evaluate what any strategy has
-// trained at any number of ranks. In place; values are converted to the dtypes that they have here. Every process that
-// calls it reads the whole; not collective. A module that a strategy has wrapped takes load() with model_only instead.
-// `path` and errors as for load().
+// Loads parameters and buffers into a module without wrapper, optimizer or group, for evaluation of a model trained
+// with any strategy and number of ranks. In place; values are converted to the dtypes of the module. Every calling
+// process reads the full checkpoint. For a module with a wrapper, use load() with model_only instead. `path` and
+// exceptions as for load(). Not collective.
 Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module, const LoadModuleOptions& options = {});
 template <class Module>
 Loaded load_module(const std::filesystem::path& path, const torch::nn::ModuleHolder<Module>& module,

@@ -1,6 +1,7 @@
 #pragma once
-// DistributedDataParallel: every rank holds the whole model; gradients are averaged while backward still runs.
-// After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020).
+// DistributedDataParallel: data parallelism with a full replica of the model on every rank. Gradients are averaged in
+// buckets while backward is still running. Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+// Parallel Training" (VLDB 2020).
 
 #include <torch/optim/optimizer.h>
 
@@ -14,26 +15,28 @@ namespace shoal {
 
 struct DistributedDataParallelOptions {
   // Behaviour.
-  bool broadcast_buffers = true;        // rank 0's buffers reach all ranks before each synchronising forward
-  bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
-  bool static_graph = false;            // every step is like the first; needed when a block is recomputed in backward
-  bool grad_reduce_in_fp32 = false;     // gradients of 16-bit parameters accumulate, and are added up, in float32, in
-                                        // which grad() is under no_sync(); then it is rounded to the parameter's dtype
-  std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
-  Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
+  bool broadcast_buffers = true;        // broadcast rank 0's buffers before each synchronising forward
+  bool find_unused_parameters = false;  // allow parameters that no rank uses in a step; walks the graph
+  bool static_graph = false;            // every step uses the graph of the first; required for activation checkpointing
+  // Accumulate and reduce gradients of 16-bit parameters in float32. grad() is float32 under no_sync() and rounded to
+  // the parameter's dtype after the reduction.
+  bool grad_reduce_in_fp32 = false;
+  std::vector<std::string> ignored{};  // names of parameters and buffers that shoal does not touch
+  Precision precision{};               // only `compute` is applied, as autocast in forward; convert the module and
+                                       // scale the loss yourself
   std::optional<at::ScalarType>
-      reduce_dtype{};  // float16 or bfloat16: gradients are summed up in this, and come back in
-                       // the parameters' dtype; none: in that itself
-  std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of an all-reduce
-  std::shared_ptr<BufferHook> buffer_hook{};                // makes buffers equal instead of rank 0's broadcast
+      reduce_dtype{};  // float16 or bfloat16: dtype of the all-reduce, converted back to the parameter's dtype; none:
+                       // the parameter's dtype
+  std::shared_ptr<CommunicationHook> communication_hook{};  // replaces the all-reduce of a bucket
+  std::shared_ptr<BufferHook> buffer_hook{};                // replaces the broadcast of rank 0's buffers
   BufferHookLocation buffer_hook_location = BufferHookLocation::pre_forward;
 
   // Performance.
-  double bucket_cap_mb = 25;            // MiB of gradients in one all-reduce
-  double first_bucket_mb = 1;           // MiB of the first one, so that communication starts early
-  bool gradient_as_bucket_view = true;  // grad() lies in the bucket: no second copy of the gradients
+  double bucket_cap_mb = 25;            // MiB of gradients per all-reduce
+  double first_bucket_mb = 1;           // MiB of the first bucket; small, so that communication starts early
+  bool gradient_as_bucket_view = true;  // grad() is a view of its bucket, which saves a copy of the gradients
 
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
 };
 
@@ -44,13 +47,14 @@ class DistributedDataParallelCore : public DataParallelCore {
   DistributedDataParallelCore(std::shared_ptr<torch::nn::Module> module, const Group& group,
                               const DistributedDataParallelOptions& options);
 
-  // For OptimizerInBackward. UsageError unless the optimizer has all parameters that are trained here and no others.
+  // For OptimizerInBackward. Throws UsageError unless the optimizer holds exactly the trainable parameters.
   void check_optimizer(const torch::optim::Optimizer& optimizer) const;
-  // Means go to the consumer, and then their memory. UsageError after the first step. Collective.
+  // Passes averaged gradients to the consumer, then frees them. Throws UsageError after the first step. Collective.
   void use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer);
 };
 
-// Any optimizer may be built on the module's parameters, before or after.
+// Wrapper for data-parallel training, after torch.nn.parallel.DistributedDataParallel. Works with any optimizer, which
+// may be constructed before or after it.
 //
 //   auto model = std::make_shared<Net>();
 //   shoal::DistributedDataParallel parallel(model, world.group());
@@ -61,16 +65,16 @@ class DistributedDataParallelCore : public DataParallelCore {
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// The constructor is collective (compares names, shapes, dtypes and order of parameters and buffers, then sends rank
-// 0's values). Throws UsageError for wrong options or a model without trainable parameters, DisagreeError when ranks
-// hold different models.
+// Constructor: collective. Compares names, shapes, dtypes and order of parameters and buffers over all ranks, then
+// broadcasts rank 0's values. Throws UsageError for invalid options or a model without trainable parameters,
+// DisagreeError if the ranks hold different models.
 //
-// Parameters may be loaded, replaced (torch::load, set_data), converted (Module::to), frozen and unfrozen later, on all
-// ranks alike: the next forward that trains compares them, once (DisagreeError, which names the parameter), and makes
-// buckets anew if it must. Values that are written in place are not compared: write the same on all ranks.
+// Parameters may later be loaded, replaced (torch::load, set_data), converted (Module::to), frozen and unfrozen, if all
+// ranks do the same. The next training forward compares them once (DisagreeError names the parameter) and rebuilds the
+// buckets if necessary. Values written in place are not compared: write the same on all ranks.
 //
-// A forward of the module itself, past the wrapper, trains too, but without broadcast of
-// buffers, without find_unused_parameters and static_graph.
+// Calling forward of the module itself, past the wrapper, also trains, but without broadcast of buffers,
+// find_unused_parameters and static_graph.
 template <class Module>
 class DistributedDataParallel : public DataParallelWrapper<Module, DistributedDataParallelCore> {
  public:
@@ -86,7 +90,7 @@ class DistributedDataParallel : public DataParallelWrapper<Module, DistributedDa
       : DistributedDataParallel(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
 };
 
-// shoal::DistributedDataParallel parallel(model, group) with a holder made by TORCH_MODULE.
+// Deduction guide for holders made by TORCH_MODULE: shoal::DistributedDataParallel parallel(model, group).
 template <class Module>
 DistributedDataParallel(const torch::nn::ModuleHolder<Module>&, const Group&,
                         const DistributedDataParallelOptions& = {}) -> DistributedDataParallel<Module>;

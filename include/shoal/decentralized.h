@@ -1,8 +1,8 @@
 #pragma once
-// DecentralizedDataParallel: every rank trains its own parameters and averages them with a few neighbours, others in
-// each step; nothing is synchronised over all ranks. After Lian et al., "Can Decentralized Algorithms Outperform
-// Centralized Algorithms?" (NeurIPS 2017), and decent-dp's overlap of the exchange with the next step (Wang et al.,
-// ICLR 2025).
+// DecentralizedDataParallel: decentralised training. Every rank trains its own parameters and averages them with a few
+// neighbours per step; nothing is synchronised over all ranks. Source: Lian et al., "Can Decentralized Algorithms
+// Outperform Centralized Algorithms?" (NeurIPS 2017); the overlap of the exchange with the next step is from decent-dp
+// (Wang et al., ICLR 2025).
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -28,11 +28,11 @@ struct NamedParameter {
   at::Tensor parameter;
 };
 
-// Makes the optimizer of some of the model's parameters, and its schedule.
+// Factories: of the optimizer of some of the model's parameters, and of its learning-rate schedule.
 using OptimizerOfNamed = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<NamedParameter>&)>;
 using ScheduleOf = std::function<std::unique_ptr<torch::optim::LRScheduler>(torch::optim::Optimizer&)>;
 
-// The same options for all parameters: optimizer_with<FusedAdamW>(torch::optim::AdamWOptions(1e-3)).
+// Factory that uses the same options for all parameters: optimizer_with<FusedAdamW>(torch::optim::AdamWOptions(1e-3)).
 template <class Optimizer, class Defaults>
 OptimizerOfNamed optimizer_with(const Defaults& defaults) {
   return [defaults](const std::vector<NamedParameter>& named) {
@@ -42,26 +42,26 @@ OptimizerOfNamed optimizer_with(const Defaults& defaults) {
   };
 }
 
-// A bucket that is about to be mixed: x <- own_weight * x + received.
+// Argument of pre_average_hook: a bucket before the average x <- own_weight * x + received.
 struct PreAverage {
   torch::optim::Optimizer& optimizer;             // the bucket's
-  const std::vector<NamedParameter>& parameters;  // x; their gradients are there
-  const std::vector<at::Tensor>& received;        // sums of W_ij y_j in the parameters' shapes; may be changed
-  double own_weight;                              // W_ii, and the weights of neighbours that are left out
+  const std::vector<NamedParameter>& parameters;  // x, with their gradients
+  const std::vector<at::Tensor>& received;        // sums of W_ij y_j in the parameters' shapes; may be modified
+  double own_weight;                              // W_ii plus the weights of neighbours that are left out
   const MixingRound& round;
-  int rank;  // this rank's number in the round
+  int rank;  // rank of this process in the round
 };
 
-// Neighbours get compressed differences to what they know of this rank, and what does not travel goes another time:
-// x <- x + rate * sum over j of W_ij (h_j - h_i), where all that read rank i have the same copy h_i of its parameters
-// (CHOCO-SGD: Koloskova, Stich, Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
-// Communication", ICML 2019). Costs a copy of the parameters per round of the topology, and one per neighbour and
-// round.
+// Compression of the exchange: ranks send compressed differences to the copy of their parameters that their neighbours
+// hold; what is not sent stays in the difference. x <- x + rate * sum over j of W_ij (h_j - h_i), where h_i is the copy
+// of rank i's parameters, which is equal on all ranks that receive from it. Source: CHOCO-SGD (Koloskova, Stich, Jaggi,
+// "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication", ICML 2019). Extra
+// memory: a copy of the parameters per round of the topology, and one per neighbour and round.
 struct CompressedExchange {
-  std::optional<double> top_k{};  // this part of a bucket's elements travels, the largest differences, in float32;
-                                  // none: all, as integers of 8 bits with a scale per 256
-  std::optional<double> rate{};  // in (0, 1]; none: 1 for integers, rate_of_top_k; less for a smaller part: where it is
-                                 // too large ranks drift apart
+  std::optional<double> top_k{};  // fraction of a bucket's elements that is sent, largest differences first, in
+                                  // float32; none: all elements, as 8-bit integers with a scale per 256
+  std::optional<double> rate{};   // in (0, 1]; none: 1 for integers, rate_of_top_k otherwise. Small fractions need a
+                                  // smaller rate: with too large a rate the ranks diverge
   static constexpr double rate_of_top_k = 0.1;
 };
 
@@ -69,44 +69,46 @@ enum class ClipScope { all_gradients, bucket };
 
 struct DecentralizedDataParallelOptions {
   // Behaviour.
-  std::optional<Topology> topology{};         // of the group's size; none: one-peer-exp
-  ScheduleOf schedule{};                      // one step per update; none: the rates stay
-  double clip_grad = 0;                       // largest norm of this rank's gradients; 0: no clipping
-  ClipScope clip = ClipScope::all_gradients;  // of all together, for which updates wait until backward has ended; or of
-                                              // each bucket's, as decent-dp does
-  std::optional<GradScalerOptions>
-      scaler{};                  // of the loss; a rank that finds inf or NaN mixes, but does not update. The
-                                 // others hear of it in the next steps; the scale is theirs too then
-  Precision precision{};         // forward computes as `compute` says; converting is the caller's
-  bool average_buffers = false;  // global_avg() averages floating-point buffers too
-  std::function<void(const PreAverage&)> pre_average_hook{};  // from the second step on
-  std::vector<std::string> ignored{};                         // names of parameters and buffers that shoal leaves alone
-  double neighbour_timeout_seconds = 5;                       // a neighbour that is later is left out of the step
+  std::optional<Topology> topology{};         // topology of the group's size; none: one-peer-exp
+  ScheduleOf schedule{};                      // one step per update; none: constant rates
+  double clip_grad = 0;                       // maximum norm of this rank's gradients; 0: no clipping
+  ClipScope clip = ClipScope::all_gradients;  // norm of all gradients (updates then wait for the end of backward) or of
+                                              // each bucket, as in decent-dp
+  // Loss scaler. A rank that finds inf or NaN averages but does not update. The other ranks learn of it in the next
+  // steps and adopt the smaller scale.
+  std::optional<GradScalerOptions> scaler{};
+  Precision precision{};         // only `compute` is applied, as autocast in forward; convert the module yourself
+  bool average_buffers = false;  // global_avg() also averages floating-point buffers
+  std::function<void(const PreAverage&)> pre_average_hook{};  // called from the second step on
+  std::vector<std::string> ignored{};    // names of parameters and buffers that shoal does not touch
+  double neighbour_timeout_seconds = 5;  // a neighbour that is later is left out of the step
 
   // Performance.
-  double bucket_cap_mb = 25;                       // MiB of parameters that are updated and shown together
-  bool param_as_bucket_view = true;                // parameters lie in their bucket; else they keep their memory
-  std::optional<at::ScalarType> exchange_dtype{};  // neighbours get values rounded to this; a rank's own are not
-  std::optional<CompressedExchange> compressed_exchange{};  // in its place; for doubly stochastic topologies of at most
-                                                            // 16 rounds, and without a pre_average_hook
+  double bucket_cap_mb = 25;                       // MiB of parameters that are updated and published together
+  bool param_as_bucket_view = true;                // parameters are views of their bucket; off: they keep their memory
+  std::optional<at::ScalarType> exchange_dtype{};  // dtype to which values are rounded before they are sent; a rank's
+                                                   // own values are not rounded
+  std::optional<CompressedExchange> compressed_exchange{};  // replaces the plain exchange; for doubly stochastic
+                                                            // topologies of at most 16 rounds, without a
+                                                            // pre_average_hook
 
   // Throws UsageError that lists all faults.
   void validate(int ranks) const;
 };
 
-// What exchanges have come to on this rank; one is one bucket from one neighbour.
+// Counts of exchanges on this rank. An exchange is one bucket from one neighbour.
 struct ExchangeStatistics {
-  int64_t exchanged = 0;      // of the step that was due
-  int64_t newer = 0;          // the neighbour was further on
-  int64_t older = 0;          // the last that a late neighbour has shown
-  int64_t skipped = 0;        // nothing came in time: this rank's own values stood in
-  std::vector<int> removed;   // ranks that have ended or left, for which the topology was rebuilt, and are not back
-  std::vector<int> rejoined;  // ranks in whose place a new process has come, for which it was rebuilt again
+  int64_t exchanged = 0;      // values of the expected step
+  int64_t newer = 0;          // values of a later step: the neighbour was ahead
+  int64_t older = 0;          // the last values of a late neighbour
+  int64_t skipped = 0;        // timed out: this rank's own values were used instead
+  std::vector<int> removed;   // ranks that have ended or left and are not back; the topology was rebuilt without them
+  std::vector<int> rejoined;  // ranks replaced by a new process; the topology was rebuilt with them
 };
 
 class CheckpointSource;
 
-// What DecentralizedDataParallel does, whatever the module's type.
+// Type-independent part of DecentralizedDataParallel.
 class DecentralizedDataParallelCore {
  public:
   DecentralizedDataParallelCore(std::shared_ptr<torch::nn::Module> module, OptimizerOfNamed make, const Group& group,
@@ -126,36 +128,37 @@ class DecentralizedDataParallelCore {
   std::vector<std::vector<std::string>> buckets() const;
   // Steps finished or abandoned so far.
   int64_t step() const;
-  // What this rank knows of the wrapper and its steps. Not collective; between steps.
+  // Options and statistics of the wrapper on this rank. Call it between steps. Not collective.
   LoggingData logging_data() const;
 
-  // Scales a loss as the scaler says; without scaler the loss itself.
+  // Multiplies a loss by the scaler's factor; without a scaler returns it unchanged.
   at::Tensor scale_loss(const at::Tensor& loss) const;
-  // Gives all ranks the mean of their parameters, bit for bit the same, also before the first step. Training can go on. To
-  // be called when ranks have loaded or replaced parameters (torch::load, set_data) after the first step: neighbours would
-  // mix what they had before, and forward is a UsageError until then. Collective over the ranks that have not left or
-  // ended; UsageError on one that has left.
+  // Sets the parameters of all ranks to their mean, bit-equal on all ranks, also before the first step. Training can
+  // continue. Call it after ranks have loaded or replaced parameters (torch::load, set_data) later than the first step:
+  // forward is a UsageError until then, because neighbours would average old values. Collective over the ranks that
+  // have not left or ended; UsageError on a rank that has left.
   void global_avg();
-  // How far ranks are from their mean x: sqrt(mean over ranks of |x_i - x|^2), over all parameters. Collective.
+  // Consensus distance sqrt(mean over ranks of |x_i - x|^2), where x is the mean of the ranks' parameters x_i.
+  // Collective.
   double consensus_distance();
-  // A step without a batch, for a rank that has run out of them: it mixes and shows, and does not update; the schedule
-  // makes a step. Not collective.
+  // A step without a batch: averages and publishes, but does not update; the schedule advances. Not collective.
   void pass();
-  // This rank trains no more; its neighbours go on without it. Further steps and collectives are a UsageError.
+  // Ends the training of this rank; its neighbours continue without it. Later steps and collectives are UsageErrors.
   void leave();
 
   const ExchangeStatistics& statistics() const;
   const Topology& topology() const;
-  // The ranks that have not been removed, in rank order. Collective over them when some have been since the last call.
+  // Group of the ranks that have not been removed, in rank order. Collective over them if ranks were removed since the
+  // last call.
   const Group& remaining();
-  // One per bucket, from the first step on; owned by the wrapper.
+  // Optimizers, one per bucket, from the first step on. Owned by the wrapper.
   std::vector<torch::optim::Optimizer*> optimizers() const;
   const GradScaler* scaler() const;
-  // Of this rank's gradients in the last step, with clip_grad; before clipping.
+  // Norm of this rank's gradients in the last step before clipping, with clip_grad.
   double last_norm() const;
 
-  // This rank's optimizer state by parameter names, a copy; and the way back. Before the first step there is none, and
-  // what is loaded is kept for it. Not collective.
+  // Optimizer state of this rank by parameter name, a copy; and its inverse. Empty before the first step; state loaded
+  // before then is applied at the first step. Not collective.
   OptimizerState state_dict() const;
   void load_state_dict(const OptimizerState& state);
 
@@ -174,58 +177,60 @@ class DecentralizedDataParallelCore {
   std::unique_ptr<State> state_;
 };
 
-// For TrainingState. Every rank's parameters and optimizer state are saved, beside the parameters' mean, which other
-// strategies get.
+// For TrainingState. A checkpoint has every rank's parameters and optimizer state, and the parameters' mean, which
+// other strategies load.
 std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCore& parallel);
 
+// Wrapper for decentralised training.
+//
 //   shoal::DecentralizedDataParallel parallel(
 //       model, shoal::optimizer_with<shoal::FusedAdamW>(torch::optim::AdamWOptions(1e-3)), world.group(),
 //       {.topology = shoal::make_topology("ring", world.size())});
 //   ...
-//   cross_entropy(parallel.forward(x), y).backward();  // mixes, updates and shows, bucket by bucket
+//   cross_entropy(parallel.forward(x), y).backward();  // averages, updates and publishes, bucket by bucket
 //
-// There is no optimizer to step: with x a bucket's parameters on this rank, g its gradient at x, W the round's weights
-// and y_j what neighbour j has shown after its last step, backward does, as soon as the bucket's last gradient is
-// there,
-//   x <- W_ii x + sum over j of W_ij y_j;  x <- optimizer(x, g);  show x
-// and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped; what
-// reads it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward where
-// those of some parameters only have been zeroed or dropped. Hooks of parameters see gradients, and may change them.
-// What was shown after step k is mixed with round k, counted from the topology's first, in step
-// k + 1; so the first step mixes nothing, and exchanges have a whole step's time. Gradients of parameters that a step
-// does not use are none: they are mixed and not updated. Ranks may use different modules. A parameter that backward
-// reaches several times is updated after the last (known from the first step; one that comes more often later is a
-// UsageError).
+// There is no optimizer to step: backward updates the parameters. Let x be a bucket's parameters on this rank i, g its
+// gradient at x, W the weights of the round, and y_j the values that neighbour j published after its last step. As soon
+// as the bucket's last gradient is computed, backward does
+//   x <- W_ii x + sum over j of W_ij y_j;  x <- optimizer(x, g);  publish x
+// and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped.
+// Reading it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward if
+// gradients of only some parameters were zeroed or dropped. Tensor hooks of parameters see gradients and may modify
+// them. Values published after step k are averaged in step k + 1 with the weights of round k, counted from the
+// topology's first. The first step therefore averages nothing, and an exchange overlaps with a whole step. Parameters
+// that a step does not use are averaged and not updated. Ranks may use different modules. A parameter that backward
+// reaches several times is updated after the last time (learned in the first step; it is a UsageError if the number
+// grows later).
 //
-// A neighbour that is late by neighbour_timeout_seconds is left out, its weight is this rank's own then, and it is not
-// waited for again until it has caught up: of a late neighbour the last that it has shown is taken, once. One that has
-// ended is removed, and the topology rebuilt for the others. Only the constructor, the first step (ranks agree on the
-// buckets: rank 0's order of gradients), global_avg() and consensus_distance() are collective, and need all ranks that
-// have not been removed.
+// A neighbour that exceeds neighbour_timeout_seconds is left out of the step, with its weight added to this rank's own.
+// This rank does not wait for it again until it has caught up; its last published values are used once. A neighbour
+// that has ended is removed, and the topology is rebuilt for the other ranks. Only the constructor, the first step (in
+// which ranks agree on the buckets: rank 0's order of gradients), global_avg() and consensus_distance() are collective;
+// they need all ranks that have not been removed.
 //
-// backward(loss_sum, weight): every rank divides its sum by the mean of the ranks' weights per step, so that the mean of
-// the ranks' gradients is sum / sum of weights. Ranks tell each other their weights in the first step and with what they
-// show later; of weights that change it is the running mean (a tenth of each step), since nobody waits to know. So it is
-// exact in the first step and while each rank's weight stays, or weights change places over a complete topology. It is
-// the gradient that is weighted: an optimizer that makes up for a gradient's size (Adam) undoes it.
+// backward(loss_sum, weight): every rank divides its sum by the mean weight of all ranks in the step, so that the mean
+// of the ranks' gradients is sum / total weight. Ranks exchange their weights in the first step, and then with the
+// values that they publish. For weights that change, the mean is a running mean (factor 0.1 per step), because no rank
+// waits for the exact one. It is exact in the first step, while each rank's weight is constant, and if weights only
+// move between ranks over a complete topology. The gradient is weighted: an optimizer that normalises gradients (Adam)
+// cancels the weight.
 //
-// What torch::autograd::grad computes is no step.
+// Gradients computed by torch::autograd::grad are not a step.
 //
-// Ranks with unequal numbers of batches need no Join: one that has run out leave()s, and the others mix among
-// themselves from then on (a mean over those that have batches); or it pass()es until all have made as many steps as
-// the one with the most, on which they agree beforehand (a mean over all).
+// Different numbers of batches per rank need no Join. A rank without a batch may call leave(), after which the others
+// average among themselves (a mean over ranks with batches); or it calls pass() until all ranks have made the same
+// number of steps, on which they agree beforehand (a mean over all ranks).
 //
-// A rank whose process has died can come back as a new one (WorldOptions::rejoin) that makes the same wrapper: its
-// constructor takes a neighbour's parameters, buffers, optimizer state, scaler, step and place in the topology, and the
-// others count it in from one common step on. They notice it between steps, within 0.2 s and their next step; the
-// neighbour's step takes longer by the copy. Rates are as its options and the schedule say. The constructor is not
-// collective then: CommError when ranks do not answer within rendezvous_timeout_seconds, DisagreeError for another
-// model or topology. One such wrapper per group.
+// A rank whose process has died can be replaced by a new process (WorldOptions::rejoin) that constructs the same
+// wrapper. The constructor copies a neighbour's parameters, buffers, optimizer state, scaler, step and position in the
+// topology, and the others include it from a common step on. They notice it between steps, within 0.2 s plus one step;
+// the neighbour's step takes longer by the copy. Learning rates follow the new process's options and schedule. The
+// constructor is then not collective. It throws CommError if ranks do not answer within rendezvous_timeout_seconds,
+// DisagreeError for another model or topology. At most one such wrapper per group.
 //
-// Constructor: gives everybody rank 0's values. UsageError for wrong options, for a topology of another size and for
-// complex parameters; DisagreeError when ranks hold different models, topologies or options of the exchange. Not
-// thread-safe. The destructor
-// leaves: neighbours go on without this rank.
+// Constructor: collective. Broadcasts rank 0's values. Throws UsageError for invalid options, a topology of another
+// size and complex parameters; DisagreeError if the ranks hold different models, topologies or exchange options. The
+// destructor leaves the training: neighbours continue without this rank. Not thread-safe.
 template <class Module>
 class DecentralizedDataParallel : public DataParallelWrapper<Module, DecentralizedDataParallelCore> {
   using Base = DataParallelWrapper<Module, DecentralizedDataParallelCore>;

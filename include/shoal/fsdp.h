@@ -1,6 +1,7 @@
 #pragma once
-// FullyShardedDataParallel: parameters, gradients and optimizer state are divided over the ranks; a unit's parameters
-// are whole only while they are used (ZeRO-3; Rajbhandari et al., SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023).
+// FullyShardedDataParallel: data parallelism with parameters, gradients and optimizer state sharded over ranks. The
+// parameters of a unit are gathered only while they are in use. Method: ZeRO-3 (Rajbhandari et al., SC 2020) as in
+// PyTorch FSDP (Zhao et al., VLDB 2023).
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -24,69 +25,71 @@
 namespace shoal {
 
 enum class ShardingStrategy {
-  full_shard,            // parameters are whole only while they are used
-  shard_grad_op,         // and from forward to the end of backward
-  no_shard,              // always, on every rank: what DistributedDataParallel does
-  hybrid_shard,          // full_shard among the ranks of a host, equal shards on all hosts
-  hybrid_shard_grad_op,  // shard_grad_op among the ranks of a host
+  full_shard,            // parameters are gathered for each use in forward and backward
+  shard_grad_op,         // parameters stay gathered from forward to the end of backward
+  no_shard,              // parameters are replicated, as in DistributedDataParallel
+  hybrid_shard,          // full_shard within a host, replicated over hosts
+  hybrid_shard_grad_op,  // shard_grad_op within a host, replicated over hosts
 };
 
 struct FullyShardedDataParallelOptions {
   // Behaviour.
   ShardingStrategy sharding_strategy = ShardingStrategy::full_shard;
-  std::optional<at::Device> device{};  // a module on the CPU is moved there; without: it stays where it is. No
-                                       // index: the current one of its kind, with a warning
-  std::optional<WrapPolicy> auto_wrap_policy{};  // without, the module is one unit
-  std::optional<int> shard_size{};              // hybrid: ranks, in a row, that divide a model among them; without: the
-                                                // ranks of each host, wherever they are in the group
-  bool sync_module_states = true;               // start with rank 0's parameters and buffers; off: each rank's own
-                                                // values count for the ranges that it owns, and ranks that own the same
-                                                // (hybrid, no_shard) must have the same
-  bool whole_parameters = false;                // every parameter belongs to one rank, for optimizers that are not
-                                                // element-wise (optim/element_wise.h); off: ranks own equal ranges
-  Precision precision{};                        // its parameters' dtype is the module's, its scaler the optimizer's
-  std::optional<at::ScalarType> param_dtype{};  // floating-point parameters get this dtype, as do forward's inputs;
-                                                // each rank keeps a float32 copy of its own ranges
-  std::optional<at::ScalarType> reduce_dtype{};   // gradients are added up in it; without: in the parameters' dtype
-  std::optional<at::ScalarType> buffer_dtype{};   // floating-point buffers get it; full_state_dict gives them back in
-                                                  // their own
-  bool cpu_offload = false;                       // shards, sums of gradients and updates on the CPU; a model there has
-                                                  // them there in any case, others are not supported yet
-  std::vector<std::string> ignored_modules{};     // names of sub-modules that stay as they are on every rank; '' is the
-                                                  // module itself, with a warning
-  std::vector<std::string> ignored_parameters{};  // names of parameters and buffers that do
-  std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients instead of a reduce-scatter; with
-                                                            // no_shard and the hybrid strategies instead of the
-                                                            // all-reduce among those that have equal shards
+  std::optional<at::Device> device{};  // device to which a CPU module is moved; none: it is not moved. Without an
+                                       // index, the current device of that type is used, with a warning
+  std::optional<WrapPolicy> auto_wrap_policy{};  // sub-modules that become units; none: the module is one unit
+  std::optional<int> shard_size{};  // hybrid: number of consecutive ranks that share one copy of the model;
+                                    // none: the ranks of a host, wherever they are in the group
+  // Start from rank 0's parameters and buffers; off: from each rank's own values in the ranges that it owns. Ranks that
+  // own the same range (hybrid, no_shard) must then have the same values.
+  bool sync_module_states = true;
+  bool whole_parameters = false;                  // shard by whole parameters, for optimizers that are not element-wise
+                                                  // (shoal::element_wise); off: by equal ranges of elements
+  Precision precision{};                          // only `compute` is applied, as autocast in forward; the module gives
+                                                  // the dtype of parameters, the optimizer has the scaler
+  std::optional<at::ScalarType> param_dtype{};    // dtype of floating-point parameters and inputs of forward; each rank
+                                                  // keeps a float32 copy of its own shards
+  std::optional<at::ScalarType> reduce_dtype{};   // dtype of the gradient reduction; none: the parameters' dtype
+  std::optional<at::ScalarType> buffer_dtype{};   // dtype of floating-point buffers; full_state_dict returns them in
+                                                  // their original dtype
+  bool cpu_offload = false;                       // shards, reduced gradients and updates on the CPU. A CPU module has
+                                                  // them there anyway; other devices are not supported yet
+  std::vector<std::string> ignored_modules{};     // names of sub-modules that are not sharded; '' is the module itself,
+                                                  // with a warning
+  std::vector<std::string> ignored_parameters{};  // names of parameters and buffers that are not sharded
+  std::shared_ptr<CommunicationHook> communication_hook{};  // replaces the reduce-scatter; with no_shard and hybrid
+                                                            // strategies, the all-reduce between replicas
 
-  // Performance. Where ranks share memory parameters exist once per host, and these have no effect.
-  size_t unit_limit = 3;      // units whose parameters are in memory; an operator that takes more at once fails
-  size_t prefetch_units = 1;  // of these, how many are fetched ahead of use; 0: none
-  std::optional<int64_t> byte_limit{};  // bytes of these parameters, each unit fetched ahead counted as the largest;
-                                        // the memory that they lie in is used again, and up to a quarter larger
+  // Performance. These have no effect if the ranks share memory: parameters then exist once per host.
+  size_t unit_limit = 3;  // maximum number of units in memory; an operator that needs more at once throws UsageError
+  size_t prefetch_units = 1;  // of these, number of units gathered ahead of use; 0: none
+  // Maximum bytes of gathered parameters, where a prefetched unit counts as the largest one. Buffers are reused and may
+  // be up to a quarter larger than the unit.
+  std::optional<int64_t> byte_limit{};
 
   // Debugging.
-  bool check_unit_order = false;  // where units are gathered: ranks that used them in different orders get a
-                                  // DisagreeError from the next forward; a change of order is warned of once
+  // Compare the order of gathered units over ranks: the next forward throws DisagreeError if it differs; a change from
+  // one pass to the next is warned of once.
+  bool check_unit_order = false;
 
-  // Throws UsageError that lists all faults.
+  // Throws UsageError with a list of all invalid options.
   void validate() const;
 };
 
-// What summon_full_params does. All ranks give the same.
+// Options of summon_full_params(). Equal on all ranks.
 struct SummonFullParamsOptions {
-  bool writeback = true;    // what each rank has written to the parameters counts, for the ranges that it owns; write
-                            // the same on all ranks. Otherwise changes are lost
-  bool rank0_only = false;  // parameters are gathered on rank 0 of the group alone; elsewhere they are as outside.
-                            // Not with writeback
-  bool offload_to_cpu = false;  // a model on the CPU is there in any case; refused for others
-  bool with_grads = false;  // grad() is the whole sum of the gradients in the parameter's dtype, where there is one;
-                            // with writeback, what is written to it counts as well
-  bool recurse = true;      // also the parameters of units that auto_wrap_policy has made, and of sub-modules that
-                            // have wrappers of their own; off: those of the module's own unit alone
+  bool writeback = true;    // keep what each rank writes to the ranges that it owns; write the same on all ranks. Off:
+                            // changes are discarded
+  bool rank0_only = false;  // gather on rank 0 of the group only; parameters remain sharded on other ranks. Not with
+                            // writeback
+  bool offload_to_cpu = false;  // supported for modules on the CPU only, where it has no effect
+  bool with_grads = false;  // grad() holds the full reduced gradient in the parameter's dtype, if there is one; with
+                            // writeback, changes of it are kept too
+  bool recurse = true;      // include units made by auto_wrap_policy and sub-modules with their own wrapper; off: only
+                            // the unit of the module itself
 };
 
-// Called with a name and a whole tensor that the callee may keep.
+// Callback that receives a name and a full tensor, which it may keep.
 using StateVisitor = std::function<void(const std::string& name, const at::Tensor& value)>;
 
 class CheckpointSource;
@@ -94,7 +97,7 @@ class FullParameters;
 class FullyShardedOptimizerCore;
 class ShardGossipOptimizerCore;
 
-// What FullyShardedDataParallel does, whatever the module's type.
+// Type-independent part of FullyShardedDataParallel.
 class FullyShardedCore : public DataParallelCore {
  public:
   struct Shards;
@@ -102,51 +105,51 @@ class FullyShardedCore : public DataParallelCore {
                    const FullyShardedDataParallelOptions& options);
   ~FullyShardedCore() override;
 
-  // For micro-batches but the last: scope in which a backward adds gradients up, but across hosts only those of the
-  // first backward outside do, together with all before. So gradients take a rank's part in memory, where no_sync takes
-  // the whole, and cross between hosts once a step, where they would at every micro-batch. As FSDP2's
-  // set_requires_all_reduce(false). What counts is the scope at the time of backward; be in it for forward as well.
-  // Weights of backward(loss_sum, weight) are added up as under no_sync. Where all ranks divide the model among them
-  // (not the hybrid strategies) nothing is left to defer, and every backward adds up completely. An optimizer's step in
-  // between is a UsageError, and so is the scope inside a Join.
+  // Scope for all micro-batches but the last: backward reduces gradients within a host only, and the first backward
+  // after the scope reduces the accumulated sums over hosts. Like set_requires_all_reduce(false) of FSDP2. Gradients
+  // take the memory of one shard, where no_sync takes the full size, and cross hosts once per step instead of once per
+  // micro-batch. The scope at the time of backward counts; let it cover forward too. Weights of backward(loss_sum,
+  // weight) accumulate as under no_sync. Without a hybrid strategy there is nothing to defer, and every backward
+  // reduces completely. UsageError for an optimizer step before the deferred reduction, and within a Join.
   //   const auto scope = parallel.defer_all_reduce(micro + 1 < micros);
   [[nodiscard]] NoSync defer_all_reduce(bool defer = true);
 
-  // Scales the sums of gradients so that their norm over all ranks' shards is at most `max_norm`; returns the norm
-  // before. norm_type: positive, or infinity. Between backward and step. Where the optimizer has a scaler, of gradients
-  // without the loss's scale: they are unscaled first, and step() does not do it again. Collective.
+  // Clips the reduced gradients to a total norm of at most `max_norm` over all shards; returns the norm before
+  // clipping. norm_type: positive, or infinity. Call it between backward and step. If the optimizer has a scaler,
+  // gradients are unscaled first, and step() does not unscale them again. Collective.
   double clip_grad_norm_(double max_norm, double norm_type = 2);
 
-  // Scope in which parameters may be read and written as if they were not sharded. UsageError for rank0_only with
-  // writeback, for offload_to_cpu unless the model is on the CPU, and while another one holds the parameters;
-  // DisagreeError when options differ between ranks.
-  //   const auto whole = parallel.summon_full_params({.writeback = false, .with_grads = true});
+  // Scope in which parameters can be read and written as if they were not sharded. Throws UsageError for rank0_only
+  // with writeback, for offload_to_cpu with a module that is not on the CPU, and within another such scope;
+  // DisagreeError if the ranks pass different options. Collective.
+  //   const auto full = parallel.summon_full_params({.writeback = false, .with_grads = true});
   [[nodiscard]] FullParameters summon_full_params(const SummonFullParamsOptions& options);
   [[nodiscard]] FullParameters summon_full_params(bool writeback = true);
 
-  // Parameters by name, whole and in the dtype that the optimizer updates, and buffers: copies, on rank `recipient` of
-  // the group, elsewhere empty; none: on every rank. Collective.
+  // Full parameters, in the dtype that the optimizer updates, and buffers, by name. Copies, on rank `recipient` of the
+  // group only (empty elsewhere); none: on every rank. Collective.
   std::map<std::string, at::Tensor> full_state_dict(std::optional<int> recipient = std::nullopt) const;
 
-  // The same one by one, in an order that is the same on all ranks, so that no rank ever holds more than one of them
-  // beyond its shards, unless `visit` keeps it. For a model that is larger than a rank's memory. A tensor with several
-  // names is visited under each. What `visit` throws comes out after the other ranks have done their part. Collective.
+  // Visits the tensors of full_state_dict() one at a time, in the same order on all ranks, for models larger than a
+  // rank's memory: a rank holds at most one full tensor beside its shards, unless `visit` keeps it. A tensor with
+  // several names is visited once per name. An exception of `visit` is rethrown after the other ranks have done their
+  // part. Collective.
   void visit_full_state(std::optional<int> recipient, const StateVisitor& visit) const;
 
-  // Gives the module its parameters whole, in memory of its own, for what comes after this wrapper: another wrapper,
-  // torch::save, evaluation. With param_dtype they are in float32 again, as the optimizer has updated them; buffers have
-  // their own dtypes. Gradients are dropped. Afterwards everything else of this wrapper and its optimizer is a UsageError.
-  // So is this while summon_full_params holds the parameters. Collective.
+  // Restores the module for use without this wrapper (another wrapper, torch::save, evaluation): full parameters in
+  // memory of its own. With param_dtype, parameters return to float32 with the optimizer's values, and buffers to their
+  // original dtype. Gradients are dropped. Any later use of this wrapper or its optimizer is a UsageError; so is a call
+  // within summon_full_params(). Collective.
   void unwrap();
 
-  // Names of the parameters in each unit, frozen ones included, in the order of first use that is expected.
+  // Names of the parameters of each unit, including frozen ones, in the expected order of first use.
   std::vector<std::vector<std::string>> units() const;
-  // Whether parameters lie once per host, in shared memory.
+  // True if parameters exist once per host, in shared memory.
   bool shared() const;
-  // This rank's pieces of the trainable parameters, as the optimizer updates them, and of the gradients' sums.
+  // Shards of this rank: of the trainable parameters, as the optimizer updates them, and of the reduced gradients.
   std::vector<at::Tensor> own_parameters() const;
   std::vector<at::Tensor> own_gradients() const;
-  // For FullParameters; without the wrappers of sub-modules.
+  // For FullParameters. The wrappers of sub-modules are not included.
   void check_hold(const SummonFullParamsOptions& options) const;
   void hold(const SummonFullParamsOptions& options);
   void release();
@@ -164,52 +167,57 @@ class FullyShardedCore : public DataParallelCore {
                                                              FullyShardedOptimizerCore& optimizer);
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              ShardGossipOptimizerCore& optimizer, const Group& all);
-  // A parameter in the dtype that the optimizer updates. Collective.
+  // Full value of a parameter in the dtype that the optimizer updates. Collective.
   at::Tensor whole(const at::Tensor& parameter, const std::string& name) const;
 
   std::unique_ptr<Shards> shards_;
 };
 
-// While it lives, parameters are whole, also for data_ptr(), as its options say. Collective, at both ends. Move-only;
-// must not outlive its wrapper. Meanwhile forward, an optimizer's step and another one of these are UsageErrors.
+// Scope of summon_full_params(): parameters are gathered and remain in memory, also for data_ptr(). Construction and
+// destruction are collective. Move-only; must not outlive its wrapper. Within the scope, forward, an optimizer step and
+// a second scope are UsageErrors.
 class FullParameters {
  public:
   FullParameters(FullyShardedCore& core, const SummonFullParamsOptions& options);
   FullParameters(FullParameters&& other) noexcept : held_(std::exchange(other.held_, {})) {}
   FullParameters& operator=(FullParameters&&) = delete;
-  ~FullParameters();  // a failure of communication shows at the next call
+  ~FullParameters();  // communication errors are thrown by the next call
 
  private:
   std::vector<FullyShardedCore*> held_;
 };
 
-// Wraps a module, unmodified:
+// Wrapper for sharded training of an unmodified module, after torch.distributed.fsdp.FullyShardedDataParallel.
 //
-//   shoal::FullyShardedDataParallel parallel(model, world.group(), {.auto_wrap_policy =
-//   shoal::wrap_type<BlockImpl>()}); shoal::FullyShardedOptimizer<shoal::FusedAdamW> optimizer(parallel,
-//   torch::optim::AdamWOptions(3e-4));
+//   shoal::FullyShardedDataParallel parallel(model, world.group(),
+//                                            {.auto_wrap_policy = shoal::wrap_type<BlockImpl>()});
+//   shoal::FullyShardedOptimizer<shoal::FusedAdamW> optimizer(parallel, torch::optim::AdamWOptions(3e-4));
 //   ...
 //   cross_entropy(parallel.forward(x), y).backward();
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// Parameters keep their names, their identity and their requires_grad. They may be read anywhere by any operator, in
-// forward, backward or outside; then all ranks must come to some forward, backward, step or read of their own, since a
-// read may be collective. So one rank may evaluate alone, through the module's own forward. They may be loaded,
-// replaced or written by operators at any time, with the same values on all ranks, as in one process; the next training
-// forward or step() takes that over, compares ranks (DisagreeError), and refreshes the float32 copies. With param_dtype
-// a tensor of another floating-point dtype is converted, and the copies get all its bits; else another dtype is a
-// UsageError, as is a parameter that was frozen and requires a gradient now. What is written past the operators
-// (data_ptr) outside of summon_full_params is lost. After backward each rank has the sums of its own ranges, and grad()
-// is a tensor without memory: zero_grad() in every form drops or zeroes the sum, reading it is a UsageError that names
-// the call to use (see ShardedOptimizerCore::step). Where ranks share a host, parameters lie once in memory that they
-// share, and nothing is gathered. Buffers stay each rank's own. Where they are gathered, the parameters cannot be read
-// any more when the wrapper has gone: call unwrap(), or take full_state_dict or visit_full_state, before.
+// Parameters keep their names, identity and requires_grad. Any operator may read them anywhere: in forward, in backward
+// or outside. Such a read may be collective, so the other ranks must reach a forward, backward, step or read of their
+// own. One rank may therefore evaluate alone, through the module's own forward. If the ranks share a host, parameters
+// exist once in shared memory and nothing is gathered. Buffers are not synchronised after construction.
 //
-// Constructor: collective. UsageError for options out of range, names that the module does not have, a module without
-// trainable parameters, parameters that are not floating point or not on one device, a `device` that is not there or
-// not where the module is; DisagreeError when ranks hold
-// different models.
+// Operators may load, replace or write parameters at any time, with the same values on all ranks. The next training
+// forward or step() adopts the new values, compares the ranks (DisagreeError) and refreshes the float32 copies. With
+// param_dtype, a tensor of another floating-point dtype is converted and its full precision goes into the float32
+// copies; without it, another dtype is a UsageError, as is a parameter that was frozen at construction and now requires
+// a gradient. Writes through data_ptr() outside of summon_full_params() are lost.
+//
+// After backward each rank holds the reduced gradients of its own shards, and grad() is a tensor without memory. All
+// forms of zero_grad() drop or zero the reduced gradient. Reading grad() is a UsageError that names the right call (see
+// ShardedOptimizerCore::step).
+//
+// Gathered parameters can no longer be read once the wrapper is destroyed: call unwrap(), full_state_dict() or
+// visit_full_state() before.
+//
+// Constructor: collective. Throws UsageError for invalid options, names that the module does not have, a module without
+// trainable parameters, parameters that are not floating point or not all on one device, and a `device` that does not
+// exist or differs from the module's; DisagreeError if the ranks hold different models.
 template <class Module>
 class FullyShardedDataParallel : public DataParallelWrapper<Module, FullyShardedCore> {
   using Base = DataParallelWrapper<Module, FullyShardedCore>;
@@ -225,9 +233,9 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   explicit FullyShardedDataParallel(Bare&& module, Rest&&... rest)
       : FullyShardedDataParallel(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
 
-  // What the module's forward returns. Collective, also in evaluation. With param_dtype, floating-point tensors in the
-  // arguments, however nested (engine/inputs.h), are cast to it, in copies: the caller's objects stay as they are. What
-  // forward takes by a reference that is not const, for it to write to, is passed as it is.
+  // Runs the module's forward and returns its result. Collective, also in evaluation. With param_dtype, floating-point
+  // tensors in the arguments, however nested (detail/inputs.h), are copied and cast; the caller's objects are
+  // unchanged. Arguments that forward takes by non-const reference are passed as they are.
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     return cast_and_forward(std::index_sequence_for<Arguments...>(), std::forward<Arguments>(arguments)...);
@@ -253,11 +261,11 @@ template <detail::BareModule Bare, class... Rest>
 FullyShardedDataParallel(Bare&&, Rest&&...) -> FullyShardedDataParallel<std::remove_cvref_t<Bare>>;
 
 struct FullyShardedOptimizerOptions {
-  double clip_grad = 0;                       // largest norm of all gradients together; 0: no clipping
-  std::optional<GradScalerOptions> scaler{};  // of the loss, for float16
+  double clip_grad = 0;                       // maximum norm of all gradients together; 0: no clipping
+  std::optional<GradScalerOptions> scaler{};  // loss scaler, for float16
 };
 
-// What FullyShardedOptimizer does, whatever the optimizer.
+// Type-independent part of FullyShardedOptimizer.
 class FullyShardedOptimizerCore : public ShardedOptimizerCore {
  public:
   FullyShardedOptimizerCore(FullyShardedCore& parallel, ParamGroups groups,
@@ -272,16 +280,18 @@ class FullyShardedOptimizerCore : public ShardedOptimizerCore {
                                            const FullyShardedOptimizerOptions& options);
 };
 
-// For TrainingState. Another optimizer does not see the pieces.
+// For TrainingState. Only a FullyShardedOptimizer has access to the shards.
 std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer);
 std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                     torch::optim::Optimizer& optimizer) = delete;
 
-// Any libtorch optimizer, run on each rank over its ranges; see ShardedOptimizerCore. May outlive the wrapper: it
-// applies what has been summed up until then; later backwards are the caller's own, and step() refuses their gradients.
-// A rank's parameters change in its own step(), and not before. Constructor: collective. UsageError for an optimizer
-// that is not element-wise on a wrapper without whole_parameters, a parameter in two param groups or in none, a scaler
-// where no arithmetic has 16 bits, options out of range; DisagreeError when options differ between ranks.
+// Optimizer for FullyShardedDataParallel: runs a libtorch optimizer on this rank's shards; see ShardedOptimizerCore. It
+// may outlive the wrapper: it applies the gradients reduced until then, and step() refuses later ones. A rank's
+// parameters change only in its own step().
+//
+// Constructor: collective. Throws UsageError for an optimizer that is not element-wise on a wrapper without
+// whole_parameters, a parameter in two param groups or in none, a scaler without 16-bit arithmetic, and invalid
+// options; DisagreeError if the ranks pass different options.
 template <class Local>
 class FullyShardedOptimizer : public FullyShardedOptimizerCore {
  public:
@@ -290,7 +300,7 @@ class FullyShardedOptimizer : public FullyShardedOptimizerCore {
                         const FullyShardedOptimizerOptions& options = {})
       : FullyShardedOptimizerCore(parallel, std::move(groups), detail::default_options<Local>(defaults),
                                   detail::local_optimizer_maker<Local>(defaults), element_wise<Local>, options) {}
-  // One param group of all trainable parameters.
+  // One param group with all trainable parameters.
   template <class Defaults>
   FullyShardedOptimizer(FullyShardedCore& parallel, const Defaults& defaults,
                         const FullyShardedOptimizerOptions& options = {})

@@ -12,12 +12,14 @@
 namespace shoal {
 
 // State of a step in a Join scope: the ranks that still have a batch.
-struct Attendance {
+struct JoinState {
   bool here = true;             // this rank has a batch
   int first = 0;                // the lowest rank that has a batch
   int absent = 0;               // number of ranks without a batch
   bool by_initial_size = true;  // divisor of an unweighted mean: all ranks, or only those with a batch
 };
+
+using Attendance = JoinState;
 
 // Interface of objects that take part in a Join: wrappers such as DistributedDataParallel, and DistributedOptimizer.
 class Joinable {
@@ -35,9 +37,9 @@ class Joinable {
   // Ends a step that failed on this rank.
   virtual void settle() = 0;
   // Sets the state of the next step; nullopt: the scope has ended.
-  virtual void attend(const std::optional<Attendance>& attendance) = 0;
+  virtual void set_join_state(const std::optional<JoinState>& join_state) = 0;
   // Broadcasts the buffers of `rank`, and its parameters if every rank holds all of them. Collective.
-  virtual void adopt_model(int rank) = 0;
+  virtual void broadcast_model(int rank) = 0;
 };
 
 struct JoinOptions {
@@ -95,11 +97,11 @@ class Join {
  private:
   const Group& group() const { return joinables_.front()->group(); }
   std::vector<int64_t> gather(bool has_batch) const;
-  void attend(const std::optional<Attendance>& attendance);
+  void set_join_state(const std::optional<JoinState>& join_state);
 
   std::vector<Joinable*> joinables_;
   JoinOptions options_;
-  Attendance now_;
+  JoinState now_;
   int64_t steps_ = 0;
 };
 

@@ -89,8 +89,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   void shadow() override;
   void check_shadow() const override;
   void settle() override;
-  void attend(const std::optional<Attendance>& attendance) override;
-  void adopt_model(int rank) override;
+  void set_join_state(const std::optional<JoinState>& join_state) override;
+  void broadcast_model(int rank) override;
   // Reduces the accumulated gradients: first over the groups declared with all_reduce_grads(), then averaged over the
   // ranks and scattered. For overlap_grad_reduce = false; UsageError otherwise. Collective.
   void reduce_model_grads();

@@ -1,5 +1,5 @@
 #pragma once
-// ZeRO-1 and ZeRO-2: OSS and ShardedDataParallel.
+// ZeRO-1 and ZeRO-2: the sharded optimizer OSS and the wrapper ShardedDataParallel.
 
 #include <torch/optim/optimizer.h>
 #include <functional>
@@ -17,13 +17,10 @@
 
 namespace shoal {
 
-// OSS: optimizer state sharded over ranks by whole parameters (ZeRO-1; Rajbhandari et al., "ZeRO: Memory Optimizations
-// Toward Training Trillion Parameter Models", SC 2020; after fairscale's OSS).
-
 struct OSSOptions {
-  // Where ranks do not share memory: elements of parameters in one broadcast; -1: a rank's whole share.
+  // Without shared memory: elements of parameters per broadcast; -1: the whole share of a rank.
   int64_t broadcast_buffer_size = -1;
-  // Parameters travel in float16, and all ranks (the owner, too) hold values rounded to it.
+  // Broadcast parameters in float16. All ranks, including the owner, hold the rounded values.
   bool broadcast_fp16 = false;
 
   // Throws UsageError that lists all faults.
@@ -33,14 +30,14 @@ struct OSSOptions {
 class CheckpointSource;
 class DataParallelCore;
 
-// Elements that each rank owns.
+// Number of elements that each rank owns.
 struct ShareSizes {
-  std::vector<int64_t> trainable;  // by rank of the group; no two differ by more than `largest`
-  std::vector<int64_t> frozen;     // of parameters that were trainable before
-  int64_t largest = 0;             // the largest trainable parameter
+  std::vector<int64_t> trainable;  // by rank of the group; they differ by at most `largest`
+  std::vector<int64_t> frozen;     // parameters that were trainable before
+  int64_t largest = 0;             // size of the largest trainable parameter
 };
 
-// What OSS does, whatever the optimizer. Use OSS.
+// Type-independent part of OSS. Use OSS.
 class OSSCore : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -50,64 +47,64 @@ class OSSCore : public torch::optim::Optimizer {
           const Group& group, const OSSOptions& options);
   ~OSSCore() override;
 
-  // Updates this rank's share with the gradients that lie in grad(), then every rank gets every share. Gradients of
-  // other ranks' parameters are not read. A parameter without gradient on its owner stays as it is. Collective; returns
-  // what the closure returns. UsageError where a wrapper's no_sync has left gradients that are this rank's alone.
+  // Updates this rank's share with the gradients in grad(), then sends every share to every rank. Gradients of other
+  // ranks' parameters are not read. A parameter without a gradient on its owner is unchanged. Returns the result of the
+  // closure. Throws UsageError if gradients accumulated under a wrapper's no_sync have not been reduced. Collective.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Scales all gradients so that their norm over all ranks' shares is at most `max_norm`; returns the norm before, 0
-  // without any gradient. norm_type: what torch's clip_grad_norm_ takes, also infinity (the largest element),
-  // fractions, negative numbers and 0 (how many parameters have a gradient). The same on every rank as that function of
-  // the whole model's averaged gradients, also for inf and NaN among them. UsageError for a norm_type of NaN.
-  // Collective.
+  // Clips the gradients to a total norm of at most `max_norm` over all ranks' shares; returns the norm before clipping,
+  // 0 if there are no gradients. norm_type: as for torch's clip_grad_norm_, including infinity (largest element),
+  // fractions, negative numbers and 0 (number of parameters with a gradient). The result on every rank equals that
+  // function applied to the whole model's averaged gradients, also with inf and NaN among them. Throws UsageError for a
+  // norm_type of NaN. Collective.
   double clip_grad_norm(double max_norm, double norm_type = 2);
 
-  // After requires_grad of parameters has changed: those that have become trainable join, with rank 0's values.
-  // Trainable elements are balanced again: if shares differ by more than the largest trainable parameter, some move to
-  // another rank, with their state (as long as that is of a known kind, see register_state; else owners stay). Frozen
-  // ones keep their owner and their state. UsageError for param groups that have come through torch::optim::Optimizer&.
-  // Collective.
+  // Adopts changes of requires_grad. Parameters that have become trainable join with rank 0's values. Trainable
+  // elements are balanced again: if shares differ by more than the largest trainable parameter, some parameters move to
+  // another rank with their state (only if the state is of a registered type, see register_state; otherwise owners
+  // stay). Frozen parameters keep owner and state. Throws UsageError for param groups added through
+  // torch::optim::Optimizer&. Collective.
   void refresh_trainable();
 
-  // Further parameters, rank 0's values of which count; the group's options become what the local optimizer makes of
-  // them. UsageError for a parameter that is there already, and for options that the local optimizer refuses;
-  // DisagreeError for other groups on other ranks; nothing has changed then, on any rank. Collective. What comes
-  // through torch::optim::Optimizer& instead, whose add_param_group is not virtual, is refused by the next step().
+  // Adds parameters, with rank 0's values. The group's options are resolved by the local optimizer. Throws UsageError
+  // for a parameter that is already present and for options that the local optimizer rejects, DisagreeError if the
+  // ranks add different groups; nothing changes on any rank then. Collective. The base class's add_param_group is not
+  // virtual: groups added through torch::optim::Optimizer& are rejected by the next step().
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
-  // UsageError: take add_param_group.
+  // Throws UsageError: use add_param_group.
   [[noreturn]] void add_parameters(const std::vector<at::Tensor>& parameters);
 
-  // Unscales this rank's gradients and looks for inf and NaN; if no rank has any, clips them to `max_norm` (0: does
-  // not) and steps. Updates the scaler. Returns whether it stepped. Collective.
+  // Unscales this rank's gradients and checks them for inf and NaN. If no rank finds any, clips them to `max_norm` (0:
+  // no clipping) and steps. Updates the scaler. Returns true if it stepped. Collective.
   bool step(GradScaler& scaler, double max_norm = 0);
 
-  // The whole optimizer's state by name: on rank `recipient` of the group, elsewhere empty; none: on every rank. Moves
-  // one parameter at a time. Collective.
+  // Full optimizer state by parameter name: on rank `recipient` of the group only (empty elsewhere); none: on every
+  // rank. Transfers one parameter at a time. Collective.
   OptimizerState state_dict(const torch::nn::Module& module, std::optional<int> recipient = std::nullopt) const;
-  // Every rank gives the whole state, whatever strategy and number of ranks it comes from. See load_optimizer_state.
+  // Loads the full state, which every rank passes, from any strategy and number of ranks. See load_optimizer_state.
   void load_state_dict(const torch::nn::Module& module, const OptimizerState& state);
-  // For torch::save and torch::load. UsageError: a rank has no more than its own share; take shoal::save and
-  // shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict().
+  // Overrides for torch::save and torch::load. Both throw UsageError, because a rank has only its own share: use
+  // shoal::save and shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict().
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  // Who owns what: the parameters that are trainable now and were when shares were made, in the constructor or
-  // refresh_trainable(). Not collective, and the same on all ranks.
+  // Owners of the parameters that were trainable when the shares were made (constructor or refresh_trainable()) or
+  // before. Equal on all ranks. Not collective.
   std::vector<std::vector<at::Tensor>> partition() const;    // by rank of the group
-  int param_to_rank(const at::Tensor& parameter) const;      // rank of the group; UsageError if it is not here
-  size_t param_to_index(const at::Tensor& parameter) const;  // place among all parameters of all param groups
+  int param_to_rank(const at::Tensor& parameter) const;      // rank of the group; UsageError for an unknown parameter
+  size_t param_to_index(const at::Tensor& parameter) const;  // index among the parameters of all param groups
   std::vector<at::Tensor> local_params() const;              // this rank's share
   ShareSizes share_sizes() const;
   const Group& group() const;
 
-  // This rank's share of the optimizer, with its state.
+  // The optimizer over this rank's share, with its state.
   const torch::optim::Optimizer& local_optimizer() const;
 
   struct State;
 
  private:
-  // Makes shares of these groups, which are as the caller gave them from number `given` on. What it refuses changes
-  // nothing. Collective.
+  // Builds the shares. Groups from index `given` on are as the caller passed them. Changes nothing if it throws.
+  // Collective.
   void rebuild(ParamGroups groups, size_t given);
 
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
@@ -120,32 +117,33 @@ class OSSCore : public torch::optim::Optimizer {
 // For TrainingState. parallel: DistributedDataParallel or ShardedDataParallel.
 std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
 
-// Wraps any libtorch optimizer that updates parameters one by one or element by element: SGD, Adam, AdamW, RMSprop,
-// Adagrad, shoal's own. Schedulers work on it, param groups keep their own options, and options may change between
-// steps.
+// OSS: optimizer with state sharded over ranks by whole parameters, after fairscale's OSS. Method: ZeRO-1 (Rajbhandari
+// et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020).
+//
+// Wraps any libtorch optimizer that updates parameters independently of each other: SGD, Adam, AdamW, RMSprop, Adagrad,
+// and shoal's own. Schedulers work on it, param groups keep their own options, and options may change between steps.
 //
 //   shoal::OSS<torch::optim::AdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3), world.group());
 //
-// Each parameter is owned by one rank, which alone keeps its state and updates it. Owners are chosen in the order in
-// which backward delivers gradients (last parameter first), always the rank with the least so far, so that shares
-// differ by at most the largest parameter and gradients for all ranks become ready all along.
+// Each parameter is owned by one rank, which alone keeps its state and updates it. Parameters are assigned in the order
+// in which backward produces gradients (last parameter first), always to the rank with the smallest share. Shares
+// therefore differ by at most the largest parameter, and gradients for all ranks become ready throughout backward.
 //
-// Where the group's ranks share a host, the trainable parameters move to memory that they share: there is one copy of
-// them, and a step moves nothing. They become private again with the destructor.
+// If the ranks of the group share a host, trainable parameters move to shared memory: there is one copy of them, and a
+// step transfers nothing. The destructor gives each rank a private copy again.
 //
-// Parameters may be loaded, replaced or written at any time, as in one process (torch::load, Module::load, set_data,
-// operators that write, also through data()): a rank sees what it did itself, and the next step() makes it everybody's.
-// All ranks do the same; DisagreeError from step() where their values differ. So too after Module::to(dtype) and when
-// a parameter of the param groups is unfrozen: shares are made anew. What is written past the operators (data_ptr) is
-// not noticed: write it on the owner.
+// Parameters may be loaded, replaced or written at any time (torch::load, Module::load, set_data, in-place operators,
+// also through data()), with the same values on all ranks. A rank sees its own change at once, and the next step()
+// shares it; step() throws DisagreeError if values differ. The shares are rebuilt after Module::to(dtype) and when a
+// parameter of the param groups is unfrozen. Writes through data_ptr() are not detected: make them on the owner.
 //
-// Constructor: collective. The ranks' parameters must agree in number, shape, dtype and options (DisagreeError);
-// rank 0's values count. UsageError for a parameter in two param groups, for what the local optimizer refuses, for
-// L-BFGS and for options out of range.
+// Constructor: collective. Broadcasts rank 0's values. Throws DisagreeError if the ranks' parameters differ in number,
+// shape, dtype or options; UsageError for a parameter in two param groups, for parameters or options that the local
+// optimizer rejects, for L-BFGS, and for invalid options.
 template <class Local>
 class OSS : public OSSCore {
  public:
-  // Local: the optimizer that a rank runs on its share; defaults: its options.
+  // Local: the optimizer class that updates this rank's share; defaults: its options.
   template <class Defaults>
   OSS(std::vector<at::Tensor> parameters, const Defaults& defaults, const Group& group, const OSSOptions& options = {})
       : OSS(ParamGroups{torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults, group, options) {}
@@ -155,34 +153,33 @@ class OSS : public OSSCore {
                 options) {}
 };
 
-// ShardedDataParallel: each gradient goes only to the rank that owns its parameter (ZeRO-2; Rajbhandari et al., SC
-// 2020; after fairscale's ShardedDataParallel).
-
 struct Gradient;
 
 struct ShardedDataParallelOptions {
   // Behaviour.
-  bool broadcast_buffers = true;       // rank 0's buffers reach all ranks before each synchronising forward
-  bool sync_models_at_startup = true;  // rank 0's parameters and buffers reach all ranks in the constructor; without it
-                                       // buffers and frozen parameters stay each rank's own (trainable ones have
-                                       // rank 0's values since OSS was made)
-  bool auto_refresh_trainable = true;  // a change of requires_grad, dtype or device is adopted by the next forward,
-                                       // which refuses it otherwise
-  bool find_unused_parameters = false;  // accept parameters that no rank uses in a step; costs a walk of the graph
-  bool grad_reduce_in_fp32 = false;     // gradients of 16-bit parameters accumulate, and are added up, in float32, in
-                                        // which grad() is under no_sync(); then it is rounded to the parameter's dtype
-  std::vector<std::string> ignored{};   // names of parameters and buffers that shoal leaves alone
-  Precision precision{};                // forward computes as `compute` says; converting and scaling are the caller's
-  std::shared_ptr<CommunicationHook> communication_hook{};  // sums up gradients on their owners instead of a reduce
-  std::shared_ptr<BufferHook> buffer_hook{};                // makes buffers equal instead of rank 0's broadcast
+  bool broadcast_buffers = true;  // broadcast rank 0's buffers before each synchronising forward
+  // Broadcast rank 0's parameters and buffers in the constructor; off: buffers and frozen parameters keep each rank's
+  // values (OSS has already broadcast the trainable ones).
+  bool sync_models_at_startup = true;
+  bool auto_refresh_trainable = true;   // the next forward adopts changes of requires_grad, dtype or device; off: it
+                                        // throws UsageError
+  bool find_unused_parameters = false;  // allow parameters that no rank uses in a step; walks the graph
+  // Accumulate and reduce gradients of 16-bit parameters in float32. grad() is float32 under no_sync() and rounded to
+  // the parameter's dtype after the reduction.
+  bool grad_reduce_in_fp32 = false;
+  std::vector<std::string> ignored{};  // names of parameters and buffers that shoal does not touch
+  Precision precision{};               // only `compute` is applied, as autocast in forward; convert the module and
+                                       // scale the loss yourself
+  std::shared_ptr<CommunicationHook> communication_hook{};  // replaces the reduce of a bucket to its owner
+  std::shared_ptr<BufferHook> buffer_hook{};                // replaces the broadcast of rank 0's buffers
   BufferHookLocation buffer_hook_location = BufferHookLocation::pre_forward;
-  bool log_sizes = true;  // rank 0 says on standard error how large the model, the shares and the buckets are
+  bool log_sizes = true;  // rank 0 prints the sizes of the model, the shares and the buckets to standard error
 
   // Performance.
-  int64_t reduce_buffer_size = 1 << 23;  // elements in a bucket; smaller where the model would give fewer than four
-                                         // buckets per rank, so that they leave while backward runs
-  bool reduce_fp16 = false;              // gradients travel, and are added up on the way, in float16 (CompressHook);
-                                         // grad() and micro-batches keep the parameter's dtype. Not with another hook
+  int64_t reduce_buffer_size = 1 << 23;  // elements per bucket; less for small models, so that every rank has at least
+                                         // four buckets and communication overlaps with backward
+  bool reduce_fp16 = false;              // reduce gradients in float16 (CompressHook); grad() and micro-batches keep
+                                         // the parameter's dtype. Not together with communication_hook
 
   // Throws UsageError that lists all faults.
   void validate() const;
@@ -192,14 +189,14 @@ class ShardedDataParallelCore : public DataParallelCore {
  public:
   ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module, std::vector<OSSCore*> optimizers,
                           const Group& group, const ShardedDataParallelOptions& options);
-  // After requires_grad, dtype or device of parameters has changed: the optimizers' refresh_trainable(), then buckets
-  // of what they share. Forward calls it by itself unless auto_refresh_trainable is off; then a forward after such a
-  // change is refused until it has been called (UsageError names the parameter). Collective.
+  // Adopts changes of requires_grad, dtype or device: calls refresh_trainable() of the optimizers, then rebuilds the
+  // buckets. Forward calls it automatically unless auto_refresh_trainable is off; then a forward after such a change
+  // throws UsageError, which names the parameter, until it is called. Collective.
   void refresh_trainable();
 
-  // Sums up what lies in grad() and has not been summed up yet, without a backward: what backwards under no_sync have
-  // left, gradients that were set by hand. A rank without any contributes nothing; sums of earlier steps stay and are
-  // added to. Counts as a step, within no_sync, too. Collective; UsageError within a backward.
+  // Reduces gradients that are in grad() and not reduced yet, without a backward: accumulated under no_sync, or set by
+  // hand. A rank without gradients contributes zeros; sums of earlier steps are kept and added to. Counts as a step,
+  // also within no_sync. Throws UsageError within a backward. Collective.
   void reduce();
 
  protected:
@@ -216,9 +213,10 @@ class ShardedDataParallelCore : public DataParallelCore {
   std::shared_ptr<Sharding> sharding_;
 };
 
-// Like DistributedDataParallel, with the sums of gradients on their owners alone: after backward, grad() is the mean
-// over ranks of the parameters that this rank owns. For the others it is a tensor without memory: reading it is a
-// UsageError that names the call to use, and zero_grad() works as ever.
+// ShardedDataParallel: wrapper that reduces each gradient only to the rank that owns its parameter, after fairscale's
+// ShardedDataParallel. Method: ZeRO-2 (Rajbhandari et al., SC 2020). After backward, grad() of the parameters that this
+// rank owns is the mean over ranks. For other parameters it is a tensor without memory: reading it is a UsageError that
+// names the right call; zero_grad() works as usual.
 //
 //   shoal::OSS<torch::optim::AdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3), world.group());
 //   shoal::ShardedDataParallel parallel(model, optimizer, world.group());
@@ -227,11 +225,11 @@ class ShardedDataParallelCore : public DataParallelCore {
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// The optimizers must outlive the wrapper; each trainable parameter belongs to exactly one of them (UsageError names
-// those that do not). Without zero_grad between synchronised backwards, gradients add up on their owners. Call forward
-// of the wrapper, not of the module. All parameters are on devices of one type (UsageError). A step reduces every
-// gradient to its owner, about ranks - 1 / ranks of what DDP sends, and takes one more small all-reduce, in which ranks
-// tell which gradients they used.
+// The optimizers must outlive the wrapper. Each trainable parameter belongs to exactly one of them (UsageError names
+// those that do not). Without zero_grad between synchronised backwards, gradients accumulate on their owners. Call
+// forward of the wrapper, not of the module. All parameters must be on devices of one type (UsageError). A step reduces
+// every gradient to its owner, about (ranks - 1) / ranks of the bytes that DDP sends, plus a small all-reduce in which
+// ranks exchange which gradients they used.
 template <class Module>
 class ShardedDataParallel : public DataParallelWrapper<Module, ShardedDataParallelCore> {
   using Base = DataParallelWrapper<Module, ShardedDataParallelCore>;

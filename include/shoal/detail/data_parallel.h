@@ -21,11 +21,11 @@ namespace shoal {
 
 class Reducer;
 
-// Scope in which backward only accumulates gradients on this rank; the first backward outside sums up and synchronises.
-// Ends with the scope, also by an exception. Move-only. Must not outlive its wrapper.
+// Scope in which backward only accumulates gradients on this rank; the first backward after the scope reduces them.
+// Move-only. Must not outlive its wrapper.
 class NoSync {
  public:
-  // Counts nested scopes in `depth`; nullptr: a scope without effect.
+  // Counts nested scopes in `depth`; nullptr makes a scope without effect.
   explicit NoSync(int* depth) : depth_(depth) {
     if (depth_ != nullptr) ++*depth_;
   }
@@ -39,40 +39,41 @@ class NoSync {
   int* depth_;
 };
 
-// A wrapper's part that does not depend on the module's type. Made by the strategies. Not thread-safe: one thread trains.
-// Shares ownership of the module; the group's transport lives as long as the wrapper. The destructor removes the hooks
-// and does not communicate.
+// Type-independent part of a wrapper, created by the strategies. Shares ownership of the module; the group's transport
+// lives at least as long as the wrapper. The destructor removes the hooks and does not communicate. Not thread-safe:
+// one thread trains.
 class DataParallelCore : public Joinable {
  public:
   struct State;
   explicit DataParallelCore(std::unique_ptr<State> state);
   ~DataParallelCore() override;
 
-  // Backward of a loss that is a sum over `weight` samples or tokens: the mean becomes sum / sum of weights over all
-  // ranks and all micro-batches of the step (those under no_sync included). weight >= 0 and finite; 0 says this rank
-  // has no sample in this step. Every backward of a step must come through here, or none, on all ranks. Start the step
-  // with zeroed gradients.
+  // Backward of a loss that is a sum over `weight` samples or tokens. Gradients become the sum divided by the total
+  // weight of all ranks and all micro-batches of the step, including those under no_sync. weight >= 0 and finite; 0:
+  // this rank has no samples in this step. In one step, all ranks call either only this function or only
+  // loss.backward(). Gradients must be zero at the start of the step.
   void backward(const at::Tensor& loss_sum, double weight);
 
-  // `accumulate` false gives a scope without effect, so that a loop over micro-batches reads
+  // Scope in which backward accumulates without communication. If `accumulate` is false it has no effect, so a loop
+  // over micro-batches can say
   //   const auto scope = parallel.no_sync(micro + 1 < micros);
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
 
-  // After an exception in forward, backward or a hook on any rank: makes the wrapper ready for the next step. If this
-  // rank had entered the step, its peers get StepAbandoned from their backward instead of waiting, and no gradient is
-  // valid on any rank. Without a failed step it does nothing. The next forward calls it by itself. Gradients
-  // accumulated so far are the caller's to zero.
+  // Makes the wrapper ready for the next step after an exception in forward, backward or a hook on any rank. If this
+  // rank had entered the step, the other ranks get StepAbandoned from their backward instead of waiting, and no rank
+  // has valid gradients. Does nothing without a failed step. The next forward calls it automatically. The caller must
+  // zero gradients accumulated so far.
   void reset();
 
-  // This rank's part of a step for which it has no batch, in a Join scope: what forward and backward of the others
-  // communicate. Does nothing under no_sync. Collective.
+  // Communication of a step for which this rank has no batch, in a Join scope: matches the collectives of forward and
+  // backward on the other ranks. Does nothing under no_sync. Collective.
   void shadow() override;
 
-  // Names of the parameters in each bucket, in the order in which buckets are reduced.
+  // Names of the parameters of each bucket, in the order in which buckets are reduced.
   std::vector<std::vector<std::string>> buckets() const;
-  // Synchronising steps finished or abandoned so far.
+  // Number of synchronising steps so far, including abandoned ones.
   int64_t step() const;
-  // What this rank knows of the wrapper and its steps. Not collective; between steps.
+  // Options and statistics of the wrapper on this rank. Call it between steps. Not collective.
   LoggingData logging_data() const;
 
   const std::shared_ptr<torch::nn::Module>& module() const;
@@ -81,21 +82,21 @@ class DataParallelCore : public Joinable {
   // For Join.
   void check_shadow() const override;
   void settle() override;
-  void attend(const std::optional<Attendance>& attendance) override;
-  void adopt_model(int rank) override;
+  void set_join_state(const std::optional<JoinState>& join_state) override;
+  void broadcast_model(int rank) override;
 
  protected:
-  // Around the module's forward.
+  // Called around the module's forward.
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs);
   void forward_failed();
   const Precision& precision() const;
   at::DeviceType device() const;
 
-  // Called before each forward, under no_sync only when nothing has to be agreed on: parameters that others have
-  // replaced since the last one.
+  // Called before each forward (under no_sync only if nothing must be compared over ranks): detects parameters that the
+  // user has replaced since the last one.
   virtual void adopt_changes(bool training);
-  // Around each forward; training: it builds a graph.
+  // Called around each forward. training: the forward builds a graph.
   virtual void begin_pass(bool /*training*/) {}
   virtual void end_pass(bool /*training*/) {}
   // Called before each forward that builds a graph.
@@ -108,12 +109,12 @@ class DataParallelCore : public Joinable {
   std::unique_ptr<State> state_;
 };
 
-// A core with the module that it wraps, whose parameters stay the module's own tensors.
+// Wrapper of a module: its core together with the typed module. Parameters remain the module's own tensors.
 template <class Module, class Core>
 class DataParallelWrapper : public Core {
  public:
-  // Returns what the module's own forward returns, if anything. Collective when buffers are broadcast (not under
-  // no_sync, not when gradients are disabled). An exception marks the step as failed on this rank, see reset().
+  // Runs the module's forward and returns its result, if any. Collective if buffers are broadcast; not under no_sync or
+  // if gradients are disabled. An exception marks the step as failed on this rank, see reset().
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     try {

@@ -1,6 +1,6 @@
 #pragma once
-// The optimizer that a rank runs on its share: made from the default options that the caller gives, as libtorch's own
-// constructors take them: torch::optim::AdamWOptions(1e-3), or the learning rate alone.
+// Factory of the optimizer that a rank runs on its share, from the default options that the user passes: as in
+// libtorch's constructors, options such as torch::optim::AdamWOptions(1e-3), or only a learning rate.
 
 #include <torch/optim/optimizer.h>
 
@@ -17,7 +17,7 @@ concept MakesOptimizer = requires(const ParamGroups& groups, const Defaults& def
   { std::make_unique<Local>(groups, defaults) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
 };
 
-// The options of param groups that have none of their own.
+// Default options, for param groups without options of their own.
 template <class Local, class Defaults>
 std::unique_ptr<torch::optim::OptimizerOptions> default_options(const Defaults& defaults) {
   static_assert(MakesOptimizer<Local, Defaults>,
@@ -30,7 +30,7 @@ std::unique_ptr<torch::optim::OptimizerOptions> default_options(const Defaults& 
   }
 }
 
-// Makes the optimizer of a share.
+// Factory of the optimizer of a share.
 template <class Local, class Defaults>
 auto local_optimizer_maker(const Defaults& defaults) {
   return [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); };

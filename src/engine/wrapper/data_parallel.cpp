@@ -229,11 +229,11 @@ void DataParallelCore::settle() {
   end_pass(/*training=*/false);  // others may be in one yet
 }
 
-void DataParallelCore::attend(const std::optional<Attendance>& attendance) {
-  state_->reducer->attend(attendance);
+void DataParallelCore::set_join_state(const std::optional<JoinState>& join_state) {
+  state_->reducer->attend(join_state);
 }
 
-void DataParallelCore::adopt_model(int rank) {
+void DataParallelCore::broadcast_model(int rank) {
   const auto& state = *state_;
   std::vector<at::Tensor> values;
   if (state.reducer->exchange().everywhere()) {

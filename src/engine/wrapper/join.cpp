@@ -26,7 +26,7 @@ Join::Join(std::initializer_list<std::reference_wrapper<Joinable>> joinables, co
 }
 
 Join::~Join() {
-  attend({});
+  set_join_state({});
 }
 
 bool Join::next(bool has_batch) {
@@ -35,9 +35,9 @@ bool Join::next(bool has_batch) {
   const auto absent = std::count(have.begin(), have.end(), 0);
   if (absent == group().size()) {
     if (steps_ > 0) {
-      for (auto* joinable : joinables_) joinable->adopt_model(now_.first);
+      for (auto* joinable : joinables_) joinable->broadcast_model(now_.first);
     }
-    attend({});
+    set_join_state({});
     steps_ = 0;
     return false;
   }
@@ -54,7 +54,7 @@ bool Join::next(bool has_batch) {
           .first = static_cast<int>(std::find(have.begin(), have.end(), 1) - have.begin()),
           .absent = static_cast<int>(absent),
           .by_initial_size = options_.divide_by_initial_world_size};
-  attend(now_);
+  set_join_state(now_);
   ++steps_;
   return true;
 }
@@ -70,8 +70,8 @@ std::vector<int64_t> Join::gather(bool has_batch) const {
   return {begin, begin + all.numel()};
 }
 
-void Join::attend(const std::optional<Attendance>& attendance) {
-  for (auto* joinable : joinables_) joinable->attend(attendance);
+void Join::set_join_state(const std::optional<JoinState>& join_state) {
+  for (auto* joinable : joinables_) joinable->set_join_state(join_state);
 }
 
 }  // namespace shoal

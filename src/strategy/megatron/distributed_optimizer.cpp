@@ -69,11 +69,11 @@ void DistributedOptimizerCore::settle() {
   if (broken) abandon_round(chunks);
 }
 
-void DistributedOptimizerCore::attend(const std::optional<Attendance>& attendance) {
-  for (const auto& chunk : state().modules) chunk->reducer().attend(attendance);
+void DistributedOptimizerCore::set_join_state(const std::optional<JoinState>& join_state) {
+  for (const auto& chunk : state().modules) chunk->reducer().attend(join_state);
 }
 
-void DistributedOptimizerCore::adopt_model(int rank) {
+void DistributedOptimizerCore::broadcast_model(int rank) {
   for (size_t number = 0; number < reduction_->modules.size(); ++number) {
     sync_buffers(group(), reduction_->tensors(number).buffers, rank, state().steps);
   }
