@@ -1,5 +1,5 @@
 #pragma once
-// How a reader says that its input is bad: as the error of the layer that it reads for.
+// Errors of readers of untrusted input, thrown as the exception type of the layer that they read for.
 
 #include <string>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What a measurement depends on beside the program.
+// Description of the machine, for reports of measurements.
 
 #include <cstdint>
 #include <nlohmann/json.hpp>

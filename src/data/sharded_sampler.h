@@ -1,5 +1,5 @@
 #pragma once
-// Which samples a rank trains on, and in which order.
+// Sampler: the samples that a rank trains on, and their order.
 //
 // libtorch has DistributedRandomSampler, which is not used for three reasons: without duplicates it leaves out the same
 // last samples in every epoch, with more than twice as many ranks as samples it gives indices beyond the end, and its

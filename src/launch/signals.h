@@ -1,5 +1,5 @@
 #pragma once
-// What a launcher is asked by signals.
+// Signals received by a launcher.
 
 #include <csignal>
 

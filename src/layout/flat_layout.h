@@ -1,5 +1,5 @@
 #pragma once
-// Where each parameter lies in one flat buffer. Plain arithmetic: no tensors, no communication.
+// Layout of parameters in a flat buffer. Plain arithmetic: no tensors, no communication.
 
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
 #pragma once
-// What training holds and moves per rank, by the published formulas (ZeRO, SC 2020; Megatron-LM's distributed
+// Memory and communication of training per rank, by the published formulas (ZeRO, SC 2020; Megatron-LM's distributed
 // optimizer). Plain arithmetic, without padding and buckets in flight; `shoal plan --model` counts those as well.
 
 namespace shoal {

@@ -1,5 +1,5 @@
 #pragma once
-// What training minimises.
+// Loss functions of the built-in models.
 
 #include <ATen/core/Tensor.h>
 

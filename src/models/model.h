@@ -1,5 +1,5 @@
 #pragma once
-// What all built-in models have in common.
+// Interface of the built-in models.
 
 #include <torch/nn/module.h>
 

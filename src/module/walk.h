@@ -1,5 +1,5 @@
 #pragma once
-// What a module is made of, in an order that is the same on all ranks.
+// List of a module's tensors, in an order that is the same on all ranks.
 
 #include <torch/nn/module.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What one step of an optimizer is going to change, checked before anything changes.
+// Pending updates of an optimizer step, checked before anything changes.
 
 #include <torch/optim/optimizer.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What a checkpoint holds and where: its index.json. docs/checkpoints.md has the format.
+// The index.json of a checkpoint: its files, tensors and state. docs/checkpoints.md has the format.
 
 #include <torch/types.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What a rank has of a tensor: the form in which every strategy gives its state to a checkpoint.
+// Slice of a named tensor: the form in which every strategy passes its state to a checkpoint.
 
 #include <torch/types.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Whether a checkpoint holds what a model needs.
+// Match of the tensors in a checkpoint with those that a model needs.
 
 #include <torch/types.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Who writes what, kept from one save to the next.
+// Write assignments of a save, kept for the next one.
 
 #include <memory>
 #include <string>

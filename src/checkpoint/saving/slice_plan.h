@@ -1,5 +1,5 @@
 #pragma once
-// Who writes what, from what all ranks have.
+// Assignment of slices to the ranks that write them, computed from the slices of all ranks.
 
 #include <nlohmann/json.hpp>
 #include <string>

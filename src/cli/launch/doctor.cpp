@@ -1,4 +1,4 @@
-// What this build and this machine can do, and how to get what is missing.
+// `shoal doctor`: the features of this build and this machine, and how to get missing ones.
 
 #include <fmt/format.h>
 #include <sys/resource.h>

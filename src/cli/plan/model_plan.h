@@ -1,5 +1,5 @@
 #pragma once
-// What a training run of a built-in model will hold and communicate, before it runs.
+// Prediction of memory and communication of a training run of a built-in model.
 
 #include <cstdint>
 #include <string>

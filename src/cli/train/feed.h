@@ -1,5 +1,5 @@
 #pragma once
-// Where batches come from.
+// Source of batches for `shoal train`.
 
 #include <memory>
 #include <optional>

@@ -1,5 +1,5 @@
 #pragma once
-// Where ranks come together that otherwise train each at its own pace.
+// Meeting points of ranks that otherwise train at their own pace.
 
 #include <cstdint>
 #include <functional>

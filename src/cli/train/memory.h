@@ -1,5 +1,5 @@
 #pragma once
-// What this process holds, as the kernel counts it.
+// Memory of this process, as counted by the kernel.
 
 namespace shoal::cli {
 

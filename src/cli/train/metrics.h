@@ -1,5 +1,5 @@
 #pragma once
-// What happened in each step, one JSON object per line.
+// Metrics file: one JSON object per line and step.
 
 #include <fstream>
 #include <nlohmann/json.hpp>

@@ -1,5 +1,5 @@
 #pragma once
-// How far a long task has come.
+// Progress line of a long task.
 
 #include <chrono>
 #include <cstdint>

@@ -1,5 +1,5 @@
 #pragma once
-// What `shoal train` was asked to do.
+// Options of `shoal train`.
 
 #include <CLI/CLI.hpp>
 #include <cstdint>

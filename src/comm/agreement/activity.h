@@ -1,5 +1,5 @@
 #pragma once
-// What this process has called, over all its groups.
+// Log of this process's last calls, over all its groups.
 
 #include <algorithm>
 #include <atomic>

@@ -1,5 +1,5 @@
 #pragma once
-// What ranks compare before they touch anybody's data.
+// Fingerprint of an operation, which ranks compare before any data are changed.
 
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
 #pragma once
-// What travels between ranks that gossip through sockets.
+// Message format of gossip over sockets.
 
 #include <cstdint>
 

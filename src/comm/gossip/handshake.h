@@ -1,5 +1,5 @@
 #pragma once
-// What two processes of a job say to each other before anything else on a connection.
+// Handshake of two processes of a job at the start of a connection.
 
 #include <cstdint>
 #include <string>

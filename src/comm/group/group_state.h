@@ -1,5 +1,5 @@
 #pragma once
-// What stands behind a Group and a Work.
+// Implementation of Group and Work.
 
 #include <atomic>
 #include <functional>

@@ -1,5 +1,5 @@
 #pragma once
-// Which ranks of a group run on one host.
+// Partition of a group's ranks by host.
 
 #include <vector>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What an operation over several hosts consists of.
+// Steps of a collective over several hosts.
 
 #include <deque>
 #include <functional>

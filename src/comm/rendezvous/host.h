@@ -1,5 +1,5 @@
 #pragma once
-// Which machine and which process this is, as far as peers need to know.
+// Identity of this machine and this process, as peers need it.
 
 #include <cstdint>
 #include <string>

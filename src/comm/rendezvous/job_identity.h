@@ -1,5 +1,5 @@
 #pragma once
-// What a job is called, and what only its processes know.
+// Name and secret of a job.
 
 #include <array>
 #include <cstdint>

@@ -1,5 +1,6 @@
 #pragma once
-// Who this process is in its job, from explicit options or from exactly one launcher's environment variables.
+// Rank, size and address of this process, from explicit options or from the environment variables of exactly one
+// launcher.
 
 #include <string>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Who among the peers is dead or stopped, so that a wait can name the rank instead of running into its deadline.
+// Detection of dead and stopped peers, so that a wait can name the rank instead of timing out.
 
 #include <chrono>
 #include <memory>

@@ -1,5 +1,5 @@
 #pragma once
-// What all groups of a process share.
+// State shared by all groups of a process.
 
 #include <memory>
 #include <string>

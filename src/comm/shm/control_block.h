@@ -1,6 +1,7 @@
 #pragma once
-// What the ranks of one group write for each other, in one block of shared memory. Written by this file's users only:
-// the operations announce themselves here, count who has come and who is through, and report what is wrong.
+// Control block of a group: one block of shared memory through which its ranks coordinate. Only the users of this file
+// write it: operations announce themselves here, count the ranks that have arrived and those that have finished, and
+// report errors.
 //
 //   ControlBlock | Entry 0 .. ring-1, each with one Header per rank | Mailbox source * size + destination
 //

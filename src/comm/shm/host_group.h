@@ -1,5 +1,5 @@
 #pragma once
-// What the operations of one group share on this rank.
+// State shared by the operations of one group on this rank.
 
 #include <memory>
 #include <string>

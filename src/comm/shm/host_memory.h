@@ -1,6 +1,6 @@
 #pragma once
-// What a process shares with its peers on the host: a page with its doorbell and the table of its arenas, and the
-// arenas themselves, from which shared buffers are cut.
+// Memory that a process shares with its peers on the host: a page with its doorbell and the table of its arenas, and
+// the arenas, from which shared buffers are allocated.
 
 #include <atomic>
 #include <chrono>

@@ -1,5 +1,6 @@
 #pragma once
-// What a rank shows to its peers in an operation and what it takes from them: the same few words for every collective.
+// Plan of an operation: the windows that a rank exposes to its peers and those that it reads, in the same form for
+// every collective.
 
 #include <cstddef>
 #include <vector>

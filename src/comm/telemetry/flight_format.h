@@ -1,6 +1,6 @@
 #pragma once
-// What lies in a flight recorder's file. A writer may be killed between any two instructions, so nothing in the file
-// depends on a last action: fields are zero until they are known, and a record counts once its ticket is written.
+// Format of a flight recorder file. A writer may be killed between any two instructions, so nothing in the file depends
+// on a last action: fields are zero until they are known, and a record counts once its ticket is written.
 
 #include <atomic>
 #include <cstdint>

@@ -1,5 +1,5 @@
 #pragma once
-// What a rank's flight recorder says, read by another process, while the rank lives or after its end.
+// Reader of a rank's flight recorder file, for another process, while the rank lives or after its end.
 
 #include <filesystem>
 #include <optional>

@@ -1,5 +1,5 @@
 #pragma once
-// Who waits for whom, from the flights of all ranks.
+// Analysis of the flight recorder files of all ranks: which rank waits for which.
 
 #include <string>
 #include <vector>

@@ -1,4 +1,4 @@
-// How fast the ranks of a topology come to agree.
+// Convergence of a topology.
 
 #include <fmt/format.h>
 #include <torch/types.h>

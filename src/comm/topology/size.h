@@ -1,5 +1,5 @@
 #pragma once
-// How many ranks a topology may have.
+// Limits of the number of ranks of a topology.
 
 #include <string>
 

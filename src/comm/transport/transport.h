@@ -1,5 +1,5 @@
 #pragma once
-// What carries the bytes. One function, so that a decorator (recording, fault injection) is a few lines.
+// Interface of transports. It has one function, so that a decorator (recording, fault injection) is a few lines.
 
 #include <chrono>
 #include <memory>

@@ -1,5 +1,5 @@
 #pragma once
-// What tensors and entries of a training's checkpoint are called.
+// Names of tensors and entries in a checkpoint of a training.
 
 #include <fmt/format.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What reducers carry from step to step.
+// State that reducers carry from step to step, for checkpoints.
 
 #include <vector>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What learning-rate schedules remember from step to step.
+// State of learning-rate schedules, for checkpoints.
 
 #include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>

@@ -1,5 +1,5 @@
 #pragma once
-// What strategies have in common whose optimizer updates each rank's pieces.
+// Base of the checkpoint sources of sharded strategies, whose optimizers update each rank's shards.
 
 #include "engine/checkpoint/source.h"
 #include "engine/sharded/sharded_optimizer_state.h"

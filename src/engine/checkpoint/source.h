@@ -1,5 +1,5 @@
 #pragma once
-// What a strategy gives to checkpoints and takes from them.
+// Interface between strategies and checkpoints.
 
 #include <map>
 #include <memory>

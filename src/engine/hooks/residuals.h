@@ -1,6 +1,6 @@
 #pragma once
-// What lossy hooks have in common: what they left out of a gradient goes into the next one (error feedback; Seide et
-// al., Interspeech 2014; Karimireddy et al., ICML 2019).
+// Error feedback of lossy hooks: the compression error of a gradient is added to the next one (Seide et al.,
+// Interspeech 2014; Karimireddy et al., ICML 2019).
 
 #include <string>
 

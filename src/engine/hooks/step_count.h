@@ -1,5 +1,5 @@
 #pragma once
-// How many steps a hook has seen.
+// Step counter of a hook.
 
 #include <torch/types.h>
 

@@ -1,5 +1,6 @@
 #pragma once
-// Which page all ranks gather next, though each rank alone knows what its graph is about to read.
+// Order of collective gathers: all ranks agree on the next page, although each rank knows only what its own graph will
+// read.
 
 #include <deque>
 #include <optional>

@@ -1,5 +1,5 @@
 #pragma once
-// Who owns which parameter: whole ones, by rank.
+// Assignment of whole parameters to owning ranks.
 
 #include <torch/types.h>
 

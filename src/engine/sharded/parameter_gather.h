@@ -1,5 +1,5 @@
 #pragma once
-// How updated parameters reach all ranks: in a memory of their own, in their gradients', or page by page.
+// Distribution of updated parameters to all ranks: in a parameter buffer, in the gradient buffer, or page by page.
 
 #include <memory>
 #include <string>

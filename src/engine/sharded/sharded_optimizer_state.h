@@ -1,5 +1,5 @@
 #pragma once
-// What ShardedOptimizerCore keeps.
+// State of ShardedOptimizerCore.
 
 #include <memory>
 #include <optional>

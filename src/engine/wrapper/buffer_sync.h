@@ -1,5 +1,5 @@
 #pragma once
-// How a wrapper's buffers become equal on all ranks: they are rank 0's, or what a hook makes of them.
+// Synchronisation of a wrapper's buffers: a broadcast from rank 0, or a buffer hook.
 
 #include <functional>
 #include <memory>

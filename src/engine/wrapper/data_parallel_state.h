@@ -1,5 +1,5 @@
 #pragma once
-// What a wrapper keeps.
+// State of a wrapper.
 
 #include "engine/reducer/reducer.h"
 #include "engine/wrapper/buffer_sync.h"

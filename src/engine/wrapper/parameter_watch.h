@@ -1,5 +1,5 @@
 #pragma once
-// Whether parameters are still what they were: libtorch lets anybody replace their memory, dtype and requires_grad.
+// Detection of changed parameters: libtorch lets users replace their memory, dtype and requires_grad at any time.
 
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>

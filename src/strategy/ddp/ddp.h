@@ -1,5 +1,5 @@
 #pragma once
-// What DistributedDataParallel's options mean to the engine.
+// Translation of DistributedDataParallel's options for the engine.
 
 #include "engine/reducer/exchange.h"
 #include "shoal/ddp.h"

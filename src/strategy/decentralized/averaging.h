@@ -1,5 +1,5 @@
 #pragma once
-// What all ranks do together with their buckets, between steps.
+// Collective operations on the buckets between steps: averages over all ranks.
 
 #include <vector>
 

@@ -1,4 +1,4 @@
-// What ranks agree on: the model and the buckets.
+// Construction: ranks agree on the model and the buckets.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

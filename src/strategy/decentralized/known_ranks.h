@@ -1,5 +1,5 @@
 #pragma once
-// What a rank knows of the others' steps.
+// Knowledge of a rank about the steps of the others.
 
 #include <cstdint>
 #include <optional>

@@ -1,5 +1,5 @@
 #pragma once
-// Who averages with whom in a step, and what becomes of neighbours that are late or gone.
+// Averaging with neighbours in a step, including late and lost ones.
 
 #include <functional>
 #include <memory>

@@ -1,5 +1,5 @@
 #pragma once
-// What ranks know of each other's parameters when they exchange compressed differences.
+// Copies of neighbours' parameters, for the exchange of compressed differences.
 
 #include <map>
 #include <optional>

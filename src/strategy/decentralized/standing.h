@@ -1,5 +1,5 @@
 #pragma once
-// Where a rank's training stands, beside its tensors: for checkpoints, and for a rank that joins again.
+// Progress of a rank's training besides its tensors: for checkpoints, and for a rank that rejoins.
 
 #include <nlohmann/json.hpp>
 #include <vector>

@@ -1,5 +1,5 @@
 #pragma once
-// What a decentralised wrapper keeps.
+// State of a DecentralizedDataParallel.
 
 #include <ATen/record_function.h>
 

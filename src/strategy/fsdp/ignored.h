@@ -1,5 +1,5 @@
 #pragma once
-// What a FullyShardedDataParallel leaves alone: what it was told to ignore, and what wrappers of sub-modules have taken.
+// Tensors that a FullyShardedDataParallel does not shard: ignored ones, and those of wrapped sub-modules.
 
 #include <string>
 #include <vector>

@@ -1,5 +1,5 @@
 #pragma once
-// Where a module is before it is divided.
+// Device of a module before it is sharded.
 
 #include <torch/nn/module.h>
 

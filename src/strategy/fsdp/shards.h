@@ -1,5 +1,5 @@
 #pragma once
-// What FullyShardedDataParallel keeps.
+// State of a FullyShardedDataParallel.
 
 #include <functional>
 #include <memory>

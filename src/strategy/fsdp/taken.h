@@ -1,5 +1,6 @@
 #pragma once
-// Which tensors of this process some FullyShardedDataParallel has taken, so that no other one does.
+// Registry of the tensors that some FullyShardedDataParallel of this process has sharded, so that no other one shards
+// them.
 
 #include <torch/nn/module.h>
 

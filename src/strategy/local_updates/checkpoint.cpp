@@ -1,4 +1,4 @@
-// What a checkpoint keeps, by parameter names.
+// State of LocalUpdates in checkpoints, by parameter name.
 
 #include <fmt/format.h>
 #include <torch/utils.h>

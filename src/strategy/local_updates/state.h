@@ -1,5 +1,5 @@
 #pragma once
-// What LocalUpdates keeps.
+// State of LocalUpdates.
 
 #include <set>
 #include <vector>

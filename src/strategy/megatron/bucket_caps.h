@@ -1,5 +1,5 @@
 #pragma once
-// How large DistributedOptimizer's buffers are.
+// Sizes of DistributedOptimizer's buffers.
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-// How a DistributedOptimizer is made.
+// Construction of a DistributedOptimizer.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,5 +1,5 @@
 #pragma once
-// Which dtypes parameters may have, and which of them need a loss scale.
+// Supported dtypes of parameters, and those that need a loss scaler.
 
 #include <vector>
 

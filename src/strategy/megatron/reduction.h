@@ -1,5 +1,5 @@
 #pragma once
-// What DistributedOptimizer keeps beside what all sharded optimizers do.
+// State of a DistributedOptimizer besides that of all sharded optimizers.
 
 #include <string>
 #include <vector>

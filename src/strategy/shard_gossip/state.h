@@ -1,5 +1,5 @@
 #pragma once
-// What ShardGossipOptimizer keeps.
+// State of a ShardGossipOptimizer.
 
 #include <optional>
 #include <vector>

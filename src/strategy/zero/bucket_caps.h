@@ -1,5 +1,5 @@
 #pragma once
-// How large ShardedDataParallel's buckets are.
+// Sizes of ShardedDataParallel's buckets.
 
 #include <algorithm>
 

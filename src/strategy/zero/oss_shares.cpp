@@ -1,4 +1,4 @@
-// Who owns what, also after parameters have been frozen or unfrozen, and how state and values get there.
+// Assignment of parameters to owners, also after freezing and unfreezing, and distribution of state and values.
 
 #include <fmt/format.h>
 #include <torch/utils.h>

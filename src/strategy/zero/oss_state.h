@@ -1,5 +1,5 @@
 #pragma once
-// What OSS keeps.
+// State of OSS.
 
 #include <memory>
 #include <set>
