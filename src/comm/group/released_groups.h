@@ -1,5 +1,5 @@
 #pragma once
-// Groups that this rank is done with and others perhaps not.
+// Groups that this rank has released and other ranks may still use.
 
 #include <memory>
 #include <mutex>
@@ -10,16 +10,18 @@
 
 namespace shoal {
 
-// A rank that lets go of a group may be ahead of others that still wait in it, and closing its connections would fail
-// them. So they are kept until all ranks have let go, which is looked up in the store when another group is made; at
-// the end of the process the system closes what is left, after all that was sent. Thread-safe.
+// Keeps the transports of released groups alive. A rank that releases a group may be ahead of ranks that still wait in
+// it, and closing its connections would fail them. A transport is therefore kept until all ranks have released the
+// group, which is looked up in the store when another group is created. At the end of the process the system closes the
+// remaining connections, after all data were sent. Thread-safe.
 class ReleasedGroups {
  public:
   ~ReleasedGroups();
 
-  // `store`: of this group alone, of which this is `rank`.
+  // `store`: a store of this group alone, in which this process is `rank`.
   void keep(std::shared_ptr<Transport> transport, c10::intrusive_ptr<c10d::Store> store, int rank, int ranks);
-  // aside: on a thread of its own, since one of them may have a thread that never ends. Throws what the store throws.
+  // Ends the groups that no rank references any more. aside: on a separate thread, because one of them may have a
+  // thread that never ends. Throws what the store throws.
   void end_unreferenced(bool aside);
 
  private:
@@ -28,7 +30,7 @@ class ReleasedGroups {
     c10::intrusive_ptr<c10d::Store> store;
     int rank;
     int ranks;
-    bool said = false;  // that this rank has let go
+    bool said = false;  // this rank's release is in the store
     bool unreferenced = false;
   };
 

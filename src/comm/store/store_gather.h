@@ -1,5 +1,5 @@
 #pragma once
-// A line of text from every rank of a group that does not communicate yet.
+// All-gather of a line of text through the store, for a group that cannot communicate yet.
 
 #include <string>
 #include <vector>
@@ -8,9 +8,8 @@ namespace shoal {
 
 struct WorldState;
 
-// Every rank gives a line for `topic` (unique in the job) and gets those of all ranks, in rank order. Goes through the
-// store. Collective over `world_ranks`; `rank` is this rank's place among them. CommError when one of them is dead or
-// does not come in time.
+// Gathers the lines `own` of all ranks, in rank order. `topic` is unique in the job; `rank` is this rank's index in
+// `world_ranks`. Collective over `world_ranks`. Throws CommError if one of them is dead or does not arrive in time.
 std::vector<std::string> store_gather(const WorldState& world, const std::string& topic,
                                       const std::vector<int>& world_ranks, int rank, const std::string& own);
 

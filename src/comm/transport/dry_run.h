@@ -1,12 +1,12 @@
 #pragma once
-// Operations that only count.
+// Dry run of communication: operations are only counted.
 
 #include "shoal/group.h"
 
 namespace shoal {
 
-// Rank 0 of `ranks` that are not there: as if all of them called what this process calls, with the same tensors, except
-// that sums stay as they are. Group::statistics() and recorded() work as ever.
+// Group of `ranks` ranks of which only rank 0 exists. Operations behave as if all ranks called them with the same
+// tensors, except that sums are unchanged. Group::statistics() and recorded() work as usual.
 Group dry_run_group(int ranks);
 
 }  // namespace shoal

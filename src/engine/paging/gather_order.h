@@ -10,40 +10,41 @@
 
 namespace shoal {
 
-// A pass is one forward with its backward, or one forward without gradients. Gathers are collective; ranks agree on
-// each, in one of two ways:
-//   by script   what all of them gathered in the last pass of the kind. Costs nothing, and says what to fetch ahead
-//   by asking   in rounds: every rank says what it wants, and all of them gather everything that anybody wants
-// A pass is scripted when all ranks bring the same script. A rank that wants something else than the script's next page
-// gathers the script's pages until what it wants has come, or the script has ended, and asks then. So ranks may differ;
-// it costs time, not correctness. No thread-safety.
+// A pass is a forward with its backward, or a forward without gradients. Gathers are collective; ranks agree on each of
+// them in one of two ways:
+//   script   the pages that all ranks gathered in the last pass of the same kind. Costs nothing, and allows prefetching
+//   request  in rounds: every rank requests a page, and all ranks gather every requested page
+// A pass is scripted if all ranks have the same script. A rank that needs another page than the next one of the script
+// gathers the script's pages until its page has come or the script has ended, and then requests it. Ranks may therefore
+// differ; that costs time, not correctness. Not thread-safe.
 class GatherOrder {
  public:
   enum class Pass { training, evaluation };
 
-  // The group is for this object and its gathers alone.
+  // The group is used by this object and its gathers only.
   explicit GatherOrder(Group group) : group_(std::move(group)) {}
 
   // 0 for none.
   static int64_t fingerprint(const std::vector<size_t>& pages);
 
-  // The page that all ranks gather now. `want`: what this rank waits for; it calls until that comes. None: this rank
-  // has come to where begin(), end() or update() has put it, and helps the others; it calls until it gets none, when
-  // all have come there. Collective.
+  // Next page that all ranks gather. `want`: the page that this rank needs; call until it comes. None: this rank has
+  // reached the point of begin(), end() or update(), and helps the others; call until the result is none, when all
+  // ranks have reached it. Collective.
   std::optional<size_t> next(std::optional<size_t> want);
-  // The script's next page, to be gathered ahead of use; none without script.
+  // Next page of the script, to be prefetched; none without a script.
   std::optional<size_t> ahead();
 
-  // This rank has come to a page that it did not have, or had got ahead.
+  // This rank has used a page that was not in memory or was prefetched.
   void missed(size_t page) { missed_.push_back(page); }
 
-  // Begins a pass. next() without want first brings all ranks here: until it says none, gather what it says.
+  // Begins a pass. First call next() without `want`, and gather the pages that it returns, until it returns none: then
+  // all ranks are here.
   void begin(Pass pass);
-  // Ends it; the same holds. residue: a number that stands for what the pass leaves behind.
+  // Ends the pass; the same holds. residue: a number that identifies the pages left in memory.
   void end(int64_t residue);
-  // This rank is about to change its parts; the same holds: others may yet read what they are.
+  // This rank is about to change its shards; the same holds, because other ranks may still read the old values.
   void update() { boundary_ = updates; }
-  // Whether all ranks had the same residue when the last pass ended.
+  // True if all ranks had the same residue at the end of the last pass.
   bool left_alike() const { return left_alike_; }
 
  private:

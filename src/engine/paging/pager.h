@@ -1,5 +1,5 @@
 #pragma once
-// Flat parameter memory that comes when an operator takes it and goes when room is needed.
+// Pager: sharded flat tensors that are gathered when an operator uses them, and freed when room is needed.
 
 #include <torch/types.h>
 
@@ -22,73 +22,73 @@
 namespace shoal {
 
 struct PagerOptions {
-  size_t resident = 2;             // pages in use, and that stay after use, least recently used out first
-  size_t ahead = 1;                // further pages on their way or waiting for their first use
-  std::optional<int64_t> bytes{};  // of all of them together
-  // For debugging: ranks whose order of pages differs are told the first difference (DisagreeError from begin), and a
-  // rank whose order changes from pass to pass warns once.
+  size_t resident = 2;             // pages in use or kept after use; the least recently used is freed first
+  size_t ahead = 1;                // additional pages being gathered or waiting for their first use
+  std::optional<int64_t> bytes{};  // total bytes of all of them
+  // For debugging: compare the order of pages over ranks (DisagreeError from begin), and warn once if a rank's order
+  // changes from pass to pass.
   bool check_order = false;
 };
 
-// What a page is on this rank.
+// Source of a page on this rank.
 struct PageSource {
   std::string name;  // for labels and errors
-  at::Tensor own;    // this rank's equal part of the page, contiguous; with a root: the page, on the root
-  int root = -1;     // the rank of the group that has all of it; -1: every rank has its part
+  at::Tensor own;   // this rank's shard, an equal part of the page, contiguous; with a root: the full page, on the root
+  int root = -1;     // rank of the group that owns the full page; -1: every rank owns a shard
   std::function<void(const at::Tensor& page)> written{};  // see Pager::store_writes
 };
 
-// A page is a flat tensor whose memory comes and goes while the tensor, and all views of it, keep their identity.
-// Before an operator takes any of them the page is gathered from the ranks' parts; then it stays until others need the
-// room, at least to the operator's end. So anything may be read anywhere, forward or backward, by any thread. What is
-// read past the operators (data_ptr) while the page is away is an error that says so, and so is an operator that needs
-// more pages than may be in memory (UsageError). What operators write to a page is stored in this rank's part before the
-// page goes; all ranks must write the same.
+// A page is a flat tensor whose memory is allocated and freed while the tensor and its views keep their identity.
+// Before an operator uses any of them, the page is gathered (unsharded) from the ranks' shards. It remains in memory
+// until others need the room, at least to the end of the operator. Parameters can therefore be read anywhere, in
+// forward or backward, by any thread. Access past the operators (data_ptr) to a page without memory throws an error
+// that names the remedy, and so does an operator that needs more pages than may be in memory (UsageError). Writes of
+// operators to a page are stored in this rank's shard before the page is freed; all ranks must write the same values.
 //
-// Residency is a cache: correctness never depends on the order of uses. Where ranks use pages in the same order pass
-// after pass, pages are gathered ahead of use (gather_order.h).
+// Residency is a cache: correctness never depends on the order of uses. If ranks use pages in the same order pass after
+// pass, pages are gathered ahead of use (gather_order.h).
 class Pager : private MemoryUser {
  public:
   using Pass = GatherOrder::Pass;
   struct Statistics {
     int64_t gathers = 0;
-    size_t peak_pages = 0;  // in memory at one time, those on their way included
+    size_t peak_pages = 0;  // maximum number in memory at once, including those being gathered
     int64_t peak_bytes = 0;
   };
 
-  // Collective: makes a group of its own for the gathers.
+  // Collective: creates a group for the gathers.
   Pager(const Group& group, PagerOptions options);
-  // Pages that are away stay away: their tensors can no longer be read.
+  // Sharded pages remain sharded: their tensors can no longer be read.
   ~Pager() override;
   Pager(const Pager&) = delete;
   Pager& operator=(const Pager&) = delete;
 
-  // A new page of `numel` elements, away. Its tensor: [numel].
+  // Adds a sharded page of `numel` elements; returns its tensor [numel].
   at::Tensor add(int64_t numel, const at::TensorOptions& options, PageSource source);
 
-  // A forward begins, a backward or an evaluation has ended. Collective.
+  // begin: a forward starts. end: a backward or an evaluation has ended. Collective.
   void begin(Pass pass);
   void end();
-  // The page's parts have changed: what is in memory is not valid any more.
+  // Reshards the page, because its shards have changed and the gathered values are out of date.
   void invalidate(const at::Tensor& page);
-  // Whether an operator has written the page since forget_writes().
+  // True if an operator has written the page since forget_writes().
   bool written(const at::Tensor& page) const;
-  // This rank's part gets what was written to the page; PageSource::written is called with the whole page. Happens by
-  // itself before the page goes.
+  // Stores writes to the page in this rank's shard; PageSource::written is called with the full page. Happens
+  // automatically before a page is freed.
   void store_writes(const at::Tensor& page);
   void forget_writes(const at::Tensor& page);
-  // Whoever was to be told of writes to the page has gone.
+  // Removes PageSource::written, whose owner has been destroyed.
   void forget_writer(const at::Tensor& page);
-  // While off, nothing is noticed of writes, and they are lost.
+  // While off, writes are not detected, and are lost.
   void notice_writes(bool on) { notices_ = on; }
-  // While set, pages stay whatever the limit.
+  // While set, pages remain in memory regardless of the limit.
   void keep(bool all);
-  // This rank's parts are about to change. Comes back when all ranks have called it; those that read pages until then
-  // read what the parts are now. Collective.
+  // To be called before this rank changes its shards. Returns when all ranks have called it; until then other ranks can
+  // gather pages with the old values. Collective.
   void update();
-  // Brings all pages but some, by name. Where they are to `stay`, they do until reshard_all. Collective.
+  // Unshards all pages except `but`, by name. If `stay` is set, they remain in memory until reshard_all(). Collective.
   void unshard_all(bool stay = true, const std::set<std::string>& but = {});
-  // Lets those go that stay; `store`: what they hold now counts, for this rank's parts.
+  // Reshards the pages held by unshard_all(). `store`: this rank's shards take their current values.
   void reshard_all(bool store);
   const Statistics& statistics() const { return statistics_; }
 
@@ -100,7 +100,7 @@ class Pager : private MemoryUser {
     at::TensorOptions options;
     int64_t numel = 0;
     State state = State::sharded;
-    bool used = false;  // since it came
+    bool used = false;  // since it was gathered
     int users = 0;
     bool written = false;  // since forget_writes()
     bool dirty = false;    // written, and not stored yet

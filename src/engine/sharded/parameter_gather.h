@@ -11,52 +11,51 @@
 
 namespace shoal {
 
-// The parameters of one bucket, laid out like its gradients; every rank owns what it keeps of those.
+// Parameters of one bucket, in the layout of its gradients; every rank owns the range that it keeps of the gradients.
 class ParameterGather {
  public:
   virtual ~ParameterGather() = default;
-  // This rank's elements of a parameter, one-dimensional, in the order in which they lie in memory.
+  // This rank's elements of a parameter, one-dimensional, in memory order.
   virtual at::Tensor elements(const Slice& slice) const = 0;
-  // Where their updated values leave from, in the parameters' dtype; may be the same memory.
+  // Source from which updated values are published, in the parameters' dtype; may be the same memory.
   virtual at::Tensor outgoing(const Slice& slice) const = 0;
-  // This rank's values are in place. Collective, does not wait.
+  // Starts to publish this rank's values. Collective, does not wait.
   virtual void publish(const Label& label) = 0;
-  // Until the parameters have what all ranks have published.
+  // Waits until the parameters have the values published by all ranks.
   virtual void wait(const Label& label) = 0;
-  // What operators may only take after wait().
+  // Tensors that operators may use only after wait().
   virtual std::vector<at::Tensor> awaited() const = 0;
 
-  // Parameters, by their numbers in the bucket, that others have replaced or written since; none: nothing to adopt.
-  // Cheap in that case. Not collective.
+  // Indices within the bucket of parameters that the user has replaced or written; empty: nothing to adopt, which is
+  // cheap to find. Not collective.
   virtual std::vector<size_t> changed() const = 0;
-  // What changed() says of this rank's values of a parameter.
+  // Digest of this rank's values of a parameter in changed().
   virtual uint64_t digest(size_t piece) const = 0;
-  // The present values of changed() count from now on, each owner's for its range; see ParameterBuffer::adopt.
-  // Collective.
+  // Adopts the current values of changed(), each owner's for its range; see ParameterBuffer::adopt. Collective.
   virtual void adopt(const Label& label) = 0;
-  // While off, nothing is noticed of writes.
+  // While off, writes are not detected.
   virtual void notice_writes(bool on) = 0;
 
-  // Whether the other ranks see this rank's elements change as they are written, before publish().
+  // True if other ranks see this rank's elements change as they are written, before publish().
   virtual bool shared() const { return false; }
-  // Where the parameters lie in pages: what brings them.
+  // The pager, if the parameters are pages.
   virtual Pager* pager() const { return nullptr; }
 };
 
-// Parameters move to a buffer, once per host where ranks share memory, and are views of it. owners: ranges of the
-// layout by rank. Collective.
+// Moves the parameters to a buffer, which exists once per host if ranks share memory; the parameters become views of
+// it. owners: ranges of the layout by rank. Collective.
 std::unique_ptr<ParameterGather> gather_in_parameters(const Group& group, std::vector<at::Tensor> parameters,
                                                       const FlatLayout& layout, std::vector<Range> owners,
                                                       const Label& label);
 
-// Parameters keep memory of their own. Updated values are gathered in the bucket's, of which they take the first part
-// where gradients are wider, and copied from there. The bucket has equal parts; its gradients are void from publish()
-// on, and must not be written before wait().
+// Parameters keep their own memory. Updated values are gathered in the bucket's memory (in its first part, if gradients
+// are wider) and copied from there. The bucket has equal parts; its gradients are invalid from publish() on, and must
+// not be written before wait().
 std::unique_ptr<ParameterGather> gather_in_gradients(const Group& group, std::vector<at::Tensor> parameters,
                                                      const Bucket& bucket);
 
-// Parameters become views of a page; this rank keeps its range of it alone. owners: ranges of the layout by rank, equal
-// parts or all of it for one rank. Each rank's present values count for its own range.
+// Turns the parameters into views of a page, of which this rank keeps only its own range. owners: ranges of the layout
+// by rank, equal parts or everything for one rank. Each rank's current values count for its own range.
 std::unique_ptr<ParameterGather> gather_in_pages(std::shared_ptr<Pager> pager, std::vector<at::Tensor> parameters,
                                                  const FlatLayout& layout, const std::vector<Range>& owners, int rank,
                                                  const std::string& name);

@@ -22,7 +22,7 @@ struct FullyShardedCore::Shards {
   FullyShardedDataParallelOptions options;
   ShardGroups groups;
   std::vector<Unit> units{};
-  std::shared_ptr<Pager> pager{};  // none where all parameters are in memory
+  std::shared_ptr<Pager> pager{};  // nullptr if all parameters are always in memory
   std::shared_ptr<ShardedModule> module{};
   // A unit's frozen parameters of one dtype.
   struct Frozen {
@@ -59,14 +59,13 @@ std::vector<std::string> describe(const FullyShardedDataParallelOptions& options
 // A unit in labels and errors.
 std::string title(const Unit& unit);
 
-// The ranks that divide a model among them, and those that have equal shards. Collective.
+// Creates the groups of the ranks that share one copy of the model, and of those with equal shards. Collective.
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options);
 
-// Divides the parameters of `state`, which gets its reducer. Collective.
+// Shards the parameters of `state` and creates its reducer. Collective.
 void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards);
 
-// Where several ranks own the same ranges and have started from values of their own: DisagreeError unless these are
-// equal. Collective.
+// Throws DisagreeError if ranks that own the same ranges have started from different values. Collective.
 void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCore::Shards& shards);
 
 // "Half", or "none".
