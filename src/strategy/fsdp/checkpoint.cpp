@@ -51,7 +51,7 @@ void FullyShardedSource::end_load(const CarriedStates& past) {
 void FullyShardedSource::add_others(CheckpointView& view) {
   add_rest(view, *parallel_.module());
   give_buffers_their_dtypes(view);
-  std::erase_if(view.rest, [&](const NamedSlice& slice) { return is_divided_here(slice.name); });
+  std::erase_if(view.rest, [&](const NamedSlice& slice) { return is_sharded_here(slice.name); });
   const int rank = shards_.groups.shard.rank();
   for (const auto& frozen : shards_.frozen) {
     // Every rank knows of all of them.
@@ -78,7 +78,7 @@ void FullyShardedSource::give_buffers_their_dtypes(CheckpointView& view) {
   }
 }
 
-bool FullyShardedSource::is_divided_here(const std::string& name) const {
+bool FullyShardedSource::is_sharded_here(const std::string& name) const {
   for (const auto& frozen : shards_.frozen) {
     for (const auto& entry : frozen.parameters) {
       if (entry.name == name) return true;

@@ -41,7 +41,7 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
                                    const FullyShardedDataParallelOptions& options)
     : DataParallelCore(make_state(std::move(module), group, options)),
       shards_(std::make_unique<Shards>(Shards{.options = options, .groups = make_shard_groups(group, options)})) {
-  divide_parameters(state(), *shards_);
+  shard_parameters(state(), *shards_);
   state().settings = {{"sharding_strategy", sharding_name(options.sharding_strategy)},
                       {"units", fmt::format("{}", shards_->units.size())},
                       {"shard_size", fmt::format("{}", shards_->groups.shard.size())},

@@ -144,7 +144,7 @@ std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit) {
 
 }  // namespace
 
-void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards) {
+void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards) {
   const torch::NoGradGuard no_grad;
   const auto& groups = shards.groups;
   const auto& shard = groups.shard;

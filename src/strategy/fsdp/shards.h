@@ -63,7 +63,7 @@ std::string title(const Unit& unit);
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options);
 
 // Shards the parameters of `state` and creates its reducer. Collective.
-void divide_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards);
+void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards);
 
 // Throws DisagreeError if ranks that own the same ranges have started from different values. Collective.
 void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCore::Shards& shards);
