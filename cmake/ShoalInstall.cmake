@@ -3,12 +3,16 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-set(SHOAL_LAYERS base layout memory comm module checkpoint optim engine strategy)
-list(TRANSFORM SHOAL_LAYERS PREPEND shoal_ OUTPUT_VARIABLE libraries)
-add_library(shoal SHARED ${PROJECT_SOURCE_DIR}/src/pch.cpp)
-list(JOIN libraries "," whole)
-target_link_libraries(shoal PUBLIC shoal_flags ${TORCH_LIBRARIES} PRIVATE ${libraries})
-set_target_properties(shoal PROPERTIES LINK_LIBRARY_OVERRIDE "WHOLE_ARCHIVE,${whole}"
+set(objects)
+foreach(part base layout memory comm kernels_baseline kernels_avx2 module checkpoint optim engine strategy)
+  if(TARGET shoal_${part})
+    list(APPEND objects $<TARGET_OBJECTS:shoal_${part}>)
+  endif()
+endforeach()
+add_library(shoal SHARED ${objects})
+target_link_libraries(shoal PUBLIC shoal_flags ${TORCH_LIBRARIES}
+  PRIVATE ZLIB::ZLIB OpenSSL::Crypto Threads::Threads $<TARGET_NAME_IF_EXISTS:MPI::MPI_CXX>)
+set_target_properties(shoal PROPERTIES LINKER_LANGUAGE CXX
   VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 add_library(shoal::shoal ALIAS shoal)
 

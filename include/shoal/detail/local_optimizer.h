@@ -12,25 +12,20 @@ namespace shoal::detail {
 
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-template <class Local, class Defaults>
-concept MakesOptimizer = requires(const ParamGroups& groups, const Defaults& defaults) {
-  { std::make_unique<Local>(groups, defaults) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
-};
-
-// Default options, for param groups without options of their own.
+// The options of param groups that have none of their own.
 template <class Local, class Defaults>
 std::unique_ptr<torch::optim::OptimizerOptions> default_options(const Defaults& defaults) {
-  static_assert(MakesOptimizer<Local, Defaults>,
+  static_assert(std::constructible_from<Local, const ParamGroups&, const Defaults&>,
                 "shoal: the optimizer cannot be made of param groups and these defaults. Pass the options that its own "
                 "constructor takes, such as torch::optim::AdamWOptions(1e-3), or a learning rate.");
   if constexpr (std::derived_from<Defaults, torch::optim::OptimizerOptions>) {
     return std::make_unique<Defaults>(defaults);
-  } else {
+  } else if constexpr (std::constructible_from<Local, const ParamGroups&, const Defaults&>) {
     return Local(ParamGroups(), defaults).defaults().clone();
   }
 }
 
-// Factory of the optimizer of a share.
+// Makes the optimizer of a share.
 template <class Local, class Defaults>
 auto local_optimizer_maker(const Defaults& defaults) {
   return [defaults](const ParamGroups& share) { return std::make_unique<Local>(share, defaults); };
