@@ -110,8 +110,8 @@ FolderLock::FolderLock(const fs::path& root) {
     errno = reason;
     if (reason != EWOULDBLOCK) throw_system_error("lock", path);
     constexpr int64_t longest = 500;
-    throw CheckpointError(fmt::format("another job is saving to {}: {}; give each job a folder of its own",
-                                      root.string(), read_text(path, longest, refuse_as<CheckpointError>)));
+    throw CheckpointError(fmt::format("another job is saving to {}: {}; give each job its own folder", root.string(),
+                                      read_text(path, longest, refuse_as<CheckpointError>)));
   }
   // Only for that message: nothing depends on it.
   const auto text = self();

@@ -85,7 +85,7 @@ class Job {
     forward_the_rest();
     if (interrupted_) return 130;
     if (const int error = out_.error() != 0 ? out_.error() : err_.error(); error != 0 && !code_) {
-      throw UsageError(fmt::format("cannot write what the ranks print: {}", std::strerror(error)));
+      throw UsageError(fmt::format("cannot write the output of the ranks: {}", std::strerror(error)));
     }
     return options_.keep_going && succeeded_ ? 0 : code_.value_or(0);
   }

@@ -148,7 +148,7 @@ void SyncBatchNormImpl::adopt(const at::Tensor& new_weight, const at::Tensor& ne
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   if (input.dim() < 2 || input.dim() > 5 || input.size(1) != options.num_features()) {
-    throw UsageError(fmt::format("SyncBatchNorm: input [{}]; it must be [n, {}] with up to three further dimensions",
+    throw UsageError(fmt::format("SyncBatchNorm: input [{}]; it must be [n, {}] with up to three more dimensions",
                                  fmt::join(input.sizes(), ", "), options.num_features()));
   }
   if (!at::isFloatingType(input.scalar_type())) {

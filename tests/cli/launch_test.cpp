@@ -271,7 +271,7 @@ TEST(Launch, ASlowReaderGetsEverything) {
 TEST(Launch, OutputThatCannotBeWrittenIsAnError) {
   const auto ended = run({"sh", "-c", std::string(SHOAL) + " launch -n 2 -- echo hi > /dev/full"}, 20);
   EXPECT_EQ(ended.code, 1);
-  EXPECT_EQ(ended.output, "error: cannot write what the ranks print: No space left on device\n");
+  EXPECT_EQ(ended.output, "error: cannot write the output of the ranks: No space left on device\n");
 }
 
 TEST(Launch, ClosedStreamsAreNotTakenForOthers) {

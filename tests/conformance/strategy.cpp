@@ -147,14 +147,14 @@ const Exceptions& of_decentralized() {
 
 // Where a rank does not hold whole gradients, what reads them is refused.
 Exceptions of_parts(const std::string& holder, int from_ranks = 1) {
-  const Exception refused{Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}, from_ranks};
+  const Exception refused{Exception::refused, {" takes the gradient of parameter ", "which " + holder}, from_ranks};
   return all(gradients_read(), refused) + all({"clip_by_torch_in_a_closure"}, refused);
 }
 
 // Nor this rank's own under no_sync.
 Exceptions of_hidden(const std::string& holder) {
   return of_parts(holder) + all({"gradients_scaled_under_no_sync"},
-                                {Exception::refused, {" takes the gradient of parameter ", "whose sum " + holder}});
+                                {Exception::refused, {" takes the gradient of parameter ", "which " + holder}});
 }
 
 // Under no_sync grad() is this rank's own, as PyTorch's is.

@@ -89,7 +89,7 @@ SafetensorsFile::~SafetensorsFile() = default;
 void SafetensorsFile::write(const std::string& name, const at::Tensor& tensor) {
   const auto& entry = state_->at(name).entry;
   if (entry.dtype != tensor.scalar_type() || tensor.sizes() != at::IntArrayRef(entry.sizes)) {
-    throw UsageError(fmt::format("safetensors: {} {} [{}] is not what the file was made for", name,
+    throw UsageError(fmt::format("safetensors: {} {} [{}] does not match the declared tensors", name,
                                  c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", ")));
   }
   for_each_piece(tensor,

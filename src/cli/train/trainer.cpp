@@ -152,7 +152,7 @@ bool Trainer::is_due(int64_t steps) const {
 // the others go on without it.
 void Trainer::tolerate(const std::function<void()>& saving) {
   const auto say = [&](const Error& error) {
-    if (leads()) fmt::print(stderr, "shoal: {}; training goes on\n", error.what());
+    if (leads()) fmt::print(stderr, "shoal: {}; training continues\n", error.what());
   };
   try {
     saving();

@@ -218,7 +218,7 @@ void TrainingLoader::restore(GradScaler* scaler) {
   if ((entry != nullptr) != (scaler != nullptr)) {
     differences_.emplace_back(entry != nullptr
                                   ? "the checkpoint has the state of a loss scaler, which this training has not"
-                                  : "the checkpoint has no state of a loss scaler; it starts anew");
+                                  : "the checkpoint has no state of a loss scaler; the scaler keeps its initial state");
     return;
   }
   if (entry == nullptr) return;
@@ -265,7 +265,7 @@ void TrainingLoader::restore(const std::vector<Schedule>& companions) {
     return parsed(reader_, names::schedule, [&] { return global[names::schedule].get<int64_t>(); });
   };
   const auto starts_anew = [&](const char* which) {
-    differences_.push_back(fmt::format("the checkpoint has no state of {}, which starts anew", which));
+    differences_.push_back(fmt::format("the checkpoint has no state of {}, which keeps its initial state", which));
   };
   for (auto* schedule : view_.schedules) {
     if (has_steps) schedule->set_position(steps());

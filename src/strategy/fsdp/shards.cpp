@@ -187,7 +187,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   ReducerOptions reducer_options{
       .leave_grad = false,
       .about_sums =
-          "whose sum FullyShardedDataParallel leaves in parts on the ranks: clip with clip_grad_norm_() of the "
+          "which FullyShardedDataParallel has reduced to shards on the ranks: clip with clip_grad_norm_() of the "
           "wrapper or the optimizer's clip_grad, drop it with zero_grad(), update with FullyShardedOptimizer",
       .accept_unused = true};
   // A rank that waits does not serve those that gather another page, whom it may be waiting for.

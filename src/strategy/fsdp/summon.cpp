@@ -24,10 +24,10 @@ void check(const SummonFullParamsOptions& options, const at::Device& device) {
         "summon_full_params: rank0_only with writeback: the other ranks have nothing to write back; unset writeback");
   }
   if (options.offload_to_cpu && !device.is_cpu()) {
-    throw UsageError(fmt::format(
-        "summon_full_params: offload_to_cpu: the model is on {}; offloading from there is not supported yet: "
-        "take full_state_dict or visit_full_state",
-        device.str()));
+    throw UsageError(
+        fmt::format("summon_full_params: offload_to_cpu: the model is on {}; offloading from there is not supported "
+                    "yet: use full_state_dict or visit_full_state",
+                    device.str()));
   }
 }
 

@@ -12,12 +12,11 @@ namespace {
 
 const char* about_sums(const DistributedOptimizerOptions& options) {
   if (options.overlap_grad_reduce) {
-    return "whose sum DistributedOptimizer leaves in parts on the ranks: clip with its option clip_grad, read "
+    return "which DistributedOptimizer has reduced to shards on the ranks: clip with its option clip_grad, read "
            "main_grad(), drop it with zero_grad(), update with its step()";
   }
-  return "whose sum DistributedOptimizer makes in step() or reduce_model_grads(), and leaves in parts on the ranks: "
-         "clip with its option clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), "
-         "update with its step()";
+  return "which DistributedOptimizer reduces to shards in step() or reduce_model_grads(): clip with its option "
+         "clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), update with its step()";
 }
 
 std::unique_ptr<Exchange> make_exchange(const std::vector<Gradient>& gradients, const Group& group,
@@ -41,13 +40,13 @@ std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Gr
   if (options.grad_reduce_in_fp32) widen(gradients);
   auto exchange = with_hook(make_exchange(gradients, group, options, cut), options.communication_hook, gradients,
                             "DistributedOptimizer", prefix);
-  auto reducer = std::make_shared<Reducer>(
-      std::move(gradients), group,
-      ReducerOptions{.find_unused_parameters = true,
-                     .leave_grad = false,
-                     .about_sums = about_sums(options),
-                     .timers = options.overlap_grad_reduce ? options.timers : nullptr},
-      std::move(exchange));
+  auto reducer =
+      std::make_shared<Reducer>(std::move(gradients), group,
+                                ReducerOptions{.find_unused_parameters = true,
+                                               .leave_grad = false,
+                                               .about_sums = about_sums(options),
+                                               .timers = options.overlap_grad_reduce ? options.timers : nullptr},
+                                std::move(exchange));
   std::vector<std::unique_ptr<ParameterGather>> gathers;
   for (const auto& bucket : reducer->buckets()) {
     auto parameters = reducer->parameters_of(bucket);

@@ -333,12 +333,13 @@ void ShardedDataParallelCore::share() {
       with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), hook, gradients, "ShardedDataParallel");
   {
     const Unfrozen hooked(gradients);
-    state.make_reducer(std::move(gradients),
-                       {.find_unused_parameters = options.find_unused_parameters,
-                        .about_sums = "whose sum ShardedDataParallel leaves on its owner's rank alone: clip with "
-                                      "OSS::clip_grad_norm(), read it on that rank (OSS::param_to_rank()), drop it "
-                                      "with zero_grad(), update with OSS"},
-                       std::move(exchange));
+    state.make_reducer(
+        std::move(gradients),
+        {.find_unused_parameters = options.find_unused_parameters,
+         .about_sums =
+             "which ShardedDataParallel has reduced to its owner's rank only: clip with OSS::clip_grad_norm(), read it "
+             "on that rank (OSS::param_to_rank()), drop it with zero_grad(), update with OSS"},
+        std::move(exchange));
   }
   move_sums(state.group, *state.reducer, old_owners, sharding_->owners, left);
   state.reducer->resume(left);
