@@ -1,5 +1,5 @@
 #pragma once
-// Parameters that live in one flat memory, of which every rank owns a part.
+// Buffer of parameters: one flat tensor of which every rank owns a range.
 
 #include <atomic>
 #include <mutex>
@@ -12,22 +12,23 @@
 
 namespace shoal {
 
-// Parameters of one dtype and device. Each rank owns a range of the memory and alone writes it; every rank has all of
-// it, once per host where ranks share memory. The tensors keep their identity: only their memory is replaced.
+// Parameters of one dtype and device in one flat buffer. Each rank owns a range and is the only one that writes it;
+// every rank can read all of it. The buffer exists once per host if ranks share memory. The tensors keep their
+// identity: only their memory is replaced.
 //
-// A rank writes its range only when no rank reads the previous values any more: after a collective that a rank enters
-// when its backward is done with them.
+// A rank writes its range only after no rank reads the previous values any more: after a collective that every rank
+// enters when its backward has finished.
 //
-// Others may give a parameter other memory (torch::load, set_data), or write it with any operator, also through
-// data(), detach() and views. Where ranks share the memory a write would be seen, and done again, by every rank; so
-// the first one gives the parameter a copy of this rank's own, and what a rank does is seen by itself alone, as in
-// one process. adopt() makes such values everybody's. Operators of the engine itself run under UnwatchedOperators.
+// Users may give a parameter other memory (torch::load, set_data), or write it with any operator, also through data(),
+// detach() and views. In shared memory, every rank would see such a write and repeat it. The first write therefore
+// gives the parameter a private copy on this rank, so that each rank sees its own writes only, as in one process.
+// adopt() publishes these values. Operators of the engine itself run under UnwatchedOperators.
 class ParameterBuffer : private MemoryUser {
  public:
-  // Moves the parameters into the buffer; what the owner of a range holds counts. Collective.
+  // Moves the parameters into the buffer; the owner's values of each range are used. Collective.
   ParameterBuffer(const Group& group, std::vector<at::Tensor> parameters, FlatLayout layout, std::vector<Range> owners,
                   const HostSharedBufferOptions& options, const Label& label);
-  // Gives the parameters memory of their own again, with their present values.
+  // Gives the parameters memory of their own, with their current values.
   ~ParameterBuffer() override;
   ParameterBuffer(const ParameterBuffer&) = delete;
   ParameterBuffer& operator=(const ParameterBuffer&) = delete;
@@ -37,27 +38,27 @@ class ParameterBuffer : private MemoryUser {
   const std::vector<Range>& owners() const { return memory_.owners(); }
   at::Tensor part(const Range& range) const { return memory_.tensor().narrow(0, range.begin, range.size()); }
   bool shared() const { return memory_.shared(); }
-  // What parameters are bound to, and what operators on them take.
+  // Tensors in the buffer that the parameters are bound to.
   const std::vector<at::Tensor>& homes() const { return homes_; }
 
-  // This rank has written its range. Collective, does not wait.
+  // Publishes this rank's range. Collective, does not wait.
   void publish(const Label& label);
-  // Until the last published values of all ranks are in place.
+  // Waits for the last published values of all ranks.
   void wait(const Label& label);
 
-  // Parameters that others have replaced or written since. Not collective.
+  // Indices of parameters that the user has replaced or written. Not collective.
   std::vector<size_t> changed() const;
   const ParameterWatch& watch() const { return watch_; }
-  // The present values of changed() count, each owner's for its range, and parameters lie in the buffer again. They
-  // have their shapes; another dtype is converted. Collective; the same parameters on all ranks, none of which
-  // reads them meanwhile.
+  // Adopts the current values of changed(), each owner's for its range; the parameters are views of the buffer again.
+  // Shapes must be unchanged; another dtype is converted. Collective; with the same parameters on all ranks, none of
+  // which reads them meanwhile.
   void adopt(const Label& label);
-  // While off, writes go to the buffer's memory, unnoticed.
+  // While off, writes go to the buffer's memory, undetected.
   void notice_writes(bool on) { notices_ = on; }
 
  private:
   void before_write(std::string_view op, c10::StorageImpl* storage) override;
-  // The parameter's place in this rank's view of the memory.
+  // Binds the parameter to its place in this rank's view of the buffer.
   void bind(size_t piece);
 
   FlatLayout layout_;

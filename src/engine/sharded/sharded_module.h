@@ -1,5 +1,5 @@
 #pragma once
-// A module of which every rank updates its own pieces.
+// Sharded module: every rank owns and updates its shards of the parameters.
 
 #include <functional>
 #include <memory>
@@ -17,31 +17,34 @@
 
 namespace shoal {
 
-// A piece of a parameter that this rank owns.
+// Shard of a parameter that this rank owns.
 struct OwnedPiece {
-  size_t gradient = 0;  // number in the reducer
-  at::Tensor main;      // what the optimizer updates: the parameter's own elements as a leaf, or a float32 copy of them
-  bool copied = false;  // the latter
-  at::Tensor outgoing;  // where updated values leave from, one-dimensional; may be `main`'s memory
-  at::Tensor sum;       // its elements of the gradients' sum
+  size_t gradient = 0;  // index of the gradient in the reducer
+  at::Tensor main;      // what the optimizer updates: the parameter's own elements as a leaf tensor, or a float32 copy
+                        // of them
+  bool copied = false;  // `main` is a float32 copy
+  at::Tensor outgoing;  // source from which updated values are published, one-dimensional; may be the memory of `main`
+  at::Tensor sum;       // its elements of the reduced gradient
   bool whole = false;
-  at::Tensor elements;  // the parameter's own, one-dimensional
-  size_t bucket = 0;    // and which they are: of this bucket's
-  Slice slice{};        // in_piece: its elements of the parameter, in their order in memory
-  bool counted = true;  // in norms and counts; false: on another rank, which holds the same parameter
+  at::Tensor elements;  // the parameter's own elements, one-dimensional
+  size_t bucket = 0;    // bucket of these elements
+  Slice slice{};        // position in that bucket; in_piece: elements of the parameter, in memory order
+  bool counted = true;  // included in norms and counts; false: another rank, which holds the same parameter, includes
+                        // it
 
-  // Copies what has been updated there.
+  // Copies updated values to `outgoing`.
   void put_out() const;
-  // The way back, of what somebody else has written there. A float32 copy stays as exact as it is where nobody has.
+  // Copies values that the user has written back to `main`. Elements of a float32 copy that were not written keep their
+  // full precision.
   void take_back() const;
 };
 
-// The reducer's buckets, the parameters laid out like them, and this rank's pieces of both.
+// The reducer's buckets, the parameters in the same layout, and this rank's shards of both.
 class ShardedModule {
  public:
-  // shard: the ranks that own all of it together, the reducer's own group or one of several equal ones; gathers: by
-  // bucket of the reducer; waits: measure what is waited for at first touch; originals: by gradient of the reducer, or
-  // none: what this rank's elements of parameters of 16 bits were before they were rounded, in their order in memory.
+  // shard: the ranks that own the module together: the reducer's group, or one of several equal ones. gathers: by
+  // bucket of the reducer. waits: timers for waits at first use. originals: by gradient of the reducer, or empty: this
+  // rank's elements of 16-bit parameters before they were rounded, in memory order.
   ShardedModule(Group shard, std::shared_ptr<Reducer> reducer, std::vector<std::unique_ptr<ParameterGather>> gathers,
                 std::shared_ptr<Timers> waits = nullptr, std::span<const at::Tensor> originals = {});
   ~ShardedModule();
@@ -53,50 +56,50 @@ class ShardedModule {
   const Reducer& reducer() const { return *reducer_; }
   std::vector<OwnedPiece>& pieces() { return pieces_; }
 
-  // clip_grad_norm_ where gradients carry a loss scale; set by the optimizer that has the scaler.
+  // clip_grad_norm_ for gradients with a loss scale; set by the optimizer that has the scaler.
   std::function<double(double max_norm, double norm_type)> clip_without_scale{};
 
-  // Whether the other ranks see this rank's pieces change as they are written, so that it must not write while they may
+  // True if other ranks see this rank's shards change as they are written, so that it must not write while they may
   // read.
   bool shared() const;
-  // Before ranks meet in a step or in clipping. Where parameters are gathered as they are read: comes back when all
-  // ranks have called it, and lets those read that have not. UsageError where parameters are lent, and for gradients of
-  // backwards after the wrapper's end. Collective.
+  // To be called at the start of a step or of clipping. If parameters are gathered on use, returns when all ranks have
+  // called it, and takes part in the gathers of those that have not. Throws UsageError within summon_full_params(), and
+  // for gradients of backwards after the end of the wrapper. Collective.
   void serve_readers();
-  // While somebody else reads and writes the parameters, no step may change them.
+  // While set, summon_full_params() holds the parameters, and no step may change them.
   void lend(bool lent) { lent_ = lent; }
   bool lent() const { return lent_; }
-  // Parameters are the module's own again: backwards are the caller's, and whatever else would use the shards throws
-  // UsageError.
+  // Ends the sharding: parameters are the module's own again, backwards are no longer reduced, and other uses of the
+  // shards throw UsageError.
   void end();
   void require_going_on() const;
-  // This rank's ranges are new; those that forward needs first leave first.
+  // Publishes this rank's updated shards, those that forward needs first at the beginning.
   void publish(const Label& label);
-  // Waits for everybody's ranges; `at_first_touch`: for a bucket's when an operator first takes one of its parameters.
+  // Waits for the shards of all ranks; `at_first_touch`: for those of a bucket when an operator first uses one of its
+  // parameters.
   void wait(const Label& label, bool at_first_touch);
-  // Frozen parameters that are divided as well; names by number in the gather.
+  // Adds frozen parameters that are sharded too; names by index in the gather.
   void add_frozen(std::vector<std::string> names, std::vector<at::Tensor> parameters,
                   std::shared_ptr<ParameterGather> gather);
-  // Frozen parameters that every rank has whole.
+  // Adds frozen parameters that every rank holds in full.
   void add_replicated(std::vector<std::string> names, std::vector<at::Tensor> parameters);
-  // Of the module that these parameters belong to: others that it gets are refused as well.
+  // Sets the module of these parameters; parameters that are added to it later are rejected.
   void know(KnownModule known) { known_ = std::move(known); }
-  // Parameters that get another floating-point dtype are converted to the one they have here; without, that is refused.
+  // Converts parameters of another floating-point dtype to the dtype that they have here, instead of rejecting them.
   void convert_dtypes() { converts_ = true; }
-  // What others have done to parameters since they were wrapped, by torch::load(module), set_data, or operators that
-  // write them, counts from now on: the present values of all ranks, which must be equal, go to the ranks that own
-  // them, and to their float32 copies. Does nothing where nothing was done. UsageError, with the parameter's name,
-  // for a parameter of another dtype, device or shape, and for one that was frozen and is trainable; nothing has
-  // changed then. DisagreeError where ranks have other values. Collective if there is something to do, and then on all
-  // ranks.
+  // Adopts changes of parameters by the user since they were wrapped: torch::load(module), set_data, or operators that
+  // write them. The current values of all ranks, which must be equal, go to the owning ranks and their float32 copies.
+  // Does nothing if nothing has changed. Throws UsageError with the parameter's name for a parameter of another dtype,
+  // device or shape, and for one that was frozen and is trainable now; nothing has changed then. Throws DisagreeError
+  // if ranks have different values. Collective if there is something to do, which must then be so on all ranks.
   void adopt_changes(const Label& label);
-  // The part of it that is not collective: what would be refused.
+  // The part of adopt_changes() that is not collective: throws what it would reject.
   void require_kinds() const;
-  // While off, writes are not noticed.
+  // While off, writes are not detected.
   void notice_writes(bool on);
-  // Waits now for what wait() has left to first touches.
+  // Waits for what wait() has deferred to first use.
   void wait_all() { first_touch_.touch_all(); }
-  // All ranks' pieces, those of a parameter together; names begin with `prefix`.
+  // Shards of all ranks, grouped by parameter; names begin with `prefix`.
   std::vector<StatePiece> state_pieces(const std::string& prefix) const;
 
  private:

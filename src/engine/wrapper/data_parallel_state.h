@@ -27,31 +27,31 @@ struct DataParallelCore::State {
   int no_sync_depth = 0;
   bool entered = false;  // the forward that runs, or ran last, has entered a step that the other ranks wait for
 
-  // Without communication: UsageError when a parameter has another shape by now.
+  // Throws UsageError if the shape of a parameter has changed. Not collective.
   void require_shapes() const;
-  // Replaces the present reducer.
+  // Creates the reducer, or replaces it.
   void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options, std::unique_ptr<Exchange> exchange);
 };
 
-// What averages a wrapper's gradients at present.
+// The current reducer of a wrapper.
 Reducer& reducer_of(DataParallelCore& parallel);
 
 enum class Deferred { materialize, keep };
 
-// Walks the module, compares it over the group and, with `sync`, gives everybody rank 0's values. Parameters made in a
-// DeferredInit scope get memory, or with `keep` stay as they are, without values. Collective. `name` is the wrapper's,
-// for errors: UsageError without module or without trainable parameters.
+// Lists the module's tensors, compares them over the group and, with `sync`, broadcasts rank 0's values. Parameters of
+// a DeferredInit scope are materialized, or with `keep` remain deferred. `name` is that of the wrapper, for errors.
+// Throws UsageError for nullptr and for a module without trainable parameters. Collective.
 std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                               const std::string& name, const std::vector<std::string>& ignored,
                                               bool sync, Deferred deferred = Deferred::materialize);
 
-// UsageError that names a module whose forward communicates by itself (SyncBatchNorm).
+// Throws UsageError, which names the module, if the forward of a sub-module communicates (SyncBatchNorm).
 void check_forward_is_local(const torch::nn::Module& module);
 
-// The trainable parameters as the reducer sees them.
+// Gradients of the trainable parameters, for the reducer.
 std::vector<Gradient> gradients_of(const ModuleTensors& tensors);
 
-// Dense gradients of 16-bit parameters accumulate, and are added up, in float32.
+// Makes dense gradients of 16-bit parameters accumulate and reduce in float32.
 void widen(std::vector<Gradient>& gradients);
 
 }  // namespace shoal
