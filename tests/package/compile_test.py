@@ -34,15 +34,16 @@ extern shoal::DecentralizedDataParallelOptions options;
 using torch::nn::functional::cross_entropy;
 """
 
-NET = "struct Net : torch::nn::Module { at::Tensor forward(at::Tensor x) { return x; } };"
+# Each mistake has a class of its own: the compiler says a sentence once for each type.
+NET = "struct Net%d : torch::nn::Module { at::Tensor forward(at::Tensor x) { return x; } } net%d;"
 
 # Bodies of functions that must not compile, and what the compiler must say.
-MISTAKES = [("Net net; shoal::%s;" % wrapper, "a wrapper shares ownership of its module") for wrapper in (
-    "DistributedDataParallel parallel(net, world.group())",
-    "DistributedDataParallel<Net> parallel(net, world.group())",
-    "FullyShardedDataParallel parallel(net, world.group())",
-    "ShardedDataParallel parallel(net, sharded, world.group())",
-    "DecentralizedDataParallel parallel(net, make, world.group())")] + [
+MISTAKES = [("shoal::%s;" % wrapper, "a wrapper shares ownership of its module") for wrapper in (
+    "DistributedDataParallel parallel(net%d, world.group())",
+    "DistributedDataParallel<Net%d> parallel(net%d, world.group())",
+    "FullyShardedDataParallel parallel(net%d, world.group())",
+    "ShardedDataParallel parallel(net%d, sharded, world.group())",
+    "DecentralizedDataParallel parallel(net%d, make, world.group())")] + [
     ("shoal::OSS<torch::optim::Adam> sharded(model->parameters(), \"fast\", world.group());",
      "Pass the options that its own constructor takes")]
 
@@ -107,14 +108,17 @@ def blocks(root, build):
 
 
 def mistakes(_root, build):
-    context = CONTEXT + "extern shoal::OSS<torch::optim::SGD> sharded;\n" + NET + "\n"
+    context = CONTEXT + "extern shoal::OSS<torch::optim::SGD> sharded;\n"
     right = messages(build, context + "".join(function("right_%d" % i, body) for i, body in enumerate(RIGHT)), True)
+    wrong = "".join((NET + "\n%s") % (i, i, function("mistake_%d" % i, body.replace("%d", str(i))))
+                    for i, (body, _) in enumerate(MISTAKES))
+    said = messages(build, context + wrong, True)
     faults = [right] if right else []
-    # One by one: after a first error the compiler may keep others to itself.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        said = pool.map(lambda case: messages(build, context + function("mistake", case[0]), True), MISTAKES)
-        faults += ["%s\n%s" % (body, text[:3000] or "the compiler accepts it")
-                   for (body, part), text in zip(MISTAKES, said) if part not in text]
+    if said.count("error: static assertion failed: shoal: ") != len(MISTAKES):
+        faults.append("not one sentence for each of %d mistakes:\n%s" % (len(MISTAKES), said))
+    for i, (body, part) in enumerate(MISTAKES):
+        if not re.search(r"mistake_%d:\d+:[^\0]*?error: static assertion failed: shoal: [^\n]*%s" % (i, part), said):
+            faults.append("%s\n%s" % (body, said or "the compiler accepts it"))
     return faults
 
 
