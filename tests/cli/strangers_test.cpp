@@ -265,7 +265,7 @@ TEST(Strangers, RanksWithoutTheSecretAreTold) {
   };
   const std::string one = " SHOAL_SECRET=one-secret-of-many", other = " SHOAL_SECRET=other-secret-of-many";
   const std::vector<std::tuple<std::string, std::string, std::string>> cases{
-      {one, "", "a job that has a secret, and this rank 1 knows none"},
+      {one, "", "a job with a secret, but rank 1 has none"},
       {one, other, "all ranks of a job the same SHOAL_SECRET"},
       {"", one, "all ranks of a job the same SHOAL_SECRET"}};
   for (const auto& [first, second, said] : cases) {

@@ -107,7 +107,7 @@ TEST(TopologyCommand, BEY13_refuses_what_makes_no_sense) {
   EXPECT_THAT(refusal({"ring"}), HasSubstr("topology ring: give --ranks N"));
   EXPECT_THAT(refusal({"rign", "--ranks", "4"}), HasSubstr("unknown topology 'rign': choose one of complete, ring"));
   EXPECT_THAT(refusal({"ring", "--ranks", "0"}), HasSubstr("0 ranks; give at least 1"));
-  EXPECT_THAT(refusal({"ring", "--ranks", "4", "--local-size", "3"}), HasSubstr("possible are multiples of 3"));
+  EXPECT_THAT(refusal({"ring", "--ranks", "4", "--local-size", "3"}), HasSubstr("give a multiple of 3"));
   EXPECT_THAT(refusal({"ring", "--file", "x.json"}), HasSubstr("give the name of a topology or --file"));
   EXPECT_THAT(refusal({"--file", "x.json", "--seed", "1"}), HasSubstr("--seed is for named topologies"));
   EXPECT_THAT(refusal({"--file", "/nowhere/x.json"}), HasSubstr("cannot open /nowhere/x.json: No such file"));

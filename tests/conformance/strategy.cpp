@@ -30,9 +30,9 @@ const Exceptions& of_wrapped() {
   static const Exceptions list =
       all({"a_module_replaced_before_the_first_step", "a_module_replaced_between_steps",
            "an_optimizer_of_torch_for_a_part_that_was_replaced"},
-          {Exception::refused, {"has the parameter third.weight now", "anew"}}) +
+          {Exception::refused, {"has a new parameter third.weight", "construct "}}) +
       all({"a_module_replaced_and_given_to_the_optimizer", "a_parameter_registered_between_steps"},
-          {Exception::refused, {"anew"}});
+          {Exception::refused, {"construct "}});
   return list;
 }
 

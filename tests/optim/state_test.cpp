@@ -117,10 +117,10 @@ TEST(NamedState, MissingAndForeignFieldsAreNamed) {
   EXPECT_THAT(refusal([&] { make_state(optimizer, foreign); }), HasSubstr("'epoch'"));
   auto lacking = named;
   lacking.tensors.erase("exp_avg");
-  EXPECT_THAT(refusal([&] { make_state(optimizer, lacking); }), HasSubstr("lacks 'exp_avg'"));
+  EXPECT_THAT(refusal([&] { make_state(optimizer, lacking); }), HasSubstr("has no 'exp_avg'"));
   lacking = named;
   lacking.numbers.clear();
-  EXPECT_THAT(refusal([&] { make_state(optimizer, lacking); }), HasSubstr("lacks 'step'"));
+  EXPECT_THAT(refusal([&] { make_state(optimizer, lacking); }), HasSubstr("has no 'step'"));
 }
 
 struct SignOptions : OptimizerCloneableOptions<SignOptions> {

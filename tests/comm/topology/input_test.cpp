@@ -130,7 +130,7 @@ TEST(TopologyInput, DEC06_users_register_topologies) {
   EXPECT_THAT(refusal([&] { register_topology("ring", line); }), HasSubstr("the name 'ring' is taken"));
   EXPECT_THAT(refusal([&] { register_topology("", line); }), HasSubstr("give a name"));
   register_topology("three", [](const TopologyRequest&) { return make_topology("ring", 3); });
-  EXPECT_THAT(refusal([] { make_topology("three", 4); }), HasSubstr("made one for 3 ranks instead of 4"));
+  EXPECT_THAT(refusal([] { make_topology("three", 4); }), HasSubstr("created a topology for 3 ranks instead of 4"));
 }
 
 // The example of docs/topologies.md.

@@ -55,10 +55,10 @@ TEST(OptimizerInBackward, DDP18_what_reads_a_used_gradient_is_told_what_to_call)
       }
       mean_loss(one->parallel.forward(batch(group().rank(), step))).backward();
     }
-    for (const auto& act : std::vector<std::function<void()>>{
-             [&] { torch::nn::utils::clip_grad_norm_(training.model->parameters(), 1); },
-             [&] { training.model->first->weight.grad().norm(); },
-             [&] { torch::optim::SGD(training.model->parameters(), 0.1).step(); }}) {
+    for (const auto& act :
+         std::vector<std::function<void()>>{[&] { torch::nn::utils::clip_grad_norm_(training.model->parameters(), 1); },
+                                            [&] { training.model->first->weight.grad().norm(); },
+                                            [&] { torch::optim::SGD(training.model->parameters(), 0.1).step(); }}) {
       const auto text = test::refusal(act);
       EXPECT_NE(text.find("which OptimizerInBackward has used"), std::string::npos) << text;
       EXPECT_NE(text.find("clip_grad"), std::string::npos) << text;
@@ -210,7 +210,7 @@ TEST(OptimizerInBackward, DDP18_wrong_use_is_refused) {
   refused(*momentum_sgd()(model->first->parameters()), {}, "does not have parameter second.weight");
   auto more = model->parameters();
   more.push_back(at::zeros({2}, at::requires_grad()));
-  refused(*momentum_sgd()(more), {}, "1 parameter(s) that are not trained here");
+  refused(*momentum_sgd()(more), {}, "1 parameter(s) that this wrapper does not train");
   if (group().size() > 1) {
     const OptimizerInBackwardOptions differs{.clip_grad = group().rank() == 0 ? 1.0 : 2.0};
     EXPECT_THROW(OptimizerInBackward(parallel, *good, differs), DisagreeError);

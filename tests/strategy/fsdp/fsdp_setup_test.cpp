@@ -72,8 +72,8 @@ TEST(Fsdp, FSDP10_what_is_sharded_already_cannot_be_ignored) {
   const auto refused = [&](const Options& options) {
     return refusal([&] { FullyShardedDataParallel<MlpImpl>(model, group(), options); });
   };
-  EXPECT_THAT(refused({.ignored_modules = {"second"}}), HasSubstr("second.weight is sharded already"));
-  EXPECT_THAT(refused({.ignored_parameters = {"second.bias"}}), HasSubstr("second.bias is sharded already"));
+  EXPECT_THAT(refused({.ignored_modules = {"second"}}), HasSubstr("second.weight is already sharded"));
+  EXPECT_THAT(refused({.ignored_parameters = {"second.bias"}}), HasSubstr("second.bias is already sharded"));
   FullyShardedDataParallel<MlpImpl> outer(model, group(), by_layer());
   EXPECT_EQ(outer.units().size(), 2U) << "it is left alone without being told";
 }

@@ -106,8 +106,8 @@ TEST(Megatron, MEG05_dtypes_and_scalers_that_do_not_fit_name_the_parameter) {
   };
   expect_refused(at::kComplexFloat, {},
                  "parameter second.weight is ComplexFloat; it must be float16, bfloat16 or float32");
-  expect_refused(at::kHalf, {}, "parameter second.weight is float16, whose gradients vanish");
-  expect_refused(at::kFloat, {.scaler = GradScalerOptions{}}, "is Float, which needs no scaler");
+  expect_refused(at::kHalf, {}, "parameter second.weight is float16, whose gradients underflow");
+  expect_refused(at::kFloat, {.scaler = GradScalerOptions{}}, "is Float, which does not need a scaler");
   EXPECT_THROW((Sgd(seeded(1), sgd, group(), {.clip_grad = -1})), UsageError);
   EXPECT_THROW((Sgd(seeded(1), sgd, group(), {.bucket_size = 0})), UsageError);
 }
