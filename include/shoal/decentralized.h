@@ -123,7 +123,7 @@ class DecentralizedDataParallelCore {
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
   // After an exception in forward, backward or a hook on this rank: makes the wrapper ready for the next step. The next
   // forward calls it by itself.
-  void reset();
+  void abandon_step();
   // Names of the parameters in each bucket.
   std::vector<std::vector<std::string>> buckets() const;
   // Steps finished or abandoned so far.

@@ -238,22 +238,16 @@ class FullyShardedDataParallel : public DataParallelWrapper<Module, FullySharded
   // unchanged. Arguments that forward takes by non-const reference are passed as they are.
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
-    return cast_and_forward(std::index_sequence_for<Arguments...>(), std::forward<Arguments>(arguments)...);
+    return detail::with_cast_inputs<Module>(
+        std::index_sequence_for<Arguments...>(), this->input_cast(),
+        [this](auto&&... inputs) { return Base::forward(std::forward<decltype(inputs)>(inputs)...); },
+        std::forward<Arguments>(arguments)...);
   }
 
   // The same as forward().
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     return forward(std::forward<Arguments>(arguments)...);
-  }
-
- private:
-  template <size_t... places, class... Arguments>
-  auto cast_and_forward(std::index_sequence<places...>, Arguments&&... arguments) {
-    const auto cast = this->input_cast();
-    return Base::forward(detail::CastInput<Arguments, detail::may_copy<places, Module, Arguments...>()>(
-                             std::forward<Arguments>(arguments), cast)
-                             .get()...);
   }
 };
 

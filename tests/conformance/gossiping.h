@@ -35,7 +35,7 @@ class Decentralized : public Callable<Decentralized<Module>, Module> {
   at::Tensor scale(const at::Tensor& loss) override { return parallel_.scale_loss(loss); }
   double loss_scale() override { return parallel_.scaler() != nullptr ? parallel_.scaler()->value() : 1; }
   Joinable& joinable() override { throw Lacks("Join: a rank that has run out calls leave() or pass()"); }
-  void reset() override { parallel_.reset(); }
+  void abandon_step() override { parallel_.abandon_step(); }
   std::unique_ptr<TrainingState> state() override { return std::make_unique<TrainingState>(parallel_); }
   OptimizerState optimizer_state() override { return parallel_.state_dict(); }
   void load_optimizer_state(const OptimizerState& state) override { parallel_.load_state_dict(state); }

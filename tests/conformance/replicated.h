@@ -80,7 +80,7 @@ class OneProcess : public WithTorchOptimizer<OneProcess<Module>, Module> {
   void backward(const at::Tensor& loss_sum, double weight) override { (loss_sum / weight).backward(); }
   Trained::Scope no_sync(bool) override { return nullptr; }
   Joinable& joinable() override { throw Lacks("one process joins nobody"); }
-  void reset() override {}
+  void abandon_step() override {}
   std::unique_ptr<TrainingState> state() override { throw Lacks("one process saves with torch::save"); }
   OptimizerState optimizer_state() override { return shoal::optimizer_state(*this->optimizer_, *this->model_); }
   void load_optimizer_state(const OptimizerState& state) override {
@@ -111,7 +111,7 @@ class Ddp : public WithTorchOptimizer<Ddp<Module>, Module> {
   void backward(const at::Tensor& loss_sum, double weight) override { parallel_->backward(loss_sum, weight); }
   Trained::Scope no_sync(bool accumulate) override { return scope(parallel_->no_sync(accumulate)); }
   Joinable& joinable() override { return *parallel_; }
-  void reset() override { parallel_->reset(); }
+  void abandon_step() override { parallel_->abandon_step(); }
   std::unique_ptr<TrainingState> state() override {
     return this->scaled(std::make_unique<TrainingState>(*parallel_, *this->optimizer_));
   }
@@ -145,7 +145,7 @@ class Local : public WithTorchOptimizer<Local<Module>, Module> {
   Trained::Scope no_sync(bool) override { return nullptr; }
   void zero_grad() override { local_->zero_grad(); }
   Joinable& joinable() override { throw Lacks("a rank without a batch calls step(false)"); }
-  void reset() override {}
+  void abandon_step() override {}
   std::unique_ptr<TrainingState> state() override { return this->scaled(std::make_unique<TrainingState>(*local_)); }
   OptimizerState optimizer_state() override { return shoal::optimizer_state(*this->optimizer_, *this->model_); }
   void load_optimizer_state(const OptimizerState& state) override {

@@ -81,7 +81,7 @@ class Zero1 : public WithOSS<Zero1<Module>, Module> {
   void backward(const at::Tensor& loss_sum, double weight) override { parallel_.backward(loss_sum, weight); }
   Trained::Scope no_sync(bool accumulate) override { return scope(parallel_.no_sync(accumulate)); }
   Joinable& joinable() override { return parallel_; }
-  void reset() override { parallel_.reset(); }
+  void abandon_step() override { parallel_.abandon_step(); }
   std::unique_ptr<TrainingState> state() override {
     return this->scaled(std::make_unique<TrainingState>(parallel_, *this->optimizer_));
   }
@@ -108,7 +108,7 @@ class Zero2 : public WithOSS<Zero2<Module>, Module> {
   void backward(const at::Tensor& loss_sum, double weight) override { parallel_.backward(loss_sum, weight); }
   Trained::Scope no_sync(bool accumulate) override { return scope(parallel_.no_sync(accumulate)); }
   Joinable& joinable() override { return parallel_; }
-  void reset() override { parallel_.reset(); }
+  void abandon_step() override { parallel_.abandon_step(); }
   std::unique_ptr<TrainingState> state() override {
     return this->scaled(std::make_unique<TrainingState>(parallel_, *this->optimizer_));
   }
@@ -163,7 +163,7 @@ class Megatron : public WithShardedOptimizer<Megatron<Module>, Module> {
   Trained::Scope no_sync(bool accumulate) override { return scope(optimizer_->no_sync(accumulate)); }
   double clip(double) override { throw Lacks("a clip between backward and step: clip_grad of the options"); }
   Joinable& joinable() override { return *optimizer_; }
-  void reset() override { optimizer_->abandon_step(); }
+  void abandon_step() override { optimizer_->abandon_step(); }
   std::unique_ptr<TrainingState> state() override { return std::make_unique<TrainingState>(*optimizer_); }
 
  private:
@@ -196,7 +196,7 @@ class WithFsdp : public WithShardedOptimizer<Self, Module> {
   double clip(double max_norm) override { return parallel_.clip_grad_norm_(max_norm); }
   Joinable& joinable() override { return parallel_; }
   void unwrap() override { parallel_.unwrap(); }
-  void reset() override { parallel_.reset(); }
+  void abandon_step() override { parallel_.abandon_step(); }
 
  protected:
   FullyShardedDataParallel<Module> parallel_;

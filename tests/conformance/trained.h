@@ -81,7 +81,7 @@ class Trained {
   virtual Joinable& joinable() = 0;
   // The module will be used without this; nothing to do for most.
   virtual void unwrap() {}
-  virtual void reset() = 0;                            // after an exception on this rank
+  virtual void abandon_step() = 0;                            // after an exception on this rank
   virtual std::unique_ptr<TrainingState> state() = 0;  // for checkpoints
   virtual OptimizerState optimizer_state() = 0;
   virtual void load_optimizer_state(const OptimizerState& state) = 0;

@@ -137,11 +137,11 @@ class Training {
     optimizer_->zero_grad();
   }
   // After an exception on this rank.
-  void reset() {
+  void abandon_step() {
     if (megatron_) megatron_->abandon_step();
-    if (sharded_) sharded_->reset();
-    if (ddp_) ddp_->reset();
-    if (fsdp_) fsdp_->reset();
+    if (sharded_) sharded_->abandon_step();
+    if (ddp_) ddp_->abandon_step();
+    if (fsdp_) fsdp_->abandon_step();
   }
 
   std::shared_ptr<Module> model;

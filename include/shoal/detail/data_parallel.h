@@ -63,7 +63,7 @@ class DataParallelCore : public Joinable {
   // rank had entered the step, the other ranks get StepAbandoned from their backward instead of waiting, and no rank
   // has valid gradients. Does nothing without a failed step. The next forward calls it automatically. The caller must
   // zero gradients accumulated so far.
-  void reset();
+  void abandon_step();
 
   // Communication of a step for which this rank has no batch, in a Join scope: matches the collectives of forward and
   // backward on the other ranks. Does nothing under no_sync. Collective.
@@ -114,7 +114,7 @@ template <class Module, class Core>
 class DataParallelWrapper : public Core {
  public:
   // Runs the module's forward and returns its result, if any. Collective if buffers are broadcast; not under no_sync or
-  // if gradients are disabled. An exception marks the step as failed on this rank, see reset().
+  // if gradients are disabled. An exception marks the step as failed on this rank, see abandon_step().
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     try {

@@ -148,5 +148,13 @@ constexpr bool may_copy() {
   return !writable || only_reads<place, Module, Arguments...>(std::index_sequence_for<Arguments...>());
 }
 
+// `call` with the arguments of the module's forward, cast.
+template <class Module, class Call, size_t... places, class... Arguments>
+auto with_cast_inputs(std::index_sequence<places...>, const TensorCast& cast, const Call& call,
+                      Arguments&&... arguments) {
+  return call(CastInput<Arguments, may_copy<places, Module, Arguments...>()>(std::forward<Arguments>(arguments), cast)
+                  .get()...);
+}
+
 }  // namespace detail
 }  // namespace shoal

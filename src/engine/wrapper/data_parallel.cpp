@@ -262,7 +262,7 @@ at::DeviceType DataParallelCore::device() const {
   return state_->tensors.parameters.front().tensor.device().type();
 }
 
-void DataParallelCore::reset() {
+void DataParallelCore::abandon_step() {
   state_->reducer->abandon();
 }
 

@@ -89,7 +89,7 @@ at::DeviceType DecentralizedDataParallelCore::device() const {
   return state_->tensors.parameters.front().tensor.device().type();
 }
 
-void DecentralizedDataParallelCore::reset() {
+void DecentralizedDataParallelCore::abandon_step() {
   state_->give_up_step();
 }
 

@@ -27,7 +27,7 @@ void State::watch_backward() {
   if (!under_way.expired()) return;
   if (phase == Phase::running) {
     throw UsageError(
-        "DecentralizedDataParallel: the last backward failed in the middle of a step: call reset(), or forward of the "
+        "DecentralizedDataParallel: the last backward failed in the middle of a step: call abandon_step(), or forward of the "
         "wrapper, before the next backward");
   }
   phase = Phase::idle;

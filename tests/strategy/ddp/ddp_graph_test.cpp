@@ -236,7 +236,7 @@ TEST(DdpGraph, DDP08_a_changed_graph_is_an_error) {
   DistributedDataParallel parallel(model, group(), {.static_graph = true});
   parallel.forward(batch(group().rank(), 0), 1).backward();
   EXPECT_THROW(parallel.forward(batch(group().rank(), 1), 3).backward(), UsageError);
-  parallel.reset();
+  parallel.abandon_step();
   model->zero_grad();
   parallel.forward(batch(group().rank(), 2), 1).backward();
   expect_equal(test::gradients(*model), expected([](BranchImpl& m, int rank) { return m.forward(batch(rank, 2), 1); }));

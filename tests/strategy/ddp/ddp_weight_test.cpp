@@ -80,7 +80,7 @@ TEST(DdpWeight, BEY04_refuses_wrong_weights_and_mixtures) {
     parallel.backward(loss(), 4);
   }
   EXPECT_THROW(loss().backward(), UsageError);
-  parallel.reset();
+  parallel.abandon_step();
   model->zero_grad();
   parallel.backward(loss(), 4);
 }

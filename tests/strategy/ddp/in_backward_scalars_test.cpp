@@ -240,7 +240,7 @@ TEST(OptimizerInBackward, BEY10_a_backward_that_fails_leaves_all_ranks_equal) {
       fail = here;
       if (here) {
         EXPECT_THROW(train(2), std::exception);
-        training.parallel.reset();
+        training.parallel.abandon_step();
       } else {
         EXPECT_THROW(train(2), StepAbandoned);
       }

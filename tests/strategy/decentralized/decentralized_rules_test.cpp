@@ -177,7 +177,7 @@ TEST(Decentralized, BEY04_weights_on_some_ranks_only_are_refused) {
   if (group().size() > 1) {
     const auto sum = [&] { return parallel.forward(batch(me(), 0)).pow(2).sum(); };
     EXPECT_THROW(me() == 0 ? parallel.backward(sum(), 4) : sum().backward(), DisagreeError);
-    parallel.reset();
+    parallel.abandon_step();
     EXPECT_EQ(difference(model->parameters(), seeded(1)->parameters()), 0);
   }
   {
@@ -398,7 +398,7 @@ TEST(Decentralized, BEY10_after_an_exception_neighbours_have_their_values_and_tr
     if (armed) {
       EXPECT_ANY_THROW(loss.backward());
       armed = false;
-      parallel.reset();  // the next forward would do it too
+      parallel.abandon_step();  // the next forward would do it too
     } else {
       loss.backward();
     }

@@ -105,7 +105,7 @@ void train(const std::string& point, int victim, const std::string& transport, i
       continue;
     } catch (const std::runtime_error&) {
       if (!now || point != "give_up") throw;
-      parallel.reset();
+      parallel.abandon_step();
       continue;
     }
     armed = false;

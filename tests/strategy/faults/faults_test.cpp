@@ -110,10 +110,10 @@ std::vector<at::Tensor> reference(const std::vector<int64_t>& steps) {
   return model.parameters();
 }
 
-void break_and_train_on(const std::string& strategy, Point point, const std::vector<int>& faulty, bool explicit_reset,
+void break_and_train_on(const std::string& strategy, Point point, const std::vector<int>& faulty, bool explicitly,
                         bool from_the_start) {
-  SCOPED_TRACE(fmt::format("{}, point {}, rank {} first, reset {}, start {}", strategy, static_cast<int>(point),
-                           faulty[0], explicit_reset, from_the_start));
+  SCOPED_TRACE(fmt::format("{}, point {}, rank {} first, said {}, start {}", strategy, static_cast<int>(point),
+                           faulty[0], explicitly, from_the_start));
   Trainer trainer(strategy);
   std::vector<int64_t> good;
   if (!from_the_start) {
@@ -137,8 +137,8 @@ void break_and_train_on(const std::string& strategy, Point point, const std::vec
   }
   trainer.model->fail.reset();
   // DistributedOptimizer sees no forward, so the rank that failed must say so; the wrappers know.
-  const bool say_so = strategy.starts_with("megatron") ? here : explicit_reset;
-  if (say_so) trainer.training.reset();
+  const bool say_so = strategy.starts_with("megatron") ? here : explicitly;
+  if (say_so) trainer.training.abandon_step();
   for (const int64_t step : {20, 21, 22}) {
     trainer.step(step);
     good.push_back(step);
@@ -155,9 +155,9 @@ bool sums_over_its_group(const std::string& strategy) {
 void try_all(const std::string& strategy, const std::vector<int>& faulty) {
   for (const auto point : {Point::forward, Point::first_gradient, Point::last_gradient, Point::collective}) {
     if (point == Point::collective && !sums_over_its_group(strategy)) continue;
-    for (const bool explicit_reset : {true, false}) {
+    for (const bool explicitly : {true, false}) {
       for (const bool from_the_start : {true, false}) {
-        break_and_train_on(strategy, point, faulty, explicit_reset, from_the_start);
+        break_and_train_on(strategy, point, faulty, explicitly, from_the_start);
       }
     }
   }
@@ -191,7 +191,7 @@ TEST_P(Faults, BEY10_an_exception_in_a_local_backward_loses_only_that_step) {
     }
   }
   trainer.model->fail.reset();
-  if (!GetParam().starts_with("megatron")) trainer.training.reset();  // nothing was entered: no communication
+  if (!GetParam().starts_with("megatron")) trainer.training.abandon_step();  // nothing was entered: no communication
   trainer.step(1);
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
 }

@@ -94,7 +94,7 @@ void break_and_train_on(const std::string& strategy, int faulty) {
   } catch (const std::runtime_error& error) {
     EXPECT_TRUE(here) << error.what();
     EXPECT_STREQ(error.what(), "injected");
-    training.reset();
+    training.abandon_step();
   }
   EXPECT_EQ(hook->resets, 1) << "what was carried over is forgotten on every rank";
   for (const int64_t step : {20, 21, 22}) train(training, step);

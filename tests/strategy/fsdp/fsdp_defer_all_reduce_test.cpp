@@ -134,7 +134,7 @@ TEST_P(Deferred, BEY10_a_rank_that_fails_ends_the_step_on_all_and_what_was_defer
       if (broken.model->fails) {
         EXPECT_THROW(broken.run(Way::deferred, micro == 2, 0, micro), std::runtime_error);
         broken.model->fails = false;
-        broken.parallel->reset();
+        broken.parallel->abandon_step();
       } else {
         EXPECT_THROW(broken.run(Way::deferred, micro == 2, 0, micro), StepAbandoned);
       }
