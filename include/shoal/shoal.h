@@ -20,6 +20,7 @@
 #include "shoal/sync_batch_norm.h"
 #include "shoal/telemetry.h"
 #include "shoal/topology.h"
+#include "shoal/training.h"
 #include "shoal/world.h"
 #include "shoal/wrap_policy.h"
 #include "shoal/zero.h"

@@ -31,8 +31,8 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
                  "--transport nccl: not in this version; available: auto, host, gloo");
   expect_refused({"train", "--strategy", "zero9"},
                  "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, "
-                 "hybrid, local_sgd, slowmo, diloco, decentralized, hybrid_gossip, none, local");
-  expect_refused({"train", "--exchange-dtype", "int4"},
+                 "hybrid, hybrid_grad_op, fsdp_no_shard, local_sgd, slowmo, diloco, decentralized, hybrid_gossip, none, local");
+  expect_refused({"train", "--strategy", "decentralized", "--exchange-dtype", "int4"},
                  "--exchange-dtype int4: not in this version; available: float32");
   expect_refused({"train", "--strategy", "decentralized", "--neighbour-timeout", "0"},
                  "--neighbour-timeout 0: give seconds above 0");

@@ -79,7 +79,7 @@ TEST(Compress, FSDP14_sharded_strategies_take_what_they_can) {
   const auto ended = shoal({"train", "--data", "reference", "--model", "mlp", "--steps", "2", "--ranks", "2",
                             "--strategy", "zero2", "--compress", "powersgd:2"});
   EXPECT_EQ(ended.code, 2) << ended.output;
-  EXPECT_NE(ended.output.find("it is for ddp, zero1 and hybrid"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("it is for ddp, zero1"), std::string::npos) << ended.output;
 }
 
 TEST(Compress, DDP11_wrong_words_are_refused) {
@@ -90,7 +90,7 @@ TEST(Compress, DDP11_wrong_words_are_refused) {
   for (const auto* strategy : {"none", "diloco", "decentralized"}) {
     const auto ended = shoal({"train", "--strategy", strategy, "--compress", "bf16"});
     EXPECT_EQ(ended.code, 2) << ended.output;
-    EXPECT_NE(ended.output.find("sends no gradients"), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find("--compress: " + std::string(strategy) + " does not have it"), std::string::npos) << ended.output;
   }
 }
 

@@ -112,7 +112,7 @@ TEST(Plan, BEY11_a_hook_that_a_strategy_refuses_is_left_out_or_refused) {
   EXPECT_EQ(plans[1]["strategy"], "zero1");
   const auto ended = shoal({"plan", "--model", "mlp", "--compress", "powersgd:2", "--strategy", "zero2"});
   EXPECT_EQ(ended.code, 2) << ended.output;
-  EXPECT_NE(ended.output.find("it is for ddp, zero1 and hybrid"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("it is for ddp, zero1"), std::string::npos) << ended.output;
 }
 
 double total(const std::string& dtype, const std::string& strategy, const std::string& ranks) {

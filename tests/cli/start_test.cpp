@@ -33,12 +33,12 @@ Line reference(const Line& more) {
 }
 
 TEST(Start, AnOptionOfAnotherStrategyIsRefusedWithThoseThatHaveIt) {
-  expect_refused(reference({"--strategy", "ddp", "--topology", "nonsense", "--sync-every", "5"}),
-                 "--topology: --strategy ddp does not have it; it is for decentralized, hybrid_gossip");
-  expect_refused(reference({"--sync-every", "5"}),
-                 "--sync-every: --strategy ddp does not have it; it is for local_sgd, slowmo, diloco");
+  expect_refused(reference({"--strategy", "ddp", "--sync-every", "5", "--topology", "nonsense"}),
+                 "--sync-every: ddp does not have it; it is for local_sgd, slowmo, diloco");
+  expect_refused(reference({"--topology", "nonsense"}),
+                 "--topology: ddp does not have it; it is for decentralized, hybrid_gossip");
   expect_refused(reference({"--strategy", "local_sgd", "--outer-lr", "1"}), "it is for slowmo, diloco");
-  expect_refused(reference({"--strategy", "fsdp", "--static-graph"}), "--static-graph: --strategy fsdp does not");
+  expect_refused(reference({"--strategy", "fsdp", "--static-graph"}), "--static-graph: fsdp does not have it; it is for ddp, zero1");
   expect_refused(reference({"--strategy", "zero2", "--bucket-cap-mb", "3"}), "it is for ddp, zero1, decentralized");
   expect_refused(reference({"--strategy", "zero1", "--optimizer-in-backward"}), "it is for ddp");
   expect_refused(reference({"--strategy", "none", "--ranks", "1", "--logging-data"}), "--logging-data");

@@ -14,6 +14,7 @@
 #include "shoal/error.h"
 #include "tests/conformance/behaviours.h"
 #include "tests/conformance/strategy.h"
+#include "tests/support/variants.h"
 #include "tests/support/world.h"
 
 namespace shoal::test {
@@ -74,7 +75,7 @@ class Grounds {
     const auto& state = *state_of(world().group());
     std::vector<Outcome> all;
     for (const auto& line :
-         shoal::exchange(*state.world, fmt::format("conformance/{}", count_++), state.world_ranks, world().rank(),
+         store_gather(*state.world, fmt::format("conformance/{}", count_++), state.world_ranks, world().rank(),
                          fmt::format("{}{}", static_cast<int>(own.kind), own.text))) {
       all.push_back({static_cast<Outcome::Kind>(line.at(0) - '0'), line.substr(1)});
     }
@@ -245,6 +246,14 @@ TEST(Registry, every_line_of_the_page_is_a_behaviour) {
     for (const auto& name : named) EXPECT_TRUE(names.count(name)) << "no behaviour " << name << " in: " << line;
   }
   EXPECT_GE(rows, 30);
+}
+
+// A strategy that shoal::make_training() knows is held to every behaviour, and what is declared here is one of those.
+TEST(Registry, strategies_are_those_of_the_library) {
+  std::set<std::string> declared{"none", "local"};  // one_process() is the one, ranks of the other share nothing
+  for (const auto& strategy : strategies()) declared.insert(variant(strategy.name, world().group()).strategy);
+  const auto names = strategy_names();
+  EXPECT_EQ(declared, std::set<std::string>(names.begin(), names.end()));
 }
 
 TEST(Registry, names_are_those_of_behaviours) {

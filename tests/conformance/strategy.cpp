@@ -374,6 +374,7 @@ const std::vector<Strategy>& strategies() {
        of_fsdp() + of_gathered(Exception::on_network_in_pairs)},
       {"decentralized", same, with_decentralized(), of_decentralized()},
       {"local_sgd", same, with_local_updates({.every = 1}), of_local_sgd()},
+      {"slowmo", same, with_local_updates({.every = 1, .outer = SlowMo{.slow_lr = 1, .slow_momentum = 0}}), of_diloco()},
       {"diloco", same, with_local_updates({.every = 1, .outer = OuterNesterov{.lr = 1, .momentum = 0}}), of_diloco()},
       {"shard_gossip", divided_in_host, with_shard_gossip(),
        of_shard_gossip() + of_gathered(Exception::on_network_in_pairs)},

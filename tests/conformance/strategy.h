@@ -30,7 +30,7 @@ struct Exception {
 using Exceptions = std::multimap<std::string, Exception>;
 
 struct Strategy {
-  std::string name;
+  std::string name;  // that variant() of tests/support/variants.h knows
   // Strategies whose ranks differ between exchanges equal one process when all of them have the same batch.
   Part (*part)(const Group& group);
   Wrap wrap;

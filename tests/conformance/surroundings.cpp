@@ -97,7 +97,7 @@ Behaviours surroundings() {
          on_a_thread([&] { training = bench.wrap(model); });
          train(bench, *training, 0, 3);
          bench.same_parameters(*model);
-         on_a_thread([&] { training.abandon_step(); });
+         on_a_thread([&] { training.reset(); });
        }},
       {"a_forward_on_another_thread", [](Bench& bench) { by_parts(bench, elsewhere, here, here); }},
       {"a_backward_on_another_thread", [](Bench& bench) { by_parts(bench, here, elsewhere, here); }},

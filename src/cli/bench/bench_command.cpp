@@ -15,19 +15,19 @@
 #include "cli/bench/training.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
-#include "cli/strategies/strategies.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "launch/launcher.h"
 #include "shoal/error.h"
+#include "shoal/training.h"
 
 namespace shoal::cli {
 namespace {
 
 struct BenchOptions {
   CollectiveOptions collectives;
-  TrainingOptions training;
+  TrainingBenchOptions training;
   bool train = false;  // training instead of collectives
   std::optional<int> ranks;
   int threads = 1;

@@ -11,11 +11,10 @@
 #include <map>
 
 #include "cli/bench/samples.h"
-#include "cli/strategies/strategies.h"
-#include "cli/strategies/strategy_options.h"
 #include "cli/train/progress.h"
 #include "launch/child.h"
 #include "shoal/error.h"
+#include "shoal/training.h"
 
 namespace shoal::cli {
 namespace {
@@ -58,7 +57,7 @@ void add_topology(const std::string& contestant, std::vector<std::string>& comma
   if (colon != std::string::npos) command.insert(command.end(), {"--topology", contestant.substr(colon + 1)});
 }
 
-std::vector<Contestant> contestants(const TrainingOptions& options, const std::string& self) {
+std::vector<Contestant> contestants(const TrainingBenchOptions& options, const std::string& self) {
   const std::vector<std::string> common{"--model",      options.model,
                                         "--size",       options.size,
                                         "--steps",      std::to_string(options.steps),
@@ -69,7 +68,8 @@ std::vector<Contestant> contestants(const TrainingOptions& options, const std::s
   std::vector<Contestant> list;
   for (const auto& strategy : options.strategies) {
     for (const auto& transport : options.transports) {
-      const bool alone = strategy == "local" || strategy == "none";
+      const auto pace = find_strategy(name_of(strategy)).pace;
+      const bool alone = pace == Pace::alone || pace == Pace::single;
       if (alone && transport != options.transports.front()) continue;
       Contestant one{"shoal", strategy, alone ? "none" : transport, {}, {}, {}};
       one.command = {self,          "train",
@@ -150,7 +150,7 @@ Samples ratios(const Contestant& contestant, const Contestant& base) {
   return samples;
 }
 
-Json figure(const Contestant& contestant, const std::vector<Contestant>& all, const TrainingOptions& options) {
+Json figure(const Contestant& contestant, const std::vector<Contestant>& all, const TrainingBenchOptions& options) {
   const auto steps = steps_of(contestant);
   Json entry{{"strategy", contestant.strategy},
              {"peer", contestant.peer},
@@ -197,13 +197,13 @@ Json figure(const Contestant& contestant, const std::vector<Contestant>& all, co
 
 }  // namespace
 
-void TrainingOptions::validate() const {
+void TrainingBenchOptions::validate() const {
   std::vector<std::string> faults;
   const auto known = strategy_names();
   for (const auto& strategy : strategies) {
     if (std::find(known.begin(), known.end(), name_of(strategy)) == known.end()) {
       faults.push_back(fmt::format("--strategies {}: choose from {}", strategy, fmt::join(known, ", ")));
-    } else if (strategy != name_of(strategy) && !has_topology(name_of(strategy))) {
+    } else if (strategy != name_of(strategy) && !find_strategy(name_of(strategy)).has("topology")) {
       faults.push_back(fmt::format("--strategies {}: {} has no topology", strategy, name_of(strategy)));
     }
   }
@@ -215,7 +215,7 @@ void TrainingOptions::validate() const {
   if (!faults.empty()) throw UsageError(fmt::format("{}", fmt::join(faults, "; ")));
 }
 
-Json bench_training(const TrainingOptions& options, const std::string& self) {
+Json bench_training(const TrainingBenchOptions& options, const std::string& self) {
   auto all = contestants(options, self);
   const Scratch scratch;
   const auto total = options.rounds * static_cast<int64_t>(all.size());

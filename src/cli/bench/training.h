@@ -7,7 +7,7 @@
 
 namespace shoal::cli {
 
-struct TrainingOptions {
+struct TrainingBenchOptions {
   std::vector<std::string> strategies = {"local", "ddp"};
   std::vector<std::string> transports = {"host", "gloo"};
   std::vector<std::string> peers = {"local", "ddp_view"};  // of peers.py, with peer_python
@@ -31,6 +31,6 @@ struct TrainingOptions {
 
 // Starts every contestant once per round as a program of its own. `self`: this program. Ratios are formed within a
 // round.
-nlohmann::ordered_json bench_training(const TrainingOptions& options, const std::string& self);
+nlohmann::ordered_json bench_training(const TrainingBenchOptions& options, const std::string& self);
 
 }  // namespace shoal::cli

@@ -4,9 +4,8 @@
 #include <map>
 #include <numeric>
 
-#include "cli/strategies/compress.h"
-#include "cli/strategies/fsdp.h"
 #include "cli/strategies/optimizers.h"
+#include "cli/strategies/units.h"
 #include "comm/transport/dry_run.h"
 #include "data/reference.h"
 #include "engine/reducer/hooked_exchange.h"
@@ -19,6 +18,8 @@
 #include "strategy/fsdp/unit_exchange.h"
 #include "strategy/megatron/bucket_caps.h"
 #include "strategy/zero/bucket_caps.h"
+#include "training/hook_text.h"
+#include "training/wrapper_options.h"
 
 namespace shoal::cli {
 namespace {
@@ -55,7 +56,7 @@ class Planner {
         group_(dry_run_group(ranks)),
         tensors_(walk(model, {})),
         gradients_(gradients_of(tensors_)) {
-    const auto kind = optimizer_kind(options);
+    const auto kind = recipe_of(options);
     element_wise_ = kind.element_wise;
     const auto groups = kind.groups(model);
     for (size_t number = 0; number < groups.size(); ++number) {
@@ -71,15 +72,15 @@ class Planner {
     plan_memory();
     std::vector<size_t> registered(gradients_.size());
     std::iota(registered.rbegin(), registered.rend(), 0);
-    plan_.plain_steps = plain_steps(options_.compress);
+    plan_.plain_steps = plain_steps(options_.compress());
     if (owns_pieces()) {
       plan_.per_step = plan_.plain_step = plan_.first_step = fsdp() ? fsdp_step() : megatron_step(registered);
       return plan_;
     }
     const auto arrived = arrival_order(options_, model_, gradients_);
-    plan_.first_step = wrapped_step(registered, make_hook(options_.compress));
-    plan_.plain_step = wrapped_step(arrived, make_hook(options_.compress));
-    plan_.per_step = wrapped_step(arrived, make_started_hook(options_.compress));
+    plan_.first_step = wrapped_step(registered, make_hook(options_.compress()));
+    plan_.plain_step = wrapped_step(arrived, make_hook(options_.compress()));
+    plan_.per_step = wrapped_step(arrived, make_started_hook(options_.compress()));
     plan_.rebuild.add(static_cast<int64_t>(gradients_.size() * sizeof(int64_t)));
     return plan_;
   }
@@ -108,9 +109,9 @@ class Planner {
     for (size_t place = 0; place < order.size(); ++place) owners_[order[place]] = owners[place];
     if (options_.strategy == "megatron") {
       for (auto& gradient : gradients_) gradient.sparse = false;  // buffers are dense
-      if (options_.megatron.grad_reduce_in_fp32) widen(gradients_);
+      if (options_.values().flag("grad_reduce_in_fp32")) widen(gradients_);
     }
-    if (fsdp() && options_.dtype.ends_with("_mixed")) {
+    if (fsdp() && options_.values().flag("grad_reduce_in_fp32")) {
       for (auto& gradient : gradients_) gradient.travels_as = at::kFloat;
     }
   }
@@ -152,9 +153,9 @@ class Planner {
     std::unique_ptr<Exchange> exchange;
     if (options_.strategy == "zero2") {
       exchange =
-          std::make_unique<ReduceToOwner>(group_, sharded_bucket_caps(gradients_, options_.zero2, ranks_), owners_);
+          std::make_unique<ReduceToOwner>(group_, sharded_bucket_caps(gradients_, zero2_options(options_.values(), {}), ranks_), owners_);
     } else {
-      exchange = std::make_unique<AllReduce>(group_, bucket_caps(options_.ddp));
+      exchange = std::make_unique<AllReduce>(group_, bucket_caps(ddp_options(options_.values(), {})));
     }
     add_reductions(std::move(exchange), std::move(hook), order, calls);
     if (options_.strategy != "ddp") add_publication(calls);
@@ -185,14 +186,14 @@ class Planner {
 
   PlannedCalls megatron_step(std::span<const size_t> order) {
     PlannedCalls calls;
-    const auto caps = buffer_caps(gradients_, options_.megatron);
+    const auto caps = buffer_caps(gradients_, megatron_options(options_.values(), {}));
     std::unique_ptr<Exchange> exchange;
     if (cut()) {
       exchange = std::make_unique<ReduceScatter>(group_, caps);
     } else {
       exchange = std::make_unique<ReduceToOwner>(group_, caps, owners_, /*follow=*/false);
     }
-    const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress), order, calls);
+    const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress()), order, calls);
     add_meeting(calls);
     for (const auto& members : buckets) {
       const auto layout = layout_of(members, cut());
@@ -229,7 +230,7 @@ class Planner {
     } else {
       exchange = std::make_unique<ReduceUnitsToOwners>(groups, units, owners_);
     }
-    const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress), {}, calls);
+    const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress()), {}, calls);
     add_meeting(calls);
     plan_.gathers = ranks_ > 1 && !plan_.parameters_once;
     for (auto& rank : plan_.ranks) rank.parameters = plan_.gathers ? 0 : rank.parameters;

@@ -8,13 +8,12 @@
 
 #include "cli/commands.h"
 #include "cli/plan/model_plan.h"
-#include "cli/strategies/compress.h"
 #include "cli/strategies/optimizers.h"
-#include "cli/strategies/strategies.h"
 #include "cli/train/report.h"
 #include "layout/model_bytes.h"
 #include "models/registry.h"
 #include "shoal/error.h"
+#include "training/hook_text.h"
 
 namespace shoal::cli {
 namespace {
@@ -38,6 +37,13 @@ constexpr Formula formulas[] = {{"ddp", Sharded::nothing, Sharded::nothing},
                                 {"megatron", Sharded::state, Sharded::gradients},
                                 {"zero2", Sharded::gradients, Sharded::gradients},
                                 {"fsdp", Sharded::parameters, Sharded::parameters}};
+
+// What --strategy may be.
+std::vector<std::string> plannable() {
+  std::vector<std::string> names{"all"};
+  for (const auto& formula : formulas) names.push_back(find_strategy(formula.strategy).name);
+  return names;
+}
 
 ElementBytes element_bytes(const std::string& dtype, const std::string& optimizer) {
   constexpr double main_copy = 4;
@@ -124,7 +130,7 @@ Json json_of(const std::string& strategy, const ModelPlan& plan) {
 int plan_built_in(const PlanOptions& options) {
   constexpr double mebibyte = 1 << 20;
   const int ranks = options.train.ranks.value_or(2);
-  const auto& compress = options.train.compress;
+  const auto compress = options.train.compress();
   auto table = fmt::format("{} {} on {} rank(s), {}, {}{}; MiB of the rank that holds most\n\n", options.train.model,
                            options.train.size, ranks, options.train.dtype, options.train.optimizer,
                            compress == "none" ? "" : ", gradients as " + compress);
@@ -137,18 +143,20 @@ int plan_built_in(const PlanOptions& options) {
                    {"dtype", options.train.dtype},
                    {"optimizer", options.train.optimizer},
                    {"transport", options.train.transport},
-                   {"compress", options.train.compress}}},
+                   {"compress", compress}}},
                  {"strategies", Json::array()}};
   bool once = false, gathers = false;
-  for (const auto* strategy : {"ddp", "zero1", "zero2", "megatron", "fsdp"}) {
+  for (const auto& formula : formulas) {
+    const auto* strategy = formula.strategy;
     if (!wanted(options, strategy)) continue;
     auto train = options.train;
     train.strategy = strategy;
     try {
       train.complete();
+      train.check_strategy(ranks, /*hosts=*/1);
     } catch (const UsageError&) {
       // --strategy all: those that take the hook.
-      if (options.strategy == "all" && train.compress != "none") continue;
+      if (options.strategy == "all" && compress != "none") continue;
       throw;
     }
     const auto model =
@@ -177,7 +185,7 @@ int plan_built_in(const PlanOptions& options) {
 }
 
 void check(PlanOptions& options) {
-  std::vector<std::string> known = {"all", "ddp", "zero1", "zero2", "megatron", "fsdp"};
+  const auto known = plannable();
   if (std::find(known.begin(), known.end(), options.strategy) == known.end()) {
     throw UsageError(fmt::format("--strategy {}: choose one of {}", options.strategy, fmt::join(known, ", ")));
   }
@@ -192,6 +200,7 @@ void check(PlanOptions& options) {
     train.dtype = "float32";
   }
   train.complete();
+  if (options.strategy != "all") train.check_strategy(train.ranks.value_or(2), /*hosts=*/1);
   if (options.params) state_per_element(train.optimizer);
 }
 
@@ -209,7 +218,8 @@ void add_plan_command(CLI::App& app, Action& chosen) {
       ->excludes(number)
       ->capture_default_str();
   command->add_option("--ranks", train.ranks, "default: 2");
-  command->add_option("--strategy", options->strategy, "strategy: all, ddp, zero1, zero2, megatron, fsdp")
+  command->add_option("--strategy", options->strategy,
+                      fmt::format("strategy: {}", fmt::join(plannable(), ", ")))
       ->capture_default_str();
   command
       ->add_option("--dtype", train.dtype,
@@ -224,9 +234,12 @@ void add_plan_command(CLI::App& app, Action& chosen) {
           "transport; auto and host: all ranks on one host, where sharded strategies have one copy of the parameters")
       ->excludes(number)
       ->capture_default_str();
-  command->add_option("--compress", train.compress, "compression of gradients, as for train")
+  command
+      ->add_option_function<std::string>(
+          "--compress", [&train](const std::string& text) { train.strategy_options["compress"] = text; },
+          "compression of gradients, as for train")
       ->excludes(number)
-      ->capture_default_str();
+      ->default_str("none");
   command->add_option("--json", options->json, "write the figures as JSON to this file; - is standard output");
   command->callback([options, &chosen] {
     check(*options);

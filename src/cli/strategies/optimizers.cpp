@@ -10,18 +10,15 @@
 namespace shoal::cli {
 namespace {
 
-OptimizerKind::ParamGroups one_group(const torch::nn::Module& model) {
-  OptimizerKind::ParamGroups groups;
+OptimizerRecipe::ParamGroups one_group(const torch::nn::Module& model) {
+  OptimizerRecipe::ParamGroups groups;
   groups.emplace_back(model.parameters());
   return groups;
 }
 
 template <class Optimizer, class Options>
-OptimizerKind kind(const Options& defaults, decltype(OptimizerKind::groups) groups = one_group) {
-  return {
-      std::move(groups), std::make_unique<Options>(defaults),
-      [defaults](const OptimizerKind::ParamGroups& groups) { return std::make_unique<Optimizer>(groups, defaults); },
-      element_wise<Optimizer>};
+OptimizerRecipe kind(const Options& defaults, decltype(OptimizerRecipe::groups) groups = one_group) {
+  return optimizer_recipe<Optimizer>(defaults, std::move(groups));
 }
 
 bool accumulates(const std::string& name) {
@@ -44,7 +41,7 @@ void check_optimizer(const TrainOptions& options) {
   if (*options.accum_iter < 1) throw UsageError(fmt::format("--accum-iter {}: give at least 1", *options.accum_iter));
 }
 
-OptimizerKind optimizer_kind(const TrainOptions& options) {
+OptimizerRecipe recipe_of(const TrainOptions& options) {
   using namespace torch::optim;
   const auto& name = options.optimizer;
   const auto& lr = options.lr;

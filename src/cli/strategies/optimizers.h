@@ -1,31 +1,20 @@
 #pragma once
 
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "cli/train/train_options.h"
+#include "shoal/training.h"
 
 namespace shoal::cli {
-
-// An optimizer that is still to be given its parameters: the sharded strategies make one per rank.
-struct OptimizerKind {
-  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  std::function<ParamGroups(const torch::nn::Module& model)> groups;
-  std::unique_ptr<torch::optim::OptimizerOptions> defaults;
-  std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)> make;
-  bool element_wise = false;
-};
 
 std::vector<std::string> optimizer_names();
 // Throws UsageError for options that the optimizer does not take.
 void check_optimizer(const TrainOptions& options);
 // With the hyper-parameters of the reference runs, where the options do not say others.
-OptimizerKind optimizer_kind(const TrainOptions& options);
+OptimizerRecipe recipe_of(const TrainOptions& options);
 
 // How many elements the optimizer keeps for a parameter of these sizes in its param group of this number.
 int64_t state_numel(const std::string& name, at::IntArrayRef sizes, size_t group);

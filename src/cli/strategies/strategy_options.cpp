@@ -4,63 +4,120 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <vector>
 
-#include "shoal/error.h"
+#include "shoal/training.h"
 
 namespace shoal::cli {
 namespace {
 
 using Names = std::vector<std::string>;
 
-struct Scope {
-  Names strategies;
-  Names options;
+// What strategies say of an option of one name.
+struct Offer {
+  StrategyOption option;
+  struct Text {
+    std::string help;
+    std::string usual;
+    Names strategies;
+  };
+  std::vector<Text> texts;
 };
 
-const Names with_topology{"decentralized", "hybrid_gossip"};
-
-const std::vector<Scope>& scopes() {
-  static const std::vector<Scope> list{
-      {with_topology,
-       {"--topology", "--topology-file", "--topology-local-size", "--exchange-dtype", "--neighbour-timeout"}},
-      {{"ddp", "zero1", "decentralized", "hybrid_gossip"}, {"--bucket-cap-mb"}},
-      {{"ddp", "zero1"}, {"--first-bucket-mb", "--find-unused-parameters", "--static-graph", "--no-bucket-view"}},
-      {{"local_sgd", "slowmo", "diloco"}, {"--sync-every", "--fragments", "--sync-delay", "--reduce-dtype"}},
-      {{"slowmo", "diloco"}, {"--outer-lr", "--outer-momentum"}},
-      {{"ddp"}, {"--optimizer-in-backward"}},
-      {{"ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "hybrid", "decentralized", "hybrid_gossip"},
-       {"--logging-data"}}};
-  return list;
+std::string help_of(const StrategyOption& option) {
+  return option.choices.empty() ? option.help : fmt::format("{}: {}", option.help, fmt::join(option.choices, ", "));
 }
 
-bool among(const Names& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
+std::vector<Offer> offers() {
+  std::vector<Offer> all;
+  for (const auto& name : strategy_names()) {
+    for (const auto& option : find_strategy(name).options) {
+      auto offer = std::find_if(all.begin(), all.end(), [&](const Offer& o) { return o.option.name == option.name; });
+      if (offer == all.end()) offer = all.insert(all.end(), Offer{option, {}});
+      auto& texts = offer->texts;
+      const auto same = std::find_if(texts.begin(), texts.end(), [&](const Offer::Text& text) {
+        return text.help == help_of(option) && text.usual == option.default_value;
+      });
+      if (same == texts.end()) {
+        texts.push_back({help_of(option), option.default_value, {name}});
+      } else {
+        same->strategies.push_back(name);
+      }
+    }
+  }
+  return all;
 }
 
-bool given(const CLI::App& command, const std::string& option) {
-  return command.get_option(option)->count() > 0;
+bool same_default(const Offer& offer) {
+  const auto& texts = offer.texts;
+  return std::all_of(texts.begin(), texts.end(), [&](const auto& text) { return text.usual == texts.front().usual; });
+}
+
+std::string help_of(const Offer& offer) {
+  Names parts;
+  for (const auto& text : offer.texts) {
+    parts.push_back(fmt::format("{}: {}{}", fmt::join(text.strategies, ", "), text.help,
+                                same_default(offer) ? "" : fmt::format(" (default: {})", text.usual)));
+  }
+  return fmt::format("{}", fmt::join(parts, "; "));
+}
+
+// --bucket-cap-mb of bucket_cap_mb.
+std::string spelled(std::string name) {
+  std::replace(name.begin(), name.end(), '_', '-');
+  return "--" + name;
+}
+
+void add(CLI::App& command, const Offer& offer, StrategyOptions& values) {
+  const auto& option = offer.option;
+  const auto flag = spelled(option.name);
+  const auto help = help_of(offer);
+  if (option.type == StrategyOption::Type::flag) {
+    const auto set = [&values, name = option.name](int64_t count) { values[name] = count > 0 ? "true" : "false"; };
+    command.add_flag_function(flag, set, help);
+    return;
+  }
+  const auto set = [&values, name = option.name, alone = option.alone](const std::string& text) {
+    values[name] = text.empty() ? alone : text;
+  };
+  auto* added = command.add_option_function<std::string>(flag, set, help);
+  if (option.type == StrategyOption::Type::integer) added->type_name("INT");
+  if (option.type == StrategyOption::Type::number) added->type_name("FLOAT");
+  if (!option.alone.empty()) {
+    added->expected(0, 1)->default_str(option.alone);
+  } else if (same_default(offer)) {
+    added->default_str(option.default_value);
+  }
 }
 
 }  // namespace
 
-bool has_topology(const std::string& strategy) {
-  return among(with_topology, strategy);
+void add_strategy_options(CLI::App& command, StrategyOptions& values) {
+  for (const auto& offer : offers()) add(command, offer, values);
 }
 
-void refuse_foreign_options(const CLI::App& command, const TrainOptions& options) {
-  for (const auto& scope : scopes()) {
-    if (among(scope.strategies, options.strategy)) continue;
-    for (const auto& option : scope.options) {
-      if (!given(command, option)) continue;
-      throw UsageError(fmt::format("{}: --strategy {} does not have it; it is for {}", option, options.strategy,
-                                   fmt::join(scope.strategies, ", ")));
-    }
+std::string list_of_strategies() {
+  std::string text = "Strategies:\n";
+  for (const auto& name : strategy_names()) text += fmt::format("  {:<16}{}\n", name, find_strategy(name).help);
+  return text;
+}
+
+void in_words_of_the_command_line(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const StrategyOptionError& error) {
+    throw UsageError(spelled(error.option()) + error.fault());
   }
-  if (options.topology_file.empty()) return;
-  if (given(command, "--topology")) throw UsageError("--topology and --topology-file: give one of them");
-  if (options.strategy == "decentralized" && given(command, "--topology-local-size")) {
-    throw UsageError("--topology-local-size: is for topologies by name, not for --topology-file");
+}
+
+void check_logging_data(const TrainOptions& options) {
+  if (!options.logging_data || find_strategy(options.strategy).logging_data) return;
+  Names others;
+  for (const auto& name : strategy_names()) {
+    if (find_strategy(name).logging_data) others.push_back(name);
   }
+  throw UsageError(fmt::format("--logging-data: {} does not have it; it is for {}", options.strategy,
+                               fmt::join(others, ", ")));
 }
 
 }  // namespace shoal::cli

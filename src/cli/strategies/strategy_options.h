@@ -1,17 +1,23 @@
 #pragma once
-// Options of `shoal train` that only some strategies have.
+// Options of `shoal train` that the registry of strategies knows.
 
 #include <CLI/CLI.hpp>
+#include <functional>
 #include <string>
 
 #include "cli/train/train_options.h"
 
 namespace shoal::cli {
 
-// Whether the strategy averages with neighbours.
-bool has_topology(const std::string& strategy);
+// One option of the command line for each that some strategy has: bucket_cap_mb is --bucket-cap-mb.
+void add_strategy_options(CLI::App& command, StrategyOptions& values);
+// A line for each strategy.
+std::string list_of_strategies();
 
-// UsageError for one on the line that the strategy does not have, with the strategies that do.
-void refuse_foreign_options(const CLI::App& command, const TrainOptions& options);
+// What `work` throws of an option, in the words of the command line.
+void in_words_of_the_command_line(const std::function<void()>& work);
+
+// UsageError for --logging-data with a strategy that has none, with those that do.
+void check_logging_data(const TrainOptions& options);
 
 }  // namespace shoal::cli

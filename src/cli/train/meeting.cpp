@@ -9,7 +9,7 @@
 namespace shoal::cli {
 
 Meeting::Outcome Meeting::meet(int64_t steps, bool due, bool stops) {
-  if (strategy_.in_step()) return stops ? Outcome::stop : due ? Outcome::together : Outcome::go_on;
+  if (in_step()) return stops ? Outcome::stop : due ? Outcome::together : Outcome::go_on;
   if (steps < appointed_) return Outcome::go_on;
   if (!due && !stops && steps != appointed_) return Outcome::go_on;
   while (true) {
@@ -39,12 +39,12 @@ void Meeting::together(const std::function<void(const Group&)>& work) {
   std::string tried;
   for (int attempt = 0;; ++attempt) {
     try {
-      const auto present = strategy_.present().value_or(group_);
+      const auto present = training_.present().value_or(group_);
       if (present.name() != tried) attempt = 0;
       tried = present.name();
       return work(present);
     } catch (const CommError&) {
-      if (strategy_.in_step() || attempt == most) throw;
+      if (in_step() || attempt == most) throw;
       std::this_thread::sleep_for(pause);
     }
   }

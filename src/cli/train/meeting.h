@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "cli/strategies/strategies.h"
+#include "shoal/training.h"
 
 namespace shoal::cli {
 
@@ -13,7 +13,7 @@ namespace shoal::cli {
 // rank that is furthest on. Of strategies whose ranks are always in the same step, nothing is asked.
 class Meeting {
  public:
-  Meeting(Strategy& strategy, Group group) : strategy_(strategy), group_(std::move(group)) {}
+  Meeting(TrainingCore& training, Group group) : training_(training), group_(std::move(group)) {}
 
   enum class Outcome {
     go_on,     // with the next step; where others are further on, up to theirs
@@ -28,7 +28,9 @@ class Meeting {
   void together(const std::function<void(const Group& present)>& work);
 
  private:
-  Strategy& strategy_;
+  bool in_step() const { return training_.strategy().pace != Pace::own; }
+
+  TrainingCore& training_;
   Group group_;
   int64_t appointed_ = -1;  // the step after which others wait
 };

@@ -76,7 +76,7 @@ Json config(const TrainOptions& options, const World& world) {
                  {"batch", options.batch},
                  {"accumulate", options.accumulate},
                  {"dtype", options.dtype},
-                 {"compress", options.compress},
+                 {"compress", options.compress()},
                  {"seed", options.seed}};
   result["lr"] = options.lr ? Json(*options.lr) : Json(nullptr);
   if (options.accum_iter) result["accum_iter"] = *options.accum_iter;
@@ -84,7 +84,7 @@ Json config(const TrainOptions& options, const World& world) {
   if (options.warmup_steps) result["warmup_steps"] = *options.warmup_steps;
   if (options.decay_every) result["decay_every"] = *options.decay_every;
   if (options.decay_factor) result["decay_factor"] = *options.decay_factor;
-  if (options.takes_local_updates()) result["sync_every"] = options.local_updates.every;
+  if (options.chosen().has("sync_every")) result["sync_every"] = options.values().integer("sync_every");
   if (options.steps) result["steps"] = *options.steps;
   if (options.epochs) result["epochs"] = *options.epochs;
   return result;

@@ -10,9 +10,6 @@
 
 #include "checkpoint/format/safetensors.h"
 #include "cli/commands.h"
-#include "cli/strategies/decentralized.h"
-#include "cli/strategies/fsdp.h"
-#include "cli/strategies/strategy_options.h"
 #include "cli/telemetry/trace.h"
 #include "cli/train/memory.h"
 #include "cli/train/report.h"
@@ -124,7 +121,7 @@ int train_rank(const TrainOptions& options) {
     if (meets) {
       trainer.together([&](const Group& present) {
         nlohmann::ordered_json params_per_rank;
-        if (has_topology(options.strategy)) params_per_rank = digests_of_ranks(present, *model);
+        if (options.chosen().pace == Pace::own) params_per_rank = digests_of_ranks(present, *model);
         const auto whole = trainer.whole_parameters();
         leads = present.rank() == 0;
         if (leads && !options.save.empty()) file = save_model(options, *model);
@@ -160,8 +157,7 @@ int ranks_of(const TrainOptions& options, const Placement& placement) {
     throw UsageError(fmt::format("--ranks {} contradicts the world of {} that {} describe", *options.ranks,
                                  placement.size, placement.source));
   }
-  const int ranks = started ? placement.size : options.strategy == "none" ? 1 : options.ranks.value_or(2);
-  if (options.strategy == "none" && ranks != 1) throw UsageError("--strategy none trains in one process");
+  const int ranks = started ? placement.size : options.chosen().pace == Pace::single ? 1 : options.ranks.value_or(2);
   if (options.transport == "mpi" && !started && ranks > 1) {
     throw UsageError(fmt::format("--transport mpi: start the ranks with mpirun -n {} shoal train ...", ranks));
   }
@@ -170,9 +166,7 @@ int ranks_of(const TrainOptions& options, const Placement& placement) {
 
 // What every rank would find wrong, each with an error of its own, and what would be found after the training.
 void check_start(const TrainOptions& options, const Placement& placement, int ranks) {
-  if (options.strategy == "decentralized") check_decentralized(options, ranks);
-  const bool hosts_known = placement.source == "alone" || options.topology_local_size > 1;
-  if (options.strategy == "hybrid_gossip" && hosts_known) check_hybrid_gossip(options, ranks);
+  options.check_strategy(ranks, placement.source == "alone" ? std::optional(1) : std::nullopt);
   check_data(options);
   require_open_files(ranks);
   if (ranks > 1 && (options.transport == "auto" || options.transport == "host")) require_file_size(arena_bytes);
@@ -190,7 +184,7 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
                  .threads = threads_per_rank(options, ranks),
                  .prefix_output = false,
                  .flight_recorder = options.flight_recorder,
-                 .keep_going = has_topology(options.strategy)});
+                 .keep_going = options.chosen().pace == Pace::own});
 }
 
 }  // namespace
@@ -201,7 +195,6 @@ void add_train_command(CLI::App& app, const std::vector<std::string>& line, Acti
   add_train_options(*command, *options);
   command->callback([command, options, &line, &chosen] {
     options->complete();
-    refuse_foreign_options(*command, *options);
     const auto placement = find_placement({}, process_environment());
     const int ranks = ranks_of(*options, placement);
     check_start(*options, placement, ranks);

@@ -6,10 +6,10 @@
 #include <algorithm>
 
 #include "base/limits.h"
-#include "cli/strategies/compress.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
-#include "cli/strategies/strategies.h"
+#include "cli/strategies/strategy_options.h"
+#include "cli/strategies/units.h"
 #include "comm/transport/transport.h"
 #include "models/registry.h"
 #include "shoal/error.h"
@@ -37,59 +37,16 @@ void complete_saving(TrainOptions& options) {
     options.resume = options.save;
   }
   if (options.partial && options.resume.empty()) throw UsageError("--partial needs --resume PATH");
-  if (options.strategy != "local") return;
+  if (options.chosen().pace != Pace::alone) return;
   for (const auto& [option, given] :
        {std::pair("--save-every", options.save_every > 0), std::pair("--keep-last", options.keep_last > 0),
         std::pair("--resume", !options.resume.empty())}) {
     if (!given) continue;
     throw UsageError(
-        fmt::format("{}: --strategy local has no checkpoints, because its ranks do not communicate; --save DIR alone "
+        fmt::format("{}: --strategy {} has no checkpoints, because its ranks do not communicate; --save DIR alone "
                     "saves a model at the end",
-                    option));
+                    option, options.strategy));
   }
-}
-
-void complete_local_updates(TrainOptions& options) {
-  require_at_least<int64_t>("--sync-every", options.local_updates.every, 1);
-  require_at_least("--fragments", options.local_updates.fragments, 1);
-  require_at_least<int64_t>("--sync-delay", options.local_updates.delay, 0);
-  if (!options.reduce_dtype.empty()) {
-    require_one_of("--reduce-dtype", options.reduce_dtype, {"float32", "bf16"});
-    options.local_updates.reduce_dtype = options.reduce_dtype == "bf16" ? at::kBFloat16 : at::kFloat;
-  }
-  if (options.strategy == "slowmo") {
-    const SlowMo usual;
-    options.local_updates.outer = SlowMo{.slow_lr = options.outer_lr.value_or(usual.slow_lr),
-                                         .slow_momentum = options.outer_momentum.value_or(usual.slow_momentum)};
-  } else if (options.strategy == "diloco") {
-    const OuterNesterov usual;
-    options.local_updates.outer = OuterNesterov{.lr = options.outer_lr.value_or(usual.lr),
-                                                .momentum = options.outer_momentum.value_or(usual.momentum)};
-  }
-  options.local_updates.validate();
-}
-
-void complete_compression(TrainOptions& options) {
-  const auto hook = make_hook(options.compress);
-  if (!hook) return;
-  const auto& strategy = options.strategy;
-  if (strategy == "none" || strategy == "local" || strategy == "decentralized" || options.takes_local_updates()) {
-    throw UsageError(fmt::format("--compress {}: --strategy {} sends no gradients{}", options.compress, strategy,
-                                 strategy == "decentralized" ? ", but parameters: give --exchange-dtype" : ""));
-  }
-  const bool whole = strategy == "ddp" || strategy == "zero1" || strategy == "hybrid";
-  if (!whole && !hook->serves(SumFor::parts)) {
-    throw UsageError(fmt::format(
-        "--compress {}: not supported by --strategy {}, which scatters the sums; it is for ddp, zero1 and hybrid",
-        options.compress, strategy));
-  }
-  // One object to one wrapper: the strategy uses one of these.
-  options.ddp.communication_hook = options.zero2.communication_hook = options.megatron.communication_hook = hook;
-}
-
-void check_in_backward(const TrainOptions& options) {
-  if (options.optimizer_in_backward.empty()) return;
-  require_one_of("--optimizer-in-backward", options.optimizer_in_backward, {"exact", "stale", "per_bucket"});
 }
 
 }  // namespace
@@ -99,13 +56,13 @@ void TrainOptions::complete() {
   require_one_of("--transport", transport, transport_names());
   require_one_of("--optimizer", optimizer, optimizer_names());
   require_one_of("--schedule", schedule, schedule_names());
-  require_one_of("--dtype", dtype, {"float32", "bf16_mixed", "fp16_mixed", "bf16", "float64"});
+  require_one_of("--dtype", dtype, precision_names());
   if (ranks) {
     require_at_least("--ranks", *ranks, 1);
     if (*ranks > max_ranks) throw UsageError(fmt::format("--ranks {}: give at most {}", *ranks, max_ranks));
   }
-  if (strategy == "none" && ranks && *ranks != 1) {
-    throw UsageError(fmt::format("--strategy none trains in one process: --ranks {} is not possible", *ranks));
+  if (chosen().pace == Pace::single && ranks && *ranks != 1) {
+    throw UsageError(fmt::format("--strategy {} trains in one process: --ranks {} is not possible", strategy, *ranks));
   }
   require_at_least("--threads", threads, 0);
   require_at_least("--accumulate", accumulate, 1);
@@ -132,38 +89,30 @@ void TrainOptions::complete() {
   if (!reference_data() && !steps && !epochs) epochs = 1;
   check_optimizer(*this);
   check_schedule(*this);
-  require_at_least("--topology-local-size", topology_local_size, 1);
-  if (strategy == "hybrid_gossip" && exchange_dtype != "float32" && exchange_dtype != "bf16") {
-    throw UsageError(fmt::format("--exchange-dtype {}: hybrid_gossip exchanges float32 or bf16", exchange_dtype));
-  }
-  require_one_of("--exchange-dtype", exchange_dtype, {"float32", "bf16", "int8", "top_k"});
-  constexpr double years = 1e8;  // more does not fit the clock
-  if (!(neighbour_timeout > 0 && neighbour_timeout <= years)) {
-    throw UsageError(fmt::format("--neighbour-timeout {}: give seconds above 0, up to 1e8", neighbour_timeout));
-  }
   if (batch == 0) batch = reference_data() ? 4 : 64;
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
-  complete_compression(*this);
-  check_in_backward(*this);
-  ddp.precision = zero2.precision = precision();
-  megatron.clip_grad = clip;
-  megatron.scaler = precision().scaler;
-  megatron.grad_reduce_in_fp32 = true;
-  ddp.validate();
-  complete_local_updates(*this);
+  check_logging_data(*this);
+  in_words_of_the_command_line([this] { values(); });
 }
 
-WholeGradient TrainOptions::whole_gradient() const {
-  if (optimizer_in_backward == "stale") return WholeGradient::stale;
-  return optimizer_in_backward == "per_bucket" ? WholeGradient::per_bucket : WholeGradient::exact;
+void TrainOptions::check_strategy(int on_ranks, std::optional<int> hosts) const {
+  const auto& check = chosen().check;
+  if (check) in_words_of_the_command_line([&] { check(values(), training_options(), on_ranks, hosts); });
 }
 
-Precision TrainOptions::precision() const {
-  const bool main_copies = strategy == "megatron" || strategy.starts_with("fsdp") || strategy.starts_with("hybrid");
-  if (dtype == "bf16_mixed") return main_copies ? Precision::bf16() : Precision::bf16_mixed();
-  if (dtype == "fp16_mixed") return main_copies ? Precision::fp16() : Precision::fp16_mixed();
-  if (dtype == "bf16") return Precision::bf16();
-  return dtype == "float64" ? Precision::float64() : Precision::float32();
+std::string TrainOptions::compress() const {
+  return chosen().has("compress") ? values().text("compress") : "none";
+}
+
+TrainingOptions TrainOptions::training_options() const {
+  TrainingOptions training{.options = strategy_options,
+                           .clip_grad = clip,
+                           .precision = precision(),
+                           .units = unit_policy(model),
+                           .seed = seed};
+  const bool wide = chosen().main_copies && dtype.ends_with("_mixed") && chosen().has("grad_reduce_in_fp32");
+  if (wide) training.options.try_emplace("grad_reduce_in_fp32", "true");
+  return training;
 }
 
 void add_train_options(CLI::App& command, TrainOptions& options) {
@@ -176,15 +125,9 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->capture_default_str();
   command.add_option("--init", options.init,
                      "initial parameters: torch, reference (computed by a hash; default with --data reference)");
-  command
-      .add_option(
-          "--strategy", options.strategy,
-          "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, hybrid (fsdp on each host), local_sgd, slowmo, "
-          "diloco (ranks exchange parameters every --sync-every steps), decentralized (every rank averages with "
-          "a few neighbours), hybrid_gossip (fsdp on each host, decentralized between hosts), none (one process), "
-          "local (ranks that never communicate: the floor of the "
-          "step time)")
+  command.add_option("--strategy", options.strategy, fmt::format("{}", fmt::join(strategy_names(), ", ")))
       ->capture_default_str();
+  command.footer(list_of_strategies());
   command.add_option("--ranks", options.ranks, "number of processes to start (default: 2, or as set by the launcher)");
   command.add_option("--threads", options.threads,
                      "compute threads per rank (default: OMP_NUM_THREADS, else cores / ranks on this host)");
@@ -220,20 +163,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--steps", options.steps, "optimizer steps (default for reference data: 10)");
   command.add_option("--epochs", options.epochs, "passes over the training data (default: 1)");
   command.add_option("--dtype", options.dtype, "float32, bf16_mixed, fp16_mixed, bf16, float64")->capture_default_str();
-  command
-      .add_option("--compress", options.compress,
-                  "compression of gradients: none, fp16, bf16, int8, topk:FRACTION, powersgd:RANK[:START] (from step "
-                  "START on, default 10; ddp, zero1, and hybrid between hosts)")
-      ->capture_default_str();
   command.add_option("--clip", options.clip, "clip gradients to this total norm; 0: no clipping")
       ->capture_default_str();
-  command
-      .add_option(
-          "--optimizer-in-backward", options.optimizer_in_backward,
-          "ddp: update each bucket's parameters during backward and free its gradients. With --clip and loss scaling: "
-          "exact (updates wait for the last gradient; default), stale (use the norm of the last step), per_bucket")
-      ->expected(0, 1)
-      ->default_str("exact");
   command.add_option("--seed", options.seed, "seed of parameters, data and shuffling")->capture_default_str();
   command.add_flag("--eval", options.eval, "evaluate on the test data after every epoch");
   command.add_option("--save", options.save,
@@ -255,53 +186,7 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_flag("--logging-data", options.logging_data,
                    "print the logging data of rank 0's wrapper at the end (also part of --json)");
   command.add_option("--json", options.json, "write the report as JSON to this file; - is standard output");
-  command.add_option("--topology", options.topology, "decentralized: name of the topology; see shoal topology --list")
-      ->capture_default_str();
-  command.add_option("--topology-file", options.topology_file,
-                     "decentralized: read the topology from this JSON file instead");
-  command
-      .add_option("--topology-local-size", options.topology_local_size,
-                  "decentralized: ranks per host in the topology; hybrid_gossip: ranks that share a model (1: those of "
-                  "each host)")
-      ->capture_default_str();
-  command
-      .add_option("--exchange-dtype", options.exchange_dtype,
-                  "decentralized: format of the exchange: float32, bf16; compressed differences: int8, top_k (1 % of "
-                  "the elements)")
-      ->capture_default_str();
-  command
-      .add_option("--neighbour-timeout", options.neighbour_timeout,
-                  "decentralized: seconds after which a late neighbour is left out")
-      ->capture_default_str();
-  command
-      .add_option("--bucket-cap-mb", options.ddp.bucket_cap_mb,
-                  "ddp: MiB of gradients per all-reduce; decentralized: MiB of parameters per exchange")
-      ->capture_default_str();
-  command.add_option("--first-bucket-mb", options.ddp.first_bucket_mb, "ddp: MiB of the first bucket")
-      ->capture_default_str();
-  command.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
-                   "ddp: allow parameters that no rank uses");
-  command.add_flag("--static-graph", options.ddp.static_graph, "ddp: every step uses the graph of the first");
-  command.add_flag("!--no-bucket-view", options.ddp.gradient_as_bucket_view,
-                   "ddp: keep gradients outside of the buckets");
-  command
-      .add_option("--sync-every", options.local_updates.every,
-                  "local_sgd, slowmo, diloco: steps between two exchanges of a parameter")
-      ->capture_default_str();
-  command
-      .add_option("--fragments", options.local_updates.fragments,
-                  "local_sgd, slowmo, diloco: number of parts of the model, which are exchanged at different steps")
-      ->capture_default_str();
-  command
-      .add_option("--sync-delay", options.local_updates.delay,
-                  "local_sgd, slowmo, diloco: steps between sending an exchange and applying it")
-      ->capture_default_str();
-  command.add_option("--reduce-dtype", options.reduce_dtype,
-                     "local_sgd, slowmo, diloco: dtype of exchanges: float32, bf16 (default: dtype of the parameters)");
-  command.add_option("--outer-lr", options.outer_lr,
-                     "learning rate of the outer optimizer: slowmo (default: 1), diloco (0.7)");
-  command.add_option("--outer-momentum", options.outer_momentum,
-                     "momentum of the outer optimizer: slowmo (default: 0.5), diloco (0.9)");
+  add_strategy_options(command, options.strategy_options);
 }
 
 }  // namespace shoal::cli

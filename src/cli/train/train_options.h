@@ -6,11 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "shoal/ddp.h"
-#include "shoal/local_sgd.h"
-#include "shoal/megatron.h"
-#include "shoal/optimizer_in_backward.h"
-#include "shoal/zero.h"
+#include "shoal/training.h"
 
 namespace shoal::cli {
 
@@ -44,23 +40,10 @@ struct TrainOptions {
   bool partial = false;   // what it has of the model alone
   std::string trace;      // folder
   std::string json;
-  std::string compress = "none";      // what gradients travel as; see make_hook
-  double clip = 0;                    // largest norm of the gradients; 0: no clipping
-  std::string optimizer_in_backward;  // exact, stale, per_bucket; empty: after it
+  double clip = 0;  // largest norm of the gradients; 0: no clipping
   int timeout_seconds = 300;
   bool check_agreement = false;
-  DistributedDataParallelOptions ddp;
-  ShardedDataParallelOptions zero2;
-  DistributedOptimizerOptions megatron;
-  std::string topology = "one-peer-exp";
-  std::string topology_file;  // in its place
-  int topology_local_size = 1;
-  double neighbour_timeout = 5;  // seconds
-  std::string exchange_dtype = "float32";
-  LocalUpdatesOptions local_updates{.every = 20, .average_buffers = true};  // `outer` is as the strategy says
-  std::string reduce_dtype;        // local_sgd, slowmo, diloco; empty: the parameters' own
-  std::optional<double> outer_lr;  // slowmo, diloco; default: theirs
-  std::optional<double> outer_momentum;
+  StrategyOptions strategy_options;  // those that are on the line
   std::string flight_recorder;  // folder
   std::string metrics;          // file
   bool logging_data = false;    // print it at the end
@@ -72,14 +55,20 @@ struct TrainOptions {
     const auto colon = data.find(':');
     return colon == std::string::npos ? std::nullopt : std::optional(data.substr(colon + 1));
   }
-  bool takes_local_updates() const { return strategy == "local_sgd" || strategy == "slowmo" || strategy == "diloco"; }
+  const Strategy& chosen() const { return find_strategy(strategy); }
   // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
-  Precision precision() const;
-  WholeGradient whole_gradient() const;
+  Precision precision() const { return precision_of(strategy, dtype); }
+  // What gradients travel as.
+  std::string compress() const;
+  TrainingOptions training_options() const;
+  // Of the strategy.
+  OptionValues values() const { return option_values(chosen(), training_options().options); }
   at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
 
   // Fills in defaults that depend on other options; throws UsageError that names the option and what is allowed.
   void complete();
+  // Throws UsageError where so many ranks, on so many hosts if these are known, cannot train so.
+  void check_strategy(int ranks, std::optional<int> hosts) const;
 };
 
 void add_train_options(CLI::App& command, TrainOptions& options);

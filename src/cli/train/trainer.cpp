@@ -7,11 +7,12 @@
 #include "cli/machine.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
-#include "cli/train/common_values.h"
+#include "cli/train/exchanges.h"
 #include "cli/train/metrics.h"
 #include "models/loss.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
+#include "training/common_values.h"
 
 namespace shoal::cli {
 
@@ -41,6 +42,16 @@ std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, co
   return list;
 }
 
+// For strategies that step their optimizers themselves.
+TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) {
+  auto training = options.training_options();
+  if (options.schedule == "constant") return training;
+  training.schedule = [&options, total_steps](torch::optim::Optimizer& optimizer) {
+    return std::unique_ptr<torch::optim::LRScheduler>(make_schedule(options, optimizer, total_steps));
+  };
+  return training;
+}
+
 }  // namespace
 
 Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed)
@@ -48,10 +59,10 @@ Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_pt
       group_(group),
       model_(std::move(model)),
       feed_(feed),
-      strategy_(make_strategy(options, model_, group, total_steps())),
+      strategy_(make_training(options.strategy, model_, recipe_of(options), group, with_schedule(options, total_steps()))),
       meeting_(*strategy_, group),
       schedule_(make_schedule(options, strategy_->optimizer(), total_steps())),
-      training_(options.save.empty() && options.resume.empty() ? std::nullopt : strategy_->training_state(group)) {
+      training_(options.save.empty() && options.resume.empty() ? std::nullopt : strategy_->state()) {
   if (training_ && schedule_) training_->with(*schedule_);
 }
 
@@ -70,11 +81,11 @@ double Trainer::step(int64_t number, TrainResult& result) {
     const auto batch = feed_.next(number, micro);
     const auto loss = [&] {
       const TimedScope scope(timeline, "forward", number);
-      return models::loss_of(strategy_->forward(precision.input(batch.data)), batch.target);
+      return models::loss_of(strategy_.forward(precision.input(batch.data)), batch.target);
     }();
     const TimedScope scope(timeline, "backward", number);
-    const bool last = micro + 1 == options_.accumulate;
-    strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss, last);
+    const auto accumulating = strategy_->no_sync(micro + 1 < options_.accumulate);
+    strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss);
     loss_sum += loss.item<double>();
   }
   result.wait_ms.push_back(1e3 * (group_.statistics().waited_s - before.waited_s));
@@ -90,7 +101,7 @@ double Trainer::step(int64_t number, TrainResult& result) {
 
 // Ranks that need each other to save end with the same step; one that is interrupted while they agree, with the next.
 bool Trainer::is_interrupted(int64_t number) const {
-  const bool alone = strategy_->in_step() ? has_whole_model() && !training_ : !strategy_->bound();
+  const bool alone = in_step() ? has_whole_model() && !training_ : !strategy_->bound();
   if (alone) return interrupted != 0;
   auto anywhere = at::full({1}, interrupted != 0 ? 1 : 0, at::kInt);
   strategy_->bound().value_or(group_).all_reduce(anywhere, ReduceOp::max, {number, -1, "interrupted"}).wait();
@@ -159,7 +170,7 @@ void Trainer::tolerate(const std::function<void()>& saving) {
   } catch (const CheckpointError& error) {
     say(error);
   } catch (const CommError& error) {
-    if (strategy_->in_step()) throw;
+    if (in_step()) throw;
     say(error);
   }
 }
@@ -170,7 +181,7 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
     meeting_.together([&](const Group&) { save(steps, /*in_background=*/false); });
     result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
   } catch (const CommError& error) {
-    if (strategy_->in_step()) throw;
+    if (in_step()) throw;
     if (leads()) fmt::print(stderr, "shoal: no checkpoint of the end: {}\n", error.what());
   }
 }
@@ -178,12 +189,12 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
 void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& result) {
   Evaluation evaluation;
   meeting_.together([&](const Group& present) {
-    result.figures = strategy_->figures();
+    result.figures = exchange_figures(*strategy_);
     const auto whole = strategy_->whole_parameters();
-    // Running means of batch norms, which are saved as rank 0 has them. Under `local` each rank evaluates its own
-    // model.
+    // Running means of batch norms, which are saved as rank 0 has them. Ranks that know nothing of each other evaluate
+    // their own models.
     std::optional<CommonValues> buffers;
-    if (options_.strategy != "local") buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
+    if (strategy_->strategy().pace != Pace::alone) buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
     evaluation = evaluate(*model_, *feed_.test_data(), present, options_.precision());
   });
   result.eval.push_back(evaluation);
@@ -225,7 +236,6 @@ TrainResult Trainer::run() {
   const int64_t first = resume();
   const auto before = group_.statistics();
   const auto wire = loopback_bytes();
-  const bool in_step = strategy_->in_step();
   bool reports = group_.rank() == 0;
   Metrics metrics(reports ? options_.metrics : "");
   Progress progress(reports, total - first, "samples");
@@ -239,7 +249,7 @@ TrainResult Trainer::run() {
   int64_t number = first;
   for (; number < total && !result.stopped; ++number) {
     // Ranks that go on without each other make the first step together.
-    const bool stops = is_interrupted(number) && (in_step || number > first);
+    const bool stops = is_interrupted(number) && (in_step() || number > first);
     if (meeting_.meet(number, /*due=*/false, stops) == Meeting::Outcome::stop) {
       result.stopped = true;
       break;
@@ -257,13 +267,13 @@ TrainResult Trainer::run() {
     result.samples += samples_per_step;
     take_over();
     if (metrics.wanted()) metrics.write(metrics_of(number, first, result));
-    progress.update(number + 1 - first, result.samples * group_.size(), result.loss.back(), strategy_->note());
+    progress.update(number + 1 - first, result.samples * group_.size(), result.loss.back(), missed_exchanges(*strategy_));
     const bool ends = number + 1 == total;
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
     const bool evaluates = options_.eval && (epoch_ends || ends);
     const bool saves = is_due(number + 1) && !ends;
     if (!evaluates && !saves && !ends) continue;
-    const auto outcome = meeting_.meet(number + 1, /*due=*/true, !in_step && interrupted != 0);
+    const auto outcome = meeting_.meet(number + 1, /*due=*/true, !in_step() && interrupted != 0);
     result.stopped = outcome == Meeting::Outcome::stop && !ends;
     if (outcome == Meeting::Outcome::go_on || result.stopped) continue;
     if (evaluates) {
@@ -286,7 +296,7 @@ TrainResult Trainer::run() {
   for (const auto* local : strategy_->local_optimizers()) {
     result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));
   }
-  if (!result.stopped) meeting_.together([&](const Group&) { result.figures = strategy_->figures(); });
+  if (!result.stopped) meeting_.together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
   result.logging = strategy_->logging_data();
   const auto after = group_.statistics();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};

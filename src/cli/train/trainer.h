@@ -9,12 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "cli/strategies/strategies.h"
 #include "cli/train/evaluate.h"
 #include "cli/train/feed.h"
 #include "cli/train/meeting.h"
 #include "cli/train/progress.h"
+#include "cli/train/train_options.h"
+#include "models/model.h"
 #include "shoal/schedules.h"
+#include "shoal/training.h"
 #include "shoal/world.h"
 
 namespace shoal::cli {
@@ -35,8 +37,8 @@ struct TrainResult {
   double state_mib = 0;
   int64_t wire_bytes = 0;                               // over TCP between ranks of this host, all of them together
   std::vector<Evaluation> eval;                         // per epoch
-  std::vector<std::pair<std::string, double>> figures;  // see Strategy
-  std::optional<LoggingData> logging;                   // the same
+  std::vector<std::pair<std::string, double>> figures;  // see exchange_figures
+  std::optional<LoggingData> logging;                   // of the wrapper, if there is one
   double seconds = 0;                                   // training alone, without evaluation and saving
   int64_t samples = 0;                                  // of this rank
   bool stopped = false;                                 // by an interrupt
@@ -49,7 +51,7 @@ class Trainer {
 
   // Trains to the end, or until interrupted, from where `--resume` says; saves where that is due. Collective.
   TrainResult run();
-  // See Strategy.
+  // See TrainingCore.
   std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
   bool has_whole_model() const { return strategy_->has_whole_model(); }
   // See Meeting.
@@ -60,6 +62,8 @@ class Trainer {
   nlohmann::ordered_json metrics_of(int64_t number, int64_t first, const TrainResult& result) const;
   // Whether this rank, or one of those with which it makes every step, was interrupted before this one.
   bool is_interrupted(int64_t number) const;
+  // Whether ranks are always in the same step, and end together.
+  bool in_step() const { return strategy_->strategy().pace != Pace::own; }
   bool leads() const { return strategy_->leader() == group_.rank(); }
   int64_t total_steps() const;
   // Returns the first step.
@@ -77,7 +81,7 @@ class Trainer {
   Group group_;
   std::shared_ptr<models::Model> model_;
   Feed& feed_;
-  std::unique_ptr<Strategy> strategy_;
+  Training<models::Model> strategy_;
   Meeting meeting_;
   std::unique_ptr<LambdaLR> schedule_;
   std::optional<TrainingState> training_;

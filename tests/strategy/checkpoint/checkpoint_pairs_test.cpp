@@ -20,7 +20,7 @@ TEST_P(Pairs, BEY05_AnyStrategyAtAnyNumberOfRanksTakesIt) {
       test::train(*running, *ranks, 0, 2);
       save(run_of(from), *running->state, {.step = 2});
       const CheckpointReader reader(run_of(from));
-      const bool own_values = GetParam() == "decentralized" || GetParam() == "diloco" || GetParam() == "gossip";
+      const bool own_values = GetParam() == "decentralized" || GetParam() == "diloco" || GetParam() == "shard_gossip";
       own_values ? test::expect_mean(*running, *ranks, reader) : test::expect_holds(*running, reader);
     }
     group().barrier().wait();

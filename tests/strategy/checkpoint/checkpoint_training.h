@@ -15,18 +15,17 @@
 #include <string>
 
 #include "checkpoint/loading/reader.h"
-#include "comm/group/text.h"
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"
 #include "shoal/decentralized.h"
 #include "shoal/fsdp.h"
 #include "shoal/hooks.h"
 #include "shoal/local_sgd.h"
-#include "shoal/megatron.h"
 #include "shoal/optim.h"
 #include "shoal/shard_gossip.h"
-#include "shoal/zero.h"
-#include "tests/support/temp_folder.h"
+#include "shoal/training.h"
+#include "tests/support/shared_folder.h"
+#include "tests/support/variants.h"
 #include "tests/support/world.h"
 
 namespace shoal::test {
@@ -95,10 +94,13 @@ inline std::vector<at::Tensor> trainable(const torch::nn::Module& module) {
 
 const inline auto adamw = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
 
+// Names that variant() knows, but none: DistributedDataParallel, saved as a bare module; fsdp_b: bfloat16 parameters with
+// float32 main copies.
 inline const std::vector<std::string>& all_strategies() {
-  static const std::vector<std::string> names{"none",          "ddp",    "zero1",  "zero2",    "megatron",
-                                              "megatron_g",    "fsdp",   "fsdp_b", "no_shard", "hybrid",
-                                              "decentralized", "diloco", "gossip"};
+  static const std::vector<std::string> names{"none",          "ddp",    "zero1",        "zero2",
+                                              "megatron",      "megatron_in_grads", "fsdp", "fsdp_b",
+                                              "fsdp_no_shard", "fsdp_hybrid", "decentralized", "diloco",
+                                              "shard_gossip"};
   return names;
 }
 
@@ -129,8 +131,80 @@ inline Tensors full_parameters(FullyShardedDataParallel<Net>& parallel) {
   return all;
 }
 
-// megatron_g: parameters are gathered in the gradients' memory; fsdp_b: bfloat16 parameters with float32 main copies;
-// hybrid, gossip: models are divided between pairs of ranks. NAME_HOOK: with a hook of hook_of().
+// What is looked at more closely than the registry's object lets one: whether `strategy` is one of those.
+inline bool start_own(Running& running, const std::string& strategy, const std::shared_ptr<Net>& model,
+                      const Group& group) {
+  if (strategy == "none") {
+    const auto optimizer = std::make_shared<FusedAdamW>(trainable(*model), adamw);
+    train_by(running, std::make_shared<DistributedDataParallel<Net>>(model, group), optimizer);
+    running.state = std::make_unique<TrainingState>(model, *optimizer, group);
+    running.optimizer_state = [optimizer, model] { return shoal::optimizer_state(*optimizer, *model); };
+    return true;
+  }
+  if (strategy == "diloco") {
+    const auto optimizer = std::make_shared<FusedAdamW>(trainable(*model), adamw);
+    const auto local = std::make_shared<LocalUpdates>(
+        model, *optimizer, group,
+        LocalUpdatesOptions{.every = 3, .outer = OuterNesterov{}, .fragments = 2, .delay = 1});
+    running.wrapper = local;
+    running.optimizer = optimizer;
+    running.step = [raw = local.get(), model](const at::Tensor& input) {
+      model->forward(input).pow(2).mean().backward();
+      raw->step();
+      raw->zero_grad();
+    };
+    running.state = std::make_unique<TrainingState>(*local);
+    running.optimizer_state = [optimizer, model] { return shoal::optimizer_state(*optimizer, *model); };
+    return true;
+  }
+  if (strategy == "shard_gossip") {
+    const auto hosts = host_groups(group, ranks_per_model(group));
+    const auto parallel = std::make_shared<FullyShardedDataParallel<Net>>(
+        model, hosts.inside, FullyShardedDataParallelOptions{.auto_wrap_policy = wrap_size(20)});
+    const auto optimizer = std::make_shared<ShardGossipOptimizer<FusedAdamW>>(*parallel, hosts.across, adamw);
+    train_by(running, parallel, optimizer);
+    running.state = std::make_unique<TrainingState>(*parallel, *optimizer, group);
+    running.optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
+    running.parameters = [raw = parallel.get()] { return full_parameters(*raw); };
+    return true;
+  }
+  if (strategy != "fsdp_b") return false;
+  const auto parallel = std::make_shared<FullyShardedDataParallel<Net>>(
+      model, group,
+      FullyShardedDataParallelOptions{
+          .auto_wrap_policy = wrap_size(20), .param_dtype = at::kBFloat16, .buffer_dtype = at::kBFloat16});
+  const auto optimizer = std::make_shared<FullyShardedOptimizer<FusedAdamW>>(*parallel, adamw);
+  train_by(running, parallel, optimizer);
+  running.state = std::make_unique<TrainingState>(*parallel, *optimizer);
+  running.optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
+  running.parameters = [raw = parallel.get()] { return full_parameters(*raw); };
+  return true;
+}
+
+// By the registry.
+inline void start_registered(Running& running, const std::string& name, const std::shared_ptr<Net>& model,
+                             const Group& group, const std::shared_ptr<CommunicationHook>& hook) {
+  auto chosen = variant(name, group);
+  add_known(chosen, {{"unit_numel", "20"}});
+  const auto training = std::make_shared<Training<Net>>(
+      make_training(chosen.strategy, model, optimizer_recipe<FusedAdamW>(adamw), group,
+                    {.options = chosen.options, .communication_hook = hook}));
+  running.wrapper = training;
+  running.step = [raw = training.get()](const at::Tensor& input) {
+    (*raw)->backward(raw->forward(input).pow(2).mean());
+    (*raw)->step();
+    (*raw)->zero_grad();
+  };
+  running.state = std::make_unique<TrainingState>((*training)->state().value());
+  running.optimizer_state = [raw = training.get()] { return (*raw)->optimizer_state(); };
+  if (!name.starts_with("fsdp")) return;
+  running.parameters = [raw = training.get(), model] {
+    const auto whole = (*raw)->whole_parameters();
+    return copies(*model);
+  };
+}
+
+// NAME_HOOK: with a hook of hook_of().
 inline std::unique_ptr<Running> start(const std::string& name, const Group& group, int seed) {
   const auto end = name.rfind('_');
   const auto hook = end == std::string::npos ? nullptr : hook_of(name.substr(end + 1));
@@ -138,101 +212,13 @@ inline std::unique_ptr<Running> start(const std::string& name, const Group& grou
   auto running = std::make_unique<Running>();
   auto model = running->model = std::make_shared<Net>(seed);
   running->parameters = [model] { return copies(*model); };
-  if (strategy == "none" || strategy == "ddp") {
-    const auto optimizer = std::make_shared<FusedAdamW>(trainable(*model), adamw);
-    const auto parallel = std::make_shared<DistributedDataParallel<Net>>(
-        model, group, DistributedDataParallelOptions{.communication_hook = hook});
-    train_by(*running, parallel, optimizer);
-    running->state = strategy == "ddp" ? std::make_unique<TrainingState>(*parallel, *optimizer)
-                                       : std::make_unique<TrainingState>(model, *optimizer, group);
-    running->optimizer_state = [optimizer, model] { return shoal::optimizer_state(*optimizer, *model); };
-  } else if (strategy.starts_with("zero")) {
-    const auto optimizer = std::make_shared<OSS<FusedAdamW>>(trainable(*model), adamw, group);
-    if (strategy == "zero1") {
-      const auto parallel = std::make_shared<DistributedDataParallel<Net>>(model, group);
-      train_by(*running, parallel, optimizer);
-      running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
-    } else {
-      const auto parallel = std::make_shared<ShardedDataParallel<Net>>(
-          model, *optimizer, group, ShardedDataParallelOptions{.communication_hook = hook});
-      train_by(*running, parallel, optimizer);
-      running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
-    }
-    running->optimizer_state = [raw = optimizer.get(), model] { return raw->state_dict(*model); };
-  } else if (strategy.starts_with("megatron")) {
-    const auto optimizer = std::make_shared<DistributedOptimizer<FusedAdamW>>(
-        model, adamw, group,
-        DistributedOptimizerOptions{.reuse_grad_buf_for_param_gather = strategy == "megatron_g",
-                                    .communication_hook = hook});
-    train_by(*running, model, optimizer);
-    running->state = std::make_unique<TrainingState>(*optimizer);
-    running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
-  } else if (strategy == "decentralized") {
-    const auto parallel =
-        std::make_shared<DecentralizedDataParallel<Net>>(model, optimizer_with<FusedAdamW>(adamw), group);
-    running->wrapper = parallel;
-    running->step = [raw = parallel.get()](const at::Tensor& input) { raw->forward(input).pow(2).mean().backward(); };
-    running->state = std::make_unique<TrainingState>(*parallel);
-    running->optimizer_state = [raw = parallel.get()] { return raw->state_dict(); };
-  } else if (strategy == "diloco") {
-    const auto optimizer = std::make_shared<FusedAdamW>(trainable(*model), adamw);
-    const auto local = std::make_shared<LocalUpdates>(
-        model, *optimizer, group,
-        LocalUpdatesOptions{.every = 3, .outer = OuterNesterov{}, .fragments = 2, .delay = 1});
-    running->wrapper = local;
-    running->optimizer = optimizer;
-    running->step = [raw = local.get(), model](const at::Tensor& input) {
-      model->forward(input).pow(2).mean().backward();
-      raw->step();
-      raw->zero_grad();
-    };
-    running->state = std::make_unique<TrainingState>(*local);
-    running->optimizer_state = [optimizer, model] { return shoal::optimizer_state(*optimizer, *model); };
-  } else if (strategy == "gossip") {
-    const auto hosts = host_groups(group, group.size() % 2 == 0 ? 2 : 1);
-    const auto parallel = std::make_shared<FullyShardedDataParallel<Net>>(
-        model, hosts.inside, FullyShardedDataParallelOptions{.auto_wrap_policy = wrap_size(20)});
-    const auto optimizer = std::make_shared<ShardGossipOptimizer<FusedAdamW>>(*parallel, hosts.across, adamw);
-    train_by(*running, parallel, optimizer);
-    running->state = std::make_unique<TrainingState>(*parallel, *optimizer, group);
-    running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
-    running->parameters = [raw = parallel.get()] { return full_parameters(*raw); };
-  } else {
-    FullyShardedDataParallelOptions options{.auto_wrap_policy = wrap_size(20), .communication_hook = hook};
-    if (strategy == "fsdp_b") options.param_dtype = options.buffer_dtype = at::kBFloat16;
-    if (strategy == "no_shard") options.sharding_strategy = ShardingStrategy::no_shard;
-    if (strategy == "hybrid") {
-      options.sharding_strategy = ShardingStrategy::hybrid_shard;
-      options.shard_size = group.size() % 2 == 0 ? 2 : 1;
-    }
-    const auto parallel = std::make_shared<FullyShardedDataParallel<Net>>(model, group, options);
-    const auto optimizer = std::make_shared<FullyShardedOptimizer<FusedAdamW>>(*parallel, adamw);
-    train_by(*running, parallel, optimizer);
-    running->state = std::make_unique<TrainingState>(*parallel, *optimizer);
-    running->optimizer_state = [raw = optimizer.get()] { return raw->state_dict(); };
-    running->parameters = [raw = parallel.get()] { return full_parameters(*raw); };
-  }
+  if (!start_own(*running, strategy, model, group)) start_registered(*running, strategy, model, group, hook);
   return running;
 }
 
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && at::equal(a.cpu(), b.cpu());
 }
-
-// One folder for all ranks, gone at the end.
-class SharedFolder {
- public:
-  SharedFolder() {
-    if (world().group().rank() == 0) folder_ = std::make_unique<TempFolder>();
-    path_ = broadcast_text(world().group(), folder_ ? folder_->path().string() : "", 0, {});
-  }
-  ~SharedFolder() { world().group().barrier().wait(); }
-  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
-
- private:
-  std::unique_ptr<TempFolder> folder_;
-  std::filesystem::path path_;
-};
 
 // The first ranks of the world, where this one is among them.
 inline std::optional<Group> first_ranks(int ranks) {

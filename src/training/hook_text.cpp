@@ -1,14 +1,13 @@
-#include "cli/strategies/compress.h"
+#include "training/hook_text.h"
 
 #include <fmt/format.h>
 
 #include <charconv>
 #include <vector>
 
-#include "shoal/error.h"
-#include "shoal/hooks.h"
+#include "shoal/training.h"
 
-namespace shoal::cli {
+namespace shoal {
 namespace {
 
 std::vector<std::string> split(const std::string& text) {
@@ -28,7 +27,7 @@ T number(const std::string& text, const std::string& whole) {
   T value{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error == std::errc() && end == text.data() + text.size()) return value;
-  throw UsageError(fmt::format("--compress {}: '{}' is not a number", whole, text));
+  throw StrategyOptionError("compress", fmt::format(" {}: '{}' is not a number", whole, text));
 }
 
 }  // namespace
@@ -61,8 +60,9 @@ std::shared_ptr<CommunicationHook> make_hook(const std::string& text) {
   if (kind == "topk" && parts.size() == 2) {
     return std::make_shared<TopKHook>(TopKOptions{.fraction = number<double>(parts[1], text)});
   }
-  throw UsageError(fmt::format(
-      "--compress {}: give none, fp16, bf16, int8, powersgd:RANK, powersgd:RANK:START or topk:FRACTION", text));
+  throw StrategyOptionError(
+      "compress",
+      fmt::format(" {}: give none, fp16, bf16, int8, powersgd:RANK, powersgd:RANK:START or topk:FRACTION", text));
 }
 
-}  // namespace shoal::cli
+}  // namespace shoal

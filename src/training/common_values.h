@@ -8,7 +8,7 @@
 
 #include "shoal/group.h"
 
-namespace shoal::cli {
+namespace shoal {
 
 // While it lives, these tensors hold the same on all ranks of the group; then they are this rank's own again, to the
 // last bit, and autograd and the wrappers have noticed nothing. Constructor: collective; where it throws, nothing has
@@ -29,4 +29,4 @@ class CommonValues {
   std::vector<std::pair<at::Tensor, at::Tensor>> own_;  // a tensor, and this rank's values
 };
 
-}  // namespace shoal::cli
+}  // namespace shoal

@@ -1,9 +1,9 @@
-#include "cli/train/common_values.h"
+#include "training/common_values.h"
 
 #include <torch/types.h>
 #include <torch/utils.h>
 
-namespace shoal::cli {
+namespace shoal {
 
 CommonValues::CommonValues(Of of, const std::vector<at::Tensor>& tensors, const Group& group) {
   const torch::NoGradGuard no_grad;
@@ -28,4 +28,4 @@ CommonValues::~CommonValues() {
   for (auto& [tensor, values] : own_) tensor.variable_data().copy_(values);
 }
 
-}  // namespace shoal::cli
+}  // namespace shoal

@@ -1,0 +1,33 @@
+// none, local: nothing is exchanged.
+
+#include "training/builtin.h"
+#include "training/replicated.h"
+
+namespace shoal {
+namespace {
+
+class Local : public ReplicatedTraining {
+ public:
+  using ReplicatedTraining::ReplicatedTraining;
+  std::optional<TrainingState> state() override { return std::nullopt; }
+};
+
+void check_single(const OptionValues&, const TrainingOptions&, int ranks, std::optional<int>) {
+  if (ranks != 1) throw UsageError("strategy none trains in one process");
+}
+
+}  // namespace
+
+std::vector<Strategy> strategies_without_exchange() {
+  return {{.name = "none",
+           .help = "one process",
+           .pace = Pace::single,
+           .check = check_single,
+           .make = [](const TrainingParts& parts) { return std::make_unique<ReplicatedTraining>(parts); }},
+          {.name = "local",
+           .help = "ranks that never communicate: the floor of the step time",
+           .pace = Pace::alone,
+           .make = [](const TrainingParts& parts) { return std::make_unique<Local>(parts); }}};
+}
+
+}  // namespace shoal

@@ -1,0 +1,19 @@
+#pragma once
+// The library's own strategies, in the order of a help text.
+
+#include <vector>
+
+#include "shoal/training.h"
+
+namespace shoal {
+
+std::vector<Strategy> ddp_strategies();
+std::vector<Strategy> zero_strategies();
+std::vector<Strategy> megatron_strategies();
+std::vector<Strategy> fsdp_strategies();
+std::vector<Strategy> local_update_strategies();
+std::vector<Strategy> decentralized_strategies();
+std::vector<Strategy> hybrid_gossip_strategies();
+std::vector<Strategy> strategies_without_exchange();
+
+}  // namespace shoal

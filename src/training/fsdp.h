@@ -1,0 +1,51 @@
+#pragma once
+// FullyShardedDataParallel as a strategy, alone and between hosts that gossip.
+
+#include "shoal/fsdp.h"
+#include "training/parts.h"
+
+namespace shoal {
+
+// FullyShardedCore with what the wrapper's forward takes from it.
+class OpenFullyShardedCore : public OpenCore<FullyShardedCore> {
+ public:
+  using OpenCore::OpenCore;
+  using FullyShardedCore::input_cast;
+};
+
+class FsdpTraining : public WrappedTraining<OpenFullyShardedCore, TrainingCore> {
+ public:
+  using MakeOptimizer = std::function<std::unique_ptr<FullyShardedOptimizerCore>(FullyShardedCore& parallel)>;
+
+  // group: the ranks that share a model. make: its optimizer; none: the recipe's.
+  FsdpTraining(const TrainingParts& parts, const Group& group, ShardingStrategy sharding,
+               const MakeOptimizer& make = {});
+
+  at::Tensor scale_loss(const at::Tensor& loss) const override { return optimizer_->scale_loss(loss); }
+  bool step() override { return optimizer_->step().updated; }
+  Joinable& joinable() override { return *parallel_; }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  std::vector<const torch::optim::Optimizer*> local_optimizers() const override {
+    return {&optimizer_->local_optimizer()};
+  }
+  OptimizerState optimizer_state() override { return optimizer_->state_dict(); }
+  std::optional<TrainingState> state() override { return TrainingState(*parallel_, *optimizer_); }
+  std::vector<at::Tensor> parameters() const override;
+  std::vector<at::Tensor> gradients() const override { return parallel_->own_gradients(); }
+  std::shared_ptr<void> whole_parameters() override;
+  bool has_whole_model() const override { return parallel_->shared(); }
+  TensorCast input_cast() const override { return parallel_->input_cast(); }
+
+ protected:
+  OpenFullyShardedCore& wrapper() const override { return *parallel_; }
+
+  std::unique_ptr<OpenFullyShardedCore> parallel_;
+  std::unique_ptr<FullyShardedOptimizerCore> optimizer_;
+};
+
+// Param groups of the recipe; none: the optimizer takes all trainable parameters.
+OptimizerRecipe::ParamGroups groups_of_units(const TrainingParts& parts);
+FullyShardedOptimizerOptions sharded_optimizer_options(const TrainingParts& parts);
+std::vector<StrategyOption> fsdp_option_list();
+
+}  // namespace shoal

@@ -1,0 +1,141 @@
+// hybrid_gossip: FSDP on every host, gossip of shards between hosts. What is evaluated and saved is the mean of the
+// hosts' models.
+
+#include <fmt/format.h>
+
+#include "shoal/shard_gossip.h"
+#include "training/builtin.h"
+#include "training/common_values.h"
+#include "training/fsdp.h"
+#include "training/topology_options.h"
+#include "training/wrapper_options.h"
+
+namespace shoal {
+namespace {
+
+ShardGossipOptions gossip_options(const OptionValues& values, const TrainingOptions& options, int hosts) {
+  ShardGossipOptions gossip{.topology = topology_of(values, options, hosts, /*local_size=*/1),
+                            .neighbour_timeout_seconds = values.number("neighbour_timeout"),
+                            .bucket_cap_mb = values.number("bucket_cap_mb")};
+  if (values.text("exchange_dtype") == "bf16") gossip.exchange_dtype = at::kBFloat16;
+  return gossip;
+}
+
+// CommError on all ranks of the host where it is one on any: an operation may be over for one of them already.
+void on_the_whole_host(const Group& host, const std::function<void()>& work) {
+  std::optional<CommError> failure;
+  try {
+    work();
+  } catch (const CommError& error) {
+    failure = error;
+  }
+  auto failed = at::full({1}, failure ? 1 : 0, at::kInt);
+  host.all_reduce(failed, ReduceOp::max, {-1, -1, "whether all ranks have answered"}).wait();
+  if (failure) throw *failure;
+  if (failed.item<int>() == 0) return;
+  throw CommError("a rank of another host has ended, as another rank of this host noticed");
+}
+
+class HybridGossip : public FsdpTraining {
+ public:
+  HybridGossip(const TrainingParts& parts, const HostGroups& hosts)
+      : FsdpTraining(parts, hosts.inside, ShardingStrategy::full_shard, averaging_with(parts, hosts.across)),
+        inside_(hosts.inside) {}
+
+  std::optional<TrainingState> state() override { return TrainingState(*parallel_, gossip(), group_); }
+  std::shared_ptr<void> whole_parameters() override { return std::make_shared<Mean>(*this); }
+  bool has_whole_model() const override { return false; }
+  std::optional<Group> bound() const override { return inside_; }
+  std::optional<Group> present() override { return gossip().remaining(group_); }
+  int leader() const override { return first_of_those_left(gossip().statistics()) * inside_.size(); }
+  const ExchangeStatistics* exchanges() const override { return &gossip().statistics(); }
+  double consensus_distance() override { return gossip().consensus_distance(); }
+
+ private:
+  static MakeOptimizer averaging_with(const TrainingParts& parts, const Group& across) {
+    return [parts, across, groups = groups_of_units(parts)](FullyShardedCore& parallel) {
+      return std::make_unique<ShardGossipOptimizerCore>(
+          parallel, across, groups, parts.recipe.defaults->clone(), parts.recipe.make, parts.recipe.element_wise,
+          sharded_optimizer_options(parts), gossip_options(parts.values, parts.options, across.size()));
+    };
+  }
+
+  // Parameters, and floating-point buffers of all ranks, which FSDP leaves to each.
+  class Mean {
+   public:
+    // The buffers last, and over those that were there at first: when a rank ends in the middle, who has got on further
+    // than others meets it there, too, and all begin again.
+    explicit Mean(HybridGossip& training) : gossip_(training.gossip()) {
+      const auto present = training.present();
+      gossip_.hold_mean();
+      try {
+        on_the_whole_host(training.inside_, [&] {
+          buffers_ = std::make_unique<CommonValues>(CommonValues::Of::mean, training.module_->buffers(), *present);
+        });
+        whole_ = training.FsdpTraining::whole_parameters();
+      } catch (...) {
+        buffers_.reset();
+        gossip_.hold_own();
+        throw;
+      }
+    }
+    ~Mean() {
+      try {
+        whole_.reset();
+        gossip_.hold_own();
+      } catch (const Error&) {  // a rank of this host has ended, and with it the host: its next step says so
+      }
+    }
+    Mean(const Mean&) = delete;
+    Mean& operator=(const Mean&) = delete;
+
+   private:
+    ShardGossipOptimizerCore& gossip_;
+    std::unique_ptr<CommonValues> buffers_;
+    std::shared_ptr<void> whole_;
+  };
+
+  ShardGossipOptimizerCore& gossip() const { return static_cast<ShardGossipOptimizerCore&>(*optimizer_); }
+
+  Group inside_;
+};
+
+// Where no number is given, the ranks of each host share a model.
+std::unique_ptr<TrainingCore> make_hybrid_gossip(const TrainingParts& parts) {
+  const auto size = static_cast<int>(parts.values.integer("topology_local_size"));
+  return std::make_unique<HybridGossip>(parts,
+                                        host_groups(parts.group, size > 1 ? std::optional<int>(size) : std::nullopt));
+}
+
+void check_hybrid_gossip(const OptionValues& values, const TrainingOptions& options, int ranks, std::optional<int> hosts) {
+  check_topology_options(values);
+  check_hook_of_parts("hybrid_gossip", values);
+  const auto size = static_cast<int>(values.integer("topology_local_size"));
+  if (ranks % size != 0) {
+    throw StrategyOptionError("topology_local_size",
+                              fmt::format(" {}: {} ranks do not make hosts of {}", size, ranks, size));
+  }
+  if (size > 1) hosts = ranks / size;
+  if (hosts) gossip_options(values, options, *hosts).validate(*hosts);
+}
+
+std::vector<StrategyOption> hybrid_gossip_option_list() {
+  auto options = topology_option_list("ranks that share a model (1: those of each host)", {"float32", "bf16"});
+  for (auto& option : fsdp_option_list()) options.push_back(std::move(option));
+  return options;
+}
+
+}  // namespace
+
+std::vector<Strategy> hybrid_gossip_strategies() {
+  return {{.name = "hybrid_gossip",
+           .help = "fsdp on each host, decentralized between hosts",
+           .options = hybrid_gossip_option_list(),
+           .pace = Pace::own,
+           .main_copies = true,
+           .logging_data = true,
+           .check = check_hybrid_gossip,
+           .make = make_hybrid_gossip}};
+}
+
+}  // namespace shoal

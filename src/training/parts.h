@@ -1,0 +1,67 @@
+#pragma once
+// What the strategies of the registry make of their parts.
+
+#include <vector>
+
+#include "shoal/training.h"
+
+namespace shoal {
+
+// libtorch lists a tied parameter under each of its names, which its optimizers refuse.
+std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors);
+
+// Of the recipe, or one of all trainable parameters that are not ignored.
+OptimizerRecipe::ParamGroups groups_of(const TrainingParts& parts);
+
+// A loss scaler where precision asks for one, of strategies that do not have one themselves.
+class ScaledTraining : public TrainingCore {
+ public:
+  explicit ScaledTraining(const TrainingParts& parts) : TrainingCore(parts) {
+    if (precision_.scaler) scaler_.emplace(*precision_.scaler);
+  }
+  at::Tensor scale_loss(const at::Tensor& loss) const override { return scaler_ ? scaler_->scale(loss) : loss; }
+
+ protected:
+  TrainingState scaled(TrainingState state) {
+    if (scaler_) state.with(*scaler_);
+    return state;
+  }
+
+  std::optional<GradScaler> scaler_;
+};
+
+// A wrapper's core without the module's type, for a forward that is elsewhere.
+template <class Core>
+class OpenCore : public Core {
+ public:
+  using Core::Core;
+  using Core::after_forward;
+  using Core::before_forward;
+  using Core::forward_failed;
+  using Core::precision;
+};
+
+// What a wrapper does, by its OpenCore.
+template <class Core, class Base>
+class WrappedTraining : public Base {
+ public:
+  using Base::Base;
+
+  using TrainingCore::backward;
+  void backward(const at::Tensor& loss_sum, double weight) override {
+    wrapper().backward(this->scale_loss(loss_sum), weight);
+  }
+  NoSync no_sync(bool accumulate) override { return wrapper().no_sync(accumulate); }
+  void abandon_step() override { wrapper().abandon_step(); }
+  std::optional<LoggingData> logging_data() const override { return wrapper().logging_data(); }
+  std::vector<std::vector<std::string>> buckets() const override { return wrapper().buckets(); }
+  void before_forward() override { wrapper().before_forward(); }
+  void after_forward(const std::vector<at::Tensor>& outputs) override { wrapper().after_forward(outputs); }
+  void forward_failed() override { wrapper().forward_failed(); }
+  const Precision& precision() const override { return wrapper().precision(); }
+
+ protected:
+  virtual Core& wrapper() const = 0;
+};
+
+}  // namespace shoal

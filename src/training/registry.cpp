@@ -1,0 +1,119 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <list>
+
+#include "shoal/training.h"
+#include "training/builtin.h"
+
+namespace shoal {
+namespace {
+
+// A list: a training refers to its strategy, whatever is registered later.
+std::list<Strategy>& registry() {
+  static std::list<Strategy> all = [] {
+    std::list<Strategy> list;
+    for (const auto& group : {ddp_strategies, zero_strategies, megatron_strategies, fsdp_strategies,
+                              local_update_strategies, decentralized_strategies, hybrid_gossip_strategies,
+                              strategies_without_exchange}) {
+      for (auto& strategy : group()) list.push_back(std::move(strategy));
+    }
+    return list;
+  }();
+  return all;
+}
+
+const Strategy* found(const std::string& name) {
+  for (const auto& strategy : registry()) {
+    if (strategy.name == name) return &strategy;
+  }
+  return nullptr;
+}
+
+// One with this name has the same type in all strategies, so that a command line can have it once.
+void check_type(const Strategy& newcomer, const StrategyOption& option) {
+  for (const auto& strategy : registry()) {
+    for (const auto& other : strategy.options) {
+      if (other.name != option.name || other.type == option.type) continue;
+      throw UsageError(fmt::format("register_strategy {}: option {} has another type in {}; give it another name",
+                                   newcomer.name, option.name, strategy.name));
+    }
+  }
+}
+
+}  // namespace
+
+bool Strategy::has(const std::string& option) const {
+  return std::any_of(options.begin(), options.end(), [&](const StrategyOption& own) { return own.name == option; });
+}
+
+std::vector<std::string> strategy_names() {
+  std::vector<std::string> names;
+  for (const auto& strategy : registry()) names.push_back(strategy.name);
+  return names;
+}
+
+const Strategy& find_strategy(const std::string& name) {
+  if (const auto* strategy = found(name)) return *strategy;
+  throw UsageError(fmt::format("unknown strategy '{}'; choose from {}", name, fmt::join(strategy_names(), ", ")));
+}
+
+void register_strategy(Strategy strategy) {
+  if (strategy.name.empty()) throw UsageError("register_strategy: give the strategy a name");
+  if (found(strategy.name) != nullptr) {
+    throw UsageError(fmt::format("register_strategy {}: there is one of this name; take another", strategy.name));
+  }
+  if (!strategy.make) throw UsageError(fmt::format("register_strategy {}: give it a `make`", strategy.name));
+  for (const auto& option : strategy.options) check_type(strategy, option);
+  registry().push_back(std::move(strategy));
+}
+
+std::vector<std::string> strategies_with(const std::string& option) {
+  std::vector<std::string> names;
+  for (const auto& strategy : registry()) {
+    if (strategy.has(option)) names.push_back(strategy.name);
+  }
+  return names;
+}
+
+OptionValues option_values(const Strategy& strategy, const StrategyOptions& options) {
+  for (const auto& [name, value] : options) {
+    if (strategy.has(name)) continue;
+    const auto others = strategies_with(name);
+    throw StrategyOptionError(
+        name, others.empty() ? fmt::format(": no strategy has it")
+                             : fmt::format(": {} does not have it; it is for {}", strategy.name, fmt::join(others, ", ")));
+  }
+  return {strategy.options, options};
+}
+
+std::vector<std::string> precision_names() {
+  return {"float32", "bf16_mixed", "fp16_mixed", "bf16", "float64"};
+}
+
+Precision precision_of(const std::string& strategy, const std::string& name) {
+  const bool main_copies = find_strategy(strategy).main_copies;
+  if (name == "float32") return Precision::float32();
+  if (name == "float64") return Precision::float64();
+  if (name == "bf16") return Precision::bf16();
+  if (name == "bf16_mixed") return main_copies ? Precision::bf16() : Precision::bf16_mixed();
+  if (name == "fp16_mixed") return main_copies ? Precision::fp16() : Precision::fp16_mixed();
+  throw UsageError(fmt::format("unknown precision '{}'; choose from {}", name, fmt::join(precision_names(), ", ")));
+}
+
+std::unique_ptr<TrainingCore> make_training_core(const std::string& strategy, std::shared_ptr<torch::nn::Module> module,
+                                                 OptimizerRecipe recipe, const Group& group,
+                                                 const TrainingOptions& options) {
+  const auto& chosen = find_strategy(strategy);
+  auto values = option_values(chosen, options.options);
+  if (chosen.check) chosen.check(values, options, group.size(), std::nullopt);
+  return chosen.make({.strategy = chosen,
+                      .module = std::move(module),
+                      .recipe = std::move(recipe),
+                      .group = group,
+                      .options = options,
+                      .values = std::move(values)});
+}
+
+}  // namespace shoal

@@ -1,0 +1,26 @@
+#include "training/replicated.h"
+
+#include "engine/gradients/gradient_norm.h"
+
+namespace shoal {
+
+ReplicatedTraining::ReplicatedTraining(const TrainingParts& parts)
+    : ScaledTraining(parts), optimizer_(parts.recipe.make(groups_of(parts))) {}
+
+bool ReplicatedTraining::step() {
+  const bool found = scaler_ && scaler_->unscale(gradients());
+  if (scaler_) scaler_->update(found);
+  if (!found && clip_grad_ > 0) clip_to_norm(gradients(), local_norm(gradients(), 2), clip_grad_);
+  update(!found);
+  return !found;
+}
+
+OptimizerState ReplicatedTraining::optimizer_state() {
+  return shoal::optimizer_state(*optimizer_, *module_);
+}
+
+std::optional<TrainingState> ReplicatedTraining::state() {
+  return scaled(TrainingState(module_, *optimizer_, group_));
+}
+
+}  // namespace shoal

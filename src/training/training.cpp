@@ -1,0 +1,79 @@
+#include "shoal/training.h"
+
+#include <fmt/format.h>
+
+#include "engine/paging/operator_watch.h"
+#include "training/parts.h"
+
+namespace shoal {
+namespace {
+
+at::DeviceType device_of(const torch::nn::Module& module) {
+  const auto parameters = module.parameters();
+  return parameters.empty() ? at::kCPU : parameters.front().device().type();
+}
+
+}  // namespace
+
+std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> list;
+  for (const auto& tensor : tensors) {
+    const bool seen = std::any_of(list.begin(), list.end(), [&](const at::Tensor& other) { return other.is_same(tensor); });
+    if (!seen) list.push_back(tensor);
+  }
+  return list;
+}
+
+OptimizerRecipe::ParamGroups groups_of(const TrainingParts& parts) {
+  if (parts.recipe.groups) return parts.recipe.groups(*parts.module);
+  std::vector<at::Tensor> list;
+  const auto& ignored = parts.options.ignored;
+  for (const auto& entry : parts.module->named_parameters()) {
+    if (std::find(ignored.begin(), ignored.end(), entry.key()) != ignored.end()) continue;
+    if (entry.value().requires_grad()) list.push_back(entry.value());
+  }
+  OptimizerRecipe::ParamGroups groups;
+  groups.emplace_back(distinct(list));
+  return groups;
+}
+
+TrainingCore::TrainingCore(const TrainingParts& parts)
+    : strategy_(parts.strategy),
+      module_(parts.module),
+      group_(parts.group),
+      clip_grad_(parts.options.clip_grad),
+      precision_(parts.options.precision),
+      device_(device_of(*parts.module)) {
+  if (!(clip_grad_ >= 0)) throw UsageError(fmt::format("clip_grad {}: give a norm, or 0 for none", clip_grad_));
+}
+
+void TrainingCore::lacks(const std::string& what) const {
+  throw UsageError(fmt::format("strategy {} does not have {}", strategy_.name, what));
+}
+
+void TrainingCore::backward(const at::Tensor& /*loss_sum*/, double /*weight*/) {
+  lacks("a backward with a weight");
+}
+
+at::Tensor TrainingCore::scale_loss(const at::Tensor& loss) const {
+  return loss;
+}
+
+NoSync TrainingCore::no_sync(bool /*accumulate*/) {
+  return NoSync(nullptr);
+}
+
+Joinable& TrainingCore::joinable() {
+  lacks("a part in Join");
+}
+
+std::vector<at::Tensor> TrainingCore::gradients() const {
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : distinct(module_->parameters())) {
+    const auto& grad = parameter.grad();
+    if (grad.defined() && !is_watchable(grad)) list.push_back(grad);  // a stand-in has no memory
+  }
+  return list;
+}
+
+}  // namespace shoal

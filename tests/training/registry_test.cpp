@@ -1,0 +1,122 @@
+// Strategies by name: what a command line, a binding or a test reads from the registry.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <set>
+
+#include "shoal/training.h"
+
+namespace shoal::test {
+namespace {
+
+using testing::AllOf;
+using testing::Contains;
+using testing::HasSubstr;
+using testing::StartsWith;
+
+std::string refusal(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+std::unique_ptr<TrainingCore> make_nothing(const TrainingParts&) {
+  return nullptr;
+}
+
+TEST(Registry, NamesAreDocumentedAndUnique) {
+  const auto names = strategy_names();
+  EXPECT_EQ(std::set<std::string>(names.begin(), names.end()).size(), names.size());
+  for (const auto& name : names) {
+    const auto& strategy = find_strategy(name);
+    EXPECT_EQ(strategy.name, name);
+    EXPECT_FALSE(strategy.help.empty()) << name;
+    for (const auto& option : strategy.options) EXPECT_FALSE(option.help.empty()) << name << " " << option.name;
+  }
+}
+
+TEST(Registry, AnUnknownNameIsRefusedWithAllNames) {
+  EXPECT_THAT(refusal([] { find_strategy("zero9"); }),
+              AllOf(HasSubstr("'zero9'"), HasSubstr("ddp, zero1, zero2, megatron, fsdp"), HasSubstr("diloco")));
+}
+
+TEST(Registry, DefaultsAreValuesThatAreAccepted) {
+  for (const auto& name : strategy_names()) {
+    const auto& strategy = find_strategy(name);
+    for (const auto& option : strategy.options) {
+      if (option.default_value.empty()) continue;
+      SCOPED_TRACE(name + " " + option.name);
+      EXPECT_EQ(option_values(strategy, {{option.name, option.default_value}}).text(option.name),
+                option_values(strategy, {}).text(option.name));
+      EXPECT_FALSE(option_values(strategy, {}).given(option.name));
+    }
+  }
+}
+
+TEST(Registry, AForeignOptionIsRefusedWithTheStrategiesThatHaveIt) {
+  EXPECT_EQ(refusal([] { option_values(find_strategy("fsdp"), {{"sync_every", "5"}}); }),
+            "sync_every: fsdp does not have it; it is for local_sgd, slowmo, diloco");
+  EXPECT_EQ(refusal([] { option_values(find_strategy("fsdp"), {{"warp", "9"}}); }), "warp: no strategy has it");
+}
+
+TEST(Registry, ValuesThatDoNotFitAreRefusedByName) {
+  const auto refused = [](const std::string& strategy, const std::string& option, const std::string& value) {
+    return refusal([&] { option_values(find_strategy(strategy), {{option, value}}); });
+  };
+  EXPECT_THAT(refused("ddp", "static_graph", "yes"), StartsWith("static_graph yes: give true or false"));
+  EXPECT_THAT(refused("diloco", "sync_every", "0"), StartsWith("sync_every 0: give at least 1"));
+  EXPECT_THAT(refused("diloco", "sync_every", "2.5"), StartsWith("sync_every 2.5: give at least 1"));
+  EXPECT_THAT(refused("ddp", "bucket_cap_mb", "many"), StartsWith("bucket_cap_mb many: give a number"));
+  EXPECT_THAT(refused("ddp", "bucket_cap_mb", "nan"), StartsWith("bucket_cap_mb nan: give a number"));
+  EXPECT_THAT(refused("decentralized", "exchange_dtype", "int4"), HasSubstr("available: float32, bf16, int8, top_k"));
+}
+
+TEST(Registry, ChecksSayBeforeTheStartWhatWouldFail) {
+  const auto check = [](const std::string& name, const StrategyOptions& options, int ranks) {
+    const auto& strategy = find_strategy(name);
+    return refusal([&] { strategy.check(option_values(strategy, options), {}, ranks, 1); });
+  };
+  EXPECT_EQ(check("zero2", {{"compress", "bf16"}}, 2), "");
+  EXPECT_THAT(check("zero2", {{"compress", "powersgd:2"}}, 2), HasSubstr("it is for ddp, zero1"));
+  EXPECT_THAT(check("ddp", {{"compress", "fp8"}}, 2), StartsWith("compress fp8: give none"));
+  EXPECT_THAT(check("decentralized", {{"topology", "nonsense"}}, 2), HasSubstr("unknown topology"));
+  EXPECT_THAT(check("hybrid_gossip", {{"topology_local_size", "3"}}, 4), HasSubstr("do not make hosts of 3"));
+  EXPECT_THAT(check("none", {}, 2), HasSubstr("one process"));
+}
+
+TEST(Registry, MixedPrecisionIsAsTheStrategyDoesIt) {
+  EXPECT_EQ(precision_of("ddp", "bf16_mixed").parameters, at::kFloat);
+  EXPECT_EQ(precision_of("fsdp", "bf16_mixed").parameters, at::kBFloat16);
+  EXPECT_THAT(refusal([] { precision_of("ddp", "int8"); }), HasSubstr("float32, bf16_mixed"));
+}
+
+TEST(Registry, AStrategyOfTheProgramsOwnIsOneOfThem) {
+  register_strategy({.name = "mine",
+                     .help = "a test's",
+                     .options = {{.name = "bucket_cap_mb",
+                                  .type = StrategyOption::Type::number,
+                                  .default_value = "1",
+                                  .help = "as others have it"}},
+                     .make = make_nothing});
+  EXPECT_THAT(strategy_names(), Contains("mine"));
+  EXPECT_THAT(strategies_with("bucket_cap_mb"), Contains("mine"));
+  EXPECT_THAT(refusal([] { register_strategy({.name = "mine", .help = "again", .make = make_nothing}); }),
+              HasSubstr("there is one of this name"));
+  EXPECT_THAT(refusal([] { register_strategy({.name = "empty", .help = "does nothing"}); }), HasSubstr("`make`"));
+  EXPECT_THAT(refusal([] {
+                register_strategy({.name = "other",
+                                   .help = "another type",
+                                   .options = {{.name = "bucket_cap_mb", .help = "text"}},
+                                   .make = make_nothing});
+              }),
+              HasSubstr("option bucket_cap_mb has another type in ddp"));
+  EXPECT_THAT(strategy_names(), testing::Not(Contains("other")));
+}
+
+}  // namespace
+}  // namespace shoal::test

@@ -1,0 +1,203 @@
+// Every strategy of the registry trains through the registry alone, with options given as text, and equals one process
+// on the whole batch. Where ranks have models of their own, all of them have the whole batch.
+
+#include <gmock/gmock.h>
+#include <torch/nn/utils/clip_grad.h>
+
+#include "shoal/training.h"
+#include "tests/support/models.h"
+#include "tests/support/shared_folder.h"
+#include "tests/support/variants.h"
+#include "tests/support/world.h"
+
+namespace shoal::test {
+namespace {
+
+constexpr int steps = 4;
+constexpr int micros = 2;
+constexpr double largest_norm = 0.05;  // less than any here
+const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+
+// Several buckets, units and fragments of a small model; exchanges after every step that change nothing where ranks have
+// the same.
+const StrategyOptions small{{"bucket_cap_mb", "0.0005"}, {"first_bucket_mb", "0.0005"}, {"bucket_size", "100"},
+                            {"reduce_buffer_size", "100"}, {"unit_numel", "100"},        {"sync_every", "1"},
+                            {"outer_lr", "1"},             {"outer_momentum", "0"}};
+
+bool shares_batches(const Strategy& strategy) {
+  return strategy.pace == Pace::common && !strategy.has("sync_every");
+}
+
+at::Tensor whole_batch(int64_t step, int64_t micro) {
+  return batch(0, step, micro, /*samples=*/12);
+}
+
+// One process: the whole batch, libtorch's optimizer and its clipping.
+std::vector<at::Tensor> reference() {
+  auto model = seeded(3);
+  torch::optim::SGD optimizer(model->parameters(), sgd);
+  for (int64_t step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    for (int64_t micro = 0; micro < micros; ++micro) {
+      (mean_loss(model->forward(whole_batch(step, micro))) / micros).backward();
+    }
+    const double norm = torch::nn::utils::clip_grad_norm_(model->parameters(), largest_norm);
+    EXPECT_GT(norm, largest_norm) << "clipping takes part";
+    optimizer.step();
+  }
+  return model->parameters();
+}
+
+// Where one rank is all that a strategy has.
+Group group_of(const Strategy& strategy) {
+  return strategy.pace == Pace::single ? group().subgroup({group().rank()}) : group();
+}
+
+void train(Training<MlpImpl>& training, int64_t from, int64_t to) {
+  const auto& ranks = training->group();
+  const bool shares = shares_batches(training->strategy());
+  for (int64_t step = from; step < to; ++step) {
+    for (int64_t micro = 0; micro < micros; ++micro) {
+      const auto all = whole_batch(step, micro);
+      const auto mine = shares ? all.chunk(ranks.size())[ranks.rank()] : all;
+      const auto scope = training->no_sync(micro + 1 < micros);
+      training->backward(mean_loss(training.forward(mine)) / micros);
+    }
+    EXPECT_TRUE(training->step());
+    training->zero_grad();
+  }
+}
+
+// Collective.
+std::vector<at::Tensor> whole(Training<MlpImpl>& training) {
+  const auto scope = training->whole_parameters();
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : training.module()->parameters()) list.push_back(parameter.detach().clone());
+  return list;
+}
+
+class EveryStrategy : public testing::TestWithParam<std::string> {
+ protected:
+  static Training<MlpImpl> make(const StrategyOptions& more = {}, int seed = 3) {
+    const auto& strategy = find_strategy(GetParam());
+    Variant chosen{strategy.name, more};
+    add_known(chosen, small);
+    return make_training(strategy.name, seeded(seed), optimizer_recipe<FusedSGD>(sgd), group_of(strategy),
+                         {.options = chosen.options, .clip_grad = largest_norm, .precision = Precision::float64()});
+  }
+};
+
+TEST_P(EveryStrategy, EqualsOneProcessOnTheWholeBatch) {
+  auto training = make();
+  train(training, 0, steps);
+  EXPECT_LT(difference(whole(training), reference()), 1e-9);
+}
+
+TEST_P(EveryStrategy, GoesOnFromItsCheckpoint) {
+  const SharedFolder folder;
+  auto training = make();
+  auto state = training->state();
+  if (!state) {
+    EXPECT_EQ(training->strategy().pace, Pace::alone) << "ranks that know nothing of each other have no checkpoint";
+    return;
+  }
+  if (training->strategy().pace == Pace::single && group().size() > 1) return;  // all ranks would write the same files
+  train(training, 0, 2);
+  save(folder / "run", *state, {.step = 2});
+  auto other = make({}, /*seed=*/4);
+  auto other_state = other->state();
+  load(folder / "run", *other_state);
+  train(other, 2, steps);
+  EXPECT_LT(difference(whole(other), reference()), 1e-9);
+}
+
+TEST_P(EveryStrategy, AbandonsAStepThatHasNotBegun) {
+  if (GetParam() == "megatron") GTEST_SKIP() << "collective with the other ranks' step";
+  auto training = make();
+  training->abandon_step();
+  train(training, 0, steps);
+  EXPECT_LT(difference(whole(training), reference()), 1e-9);
+}
+
+TEST_P(EveryStrategy, SaysWhatItHolds) {
+  auto training = make();
+  train(training, 0, 1);
+  EXPECT_EQ(training->strategy().name, GetParam());
+  EXPECT_EQ(training->logging_data().has_value(), training->strategy().logging_data);
+  EXPECT_EQ(training->exchanges() != nullptr, training->strategy().pace == Pace::own);
+  EXPECT_FALSE(training->parameters().empty());
+  EXPECT_FALSE(training->local_optimizers().empty());
+  EXPECT_EQ(training->optimizer().param_groups().size(), 1U);
+  EXPECT_EQ(training->leader(), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Registry, EveryStrategy, testing::ValuesIn(strategy_names()),
+                         [](const auto& it) { return it.param; });
+
+TEST(Training, UpdatesInBackwardAreAnOption) {
+  auto training = make_training(
+      "ddp", seeded(3), optimizer_recipe<FusedSGD>(sgd), group(),
+      {.options = {{"optimizer_in_backward", "exact"}}, .clip_grad = largest_norm, .precision = Precision::float64()});
+  train(training, 0, steps);
+  EXPECT_LT(difference(whole(training), reference()), 1e-9);
+}
+
+// Every rank trains with half the rate: what a program may make of its own.
+class Halving : public TrainingCore {
+ public:
+  explicit Halving(const TrainingParts& parts)
+      : TrainingCore(parts), optimizer_(parts.recipe.make(parts.recipe.groups(*parts.module))) {
+    auto& rate = optimizer_->param_groups().front().options();
+    rate.set_lr(rate.get_lr() * parts.values.number("factor"));
+  }
+  bool step() override {
+    optimizer_->step();
+    return true;
+  }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  std::vector<const torch::optim::Optimizer*> local_optimizers() const override { return {optimizer_.get()}; }
+  OptimizerState optimizer_state() override { return shoal::optimizer_state(*optimizer_, *module_); }
+  std::optional<TrainingState> state() override { return std::nullopt; }
+
+ private:
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+TEST(Training, AProgramsOwnStrategyTrainsByItsName) {
+  register_strategy({.name = "halving",
+                     .help = "half the rate",
+                     .options = {{.name = "factor",
+                                  .type = StrategyOption::Type::number,
+                                  .default_value = "0.5",
+                                  .help = "of the rate"}},
+                     .pace = Pace::alone,
+                     .make = [](const TrainingParts& parts) { return std::make_unique<Halving>(parts); }});
+  const auto all = [](const torch::nn::Module& module) {
+    OptimizerRecipe::ParamGroups groups;
+    groups.emplace_back(module.parameters());
+    return groups;
+  };
+  auto training = make_training("halving", seeded(3), optimizer_recipe<FusedSGD>(torch::optim::SGDOptions(0.1), all),
+                                group());
+  auto model = seeded(3);
+  torch::optim::SGD optimizer(model->parameters(), 0.05);
+  const auto x = whole_batch(0, 0);
+  training->backward(mean_loss(training.forward(x)));
+  training->step();
+  mean_loss(model->forward(x)).backward();
+  optimizer.step();
+  EXPECT_LT(difference(training.module()->parameters(), model->parameters()), 1e-12);
+  EXPECT_THROW(training->backward(mean_loss(training.forward(x)), 3), UsageError) << "it has no such backward";
+}
+
+TEST(Training, WrongOptionsAreRefusedOnEveryRank) {
+  const auto make = [](const std::string& name, const StrategyOptions& options, double clip) {
+    make_training(name, seeded(3), optimizer_recipe<FusedSGD>(sgd), group(), {.options = options, .clip_grad = clip});
+  };
+  EXPECT_THROW(make("zero9", {}, 0), UsageError);
+  EXPECT_THROW(make("ddp", {{"unit_numel", "5"}}, 0), StrategyOptionError);
+  EXPECT_THROW(make("ddp", {}, -1), UsageError);
+}
+
+}  // namespace
+}  // namespace shoal::test
