@@ -19,8 +19,6 @@ struct JoinState {
   bool by_initial_size = true;  // divisor of an unweighted mean: all ranks, or only those with a batch
 };
 
-using Attendance = JoinState;
-
 // Interface of objects that take part in a Join: wrappers such as DistributedDataParallel, and DistributedOptimizer.
 class Joinable {
  public:

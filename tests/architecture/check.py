@@ -129,6 +129,59 @@ def check_names(path, text):
         yield "%s: Gloo outside src/comm/transport/gloo.cpp" % path
 
 
+# Classes of the engine have one job each.
+MOST_MEMBERS = 20
+CLASS = re.compile(r"(?<!enum )\b(?:class|struct)\s+((?:\w+::)*\w+)(?:\s+final)?\s*(?::[^;{}()]*)?\{")
+NO_MEMBER = re.compile(r"\b(using|friend|typedef|static|template|class|struct|enum|union|static_assert|operator)\b")
+
+
+def without_templates(text):
+    shorter = re.sub(r"<[^<>]*>", "", text)
+    return text if shorter == text else without_templates(shorter)
+
+
+def statements(body):
+    """The declarations of a class, given its text from behind the opening brace; what is in inner brackets left out."""
+    found, text, depth = [], "", 0
+    for c in body:
+        if c == "}" and depth == 0:
+            return found
+        depth += (c in "({[") - (c in ")}]")
+        if depth == 0 or depth == 1 and c in "({":
+            text += c
+        if depth > 0 or c not in ";}:":
+            continue
+        plain = without_templates(text)
+        is_function = "(" in plain.split("=")[0]
+        if c == ";" or c == "}" and is_function:
+            found.append(plain)
+            text = ""
+        elif re.search(r"\b(public|protected|private)\s*:$", text):
+            text = ""
+    return found
+
+
+def members(body):
+    """The number of data members that the declarations declare."""
+    count = 0
+    for plain in statements(body):
+        declared = plain.split("=")[0]
+        if "(" in declared or NO_MEMBER.search(declared) or not re.search(r"[\w&*]\s+\w", declared):
+            continue
+        count += 1 + declared.count(",")
+    return count
+
+
+def check_sizes(path, text):
+    """Violations of the number of data members that a class of the engine may have."""
+    if not path.startswith("src/engine/"):
+        return
+    for match in CLASS.finditer(text):
+        count = members(text[match.end():])
+        if count > MOST_MEMBERS:
+            yield "%s: %s has %d data members, more than %d" % (path, match.group(1), count, MOST_MEMBERS)
+
+
 def violations(root):
     files = sources(root)
     graph, found = {}, []
@@ -137,6 +190,7 @@ def violations(root):
         graph[path] = targets
         found += [line for line in (check_layers(path, target) for target in targets) if line]
         found += check_names(path, text)
+        found += check_sizes(path, text)
     return found + cycles(graph)
 
 

@@ -22,6 +22,8 @@ PLANTED = [
     ("src/strategy/other/part.cpp", '#include "shoal/zero.h"\n', "a strategy includes another"),
     ("src/strategy/shard_gossip/shard_gossip.cpp", '#include "shoal/ddp.h"\n', "a strategy includes another"),
     ("include/shoal/other.h", '#include "shoal/error.h"\n', "does not say to which layer"),
+    ("src/engine/reducer/bucket.h", "struct Large {\n  int first_;\n" + 20 * "  std::map<int, int> more_{};\n" + "};\n",
+     "Large has 21 data members"),
     ("src/nowhere/a.cpp", '#include "shoal/error.h"\n', "is not in the order of layers"),
 ]
 

@@ -8,14 +8,14 @@
 #include "cli/strategies/units.h"
 #include "comm/transport/dry_run.h"
 #include "data/reference.h"
-#include "engine/reducer/hooked_exchange.h"
+#include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "models/loss.h"
 #include "module/units.h"
 #include "shoal/group.h"
 #include "strategy/ddp/ddp.h"
-#include "strategy/fsdp/unit_exchange.h"
+#include "strategy/fsdp/unit_reduction.h"
 #include "strategy/megatron/bucket_caps.h"
 #include "strategy/zero/bucket_caps.h"
 #include "training/hook_text.h"
@@ -150,14 +150,14 @@ class Planner {
       for (const auto& tensor : chunk) bytes += static_cast<int64_t>(tensor.nbytes());
       calls.add(bytes);
     }
-    std::unique_ptr<Exchange> exchange;
+    std::unique_ptr<GradientReduction> reduction;
     if (options_.strategy == "zero2") {
-      exchange =
-          std::make_unique<ReduceToOwner>(group_, sharded_bucket_caps(gradients_, zero2_options(options_.values(), {}), ranks_), owners_);
+      const auto caps = sharded_bucket_caps(gradients_, zero2_options(options_.values(), {}), ranks_);
+      reduction = std::make_unique<ReduceToOwner>(group_, caps, owners_);
     } else {
-      exchange = std::make_unique<AllReduce>(group_, bucket_caps(ddp_options(options_.values(), {})));
+      reduction = std::make_unique<AllReduce>(group_, bucket_caps(ddp_options(options_.values(), {})));
     }
-    add_reductions(std::move(exchange), std::move(hook), order, calls);
+    add_reductions(std::move(reduction), std::move(hook), order, calls);
     if (options_.strategy != "ddp") add_publication(calls);
     return calls;
   }
@@ -187,13 +187,13 @@ class Planner {
   PlannedCalls megatron_step(std::span<const size_t> order) {
     PlannedCalls calls;
     const auto caps = buffer_caps(gradients_, megatron_options(options_.values(), {}));
-    std::unique_ptr<Exchange> exchange;
+    std::unique_ptr<GradientReduction> reduction;
     if (cut()) {
-      exchange = std::make_unique<ReduceScatter>(group_, caps);
+      reduction = std::make_unique<ReduceScatter>(group_, caps);
     } else {
-      exchange = std::make_unique<ReduceToOwner>(group_, caps, owners_, /*follow=*/false);
+      reduction = std::make_unique<ReduceToOwner>(group_, caps, owners_, /*follow=*/false);
     }
-    const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress()), order, calls);
+    const auto buckets = add_reductions(std::move(reduction), make_started_hook(options_.compress()), order, calls);
     add_meeting(calls);
     for (const auto& members : buckets) {
       const auto layout = layout_of(members, cut());
@@ -224,13 +224,13 @@ class Planner {
     std::vector<int> places(group_.size());
     std::iota(places.begin(), places.end(), 0);
     const ShardGroups groups{.all = group_, .shard = group_, .replicas = std::nullopt, .places = std::move(places)};
-    std::unique_ptr<Exchange> exchange;
+    std::unique_ptr<GradientReduction> reduction;
     if (cut()) {
-      exchange = std::make_unique<ScatterUnits>(groups, units);
+      reduction = std::make_unique<ScatterUnits>(groups, units);
     } else {
-      exchange = std::make_unique<ReduceUnitsToOwners>(groups, units, owners_);
+      reduction = std::make_unique<ReduceUnitsToOwners>(groups, units, owners_);
     }
-    const auto buckets = add_reductions(std::move(exchange), make_started_hook(options_.compress()), {}, calls);
+    const auto buckets = add_reductions(std::move(reduction), make_started_hook(options_.compress()), {}, calls);
     add_meeting(calls);
     plan_.gathers = ranks_ > 1 && !plan_.parameters_once;
     for (auto& rank : plan_.ranks) rank.parameters = plan_.gathers ? 0 : rank.parameters;
@@ -260,19 +260,19 @@ class Planner {
     return scattered ? scatter_layout(numels, bytes, ranks_) : FlatLayout(numels, bytes);
   }
 
-  // What the exchange and the hook do with each bucket, among ranks that are not there.
-  Buckets add_reductions(std::unique_ptr<Exchange> plain, std::shared_ptr<CommunicationHook> hook,
+  // What the reduction and the hook do with each bucket, among ranks that are not there.
+  Buckets add_reductions(std::unique_ptr<GradientReduction> plain, std::shared_ptr<CommunicationHook> hook,
                          std::span<const size_t> order, PlannedCalls& calls) const {
     const torch::NoGradGuard no_grad;
-    const auto exchange = with_hook(std::move(plain), std::move(hook), gradients_, "plan");
-    const bool apart = facts_apart(gradients_, exchange->carries_facts());
+    const auto reduction = with_hook(std::move(plain), std::move(hook), gradients_, "plan");
+    const bool apart = reduction->plan().trailer_apart(gradients_);
     const auto before = group_.statistics();
-    auto buckets = exchange->plan(gradients_, order);
+    auto buckets = reduction->plan().buckets(gradients_, order);
     SpareMemory spare;
     for (size_t number = 0; number < buckets.size(); ++number) {
-      Bucket bucket(gradients_, buckets[number], group_, *exchange, !apart);
+      Bucket bucket(gradients_, buckets[number], group_, reduction->plan(), !apart);
       bucket.acquire(group_, spare);
-      auto sum = exchange->reduce(bucket, {0, static_cast<int64_t>(number), ""});
+      auto sum = reduction->reduce(bucket, {0, static_cast<int64_t>(number), ""});
       for (sum.complete(); sum.further; sum.complete()) sum = std::exchange(sum.further, {})();
       sum = {};
       bucket.release(spare, /*keep=*/false);
@@ -280,7 +280,7 @@ class Planner {
     const auto after = group_.statistics();
     calls.calls += after.calls - before.calls;
     calls.bytes += after.bytes - before.bytes;
-    if (apart) calls.add(Facts::numel(gradients_.size()) * static_cast<int64_t>(sizeof(float)));
+    if (apart) calls.add(StepTrailer::numel(gradients_.size()) * static_cast<int64_t>(sizeof(float)));
     return buckets;
   }
 

@@ -21,14 +21,14 @@ constexpr const char* hook_prefix = "hook.";
 
 // They share one, if any.
 CommunicationHook* hook_of(const std::vector<Reducer*>& reducers) {
-  return reducers.empty() ? nullptr : reducers.front()->exchange().hook();
+  return reducers.empty() ? nullptr : reducers.front()->reduction().hook();
 }
 
-using LearntOrder = std::optional<Reducer::LearntOrder>;
+using LearntOrder = std::optional<BucketOrder::Learnt>;
 
 LearntOrder parsed_order(const Json& json, size_t gradients) {
   if (json.is_null()) return std::nullopt;
-  Reducer::LearntOrder learnt{.order = json.at("order"), .from = json.at("from")};
+  BucketOrder::Learnt learnt{.order = json.at("order"), .from = json.at("from")};
   auto sorted = learnt.order;
   std::sort(sorted.begin(), sorted.end());
   const bool good =

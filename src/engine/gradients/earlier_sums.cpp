@@ -20,11 +20,9 @@ bool is_zero(const at::Tensor& tensor) {
 
 }  // namespace
 
-EarlierSums::EarlierSums(const std::vector<Gradient>& gradients, const std::vector<Bucket>& buckets,
-                         const std::vector<Place>& places, std::string about)
+EarlierSums::EarlierSums(const std::vector<Gradient>& gradients, const BucketSet& buckets, std::string about)
     : gradients_(gradients),
       buckets_(buckets),
-      places_(places),
       stand_ins_(gradients, std::move(about)),
       where_(gradients.size()),
       aside_(gradients.size()),
@@ -50,7 +48,7 @@ bool EarlierSums::is_left(size_t gradient) const {
 
 at::Tensor EarlierSums::own(size_t gradient, const at::Tensor& kept) const {
   const auto& bucket = bucket_of(gradient);
-  const auto range = bucket.layout().range(places_[gradient].index).intersect(bucket.kept_range());
+  const auto range = bucket.layout().range(place(gradient).index).intersect(bucket.kept_range());
   return kept.narrow(0, range.empty() ? 0 : range.begin - bucket.kept_range().begin, range.size());
 }
 
@@ -74,7 +72,7 @@ void EarlierSums::adopt_changes() {
 void EarlierSums::hide(size_t gradient) {
   const auto& bucket = bucket_of(gradient);
   if (bucket.sparse() || !bucket.present() || !grad(gradient).defined()) return;
-  if (!same_view(grad(gradient), bucket.view(places_[gradient].index))) return;
+  if (!same_view(grad(gradient), bucket.view(place(gradient).index))) return;
   hidden_[gradient] = true;
   stand_ins_.put(gradient);
 }
@@ -84,7 +82,7 @@ void EarlierSums::show_hidden() {
     if (!hidden_[i]) continue;
     hidden_[i] = false;
     if (!stands_in(i)) continue;  // dropped, or another in its place
-    const auto& view = bucket_of(i).view(places_[i].index);
+    const auto& view = bucket_of(i).view(place(i).index);
     if (stand_ins_.zeroed(i)) {
       at::Tensor(view).zero_();
       if (where_[i] != Where::none) zero(i);
@@ -100,7 +98,7 @@ void EarlierSums::zero(size_t gradient) {
     return;
   }
   if (whole_[gradient].defined()) whole_[gradient].zero_();
-  const auto bucket = places_[gradient].bucket;
+  const auto bucket = place(gradient).bucket;
   for (const auto& memory : {parts_[bucket], held_[bucket]}) {
     if (memory.defined()) own(gradient, memory).zero_();
   }
@@ -111,7 +109,7 @@ void EarlierSums::drop(size_t gradient) {
   where_[gradient] = Where::none;
   aside_[gradient] = zero_[gradient] = false;
   whole_[gradient].reset();
-  const auto index = places_[gradient].bucket;
+  const auto index = place(gradient).bucket;
   const auto& members = buckets_[index].members();
   if (std::any_of(members.begin(), members.end(), [&](size_t member) { return where_[member] == Where::part; })) return;
   bucket_aside_[index] = false;
@@ -131,7 +129,7 @@ void EarlierSums::drop_all() {
 void EarlierSums::set_aside(size_t gradient) {
   if (where_[gradient] == Where::none) return;
   if (where_[gradient] == Where::part) {
-    if (!bucket_aside_[places_[gradient].bucket]) set_bucket_aside(places_[gradient].bucket);
+    if (!bucket_aside_[place(gradient).bucket]) set_bucket_aside(place(gradient).bucket);
     if (stands_in(gradient)) mutable_grad(gradient).reset();
   } else if (!aside_[gradient]) {
     aside_[gradient] = true;
@@ -169,7 +167,7 @@ void EarlierSums::put_back() {
     if (!aside_[i]) continue;
     aside_[i] = false;
     if (where_[i] == Where::part) {
-      zero_[i] = !parts_[places_[i].bucket].defined();
+      zero_[i] = !parts_[place(i).bucket].defined();
       stand_ins_.put(i);
       continue;
     }
@@ -177,7 +175,7 @@ void EarlierSums::put_back() {
       leave_sparse(i, {});
       continue;
     }
-    const auto& view = bucket_of(i).view(places_[i].index);
+    const auto& view = bucket_of(i).view(place(i).index);
     auto whole = std::exchange(whole_[i], {});
     at::Tensor(view).copy_(whole);
     const bool converted = whole.scalar_type() != view.scalar_type();
@@ -227,7 +225,7 @@ void EarlierSums::leave_sparse(size_t gradient, const at::Tensor& sum) {
 
 void EarlierSums::resume(size_t gradient, const Left& left, bool here) {
   if (!left.exists) return;
-  const auto bucket = places_[gradient].bucket;
+  const auto bucket = place(gradient).bucket;
   if (!here) {
     where_[gradient] = Where::part;
     aside_[gradient] = grad(gradient).defined();
@@ -291,7 +289,7 @@ void EarlierSums::adopt(size_t gradient) {
                     gradients_[gradient].name, fmt::join(values.sizes(), ", "), fmt::join(parameter.sizes(), ", ")));
   }
   if (!bucket.kept_range().empty()) {
-    const auto range = bucket.layout().range(places_[gradient].index);
+    const auto range = bucket.layout().range(place(gradient).index);
     const auto mine = range.intersect(bucket.kept_range());
     auto laid_out =
         at::empty_strided(parameter.sizes(), dense_strides(parameter), values.options().layout(at::kStrided));

@@ -5,15 +5,9 @@
 #include <vector>
 
 #include "engine/gradients/stand_ins.h"
-#include "engine/reducer/bucket.h"
+#include "engine/reducer/bucket_set.h"
 
 namespace shoal {
-
-// Where a gradient lies among buckets.
-struct Place {
-  size_t bucket;
-  size_t index;
-};
 
 // After a reduction that does not give every rank everything, the sum of a gradient is
 //   whole   in grad(), on a rank that keeps all of it there
@@ -23,9 +17,8 @@ struct Place {
 // grad(): undefined, or another tensor, means that the sum is gone; zeroed means that it is zero.
 class EarlierSums {
  public:
-  // References stay; `places` by gradient, of the present buckets. about: of a stand-in, after the parameter's name.
-  EarlierSums(const std::vector<Gradient>& gradients, const std::vector<Bucket>& buckets,
-              const std::vector<Place>& places, std::string about);
+  // References stay. about: of a stand-in, after the parameter's name.
+  EarlierSums(const std::vector<Gradient>& gradients, const BucketSet& buckets, std::string about);
 
   // Buckets are others. Only between steps, and where no part of a sum lies in a bucket.
   void start();
@@ -97,7 +90,8 @@ class EarlierSums {
 
   const at::Tensor& grad(size_t gradient) const { return gradients_[gradient].parameter.grad(); }
   at::Tensor& mutable_grad(size_t gradient) { return at::Tensor(gradients_[gradient].parameter).mutable_grad(); }
-  const Bucket& bucket_of(size_t gradient) const { return buckets_[places_[gradient].bucket]; }
+  const Bucket& bucket_of(size_t gradient) const { return buckets_.of(gradient); }
+  const Place& place(size_t gradient) const { return buckets_.places()[gradient]; }
   bool is_left(size_t gradient) const;
   void set_bucket_aside(size_t index);
   void zero(size_t gradient);
@@ -105,8 +99,7 @@ class EarlierSums {
   [[noreturn]] void refuse(size_t gradient) const;
 
   const std::vector<Gradient>& gradients_;
-  const std::vector<Bucket>& buckets_;
-  const std::vector<Place>& places_;
+  const BucketSet& buckets_;
   StandIns stand_ins_;
 
   // By gradient.

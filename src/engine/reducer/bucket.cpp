@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "engine/reducer/exchange.h"
+#include "engine/reducer/reduction_plan.h"
 #include "memory/views.h"
 
 namespace shoal {
@@ -19,29 +19,29 @@ std::string name_list(const std::vector<Gradient>& gradients, const std::vector<
 }
 
 FlatLayout lay_out(const std::vector<Gradient>& gradients, const std::vector<size_t>& members,
-                   const Exchange& exchange) {
+                   const ReductionPlan& plan) {
   std::vector<int64_t> numels;
   for (const auto member : members) {
     if (!gradients[member].sparse) numels.push_back(gradients[member].parameter.numel());
   }
-  return exchange.layout(numels, c10::elementSize(gradients[members.front()].dtype()));
+  return plan.layout(numels, c10::elementSize(gradients[members.front()].dtype()));
 }
 
 }  // namespace
 
 Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> members, const Group& group,
-               const Exchange& exchange, bool with_facts)
+               const ReductionPlan& plan, bool with_trailer)
     : members_(std::move(members)),
       sparse_(gradients[members_.front()].sparse),
-      with_facts_(with_facts),
+      with_trailer_(with_trailer),
       names_(name_list(gradients, members_)),
       options_(gradients[members_.front()].parameter.options().dtype(gradients[members_.front()].dtype())),
-      layout_(lay_out(gradients, members_, exchange)) {
+      layout_(lay_out(gradients, members_, plan)) {
   if (sparse_) return;
   for (const auto member : members_) parameters_.push_back(gradients[member].parameter);
-  kept_range_ = exchange.kept(*this, exchange.place(group.rank()));
-  passes_ = exchange.apart() || exchange.used_up() || (kept_range_.empty() && !exchange.everywhere());
-  if (exchange.apart()) {
+  kept_range_ = plan.kept(*this, plan.place(group.rank()));
+  passes_ = plan.own_memory || plan.used_up || (kept_range_.empty() && !plan.everywhere());
+  if (plan.own_memory) {
     apart_ = group.allocate(kept_range_.size(), options_.requires_grad(false));
   } else if (!passes_) {
     SpareMemory none;
@@ -53,20 +53,20 @@ void Bucket::acquire(const Group& group, SpareMemory& spare) {
   if (sparse_) return;
   present_ = true;
   if (flat_.defined()) return;
-  const auto tail = with_facts_ ? Facts::numel(members_.size()) : 0;
+  const auto tail = with_trailer_ ? StepTrailer::numel(members_.size()) : 0;
   memory_ = spare.take(group, payload_numel() + tail, options_.requires_grad(false));
   flat_ = memory_.narrow(0, 0, payload_numel() + tail);
   for (size_t place = 0; place < members_.size(); ++place) {
     views_.push_back(view_like(flat_, layout_.range(place).begin, parameters_[place]));
   }
-  if (with_facts_) facts_ = Facts(members_, flat_.narrow(0, payload_numel(), tail));
+  if (with_trailer_) trailer_ = StepTrailer(members_, flat_.narrow(0, payload_numel(), tail));
 }
 
 void Bucket::release(SpareMemory& spare, bool keep) {
   present_ = false;
   if (keep) return;
   views_.clear();
-  facts_ = {};
+  trailer_ = {};
   flat_.reset();
   auto memory = std::exchange(memory_, {});
   if (memory.defined() && memory.storage().use_count() == 1) spare.put(std::move(memory));  // else somebody has a view

@@ -4,24 +4,25 @@
 #include <vector>
 
 #include "engine/reducer/bucket_plan.h"
-#include "engine/reducer/facts.h"
 #include "engine/reducer/spare_memory.h"
+#include "engine/reducer/step_trailer.h"
 #include "layout/flat_layout.h"
 #include "shoal/group.h"
 
 namespace shoal {
 
-class Exchange;
+struct ReductionPlan;
 
-// Flat memory of one dtype, [payload | facts]:
-//   payload   the members' gradients as the exchange lays them out; nobody reads the gaps
-//   facts     of the members, where the exchange takes them everywhere
-// A sparse gradient's bucket has no flat memory; the same facts ride in the header of the sparse exchange. A bucket of
-// which this rank keeps nothing after the step, or what it keeps lies apart, has memory only while it is needed.
+// Flat memory of one dtype, [payload | trailer]:
+//   payload   the members' gradients as the plan lays them out; nobody reads the gaps
+//   trailer   of the members, where the reduction takes them everywhere
+// A sparse gradient's bucket has no flat memory; the same flags and weight ride in the header of the sparse
+// all-reduce. A bucket of which this rank keeps nothing after the step, or what it keeps lies apart, has memory only
+// while it is needed.
 class Bucket {
  public:
   Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> members, const Group& group,
-         const Exchange& exchange, bool with_facts);
+         const ReductionPlan& plan, bool with_trailer);
 
   const std::vector<size_t>& members() const { return members_; }
   bool sparse() const { return sparse_; }
@@ -39,21 +40,21 @@ class Bucket {
   bool present() const { return present_; }
   // Whether this rank's memory of it comes and goes.
   bool passes() const { return passes_; }
-  // The part of the sum that stays on this rank (Exchange::kept).
+  // The part of the sum that stays on this rank (ReductionPlan::kept).
   at::Tensor kept() const { return apart_.defined() ? apart_ : payload(kept_range_); }
   const Range& kept_range() const { return kept_range_; }
   at::Tensor& flat() { return flat_; }
   const at::Tensor& flat() const { return flat_; }
   at::Tensor payload(const Range& range) const { return flat_.narrow(0, range.begin, range.size()); }
   const at::Tensor& view(size_t place) const { return views_[place]; }  // gradient of members()[place]
-  Facts& facts() { return facts_; }
-  const Facts& facts() const { return facts_; }
+  StepTrailer& trailer() { return trailer_; }
+  const StepTrailer& trailer() const { return trailer_; }
 
  private:
   std::vector<size_t> members_;
   bool sparse_;
   bool last_ = false;
-  bool with_facts_;
+  bool with_trailer_;
   std::string names_;
   std::vector<at::Tensor> parameters_;
   at::TensorOptions options_;
@@ -65,7 +66,7 @@ class Bucket {
   at::Tensor flat_;
   at::Tensor apart_;
   std::vector<at::Tensor> views_;
-  Facts facts_;
+  StepTrailer trailer_;
 };
 
 }  // namespace shoal

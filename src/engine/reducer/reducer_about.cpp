@@ -15,27 +15,27 @@ std::vector<at::Tensor> Reducer::parameters_of(const Bucket& bucket) const {
 
 std::vector<Range> Reducer::owners_of(const Bucket& bucket, int ranks) const {
   std::vector<Range> owners;
-  for (int rank = 0; rank < ranks; ++rank) owners.push_back(exchange_->kept(bucket, rank));
+  for (int rank = 0; rank < ranks; ++rank) owners.push_back(reduction_->plan().kept(bucket, rank));
   return owners;
 }
 
 std::vector<int64_t> Reducer::bucket_bytes() const {
   std::vector<int64_t> list;
-  for (const auto& bucket : buckets_) list.push_back(bucket.sparse() ? 0 : bucket.layout().bytes());
+  for (const auto& bucket : buckets_.all()) list.push_back(bucket.sparse() ? 0 : bucket.layout().bytes());
   return list;
 }
 
 std::vector<size_t> Reducer::unused() const {
   std::vector<size_t> list;
-  for (size_t i = 0; step_ > 0 && i < gradients_.size(); ++i) {
-    if (!used_anywhere_[i]) list.push_back(i);
+  for (size_t i = 0; steps_ > 0 && i < gradients_.size(); ++i) {
+    if (!last_.used_anywhere[i]) list.push_back(i);
   }
   return list;
 }
 
 std::vector<std::vector<std::string>> Reducer::bucket_names() const {
   std::vector<std::vector<std::string>> names;
-  for (const auto& bucket : buckets_) {
+  for (const auto& bucket : buckets_.all()) {
     auto& list = names.emplace_back();
     for (const auto member : bucket.members()) list.push_back(gradients_[member].name);
   }
@@ -43,18 +43,17 @@ std::vector<std::vector<std::string>> Reducer::bucket_names() const {
 }
 
 void Reducer::detach() {
-  hooks_.reset();
-  alive_.reset();
-  synchronises = [] { return true; };
-  holds_back = [] { return false; };
-  before_writing = [] {};
-  before_waiting = [] {};
+  tracker_.detach();
+  callbacks.synchronises = [] { return true; };
+  callbacks.holds_back = [] { return false; };
+  callbacks.before_writing = [] {};
+  callbacks.before_waiting = [] {};
 }
 
 void Reducer::require_seen_gradients() const {
-  if (hooks_) return;
+  if (tracker_.attached()) return;
   for (size_t i = 0; i < gradients_.size(); ++i) {
-    if (!gradients_[i].parameter.grad().defined() || earlier_.stands_in(i)) continue;
+    if (!gradients_[i].parameter.grad().defined() || accumulated_.sums().stands_in(i)) continue;
     throw UsageError(
         fmt::format("parameter {} has a gradient that no rank has summed up: the wrapper had gone before the backward; "
                     "keep it as long as its optimizer trains",

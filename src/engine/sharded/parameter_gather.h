@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "engine/paging/pager.h"
-#include "engine/reducer/exchange.h"
+#include "engine/reducer/gradient_reduction.h"
 #include "layout/slice.h"
 
 namespace shoal {

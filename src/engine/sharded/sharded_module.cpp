@@ -232,7 +232,7 @@ std::vector<StatePiece> ShardedModule::state_pieces(const std::string& prefix) c
   };
   for (const auto& bucket : reducer_->buckets()) {
     for (int rank = 0; rank < shard_.size(); ++rank) {
-      for (const auto& slice : bucket.layout().overlapping(reducer_->exchange().kept(bucket, rank))) {
+      for (const auto& slice : bucket.layout().overlapping(reducer_->reduction().plan().kept(bucket, rank))) {
         add(bucket.members()[slice.piece], slice.in_piece, rank);
       }
     }

@@ -115,18 +115,19 @@ void DataParallelCore::State::require_shapes() const {
 }
 
 void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
-                                           std::unique_ptr<Exchange> exchange) {
-  const auto attendance = reducer ? reducer->attendance() : std::nullopt;
+                                           std::unique_ptr<GradientReduction> reduction) {
+  const auto join_state = reducer ? reducer->join_state() : std::nullopt;
   const auto steps = reducer ? reducer->step() : 0;
   consumer = options.consumer;
   reducer.reset();  // its hooks go first
-  reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(exchange));
+  reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(reduction));
   reducer->count_from(steps);
-  reducer->synchronises = [this] { return no_sync_depth == 0; };
-  reducer->attend(attendance);
+  reducer->callbacks.synchronises = [this] { return no_sync_depth == 0; };
+  reducer->set_join_state(join_state);
   if (!buffers.hooked()) return;
-  reducer->before_writing = [this] { buffers.after_forward(); };  // of a forward that failed, or that never was
-  reducer->before_waiting = [this] { buffers.complete(); };
+  // After a forward that failed, or that never was.
+  reducer->callbacks.before_writing = [this] { buffers.after_forward(); };
+  reducer->callbacks.before_waiting = [this] { buffers.complete(); };
 }
 
 Reducer& reducer_of(DataParallelCore& parallel) {
@@ -230,13 +231,13 @@ void DataParallelCore::settle() {
 }
 
 void DataParallelCore::set_join_state(const std::optional<JoinState>& join_state) {
-  state_->reducer->attend(join_state);
+  state_->reducer->set_join_state(join_state);
 }
 
 void DataParallelCore::broadcast_model(int rank) {
   const auto& state = *state_;
   std::vector<at::Tensor> values;
-  if (state.reducer->exchange().everywhere()) {
+  if (state.reducer->reduction().plan().everywhere()) {
     for (const auto& entry : state.tensors.parameters) values.push_back(entry.tensor);
   }
   for (const auto& entry : state.tensors.buffers) {

@@ -30,7 +30,8 @@ struct DataParallelCore::State {
   // Throws UsageError if the shape of a parameter has changed. Not collective.
   void require_shapes() const;
   // Creates the reducer, or replaces it.
-  void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options, std::unique_ptr<Exchange> exchange);
+  void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
+                    std::unique_ptr<GradientReduction> reduction);
 };
 
 // The current reducer of a wrapper.

@@ -160,7 +160,7 @@ void add_steps(LoggingData& data, const Reducer& reducer) {
   append(data.bucket_bytes, reducer.bucket_bytes());
   data.rebuilt = data.rebuilt || reducer.rebuilt();
   data.steps = std::max(data.steps, reducer.step());
-  if (const auto* hook = reducer.exchange().hook()) data.communication_hook = hook->name();
+  if (const auto* hook = reducer.reduction().hook()) data.communication_hook = hook->name();
   for (const auto number : reducer.unused()) {
     const auto& gradient = reducer.gradients()[number];
     data.unused_parameters.push_back(gradient.name);

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <set>
 
-#include "engine/reducer/hooked_exchange.h"
+#include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
 #include "shoal/error.h"
@@ -56,7 +56,7 @@ void make_reducer(DataParallelCore::State& state, const DistributedDataParallelO
                   const std::shared_ptr<GradientConsumer>& consumer) {
   auto gradients = gradients_of(state.tensors);
   if (options.grad_reduce_in_fp32) widen(gradients);
-  auto exchange =
+  auto reduction =
       with_hook(std::make_unique<AllReduce>(state.group, bucket_caps(options), /*used_up=*/consumer != nullptr),
                 hook_of(options), gradients, "DistributedDataParallel");
   ReducerOptions chosen{.gradient_as_bucket_view = options.gradient_as_bucket_view,
@@ -64,13 +64,13 @@ void make_reducer(DataParallelCore::State& state, const DistributedDataParallelO
                         .static_graph = options.static_graph,
                         .consumer = consumer};
   if (consumer) {
-    chosen.buckets_in_flight = 1;
+    chosen.limits.in_flight = 1;
     chosen.name_of_consumer = "OptimizerInBackward";
     chosen.about_sums =
         "which OptimizerInBackward has used for its update already: clip with its option clip_grad, read the norm from "
         "its last_norm(), and call no step() of the optimizer";
   }
-  state.make_reducer(std::move(gradients), chosen, std::move(exchange));
+  state.make_reducer(std::move(gradients), chosen, std::move(reduction));
 }
 
 std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::Module> module, const Group& group,

@@ -1,7 +1,7 @@
 #pragma once
 // Translation of DistributedDataParallel's options for the engine.
 
-#include "engine/reducer/exchange.h"
+#include "engine/reducer/gradient_reduction.h"
 #include "shoal/ddp.h"
 
 namespace shoal {

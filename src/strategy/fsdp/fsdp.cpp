@@ -63,8 +63,8 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
       if (!taken(tensor)) take(tensor, {.by = this, .module = wrapped, .ignored = true});
     }
   }
-  state().reducer->holds_back = [shards = shards_.get()] { return shards->defer_depth > 0; };
-  state().reducer->before_waiting = [pager = shards_->pager] {
+  state().reducer->callbacks.holds_back = [shards = shards_.get()] { return shards->defer_depth > 0; };
+  state().reducer->callbacks.before_waiting = [pager = shards_->pager] {
     if (!pager) return;
     pager->end();
     pager->keep(false);
@@ -132,7 +132,7 @@ TensorCast FullyShardedCore::input_cast() const {
 }
 
 NoSync FullyShardedCore::defer_all_reduce(bool defer) {
-  if (defer && state().reducer->attendance()) {
+  if (defer && state().reducer->join_state()) {
     throw UsageError("FullyShardedDataParallel: defer_all_reduce() within a Join is not supported; use no_sync()");
   }
   return NoSync(defer ? &shards_->defer_depth : nullptr);

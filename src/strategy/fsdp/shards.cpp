@@ -8,7 +8,7 @@
 #include <unordered_map>
 
 #include "comm/group/hosts.h"
-#include "engine/reducer/hooked_exchange.h"
+#include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
 #include "memory/views.h"
 #include "shoal/deferred_init.h"
@@ -175,15 +175,15 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
     units.push_back(unit_of.at(gradient.parameter.unsafeGetTensorImpl()));
     parameters.push_back(gradient.parameter);
   }
-  std::unique_ptr<Exchange> exchange;
+  std::unique_ptr<GradientReduction> reduction;
   if (shards.options.whole_parameters) {
     std::vector<int> owners(parameters.size(), -1);
     assign_owners(parameters, shard.size(), owners);
-    exchange = std::make_unique<ReduceUnitsToOwners>(groups, units, owners);
+    reduction = std::make_unique<ReduceUnitsToOwners>(groups, units, owners);
   } else {
-    exchange = std::make_unique<ScatterUnits>(groups, units);
+    reduction = std::make_unique<ScatterUnits>(groups, units);
   }
-  exchange = with_hook(std::move(exchange), shards.options.communication_hook, gradients, "FullyShardedDataParallel");
+  reduction = with_hook(std::move(reduction), shards.options.communication_hook, gradients, "FullyShardedDataParallel");
   ReducerOptions reducer_options{
       .leave_grad = false,
       .about_sums =
@@ -191,8 +191,8 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
           "wrapper or the optimizer's clip_grad, drop it with zero_grad(), update with FullyShardedOptimizer",
       .accept_unused = true};
   // A rank that waits does not serve those that gather another page, whom it may be waiting for.
-  if (!present) reducer_options.patience = std::chrono::seconds(2);
-  state.make_reducer(std::move(gradients), reducer_options, std::move(exchange));
+  if (!present) reducer_options.limits.patience = std::chrono::seconds(2);
+  state.make_reducer(std::move(gradients), reducer_options, std::move(reduction));
   if (!present) {
     const auto& options = shards.options;
     shards.pager = std::make_shared<Pager>(shard, PagerOptions{.resident = options.unit_limit - options.prefetch_units,

@@ -14,7 +14,7 @@
 #include "engine/wrapper/data_parallel_state.h"
 #include "module/units.h"
 #include "shoal/fsdp.h"
-#include "strategy/fsdp/unit_exchange.h"
+#include "strategy/fsdp/unit_reduction.h"
 
 namespace shoal {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "engine/reducer/exchange.h"
+#include "engine/reducer/gradient_reduction.h"
 #include "shoal/megatron.h"
 
 namespace shoal {

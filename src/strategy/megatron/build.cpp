@@ -135,17 +135,17 @@ void DistributedOptimizerCore::connect_chunks() {
   const auto& chunks = state().modules;
   for (size_t number = 0; number < chunks.size(); ++number) {
     auto& reducer = chunks[number]->reducer();
-    reducer.synchronises = [raw = reduction_.get()] {
+    reducer.callbacks.synchronises = [raw = reduction_.get()] {
       const bool now = raw->options.overlap_grad_reduce && raw->no_sync_depth == 0;
       if (!now) raw->reduced = false;
       return now;
     };
     if (chunks.size() == 1) continue;
-    reducer.may_leave = [&chunks, number](bool last) {
+    reducer.callbacks.may_leave = [&chunks, number](bool last) {
       if (last) finish_before(chunks, number);
       return is_turn_of(chunks, number);
     };
-    reducer.after_abandoned = [&chunks] { abandon_behind(chunks); };
+    reducer.callbacks.after_abandoned = [&chunks] { abandon_behind(chunks); };
   }
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "engine/reducer/hooked_exchange.h"
+#include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "strategy/megatron/bucket_caps.h"
@@ -19,8 +19,8 @@ const char* about_sums(const DistributedOptimizerOptions& options) {
          "clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), update with its step()";
 }
 
-std::unique_ptr<Exchange> make_exchange(const std::vector<Gradient>& gradients, const Group& group,
-                                        const DistributedOptimizerOptions& options, bool cut) {
+std::unique_ptr<GradientReduction> make_reduction(const std::vector<Gradient>& gradients, const Group& group,
+                                                  const DistributedOptimizerOptions& options, bool cut) {
   const auto caps = buffer_caps(gradients, options);
   if (cut) return std::make_unique<ReduceScatter>(group, caps);
   std::vector<at::Tensor> parameters;
@@ -38,15 +38,15 @@ std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Gr
   auto gradients = gradients_of(tensors);
   for (auto& gradient : gradients) gradient.sparse = false;  // buffers are dense
   if (options.grad_reduce_in_fp32) widen(gradients);
-  auto exchange = with_hook(make_exchange(gradients, group, options, cut), options.communication_hook, gradients,
-                            "DistributedOptimizer", prefix);
+  auto reduction = with_hook(make_reduction(gradients, group, options, cut), options.communication_hook, gradients,
+                             "DistributedOptimizer", prefix);
   auto reducer =
       std::make_shared<Reducer>(std::move(gradients), group,
                                 ReducerOptions{.find_unused_parameters = true,
                                                .leave_grad = false,
                                                .about_sums = about_sums(options),
                                                .timers = options.overlap_grad_reduce ? options.timers : nullptr},
-                                std::move(exchange));
+                                std::move(reduction));
   std::vector<std::unique_ptr<ParameterGather>> gathers;
   for (const auto& bucket : reducer->buckets()) {
     auto parameters = reducer->parameters_of(bucket);
@@ -67,7 +67,7 @@ std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Gr
   }
   chunk->add_replicated(std::move(frozen_names), std::move(frozen));
   if (options.reuse_grad_buf_for_param_gather) {
-    chunk->reducer().before_writing = [raw = chunk.get()] { raw->wait_all(); };
+    chunk->reducer().callbacks.before_writing = [raw = chunk.get()] { raw->wait_all(); };
   }
   return chunk;
 }
@@ -95,7 +95,7 @@ std::vector<ParameterRange> ranges(const ShardedModule& chunk, int rank) {
   std::vector<ParameterRange> list;
   for (size_t number = 0; number < reducer.buckets().size(); ++number) {
     const auto& bucket = reducer.buckets()[number];
-    const auto kept = reducer.exchange().kept(bucket, rank);
+    const auto kept = reducer.reduction().plan().kept(bucket, rank);
     for (const auto& slice : bucket.layout().overlapping(kept)) {
       list.push_back({.name = reducer.gradients()[bucket.members()[slice.piece]].name,
                       .buffer = number,

@@ -66,8 +66,8 @@ void abandon_behind(const ShardedChunks& chunks) {
 }
 
 void reduce_local(Reducer& reducer) {
-  const auto usual = std::exchange(reducer.synchronises, [] { return true; });
-  const auto restore = c10::make_scope_exit([&] { reducer.synchronises = usual; });
+  const auto usual = std::exchange(reducer.callbacks.synchronises, [] { return true; });
+  const auto restore = c10::make_scope_exit([&] { reducer.callbacks.synchronises = usual; });
   reducer.reduce_now();
 }
 

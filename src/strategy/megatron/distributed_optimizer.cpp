@@ -70,7 +70,7 @@ void DistributedOptimizerCore::settle() {
 }
 
 void DistributedOptimizerCore::set_join_state(const std::optional<JoinState>& join_state) {
-  for (const auto& chunk : state().modules) chunk->reducer().attend(join_state);
+  for (const auto& chunk : state().modules) chunk->reducer().set_join_state(join_state);
 }
 
 void DistributedOptimizerCore::broadcast_model(int rank) {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "engine/reducer/exchange.h"
+#include "engine/reducer/gradient_reduction.h"
 #include "shoal/zero.h"
 
 namespace shoal {

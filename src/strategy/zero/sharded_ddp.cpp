@@ -8,7 +8,7 @@
 #include <map>
 #include <unordered_map>
 
-#include "engine/reducer/hooked_exchange.h"
+#include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
 #include "shoal/error.h"
@@ -141,7 +141,8 @@ Owners owners_by_parameter(const std::vector<Gradient>& gradients, const std::ve
 }
 
 // Sums of gradients go to the parameters' new owners. Collective.
-void move_sums(const Group& group, const Reducer& reducer, const Owners& from, const Owners& to, Reducer::Left& left) {
+void move_sums(const Group& group, const Reducer& reducer, const Owners& from, const Owners& to,
+               AccumulatedGradients::Left& left) {
   const torch::NoGradGuard no_grad;
   std::vector<at::Tensor> moved;
   std::vector<int> here;
@@ -325,11 +326,11 @@ void ShardedDataParallelCore::share() {
   std::vector<Gradient> gradients;
   const auto owners = share_gradients(gradients);
   if (options.grad_reduce_in_fp32) widen(gradients);
-  auto left = state.reducer ? state.reducer->left() : Reducer::Left();
+  auto left = state.reducer ? state.reducer->left() : AccumulatedGradients::Left();
   const auto old_owners = std::exchange(sharding_->owners, owners_by_parameter(gradients, owners));
   const auto hook = options.reduce_fp16 ? std::make_shared<CompressHook>(at::kHalf) : options.communication_hook;
   const auto caps = sharded_bucket_caps(gradients, options, state.group.size());
-  auto exchange =
+  auto reduction =
       with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), hook, gradients, "ShardedDataParallel");
   {
     const Unfrozen hooked(gradients);
@@ -339,7 +340,7 @@ void ShardedDataParallelCore::share() {
          .about_sums =
              "which ShardedDataParallel has reduced to its owner's rank only: clip with OSS::clip_grad_norm(), read it "
              "on that rank (OSS::param_to_rank()), drop it with zero_grad(), update with OSS"},
-        std::move(exchange));
+        std::move(reduction));
   }
   move_sums(state.group, *state.reducer, old_owners, sharding_->owners, left);
   state.reducer->resume(left);

@@ -211,7 +211,7 @@ TEST(LoggingData, DDP17_every_strategy_has_it) {
       EXPECT_EQ(data.steps, 3);
       EXPECT_EQ(data.sampled_steps, 3);
       EXPECT_TRUE(data.unused_parameters.empty());
-      // Facts ride behind DDP's buckets, and apart from others' and from what a hook makes of them.
+      // Trailers ride behind DDP's buckets, and apart from others' and from what a hook makes of them.
       std::vector<int64_t> facts;
       if (!hooked && (strategy == "ddp" || strategy == "zero1")) {
         for (const auto& names : training.buckets()) facts.push_back(8 * (static_cast<int64_t>(names.size()) + 1));

@@ -1,10 +1,10 @@
-#include "engine/reducer/facts.h"
+#include "engine/reducer/step_trailer.h"
 
 #include <torch/utils.h>
 
 namespace shoal {
 
-void Facts::write(const std::vector<bool>& used, const std::vector<bool>& came, double weight) {
+void StepTrailer::write(const std::vector<bool>& used, const std::vector<bool>& came, double weight) {
   // Filled on the host and copied at once: one small operation instead of one per gradient.
   auto values = at::empty({memory_.numel()}, at::kDouble);
   auto* value = values.data_ptr<double>();
@@ -13,16 +13,16 @@ void Facts::write(const std::vector<bool>& used, const std::vector<bool>& came, 
   memory_.copy_(values);
 }
 
-double Facts::weight() const {
+double StepTrailer::weight() const {
   return memory_[memory_.numel() - 1].item<double>();
 }
 
-bool Facts::alike(int ranks) const {
+bool StepTrailer::alike(int ranks) const {
   const auto flags = memory_.narrow(0, 0, memory_.numel() - 1);
   return flags.eq(0).logical_or(flags.eq(ranks)).all().item<bool>();
 }
 
-void Facts::read(std::vector<bool>& used, std::vector<bool>& came) const {
+void StepTrailer::read(std::vector<bool>& used, std::vector<bool>& came) const {
   const auto flags = memory_.to(at::kCPU, at::kDouble);
   const auto* value = flags.data_ptr<double>();
   for (const auto gradient : of_) {

@@ -1,5 +1,5 @@
 #pragma once
-// What ranks must know of each other's step besides gradients.
+// Trailer of a step: flags and a weight that ranks sum up besides gradients.
 
 #include <torch/types.h>
 
@@ -12,11 +12,11 @@ namespace shoal {
 //            (an undefined gradient); the sum counts the ranks that used it
 //   weight   this rank's weight in the mean; the sum is what the gradients' sum is divided by
 // So unused parameters, weights and abandoned steps (a weight of NaN) cost no communication beyond the gradients' own.
-class Facts {
+class StepTrailer {
  public:
-  Facts() = default;
+  StepTrailer() = default;
   // memory: of.size() + 1 elements.
-  Facts(std::vector<size_t> of, at::Tensor memory) : of_(std::move(of)), memory_(std::move(memory)) {}
+  StepTrailer(std::vector<size_t> of, at::Tensor memory) : of_(std::move(of)), memory_(std::move(memory)) {}
 
   static int64_t numel(size_t gradients) { return static_cast<int64_t>(gradients) + 1; }
   bool defined() const { return memory_.defined(); }

@@ -1,0 +1,165 @@
+#include "engine/gradients/accumulated_gradients.h"
+
+#include <torch/utils.h>
+
+#include <algorithm>
+
+#include "engine/gradients/local_gradients.h"
+#include "memory/views.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+AccumulatedGradients::AccumulatedGradients(const std::vector<Gradient>& gradients, BucketSet& buckets,
+                                           const Options& options)
+    : gradients_(gradients),
+      buckets_(buckets),
+      in_buckets_(options.in_buckets),
+      own_(gradients.size()),
+      sums_(gradients, buckets, options.about_sums) {}
+
+// `before` holds the memory that gradients move out of.
+void AccumulatedGradients::move_to([[maybe_unused]] const std::vector<Bucket>& before) {
+  sums_.start();
+  if (!in_buckets_) return;
+  for (size_t i = 0; i < gradients_.size(); ++i) lay_in_bucket(i);
+}
+
+void AccumulatedGradients::adopt_changes() {
+  sums_.adopt_changes();
+  bool some = false, left = false;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    some = some || own_.used[i];
+    own_.used[i] = own_.used[i] && gradients_[i].parameter.grad().defined();
+    left = left || own_.used[i];
+  }
+  if (some && !left) own_.weight.reset();
+}
+
+void AccumulatedGradients::note_arrival(size_t gradient) {
+  own_.came[gradient] = true;
+  if (gradients_[gradient].parameter.grad().defined()) own_.used[gradient] = true;
+}
+
+void AccumulatedGradients::note_local(size_t gradient) {
+  if (in_buckets_ || gradients_[gradient].travels_as) lay_in_bucket(gradient);
+  sums_.added(gradient);
+  mark(gradient);
+}
+
+void AccumulatedGradients::mark(size_t gradient) {
+  marked_ = true;
+  if (gradients_[gradient].parameter.grad().defined()) mark_local(gradients_[gradient].parameter);
+}
+
+void AccumulatedGradients::unmark() {
+  if (!std::exchange(marked_, false)) return;
+  for (const auto& gradient : gradients_) unmark_local(gradient.parameter);
+}
+
+void AccumulatedGradients::note_set() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!sums_.is_sum(i) && gradients_[i].parameter.grad().defined()) own_.used[i] = true;
+  }
+}
+
+void AccumulatedGradients::hide() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (own_.used[i]) sums_.hide(i);
+  }
+}
+
+// Gradients exist once.
+void AccumulatedGradients::lay_in_bucket(size_t gradient) {
+  auto& grad = mutable_grad(gradient);
+  if (buckets_.of(gradient).sparse() || !grad.defined() || sums_.stands_in(gradient)) return;
+  const auto& view = buckets_.acquire(gradient);
+  if (same_view(grad, view)) return;
+  view.copy_(grad.is_sparse() ? grad.to_dense() : grad.detach());
+  grad = view;
+}
+
+at::Tensor AccumulatedGradients::hand_over(size_t gradient, int ranks) {
+  const auto& view = buckets_.acquire(gradient);
+  auto& grad = mutable_grad(gradient);
+  const double scale = 1.0 / ranks;
+  sums_.set_aside(gradient);
+  if (!grad.defined()) {
+    view.zero_();
+    return {};
+  }
+  if (same_view(grad, view)) {
+    const auto untouched = own_.used[gradient] ? at::Tensor() : view.clone();
+    if (ranks > 1) at::Tensor(view).mul_(scale);
+    return untouched;
+  }
+  const auto dense = grad.is_sparse() ? grad.to_dense() : grad.detach();
+  if (ranks > 1 && dense.scalar_type() == view.scalar_type()) {
+    auto out = view;
+    at::mul_out(out, dense, at::scalar_tensor(scale, dense.options().dtype(at::kDouble)));
+  } else {
+    at::Tensor(view).copy_(dense).mul_(scale);
+  }
+  if (in_buckets_ && own_.used[gradient]) grad = view;
+  return {};
+}
+
+at::Tensor AccumulatedGradients::local(size_t gradient) {
+  sums_.set_aside(gradient);  // the place holds a part of the last sum
+  const auto view = buckets_.acquire(gradient);
+  if (own_.used[gradient] && gradients_[gradient].parameter.grad().defined()) {
+    lay_in_bucket(gradient);
+  } else {
+    at::Tensor(view).zero_();
+    mutable_grad(gradient) = view;
+    own_.used[gradient] = true;
+  }
+  sums_.added(gradient);
+  marked_ = true;
+  return view;
+}
+
+void AccumulatedGradients::prepare_sums(const std::string& who, const std::function<void()>& before_writing) {
+  if (sums_.holds_any()) {
+    throw UsageError(
+        "gradients of micro-batches are added up within hosts only: run the last micro-batch's backward outside "
+        "defer_all_reduce(), or drop them with zero_grad()");
+  }
+  sums_.require_usable();
+  for (size_t i = 0; i < gradients_.size() && marked_; ++i) {
+    require_no_local_gradient(gradients_[i].parameter, who, gradients_[i].name);
+  }
+  if (sums_.unsettled()) {
+    before_writing();
+    sums_.put_back();
+    sums_.write_zeroes();
+  }
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (sums_.has_part(i) || !gradients_[i].parameter.grad().defined()) continue;
+    before_writing();
+    sums_.require_addable();
+    sums_.adopt(i);
+  }
+}
+
+AccumulatedGradients::Left AccumulatedGradients::left() const {
+  Left left{.weight = own_.weight};
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    left.gradients[gradients_[i].parameter.unsafeGetTensorImpl()] = {sums_.left(i), own_.used[i]};
+  }
+  return left;
+}
+
+void AccumulatedGradients::resume(const Left& left, const std::function<bool(const Bucket&)>& keeps_whole) {
+  own_.weight = left.weight;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    const auto found = left.gradients.find(gradients_[i].parameter.unsafeGetTensorImpl());
+    if (found == left.gradients.end()) continue;
+    own_.used[i] = found->second.used && gradients_[i].parameter.grad().defined();
+    lay_in_bucket(i);
+    if (own_.used[i]) mark(i);
+    sums_.resume(i, found->second.sum, keeps_whole(buckets_.of(i)));
+  }
+}
+
+}  // namespace shoal

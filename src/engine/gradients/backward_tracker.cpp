@@ -1,0 +1,141 @@
+#include "engine/gradients/backward_tracker.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/utils.h>
+
+#include "engine/gradients/graph_walk.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+std::vector<at::Tensor> parameters_of(const std::vector<Gradient>& gradients) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& gradient : gradients) parameters.push_back(gradient.parameter);
+  return parameters;
+}
+
+}  // namespace
+
+BackwardTracker::BackwardTracker(const std::vector<Gradient>& gradients, const Options& options,
+                                 BackwardListener& listener)
+    : gradients_(gradients),
+      options_(options),
+      listener_(listener),
+      hooks_(
+          std::in_place, parameters_of(gradients), [this](size_t gradient) { arrived(gradient); },
+          [this](size_t gradient) { arriving(gradient); }) {}
+
+bool BackwardTracker::in_backward() {
+  return torch::autograd::get_current_graph_task_id() >= 0;
+}
+
+void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs) {
+  if (options_.find_unused_parameters) {
+    if (!reached_) reached_.emplace(gradients_.size());
+    mark_reachable(outputs, hooks_->numbers(), *reached_);
+  }
+  // A block that is recomputed runs a backward of its own inside the outer one. Only the outer one's end is the step's,
+  // and an output's gradient is the first thing that it computes.
+  for (const auto& output : outputs) {
+    if (!output.requires_grad() || output.is_leaf()) continue;
+    output.register_hook([this, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
+      if (alive.expired()) return;
+      const auto held = lock();
+      watch();
+    });
+  }
+}
+
+std::vector<size_t> BackwardTracker::take_unreached() {
+  const auto reached = std::exchange(reached_, std::nullopt);
+  std::vector<size_t> list;
+  if (!reached || options_.static_graph) return list;
+  for (size_t i = 0; i < reached->size(); ++i) {
+    if (!(*reached)[i]) list.push_back(i);
+  }
+  return list;
+}
+
+// Its end ends the step, if it has begun by then: torch::autograd::grad reaches no parameter. Goes with the backward,
+// whether that ends well or not.
+void BackwardTracker::watch() {
+  if (!under_way_.expired()) return;
+  const auto token = std::make_shared<int>();
+  under_way_ = token;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end(); });
+}
+
+void BackwardTracker::begin() {
+  const auto held = lock();
+  const torch::NoGradGuard no_grad;
+  listener_.begin_backward();
+  if (in_backward()) watch();  // else a rank without samples
+}
+
+void BackwardTracker::end() {
+  const auto held = lock();
+  const torch::NoGradGuard no_grad;
+  under_way_.reset();
+  if (phase_ == Phase::local) {
+    phase_ = Phase::idle;
+    listener_.end_local_backward();
+  }
+  if (phase_ == Phase::running) listener_.end_backward();
+}
+
+void BackwardTracker::enter(Phase phase) {
+  phase_ = phase;
+  if (phase != Phase::running) return;
+  arrivals_.assign(gradients_.size(), 0);
+  order_.clear();
+}
+
+// Before anything is accumulated, so that what earlier backwards have left can be told from what this one adds.
+void BackwardTracker::arriving(size_t gradient) {
+  const auto held = lock();
+  const torch::NoGradGuard no_grad;
+  const bool stale = phase_ == Phase::local && under_way_.expired();
+  if (phase_ == Phase::idle || stale) begin();
+  listener_.arriving(gradient);
+}
+
+void BackwardTracker::arrived(size_t gradient) {
+  const auto held = lock();
+  const torch::NoGradGuard no_grad;
+  listener_.arrived(gradient);
+}
+
+bool BackwardTracker::count(size_t gradient) {
+  if (arrivals_[gradient]++ == 0) order_.push_back(gradient);
+  if (!options_.static_graph) return true;
+  if (expected_arrivals_.empty()) return false;  // all are complete at the end of the first backward
+  if (arrivals_[gradient] > expected_arrivals_[gradient]) refuse(gradient);
+  return arrivals_[gradient] == expected_arrivals_[gradient];
+}
+
+void BackwardTracker::require_all_arrivals() const {
+  if (!options_.static_graph || expected_arrivals_.empty()) return;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (arrivals_[i] != expected_arrivals_[i]) refuse(i);
+  }
+}
+
+void BackwardTracker::refuse(size_t gradient) const {
+  throw UsageError(
+      fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the graph has changed",
+                  gradients_[gradient].name, arrivals_[gradient], expected_arrivals_[gradient]));
+}
+
+void BackwardTracker::expect_the_same() {
+  if (expected_arrivals_.empty()) expected_arrivals_ = arrivals_;
+}
+
+void BackwardTracker::detach() {
+  hooks_.reset();
+  alive_.reset();
+}
+
+}  // namespace shoal

@@ -1,0 +1,49 @@
+#include "engine/reducer/bucket_schedule.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace shoal {
+
+BucketSchedule::BucketSchedule(const BucketSet& buckets, const Limits& limits, bool patient)
+    : buckets_(buckets), limits_(limits), patient_(patient), ready_(buckets.places().size()), sums_(buckets.size()) {
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    missing_.push_back(buckets.rests(i) ? 0 : buckets[i].members().size());
+  }
+}
+
+void BucketSchedule::mark_ready(size_t gradient) {
+  ready_[gradient] = true;
+  --missing_[buckets_.places()[gradient].bucket];
+}
+
+void BucketSchedule::pass_next() {
+  if (passes(next_)) ++in_flight_;
+  ++next_;
+}
+
+std::optional<size_t> BucketSchedule::take_back(bool all) {
+  if (back_ == next_) return std::nullopt;
+  auto& sum = sums_[back_];
+  if (!all && !sum.work.done() && (in_flight_ <= limits_.in_flight || !comes_in_time(sum.work))) return std::nullopt;
+  sum.complete();  // also lets go of the memory
+  if (passes(back_)) --in_flight_;
+  return back_++;
+}
+
+size_t BucketSchedule::most_spare(bool one_more) const {
+  const size_t most = limits_.in_flight + (one_more ? 1 : 0);
+  return most - std::min(in_flight_, most);
+}
+
+bool BucketSchedule::comes_in_time(Work& work) {
+  if (!limits_.patience) return true;  // whoever waits for it will wait
+  const auto until = std::chrono::steady_clock::now() + *limits_.patience;
+  while (patient_ && !work.done()) {
+    patient_ = std::chrono::steady_clock::now() < until;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return work.done();
+}
+
+}  // namespace shoal

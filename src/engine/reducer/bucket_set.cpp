@@ -1,0 +1,87 @@
+#include "engine/reducer/bucket_set.h"
+
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "engine/reducer/reduction_plan.h"
+#include "memory/views.h"
+
+namespace shoal {
+
+BucketSet::BucketSet(const std::vector<Gradient>& gradients, const Group& group, const ReductionPlan& plan)
+    : gradients_(gradients), group_(group), plan_(plan), frozen_(gradients.size()) {}
+
+std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
+  const auto planned = plan_.buckets(gradients_, order);
+  auto old = std::exchange(buckets_, {});
+  std::erase_if(old, [this](const Bucket& bucket) {
+    return std::none_of(gradients_.begin(), gradients_.end(), [&](const Gradient& gradient) {
+      return same_storage(gradient.parameter.grad(), bucket.flat());
+    });
+  });
+  places_.assign(gradients_.size(), {});
+  const bool apart = plan_.trailer_apart(gradients_);
+  for (const auto& members : planned) {
+    for (size_t index = 0; index < members.size(); ++index) places_[members[index]] = {buckets_.size(), index};
+    buckets_.emplace_back(gradients_, members, group_, plan_, !apart);
+  }
+  mark_last();
+  // Getting shared memory from the system and giving it back takes about as long as a small model's whole step.
+  constexpr int64_t small_bytes = 8 << 20;
+  int64_t passing_bytes = 0;
+  for (const auto& bucket : buckets_) passing_bytes += bucket.passes() ? bucket.layout().bytes() : 0;
+  keeps_passing_ = passing_bytes <= small_bytes;
+  if (apart) {
+    std::vector<size_t> all(gradients_.size());
+    std::iota(all.begin(), all.end(), 0);
+    trailer_ = StepTrailer(all, group_.allocate(StepTrailer::numel(all.size()), at::TensorOptions(at::kFloat)));
+  }
+  return old;
+}
+
+void BucketSet::set_frozen(std::vector<bool> frozen) {
+  frozen_ = std::move(frozen);
+  mark_last();
+}
+
+bool BucketSet::rests(size_t index) const {
+  const auto& members = buckets_[index].members();
+  return std::all_of(members.begin(), members.end(), [this](size_t member) { return frozen_[member]; });
+}
+
+bool BucketSet::any_travels() const {
+  return std::find(frozen_.begin(), frozen_.end(), false) != frozen_.end();
+}
+
+// Which bucket a communication hook is told to be a step's last.
+void BucketSet::mark_last() {
+  bool found = false;
+  for (size_t i = buckets_.size(); i-- > 0;) {
+    const bool leaves = !buckets_[i].sparse() && !rests(i);
+    buckets_[i].set_last(leaves && !found);
+    found = found || leaves;
+  }
+}
+
+const at::Tensor& BucketSet::acquire(size_t gradient) {
+  auto& bucket = of(gradient);
+  bucket.acquire(group_, spare_);
+  return bucket.view(places_[gradient].index);
+}
+
+void BucketSet::drop_gradients(size_t index) {
+  const auto& flat = buckets_[index].flat();
+  for (const auto member : buckets_[index].members()) {
+    auto& grad = at::Tensor(gradients_[member].parameter).mutable_grad();
+    if (same_storage(grad, flat)) grad.reset();
+  }
+}
+
+void BucketSet::release(size_t index) {
+  drop_gradients(index);
+  buckets_[index].release(spare_, keeps_passing_);
+}
+
+}  // namespace shoal

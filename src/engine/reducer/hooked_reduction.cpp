@@ -1,0 +1,102 @@
+#include "engine/reducer/hooked_reduction.h"
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include "memory/views.h"
+#include "shoal/error.h"
+#include "shoal/group.h"
+
+namespace shoal {
+namespace {
+
+// What a hook makes of a sum may be inexact, so that the trailer stays out of it.
+class HookedReduction : public GradientReduction {
+ public:
+  HookedReduction(std::unique_ptr<GradientReduction> inner, std::shared_ptr<CommunicationHook> hook,
+                  std::vector<Gradient> gradients, std::string prefix)
+      : GradientReduction(without_trailer(inner->plan()), std::move(hook)),
+        inner_(std::move(inner)),
+        gradients_(std::move(gradients)),
+        prefix_(std::move(prefix)) {}
+
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override {
+    if (!plan().hook_point.of_kept) return hook()->begin(seen(bucket, label));
+    auto within = inner_->reduce(bucket, label);
+    if (!bucket.kept_range().empty())
+      within.further = [this, &bucket, label] { return hook()->begin(seen(bucket, label)); };
+    return within;
+  }
+
+ private:
+  static ReductionPlan without_trailer(ReductionPlan plan) {
+    plan.trailer_rides = false;
+    return plan;
+  }
+
+  // The bucket, or what is kept of it, as the hook sees it.
+  GradientBucket seen(const Bucket& bucket, const Label& label) const {
+    const auto& point = plan().hook_point;
+    const auto range = point.of_kept ? bucket.kept_range() : Range{0, bucket.payload_numel()};
+    GradientBucket seen{.group = point.group,
+                        .sum_for = point.sum_for,
+                        .gradients = point.of_kept ? bucket.kept() : bucket.payload(range),
+                        .sum = {},
+                        .pieces = {},
+                        .last = bucket.last(),
+                        .label = label};
+    if (point.sum_for == SumFor::owner) seen.owner = plan().owners[bucket.members().front()];
+    if (point.sum_for == SumFor::parts) {
+      seen.sum = bucket.kept();
+    } else if (point.sum_for == SumFor::everybody || seen.owner == point.group.rank()) {
+      seen.sum = seen.gradients;
+    }
+    // Gaps hold what was there before; to a hook they are elements as any others.
+    int64_t filled = range.begin;
+    const auto clear_to = [&](int64_t end) {
+      if (end > filled) seen.gradients.narrow(0, filled - range.begin, end - filled).zero_();
+    };
+    for (const auto& slice : bucket.layout().overlapping(range)) {
+      clear_to(slice.in_flat.begin);
+      filled = slice.in_flat.end;
+      const auto& about = gradients_[bucket.members()[slice.piece]];
+      const auto place = slice.in_flat.normalize(slice.in_flat.begin - range.begin);
+      const bool whole = slice.in_piece.size() == about.parameter.numel();
+      seen.pieces.push_back({.name = prefix_ + about.name,
+                             .gradient = whole ? view_like(seen.gradients, place.begin, about.parameter)
+                                               : seen.gradients.narrow(0, place.begin, place.size()),
+                             .in_bucket = place,
+                             .in_parameter = slice.in_piece});
+    }
+    clear_to(range.end);
+    return seen;
+  }
+
+  std::unique_ptr<GradientReduction> inner_;
+  std::vector<Gradient> gradients_;
+  std::string prefix_;
+};
+
+std::string who_gets_them(SumFor sum_for) {
+  return sum_for == SumFor::owner ? "each gradient's sum goes to one rank" : "each rank gets a part of every sum";
+}
+
+}  // namespace
+
+std::unique_ptr<GradientReduction> with_hook(std::unique_ptr<GradientReduction> reduction,
+                                             std::shared_ptr<CommunicationHook> hook,
+                                             const std::vector<Gradient>& gradients, const std::string& wrapper,
+                                             const std::string& prefix) {
+  if (!hook) return reduction;
+  const auto point = reduction->plan().hook_point;
+  if (!hook->serves(point.sum_for)) {
+    throw UsageError(
+        fmt::format("{}: communication hook {} gives every rank the whole sum, but here {}; take another hook, or "
+                    "DistributedDataParallel or FullyShardedDataParallel with no_shard",
+                    wrapper, hook->name(), who_gets_them(point.sum_for)));
+  }
+  agree(point.group, "the communication hook", {hook->name()});
+  return std::make_unique<HookedReduction>(std::move(reduction), std::move(hook), gradients, prefix);
+}
+
+}  // namespace shoal

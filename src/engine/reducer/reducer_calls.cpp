@@ -1,0 +1,151 @@
+// Steps that a caller begins, or gives up: a backward with a weight, a reduction without a backward.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/utils.h>
+
+#include <cmath>
+
+#include "comm/group/group_state.h"
+#include "engine/reducer/reducer.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+void Reducer::go_on_from(const std::optional<BucketOrder::Learnt>& learnt) {
+  if (order_.go_on_from(learnt)) build_as_registered();
+}
+
+void Reducer::check_last_step() {
+  if (last_.unused_names.empty()) return;
+  const auto names = std::exchange(last_.unused_names, {});
+  throw UsageError(
+      fmt::format("no rank computed a gradient for {} in the last step. If a block is recomputed in backward, set "
+                  "static_graph; if one forward has several backwards (of different outputs), call all but the last "
+                  "under no_sync(), or set find_unused_parameters; else use these parameters in the loss, freeze them "
+                  "(requires_grad_(false)) or ignore them, or set find_unused_parameters",
+                  fmt::join(names, ", ")));
+}
+
+void Reducer::backward(const at::Tensor& loss_sum, double weight) {
+  if (!std::isfinite(weight) || weight < 0) {
+    throw UsageError(fmt::format("backward: weight {} must be finite and not negative", weight));
+  }
+  const bool has_graph = loss_sum.defined() && loss_sum.requires_grad();
+  if (!has_graph && weight > 0) throw UsageError("backward: the loss does not depend on any trainable parameter");
+  if (!running()) adopt_changes();
+  accumulated_.add_weight(weight);
+  weighted_backward_ = true;
+  try {
+    if (has_graph) {
+      loss_sum.backward();
+    } else if (callbacks.synchronises()) {
+      reduce_now();
+    }
+  } catch (...) {
+    weighted_backward_ = false;
+    if (callbacks.synchronises()) mark_failed();
+    throw;
+  }
+  weighted_backward_ = false;
+}
+
+void Reducer::reduce_now() {
+  begin_now();
+  end_now();
+}
+
+void Reducer::begin_now() {
+  const auto lock = tracker_.lock();
+  const torch::NoGradGuard no_grad;
+  tracker_.begin();
+  if (running()) mark_rest_ready();
+}
+
+void Reducer::end_now() {
+  tracker_.end();
+}
+
+void Reducer::require_absence() const {
+  if (join_state_ && !join_state_->here) return;
+  throw UsageError("shadow: for a step of a Join scope in which this rank has no batch; call forward and backward");
+}
+
+void Reducer::set_join_state(const std::optional<JoinState>& join_state) {
+  join_state_ = join_state;
+  if (join_state && join_state->here) attended_step_ = steps_;
+}
+
+void Reducer::abandon() {
+  const auto lock = tracker_.lock();
+  const torch::NoGradGuard no_grad;
+  if (!entry_.failed && !running()) {
+    tracker_.enter(BackwardTracker::Phase::idle);
+    accumulated_.forget();
+    accumulated_.sums().forget_held();
+    return;
+  }
+  entry_.failed = true;
+  note(group_, fmt::format("gave up step {}", steps_));
+  try {
+    callbacks.before_writing();
+    if (!running()) {
+      adopt_changes();
+      begin_step(Step::From::no_batch);
+    }
+    for (auto& schedule = step_->schedule; schedule.next() < buckets_.size(); schedule.pass_next()) {
+      const auto index = schedule.next();
+      if (buckets_.rests(index)) continue;
+      for (const auto member : buckets_[index].members()) accumulated_.sums().set_aside(member);
+      if (!buckets_[index].sparse()) {
+        buckets_.acquire_bucket(index);
+        buckets_[index].flat().zero_();
+      }
+      issue(index);
+    }
+    if (step_->early) release_finished(/*all=*/true);
+    callbacks.before_waiting();
+    if (std::isnan(wait_for_buckets())) who_failed();
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): there is nobody left to tell; the next call says so
+  } catch (...) {
+    close_step();
+    throw;
+  }
+  close_abandoned_step();
+}
+
+void Reducer::reduce_pending() {
+  const auto lock = tracker_.lock();
+  const torch::NoGradGuard no_grad;
+  if (running()) throw UsageError("reduce: within a backward; call it between backward and step");
+  callbacks.before_writing();
+  adopt_changes();
+  accumulated_.note_set();
+  begin_step(Step::From::caller);
+  mark_rest_ready();
+  tracker_.end();
+}
+
+at::Tensor Reducer::local_gradient(size_t gradient) {
+  const auto lock = tracker_.lock();
+  const torch::NoGradGuard no_grad;
+  callbacks.before_writing();
+  adopt_changes();
+  return accumulated_.local(gradient);
+}
+
+AccumulatedGradients::Left Reducer::left() {
+  const auto lock = tracker_.lock();
+  const torch::NoGradGuard no_grad;
+  adopt_changes();
+  return accumulated_.left();
+}
+
+void Reducer::resume(const AccumulatedGradients::Left& left) {
+  const torch::NoGradGuard no_grad;
+  accumulated_.resume(left, [this](const Bucket& bucket) {
+    return reduction_->plan().keeps_whole(bucket, reduction_->plan().place(group_.rank()));
+  });
+}
+
+}  // namespace shoal

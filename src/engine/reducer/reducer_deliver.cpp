@@ -1,0 +1,148 @@
+// Means of gradients: from buckets that have come back to grad(), or to the consumer.
+
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/reducer/reducer.h"
+#include "memory/views.h"
+
+namespace shoal {
+
+void Reducer::deliver_all(double weight) {
+  if (buckets_.trailer().defined()) {
+    buckets_.trailer().read(step_->used_anywhere, step_->came_anywhere);
+    last_.alike = buckets_.trailer().alike(group_.size());
+  }
+  for (size_t i = 0; i < buckets_.size(); ++i) deliver(i, weight);
+}
+
+void Reducer::deliver(size_t index, double weight) {
+  auto& bucket = buckets_[index];
+  if (buckets_.rests(index)) return;
+  if (bucket.sparse()) return deliver_sparse(index);
+  if (bucket.trailer().defined()) bucket.trailer().read(step_->used_anywhere, step_->came_anywhere);
+  if (bucket.kept_range().empty() && !reduction_->plan().everywhere()) return leave_parts(index);
+  auto sum = bucket.kept();
+  if (const auto held = accumulated_.sums().take_held(index); held.defined()) sum.add_(held);
+  const double factor = group_.size() / weight;
+  // Without any weight on any rank there was no sample: the sum is zero as it stands.
+  if (factor != 1.0 && weight > 0) sum.mul_(factor);
+  if (options_.leave_grad && bucket.kept_range().size() == bucket.payload_numel()) {
+    deliver_whole(index);
+    return;
+  }
+  leave_parts(index);
+}
+
+// A gradient that no rank used stays what it was.
+void Reducer::leave_parts(size_t index) {
+  for (const auto member : buckets_[index].members()) {
+    if (step_->untouched[member].defined() && !step_->used_anywhere[member])
+      gradients_[member].parameter.mutable_grad() = step_->untouched[member];
+  }
+  accumulated_.sums().leave_parts(index, step_->used_anywhere);
+}
+
+void Reducer::deliver_whole(size_t index) {
+  auto& bucket = buckets_[index];
+  for (size_t place = 0; place < bucket.members().size(); ++place) {
+    const auto member = bucket.members()[place];
+    const auto& view = bucket.view(place);
+    auto& grad = gradients_[member].parameter.mutable_grad();
+    const bool sum = reduction_->plan().everywhere()
+                         ? step_->used_anywhere[member]
+                         : accumulated_.sums().leave_whole(member, view, step_->used_anywhere[member]);
+    if (!sum) {
+      if (step_->untouched[member].defined()) at::Tensor(view).copy_(step_->untouched[member]);
+    } else if (gradients_[member].travels_as) {
+      grad = view.to(gradients_[member].parameter.scalar_type());  // optimizers take no other
+      if (!reduction_->plan().everywhere()) accumulated_.sums().leave_apart(member);
+    } else if (options_.gradient_as_bucket_view) {
+      if (!same_view(grad, view)) grad = view;
+    } else if (grad.defined() && grad.layout() == at::kStrided) {
+      grad.detach().copy_(view);
+    } else {
+      grad = view.clone();
+    }
+  }
+}
+
+void Reducer::deliver_sparse(size_t index) {
+  const auto member = buckets_[index].members().front();
+  auto& result = *step_->sparse[index];
+  if (result.present > 0) {
+    step_->used_anywhere[member] = step_->came_anywhere[member] = true;
+    if (result.weight > 0) result.sum.mul_(1.0 / result.weight);
+  }
+  if (!reduction_->plan().everywhere()) {
+    if (reduction_->plan().keeps_whole(buckets_[index], reduction_->plan().place(group_.rank()))) {
+      accumulated_.sums().leave_sparse(member, result.sum);
+    } else {
+      accumulated_.sums().leave_parts(index, step_->used_anywhere);
+    }
+  } else if (result.present > 0) {
+    gradients_[member].parameter.mutable_grad() = result.sum;
+  }
+}
+
+// Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now, or used up. `all`:
+// waits for every one. A consumer that throws does not see a bucket again.
+void Reducer::release_finished(bool all) {
+  if (reduction_->plan().everywhere() && !step_->early) return;
+  while (const auto index = step_->schedule.take_back(all)) {
+    if (step_->early) take_early(*index);
+    if (!buckets_[*index].passes() || buckets_.rests(*index)) continue;
+    buckets_.release(*index);
+    buckets_.limit_spare(step_->schedule.most_spare(step_->early));
+  }
+}
+
+// Whether a bucket that has come back says all about its mean: its weight rides in it, in a dtype that can hold it.
+bool Reducer::knows_means_early() const {
+  const auto exact = [](const Gradient& gradient) {
+    return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
+  };
+  return !buckets_.trailer().defined() && std::all_of(gradients_.begin(), gradients_.end(), exact);
+}
+
+// A bucket that left before some rank gave the step up has a weight, on all ranks: they all take it.
+void Reducer::take_early(size_t index) {
+  const auto& bucket = buckets_[index];
+  const double weight = bucket.sparse() ? step_->sparse[index]->weight : bucket.trailer().weight();
+  if (std::isnan(weight)) {
+    step_->abandoned = true;
+    return;
+  }
+  deliver(index, weight);
+  take(index);
+}
+
+// Where means were known only at the end.
+void Reducer::take_all() {
+  std::vector<at::Tensor> gradients;
+  for (const auto& gradient : gradients_) {
+    if (gradient.parameter.grad().defined()) gradients.push_back(gradient.parameter.grad());
+  }
+  options_.consumer->see_all(gradients);
+  gradients.clear();
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    take(i);
+    if (buckets_[i].passes()) buckets_.release(i);
+  }
+}
+
+void Reducer::take(size_t index) {
+  options_.consumer->take(parameters_of(buckets_[index]));
+  for (const auto member : buckets_[index].members()) gradients_[member].parameter.mutable_grad().reset();
+}
+
+// Not before backward has ended: what comes once more is told otherwise.
+void Reducer::leave_spent() {
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (step_->used_anywhere[i]) spent_->leave(i);
+  }
+}
+
+}  // namespace shoal

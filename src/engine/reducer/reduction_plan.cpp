@@ -1,0 +1,42 @@
+#include "engine/reducer/reduction_plan.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace shoal {
+
+std::vector<std::vector<size_t>> ReductionPlan::buckets(const std::vector<Gradient>& gradients,
+                                                        std::span<const size_t> order) const {
+  std::vector<size_t> registered(gradients.size());
+  std::iota(registered.rbegin(), registered.rend(), 0);
+  return plan_buckets(gradients, follows_order ? order : registered, caps.first_bytes, caps.bytes, divided,
+                      caps.most_numel);
+}
+
+FlatLayout ReductionPlan::layout(std::span<const int64_t> numels, size_t element_bytes) const {
+  return keeps == Keeps::ranges ? scatter_layout(numels, element_bytes, ranges) : FlatLayout(numels, element_bytes);
+}
+
+Range ReductionPlan::kept(const Bucket& bucket, int place) const {
+  if (keeps == Keeps::ranges) return bucket.layout().part(place);
+  return keeps_whole(bucket, place) ? Range{0, bucket.payload_numel()} : Range{};
+}
+
+bool ReductionPlan::keeps_whole(const Bucket& bucket, int place) const {
+  if (keeps == Keeps::owned) return owners[bucket.members().front()] == place;
+  return everywhere();
+}
+
+bool ReductionPlan::trailer_apart(const std::vector<Gradient>& gradients) const {
+  const bool exact = std::any_of(gradients.begin(), gradients.end(), [](const Gradient& gradient) {
+    return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
+  });
+  return !everywhere() || !trailer_rides || !exact;
+}
+
+FlatLayout scatter_layout(std::span<const int64_t> numels, size_t element_bytes, int ranks) {
+  constexpr int64_t aligned_elements = 64;
+  return {numels, element_bytes, aligned_elements * static_cast<int64_t>(element_bytes), ranks};
+}
+
+}  // namespace shoal

@@ -1,0 +1,126 @@
+// What earlier backwards have left: this rank's own gradients, which the next step takes, and sums.
+
+#include "engine/gradients/accumulated_gradients.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "comm/transport/dry_run.h"
+#include "engine/gradients/local_gradients.h"
+#include "engine/reducer/gradient_reduction.h"
+#include "tests/support/refusal.h"
+
+namespace shoal {
+namespace {
+
+// Two gradients of two elements in one bucket, whose sum every one of two ranks gets.
+struct WithGradients {
+  explicit WithGradients(bool in_buckets = true) {
+    for (const auto* name : {"a", "b"}) gradients.push_back({name, at::zeros({2}).set_requires_grad(true)});
+    buckets.emplace(gradients, group, reduction.plan());
+    accumulated.emplace(gradients, *buckets, AccumulatedGradients::Options{.in_buckets = in_buckets});
+    accumulated->move_to(buckets->build({1, 0}));
+  }
+  at::Tensor& grad(size_t gradient) { return gradients[gradient].parameter.mutable_grad(); }
+  void backward(size_t gradient, double value) {
+    grad(gradient) = grad(gradient).defined() ? grad(gradient) + value : at::full({2}, value);
+    accumulated->note_arrival(gradient);
+    accumulated->note_local(gradient);
+  }
+  bool in_bucket(size_t gradient) { return grad(gradient).is_alias_of((*buckets)[0].flat()); }
+
+  Group group = dry_run_group(2);
+  AllReduce reduction{group, BucketCaps{}};
+  std::vector<Gradient> gradients;
+  std::optional<BucketSet> buckets;
+  std::optional<AccumulatedGradients> accumulated;
+};
+
+TEST(AccumulatedGradients, DDP07_LocalGradientsLieInTheBucketAndCountForTheNextStep) {
+  WithGradients with;
+  with.backward(0, 1);
+  with.backward(0, 2);
+  EXPECT_TRUE(with.in_bucket(0));
+  EXPECT_TRUE(at::equal(with.grad(0), at::full({2}, 3.0)));
+  EXPECT_EQ(with.accumulated->used(), (std::vector<bool>{true, false}));
+  EXPECT_TRUE(has_local_gradient(with.gradients[0].parameter));
+  with.accumulated->forget();
+  with.accumulated->unmark();
+  EXPECT_EQ(with.accumulated->used(), (std::vector<bool>{false, false}));
+  EXPECT_FALSE(has_local_gradient(with.gradients[0].parameter));
+}
+
+TEST(AccumulatedGradients, StayOutOfTheBucketWhereTheyAreToBeATensorOfTheirOwn) {
+  WithGradients with(/*in_buckets=*/false);
+  with.backward(0, 1);
+  EXPECT_FALSE(with.in_bucket(0));
+}
+
+TEST(AccumulatedGradients, WhatIsDroppedIsNotOfTheNextStepNorItsWeight) {
+  WithGradients with;
+  with.backward(0, 1);
+  with.backward(1, 1);
+  with.accumulated->add_weight(2);
+  with.accumulated->add_weight(3);
+  with.grad(0).reset();
+  with.accumulated->adopt_changes();
+  EXPECT_EQ(with.accumulated->used(), (std::vector<bool>{false, true}));
+  EXPECT_EQ(with.accumulated->weight(), 5);
+  with.grad(1).reset();
+  with.accumulated->adopt_changes();
+  EXPECT_FALSE(with.accumulated->weight());
+}
+
+TEST(AccumulatedGradients, HandingOverWritesThisRanksPartOfTheMean) {
+  WithGradients with;
+  with.backward(0, 4);
+  EXPECT_FALSE(with.accumulated->hand_over(0, /*ranks=*/2).defined());
+  EXPECT_FALSE(with.accumulated->hand_over(1, /*ranks=*/2).defined());
+  EXPECT_TRUE(at::equal((*with.buckets)[0].view(with.buckets->places()[0].index), at::full({2}, 2.0)));
+  EXPECT_TRUE(at::equal((*with.buckets)[0].view(with.buckets->places()[1].index), at::zeros({2})));
+}
+
+TEST(AccumulatedGradients, HandingOverKeepsWhatThisRankDidNotTouch) {
+  WithGradients with;
+  with.backward(0, 4);
+  with.accumulated->forget();  // the step before took it; nothing comes in this one
+  const auto untouched = with.accumulated->hand_over(0, /*ranks=*/2);
+  ASSERT_TRUE(untouched.defined());
+  EXPECT_TRUE(at::equal(untouched, at::full({2}, 4.0)));
+}
+
+TEST(AccumulatedGradients, AGradientInItsPlaceIsZeroWhereThereIsNone) {
+  WithGradients with;
+  with.backward(0, 4);
+  EXPECT_TRUE(at::equal(with.accumulated->local(0), at::full({2}, 4.0)));
+  EXPECT_TRUE(at::equal(with.accumulated->local(1), at::zeros({2})));
+  EXPECT_EQ(with.accumulated->used(), (std::vector<bool>{true, true}));
+}
+
+TEST(AccumulatedGradients, AreRefusedToAnOptimizerUntilTheyHaveBeenReduced) {
+  WithGradients with;
+  with.backward(1, 1);
+  const auto text = test::refusal([&] { with.accumulated->prepare_sums("Optimizer", [] {}); });
+  EXPECT_NE(text.find("Optimizer: the gradient of parameter b has been accumulated under no_sync"), std::string::npos)
+      << text;
+}
+
+TEST(AccumulatedGradients, AnotherObjectGoesOnFromWhatIsLeft) {
+  WithGradients with;
+  with.backward(1, 3);
+  with.accumulated->add_weight(7);
+  const auto left = with.accumulated->left();
+  const auto gradients = with.gradients;
+  BucketSet buckets(gradients, with.group, with.reduction.plan());
+  AccumulatedGradients next(gradients, buckets, {});
+  next.move_to(buckets.build({0, 1}));
+  next.resume(left, [](const Bucket&) { return true; });
+  EXPECT_EQ(next.used(), (std::vector<bool>{false, true}));
+  EXPECT_EQ(next.weight(), 7);
+  EXPECT_TRUE(with.grad(1).is_alias_of(buckets[0].flat()));
+  EXPECT_TRUE(at::equal(with.grad(1), at::full({2}, 3.0)));
+}
+
+}  // namespace
+}  // namespace shoal

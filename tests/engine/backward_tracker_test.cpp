@@ -1,0 +1,138 @@
+// Backwards: where they begin and end, and which gradients come in them.
+
+#include "engine/gradients/backward_tracker.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "shoal/error.h"
+#include "tests/support/refusal.h"
+
+namespace shoal {
+namespace {
+
+using Phase = BackwardTracker::Phase;
+using Told = std::vector<std::string>;
+
+// Two parameters, and all that is told of their backwards.
+struct Tracked : BackwardListener {
+  explicit Tracked(const BackwardTracker::Options& options = {}) {
+    for (const auto* name : {"a", "b"}) gradients.push_back({name, at::ones({2}).set_requires_grad(true)});
+    tracker.emplace(gradients, options, *this);
+  }
+
+  void begin_backward() override {
+    told.push_back("begin");
+    tracker->enter(next);
+  }
+  void arriving(size_t gradient) override { told.push_back("arriving " + gradients[gradient].name); }
+  void arrived(size_t gradient) override {
+    told.push_back("arrived " + gradients[gradient].name);
+    if (tracker->phase() == Phase::running && tracker->count(gradient)) told.push_back("complete");
+  }
+  void end_local_backward() override { told.push_back("end local"); }
+  void end_backward() override {
+    told.push_back("end");
+    tracker->require_all_arrivals();
+    tracker->expect_the_same();
+    tracker->enter(Phase::idle);
+  }
+
+  const at::Tensor& of(size_t gradient) const { return gradients[gradient].parameter; }
+  Told backward(const at::Tensor& loss) {
+    told.clear();
+    loss.backward();
+    return told;
+  }
+
+  std::vector<Gradient> gradients;
+  Phase next = Phase::running;
+  Told told;
+  std::optional<BackwardTracker> tracker;
+};
+
+TEST(BackwardTracker, TellsOfABackwardFromItsFirstGradientToItsEnd) {
+  Tracked tracked;
+  for (int step = 0; step < 2; ++step) {
+    EXPECT_EQ(tracked.backward(tracked.of(1).sum()), (Told{"begin", "arriving b", "arrived b", "complete", "end"}));
+    EXPECT_EQ(tracked.tracker->order(), std::vector<size_t>{1});
+    EXPECT_EQ(tracked.tracker->phase(), Phase::idle);
+  }
+}
+
+TEST(BackwardTracker, ALocalBackwardIsIdleAgainAtItsEnd) {
+  Tracked tracked;
+  tracked.next = Phase::local;
+  EXPECT_EQ(tracked.backward(tracked.of(0).sum()), (Told{"begin", "arriving a", "arrived a", "end local"}));
+  EXPECT_EQ(tracked.tracker->phase(), Phase::idle);
+}
+
+TEST(BackwardTracker, ALocalBackwardThatFailedIsFollowedByAnotherThatBegins) {
+  Tracked tracked;
+  tracked.next = Phase::local;
+  bool first = true;
+  tracked.of(0).register_hook([&](const at::Tensor&) {
+    if (std::exchange(first, false)) throw std::runtime_error("fails");
+  });
+  EXPECT_ANY_THROW(tracked.backward((tracked.of(0) * tracked.of(1)).sum()));
+  const auto told = tracked.backward(tracked.of(1).sum());
+  EXPECT_EQ(told, (Told{"begin", "arriving b", "arrived b", "end local"}));
+}
+
+TEST(BackwardTracker, ABackwardWithoutAGradientIsTheCallers) {
+  Tracked tracked;
+  tracked.tracker->begin();
+  EXPECT_EQ(tracked.tracker->phase(), Phase::running);
+  tracked.tracker->end();
+  tracked.tracker->end();
+  EXPECT_EQ(tracked.told, (Told{"begin", "end"}));
+  EXPECT_TRUE(tracked.tracker->order().empty());
+}
+
+TEST(BackwardTracker, AutogradGradIsNoBackward) {
+  Tracked tracked;
+  const auto loss = (tracked.of(0) * 2).sum();
+  tracked.tracker->inspect({loss});
+  torch::autograd::grad({loss}, {tracked.of(0)});
+  EXPECT_EQ(tracked.told, Told{});
+}
+
+TEST(BackwardTracker, DDP08_AStaticGraphsGradientIsCompleteWhenItHasComeAsOftenAsTheFirstTime) {
+  Tracked tracked({.static_graph = true});
+  // One accumulation each: a backward of its own inside would be a block's that is recomputed.
+  EXPECT_EQ(tracked.backward(tracked.of(0).sum()), (Told{"begin", "arriving a", "arrived a", "end"}));
+  EXPECT_EQ(tracked.backward(tracked.of(0).sum()), (Told{"begin", "arriving a", "arrived a", "complete", "end"}));
+  const auto more = test::refusal([&] { tracked.backward(tracked.of(1).sum()); });
+  EXPECT_NE(more.find("static_graph: the gradient of b came 1 times, in the first step 0 times"), std::string::npos);
+}
+
+TEST(BackwardTracker, AStaticGraphsGradientThatStaysAwayIsRefusedAtTheEnd) {
+  Tracked tracked({.static_graph = true});
+  tracked.backward((tracked.of(0) * tracked.of(1)).sum());
+  const auto fewer = test::refusal([&] { tracked.backward(tracked.of(1).sum()); });
+  EXPECT_NE(fewer.find("static_graph: the gradient of a came 0 times, in the first step 1 times"), std::string::npos);
+}
+
+TEST(BackwardTracker, GradientsThatNoForwardReachesAreTakenOnce) {
+  Tracked tracked({.find_unused_parameters = true});
+  EXPECT_TRUE(tracked.tracker->take_unreached().empty()) << "no forward has been looked at";
+  tracked.tracker->inspect({tracked.of(0) * 2});
+  EXPECT_EQ(tracked.tracker->take_unreached(), std::vector<size_t>{1});
+  EXPECT_TRUE(tracked.tracker->take_unreached().empty());
+  tracked.tracker->inspect({tracked.of(0) * 2});
+  tracked.tracker->inspect({tracked.of(1) * 2});
+  EXPECT_TRUE(tracked.tracker->take_unreached().empty()) << "one of two forwards reaches each";
+}
+
+TEST(BackwardTracker, TellsNothingOnceDetached) {
+  Tracked tracked;
+  const auto output = tracked.of(0) * 2;
+  tracked.tracker->inspect({output});
+  tracked.tracker->detach();
+  EXPECT_FALSE(tracked.tracker->attached());
+  EXPECT_EQ(tracked.backward(output.sum()), Told{});
+}
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,143 @@
+// Buckets of a step: when they are full, leave, and come back, and whose memory goes.
+
+#include "engine/reducer/bucket_schedule.h"
+
+#include <gtest/gtest.h>
+#include <torch/utils.h>
+
+#include <numeric>
+
+#include "comm/transport/dry_run.h"
+#include "engine/reducer/gradient_reduction.h"
+
+namespace shoal {
+namespace {
+
+using Plan = std::vector<std::vector<size_t>>;
+
+// Four gradients of ten elements in buckets of one each, in the order 3, 2, 1, 0; the sums are rank 1's, so that this
+// rank's memory of them goes once they have left.
+struct WithBuckets {
+  WithBuckets() {
+    for (const auto* name : {"a", "b", "c", "d"}) gradients.push_back({name, at::ones({10}).set_requires_grad(true)});
+    reduction = std::make_unique<ReduceToOwner>(group, BucketCaps{40, 40}, std::vector<int>(4, 1));
+    buckets = std::make_unique<BucketSet>(gradients, group, reduction->plan());
+    build({3, 2, 1, 0});
+  }
+  void build(const std::vector<size_t>& order) {
+    const auto before = buckets->build(order);
+    EXPECT_TRUE(before.empty());
+  }
+  Plan members() const {
+    Plan plan;
+    for (const auto& bucket : buckets->all()) plan.push_back(bucket.members());
+    return plan;
+  }
+
+  Group group = dry_run_group(2);
+  std::vector<Gradient> gradients;
+  std::unique_ptr<GradientReduction> reduction;
+  std::unique_ptr<BucketSet> buckets;
+};
+
+TEST(BucketSet, FollowsTheOrderAndKnowsEachGradientsPlace) {
+  WithBuckets with;
+  EXPECT_EQ(with.members(), (Plan{{3}, {2}, {1}, {0}}));
+  with.build({0, 1, 2, 3});
+  EXPECT_EQ(with.members(), (Plan{{0}, {1}, {2}, {3}}));
+  EXPECT_EQ(with.buckets->places()[2].bucket, 2u);
+}
+
+TEST(BucketSet, HandsBackBucketsThatGradientsLieInYet) {
+  WithBuckets with;
+  with.gradients[1].parameter.mutable_grad() = with.buckets->acquire(1);
+  const auto before = with.buckets->build({0, 1, 2, 3});
+  ASSERT_EQ(before.size(), 1u);
+  EXPECT_EQ(before.front().members(), std::vector<size_t>{1});
+}
+
+TEST(BucketSet, ABucketOfFrozenGradientsRestsAndIsNotTheLast) {
+  WithBuckets with;
+  EXPECT_TRUE((*with.buckets)[3].last());
+  with.buckets->set_frozen({true, false, false, false});
+  EXPECT_TRUE(with.buckets->rests(3));
+  EXPECT_FALSE((*with.buckets)[3].last());
+  EXPECT_TRUE((*with.buckets)[2].last());
+  EXPECT_TRUE(with.buckets->any_travels());
+  with.buckets->set_frozen({true, true, true, true});
+  EXPECT_FALSE(with.buckets->any_travels());
+}
+
+TEST(BucketSet, AReleasedBucketsMemoryIsTheNextOnes) {
+  const torch::NoGradGuard no_grad;
+  WithBuckets with;
+  // Large enough not to be kept for the next step.
+  with.gradients.clear();
+  for (const auto* name : {"a", "b"}) with.gradients.push_back({name, at::ones({2 << 20}).set_requires_grad(true)});
+  with.reduction = std::make_unique<ReduceToOwner>(with.group, BucketCaps{40, 40}, std::vector<int>(2, 1));
+  with.buckets = std::make_unique<BucketSet>(with.gradients, with.group, with.reduction->plan());
+  with.build({1, 0});
+  with.gradients[1].parameter.mutable_grad() = with.buckets->acquire(1);
+  const auto* memory = (*with.buckets)[0].flat().data_ptr();
+  with.buckets->release(0);
+  EXPECT_FALSE(with.gradients[1].parameter.grad().defined()) << "it lay in the bucket";
+  EXPECT_FALSE((*with.buckets)[0].present());
+  with.buckets->acquire(0);
+  EXPECT_EQ((*with.buckets)[1].flat().data_ptr(), memory);
+}
+
+TEST(BucketSchedule, BucketsLeaveInTheirOrderWhateverOrderTheyFillIn) {
+  WithBuckets with;
+  BucketSchedule schedule(*with.buckets, {}, /*patient=*/true);
+  schedule.mark_ready(2);
+  EXPECT_FALSE(schedule.next_is_full());
+  schedule.mark_ready(3);
+  EXPECT_TRUE(schedule.next_is_full());
+  schedule.pass_next();
+  EXPECT_TRUE(schedule.next_is_full()) << "it filled before";
+  schedule.pass_next();
+  EXPECT_FALSE(schedule.next_is_full());
+  EXPECT_EQ(schedule.next(), 2u);
+  EXPECT_TRUE(schedule.is_ready(2));
+  EXPECT_FALSE(schedule.is_ready(0));
+}
+
+TEST(BucketSchedule, ABucketThatRestsIsFull) {
+  WithBuckets with;
+  with.buckets->set_frozen({false, false, false, true});
+  const BucketSchedule schedule(*with.buckets, {}, /*patient=*/true);
+  EXPECT_TRUE(schedule.next_is_full());
+}
+
+TEST(BucketSchedule, BucketsComeBackInTheirOrderOnceEach) {
+  WithBuckets with;
+  BucketSchedule schedule(*with.buckets, {}, /*patient=*/true);
+  EXPECT_FALSE(schedule.take_back(/*all=*/true)) << "none has left";
+  std::vector<size_t> finished;
+  for (size_t i = 0; i < 4; ++i) {
+    schedule.set_sum(i, {.work = {}, .finish = [&, i] { finished.push_back(i); }});
+    schedule.pass_next();
+  }
+  std::vector<size_t> back;
+  while (const auto index = schedule.take_back(/*all=*/false)) back.push_back(*index);
+  EXPECT_EQ(back, (std::vector<size_t>{0, 1, 2, 3}));
+  EXPECT_EQ(finished, back);
+}
+
+TEST(BucketSchedule, SpareMemoryIsForThoseThatMayYetTravel) {
+  WithBuckets with;
+  BucketSchedule schedule(*with.buckets, {.in_flight = 2}, /*patient=*/true);
+  EXPECT_EQ(schedule.most_spare(/*one_more=*/false), 2u);
+  EXPECT_EQ(schedule.most_spare(/*one_more=*/true), 3u);
+  schedule.pass_next();
+  EXPECT_EQ(schedule.most_spare(/*one_more=*/false), 1u);
+  schedule.pass_next();
+  schedule.pass_next();
+  EXPECT_EQ(schedule.most_spare(/*one_more=*/false), 0u);
+  schedule.take_back(/*all=*/true);
+  schedule.take_back(/*all=*/true);
+  EXPECT_EQ(schedule.most_spare(/*one_more=*/false), 1u);
+}
+
+}  // namespace
+}  // namespace shoal

@@ -1,0 +1,76 @@
+// What a strategy says of its reduction: which gradients travel together, and who keeps what.
+
+#include "engine/reducer/reduction_plan.h"
+
+#include <gtest/gtest.h>
+
+#include "comm/transport/dry_run.h"
+#include "engine/reducer/gradient_reduction.h"
+
+namespace shoal {
+namespace {
+
+using Plan = std::vector<std::vector<size_t>>;
+
+std::vector<Gradient> three(at::ScalarType dtype = at::kFloat) {
+  std::vector<Gradient> list;
+  for (const auto* name : {"a", "b", "c"}) list.push_back({name, at::ones({10}, dtype)});
+  return list;
+}
+
+const std::vector<size_t> arrived = {1, 2, 0};
+
+TEST(ReductionPlan, AllReduceGivesEveryRankEverythingAndFollowsTheOrder) {
+  const auto group = dry_run_group(2);
+  const AllReduce reduction(group, {.first_bytes = 40, .bytes = 40});
+  const auto& plan = reduction.plan();
+  EXPECT_EQ(plan.buckets(three(), arrived), (Plan{{1}, {2}, {0}}));
+  EXPECT_TRUE(plan.everywhere());
+  const Bucket bucket(three(), {1}, group, plan, /*with_trailer=*/true);
+  for (const int rank : {0, 1}) {
+    EXPECT_TRUE(plan.keeps_whole(bucket, rank));
+    EXPECT_EQ(plan.kept(bucket, rank).size(), bucket.payload_numel());
+  }
+  EXPECT_FALSE(bucket.passes());
+}
+
+TEST(ReductionPlan, SDP01_OneOwnerPerBucketKeepsItsSum) {
+  const auto group = dry_run_group(2);
+  const ReduceToOwner reduction(group, {}, {0, 1, 0});
+  const auto& plan = reduction.plan();
+  EXPECT_EQ(plan.buckets(three(), arrived), (Plan{{1}, {2, 0}}));
+  EXPECT_FALSE(plan.everywhere());
+  const Bucket other(three(), {1}, group, plan, /*with_trailer=*/false);
+  EXPECT_TRUE(plan.kept(other, 0).empty());
+  EXPECT_TRUE(plan.keeps_whole(other, 1));
+  EXPECT_TRUE(other.passes()) << "rank 0 keeps nothing of it";
+}
+
+TEST(ReductionPlan, MEG01_EqualRangesMakeUpTheBucketInTheOrderOfRegistration) {
+  const auto group = dry_run_group(3);
+  const ReduceScatter reduction(group, {});
+  const auto& plan = reduction.plan();
+  EXPECT_EQ(plan.buckets(three(), arrived), (Plan{{2, 1, 0}}));
+  const Bucket bucket(three(), {2, 1, 0}, group, plan, /*with_trailer=*/false);
+  int64_t begin = 0;
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto range = plan.kept(bucket, rank);
+    EXPECT_EQ(range.begin, begin);
+    EXPECT_FALSE(plan.keeps_whole(bucket, rank));
+    begin = range.end;
+  }
+  EXPECT_EQ(begin, bucket.payload_numel());
+}
+
+TEST(ReductionPlan, TheTrailerRidesOnlyWhereItGetsEverywhereExactly) {
+  const auto group = dry_run_group(2);
+  auto plan = AllReduce(group, {}).plan();
+  EXPECT_FALSE(plan.trailer_apart(three()));
+  EXPECT_TRUE(plan.trailer_apart(three(at::kBFloat16))) << "16 bits cannot count";
+  plan.trailer_rides = false;
+  EXPECT_TRUE(plan.trailer_apart(three())) << "a hook may round";
+  EXPECT_TRUE(ReduceScatter(group, {}).plan().trailer_apart(three())) << "parts do not reach everybody";
+}
+
+}  // namespace
+}  // namespace shoal
