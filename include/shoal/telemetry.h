@@ -140,7 +140,7 @@ constexpr bool is_sampled(int64_t step) {
 // Times of a step on this rank in milliseconds; with micro-batches, of the one that synchronises.
 struct StepTimes {
   double forward = 0;   // forward of the module; 0 if it is not called through a wrapper
-  double backward = 0;  // from the first gradient to the end of the last reduction; 0 without a backward
+  double backward = 0;  // from the first gradient to the last, without the wait for reductions; 0 without a backward
   // From the start of the first bucket's reduction to the end of the last. Decentralised: from the first average of a
   // bucket to the last published bucket, including updates between them.
   double communication = 0;
