@@ -53,8 +53,8 @@ class Builder {
     const auto edge = fmt::format("edge {} -> {}", from, to);
     check_rank(from, "in " + edge);
     check_rank(to, "in " + edge);
-    if (from == to) fail(edge + ": what a rank keeps of its own is no edge");
-    fail(fmt::format("{} has weight {}: give one above 0, up to 1", edge, weight));
+    if (from == to) fail(edge + ": a rank has no edge to itself; give its own weight in `self`");
+    fail(fmt::format("{} has weight {}: give a weight above 0, up to 1", edge, weight));
   }
 
   std::string where_;
@@ -87,7 +87,8 @@ void add_groups(Builder& builder, const RoundSpec& spec, int size) {
   }
   const auto missing = std::find(covered.begin(), covered.end(), false);
   if (missing == covered.end()) return;
-  builder.fail(fmt::format("rank {} is in no group: give it one of its own if it idles", missing - covered.begin()));
+  builder.fail(
+      fmt::format("rank {} is in no group: give it a group of its own if it idles", missing - covered.begin()));
 }
 
 void add_links(Builder& builder, const RoundSpec& spec, int size) {
@@ -112,7 +113,7 @@ void add_edges(Builder& builder, const RoundSpec& spec, int size) {
   }
   for (size_t rank = 0; rank < spec.self.size(); ++rank) {
     if (spec.self[rank] >= 0 && spec.self[rank] <= 1) continue;
-    builder.fail(fmt::format("rank {} keeps {} of its own: give a weight from 0 to 1", rank, spec.self[rank]));
+    builder.fail(fmt::format("rank {} has the own weight {}: give a weight from 0 to 1", rank, spec.self[rank]));
   }
 }
 

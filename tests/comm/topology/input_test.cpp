@@ -24,7 +24,7 @@ TEST(TopologyInput, BEY13_a_round_that_is_wrong_is_named_with_rank_or_edge) {
   const auto begin = std::string("topology mine, round 1: ");
   EXPECT_EQ(refusal_of({.groups = {{0, 1}, {1, 2}}}), begin + "rank 1 is in two groups, or twice in one");
   EXPECT_EQ(refusal_of({.groups = {{0, 0}, {1, 2}}}), begin + "rank 0 is in two groups, or twice in one");
-  EXPECT_EQ(refusal_of({.groups = {{0, 2}}}), begin + "rank 1 is in no group: give it one of its own if it idles");
+  EXPECT_EQ(refusal_of({.groups = {{0, 2}}}), begin + "rank 1 is in no group: give it a group of its own if it idles");
   EXPECT_EQ(refusal_of({.groups = {{0, 3}, {1, 2}}}), begin + "rank 3 in a group: ranks are 0 to 2");
   EXPECT_EQ(refusal_of({.groups = {{0, 1, 2}, {}}}), begin + "a group is empty");
   EXPECT_EQ(refusal_of({.groups = {{0, 1, 2}}, .weight = 1.5}), begin + "weight 1.5: give one from 0 to 1");
@@ -35,7 +35,8 @@ TEST(TopologyInput, BEY13_a_round_that_is_wrong_is_named_with_rank_or_edge) {
   EXPECT_EQ(refusal_of({.links = {{0, 1}}, .idle = {1, 2}}), begin + "rank 1 is in idle, but has edges");
   EXPECT_EQ(refusal_of({}), begin + "rank 0 has no edge: name it in idle if that is meant");
   EXPECT_EQ(refusal_of({.edges = {{0, 1, 0.5}, {0, 1, 0.5}}, .idle = {2}}), begin + "edge 0 -> 1 occurs twice");
-  EXPECT_EQ(refusal_of({.edges = {{0, 0, 0.5}}}), begin + "edge 0 -> 0: what a rank keeps of its own is no edge");
+  EXPECT_EQ(refusal_of({.edges = {{0, 0, 0.5}}}),
+            begin + "edge 0 -> 0: a rank has no edge to itself; give its own weight in `self`");
   EXPECT_EQ(refusal_of({.edges = {{0, 7, 0.5}}}), begin + "rank 7 in edge 0 -> 7: ranks are 0 to 2");
   for (const double weight : {0.0, -0.5, 1.5, std::nan("")}) {
     EXPECT_THAT(refusal_of({.edges = {{0, 1, weight}}}), HasSubstr("edge 0 -> 1 has weight"));
@@ -58,7 +59,8 @@ TEST(TopologyInput, BEY13_sums_are_proven_as_declared) {
   EXPECT_THAT(refusal_of({.edges = {{0, 1, 0.75}, {2, 1, 0.75}}, .self = {}}, Stochastic::row),
               HasSubstr("the weights into rank 1 sum to 1.5 instead of 1"));
   EXPECT_THAT(refusal_of({.edges = circle, .self = {0.5, 0.5}}, Stochastic::row), HasSubstr("2 weights for 3 ranks"));
-  EXPECT_THAT(refusal_of({.edges = circle, .self = {0.75, 0.5, 1.5}}, Stochastic::row), HasSubstr("rank 2 keeps 1.5"));
+  EXPECT_THAT(refusal_of({.edges = circle, .self = {0.75, 0.5, 1.5}}, Stochastic::row),
+              HasSubstr("rank 2 has the own weight 1.5"));
   // 1e-9 is near enough, and is made up for.
   const Topology near("mine", 2, Stochastic::doubly,
                       {{.edges = {{0, 1, 0.5}, {1, 0, 0.5}}, .self = {0.5 + 5e-10, 0.5}}});
