@@ -31,6 +31,10 @@ namespace {
 constexpr const char* check_suffix = "/checks";
 }  // namespace
 
+bool compares_calls(const std::string& group) {
+  return group.ends_with(check_suffix);
+}
+
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
                                              std::vector<int> world_ranks) {
   auto state = std::make_shared<GroupState>();
@@ -43,7 +47,7 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->progress = std::make_shared<GroupProgress>();
   state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
   state->progress->transport = state->transport;
-  const bool is_check = state->name.ends_with(check_suffix);
+  const bool is_check = compares_calls(state->name);
   const bool compares_later = state->world_ranks.size() > 1 && !state->transport->checks_agreement() && !is_check;
   state->progress->calls = state->world->activity.add_group(state->name, compares_later);
   if (auto* recorder = state->world->recorder.get()) {
@@ -88,7 +92,7 @@ void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call)
   auto all = at::empty({checks.size() * bytes}, at::kByte);
   auto mine = at::empty({bytes}, at::kByte);
   std::memcpy(mine.data_ptr(), &own, sizeof own);
-  checks.all_gather(all, mine, {-1, -1, "what ranks call"}).wait();  // one label, whatever they call
+  checks.all_gather(all, mine, call.label).wait();
   std::vector<const Fingerprint*> prints;
   for (int rank = 0; rank < checks.size(); ++rank) {
     prints.push_back(reinterpret_cast<const Fingerprint*>(all.data_ptr<uint8_t>() + rank * bytes));

@@ -71,6 +71,8 @@ struct GroupState {
   std::vector<std::shared_ptr<CallLog>> logs{};  // of a recorded handle
 };
 
+// Whether the group of this name is one on which ranks compare what they are about to call on another.
+bool compares_calls(const std::string& group);
 const std::shared_ptr<GroupState>& state_of(const Group& group);
 // Makes the transport for these ranks. Collective over them.
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,

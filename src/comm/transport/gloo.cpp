@@ -12,11 +12,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "comm/agreement/fingerprint.h"
+#include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/transport/c10d_transport.h"
 #include "shoal/error.h"
@@ -93,8 +95,9 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
     world.released_groups->end_unreferenced(/*aside=*/thread_stays);
     auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
     await_all(*store, rank, size);
-    auto transport =
-        make_c10d_transport("gloo", connected, [gloo = connected.get()](const Call& call) { gloo->tag_next(call); });
+    std::function<void(const Call&)> tag;  // not where ranks compare what they call: there they may call different things
+    if (!compares_calls(name)) tag = [gloo = connected.get()](const Call& call) { gloo->tag_next(call); };
+    auto transport = make_c10d_transport("gloo", connected, tag);
     auto* seen = transport.get();
     auto keep = [released_groups = world.released_groups, transport = std::move(transport), store, rank, size](
                     Transport*) mutable { released_groups->keep(std::move(transport), std::move(store), rank, size); };
