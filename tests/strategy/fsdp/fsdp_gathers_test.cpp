@@ -152,7 +152,7 @@ TEST(FsdpGathers, FSDP09_a_change_of_order_from_pass_to_pass_is_warned_of_once) 
   for (const bool backwards : {true, true, false, false, true}) pass(backwards, true);
   ASSERT_EQ(warnings.list().size(), 1U) << testing::PrintToString(warnings.list());
   EXPECT_THAT(warnings.list()[0], testing::HasSubstr("it was unit a, unit b, unit c, unit d"));
-  EXPECT_THAT(warnings.list()[0], testing::HasSubstr("and is unit d, unit c, unit b, unit a"));
+  EXPECT_THAT(warnings.list()[0], testing::HasSubstr("now it is unit d, unit c, unit b, unit a"));
 }
 
 }  // namespace
