@@ -200,6 +200,9 @@ class DistributedOptimizer : public DistributedOptimizerCore {
   DistributedOptimizer(const torch::nn::ModuleHolder<Module>& module, const Defaults& defaults, const Group& group,
                        const DistributedOptimizerOptions& options = {})
       : DistributedOptimizer(Modules{module.ptr()}, defaults, group, options) {}
+  template <detail::BareModule Bare, class... Rest>
+  explicit DistributedOptimizer(Bare&& module, Rest&&... rest)
+      : DistributedOptimizer(detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...) {}
 };
 
 }  // namespace shoal

@@ -19,6 +19,7 @@
 #include "shoal/decentralized.h"
 #include "shoal/detail/data_parallel.h"
 #include "shoal/detail/inputs.h"
+#include "shoal/detail/local_optimizer.h"
 #include "shoal/detail/optimizer_state.h"
 #include "shoal/detail/outputs.h"
 #include "shoal/detail/sharded_optimizer.h"
@@ -90,14 +91,12 @@ struct OptimizerRecipe {
   bool element_wise = false;
 };
 
-//   shoal::optimizer_recipe<shoal::FusedAdamW>(torch::optim::AdamWOptions(1e-3))
+//   shoal::optimizer_recipe<shoal::FusedAdamW>(torch::optim::AdamWOptions(1e-3)), or of a learning rate alone
 template <class Optimizer, class Defaults>
 OptimizerRecipe optimizer_recipe(const Defaults& defaults, decltype(OptimizerRecipe::groups) groups = {}) {
   return {.groups = std::move(groups),
-          .defaults = std::make_shared<const Defaults>(defaults),
-          .make = [defaults](const OptimizerRecipe::ParamGroups& share) -> std::unique_ptr<torch::optim::Optimizer> {
-            return std::make_unique<Optimizer>(share, defaults);
-          },
+          .defaults = detail::default_options<Optimizer>(defaults),
+          .make = detail::local_optimizer_maker<Optimizer>(defaults),
           .element_wise = element_wise<Optimizer>};
 }
 
@@ -106,10 +105,10 @@ struct TrainingOptions {
   double clip_grad = 0;                   // largest norm of all gradients together; 0: no clipping
   Precision precision{};                  // see precision_of(); the module has its dtype already
   std::optional<WrapPolicy> units{};      // of strategies that shard by units; none: the module is one
-  ScheduleOf schedule{};                  // of optimizers that the strategy steps itself; else schedule optimizer()
+  ScheduleOf schedule{};                  // where Strategy::takes_schedule; elsewhere make one of optimizer()
   uint64_t seed = 0;                      // of random topologies
   std::vector<std::string> ignored{};     // names of parameters and buffers that shoal leaves alone
-  std::shared_ptr<CommunicationHook> communication_hook{};  // in place of the option compress
+  std::shared_ptr<CommunicationHook> communication_hook{};  // of strategies with the option compress, in its place
 };
 
 struct Strategy;
@@ -219,6 +218,7 @@ struct Strategy {
   Pace pace = Pace::common;
   bool main_copies = false;   // updates float32 copies of 16-bit parameters
   bool logging_data = false;  // TrainingCore::logging_data() has something to say
+  bool takes_schedule = false;  // steps its optimizers itself, with a schedule
   // Throws StrategyOptionError or UsageError for what can be known to fail before the ranks are there. hosts: that the
   // ranks run on; none: not known yet.
   std::function<void(const OptionValues& values, const TrainingOptions& options, int ranks, std::optional<int> hosts)>
@@ -276,6 +276,12 @@ class Training {
         std::forward<Arguments>(arguments)...);
   }
 
+  // The same as forward().
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    return forward(std::forward<Arguments>(arguments)...);
+  }
+
   const std::shared_ptr<Module>& module() const { return module_; }
   TrainingCore* operator->() const { return core_.get(); }
   TrainingCore& operator*() const { return *core_; }
@@ -310,7 +316,8 @@ class Training {
 };
 
 // Collective, except under strategies whose ranks know nothing of each other. Errors as the strategy's own, and those of
-// find_strategy() and option_values().
+// find_strategy() and option_values(). UsageError for a recipe without `defaults` or `make`, and for a schedule or a
+// communication hook that the strategy would not use.
 template <class Module>
 Training<Module> make_training(const std::string& strategy, std::shared_ptr<Module> module, OptimizerRecipe recipe,
                                const Group& group, const TrainingOptions& options = {}) {
@@ -321,6 +328,10 @@ template <class Module>
 Training<Module> make_training(const std::string& strategy, const torch::nn::ModuleHolder<Module>& module,
                                OptimizerRecipe recipe, const Group& group, const TrainingOptions& options = {}) {
   return make_training(strategy, module.ptr(), std::move(recipe), group, options);
+}
+template <detail::BareModule Bare, class... Rest>
+auto make_training(const std::string& strategy, Bare&& module, Rest&&... rest) {
+  return make_training(strategy, detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...);
 }
 
 }  // namespace shoal

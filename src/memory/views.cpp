@@ -38,7 +38,7 @@ at::Tensor aligned_zeros(int64_t numel, const at::TensorOptions& options) {
   auto memory = at::zeros({numel + alignment / element}, options);
   const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
   const auto skip = static_cast<int64_t>((alignment - address % alignment) % alignment) / element;
-  // Not a view, which would keep `memory` and so a second owner of the storage: who reuses memory asks whether it is alone.
+  // Not a view, which would keep `memory` and with it a second owner of the storage: SpareMemory takes only what has one.
   return at::empty({0}, options).set_(memory.storage(), skip, {numel}, {1});
 }
 

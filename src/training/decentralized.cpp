@@ -97,6 +97,7 @@ std::vector<Strategy> decentralized_strategies() {
            .options = topology_option_list("ranks per host in the topology", {"float32", "bf16", "int8", "top_k"}),
            .pace = Pace::own,
            .logging_data = true,
+           .takes_schedule = true,
            .check = check_decentralized,
            .make = [](const TrainingParts& parts) { return std::make_unique<Decentralized>(parts); }}};
 }

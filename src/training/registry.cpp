@@ -42,6 +42,20 @@ void check_type(const Strategy& newcomer, const StrategyOption& option) {
   }
 }
 
+// What would be without effect, or without which nothing can be made.
+void check_arguments(const Strategy& strategy, const OptimizerRecipe& recipe, const TrainingOptions& options) {
+  const auto refuse = [&](const std::string& fault) {
+    throw UsageError(fmt::format("make_training {}: {}", strategy.name, fault));
+  };
+  if (!recipe.make || !recipe.defaults) refuse("the recipe lacks `make` or `defaults`; take optimizer_recipe()");
+  if (options.schedule && !strategy.takes_schedule) {
+    refuse("the strategy takes no schedule; make one of optimizer(), and step it after step()");
+  }
+  if (!options.communication_hook) return;
+  if (!strategy.has("compress")) refuse("the strategy reduces no gradients, so that communication_hook has no effect");
+  if (options.options.contains("compress")) refuse("communication_hook and the option compress exclude each other");
+}
+
 }  // namespace
 
 bool Strategy::has(const std::string& option) const {
@@ -106,6 +120,7 @@ std::unique_ptr<TrainingCore> make_training_core(const std::string& strategy, st
                                                  OptimizerRecipe recipe, const Group& group,
                                                  const TrainingOptions& options) {
   const auto& chosen = find_strategy(strategy);
+  check_arguments(chosen, recipe, options);
   auto values = option_values(chosen, options.options);
   if (chosen.check) chosen.check(values, options, group.size(), std::nullopt);
   return chosen.make({.strategy = chosen,

@@ -43,7 +43,9 @@ MISTAKES = [("shoal::%s;" % wrapper, "a wrapper shares ownership of its module")
     "DistributedDataParallel<Net%d> parallel(net%d, world.group())",
     "FullyShardedDataParallel parallel(net%d, world.group())",
     "ShardedDataParallel parallel(net%d, sharded, world.group())",
-    "DecentralizedDataParallel parallel(net%d, make, world.group())")] + [
+    "DecentralizedDataParallel parallel(net%d, make, world.group())",
+    "DistributedOptimizer<torch::optim::SGD> optimizer(net%d, 0.1, world.group())",
+    "make_training(\"ddp\", net%d, shoal::optimizer_recipe<torch::optim::SGD>(0.1), world.group())")] + [
     ("shoal::OSS<torch::optim::Adam> sharded(model->parameters(), \"fast\", world.group());",
      "Pass the options that its own constructor takes")]
 

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <torch/nn/utils/clip_grad.h>
 
+#include "shoal/schedules.h"
 #include "shoal/training.h"
 #include "tests/support/models.h"
 #include "tests/support/shared_folder.h"
@@ -197,6 +198,42 @@ TEST(Training, WrongOptionsAreRefusedOnEveryRank) {
   EXPECT_THROW(make("zero9", {}, 0), UsageError);
   EXPECT_THROW(make("ddp", {{"unit_numel", "5"}}, 0), StrategyOptionError);
   EXPECT_THROW(make("ddp", {}, -1), UsageError);
+}
+
+TEST(Training, WhatWouldHaveNoEffectIsRefused) {
+  const auto refusal = [](const std::string& name, const OptimizerRecipe& recipe, const TrainingOptions& options) {
+    try {
+      make_training(name, seeded(3), recipe, group(), options);
+    } catch (const UsageError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  const auto recipe = optimizer_recipe<FusedSGD>(sgd);
+  const auto hook = std::make_shared<CompressHook>(at::kBFloat16);
+  const ScheduleOf schedule = [](torch::optim::Optimizer& optimizer) {
+    return std::make_unique<LinearWarmup>(optimizer, 10);
+  };
+  for (const auto* name : {"ddp", "zero2", "fsdp", "megatron", "local_sgd"}) {
+    EXPECT_THAT(refusal(name, recipe, {.schedule = schedule}), testing::HasSubstr("takes no schedule")) << name;
+    EXPECT_THAT(refusal(name, {}, {}), testing::HasSubstr("lacks `make` or `defaults`")) << name;
+  }
+  for (const auto* name : {"decentralized", "local_sgd", "local"}) {
+    EXPECT_THAT(refusal(name, recipe, {.communication_hook = hook}), testing::HasSubstr("reduces no gradients")) << name;
+  }
+  EXPECT_THAT(refusal("ddp", recipe, {.options = {{"compress", "fp16"}}, .communication_hook = hook}),
+              testing::HasSubstr("exclude each other"));
+}
+
+TEST(Training, ARecipeTakesALearningRateAlone) {
+  auto training = make_training("zero1", seeded(3), optimizer_recipe<torch::optim::SGD>(0.05), group());
+  training->backward(mean_loss(training(whole_batch(0, 0))));
+  training->step();
+  auto model = seeded(3);
+  torch::optim::SGD optimizer(model->parameters(), 0.05);
+  mean_loss(model->forward(whole_batch(0, 0))).backward();
+  optimizer.step();
+  EXPECT_LT(difference(training.module()->parameters(), model->parameters()), 1e-12);
 }
 
 }  // namespace

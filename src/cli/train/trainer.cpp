@@ -45,7 +45,7 @@ std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, co
 // For strategies that step their optimizers themselves.
 TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) {
   auto training = options.training_options();
-  if (options.schedule == "constant") return training;
+  if (options.schedule == "constant" || !find_strategy(options.strategy).takes_schedule) return training;
   training.schedule = [&options, total_steps](torch::optim::Optimizer& optimizer) {
     return std::unique_ptr<torch::optim::LRScheduler>(make_schedule(options, optimizer, total_steps));
   };
