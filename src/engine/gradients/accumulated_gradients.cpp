@@ -18,7 +18,7 @@ AccumulatedGradients::AccumulatedGradients(const std::vector<Gradient>& gradient
       own_(gradients.size()),
       sums_(gradients, buckets, options.about_sums) {}
 
-// `before` holds the memory that gradients move out of.
+// `before` keeps the old buckets' memory alive until the gradients have moved out of it.
 void AccumulatedGradients::move_to([[maybe_unused]] const std::vector<Bucket>& before) {
   sums_.start();
   if (!in_buckets_) return;
@@ -69,7 +69,7 @@ void AccumulatedGradients::hide() {
   }
 }
 
-// Gradients exist once.
+// Moves the gradient into its bucket, so that there is one copy of it.
 void AccumulatedGradients::lay_in_bucket(size_t gradient) {
   auto& grad = mutable_grad(gradient);
   if (buckets_.of(gradient).sparse() || !grad.defined() || sums_.stands_in(gradient)) return;
@@ -105,7 +105,7 @@ at::Tensor AccumulatedGradients::hand_over(size_t gradient, int ranks) {
 }
 
 at::Tensor AccumulatedGradients::local(size_t gradient) {
-  sums_.set_aside(gradient);  // the place holds a part of the last sum
+  sums_.set_aside(gradient);  // the bucket may still hold this rank's part of the last sum
   const auto view = buckets_.acquire(gradient);
   if (own_.used[gradient] && gradients_[gradient].parameter.grad().defined()) {
     lay_in_bucket(gradient);

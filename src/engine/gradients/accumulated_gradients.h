@@ -1,5 +1,5 @@
 #pragma once
-// Gradients that earlier backwards have left: this rank's own, which no step has reduced yet, and sums.
+// Gradients that earlier backwards accumulated: this rank's own, not reduced yet, and sums of earlier steps.
 
 #include <functional>
 #include <optional>
@@ -11,16 +11,16 @@
 
 namespace shoal {
 
-// This rank's own lie in grad(), and in their place in the bucket where that is wanted. They count for the step that
-// follows, unless they are dropped before; what a step has taken is forgotten.
+// This rank's own gradients lie in grad(), and with Options::in_buckets grad() is a view of the bucket. The next step
+// reduces them unless they are dropped before; after a step they are forgotten.
 class AccumulatedGradients {
  public:
   struct Options {
-    bool in_buckets = true;    // grad() lies in the bucket
+    bool in_buckets = true;    // grad() is a view of the bucket
     std::string about_sums{};  // see EarlierSums
   };
 
-  // References stay.
+  // The references must outlive this object.
   AccumulatedGradients(const std::vector<Gradient>& gradients, BucketSet& buckets, const Options& options);
   ~AccumulatedGradients() { unmark(); }
   AccumulatedGradients(const AccumulatedGradients&) = delete;
@@ -29,39 +29,39 @@ class AccumulatedGradients {
   EarlierSums& sums() { return sums_; }
   const EarlierSums& sums() const { return sums_; }
 
-  // Buckets have been built anew; `before`: see BucketSet::build().
+  // Call after buckets were rebuilt. `before`: see BucketSet::build().
   void move_to(const std::vector<Bucket>& before);
-  // What has been done to grad() counts: gradients that were dropped are not of the next step.
+  // Reads what the caller did to grad() since: a gradient that was dropped does not take part in the next step.
   void adopt_changes();
 
-  // By gradient: one was added; backward reached it, if only with an undefined gradient.
+  // By gradient. used: a backward added something. came: a backward reached it, perhaps with an undefined gradient.
   const std::vector<bool>& used() const { return own_.used; }
   const std::vector<bool>& came() const { return own_.came; }
-  // Of their backwards, where they were given any.
+  // Sum of the weights of these backwards; none if they were called without weights.
   const std::optional<double>& weight() const { return own_.weight; }
   void add_weight(double weight) { own_.weight = own_.weight.value_or(0.0) + weight; }
 
-  // A backward has reached a gradient; one that is local.
+  // A backward reached the gradient. note_local(): it did so without synchronising.
   void note_arrival(size_t gradient);
   void note_local(size_t gradient);
-  // What a caller has set counts as its backwards' own.
+  // Treats gradients that the caller set in grad() as accumulated by this rank's backwards.
   void note_set();
-  // After a local backward: grad() shows none of them (EarlierSums::hide).
+  // After a local backward: replaces this rank's own gradients in grad() by stand-ins (EarlierSums::hide).
   void hide();
-  // Writes this rank's part of a mean to its place in the bucket, whether it has one or not. Returns what lay there if
-  // that is neither this rank's own nor a sum.
+  // Writes this rank's contribution to the mean (zeros if it has none) to the gradient's place in the bucket. Returns a
+  // copy of what lay there if that was neither this rank's own gradient nor a sum.
   at::Tensor hand_over(size_t gradient, int ranks);
-  // In its place in the bucket, where it may be changed. Zeros where there is none; either way it counts as used.
+  // The gradient's place in the bucket, for writing. Zeros if there is no gradient yet; it counts as used either way.
   at::Tensor local(size_t gradient);
-  // A step has taken them, or they are given up.
+  // Forgets this rank's own gradients, after a step reduced them or they were given up.
   void forget() { own_ = Own(gradients_.size()); }
-  // They are local no more (local_gradients.h).
+  // Removes the marks of local gradients (local_gradients.h).
   void unmark();
 
-  // Sums are complete and of use, and what was set in grad() is one; see Reducer::prepare_sums.
+  // Checks that sums are complete and usable, and adopts gradients that the caller set; see Reducer::prepare_sums.
   void prepare_sums(const std::string& who, const std::function<void()>& before_writing);
 
-  // For another object that takes this one's place. By parameter.
+  // State for a reducer that replaces this one's, by parameter.
   struct Left {
     struct Sum {
       EarlierSums::Left sum{};

@@ -37,8 +37,8 @@ void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs) {
     if (!reached_) reached_.emplace(gradients_.size());
     mark_reachable(outputs, hooks_->numbers(), *reached_);
   }
-  // A block that is recomputed runs a backward of its own inside the outer one. Only the outer one's end is the step's,
-  // and an output's gradient is the first thing that it computes.
+  // A recomputed block runs a backward of its own inside the outer one. The step ends with the outer one, and the
+  // gradient of an output is the first thing that the outer one computes.
   for (const auto& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([this, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
@@ -59,8 +59,8 @@ std::vector<size_t> BackwardTracker::take_unreached() {
   return list;
 }
 
-// Its end ends the step, if it has begun by then: torch::autograd::grad reaches no parameter. Goes with the backward,
-// whether that ends well or not.
+// The end of the outermost backward ends the step, if a parameter's gradient has begun one by then
+// (torch::autograd::grad reaches none). The token dies with the backward, whether it succeeds or throws.
 void BackwardTracker::watch() {
   if (!under_way_.expired()) return;
   const auto token = std::make_shared<int>();
@@ -72,7 +72,7 @@ void BackwardTracker::begin() {
   const auto held = lock();
   const torch::NoGradGuard no_grad;
   listener_.begin_backward();
-  if (in_backward()) watch();  // else a rank without samples
+  if (in_backward()) watch();  // outside autograd: a rank without samples
 }
 
 void BackwardTracker::end() {
@@ -93,7 +93,7 @@ void BackwardTracker::enter(Phase phase) {
   order_.clear();
 }
 
-// Before anything is accumulated, so that what earlier backwards have left can be told from what this one adds.
+// Runs before autograd accumulates, so that what earlier backwards left can be told from what this one adds.
 void BackwardTracker::arriving(size_t gradient) {
   const auto held = lock();
   const torch::NoGradGuard no_grad;
@@ -111,7 +111,7 @@ void BackwardTracker::arrived(size_t gradient) {
 bool BackwardTracker::count(size_t gradient) {
   if (arrivals_[gradient]++ == 0) order_.push_back(gradient);
   if (!options_.static_graph) return true;
-  if (expected_arrivals_.empty()) return false;  // all are complete at the end of the first backward
+  if (expected_arrivals_.empty()) return false;  // complete at the end of the first backward
   if (arrivals_[gradient] > expected_arrivals_[gradient]) refuse(gradient);
   return arrivals_[gradient] == expected_arrivals_[gradient];
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Backwards as autograd runs them: where they begin and end, which gradients come in them, and how often.
+// Tracker of autograd's backwards: where they begin and end, which gradients arrive in them, and how often.
 
 #include <torch/types.h>
 
@@ -13,15 +13,15 @@
 
 namespace shoal {
 
-// Told of a backward, by the thread that runs it, under BackwardTracker::lock() and without gradients being recorded.
+// Listener to a backward. Called by the thread that runs it, under BackwardTracker::lock() and without grad mode.
 class BackwardListener {
  public:
-  // Before its first gradient. Enters a phase.
+  // Before the first gradient of a backward. The listener enters a phase.
   virtual void begin_backward() = 0;
-  // Before autograd adds to grad(), and after.
+  // Before and after autograd adds to grad().
   virtual void arriving(size_t gradient) = 0;
   virtual void arrived(size_t gradient) = 0;
-  // Of one that was begun. Local ones are idle again by then; one that synchronises is so when the listener says it.
+  // End of a backward. A local one is idle again by then; after a synchronising one the listener enters `idle` itself.
   virtual void end_local_backward() = 0;
   virtual void end_backward() = 0;
 
@@ -31,47 +31,46 @@ class BackwardListener {
 
 class BackwardTracker {
  public:
-  // local: the backward only adds to grad(). running: it synchronises.
+  // local: the backward only adds to grad(). running: the backward synchronises.
   enum class Phase { idle, local, running };
   struct Options {
     bool find_unused_parameters = false;
     bool static_graph = false;
   };
 
-  // The references stay.
+  // The references must outlive this object.
   BackwardTracker(const std::vector<Gradient>& gradients, const Options& options, BackwardListener& listener);
   BackwardTracker(const BackwardTracker&) = delete;
   BackwardTracker& operator=(const BackwardTracker&) = delete;
 
-  // One backward thread per device may report gradients.
+  // Needed because autograd runs one backward thread per device.
   [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
-  // Whether autograd is calling.
+  // True while autograd runs a backward on this thread.
   static bool in_backward();
 
-  // Looks at the graph of a forward that will be synchronised.
+  // Walks the graph of a forward that will be synchronised, and hooks its outputs.
   void inspect(const std::vector<at::Tensor>& outputs);
-  // Those that no forward's graph reaches which has been looked at since the last call, where unused parameters are
-  // looked for; else none.
+  // With find_unused_parameters: gradients that no graph inspected since the last call reaches. Empty otherwise.
   std::vector<size_t> take_unreached();
 
-  // For a backward of the caller's own, without a gradient.
+  // Begin and end of a backward without autograd, for a rank that has no gradient to compute.
   void begin();
   void end();
-  // Entering `running` starts to count arrivals.
+  // Entering `running` resets the arrivals.
   void enter(Phase phase);
   Phase phase() const { return phase_; }
 
-  // Counts an arrival of the running backward. True when the gradient is complete, as far as is known. UsageError where
-  // a static graph has changed.
+  // Counts an arrival in the running backward. True when the gradient is complete, as far as is known. UsageError if a
+  // static graph has changed.
   bool count(size_t gradient);
-  // UsageError where a static graph has changed: some came less often than in the first backward.
+  // UsageError if a static graph has changed: some gradient arrived less often than in the first backward.
   void require_all_arrivals() const;
-  // The running backward was the first, if there was none before: others are expected to be like it.
+  // Records the arrivals of the first backward; with static_graph, later ones must match them.
   void expect_the_same();
-  // In which gradients first came in the running backward, or the last one that ran.
+  // Order in which gradients first arrived in the running (or the last) synchronising backward.
   const std::vector<size_t>& order() const { return order_; }
 
-  // Backwards are not told of any more.
+  // Removes the hooks: later backwards are not tracked.
   void detach();
   bool attached() const { return hooks_.has_value(); }
 
@@ -87,14 +86,14 @@ class BackwardTracker {
 
   std::recursive_mutex mutex_;
   Phase phase_ = Phase::idle;
-  std::weak_ptr<void> under_way_;             // the outermost backward that was seen to begin, while it runs
-  std::optional<std::vector<bool>> reached_;  // in some forward's graph
-  std::vector<int> arrivals_;                 // times a gradient came in this backward
+  std::weak_ptr<void> under_way_;             // token of the outermost backward that was seen to begin
+  std::optional<std::vector<bool>> reached_;  // reached by some forward's graph
+  std::vector<int> arrivals_;                 // arrivals per gradient in this backward
   std::vector<size_t> order_;
-  std::vector<int> expected_arrivals_;  // empty: no backward here yet
+  std::vector<int> expected_arrivals_;  // empty before the first backward
 
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // hooks on outputs may outlive this object
-  // Last: its callbacks use all of the above.
+  // Last member: its callbacks use all of the above.
   std::optional<GradientHooks> hooks_;
 };
 

@@ -39,7 +39,7 @@ void EarlierSums::start() {
   held_.assign(buckets_.size(), {});
 }
 
-// Whether grad() is what the last sum has left there.
+// Whether grad() is the tensor that the last step left there.
 bool EarlierSums::is_left(size_t gradient) const {
   if (!grad(gradient).defined()) return false;
   if (apart_[gradient].lock().get() == grad(gradient).unsafeGetTensorImpl()) return true;
@@ -56,7 +56,8 @@ void EarlierSums::adopt_changes() {
   show_hidden();
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (where_[i] == Where::none) continue;
-    if (where_[i] == Where::part && grad(i).defined() && gradients_[i].parameter.numel() == 0) continue;  // no stand-in
+    // A parameter without elements has no stand-in.
+    if (where_[i] == Where::part && grad(i).defined() && gradients_[i].parameter.numel() == 0) continue;
     if (stands_in(i)) {
       if (!stand_ins_.zeroed(i)) continue;
       stand_ins_.renew(i);
@@ -81,7 +82,7 @@ void EarlierSums::show_hidden() {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (!hidden_[i]) continue;
     hidden_[i] = false;
-    if (!stands_in(i)) continue;  // dropped, or another in its place
+    if (!stands_in(i)) continue;  // the caller dropped or replaced it
     const auto& view = bucket_of(i).view(place(i).index);
     if (stand_ins_.zeroed(i)) {
       at::Tensor(view).zero_();
@@ -138,7 +139,7 @@ void EarlierSums::set_aside(size_t gradient) {
   }
 }
 
-// All of a bucket at once, since what comes is written all over it.
+// Sets the whole bucket aside at once, because the next reduction overwrites all of it.
 void EarlierSums::set_bucket_aside(size_t index) {
   const auto& bucket = buckets_[index];
   const auto counts = [this](size_t member) {
@@ -251,7 +252,7 @@ void EarlierSums::hold(size_t index, const std::vector<bool>& used) {
   for (const auto member : bucket.members()) {
     if (used[member]) where_[member] = Where::part;
     if (where_[member] == Where::none) {
-      if (held_[index].defined()) own(member, held_[index]).zero_();  // what nobody has used is of no sum
+      if (held_[index].defined()) own(member, held_[index]).zero_();  // a gradient that no rank used has no sum
       continue;
     }
     aside_[member] = true;

@@ -1,5 +1,5 @@
 #pragma once
-// Sums of gradients that earlier steps have left, and what has become of them since.
+// Sums of gradients that earlier steps left, and what the caller did to them since.
 
 #include <string>
 #include <vector>
@@ -9,79 +9,79 @@
 
 namespace shoal {
 
-// After a reduction that does not give every rank everything, the sum of a gradient is
+// Where a reduction does not give every rank everything, the sum of a gradient is
 //   whole   in grad(), on a rank that keeps all of it there
-//   part    in its bucket (Bucket::kept), as far as this rank keeps it; in grad() is a stand-in
-// The next step adds to it what comes, but ranks must not add it up again: it is set aside before a gradient comes in
-// its place, and added when the new sum is there. Until then it is its owner's to drop or to zero, by what is done to
-// grad(): undefined, or another tensor, means that the sum is gone; zeroed means that it is zero.
+//   part    in its bucket (Bucket::kept), as far as this rank keeps it; grad() holds a stand-in
+// The next step adds its own sum to it. The old sum must not be reduced again, so it is set aside before a new gradient
+// takes its place, and added once the new sum is there. Until then the caller drops or zeroes it through grad(): an
+// undefined or a different tensor drops the sum, zeroing the tensor zeroes the sum.
 class EarlierSums {
  public:
-  // References stay. about: of a stand-in, after the parameter's name.
+  // The references must outlive this object. about: follows the parameter's name in a stand-in's error.
   EarlierSums(const std::vector<Gradient>& gradients, const BucketSet& buckets, std::string about);
 
-  // Buckets are others. Only between steps, and where no part of a sum lies in a bucket.
+  // Call after buckets were rebuilt: between steps, while no part of a sum lies in a bucket.
   void start();
 
-  // What has been done to grad() counts. Before anything else of a backward or an update.
+  // Reads what the caller did to grad(). Call it first in a backward or an update.
   void adopt_changes();
-  // Before a gradient comes, or its place in the bucket is written.
+  // Call before a gradient arrives or its place in the bucket is written.
   void set_aside(size_t gradient);
-  // A gradient has been added on this rank alone.
+  // Records that a gradient was added on this rank alone.
   void added(size_t gradient);
-  // Until the next adopt_changes() grad() does not show what has been added, which lies in its place in the bucket, but
-  // a stand-in: this rank's own gradient would be taken for the sum. It is its owner's to drop or to zero like a sum.
+  // Puts a stand-in into grad() until the next adopt_changes(); the gradient stays in the bucket. Otherwise a caller
+  // would take this rank's own gradient for the sum. The stand-in can be dropped and zeroed like a sum.
   void hide(size_t gradient);
-  // Sums that were set aside are where they were; nothing has come in their place that counts.
+  // Restores the sums that were set aside, after a step that brought none.
   void put_back();
   void drop(size_t gradient);
   void drop_all();
 
-  // The step's sum of bucket `index` is there: adds what was set aside, and leaves stand-ins for sums that are of
-  // something; used: by gradient.
+  // The step's sum of bucket `index` has arrived: adds what was set aside, and leaves stand-ins for the sums that
+  // exist. used: by gradient.
   void leave_parts(size_t index, const std::vector<bool>& used);
-  // The same where this rank keeps the whole, for one gradient, whose new sum is `sum`. False: there is no sum.
+  // The same for one gradient whose whole sum, `sum`, this rank keeps. False: there is no sum.
   bool leave_whole(size_t gradient, at::Tensor sum, bool used);
-  // That sum lies in grad() but not in the bucket: it is sparse, or a copy in another dtype.
+  // Records that the sum lies in grad() but not in the bucket: it is sparse, or a copy in another dtype.
   void leave_apart(size_t gradient);
-  // The same for a sparse gradient; sum: undefined if no rank has used it.
+  // The same for a sparse gradient. sum: undefined if no rank used it.
   void leave_sparse(size_t gradient, const at::Tensor& sum);
 
-  // A sum, for another object that takes this one's place; it may be `aside` while other gradients come.
+  // State of a sum, for an object that replaces this one.
   struct Left {
     bool exists = false;
-    at::Tensor aside{};  // on the rank that keeps the whole
+    at::Tensor aside{};  // the whole sum, while other gradients arrive
   };
   Left left(size_t gradient) const { return {where_[gradient] != Where::none, whole_[gradient]}; }
-  // There is that sum; `here`: this rank keeps all of it, aside or in grad().
+  // Takes a sum over. here: this rank keeps all of it, set aside or in grad().
   void resume(size_t gradient, const Left& left, bool here);
-  // Sums that are not complete yet: kept until the next that are.
+  // Incomplete sums (micro-batches summed within a host): kept, and added to the next complete sum.
   void hold(size_t index, const std::vector<bool>& used);
   at::Tensor take_held(size_t index) { return std::exchange(held_[index], {}); }
   bool holds_any() const;
   void forget_held() { held_.assign(buckets_.size(), {}); }
 
-  // Whether what lies in grad() is the sum, or stands for it.
+  // Whether grad() holds the sum or its stand-in.
   bool is_sum(size_t gradient) const { return where_[gradient] != Where::none && !aside_[gradient]; }
-  // Whether grad() is a stand-in.
+  // Whether grad() holds a stand-in.
   bool stands_in(size_t gradient) const { return stand_ins_.present(gradient); }
-  // Whether there is a part of a sum, and whether it counts as zero whatever lies in the bucket.
+  // Whether this rank's bucket holds a part of a sum.
   bool has_part(size_t gradient) const { return where_[gradient] == Where::part; }
-  // Whether put_back() or write_zeroes() has something to write.
+  // Whether put_back() or write_zeroes() has anything to write.
   bool unsettled() const;
-  // Writes the zeroes of sums that count as zero.
+  // Writes zeros for sums that were zeroed through their stand-in.
   void write_zeroes();
-  // A gradient that the caller has set is the sum from now on, as far as this rank keeps it.
+  // Makes a gradient that the caller set the sum, as far as this rank keeps it.
   void adopt(size_t gradient);
-  // This rank's elements of a gradient in its bucket's kept sum `kept` (or a copy of that), one-dimensional.
+  // This rank's elements of a gradient within its bucket's kept sum `kept` (or a copy of that), one-dimensional.
   at::Tensor own(size_t gradient, const at::Tensor& kept) const;
 
-  // The sums in buckets are of no use any more (or, with `add_only`, as soon as anything is added to them), until they
-  // are dropped or zeroed. why: the end of a sentence about the gradient.
+  // Makes the sums in buckets unusable until they are dropped or zeroed; with `add_only`, only for adding. why: ends
+  // the error "the gradient of parameter p ...".
   void spoil(std::string why, bool add_only);
-  // UsageError where one is of no use.
+  // UsageError if a sum is unusable.
   void require_usable() const;
-  // UsageError where one could not be added to.
+  // UsageError if a sum cannot be added to.
   void require_addable() const;
 
  private:
@@ -105,14 +105,14 @@ class EarlierSums {
   // By gradient.
   std::vector<Where> where_;
   std::vector<bool> aside_;
-  std::vector<bool> zero_;         // a part, not set aside
-  std::vector<bool> nonzero_;      // what has come while the sum is aside
-  std::vector<at::Tensor> whole_;  // set aside
-  // Sums in grad() that do not lie in buckets: sparse ones, and copies in another dtype. Their memory is not held, but no
-  // other tensor gets their address.
+  std::vector<bool> zero_;         // a part that counts as zero and is not set aside
+  std::vector<bool> nonzero_;      // something was added while the sum is set aside
+  std::vector<at::Tensor> whole_;  // sums that are set aside
+  // Sums in grad() that do not lie in buckets: sparse ones, and copies in another dtype. Weak: the memory may go, but
+  // no other tensor gets the address.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> apart_;
   std::vector<bool> hidden_;
-  // By bucket: what is set aside of Bucket::kept (undefined: zero), and what is held.
+  // By bucket: what is set aside of Bucket::kept (undefined: zero), and incomplete sums.
   std::vector<bool> bucket_aside_;
   std::vector<at::Tensor> parts_;
   std::vector<at::Tensor> held_;

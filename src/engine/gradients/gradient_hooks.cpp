@@ -21,7 +21,7 @@ class BeforeNode : public torch::autograd::FunctionPreHook {
   std::function<void()> act_;
 };
 
-// libtorch leaves an empty place behind, which every backward would pass.
+// remove_hook() leaves an empty entry behind, which every backward would visit; so the entries are removed, too.
 void remove_tensor_hook(const at::Tensor& parameter, unsigned hook) {
   parameter.remove_hook(hook);
   auto& list = *torch::autograd::impl::materialize_autograd_meta(parameter)->cpp_hooks_list_;
@@ -72,7 +72,7 @@ void GradientHooks::detach(Entry& entry) {
   entry.accumulator = {};
 }
 
-// Which node accumulates is known only here: a graph that was recorded before a parameter was replaced has the old one.
+// Only backward knows which node accumulates: a graph recorded before a parameter was replaced has the old one.
 void GradientHooks::attach_to_current_node(size_t gradient) {
   auto node = torch::autograd::get_current_node();
   const std::lock_guard lock(mutex_);

@@ -1,5 +1,5 @@
 #pragma once
-// Being told when a parameter's gradient comes.
+// Hooks that run when a parameter's gradient arrives.
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -12,13 +12,13 @@
 
 namespace shoal {
 
-// On the thread that runs backward, each time a gradient comes: `arriving(i)` before autograd adds it to parameter i's
-// grad(), `arrived(i)` after. Not in torch::autograd::grad, which adds nothing. Hooks of others on the same parameters
-// keep working. The hooks go with this object.
+// Calls `arriving(i)` before autograd adds a gradient to parameter i's grad(), and `arrived(i)` after, on the thread
+// that runs backward. Not called by torch::autograd::grad, which adds nothing. Other hooks on the same parameters keep
+// working. The hooks are removed with this object.
 //
-// They hold whatever becomes of a parameter (load, to, set_data): autograd renews the node that accumulates a
-// parameter's gradient when its dtype or device changes, but a tensor's own hooks stay. So a tensor hook, which runs
-// before the node, sees to it that the node has ours.
+// The hooks survive load, to and set_data: autograd renews the node that accumulates a gradient when the parameter's
+// dtype or device changes, but a tensor's own hooks stay. A tensor hook, which runs before the node, therefore attaches
+// our hooks to the current node.
 class GradientHooks {
  public:
   using Told = std::function<void(size_t gradient)>;
@@ -27,11 +27,11 @@ class GradientHooks {
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
-  // The number of each parameter.
+  // Index of each parameter.
   const std::unordered_map<const c10::TensorImpl*, size_t>& numbers() const { return numbers_; }
 
  private:
-  // Autograd itself holds accumulators weakly; the pointer's type differs between libtorch versions.
+  // Owning, because autograd holds accumulators weakly; the pointer's type differs between libtorch versions.
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
   struct Entry {
     at::Tensor parameter;
@@ -47,7 +47,7 @@ class GradientHooks {
 
   Told arrived_;
   Told arriving_;
-  std::mutex mutex_;  // backwards of several threads
+  std::mutex mutex_;  // backwards may run on several threads
   std::vector<Entry> entries_;
   std::unordered_map<const c10::TensorImpl*, size_t> numbers_;
 };

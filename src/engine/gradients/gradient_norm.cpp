@@ -13,7 +13,7 @@ namespace shoal {
 
 namespace {
 
-// What ranks add up, the norm's power, or the largest or smallest element; and how many tensors there are.
+// This rank's part: the sum of powers, or the largest or smallest element; and the number of tensors.
 struct PartOfNorm {
   double value = 0;
   int64_t tensors = 0;
@@ -34,7 +34,7 @@ PartOfNorm part_of_norm(const std::vector<at::Tensor>& gradients, double norm_ty
     if (!std::isinf(norm_type)) {
       part.value += std::pow(norm, norm_type);
     } else if (std::isnan(norm) || (norm_type > 0 ? norm > part.value : norm < part.value)) {
-      part.value = norm;  // a comparison alone would lose NaN
+      part.value = norm;  // std::max would lose NaN
     }
   }
   return part;
@@ -55,7 +55,7 @@ double global_norm(const std::vector<at::Tensor>& gradients, double norm_type, c
                    const Label& label) {
   auto part = part_of_norm(gradients, norm_type);
   const bool smallest = std::isinf(norm_type) && norm_type < 0;
-  // The smallest is the largest of the negated.
+  // The smallest element is the largest of the negated ones.
   auto all = at::tensor({smallest ? -part.value : part.value, static_cast<double>(part.tensors)}, at::kDouble);
   for (const auto& group : groups) {
     group.all_reduce(all, std::isinf(norm_type) ? ReduceOp::max : ReduceOp::sum, label).wait();

@@ -1,5 +1,5 @@
 #pragma once
-// What lies in grad() where a gradient's sum does not lie whole on this rank.
+// Stand-in for grad() on a rank that does not hold the gradient's whole sum.
 
 #include <torch/types.h>
 
@@ -9,25 +9,25 @@
 
 namespace shoal {
 
-// A tensor with the parameter's sizes, strides, dtype and device, and without memory. Zeroing it is noticed, through
-// whatever alias (libtorch's zero_grad detaches first); every other operator that would read or change it throws a
-// UsageError instead, and so does data_ptr() (as libtorch's own error). Once it is zero an operator that takes it finds
-// zeroes: then it gets memory and is a tensor as any other.
+// A tensor with the parameter's sizes, strides, dtype and device, but without memory. Zeroing it through any alias is
+// noticed (libtorch's zero_grad detaches first); every other operator that would read or change it throws a UsageError,
+// and data_ptr() throws libtorch's own error. Once zeroed, it gets memory full of zeros when an operator takes it, and
+// is an ordinary tensor from then on.
 class GradientStandIn : private MemoryUser {
  public:
-  // about: ends the sentence "<operator> takes ...".
+  // about: the end of the sentence "<operator> takes ...".
   GradientStandIn(const at::Tensor& parameter, std::string about);
   ~GradientStandIn() override;
   GradientStandIn(const GradientStandIn&) = delete;
   GradientStandIn& operator=(const GradientStandIn&) = delete;
 
   const at::Tensor& tensor() const { return tensor_; }
-  // Whether a tensor is this one, or an alias of it, still without memory.
+  // Whether `tensor` is this stand-in or an alias of it, still without memory.
   bool is(const at::Tensor& tensor) const;
-  // Whether it has been zeroed since it was made or renewed.
+  // Whether it was zeroed since it was made or renewed.
   bool zeroed() const { return zeroed_; }
   void renew() { zeroed_ = false; }
-  // Whether it has become a tensor as any other; then it stands for nothing any more.
+  // Whether it has become an ordinary tensor; it stands for nothing then.
   bool real() const { return real_; }
 
  private:

@@ -10,7 +10,7 @@ void mark_reachable(const std::vector<at::Tensor>& outputs,
                     const std::unordered_map<const c10::TensorImpl*, size_t>& numbers, std::vector<bool>& reached) {
   std::unordered_set<const torch::autograd::Node*> seen;
   std::vector<const torch::autograd::Node*> open;
-  // Known by its parameter: the node itself may be renewed.
+  // Identified by its parameter, because autograd may renew the node.
   const auto look = [&](const torch::autograd::Node* node) {
     const auto* end = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
     if (end == nullptr) return;

@@ -1,5 +1,5 @@
 #pragma once
-// Which parameters a graph can reach.
+// Parameters that an autograd graph reaches.
 
 #include <torch/types.h>
 
@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-// Sets reached[numbers[p]] for every parameter p whose gradient the graph of one of `outputs` accumulates.
+// Sets reached[numbers[p]] for every parameter p into whose gradient the graph of one of `outputs` accumulates.
 void mark_reachable(const std::vector<at::Tensor>& outputs,
                     const std::unordered_map<const c10::TensorImpl*, size_t>& numbers, std::vector<bool>& reached);
 

@@ -10,16 +10,16 @@
 namespace shoal {
 namespace {
 
-// Its memory is not held, but no other tensor gets its address.
+// Weak: the memory may go, but no other tensor gets the address.
 using Mark = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// Optimizers and wrappers know nothing of each other but the parameters, so the process has one.
+// One per process, because optimizers and wrappers share nothing but the parameters.
 struct Marks {
   std::mutex mutex;
   std::unordered_map<const c10::TensorImpl*, Mark> gradients;
 
   static Marks& instance() {
-    static auto* marks = new Marks;  // wrappers may go while the process ends
+    static auto* marks = new Marks;  // never destroyed: wrappers may outlive static objects
     return *marks;
   }
 };

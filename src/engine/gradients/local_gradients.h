@@ -1,5 +1,5 @@
 #pragma once
-// Which gradients of this process have been accumulated on this rank alone (under no_sync) and not been averaged yet.
+// Registry of gradients that this rank accumulated alone (under no_sync) and no step has averaged yet.
 
 #include <torch/types.h>
 
@@ -7,14 +7,14 @@
 
 namespace shoal {
 
-// grad() as it is now is local. Thread-safe, as are the others.
+// Marks the present grad() as local. Thread-safe, like the other functions.
 void mark_local(const at::Tensor& parameter);
 void unmark_local(const at::Tensor& parameter);
 
-// Whether grad() is still the tensor that was marked, and not zeroed.
+// Whether grad() is still the marked tensor, and not all zero.
 bool has_local_gradient(const at::Tensor& parameter);
-// UsageError if so. For optimizers that give all ranks one result, which a rank's own gradient must not become; who:
-// their class.
+// UsageError if it has one. For optimizers that give all ranks the same result, which a rank's own gradient would
+// break. who: the optimizer's class.
 void require_no_local_gradient(const at::Tensor& parameter, const std::string& who, const std::string& name);
 
 }  // namespace shoal

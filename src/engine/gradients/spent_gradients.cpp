@@ -18,7 +18,7 @@ void SpentGradients::leave(size_t gradient) {
   any_ = true;
 }
 
-// Zeroed counts also where it has been dropped since.
+// A stand-in that was zeroed and then dropped counts as zeroed.
 SpentGradients::Fate SpentGradients::fate(size_t gradient) const {
   if (stand_ins_.zeroed(gradient)) return Fate::zeroed;
   if (!gradients_[gradient].parameter.grad().defined()) return Fate::dropped;

@@ -1,5 +1,5 @@
 #pragma once
-// What lies in grad() where backward has used a gradient for its update.
+// Stand-ins in grad() for gradients that backward has already used for its update.
 
 #include <string>
 #include <vector>
@@ -8,18 +8,18 @@
 
 namespace shoal {
 
-// A loop that clips, scales or logs gradients after such a backward would find none, and go on as if there was nothing
-// to do. So it finds stand-ins, until the next backward. They can be zeroed and dropped, all of them, as every
-// zero_grad does; what does that to some only would have them left out of an update that has been made.
+// A loop that clips, scales or logs gradients after such a backward would find none and silently do nothing. It finds
+// stand-ins instead, until the next backward. They may be zeroed or dropped all together, as every zero_grad does.
+// Doing so to some only means that the caller wants those left out of an update, which has already been made: an error.
 class SpentGradients {
  public:
-  // The reference stays. who: whose update, for errors; about: see StandIns.
+  // The reference must outlive this object. who: the updater, for errors; about: see StandIns.
   SpentGradients(const std::vector<Gradient>& gradients, std::string who, std::string about);
 
-  // At the end of a backward that has used it.
+  // Call at the end of a backward that used the gradient.
   void leave(size_t gradient);
-  // Before anything comes: none is in grad() any more. UsageError, once, where some of the last update's have been
-  // zeroed or dropped, and others of trainable parameters not.
+  // Call before new gradients arrive: removes the stand-ins from grad(). UsageError, once, if some of the last update's
+  // gradients were zeroed or dropped while others of trainable parameters were not.
   void clear();
 
  private:
@@ -30,7 +30,7 @@ class SpentGradients {
   const std::vector<Gradient>& gradients_;
   std::string who_;
   StandIns stand_ins_;
-  std::vector<bool> left_;  // in the last update
+  std::vector<bool> left_;  // by gradient: used in the last update
   bool any_ = false;
 };
 

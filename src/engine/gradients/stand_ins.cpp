@@ -6,7 +6,7 @@
 namespace shoal {
 namespace {
 
-// A parameter may have been converted since.
+// False if the parameter was converted since.
 bool fits(const GradientStandIn& stand_in, const at::Tensor& parameter) {
   const auto& tensor = stand_in.tensor();
   return !stand_in.real() && tensor.scalar_type() == parameter.scalar_type() && tensor.sizes() == parameter.sizes();

@@ -1,5 +1,5 @@
 #pragma once
-// Stand-ins of a model's gradients, each made when it is first needed.
+// Stand-ins of a model's gradients, each made on first use.
 
 #include <memory>
 #include <string>
@@ -10,20 +10,21 @@
 
 namespace shoal {
 
-// By gradient. They leave grad() with this object.
+// Indexed by gradient. The destructor removes them from grad().
 class StandIns {
  public:
-  // The reference stays. about: of an operator that takes one, after the parameter's name.
+  // The reference must outlive this object. about: follows the parameter's name in the error of an operator that takes
+  // one.
   StandIns(const std::vector<Gradient>& gradients, std::string about);
   ~StandIns();
   StandIns(const StandIns&) = delete;
   StandIns& operator=(const StandIns&) = delete;
 
-  // grad() is one from now on, not zeroed. A parameter without elements gets an empty tensor.
+  // Puts a fresh stand-in into grad(). A parameter without elements gets an empty tensor.
   void put(size_t gradient);
-  // Whether grad() is one.
+  // Whether grad() holds its stand-in.
   bool present(size_t gradient) const;
-  // Whether the last one has been zeroed since, also where it is not in grad() any more.
+  // Whether the last stand-in was zeroed, even if it is no longer in grad().
   bool zeroed(size_t gradient) const { return stand_ins_[gradient] && stand_ins_[gradient]->zeroed(); }
   void renew(size_t gradient) { stand_ins_[gradient]->renew(); }
 
