@@ -76,12 +76,12 @@ class DistributedDataParallelCore : public DataParallelCore {
 // Calling forward of the module itself, past the wrapper, also trains, but without broadcast of buffers,
 // find_unused_parameters and static_graph.
 template <class Module>
-class DistributedDataParallel : public DataParallelWrapper<Module, DistributedDataParallelCore> {
+class DistributedDataParallel : public detail::DataParallelWrapper<Module, DistributedDataParallelCore> {
  public:
   using Options = DistributedDataParallelOptions;
 
   DistributedDataParallel(std::shared_ptr<Module> module, const Group& group, const Options& options = {})
-      : DataParallelWrapper<Module, DistributedDataParallelCore>(std::move(module), group, options) {}
+      : detail::DataParallelWrapper<Module, DistributedDataParallelCore>(std::move(module), group, options) {}
   DistributedDataParallel(const torch::nn::ModuleHolder<Module>& module, const Group& group,
                           const Options& options = {})
       : DistributedDataParallel(module.ptr(), group, options) {}

@@ -232,8 +232,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // size and complex parameters; DisagreeError if the ranks hold different models, topologies or exchange options. The
 // destructor leaves the training: neighbours continue without this rank. Not thread-safe.
 template <class Module>
-class DecentralizedDataParallel : public DataParallelWrapper<Module, DecentralizedDataParallelCore> {
-  using Base = DataParallelWrapper<Module, DecentralizedDataParallelCore>;
+class DecentralizedDataParallel : public detail::DataParallelWrapper<Module, DecentralizedDataParallelCore> {
+  using Base = detail::DataParallelWrapper<Module, DecentralizedDataParallelCore>;
 
  public:
   using Options = DecentralizedDataParallelOptions;

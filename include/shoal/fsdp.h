@@ -219,8 +219,8 @@ class FullParameters {
 // trainable parameters, parameters that are not floating point or not all on one device, and a `device` that does not
 // exist or differs from the module's; DisagreeError if the ranks hold different models.
 template <class Module>
-class FullyShardedDataParallel : public DataParallelWrapper<Module, FullyShardedCore> {
-  using Base = DataParallelWrapper<Module, FullyShardedCore>;
+class FullyShardedDataParallel : public detail::DataParallelWrapper<Module, FullyShardedCore> {
+  using Base = detail::DataParallelWrapper<Module, FullyShardedCore>;
 
  public:
   FullyShardedDataParallel(std::shared_ptr<Module> module, const Group& group,

@@ -79,7 +79,7 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
                            const Group& group, const DistributedOptimizerOptions& options);
   ~DistributedOptimizerCore() override;
 
-  // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelWrapper::backward. Throws
+  // Backward of a loss that is a sum over `weight` samples or tokens; see DataParallelCore::backward. Throws
   // UsageError with several chunks: weight the loss instead.
   void backward(const at::Tensor& loss_sum, double weight);
   // Scope in which backward only accumulates into the gradient buffers.

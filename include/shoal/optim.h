@@ -96,7 +96,7 @@ struct AccumAdamParamState : public torch::optim::OptimizerCloneableParamState<A
 //
 // Element-wise: supports shards of parameters. Gradients must be dense and parameters floating point; otherwise step()
 // throws UsageError and changes nothing.
-class AccumAdam : public OptimizerBase<AccumAdamOptions, AccumAdamParamState> {
+class AccumAdam : public detail::OptimizerBase<AccumAdamOptions, AccumAdamParamState> {
  public:
   using OptimizerBase::OptimizerBase;
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -151,7 +151,7 @@ struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambPa
 // The ratio needs full parameters: with a sharded strategy, each rank must own whole parameters. Gradients are not
 // clipped to a global norm, unlike in apex; clip before. Gradients must be dense and parameters floating point;
 // otherwise step() throws UsageError and changes nothing.
-class Lamb : public OptimizerBase<LambOptions, LambParamState> {
+class Lamb : public detail::OptimizerBase<LambOptions, LambParamState> {
  public:
   using OptimizerBase::OptimizerBase;
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -198,7 +198,7 @@ struct AdafactorParamState : public torch::optim::OptimizerCloneableParamState<A
 // 2.13), which has no beta1; beta1 averages the clipped and scaled steps. With a sharded strategy, each rank must own
 // whole parameters. Gradients must be dense and parameters floating point; otherwise step() throws UsageError and
 // changes nothing.
-class Adafactor : public OptimizerBase<AdafactorOptions, AdafactorParamState> {
+class Adafactor : public detail::OptimizerBase<AdafactorOptions, AdafactorParamState> {
  public:
   using OptimizerBase::OptimizerBase;
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -246,7 +246,7 @@ struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonPa
 // optimizer like AdamW for biases, norms and embeddings. Throws UsageError, which names index and shape, for parameters
 // that do not have two dimensions. With a sharded strategy, each rank must own whole parameters. Gradients must be
 // dense and parameters floating point; otherwise step() throws UsageError and changes nothing.
-class Muon : public OptimizerBase<MuonOptions, MuonParamState> {
+class Muon : public detail::OptimizerBase<MuonOptions, MuonParamState> {
  public:
   explicit Muon(const ParamGroups& groups, MuonOptions defaults = {});
   explicit Muon(std::vector<at::Tensor> parameters, MuonOptions defaults = {});

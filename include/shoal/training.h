@@ -21,7 +21,6 @@
 #include "shoal/detail/inputs.h"
 #include "shoal/detail/local_optimizer.h"
 #include "shoal/detail/optimizer_state.h"
-#include "shoal/detail/outputs.h"
 #include "shoal/detail/sharded_optimizer.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
@@ -134,14 +133,14 @@ class TrainingCore {
 
   // Backward of a micro-batch's loss, scaled where there is a scaler. Under no_sync() for all but a step's last.
   void backward(const at::Tensor& loss) { scale_loss(loss).backward(); }
-  // Of a loss that is a sum over `weight` samples; see DataParallelWrapper::backward.
+  // Of a loss that is a sum over `weight` samples; see DataParallelCore::backward.
   virtual void backward(const at::Tensor& loss_sum, double weight);
   virtual at::Tensor scale_loss(const at::Tensor& loss) const;
   [[nodiscard]] virtual NoSync no_sync(bool accumulate = true);
   // Unscales, clips and updates, where backward has not done so; whether it updated.
   virtual bool step() = 0;
   virtual void zero_grad() { optimizer().zero_grad(); }
-  // After an exception in a step; see DataParallelWrapper::abandon_step.
+  // After an exception in a step; see DataParallelCore::abandon_step.
   virtual void abandon_step() {}
   // For Join.
   virtual Joinable& joinable();
@@ -181,7 +180,7 @@ class TrainingCore {
   const Strategy& strategy() const { return strategy_; }
   const Group& group() const { return group_; }
 
-  // Around the module's forward, as DataParallelWrapper has it.
+  // Around the module's forward, as for DataParallelCore.
   virtual void before_forward() {}
   virtual void after_forward(const std::vector<at::Tensor>& /*outputs*/) {}
   virtual void forward_failed() {}
@@ -289,26 +288,13 @@ class Training {
  private:
   template <class... Inputs>
   auto forward_of_module(Inputs&&... inputs) {
-    const auto run = [&] {
-      const Precision::Scope scope(core_->precision(), core_->device());
-      return module_->forward(std::forward<Inputs>(inputs)...);
-    };
-    try {
-      core_->before_forward();
-      std::vector<at::Tensor> tensors;
-      if constexpr (std::is_void_v<decltype(run())>) {
-        run();
-        core_->after_forward(tensors);
-      } else {
-        auto output = run();
-        collect_tensors(output, tensors);
-        core_->after_forward(tensors);
-        return output;
-      }
-    } catch (...) {
-      core_->forward_failed();
-      throw;
-    }
+    return detail::forward_between([this] { core_->before_forward(); },
+                                   [&] {
+                                     const Precision::Scope scope(core_->precision(), core_->device());
+                                     return module_->forward(std::forward<Inputs>(inputs)...);
+                                   },
+                                   [this](const std::vector<at::Tensor>& tensors) { core_->after_forward(tensors); },
+                                   [this] { core_->forward_failed(); });
   }
 
   std::shared_ptr<Module> module_;

@@ -231,8 +231,8 @@ class ShardedDataParallelCore : public DataParallelCore {
 // every gradient to its owner, about (ranks - 1) / ranks of the bytes that DDP sends, plus a small all-reduce in which
 // ranks exchange which gradients they used.
 template <class Module>
-class ShardedDataParallel : public DataParallelWrapper<Module, ShardedDataParallelCore> {
-  using Base = DataParallelWrapper<Module, ShardedDataParallelCore>;
+class ShardedDataParallel : public detail::DataParallelWrapper<Module, ShardedDataParallelCore> {
+  using Base = detail::DataParallelWrapper<Module, ShardedDataParallelCore>;
 
  public:
   using Options = ShardedDataParallelOptions;

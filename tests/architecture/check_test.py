@@ -10,7 +10,7 @@ import check
 PLANTED = [
     ("src/layout/flat_layout.cpp", '#include "shoal/group.h"\n', "upward include"),
     ("src/layout/slice.h", '#include "layout/flat_layout.h"\n', "include cycle"),
-    ("src/engine/reducer/bucket.cpp", "using c10d::Store;\n", "c10d outside comm/"),
+    ("src/engine/buckets/bucket.cpp", "using c10d::Store;\n", "c10d outside comm/"),
     ("src/strategy/ddp/ddp.cpp", "#include <torch/csrc/distributed/c10d/Store.hpp>\n", "c10d outside comm/"),
     ("src/comm/rendezvous/world.cpp", 'auto x = std::getenv("X");\n', "getenv outside"),
     ("src/comm/rendezvous/world.cpp", "#include <gloo/context.h>\n", "Gloo outside"),
@@ -22,7 +22,7 @@ PLANTED = [
     ("src/strategy/other/part.cpp", '#include "shoal/zero.h"\n', "a strategy includes another"),
     ("src/strategy/shard_gossip/shard_gossip.cpp", '#include "shoal/ddp.h"\n', "a strategy includes another"),
     ("include/shoal/other.h", '#include "shoal/error.h"\n', "does not say to which layer"),
-    ("src/engine/reducer/bucket.h", "struct Large {\n  int first_;\n" + 20 * "  std::map<int, int> more_{};\n" + "};\n",
+    ("src/engine/buckets/bucket.h", "struct Large {\n  int first_;\n" + 20 * "  std::map<int, int> more_{};\n" + "};\n",
      "Large has 21 data members"),
     ("src/nowhere/a.cpp", '#include "shoal/error.h"\n', "is not in the order of layers"),
 ]
@@ -43,7 +43,7 @@ def main():
     with tempfile.TemporaryDirectory() as copy:
         for top in ("include", "src"):
             shutil.copytree(os.path.join(root, top), os.path.join(copy, top))
-        with open(os.path.join(copy, "src/engine/reducer/bucket.cpp"), "a", encoding="utf-8") as f:
+        with open(os.path.join(copy, "src/engine/buckets/bucket.cpp"), "a", encoding="utf-8") as f:
             f.write("\n// c10d and getenv may be spoken of\n")
         assert check.violations(copy) == [], check.violations(copy)
     print("%d kinds of violation found" % len(PLANTED))

@@ -12,11 +12,7 @@
 namespace shoal {
 namespace {
 
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
+using test::group;
 
 // Element i of rank r's input: different on every rank and at every place.
 at::Tensor input(int rank, int64_t numel, at::ScalarType dtype = at::kFloat) {

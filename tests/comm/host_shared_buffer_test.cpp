@@ -12,11 +12,7 @@
 namespace shoal {
 namespace {
 
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
+using test::group;
 
 std::vector<Range> equal_ranges(int64_t numel) {
   std::vector<Range> owners;

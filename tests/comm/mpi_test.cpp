@@ -14,16 +14,12 @@
 namespace shoal {
 namespace {
 
-using test::world;
+using test::group;
 
 constexpr at::ScalarType dtypes[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong,
                                      at::kInt,    at::kShort, at::kChar, at::kByte,     at::kBool};
 constexpr ReduceOp reduce_ops[] = {ReduceOp::sum,     ReduceOp::avg,  ReduceOp::min, ReduceOp::max,
                                    ReduceOp::product, ReduceOp::band, ReduceOp::bor, ReduceOp::bxor};
-
-const Group& group() {
-  return world().group();
-}
 
 int size() {
   return group().size();

@@ -14,11 +14,8 @@
 namespace shoal {
 namespace {
 
+using test::group;
 using test::world;
-
-const Group& group() {
-  return world().group();
-}
 
 // Bytes that this host has sent to the other one.
 int64_t sent_bytes() {

@@ -1,6 +1,6 @@
 // The order of gradients that buckets follow: learnt once, the same on all ranks.
 
-#include "engine/reducer/bucket_order.h"
+#include "engine/buckets/bucket_order.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // Which gradients travel together.
 
-#include "engine/reducer/bucket_plan.h"
+#include "engine/buckets/bucket_plan.h"
 
 #include <gtest/gtest.h>
 

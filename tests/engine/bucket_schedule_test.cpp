@@ -1,6 +1,6 @@
 // Buckets of a step: when they are full, leave, and come back, and whose memory goes.
 
-#include "engine/reducer/bucket_schedule.h"
+#include "engine/buckets/bucket_schedule.h"
 
 #include <gtest/gtest.h>
 #include <torch/utils.h>

@@ -17,12 +17,8 @@
 namespace shoal {
 namespace {
 
-using test::world;
+using test::group;
 using Pass = Pager::Pass;
-
-const Group& group() {
-  return world().group();
-}
 
 // Page p: numel() elements of the value p + 1, every rank with its part.
 class Book {

@@ -21,15 +21,11 @@ namespace shoal {
 namespace {
 
 using test::difference;
+using test::group;
 using test::refusal;
-using test::world;
 using torch::nn::BatchNormOptions;
 
 constexpr int64_t channels = 3;
-
-const Group& group() {
-  return world().group();
-}
 
 // Rank 1 has no sample, and no two ranks have equally many.
 int64_t samples(int rank) {

@@ -60,4 +60,11 @@ inline std::vector<at::Tensor> gradients(const torch::nn::Module& module) {
   return list;
 }
 
+// Of the parameters.
+inline std::vector<at::Tensor> copies(const torch::nn::Module& module) {
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : module.parameters()) list.push_back(parameter.detach().clone());
+  return list;
+}
+
 }  // namespace shoal::test

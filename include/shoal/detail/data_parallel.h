@@ -109,6 +109,29 @@ class DataParallelCore : public Joinable {
   std::unique_ptr<State> state_;
 };
 
+namespace detail {
+
+// A forward between before() and after(tensors of its result); failed() if any of them throws. Returns the result, if any.
+template <class Before, class Forward, class After, class Failed>
+auto forward_between(Before&& before, Forward&& forward, After&& after, Failed&& failed) {
+  try {
+    before();
+    std::vector<at::Tensor> tensors;
+    if constexpr (std::is_void_v<decltype(forward())>) {
+      forward();
+      after(tensors);
+    } else {
+      auto output = forward();
+      collect_tensors(output, tensors);
+      after(tensors);
+      return output;
+    }
+  } catch (...) {
+    failed();
+    throw;
+  }
+}
+
 // Wrapper of a module: its core together with the typed module. Parameters remain the module's own tensors.
 template <class Module, class Core>
 class DataParallelWrapper : public Core {
@@ -117,26 +140,13 @@ class DataParallelWrapper : public Core {
   // if gradients are disabled. An exception marks the step as failed on this rank, see abandon_step().
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
-    try {
-      this->before_forward();
-      const auto forward_of_module = [&] {
-        const Precision::Scope scope(this->precision(), this->device());
-        return module_->forward(std::forward<Arguments>(arguments)...);
-      };
-      std::vector<at::Tensor> tensors;
-      if constexpr (std::is_void_v<decltype(forward_of_module())>) {
-        forward_of_module();
-        this->after_forward(tensors);
-      } else {
-        auto output = forward_of_module();
-        collect_tensors(output, tensors);
-        this->after_forward(tensors);
-        return output;
-      }
-    } catch (...) {
-      this->forward_failed();
-      throw;
-    }
+    return detail::forward_between([this] { this->before_forward(); },
+                                   [&] {
+                                     const Precision::Scope scope(this->precision(), this->device());
+                                     return module_->forward(std::forward<Arguments>(arguments)...);
+                                   },
+                                   [this](const std::vector<at::Tensor>& tensors) { this->after_forward(tensors); },
+                                   [this] { this->forward_failed(); });
   }
 
   // The same as forward().
@@ -156,8 +166,6 @@ class DataParallelWrapper : public Core {
  private:
   std::shared_ptr<Module> module_;
 };
-
-namespace detail {
 
 // A module itself, where a std::shared_ptr or a holder of one is needed.
 template <class T>

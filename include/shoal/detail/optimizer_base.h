@@ -10,7 +10,7 @@
 
 #include "shoal/error.h"
 
-namespace shoal {
+namespace shoal::detail {
 
 // Optimizer with its own `Options`, whose validate() throws UsageError with a list of all invalid options, and its own
 // `State` per parameter. Options of a param group are used as they are: a field that is not set has the default of
@@ -59,4 +59,4 @@ class OptimizerBase : public torch::optim::Optimizer {
   }
 };
 
-}  // namespace shoal
+}  // namespace shoal::detail

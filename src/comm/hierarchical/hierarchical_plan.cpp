@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "comm/shm/reduce_kernels.h"
+#include "comm/shm/reduce/reduce_kernels.h"
 
 namespace shoal {
 namespace {

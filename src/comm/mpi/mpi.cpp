@@ -8,7 +8,7 @@
 
 #include "comm/mpi/mpi_work.h"
 #include "comm/rendezvous/world_state.h"
-#include "comm/shm/reduce_kernels.h"
+#include "comm/shm/reduce/reduce_kernels.h"
 #include "shoal/error.h"
 
 namespace shoal {

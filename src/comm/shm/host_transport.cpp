@@ -12,7 +12,7 @@
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
-#include "comm/shm/reduce_kernels.h"
+#include "comm/shm/reduce/reduce_kernels.h"
 #include "comm/shm/wait.h"
 #include "comm/store/store_gather.h"
 #include "shoal/error.h"

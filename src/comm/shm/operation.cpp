@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "comm/agreement/fingerprint.h"
-#include "comm/shm/reduce_kernels.h"
+#include "comm/shm/reduce/reduce_kernels.h"
 #include "shoal/error.h"
 
 namespace shoal {

@@ -2,7 +2,7 @@
 
 #include <c10/core/InferenceMode.h>
 
-#include "comm/shm/reduce_kernels.h"
+#include "comm/shm/reduce/reduce_kernels.h"
 #include "shoal/error.h"
 
 namespace shoal {

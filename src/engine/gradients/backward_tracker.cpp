@@ -63,6 +63,7 @@ std::vector<size_t> BackwardTracker::take_unreached() {
 // (torch::autograd::grad reaches none). The token dies with the backward, whether it succeeds or throws.
 void BackwardTracker::watch() {
   if (!under_way_.expired()) return;
+  require_no_failed_backward();
   const auto token = std::make_shared<int>();
   under_way_ = token;
   torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end(); });
@@ -71,8 +72,20 @@ void BackwardTracker::watch() {
 void BackwardTracker::begin() {
   const auto held = lock();
   const torch::NoGradGuard no_grad;
+  // A rank without samples begins its step outside of autograd.
+  if (in_backward()) {
+    watch();
+  } else {
+    require_no_failed_backward();
+  }
   listener_.begin_backward();
-  if (in_backward()) watch();  // outside autograd: a rank without samples
+}
+
+void BackwardTracker::require_no_failed_backward() const {
+  if (phase_ != Phase::running) return;
+  throw UsageError(
+      "the last backward failed in the middle of a step: call abandon_step(), or forward of the wrapper, before the "
+      "next backward");
 }
 
 void BackwardTracker::end() {
@@ -97,7 +110,7 @@ void BackwardTracker::enter(Phase phase) {
 void BackwardTracker::arriving(size_t gradient) {
   const auto held = lock();
   const torch::NoGradGuard no_grad;
-  const bool stale = phase_ == Phase::local && under_way_.expired();
+  const bool stale = phase_ != Phase::idle && under_way_.expired();
   if (phase_ == Phase::idle || stale) begin();
   listener_.arriving(gradient);
 }

@@ -8,8 +8,8 @@
 #include <optional>
 #include <vector>
 
+#include "engine/buckets/bucket_plan.h"
 #include "engine/gradients/gradient_hooks.h"
-#include "engine/reducer/bucket_plan.h"
 
 namespace shoal {
 
@@ -53,7 +53,8 @@ class BackwardTracker {
   // With find_unused_parameters: gradients that no graph inspected since the last call reaches. Empty otherwise.
   std::vector<size_t> take_unreached();
 
-  // Begin and end of a backward without autograd, for a rank that has no gradient to compute.
+  // Begin and end of a backward that reaches no gradient, for a rank without samples. UsageError if a backward that
+  // synchronises has failed and its step has not been abandoned.
   void begin();
   void end();
   // Entering `running` resets the arrivals.
@@ -69,6 +70,8 @@ class BackwardTracker {
   void expect_the_same();
   // Order in which gradients first arrived in the running (or the last) synchronising backward.
   const std::vector<size_t>& order() const { return order_; }
+  // How often each gradient arrived in that backward.
+  const std::vector<int>& arrivals() const { return arrivals_; }
 
   // Removes the hooks: later backwards are not tracked.
   void detach();
@@ -76,6 +79,7 @@ class BackwardTracker {
 
  private:
   void watch();
+  void require_no_failed_backward() const;
   void arriving(size_t gradient);
   void arrived(size_t gradient);
   [[noreturn]] void refuse(size_t gradient) const;

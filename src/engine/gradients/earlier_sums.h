@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/buckets/bucket_set.h"
 #include "engine/gradients/stand_ins.h"
-#include "engine/reducer/bucket_set.h"
 
 namespace shoal {
 

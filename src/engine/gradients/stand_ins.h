@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/buckets/bucket_plan.h"
 #include "engine/gradients/gradient_stand_in.h"
-#include "engine/reducer/bucket_plan.h"
 
 namespace shoal {
 

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
-#include "engine/reducer/spare_memory.h"
+#include "engine/buckets/spare_memory.h"
 #include "shoal/error.h"
 
 namespace shoal {

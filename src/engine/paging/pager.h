@@ -14,10 +14,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/buckets/spare_memory.h"
 #include "engine/paging/gather_order.h"
 #include "engine/paging/operator_watch.h"
 #include "engine/paging/use_order.h"
-#include "engine/reducer/spare_memory.h"
 
 namespace shoal {
 

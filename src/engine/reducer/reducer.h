@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "engine/buckets/bucket_order.h"
 #include "engine/gradients/accumulated_gradients.h"
 #include "engine/gradients/backward_tracker.h"
 #include "engine/gradients/spent_gradients.h"
-#include "engine/reducer/bucket_order.h"
 #include "engine/reducer/gradient_consumer.h"
 #include "engine/reducer/gradient_reduction.h"
 #include "engine/reducer/step.h"

@@ -2,7 +2,7 @@
 // Description of how a strategy reduces gradients: which travel together, who keeps what of their sum, and where a
 // step's trailer rides.
 
-#include "engine/reducer/bucket.h"
+#include "engine/buckets/bucket.h"
 #include "shoal/hooks.h"
 
 namespace shoal {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/reducer/bucket_schedule.h"
+#include "engine/buckets/bucket_schedule.h"
 
 namespace shoal {
 

@@ -18,7 +18,7 @@ uint64_t add(uint64_t hash, uint64_t word) {
 }
 
 // In four independent chains, as fast as memory.
-uint64_t digest_of(const uint8_t* bytes, size_t size) {
+uint64_t digest_of_bytes(const uint8_t* bytes, size_t size) {
   constexpr size_t lanes = 4;
   uint64_t hashes[lanes] = {1, 2, 3, 4};
   uint64_t words[lanes];
@@ -38,7 +38,8 @@ uint64_t digest_of(const uint8_t* bytes, size_t size) {
 uint64_t digest_of(const at::Tensor& tensor) {
   const torch::NoGradGuard no_grad;
   const auto dense = tensor.detach().cpu().contiguous();
-  const auto hash = dense.numel() == 0 ? 0 : digest_of(static_cast<const uint8_t*>(dense.data_ptr()), dense.nbytes());
+  const auto hash =
+      dense.numel() == 0 ? 0 : digest_of_bytes(static_cast<const uint8_t*>(dense.data_ptr()), dense.nbytes());
   return add(hash, static_cast<uint64_t>(dense.scalar_type()));
 }
 

@@ -141,12 +141,7 @@ State::State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, cons
              options.neighbour_timeout_seconds),
       scaler(make_scaler(options)),
       expected(gradients.size(), 0),
-      hooks(
-          parameters_of(gradients), [this](size_t gradient) { arrived(gradient); },
-          [this](size_t) {
-            const torch::NoGradGuard no_grad;
-            begin_backward();
-          }) {
+      tracker(gradients, {}, *this) {
   if (!make) throw UsageError("DecentralizedDataParallel: the optimizer factory is empty");
   if (!joins_again(group)) agree(group, "the options of DecentralizedDataParallel", describe(options));
   watch = ParameterWatch(parameters_of(gradients));
@@ -200,7 +195,7 @@ void State::meet_changes() {
 }
 
 // In rank 0's order; ranks may have met other parameters, or in another order.
-void State::build_buckets() {
+void State::build_buckets(std::vector<size_t> order) {
   tell_weights();
   auto whole = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
   std::vector<bool> seen(gradients.size(), false);
@@ -211,7 +206,7 @@ void State::build_buckets() {
   for (size_t i = 0; i < order.size(); ++i) whole[static_cast<int64_t>(i)] = static_cast<int64_t>(order[i]);
   group.broadcast(whole, 0, {step, -1, "order of gradients"}).wait();
   for (size_t i = 0; i < order.size(); ++i) order[i] = whole[static_cast<int64_t>(i)].item<int64_t>();
-  make_buckets();
+  make_buckets(order);
 }
 
 std::vector<GossipBucket> State::parts() const {
@@ -227,7 +222,7 @@ std::vector<GossipBucket> State::parts() const {
   return list;
 }
 
-void State::make_buckets() {
+void State::make_buckets(const std::vector<size_t>& order) {
   const auto cap = static_cast<int64_t>(options.bucket_cap_mb * (1 << 20));
   bucket_of.resize(gradients.size());
   std::vector<GossipBuffer> buffers;

@@ -53,8 +53,7 @@ class DecentralizedSource : public CheckpointSource {
       require_way_back();
     });
     if (!state_.buckets.empty()) return;
-    state_.order = past_.order;
-    state_.build_buckets();
+    state_.build_buckets(past_.order);
     for (auto& bucket : state_.buckets) {
       // A LambdaLR is set to its position with the rest.
       if (!bucket.schedule || dynamic_cast<LambdaLR*>(bucket.schedule.get()) != nullptr) continue;

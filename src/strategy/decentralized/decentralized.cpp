@@ -31,7 +31,7 @@ DecentralizedDataParallelCore::~DecentralizedDataParallelCore() = default;
 
 void DecentralizedDataParallelCore::before_forward() {
   auto& state = *state_;
-  if (state.phase == State::Phase::running) state.give_up_step();
+  if (state.tracker.phase() == BackwardTracker::Phase::running) state.give_up_step();
   state.forward_range.emplace(at::RecordScope::USER_SCOPE);
   if (state.forward_range->isActive()) state.forward_range->before("shoal::forward");
   if (!torch::GradMode::is_enabled()) return;
@@ -50,18 +50,11 @@ void DecentralizedDataParallelCore::before_forward() {
   }
 }
 
-// A block that is recomputed runs a backward of its own inside the outer one. An output's gradient is the first thing
-// that the outer one computes, so that its end is the one that counts.
 void DecentralizedDataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   state_->forward_range.reset();
   if (!torch::GradMode::is_enabled()) return;
   if (state_->no_sync_depth == 0) state_->clock.mark(StepClock::forward_ends, state_->step);
-  for (const auto& output : outputs) {
-    if (!output.requires_grad() || output.is_leaf()) continue;
-    output.register_hook([state = state_.get(), alive = std::weak_ptr<bool>(state_->alive)](const at::Tensor&) {
-      if (!alive.expired()) state->watch_backward();
-    });
-  }
+  state_->tracker.inspect(outputs);
 }
 
 void DecentralizedDataParallelCore::forward_failed() {
@@ -127,8 +120,9 @@ LoggingData DecentralizedDataParallelCore::logging_data() const {
   }
   data.first_bucket_bytes = data.bucket_bytes;
   data.steps = state.step;
-  for (size_t i = 0; state.step > 0 && i < state.arrivals.size(); ++i) {
-    if (state.arrivals[i] > 0) continue;
+  const auto& arrivals = state.tracker.arrivals();
+  for (size_t i = 0; state.step > 0 && i < arrivals.size(); ++i) {
+    if (arrivals[i] > 0) continue;
     data.unused_parameters.push_back(state.gradients[i].name);
     data.unused_bytes += static_cast<int64_t>(state.gradients[i].parameter.nbytes());
   }

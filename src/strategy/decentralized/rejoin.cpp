@@ -106,13 +106,12 @@ void State::join_again() {
   broadcast_coalesced(pair, received, 0, joining);
 
   const auto standing = parse_standing(*this, text.at("standing"));
-  order = standing.order;
   expected = standing.arrivals;
   if (scaler) {
     const auto& now = text.at("scaler");
     scaler->load({.scale = now[0], .good_steps = now[1], .hysteresis_left = now[2]});
   }
-  make_buckets();
+  make_buckets(standing.order);
   const auto version = mixing.arrive(standing.mass);
   mixing.known().load(standing.known);
   // The others go on while this rank prepares; it takes up where they are.

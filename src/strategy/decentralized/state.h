@@ -6,9 +6,9 @@
 #include <optional>
 #include <vector>
 
-#include "engine/gradients/gradient_hooks.h"
+#include "engine/buckets/bucket_plan.h"
+#include "engine/gradients/backward_tracker.h"
 #include "engine/gradients/spent_gradients.h"
-#include "engine/reducer/bucket_plan.h"
 #include "engine/reducer/step_clock.h"
 #include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
@@ -23,19 +23,19 @@ namespace shoal {
 std::vector<std::string> describe(const DecentralizedDataParallelOptions& options);
 
 // A step is one backward that is not under no_sync, with the local ones before it.
-struct DecentralizedDataParallelCore::State {
+struct DecentralizedDataParallelCore::State final : BackwardListener {
   State(std::shared_ptr<torch::nn::Module> of, OptimizerOfNamed maker, const Group& over, ModuleTensors walked,
         const DecentralizedDataParallelOptions& chosen);
 
   // step.cpp
-  // In a backward: its end is the step's, unless it reaches none of the parameters, as torch::autograd::grad does.
-  void watch_backward();
-  void begin_backward();
+  void begin_backward() override;
+  void arriving(size_t /*gradient*/) override {}
+  void arrived(size_t gradient) override;
+  void end_local_backward() override {}
+  void end_backward() override;
   // A step without a batch.
   void pass();
   void backward(const at::Tensor& loss_sum, double weight);
-  void arrived(size_t gradient);
-  void end_backward();
   void end_step();
   void forget_weights();
   // Brings a step that was begun and not finished to its end without updates, so that neighbours get their versions.
@@ -50,12 +50,12 @@ struct DecentralizedDataParallelCore::State {
   void require_that_all_go_on(int64_t version) const;
 
   // build.cpp
-  // Collective, at the end of the first backward.
-  void build_buckets();
+  // order: in which gradients came first. Collective, at the end of the first backward.
+  void build_buckets(std::vector<size_t> order);
   // Ranks tell each other the weights of their first step. Collective. DisagreeError where some give none.
   void tell_weights();
-  // In `order`.
-  void make_buckets();
+  // order: gradients as the buckets hold them.
+  void make_buckets(const std::vector<size_t>& order);
   // All parameters before there are buckets, flat where that is wanted, in memory of their own.
   std::vector<GossipBucket> parts() const;
   void load_pending();
@@ -91,11 +91,8 @@ struct DecentralizedDataParallelCore::State {
 
   std::optional<at::RecordFunction> forward_range;  // for profilers, while a forward runs
 
-  enum class Phase { idle, local, running };
-  Phase phase = Phase::idle;
   int no_sync_depth = 0;
-  std::weak_ptr<void> under_way;  // the outermost backward, while it runs
-  double weight = 0;              // of the step's backwards so far
+  double weight = 0;  // of the step's backwards so far
   enum class Weights { unknown, none, given };
   Weights weights = Weights::unknown;  // whether they had any
   bool weighing = false;               // backward(loss_sum, weight) is running
@@ -104,12 +101,8 @@ struct DecentralizedDataParallelCore::State {
   std::vector<Progress> progress;  // by bucket
   std::vector<size_t> missing;     // by bucket: gradients that will come yet, as far as is known
   std::vector<bool> used;          // by gradient: it has gone into this step's update
-  std::vector<int> arrivals;       // by gradient: times it came in this backward
-  std::vector<int> expected;       // the most that it came so far
-  std::vector<size_t> order;       // of first arrival, in the first step
-
-  std::shared_ptr<bool> alive = std::make_shared<bool>(true);  // hooks on outputs may outlive this object
-  GradientHooks hooks;                                         // last: its callbacks use all of the above
+  std::vector<int> expected;       // by gradient: the most times that it came in one backward so far
+  BackwardTracker tracker;         // last: it calls this object
 
  private:
   // Whether updates wait for the last gradient.

@@ -2,8 +2,6 @@
 
 #include <ATen/record_function.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -16,6 +14,7 @@
 namespace shoal {
 
 using State = DecentralizedDataParallelCore::State;
+using Phase = BackwardTracker::Phase;
 
 void State::require_present(const char* what) const {
   if (!left) return;
@@ -23,26 +22,10 @@ void State::require_present(const char* what) const {
       "DecentralizedDataParallel: this rank has called leave(); {} is for ranks that are still training", what));
 }
 
-void State::watch_backward() {
-  if (!under_way.expired()) return;
-  if (phase == Phase::running) {
-    throw UsageError(
-        "DecentralizedDataParallel: the last backward failed in the middle of a step: call abandon_step(), or forward of the "
-        "wrapper, before the next backward");
-  }
-  phase = Phase::idle;
-  // Goes with the backward, whether that ends well or not.
-  const auto token = std::make_shared<int>();
-  under_way = token;
-  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end_backward(); });
-}
-
 void State::begin_backward() {
-  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;  // not so for a rank without samples
-  if (in_backward) watch_backward();
-  if (phase != Phase::idle) return;
   require_present("backward");
   spent.clear();
+  const bool in_backward = BackwardTracker::in_backward();  // not so for a rank without samples
   if (in_backward && !weighing) {
     if (weights == Weights::given) {
       throw UsageError(
@@ -50,11 +33,10 @@ void State::begin_backward() {
     }
     weights = Weights::none;
   }
-  phase = no_sync_depth > 0 ? Phase::local : Phase::running;
-  if (phase == Phase::local) return;
+  tracker.enter(no_sync_depth > 0 ? Phase::local : Phase::running);
+  if (tracker.phase() == Phase::local) return;
   if (in_backward) clock.mark(StepClock::backward_begins, step);
   mixing.begin_step();
-  arrivals.assign(gradients.size(), 0);
   used.assign(gradients.size(), false);
   progress.assign(buckets.size(), Progress::waiting);
   missing.assign(buckets.size(), 0);
@@ -62,8 +44,8 @@ void State::begin_backward() {
 }
 
 void State::pass() {
-  begin_backward();
-  end_backward();
+  tracker.begin();
+  tracker.end();
 }
 
 void State::backward(const at::Tensor& loss_sum, double of_loss) {
@@ -87,54 +69,49 @@ void State::backward(const at::Tensor& loss_sum, double of_loss) {
     loss_sum.backward();
   } catch (...) {
     weighing = false;
-    if (phase == Phase::idle) weight -= of_loss;  // nothing had begun
+    if (tracker.phase() == Phase::idle) weight -= of_loss;  // nothing had begun
     throw;
   }
   weighing = false;
 }
 
 void State::arrived(size_t gradient) {
-  const torch::NoGradGuard no_grad;
-  if (phase != Phase::running) return;
-  if (++arrivals[gradient] == 1 && buckets.empty()) order.push_back(gradient);
+  if (tracker.phase() != Phase::running) return;
+  tracker.count(gradient);
   if (buckets.empty()) return;
+  const auto arrivals = tracker.arrivals()[gradient];
   const auto bucket = bucket_of[gradient];
   if (progress[bucket] != Progress::waiting) {
-    expected[gradient] = std::max(expected[gradient], arrivals[gradient]);
+    expected[gradient] = std::max(expected[gradient], arrivals);
     throw UsageError(fmt::format(
         "the gradient of {} was computed {} times in this backward, more often than before, and after it had been used "
         "for an update; the step is lost on this rank, and later steps wait for the last gradient",
-        gradients[gradient].name, arrivals[gradient]));
+        gradients[gradient].name, arrivals));
   }
   // A parameter that has never had a gradient is only known to have none when backward has ended.
-  if (arrivals[gradient] != expected[gradient] || --missing[bucket] > 0 || updates_at_end()) return;
+  if (arrivals != expected[gradient] || --missing[bucket] > 0 || updates_at_end()) return;
   finish(bucket, /*update=*/true);
 }
 
 void State::end_backward() {
-  const torch::NoGradGuard no_grad;
-  under_way.reset();
-  if (phase == Phase::running) {
-    clock.mark(StepClock::backward_ends, step);
-    if (buckets.empty()) build_buckets();
-    const bool finite = !updates_at_end() || unscale_and_clip();
-    weigh(finite);
-    for (size_t i = 0; i < buckets.size(); ++i) finish(i, finite);
-    if (scale) scale->step(mixing.version() + 1, mixing.known());
-    clock.mark(StepClock::all_back, step);
-    clock.end_step(/*finished=*/true);
-    end_step();
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      if (used[i]) spent.leave(i);
-    }
-    phase = Phase::idle;
-    require_that_all_go_on(mixing.version());  // without one of them this step has been made
+  clock.mark(StepClock::backward_ends, step);
+  if (buckets.empty()) build_buckets(tracker.order());
+  const bool finite = !updates_at_end() || unscale_and_clip();
+  weigh(finite);
+  for (size_t i = 0; i < buckets.size(); ++i) finish(i, finite);
+  if (scale) scale->step(mixing.version() + 1, mixing.known());
+  clock.mark(StepClock::all_back, step);
+  clock.end_step(/*finished=*/true);
+  end_step();
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (used[i]) spent.leave(i);
   }
-  phase = Phase::idle;
+  tracker.enter(Phase::idle);
+  require_that_all_go_on(mixing.version());  // without one of them this step has been made
 }
 
 void State::end_step() {
-  for (size_t i = 0; i < gradients.size(); ++i) expected[i] = std::max(expected[i], arrivals[i]);
+  for (size_t i = 0; i < gradients.size(); ++i) expected[i] = std::max(expected[i], tracker.arrivals()[i]);
   mixing.end_step();
   ++step;
   forget_weights();
@@ -155,8 +132,9 @@ void State::weigh(bool finite) {
 }
 
 void State::give_up_step() {
+  const auto lock = tracker.lock();
   const torch::NoGradGuard no_grad;
-  if (phase == Phase::running && !buckets.empty()) {
+  if (tracker.phase() == Phase::running && !buckets.empty()) {
     if (!divisor) mixing.tell(std::nullopt, /*overflowed=*/false);
     divisor = 1;
     for (size_t i = 0; i < buckets.size(); ++i) finish(i, /*update=*/false);
@@ -164,9 +142,8 @@ void State::give_up_step() {
     if (scale) scale->step(mixing.version() + 1, mixing.known());  // as it counts for the others
     end_step();
   }
-  phase = Phase::idle;
+  tracker.enter(Phase::idle);
   forget_weights();
-  if (buckets.empty()) order.clear();
   drop_gradients();
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "comm/agreement/fail_together.h"
 #include "comm/group/hosts.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "shoal/error.h"
@@ -173,17 +174,8 @@ void ShardGossipOptimizerCore::agree_on_hosts() {
 
 // Between hosts each rank has peers of its own: where one's have ended, the host's others learn it here.
 void ShardGossipOptimizerCore::on_the_whole_host(const std::function<void()>& work) {
-  std::optional<CommError> failure;
-  try {
-    work();
-  } catch (const CommError& error) {
-    failure = error;
-  }
-  auto failed = at::full({1}, failure ? 1 : 0, at::kInt);
-  state().group.all_reduce(failed, ReduceOp::max, state().label("whether hosts have answered")).wait();
-  if (failure) throw *failure;
-  if (failed.item<int>() != 0)
-    throw CommError("ShardGossipOptimizer: a host has ended, as detected by another rank of this host");
+  fail_together(state().group, state().label("whether hosts have answered"),
+                "ShardGossipOptimizer: a host has ended, as detected by another rank of this host", work);
 }
 
 void ShardGossipOptimizerCore::global_avg() {

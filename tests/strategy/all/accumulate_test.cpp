@@ -14,16 +14,12 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::Mlp;
 using test::seeded;
-using test::world;
 
 const torch::optim::SGDOptions sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
-
-const Group& group() {
-  return world().group();
-}
 
 // Sum over micro-batches of one rank, or mean over ranks of those sums.
 std::vector<at::Tensor> local_sums(int rank, int64_t micros) {

@@ -22,13 +22,9 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::Training;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
 
 // Its third layer may be left out.
 struct NetImpl : torch::nn::Module {

@@ -20,12 +20,8 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::Training;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
 
 class Strategies : public testing::TestWithParam<std::string> {};
 

@@ -20,12 +20,8 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::Training;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
 
 // Two names for one weight: registered twice, as tied heads are.
 struct TiedImpl : torch::nn::Module {

@@ -16,11 +16,7 @@ namespace {
 
 using test::batch;
 using test::difference;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
+using test::group;
 
 struct BranchImpl : torch::nn::Module {
   BranchImpl() {

@@ -16,13 +16,9 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::seeded;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
 
 struct NormImpl : torch::nn::Module {
   NormImpl() {

@@ -19,11 +19,7 @@ namespace shoal {
 namespace {
 
 using test::difference;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
+using test::group;
 
 std::unique_ptr<torch::optim::Optimizer> optimizer_for(const std::string& name, std::vector<at::Tensor> parameters) {
   if (name == "adamw") {

@@ -19,15 +19,11 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::Mlp;
 using test::seeded;
-using test::world;
 using Options = DistributedDataParallelOptions;
-
-const Group& group() {
-  return world().group();
-}
 
 // The oracle: one process takes every rank's batch in turn and averages.
 void oracle_step(Mlp& model, torch::optim::Optimizer& optimizer, int64_t step, int micros = 1) {

@@ -13,13 +13,9 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::seeded;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
 
 TEST(DdpWeight, BEY04_weighted_backward_gives_sum_over_sum) {
   // Rank r sums over r + 1 samples, in two micro-batches; the mean of means would be another number.

@@ -15,11 +15,7 @@ namespace {
 
 using test::batch;
 using test::difference;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
+using test::group;
 
 struct MixedImpl : torch::nn::Module {
   MixedImpl() {

@@ -60,10 +60,4 @@ inline void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at:
   for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i].detach(), b[i].detach())) << "tensor " << i;
 }
 
-inline std::vector<at::Tensor> copies(const torch::nn::Module& module) {
-  std::vector<at::Tensor> list;
-  for (const auto& parameter : module.parameters()) list.push_back(parameter.detach().clone());
-  return list;
-}
-
 }  // namespace shoal::test

@@ -21,11 +21,7 @@ namespace {
 
 using test::batch;
 using test::difference;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
+using test::group;
 
 enum class Point { forward, first_gradient, last_gradient, collective };
 

@@ -16,13 +16,9 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::Training;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
 
 const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 

@@ -27,13 +27,9 @@
 namespace shoal {
 namespace {
 
-using test::world;
+using test::group;
 using torch::optim::AdamWOptions;
 using Options = FullyShardedDataParallelOptions;
-
-const Group& group() {
-  return world().group();
-}
 
 struct NetImpl : torch::nn::Module {
   NetImpl(int64_t layers, int64_t width) {

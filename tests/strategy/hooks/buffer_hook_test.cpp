@@ -20,11 +20,7 @@ namespace {
 
 using test::batch;
 using test::difference;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
+using test::group;
 
 struct NormedImpl : torch::nn::Module {
   NormedImpl() {

@@ -18,14 +18,11 @@ namespace shoal {
 namespace {
 
 using test::batch;
+using test::copies;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::Training;
-using test::world;
-
-const Group& group() {
-  return world().group();
-}
 
 const auto sgd = torch::optim::SGDOptions(0.1);
 
@@ -33,13 +30,6 @@ Training<test::MlpImpl> make(const std::string& strategy, std::shared_ptr<Commun
                              const Group& on = group(), std::shared_ptr<test::MlpImpl> model = nullptr) {
   return Training<test::MlpImpl>::make<torch::optim::SGD>(strategy, model ? model : test::seeded(3).ptr(), on, sgd,
                                                           {.bucket_mb = 1e-3, .hook = std::move(hook)});
-}
-
-template <class Module>
-std::vector<at::Tensor> copies(const Training<Module>& training) {
-  std::vector<at::Tensor> list;
-  for (const auto& parameter : training.model->parameters()) list.push_back(parameter.detach().clone());
-  return list;
 }
 
 // Each rank's gradients of the first step, divided by the number of ranks.
@@ -86,8 +76,9 @@ TEST_P(Hooks, FSDP14_compressed_sums_equal_the_naive_ones) {
     const auto expected = after_a_step_in(dtype, sharing());
     // Gloo rounds after every addition.
     const double tolerance = group().transport() == "gloo" ? 1e-3 : 1e-14;
-    EXPECT_LT(difference(copies(training), expected), tolerance) << c10::toString(dtype);
-    EXPECT_GT(difference(copies(training), after_a_step_in(at::kDouble, sharing())), 1e-8) << "nothing was rounded";
+    EXPECT_LT(difference(copies(*training.model), expected), tolerance) << c10::toString(dtype);
+    EXPECT_GT(difference(copies(*training.model), after_a_step_in(at::kDouble, sharing())), 1e-8)
+        << "nothing was rounded";
   }
 }
 
@@ -103,7 +94,7 @@ TEST_P(Hooks, DDP11_training_in_16_bits_stays_close_to_the_exact_one) {
       training.step();
       training.zero_grad();
     }
-    results.push_back(copies(training));
+    results.push_back(copies(*training.model));
   }
   EXPECT_LT(difference(results[0], results[1]), 5e-3);
 }
@@ -117,7 +108,7 @@ TEST_P(Hooks, FSDP14_the_sum_hook_gives_the_strategys_own_bits) {
       training.step();
       training.zero_grad();
     }
-    results.push_back(copies(training));
+    results.push_back(copies(*training.model));
   }
   if (group().transport() == "gloo") {
     EXPECT_LT(difference(results[0], results[1]), 1e-12);
@@ -234,7 +225,7 @@ TEST_P(Hooks, BEY04_weights_stay_exact_where_gradients_are_compressed) {
   training.backward(training.forward(at::full({40}, 256.0 * (group().rank() + 1), at::kDouble)), 1001 + group().rank());
   training.step();
   const double tolerance = group().transport() == "gloo" ? 1e-2 * mean : 1e-13;
-  EXPECT_LT((copies(training)[0] - (1 - mean)).abs().max().item<double>(), tolerance);
+  EXPECT_LT((copies(*training.model)[0] - (1 - mean)).abs().max().item<double>(), tolerance);
 }
 
 struct OptionalImpl : test::MlpImpl {
@@ -272,7 +263,7 @@ TEST_P(Hooks, BEY02_with_a_hook_ranks_may_use_other_parameters_or_have_no_batch)
     }
     training.step();
     training.zero_grad();
-    ASSERT_LT(difference(copies(training), reference->parameters()), 1e-12) << "step " << step;
+    ASSERT_LT(difference(copies(*training.model), reference->parameters()), 1e-12) << "step " << step;
   }
 }
 

@@ -18,29 +18,19 @@ namespace shoal {
 namespace {
 
 using test::batch;
+using test::copies;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::MlpImpl;
 using test::Training;
-using test::world;
 using Hook = std::shared_ptr<CommunicationHook>;
-
-const Group& group() {
-  return world().group();
-}
 
 const auto sgd = torch::optim::SGDOptions(0.1);
 
 Training<MlpImpl> make(const std::string& strategy, Hook hook, const Group& on = group()) {
   return Training<MlpImpl>::make<torch::optim::SGD>(strategy, test::seeded(3).ptr(), on, sgd,
                                                     {.bucket_mb = 1e-3, .hook = std::move(hook)});
-}
-
-template <class Module>
-std::vector<at::Tensor> copies(const Training<Module>& training) {
-  std::vector<at::Tensor> list;
-  for (const auto& parameter : training.model->parameters()) list.push_back(parameter.detach().clone());
-  return list;
 }
 
 void train(Training<MlpImpl>& training, int64_t step) {
@@ -88,7 +78,7 @@ TEST_P(LossyHooks, DDP11_the_largest_elements_with_error_feedback_equal_those_by
     for (size_t i = 0; i < parameters.size(); ++i) at::Tensor(parameters[i]).sub_(0.1 * sums[i]);
     const at::AutoGradMode grad(true);
     train(training, step);
-    ASSERT_LT(difference(copies(training), parameters), 1e-12) << "step " << step;
+    ASSERT_LT(difference(copies(*training.model), parameters), 1e-12) << "step " << step;
   }
 }
 
@@ -99,7 +89,7 @@ TEST_P(LossyHooks, DDP11_all_elements_are_the_plain_sum) {
     train(training, step);
     train(plain, step);
   }
-  EXPECT_LT(difference(copies(training), copies(plain)), 1e-12);
+  EXPECT_LT(difference(copies(*training.model), copies(*plain.model)), 1e-12);
 }
 
 struct SlopeImpl : torch::nn::Module {
@@ -122,7 +112,7 @@ at::Tensor sum_of_steps(const std::string& strategy, const QuantizeOptions& opti
     training.forward(slope(group().rank())).backward();
     training.step();
   }
-  return -copies(training)[0];
+  return -copies(*training.model)[0];
 }
 
 TEST_P(LossyHooks, DDP11_8_bits_round_to_a_block_and_error_feedback_makes_up_for_it) {
@@ -230,7 +220,8 @@ TEST(PostLocalSgd, DDP11_equals_groups_that_train_apart_and_meet) {
         for (auto& model : models) model->parameters()[i].copy_(mean);
       }
     }
-    ASSERT_LT(difference(copies(training), models[group().rank() / size]->parameters()), 1e-12) << "step " << step;
+    ASSERT_LT(difference(copies(*training.model), models[group().rank() / size]->parameters()), 1e-12)
+        << "step " << step;
   }
   EXPECT_EQ(averages, 3);
 }
@@ -250,7 +241,7 @@ TEST(PostLocalSgd, BEY04_weights_hold_over_all_groups) {
     sum += slope(rank);
     weights += 1 + rank;
   }
-  EXPECT_LT(difference(copies(training), {-sum / weights}), 1e-12);
+  EXPECT_LT(difference(copies(*training.model), {-sum / weights}), 1e-12);
 }
 
 TEST(LossyHookFormats, DDP11_wrong_options_are_refused) {

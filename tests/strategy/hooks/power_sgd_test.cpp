@@ -19,15 +19,11 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::MlpImpl;
 using test::Training;
-using test::world;
 using Hook = std::shared_ptr<CommunicationHook>;
-
-const Group& group() {
-  return world().group();
-}
 
 // Like noise, but equal in every language; see power_sgd.py.
 at::Tensor fill(at::IntArrayRef shape, double phase) {

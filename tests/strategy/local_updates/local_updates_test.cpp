@@ -18,15 +18,11 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::Mlp;
 using test::seeded;
-using test::world;
 using Options = LocalUpdatesOptions;
-
-const Group& group() {
-  return world().group();
-}
 
 struct Injected : std::runtime_error {
   Injected() : std::runtime_error("injected") {}

@@ -22,16 +22,12 @@ namespace {
 
 using test::batch;
 using test::difference;
+using test::group;
 using test::mean_loss;
 using test::refusal;
 using test::seeded;
-using test::world;
 using testing::HasSubstr;
 using Options = LocalUpdatesOptions;
-
-const Group& group() {
-  return world().group();
-}
 
 // Two names for one weight.
 struct TiedImpl : torch::nn::Module {

@@ -16,15 +16,11 @@ namespace shoal {
 namespace {
 
 using test::batch;
+using test::group;
 using test::mean_loss;
 using test::Mlp;
 using test::seeded;
-using test::world;
 using Sgd = DistributedOptimizer<torch::optim::SGD>;
-
-const Group& group() {
-  return world().group();
-}
 
 const torch::optim::SGDOptions sgd(0.1);
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Random faults in training, as often as asked: nothing hangs, no process or shared file stays, checkpoints verify.
 
-    tests/cli/random_faults.py build/shoal --faults 500 --seed 1
+    tests/cli/faults/random_faults.py build/shoal --faults 500 --seed 1
 
 Each fault is a job of `shoal train` that saves while it runs; at a random moment something is done to one of its ranks or
 to its launcher. A fault's number and the seed give the same job, fault and moment again (--only NUMBER). Numbers that

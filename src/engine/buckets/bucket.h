@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "engine/reducer/bucket_plan.h"
-#include "engine/reducer/spare_memory.h"
+#include "engine/buckets/bucket_plan.h"
+#include "engine/buckets/spare_memory.h"
 #include "engine/reducer/step_trailer.h"
 #include "layout/flat_layout.h"
 #include "shoal/group.h"

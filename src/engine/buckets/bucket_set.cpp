@@ -1,4 +1,4 @@
-#include "engine/reducer/bucket_set.h"
+#include "engine/buckets/bucket_set.h"
 
 #include <torch/utils.h>
 

@@ -1,6 +1,6 @@
 // fsdp, fsdp_grad_op, fsdp_no_shard, hybrid, hybrid_grad_op.
 
-#include "training/fsdp.h"
+#include "training/strategies/fsdp.h"
 
 #include "training/builtin.h"
 #include "training/wrapper_options.h"

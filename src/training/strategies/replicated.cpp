@@ -1,4 +1,4 @@
-#include "training/replicated.h"
+#include "training/strategies/replicated.h"
 
 #include "engine/gradients/gradient_norm.h"
 

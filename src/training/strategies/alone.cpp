@@ -1,7 +1,7 @@
 // none, local: nothing is exchanged.
 
 #include "training/builtin.h"
-#include "training/replicated.h"
+#include "training/strategies/replicated.h"
 
 namespace shoal {
 namespace {

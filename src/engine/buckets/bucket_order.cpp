@@ -1,4 +1,4 @@
-#include "engine/reducer/bucket_order.h"
+#include "engine/buckets/bucket_order.h"
 
 #include <algorithm>
 

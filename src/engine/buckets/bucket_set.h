@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "engine/reducer/bucket.h"
+#include "engine/buckets/bucket.h"
 
 namespace shoal {
 

@@ -3,10 +3,11 @@
 
 #include <fmt/format.h>
 
+#include "comm/agreement/fail_together.h"
 #include "shoal/shard_gossip.h"
 #include "training/builtin.h"
 #include "training/common_values.h"
-#include "training/fsdp.h"
+#include "training/strategies/fsdp.h"
 #include "training/topology_options.h"
 #include "training/wrapper_options.h"
 
@@ -19,21 +20,6 @@ ShardGossipOptions gossip_options(const OptionValues& values, const TrainingOpti
                             .bucket_cap_mb = values.number("bucket_cap_mb")};
   if (values.text("exchange_dtype") == "bf16") gossip.exchange_dtype = at::kBFloat16;
   return gossip;
-}
-
-// CommError on all ranks of the host where it is one on any: an operation may be over for one of them already.
-void on_the_whole_host(const Group& host, const std::function<void()>& work) {
-  std::optional<CommError> failure;
-  try {
-    work();
-  } catch (const CommError& error) {
-    failure = error;
-  }
-  auto failed = at::full({1}, failure ? 1 : 0, at::kInt);
-  host.all_reduce(failed, ReduceOp::max, {-1, -1, "whether all ranks have answered"}).wait();
-  if (failure) throw *failure;
-  if (failed.item<int>() == 0) return;
-  throw CommError("a rank of another host has ended, as another rank of this host noticed");
 }
 
 class HybridGossip : public FsdpTraining {
@@ -69,9 +55,12 @@ class HybridGossip : public FsdpTraining {
       const auto present = training.present();
       gossip_.hold_mean();
       try {
-        on_the_whole_host(training.inside_, [&] {
-          buffers_ = std::make_unique<CommonValues>(CommonValues::Of::mean, training.module_->buffers(), *present);
-        });
+        // An operation may be over for one rank of the host and fail for another.
+        fail_together(training.inside_, {-1, -1, "whether all ranks have answered"},
+                      "a rank of another host has ended, as another rank of this host noticed", [&] {
+                        buffers_ = std::make_unique<CommonValues>(CommonValues::Of::mean, training.module_->buffers(),
+                                                                  *present);
+                      });
         whole_ = training.FsdpTraining::whole_parameters();
       } catch (...) {
         buffers_.reset();

@@ -1,14 +1,14 @@
 // Compiled as find_baseline with the compiler's default instructions, and on x86 again as find_avx2 (SHOAL_KERNELS
 // names the function). The loops are left to the compiler's vectoriser.
 
-#include "comm/shm/reduce_blocks.h"
+#include "comm/shm/reduce/reduce_blocks.h"
 
 #include <type_traits>
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
-#include "comm/shm/reduce_formats.h"
+#include "comm/shm/reduce/reduce_formats.h"
 
 namespace shoal::kernels {
 namespace {

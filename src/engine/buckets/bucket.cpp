@@ -1,4 +1,4 @@
-#include "engine/reducer/bucket.h"
+#include "engine/buckets/bucket.h"
 
 #include <torch/utils.h>
 

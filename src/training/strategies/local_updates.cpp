@@ -2,7 +2,7 @@
 
 #include "shoal/local_sgd.h"
 #include "training/builtin.h"
-#include "training/replicated.h"
+#include "training/strategies/replicated.h"
 
 namespace shoal {
 namespace {

@@ -1,4 +1,4 @@
-#include "engine/reducer/bucket_schedule.h"
+#include "engine/buckets/bucket_schedule.h"
 
 #include <algorithm>
 #include <thread>

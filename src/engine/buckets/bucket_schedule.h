@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/reducer/bucket_set.h"
+#include "engine/buckets/bucket_set.h"
 #include "shoal/hooks.h"
 
 namespace shoal {

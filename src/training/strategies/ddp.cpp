@@ -3,7 +3,7 @@
 #include "shoal/ddp.h"
 #include "shoal/optimizer_in_backward.h"
 #include "training/builtin.h"
-#include "training/replicated.h"
+#include "training/strategies/replicated.h"
 #include "training/wrapper_options.h"
 
 namespace shoal {

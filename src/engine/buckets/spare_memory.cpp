@@ -1,4 +1,4 @@
-#include "engine/reducer/spare_memory.h"
+#include "engine/buckets/spare_memory.h"
 
 #include <algorithm>
 #include <utility>
