@@ -69,7 +69,8 @@ void Bucket::release(SpareMemory& spare, bool keep) {
   trailer_ = {};
   flat_.reset();
   auto memory = std::exchange(memory_, {});
-  if (memory.defined() && memory.storage().use_count() == 1) spare.put(std::move(memory));  // else somebody has a view
+  // Otherwise somebody still has a view of it.
+  if (memory.defined() && memory.storage().use_count() == 1) spare.put(std::move(memory));
 }
 
 }  // namespace shoal

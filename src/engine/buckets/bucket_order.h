@@ -1,5 +1,5 @@
 #pragma once
-// Order in which gradients arrive: learnt in the first finished step, followed by buckets from the next one on.
+// Order of buckets: learnt from the arrival of gradients in the first finished step, followed from the next one on.
 
 #include <optional>
 #include <vector>
@@ -12,25 +12,25 @@ class BucketOrder {
  public:
   struct Learnt {
     std::vector<size_t> order;
-    int from = 0;  // the rank whose order counts
+    int from = 0;  // rank whose order counts
   };
 
-  // follows: whether buckets follow any order.
+  // follows: whether buckets follow the order of arrival at all.
   explicit BucketOrder(bool follows) : follows_(follows) {}
 
-  // Of a finished step; only the first one's counts.
+  // Records the order of a finished step; only the first call counts.
   void learn(const std::vector<size_t>& order, int from);
-  // Whether it has been learnt, and buckets do not follow it yet.
+  // Whether an order was learnt that buckets do not follow yet.
   bool due() const { return due_; }
-  // The order of the rank that counts, the same on all; it is not due any more. Gradients that have not arrived there
-  // follow as registered, last first. Collective.
+  // Broadcasts the learnt order of the rank that counts, and is not due afterwards. Gradients that did not arrive there
+  // come last, in reverse order of registration. Collective.
   const std::vector<size_t>& agree(const Group& group, size_t gradients, int64_t step);
-  // Whether buckets have been built in it.
+  // Whether buckets were rebuilt in the learnt order.
   bool followed() const { return followed_; }
 
-  // None: nothing has been learnt, or buckets follow no order.
+  // Nothing if no order was learnt or buckets follow none.
   std::optional<Learnt> learnt() const;
-  // As if that had been learnt here, or nothing had. True: buckets that follow an order are to follow none.
+  // Replaces the learnt order (none: forgets it). True if buckets that follow an order must be rebuilt as registered.
   bool go_on_from(const std::optional<Learnt>& learnt);
 
  private:

@@ -15,7 +15,7 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<Gradient>& gradi
   struct Open {
     std::vector<size_t> members;
     int64_t bytes = 0;
-    int64_t numel = 0;  // of its memory, see FlatLayout
+    int64_t numel = 0;  // of the flat buffer, alignment included
     size_t last = 0;    // position in `order` of the newest member
     bool first = true;
   };

@@ -26,7 +26,7 @@ std::optional<size_t> BucketSchedule::take_back(bool all) {
   if (back_ == next_) return std::nullopt;
   auto& sum = sums_[back_];
   if (!all && !sum.work.done() && (in_flight_ <= limits_.in_flight || !comes_in_time(sum.work))) return std::nullopt;
-  sum.complete();  // also lets go of the memory
+  sum.complete();  // also releases what the work holds
   if (passes(back_)) --in_flight_;
   return back_++;
 }
@@ -37,7 +37,7 @@ size_t BucketSchedule::most_spare(bool one_more) const {
 }
 
 bool BucketSchedule::comes_in_time(Work& work) {
-  if (!limits_.patience) return true;  // whoever waits for it will wait
+  if (!limits_.patience) return true;  // unlimited wait
   const auto until = std::chrono::steady_clock::now() + *limits_.patience;
   while (patient_ && !work.done()) {
     patient_ = std::chrono::steady_clock::now() < until;

@@ -1,5 +1,5 @@
 #pragma once
-// Buckets of one step on their way: which are full, which have left, and which have come back.
+// Schedule of one step's buckets: which are full, which are being reduced, and which have been reduced.
 
 #include <chrono>
 #include <optional>
@@ -10,33 +10,33 @@
 
 namespace shoal {
 
-// Buckets leave in their order, each when all its gradients are ready, and come back in their order.
+// Buckets are reduced in their order, each once all its gradients are ready, and complete in the same order.
 class BucketSchedule {
  public:
   struct Limits {
-    size_t in_flight = 4;  // of those whose memory is needed only until they are summed up
-    // How long to wait at most for one of them to come back before another leaves; none: until it does. For ranks that
-    // do other things together during backward: one that used other parameters may need this rank first.
+    size_t in_flight = 4;  // limit for buckets whose memory is needed only until they are reduced
+    // Longest wait for a bucket to complete before the next one is issued; none: until it completes. Set where ranks
+    // exchange other things during backward: a rank that used other parameters may need this one first.
     std::optional<std::chrono::milliseconds> patience{};
   };
 
-  // The reference stays. patient: whether to wait at all.
+  // The reference must outlive this object. patient: whether to wait at all.
   BucketSchedule(const BucketSet& buckets, const Limits& limits, bool patient);
 
   bool is_ready(size_t gradient) const { return ready_[gradient]; }
   void mark_ready(size_t gradient);
 
-  // The bucket that leaves next; size() when all have left.
+  // The bucket to be issued next; size() when all have been.
   size_t next() const { return next_; }
   bool next_is_full() const { return next_ < buckets_.size() && missing_[next_] == 0; }
-  // It has left, or rests.
+  // Call after the next bucket was issued or skipped as frozen.
   void pass_next();
   void set_sum(size_t index, PendingExchange sum) { sums_[index] = std::move(sum); }
 
-  // The oldest bucket that has left and come back since, once. Waits while more are in flight than may be, so that
-  // memory stays bounded. all: waits until every one has come back.
+  // The oldest bucket that was issued and has been reduced since; each is returned once. Waits while more buckets are
+  // in flight than the limit, which bounds memory. all: waits for every bucket.
   std::optional<size_t> take_back(bool all);
-  // While buckets travel, one more fills, which takes the memory of one that has come back: of so many at most.
+  // Number of spare buffers worth keeping. one_more: for one more bucket, which fills while others are in flight.
   size_t most_spare(bool one_more) const;
 
   // By bucket.
@@ -48,12 +48,12 @@ class BucketSchedule {
 
   const BucketSet& buckets_;
   Limits limits_;
-  bool patient_;                 // no bucket was waited for in vain
-  std::vector<bool> ready_;      // by gradient: handed to its bucket
-  std::vector<size_t> missing_;  // by bucket: gradients not ready
+  bool patient_;                 // false once a wait has timed out
+  std::vector<bool> ready_;      // by gradient: written to its bucket
+  std::vector<size_t> missing_;  // by bucket: number of gradients that are not ready
   std::vector<PendingExchange> sums_;
   size_t next_ = 0;
-  size_t back_ = 0;  // buckets that have been taken back
+  size_t back_ = 0;  // number of buckets returned by take_back()
   size_t in_flight_ = 0;
 };
 

@@ -28,7 +28,7 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
     buckets_.emplace_back(gradients_, members, group_, plan_, !apart);
   }
   mark_last();
-  // Getting shared memory from the system and giving it back takes about as long as a small model's whole step.
+  // Allocating and freeing shared memory takes about as long as a small model's whole step.
   constexpr int64_t small_bytes = 8 << 20;
   int64_t passing_bytes = 0;
   for (const auto& bucket : buckets_) passing_bytes += bucket.passes() ? bucket.layout().bytes() : 0;
@@ -55,7 +55,7 @@ bool BucketSet::any_travels() const {
   return std::find(frozen_.begin(), frozen_.end(), false) != frozen_.end();
 }
 
-// Which bucket a communication hook is told to be a step's last.
+// Finds the bucket that communication hooks see as a step's last.
 void BucketSet::mark_last() {
   bool found = false;
   for (size_t i = buckets_.size(); i-- > 0;) {

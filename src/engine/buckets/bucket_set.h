@@ -1,6 +1,5 @@
 #pragma once
-// Buckets of all gradients of a reducer: where each gradient lies, which of them travel, and the memory that they hand
-// to each other.
+// Set of a reducer's buckets: where each gradient lies, which buckets are reduced, and the memory that they share.
 
 #include <vector>
 
@@ -8,7 +7,7 @@
 
 namespace shoal {
 
-// Where a gradient lies among buckets.
+// Position of a gradient within the buckets.
 struct Place {
   size_t bucket;
   size_t index;
@@ -16,13 +15,13 @@ struct Place {
 
 class BucketSet {
  public:
-  // The references stay.
+  // The references must outlive this object.
   BucketSet(const std::vector<Gradient>& gradients, const Group& group, const ReductionPlan& plan);
   BucketSet(const BucketSet&) = delete;
   BucketSet& operator=(const BucketSet&) = delete;
 
-  // Gradients are expected in that order. Returns former buckets that gradients lie in yet: to be kept until they have
-  // moved. Usually none do, and then old and new never exist together.
+  // Builds buckets for gradients that arrive in `order`. Returns the former buckets that gradients still lie in; the
+  // caller keeps them until those have moved. Usually there are none, so that old and new memory never exist together.
   [[nodiscard]] std::vector<Bucket> build(const std::vector<size_t>& order);
 
   const std::vector<Bucket>& all() const { return buckets_; }
@@ -32,23 +31,23 @@ class BucketSet {
   const Bucket& operator[](size_t index) const { return buckets_[index]; }
   Bucket& of(size_t gradient) { return buckets_[places_[gradient].bucket]; }
   const Bucket& of(size_t gradient) const { return buckets_[places_[gradient].bucket]; }
-  // The step's trailer, where it does not ride in the buckets; undefined where it does.
+  // The step's trailer, if it is reduced apart from the buckets; undefined if it rides in them.
   StepTrailer& trailer() { return trailer_; }
   const StepTrailer& trailer() const { return trailer_; }
 
-  // Gradients that do not come until further notice. Buckets of theirs alone rest: they do not travel.
+  // Marks gradients of frozen parameters. Buckets with frozen gradients only rest: they are not reduced.
   void set_frozen(std::vector<bool> frozen);
   bool frozen(size_t gradient) const { return frozen_[gradient]; }
   bool rests(size_t index) const;
-  // Whether any gradient comes.
+  // Whether any gradient is not frozen.
   bool any_travels() const;
 
-  // The gradient's place, in memory that its bucket has from now on. Not for sparse gradients.
+  // Gives the gradient's bucket memory and returns the gradient's view in it. Not for sparse gradients.
   const at::Tensor& acquire(size_t gradient);
   void acquire_bucket(size_t index) { buckets_[index].acquire(group_, spare_); }
-  // Gradients that lie in the bucket are dropped: not a stand-in, nor one that nobody has used.
+  // Resets grad() of the bucket's gradients where it is a view of the bucket.
   void drop_gradients(size_t index);
-  // Drops them, and gives up the memory, of which so much as `spare` is kept for the buckets that follow.
+  // Drops the gradients and frees the bucket's memory for the buckets that follow (see limit_spare()).
   void release(size_t index);
   void limit_spare(size_t most) { spare_.shrink(most); }
   void drop_spare() { spare_.clear(); }

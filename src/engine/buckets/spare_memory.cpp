@@ -6,7 +6,7 @@
 namespace shoal {
 
 at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::TensorOptions& options) {
-  // Not much larger, or it would be missed by the one that it fits.
+  // Not much larger than needed, because a larger buffer is soon needed by a larger bucket.
   const auto fits = std::find_if(spare_.begin(), spare_.end(), [&](const at::Tensor& memory) {
     return memory.scalar_type() == options.dtype().toScalarType() && memory.device() == options.device() &&
            memory.numel() >= numel && memory.numel() <= numel + numel / 4;

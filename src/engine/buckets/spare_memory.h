@@ -1,5 +1,5 @@
 #pragma once
-// Memory of buckets or pages that have come back, for those that follow: fresh memory costs more than a copy.
+// Spare buffers of buckets or pages, for reuse: fresh memory costs more than a copy.
 
 #include <torch/types.h>
 
@@ -12,11 +12,11 @@ namespace shoal {
 
 class SpareMemory {
  public:
-  // [numel]; the values are what was there before. When nothing fits, what is spare goes first, so that more is never
-  // held than was in use at once.
+  // Returns [numel] with stale values. If nothing fits, frees all spare buffers before it allocates, so that memory
+  // never exceeds what was in use at once.
   at::Tensor take(const Group& group, int64_t numel, const at::TensorOptions& options);
   void put(at::Tensor memory) { spare_.push_back(std::move(memory)); }
-  // Keeps so many at most.
+  // Keeps at most `most` buffers.
   void shrink(size_t most) { spare_.resize(std::min(spare_.size(), most)); }
   void clear() { spare_.clear(); }
 

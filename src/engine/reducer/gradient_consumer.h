@@ -1,5 +1,5 @@
 #pragma once
-// Who uses means of gradients inside backward, bucket by bucket.
+// Consumer of gradients: uses the means inside backward, bucket by bucket.
 
 #include <torch/types.h>
 
@@ -7,19 +7,19 @@
 
 namespace shoal {
 
-// The Reducer gives it each bucket once, in the same order on all ranks: the means lie in grad(), undefined where no
-// rank used a parameter. Afterwards grad() is dropped and the bucket's memory goes. Called by the thread that runs
-// backward, without gradients being recorded.
+// The Reducer passes each bucket once, in the same order on all ranks, with the means in grad(), undefined where no
+// rank used the parameter. Afterwards it resets grad() and frees the bucket. Called by the thread that runs backward,
+// without grad mode.
 class GradientConsumer {
  public:
   virtual ~GradientConsumer() = default;
-  // A step begins: whether its means must all be there before the first bucket is taken. Equal on all ranks; an
-  // exception must be, too.
+  // Called when a step begins. True if all means must be known before the first take(). Ranks must return the same or
+  // throw alike.
   virtual bool needs_all() const = 0;
-  // They are, where that is so, or where no mean is known before the end of backward; before the first take().
+  // Called before the first take() with all means, if needs_all() or if no mean is known before backward ends.
   virtual void see_all(const std::vector<at::Tensor>& gradients) = 0;
   virtual void take(const std::vector<at::Tensor>& parameters) = 0;
-  // All buckets have been taken; `abandoned`: those that had left before a rank gave the step up.
+  // Called after the last take(). abandoned: a rank gave the step up, and only buckets issued before that were taken.
   virtual void end_step(bool abandoned) = 0;
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-// Reduction of gradients, bucket by bucket: what a strategy gives the Reducer.
+// Reduction of gradients, bucket by bucket, as a strategy defines it for the Reducer.
 
 #include <memory>
 
@@ -16,9 +16,9 @@ class GradientReduction {
   GradientReduction& operator=(const GradientReduction&) = delete;
 
   const ReductionPlan& plan() const { return plan_; }
-  // The hook that makes the sums, if any.
+  // The communication hook that makes the sums, if any.
   CommunicationHook* hook() const { return hook_.get(); }
-  // Adds a full bucket up over the ranks, in place. What is further is about Bucket::kept only.
+  // Sums a full bucket over the ranks, in place. PendingExchange::further works on Bucket::kept only.
   virtual PendingExchange reduce(Bucket& bucket, const Label& label) const = 0;
 
  private:
@@ -26,7 +26,7 @@ class GradientReduction {
   std::shared_ptr<CommunicationHook> hook_;
 };
 
-// Every rank gets everything: DDP.
+// All-reduce, for DDP: every rank gets every sum.
 class AllReduce : public GradientReduction {
  public:
   AllReduce(const Group& group, BucketCaps caps, bool used_up = false);
@@ -36,10 +36,10 @@ class AllReduce : public GradientReduction {
   Group group_;
 };
 
-// Every gradient has an owner, which alone gets the sum: ZeRO-2. A bucket has one owner.
+// Reduce to an owner, for ZeRO-2: all gradients of a bucket have the same owner, which alone gets the sum.
 class ReduceToOwner : public GradientReduction {
  public:
-  // owners: rank of the group, by number of the gradient. follow: whether buckets are rebuilt in the order of arrival.
+  // owners: rank in the group, by gradient. follow: whether buckets follow the order of arrival.
   ReduceToOwner(const Group& group, BucketCaps caps, std::vector<int> owners, bool follow = true);
   PendingExchange reduce(Bucket& bucket, const Label& label) const override;
 
@@ -50,8 +50,9 @@ class ReduceToOwner : public GradientReduction {
   Group group_;
 };
 
-// Every rank gets an equal range of each bucket, whatever gradients it cuts: Megatron, FSDP. Buckets hold the gradients
-// in the order of registration, last first, whatever order they arrive in, since parameters are laid out like them.
+// Reduce-scatter, for Megatron and FSDP: every rank gets an equal range of each bucket, regardless of where gradients
+// begin. Buckets hold gradients in reverse order of registration, because the parameters' flat buffer has the same
+// layout.
 class ReduceScatter : public GradientReduction {
  public:
   ReduceScatter(const Group& group, BucketCaps caps);

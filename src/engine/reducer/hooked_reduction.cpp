@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-// What a hook makes of a sum may be inexact, so that the trailer stays out of it.
+// The trailer stays out of the hook, because hooks may be lossy.
 class HookedReduction : public GradientReduction {
  public:
   HookedReduction(std::unique_ptr<GradientReduction> inner, std::shared_ptr<CommunicationHook> hook,
@@ -34,7 +34,7 @@ class HookedReduction : public GradientReduction {
     return plan;
   }
 
-  // The bucket, or what is kept of it, as the hook sees it.
+  // The bucket, or the kept part of it, in the form that hooks take.
   GradientBucket seen(const Bucket& bucket, const Label& label) const {
     const auto& point = plan().hook_point;
     const auto range = point.of_kept ? bucket.kept_range() : Range{0, bucket.payload_numel()};
@@ -51,7 +51,7 @@ class HookedReduction : public GradientReduction {
     } else if (point.sum_for == SumFor::everybody || seen.owner == point.group.rank()) {
       seen.sum = seen.gradients;
     }
-    // Gaps hold what was there before; to a hook they are elements as any others.
+    // Gaps hold stale values, but to a hook they are elements like any other.
     int64_t filled = range.begin;
     const auto clear_to = [&](int64_t end) {
       if (end > filled) seen.gradients.narrow(0, filled - range.begin, end - filled).zero_();

@@ -1,5 +1,5 @@
 #pragma once
-// Reduction of gradients whose sums a communication hook takes over.
+// Reduction of gradients through a communication hook.
 
 #include <memory>
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace shoal {
 
-// `reduction` as it is without a hook. wrapper: for errors. prefix: of the parameters' names, where a hook sees several
-// modules. UsageError where the hook cannot give sums to those who need them; DisagreeError where ranks have different
+// Returns `reduction` itself without a hook. wrapper: named in errors. prefix: of parameter names, for a hook that
+// serves several modules. UsageError if the hook does not support the reduction; DisagreeError if ranks have different
 // hooks. Collective with a hook.
 std::unique_ptr<GradientReduction> with_hook(std::unique_ptr<GradientReduction> reduction,
                                              std::shared_ptr<CommunicationHook> hook,

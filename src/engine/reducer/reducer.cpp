@@ -1,4 +1,4 @@
-// The first half of a step: gradients arrive, buckets fill and leave.
+// First half of a step: gradients arrive, buckets fill and are issued.
 
 #include "engine/reducer/reducer.h"
 
@@ -28,7 +28,8 @@ std::vector<Gradient> checked(std::vector<Gradient> gradients) {
   return gradients;
 }
 
-// Two equal models in another order on another rank would take each other's gradients: labels are compared.
+// Labels carry the model's number: otherwise two equal models, created in another order on another rank, would receive
+// each other's gradients.
 std::string whose(const Group& group) {
   const int number = ++state_of(group)->progress->reducers;
   return number == 1 ? "" : fmt::format("model {}'s ", number);
@@ -52,7 +53,7 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
   build_as_registered();
 }
 
-// Backward meets the last registered layer first.
+// Reverse order of registration, because backward reaches the last layer first.
 void Reducer::build_as_registered() {
   std::vector<size_t> order(gradients_.size());
   std::iota(order.rbegin(), order.rend(), 0);
@@ -66,7 +67,7 @@ void Reducer::build(const std::vector<size_t>& order) {
 }
 
 void Reducer::expect_backward() {
-  // Here rather than in backward, where activations are in memory as well.
+  // Rebuilds here rather than in backward, when activations take memory as well.
   if (order_.due()) {
     adopt_changes();
     build(order_.agree(group_, gradients_.size(), steps_));
@@ -84,7 +85,7 @@ void Reducer::arrived(size_t gradient) {
   running() ? count_arrival(gradient) : accumulated_.note_local(gradient);
 }
 
-// What has become of gradients since the last backward.
+// Reads what the caller did to gradients since the last backward.
 void Reducer::adopt_changes() {
   if (spent_) spent_->clear();
   accumulated_.adopt_changes();
@@ -119,9 +120,11 @@ void Reducer::begin_step(Step::From from) {
   tracker_.enter(BackwardTracker::Phase::running);
   step_.emplace(from, buckets_, options_.limits, last_.alike);
   step_->early = early;
-  if (!entry_.failed) entry_.holding = callbacks.holds_back();  // one that failed before does what its peers do
+  // A step that failed in forward keeps its mode, because its peers do.
+  if (!entry_.failed) entry_.holding = callbacks.holds_back();
   for (size_t i = 0; i < gradients_.size(); ++i) {
-    if (buckets_.frozen(i) && !buckets_.rests(buckets_.places()[i].bucket)) mark_ready(i);  // zero, among others
+    // A frozen gradient in a bucket with others contributes zeros.
+    if (buckets_.frozen(i) && !buckets_.rests(buckets_.places()[i].bucket)) mark_ready(i);
   }
   for (const auto gradient : tracker_.take_unreached()) {
     if (!step_->schedule.is_ready(gradient)) mark_ready(gradient);
@@ -155,7 +158,7 @@ void Reducer::mark_ready(size_t gradient) {
   issue_ready_buckets();
 }
 
-// In the order in which buckets leave, so that those which pass through need not all exist at once.
+// In the order of issue, so that transient buckets need not all exist at once.
 void Reducer::mark_rest_ready() {
   for (size_t i = 0; i < buckets_.size(); ++i) {
     if (buckets_.rests(i)) continue;
@@ -179,9 +182,9 @@ double Reducer::issued_weight() const {
   if (entry_.failed) return std::numeric_limits<double>::quiet_NaN();
   if (accumulated_.weight()) return *accumulated_.weight();
   if (!join_state_) return 1.0;
-  // Under no_sync a rank may have had a batch before, for the same step.
+  // Under no_sync a rank may have had a batch earlier in the same step.
   if (!join_state_->by_initial_size) return join_state_->here || attended_step_ == steps_ ? 1.0 : 0.0;
-  // The first one counts for those that are absent, who cannot know whether the others use weights.
+  // The first rank counts for absent ranks as well, because those cannot know whether the others use weights.
   if (join_state_->first == group_.rank()) return 1.0 + join_state_->absent;
   return join_state_->here ? 1.0 : 0.0;
 }

@@ -1,4 +1,4 @@
-// What others ask about buckets and gradients, and the end of the wrapper.
+// Queries about buckets and gradients, and the end of the wrapper.
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-// Steps that a caller begins, or gives up: a backward with a weight, a reduction without a backward.
+// Steps that a caller begins or abandons: a weighted backward, a reduction without a backward.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,4 +1,4 @@
-// Means of gradients: from buckets that have come back to grad(), or to the consumer.
+// Delivery of means, from reduced buckets to grad() or to the consumer.
 
 #include <torch/utils.h>
 
@@ -27,7 +27,7 @@ void Reducer::deliver(size_t index, double weight) {
   auto sum = bucket.kept();
   if (const auto held = accumulated_.sums().take_held(index); held.defined()) sum.add_(held);
   const double factor = group_.size() / weight;
-  // Without any weight on any rank there was no sample: the sum is zero as it stands.
+  // A weight of zero means that no rank had a sample; the sum is zero already.
   if (factor != 1.0 && weight > 0) sum.mul_(factor);
   if (options_.leave_grad && bucket.kept_range().size() == bucket.payload_numel()) {
     deliver_whole(index);
@@ -36,7 +36,7 @@ void Reducer::deliver(size_t index, double weight) {
   leave_parts(index);
 }
 
-// A gradient that no rank used stays what it was.
+// Restores gradients that no rank used.
 void Reducer::leave_parts(size_t index) {
   for (const auto member : buckets_[index].members()) {
     if (step_->untouched[member].defined() && !step_->used_anywhere[member])
@@ -57,7 +57,7 @@ void Reducer::deliver_whole(size_t index) {
     if (!sum) {
       if (step_->untouched[member].defined()) at::Tensor(view).copy_(step_->untouched[member]);
     } else if (gradients_[member].travels_as) {
-      grad = view.to(gradients_[member].parameter.scalar_type());  // optimizers take no other
+      grad = view.to(gradients_[member].parameter.scalar_type());  // optimizers accept no other dtype
       if (!reduction_->plan().everywhere()) accumulated_.sums().leave_apart(member);
     } else if (options_.gradient_as_bucket_view) {
       if (!same_view(grad, view)) grad = view;
@@ -87,8 +87,8 @@ void Reducer::deliver_sparse(size_t index) {
   }
 }
 
-// Gives up the memory of buckets that have gone, oldest first. Their gradients are elsewhere now, or used up. `all`:
-// waits for every one. A consumer that throws does not see a bucket again.
+// Frees the memory of reduced buckets, oldest first: their gradients were delivered or consumed. all: waits for every
+// bucket. take_back() returns a bucket once, so that a consumer that throws does not see it again.
 void Reducer::release_finished(bool all) {
   if (reduction_->plan().everywhere() && !step_->early) return;
   while (const auto index = step_->schedule.take_back(all)) {
@@ -99,7 +99,7 @@ void Reducer::release_finished(bool all) {
   }
 }
 
-// Whether a bucket that has come back says all about its mean: its weight rides in it, in a dtype that can hold it.
+// Whether a reduced bucket suffices to compute its mean: the weight rides in it, in a dtype that can hold it.
 bool Reducer::knows_means_early() const {
   const auto exact = [](const Gradient& gradient) {
     return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
@@ -107,7 +107,7 @@ bool Reducer::knows_means_early() const {
   return !buckets_.trailer().defined() && std::all_of(gradients_.begin(), gradients_.end(), exact);
 }
 
-// A bucket that left before some rank gave the step up has a weight, on all ranks: they all take it.
+// A bucket issued before some rank abandoned the step has a weight, on all ranks, so that all of them take it.
 void Reducer::take_early(size_t index) {
   const auto& bucket = buckets_[index];
   const double weight = bucket.sparse() ? step_->sparse[index]->weight : bucket.trailer().weight();
@@ -119,7 +119,7 @@ void Reducer::take_early(size_t index) {
   take(index);
 }
 
-// Where means were known only at the end.
+// Used if means are known only at the end of backward.
 void Reducer::take_all() {
   std::vector<at::Tensor> gradients;
   for (const auto& gradient : gradients_) {
@@ -138,7 +138,7 @@ void Reducer::take(size_t index) {
   for (const auto member : buckets_[index].members()) gradients_[member].parameter.mutable_grad().reset();
 }
 
-// Not before backward has ended: what comes once more is told otherwise.
+// Runs after backward has ended: a gradient that arrives again before is reported as another error.
 void Reducer::leave_spent() {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (step_->used_anywhere[i]) spent_->leave(i);

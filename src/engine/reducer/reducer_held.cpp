@@ -1,4 +1,4 @@
-// Sums that are held back: micro-batches that are added up among the ranks of a host, and across hosts only together.
+// Sums held back: micro-batches are summed within each host, and across hosts only together.
 
 #include <torch/utils.h>
 
@@ -6,7 +6,7 @@
 
 namespace shoal {
 
-// Nothing goes further from a step that is held back; in the next, what was held goes along.
+// A step that is held back has no second stage; the next step adds what was held before its second stage.
 PendingExchange Reducer::with_held(size_t index, PendingExchange sum) {
   if (!reduction_->plan().two_stages) return sum;
   if (entry_.holding) {

@@ -1,4 +1,4 @@
-// The second half of a step: results come back, or the step is abandoned.
+// Second half of a step: results are delivered, or the step is abandoned.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -71,7 +71,7 @@ void Reducer::learn() {
   clock_.end_step(/*finished=*/true);
 }
 
-// The sum of the ranks' weights; NaN when one of them has abandoned the step.
+// The sum of the ranks' weights; NaN if a rank abandoned the step.
 double Reducer::wait_for_buckets() {
   double weight = group_.size();
   bool abandoned = step_->abandoned;
@@ -80,7 +80,7 @@ double Reducer::wait_for_buckets() {
     if (exact) weight = sum;
   };
   timed(options_.timers.get(), "grads-reduce-scatter", 1, [this] {
-    // What is further may fail yet, and then the trailer says so.
+    // A second stage may still fail; then the trailer must be issued after it, to say so.
     const bool early = std::none_of(step_->schedule.sums().begin(), step_->schedule.sums().end(),
                                     [](const auto& sum) { return bool(sum.further); });
     if (early) issue_trailer();
@@ -101,8 +101,8 @@ double Reducer::wait_for_buckets() {
   return abandoned ? std::nan("") : weight;
 }
 
-// Completes all in their order, and begins what is further. What a hook throws meanwhile ends the step on all ranks; it
-// is called once more, since its peers have called its collectives.
+// Completes all sums in order and begins their next stages. If a hook throws, the step ends on all ranks; the hook is
+// called once more, because its peers have called its collectives.
 std::vector<PendingExchange> Reducer::advance(std::vector<PendingExchange>& sums) {
   std::vector<PendingExchange> next;
   const auto fail = [this] {
@@ -130,7 +130,7 @@ std::vector<PendingExchange> Reducer::advance(std::vector<PendingExchange>& sums
   return next;
 }
 
-// Which ranks gave up. Collective over all ranks of an abandoned step.
+// Names the ranks that gave up. Collective over all ranks of an abandoned step.
 std::string Reducer::who_failed() {
   auto all = at::empty({group_.size()}, at::kLong);
   group_.all_gather(all, at::full({1}, entry_.failed ? 1 : 0, at::kLong), {steps_, -1, "who failed"}).wait();

@@ -1,6 +1,6 @@
 #pragma once
-// Description of how a strategy reduces gradients: which travel together, who keeps what of their sum, and where a
-// step's trailer rides.
+// Plan of a reduction: which gradients share a bucket, which rank keeps which part of the sum, and where a step's
+// trailer rides.
 
 #include "engine/buckets/bucket.h"
 #include "shoal/hooks.h"
@@ -10,22 +10,22 @@ namespace shoal {
 struct BucketCaps {
   int64_t first_bytes = 1 << 20;
   int64_t bytes = 25 << 20;
-  std::optional<int64_t> most_numel{};  // elements that no bucket exceeds, unless a single gradient does
+  std::optional<int64_t> most_numel{};  // no bucket exceeds these elements, unless a single gradient does
 };
 
-// The sum that a communication hook takes over.
+// The sum that a communication hook makes.
 struct HookPoint {
   Group group;
   SumFor sum_for = SumFor::everybody;
-  bool of_kept = false;  // of what a sum in a smaller group has left in Bucket::kept, not of the bucket
+  bool of_kept = false;  // of Bucket::kept after a sum in a smaller group, not of the whole bucket
 };
 
-// Equal on all ranks.
+// The same on all ranks.
 struct ReductionPlan {
   enum class Keeps {
     everything,  // every rank has every sum
     owned,       // of each bucket, one rank has the sum
-    ranges,      // of each bucket, every rank has an equal range of the sum, whatever gradients it cuts
+    ranges,      // every rank has an equal range of each bucket's sum, regardless of where gradients begin
   };
 
   HookPoint hook_point;
@@ -33,36 +33,37 @@ struct ReductionPlan {
 
   // Buckets.
   BucketCaps caps{};
-  bool follows_order = true;   // gradients come in the order in which they arrive; else as registered, last first
-  std::vector<int> divided{};  // by gradient: those with different numbers share no bucket; empty: all may
+  bool follows_order = true;   // buckets follow the order of arrival; else reverse registration
+  std::vector<int> divided{};  // by gradient: different numbers share no bucket; empty: no limit
 
-  // Sums. Ranks that keep one together are numbered by their place: all of them, or those of a smaller group.
-  std::vector<int> owners{};  // by gradient: the place that keeps it, where sums are owned
-  int ranges = 1;             // how many, where ranks have equal ranges
-  std::vector<int> places{};  // by rank; empty: its own number
-  bool own_memory = false;    // sums go to memory of their own (Bucket::kept): the bucket's is needed only until then
-  bool used_up = false;       // sums are used up within the step: buckets have memory only meanwhile
-  bool two_stages = false;    // smaller groups add up first; what is further adds up their sums, each by its element
-  bool trailer_rides = true;  // where every rank has every sum: the trailer rides in the buckets
+  // Sums. Ranks that share a sum are numbered by their place, among all ranks or those of a smaller group.
+  std::vector<int> owners{};  // by gradient: place of the owner, with Keeps::owned
+  int ranges = 1;             // number of equal ranges, with Keeps::ranges
+  std::vector<int> places{};  // by rank; empty: the rank itself
+  bool own_memory = false;    // sums get memory of their own (Bucket::kept); the bucket's is needed only until then
+  bool used_up = false;       // sums are consumed within the step; buckets have memory only meanwhile
+  bool two_stages = false;    // smaller groups sum first; the next stage sums their sums element by element
+  bool trailer_rides = true;  // with Keeps::everything: the trailer rides in the buckets
 
-  // Buckets of gradients, given the order in which they are expected.
+  // Buckets of gradients that are expected in `order`.
   std::vector<std::vector<size_t>> buckets(const std::vector<Gradient>& gradients, std::span<const size_t> order) const;
-  // Where the gradients of a bucket lie in its memory.
+  // Layout of a bucket's gradients in its flat buffer.
   FlatLayout layout(std::span<const int64_t> numels, size_t element_bytes) const;
   // Whether every rank gets every sum whole.
   bool everywhere() const { return keeps == Keeps::everything; }
   int place(int rank) const { return places.empty() ? rank : places[rank]; }
-  // Elements of the bucket's payload that hold the sum, at a place, afterwards; the others are void there.
+  // Range of the bucket's payload that holds the sum at a place after the reduction; other elements are undefined
+  // there.
   Range kept(const Bucket& bucket, int place) const;
-  // Whether a place keeps all of a bucket's sum; also for a sparse gradient's bucket, which has no elements.
+  // Whether a place keeps the whole sum of a bucket; also valid for a sparse gradient's bucket, which has no elements.
   bool keeps_whole(const Bucket& bucket, int place) const;
-  // Whether the trailer takes a small collective of its own at the end of a step: where buckets do not carry it, and
-  // where all gradients have 16 bits, which cannot carry a weight exactly.
+  // Whether the trailer needs a small collective of its own at the end of a step: buckets do not carry it, or all
+  // gradients have 16 bits, which cannot hold a weight exactly.
   bool trailer_apart(const std::vector<Gradient>& gradients) const;
 };
 
-// Memory that splits into equal ranges for the ranks, which begin at the same elements in every dtype from 16 to 64
-// bits.
+// Layout of a flat buffer that splits into equal ranges for the ranks; ranges begin at the same elements in every dtype
+// from 16 to 64 bits.
 FlatLayout scatter_layout(std::span<const int64_t> numels, size_t element_bytes, int ranks);
 
 }  // namespace shoal

@@ -1,5 +1,5 @@
 #pragma once
-// A step of the Reducer while it lasts: made when it begins, gone when it has ended or been abandoned.
+// State of a Reducer's step: made when the step begins, destroyed when it ends or is abandoned.
 
 #include <exception>
 #include <optional>
@@ -10,19 +10,19 @@
 
 namespace shoal {
 
-// What is known of a step before it begins, from the first forward on that it follows.
+// State of a step before its first gradient, from the first forward on.
 struct StepEntry {
-  bool expected = false;  // peers will finish it or wait for it
-  bool failed = false;    // it cannot be finished on this rank
+  bool expected = false;  // peers will finish the step or wait for it
+  bool failed = false;    // this rank cannot finish it
   bool holding = false;   // its sums are held back
 };
 
-// What the step before has left to say.
+// Results of the previous step.
 struct LastStep {
   explicit LastStep(size_t gradients) : used_anywhere(gradients) {}
 
   std::vector<bool> used_anywhere;        // by gradient
-  std::vector<std::string> unused_names;  // of an error that is due
+  std::vector<std::string> unused_names;  // parameters of a pending error
   bool alike = true;                      // all ranks used the same gradients, as far as is known
 };
 
@@ -37,20 +37,20 @@ struct Step {
         used_anywhere(buckets.places().size()),
         came_anywhere(buckets.places().size()) {}
 
-  From from;               // caller: it tells nothing of what other steps use, and in what order
+  From from;               // caller: not representative of which gradients steps use, and in what order
   bool early = false;      // the consumer takes buckets while backward runs
-  bool abandoned = false;  // one that it was to take was
+  bool abandoned = false;  // a bucket meant for the consumer was abandoned
 
   BucketSchedule schedule;
   std::vector<std::optional<SparseSum>> sparse;  // by bucket
   Work trailer_work;
 
   // By gradient.
-  std::vector<at::Tensor> untouched;  // what lay in grad() where this rank did not touch it, in case nobody did
+  std::vector<at::Tensor> untouched;  // former grad() that this rank did not touch, to be restored if no rank did
   std::vector<bool> used_anywhere;
   std::vector<bool> came_anywhere;
 
-  std::exception_ptr hook_error;  // what a communication hook has thrown while the step ended
+  std::exception_ptr hook_error;  // exception of a communication hook at the end of the step
 };
 
 }  // namespace shoal

@@ -1,5 +1,5 @@
 #pragma once
-// When the parts of a step begin and end, in the steps that are sampled.
+// Clock of a step's parts, in sampled steps.
 
 #include <array>
 #include <chrono>
@@ -14,11 +14,11 @@ class StepClock {
  public:
   enum Event { forward_begins, forward_ends, backward_begins, first_leaves, backward_ends, all_back, events };
 
-  // Costs a comparison in steps that are not sampled. Again in a step: the later one counts.
+  // Costs a comparison in steps that are not sampled. A repeated mark overwrites the earlier one.
   void mark(Event event, int64_t step) {
     if (is_sampled(step)) times_[event] = Clock::now();
   }
-  // `finished`: it counts.
+  // finished: the step counts.
   void end_step(bool finished);
   void write_to(LoggingData& data) const;
 

@@ -5,7 +5,7 @@
 namespace shoal {
 
 void StepTrailer::write(const std::vector<bool>& used, const std::vector<bool>& came, double weight) {
-  // Filled on the host and copied at once: one small operation instead of one per gradient.
+  // Fills on the host and copies once, instead of one small operation per gradient.
   auto values = at::empty({memory_.numel()}, at::kDouble);
   auto* value = values.data_ptr<double>();
   for (const auto gradient : of_) *value++ = used[gradient] ? 1 : came[gradient] ? came_alone : 0;

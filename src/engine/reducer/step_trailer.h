@@ -1,5 +1,5 @@
 #pragma once
-// Trailer of a step: flags and a weight that ranks sum up besides gradients.
+// Trailer of a step: flags and a weight that ranks sum with the gradients.
 
 #include <torch/types.h>
 
@@ -8,10 +8,10 @@
 namespace shoal {
 
 // One flag per gradient and a weight, in memory that is summed over the ranks:
-//   flags    1 when this rank used the gradient in the step, `came_alone` when backward reached it and added nothing
+//   flags    1 if this rank used the gradient in the step, `came_alone` if backward reached it and added nothing
 //            (an undefined gradient); the sum counts the ranks that used it
-//   weight   this rank's weight in the mean; the sum is what the gradients' sum is divided by
-// So unused parameters, weights and abandoned steps (a weight of NaN) cost no communication beyond the gradients' own.
+//   weight   this rank's weight in the mean; the gradients' sum is divided by the sum of weights
+// So unused parameters, weights and abandoned steps (a weight of NaN) need no communication of their own.
 class StepTrailer {
  public:
   StepTrailer() = default;
@@ -21,19 +21,20 @@ class StepTrailer {
   static int64_t numel(size_t gradients) { return static_cast<int64_t>(gradients) + 1; }
   bool defined() const { return memory_.defined(); }
   const at::Tensor& memory() const { return memory_; }
-  // Whether the weight survives in this dtype: 16-bit floats cannot count tokens.
+  // Whether this dtype holds a weight exactly: 16-bit floats cannot count tokens.
   bool exact() const { return memory_.element_size() >= 4; }
 
-  // came: backward reached it.
+  // came: whether backward reached the gradient.
   void write(const std::vector<bool>& used, const std::vector<bool>& came, double weight);
   double weight() const;
-  // Whether ranks used the same gradients; ranks: how many there are.
+  // Whether all `ranks` ranks used the same gradients.
   bool alike(int ranks) const;
-  // Sets used[i] where any rank used gradient i, came[i] where any rank's backward reached it.
+  // Sets used[i] if any rank used gradient i, came[i] if any rank's backward reached it.
   void read(std::vector<bool>& used, std::vector<bool>& came) const;
 
  private:
-  static constexpr double came_alone = 1.0 / (1 << 14);  // not to be mistaken for 1, also in 16 bits and of all ranks
+  // Small enough that its sum over all ranks is not mistaken for 1, even in 16 bits.
+  static constexpr double came_alone = 1.0 / (1 << 14);
 
   std::vector<size_t> of_;
   at::Tensor memory_;
