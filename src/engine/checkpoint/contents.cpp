@@ -44,7 +44,7 @@ class Collector {
     contents_.global_state[names::trained] = trained_;
   }
 
-  // Of this rank alone.
+  // Adds a tensor under a name of this rank.
   void add_of_rank(const std::string& name, const at::Tensor& tensor) {
     contents_.slices.push_back(whole_slice(names::of_rank(group_.rank(), name), tensor, names::ranks_part));
   }
@@ -93,7 +93,7 @@ class Collector {
                                 .part = part});
   }
 
-  // Rank 0's counts for all.
+  // Adds a tensor of which every rank has its own; rank 0's gets the common name.
   void add_own(const std::string& name, const at::Tensor& tensor, const std::string& part) {
     if (group_.rank() == 0) {
       contents_.slices.push_back(whole_slice(name, tensor.detach(), part));
@@ -102,7 +102,7 @@ class Collector {
     }
   }
 
-  // This rank's part of the peers' mean, which is exact where they are equal.
+  // Adds this rank's part of the mean over the peers, which is exact if they are equal.
   void add_mean(const StatePiece& piece) {
     auto mean = piece.updated.detach().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true).contiguous();
     peers_->all_reduce(mean, ReduceOp::sum, {-1, -1, "mean of " + piece.name}).wait();
@@ -129,7 +129,7 @@ Json to_json(const GradScaler& scaler) {
   return {{"scale", state.scale}, {"good_steps", state.good_steps}, {"hysteresis_left", state.hysteresis_left}};
 }
 
-// Steps of the strategy's own schedules, which have one position, or of the first companion.
+// Steps of the strategy's own schedules, which share one position, or else of the first companion.
 Json position_of(const CheckpointView& view, const Companions& companions) {
   if (!view.schedules.empty()) return view.schedules.front()->position();
   for (const auto& schedule : companions.schedules) {
@@ -181,7 +181,7 @@ CheckpointContents contents_of(CheckpointSource& source, const Group& group, con
     contents.slices.push_back(whole_slice(names::carried_tensor(name), tensor.detach(), names::strategy_part));
   }
   if (!options.position.empty()) contents.rank_state[names::position] = options.position;
-  // A decentralised rank's are its own.
+  // Decentralised ranks have state of their own.
   auto& shared = source.peers() ? contents.rank_state : contents.global_state;
   const auto* scaler = view.scaler != nullptr ? view.scaler : companions.scaler;
   if (scaler != nullptr) shared[names::scaler] = to_json(*scaler);

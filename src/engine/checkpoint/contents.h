@@ -1,5 +1,5 @@
 #pragma once
-// A training as named slices.
+// Contents of a checkpoint of a training: named slices and state.
 
 #include <vector>
 
@@ -9,18 +9,18 @@
 
 namespace shoal {
 
-// What belongs to a training beside its strategy.
+// Parts of a training beside its strategy.
 struct Companions {
   GradScaler* scaler = nullptr;
   std::vector<Schedule> schedules{};
 };
 
-// What this rank gives. Tensors are the training's own, so that a save copies them or has to end before they change.
-// Collective where ranks have parameters of their own.
+// This rank's part of the checkpoint. Its tensors are the training's own, so that a save has to copy them or end before
+// they change. Collective for strategies whose ranks have parameters of their own.
 CheckpointContents contents_of(CheckpointSource& source, const Group& group, const Companions& companions,
                                const SaveOptions& options);
 
-// Whose random numbers belong to it: the CPU, and the device on which the model is.
+// Devices whose random number generators belong to the training: the CPU and the model's device.
 std::vector<at::Device> devices_of(const CheckpointView& view);
 std::string random_name(const at::Device& device);
 

@@ -21,7 +21,7 @@ using Json = nlohmann::json;
 
 namespace {
 
-// Entries of the state are as trustworthy as the file they come from.
+// Checks the state's entries, which are no more trustworthy than the file.
 template <class Act>
 auto parsed(const CheckpointReader& reader, const char* entry, const Act& act) {
   try {
@@ -91,7 +91,7 @@ void TrainingLoader::check() const {
       if (trained.insert(piece.name).second) wanted.push_back({piece.name, piece.parameter.sizes().vec()});
     }
   }
-  std::set<std::string> seen;  // a frozen parameter may come in several slices
+  std::set<std::string> seen;  // a frozen parameter may have several slices
   for (const auto* list : {&view_.rest, &view_.buffers}) {
     for (const auto& slice : *list) {
       if (seen.insert(slice.name).second) wanted.push_back({slice.name, slice.shape});
@@ -116,7 +116,7 @@ void TrainingLoader::read_whole(const std::string& name, const at::Tensor& desti
   read(name, {0, destination.numel()}, destination, {});
 }
 
-// Moments follow their parameter's dtype where they do so in the checkpoint.
+// Optimizer state has its parameter's dtype if it does in the checkpoint.
 at::Tensor TrainingLoader::read_field(const StatePiece& piece, const std::string& common) const {
   const auto name = own_name(common);
   const auto& stored = reader_.tensor(name);
@@ -182,7 +182,7 @@ void TrainingLoader::read_optimizers() {
 }
 
 void TrainingLoader::read_model() const {
-  const UnwatchedOperators own;  // ranks write what they own
+  const UnwatchedOperators own;  // each rank writes what it owns
   const auto has = [&](const std::string& name) { return !options_.partial || reader_.index().tensors.contains(name); };
   for (const auto& share : view_.shares) {
     for (const auto& piece : share.pieces) {
@@ -238,7 +238,7 @@ void TrainingLoader::read_options() {
   });
 }
 
-// Of a checkpoint that has no other options.
+// For checkpoints written before param groups' options were saved.
 void TrainingLoader::restore_rates() {
   const auto& global = reader_.index().global_state;
   if (param_groups_ || !global.contains(names::rates)) return;
@@ -317,7 +317,7 @@ void TrainingLoader::finish(const Companions& companions) {
   restore(view_.scaler != nullptr ? view_.scaler : companions.scaler);
   if (param_groups_) param_groups_->apply(options_.rates, options_.options);
   restore_rates();
-  restore(companions.schedules);  // sets rates once more
+  restore(companions.schedules);  // sets the learning rates again
   restore_random_numbers();
 }
 

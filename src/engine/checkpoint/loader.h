@@ -1,5 +1,5 @@
 #pragma once
-// A checkpoint's values into a training.
+// Loader of a checkpoint into a training.
 
 #include <map>
 #include <optional>
@@ -13,30 +13,30 @@
 
 namespace shoal {
 
-// One load, as one rank sees it: check(), read_optimizers(), read_model(), finish(), in this order, then differences().
-// None is collective.
+// One load on one rank. Call check(), read_optimizers(), read_model() and finish() in this order, then differences().
+// None of them is collective.
 class TrainingLoader {
  public:
-  // exact: the same strategy wrote it at the same number of ranks.
+  // exact: the checkpoint was written by the same strategy with the same number of ranks.
   TrainingLoader(const CheckpointReader& reader, CheckpointView view, bool diverges, const Group& group, bool exact,
                  const LoadOptions& options);
 
-  // UsageError unless the checkpoint fits.
+  // UsageError if the checkpoint does not fit.
   void check() const;
-  // Into memory of its own; UsageError for another optimizer's.
+  // Reads optimizer state into new memory; UsageError for the state of another kind of optimizer.
   void read_optimizers();
-  // In place.
+  // Reads parameters and buffers in place.
   void read_model() const;
-  // Optimizers get their state, the companions theirs, and random numbers.
+  // Hands state to the optimizers and companions, and restores random number generators.
   void finish(const Companions& companions);
-  // What is not as it was saved, one sentence each.
+  // What differs from the checkpoint, one sentence each.
   std::vector<std::string> differences() const;
 
  private:
   using FreshState = std::unique_ptr<torch::optim::OptimizerParamState>;
 
   bool model_only() const { return options_.partial || options_.model_only; }
-  // The name under which this rank's own values lie, where it has some; else the common one.
+  // The name of this rank's own tensor if the checkpoint has one; else the common name.
   std::string own_name(const std::string& name) const;
   void read(const std::string& name, const Range& range, const at::Tensor& destination,
             const std::vector<int64_t>& order) const;
@@ -44,7 +44,7 @@ class TrainingLoader {
   at::Tensor read_field(const StatePiece& piece, const std::string& common) const;
   NamedState read_state(const StatePiece& piece) const;
   std::map<std::string, double> numbers_of(const std::string& parameter) const;
-  // An entry of the state that is rank 0's, or where ranks diverge each one's own.
+  // Entry of rank 0's state, or of this rank's own state if ranks diverge.
   const nlohmann::json* shared_entry(const char* name) const;
   void restore(GradScaler* scaler);
   void read_options();

@@ -1,4 +1,4 @@
-// A checkpoint's parameters and buffers in a bare module.
+// Loading of a checkpoint's parameters and buffers into a bare module.
 
 #include <torch/utils.h>
 

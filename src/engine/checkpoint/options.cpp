@@ -20,7 +20,7 @@ constexpr const char* rate = "lr";
 
 using Names = std::map<const c10::TensorImpl*, std::string>;
 
-// Of the parameters that are updated.
+// Names of the parameters that optimizers update.
 Names names_of(const CheckpointView& view) {
   Names names;
   for (const auto& share : view.shares) {
@@ -42,7 +42,7 @@ bool same_kind(const OptimizerParamGroup& group, const Json& stored) {
   return stored.at(type_entry).get<std::string>() == type_of(group.options());
 }
 
-// What the options have, too.
+// Stored options that the group also has.
 Json taken(const OptimizerParamGroup& group, const Json& stored, bool rates, bool others) {
   const auto here = named_options(group.options());
   const bool kin = same_kind(group, stored);

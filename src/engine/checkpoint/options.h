@@ -1,5 +1,5 @@
 #pragma once
-// Param groups' options in checkpoints, by the names of the groups' parameters.
+// Options of param groups in checkpoints, by the names of the groups' parameters.
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -9,27 +9,27 @@
 
 namespace shoal {
 
-// The groups of all optimizers of `view`; null: there is none.
+// Options of all optimizers' groups in `view`; null if there are none.
 nlohmann::json stored_options(const CheckpointView& view);
 
-// Options of a checkpoint on their way to the groups of `view`, which must outlive it. Groups need not be cut as they
-// were there: those of a group's parameters count, if they are equal.
+// Applies a checkpoint's options to the groups of `view`, which must outlive this object. Groups may be composed
+// differently here: a group takes the stored options of its parameters if those agree.
 class OptionsLoader {
  public:
-  // stored: what stored_options() gave. Json's errors, and UsageError for values that options cannot take; nothing has
-  // changed then.
+  // stored: result of stored_options(). Throws nlohmann::json's errors, and UsageError for values that the options
+  // cannot take, before anything has changed.
   OptionsLoader(const CheckpointView& view, const nlohmann::json& stored);
 
   // rates: learning rates; others: all other options.
   void apply(bool rates, bool others) const;
-  // One sentence for each group and option that is not as in the checkpoint now.
+  // One sentence for each group and option that now differs from the checkpoint.
   std::vector<std::string> differences() const;
 
  private:
   struct Match {
     std::string name;  // of the group here
     torch::optim::OptimizerParamGroup* group;
-    const nlohmann::json* stored;  // none: they were in groups with different options
+    const nlohmann::json* stored;  // nullptr: the parameters were in groups with different options
   };
   nlohmann::json stored_;
   std::vector<Match> matches_;

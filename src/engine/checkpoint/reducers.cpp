@@ -19,7 +19,7 @@ constexpr const char* hook_entry = "hook";
 constexpr const char* orders_entry = "orders";
 constexpr const char* hook_prefix = "hook.";
 
-// They share one, if any.
+// Reducers of a model share one hook, if any.
 CommunicationHook* hook_of(const std::vector<Reducer*>& reducers) {
   return reducers.empty() ? nullptr : reducers.front()->reduction().hook();
 }
@@ -45,7 +45,7 @@ std::vector<LearntOrder> parsed_orders(const std::vector<Reducer*>& reducers, co
       orders.push_back(parsed_order(list.at(i), reducers[i]->gradients().size()));
     }
     return orders;
-  } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
+  } catch (const Json::exception&) {  // a file's content is not trusted
     throw CheckpointError(fmt::format("a rank's state was not written by shoal: {}", past.values.dump()));
   }
 }

@@ -1,5 +1,5 @@
 #pragma once
-// State that reducers carry from step to step, for checkpoints.
+// State of reducers in checkpoints.
 
 #include <vector>
 
@@ -8,12 +8,12 @@
 
 namespace shoal {
 
-// The order of gradients that buckets follow, since sums of more than two ranks depend on it on some transports, and
-// what a communication hook remembers.
+// The bucket order, because on some transports sums of more than two ranks depend on it, and the state of the
+// communication hook.
 Carried carried_by(const std::vector<Reducer*>& reducers);
 
-// They go on from there; from nothing, hooks begin anew. A hook of another name does, too, with a warning. Collective:
-// CheckpointError on every rank for what carried_by() does not give.
+// Resumes from `past`; without state, hooks start afresh. So does a hook of another name, with a warning. Collective:
+// CheckpointError on every rank if `past` is not a result of carried_by().
 void go_on_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past);
 
 }  // namespace shoal

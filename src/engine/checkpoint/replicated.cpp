@@ -1,4 +1,4 @@
-// Every rank has everything: one process, and DistributedDataParallel.
+// Checkpoint sources of replicated trainings: one process, and DistributedDataParallel.
 
 #include "engine/checkpoint/reducers.h"
 #include "engine/checkpoint/source.h"
@@ -25,7 +25,7 @@ class ReplicatedSource : public CheckpointSource {
     add_rest(view, *module_);
     return view;
   }
-  // Ranks do not write what others read.
+  // No barrier: ranks write only memory that no other rank reads.
   void begin_load(const CarriedStates&) override {}
 
  private:
@@ -35,7 +35,7 @@ class ReplicatedSource : public CheckpointSource {
   Group group_;
 };
 
-// With a wrapper whose gradients' means carry something from step to step.
+// Source with a wrapper, whose reducer carries state from step to step.
 class WrappedSource : public ReplicatedSource {
  public:
   WrappedSource(DataParallelCore& parallel, torch::optim::Optimizer& optimizer)

@@ -13,14 +13,14 @@ using Json = nlohmann::json;
 using torch::optim::LRScheduler;
 using Plateau = torch::optim::ReduceLROnPlateauScheduler;
 
-// libtorch keeps the count for derived classes.
+// Access to the count, which libtorch gives to derived classes only.
 struct Counter : LRScheduler {
   static unsigned& of(LRScheduler& schedule) { return schedule.*(&Counter::step_count_); }
 };
 
-// libtorch has no way to what a ReduceLROnPlateauScheduler remembers. Names in an explicit instantiation are not
-// checked for access, so it can hand out pointers to private members; where libtorch renames them, this does not
-// compile.
+// Access to the state of ReduceLROnPlateauScheduler, which libtorch keeps private. Names in an explicit instantiation
+// are not checked for access, so it can hand out pointers to private members. If libtorch renames the members, this
+// does not compile.
 template <class Field, typename Field::Type member>
 struct Reach {
   friend typename Field::Type member_of(Field) { return member; }

@@ -1,5 +1,5 @@
 #pragma once
-// State of learning-rate schedules, for checkpoints.
+// State of learning-rate schedules in checkpoints.
 
 #include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
@@ -11,13 +11,13 @@ namespace shoal {
 
 using Schedule = std::variant<torch::optim::LRScheduler*, torch::optim::ReduceLROnPlateauScheduler*>;
 
-// Calls of step() so far: LambdaLR's position.
+// Number of step() calls so far: LambdaLR's position.
 int64_t steps_of(torch::optim::LRScheduler& schedule);
-// A LambdaLR sets its rates too; others count on from the rates that the optimizer has.
+// A LambdaLR also sets its rates; other schedules continue from the optimizer's present rates.
 void set_steps(torch::optim::LRScheduler& schedule, int64_t steps);
 
 nlohmann::json state_of(const Schedule& schedule);
-// Json's errors for what is not the state of such a schedule; nothing has changed then.
+// Throws nlohmann::json's errors if `state` is not the state of such a schedule, before anything has changed.
 void load_state(const Schedule& schedule, const nlohmann::json& state);
 
 }  // namespace shoal

@@ -31,7 +31,7 @@ void ShardedSource::begin_load(const CarriedStates& past) {
   const torch::NoGradGuard no_grad;
   for (const auto& module : state_.modules) {
     module->wait_all();
-    module->reducer().drop_sums();  // updated parameters may leave from their memory
+    module->reducer().drop_sums();  // updated parameters may be sent from the memory of the sums
   }
   CheckpointSource::begin_load(past);
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Base of the checkpoint sources of sharded strategies, whose optimizers update each rank's shards.
+// Base class of checkpoint sources for sharded strategies, whose optimizers update each rank's shards.
 
 #include "engine/checkpoint/source.h"
 #include "engine/sharded/sharded_optimizer_state.h"
@@ -8,7 +8,7 @@ namespace shoal {
 
 class ShardedSource : public CheckpointSource {
  public:
-  // optimizer: whose state it is, for the rates. Both outlive this object.
+  // optimizer: the one whose state this is, for its learning rates. Both must outlive this object.
   ShardedSource(torch::optim::Optimizer& optimizer, ShardedOptimizerCore::State& state)
       : optimizer_(optimizer), state_(state) {}
 
@@ -18,7 +18,7 @@ class ShardedSource : public CheckpointSource {
   void end_load(const CarriedStates& past) override;
 
  protected:
-  // Adds what no optimizer updates.
+  // Adds tensors that no optimizer updates.
   virtual void add_others(CheckpointView& view) = 0;
 
  private:

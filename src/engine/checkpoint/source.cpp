@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-// Others may still read what is about to change.
+// Waits until no rank reads the old values any more.
 void CheckpointSource::begin_load(const CarriedStates&) {
   group().barrier({-1, -1, "before loading"}).wait();
 }
@@ -21,7 +21,7 @@ void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::
   const auto tensors = walk(module, {});
   for (const auto& entry : tensors.parameters) {
     if (known.contains(entry.tensor.unsafeGetTensorImpl())) continue;
-    // A frozen one is equal on all ranks; one that something else trains need not be.
+    // Frozen parameters are equal on all ranks; those that something else trains may differ.
     auto& list = entry.tensor.requires_grad() ? view.buffers : view.rest;
     list.push_back(whole_slice(prefix + entry.name, entry.tensor.detach()));
   }

@@ -14,32 +14,32 @@
 
 namespace shoal {
 
-// What this rank has, and where to load it to.
+// Tensors that this rank saves, and loads into.
 struct CheckpointView {
-  // The pieces of parameters that an optimizer updates.
+  // Pieces of parameters that one optimizer updates.
   struct Share {
     std::vector<StatePiece> pieces;    // of all ranks
-    int rank = 0;                      // this one's number among their owners
-    torch::optim::Optimizer* local{};  // this rank's; none: there is no state yet
+    int rank = 0;                      // this rank's index among the pieces' owners
+    torch::optim::Optimizer* local{};  // this rank's optimizer; nullptr: no state yet
     bool everywhere = false;           // every rank owns all pieces
   };
   std::vector<Share> shares;
   std::vector<NamedSlice> rest;     // of frozen parameters
-  std::vector<NamedSlice> buffers;  // and the like: each rank's own; rank 0's count for other numbers of ranks
-  std::vector<torch::optim::Optimizer*> optimizers;  // whose param groups' options belong to it
-  std::vector<LambdaLR*> schedules;             // of the strategy's own
+  std::vector<NamedSlice> buffers;  // and buffer-like tensors, one set per rank; other numbers of ranks load rank 0's
+  std::vector<torch::optim::Optimizer*> optimizers;  // optimizers whose param groups' options are saved
+  std::vector<LambdaLR*> schedules;                  // the strategy's own
   GradScaler* scaler = nullptr;
 };
 
-// What a strategy carries from step to step beside the tensors of the training.
+// State that a strategy carries from step to step beside the training's tensors.
 struct Carried {
   nlohmann::json values{};  // null: nothing
   std::map<std::string, at::Tensor> tensors{};
 };
 
 struct CarriedStates {
-  Carried own;     // this rank's: comes back where the same strategy wrote it at the same number of ranks
-  Carried common;  // the same on all ranks: comes back where the same strategy wrote it
+  Carried own;     // this rank's; restored by the same strategy with the same number of ranks
+  Carried common;  // the same on all ranks; restored by the same strategy
 };
 
 class CheckpointSource {
@@ -49,18 +49,18 @@ class CheckpointSource {
   // The ranks that save and load. Collective.
   virtual Group group() = 0;
   virtual CheckpointView view() = 0;
-  // The ranks that have the same pieces as this one, each with values of its own: their mean counts for other
-  // strategies. None: what several ranks have is equal.
+  // Ranks that have the same pieces with values of their own; other strategies load their mean. None: equal pieces have
+  // equal values.
   virtual std::optional<Group> peers() { return std::nullopt; }
 
   virtual CarriedStates carried() { return {}; }
-  // Before view() is loaded to. Collective, errors on every rank.
+  // Called before view() is loaded to. Collective; throws on every rank.
   virtual void begin_load(const CarriedStates& past);
-  // Values are in place. Collective.
+  // Called once all values are in place. Collective.
   virtual void end_load(const CarriedStates& /*past*/) {}
 };
 
-// Adds the buffers of a module, and the parameters that are in no share; names begin with `prefix`.
+// Adds a module's buffers, and the parameters that are in no share; `prefix` begins their names.
 void add_rest(CheckpointView& view, const torch::nn::Module& module, const std::string& prefix = "");
 
 }  // namespace shoal

@@ -16,7 +16,7 @@ namespace names = checkpoint_names;
 
 namespace {
 
-// What lies in an entry of the state and in tensors whose names begin with `prefix`.
+// Carried state from an entry of the state, and from tensors whose names begin with `prefix`.
 Carried carried(const CheckpointReader& reader, const nlohmann::json& state, const std::string& prefix) {
   Carried all;
   if (const auto found = state.find(names::carried); found != state.end()) all.values = *found;
@@ -33,13 +33,13 @@ struct TrainingState::State {
   std::shared_ptr<CheckpointSource> source;
   Companions companions{};
   std::unique_ptr<CheckpointSaver> saver{};
-  // What the saver was made for.
+  // Settings of the present saver.
   std::optional<Group> group{};
   std::filesystem::path run{};
   int64_t keep_last = 0;
   int64_t snapshot_mb = 0;
 
-  // For these options and those ranks that are still there. Collective.
+  // Returns a saver for these options and the ranks that are still there. Collective.
   CheckpointSaver& saver_for(const std::filesystem::path& folder, const SaveOptions& options) {
     const auto now = source->group();
     const bool fits = saver && group->name() == now.name() && group->size() == now.size() && run == folder &&
@@ -122,7 +122,7 @@ Loaded load(const std::filesystem::path& path, TrainingState& training, const Lo
   loaded.exact = whole && same_ranks && loaded.strategy == source.strategy();
   CarriedStates past;
   on_all_ranks(group, "checkpoint", [&] {
-    // Before begin_load(), which may change the training.
+    // Checks before begin_load(), which may change the training.
     TrainingLoader(reader, source.view(), source.peers().has_value(), group, loaded.exact, options).check();
     if (!whole || index.rank_states.empty()) return;
     const auto& state = index.rank_states[same_ranks ? group.rank() : 0];

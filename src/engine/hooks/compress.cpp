@@ -24,13 +24,13 @@ std::string CompressHook::name() const {
 }
 
 PendingExchange CompressHook::begin(const GradientBucket& bucket) {
-  // What has 16 bits already would lose range or digits, and save nothing.
+  // Sums 16-bit gradients as they are: conversion would lose range or precision, and save nothing.
   if (bucket.gradients.element_size() <= 2) return {sum_up(bucket, bucket.gradients, bucket.sum)};
   const auto numel = bucket.gradients.numel();
   auto memory = spare_->memory.take(bucket.group, numel, bucket.gradients.options().dtype(dtype_));
   const auto narrow = memory.narrow(0, 0, numel);
   narrow.copy_(bucket.gradients);
-  // In place, the r-th part is where it belongs.
+  // In place: the r-th part of the buffer is rank r's result.
   const auto part = bucket.sum_for == SumFor::parts ? numel / bucket.group.size() : numel;
   const auto begin = bucket.sum_for == SumFor::parts ? part * bucket.group.rank() : 0;
   const auto sum = narrow.narrow(0, begin, part);

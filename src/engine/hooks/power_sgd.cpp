@@ -16,7 +16,7 @@ struct PowerSgdHook::Memory {
   explicit Memory(bool error_feedback) : residuals(error_feedback) {}
   Residuals residuals;
   StepCount count{};
-  std::map<std::string, at::Tensor> factors{};  // the last step's second ones, by name of the matrix
+  std::map<std::string, at::Tensor> factors{};  // second factors of the last step, by name of the matrix
 };
 
 namespace {
@@ -24,21 +24,21 @@ namespace {
 constexpr const char* factor_prefix = "factor.";
 constexpr const char* power_sgd_carrier = "carrier.";
 
-// A matrix to be compressed, about p q^T.
+// Matrix to be compressed, approximately p q^T.
 struct Matrix {
   std::string name;
-  at::Tensor values;  // [n, m]: this rank's
+  at::Tensor values;  // [n, m]: this rank's values
   int64_t rank = 1;
   at::Tensor p{};  // [n, rank]
   at::Tensor q{};  // [m, rank]
 };
 
-// An orthonormal basis of what the columns span, and of more where that is less.
+// An orthonormal basis of the columns' span (of a larger space if the columns are dependent).
 at::Tensor orthonormal(const at::Tensor& columns) {
   return std::get<0>(at::linalg_qr(columns, "reduced"));
 }
 
-// Tensors one after the other, as a bucket for the carrier.
+// Tensors one after the other in a bucket for the carrier.
 class Parcel {
  public:
   void open(const GradientBucket& like, at::ScalarType dtype, int64_t numel) {
@@ -46,7 +46,7 @@ class Parcel {
     bucket->gradients = bucket->sum = at::empty({numel}, like.gradients.options().dtype(dtype));
     bucket->pieces.clear();
   }
-  // A place of this shape, for one of the tensors.
+  // Appends a place of this shape to the bucket.
   at::Tensor add(const std::string& name, at::IntArrayRef shape) {
     const auto begin = bucket->pieces.empty() ? 0 : bucket->pieces.back().in_bucket.end;
     const auto numel = c10::multiply_integers(shape);
@@ -58,7 +58,7 @@ class Parcel {
   std::unique_ptr<GradientBucket> bucket;
 };
 
-// One bucket on its way, in two rounds: first factors, with what is not compressed; then second ones.
+// Two-round reduction of one bucket: first factors together with uncompressed gradients, then second factors.
 template <class Memory>
 class LowRankSum : public std::enable_shared_from_this<LowRankSum<Memory>> {
  public:
@@ -81,7 +81,7 @@ class LowRankSum : public std::enable_shared_from_this<LowRankSum<Memory>> {
       const auto& piece = bucket_.pieces[number];
       first_.add(piece.name, piece.gradient.sizes()).copy_(piece_of(wanted_, piece));
     }
-    // Drawn on the CPU in one dtype, so that ranks draw the same on any device.
+    // Drawn on the CPU in one dtype, so that ranks draw the same numbers on any device.
     auto generator = at::detail::createCPUGenerator(options_.seed + 1000003 * static_cast<uint64_t>(step_) +
                                                     static_cast<uint64_t>(bucket_.label.bucket));
     for (auto& matrix : matrices_) {
@@ -146,7 +146,7 @@ class LowRankSum : public std::enable_shared_from_this<LowRankSum<Memory>> {
     });
   }
 
-  // What this rank's own factors leave out.
+  // Keeps the residual: what this rank's own factors leave out.
   void keep_missing() {
     if (!memory_->residuals.on()) return;
     for (size_t number = 0; number < matrices_.size(); ++number) {
@@ -174,7 +174,7 @@ class LowRankSum : public std::enable_shared_from_this<LowRankSum<Memory>> {
         const at::Tensor& place = bucket_.pieces[compressed_[number]].gradient;
         at::Tensor(place).copy_(sum.view(place.sizes()));
       }
-      // A gradient that is not finite must not spoil the steps after it.
+      // A factor that is not finite must not spoil the following steps.
       if (at::isfinite(matrix.q).all().item<bool>()) {
         memory_->factors[matrix.name] = matrix.q.clone();
       } else {
@@ -190,7 +190,7 @@ class LowRankSum : public std::enable_shared_from_this<LowRankSum<Memory>> {
   std::shared_ptr<Memory> memory_;
   at::Tensor wanted_;  // laid out like the bucket
   std::vector<Matrix> matrices_;
-  std::vector<size_t> compressed_;  // pieces, by matrix; none where a matrix is the whole bucket
+  std::vector<size_t> compressed_;  // pieces, by matrix; empty if one matrix is the whole bucket
   std::vector<size_t> whole_;       // pieces
   Parcel first_;
   Parcel second_;

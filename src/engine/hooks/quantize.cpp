@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-// `flat` cut into rows, each filled up with zeroes to `columns`.
+// Cuts `flat` into rows and pads each with zeros to `columns`.
 at::Tensor in_rows(const at::Tensor& flat, int64_t rows, int64_t columns) {
   const auto share = (flat.numel() + rows - 1) / rows;
   auto padded = at::zeros({rows, columns}, flat.options());
@@ -22,13 +22,13 @@ at::Tensor in_rows(const at::Tensor& flat, int64_t rows, int64_t columns) {
   return padded;
 }
 
-// The same elements as they were before in_rows(), [numel].
+// Inverse of in_rows(): [numel].
 at::Tensor out_of_rows(const at::Tensor& rows, int64_t numel) {
   const auto share = (numel + rows.size(0) - 1) / rows.size(0);
   return rows.narrow(1, 0, share).reshape({-1}).narrow(0, 0, numel);
 }
 
-// In the order of the rows, so that every rank gets the same bits.
+// Sum in the order of the rows, so that every rank gets the same bits.
 at::Tensor added_up(const at::Tensor& rows) {
   auto sum = rows[0].clone();
   for (int64_t row = 1; row < rows.size(0); ++row) sum.add_(rows[row]);
@@ -83,7 +83,7 @@ PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
     }
     return pending;
   }
-  const auto all = at::empty_like(own);  // this rank's part, from every rank
+  const auto all = at::empty_like(own);  // this rank's part of the bucket, from every rank
   PendingExchange pending{.work = group.all_to_all(all.view({-1}), own.view({-1}), bucket.label)};
   if (bucket.sum_for == SumFor::parts) {
     pending.finish = [all, format, to = bucket.sum] {

@@ -1,5 +1,5 @@
 #pragma once
-// Some elements of a flat tensor, with their positions.
+// Selected elements of a flat tensor, with their positions.
 
 #include <torch/types.h>
 
@@ -7,7 +7,7 @@
 
 namespace shoal {
 
-// Some elements of a bucket: [values | positions | padding to 8 bytes] as bytes, of one size on all ranks.
+// Selected elements of a bucket, packed as [values | positions | padding to 8 bytes]; of one size on all ranks.
 struct Selection {
   at::Tensor values;     // [k], in the bucket's dtype
   at::Tensor positions;  // [k], int32

@@ -9,16 +9,16 @@ namespace shoal {
 
 class StepCount {
  public:
-  // The number, from 0, of the step that labels call so.
+  // Number, from 0, of the step that labels call `labelled`.
   int64_t at(int64_t labelled) {
     if (labelled != labelled_) ++begun_;
     labelled_ = labelled;
     return begun_ - 1;
   }
 
-  // In a hook's state as "steps".
+  // Saves the count in a hook's state as "steps".
   void save(CommunicationHook::State& state) const { state[name] = at::full({}, begun_, at::kLong); }
-  // Whether the entry was it.
+  // Loads an entry of the state. False if it is not the count.
   bool load(const std::string& entry, const at::Tensor& value) {
     if (entry != name) return false;
     begun_ = value.item<int64_t>();

@@ -13,7 +13,7 @@
 namespace shoal {
 namespace {
 
-// Adds the elements of `range` of a bucket to `sum`, which holds that range.
+// Adds the selected elements within `range` of a bucket to `sum`, which holds that range.
 void add_to(const at::Tensor& sum, const Range& range, const Selection& selection) {
   const auto inside = at::logical_and(selection.positions >= range.begin, selection.positions < range.end);
   const auto positions = selection.positions.masked_select(inside).to(at::kLong) - range.begin;

@@ -37,7 +37,7 @@ void FirstTouch::touch_all() {
 }
 
 void FirstTouch::begin_use(std::string_view, std::span<c10::StorageImpl* const> memory) {
-  const std::lock_guard lock(mutex_);  // others that take the same memory wait as well
+  const std::lock_guard lock(mutex_);  // other threads that use the same memory wait here
   for (auto* storage : memory) touch(storage);
 }
 
@@ -50,7 +50,7 @@ void FirstTouch::touch(c10::StorageImpl* storage) {
     if (indices.contains(index)) give_pointer(armed);
   }
   const UnwatchedOperators own;
-  // Watched until the end, so that other threads wait, too.
+  // Stays watched until the end, so that other threads wait.
   const auto disarm = c10::make_scope_exit([&] {
     std::set<c10::StorageImpl*> storages;
     std::erase_if(armed_, [&](const auto& entry) {

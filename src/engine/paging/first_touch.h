@@ -1,5 +1,5 @@
 #pragma once
-// Being told before an operator first takes certain memory.
+// Detector of the first operator that uses certain memory.
 
 #include <torch/types.h>
 
@@ -12,12 +12,12 @@
 
 namespace shoal {
 
-// Calls `touched(i)` before any operator on any thread runs with a watchable tensor (operator_watch.h) on the i-th
-// memory among its inputs, once per arming. The i-th memory may be several storages, and a storage may belong to
-// several: one touch counts for all. What it throws, the operator throws, or touch_all().
+// Calls `touched(i)` before any operator, on any thread, first takes a watchable tensor (operator_watch.h) on the i-th
+// memory; once per arming. A memory may consist of several storages, and a storage may belong to several memories: one
+// touch counts for all of them. An exception of `touched` is thrown by the operator, or by touch_all().
 //
-// Whoever reads an armed tensor past the operators (data_ptr(), torch::save) gets libtorch's error with the text that
-// arm() was given: until the first touch the storage has no pointer.
+// Access past the operators (data_ptr(), torch::save) to an armed tensor throws libtorch's error with the text given to
+// arm(), because the storage has no pointer until the first touch.
 class FirstTouch : private MemoryUser {
  public:
   explicit FirstTouch(std::function<void(size_t)> touched) : touched_(std::move(touched)) {}
@@ -25,9 +25,10 @@ class FirstTouch : private MemoryUser {
   FirstTouch(const FirstTouch&) = delete;
   FirstTouch& operator=(const FirstTouch&) = delete;
 
-  // Adds the tensor's storage to the index-th memory; about: why there is no pointer, and what to do.
+  // Adds the tensor's storage to the index-th memory. about: error text that says why there is no pointer, and what to
+  // do.
   void arm(size_t index, const at::Tensor& memory, const std::string& about);
-  // As if all of it were touched now.
+  // Touches all armed memory.
   void touch_all();
 
  private:

@@ -43,7 +43,8 @@ const char* GatherOrder::text(int64_t said) {
   }
 }
 
-// One round. The second number is the script that this rank brings to a pass, or what it leaves behind.
+// One round of requests. Each rank sends its request, and the fingerprint of its script for the pass or of the pages
+// left.
 void GatherOrder::ask(int64_t what) {
   const bool begins = what == begins_training || what == begins_evaluation;
   const int64_t script = begins ? fingerprint(scripts_[static_cast<int>(*pass_)]) : 0;

@@ -34,7 +34,7 @@ class GatherOrder {
   // Next page of the script, to be prefetched; none without a script.
   std::optional<size_t> ahead();
 
-  // This rank has used a page that was not in memory or was prefetched.
+  // Call when this rank has used a page that was not in memory or was only prefetched.
   void missed(size_t page) { missed_.push_back(page); }
 
   // Begins a pass. First call next() without `want`, and gather the pages that it returns, until it returns none: then
@@ -59,11 +59,11 @@ class GatherOrder {
   std::vector<size_t> script_;      // of this pass; empty: asking
   size_t position_ = 0;
   std::optional<Pass> pass_;
-  std::vector<size_t> missed_;  // in this pass
-  Said boundary_ = ended;       // what this rank says where it wants nothing
+  std::vector<size_t> missed_;  // pages of this pass, for the next script
+  Said boundary_ = ended;       // what this rank says when it needs no page
   int64_t residue_ = 0;
   bool left_alike_ = true;
-  std::deque<size_t> agreed_;  // wanted by somebody, not gathered yet
+  std::deque<size_t> agreed_;  // requested by some rank, not gathered yet
 };
 
 }  // namespace shoal

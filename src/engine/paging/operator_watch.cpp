@@ -23,15 +23,15 @@
 namespace shoal {
 namespace {
 
-// A mark on tensors that brings their operators here first. Nothing else in libtorch uses it, and what makes a view
-// hands it on. (at::RecordFunction also sees operators, but then every operator of the process pays.)
+// Dispatch key that routes operators of marked tensors through this file. Nothing else in libtorch uses it, and views
+// inherit it. (at::RecordFunction sees operators, too, but then every operator of the process pays.)
 constexpr auto mark = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
-// Who uses which memory. Operators know nothing but their tensors, so the process has one.
+// Registry of observers by memory. One per process, because operators know only their tensors.
 class Users {
  public:
   static Users& instance() {
-    static auto* users = new Users;  // operators may run while the process ends
+    static auto* users = new Users;  // never destroyed: operators may run while the process ends
     return *users;
   }
 
@@ -69,7 +69,7 @@ class Users {
   std::unordered_map<c10::StorageImpl*, c10::SmallVector<Entry, 2>> users_;
 };
 
-// What one operator takes.
+// Uses of watched memory by one operator call.
 class Uses {
  public:
   explicit Uses(std::string_view op) : op_(op) {}
@@ -81,7 +81,7 @@ class Uses {
     }
   }
 
-  // `writes`: whether the operator writes it, asked only where it matters.
+  // writes: returns whether the operator writes the argument; called only if somebody watches it.
   template <class Writes>
   void see(const at::Tensor& tensor, const Writes& writes) {
     if (!tensor.defined() || !tensor.key_set().has(mark)) return;
@@ -108,7 +108,7 @@ class Uses {
     }
   }
 
-  // What an operator takes as it is called, not packed into a stack.
+  // Unboxed arguments.
   template <class Writes>
   void see(const std::optional<at::Tensor>& tensor, const Writes& writes) {
     if (tensor) see(*tensor, writes);
@@ -120,7 +120,7 @@ class Uses {
 
   void begin() {
     if (uses_.empty()) return;
-    const UnwatchedOperators own;  // what users do about it
+    const UnwatchedOperators own;  // operators that observers call
     const NormalMode outside;
     for (; begun_ < uses_.size(); ++begun_) {
       if (!uses_[begun_].memory.empty()) uses_[begun_].user->begin_use(op_, uses_[begun_].memory);
@@ -171,7 +171,7 @@ void tell(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   op.redispatchBoxed(below(keys), stack);
 }
 
-// The same without packing arguments into a stack, which costs more than the rest.
+// Unboxed version of tell(): packing arguments into a stack costs more than the rest.
 template <class Op, class Schema = typename Op::schema>
 struct Direct;
 
@@ -190,7 +190,7 @@ void tell_directly(torch::Library& library) {
   (library.impl(Ops::name, &Direct<Ops>::tell), ...);
 }
 
-// Whether the memory's user has zeroed it itself.
+// True if an observer has zeroed the memory itself.
 bool zeroed_by_user(const at::Tensor& tensor) {
   if (!tensor.is_non_overlapping_and_dense() || tensor.nbytes() != tensor.storage().nbytes()) return false;
   auto* storage = tensor.storage().unsafeGetStorageImpl();
@@ -212,8 +212,8 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&tell>());
 }
 
-// Operators that touch no memory: those that make views or change what is known of a tensor, and those that consist of
-// other operators, which are told of.
+// Operators that touch no memory of their own: those that make views or change metadata, and composite operators, whose
+// parts are observed.
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
   for (const auto* name : {"alias",
                            "as_strided",
@@ -248,7 +248,7 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
                            "_has_compatible_shallow_copy_type"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
   }
-  // What layers do with their parameters.
+  // Operators that layers apply to their parameters.
   using namespace at::_ops;
   library.impl("zero_", &tell_of_zero);
   library.impl("fill_.Scalar", &tell_of_fill);

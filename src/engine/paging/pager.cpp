@@ -24,7 +24,7 @@ Group same_ranks(const Group& group) {
   return group.subgroup(ranks);
 }
 
-// For a trace: an operator takes a page that it may have to wait for.
+// Records in the trace that an operator uses a page, perhaps after a wait.
 void mark_use(const Group& group, const std::string& name) {
   auto* timeline = timeline_of(group);
   if (timeline == nullptr) return;
@@ -67,7 +67,7 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
   return flat;
 }
 
-// The tensors stay, without memory.
+// Frees the page's memory; its tensors stay.
 void Pager::free_memory(Page& page) {
   store(page);
   if (page.memory.defined()) spare_.put(std::exchange(page.memory, {}));
@@ -155,7 +155,7 @@ void Pager::unshard(size_t index) {
   fetch_ahead();
 }
 
-// What pages in use may take.
+// Limit of bytes for pages in use.
 int64_t Pager::bytes_in_use() const {
   return options_.bytes ? *options_.bytes - largest_ * static_cast<int64_t>(options_.ahead)
                         : std::numeric_limits<int64_t>::max();
@@ -165,7 +165,7 @@ bool Pager::too_many(size_t pages, int64_t bytes) const {
   return pages > options_.resident || bytes > bytes_in_use();
 }
 
-// For one more, or for none; never takes a page that some operator uses.
+// Makes room for `next`, or enforces the limit if there is none. Never frees a page that an operator is using.
 void Pager::make_room(const Page* next) {
   if (keep_) return;
   int64_t bytes = next == nullptr ? 0 : next->bytes();
@@ -255,7 +255,7 @@ void Pager::unuse(std::span<c10::StorageImpl* const> memory) {
   for (auto* storage : memory) --pages_[index_.at(storage)]->users;
 }
 
-// A unit of several pages counts once. What is held already needs no more room.
+// The pages of a unit count once. Pages that an operator already uses need no more room.
 void Pager::require_room(std::string_view op, std::span<c10::StorageImpl* const> memory) const {
   if (keep_) return;
   std::set<std::string> units;
@@ -290,7 +290,7 @@ void Pager::reshard(size_t index) {
   free_memory(page);
 }
 
-// Pages that were fetched ahead and not used.
+// Reshards pages that were gathered ahead and not used.
 void Pager::reshard_unused() {
   for (size_t index = 0; index < pages_.size(); ++index) {
     if (!pages_[index]->used) reshard(index);
@@ -330,7 +330,7 @@ void Pager::end() {
   help_others();
   uses_.end();
   reshard_unused();
-  // Reads outside of passes are collective, so that all ranks must have the same pages, or none.
+  // Uses outside of passes are collective, so that all ranks must have the same pages in memory, or none.
   if (order_.left_alike()) return;
   for (const auto index : left) {
     if (pages_[index]->users == 0) reshard(index);
@@ -382,7 +382,7 @@ void Pager::reshard_all(bool store) {
     const auto begin = page.source.root < 0 ? numel * group_.rank() : 0;
     page.source.own.copy_(page.memory.narrow(0, begin, numel));
   }
-  // What else was written does not count, and ranks that held nothing have other pages.
+  // Other writes are dropped. Ranks that held nothing have other pages in memory, so all pages are resharded.
   for (size_t index = 0; index < pages_.size(); ++index) {
     if (pages_[index]->users == 0) reshard(index);
   }

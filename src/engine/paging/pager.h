@@ -33,8 +33,8 @@ struct PagerOptions {
 // Source of a page on this rank.
 struct PageSource {
   std::string name;  // for labels and errors
-  at::Tensor own;   // this rank's shard, an equal part of the page, contiguous; with a root: the full page, on the root
-  int root = -1;     // rank of the group that owns the full page; -1: every rank owns a shard
+  at::Tensor own;  // this rank's shard, an equal part of the page, contiguous; with a root: the full page, on the root
+  int root = -1;   // rank of the group that owns the full page; -1: every rank owns a shard
   std::function<void(const at::Tensor& page)> written{};  // see Pager::store_writes
 };
 
@@ -100,7 +100,7 @@ class Pager : private MemoryUser {
     at::TensorOptions options;
     int64_t numel = 0;
     State state = State::sharded;
-    bool used = false;  // since it was gathered
+    bool used = false;  // used since it was gathered
     int users = 0;
     bool written = false;  // since forget_writes()
     bool dirty = false;    // written, and not stored yet
@@ -137,13 +137,13 @@ class Pager : private MemoryUser {
   Group group_;
   GatherOrder order_;
   std::atomic<bool> notices_ = true;
-  mutable std::mutex mutex_;  // everything below
+  mutable std::mutex mutex_;  // guards everything below
   std::vector<std::unique_ptr<Page>> pages_;
   std::unordered_map<c10::StorageImpl*, size_t> index_;
-  std::list<size_t> used_;         // in memory and used, least recently first
-  std::vector<size_t> unsharded_;  // by unshard_all
-  int64_t largest_ = 0;            // bytes of a page
-  size_t ahead_ = 0;               // in memory or on their way, not used yet
+  std::list<size_t> used_;         // unsharded and used, least recently used first
+  std::vector<size_t> unsharded_;  // pages of unshard_all()
+  int64_t largest_ = 0;            // bytes of the largest page
+  size_t ahead_ = 0;               // number of pages in memory or being gathered that were not used yet
   bool keep_ = false;
   UseOrder uses_;  // with check_order
   bool warned_ = false;

@@ -1,5 +1,5 @@
 #pragma once
-// In which order pages are used, pass by pass.
+// Record of the order in which pages are used, pass by pass.
 
 #include <optional>
 #include <utility>
@@ -13,12 +13,12 @@ class UseOrder {
  public:
   using Pass = GatherOrder::Pass;
   struct Uses {
-    std::vector<size_t> last;    // pages in the last pass of the kind; one that is used several times in a row once
-    std::vector<size_t> before;  // in the one before
+    std::vector<size_t> last;    // pages of the last pass of this kind; repeated uses in a row count once
+    std::vector<size_t> before;  // pages of the pass before that
     bool changed() const { return !before.empty() && before != last; }
   };
 
-  // Also ends the pass before.
+  // Ends the previous pass, too.
   void begin(Pass pass) {
     end();
     pass_ = pass;

@@ -12,17 +12,17 @@ namespace shoal {
 
 class BufferSync {
  public:
-  // Without choice: rank 0's.
+  // Default: broadcast from rank 0.
   void choose(bool broadcast, std::shared_ptr<BufferHook> hook = nullptr,
               BufferHookLocation location = BufferHookLocation::pre_forward);
 
   bool hooked() const { return hook_ != nullptr; }
 
-  // Around a forward that synchronises. lead: the lowest rank that has a batch. Collective.
+  // Call before and after a forward that synchronises. lead: the lowest rank that has a batch. Collective.
   void before_forward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
-  // Also after one that has failed here, since the others call it; again: does nothing.
+  // Call also after a forward that failed on this rank, because the other ranks call it. A repeated call does nothing.
   void after_forward();
-  // What after_forward() has begun is there. Collective.
+  // Waits for what after_forward() began. Collective.
   void complete();
 
  private:

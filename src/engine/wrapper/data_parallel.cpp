@@ -53,7 +53,7 @@ void check_device(const std::vector<NamedTensor>& tensors, const std::string& wr
   }
 }
 
-// The same on all ranks, so that none of them waits for one that cannot read.
+// Throws alike on all ranks, so that none of them waits for a rank that cannot read its parameters.
 void check_memory(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
   for (const auto& entry : tensors) {
     if (!is_lost(entry.tensor)) continue;
@@ -76,7 +76,7 @@ std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module>
   check_memory(tensors.parameters, name);
   materialize(all_but(*module, deferred == Deferred::keep ? tensors.parameters : std::vector<NamedTensor>()));
   if (sync) {
-    const UnwatchedOperators own;  // rank 0's values go where parameters lie
+    const UnwatchedOperators own;  // rank 0's values are written to sharded parameters' memory without gathering
     sync_module(group, tensors);
   } else {
     agree(group, "the model", tensors.describe());
@@ -119,13 +119,13 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   const auto join_state = reducer ? reducer->join_state() : std::nullopt;
   const auto steps = reducer ? reducer->step() : 0;
   consumer = options.consumer;
-  reducer.reset();  // its hooks go first
+  reducer.reset();  // destroy the old reducer first, because its hooks are on the same parameters
   reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(reduction));
   reducer->count_from(steps);
   reducer->callbacks.synchronises = [this] { return no_sync_depth == 0; };
   reducer->set_join_state(join_state);
   if (!buffers.hooked()) return;
-  // After a forward that failed, or that never was.
+  // Called late if a forward failed, or was never called.
   reducer->callbacks.before_writing = [this] { buffers.after_forward(); };
   reducer->callbacks.before_waiting = [this] { buffers.complete(); };
 }
@@ -136,23 +136,25 @@ Reducer& reducer_of(DataParallelCore& parallel) {
 
 DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
-// An optimizer may keep the reducer.
+// The reducer may outlive the wrapper, because an optimizer may share it.
 DataParallelCore::~DataParallelCore() {
   if (state_->reducer) state_->reducer->detach();
 }
 
-// Parameters with other memory are trained like any; ranks that hold other values, or other parameters, are not.
+// Parameters whose memory was replaced are trained on; ranks must agree on their values and properties, or all of them
+// throw.
 void DataParallelCore::adopt_changes(bool training) {
   auto& state = *state_;
   if (!training || state.no_sync_depth > 0 || !state.watch.changed()) return;
-  // All frozen for a while, as a GAN's critic in its generator's step: nothing comes, and nothing is forgotten.
+  // All parameters may be frozen for a while, such as a GAN's critic in the generator's step. There is nothing to
+  // reduce then, and the reducer keeps its state.
   if (state.tensors.trainable().empty()) return;
   std::vector<ChangedValue> values;
   bool other_kind = false;
   for (size_t i = 0; i < state.tensors.parameters.size(); ++i) {
     const auto& entry = state.tensors.parameters[i];
     other_kind = other_kind || state.watch.other_kind(i) || state.watch.trainable_changed(i);
-    // A strategy's own memory holds what the strategy has put there.
+    // Memory that belongs to the strategy (watchable tensors) holds values that the strategy wrote.
     if (state.watch.changed(i) && !is_watchable(entry.tensor)) values.push_back({entry.name, digest_of(entry.tensor)});
   }
   if (other_kind) agree(state.group, "the model, whose parameters have changed", state.tensors.describe());
@@ -196,8 +198,8 @@ void DataParallelCore::forward_failed() {
   if (state_->entered) state_->reducer->mark_failed();
   if (torch::GradMode::is_enabled()) return;
   try {
-    end_pass(false);            // others may need this rank's help
-  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): the failure that is under way says more
+    end_pass(false);            // other ranks may need this rank's help to gather
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): the original failure says more
   }
 }
 
@@ -227,7 +229,7 @@ void DataParallelCore::shadow() {
 
 void DataParallelCore::settle() {
   state_->reducer->settle();
-  end_pass(/*training=*/false);  // others may be in one yet
+  end_pass(/*training=*/false);  // other ranks may still be in an evaluation
 }
 
 void DataParallelCore::set_join_state(const std::optional<JoinState>& join_state) {

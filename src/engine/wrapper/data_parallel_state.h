@@ -11,21 +11,22 @@
 namespace shoal {
 
 struct DataParallelCore::State {
-  std::string name;  // of the wrapper's class
+  std::string name;  // class name of the wrapper
   std::shared_ptr<torch::nn::Module> module;
   Group group;
   BufferSync buffers{};
-  bool adopts_buffers = true;  // after a Join, those of a rank that took part in the last step
+  bool adopts_buffers = true;  // after a Join, all ranks take the buffers of a rank that took part in the last step
   Precision precision{};
   ModuleTensors tensors;
   KnownModule known{};
-  ParameterWatch watch{};  // of the parameters, since they were wrapped or last seen
+  ParameterWatch watch{};  // changes of parameters since they were wrapped or last checked
   std::shared_ptr<Reducer> reducer{};
-  std::function<void(const std::shared_ptr<GradientConsumer>&)> remake_reducer{};  // where a strategy has a way to
-  std::shared_ptr<GradientConsumer> consumer{};                                    // the present reducer's
-  LoggingData::Settings settings{};                                                // for logging
+  // Set by strategies that can replace their reducer.
+  std::function<void(const std::shared_ptr<GradientConsumer>&)> remake_reducer{};
+  std::shared_ptr<GradientConsumer> consumer{};  // of the present reducer
+  LoggingData::Settings settings{};              // for logging
   int no_sync_depth = 0;
-  bool entered = false;  // the forward that runs, or ran last, has entered a step that the other ranks wait for
+  bool entered = false;  // the running or last forward has entered a step that other ranks wait for
 
   // Throws UsageError if the shape of a parameter has changed. Not collective.
   void require_shapes() const;

@@ -1,5 +1,5 @@
 #pragma once
-// Fills LoggingData.
+// Builder of LoggingData.
 
 #include "engine/reducer/reducer.h"
 #include "module/walk.h"
@@ -8,14 +8,14 @@
 
 namespace shoal {
 
-// Whom it is about. The model follows.
+// LoggingData without the model and steps, which the functions below add.
 LoggingData log_of(const std::string& strategy, const torch::nn::Module& module, const Group& group,
                    LoggingData::Settings settings);
-// Several of them add up, as chunks of one model do.
+// Repeated calls accumulate, for a model in several chunks.
 void add_model(LoggingData& data, const ModuleTensors& tensors);
 void add_steps(LoggingData& data, const Reducer& reducer);
 
-// For settings.
+// Texts of settings.
 std::string yes_or_no(bool value);
 std::string in_words(const Precision& precision);
 

@@ -1,5 +1,5 @@
 #pragma once
-// The engine's own work for callers in InferenceMode.
+// Scope for the engine's own work when the caller is in InferenceMode.
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
@@ -8,9 +8,9 @@
 
 namespace shoal {
 
-// While it lives, this thread is outside of InferenceMode: tensors made in it may never be written to outside, and what
-// the engine keeps is written to in training. Gradients stay disabled, as they are in InferenceMode. Without effect
-// elsewhere.
+// Takes this thread out of InferenceMode: tensors made in InferenceMode must not be written to outside of it, and the
+// engine's own tensors are written to in training. Grad mode stays off, as in InferenceMode. No effect if InferenceMode
+// is off.
 class NormalMode {
  public:
   NormalMode() {

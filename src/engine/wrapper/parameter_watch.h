@@ -12,39 +12,39 @@
 
 namespace shoal {
 
-// Knows what parameters were when they were last noted. torch::load(module), Module::load, Module::to and set_data give
-// a parameter other memory, and maybe another dtype, while it stays the same tensor to its module and its optimizer.
-// Asking costs some nanoseconds per parameter and allocates nothing. Not thread-safe.
+// Compares parameters with a snapshot. torch::load(module), Module::load, Module::to and set_data give a parameter
+// other memory, perhaps another dtype, while the module and the optimizer keep the same tensor. A check takes some
+// nanoseconds per parameter and allocates nothing. Not thread-safe.
 class ParameterWatch {
  public:
-  // `versions`: whether writes in place count as changes too, for parameters that only the engine updates.
+  // counted: writes in place count as changes, too, for parameters that only the engine updates.
   enum class Versions { ignored, counted };
 
   ParameterWatch() = default;
-  // As they are now.
+  // Takes a snapshot of the parameters.
   explicit ParameterWatch(std::vector<at::Tensor> parameters, Versions versions = Versions::ignored);
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  // Other memory, another kind, or with Versions::counted other values.
+  // True if the parameter has other memory, dtype, sizes or strides, or with Versions::counted was written to.
   bool changed(size_t number) const;
-  // Of any of them, or of its requires_grad.
+  // True if any parameter has changed, or its requires_grad has.
   bool changed() const;
   bool other_shape(size_t number) const;
-  // Another dtype, device or shape.
+  // True if dtype, device or shape differ.
   bool other_kind(size_t number) const;
-  // Another floating-point dtype, and nothing else.
+  // True if only the floating-point dtype differs.
   bool other_floating_dtype(size_t number) const;
   at::IntArrayRef strides(size_t number) const { return known_[number].strides; }
   bool trainable_changed(size_t number) const;
-  // "it is float64 [3, 2] on cpu, and was float32 [3, 2] on cpu"; of requires_grad, too.
+  // "it is float64 [3, 2] on cpu, and was float32 [3, 2] on cpu"; likewise for requires_grad.
   std::string describe(size_t number) const;
-  // What they are now is what they were.
+  // Renews the snapshot.
   void note();
   void note(size_t number);
 
  private:
   struct Known {
-    // Weak, so that no other memory gets its address.
+    // Weak: does not keep the memory, but keeps its address from being reused.
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage{};
     const c10::StorageImpl* address = nullptr;
     int64_t offset = 0;

@@ -16,7 +16,7 @@ Precision::Scope::Scope(const Precision& precision, at::DeviceType device)
 
 Precision::Scope::~Scope() {
   if (!active_) return;
-  // Casts of parameters are kept for the outermost scope only.
+  // Only the outermost scope clears the cached casts of parameters.
   if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
   at::autocast::set_autocast_enabled(device_, was_enabled_);
   at::autocast::set_autocast_dtype(device_, dtype_before_);
