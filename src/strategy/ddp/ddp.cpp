@@ -51,7 +51,7 @@ std::string buffer_hook_of(const DistributedDataParallelOptions& options) {
   return options.buffer_hook_location == BufferHookLocation::pre_forward ? "before forward" : "after forward";
 }
 
-// With a consumer means are used up: one bucket travels while the next one fills.
+// With a consumer, one bucket is being reduced while the next one fills.
 void make_reducer(DataParallelCore::State& state, const DistributedDataParallelOptions& options,
                   const std::shared_ptr<GradientConsumer>& consumer) {
   auto gradients = gradients_of(state.tensors);

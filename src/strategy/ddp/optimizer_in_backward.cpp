@@ -35,7 +35,7 @@ std::vector<std::string> describe(const OptimizerInBackwardOptions& options) {
           fmt::format("scaler {}", options.scaler ? fmt::format("from {}", options.scaler->initial_scale) : "none")};
 }
 
-// Takes gradients away from an optimizer while it updates other parameters.
+// Scope that hides gradients from an optimizer while it updates the parameters of one bucket.
 class Hidden {
  public:
   Hidden(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& shown) {
@@ -115,7 +115,7 @@ struct OptimizerInBackward::State : public GradientConsumer {
     squares = 0;
   }
 
-  // A bucket by itself; false: it must not be used.
+  // Unscales and clips one bucket's gradients; false: they must not be used.
   bool prepare(const std::vector<at::Tensor>& gradients) {
     if (scaler && scaler->unscale(gradients)) {
       found = true;
@@ -133,9 +133,9 @@ struct OptimizerInBackward::State : public GradientConsumer {
   KnownParameters known;
   OptimizerInBackwardOptions options;
   std::optional<GradScaler> scaler{};
-  std::optional<double> norm{};  // of a whole step's gradients, the last that were finite
+  std::optional<double> norm{};  // norm of the last whole step's gradients that was finite
 
-  // The step in progress.
+  // State of the step in progress.
   bool seen_all = false;
   bool found = false;  // inf or NaN
   double squares = 0;  // sum over the gradients so far

@@ -22,7 +22,7 @@ void average(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& la
     mixing.average(group, i, mean, label);
     buckets[i].read_from(mean);
   }
-  // Nothing that was shown before may be mixed in.
+  // Values that were shown before must not be mixed in.
   mixing.restart(newest.item<int64_t>());
   for (size_t i = 0; i < buckets.size(); ++i) {
     mixing.all_hold(i, std::exchange(means[i], {}));

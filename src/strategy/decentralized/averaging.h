@@ -1,5 +1,5 @@
 #pragma once
-// Collective operations on the buckets between steps: averages over all ranks.
+// Collective operations on buckets between steps: averages over all ranks.
 
 #include <vector>
 
@@ -8,12 +8,12 @@
 
 namespace shoal {
 
-// Gives all ranks that are left the mean of their buckets, bit for bit the same, and shows it. Collective over them.
+// Gives all remaining ranks the mean of their buckets, bit for bit the same, and shows it. Collective over them.
 void average(Mixing& mixing, std::vector<GossipBucket>& buckets, const Label& label);
-// The same before anything has been shown.
+// The same before any rank has shown values.
 void average(const Group& group, std::vector<GossipBucket>& buckets, const Label& label);
 
-// The mean over the ranks of |x_i - x|^2, where x is their mean. Collective over the ranks that are left.
+// The mean over ranks of |x_i - x|^2, where x is the ranks' mean. Collective over the remaining ranks.
 double squared_distance(const Group& group, std::vector<GossipBucket>& buckets, const Label& label);
 
 }  // namespace shoal

@@ -63,7 +63,7 @@ void GossipBucket::adopt() {
   }
 }
 
-// As x + (others - (1 - own) x): rounded weights do not add up to 1, and ranks that agree would drift.
+// Computed as x + (others - (1 - own) x), because rounded weights do not sum to 1, and equal ranks would drift.
 void GossipBucket::mix(double own, at::Tensor& others) {
   if (flat_.defined()) {
     flat_.add_(others.sub_(flat_, 1 - own));

@@ -1,5 +1,5 @@
 #pragma once
-// Parameters that are mixed, updated and shown together.
+// Bucket of parameters that are mixed, updated and shown together.
 
 #include <vector>
 
@@ -10,24 +10,24 @@ namespace shoal {
 
 class GossipBucket {
  public:
-  // as_views: the parameters move to memory that they share; else each keeps its own.
+  // as_views: the parameters move to one flat buffer; else each keeps its own memory.
   GossipBucket(std::vector<NamedParameter> members, bool as_views);
 
   const std::vector<NamedParameter>& members() const { return members_; }
   int64_t numel() const { return layout_.size(); }
   at::ScalarType dtype() const { return dtype_; }
-  // The parameters' memory [numel()], gaps included; none where each has its own.
+  // The parameters' flat buffer [numel()], gaps included; undefined if each keeps its own memory.
   const at::Tensor& flat() const { return flat_; }
-  // Flat memory [numel()] in the parameters' shapes.
+  // Views of a flat tensor [numel()] in the parameters' shapes.
   std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
 
-  // UsageError for a member that has another dtype or number of elements by now.
+  // UsageError if a member's dtype or number of elements has changed.
   void require_kinds() const;
-  // Members that somebody has given other memory lie in flat() again, with the values that they have there.
+  // Moves members whose memory was replaced back to flat(), with their present values.
   void adopt();
-  // x <- own * x + others [numel()], whose memory is used.
+  // x <- own * x + others [numel()]. Overwrites `others`.
   void mix(double own, at::Tensor& others);
-  // flat [numel()] <- scale * x, the gaps untouched.
+  // flat [numel()] <- scale * x, except the gaps.
   void write_to(const at::Tensor& flat, double scale = 1) const;
   // x <- flat.
   void read_from(const at::Tensor& flat);
@@ -39,7 +39,7 @@ class GossipBucket {
   std::vector<NamedParameter> members_;
   FlatLayout layout_;
   at::ScalarType dtype_;
-  at::Tensor flat_;  // none where parameters keep their memory
+  at::Tensor flat_;  // undefined if parameters keep their own memory
 };
 
 }  // namespace shoal

@@ -1,5 +1,5 @@
 #pragma once
-// A loss scale that all ranks come to have, although none waits for another one.
+// Loss scale that converges to one value on all ranks, although no rank waits for another.
 
 #include <deque>
 
@@ -8,22 +8,23 @@
 
 namespace shoal {
 
-// A scale follows from the steps in which some rank's gradients have overflowed. A rank hears of the others' a few steps
-// later, and then computes the scale anew from before that step on. So ranks that know the same have the same scale.
+// The scale is a function of the steps in which some rank's gradients overflowed. A rank hears of other ranks'
+// overflows a few steps later, and then recomputes the scale from that step on. Ranks that know the same overflows have
+// the same scale.
 class CommonScale {
  public:
   explicit CommonScale(GradScaler& scaler) : scaler_(scaler) {}
-  // This rank's step, shown as `version`, is over.
+  // Call when this rank's step, shown as `version`, is over.
   void step(int64_t version, const KnownRanks& known);
 
  private:
   struct Step {
     int64_t version;
-    bool overflowed;  // somewhere, as far as is known
+    bool overflowed;  // on some rank, as far as is known
   };
   GradScaler& scaler_;
-  GradScalerState base_{};    // before `recent_`
-  GradScalerState latest_{};  // after it; another one has been loaded if the scaler's differs
+  GradScalerState base_{};    // state before `recent_`
+  GradScalerState latest_{};  // state after it; if the scaler's differs, the caller has loaded another state
   std::deque<Step> recent_;
 };
 

@@ -6,8 +6,8 @@
 namespace shoal {
 namespace {
 
-// Of a step in the running mean. Less, and a last batch that is short makes the next step's gradients too large; more,
-// and weights that grow for good are noticed late.
+// Share of one step in the running mean. A smaller share makes it slow to notice weights that have changed for good; a
+// larger one lets a short last batch make the next step's gradients too large.
 constexpr double share_of_a_step = 0.1;
 
 }  // namespace

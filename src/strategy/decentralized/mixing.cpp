@@ -14,10 +14,10 @@
 namespace shoal {
 namespace {
 
-// Push-sum's weight rides behind the values, on a cache line of its own.
+// Push-sum's weight follows the values, on a cache line of its own.
 constexpr int64_t mass_numel = 32;
 
-// The buffer behind whose values this rank says what it knows of the others.
+// Buffer whose values this rank's knowledge of the others follows.
 constexpr size_t bearer = 0;
 
 }  // namespace
@@ -102,7 +102,7 @@ void Mixing::go_on_from(int64_t version, std::vector<double> mass) {
     throw UsageError(
         "DecentralizedDataParallel: ranks have left or rejoined this training; load the checkpoint into a new one");
   }
-  if (version_ > 0) channel_ = open_gossip_channel(group_, shown_);  // versions only grow
+  if (version_ > 0) channel_ = open_gossip_channel(group_, shown_);  // versions never decrease
   version_ = version;
   mass_ = std::move(mass);
 }
@@ -138,7 +138,7 @@ void Mixing::remove_lost(const std::vector<int>& also) {
   now_ = party_of(std::move(left));
   remaining_.reset();
   for (auto& copies : copies_) copies.begin_anew(topology().period());
-  channel_->forget();  // other ranks read this one's values now
+  channel_->forget();  // the ranks that read this one have changed
 }
 
 void Mixing::remove_ended() {
@@ -202,7 +202,7 @@ Reading Mixing::read(size_t buffer, int rank, const GossipChannel::Use& use) {
 double Mixing::mean_weight(double own) const {
   const auto ranks = static_cast<double>(now_.members.size());
   if (ranks == 1) return own;
-  // The mean is at least this rank's part of it, whatever is known of the others.
+  // The mean is at least this rank's share of it, whatever is known of the other ranks.
   return std::max(known_.mean_weight(now_.members).value_or(own), own / ranks);
 }
 
@@ -213,7 +213,7 @@ Mixing::Gathered Mixing::gather_differences(size_t buffer) {
     at::Tensor message;
     const auto [arrival, version] =
         read(buffer, now_.members[number], [&](const at::Tensor& values) { message = values.clone(); });
-    // What is further on or behind may be of another round, whose readers are others.
+    // A version ahead or behind may be of another round, which has other readers.
     if (arrival != Arrival::here || (version - version_) % topology().period() != 0) {
       ++statistics_.skipped;
       continue;
@@ -258,7 +258,7 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
       };
       const auto [arrival, version] = torn.count(rank) > 0 ? Reading{} : read(buffer, rank, add);
       if (arrival == Arrival::torn) torn.insert(rank);
-      // Word that it has left comes late over sockets; it is left out of the same step on all ranks.
+      // Over sockets, news of a rank that left may be late; all ranks leave it out from the same step.
       if (arrival == Arrival::gone) remove_lost({rank});
       if (arrival == Arrival::torn || arrival == Arrival::gone) {
         again = true;
@@ -274,7 +274,7 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
     if (again) continue;
     statistics_ = counted;
     if (!pushes()) return result;
-    // Values are held divided by their weight: x / w, of which this rank keeps W_ii w.
+    // Values are stored divided by their weight: x / w, of which this rank keeps W_ii w.
     if (result.others.defined()) {
       mass += result.others[buffers_[buffer].numel].item<double>();
       result.others = result.others.narrow(0, 0, buffers_[buffer].numel).div_(mass);
@@ -285,7 +285,7 @@ Mixing::Gathered Mixing::gather(size_t buffer) {
   }
 }
 
-// A neighbour that overwrites its values meanwhile, having waited in vain, leaves some of the newer ones in the mean.
+// A neighbour that overwrites its values after a timeout leaves some newer values in the mean.
 bool Mixing::mix_into(size_t buffer, const at::Tensor& values) {
   if (version_ == 0 || pushes() || !copies_.empty() || shown_[buffer].dtype != values.scalar_type()) return false;
   const auto& sources = round().sources(number());

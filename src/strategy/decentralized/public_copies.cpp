@@ -12,8 +12,8 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t refreshes = 64;  // messages of a round until all of a copy has travelled
-constexpr int64_t block = 256;     // elements that share a scale
+constexpr int64_t refreshes = 64;  // number of a round's messages that together carry a whole copy
+constexpr int64_t block = 256;     // number of elements that share a scale
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -26,7 +26,7 @@ PublicCopies::PublicCopies(const GossipBuffer& buffer, const CompressedExchange&
       kept_(static_cast<int64_t>(std::ceil(how.top_k.value_or(1) * static_cast<double>(buffer.numel)))),
       how_(how),
       refreshed_numel_(std::min(numel_, round_up((numel_ + refreshes - 1) / refreshes, 32))),
-      // What follows begins where any dtype may.
+      // Aligned, because the difference follows, in any dtype.
       refreshed_bytes_(round_up(refreshed_numel_ * static_cast<int64_t>(c10::elementSize(buffer.dtype)), 128)),
       difference_bytes_(compressed(at::zeros({numel_}, at::TensorOptions(buffer.dtype))).numel()),
       options_(buffer.dtype) {
@@ -121,7 +121,7 @@ void PublicCopies::forget(int rank) {
   newest_.erase(rank);
 }
 
-// Those who have noticed it earlier send messages of the new rounds already.
+// Ranks that noticed the change earlier send messages of the new rounds already; those are kept.
 void PublicCopies::begin_anew(int64_t rounds) {
   own_.clear();
   for (int64_t round = 0; round < rounds; ++round) own_.push_back(zero());

@@ -1,5 +1,5 @@
 #pragma once
-// Progress of a rank's training besides its tensors: for checkpoints, and for a rank that rejoins.
+// Progress of a rank's training besides its tensors, for checkpoints and for a rank that rejoins.
 
 #include <nlohmann/json.hpp>
 #include <vector>
@@ -9,16 +9,17 @@
 namespace shoal {
 
 struct Standing {
-  std::vector<size_t> order{};  // of first arrival, numbers of gradients: buckets are built from it
-  std::vector<int> arrivals{};  // by gradient: decides when a bucket is mixed
+  std::vector<size_t> order{};  // gradients in the order of their first arrival, from which buckets are built
+  std::vector<int> arrivals{};  // by gradient: arrivals per backward, which decide when a bucket is mixed
   int64_t step = 0;
-  int64_t version = 0;         // shown last: with whom ranks mix
-  std::vector<double> mass{};  // push-sum's, by bucket
+  int64_t version = 0;         // last version shown; decides with whom ranks mix
+  std::vector<double> mass{};  // push-sum's weight, by bucket
   std::vector<KnownRanks::Entry> known{};
 };
 
 nlohmann::json to_json(const DecentralizedDataParallelCore::State& state);
-// Throws nlohmann's exceptions for what to_json() does not write. Gradients that this model does not have are left out.
+// Throws nlohmann::json's exceptions for what to_json() does not write. Ignores gradients that this model does not
+// have.
 Standing parse_standing(const DecentralizedDataParallelCore::State& state, const nlohmann::json& text);
 
 }  // namespace shoal

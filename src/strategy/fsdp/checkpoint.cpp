@@ -1,4 +1,4 @@
-// FullyShardedDataParallel in checkpoints.
+// Checkpoint source of FullyShardedDataParallel.
 
 #include <torch/utils.h>
 
@@ -47,14 +47,14 @@ void FullyShardedSource::end_load(const CarriedStates& past) {
   for (const auto& frozen : shards_.frozen) frozen.gather->wait(label);
 }
 
-// Frozen parameters are divided, too; what the wrapper was told to ignore is whole on every rank.
+// Frozen parameters are sharded, too; ignored ones are whole on every rank.
 void FullyShardedSource::add_others(CheckpointView& view) {
   add_rest(view, *parallel_.module());
   give_buffers_their_dtypes(view);
   std::erase_if(view.rest, [&](const NamedSlice& slice) { return is_sharded_here(slice.name); });
   const int rank = shards_.groups.shard.rank();
   for (const auto& frozen : shards_.frozen) {
-    // Every rank knows of all of them.
+    // Every rank lists all of them.
     for (const auto& entry : frozen.parameters) {
       view.rest.push_back(slice_of(entry, {}, at::empty({0}, entry.tensor.scalar_type())));
     }
@@ -65,7 +65,7 @@ void FullyShardedSource::add_others(CheckpointView& view) {
   }
 }
 
-// With buffer_dtype they have another one in memory.
+// Buffers have another dtype in memory with buffer_dtype.
 void FullyShardedSource::give_buffers_their_dtypes(CheckpointView& view) {
   converted_.clear();
   for (const auto& [buffer, dtype] : shards_.buffer_dtypes) {

@@ -75,7 +75,7 @@ FullyShardedCore::~FullyShardedCore() {
   give_back_all_of(*this);
 }
 
-// Evaluation needs no other rank where parameters share memory: it reads what they hold.
+// In evaluation, ranks that share memory need no collective: they read the shared values.
 void FullyShardedCore::adopt_changes(bool training) {
   auto& module = *shards_->module;
   if (training) module.require_kinds();
@@ -83,7 +83,7 @@ void FullyShardedCore::adopt_changes(bool training) {
   if (collective) module.adopt_changes({step(), -1, "replaced parameters"});
 }
 
-// Tensors of the same objects: whoever holds a parameter holds it still.
+// Keeps the parameters' tensor objects, so that references to them stay valid.
 void FullyShardedCore::unwrap() {
   if (shards_->hold) {
     throw UsageError("FullyShardedDataParallel: unwrap() within summon_full_params(); end that scope first");
@@ -97,7 +97,7 @@ void FullyShardedCore::unwrap() {
       values.push_back(entry.tensor.detach().clone());
       continue;
     }
-    const auto value = whole(entry.tensor, entry.name);  // with the bits that param_dtype has no room for
+    const auto value = whole(entry.tensor, entry.name);  // includes bits that param_dtype cannot hold
     values.push_back(value.element_size() < 4 ? value.to(at::kFloat) : value);
   }
   shards_->module->end();
@@ -108,7 +108,7 @@ void FullyShardedCore::unwrap() {
   }
   for (const auto& [buffer, dtype] : shards_->buffer_dtypes) buffer.set_data(buffer.to(dtype));
   give_back_all_of(*this);
-  shards_->groups.all.barrier({step(), -1, "unwrapped"}).wait();  // nobody's values are read any more
+  shards_->groups.all.barrier({step(), -1, "unwrapped"}).wait();  // no rank reads another one's values any more
 }
 
 void FullyShardedCore::begin_pass(bool training) {
@@ -156,7 +156,7 @@ double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
 at::Tensor FullyShardedCore::whole(const at::Tensor& parameter, const std::string& name) const {
   const bool copied = parameter.requires_grad() && parameter.element_size() < 4;
   if (!copied) return parameter.detach().clone();
-  // What ranks update, in float32.
+  // Master values, in float32.
   return shards_->assemble(parameter, at::kFloat, name, [](const OwnedPiece& piece) { return piece.main; });
 }
 
@@ -261,8 +261,8 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
                                              .everybody = shards.groups.all,
                                              .modules = {shards.module},
                                              .clip_grad = options.clip_grad,
-                                             // Pages come when they are taken. Shared memory is read by torch::save
-                                             // and data_ptr(), too, which wait for nobody.
+                                             // Pages are gathered on use. In shared memory torch::save and data_ptr()
+                                             // read, too, and those cannot wait.
                                              .wait_at_first_touch = shards.pager != nullptr});
   if (!options.scaler) return state;
   options.scaler->validate();

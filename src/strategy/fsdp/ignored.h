@@ -1,5 +1,5 @@
 #pragma once
-// Tensors that a FullyShardedDataParallel does not shard: ignored ones, and those of wrapped sub-modules.
+// Tensors that a FullyShardedDataParallel does not shard: ignored ones, and those of wrapped submodules.
 
 #include <string>
 #include <vector>
@@ -9,12 +9,12 @@
 
 namespace shoal {
 
-// Names of these parameters and buffers. Warns when the module itself is among the ignored ones. UsageError for names
-// that the module does not have, for what is to be ignored and is sharded already, and for a module that is sharded
-// already as a whole.
+// Names of the ignored parameters and buffers. Warns if the module itself is ignored. UsageError for names that the
+// module does not have, for ignored tensors that are sharded already, and for a module that is already sharded as a
+// whole.
 std::vector<std::string> ignored_names(const torch::nn::Module& module, const FullyShardedDataParallelOptions& options);
 
-// The wrappers of sub-modules that have parameters of their own there.
+// Wrappers of submodules that own parameters of the module.
 std::vector<FullyShardedCore*> wrappers_within(const torch::nn::Module& module, const FullyShardedCore& outer);
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// Options of FullyShardedDataParallel: what is possible, and what ranks compare.
+// Options of FullyShardedDataParallel: validation, and comparison over ranks.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -13,7 +13,7 @@
 namespace shoal {
 namespace {
 
-// The one device of all parameters.
+// The device that all parameters share.
 at::Device device_of(const std::vector<NamedTensor>& parameters) {
   const NamedTensor* first = nullptr;
   for (const auto& entry : parameters) {

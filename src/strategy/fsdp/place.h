@@ -1,5 +1,5 @@
 #pragma once
-// Device of a module before it is sharded.
+// Placement of a module on its device before it is sharded.
 
 #include <torch/nn/module.h>
 
@@ -9,10 +9,9 @@
 
 namespace shoal {
 
-// Moves a module from the CPU to `device`; one without index is the current one of its kind, with a warning. A module
-// that is elsewhere already has to be on that device. UsageError if not, when its parameters are on several
-// devices, and for a device that this process does not have. `ignored`: names of parameters and buffers that may be
-// anywhere.
+// Moves a module from the CPU to `device`. A device without an index means the current one of its type, with a warning.
+// UsageError if the module is on another device, if its parameters are on several devices, or if this process does not
+// have the device. ignored: names of parameters and buffers that may be anywhere.
 void place_module(torch::nn::Module& module, std::optional<at::Device> device, const std::vector<std::string>& ignored);
 
 }  // namespace shoal

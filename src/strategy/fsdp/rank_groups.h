@@ -1,5 +1,5 @@
 #pragma once
-// Ranks that divide a model among them, where several such groups have equal shards.
+// Groups of ranks that shard a model among them; the groups are replicas of each other.
 
 #include <optional>
 #include <string>
@@ -7,13 +7,13 @@
 
 namespace shoal {
 
-// The groups: the ranks of each host, or `size` ranks in a row. hosts: by rank, as hosts_of(). In each group ranks
-// are in order; groups are in the order of their first ranks. UsageError, on behalf of `who`, when they would be of
-// different sizes.
+// The ranks of each host, or with `size` that many consecutive ranks. hosts: by rank, as returned by hosts_of(). Ranks
+// within a group are in order; groups are in the order of their first ranks. UsageError, naming `who`, if groups would
+// differ in size.
 std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::optional<int> size,
                                           const std::string& who, const std::string& size_option);
 
-// Those of the group in which `rank` is, and those that have its place in every group.
+// The ranks of one rank's group, and the ranks that have the same place in every group.
 struct RankPlace {
   std::vector<int> inside;
   std::vector<int> across;

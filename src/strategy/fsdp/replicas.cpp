@@ -1,4 +1,4 @@
-// Ranks that own the same ranges, where each has started from values of its own.
+// Comparison of ranks that own the same ranges but started with values of their own.
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -9,7 +9,7 @@
 namespace shoal {
 namespace {
 
-// Whether this rank's memory holds what the first replica's does. Collective over the replicas.
+// Whether this rank's values equal the first replica's. Collective over the replicas.
 bool equals_first(const Group& replicas, const at::Tensor& values) {
   auto first = values.detach().clone();
   replicas.broadcast(first, 0, {-1, -1, "parameters of the first replica"}).wait();
@@ -24,7 +24,7 @@ void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCo
   const auto& replicas = *shards.groups.replicas;
   const auto& gradients = state.reducer->gradients();
   const auto& parameters = state.tensors.parameters;
-  // Number of the first parameter that differs.
+  // Index of the first parameter that differs.
   auto differs = at::full({1}, static_cast<int64_t>(parameters.size()), at::kLong);
   const auto compare = [&](const std::string& name, const at::Tensor& values) {
     if (equals_first(replicas, values)) return;
@@ -43,10 +43,10 @@ void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCo
   shards.groups.all.all_reduce(differs, ReduceOp::min, {-1, -1, "whether replicas are equal"}).wait();
   const auto first = static_cast<size_t>(differs.item<int64_t>());
   if (first == parameters.size()) return;
-  throw DisagreeError(
-      fmt::format("FullyShardedDataParallel: with sync_module_states off, ranks that own the same range must start with "
-                  "the same values, and {} differs; load the same on all ranks, or set sync_module_states",
-                  parameters[first].name));
+  throw DisagreeError(fmt::format(
+      "FullyShardedDataParallel: with sync_module_states off, ranks that own the same range must start with "
+      "the same values, and {} differs; load the same on all ranks, or set sync_module_states",
+      parameters[first].name));
 }
 
 }  // namespace shoal

@@ -74,7 +74,7 @@ void agree_on_units(const Group& group, const std::vector<Unit>& units) {
   agree(group, "the units of the model", lines);
 }
 
-// A unit in use, and others fetched ahead.
+// The limit must hold one unit in use and the prefetched ones.
 void check_byte_limit(const std::vector<Unit>& units, const FullyShardedDataParallelOptions& options, int ranks) {
   const auto count = static_cast<int64_t>(options.prefetch_units + 1);
   for (const auto& unit : units) {
@@ -91,10 +91,10 @@ void check_byte_limit(const std::vector<Unit>& units, const FullyShardedDataPara
   }
 }
 
-// Gives parameters another dtype; returns what they were, by number of the trainable one.
+// Converts parameters to another dtype; returns the original values of trainable ones, in their order.
 std::vector<at::Tensor> narrow(const ModuleTensors& tensors, at::ScalarType dtype) {
   std::vector<at::Tensor> originals;
-  const DeferredInit conversions_too;  // those of deferred parameters
+  const DeferredInit conversions_too;  // also defers the conversion of deferred parameters
   for (const auto& entry : tensors.parameters) {
     if (entry.tensor.requires_grad()) originals.push_back(entry.tensor.detach());
     at::Tensor(entry.tensor).set_data(entry.tensor.detach().to(dtype));
@@ -102,7 +102,7 @@ std::vector<at::Tensor> narrow(const ModuleTensors& tensors, at::ScalarType dtyp
   return originals;
 }
 
-// Gives floating-point buffers another dtype; returns what all of them had.
+// Converts floating-point buffers; returns all buffers with their original dtypes.
 std::vector<std::pair<at::Tensor, at::ScalarType>> convert_buffers(const ModuleTensors& tensors, at::ScalarType dtype) {
   std::vector<std::pair<at::Tensor, at::ScalarType>> own;
   for (const auto& entry : tensors.buffers) {
@@ -112,7 +112,7 @@ std::vector<std::pair<at::Tensor, at::ScalarType>> convert_buffers(const ModuleT
   return own;
 }
 
-// Gives deferred parameters, and what they were before they were rounded, their values.
+// Materializes deferred parameters, and their originals in full precision.
 void materialize_and_broadcast(const ShardGroups& groups, std::vector<at::Tensor> tensors, bool sync,
                                const std::string& name) {
   std::erase_if(tensors, [](const at::Tensor& tensor) { return !is_deferred(tensor); });
@@ -121,7 +121,7 @@ void materialize_and_broadcast(const ShardGroups& groups, std::vector<at::Tensor
   if (sync) broadcast_coalesced(groups.all, tensors, 0, {-1, -1, name});
 }
 
-// Of the originals of a bucket's parameters only this rank's elements stay.
+// Keeps only this rank's elements of the originals of a bucket's parameters.
 void keep_own_elements(const Bucket& bucket, std::vector<at::Tensor>& originals) {
   std::vector<at::Tensor> own(bucket.members().size());
   for (const auto& slice : bucket.layout().overlapping(bucket.kept_range())) {
@@ -131,7 +131,7 @@ void keep_own_elements(const Bucket& bucket, std::vector<at::Tensor>& originals)
   for (size_t piece = 0; piece < own.size(); ++piece) originals[bucket.members()[piece]] = own[piece];
 }
 
-// A unit's frozen parameters by dtype.
+// A unit's frozen parameters, grouped by dtype.
 std::vector<std::vector<NamedTensor>> frozen_of(const Unit& unit) {
   std::map<at::ScalarType, std::vector<NamedTensor>> kinds;
   for (const auto& entry : unit.parameters) {
@@ -151,7 +151,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   check(state.tensors, shards.options);
   shards.units = divide(*state.module, state.tensors, shards.options.auto_wrap_policy);
   agree_on_units(groups.all, shards.units);
-  // Parameters that ranks share are always there; so are all of a rank's own.
+  // Parameters in shared memory are always present, and so are those of a rank that shards with nobody.
   const bool present =
       shard.size() == 1 || (shard.transport() == "host" && state.tensors.parameters.front().tensor.is_cpu());
   if (!present && shards.options.byte_limit) check_byte_limit(shards.units, shards.options, shard.size());
@@ -170,7 +170,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   std::vector<int> units;
   std::vector<at::Tensor> parameters;
   for (auto& gradient : gradients) {
-    gradient.sparse = false;  // sums lie in flat memory
+    gradient.sparse = false;  // sums lie in flat buffers
     if (shards.options.reduce_dtype) gradient.travels_as = shards.options.reduce_dtype;
     units.push_back(unit_of.at(gradient.parameter.unsafeGetTensorImpl()));
     parameters.push_back(gradient.parameter);
@@ -190,7 +190,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
           "which FullyShardedDataParallel has reduced to shards on the ranks: clip with clip_grad_norm_() of the "
           "wrapper or the optimizer's clip_grad, drop it with zero_grad(), update with FullyShardedOptimizer",
       .accept_unused = true};
-  // A rank that waits does not serve those that gather another page, whom it may be waiting for.
+  // Bounded, because a rank that waits gathers no pages, and the rank it waits for may need it to gather one.
   if (!present) reducer_options.limits.patience = std::chrono::seconds(2);
   state.make_reducer(std::move(gradients), reducer_options, std::move(reduction));
   if (!present) {

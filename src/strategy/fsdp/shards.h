@@ -24,7 +24,7 @@ struct FullyShardedCore::Shards {
   std::vector<Unit> units{};
   std::shared_ptr<Pager> pager{};  // nullptr if all parameters are always in memory
   std::shared_ptr<ShardedModule> module{};
-  // A unit's frozen parameters of one dtype.
+  // Frozen parameters of one unit and dtype.
   struct Frozen {
     std::string unit;
     std::vector<NamedTensor> parameters;
@@ -32,19 +32,19 @@ struct FullyShardedCore::Shards {
     std::shared_ptr<ParameterGather> gather;
   };
   std::vector<Frozen> frozen{};
-  // While summon_full_params holds the parameters.
+  // State of a summon_full_params scope.
   struct Hold {
     SummonFullParamsOptions options;
-    std::set<std::string> left_out{};                       // units
-    std::vector<std::pair<at::Tensor, at::Tensor>> undo{};  // memory of this rank, and what goes back there
-    std::vector<at::Tensor> grads{};                        // what grad() was, by gradient of the reducer
+    std::set<std::string> left_out{};                       // names of units
+    std::vector<std::pair<at::Tensor, at::Tensor>> undo{};  // this rank's memory, and the values to restore there
+    std::vector<at::Tensor> grads{};                        // former grad(), by gradient of the reducer
   };
   std::optional<Hold> hold{};
-  int defer_depth = 0;  // scopes of defer_all_reduce
-  // Buffers, and their own dtypes, by number; empty: as they are.
+  int defer_depth = 0;  // nesting depth of defer_all_reduce scopes
+  // Buffers and their original dtypes; empty: buffers were not converted.
   std::vector<std::pair<at::Tensor, at::ScalarType>> buffer_dtypes{};
 
-  // A parameter's pieces on all ranks, as `of` gives them, together: on every rank. Collective.
+  // Assembles a parameter from the pieces that `of` returns on all ranks. Collective.
   at::Tensor assemble(const at::Tensor& parameter, at::ScalarType dtype, const std::string& name,
                       const std::function<at::Tensor(const OwnedPiece&)>& of) const;
   bool grad_op() const {
@@ -56,16 +56,16 @@ struct FullyShardedCore::Shards {
 std::string sharding_name(ShardingStrategy strategy);
 // One line per option, for agree().
 std::vector<std::string> describe(const FullyShardedDataParallelOptions& options);
-// A unit in labels and errors.
+// Name of a unit in labels and errors.
 std::string title(const Unit& unit);
 
-// Creates the groups of the ranks that share one copy of the model, and of those with equal shards. Collective.
+// Creates the group of ranks that share one copy of the model, and the group of ranks with equal shards. Collective.
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options);
 
 // Shards the parameters of `state` and creates its reducer. Collective.
 void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& shards);
 
-// Throws DisagreeError if ranks that own the same ranges have started from different values. Collective.
+// DisagreeError if ranks that own the same ranges started with different values. Collective.
 void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCore::Shards& shards);
 
 // "Half", or "none".

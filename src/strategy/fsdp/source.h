@@ -1,5 +1,5 @@
 #pragma once
-// FullyShardedDataParallel in checkpoints.
+// Checkpoint source of FullyShardedDataParallel.
 
 #include "engine/checkpoint/sharded.h"
 #include "strategy/fsdp/shards.h"
@@ -23,7 +23,8 @@ class FullyShardedSource : public ShardedSource {
 
   FullyShardedCore& parallel_;
   FullyShardedCore::Shards& shards_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> converted_;  // buffers, and the copies that stand for them in the view
+  // Buffers, and the converted copies that the view holds instead.
+  std::vector<std::pair<at::Tensor, at::Tensor>> converted_;
 };
 
 }  // namespace shoal

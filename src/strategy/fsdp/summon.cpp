@@ -1,4 +1,4 @@
-// Parameters that are whole for a while.
+// summon_full_params: a scope in which parameters are whole.
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -37,7 +37,7 @@ std::vector<std::string> describe(const SummonFullParamsOptions& options) {
           "recurse " + yes_or_no(options.recurse)};
 }
 
-// This rank's memory of a unit's parameters, trainable and frozen.
+// Visits this rank's memory of each unit's parameters, trainable and frozen.
 template <class Visit>
 void for_own_memory(const FullyShardedCore::Shards& shards, const Visit& visit) {
   std::map<const c10::TensorImpl*, std::string> unit_of;
@@ -55,7 +55,7 @@ void for_own_memory(const FullyShardedCore::Shards& shards, const Visit& visit) 
   }
 }
 
-// The rank's own part of a parameter's gradient, in the order in which the parameter lies in memory.
+// This rank's part of a parameter's gradient, in the order of the parameter's elements in memory.
 at::Tensor own_part(const at::Tensor& parameter, const OwnedPiece& piece) {
   const auto& grad = parameter.grad();
   const auto like = at::empty_strided(parameter.sizes(), dense_strides(parameter), grad.options()).copy_(grad);
@@ -76,7 +76,7 @@ void show_gradients(FullyShardedCore::Shards& shards) {
   }
 }
 
-// What somebody has written to a gradient counts; the rest stays as exact as it is.
+// Writes changed elements of summoned gradients back to the sums; unchanged ones keep the sum's precision.
 void take_gradients(FullyShardedCore::Shards& shards) {
   const auto& gradients = shards.module->reducer().gradients();
   const auto& options = shards.hold->options;
@@ -89,7 +89,7 @@ void take_gradients(FullyShardedCore::Shards& shards) {
   }
   for (size_t number = 0; number < gradients.size(); ++number) {
     auto& grad = at::Tensor(gradients[number].parameter).mutable_grad();
-    if (grad.defined() || !options.writeback) grad = shards.hold->grads[number];  // else it was dropped
+    if (grad.defined() || !options.writeback) grad = shards.hold->grads[number];  // else the caller dropped it
   }
 }
 
@@ -126,7 +126,7 @@ std::vector<FullyShardedCore*> FullyShardedCore::wrappers_within() {
   return shoal::wrappers_within(*module(), *this);
 }
 
-// So that nothing is held when it is refused.
+// Checks before the scope takes effect, so that nothing has to be undone after an error.
 void FullyShardedCore::check_hold(const SummonFullParamsOptions& options) const {
   const NormalMode outside;
   if (shards_->hold) {
@@ -148,7 +148,7 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options) {
   for (const auto& unit : shards.units) {
     if (!options.recurse && !unit.name.empty()) hold.left_out.insert(title(unit));
   }
-  shards.module->notice_writes(false);  // who may write, and what counts, is this scope's
+  shards.module->notice_writes(false);  // this scope decides which writes are kept
   if (shards.pager) {
     shards.pager->unshard_all(!options.rank0_only || shards.groups.all.rank() == 0, hold.left_out);
   } else {
@@ -156,7 +156,7 @@ void FullyShardedCore::hold(const SummonFullParamsOptions& options) {
       const bool counts = options.writeback && !hold.left_out.contains(unit);
       if (!counts) hold.undo.emplace_back(memory, memory.detach().clone());
     });
-    shards.groups.shard.barrier(label).wait();  // nobody writes before all have what they undo to
+    shards.groups.shard.barrier(label).wait();  // no rank writes before all ranks have saved what they may undo
   }
   shards.hold.emplace(std::move(hold));
   shards.module->lend(true);
@@ -174,7 +174,7 @@ void FullyShardedCore::release() {
   if (shards.pager) {
     shards.pager->reshard_all(writeback);
   } else {
-    shards.groups.shard.barrier(label).wait();  // all have written and read
+    shards.groups.shard.barrier(label).wait();  // all ranks have finished writing and reading
     for (const auto& [memory, before] : hold->undo) at::Tensor(memory).copy_(before);
     const bool undoes = !writeback || !hold->left_out.empty();
     if (undoes) shards.groups.shard.barrier(label).wait();

@@ -11,7 +11,7 @@ struct Registry {
   std::unordered_map<const c10::TensorImpl*, Taken> tensors;
 
   static Registry& instance() {
-    static auto* registry = new Registry;  // wrappers may go while the process ends
+    static auto* registry = new Registry;  // never destroyed: wrappers may outlive static objects
     return *registry;
   }
 };

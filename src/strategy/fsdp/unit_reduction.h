@@ -1,5 +1,5 @@
 #pragma once
-// Gradients that travel unit by unit, to where their units' shards are.
+// Reduction of gradients unit by unit, to the ranks that own the units' shards.
 
 #include <limits>
 #include <vector>
@@ -8,29 +8,28 @@
 
 namespace shoal {
 
-// The ranks among which units are sharded, and, where there are several such groups, those that hold equal shards.
+// Group of ranks that shard the units, and the group of ranks that hold equal shards, if there are replicas.
 struct ShardGroups {
   Group all;
   Group shard;
   std::optional<Group> replicas{};
-  std::vector<int> places{};  // in `shard` and its likes, by rank of `all`
+  std::vector<int> places{};  // by rank of `all`: its place in its shard group
 
-  // What is left of a sum within `shard` where this rank keeps something of it.
+  // Chains the all-reduce over replicas to a sum within the shard group, where this rank keeps a part of it.
   PendingExchange across_replicas(PendingExchange within, Bucket& bucket, const Label& label) const {
     if (!replicas || bucket.kept_range().empty()) return within;
     return chain(std::move(within), [group = *replicas, kept = bucket.kept(), label]() -> PendingExchange {
       return {group.all_reduce(kept, ReduceOp::sum, label)};
     });
   }
-  // A hook takes the way that is long: between hosts, and where nothing is sharded.
+  // The sum that a hook replaces: the one between hosts if there are replicas, or the only one if nothing is sharded.
   HookPoint hook_point(SumFor within) const {
     if (replicas || shard.size() == 1) return {replicas.value_or(shard), SumFor::everybody, /*of_kept=*/true};
     return {shard, within};
   }
 };
 
-// Buckets of one unit and dtype each, last unit first; sums are kept by the ranks of a shard group. divided: by gradient,
-// of the unit.
+// One bucket per unit and dtype, last unit first; ranks of a shard group keep the sums. divided: unit, by gradient.
 inline ReductionPlan plan_units(ReductionPlan::Keeps keeps, const ShardGroups& groups, std::vector<int> divided) {
   constexpr auto whole = std::numeric_limits<int64_t>::max();
   return {.hook_point = groups.hook_point(keeps == ReductionPlan::Keeps::owned ? SumFor::owner : SumFor::parts),
@@ -43,10 +42,10 @@ inline ReductionPlan plan_units(ReductionPlan::Keeps keeps, const ShardGroups& g
           .two_stages = groups.replicas.has_value()};
 }
 
-// Every rank gets an equal range of a unit's sum, in memory of its own.
+// Reduce-scatter: every rank gets an equal range of a unit's sum, in memory of its own.
 class ScatterUnits : public ReduceScatter {
  public:
-  // units: number of the unit, by number of the gradient.
+  // units: index of the unit, by gradient.
   ScatterUnits(const ShardGroups& groups, const std::vector<int>& units)
       : ReduceScatter(groups.shard, planned(groups, units)), groups_(groups) {}
 
@@ -64,7 +63,7 @@ class ScatterUnits : public ReduceScatter {
   ShardGroups groups_;
 };
 
-// Every gradient has an owner: for optimizers that need whole parameters.
+// Reduce to owners: every gradient has one owner, for optimizers that need whole parameters.
 class ReduceUnitsToOwners : public ReduceToOwner {
  public:
   ReduceUnitsToOwners(const ShardGroups& groups, const std::vector<int>& units, const std::vector<int>& owners)

@@ -1,4 +1,4 @@
-// The options, and what ranks agree on.
+// Construction: options, and what ranks agree on.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -69,7 +69,7 @@ std::vector<std::string> describe(const LocalUpdatesOptions& options) {
 
 namespace {
 
-// The group of each parameter that the optimizer has.
+// Param group of each of the optimizer's parameters.
 std::map<const c10::TensorImpl*, size_t> groups_of(const torch::optim::Optimizer& optimizer) {
   std::map<const c10::TensorImpl*, size_t> groups;
   for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {

@@ -19,7 +19,7 @@ struct Entry {
   double rate = 0;
 };
 
-// What an entry of such a piece has.
+// Visits the fields that a piece's entry has.
 template <class Field>
 void visit(Entry& entry, const Fragment::Piece& piece, bool under_way, bool slow, Field& field) {
   field("step", entry.steps);
@@ -30,7 +30,7 @@ void visit(Entry& entry, const Fragment::Piece& piece, bool under_way, bool slow
   if (slow) field("rate", entry.rate);
 }
 
-// A copy in the piece's layout.
+// A copy in the layout of the piece's parameter.
 at::Tensor adopted(const at::Tensor& from, at::ScalarType dtype, const Fragment::Piece& piece, const char* field) {
   if (!from.defined()) return {};
   const auto& parameter = piece.parameter;
@@ -66,7 +66,7 @@ OptimizerState LocalUpdates::State::named_state() {
 
 void LocalUpdates::State::begin_anew() {
   for (auto& fragment : fragments) {
-    fragment.mean().wait();  // of before
+    fragment.mean().wait();  // finish the exchange that began before
     fragment.mean() = {};
     fragment.anchor();
     for (auto& piece : fragment.pieces()) {
@@ -128,7 +128,7 @@ void LocalUpdates::load_state_dict(const OptimizerState& whole) {
       piece.rate = entry.rate;
       if (entry.in_flight.defined()) in_flight.push_back(entry.in_flight);
     }
-    fragment.mean().wait();  // of before
+    fragment.mean().wait();  // finish the exchange that began before
     fragment.mean() = Mean(std::move(in_flight));
   }
   state.set_steps(*steps);

@@ -12,7 +12,7 @@ at::Tensor zeros_like_parameter(const at::Tensor& parameter) {
   return view_like(at::zeros({parameter.numel()}, options), 0, parameter);
 }
 
-// theta and u after an exchange; `delta` has theta's dtype.
+// Updates theta and u after an exchange; `delta` has theta's dtype.
 void update(Fragment::Piece& piece, const at::Tensor& delta, const Averaging&) {
   piece.anchor.sub_(delta);
 }
@@ -35,7 +35,7 @@ Fragment::Fragment(std::vector<Piece> pieces, int64_t first_sent, const LocalUpd
   const bool averages = std::holds_alternative<Averaging>(options_.outer);
   for (auto& piece : pieces_) {
     if (!averages) piece.momentum = zeros_like_parameter(piece.parameter);
-    // A narrower dtype would round the parameters themselves; their movement may be rounded.
+    // With a narrower reduce_dtype, parameters would be rounded themselves; with an anchor only their change is.
     if (!averages || options_.reduce_dtype) piece.anchor = zeros_like_parameter(piece.parameter);
   }
   anchor();

@@ -1,5 +1,5 @@
 #pragma once
-// Parameters that are exchanged together.
+// Fragment of the model: parameters that are averaged together.
 
 #include <string>
 #include <vector>
@@ -14,25 +14,25 @@ class Fragment {
   struct Piece {
     std::string name;
     at::Tensor parameter;
-    size_t param_group = 0;  // of the inner optimizer
-    at::Tensor anchor{};     // theta; none where the mean of x is all that is needed
-    at::Tensor momentum{};   // u; none for Averaging
-    bool passed = false;     // what is on its way does not count for it
-    double rate = 0;         // SlowMo: the inner optimizer's when the piece was sent
+    size_t param_group = 0;  // index of the inner optimizer's param group
+    at::Tensor anchor{};     // theta; undefined if the mean of x suffices
+    at::Tensor momentum{};   // u; undefined for Averaging
+    bool passed = false;     // true if the running exchange must not be applied to this piece
+    double rate = 0;         // SlowMo: the inner optimizer's learning rate when the piece was sent
   };
 
-  // `first_sent`: the first step, counted from the end of the warm-up, after which it is sent.
+  // first_sent: the first step, counted from the end of the warm-up, after which the fragment is sent.
   Fragment(std::vector<Piece> pieces, int64_t first_sent, const LocalUpdatesOptions& options);
 
-  // Whether it is sent after this step, counted from the end of the warm-up.
+  // Whether the fragment is sent after this step, counted from the end of the warm-up.
   bool due(int64_t step) const { return step >= first_sent_ && (step - first_sent_) % options_.every == 0; }
-  // Whether an exchange is on its way after this step.
+  // Whether an exchange is in flight after this step.
   bool under_way(int64_t step) const;
 
   // theta <- x.
   void anchor();
   void send(const Group& group, const torch::optim::Optimizer& optimizer, const Label& label);
-  // Blocks until it is there.
+  // Waits for the exchange, and applies it.
   void apply(torch::optim::Optimizer& optimizer);
 
   const std::vector<Piece>& pieces() const { return pieces_; }

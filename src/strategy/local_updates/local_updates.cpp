@@ -133,7 +133,7 @@ LocalUpdates::~LocalUpdates() {
   for (auto& fragment : state_->fragments) {
     try {
       fragment.mean().wait();
-    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the group says it at its next call
+    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the group's next call reports it
     }
   }
 }
@@ -148,7 +148,7 @@ void LocalUpdates::step(bool update) {
   try {
     if (update) state.optimizer.step();
   } catch (...) {
-    state.watch.note();  // what it has updated so far is its own
+    state.watch.note();  // takes this object's own updates into the snapshot
     throw;
   }
   const torch::NoGradGuard no_grad;
@@ -170,7 +170,7 @@ MeanParameters LocalUpdates::mean_parameters() {
   }
   auto mean = state.mean_of(list, {state.steps, -1, "mean parameters"});
   const auto& values = mean.wait();
-  const bool untouched = !state.watch.changed();  // by others
+  const bool untouched = !state.watch.changed();  // by the caller
   MeanParameters::Saved saved;
   for (size_t i = 0; i < list.size(); ++i) {
     saved.emplace_back(list[i], list[i].clone());

@@ -1,5 +1,5 @@
 #pragma once
-// The mean over ranks of some tensors.
+// Mean of tensors over ranks.
 
 #include <functional>
 #include <vector>
@@ -8,18 +8,19 @@
 
 namespace shoal {
 
-// On its way: one all-reduce per dtype and device. Move-only.
+// Mean in flight: one all-reduce per dtype and device. Move-only.
 class Mean {
  public:
   Mean() = default;
-  // `dtypes`: on the wire. write(i, out) puts this rank's i-th value into `out`, a tensor of the shape of likes[i].
+  // dtypes: dtypes of the all-reduces. write(i, out) writes this rank's i-th value to `out`, a tensor of the shape of
+  // likes[i].
   Mean(const Group& group, const std::vector<at::Tensor>& likes, const std::vector<at::ScalarType>& dtypes,
        const std::function<void(size_t, at::Tensor&)>& write, const Label& label);
-  // One that is there already.
+  // A mean whose values are already known.
   explicit Mean(std::vector<at::Tensor> values) : values_(std::move(values)) {}
 
   bool empty() const { return values_.empty(); }
-  // In the dtypes of the wire. Blocks until they are there.
+  // Waits for the means and returns them in the dtypes of the all-reduces.
   const std::vector<at::Tensor>& wait();
 
  private:
@@ -27,7 +28,7 @@ class Mean {
   std::vector<Work> works_;
 };
 
-// At least float32: values of 16 bits are no place to collect small changes in.
+// At least float32, because 16-bit values cannot accumulate small changes.
 inline at::ScalarType widened(at::ScalarType dtype) {
   return at::promote_types(dtype, at::kFloat);
 }

@@ -1,4 +1,4 @@
-// LocalUpdates in TrainingState.
+// Checkpoint source of LocalUpdates.
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -14,8 +14,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Parameters and the inner optimizer's state are each rank's own; theta and what goes with it are the same on all, and
-// any number of ranks may go on from it.
+// Each rank has its own parameters and inner optimizer state. theta and its companions are the same on all ranks, so
+// that any number of ranks can resume from them.
 class LocalUpdatesSource : public CheckpointSource {
  public:
   LocalUpdatesSource(LocalUpdates& updates, LocalUpdates::State& state) : updates_(updates), state_(state) {}
@@ -62,7 +62,7 @@ class LocalUpdatesSource : public CheckpointSource {
       for (const auto& [name, numbers] : common.values.items()) {
         whole[name].numbers = numbers.get<std::map<std::string, double>>();
       }
-    } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
+    } catch (const Json::exception&) {  // a file's content is not trusted
       throw CheckpointError(
           fmt::format("the state of LocalUpdates was not written by shoal: {}", common.values.dump()));
     }

@@ -20,17 +20,17 @@ struct LocalUpdates::State {
   State(std::shared_ptr<torch::nn::Module> of, torch::optim::Optimizer& inner, const Group& over, ModuleTensors walked,
         const LocalUpdatesOptions& chosen);
 
-  // UsageError for a parameter that would be trained and never exchanged, in the module or in the optimizer.
+  // UsageError for a parameter of the module or the optimizer that would be trained but never averaged.
   void check_trainable() const;
-  // Before a step: parameters that the caller has replaced or written since the last one.
+  // Call before a step: handles parameters that the caller replaced or wrote since the last one.
   void adopt_changes();
-  // The exchanges after a step; counts it.
+  // Runs the exchanges that are due after a step, and counts the step.
   void end_step();
-  // See state_dict(); the tensors are this object's own, until the next step.
+  // See state_dict(); the tensors are this object's own and valid until the next step.
   OptimizerState named_state();
-  // As after the construction, from the parameters as they are. Waits for what is on its way.
+  // Restarts from the parameters' present values, as after construction. Waits for exchanges in flight.
   void begin_anew();
-  // Goes to a step: with a reducer in the warm-up, without it afterwards.
+  // Sets the number of steps; creates the reducer in the warm-up, and removes it afterwards.
   void set_steps(int64_t number);
   Mean mean_of(const std::vector<at::Tensor>& tensors, const Label& label) const;
   std::vector<at::Tensor> averaged_buffers() const;
@@ -44,10 +44,10 @@ struct LocalUpdates::State {
   ModuleTensors tensors;
   std::set<const c10::TensorImpl*> exchanged;
   std::vector<Fragment> fragments;
-  ParameterWatch watch;   // of the fragments' parameters, in their order
-  bool restored = false;  // the parameters belong to a loaded state
+  ParameterWatch watch;   // watches the fragments' parameters, in their order
+  bool restored = false;  // the parameters' values belong to a loaded state
   int64_t steps = 0;
-  std::unique_ptr<Reducer> reducer;  // in the warm-up
+  std::unique_ptr<Reducer> reducer;  // exists in the warm-up only
 };
 
 }  // namespace shoal
