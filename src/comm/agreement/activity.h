@@ -1,5 +1,5 @@
 #pragma once
-// Log of this process's last calls, over all its groups.
+// Record of this process's last calls in all its groups.
 
 #include <algorithm>
 #include <atomic>
@@ -16,7 +16,7 @@ namespace shoal {
 // Thread-safe.
 class Activity {
  public:
-  // What this rank calls in a group, for as long as the group lives.
+  // Adds a group; its history lives as long as the group.
   std::shared_ptr<CallHistory> add_group(const std::string& name, bool keeps_calls) {
     auto history = std::make_shared<CallHistory>(keeps_calls);
     const std::lock_guard lock(mutex_);
@@ -24,13 +24,13 @@ class Activity {
     groups_[name] = history;
     return history;
   }
-  // None: there is no such group, or it has gone.
+  // nullptr if there is no such group any more.
   std::shared_ptr<CallHistory> history(const std::string& group) const {
     const std::lock_guard lock(mutex_);
     const auto found = groups_.find(group);
     return found == groups_.end() ? nullptr : found->second.lock();
   }
-  // How many collectives, by group.
+  // Number of collectives entered, by group.
   std::map<std::string, uint64_t> entered() const {
     std::map<std::string, uint64_t> counts;
     const std::lock_guard lock(mutex_);
@@ -40,7 +40,7 @@ class Activity {
     return counts;
   }
 
-  // The calling thread issues or waits for an operation.
+  // Records that the calling thread issues or waits for an operation.
   void seen() {
     const auto& own = this_thread();
     if (last_.load(std::memory_order_relaxed) == own.number) return;
@@ -49,7 +49,7 @@ class Activity {
     threads_[own.number] = own.alive;
     last_ = own.number;
   }
-  // Whether more than one thread that has called operations is still there, and may call others.
+  // Whether more than one living thread has called operations.
   bool several_threads() const {
     const std::lock_guard lock(mutex_);
     return std::count_if(threads_.begin(), threads_.end(),
@@ -58,7 +58,7 @@ class Activity {
 
  private:
   struct Thread {
-    uint64_t number;  // the system's own are used again
+    uint64_t number;  // own numbering, because the system reuses its thread ids
     std::shared_ptr<char> alive = std::make_shared<char>();
   };
   static const Thread& this_thread() {
@@ -69,8 +69,8 @@ class Activity {
 
   mutable std::mutex mutex_;
   std::map<std::string, std::weak_ptr<CallHistory>> groups_;
-  std::map<uint64_t, std::weak_ptr<char>> threads_;  // that have called something, by number
-  std::atomic<uint64_t> last_ = 0;                   // which of them, last
+  std::map<uint64_t, std::weak_ptr<char>> threads_;  // threads that have called operations, by number
+  std::atomic<uint64_t> last_ = 0;                   // number of the last one
 };
 
 }  // namespace shoal

@@ -1,5 +1,5 @@
 #pragma once
-// The collectives that this rank has entered in a group: how many, and what the last ones were.
+// History of the collectives that this rank has entered in a group: their number, and the last ones.
 
 #include <cstdint>
 #include <deque>
@@ -13,10 +13,10 @@ namespace shoal {
 // Thread-safe.
 class CallHistory {
  public:
-  // keeps: also what they were, which a transport that compares calls itself does not need.
+  // keeps: also stores the last calls, which transports that compare calls themselves do not need.
   explicit CallHistory(bool keeps) : keeps_(keeps) {}
 
-  // The number of the call, from 0.
+  // Adds a call; returns its number, from 0.
   uint64_t enter(const Call& call) {
     const std::lock_guard lock(mutex_);
     if (keeps_) {
@@ -25,7 +25,7 @@ class CallHistory {
     }
     return entered_++;
   }
-  // The last one has not been issued after all.
+  // Removes the last call, which was not issued after all.
   void take_back() {
     const std::lock_guard lock(mutex_);
     if (!last_.empty()) last_.pop_back();
@@ -36,7 +36,7 @@ class CallHistory {
     return entered_;
   }
   bool keeps() const { return keeps_; }
-  // In their order.
+  // The last calls, in order.
   std::vector<Fingerprint> last() const {
     const std::lock_guard lock(mutex_);
     return {last_.begin(), last_.end()};

@@ -16,7 +16,7 @@ namespace {
 using Prints = std::vector<Fingerprint>;
 
 constexpr int most_compared = 63;  // peers whose calls one rank reads
-constexpr size_t most_shown = 16;  // calls of a rank
+constexpr size_t most_shown = 16;  // calls that one rank publishes
 
 std::string told_key(const WorldState& world, const std::string& group) {
   return fmt::format("{}/disagreement/{}", world.meeting.prefix, group);
@@ -26,7 +26,7 @@ std::string calls_key(const WorldState& world, const std::string& group, int wor
   return fmt::format("{}/calls/{}/{}", world.meeting.prefix, group, world_rank);
 }
 
-// The last ones, and the one of this number.
+// Publishes the last calls, and the one of this number.
 void show(const WorldState& world, const std::string& group, const Prints& prints, uint64_t number) {
   std::string bytes;
   for (size_t i = 0; i < prints.size(); ++i) {
@@ -36,7 +36,7 @@ void show(const WorldState& world, const std::string& group, const Prints& print
   store_set(*world.meeting.store, calls_key(world, group, world.placement.rank), bytes);
 }
 
-// Empty where there are none, or what somebody else has written.
+// Empty if the rank has published nothing, or the value is not valid.
 Prints shown_by(const WorldState& world, const std::string& group, int world_rank) {
   const auto bytes = store_try_get(*world.meeting.store, calls_key(world, group, world_rank)).value_or("");
   if (bytes.size() % sizeof(Fingerprint) != 0 || bytes.size() > most_shown * sizeof(Fingerprint)) return {};
@@ -48,7 +48,7 @@ Prints shown_by(const WorldState& world, const std::string& group, int world_ran
   return right ? prints : Prints();
 }
 
-// At the first number that differs; `by_rank`: in the order in which ranks are named.
+// Compares the first number for which calls differ. by_rank: in the order in which ranks are named.
 std::optional<std::string> compare(const Prints& own, const std::vector<std::pair<int, Prints>>& by_rank) {
   for (const auto& print : own) {
     std::vector<const Fingerprint*> called;
@@ -90,7 +90,7 @@ std::optional<std::string> Disagreement::look() {
   const auto own = group_.progress->calls->last();
   show(world, group_.name, own, number_);
   const auto size = static_cast<int>(group_.world_ranks.size());
-  std::map<int, Prints> by_rank;  // of the group
+  std::map<int, Prints> by_rank;  // by rank of the group
   by_rank[group_.rank] = own;
   for (int next = 1; next <= std::min(size - 1, most_compared); ++next) {
     const int rank = (group_.rank + next) % size;

@@ -1,5 +1,5 @@
 #pragma once
-// Failures of communication with others that all ranks of a group share.
+// Failures of communication that all ranks of a group report together.
 
 #include <functional>
 #include <string>

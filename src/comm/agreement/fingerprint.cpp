@@ -21,7 +21,7 @@ bool reduces(Op op) {
   return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
 }
 
-// Bytes that must be equal on all ranks; lists of parts are compared part by part instead.
+// Number of bytes that must be equal on all ranks; lists of parts are compared part by part instead.
 uint64_t common_bytes(const Call& call) {
   switch (call.op) {
     case Op::reduce_scatter:
@@ -49,7 +49,7 @@ bool same(const Fingerprint& a, const Fingerprint& b) {
 Fingerprint fingerprint_of(const Call& call, uint64_t number) {
   const auto& tensors = call.inputs.empty() ? call.outputs : call.inputs;
   Fingerprint print{};
-  print.number = number + 1;  // zeroed memory must not look like operation 0
+  print.number = number + 1;  // so that zeroed memory does not look like the first operation
   print.op = static_cast<int32_t>(call.op);
   print.reduce = reduces(call.op) ? static_cast<int32_t>(call.reduce) : -1;
   print.dtype = tensors.empty() ? -1 : static_cast<int32_t>(tensors.front().scalar_type());

@@ -13,15 +13,15 @@
 namespace shoal {
 namespace {
 
-constexpr size_t most_peers = 64;  // whose posts one rank reads
+constexpr size_t most_peers = 64;  // peers whose posts one rank reads
 
-// Where a rank waits, as it lies in the store: lines of text.
+// Post of a waiting rank, in the store as lines of text.
 struct Post {
   int rank = -1;
   std::string group{};
   uint64_t number = 0;
   std::string operation{};
-  bool one_thread = true;  // calls all of the rank's collectives
+  bool one_thread = true;                     // one thread makes all of the rank's collectives
   std::map<std::string, uint64_t> entered{};  // by group
 
   std::string in_words() const {

@@ -1,5 +1,5 @@
 #pragma once
-// Ranks that wait for each other in different groups, which no group can see by itself.
+// Detection of ranks that wait for each other in different groups, which no single group can see.
 
 #include <optional>
 #include <string>
@@ -8,10 +8,10 @@
 
 namespace shoal {
 
-// One thread's wait for a collective. The rank tells the store where it waits and what it has entered in every group,
-// and reads the same of its peers: if one of them waits in another group for this rank, while this rank waits for it,
-// neither will ever come. That is certain where each of the two calls from one thread only; elsewhere nothing is said.
-// Throws what the store throws.
+// One thread's wait for a collective. The rank posts in the store where it waits and what it has entered in every
+// group, and reads the posts of its peers. If a peer waits in another group for this rank while this rank waits for the
+// peer, neither call can complete. This is certain only if both ranks make their calls from one thread; otherwise
+// nothing is reported. Throws what the store throws.
 class MutualWait {
  public:
   // number: of the collective among those of its group.
@@ -19,10 +19,11 @@ class MutualWait {
       : group_(group), call_(call), number_(number) {}
 
   void post() const;
-  // The wait is over.
+  // Removes the post, when the wait is over.
   void withdraw() const;
-  // A sentence that names the ranks, their groups and their operations, also to the group that the other one waits in;
-  // none: not, or not yet. So too where a peer waits in a group in which this rank has called something else before.
+  // A sentence that names the ranks, their groups and their operations, which is also published in the peer's group.
+  // Nothing if there is no mutual wait (yet), or if the peer waits in a group in which this rank has called something
+  // else before.
   std::optional<std::string> look() const;
 
  private:

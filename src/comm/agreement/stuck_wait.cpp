@@ -13,10 +13,10 @@ namespace {
 constexpr auto patience = std::chrono::milliseconds(500);
 constexpr auto rarely = std::chrono::seconds(5);
 constexpr auto after_failure = std::chrono::milliseconds(200);
-// Who serves the store and knows why it ends stays for longer than this.
+// Shorter than a rank that hosts the store stays after it knows why it ends.
 constexpr auto between_questions = std::chrono::milliseconds(250);
 
-// Without a store the deadline says it.
+// Without an answer from the store, the deadline decides.
 template <class Ask>
 std::optional<std::string> answer_of(const Ask& ask) {
   try {

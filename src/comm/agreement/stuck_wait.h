@@ -1,5 +1,5 @@
 #pragma once
-// Why a wait will not end: what ranks that wait find out about each other through the store.
+// Diagnosis of waits that cannot end, from what waiting ranks tell each other through the store.
 
 #include <optional>
 #include <string>
@@ -9,23 +9,23 @@
 
 namespace shoal {
 
-// One thread's wait for a collective. Costs nothing before half a second has passed; then a few questions to the store
-// per second. A store that does not answer has nothing to say. Both give a sentence for a DisagreeError, the same on
-// all ranks of the group; none: not, or not yet.
+// One thread's wait for a collective. Costs nothing during the first half second, and a few queries to the store per
+// second after that. A store that does not answer yields nothing. Functions return a sentence for a DisagreeError, the
+// same on all ranks of the group, or nothing if there is no diagnosis (yet).
 class StuckWait {
  public:
-  // number: of the collective among those of its group; without one, of no interest here, only told() answers.
+  // number: of the collective among those of its group; without one only told() yields anything.
   StuckWait(const GroupState& group, const Call& call, std::optional<uint64_t> number);
 
-  // While it waits, at short intervals.
+  // Call at short intervals while the wait lasts.
   std::optional<std::string> look();
-  // The transport has failed, perhaps since ranks call different things: the same at once, at short intervals.
+  // Call at short intervals after the transport has failed, possibly because ranks call different things.
   std::optional<std::string> look_after_failure();
-  // What others have found.
+  // A sentence that other ranks have found.
   std::optional<std::string> told() const;
-  // All ranks of the group are to say this, unless something else has been told already: what they say.
+  // Publishes `sentence` for all ranks of the group unless there is one already; returns the one they report.
   std::string tell(const std::string& sentence) const;
-  // It has ended well.
+  // Call when the wait has ended well.
   void finished() const;
 
  private:
@@ -36,7 +36,7 @@ class StuckWait {
   bool posted_ = false;
   Clock::time_point next_told_;
   Clock::time_point next_look_;
-  Clock::duration interval_;  // between looks
+  Clock::duration interval_;  // time between queries
   Clock::time_point next_after_failure_{};
 };
 

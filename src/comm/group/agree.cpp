@@ -28,7 +28,7 @@ std::vector<int64_t> gather_numbers(const Group& group, int64_t own, const Label
   return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size()};
 }
 
-// The lists of all ranks.
+// Gathers the lists of all ranks.
 std::vector<std::vector<std::string>> gather_items(const Group& group, const std::vector<std::string>& items,
                                                    const Label& label) {
   std::string text;

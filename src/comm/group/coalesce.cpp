@@ -52,7 +52,7 @@ std::vector<std::vector<at::Tensor>> coalesced(std::vector<at::Tensor> tensors, 
 void broadcast_coalesced(const Group& group, const std::vector<at::Tensor>& tensors, int root, const Label& label,
                          int64_t chunk_bytes) {
   torch::NoGradGuard no_grad;
-  // Writing through variable_data keeps autograd's version counters: what a graph saved of a buffer stays valid.
+  // Writes through variable_data, which keeps autograd's version counters, so that buffers saved by a graph stay valid.
   std::vector<at::Tensor> data;
   for (const auto& tensor : tensors) data.push_back(tensor.variable_data());
   for (const auto& chunk : coalesced(std::move(data), chunk_bytes)) broadcast_chunk(group, chunk, root, label);
@@ -64,8 +64,8 @@ SparseSum all_reduce_sparse(const Group& group, const at::Tensor& sparse, at::In
   const auto own = sparse.defined() ? sparse.coalesce() : at::Tensor();
   const int64_t count = own.defined() ? own._nnz() : 0;
   const int64_t sparse_dim = own.defined() ? own.sparse_dim() : 0;
-  // One small exchange: how many entries, how many sparse dimensions (0: this rank has no tensor), what weight. All of
-  // them are exact in float64.
+  // One small all-gather: number of entries, number of sparse dimensions (0: this rank has no tensor) and weight, all
+  // exact in float64.
   constexpr int64_t fields = 3;
   auto headers = at::empty({group.size() * fields}, at::kDouble);
   group

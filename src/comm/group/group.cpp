@@ -46,7 +46,7 @@ void check(const Call& call, int rank, int size) {
           call, "input and output must not share memory");
 }
 
-// Parts of unequal size may be empty on one rank only.
+// True if the call moves no data on any rank. Parts of unequal size may be empty on one rank only.
 bool is_empty(const Call& call) {
   const bool lists = call.inputs.size() > 1 || call.outputs.size() > 1;
   if (lists && call.op != Op::gather && call.op != Op::scatter) return false;
@@ -83,7 +83,7 @@ Work issue(const Group& group, Call call) {
     throw CommError(fmt::format("group '{}' cannot be used after an earlier failure: {}", state->name, failure));
   }
   std::erase_if(state->progress->left_behind, [](const auto& work) { return work->done(); });
-  if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip it
+  if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip the call
   const CallWatch watch(*state, call);
   check_agreement(state, call);
   return Work(std::make_unique<PendingWork>(state, std::move(call), watch));

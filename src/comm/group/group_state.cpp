@@ -17,8 +17,8 @@
 
 namespace shoal {
 
-// Operations that never finished keep a transport's threads busy; joining them would block until their deadline, so a
-// failed group leaves its transport to the end of the process.
+// Leaks a failed group's transport until the process ends: operations that never finish keep its threads busy, and
+// joining those would block until their deadline.
 GroupProgress::~GroupProgress() {
   const bool busy = !failure.text().empty() ||
                     std::any_of(left_behind.begin(), left_behind.end(), [](const auto& work) { return !work->done(); });
@@ -64,7 +64,7 @@ bool is_message(const Call& call) {
   return call.op == Op::send || call.op == Op::recv;
 }
 
-// This host's peers are alive; of the others nothing is known, not even whether the link to them is.
+// Peers on this host are known to be alive; peers on other hosts, and the links to them, may not be.
 std::string who_may_be_late(const GroupState& group) {
   const auto& peers = group.world->meeting.peers;
   std::vector<int> elsewhere;
@@ -77,7 +77,7 @@ std::string who_may_be_late(const GroupState& group) {
       fmt::join(elsewhere, ", "));
 }
 
-// True if this is the group's first one.
+// True if this is the group's first failure.
 bool set_failure(const GroupState& state, const std::string& why) {
   if (auto* recorder = state.world->recorder.get()) recorder->failed(why);
   return state.progress->failure.set(why);
@@ -117,8 +117,7 @@ PendingWork::PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch
     work_ = group_->transport->issue(call_);
     watch_.issued(*group_);
   } catch (const Error&) {
-    // A decorator's own; the transport below is intact, and has not seen this call, so that the next one has its
-    // number.
+    // A decorator's error: the transport below is intact and has not seen this call, so the next call takes its number.
     if (group_->world->recorder && !is_message(call_)) --group_->progress->collectives;
     if (!is_message(call_)) group_->progress->calls->take_back();
     throw;
@@ -156,7 +155,7 @@ PendingWork::~PendingWork() {
   }
   try {
     wait();
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group says it at its next call
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group's next call reports it
   }
 }
 
@@ -179,14 +178,14 @@ void PendingWork::wait_to_the_end() {
   constexpr Milliseconds slice(100);
   world.activity.seen();
   auto stuck = this->stuck();
-  bool last_chance = false;  // a peer may have ended in order after its part of this operation
+  bool last_chance = false;  // a peer may have finished this operation and then ended normally
   while (true) {
     const auto remaining = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
     try {
       finished_ = work_->wait_for(last_chance ? 5 * slice : slice, std::max(remaining, Milliseconds(1)));
     } catch (const DisagreeError& error) {
       if (group_->progress->transport->checks_agreement()) disagree(error.what());
-      fail_from(error);  // of some ranks and of a part of the operation
+      fail_from(error);  // the error concerns some ranks, and a part of the operation
     } catch (const std::exception& error) {
       fail_from(error);
     }
@@ -227,7 +226,7 @@ void PendingWork::fail_from(const std::exception& error) {
 
 void PendingWork::disagree(const std::string& difference) {
   set_failure(*group_, difference);
-  // Where the transport tells nobody, the store does, and others have to look there yet.
+  // If the transport does not tell the other ranks, they read it from the store, which this rank may host.
   if (!group_->progress->transport->checks_agreement()) group_->world->liveness->stay_for_others();
   throw DisagreeError(
       fmt::format("{} (detected by rank {} in group '{}')", difference, group_->world->placement.rank, group_->name));

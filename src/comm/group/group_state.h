@@ -1,5 +1,5 @@
 #pragma once
-// Implementation of Group and Work.
+// State of groups and work handles.
 
 #include <atomic>
 #include <functional>
@@ -20,15 +20,15 @@ struct WorldState;
 struct GroupState;
 class StuckWait;
 
-// Why a group is unusable; the first reason stays. Thread-safe.
+// First reason why a group is unusable. Thread-safe.
 class GroupFailure {
  public:
-  // Empty: the group works.
+  // Empty while the group works.
   std::string text() const {
     const std::lock_guard lock(mutex_);
     return text_;
   }
-  // True if this is the first reason.
+  // Sets the reason; true if it is the first one.
   bool set(const std::string& text) {
     const std::lock_guard lock(mutex_);
     if (!text_.empty()) return false;
@@ -41,24 +41,24 @@ class GroupFailure {
   std::string text_;
 };
 
-// Shared by all handles of a group, recorded or not. One thread issues operations, but others may wait for them: a
-// backend's futures have a thread of their own.
+// State shared by all handles of a group, recorded or not. One thread issues operations, but several may wait for them:
+// a backend's futures have a thread of their own.
 struct GroupProgress {
-  GroupStatistics issued;  // without the time waited
+  GroupStatistics issued;  // without waiting time
   std::atomic<double> waited_s = 0;
   GroupFailure failure;
-  std::map<std::vector<int>, int> subgroups;       // how many were made of these ranks, for their names
-  int gossip_channels = 0;                         // how many were opened, for their names
-  int reducers = 0;                                // how many were made, for the labels of their operations
-  std::shared_ptr<CallHistory> calls;              // collectives
-  int flight_group = -1;                           // its number in the flight recorder
-  uint64_t collectives = 0;                        // for the flight recorder: how many this rank has entered
-  uint64_t messages = 0;                           // the same of sends and receives
+  std::map<std::vector<int>, int> subgroups;  // number of groups made of these ranks, for names
+  int gossip_channels = 0;                    // number of channels opened, for names
+  int reducers = 0;                           // number of reducers made, for labels
+  std::shared_ptr<CallHistory> calls;         // collectives
+  int flight_group = -1;                      // the group's number in the flight recorder
+  uint64_t collectives = 0;                   // number of collectives entered, for the flight recorder
+  uint64_t messages = 0;                      // number of sends and receives, likewise
   ~GroupProgress();
   std::shared_ptr<Transport> transport;
-  // Operations in flight that nobody waits for, since an exception has passed their Work.
+  // Operations in flight whose Work was destroyed by an exception.
   std::vector<std::unique_ptr<TransportWork>> left_behind;
-  std::shared_ptr<GroupState> checks;  // a group of the same ranks on which they compare calls; none: no need
+  std::shared_ptr<GroupState> checks;  // group of the same ranks that compares calls; nullptr: no need
 };
 
 struct GroupState {
@@ -71,30 +71,31 @@ struct GroupState {
   std::vector<std::shared_ptr<CallLog>> logs{};  // of a recorded handle
 };
 
-// Whether the group of this name is one on which ranks compare what they are about to call on another.
+// Whether the group of this name exists to compare calls of another group.
 bool compares_calls(const std::string& group);
 const std::shared_ptr<GroupState>& state_of(const Group& group);
-// Makes the transport for these ranks. Collective over them.
+// Creates the transport of these ranks. Collective over them.
 std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, std::string name,
                                              std::vector<int> world_ranks);
 
-// Where the world asks for it and the transport does not do it: DisagreeError on all ranks that call different things.
+// DisagreeError on all ranks if ranks call different things. Only if the world is configured so and the transport does
+// not check this itself.
 void check_agreement(const std::shared_ptr<GroupState>& state, const Call& call);
-// Checks the call and starts it: what every collective of Group comes down to. UsageError, CommError as there.
+// Checks and starts a call; every collective of Group ends up here. UsageError and CommError as there.
 Work issue(const Group& group, Call call);
 
-// Leaves a line in the flight recorder, if there is one.
+// Adds a line to the flight recorder, if there is one.
 void note(const Group& group, const std::string& text);
 
-// Waits for `work`, which `call` describes, with the deadline and the errors of any other operation of the group.
+// Waits for `work`, which `call` describes, with the group's deadline and error handling.
 void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_ptr<TransportWork> work);
 
 class PendingWork {
  public:
-  // `watch` has seen the call begin.
+  // watch: has seen the call begin.
   PendingWork(std::shared_ptr<GroupState> group, Call call, CallWatch watch);
   ~PendingWork();
-  // For work that is already under way; `call` describes it.
+  // For work that is already in flight; `call` describes it.
   PendingWork(std::shared_ptr<GroupState> group, Call call, std::unique_ptr<TransportWork> work);
   PendingWork(const PendingWork&) = delete;
   PendingWork& operator=(const PendingWork&) = delete;
@@ -105,19 +106,19 @@ class PendingWork {
  private:
   void wait_to_the_end();
   StuckWait stuck() const;
-  // `why`: unless ranks have called different things, and one of them has ended because of that.
+  // why: used unless ranks have called different things, and one of them has ended because of that.
   [[noreturn]] void fail(int rank, const std::string& why);
-  // Waits a moment for what is behind the transport's error to show.
+  // Waits a moment for the cause of the transport's error to show.
   [[noreturn]] void fail_from(const std::exception& error);
-  // `difference`: as all ranks say it.
+  // difference: the same sentence on all ranks.
   [[noreturn]] void disagree(const std::string& difference);
 
   std::shared_ptr<GroupState> group_;
   Call call_;
   CallWatch watch_;
   int64_t number_;
-  uint64_t collective_ = 0;  // its number among the group's collectives
-  bool published_ = false;   // peers do it on their own
+  uint64_t collective_ = 0;  // number of this collective in the group
+  bool published_ = false;   // peers progress it without this rank
   bool finished_ = false;
   std::unique_ptr<TransportWork> work_;
 };

@@ -1,5 +1,5 @@
 #pragma once
-// Partition of a group's ranks by host.
+// Hosts of a group's ranks.
 
 #include <vector>
 
@@ -7,7 +7,7 @@
 
 namespace shoal {
 
-// The number of each rank's host; hosts are numbered in the order of their first ranks. Not collective.
+// Index of each rank's host; hosts are numbered in the order of their first ranks. Not collective.
 std::vector<int> hosts_of(const Group& group);
 
 }  // namespace shoal

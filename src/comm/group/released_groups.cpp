@@ -9,7 +9,7 @@ namespace shoal {
 
 ReleasedGroups::~ReleasedGroups() {
   static std::mutex mutex;
-  static auto& to_the_end = *new std::vector<Group>;  // of the process
+  static auto& to_the_end = *new std::vector<Group>;  // kept until the process ends
   const std::lock_guard lock(mutex);
   for (auto& group : groups_) to_the_end.push_back(std::move(group));
 }

@@ -10,10 +10,10 @@
 
 namespace shoal {
 
-// Keeps the transports of released groups alive. A rank that releases a group may be ahead of ranks that still wait in
-// it, and closing its connections would fail them. A transport is therefore kept until all ranks have released the
-// group, which is looked up in the store when another group is created. At the end of the process the system closes the
-// remaining connections, after all data were sent. Thread-safe.
+// Keeps the transports of released groups alive until all ranks have released them. A rank that releases a group may be
+// ahead of ranks that still wait in it, and closing its connections would fail those. Releases are looked up in the
+// store when another group is created. At the end of the process the system closes the remaining connections, after all
+// data were sent. Thread-safe.
 class ReleasedGroups {
  public:
   ~ReleasedGroups();

@@ -12,7 +12,7 @@ std::vector<int64_t> all_gather_number(const Group& group, int64_t own, const La
   return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size()};
 }
 
-// Operations move equal numbers of bytes.
+// Padded, because operations move equal numbers of bytes per rank.
 at::Tensor padded(const std::string& text, int64_t size) {
   auto bytes = at::zeros({size}, at::kByte);
   std::memcpy(bytes.data_ptr(), text.data(), text.size());

@@ -1,5 +1,5 @@
 #pragma once
-// Text between ranks, for what happens seldom. Collective; each rank's may have any length, zero included.
+// Collectives of text, for rare use. Each rank's text may have any length, zero included.
 
 #include <string>
 #include <vector>
@@ -8,11 +8,11 @@
 
 namespace shoal {
 
-// By rank, on every rank.
+// Returns the texts by rank, on every rank.
 std::vector<std::string> all_gather_text(const Group& group, const std::string& text, const Label& label);
-// By rank on `root`; elsewhere nothing. Extra memory on the root: ranks times the longest text.
+// Returns the texts by rank on `root`, nothing elsewhere. The root allocates ranks times the longest text.
 std::vector<std::string> gather_text(const Group& group, const std::string& text, int root, const Label& label);
-// The root's, on every rank.
+// Returns the root's text on every rank.
 std::string broadcast_text(const Group& group, const std::string& text, int root, const Label& label);
 
 }  // namespace shoal

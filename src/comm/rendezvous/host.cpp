@@ -22,7 +22,8 @@ struct Stat {
   uint64_t start_time = 0;
 };
 
-// /proc/PID/stat: "pid (name) state ppid ...", start time is the 22nd field. The name may hold blanks and brackets.
+// Parses /proc/PID/stat: "pid (name) state ppid ...". The start time is the 22nd field; the name may contain blanks and
+// brackets.
 Stat read_stat(int pid) {
   const auto line = first_line(fmt::format("/proc/{}/stat", pid));
   const auto bracket = line.rfind(')');

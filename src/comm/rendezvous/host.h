@@ -1,15 +1,15 @@
 #pragma once
-// Identity of this machine and this process, as peers need it.
+// Identity of this host and this process.
 
 #include <cstdint>
 #include <string>
 
 namespace shoal {
 
-// Equal for two processes exactly when they can see each other's entry in /proc: same boot, same process namespace.
+// Equal for two processes exactly if they can see each other in /proc: same boot, same process namespace.
 std::string host_identity();
 
-// A process of this host that may end, be replaced by another with the same number, or be stopped.
+// Identity of a process on this host; distinguishes a process from a later one with the same pid.
 struct ProcessId {
   int pid = 0;
   uint64_t start_time = 0;  // clock ticks after boot; tells a recycled pid apart

@@ -20,8 +20,8 @@ void append_with_length(std::string& message, std::string_view part) {
   message += part;
 }
 
-// Before anything else of OpenSSL's. Its clean-up at the process's end would free what threads of the store and of
-// gossip, which nobody waits for then, still use.
+// Call before any other OpenSSL function. OpenSSL's own cleanup at exit would free memory that threads of the store and
+// of gossip still use, since nobody waits for those at exit.
 void prepare_openssl() {
   static const bool ready = OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr) == 1;
   if (!ready) throw std::runtime_error("OpenSSL cannot be used");

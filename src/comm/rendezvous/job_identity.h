@@ -14,13 +14,13 @@ using Mac = std::array<uint8_t, 32>;
 class JobIdentity {
  public:
   JobIdentity() = default;
-  // An empty secret: there is none, and nothing is proved. Throws UsageError for one that could be guessed.
+  // An empty secret turns authentication off. UsageError for a secret that could be guessed.
   JobIdentity(std::string name, std::string secret);
 
   const std::string& name() const { return name_; }
   bool has_secret() const { return !secret_.empty(); }
-  // HMAC-SHA256 over the job's name, the purpose and the parts, each with its length: shows that whoever made it knows
-  // the secret, and means this and nothing else.
+  // HMAC-SHA256 over the job's name, the purpose and the parts, each with its length: proves that its maker knows the
+  // secret and means exactly this.
   Mac mac(std::string_view purpose, std::initializer_list<std::string_view> parts) const;
 
  private:
@@ -28,10 +28,10 @@ class JobIdentity {
   std::string secret_;
 };
 
-// In a time that does not depend on where they differ.
+// Compares in constant time.
 bool same(const Mac& a, const Mac& b);
 
-// For what must not be guessed, from the system's source.
+// Unpredictable values from the system's random source.
 Mac random_challenge();
 std::string random_secret();
 

@@ -16,8 +16,8 @@ struct Source {
   const char* size;
 };
 
-// One launcher each; a job started by torchrun inside an sbatch script also carries Slurm's variables, so the first
-// source that is present is used as a whole.
+// One entry per launcher. A job started by torchrun inside an sbatch script also has Slurm's variables, so only the
+// first source that is present is used, as a whole.
 constexpr Source sources[] = {{"RANK", "WORLD_SIZE"},
                               {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
                               {"PMI_RANK", "PMI_SIZE"},
@@ -94,7 +94,7 @@ void find_address(Placement& placement, const WorldOptions& options, const Envir
   }
 }
 
-// What the launcher calls the job.
+// Name that the launcher gives the job.
 std::string find_name(const Placement& placement, const Environment& environment) {
   if (const auto own = environment("SHOAL_JOB_ID")) return *own;
   if (placement.source.rfind("RANK", 0) == 0) return environment("TORCHELASTIC_RUN_ID").value_or("");
@@ -111,7 +111,7 @@ Placement find_placement(const WorldOptions& options, const Environment& environ
   find_rank(placement, options, environment);
   find_address(placement, options, environment);
   placement.job = JobIdentity(find_name(placement, environment), environment("SHOAL_SECRET").value_or(""));
-  // torchrun's agent and `shoal launch` serve the store themselves and say so; this holds for their own ranks only.
+  // torchrun's agent and `shoal launch` serve the store and say so; this applies to their own ranks only.
   placement.store_is_served = placement.source == "RANK and WORLD_SIZE" && !options.address && !options.port &&
                               environment("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   if (placement.store_is_served) placement.generation = environment("TORCHELASTIC_RESTART_COUNT").value_or("0");

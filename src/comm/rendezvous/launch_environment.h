@@ -17,11 +17,11 @@ struct Placement {
   int port = 0;                  // of the store
   bool store_is_served = false;  // a launcher hosts the store; rank 0 must not
   std::string generation = "0";  // counts a launcher's restarts of the job
-  std::string source;            // for messages
-  JobIdentity job;               // its name: the same on all ranks, another one in other jobs; empty: unknown
+  std::string source;            // names the source in messages
+  JobIdentity job;               // name: the same on all ranks, different in other jobs; empty: unknown
 };
 
-// Order: options, RANK/WORLD_SIZE, Open MPI, PMI, Slurm, alone. Throws UsageError for a partial or nonsensical set.
+// Order: options, RANK/WORLD_SIZE, Open MPI, PMI, Slurm, alone. UsageError for an incomplete or inconsistent set.
 Placement find_placement(const WorldOptions& options, const Environment& environment);
 
 }  // namespace shoal

@@ -54,7 +54,7 @@ int Liveness::cause_of(int gone) const {
         blamed >= 0 && blamed != own_rank_ && state_of(meeting_->peers[blamed].process) == ProcessState::gone;
     return is_gone ? blamed : gone;
   } catch (const std::exception&) {
-    return gone;  // never opened while it lived
+    return gone;  // its memory was not opened while it lived
   }
 }
 

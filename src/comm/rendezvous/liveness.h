@@ -17,27 +17,27 @@ struct Fault {
   std::string text;  // "rank 2 (pid 41) is gone"
 };
 
-// Watches the peers of this host through /proc. The first failure that anyone in the job noticed is shared through the
-// store, so that all ranks name the same culprit and not each other; and through the host's memory, which outlives the
-// rank that hosts the store. Thread-safe.
+// Watches this host's peers through /proc. The first failure that any rank noticed is shared through the store, so that
+// all ranks name the same culprit instead of each other; and through the host's shared memory, which outlives the rank
+// that hosts the store. Thread-safe.
 class Liveness {
  public:
-  // `memory`: of this process, or none.
+  // memory: of this process, or nullptr.
   Liveness(const Meeting& meeting, const Placement& placement, std::shared_ptr<HostMemory> memory,
            int stopped_timeout_seconds);
 
-  // The fault of one of these ranks, if any shows now. A stopped peer counts after the timeout.
+  // A fault of one of these ranks, if one shows now. A stopped peer counts as faulty after the timeout.
   std::optional<Fault> check(const std::vector<int>& world_ranks);
-  // What anyone in the job has noticed first.
+  // The first fault that any rank noticed.
   std::optional<Fault> first_failure();
-  // `world_rank`: the culprit; -1: not known.
+  // world_rank: the culprit; -1: unknown.
   void publish(int world_rank, const std::string& text);
-  // Who hosts the store and knows why it ends stays until the others have looked, so that they do not take its own end
-  // for the cause.
+  // Waits until the other ranks have read why this rank ends, if it hosts the store; otherwise they would take the loss
+  // of the store for the cause.
   void stay_for_others() const;
 
  private:
-  // The rank because of which a rank that is gone has ended, itself if it has blamed nobody.
+  // The rank that caused the end of `gone`; `gone` itself if it blamed nobody.
   int cause_of(int gone) const;
 
   const Meeting* meeting_;
@@ -45,7 +45,7 @@ class Liveness {
   std::string key_;
   int own_rank_;
   std::chrono::seconds stopped_timeout_;
-  std::mutex mutex_;  // below: several threads may wait
+  std::mutex mutex_;  // guards what follows: several threads may wait
   std::vector<std::optional<std::chrono::steady_clock::time_point>> stopped_since_;
 };
 

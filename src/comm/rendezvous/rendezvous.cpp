@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::chrono::seconds leaving_limit(5);
 
-// What a rank tells the others, as text: "SIZE PID START PAGE NONCE HOST".
+// A rank's record in the store, as text: "SIZE PID START PAGE NONCE HOST".
 struct Record {
   int size = 0;
   Peer peer;
@@ -51,7 +51,7 @@ struct Present {
   std::vector<Peer> peers;
 };
 
-// One attempt to meet; every failure is published so that all ranks see the same sentence.
+// One attempt to meet. Every failure is published, so that all ranks report the same sentence.
 class Room {
  public:
   Room(Placement placement, const PageAddress& page, StorePtr store, int timeout_seconds)
@@ -107,7 +107,8 @@ class Room {
 
   std::string left_key(int rank) const { return fmt::format("{}/left/{}", present_.prefix, rank); }
 
-  // Two jobs can be given one port. Whoever holds the store says whose it is; in torchrun's, the first who comes.
+  // Two jobs may be given the same port. The process that serves the store names its job there; in torchrun's store,
+  // the first rank does.
   void require_same_job() {
     const auto own = job_claim(placement_.job);
     auto claim = read_claim();
@@ -116,7 +117,7 @@ class Room {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
       claim = read_claim();
     }
-    if (!claim || *claim == own) return;  // without a word of rank 0, it is missed below
+    if (!claim || *claim == own) return;  // if rank 0 is missing, it is reported below
     const auto at = fmt::format("the store at {}:{}", placement_.address, placement_.port);
     if (claim->find(claims_secret) != std::string::npos) {
       throw UsageError(
@@ -143,7 +144,8 @@ class Room {
     }
   }
 
-  // How often this rank has come, this time included. Not a counter of the store's, which anybody could turn.
+  // Number of times that this rank has come, including this one. Not a counter of the store, because counters are not
+  // authenticated.
   int64_t count_visit() {
     const auto own = this_process();
     while (true) {
@@ -158,7 +160,7 @@ class Room {
 
   static int64_t visits_in(const std::optional<std::string>& text) { return text ? std::stoll(*text) : 0; }
 
-  // A process may meet again; another one may not take its rank.
+  // The same process may meet again; another process must not take its rank.
   void refuse_duplicate(const Record& own, const std::string& previous) {
     const auto text = store_try_get(*store_, fmt::format("{}/rank/{}", previous, placement_.rank));
     if (!text || same_process(from_text(*text).peer, own.peer)) return;
@@ -216,7 +218,7 @@ class Room {
     try {
       return store_try_get(*store_, present_.prefix + "/error");
     } catch (const ForgedValue&) {
-      return std::nullopt;  // a stranger's, which ends nothing
+      return std::nullopt;  // a forged error, which ends nothing
     }
   }
 
@@ -227,7 +229,7 @@ class Room {
     throw E(text);
   }
 
-  // A store in this process goes with it: it stays until all who came have read why, for a few seconds at most.
+  // If this process hosts the store, it stays for a few seconds at most, until all ranks that came have read the error.
   void leave() {
     store_set_once(*store_, left_key(placement_.rank), "");
     if (placement_.rank != 0 || placement_.store_is_served) return;
@@ -242,7 +244,7 @@ class Room {
       while (!everybody_left() && std::chrono::steady_clock::now() < deadline) {
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }
-    } catch (const ForgedValue&) {  // NOLINT(bugprone-empty-catch): there is an error to throw already
+    } catch (const ForgedValue&) {  // NOLINT(bugprone-empty-catch): another error is being thrown
     }
   }
 

@@ -1,5 +1,5 @@
 #pragma once
-// All ranks of a job meet in the store and tell each other who they are.
+// Rendezvous: all ranks of a job meet in the store and exchange their identities.
 
 #include <memory>
 #include <optional>
@@ -17,22 +17,21 @@ namespace shoal {
 struct Peer {
   std::string host;  // host_identity()
   ProcessId process;
-  PageAddress page;  // of its shared memory; descriptor -1: it has none
+  PageAddress page;  // address of its shared memory; descriptor -1: it has none
 };
 
 struct Meeting {
   std::unique_ptr<StoreServer> server;  // on rank 0, unless a launcher serves the store
-  StorePtr store;                       // none when the process is alone
+  StorePtr store;                       // nullptr if the process is alone
   std::string prefix;                   // of this meeting's keys
   std::vector<Peer> peers;              // by world rank
 };
 
-// Collective over the job. Throws as shoal::init does.
-// `page`: of this process.
+// Collective over the job. Throws as shoal::init does. page: of this process.
 Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds);
-// Takes a dead process's place in a meeting that has taken place. Throws as shoal::init does.
+// Replaces a dead process in a job whose ranks have already met. Throws as shoal::init does.
 Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds);
-// Who is in a rank's place now, if the store knows.
+// The process that now has a rank's place, if the store knows.
 std::optional<Peer> present_peer(const Meeting& meeting, int rank);
 
 }  // namespace shoal

@@ -18,7 +18,7 @@ class Descriptor {
   ~Descriptor();
   int number() const { return number_; }
   bool open() const { return number_ >= 0; }
-  // The caller closes it from now on.
+  // Releases the descriptor; the caller closes it.
   int release() { return std::exchange(number_, -1); }
 
  private:
@@ -30,22 +30,22 @@ struct SocketAddress {
   socklen_t length = 0;
 
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-  std::string host() const;  // in digits
+  std::string host() const;  // numeric
   int port() const;
 };
 
-// The first address of a host's name or number. Throws std::runtime_error with the resolver's reason.
+// First address of a host name or numeric address. std::runtime_error with the resolver's reason.
 SocketAddress resolve(const std::string& host, int port);
-// A socket's own end. Throws std::system_error.
+// Local address of a socket. Throws std::system_error.
 SocketAddress own_address(const Descriptor& socket);
 
-// `type`: SOCK_STREAM or SOCK_DGRAM, and flags. Throws std::system_error.
+// type: SOCK_STREAM or SOCK_DGRAM, and flags. Throws std::system_error.
 Descriptor make_socket(const SocketAddress& address, int type);
-// Listens there and on no other interface; port 0: a free one. Throws std::system_error.
+// Listens on this interface only; port 0: a free one. Throws std::system_error.
 Descriptor listen_on(const SocketAddress& address, int type = SOCK_STREAM);
-// False, with errno, when it failed or is still under way.
+// False, with errno, if the connection failed or is still in progress.
 bool connect_to(const Descriptor& socket, const SocketAddress& address);
-// Whether the last call of a socket that never blocks has failed (errno) only because it came too early.
+// Whether the last call of a non-blocking socket failed only because it would have blocked (errno).
 bool came_too_early();
 
 }  // namespace shoal

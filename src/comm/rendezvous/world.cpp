@@ -15,7 +15,7 @@
 namespace shoal {
 namespace {
 
-// The address of the interface that leads to the store: loopback for a job on one host. Nothing is sent.
+// Address of the interface with the route to the store: loopback for a job on one host. Sends nothing.
 std::string address_towards(const std::string& host, int port) {
   SocketAddress address;
   try {
@@ -98,7 +98,7 @@ World init(const WorldOptions& options) {
   state->placement = find_placement(options, process_environment());
   try {
     state->memory = std::make_shared<HostMemory>();
-  } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport says so if it is asked for
+  } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport reports it on use
   }
   state->recorder = make_recorder(options, state->placement);
   state->meeting = (options.rejoin ? meet_again : meet)(

@@ -18,9 +18,9 @@ struct WorldState {
   Placement placement;
   Meeting meeting;
   std::unique_ptr<Liveness> liveness;
-  std::shared_ptr<HostMemory> memory;        // none where the system gives no shared memory
-  std::string listen_address;                // of this process's own sockets
-  std::unique_ptr<FlightRecorder> recorder;  // none: nobody asked for one
+  std::shared_ptr<HostMemory> memory;        // nullptr if the system provides no shared memory
+  std::string listen_address;                // address of this process's own sockets
+  std::unique_ptr<FlightRecorder> recorder;  // nullptr if not configured
   Activity activity;
   std::shared_ptr<ReleasedGroups> released_groups = std::make_shared<ReleasedGroups>();
   int local_rank = 0;

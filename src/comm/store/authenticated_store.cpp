@@ -69,7 +69,7 @@ void AuthenticatedStore::set(const std::string& key, const std::vector<uint8_t>&
 
 std::vector<uint8_t> AuthenticatedStore::compareSet(const std::string& key, const std::vector<uint8_t>& expected,
                                                     const std::vector<uint8_t>& desired) {
-  // c10d takes an empty value for none, and gives `expected` back where there is none.
+  // c10d treats an empty value as absent, and returns `expected` if the key is absent.
   const auto before = expected.empty() ? expected : sealed(key, expected);
   const auto now = store_->compareSet(key, before, sealed(key, desired));
   if (now == before) return expected;

@@ -15,7 +15,7 @@ namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// The thread that calls the store, one call after another.
+// Thread that calls the store, one call after another.
 class DeadlineStore::Client {
  public:
   using Call = std::function<void(c10d::Store&)>;
@@ -38,7 +38,7 @@ class DeadlineStore::Client {
     changed_.notify_one();
   }
 
-  // Calls whose askers have gone.
+  // Number of calls whose callers have given up.
   std::atomic<int> overdue = 0;
 
  private:

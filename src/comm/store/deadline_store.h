@@ -1,5 +1,5 @@
 #pragma once
-// A key-value store whose every call has a deadline. Only for files of comm/.
+// Key-value store with a deadline for every call. Only for files of comm/.
 
 #include <atomic>
 #include <chrono>
@@ -12,24 +12,24 @@
 
 namespace shoal {
 
-// The store does not answer: its process is stopped, or its host cannot be reached.
+// Error for a store that does not answer: its process is stopped, or its host cannot be reached.
 class StoreUnreachable : public CommError {
  public:
   using CommError::CommError;
 };
 
-// c10d's own client waits for an answer without end. Here a thread of its own calls it, and who asks waits for that thread
-// no longer than the limit: then StoreUnreachable, and for all later calls at once, until the answer that is overdue has
-// come after all. A call that was given up may still take effect. Reading and waiting for keys ask again and again, so that
-// no call occupies the client; they throw what c10d's store throws when its time-out has passed. Thread-safe. The thread
-// is left behind when it hangs.
+// Store that does not block forever, as c10d's own client does. A separate thread calls the client, and the caller
+// waits for that thread no longer than the limit. Then it throws StoreUnreachable; so do all later calls, at once,
+// until the overdue answer has come. A call that was given up may still take effect. Calls that read or wait for keys
+// poll, so that none of them occupies the client; they throw what c10d's store throws after its time-out. Thread-safe.
+// A thread that hangs is left behind.
 class DeadlineStore : public c10d::Store {
  public:
   // name: of the store, for errors.
   DeadlineStore(c10::intrusive_ptr<c10d::Store> store, std::string name, std::chrono::milliseconds limit);
   ~DeadlineStore() override;
 
-  // For calls that begin from now on.
+  // Applies to calls that begin from now on.
   void set_limit(std::chrono::milliseconds limit) { limit_ = limit; }
 
   c10::intrusive_ptr<c10d::Store> clone() override;

@@ -50,7 +50,7 @@ bool is_at(int port, int number) {
   return (own.storage.ss_family == AF_INET || own.storage.ss_family == AF_INET6) && own.port() == port;
 }
 
-// The other end, as text, of a connection to our port that has never been answered.
+// The peer's address, as text, of a connection to our port that was never answered.
 std::optional<std::string> unanswered(const Descriptor& socket, int port) {
   if (!socket.open() || !is_at(port, socket.number())) return std::nullopt;
   SocketAddress peer;
@@ -77,13 +77,13 @@ Doorkeeper::~Doorkeeper() {
 }
 
 void Doorkeeper::run(int port) const {
-  std::map<std::string, SteadyClock::time_point> since;  // by the other end
+  std::map<std::string, SteadyClock::time_point> since;  // by peer address
   while (!ended_) {
     const auto now = SteadyClock::now();
     std::map<std::string, SteadyClock::time_point> still;
     for (const int number : open_files()) {
       if (!is_at(port, number)) continue;
-      // Of our own, so that what we look at stays what it is if the server closes it meanwhile.
+      // A duplicate, so that the descriptor stays valid if the server closes its own meanwhile.
       const Descriptor socket(fcntl(number, F_DUPFD_CLOEXEC, 3));
       const auto peer = unanswered(socket, port);
       if (!peer) continue;

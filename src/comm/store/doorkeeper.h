@@ -1,14 +1,14 @@
 #pragma once
-// Keeps strangers from filling the store's process with connections that say nothing.
+// Guard against silent connections, with which strangers could exhaust the store's process.
 
 #include <atomic>
 #include <thread>
 
 namespace shoal {
 
-// Ends connections to this process's port that have got no answer for ten seconds: whoever means the store asks it
-// something at once, so that those have said nothing, or never a whole question. c10d's server, which has accepted
-// them, sees their end as any other. And lets the process have more files open, where the system allows that.
+// Ends connections to this process's port that have got no answer for ten seconds: a client of the store sends a
+// request at once, so that such connections have sent none, or only a part. c10d's server, which accepted them, sees an
+// ordinary disconnect. Also raises the process's limit of open files, if the system allows it.
 class Doorkeeper {
  public:
   explicit Doorkeeper(int port);

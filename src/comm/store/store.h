@@ -15,8 +15,8 @@ namespace shoal {
 
 using StorePtr = c10::intrusive_ptr<DeadlineStore>;
 
-// Runs `work` in a thread of its own, which is left behind when it
-// has not come back in time; so it must own all that it touches. Then, no value; its exceptions come through.
+// Runs `work` in a separate thread. Returns nothing if it takes too long; the thread is then left behind, so `work`
+// must own all that it uses. Exceptions of `work` are passed on.
 template <class Work>
 auto within(std::chrono::milliseconds limit, Work work) -> std::optional<decltype(work())> {
   std::packaged_task<decltype(work())()> task(std::move(work));
@@ -28,32 +28,32 @@ auto within(std::chrono::milliseconds limit, Work work) -> std::optional<decltyp
 
 std::optional<std::string> store_try_get(c10d::Store& store, const std::string& key);
 void store_set(c10d::Store& store, const std::string& key, const std::string& value);
-// Sets the key unless it is set already, by the job; returns the value it has afterwards.
+// Sets the key unless the job has set it already; returns its value.
 std::string store_set_once(c10d::Store& store, const std::string& key, const std::string& value);
 
-// How long a call of the store may take once the ranks have met.
+// Limit for calls of the store once the ranks have met.
 constexpr std::chrono::seconds store_limit(2);
 
-// Sets the key if it has the value `before` (empty: if nobody has set it); returns the value it has afterwards.
+// Sets the key if its value is `before` (empty: not set yet); returns its value.
 std::string store_replace(c10d::Store& store, const std::string& key, const std::string& before,
                           const std::string& value);
 
-// Under which a store says whose it is, and what it says there.
+// Key and contents of the entry that names the job which owns the store.
 constexpr const char* claim_key = "shoal/job";
 constexpr const char* claims_secret = "\nsecret";
 std::string job_claim(const JobIdentity& job);
 
-// Connects to the store at address:port, to read and write what belongs to `job`. Retries until `timeout_seconds` while
-// nothing listens there; until the caller sets another limit, its calls may take as long. Throws CommError that says
-// whether nobody listened, somebody does not answer, or somebody answers who is not a store.
+// Connects to the store at address:port on behalf of `job`. Retries until `timeout_seconds` while nothing listens
+// there; calls have the same limit until the caller sets another. CommError says whether nobody listened, somebody does
+// not answer, or the one who answers is not a store.
 StorePtr connect_store(const std::string& address, int port, int timeout_seconds, const JobIdentity& job = {});
 
-// libtorch prints a stack trace for every lost connection to a store and for every message that is none; our own errors
-// say what happened. For all of this process.
+// Silences libtorch, which prints a stack trace for every lost connection and every malformed message; our own errors
+// say what happened. For the whole process.
 void quiet_c10d();
 
-// Where the first failure that anyone noticed is published, as a sentence that begins "rank N". A job that a launcher
-// restarts keeps its store; each start is a generation.
+// Key of the first failure that any rank noticed, a sentence that begins "rank N". A job that a launcher restarts keeps
+// its store; each start is a generation.
 inline std::string first_failure_key(const std::string& generation) {
   return "shoal/" + generation + "/first_failure";
 }

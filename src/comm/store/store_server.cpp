@@ -31,7 +31,7 @@ SocketAddress resolve_master(const std::string& host, int port) {
   }
 }
 
-// c10d's own store would listen on all interfaces.
+// c10d's own server would listen on all interfaces.
 Descriptor listen_for_ranks(const std::string& host, int port) {
   try {
     return listen_on(resolve_master(host, port));
@@ -44,7 +44,7 @@ Descriptor listen_for_ranks(const std::string& host, int port) {
   }
 }
 
-// A host that is not there may swallow what is sent to it: no attempt takes longer than the deadline.
+// Bounded by the deadline, because packets to a missing host may be dropped silently.
 bool somebody_listens(const std::string& host, int port, SteadyClock::time_point deadline) {
   const auto address = resolve_master(host, port);
   const auto socket = make_socket(address, SOCK_STREAM | SOCK_NONBLOCK);
@@ -106,8 +106,8 @@ StorePtr connect_store(const std::string& address, int port, int timeout_seconds
                              std::chrono::milliseconds(1000));
   std::optional<c10::intrusive_ptr<c10d::Store>> store;
   try {
-    // A wrong answer it takes for a bad connection and asks again, until its time-out, and says so at length, which takes
-    // time on a busy machine; for none it waits without end.
+    // c10d takes a wrong answer for a bad connection and retries until its time-out, logging at length, which takes
+    // time on a busy machine; without an answer it waits forever.
     store = within(left + std::chrono::seconds(1), [address, port, left]() -> c10::intrusive_ptr<c10d::Store> {
       c10d::TCPStoreOptions options;
       options.port = static_cast<uint16_t>(port);

@@ -1,5 +1,5 @@
 #pragma once
-// Hosts the key-value store through which the ranks of a job find each other.
+// Server of the key-value store through which the ranks of a job find each other.
 
 #include <memory>
 #include <string>
@@ -9,9 +9,10 @@
 namespace shoal {
 
 // Listens on `address` alone (a numeric address or a name of one of this host's interfaces) from construction to
-// destruction, and says in the store whose job it is. port 0 takes any free port. Throws UsageError that names the port
-// when it is in use. No rank's death harms a store that the launcher hosts. Compatible with c10d's TCPStore, so Python
-// ranks can join as well. What strangers send to it is not worth a line: c10d's log level is raised in this process.
+// destruction, and publishes the job's name in the store. port 0 takes any free port. UsageError names a port that is
+// in use. A store that the launcher hosts survives the death of any rank. Compatible with c10d's TCPStore, so that
+// Python ranks can join. Raises c10d's log level in this process, because messages from strangers are not worth
+// logging.
 class StoreServer {
  public:
   StoreServer(const std::string& address, int port, const JobIdentity& job = {});
@@ -20,8 +21,8 @@ class StoreServer {
   StoreServer& operator=(const StoreServer&) = delete;
 
   int port() const;
-  // Tells the ranks why a peer is gone, in a sentence ("rank 1 was killed by signal 9 (SIGKILL)"). The first report
-  // counts. Never throws.
+  // Publishes why a peer is gone, as a sentence ("rank 1 was killed by signal 9 (SIGKILL)"). The first report counts.
+  // Never throws.
   void report_failure(const std::string& text);
 
  private:
