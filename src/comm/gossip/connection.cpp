@@ -37,7 +37,7 @@ void prepare(const Descriptor& socket) {
   set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
   set(IPPROTO_TCP, TCP_KEEPCNT, 10);
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, 15000);
-  set(IPPROTO_TCP, TCP_NOTSENT_LOWAT, 256 << 10);  // what the kernel has taken has nearly left
+  set(IPPROTO_TCP, TCP_NOTSENT_LOWAT, 256 << 10);  // bounds the data that wait in the kernel
 }
 
 void OutgoingConnection::put(const Frame& frame, at::Tensor values) {
@@ -65,8 +65,7 @@ bool OutgoingConnection::advance(const std::string& place, const JobIdentity& jo
   return true;
 }
 
-// Calls again where a connection ends before both have shown who they are: the other end may have had too many
-// visitors.
+// Calls again if the connection ends before the handshake is complete: the peer may have had too many visitors.
 Handshake::State OutgoingConnection::greet(const std::string& place, const JobIdentity& job, uint64_t key) {
   auto state = Handshake::State::refused;
   while (state == Handshake::State::refused) {
@@ -90,7 +89,7 @@ short OutgoingConnection::awaits() const {
   return handshake_ && handshake_->listens() ? POLLIN : POLLOUT;
 }
 
-// Sends what is left of bytes [begin, begin + bytes) of the first item; true when nothing is.
+// Sends the rest of bytes [begin, begin + bytes) of the first item; true when all are sent.
 bool OutgoingConnection::send_bytes(const void* data, size_t bytes, size_t begin) {
   while (sent_ < begin + bytes) {
     const auto done = sent_ - begin;

@@ -1,5 +1,5 @@
 #pragma once
-// One direction of gossip between two ranks: frames over a TCP connection that never blocks.
+// Connection for one direction of gossip between two ranks: frames over non-blocking TCP.
 
 #include <torch/types.h>
 
@@ -16,28 +16,28 @@
 
 namespace shoal {
 
-// Listens on a free port of `address`, an IP address in digits. Throws std::runtime_error.
+// Listens on a free port of `address`, a numeric IP address. Throws std::runtime_error.
 Descriptor listen_for_gossip(const std::string& address);
-// "address:port" of a socket's own end.
+// "address:port" of a socket's local end.
 std::string place_of(const Descriptor& socket);
-// A connection that may still be under way. Throws std::runtime_error.
+// Starts a connection, which may still be in progress on return. Throws std::runtime_error.
 Descriptor connect_to(const std::string& place);
-// Settings of either end: no delay for small frames, and an end of the wait for a host that has vanished.
+// Options of both ends: no delay for small frames, and a timeout for hosts that have vanished.
 void prepare(const Descriptor& socket);
 
-// Frames to one rank.
+// Outgoing frames to one rank.
 class OutgoingConnection {
  public:
   void put(const Frame& frame, at::Tensor values = {});
-  // Sends what can be sent now; the first call connects and shakes hands. `key`: of the channel that is called. False
-  // when the connection is broken, for good.
+  // Sends what can be sent now; the first call connects and shakes hands. key: of the called channel. False if the
+  // connection is broken for good.
   bool advance(const std::string& place, const JobIdentity& job, uint64_t key);
-  // What to poll the socket for.
+  // Events to poll the socket for.
   short awaits() const;
   bool idle() const { return queue_.empty(); }
-  // The version whose values come next or are on their way; none: no values do.
+  // Version of the values that are queued next or being sent; none if there are none.
   std::optional<int64_t> version() const;
-  // Whether the other end has taken something lately.
+  // Whether the peer has received something lately.
   bool moves() const { return std::chrono::steady_clock::now() - moved_ < std::chrono::milliseconds(100); }
   const Descriptor& socket() const { return socket_; }
 
@@ -50,24 +50,24 @@ class OutgoingConnection {
   bool send_bytes(const void* data, size_t bytes, size_t begin);
 
   Descriptor socket_;
-  std::optional<Handshake> handshake_;  // with whoever is at the other end of the socket
+  std::optional<Handshake> handshake_;  // with the present peer of the socket
   int calls_ = 0;
   std::deque<Item> queue_;
-  size_t sent_ = 0;  // of the first item, its frame included
+  size_t sent_ = 0;  // bytes sent of the first item, including its frame
   std::chrono::steady_clock::time_point moved_{};
 };
 
-// Frames from one rank.
+// Incoming frames from one rank.
 class IncomingConnection {
  public:
   IncomingConnection(Descriptor socket, Handshake handshake)
       : socket_(std::move(socket)), handshake_(std::move(handshake)) {}
 
-  // Memory for what follows a frame, of its bytes, undefined where nothing follows; none: the frame is wrong.
+  // Returns memory for the values that follow a frame, undefined if none follow; nothing if the frame is invalid.
   using Accept = std::function<std::optional<at::Tensor>(const Frame& frame)>;
   using Arrived = std::function<void(const Frame& frame, const at::Tensor& values)>;
-  // Shakes hands, then reads what is there. False when the connection has ended, is broken, or has brought a frame that
-  // is wrong.
+  // Shakes hands, then reads what has arrived. False if the connection has ended, is broken, or has delivered an
+  // invalid frame.
   bool advance(const Accept& accept, const Arrived& arrived);
   const Descriptor& socket() const { return socket_; }
 
@@ -75,7 +75,7 @@ class IncomingConnection {
   Descriptor socket_;
   Handshake handshake_;
   Frame frame_;
-  size_t read_ = 0;  // of the frame and its values
+  size_t read_ = 0;  // bytes read of the frame and its values
   at::Tensor values_;
 };
 

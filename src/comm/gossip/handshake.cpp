@@ -30,7 +30,7 @@ Handshake::Handshake(const JobIdentity& job, Side side, uint64_t channel)
   begin();
 }
 
-// Both ends name the challenges in one order, but what for tells one end's proof from the other's.
+// Both ends use the same order of challenges; the purpose distinguishes their proofs.
 Mac Handshake::proof(Side of) const {
   const auto own = as_text(own_);
   const auto theirs = as_text(theirs_);
@@ -51,7 +51,7 @@ void Handshake::begin() {
   }
 }
 
-// False when what has been heard proves nothing.
+// False if the received message is not a valid proof.
 bool Handshake::end() {
   if (speaks()) return true;
   const std::string_view heard(message_);

@@ -9,25 +9,25 @@
 
 namespace shoal {
 
-// Each end shows that it knows the job's secret:
+// Each end proves that it knows the job's secret:
 //
 //   called   a challenge
 //   caller   a challenge of its own, and the MAC of both
 //   called   another MAC of both
 //
-// Challenges are random, so that nothing recorded serves again. Where the job has no secret nothing is said. Shows who
-// is there when a connection begins; what comes later is not protected.
+// Challenges are random, so that a recorded handshake is useless. Without a secret nothing is exchanged. Authenticates
+// the peer when the connection begins; later traffic is not protected.
 class Handshake {
  public:
   enum class Side { caller, called };
   enum class State { under_way, done, refused };
 
-  // `channel`: the key of the channel that is called.
+  // channel: the key of the called channel.
   Handshake(const JobIdentity& job, Side side, uint64_t channel);
 
-  // Says and hears what can be said and heard now. Never blocks.
+  // Sends and receives what is possible now. Never blocks.
   State advance(const Descriptor& socket);
-  // Whether it waits for the other end, and not for room to speak.
+  // Whether it waits to receive rather than to send.
   bool listens() const { return state_ == State::under_way && !speaks(); }
 
  private:
@@ -43,8 +43,8 @@ class Handshake {
   int step_ = 0;
   Mac own_{};  // challenges
   Mac theirs_{};
-  std::string message_;  // of this step
-  size_t moved_ = 0;     // of it
+  std::string message_;  // message of this step
+  size_t moved_ = 0;     // bytes of it that were sent or received
 };
 
 }  // namespace shoal

@@ -29,7 +29,7 @@ std::string pair_name(int number) {
   return fmt::format("/newcomer{}", number);
 }
 
-// A member's first answer: "VERSION RANK,RANK,.. ADDRESS".
+// Member's first answer: "VERSION RANK,RANK,.. ADDRESS".
 struct Answer {
   int64_t version = 0;
   std::vector<int> members{};  // without the newcomer
@@ -99,7 +99,7 @@ bool Admission::has_ended() const {
          (peer.host == peers[group_.world_rank(group_.rank())].host && state_of(peer.process) == ProcessState::gone);
 }
 
-// True once somebody is here.
+// True once a newcomer is present.
 bool Admission::meet(int64_t version, const std::vector<int>& members, const GossipChannel& channel) {
   const auto now = SteadyClock::now();
   const bool complete = members.size() == static_cast<size_t>(group_.size());
@@ -139,7 +139,7 @@ std::optional<Admission::Counted> Admission::look(int64_t version, const std::ve
     if (std::stoi(*donor) == group_.rank()) {
       try {
         hand_over(group_named(group_, pair_name(number_), {group_.rank(), rank_}));
-      } catch (const CommError&) {  // it has died on the way
+      } catch (const CommError&) {  // the newcomer has died meanwhile
         next();
         return std::nullopt;
       }
@@ -150,7 +150,7 @@ std::optional<Admission::Counted> Admission::look(int64_t version, const std::ve
     if (!here) return std::nullopt;
     try {
       channel.admit(rank_, *here);
-    } catch (const std::exception&) {  // it has died, and its memory with it
+    } catch (const std::exception&) {  // the newcomer has died, and its memory with it
       next();
       return std::nullopt;
     }
@@ -214,7 +214,7 @@ Group Newcomer::meet_donor(const std::vector<int>& preferred) {
   for (int rank = 0; rank < group_.size(); ++rank) {
     if (rank != group_.rank()) others.push_back(rank);
   }
-  // Who has died on another host is known to the members alone; the first answer says who they are.
+  // Only members know which ranks of other hosts have died; the first answer names the members.
   std::vector<int> present;
   for (const auto& text : answers("ack", others, Until::any)) {
     if (!text.empty()) present = answer_of(text).members;
@@ -246,7 +246,7 @@ int64_t Newcomer::arrive(const std::string& address) {
   int64_t newest = 0;
   int64_t advance = 0;
   for (const int rank : others) {
-    if (texts[rank].empty()) {  // it has died meanwhile
+    if (texts[rank].empty()) {  // the member has died meanwhile
       addresses_[rank].clear();
       continue;
     }
@@ -254,7 +254,7 @@ int64_t Newcomer::arrive(const std::string& address) {
     newest = std::max<int64_t>(newest, version);
     advance = std::max<int64_t>(advance, version - versions_[rank]);
   }
-  // As many steps ahead as members make until all have read it.
+  // As many steps ahead as the members make until all of them have read the entry.
   constexpr double seconds_to_read = 0.1;
   const auto seconds = std::max(0.01, std::chrono::duration<double>(SteadyClock::now() - answered_).count());
   const auto ahead = 3 + static_cast<int64_t>(std::ceil(seconds_to_read / seconds * static_cast<double>(advance)));

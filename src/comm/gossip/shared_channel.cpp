@@ -19,18 +19,17 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-constexpr size_t slots = 2;  // so that a rank may be a step ahead of its readers
+constexpr size_t slots = 2;  // a rank may be one step ahead of its readers
 constexpr int64_t being_written = -1;
 
-// What a rank shows, in its own memory: [header | of each buffer: versions, then what each reader has done with |
-// data].
+// Block in a rank's own memory: [header | for each buffer: versions, then each reader's progress | data].
 class SharedBlock {
  public:
   struct alignas(cache_line) Header {
-    std::atomic<uint32_t> users;   // ranks that may look at this block
-    std::atomic<uint32_t> left;    // by its own will
+    std::atomic<uint32_t> users;   // number of ranks that may read this block
+    std::atomic<uint32_t> left;    // the rank left on its own
     std::atomic<uint32_t> reason;  // see GossipChannel::stop
-    std::atomic<int64_t> stopped;  // the version that was shown last, + 1; 0: it goes on
+    std::atomic<int64_t> stopped;  // last version shown before the stop, + 1; 0: not stopped
   };
   struct alignas(cache_line) Slot {
     std::atomic<int64_t> version;  // 0: none yet
@@ -50,7 +49,7 @@ class SharedBlock {
   Slot& slot(std::byte* base, size_t buffer, size_t index) const {
     return reinterpret_cast<Slot*>(base + sizeof(Header) + buffer * bytes_of_state())[index];
   }
-  // The newest version that the reader needs no more.
+  // The newest version that the reader no longer needs.
   std::atomic<int64_t>& done(std::byte* base, size_t buffer, int reader) const {
     auto* first = base + sizeof(Header) + buffer * bytes_of_state() + slots * sizeof(Slot);
     return reinterpret_cast<std::atomic<int64_t>*>(first)[reader];
@@ -72,7 +71,7 @@ class SharedBlock {
   std::vector<size_t> sizes_;
 };
 
-// See SharedChannel::address.
+// Inverse of SharedChannel::address.
 SharedPlace place_of_memory(const std::string& address) {
   SharedPlace place;
   std::istringstream in(address.substr(std::string(shared_memory).size()));
@@ -124,7 +123,7 @@ class SharedChannel : public GossipChannel {
       late_reader_[reader] = !done();
     }
     slot.version.store(being_written, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // a reader that sees new values sees this too
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // a reader that sees new values must see this, too
     return tensor(own(), buffer, index);
   }
 
@@ -152,7 +151,8 @@ class SharedChannel : public GossipChannel {
       last_read_[buffer][source] = std::max(last_read_[buffer][source], found->version);
     }
     late_source_[source] = !found || found->version < version;
-    // A newer one is what is read next, or this rank would find one too new in every step from now on.
+    // Marks `version` only: a newer version that was read is read again next, or this rank would find too new a version
+    // in every following step.
     layout_.done(base, buffer, group_->rank).store(version, std::memory_order_release);
     ring(source);
     return result;
@@ -240,7 +240,7 @@ class SharedChannel : public GossipChannel {
     size_t index;
     int64_t version;
   };
-  // The oldest that is shown from `version` on.
+  // The oldest shown version that is at least `version`.
   std::optional<Found> find(size_t buffer, int64_t version, int source) const {
     std::optional<Found> found;
     for (size_t index = 0; index < slots; ++index) {
@@ -249,7 +249,7 @@ class SharedChannel : public GossipChannel {
     }
     return found;
   }
-  // Until finished, the deadline, or the rank is gone or does not go on.
+  // Waits for `finished`, the deadline, or the end or stop of the rank.
   void wait(SteadyClock::time_point deadline, int on, const std::function<bool()>& finished) {
     while (!finished() && !ended(on) && !stops(on)) {
       const auto left = deadline - SteadyClock::now();
@@ -263,13 +263,13 @@ class SharedChannel : public GossipChannel {
   std::shared_ptr<GroupState> group_;
   const std::vector<GossipBuffer> buffers_;
   const SharedBlock layout_;
-  std::vector<std::byte*> bases_;                   // of every rank's block, as seen from here; none: it has ended
-  std::vector<std::shared_ptr<PeerMemory>> peers_;  // none for this rank
+  std::vector<std::byte*> bases_;                   // by rank: its block as mapped here; nullptr: the rank has ended
+  std::vector<std::shared_ptr<PeerMemory>> peers_;  // nullptr for this rank
   bool may_spin_ = false;
-  int64_t begun_ = -1;  // stops up to this version are over
+  int64_t begun_ = -1;  // stops up to this version have ended
   std::vector<bool> ended_;
-  std::vector<bool> late_source_;  // sources that were waited for in vain
-  std::vector<bool> late_reader_;  // readers that were
+  std::vector<bool> late_source_;  // by source: the last wait for it timed out
+  std::vector<bool> late_reader_;  // by reader: the last wait for it timed out
   std::vector<SteadyClock::time_point> looked_;
   std::vector<std::vector<int64_t>> last_read_;  // by buffer and source
   struct Readers {
@@ -277,7 +277,7 @@ class SharedChannel : public GossipChannel {
     std::vector<int>& operator[](size_t index) { return of[index]; }
   };
   std::vector<Readers> readers_;
-  std::vector<size_t> newest_;  // slot, by buffer
+  std::vector<size_t> newest_;  // by buffer: slot of the newest version
 };
 
 }  // namespace
@@ -306,7 +306,7 @@ std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group,
     const auto place = *world.memory->locate(base, 1);
     own[0] = static_cast<int64_t>(place.arena);
     own[1] = static_cast<int64_t>(place.offset);
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): -1 says so to the others
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): -1 tells the others
   }
   group.all_gather(places, own, label).wait();
   if (places.min().item<int64_t>() < 0) {
@@ -318,7 +318,7 @@ std::unique_ptr<GossipChannel> open_shared_gossip_channel(const Group& group,
     bases[rank] = peers[rank]->at({static_cast<uint32_t>(places[rank][0].item<int64_t>()),
                                    static_cast<uint64_t>(places[rank][1].item<int64_t>())});
   }
-  // Nobody leaves before all have mapped all blocks.
+  // No rank leaves before all have mapped all blocks.
   group.barrier(label).wait();
   return std::make_unique<SharedChannel>(state, buffers, std::move(layout), std::move(bases), std::move(peers));
 }

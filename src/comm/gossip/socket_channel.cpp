@@ -29,7 +29,7 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// Where a rank listens, and the key that its visitors must know: "PLACE KEY".
+// Place where a rank listens, and the key that its visitors must know: "PLACE KEY".
 struct Address {
   std::string place;
   uint64_t key = 0;
@@ -40,7 +40,8 @@ Address address_of(const std::string& line) {
   return {line.substr(0, blank), std::stoull(line.substr(blank + 1))};
 }
 
-// One thread moves all bytes; the rank's own thread only looks at what has come and leaves what shall go.
+// Channel whose own thread moves all bytes; the rank's thread only reads what has arrived and queues what is to be
+// sent.
 class SocketChannel : public GossipChannel {
  public:
   SocketChannel(const GroupState& group, std::vector<GossipBuffer> buffers, Descriptor listening,
@@ -63,7 +64,7 @@ class SocketChannel : public GossipChannel {
   ~SocketChannel() override {
     leave();
     {
-      // What neighbours wait for leaves; one that takes nothing is not waited for.
+      // Sends what neighbours still wait for, bounded by a limit for neighbours that receive nothing.
       std::unique_lock lock(mutex_);
       changed_.wait_for(lock, std::chrono::seconds(2), [this] {
         return std::all_of(peers_.begin(), peers_.end(),
@@ -97,7 +98,7 @@ class SocketChannel : public GossipChannel {
       shown_[buffer].push_back({version, readers});
       newest_ = version;
       for (const int reader : readers) {
-        // One that does not keep up misses this version; what is queued for it stays bounded.
+        // A reader that does not keep up misses this version, which bounds its queue.
         const auto& peer = peers_[reader];
         if (peer.gone || (peer.takes_late && !peer.outgoing.idle())) continue;
         const auto bytes = static_cast<uint64_t>(drafts_[buffer].nbytes());
@@ -170,7 +171,7 @@ class SocketChannel : public GossipChannel {
     const std::lock_guard lock(mutex_);
     addresses_[rank] = address_of(address);
     peers_[rank] = Peer();
-    // What the process before it has sent, or its end, concerns nobody any more.
+    // Data from the previous process, and its end, no longer matter.
     std::erase_if(visitors_, [&](const Visitor& visitor) { return visitor.rank == rank; });
   }
 
@@ -179,12 +180,12 @@ class SocketChannel : public GossipChannel {
     OutgoingConnection outgoing;
     bool greeted = false;
     bool gone = false;
-    int64_t last_version = 0;                               // of one that has said that it leaves
-    std::optional<Stop> stop;                               // it does not go on
-    bool late = false;                                      // as a source
-    bool takes_late = false;                                // as a reader
+    int64_t last_version = 0;                               // valid if the rank has announced that it leaves
+    std::optional<Stop> stop;                               // set if the rank has stopped
+    bool late = false;                                      // the last wait for it as a source timed out
+    bool takes_late = false;                                // the last wait for it as a reader timed out
     std::map<size_t, std::map<int64_t, at::Tensor>> shown;  // by buffer and version
-    std::map<size_t, int64_t> taken;  // by buffer: the newest version of ours that it has done with
+    std::map<size_t, int64_t> taken;  // by buffer: newest version of ours that it has finished with
   };
 
   Reading take(size_t buffer, int64_t version, int source, Limit limit, const Use& use) {
@@ -203,7 +204,7 @@ class SocketChannel : public GossipChannel {
     peer.late = !found();
     if (shown.empty()) return {.arrival = peer.gone ? Arrival::gone : Arrival::late};
     const auto [number, values] = found() ? *shown.lower_bound(version) : *std::prev(shown.end());
-    // A newer one stays: it is what is read next, or this rank would find one too new in every step from now on.
+    // A newer version stays: it is read next, or this rank would find too new a version in every following step.
     shown.erase(shown.begin(), shown.upper_bound(version));
     lock.unlock();
     use(values);
@@ -232,7 +233,7 @@ class SocketChannel : public GossipChannel {
     [[maybe_unused]] const auto written = write(wake_.number(), &one, sizeof one);
   }
 
-  // Memory that nobody holds any more serves again.
+  // Reuses memory that nobody holds any more.
   at::Tensor memory(size_t buffer) {
     const auto& [numel, dtype] = buffers_[buffer];
     auto& pool = pool_[{numel, dtype}];
@@ -242,8 +243,8 @@ class SocketChannel : public GossipChannel {
     return pool.emplace_back(at::empty({numel}, at::TensorOptions(dtype)));
   }
 
-  // Where a link is slow, two versions at once would take twice as long each, and somebody waits for the older one. One
-  // that its reader does not take delays nothing.
+  // Oldest version being sent. On a slow link, two versions at once would take twice as long each while some rank waits
+  // for the older one. Peers that receive nothing do not count.
   int64_t oldest_on_the_way() const {
     auto oldest = std::numeric_limits<int64_t>::max();
     for (const auto& peer : peers_) {
@@ -291,7 +292,7 @@ class SocketChannel : public GossipChannel {
     }
   }
 
-  // What has been read last, as its reader may have to begin anew: by source, of one buffer and for one version.
+  // Last values read, of one buffer and for one version, by source: the reader may have to start over.
   struct Used {
     size_t buffer = 0;
     int64_t version = 0;
@@ -300,10 +301,10 @@ class SocketChannel : public GossipChannel {
 
   struct Visitor {
     IncomingConnection connection;
-    int rank = -1;  // until it has greeted
+    int rank = -1;  // known after its hello
     bool ended = false;
     Clock::time_point came{};
-    Clock::time_point begun{};  // of the frame that is on its way
+    Clock::time_point begun{};  // start of the frame in progress
   };
 
   void admit() {
@@ -317,7 +318,7 @@ class SocketChannel : public GossipChannel {
     }
   }
 
-  // Whoever has not greeted in time goes, and, where there are too many of those, who has been there longest.
+  // Ends visitors that have not sent a hello in time and, if there are too many, the oldest of them.
   void show_out() {
     constexpr std::chrono::seconds time_to_greet(10);
     constexpr int64_t most_strangers = 256;
@@ -371,7 +372,7 @@ class SocketChannel : public GossipChannel {
          .end = Clock::now()});
   }
 
-  // Its neighbours see that it is gone; the others have to be told.
+  // Tells the others that a rank is gone, because only its neighbours see that.
   void lose(int rank) {
     if (std::exchange(peers_[rank].gone, true) || left_) return;
     tell_all({.kind = FrameKind::lost,
@@ -395,15 +396,15 @@ class SocketChannel : public GossipChannel {
     return static_cast<uint64_t>(buffers_[buffer].numel) * c10::elementSize(buffers_[buffer].dtype);
   }
 
-  static constexpr size_t versions_ahead = 2;  // that a rank may be, of its readers
+  static constexpr size_t versions_ahead = 2;  // limit for a rank's lead over its readers
 
   const int rank_;
   const std::string group_;
   const std::shared_ptr<Timeline> timeline_;
   const JobIdentity job_;
   const std::vector<GossipBuffer> buffers_;
-  std::vector<Address> addresses_;  // no place: the rank has ended; changes with the mutex held
-  std::mutex mutex_;                // all below
+  std::vector<Address> addresses_;  // empty place: the rank has ended; changed under the mutex
+  std::mutex mutex_;                // guards what follows
   std::condition_variable changed_;
   std::vector<Peer> peers_;
   std::vector<Visitor> visitors_;
@@ -412,16 +413,16 @@ class SocketChannel : public GossipChannel {
     int64_t version;
     std::vector<int> readers;
   };
-  Used used_;                             // of the rank's own thread
-  std::vector<std::deque<Shown>> shown_;  // the last versions, by buffer
+  Used used_;                             // used by the rank's own thread
+  std::vector<std::deque<Shown>> shown_;  // last versions, by buffer
   std::map<std::pair<int64_t, at::ScalarType>, std::vector<at::Tensor>> pool_;
-  int64_t newest_ = 0;  // shown
-  int64_t begun_ = -1;  // stops up to this version are over
+  int64_t newest_ = 0;  // newest version shown
+  int64_t begun_ = -1;  // stops up to this version have ended
   bool left_ = false;
   bool ending_ = false;
   const Descriptor listening_;
   const Descriptor wake_;
-  std::thread thread_;  // last: it uses all of the above
+  std::thread thread_;  // last member: it uses all of the above
 };
 
 uint64_t random_key() {

@@ -1,11 +1,11 @@
 #pragma once
-// A gossip channel between hosts: one TCP connection per direction of each pair of ranks that have exchanged something.
+// Gossip channel over TCP: one connection per direction for each pair of ranks that have exchanged something.
 
 #include "comm/gossip/channel.h"
 
 namespace shoal {
 
-// Collective over the group. Listens on the address that the group's other sockets listen on.
+// Collective over the group. Listens on the same address as the group's other sockets.
 std::unique_ptr<GossipChannel> open_socket_gossip_channel(const Group& group, const std::vector<GossipBuffer>& buffers);
 
 // See join_gossip_channel.

@@ -11,7 +11,7 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// One operation as a chain of stages. Used under its transport's lock only.
+// One operation as a chain of stages. Guarded by the transport's lock.
 struct Chain {
   std::deque<Stage> waiting;
   std::vector<std::shared_ptr<TransportWork>> running;
@@ -61,7 +61,7 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
     return std::make_unique<ChainWork>(shared_from_this(), std::move(chain));
   }
 
-  // Operations pass every channel in the order of the calls, so that all its ranks see the same order.
+  // Operations pass every channel in the order of the calls, so that all ranks of the channel see the same order.
   void advance() {
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < chains_.size(); ++i) {
@@ -80,14 +80,14 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
     const std::lock_guard lock(mutex_);
     return chain.over();
   }
-  // What the chain waits for now, if anything.
+  // The work that the chain waits for, if any.
   std::shared_ptr<TransportWork> running(const Chain& chain) {
     const std::lock_guard lock(mutex_);
     return chain.running.empty() ? nullptr : chain.running.front();
   }
 
  private:
-  // Messages wait for nothing but their peer.
+  // Messages wait for their peer only, so they need no chain.
   std::unique_ptr<TransportWork> issue_message(const Call& call) {
     const auto [host, local] = parts_.grid.place[call.peer];
     if (host != parts_.grid.host) return parts_.flat->issue(call);
@@ -96,7 +96,7 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
     return parts_.up->issue(inside);
   }
 
-  // Whether the running stage is over (or there is none).
+  // Whether the running stage has finished (or there is none).
   static bool settle(Chain& chain) {
     for (auto& work : chain.running) {
       if (!work->done() || !work->wait_for(Milliseconds(1), Milliseconds(1))) return false;
@@ -116,7 +116,7 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
     auto stage = std::move(chain.waiting.front());
     chain.waiting.pop_front();
     for (const auto& call : stage.calls) {
-      // Sizes are the same on all ranks of a channel, so all of them leave it out.
+      // Sizes are the same on all ranks of a channel, so all of them skip the call.
       if (is_empty(call)) continue;
       chain.running.push_back(transport(stage.channel).issue(call));
     }
@@ -153,7 +153,7 @@ bool ChainWork::done() {
 }
 
 bool ChainWork::wait_for(Milliseconds slice, Milliseconds) {
-  // Both kinds of transport are asked in turn, since neither knows when the other has something to do.
+  // Alternates between both kinds of transport, since neither knows when the other one can progress.
   const auto end = SteadyClock::now() + slice;
   while (!done()) {
     if (SteadyClock::now() >= end) return false;

@@ -1,6 +1,6 @@
 #pragma once
-// A group over several hosts: ranks of one host share memory, every local rank carries its own range to the other
-// hosts.
+// Hierarchical transport for a group over several hosts: ranks of a host share memory, and each of them carries its own
+// range to the other hosts.
 
 #include <memory>
 
@@ -11,9 +11,9 @@ namespace shoal {
 
 struct HierarchicalParts {
   HostGrid grid;
-  std::shared_ptr<Transport> up;      // ranks of this host, before the network
-  std::shared_ptr<Transport> down;    // the same ranks, after it
-  std::shared_ptr<Transport> across;  // the ranks at this rank's place on every host, by host
+  std::shared_ptr<Transport> up;      // ranks of this host, for stages before the network
+  std::shared_ptr<Transport> down;    // the same ranks, for stages after it
+  std::shared_ptr<Transport> across;  // ranks at this rank's place on every host, by host
   std::shared_ptr<Transport> flat;    // all ranks, for operations whose data differ for every pair of ranks
 };
 

@@ -83,7 +83,7 @@ class Planner {
     const auto& output = call_.outputs[0];
     const auto numel = output.numel();
     const auto input = call_.inputs[0].view({size(), numel});
-    // sums[h]: what this host adds to the part of the rank at this place on host h.
+    // sums[h]: this host's contribution to the part of the rank at this place on host h.
     const auto sums = at::empty({grid_.hosts, numel}, output.options());
     const auto received = at::empty_like(sums);
     std::vector<Call> inside;
@@ -115,7 +115,7 @@ class Planner {
     return rows;
   }
 
-  // The ranges of a tensor that the local ranks carry.
+  // Splits a tensor into the ranges that the local ranks carry.
   Tensors ranges(const at::Tensor& tensor) const {
     const auto flat = tensor.view({-1});
     const auto line = std::max<int64_t>(1, 128 / static_cast<int64_t>(flat.element_size()));
@@ -129,7 +129,8 @@ class Planner {
     return list;
   }
 
-  // What the hosts' results are put together with: only the sum of all can be divided, and factors count once.
+  // Reduction between hosts. An average divides the sum of all, and premultiplied factors apply once, so both use a sum
+  // here.
   ReduceOp of_hosts() const {
     return call_.reduce == ReduceOp::avg || call_.reduce == ReduceOp::premul_sum ? ReduceOp::sum : call_.reduce;
   }
@@ -143,7 +144,7 @@ class Planner {
             .label = call_.label};
   }
 
-  // The first reduction: of what the ranks have.
+  // The first reduction, within the host.
   Call on_host(Op op, Tensors inputs, Tensors outputs) const {
     auto made = make(op, std::move(inputs), std::move(outputs));
     if (call_.reduce == ReduceOp::premul_sum) made.reduce = ReduceOp::premul_sum;
@@ -159,7 +160,7 @@ class Planner {
     };
   }
 
-  // output <- the sum (or what else is asked for) of what the hosts have, in their order.
+  // output <- the reduction of the hosts' values, in the order of hosts.
   std::function<void()> summation(const at::Tensor& received, const at::Tensor& output) const {
     return [received, output, op = of_hosts(), divide = division(output)] {
       reduce_in_order(output, received.unbind(), op);
@@ -167,7 +168,7 @@ class Planner {
     };
   }
 
-  // Ranges of unequal size from or to one local rank. The user's own tags are not negative.
+  // A message to or from one local rank, for ranges of unequal size. Users' tags are never negative.
   Call message(Op op, const at::Tensor& part, int peer) const {
     auto made = make(op, {part}, {}, peer);
     made.tag = -1;

@@ -1,5 +1,5 @@
 #pragma once
-// Steps of a collective over several hosts.
+// Stages of a collective over several hosts.
 
 #include <deque>
 #include <functional>
@@ -10,19 +10,19 @@
 
 namespace shoal {
 
-// up, down: the ranks of this host, before and after the network; across: the ranks at one place of every host; flat:
-// all ranks.
+// up, down: ranks of this host, before and after the network; across: ranks at the same place on every host; flat: all
+// ranks.
 enum class Channel { up, across, down, flat };
 
-// A step of an operation: one or several calls on one channel, then some arithmetic.
+// Stage of an operation: one or several calls on one channel, followed by arithmetic.
 struct Stage {
   Channel channel;
   std::vector<Call> calls;
   std::function<void()> then;
 };
 
-// The stages of a collective for the rank that `grid` was made for; see hierarchical.h for what they send. Calls
-// without data are among them.
+// The stages of a collective for the rank that `grid` was made for; hierarchical.h says what they send. Includes calls
+// without data.
 std::deque<Stage> plan_stages(const HostGrid& grid, const Call& call);
 
 }  // namespace shoal

@@ -1,5 +1,5 @@
 #pragma once
-// The ranks of a group as a table of hosts and places on them.
+// Grid of a group's ranks: hosts, and places on each host.
 
 #include <optional>
 #include <string>
@@ -8,17 +8,17 @@
 
 namespace shoal {
 
-// Where the ranks of a group run. Numbered by the group's ranks.
+// Hosts and places of the ranks, which are numbered as in the group.
 struct HostGrid {
   int hosts = 0;
-  int local_size = 0;                      // ranks per host, equal on all hosts
-  int host = 0;                            // of this rank
+  int local_size = 0;                      // ranks per host, the same on all hosts
+  int host = 0;                            // this rank's host
   int local = 0;                           // this rank's place on its host
   std::vector<std::vector<int>> ranks;     // ranks[host][local]
-  std::vector<std::pair<int, int>> place;  // of each rank: host, local
+  std::vector<std::pair<int, int>> place;  // host and local place, by rank
 };
 
-// No value when hosts have different numbers of ranks, or each only one.
+// Nothing if hosts have different numbers of ranks, or only one each.
 std::optional<HostGrid> make_host_grid(const std::vector<std::string>& host_of_rank, int rank);
 
 }  // namespace shoal

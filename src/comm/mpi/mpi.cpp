@@ -14,21 +14,21 @@
 namespace shoal {
 namespace {
 
-// Tensors that are smaller than this on all ranks together are exchanged whole; of larger ones every rank reduces a
-// part, piece by piece, so that little temporary memory is needed, and one piece is reduced while others travel.
+// Smaller tensors (in total over all ranks) are exchanged whole. Of larger ones every rank reduces a part, in pieces:
+// this bounds temporary memory, and one piece is reduced while others are in flight.
 constexpr int64_t small_bytes = 1 << 15;
 
-// So that a rank receives about a mebibyte for a piece of its own.
+// Sized so that a rank receives about a mebibyte for a piece of its own.
 int64_t piece_bytes(int ranks) {
   constexpr int64_t received = 1 << 20;
   constexpr int64_t least = 1 << 16;
   return std::max(received / (ranks - 1), least);
 }
 
-// The tags below are for pieces: two for each operation in flight, for inputs and for results.
+// Tags from here on are for pieces: two per operation in flight, for inputs and for results.
 constexpr int first_tag = 1 << 13;
 
-// Autograd does not see what MPI writes; nor is it to see what is written here after MPI.
+// Hides writes from autograd, as MPI's own writes are hidden from it.
 at::Tensor flat(const at::Tensor& tensor) {
   return tensor.variable_data().view({-1});
 }
@@ -45,7 +45,7 @@ void for_each_piece(int64_t numel, int64_t piece, int owners, const Visit& visit
   }
 }
 
-// A piece of a reduction on this rank.
+// Piece of a reduction on this rank.
 struct Piece {
   at::Tensor own;
   at::Tensor result;
@@ -73,7 +73,7 @@ class MpiTransport : public Transport {
     try {
       start(call, *operation);
     } catch (const std::exception&) {
-      put_in_flight(operation);  // what has been started
+      put_in_flight(operation);  // keeps the parts that were started
       throw;
     }
     put_in_flight(operation);
@@ -129,7 +129,7 @@ class MpiTransport : public Transport {
     require_reducible(call);
     const auto input = flat(call.inputs[0]);
     const auto output = flat(call.outputs[0]);
-    // A piece's result must not overwrite what other pieces have yet to send.
+    // A piece's result must not overwrite inputs of pieces that have not been sent.
     const auto target = output.is_alias_of(input) ? at::empty_like(output) : output;
     const int tag = next_tag();
     for_each_piece(input.numel(), elements_of_piece(input), size_, [&](int owner, int64_t begin, int64_t length) {
@@ -140,7 +140,7 @@ class MpiTransport : public Transport {
     if (!target.is_same(output)) operation.finish = [=] { output.copy_(target); };
   }
 
-  // Every rank gets all of all and reduces it.
+  // Every rank receives all inputs and reduces them.
   void exchange(const at::Tensor& tensor, ReduceOp op, MpiOperation& operation) {
     const auto all = at::empty({size_, tensor.numel()}, tensor.options());
     auto& part = operation.add();
@@ -151,8 +151,8 @@ class MpiTransport : public Transport {
               "MPI_Iallgather");
   }
 
-  // The owner receives what the others have of the piece and reduces it. Not with MPI's own reductions: they took up to
-  // four times as long, and would round 16-bit sums at every step.
+  // The owner receives the other ranks' inputs of the piece and reduces them. MPI's own reductions took up to four
+  // times as long, and would round 16-bit sums at every step.
   void start_piece(const Piece& piece, MpiOperation& operation) const {
     if (piece.owner == rank_) {
       operation.waiting.emplace_back([=, this_rank = rank_, ranks = size_, &operation](MpiPart& part) {
@@ -169,7 +169,7 @@ class MpiTransport : public Transport {
     };
   }
 
-  // Static, since an operation may outlive its transport.
+  // Static, because an operation may outlive its transport.
   static void collect_piece(const Piece& piece, int this_rank, int ranks, MpiPart& part, MpiOperation& operation) {
     MPI_Comm communicator = operation.communicator->get();
     std::vector<at::Tensor> inputs(ranks, piece.own);
@@ -238,7 +238,7 @@ class MpiTransport : public Transport {
               "MPI_Iscatter");
   }
 
-  // What only moves bytes between the call's own tensors.
+  // Operations that only move bytes between the call's own tensors.
   void move(const Call& call, MpiOperation& operation) const {
     MPI_Comm communicator = communicator_->get();
     auto* const input = static_cast<char*>(call.inputs[0].data_ptr());
@@ -274,7 +274,7 @@ class MpiTransport : public Transport {
   std::shared_ptr<MpiCommunicator> communicator_;
   int rank_;
   int size_;
-  int64_t number_ = 0;  // of operations in pieces, for their tags
+  int64_t number_ = 0;  // number of operations in pieces, for their tags
 };
 
 }  // namespace

@@ -9,11 +9,11 @@ namespace shoal {
 
 struct WorldState;
 
-// Whether this build has MPI; without it, make_mpi_transport throws UsageError.
+// Whether this build includes MPI; without it, make_mpi_transport throws UsageError.
 bool mpi_is_built();
 
-// An MPI communicator of these ranks of the world. Collective over them. The first call starts MPI, unless the program
-// has; it is shut down at normal exit. Throws UsageError when this process is not the MPI rank that the world says.
+// MPI communicator of these world ranks. Collective over them. The first call initialises MPI unless the program has
+// done so, and finalises it at normal exit. UsageError if MPI gives this process another rank than the world does.
 std::shared_ptr<Transport> make_mpi_transport(const WorldState& world, const std::vector<int>& world_ranks, int rank);
 
 }  // namespace shoal

@@ -15,10 +15,10 @@
 namespace shoal {
 namespace {
 
-// What outlives main: never destroyed.
+// Process-wide state that outlives main: never destroyed.
 struct Process {
   std::mutex mutex;
-  std::chrono::seconds patience{0};  // for the other ranks to end
+  std::chrono::seconds patience{0};  // limit of the wait for the other ranks at exit
 };
 
 Process& process() {
@@ -32,8 +32,8 @@ bool is_finalized() {
   return finalized != 0;
 }
 
-// MPI_Finalize waits for all ranks without end, so it is called only when all are known to come. A rank that has failed
-// just ends: mpirun says so and ends the others.
+// MPI_Finalize waits for all ranks forever, so it is called only once all are known to have come. A failed rank just
+// ends; mpirun reports that and ends the others.
 void finalize(int exit_code, void*) {
   if (exit_code != 0 || is_finalized()) return;
   MPI_Request request = MPI_REQUEST_NULL;
@@ -62,11 +62,12 @@ void initialize() {
   on_exit(finalize, nullptr);
 }
 
-// Groups made at the same time need different tags only where they share ranks; equal ranks are made in order.
+// Groups that are made at the same time need different tags only if they share ranks; groups of equal ranks are made in
+// order.
 int tag_of(const std::vector<int>& world_ranks) {
   uint32_t hash = 2166136261U;
   for (const int rank : world_ranks) hash = (hash ^ static_cast<uint32_t>(rank)) * 16777619U;
-  constexpr uint32_t tags = 32768;  // what every MPI has at least
+  constexpr uint32_t tags = 32768;  // guaranteed by the MPI standard
   return static_cast<int>(hash % tags);
 }
 
@@ -137,7 +138,7 @@ MpiCommunicator::MpiCommunicator(const WorldState& world, const std::vector<int>
   }
 }
 
-// Local in every MPI that we know, though the standard would allow it to wait for the other ranks.
+// Local in every known MPI, although the standard allows it to wait for the other ranks.
 MpiCommunicator::~MpiCommunicator() {
   if (!is_finalized()) MPI_Comm_free(&communicator_);
 }

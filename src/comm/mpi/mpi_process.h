@@ -1,5 +1,5 @@
 #pragma once
-// MPI in this process: its start and end, its errors, communicators. Only for files of comm/.
+// MPI in this process: initialisation, finalisation, errors and communicators. Only for files of comm/.
 
 #include <mpi.h>
 
@@ -12,14 +12,14 @@ namespace shoal {
 
 struct WorldState;
 
-// Throws std::runtime_error with MPI's own words unless `code` is MPI_SUCCESS.
+// Throws std::runtime_error with MPI's error text unless `code` is MPI_SUCCESS.
 void check_mpi(int code, const char* function);
 
-// Initialises MPI unless the program has, and then finalises it at normal exit. Throws UsageError when mpirun has not
-// started this process, or as another rank than the world says.
+// Initialises MPI unless the program has done so; what it initialised is finalised at normal exit. UsageError if mpirun
+// has not started this process, or started it as another rank than the world says.
 void start_mpi(const WorldState& world, const Environment& environment);
 
-// A communicator of some ranks of the world, numbered in the order given. Collective over them.
+// Communicator of some world ranks, numbered in the given order. Collective over them.
 class MpiCommunicator {
  public:
   MpiCommunicator(const WorldState& world, const std::vector<int>& world_ranks);

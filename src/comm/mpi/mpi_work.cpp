@@ -16,7 +16,7 @@ struct InFlight {
   std::list<std::shared_ptr<MpiOperation>> operations;
 };
 
-// Outlives everything: MPI may write to tensors of operations that never finish.
+// Never destroyed: MPI may write to tensors of operations that never finish.
 InFlight& in_flight() {
   static auto* in_flight = new InFlight;
   return *in_flight;
@@ -31,7 +31,7 @@ bool is_complete(std::vector<MPI_Request>& requests) {
   return true;
 }
 
-// Finishing a part may add parts. True when any has finished.
+// Finishing a part may add parts. True if any part has finished.
 bool advance_parts(MpiOperation& operation) {
   bool moved = false;
   for (auto& lane : operation.parts) {
@@ -43,7 +43,7 @@ bool advance_parts(MpiOperation& operation) {
   return moved;
 }
 
-// `oldest` of the operations in flight: it may take more memory than the others, for they wait for it anyway.
+// oldest: the oldest operation in flight, which may use more memory than the others, since they wait for it.
 bool advance(MpiOperation& operation, bool oldest) {
   const size_t most = oldest ? 8 : 1;
   bool moved = false;
@@ -106,7 +106,7 @@ bool advance_all() {
   const std::lock_guard lock(mutex);
   bool moved = false;
   std::erase_if(operations, [&moved, &operations = operations](const auto& operation) {
-    if (operation->failure) return false;  // MPI may not have let go of its tensors
+    if (operation->failure) return false;  // MPI may still use its tensors
     moved = advance(*operation, operation == operations.front()) || moved;
     if (!operation->finished || operation->failure) return false;
     operation->tensors.clear();
@@ -116,7 +116,7 @@ bool advance_all() {
   return moved;
 }
 
-// Failing is a way of being done; the wait says how.
+// A failed operation counts as done; the wait throws its error.
 bool MpiWork::done() {
   if (!operation_->finished) advance_all();
   return operation_->finished;
@@ -124,7 +124,7 @@ bool MpiWork::done() {
 
 bool MpiWork::wait_for(Milliseconds slice, Milliseconds) {
   using Clock = std::chrono::steady_clock;
-  // MPI moves data only while it is asked, so it is asked again at once while it does; then, now and again.
+  // MPI moves data only while it is called: poll without a pause while data move, then now and again.
   constexpr auto patience = std::chrono::microseconds(500);
   constexpr auto nap = std::chrono::microseconds(50);
   const auto start = Clock::now();

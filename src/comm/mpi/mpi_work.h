@@ -16,7 +16,7 @@
 
 namespace shoal {
 
-// A number of bytes as MPI counts them: as an int, or as one element of a type of its own above INT_MAX.
+// Byte count in MPI's form: an int, or one element of a derived type above INT_MAX.
 class MpiBytes {
  public:
   explicit MpiBytes(int64_t bytes);
@@ -28,35 +28,36 @@ class MpiBytes {
   MPI_Datatype type = MPI_BYTE;
 };
 
-// What MPI is asked for at once, and what is left to do on this rank afterwards.
+// Requests that are started together, and the work that follows on this rank.
 struct MpiPart {
   std::vector<MPI_Request> requests;
   std::function<void()> finish = [] {};
   std::unique_ptr<MpiBytes> bytes;
 
   const MpiBytes& count(int64_t number) { return *(bytes = std::make_unique<MpiBytes>(number)); }
-  // Valid until the next call.
+  // The pointer is valid until the next call.
   MPI_Request* add_request() { return &requests.emplace_back(MPI_REQUEST_NULL); }
 };
 
 struct MpiOperation {
-  // Parts of a lane finish in their order; those of different lanes wait for different things.
+  // Parts of one lane finish in order; parts of different lanes are independent.
   enum Lane { first, second, temporary, lanes };
 
   std::shared_ptr<MpiCommunicator> communicator;
-  std::vector<at::Tensor> tensors;  // the call's
+  std::vector<at::Tensor> tensors;  // tensors of the call
   std::array<std::deque<MpiPart>, lanes> parts;
-  // Starts of parts of the lane `temporary`: they take memory, so few of them are in flight at once.
+  // Pending starts of parts in the lane `temporary`. These allocate memory, so that only few of them are in flight at
+  // once.
   std::deque<std::function<void(MpiPart&)>> waiting;
-  std::function<void()> finish = [] {};  // after all parts
+  std::function<void()> finish = [] {};  // runs after all parts
   std::atomic<bool> finished = false;
-  std::atomic<bool> abandoned = false;  // its group has failed: it may never be finished, and nobody waits for it
-  std::exception_ptr failure;  // to be read when finished
+  std::atomic<bool> abandoned = false;  // the group has failed: the operation may never finish, and nobody waits for it
+  std::exception_ptr failure;  // valid once finished
 
   MpiPart& add(Lane lane = first) { return parts[lane].emplace_back(); }
 };
 
-// Keeps the operation, and so its tensors, until it is finished, whether somebody waits or not.
+// Keeps the operation, and so its tensors, until it is finished, whether or not somebody waits.
 void put_in_flight(std::shared_ptr<MpiOperation> operation);
 // But for abandoned ones.
 bool any_in_flight();

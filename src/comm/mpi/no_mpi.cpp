@@ -1,4 +1,4 @@
-// Stands in for mpi.cpp where CMake finds no MPI.
+// Substitute for mpi.cpp if CMake finds no MPI.
 
 #include "comm/mpi/mpi.h"
 #include "shoal/error.h"

@@ -1,11 +1,10 @@
 #pragma once
-// Control block of a group: one block of shared memory through which its ranks coordinate. Only the users of this file
-// write it: operations announce themselves here, count the ranks that have arrived and those that have finished, and
-// report errors.
+// Control block of a group: a block of shared memory through which its ranks coordinate. Operations announce themselves
+// here, count arrived and finished ranks, and report errors. Written by the users of this file only.
 //
 //   ControlBlock | Entry 0 .. ring-1, each with one Header per rank | Mailbox source * size + destination
 //
-// Counters only grow; they are compared with the value that they reach in the operation in question.
+// Counters only grow; they are compared with the value that the operation in question brings them to.
 
 #include <atomic>
 #include <cstddef>
@@ -15,55 +14,55 @@
 
 namespace shoal {
 
-constexpr size_t cache_line = 128;  // two lines: the hardware fetches them in pairs
+constexpr size_t cache_line = 128;  // two lines, because the hardware fetches them in pairs
 constexpr uint32_t ring_entries = 32;
 constexpr uint32_t mailbox_slots = 16;
-constexpr size_t inline_bytes = 512;  // operations up to this size travel in their header
+constexpr size_t inline_bytes = 512;  // operations up to this size store their data in the header
 
-// Where a rank's data lie.
+// Place of a rank's data.
 struct Window {
   enum Kind : uint32_t { nothing, in_header, staged, shared };
   Kind kind = nothing;
-  uint32_t arena = 0;  // shared: place of the tensor itself
+  uint32_t arena = 0;  // for `shared`: place of the tensor
   uint64_t offset = 0;
   uint64_t bytes = 0;
 };
 
 struct Header {
-  std::atomic<uint64_t> announced;  // the last operation that this rank has announced here, from 1
+  std::atomic<uint64_t> announced;  // last operation that this rank announced here, from 1
   Fingerprint print;
-  double factor;  // premultiplied sum
+  double factor;  // of a premultiplied sum
   uint32_t parts;
-  uint32_t stage_arena;  // of this rank's staging buffer, for windows that are staged
+  uint32_t stage_arena;  // this rank's staging buffer, for staged windows
   uint64_t stage_offset;
   alignas(cache_line) std::byte data[inline_bytes];
-  // Window[size], one per part; then uint64_t[size]: the bytes that this rank expects from each rank, when parts
-  // differ.
+  // Window[size], one per part; then uint64_t[size]: the bytes that this rank expects from each rank, if parts differ
+  // in size.
 };
 
 struct Entry {
-  alignas(cache_line) std::atomic<uint64_t> posted;    // size per use of the entry
-  alignas(cache_line) std::atomic<uint64_t> finished;  // size per use of the entry
+  alignas(cache_line) std::atomic<uint64_t> posted;    // grows by `size` per use of the entry
+  alignas(cache_line) std::atomic<uint64_t> finished;  // grows by `size` per use of the entry
 };
 
 struct ControlBlock {
-  std::atomic<uint32_t> readers;  // ranks that may still read buffers of others; from size down to 0
-  std::atomic<uint32_t> users;    // ranks that still need this block
+  std::atomic<uint32_t> readers;  // number of ranks that may still read other ranks' buffers
+  std::atomic<uint32_t> users;    // number of ranks that still need this block
   std::atomic<uint32_t> fault;    // 0: none, 1: being written, 2: `fault_text` is valid
   char fault_text[1000];
-  alignas(cache_line) std::atomic<uint64_t> stage_filled;    // size per staged round
-  alignas(cache_line) std::atomic<uint64_t> stage_finished;  // size per staged round
+  alignas(cache_line) std::atomic<uint64_t> stage_filled;    // grows by `size` per staged round
+  alignas(cache_line) std::atomic<uint64_t> stage_finished;  // grows by `size` per staged round
 };
 
-// One message, or a piece of one, between two ranks.
+// Slot for a message, or a piece of one, between two ranks.
 struct Slot {
   std::atomic<uint32_t> state;  // 0: free, 1: full
   int32_t tag;
   int32_t dtype;
   Window window;
-  uint64_t order;  // of the piece among all pieces of this mailbox
-  uint64_t total;  // bytes of the whole message
-  uint64_t begin;  // where the piece lies in the message
+  uint64_t order;  // number of the piece among all pieces of this mailbox
+  uint64_t total;  // size of the whole message
+  uint64_t begin;  // offset of the piece in the message
   char text[text_bytes];
   alignas(cache_line) std::byte data[inline_bytes];
 };

@@ -20,7 +20,7 @@ size_t whole_pages(size_t bytes) {
   return (std::max<size_t>(bytes, 1) + page_bytes - 1) / page_bytes * page_bytes;
 }
 
-// The word lies in memory that several processes map, hence not FUTEX_PRIVATE.
+// Not FUTEX_PRIVATE, because several processes map the word.
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }

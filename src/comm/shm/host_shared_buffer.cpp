@@ -14,7 +14,7 @@
 
 namespace shoal {
 
-// The shared file: one version per rank, each on lines of its own, then the elements.
+// State over the shared file: one version per rank, each on cache lines of its own, then the elements.
 struct HostSharedBuffer::State {
   explicit State(Group of) : group(std::move(of)) {}
 
@@ -27,15 +27,15 @@ struct HostSharedBuffer::State {
   std::vector<Range> owners;
   at::Tensor tensor;
   std::shared_ptr<GroupState> group_state;
-  std::shared_ptr<MemoryFile> file;                // where memory is shared
-  std::vector<std::shared_ptr<PeerMemory>> peers;  // whom to tell
+  std::shared_ptr<MemoryFile> file;                // set if memory is shared
+  std::vector<std::shared_ptr<PeerMemory>> peers;  // peers to wake
   int64_t own_version = 0;
   struct Moving {
     Work work;
-    at::Tensor sent;         // what travels: a part of `tensor`, or a rounded copy of one,
-    at::Tensor destination;  // which is then this
+    at::Tensor sent;         // data to send: a part of `tensor`, or a rounded copy of one
+    at::Tensor destination;  // where the sent data go, on the receivers
   };
-  std::vector<Moving> moving;  // elsewhere: the ranges on their way
+  std::vector<Moving> moving;  // without shared memory: the ranges in flight
 
   void send(int owner, const Range& range, const Label& label) {
     auto part = tensor.narrow(0, range.begin, range.size());
@@ -53,7 +53,7 @@ struct HostSharedBuffer::State {
 
 namespace {
 
-// Waits in slices like any operation, so that a dead owner is named.
+// Work that waits in slices like any other operation, so that a dead owner is named.
 class PublishedWork : public TransportWork {
  public:
   PublishedWork(const HostSharedBuffer::State& state, int64_t version, std::vector<int> owners)
@@ -101,7 +101,7 @@ void check(const Group& group, int64_t numel, const std::vector<Range>& owners) 
   }
 }
 
-// Rank 0 makes the file, the others open it. Collective.
+// Rank 0 creates the file, the others open it. Collective.
 std::shared_ptr<MemoryFile> share_file(const Group& group, size_t bytes) {
   std::shared_ptr<MemoryFile> file;
   std::string fault;

@@ -62,7 +62,7 @@ class SharedMemoryTransport : public Transport,
     auto* block = &group_.control.block();
     auto buffers = mailboxes_.buffers();
     if (group_.stage != nullptr) buffers.push_back(group_.stage);
-    // A slower peer may still work on these.
+    // A slower peer may still read or write these.
     auto tensors = mailboxes_.unread();
     for (const auto& operation : operations_) {
       const auto& call = operation->call();
@@ -113,7 +113,7 @@ class SharedMemoryTransport : public Transport,
   }
 
   void poll() noexcept override {
-    // Waits for whoever holds it: what that thread finishes rings no bell, and this one may be about to sleep.
+    // Blocks for the lock, because progress made by its holder rings no bell, and this thread may be about to sleep.
     const std::lock_guard lock(mutex_);
     if (failure_) return;
     try {
@@ -122,11 +122,11 @@ class SharedMemoryTransport : public Transport,
       failure_ = std::current_exception();
       tell_others(error.what());
     } catch (...) {
-      failure_ = std::current_exception();  // a peer has gone; the others find out who by themselves
+      failure_ = std::current_exception();  // a peer has gone; the others detect that by themselves
     }
   }
 
-  // Rethrows what stopped the group.
+  // Rethrows the error that stopped the group.
   void check_failure() {
     const std::lock_guard lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
@@ -196,9 +196,9 @@ class SharedMemoryTransport : public Transport,
   HostGroup group_;
   const std::vector<int> world_ranks_;
   const bool may_spin_;
-  std::byte* const own_block_;  // the control block, where this rank has made it
+  std::byte* const own_block_;  // set on the rank that allocated the control block
 
-  std::mutex mutex_;  // everything below; another group's waiter may go on with this group's operations
+  std::mutex mutex_;  // guards what follows; waits for other groups progress this group's operations, too
   std::deque<std::shared_ptr<Operation>> operations_;
   size_t announced_ = 0;
   uint64_t issued_ = 0;
@@ -259,7 +259,7 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
     return {nullptr, fmt::format("rank {}: {}", world_ranks[other], lines[other].substr(4))};
   }
   SharedPlace place;
-  std::sscanf(lines[0].c_str(), "%u %lu", &place.arena, &place.offset);  // NOLINT(cert-err34-c): our own writing
+  std::sscanf(lines[0].c_str(), "%u %lu", &place.arena, &place.offset);  // NOLINT(cert-err34-c): written by ourselves
   auto* base = rank == 0 ? own_block : memories[0]->at(place);
   const ControlLayout control(base, size);
   HostGroup group{name, rank, size, world.memory, std::move(memories), control};

@@ -1,5 +1,5 @@
 #pragma once
-// Ranks of one host that read and write each other's memory.
+// Host transport: ranks of one host that read and write each other's memory.
 
 #include <memory>
 #include <string>
@@ -12,12 +12,12 @@ namespace shoal {
 struct WorldState;
 
 struct HostTransport {
-  std::shared_ptr<Transport> transport;  // none: not possible
+  std::shared_ptr<Transport> transport;  // nullptr: not possible
   std::string why_not;                   // "rank 3 is on another host"
 };
 
-// Collective over `world_ranks`; all of them get a transport or none. Works where all ranks run on one host as one user
-// and each can open the memory of every other one.
+// Collective over `world_ranks`; all of them get a transport or none does. Requires that all ranks run on one host as
+// the same user, and that each can open every other one's memory.
 HostTransport make_host_transport(const WorldState& world, const std::string& name, int rank,
                                   const std::vector<int>& world_ranks);
 

@@ -20,8 +20,8 @@ int64_t size_of(const Message& message) {
   return static_cast<int64_t>(message.call.inputs[0].nbytes());
 }
 
-// The oldest piece with this tag, or none. An older one may have been put into a slot that was passed while it was
-// empty; whoever has seen a piece sees all older ones, so one look at all slots that finds none of them is enough.
+// The oldest piece with this tag, or nullptr. An older piece may appear in a slot after that slot was checked. Whoever
+// sees a piece sees all older ones, so the search repeats until one pass over the slots finds nothing older.
 Slot* oldest(Mailbox& mailbox, int tag) {
   Slot* found = nullptr;
   for (bool look_again = true; look_again;) {
@@ -69,7 +69,7 @@ void Mailboxes::advance() {
   for (int destination = 0; destination < static_cast<int>(outboxes_.size()); ++destination) {
     push(destination, outboxes_[destination]);
   }
-  // Receives of one source and tag are served in the order of the calls.
+  // Receives with the same source and tag are served in the order of the calls.
   std::set<std::pair<int, int>> waiting;
   for (auto message = receives_.begin(); message != receives_.end();) {
     const auto key = std::make_pair((*message)->call.peer, (*message)->call.tag);

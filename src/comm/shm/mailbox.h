@@ -11,35 +11,35 @@
 
 namespace shoal {
 
-// One send or receive in flight.
+// Send or receive in flight.
 struct Message {
   explicit Message(Call made) : call(std::move(made)) {}
 
   Call call;
-  int64_t moved = 0;                   // bytes put into, or taken out of, the mailbox
-  std::atomic<bool> finished = false;  // waiting threads look at it without the transport's lock
+  int64_t moved = 0;                   // bytes written to, or read from, the mailbox
+  std::atomic<bool> finished = false;  // read by waiting threads without the transport's lock
 };
 
-// All sends and receives of this rank in one group. A message in shared memory is read in place and its sender is
-// finished once it has been read; another one travels in pieces through buffers in shared memory, and its sender is
-// finished once all pieces have been copied there.
+// All sends and receives of this rank in one group. A message in shared memory is read in place; its send finishes once
+// it has been read. Other messages pass in pieces through buffers in shared memory; their send finishes once all pieces
+// have been copied there.
 class Mailboxes {
  public:
   Mailboxes(HostGroup& group, const std::vector<int>& world_ranks) : group_(group), world_ranks_(world_ranks) {}
 
   std::shared_ptr<Message> start(Call call);
-  // Moves what can be moved without waiting. Throws DisagreeError when a message does not fit its receiver.
+  // Progresses messages without waiting. DisagreeError if a message does not fit its receiver.
   void advance();
-  // This rank's own buffers, to be freed when no rank reads any more.
+  // This rank's own buffers, which may be freed once no rank reads them.
   std::vector<std::byte*> buffers() const;
   // Tensors of messages that peers may still read.
   std::vector<at::Tensor> unread() const;
 
  private:
-  struct Outbox {  // towards one rank
+  struct Outbox {  // outgoing mailbox to one rank
     std::list<std::shared_ptr<Message>> queue;
-    std::byte* buffers[mailbox_slots] = {};           // one piece each; made when first needed
-    std::shared_ptr<Message> reading[mailbox_slots];  // a shared message that the receiver has not read yet
+    std::byte* buffers[mailbox_slots] = {};           // one piece each; allocated on first use
+    std::shared_ptr<Message> reading[mailbox_slots];  // a shared message that the receiver has not finished reading
     uint64_t sent = 0;
   };
   void push(int destination, Outbox& outbox);

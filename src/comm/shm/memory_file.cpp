@@ -20,7 +20,7 @@ namespace {
 }
 
 std::byte* map(int descriptor, size_t bytes) {
-  // Not reserved: arenas are larger than what is used of them.
+  // Not reserved, because arenas are larger than the part that is used.
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
   return data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
 }
@@ -31,14 +31,14 @@ MemoryFile::MemoryFile(std::byte* data, size_t size, int descriptor)
     : data_(data), size_(size), descriptor_(descriptor) {}
 
 MemoryFile MemoryFile::create(size_t bytes) {
-  // Beyond this limit the system would end the process with SIGXFSZ.
+  // Beyond this limit the system would kill the process with SIGXFSZ.
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && bytes > limit.rlim_cur) {
     throw std::runtime_error(fmt::format("{} bytes, and a file may have {} here (ulimit -f)", bytes, limit.rlim_cur));
   }
   const int descriptor = memfd_create("shoal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor < 0) fail("memfd_create");
-  // Owner only, and nobody may cut it short under a reader.
+  // Readable by the owner only, and sealed, so that nobody can truncate it under a reader.
   std::byte* data = nullptr;
   if (fchmod(descriptor, 0600) == 0 && ftruncate(descriptor, static_cast<off_t>(bytes)) == 0 &&
       fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0) {
@@ -58,7 +58,7 @@ MemoryFile MemoryFile::open(int pid, int descriptor, size_t bytes) {
   const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (own < 0) fail("open " + path);
   struct stat status {};
-  // Only memory files have seals, so a descriptor of the same number that means something else is refused.
+  // Only memory files have seals, so a descriptor of the same number that now refers to something else is refused.
   const bool valid = fstat(own, &status) == 0 && status.st_uid == geteuid() && fcntl(own, F_GET_SEALS) >= 0 &&
                      static_cast<size_t>(status.st_size) >= bytes;
   std::byte* data = valid ? map(own, bytes) : nullptr;

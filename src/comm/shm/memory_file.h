@@ -1,20 +1,20 @@
 #pragma once
-// Memory that processes of one user on one host share.
+// Memory that processes of one user on one host can share.
 
 #include <cstddef>
 #include <string>
 
 namespace shoal {
 
-// A mapped file without a name in any file system: it is gone with the last process that maps it, whatever way that
-// process ends, and does not count against /dev/shm. Move-only.
+// Mapped file without a name in any file system. It disappears with the last process that maps it, however that process
+// ends, and does not count against /dev/shm. Move-only.
 class MemoryFile {
  public:
   MemoryFile() = default;
-  // `bytes` zeroes; pages take memory once they are written.
+  // Returns `bytes` zeros; pages take memory once they are written.
   static MemoryFile create(size_t bytes);
-  // The file behind descriptor `descriptor` of process `pid`, through /proc. Throws std::runtime_error that says why
-  // when there is none, it belongs to another user, or it is not such a file of at least `bytes`.
+  // Opens the file of process `pid` with descriptor `descriptor`, through /proc. std::runtime_error says why if there
+  // is none, it belongs to another user, or it is not such a file of at least `bytes`.
   static MemoryFile open(int pid, int descriptor, size_t bytes);
 
   MemoryFile(MemoryFile&& other) noexcept;
@@ -23,9 +23,9 @@ class MemoryFile {
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
-  int descriptor() const { return descriptor_; }  // what open() needs; -1 in a process that has opened it
+  int descriptor() const { return descriptor_; }  // for open(); -1 in a process that has opened the file itself
 
-  // Gives the pages of a range back to the system; it reads as zeroes afterwards. Whole pages only.
+  // Returns the pages of a range to the system; they read as zeros afterwards. Whole pages only.
   void discard(size_t offset, size_t bytes);
 
  private:

@@ -40,7 +40,7 @@ bool Operation::announce() {
   for (int rank = 0; rank < group_.size; ++rank) {
     expected[rank] = plan_.expected.empty() ? UINT64_MAX : static_cast<uint64_t>(plan_.expected[rank]);
   }
-  header.announced.store(number_ + 1, std::memory_order_relaxed);  // `posted` publishes the rest
+  header.announced.store(number_ + 1, std::memory_order_relaxed);  // the store to `posted` publishes the header
   state_ = State::announced;
   group_.count(entry.posted);
   return true;
@@ -88,7 +88,7 @@ std::vector<int> Operation::missing() const {
   return ranks;
 }
 
-// Parts whose sizes the fingerprint does not say.
+// Checks parts whose sizes the fingerprint does not cover.
 void Operation::check_unequal_parts() const {
   const auto& control = group_.control;
   for (int source = 0; source < group_.size; ++source) {
@@ -135,7 +135,7 @@ void Operation::advance(bool first) {
   if (state_ == State::announced && reached(entry.posted, uses, group_.size)) agree();
   while (first && state_ >= State::agreed && state_ < State::executed && step()) {
   }
-  // Shared tensors are given back to the caller only when nobody reads or writes them any more.
+  // Shared tensors go back to the caller only once no rank reads or writes them any more.
   if (state_ == State::executed && (!own_shared_ || reached(entry.finished, uses, group_.size))) {
     state_ = State::finished;
   }
@@ -154,7 +154,7 @@ bool Operation::step() {
     execute();
     return true;
   }
-  // Two halves take turns: a half is free again when all ranks are through the round before the last.
+  // Two halves alternate: a half is free once all ranks have finished the round before the last.
   const auto round = group_.staged_rounds;
   switch (state_) {
     case State::agreed:
@@ -233,7 +233,7 @@ void Operation::work(int64_t begin, int64_t end) {
         const auto& destination = plan_.destinations[rank];
         const auto count = std::min(end, destination.bytes) - begin;
         if (destination.data == nullptr || count <= 0) continue;
-        // This rank's own part needs no detour; in place it is there already.
+        // This rank's own part is copied directly; in place it is already there.
         const std::byte* source = nullptr;
         if (rank == group_.rank) {
           source = plan_.exposed[plan_.exposed.size() > 1 ? plan_.part : 0].data + begin;

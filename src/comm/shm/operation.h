@@ -1,11 +1,11 @@
 #pragma once
-// One collective on the host transport, from being announced to being finished. It never waits: advance() goes as far
-// as the peers allow.
+// Collective on the host transport, from announcement to completion. Never waits: advance() progresses as far as the
+// peers allow.
 //
-//   announced   the header is in the ring, the data are in the header, in a shared tensor, or still to be staged
-//   agreed      all ranks have announced; the fingerprints are equal
-//   executed    this rank has done its work on the peers' data (in rounds, where some rank's data are staged)
-//   finished    the peers do not need this rank's data any more
+//   announced   the header is in the ring; the data are in the header, in a shared tensor, or still to be staged
+//   agreed      all ranks have announced the operation; their fingerprints are equal
+//   executed    this rank has processed the peers' data (in rounds, if some rank's data are staged)
+//   finished    the peers no longer need this rank's data
 
 #include <atomic>
 #include <vector>
@@ -22,12 +22,12 @@ class Operation {
 
   // Announces the operation if the ring has room. Operations of a group are announced and executed in order.
   bool announce();
-  // Goes on as far as possible; executes only if `first`, i.e. all earlier operations have been executed.
+  // Progresses as far as possible. first: all earlier operations have been executed, so this one may be.
   void advance(bool first);
 
   bool executed() const { return state_ >= State::executed; }
   bool finished() const { return state_ == State::finished; }
-  // Ranks (of the group) that have not announced it yet.
+  // Ranks of the group that have not announced the operation yet.
   std::vector<int> missing() const;
   const Call& call() const { return call_; }
 
@@ -37,7 +37,7 @@ class Operation {
   void describe_windows(Header& header);
   void agree();
   void check_unequal_parts() const;
-  bool step();  // one transition within execution; false: must wait
+  bool step();  // makes one transition within execution; false: it must wait
   void fill_stage();
   void work(int64_t begin, int64_t end);
   void copy_out(int64_t begin, int64_t end);
@@ -51,14 +51,14 @@ class Operation {
   uint64_t number_;
   const std::vector<int>& world_ranks_;
   Plan plan_;
-  // Changes under the transport's lock. A waiting thread looks without it whether another one has finished the
-  // operation, and then at the tensors.
+  // Written under the transport's lock. A waiting thread reads it without the lock, to see whether another thread has
+  // finished the operation, before it reads the tensors.
   std::atomic<State> state_ = State::waiting;
-  bool staged_ = false;      // some rank's data are staged, so everybody goes in rounds
+  bool staged_ = false;      // some rank's data are staged, so all ranks work in rounds
   bool own_shared_ = false;  // peers read or write this rank's tensors in place
   int64_t rounds_ = 1;
   int64_t round_ = 0;
-  int64_t round_bytes_ = 0;  // of one part in one round
+  int64_t round_bytes_ = 0;  // bytes of one part in one round
 };
 
 }  // namespace shoal

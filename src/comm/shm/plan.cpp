@@ -9,7 +9,7 @@ Piece piece(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), static_cast<int64_t>(tensor.nbytes())};
 }
 
-// One tensor cut into equal parts, or a list of one tensor per rank.
+// Equal parts of one tensor, or one tensor per rank.
 std::vector<Piece> parts(const std::vector<at::Tensor>& tensors, int size) {
   std::vector<Piece> list;
   if (tensors.size() == 1) {
@@ -28,7 +28,7 @@ std::vector<int64_t> sizes(const std::vector<Piece>& pieces) {
   return list;
 }
 
-// Only `source` has something for this rank.
+// Only `source` has data for this rank.
 std::vector<Piece> from_one(int source, const Piece& destination, int size) {
   std::vector<Piece> list(size);
   list[source] = destination;

@@ -1,5 +1,5 @@
 #pragma once
-// Waiting for peers of this host.
+// Waits for peers on this host.
 
 #include <chrono>
 #include <functional>
@@ -8,13 +8,13 @@
 
 namespace shoal {
 
-// Goes on with all operations of this process until `finished()`; false at the end of `limit`. `may_spin`: every rank
-// of the host has a core of its own, so that looking again for some microseconds costs nobody anything; otherwise the
-// process sleeps in the kernel at once.
+// Progresses all operations of this process until `finished()`; false at the end of `limit`. may_spin: every rank of
+// the host has a core of its own, so that a few microseconds of polling cost nobody anything. Otherwise the process
+// sleeps in the kernel at once.
 bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit,
                 const std::function<bool()>& finished);
 
-// Whether `ranks` processes of this host have a core each.
+// Whether each of `ranks` processes on this host can have a core.
 bool cores_suffice(int ranks);
 
 }  // namespace shoal

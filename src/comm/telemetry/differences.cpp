@@ -1,4 +1,4 @@
-// Ranks that have called different things.
+// Detection of ranks that have called different things.
 
 #include "comm/telemetry/evidence.h"
 
@@ -13,7 +13,7 @@
 namespace shoal {
 namespace {
 
-// What `odd` did with `number` that `usual` did not, if the next operation tells.
+// What `odd` did at `number` that `usual` did not, if the following operation shows it.
 std::string explain(const GroupView& group, uint64_t number, int usual, int odd) {
   const auto alike = [&](uint64_t of_usual, uint64_t of_odd) {
     const auto* a = group.find(usual, of_usual);
@@ -39,7 +39,7 @@ void find_differences(const Evidence& evidence, const GroupView& group, Findings
     for (const auto& [number, record] : own) numbers.insert(number);
   }
   for (const auto number : numbers) {
-    std::vector<std::vector<int>> camps;  // of ranks that called the same
+    std::vector<std::vector<int>> camps;  // ranks that made the same call
     for (const int rank : group.ranks) {
       const auto* record = group.find(rank, number);
       if (record == nullptr) continue;
@@ -59,7 +59,7 @@ void find_differences(const Evidence& evidence, const GroupView& group, Findings
     const auto how = explain(group, number, camps[0][0], camps[1][0]);
     if (!how.empty()) text += "; " + how;
     findings.push_back({Finding::differs, evidence.entered(camps[1][0], *group.find(camps[1][0], number)), text});
-    return;  // what follows it says nothing
+    return;  // later differences follow from this one
   }
 }
 

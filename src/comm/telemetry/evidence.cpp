@@ -23,7 +23,7 @@ Evidence::Evidence(const std::vector<Flight>& flights) {
     }
   }
   for (auto& [name, group] : groups) {
-    // Ranks compare their calls on a group of its own before each operation; the operation itself says more.
+    // Skips groups that compare calls before each operation; the operation itself says more.
     if (!name.ends_with("/checks")) groups_.push_back(std::move(group));
   }
 }

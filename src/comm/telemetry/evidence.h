@@ -1,5 +1,5 @@
 #pragma once
-// The flights of a job, in the order that questions about them need.
+// Evidence from a job's flight recorder files, arranged for analysis.
 
 #include <cstdint>
 #include <map>
@@ -10,10 +10,10 @@
 
 namespace shoal {
 
-// What one group's ranks have called. Ranks are those of the world.
+// Calls of one group's ranks. Ranks are world ranks.
 struct GroupView {
   std::string name;
-  std::vector<int> ranks;                                                // those that have left a record
+  std::vector<int> ranks;                                                // ranks with a record
   std::map<int, std::map<uint64_t, const Flight::Record*>> collectives;  // by rank, then by number
 
   const Flight::Record* find(int rank, uint64_t number) const {
@@ -21,14 +21,14 @@ struct GroupView {
     const auto found = own.find(number);
     return found == own.end() ? nullptr : found->second;
   }
-  // 0: none.
+  // Number of the rank's last collective; 0: none.
   uint64_t last(int rank) const {
     const auto& own = collectives.at(rank);
     return own.empty() ? 0 : own.rbegin()->first;
   }
 };
 
-// Nanoseconds are of one time base, see Evidence::time.
+// Finding with its weight and time, in nanoseconds of one time base (Evidence::time).
 struct Finding {
   enum Weight { differs, missing, late, under_way, unheard, absent, remark };
   Weight weight;
@@ -40,21 +40,21 @@ using Findings = std::vector<Finding>;
 
 class Evidence {
  public:
-  // `flights` must outlive it.
+  // `flights` must outlive this object.
   explicit Evidence(const std::vector<Flight>& flights);
 
   const std::map<int, const Flight*>& flights() const { return flights_; }
   const std::vector<GroupView>& groups() const { return groups_; }
-  int64_t end() const { return end_; }  // the last time in any record
+  int64_t end() const { return end_; }  // latest time in any record
 
-  // Nanoseconds that ranks share: their clock on one host, the calendar's between hosts; 0 stays.
+  // Nanoseconds on a time base that ranks share: the steady clock on one host, the calendar between hosts. 0 stays 0.
   int64_t time(int rank, int64_t own) const;
   int64_t entered(int rank, const Flight::Record& record) const { return time(rank, record.entered); }
-  // Ranks enter operations in the same order, so this tells what came first.
+  // Time of the first rank's entry. Ranks enter operations in the same order, so it orders operations.
   int64_t first_entry(const GroupView& group, uint64_t number) const;
 
   bool in_job(int rank) const;
-  // It has ended, and nothing says why.
+  // Whether the rank has ended without leaving a reason.
   bool vanished(int rank) const;
   std::string condition(int rank) const;
 
@@ -68,16 +68,16 @@ class Evidence {
 
 // "ranks 0, 2"
 std::string rank_words(const std::vector<int>& ranks);
-// " of group 'name'"; nothing for the world.
+// " of group 'name'"; empty for the world.
 std::string of_group(const GroupView& group);
 
-// differences.cpp: the first operation as which ranks have called different things.
+// differences.cpp: the first operation in which ranks have called different things.
 void find_differences(const Evidence& evidence, const GroupView& group, Findings& findings);
-// waits.cpp: of ranks that are behind, the first operation that they have not entered and others have.
+// waits.cpp: the first operation that some ranks have entered and lagging ranks have not.
 void find_missing(const Evidence& evidence, const GroupView& group, Findings& findings);
-// The first operation that all have entered and some have not finished.
+// The first operation that all ranks have entered and some have not finished.
 void find_unfinished(const Evidence& evidence, const GroupView& group, Findings& findings);
-// Messages, and what peers publish on their own.
+// Waits for messages, and for data that peers publish on their own.
 void find_other_waits(const Evidence& evidence, Findings& findings);
 
 }  // namespace shoal

@@ -1,6 +1,6 @@
 #pragma once
-// Format of a flight recorder file. A writer may be killed between any two instructions, so nothing in the file depends
-// on a last action: fields are zero until they are known, and a record counts once its ticket is written.
+// File format of the flight recorder. A writer may be killed between any two instructions, so that nothing depends on a
+// final write: fields are zero until they are known, and a record is valid once its ticket is written.
 
 #include <atomic>
 #include <cstdint>
@@ -10,21 +10,21 @@
 namespace shoal {
 
 constexpr char flight_magic[8] = {'S', 'H', 'O', 'A', 'L', 'F', 'R', '1'};
-constexpr uint32_t flight_capacity = 1024;  // records; the oldest make room
+constexpr uint32_t flight_capacity = 1024;  // number of records; new ones overwrite the oldest
 constexpr uint32_t flight_group_bytes = 64 << 10;
 
-// Times are nanoseconds of the steady clock, which processes of one host share; 0: not yet.
+// Nanoseconds of the steady clock, which the processes of one host share; 0: not yet.
 using FlightTime = std::atomic<int64_t>;
 
 struct FlightRecord {
-  enum Kind : int32_t { collective, message, wait, note };  // wait: for something that peers publish on their own
+  enum Kind : int32_t { collective, message, wait, note };  // wait: for data that peers publish on their own
 
-  std::atomic<uint64_t> ticket;  // number of the record, from 1; 0: nothing here, or not complete
+  std::atomic<uint64_t> ticket;  // number of the record, from 1; 0: empty or incomplete
   int32_t kind;
-  int32_t group;  // its line in FlightHeader::groups
+  int32_t group;  // index of its line in FlightHeader::groups
   int32_t peer;   // of a message
   int32_t padding;
-  Fingerprint print;  // `number`: the collective's number in its group plus 1. Of a note: only `text`
+  Fingerprint print;  // `number`: of the collective in its group, plus 1. A note has `text` only
   FlightTime entered;
   FlightTime issued;
   FlightTime finished;
@@ -32,7 +32,7 @@ struct FlightRecord {
 
 struct FlightHeader {
   char magic[8];
-  uint32_t record_bytes;  // another build's records are not read as ours
+  uint32_t record_bytes;  // differs between builds, whose records are then not read
   uint32_t capacity;
   int32_t rank;
   int32_t size;
@@ -40,13 +40,13 @@ struct FlightHeader {
   int32_t padding;
   uint64_t process_start;       // see ProcessId
   char host[128];               // host_identity()
-  uint64_t job;                 // equal on all ranks, different from job to job; 0: the ranks have not met
-  int64_t epoch_ns;             // what to add to a time for nanoseconds since 1970
-  std::atomic<uint64_t> begun;  // records so far
-  FlightTime left;              // when the process left the job in order
-  FlightTime failed;            // when it noticed the first failure
+  uint64_t job;                 // the same on all ranks, different between jobs; 0: the ranks have not met
+  int64_t epoch_ns;             // difference between times and nanoseconds since 1970
+  std::atomic<uint64_t> begun;  // number of records so far
+  FlightTime left;              // when the process left the job normally
+  FlightTime failed;            // when the process noticed the first failure
   char failure[1024];
-  std::atomic<uint32_t> group_bytes;  // of `groups` that count
+  std::atomic<uint32_t> group_bytes;  // number of valid bytes in `groups`
   char groups[flight_group_bytes];    // "NAME<tab>RANK,RANK,...<newline>"
 };
 

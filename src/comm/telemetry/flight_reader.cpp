@@ -20,7 +20,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Nanoseconds. The sum of both fits.
+// Limits of times in nanoseconds, chosen so that their sum does not overflow.
 constexpr int64_t longest_time = int64_t{1} << 61;  // 73 years after boot
 constexpr int64_t latest_epoch = int64_t{1} << 62;  // the year 2116
 
@@ -39,7 +39,7 @@ bool is_time(int64_t nanoseconds) {
   return nanoseconds >= 0 && nanoseconds <= longest_time;
 }
 
-// Whatever the file says, what is made of it stays small, and sums and differences of times are numbers.
+// Validates the file's content, so that allocations stay small and sums and differences of times do not overflow.
 void check(const Flight& flight, const fs::path& file) {
   const auto refuse = [&](const std::string& what) { throw UsageError(fmt::format("{}: {}", file.string(), what)); };
   if (flight.size < 1 || flight.size > max_ranks) {
@@ -83,7 +83,7 @@ std::vector<Flight::Members> groups_of(const FlightHeader& header) {
   return list;
 }
 
-// A record that was being written while the file was read has another ticket in a second reading.
+// Compares two readings: a record that was being written during the first one has another ticket in the second.
 std::vector<Flight::Record> records_of(const std::vector<char>& first, const std::vector<char>& second, int groups) {
   const auto record = [](const std::vector<char>& bytes, uint64_t index) {
     return reinterpret_cast<const FlightRecord*>(bytes.data() + sizeof(FlightHeader)) + index;

@@ -1,5 +1,5 @@
 #pragma once
-// Reader of a rank's flight recorder file, for another process, while the rank lives or after its end.
+// Reader of flight recorder files, for another process, during or after the rank's life.
 
 #include <filesystem>
 #include <optional>
@@ -14,7 +14,7 @@ namespace shoal {
 struct Flight {
   struct Record {
     FlightRecord::Kind kind = FlightRecord::collective;
-    int group = -1;  // -1: one whose name had no room
+    int group = -1;  // -1: its name had no room
     int peer = -1;
     Fingerprint print{};
     int64_t entered = 0;  // see FlightTime
@@ -37,13 +37,13 @@ struct Flight {
   std::string failure;
   std::vector<Members> groups;
   std::vector<Record> records;        // oldest first
-  std::optional<ProcessState> state;  // now; none: it ran on another host
+  std::optional<ProcessState> state;  // present state; none: it ran on another host
 };
 
-// UsageError that names the file and what is wrong with it.
+// UsageError names the file and the fault.
 Flight read_flight(const std::filesystem::path& file);
 
-// The flights of the newest job in these folders or files, by rank. UsageError where there is none.
+// Flights of the newest job in these folders or files, by rank. UsageError if there is none.
 std::vector<Flight> read_flights(const std::vector<std::filesystem::path>& places);
 
 }  // namespace shoal

@@ -34,11 +34,11 @@ void copy_text(char (&target)[room], const std::string& text) {
 }
 
 std::byte* map_new_file(const std::string& path) {
-  // Readers may still have the older file mapped, so it is replaced and not cut short.
+  // Readers may still map an older file, so it is replaced rather than truncated.
   const auto temporary = fmt::format("{}.tmp-{}", path, getpid());
   const int fd = open(temporary.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   void* data = MAP_FAILED;
-  // Room on the disk now, rather than SIGBUS in the middle of training.
+  // Reserves disk space now, to avoid SIGBUS in the middle of training.
   int error = fd < 0 ? errno : posix_fallocate(fd, 0, static_cast<off_t>(flight_bytes));
   if (error == 0) {
     data = mmap(nullptr, flight_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -55,7 +55,7 @@ std::byte* map_new_file(const std::string& path) {
 FlightRecorder::FlightRecorder(const std::string& folder, int rank, int size)
     : path_(fmt::format("{}/rank-{}.flight", folder, rank)) {
   std::error_code error;
-  std::filesystem::create_directories(folder, error);  // if it fails, the file says so
+  std::filesystem::create_directories(folder, error);  // if this fails, opening the file reports it
   data_ = map_new_file(path_);
   header_ = new (data_) FlightHeader{};
   records_ = reinterpret_cast<FlightRecord*>(data_ + sizeof(FlightHeader));
@@ -116,7 +116,7 @@ uint64_t FlightRecorder::enter(FlightRecord::Kind kind, int group, const Call& c
   return add(kind, group, call.peer, fingerprint_of(call, number));
 }
 
-// None when the ring has gone round meanwhile.
+// nullptr if newer records have overwritten it.
 FlightRecord* FlightRecorder::find(uint64_t ticket) {
   auto& record = records_[(ticket - 1) % flight_capacity];
   return record.ticket == ticket ? &record : nullptr;

@@ -44,7 +44,7 @@ at::Tensor nanoseconds(Clock::duration time) {
   return at::full({1}, std::chrono::duration_cast<std::chrono::nanoseconds>(time).count(), at::kLong);
 }
 
-// Cristian's algorithm: the other's clock is read in the middle of the round trip, give or take half of it.
+// Cristian's algorithm: the peer reads its clock halfway through the round trip, with an error of at most half of it.
 Clock::duration offset_from_round_trips(const Group& group, int rounds) {
   const Label label{-1, -1, "clock"};
   auto theirs = at::zeros({1}, at::kLong);

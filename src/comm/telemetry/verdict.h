@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-// Sentences, the likeliest cause first, then what else is unusual; never empty. `flights`: of one job, by rank.
+// Sentences, the likeliest cause first, followed by other anomalies; never empty. flights: of one job, by rank.
 std::vector<std::string> verdict(const std::vector<Flight>& flights);
 
 // "#118 all_reduce(sum, 2360 x Float), step 39, bucket 3: layer4.weight"

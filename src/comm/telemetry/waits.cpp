@@ -1,4 +1,4 @@
-// Ranks that wait, and for whom.
+// Detection of ranks that wait, and of the ranks that they wait for.
 
 #include "comm/telemetry/evidence.h"
 
@@ -85,7 +85,7 @@ void find_missing(const Evidence& evidence, const GroupView& group, Findings& fi
     }
     const auto since = evidence.first_entry(group, number);
     for (const int rank : ranks) {
-      if (waiting.empty() && evidence.in_job(rank)) continue;  // it will come
+      if (waiting.empty() && evidence.in_job(rank)) continue;  // it is expected to come
       std::string text =
           fmt::format("rank {} {} entered {}{}: {}; {}", rank, evidence.in_job(rank) ? "has not" : "never",
                       describe(*call), of_group(group), evidence.condition(rank), last_words(group, rank));
@@ -93,7 +93,7 @@ void find_missing(const Evidence& evidence, const GroupView& group, Findings& fi
         text += fmt::format("; {} waited for it, {} to the end of the record", rank_words(waiting),
                             seconds(evidence.end() - since));
       }
-      // One that was told of a failure, or that waits in another group, is not the cause.
+      // A rank that was told of a failure, or that waits in another group, is not the cause.
       const bool follows = evidence.flights().at(rank)->failed != 0 || waits_elsewhere(evidence, rank, group);
       findings.push_back({follows ? Finding::under_way : Finding::missing, since, text});
     }

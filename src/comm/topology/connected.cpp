@@ -11,7 +11,7 @@
 namespace shoal {
 namespace {
 
-// The ranks that rank 0's values reach (`forward`) or whose values reach rank 0, if rounds come in any order.
+// Ranks that rank 0's values reach (`forward`) or whose values reach rank 0, with rounds in any order.
 std::vector<bool> reached(const std::vector<MixingRound>& rounds, bool forward) {
   std::vector<bool> seen(rounds[0].size());
   std::vector<int> open{0};
@@ -47,7 +47,7 @@ std::string listed(const std::vector<bool>& chosen, bool value) {
                      count > most ? fmt::format(" .. ({} of them)", count) : "");
 }
 
-// Which entries of a matrix are not zero, 64 to a word.
+// Non-zero entries of a matrix, 64 to a word.
 class Pattern {
  public:
   explicit Pattern(int size) : words_((size + 63) / 64), rows_(size, Row(words_)) {}
@@ -84,10 +84,10 @@ class Pattern {
   std::vector<Row> rows_;
 };
 
-// A power of the period's product has no zero: it is primitive, so all eigenvalues but one are less than 1. A primitive
-// n x n matrix shows it at power (n - 1)^2 + 1 (Wielandt).
+// Whether the product of a period is primitive (some power of it has no zero), so that all eigenvalues but one are
+// below 1. Power (n - 1)^2 + 1 of an n x n matrix decides (Wielandt).
 bool mixes(const std::vector<MixingRound>& rounds) {
-  constexpr double nothing = 1e-9;  // what rounding leaves of a weight of 0
+  constexpr double nothing = 1e-9;  // larger than what rounding leaves of a zero weight
   const int size = rounds[0].size();
   Pattern product(size);
   for (int rank = 0; rank < size; ++rank) product.set(rank, rank);

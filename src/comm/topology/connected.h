@@ -1,5 +1,5 @@
 #pragma once
-// Do all ranks' values reach all ranks?
+// Proof that all ranks' values reach all ranks.
 
 #include <string>
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace shoal {
 
-// Throws UsageError, beginning with `where`, when repeating these rounds never brings some rank's values to some other
-// rank, or only moves values about without ever mixing them.
+// UsageError, which begins with `where`, if repeating these rounds never brings some rank's values to another rank, or
+// only permutes values without mixing them.
 void prove_connected(const std::vector<MixingRound>& rounds, const std::string& where);
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// Topologies from JSON files. Every complaint names the file and the place in it.
+// Topologies from JSON files. Every error names the file and the place in it.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -18,7 +18,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// A value and where it stands: "rounds[1].edges[0]".
+// A value and its path: "rounds[1].edges[0]".
 class Place {
  public:
   Place(const Json& value, std::string file, std::string path)
@@ -41,7 +41,7 @@ class Place {
     return {value_[key], file_, path_.empty() ? key : path_ + "." + key};
   }
 
-  // Of a list that is not empty; one at a time, since a place takes more memory than what stands there.
+  // For lists that are not empty. One item at a time, because a Place takes more memory than its value.
   template <class Act>
   void for_each_item(const Act& act) const {
     if (!value_.is_array() || value_.empty()) fail("give a list that is not empty, [ .. ]");

@@ -25,7 +25,7 @@ std::vector<int> distances(int size) {
   return result;
 }
 
-// Groups of j and j + distance mod count, greedily from j = 0; who finds no partner is alone.
+// Groups of j and j + distance mod count, greedily from j = 0; a rank without a free partner is alone.
 std::vector<std::vector<int>> matching(int count, int distance) {
   std::vector<bool> used(count);
   std::vector<std::vector<int>> groups;
@@ -44,7 +44,7 @@ Rounds unchanging(const std::set<std::pair<int, int>>& links) {
   return {{.links = {links.begin(), links.end()}}};
 }
 
-// Rows and columns as equal as can be; a prime number is one row.
+// Rows and columns as equal as possible; a prime number is one row.
 Rounds lattice(int size, bool closed) {
   int rows = 1;
   for (int divisor = 1; divisor * divisor <= size; ++divisor) {
@@ -73,7 +73,7 @@ Rounds complete(int size) {
 
 Rounds ring(int size) {
   if (size == 1) return complete(1);
-  // With an odd number each round is the last one, one rank further: every rank idles once in `size` rounds.
+  // With an odd size each round is the previous one shifted by a rank, so that every rank idles once in `size` rounds.
   const bool even = size % 2 == 0;
   Rounds rounds(even ? 2 : size);
   for (int shift = 0; shift < static_cast<int>(rounds.size()); ++shift) {
@@ -113,8 +113,8 @@ Rounds alternating_exp_ring(const std::vector<int>& hosts) {
   Rounds rounds;
   int pairs = 0;
   for (const int distance : distances(count)) {
-    // A pair of hosts is one group in one of two rounds, every other pair in the first of them, so that half of the
-    // links between hosts are busy at a time.
+    // A pair of hosts is one group in one of two rounds; pairs alternate between them, so that half of the links
+    // between hosts are busy at a time.
     RoundSpec both[2];
     for (const auto& pair : matching(count, distance)) {
       const bool matched = pair.size() == 2;
@@ -158,7 +158,7 @@ Rounds hypercube(int size) {
   std::set<std::pair<int, int>> links;
   for (const int bit : distances(size)) {
     for (int rank = 0; rank < size; ++rank) {
-      // Clearing a rank's highest bit leads to a lower rank, so that any number of ranks is connected.
+      // Clearing a rank's highest bit gives a lower rank, so the graph is connected for any size.
       if ((rank & bit) == 0 && rank + bit < size) links.emplace(rank, rank + bit);
     }
   }

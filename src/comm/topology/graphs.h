@@ -1,5 +1,5 @@
 #pragma once
-// The built-in graphs. docs/topologies.md says what each is for sizes that its origin does not have.
+// Built-in topologies. docs/topologies.md describes them for sizes that their origin does not cover.
 
 #include <vector>
 
@@ -9,14 +9,14 @@ namespace shoal {
 
 using Rounds = std::vector<RoundSpec>;
 
-// decent-dp's, for any size. Doubly stochastic.
+// decent-dp's graphs, for any size. Doubly stochastic.
 Rounds complete(int size);
 Rounds ring(int size);
 Rounds one_peer_exp(int size);
-// Of hosts with so many ranks each.
+// hosts: number of ranks on each host.
 Rounds alternating_exp_ring(const std::vector<int>& hosts);
 
-// Graphs that do not change, with Metropolis weights; the exponential one is directed, with equal weights.
+// Static graphs, with Metropolis weights; the exponential one is directed, with equal weights.
 Rounds exponential(int size);
 Rounds torus(int size);
 Rounds grid(int size);

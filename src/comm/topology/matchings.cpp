@@ -9,8 +9,8 @@
 namespace shoal {
 namespace {
 
-// splitmix64 (Steele, Lea and Flood 2014). The standard library's shuffle differs from one implementation to another;
-// ranks must draw the same.
+// splitmix64 (Steele, Lea and Flood 2014). Ranks must draw the same numbers, and the standard library's shuffle differs
+// between implementations.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
@@ -27,13 +27,13 @@ class Random {
   uint64_t state_;
 };
 
-// A pair averages; `weight`: what each takes of the other.
+// A pair mixes; weight: what each rank takes of the other.
 void pair_up(RoundSpec& round, int a, int b, double weight) {
   round.edges.push_back({a, b, weight});
   round.edges.push_back({b, a, weight});
 }
 
-// Averages of 2^k ranks from `first` on, in rounds begin .. begin + k - 1.
+// Averages 2^k ranks from `first` on, in rounds begin .. begin + k - 1.
 void average(Rounds& rounds, size_t begin, int first, int count) {
   for (int distance = 1; distance < count; distance *= 2) {
     for (int rank = 0; rank < count; ++rank) {
@@ -69,10 +69,10 @@ Rounds random_matchings(int size, uint64_t seed) {
   return rounds;
 }
 
-// Ranks are divided into blocks of 2^k, the largest first. Every block averages; then, block by block, each later rank
-// meets a rank of the block and takes so much of it that the later ranks together have the mean of all from the block
-// on. What the block has then adds up to that mean as well, and one more average inside of it ends its part. Later
-// blocks go on in the same way while it does that. So 2 k + 1 rounds at most, k for a power of two.
+// Divides ranks into blocks of 2^k, the largest first. Every block averages. Then, block by block, each later rank
+// meets a rank of the block and takes such a share of it that the later ranks together have the mean of all ranks from
+// the block on. The block's remainder has that mean as well, and one more average within the block completes it, while
+// later blocks proceed in the same way. At most 2 k + 1 rounds; k for a power of two.
 Rounds base_2(int size) {
   if (size == 1) return complete(1);
   std::vector<int> blocks;

@@ -1,4 +1,4 @@
-// Topologies by name.
+// Registry of topologies by name.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -116,7 +116,7 @@ Topology make_topology(const std::string& name, const TopologyRequest& wanted) {
 }
 
 Topology make_topology(const std::string& name, int size, int local_size, uint64_t seed) {
-  find(name);  // an unknown name is said before anything about sizes
+  find(name);  // reports an unknown name before any problem with sizes
   require_topology_size(name, size);
   if (local_size < 1) {
     throw UsageError(fmt::format("topology {}: hosts of {} ranks; give at least 1", name, local_size));

@@ -1,4 +1,4 @@
-// Convergence of a topology.
+// Convergence report of a topology.
 
 #include <fmt/format.h>
 #include <torch/types.h>
@@ -13,10 +13,10 @@ namespace shoal {
 namespace {
 
 constexpr double thousandth = 1e-3;
-// One round shrinks differences by this much only where it makes them vanish, but for rounding.
+// Below this factor a round counts as making differences vanish, up to rounding.
 constexpr double vanished = 1e-12;
 
-// What is left of the differences between ranks: (I - J/n) W .. W (I - J/n), float64 [n, n].
+// Remaining differences between ranks: (I - J/n) W .. W (I - J/n), float64 [n, n].
 class Differences {
  public:
   explicit Differences(int size) : size_(size), values_(at::eye(size, at::kDouble)) { remove_mean(); }
@@ -45,7 +45,7 @@ class Differences {
   const at::Tensor& values() const { return values_; }
 
  private:
-  // Again in every round, so that rounding does not bring the mean back.
+  // Repeated in every round, because rounding would bring the mean back.
   void remove_mean() { values_ -= values_.mean(0, /*keepdim=*/true); }
 
   int size_;
@@ -54,7 +54,7 @@ class Differences {
 
 // Steps until the distance is a thousandth: whole periods by powers of `period`, the rest round by round.
 std::optional<int64_t> find_thousandth(const Topology& topology, const at::Tensor& period) {
-  constexpr size_t most_powers = 40;  // weights can be so small that nothing ever changes
+  constexpr size_t most_powers = 40;  // a limit, because weights can be so small that nothing ever changes
   const int size = topology.size();
   const auto near = [size](const at::Tensor& values) { return Differences(size, values).distance() <= thousandth; };
   std::vector<at::Tensor> powers{period};
@@ -114,7 +114,8 @@ TopologyReport Topology::report() const {
     }
     left.apply(round(step));
   }
-  if (!after_period.defined()) after_period = at::zeros({size_, size_}, at::kDouble);  // exact within the period
+  // All ranks agree exactly within the period.
+  if (!after_period.defined()) after_period = at::zeros({size_, size_}, at::kDouble);
   const double largest = at::linalg_eigvals(after_period).abs().max().item<double>();
   const double rate = report.exact_after ? 0 : largest;
   report.step_contraction = std::pow(rate, 1.0 / static_cast<double>(period()));

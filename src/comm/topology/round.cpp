@@ -11,7 +11,7 @@ namespace {
 
 constexpr double tolerance = 1e-9;  // of sums
 
-// Collects a round's edges and refuses what is wrong with any single one.
+// Collects a round's edges and refuses invalid ones.
 class Builder {
  public:
   Builder(int size, std::string where) : where_(std::move(where)), size_(size), sources_(size), targets_(size) {}
@@ -78,7 +78,7 @@ void add_groups(Builder& builder, const RoundSpec& spec, int size) {
     if (group.size() == 1) continue;
     const auto count = static_cast<double>(group.size());
     const double others = spec.weight ? (1 - *spec.weight) / (count - 1) : 1 / count;
-    if (others == 0) continue;  // all keep their own
+    if (others == 0) continue;  // all ranks keep their own values
     for (const int to : group) {
       for (const int from : group) {
         if (from != to) builder.add(from, to, others);
@@ -126,7 +126,7 @@ void check_form(const Builder& builder, const RoundSpec& spec) {
   if (!spec.self.empty() && (!spec.groups.empty() || !spec.links.empty())) builder.fail("self is for edges");
 }
 
-// Every rank has an edge, or is said to idle.
+// Checks that every rank has an edge or is listed as idle.
 void check_covered(const Builder& builder, const RoundSpec& spec, int size) {
   std::vector<bool> idle(size);
   for (const int rank : spec.idle) {

@@ -1,11 +1,11 @@
 #pragma once
-// Limits of the number of ranks of a topology.
+// Limits on the number of ranks in a topology.
 
 #include <string>
 
 namespace shoal {
 
-// UsageError outside 1 .. max_topology_ranks, before anything of that size is made.
+// UsageError outside 1 .. max_topology_ranks, thrown before anything of that size is allocated.
 void require_topology_size(const std::string& name, int size);
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// A topology after ranks are lost.
+// Topologies after the loss of ranks.
 
 #include <fmt/format.h>
 
@@ -72,7 +72,7 @@ RoundSpec spec_of(const Matrix& weights) {
   return spec;
 }
 
-// A round in which all that were neighbours of a lost rank average with each other, so that what it connected stays
+// A round in which all neighbours of a lost rank average with each other, so that the ranks it connected stay
 // connected.
 RoundSpec bridge(const std::vector<MixingRound>& rounds, const std::vector<bool>& lost) {
   std::vector<bool> neighbours(lost.size());
@@ -85,7 +85,7 @@ RoundSpec bridge(const std::vector<MixingRound>& rounds, const std::vector<bool>
     }
   }
   RoundSpec spec{.groups = {{}}};
-  int number = 0;  // among those who are left
+  int number = 0;  // index among the remaining ranks
   for (size_t rank = 0; rank < lost.size(); ++rank) {
     if (lost[rank]) continue;
     if (neighbours[rank]) {
@@ -98,7 +98,7 @@ RoundSpec bridge(const std::vector<MixingRound>& rounds, const std::vector<bool>
   return spec;
 }
 
-// The hosts of the ranks that are left.
+// Numbers of remaining ranks by host.
 std::vector<int> remaining(const std::vector<int>& hosts, const std::vector<bool>& lost) {
   std::vector<int> left;
   size_t rank = 0;
@@ -128,7 +128,7 @@ Topology Topology::without(const std::vector<int>& ranks) const {
     try {
       return make_topology(name_, {.size = left, .hosts = remaining(request_->hosts, lost), .seed = request_->seed});
     } catch (const UsageError&) {
-      // A registered factory that does not know this size: its edges are still good for those who are left.
+      // The registered factory does not support this size; the present edges still serve the remaining ranks.
     }
   }
   std::vector<RoundSpec> rounds;
@@ -142,7 +142,7 @@ Topology Topology::without(const std::vector<int>& ranks) const {
   try {
     return {name_, left, kind_, rounds};
   } catch (const UsageError&) {
-    // The lost ranks held the others together.
+    // The lost ranks connected the others.
     rounds.push_back(bridge(*rounds_, lost));
     return {name_, left, kind_, rounds};
   }

@@ -6,8 +6,7 @@
 
 namespace shoal {
 
-// The transport of a group that this process has never met with, since it has joined its job again: UsageError for
-// everything.
+// Transport for a group that a rejoined process has never met: every operation throws UsageError.
 std::shared_ptr<Transport> make_absent_transport();
 
 }  // namespace shoal

@@ -44,7 +44,7 @@ double factor_of(const c10d::ReduceOp& op) {
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }
 
-// One or several operations that finish together.
+// Work of one or several operations that finish together.
 class GroupWork : public c10d::Work {
  public:
   GroupWork(std::vector<shoal::Work> works, Tensors results, std::shared_ptr<class Waiter> waiter)
@@ -52,7 +52,7 @@ class GroupWork : public c10d::Work {
 
   bool isCompleted() override {
     const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock()) return false;  // somebody is waiting for it
+    if (!lock.owns_lock()) return false;  // another thread is waiting for it
     if (error_ || finished_) return true;
     for (auto& work : works_) {
       if (!work.done()) return false;
@@ -89,7 +89,7 @@ class GroupWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  mutable std::mutex mutex_;  // the waiter's thread and the caller's
+  mutable std::mutex mutex_;  // the waiter's thread and the caller's use this object
   std::vector<shoal::Work> works_;
   Tensors results_;
   std::shared_ptr<Waiter> waiter_;  // a work may outlive its backend
@@ -98,7 +98,7 @@ class GroupWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Waits for works whose futures somebody has asked for. The thread exists from the first such work on.
+// Thread that waits for works whose futures were requested. It starts with the first such work.
 class Waiter {
  public:
   ~Waiter() {
@@ -108,7 +108,7 @@ class Waiter {
     }
     queue_->changed.notify_one();
     if (!thread_.joinable()) return;
-    // The last to let go of a work, and so of this, may be the thread itself.
+    // The thread itself may hold the last reference to a work, and so to this object.
     if (thread_.get_id() == std::this_thread::get_id()) {
       thread_.detach();
     } else {
@@ -200,7 +200,7 @@ class GroupBackend : public c10d::Backend {
     std::vector<Call> calls;
     Tensors results;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      // One list per rank in c10d, one list per tensor here.
+      // c10d has one list per rank; Group has one list per tensor.
       Tensors list;
       for (const auto& of_rank : outputs) list.push_back(of_rank.at(i));
       calls.push_back(plain(Op::all_gather, {inputs[i]}, list));
@@ -246,7 +246,7 @@ class GroupBackend : public c10d::Backend {
     const auto cut = [](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
       return splits.empty() ? Tensors{tensor} : tensor.split_with_sizes(splits, 0);
     };
-    // Equal parts on one side mean nothing for the other; lists on both sides are always right.
+    // Equal parts on one side say nothing about the other side; lists on both sides are always right.
     if (output_splits.empty() && input_splits.empty()) {
       return start({plain(Op::all_to_all, {input}, {output})}, {output});
     }

@@ -43,14 +43,14 @@ class C10dWork : public TransportWork {
   bool done() override { return !point_to_point_ && work_->isCompleted(); }
 
   bool wait_for(Milliseconds slice, Milliseconds remaining) override {
-    // Gloo answers a send or receive that times out by closing all connections, so it gets the whole time at once.
+    // Gloo closes all connections when a send or receive times out, so it gets the whole time at once.
     if (point_to_point_) return work_->wait(remaining);
     try {
       work_->wait(slice);
       return true;
     } catch (const c10::Error&) {
-      // c10d throws for an operation that merely is not finished yet; a failed one counts as completed. It may also
-      // have finished since, so that only asking again tells.
+      // c10d throws for an operation that is not finished yet; a failed one counts as completed. The operation may have
+      // finished since, so only a second query tells.
       return work_->isCompleted() && work_->wait(remaining);
     }
   }
@@ -62,7 +62,8 @@ class C10dWork : public TransportWork {
   std::vector<at::Tensor> outputs_;
 };
 
-// Every rank has got all ranks' values of its own part; it adds them up in rank order.
+// Reduction of received parts: every rank has received all ranks' values of its own part, and reduces them in rank
+// order.
 class AddReceived : public TransportWork {
  public:
   AddReceived(std::unique_ptr<TransportWork> exchange, at::Tensor received, at::Tensor output, int ranks, ReduceOp op)
@@ -104,8 +105,8 @@ class C10dTransport : public Transport {
   }
 
  private:
-  // libtorch's own reduce-scatter over Gloo is an all-reduce of a copy: it moves twice as much, and says that it is
-  // done only to those who wait.
+  // libtorch's reduce-scatter over Gloo is an all-reduce of a copy: it moves twice as much, and only wait() tells that
+  // it is done.
   std::unique_ptr<TransportWork> scatter_and_add(const Call& call) {
     require_reducible(call);
     const auto input = call.inputs[0].view({-1});
@@ -132,14 +133,14 @@ class C10dTransport : public Transport {
     return options;
   }
 
-  // Shapes mean nothing to a collective, but backends compare them.
+  // Flat, because backends compare shapes, which collectives here do not care about.
   static std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> flat;
     for (const auto& tensor : tensors) flat.push_back(tensor.is_inference() ? normal(tensor) : tensor.view({-1}));
     return flat;
   }
 
-  // A backend works on threads of its own, where nobody may write to a tensor that was made in InferenceMode.
+  // A backend works on its own threads, where tensors made in InferenceMode cannot be written.
   static at::Tensor normal(const at::Tensor& tensor) {
     const c10::InferenceMode outside(false);
     return at::empty({0}, tensor.options()).set_(tensor.storage(), tensor.storage_offset(), {tensor.numel()}, {1});

@@ -1,5 +1,5 @@
 #pragma once
-// Any c10d backend as a Transport.
+// Transport over any c10d backend.
 
 #include <functional>
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace shoal {
 
-// before_collective: called with each collective before the backend gets it.
+// before_collective: called with each collective before the backend receives it.
 std::shared_ptr<Transport> make_c10d_transport(std::string name, c10::intrusive_ptr<c10d::Backend> backend,
                                                std::function<void(const Call&)> before_collective = {});
 

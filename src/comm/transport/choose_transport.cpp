@@ -18,7 +18,8 @@
 namespace shoal {
 namespace {
 
-// Host transports inside, Gloo between hosts; none when the ranks are spread unevenly or some host cannot share memory.
+// Hierarchical transport: host transports within hosts, Gloo between them; nullptr if hosts have different numbers of
+// ranks or some host cannot share memory.
 std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::string& name, int rank,
                                          const std::vector<int>& world_ranks) {
   std::vector<std::string> hosts;
@@ -40,7 +41,7 @@ std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::str
   return make_hierarchical_transport(std::move(parts));
 }
 
-// Shared memory on one host, both over several, Gloo where neither can.
+// Shared memory on one host, the hierarchical transport over several, Gloo otherwise.
 std::shared_ptr<Transport> make_fastest(const WorldState& world, const std::string& name, int rank,
                                         const std::vector<int>& world_ranks) {
   if (auto host = make_host_transport(world, name, rank, world_ranks).transport) return host;

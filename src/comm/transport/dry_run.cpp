@@ -23,7 +23,7 @@ class DryRunTransport : public Transport {
   std::string name() const override { return "dry run"; }
   bool checks_agreement() const override { return true; }
 
-  // Every output, or part of one, is rank 0's input or its part of it.
+  // Fills every output with rank 0's input, or its part of it.
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     const torch::NoGradGuard no_grad;
     for (const auto& output : call.outputs) {

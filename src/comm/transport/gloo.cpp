@@ -1,5 +1,5 @@
-// The only file that sees Gloo. libtorch's package ships c10d's Gloo header but not the Gloo headers that it includes;
-// the distribution's serve, since nothing but opaque pointers crosses the border.
+// Gloo transport; the only file that includes Gloo. libtorch's package ships c10d's Gloo header but not the Gloo
+// headers that it includes. The distribution's headers serve, because only opaque pointers cross the boundary.
 
 #include "comm/transport/gloo.h"
 
@@ -29,9 +29,9 @@ namespace {
 std::atomic<bool> thread_stays = false;
 std::terminate_handler before = nullptr;
 
-// Gloo throws on a thread of its own when a message is longer than what the rank has asked for, which is so when ranks
-// call different things. Nobody can catch that, and the process would end before it could say what they have called. So
-// the thread, which works for this one group, stays where it is; the wait for the operation finds out.
+// Terminate handler for Gloo's threads. Gloo throws on its own thread if a message is longer than requested, as happens
+// when ranks call different things. Nobody can catch that, and the process would end before it could report the calls.
+// So the thread, which serves this group only, blocks here; the wait for the operation diagnoses the cause.
 [[noreturn]] void stay_or_end() {
   const auto* type = abi::__cxa_current_exception_type();
   if (type != nullptr && std::strcmp(type->name(), "N4gloo13EnforceNotMetE") == 0) {
@@ -47,15 +47,15 @@ void watch_threads() {
   std::call_once(once, [] { before = std::set_terminate(stay_or_end); });
 }
 
-// Gloo matches the messages of a collective by a tag, which libtorch counts up. Here the tag says besides its number
-// what the collective is. Ranks that call different things then wait for each other without touching anybody's data,
-// and the wait finds out (stuck_wait.h); under tags that only count, equally many bytes of two models are added up.
+// Gloo with tags that describe the call. Gloo matches messages of a collective by a tag, for which libtorch uses a
+// counter; equally long messages of different calls would then be summed. With a description in the tag, ranks that
+// call different things wait for each other without touching any data, and the wait diagnoses it (stuck_wait.h).
 class TaggedGloo : public c10d::ProcessGroupGloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
 
   void tag_next(const Call& call) {
-    constexpr uint32_t bits_of_number = 12;  // more than are in flight at a time
+    constexpr uint32_t bits_of_number = 12;  // for more operations than are in flight at a time
     const auto number = count_++ % (1U << bits_of_number);
     collectiveCounter_ = static_cast<uint32_t>(hash_of(fingerprint_of(call, 0))) << bits_of_number | number;
   }
@@ -64,8 +64,9 @@ class TaggedGloo : public c10d::ProcessGroupGloo {
   uint32_t count_ = 0;
 };
 
-// Until all ranks are connected. One that is early may otherwise close its end, done with the group, before a late one
-// has looked at it, which Gloo takes for a failure to connect. No counter of the store's: anybody could turn it.
+// Waits until all ranks are connected. Otherwise an early rank might finish with the group and close its end before a
+// late rank has connected, which Gloo reports as a failure. Uses keys rather than a counter of the store, because
+// counters are not authenticated.
 void await_all(c10d::Store& store, int rank, int size) {
   const std::string all = "all ranks are connected";
   const auto connected = [](int which) { return fmt::format("rank {} is connected", which); };
@@ -86,7 +87,7 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   using c10d::ProcessGroupGloo;
   auto options = ProcessGroupGloo::Options::create();
   options->devices.push_back(ProcessGroupGloo::createDeviceForHostname(world.listen_address));
-  // Connecting has the rendezvous's deadline; our own waits name the culprit, so Gloo's deadline only backs them up.
+  // Connecting has the rendezvous's deadline. Our own waits name the culprit; Gloo's deadline is a fallback.
   options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
@@ -95,7 +96,7 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
     world.released_groups->end_unreferenced(/*aside=*/thread_stays);
     auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
     await_all(*store, rank, size);
-    std::function<void(const Call&)> tag;  // not where ranks compare what they call: there they may call different things
+    std::function<void(const Call&)> tag;  // none for groups that compare calls, whose ranks may call different things
     if (!compares_calls(name)) tag = [gloo = connected.get()](const Call& call) { gloo->tag_next(call); };
     auto transport = make_c10d_transport("gloo", connected, tag);
     auto* seen = transport.get();

@@ -9,7 +9,7 @@ namespace shoal {
 
 struct WorldState;
 
-// libtorch's Gloo over TCP. Collective over the group's ranks.
+// libtorch's Gloo backend over TCP. Collective over the group's ranks.
 std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size);
 
 }  // namespace shoal

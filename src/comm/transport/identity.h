@@ -4,7 +4,7 @@
 
 namespace shoal {
 
-// The transport of a group of one rank: every reduction is the tensor itself, every gather a copy.
+// Transport for a group of one rank: reductions return the tensor itself, gathers a copy.
 std::shared_ptr<Transport> make_identity_transport();
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// The only file that sees NCCL. Needs a CUDA build of libtorch.
+// NCCL transport; the only file that includes NCCL. Needs a CUDA build of libtorch.
 
 #include "comm/transport/nccl.h"
 
@@ -22,7 +22,7 @@ bool on_device(const Call& call) {
          std::any_of(call.outputs.begin(), call.outputs.end(), cuda);
 }
 
-// All ranks call the same things, so both sides see their operations in one order everywhere.
+// Dispatch by device. All ranks make the same calls, so each side sees its operations in the same order everywhere.
 class ByDevice : public Transport {
  public:
   ByDevice(std::shared_ptr<Transport> device_side, std::shared_ptr<Transport> host_side)
@@ -54,7 +54,7 @@ std::shared_ptr<Transport> make_nccl_transport(const WorldState& world, const st
                                                const std::shared_ptr<Transport>& host_side) {
   using c10d::ProcessGroupNCCL;
   auto options = ProcessGroupNCCL::Options::create();
-  // Our own waits name the culprit; NCCL's watchdog, which ends the process, only backs them up.
+  // Our own waits name the culprit. NCCL's watchdog, which ends the process, is a fallback.
   options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/nccl/" + name, world.meeting.store);
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));

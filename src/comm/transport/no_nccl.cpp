@@ -1,4 +1,4 @@
-// Stands in for nccl.cpp where libtorch has no CUDA or CMake finds no NCCL.
+// Substitute for nccl.cpp if libtorch has no CUDA or CMake finds no NCCL.
 
 #include "comm/transport/nccl.h"
 #include "shoal/error.h"

@@ -5,7 +5,7 @@
 
 namespace shoal {
 
-// Passes every call on to `inner` and writes it to `log`.
+// Decorator that writes every call to `log` and passes it on to `inner`.
 std::shared_ptr<Transport> make_recording_transport(std::shared_ptr<Transport> inner, std::shared_ptr<CallLog> log,
                                                     std::string group);
 

@@ -1,5 +1,6 @@
 #pragma once
-// Interface of transports. It has one function, so that a decorator (recording, fault injection) is a few lines.
+// Interface of transports. A single function issues calls, so that decorators (recording, fault injection) are a few
+// lines.
 
 #include <chrono>
 #include <memory>
@@ -21,27 +22,26 @@ class TransportWork {
   // Waits up to `slice`; true when finished. `remaining` is the time to the deadline, for transports that cannot be
   // asked in slices. Throws std::exception of the transport's own choice when the operation failed.
   virtual bool wait_for(Milliseconds slice, Milliseconds remaining) = 0;
-  // What is missing, for the message of a wait that has run out of time; empty where the transport cannot tell.
+  // What is missing, for the error of a wait that timed out; empty if the transport does not know.
   virtual std::string waits_for() { return ""; }
 };
 
-// Implementations keep the call's tensors alive until the operation is finished. They need not check arguments; Group
-// has.
+// Implementations keep a call's tensors alive until the operation is finished. Arguments are already checked by Group.
 class Transport {
  public:
   virtual ~Transport() = default;
 
   virtual std::string name() const = 0;
   virtual std::unique_ptr<TransportWork> issue(const Call& call) = 0;
-  // Whether destroying it waits for operations in flight, which may never end once a peer has failed.
+  // Whether the destructor waits for operations in flight, which may never end once a peer has failed.
   virtual bool joins_threads() const { return false; }
-  // Whether ranks that call different things are told so before anybody's data are touched.
+  // Whether the transport detects different calls before any data are changed.
   virtual bool checks_agreement() const { return false; }
-  // `numel` zeroed elements, see Group::allocate.
+  // Returns `numel` zeros; see Group::allocate.
   virtual at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
 };
 
-// What WorldOptions::transport may be in this build.
+// Valid values of WorldOptions::transport in this build.
 std::vector<std::string> transport_names();
 
 }  // namespace shoal

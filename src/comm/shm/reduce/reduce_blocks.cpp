@@ -1,5 +1,5 @@
-// Compiled as find_baseline with the compiler's default instructions, and on x86 again as find_avx2 (SHOAL_KERNELS
-// names the function). The loops are left to the compiler's vectoriser.
+// Kernels of reduce(). Compiled as find_baseline with the compiler's default instructions, and on x86 again as
+// find_avx2 (SHOAL_KERNELS names the function). The compiler vectorises the loops.
 
 #include "comm/shm/reduce/reduce_blocks.h"
 
@@ -13,10 +13,10 @@
 namespace shoal::kernels {
 namespace {
 
-// Sums of a block stay in the first-level cache while the sources stream past.
+// A block of sums stays in the first-level cache while the sources stream past.
 constexpr int64_t block = 1024;
 
-// An ordinary store first reads the line that it is going to overwrite.
+// Streaming stores, because an ordinary store first reads the line that it overwrites.
 void copy_past_caches(const void* from, void* to, int64_t bytes) {
 #ifdef __SSE2__
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
@@ -31,19 +31,19 @@ void copy_past_caches(const void* from, void* to, int64_t bytes) {
   __builtin_memcpy(to, from, bytes);
 }
 
-// Streamed stores become visible to other processors in no particular order until this.
+// Orders streamed stores, which other processors would otherwise see in any order.
 void finish_streaming() {
 #ifdef __SSE2__
   _mm_sfence();
 #endif
 }
 
-// The hardware does not fetch beyond a page, nor translate the next page's address ahead of time.
+// Prefetches the next page: the hardware does not prefetch beyond a page, nor translate the next page's address.
 void touch_ahead(const void* next) {
   for (int line = 0; line < 4; ++line) __builtin_prefetch(static_cast<const char*>(next) + 64 * line);
 }
 
-// A NaN on any rank must show.
+// Propagates NaN from any rank.
 struct Min {
   template <class T>
   static T apply(T a, T b) {
@@ -56,7 +56,7 @@ struct Max {
     return b > a || b != b ? b : a;
   }
 };
-// Integers wrap around, which only unsigned arithmetic may.
+// Unsigned arithmetic, because integer sums may wrap around.
 template <class T>
 using Wrapping = typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>, std::type_identity<T>>::type;
 struct Sum {
@@ -96,10 +96,10 @@ struct Xor {
 
 enum class Finish { nothing, divide, scale_sources };
 
-// With two ranks nothing has to be kept in between, which takes half of the time.
+// Two ranks need no intermediate sums, which takes half of the time.
 template <class Op>
 void combine_two(const BFloat* a, const BFloat* b, BFloat* to, int64_t count) {
-  // The result may be in the place of a source, but then number by number.
+  // The result may replace a source, but only element by element.
 #pragma GCC ivdep
   for (int64_t i = 0; i + 2 <= count; i += 2) {
     const uint32_t from_a = two_at(a + i), from_b = two_at(b + i);
@@ -146,7 +146,7 @@ void run(const Task& task) {
     for (int source = 0; source < task.source_count; ++source) {
       const T* from = static_cast<const T*>(task.sources[source]) + begin;
       Wide* into = source == 0 ? sum : next;
-      // float and double need no copy; they are added straight from the source.
+      // float and double are added straight from the source, without a copy.
       if constexpr (std::is_same_v<T, Wide> && finish != Finish::scale_sources) {
         if (source > 0) {
           for (int64_t i = 0; i < count; ++i) sum[i] = Op::apply(sum[i], static_cast<Wide>(from[i]));

@@ -1,6 +1,6 @@
 #pragma once
-// Kernels of reduce(), compiled once for every instruction set. Plain types only: nothing here may pull in an inline
-// function that another file shares, since the linker could then keep the copy with the newer instructions.
+// Kernels of reduce(), compiled once per instruction set. Plain types only: an inline function shared with another file
+// could be linked in its version with the newer instructions.
 
 #include <cstdint>
 
@@ -17,11 +17,11 @@ struct Task {
   int destination_count;
   int64_t begin;  // elements
   int64_t end;
-  bool stream;  // write past the caches: the one destination is large and none of the sources
+  bool stream;  // write past the caches: there is one large destination, which is not a source
 };
 using Kernel = void (*)(const Task&);
 
-// nullptr when the type does not have the operation.
+// nullptr if the type does not have the operation.
 Kernel find_baseline(Type type, Operation operation);
 Kernel find_avx2(Type type, Operation operation);  // x86 only
 

@@ -1,7 +1,6 @@
 #pragma once
-// 16-bit floating point numbers to and from float, one by one and in rows. Only for reduce_blocks.cpp, which is
-// compiled for several instruction sets: all functions are static, so that the linker cannot put one's copy in
-// another's place.
+// Conversion of 16-bit floating-point numbers to and from float, singly and in rows. Only for reduce_blocks.cpp, which
+// is compiled for several instruction sets: all functions are static, so that the linker cannot merge the copies.
 
 #include <bit>
 #include <cstdint>
@@ -30,7 +29,7 @@ static float widen(BFloat value) {
   return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// In the upper half of the word.
+// The result is in the upper half of the word.
 static uint32_t round_to_bfloat(float value) {
   const auto bits = bit_cast<uint32_t>(value);
   const uint32_t rounded = bits + 0x7fffU + ((bits >> 16) & 1U);
@@ -40,7 +39,7 @@ static BFloat narrow(float value) {
   return {static_cast<uint16_t>(round_to_bfloat(value) >> 16)};
 }
 
-// Exponents are rebased by a multiplication, which also makes subnormal numbers come out right.
+// Rebases exponents by a multiplication, which also handles subnormal numbers.
 static float widen(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000U) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffU) << 13;
@@ -66,7 +65,7 @@ static Half narrow_to(float value, Half*) {
   return {static_cast<uint16_t>(sign | result)};
 }
 
-// Plain types: as they are.
+// Plain types are not converted.
 template <class T>
 requires std::is_arithmetic_v<T>
 static T widen(T value) {
@@ -86,7 +85,7 @@ static void store(const Wide* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = narrow_to(from[i], static_cast<T*>(nullptr));
 }
 
-// Two numbers of one word go to the two halves of the row, which every operation treats alike: vectors then need no
+// The two numbers of a word go to the two halves of the row, which all operations treat the same way: vectors need no
 // shuffling, which takes half of the time.
 static_assert(std::endian::native == std::endian::little);
 

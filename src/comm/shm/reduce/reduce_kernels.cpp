@@ -67,7 +67,7 @@ kernels::Operation kernel_operation(ReduceOp op) {
 }
 
 #ifdef SHOAL_HAS_AVX2_KERNELS
-// clang 14's __builtin_cpu_supports does not know it.
+// Needed because clang 14's __builtin_cpu_supports does not know F16C.
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
@@ -112,10 +112,10 @@ void reduce(const Reduction& reduction) {
   if (kernel == nullptr) {
     throw UsageError(fmt::format("{} is not defined for {}", to_string(reduction.op), toString(reduction.dtype)));
   }
-  constexpr int64_t grain = 32768;  // elements per thread that make waking it worth while
+  constexpr int64_t grain = 32768;  // minimum number of elements per thread that is worth waking it
   const std::vector<const void*> sources(reduction.sources.begin(), reduction.sources.end());
   const std::vector<void*> destinations(reduction.destinations.begin(), reduction.destinations.end());
-  // Larger than what a core keeps for itself; smaller results are soon read again.
+  // Larger than a core's own cache; smaller results are soon read again.
   constexpr int64_t streamed_bytes = int64_t{2} << 20;
   const bool stream = destinations.size() == 1 &&
                       reduction.numel * static_cast<int64_t>(c10::elementSize(reduction.dtype)) >= streamed_bytes &&

@@ -19,16 +19,16 @@ struct Reduction {
   int64_t numel = 0;
 };
 
-// 16-bit floating point is reduced in float32 and rounded once (to nearest even). avg divides the sum by the number of
-// sources. bool: sum, max and bor are "or", product, min and band are "and", bxor is "differs". Uses libtorch's
-// intra-op threads. Throws UsageError for an operation that the dtype does not have (avg on integers, band on floats).
+// 16-bit floating-point numbers are reduced in float32 and rounded once (to nearest even). avg divides the sum by the
+// number of sources. bool: sum, max and bor are "or"; product, min and band are "and"; bxor is "differs". Uses
+// libtorch's intra-op threads. UsageError if the dtype does not have the operation (avg on integers, band on floats).
 void reduce(const Reduction& reduction);
 
-// The same on tensors of one shape and dtype: result <- the reduction of `inputs` in their order. `result` may be one
+// The same for tensors of one shape and dtype: result <- the reduction of `inputs` in their order. `result` may be one
 // of them.
 void reduce_in_order(const at::Tensor& result, const std::vector<at::Tensor>& inputs, ReduceOp op);
 
-// Throws UsageError for a call whose tensors do not have its reduction.
+// UsageError if the dtype of the call's tensors does not have its reduction.
 void require_reducible(const Call& call);
 
 }  // namespace shoal
