@@ -1,5 +1,6 @@
 #pragma once
-// The only place that reads environment variables. Everything else takes an Environment, so that tests can pass one.
+// Access to environment variables; nothing else reads them. Other code takes an Environment, so that tests can pass
+// one.
 
 #include <functional>
 #include <optional>
@@ -7,7 +8,7 @@
 
 namespace shoal {
 
-// Looks a variable up; no value when it is unset or empty.
+// Looks up a variable; nothing if it is unset or empty.
 using Environment = std::function<std::optional<std::string>(const std::string& name)>;
 
 // The environment of this process.

@@ -15,14 +15,14 @@ namespace shoal {
 namespace {
 
 int64_t stored_of(const struct stat& about) {
-  constexpr int64_t block = 512;  // of st_blocks, whatever the disk's
+  constexpr int64_t block = 512;  // unit of st_blocks, whatever the disk's block size
   return std::min<int64_t>(about.st_size, block * static_cast<int64_t>(about.st_blocks));
 }
 
 }  // namespace
 
 InputFile::InputFile(std::filesystem::path path, Refuse refuse) : path_(std::move(path)), refuse_(refuse) {
-  // Opening a named pipe would wait for a writer.
+  // O_NONBLOCK, because opening a named pipe would wait for a writer.
   fd_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (fd_ < 0) fail("open");
   struct stat about {};
@@ -41,7 +41,7 @@ InputFile::~InputFile() {
 
 void InputFile::fail(const char* action) const {
   refuse_(fmt::format("cannot {} {}: {}", action, path_.string(), std::strerror(errno)));
-  std::abort();  // it throws
+  std::abort();  // refuse_ throws
 }
 
 int64_t InputFile::read_some(void* to, int64_t size, int64_t offset) const {

@@ -1,5 +1,5 @@
 #pragma once
-// Regular files that somebody else may have made.
+// Regular files from untrusted sources.
 
 #include <cstdint>
 #include <filesystem>
@@ -9,10 +9,9 @@
 
 namespace shoal {
 
-// Opens regular files only, and never waits: a named pipe, a device and a folder are refused at once. Reads at given
-// places with system calls rather than through mapped memory: a file that is cut short or a disk that fails while it is
-// read is an error then, not a signal, and pages that have been read do not count as this process's memory.
-// Refusals name the file and the reason. Any number of threads.
+// Opens regular files only, and never blocks: named pipes, devices and folders are refused at once. Reads with system
+// calls rather than through mapped memory: a truncated file or a failing disk is then an error rather than a signal,
+// and pages that were read do not count as this process's memory. Refusals name file and reason. Any number of threads.
 class InputFile {
  public:
   InputFile(std::filesystem::path path, Refuse refuse);
@@ -20,15 +19,16 @@ class InputFile {
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;
 
-  int64_t size() const { return size_; }  // when it was opened
-  // Bytes that its disk really holds: what it may be trusted with. A sparse file has few of them, whatever its size.
+  int64_t size() const { return size_; }  // at the time of opening
+  // Bytes that the file occupies on disk, which bounds what it is trusted with. A sparse file has few, whatever its
+  // size.
   int64_t stored() const { return stored_; }
   const std::filesystem::path& path() const { return path_; }
   int descriptor() const { return fd_; }
   void read(void* to, int64_t size, int64_t offset) const;
-  // Up to `size` bytes; 0 at the end of the file.
+  // Reads up to `size` bytes; 0 at the end of the file.
   int64_t read_some(void* to, int64_t size, int64_t offset) const;
-  // Will be read soon: the disk may begin.
+  // Starts prefetching bytes that are about to be read.
   void expect(int64_t size, int64_t offset) const;
 
  private:
@@ -41,10 +41,10 @@ class InputFile {
   int64_t stored_ = 0;
 };
 
-// InputFile::stored() of a file that need not be opened; 0 where there is no regular file.
+// InputFile::stored() without opening the file; 0 if there is no regular file.
 int64_t stored_bytes(const std::filesystem::path& path);
 
-// A whole small file of text; refused where it is larger than `limit` or has holes.
+// Reads a small text file; refuses one that is larger than `limit` or has holes.
 std::string read_text(const std::filesystem::path& path, int64_t limit, Refuse refuse);
 
 }  // namespace shoal

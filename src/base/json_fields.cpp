@@ -10,7 +10,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Fits what tensors are counted in; negative and fractional numbers have other types.
+// Fits the type of tensor sizes; negative and fractional numbers have other JSON types.
 bool is_count(const Json& value) {
   return value.is_number_unsigned() && value.get<uint64_t>() <= std::numeric_limits<int64_t>::max();
 }

@@ -1,5 +1,5 @@
 #pragma once
-// The fields of a JSON object whose shape the reader knows.
+// Fields of a JSON object of known structure.
 
 #include <cstdint>
 #include <initializer_list>
@@ -12,8 +12,7 @@
 
 namespace shoal {
 
-// Refusals begin with `subject` and name the field, where it is missing or of another kind. Whole numbers are 0 ..
-// 2^63 - 1.
+// Refusals begin with `subject` and name the field that is missing or of another type. Integers are 0 .. 2^63 - 1.
 class JsonFields {
  public:
   JsonFields(const nlohmann::json& object, std::string subject, Refuse refuse);
@@ -24,7 +23,7 @@ class JsonFields {
   const nlohmann::json& object(const char* name) const;
   const nlohmann::json& array(const char* name) const;
   bool has(const char* name) const { return object_.contains(name); }
-  // Every field must be one of these.
+  // Refuses fields with other names.
   void only(std::initializer_list<std::string_view> names) const;
 
  private:

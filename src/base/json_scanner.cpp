@@ -7,7 +7,7 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t most_word_bytes = 1000;  // of a number, true, false or null
+constexpr int64_t most_word_bytes = 1000;  // limit for a number, true, false or null
 
 bool is_space(char c) {
   return c == ' ' || c == '\n' || c == '\r' || c == '\t';

@@ -1,5 +1,5 @@
 #pragma once
-// The characters of a JSON text, as the parser gets them.
+// Character source for the JSON parser.
 
 #include <cstddef>
 #include <cstdint>
@@ -12,11 +12,11 @@
 
 namespace shoal {
 
-// The parser keeps a whole token, several times over, before anybody hears of it, and counts white space to it. So this
-// refuses long tokens while they are read, and passes on one character of each stretch of white space.
+// The parser stores a whole token several times before it reports it, and counts white space to the token. So this
+// class refuses long tokens while they are read, and passes one character for each run of white space.
 class JsonScanner {
  public:
-  // next: the next piece of the text, valid until the following call; empty at the end.
+  // next: returns the next piece of the text, valid until the following call; empty at the end.
   using Next = std::function<std::string_view()>;
   JsonScanner(Next next, int64_t text_bytes, const std::string& subject, Refuse refuse);
 
@@ -25,7 +25,7 @@ class JsonScanner {
   void advance();
   int64_t offset() const { return offset_; }  // bytes read
 
-  // For the parser.
+  // Iterator for the parser.
   class Iterator {
    public:
     using iterator_category = std::input_iterator_tag;

@@ -1,9 +1,9 @@
 #pragma once
-// Bounds for numbers that come from outside.
+// Limits for numbers from outside.
 
 namespace shoal {
 
-// Ranks of a job: more than any machine has, few enough that a table of them all is small.
+// Ranks of a job: more than any machine has, few enough for a table of all ranks to be small.
 constexpr int max_ranks = 100'000;
 
 }  // namespace shoal

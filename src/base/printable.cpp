@@ -5,8 +5,8 @@
 namespace shoal {
 namespace {
 
-// How many bytes the character at `begin` has; 0: none that may be shown. Overlong forms and surrogates are not looked
-// for: terminals show them as unknown characters.
+// Length in bytes of the character at `begin`; 0: not printable. Ignores overlong forms and surrogates, which terminals
+// show as unknown characters.
 size_t length_of_character(const std::string& text, size_t begin) {
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
   const auto first = byte(begin);

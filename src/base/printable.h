@@ -1,12 +1,12 @@
 #pragma once
-// Text from elsewhere on its way to a terminal.
+// Untrusted text for a terminal.
 
 #include <string>
 
 namespace shoal {
 
-// Control characters, line ends among them, and what is not UTF-8 as \xNN: nothing in it moves the cursor, changes
-// colours or begins a line of its own.
+// Replaces control characters, including line ends, and invalid UTF-8 by \xNN, so that the text cannot move the cursor,
+// change colours or begin a line.
 std::string printable(const std::string& text);
 
 }  // namespace shoal

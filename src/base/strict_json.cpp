@@ -12,8 +12,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Builds the value. The library's own way to watch over a parse looks through all entries of an object whenever one of
-// them ends, and notices keys that come twice not at all.
+// Builder of the value. The library's own callback interface looks through all entries of an object whenever one of
+// them ends, and does not detect repeated keys.
 class Builder : public nlohmann::json_sax<Json> {
  public:
   Builder(const JsonLimits& limits, const JsonStream& stream, const std::string& subject, Refuse refuse,
@@ -27,7 +27,7 @@ class Builder : public nlohmann::json_sax<Json> {
   bool number_integer(number_integer_t value) override { return add(value); }
   bool number_unsigned(number_unsigned_t value) override { return add(value); }
   bool number_float(number_float_t value, const string_t&) override { return add(value); }
-  bool binary(binary_t&) override { return false; }  // not in texts
+  bool binary(binary_t&) override { return false; }  // not in JSON text
   bool string(string_t& value) override {
     spend(text_bytes + static_cast<int64_t>(value.size()));
     return add(value);
@@ -47,7 +47,8 @@ class Builder : public nlohmann::json_sax<Json> {
   }
 
   bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception& error) override {
-    // "[json.exception.parse_error.101] parse error at line 1, column 2: syntax error ...": the place is not the file's.
+    // The message is "[json.exception.parse_error.101] parse error at line 1, column 2: syntax error ...", with a
+    // position that is not the file's.
     const std::string_view whole = error.what();
     auto reason = whole.substr(std::min(whole.size(), whole.find("] ") + 2));
     if (reason.starts_with("parse error at")) reason = reason.substr(std::min(reason.size(), reason.find(": ") + 2));
@@ -56,8 +57,8 @@ class Builder : public nlohmann::json_sax<Json> {
   }
 
  private:
-  // What libstdc++ takes, with the allocator's share; a list that grows exists twice for a moment, and
-  // the library copies a list to destroy it.
+  // Memory in libstdc++, including the allocator's share. A growing list briefly exists twice, and the library copies a
+  // list to destroy it.
   static constexpr int64_t element_bytes = 80;
   static constexpr int64_t member_bytes = 112;
   static constexpr int64_t object_bytes = 64;
@@ -121,12 +122,12 @@ class Builder : public nlohmann::json_sax<Json> {
   Refuse refuse_;
   const JsonScanner& scanner_;
   Json root_;
-  std::vector<Json*> open_;  // objects and lists that have not ended
-  Json* member_ = nullptr;   // the value of the last key
+  std::vector<Json*> open_;  // unfinished objects and lists
+  Json* member_ = nullptr;   // value of the last key
   bool streams_ = false;     // the last key is the stream's
   Json* streamed_ = nullptr;
   int64_t spent_ = 0;
-  int64_t spent_before_ = 0;  // the stream
+  int64_t spent_before_ = 0;  // before the stream began
 };
 
 Json parse(JsonScanner::Next next, const JsonLimits& limits, const std::string& subject, Refuse refuse,

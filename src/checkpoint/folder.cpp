@@ -30,7 +30,7 @@ constexpr std::string_view step_prefix = "step-";
 constexpr std::string_view unfinished_prefix = ".step-";
 constexpr std::string_view unfinished_mark = ".tmp-";
 
-// The step of a name that step_name() gives.
+// Inverse of step_name().
 std::optional<int64_t> step_of(const std::string& name) {
   if (!name.starts_with(step_prefix)) return std::nullopt;
   int64_t step = -1;
@@ -113,7 +113,7 @@ FolderLock::FolderLock(const fs::path& root) {
     throw CheckpointError(fmt::format("another job is saving to {}: {}; give each job its own folder", root.string(),
                                       read_text(path, longest, refuse_as<CheckpointError>)));
   }
-  // Only for that message: nothing depends on it.
+  // Only for that message.
   const auto text = self();
   if (ftruncate(fd_, 0) == 0) [[maybe_unused]]
     const auto written = pwrite(fd_, text.data(), text.size(), 0);
@@ -152,7 +152,7 @@ void publish(const fs::path& root, const fs::path& unfinished, int64_t step) {
     if (rename(unfinished.c_str(), final.c_str()) != 0) throw_system_error("publish", final);
     return sync_folder(root);
   }
-  // Both names change hands at once, so that there is a checkpoint of this step at any moment.
+  // An atomic exchange, so that a checkpoint of this step exists at any moment.
   if (renameat2(AT_FDCWD, unfinished.c_str(), AT_FDCWD, final.c_str(), RENAME_EXCHANGE) != 0) {
     throw_system_error("replace", final);
   }

@@ -1,10 +1,10 @@
 #pragma once
-// The folder that holds a run's checkpoints: names, who may write, publication.
+// Folder of a run's checkpoints: names, locking, publication.
 //
 //   ROOT/step-100/      a checkpoint: files and index.json
 //   ROOT/latest         a line of text, "step-100"
 //   ROOT/.lock          locked by the job that is saving
-//   ROOT/.step-200.tmp-1a2b3c4d/   a checkpoint in the making, or what a job that died has left of one
+//   .step-200.tmp-1a2b3c4d/   a checkpoint in progress, or the remains of one from a job that died
 
 #include <cstdint>
 #include <filesystem>
@@ -15,13 +15,13 @@ namespace shoal {
 
 std::string step_name(int64_t step);
 
-// The checkpoint that `path` means: a folder with an index.json, or a folder of checkpoints (the one that `latest`
-// names; without `latest` the one with the highest step), or the file `latest` itself, or anything else as it is.
-// CheckpointError where there is nothing.
+// Resolves `path` to a checkpoint: a folder with an index.json; a folder of checkpoints (the one that `latest` names,
+// or without `latest` the one with the highest step); the file `latest` itself; any other existing path as it is.
+// CheckpointError if there is nothing.
 std::filesystem::path find_checkpoint(const std::filesystem::path& path);
 
-// The right to save below a folder, held until destruction; the system takes it from a process that dies. The folder is
-// made if need be. CheckpointError that names the holder while another job has it.
+// Lock on saving below a folder, held until destruction; the system releases it if the process dies. Creates the folder
+// if necessary. CheckpointError names the holder if another job has the lock.
 class FolderLock {
  public:
   explicit FolderLock(const std::filesystem::path& root);
@@ -33,18 +33,18 @@ class FolderLock {
   int fd_ = -1;
 };
 
-// What follows is for the holder of the lock. Errors are CheckpointErrors that name the file.
+// The functions below are for the holder of the lock. Errors are CheckpointErrors that name the file.
 
-// Removes what jobs that died have left behind.
+// Removes what dead jobs have left behind.
 void remove_leftovers(const std::filesystem::path& root);
-// A fresh folder in which step `step` is made.
+// Creates a new folder in which step `step` is prepared.
 std::filesystem::path make_unfinished(const std::filesystem::path& root, int64_t step);
-// Gives a finished folder its name, in one step and durably; an older checkpoint of the same step goes.
+// Renames a finished folder to its final name, atomically and durably; replaces an older checkpoint of the same step.
 void publish(const std::filesystem::path& root, const std::filesystem::path& unfinished, int64_t step);
-// Lets `latest` name it.
+// Points `latest` at the step.
 void set_latest(const std::filesystem::path& root, int64_t step);
-// Takes the oldest checkpoints up to `step` except `keep` (at least 1) of them out of readers' sight; returns what is
-// to be removed, which takes time. Later ones than `step` belong to a run that was taken back, and stay.
+// Hides the oldest checkpoints up to `step`, except the newest `keep` (at least 1); returns the folders to be removed,
+// which takes time. Checkpoints later than `step` belong to a run that was rolled back, and stay.
 std::vector<std::filesystem::path> prune(const std::filesystem::path& root, int64_t step, int64_t keep);
 
 }  // namespace shoal

@@ -11,7 +11,7 @@
 namespace shoal {
 
 void on_all_ranks(const Group& group, const std::string& subject, const std::function<void()>& work) {
-  std::string failure;  // one character for its kind, and the text
+  std::string failure;  // one character for its kind, then the text
   try {
     work();
   } catch (const CommError&) {

@@ -1,5 +1,5 @@
 #pragma once
-// Work with files fails on one rank; the error belongs to all of them.
+// Error agreement for work with files, which may fail on one rank only.
 
 #include <functional>
 #include <string>
@@ -8,9 +8,9 @@
 
 namespace shoal {
 
-// Runs `work`, which does not communicate, on every rank. Where it throws on some rank, every rank throws the first
-// one's error, with its number where there are several: UsageError as such, anything else as CheckpointError.
-// Collective. Costs one all-gather of 8 bytes when all is well.
+// Runs `work`, which must not communicate, on every rank. If it throws on some ranks, every rank throws the lowest
+// one's error, with its rank if there are several: UsageError as such, anything else as CheckpointError. Collective.
+// Costs one all-gather of 8 bytes on success.
 void on_all_ranks(const Group& group, const std::string& subject, const std::function<void()>& work);
 
 }  // namespace shoal

@@ -39,7 +39,7 @@ Range FlatLayout::part(int index) const {
 }
 
 std::vector<Slice> FlatLayout::overlapping(const Range& flat) const {
-  // Pieces are ascending, so the first that can overlap is found by its end.
+  // Pieces are ascending, so the first one that can overlap is found by its end.
   const auto first =
       std::partition_point(ranges_.begin(), ranges_.end(), [&](const Range& range) { return range.end <= flat.begin; });
   std::vector<Slice> slices;

@@ -1,5 +1,5 @@
 #pragma once
-// A part of one parameter, and where it lies in flat memory.
+// Slice: part of one parameter, and its place in a flat buffer.
 
 #include <cstddef>
 
@@ -8,7 +8,7 @@
 namespace shoal {
 
 struct Slice {
-  size_t piece = 0;  // number of the parameter in its FlatLayout
+  size_t piece = 0;  // index of the parameter in its FlatLayout
   Range in_piece;    // elements of the parameter, row-major
   Range in_flat;     // the same elements in the flat buffer; equal size
   bool operator==(const Slice&) const = default;

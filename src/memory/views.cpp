@@ -14,8 +14,8 @@ bool is_dense(const at::Tensor& tensor) {
 }  // namespace
 
 at::Tensor view_like(const at::Tensor& flat, int64_t offset, const at::Tensor& tensor) {
-  // A tensor of its own on the same storage. Autograd would refuse detach_() on a view, and libtorch's
-  // Optimizer::zero_grad calls that on every gradient.
+  // A separate tensor on the same storage: autograd refuses detach_() on a view, and libtorch's Optimizer::zero_grad
+  // calls it on every gradient.
   auto view = at::empty({0}, flat.options());
   view.set_(flat.storage(), flat.storage_offset() + offset, tensor.sizes(), dense_strides(tensor));
   return view;
@@ -38,7 +38,7 @@ at::Tensor aligned_zeros(int64_t numel, const at::TensorOptions& options) {
   auto memory = at::zeros({numel + alignment / element}, options);
   const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
   const auto skip = static_cast<int64_t>((alignment - address % alignment) % alignment) / element;
-  // Not a view, which would keep `memory` and with it a second owner of the storage: SpareMemory takes only what has one.
+  // Not a view, which would add a second owner of the storage: SpareMemory accepts storages with one owner only.
   return at::empty({0}, options).set_(memory.storage(), skip, {numel}, {1});
 }
 

@@ -1,4 +1,4 @@
-// Batch norms of a finished model become synchronised ones.
+// Conversion of a model's batch norms to synchronised ones.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -27,7 +27,7 @@ bool is_batch_norm(const Module& module) {
   return with_batch_norm(module, [](const auto&) { return true; });
 }
 
-// Names of batch norms that are called from somewhere other than a Sequential.
+// Names of batch norms that are not elements of a Sequential, and so cannot be replaced.
 std::vector<std::string> out_of_reach(const Module& module, const std::string& prefix) {
   std::vector<std::string> names;
   const bool sequential = module.as<torch::nn::SequentialImpl>() != nullptr;
@@ -38,7 +38,7 @@ std::vector<std::string> out_of_reach(const Module& module, const std::string& p
   return names;
 }
 
-// One replacement for each batch norm, wherever it stands.
+// Replacements, one for each batch norm, even if it occurs several times.
 class Replacements {
  public:
   explicit Replacements(const Group& group) : group_(group) {}
@@ -61,7 +61,7 @@ void replace(Module& module, Replacements& replacements) {
   auto* sequential = module.as<torch::nn::SequentialImpl>();
   size_t place = 0;
   for (const auto& child : module.named_children()) {
-    // A Sequential keeps each element twice: as a child, by name, and as what it calls, by number.
+    // A Sequential keeps each element twice: as a named child, and as the module that it calls, by index.
     if (sequential != nullptr && is_batch_norm(*child.value())) {
       const auto replacement = replacements.of(*child.value());
       *(sequential->begin() + static_cast<std::ptrdiff_t>(place)) = torch::nn::AnyModule(replacement);

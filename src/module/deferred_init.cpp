@@ -15,7 +15,7 @@
 namespace shoal {
 namespace {
 
-// A mode of libtorch's dispatcher that comes before autograd and that nothing else uses.
+// Dispatch key that comes before autograd and that nothing else in libtorch uses.
 constexpr auto mode = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 using Values = std::vector<c10::IValue>;
@@ -55,23 +55,23 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// The same memory under the same shape, whatever becomes of the tensor: set_data() may give that another memory.
+// A tensor of the same memory and shape that keeps them when set_data() gives the original other memory.
 at::Tensor alias_of(const at::Tensor& tensor) {
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
 }
 
-// An operator that has not run.
+// Recorded operator that has not run.
 struct Record {
   c10::OperatorHandle op;
-  Values arguments;  // deferred tensors as aliases
-  Values results;    // what it is to fill; empty: it writes to arguments
+  Values arguments;  // deferred tensors, as aliases
+  Values results;    // tensors to be filled; empty: the operator writes to its arguments
 };
 
-// All that was written down, and the storages without memory. One per process, since scopes may share tensors.
+// All records, and the storages without memory. One per process, because scopes may share tensors.
 class Tape {
  public:
   static Tape& instance() {
-    static auto* tape = new Tape;  // modules may go while the process ends
+    static auto* tape = new Tape;  // never destroyed: modules may outlive static objects
     return *tape;
   }
 
@@ -162,7 +162,7 @@ void Tape::materialize(const std::vector<at::Tensor>& tensors) {
   std::unordered_set<c10::StorageImpl*> needed;
   for (auto* storage : deferred_in(Values(tensors.begin(), tensors.end()))) needed.insert(storage);
   if (needed.empty()) return;
-  // Backwards: what writes to memory that is needed, and what that reads.
+  // Walks the records backwards for those that write to needed memory; the memory that those read is needed, too.
   std::vector<bool> due(records_.size());
   for (size_t i = records_.size(); i-- > 0;) {
     for (auto* written : written_by(records_[i])) due[i] = due[i] || needed.count(written) > 0;
@@ -182,7 +182,7 @@ void Tape::materialize(const std::vector<at::Tensor>& tensors) {
   for (size_t i = 0; i < records_.size(); ++i) {
     if (due[i]) {
       run(records_[i]);
-      records_[i].arguments.clear();  // may be the last to hold some memory
+      records_[i].arguments.clear();  // may hold the last reference to some memory
       records_[i].results.clear();
     } else {
       later.push_back(std::move(records_[i]));
@@ -192,7 +192,7 @@ void Tape::materialize(const std::vector<at::Tensor>& tensors) {
   forget();
 }
 
-// What nobody but the records refers to is not going to be asked for.
+// Drops all records once nothing but the records themselves refers to deferred memory.
 void Tape::forget() {
   std::unordered_map<c10::StorageImpl*, size_t> held;
   for (const auto& record : records_) {
@@ -208,9 +208,9 @@ void Tape::forget() {
   storages_.clear();
 }
 
-// Results of which it is known without any values what they are.
+// Whether results depend on shapes only, not on values.
 bool only_views(const c10::FunctionSchema& schema) {
-  // In place, but on shapes.
+  // In-place operators that only change shapes.
   static const std::set<std::string> shapes{"aten::set_",    "aten::resize_",    "aten::resize_as_",
                                             "aten::t_",      "aten::transpose_", "aten::squeeze_",
                                             "aten::detach_", "aten::unsqueeze_", "aten::as_strided_"};
@@ -222,7 +222,7 @@ bool only_views(const c10::FunctionSchema& schema) {
   return true;
 }
 
-// The argument that a result is.
+// The argument that is returned as `result`.
 const c10::IValue& written_argument(const c10::FunctionSchema& schema, const c10::Argument& result,
                                     const Values& arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -249,7 +249,7 @@ void require_deferred_targets(const c10::FunctionSchema& schema, const Values& a
   }
 }
 
-// The operator's results in shape only.
+// Runs the operator on the meta device, for the shapes of its results.
 Values results_in_shape(const c10::OperatorHandle& op, const Values& arguments, std::optional<int> device) {
   const c10::Device meta(c10::DeviceType::Meta);
   torch::jit::Stack stack;
@@ -265,7 +265,8 @@ Values results_in_shape(const c10::OperatorHandle& op, const Values& arguments, 
 
 void defer(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
-    // Made of others, which come here in turn; some of them are views or copies depending on the tensor.
+    // Composite operators consist of others, which are dispatched here in turn; some of those are views or copies
+    // depending on the tensor.
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, mode), stack);
     return;
   }

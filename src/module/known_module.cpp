@@ -9,7 +9,7 @@
 namespace shoal {
 namespace {
 
-// named_parameters() composes a name for each, which takes twenty times as long.
+// named_parameters() would compose a name for each parameter, which takes twenty times as long.
 template <class Act>
 void each_parameter(const torch::nn::Module& module, const Act& act) {
   for (const auto& parameter : module.parameters(/*recurse=*/false)) act(parameter);

@@ -1,6 +1,5 @@
 #pragma once
-// A module may change after a wrapper has taken it: replace_module() and register_parameter() give it parameters that
-// the wrapper does not know.
+// Detection of parameters that a module gained after a wrapper took it, by replace_module() or register_parameter().
 
 #include <torch/nn/module.h>
 
@@ -10,15 +9,15 @@
 
 namespace shoal {
 
-// The parameters of a module at the construction, its ignored ones and those of wrapped parts too. Keeps the module and
-// them. Asking walks the module's tree, some tens of nanoseconds per module.
+// The parameters that a module had at construction, including ignored ones and those of wrapped parts. Keeps the module
+// and the parameters alive. A check walks the module's tree, in some tens of nanoseconds per module.
 class KnownModule {
  public:
   KnownModule() = default;
-  // owner: the class that has taken the module, for errors.
+  // owner: class of the wrapper, for errors.
   KnownModule(std::shared_ptr<const torch::nn::Module> module, std::string owner);
 
-  // UsageError that names a trainable parameter that was not there: each rank would train it by itself.
+  // UsageError that names a trainable parameter which is new: each rank would train it on its own.
   void require_no_other() const;
 
  private:

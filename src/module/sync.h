@@ -1,16 +1,16 @@
 #pragma once
-// Making modules equal on all ranks.
+// Synchronisation of modules over ranks.
 
 #include "module/walk.h"
 #include "shoal/group.h"
 
 namespace shoal {
 
-// Compares names, shapes, dtypes, layouts and order over the group, then gives every rank rank 0's values. Collective.
-// Throws DisagreeError on every rank; nothing has been written then.
+// Compares names, shapes, dtypes, layouts and order over the group, then broadcasts rank 0's values. Collective.
+// DisagreeError on every rank, before anything is written.
 void sync_module(const Group& group, const ModuleTensors& tensors);
 
-// A rank's buffers to every rank. Collective.
+// Broadcasts the buffers of rank `source`. Collective.
 void sync_buffers(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step);
 
 }  // namespace shoal

@@ -13,10 +13,10 @@
 namespace shoal {
 namespace {
 
-// What is sent and combined, whatever the input's dtype: counts must be exact, and the vectors are short.
+// Dtype of the exchanged statistics, whatever the input's: counts must be exact, and the vectors are short.
 constexpr auto wide = at::kDouble;
 
-// All dimensions but the channels'.
+// All dimensions but that of the channels.
 std::vector<int64_t> reduced_dimensions(const at::Tensor& input) {
   std::vector<int64_t> dimensions(input.dim() - 1);
   std::iota(dimensions.begin(), dimensions.end(), 1);
@@ -24,7 +24,7 @@ std::vector<int64_t> reduced_dimensions(const at::Tensor& input) {
   return dimensions;
 }
 
-// A vector over the channels, to be combined with the input.
+// A vector over the channels, in a shape that broadcasts with the input.
 at::Tensor along_channels(const at::Tensor& vector, const at::Tensor& input) {
   std::vector<int64_t> shape(input.dim(), 1);
   shape[1] = -1;
@@ -41,11 +41,11 @@ int64_t values_per_channel(const at::Tensor& input) {
 
 struct Moments {
   at::Tensor mean;            // [c] float64
-  at::Tensor sum_of_squares;  // [c] float64, of the deviations from the mean
+  at::Tensor sum_of_squares;  // [c] float64, of deviations from the mean
   double count = 0;           // values per channel
 };
 
-// Of all ranks' values together (Chan, Golub and LeVeque 1979: no difference of large numbers).
+// Moments of all ranks' values together (Chan, Golub and LeVeque 1979, which avoids differences of large numbers).
 Moments moments(const at::Tensor& input, const Group& group) {
   const auto channels = input.size(1);
   const auto count = values_per_channel(input);
@@ -68,7 +68,7 @@ Moments moments(const at::Tensor& input, const Group& group) {
   return {mean, all.narrow(1, channels, channels).sum(0) + between, total};
 }
 
-// Normalises by statistics that are already known, and sends the sums that backward needs over the group.
+// Normalises by given statistics; backward reduces the sums that it needs over the group.
 class Normalise : public torch::autograd::Function<Normalise> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
@@ -79,10 +79,10 @@ class Normalise : public torch::autograd::Function<Normalise> {
     context->save_for_backward({input, weight, of_all.mean.to(dtype), (variance + eps).rsqrt().to(dtype)});
     context->saved_data["count"] = of_all.count;
     context->saved_data["bias_dtype"] = bias.scalar_type();
-    // Autograd keeps plain values only; a handle of the group travels in a capsule.
+    // Autograd saves plain values only, so the group is wrapped in a capsule.
     context->saved_data["group"] = c10::IValue::make_capsule(c10::make_intrusive<Carried>(group));
     if (input.numel() == 0) return at::empty_like(input);
-    // The same kernel as in evaluation.
+    // The kernel that evaluation uses.
     return std::get<0>(at::native_batch_norm(input.to(dtype), weight.to(dtype), bias.to(dtype), of_all.mean.to(dtype),
                                              variance.to(dtype), /*training=*/false, /*momentum=*/0, eps))
         .to(input.scalar_type());
@@ -109,7 +109,7 @@ class Normalise : public torch::autograd::Function<Normalise> {
     at::Tensor weight_gradient, bias_gradient, input_gradient;
     if (context->needs_input_grad(1)) weight_gradient = own(1, weight.scalar_type());
     if (context->needs_input_grad(2)) bias_gradient = own(0, context->saved_data["bias_dtype"].toScalarType());
-    // Whether or not this rank needs the gradient of its input: others may.
+    // Collective, so called even if this rank does not need its input's gradient: other ranks may need theirs.
     group.all_reduce(sums, ReduceOp::sum, {-1, -1, "sums of SyncBatchNorm's backward"}).wait();
     if (context->needs_input_grad(0)) {
       const auto means = (sums / std::max(1.0, context->saved_data["count"].toDouble())).to(mean.scalar_type());
@@ -137,7 +137,7 @@ void SyncBatchNormImpl::adopt(const at::Tensor& new_weight, const at::Tensor& ne
                               const at::Tensor& var, const at::Tensor& batches) {
   parameters_["weight"] = weight = new_weight;
   parameters_["bias"] = bias = new_bias;
-  // libtorch does not let go of a registered buffer.
+  // set_data, because libtorch cannot replace a registered buffer.
   const auto share = [](at::Tensor& own, const at::Tensor& other) {
     if (own.defined()) own.set_data(other);
   };
@@ -157,7 +157,7 @@ void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   }
 }
 
-// Counts a batch; returns what its statistics weigh in the running ones.
+// Counts a batch; returns the weight of its statistics in the running ones.
 double SyncBatchNormImpl::count_batch() {
   if (!num_batches_tracked.defined()) return 0;
   num_batches_tracked += 1;
@@ -187,7 +187,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     blend(running_mean, of_all.mean);
     blend(running_var, of_all.sum_of_squares / (of_all.count - 1));
   }
-  // Autograd takes no undefined inputs.
+  // Autograd accepts no undefined inputs.
   const auto plain = input.options().dtype(compute_dtype(input));
   return Normalise::apply(input, weight.defined() ? weight : at::ones({input.size(1)}, plain),
                           bias.defined() ? bias : at::zeros({input.size(1)}, plain), of_all, options.eps(), group_);

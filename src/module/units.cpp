@@ -16,7 +16,7 @@ bool inside(const std::string& parameter, const std::string& module) {
 std::vector<Unit> divide(const torch::nn::Module& module, const ModuleTensors& tensors,
                          const std::optional<WrapPolicy>& policy) {
   auto names = policy ? (*policy)(module) : std::vector<std::string>();
-  // Innermost first; a name within another is longer.
+  // Innermost first: a nested name is longer than the enclosing one.
   std::stable_sort(names.begin(), names.end(),
                    [](const std::string& a, const std::string& b) { return a.size() > b.size(); });
   names.emplace_back();

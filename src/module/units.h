@@ -1,5 +1,5 @@
 #pragma once
-// A module's parameters, divided into units.
+// Units of a module's parameters.
 
 #include <optional>
 #include <string>
@@ -11,12 +11,12 @@
 namespace shoal {
 
 struct Unit {
-  std::string name;                     // of the sub-module; "" for what is left over
-  std::vector<NamedTensor> parameters;  // in registration order, frozen ones included
+  std::string name;                     // name of the submodule; "" for the rest
+  std::vector<NamedTensor> parameters;  // in registration order, including frozen ones
 };
 
-// Units in the order in which forward is expected to come to them: that of their first parameter's registration. Units
-// without parameters are left out. A tensor with several names belongs where it has its first.
+// Divides a module into units, in the order in which forward is expected to use them: by the registration of their
+// first parameter. Omits units without parameters. A tensor with several names belongs to the unit of its first name.
 std::vector<Unit> divide(const torch::nn::Module& module, const ModuleTensors& tensors,
                          const std::optional<WrapPolicy>& policy);
 

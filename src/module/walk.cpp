@@ -25,12 +25,12 @@ void add_sparse_weight(const torch::nn::Module& module, std::set<const c10::Tens
 
 std::set<const c10::TensorImpl*> sparse_weights(const torch::nn::Module& module) {
   std::set<const c10::TensorImpl*> weights;
-  add_sparse_weight(module, weights);  // itself apart: modules() would ask for a shared pointer to it
+  add_sparse_weight(module, weights);  // separately, because modules() would need a shared pointer to it
   for (const auto& child : module.modules(/*include_self=*/false)) add_sparse_weight(*child, weights);
   return weights;
 }
 
-// libtorch lists a shared tensor under each of its names; here it is one entry with aliases.
+// libtorch lists a shared tensor under each of its names; the result has one entry with aliases.
 std::vector<NamedTensor> merge(const torch::OrderedDict<std::string, at::Tensor>& named) {
   std::vector<NamedTensor> list;
   std::unordered_map<const c10::TensorImpl*, size_t> seen;

@@ -9,23 +9,23 @@
 namespace shoal {
 
 struct NamedTensor {
-  std::string name;                  // where it first appears
+  std::string name;                  // name of the first occurrence
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   at::Tensor tensor;
   bool sparse_gradient = false;  // weight of an embedding with sparse(true)
 };
 
 struct ModuleTensors {
-  std::vector<NamedTensor> parameters;  // in registration order, each tensor once, without the ignored ones
+  std::vector<NamedTensor> parameters;  // in registration order, each tensor once, ignored ones left out
   std::vector<NamedTensor> buffers;
 
-  // Parameters that take part in training. A tensor is one parameter whatever its names.
+  // Parameters that are trained. A tensor is one parameter, whatever its names.
   std::vector<NamedTensor> trainable() const;
   // One line per parameter and buffer: kind, name, dtype, shape, layout, trainable or frozen. For agree().
   std::vector<std::string> describe() const;
 };
 
-// Throws UsageError when a name in `ignored` is neither a parameter nor a buffer. Any of a tensor's names ignores it.
+// UsageError if a name in `ignored` is neither a parameter nor a buffer. Any of a tensor's names ignores it.
 ModuleTensors walk(const torch::nn::Module& module, const std::vector<std::string>& ignored);
 
 }  // namespace shoal

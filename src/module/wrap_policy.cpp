@@ -14,7 +14,7 @@ std::string join(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "." + name;
 }
 
-// Returns the elements under `module` that are in no unit; a tensor with several names counts once.
+// Returns the number of elements under `module` that are in no unit; a tensor with several names counts once.
 int64_t wrap_large(const torch::nn::Module& module, const std::string& name, int64_t least,
                    std::set<const c10::TensorImpl*>& seen, std::vector<std::string>& units) {
   int64_t numel = 0;

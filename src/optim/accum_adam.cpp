@@ -52,7 +52,7 @@ void AccumAdamParamState::serialize(torch::serialize::InputArchive& archive) {
 
 namespace {
 
-// `gradient`: with the weight decay, where that is part of it.
+// gradient: includes the weight decay, if that is part of it.
 void update(const at::Tensor& parameter, const at::Tensor& gradient, AccumAdamParamState& state,
             const AccumAdamOptions& options) {
   const auto [beta1, beta2] = options.betas();
@@ -64,7 +64,7 @@ void update(const at::Tensor& parameter, const at::Tensor& gradient, AccumAdamPa
   const double correction1 = 1 - std::pow(beta1, updates);
   const double correction2 = std::sqrt(1 - std::pow(beta2, updates));
   const auto first = at::lerp(state.exp_avg(), gradient, 1 - beta1);
-  // Multiplying eps instead of dividing the root saves a pass over memory.
+  // Scales eps instead of dividing the root, which saves a pass over memory.
   const auto denominator =
       (state.exp_avg_sq() * beta2).addcmul_(gradient, gradient, 1 - beta2).sqrt_().add_(options.eps() * correction2);
   parameter.addcdiv_(first, denominator, -options.lr() * correction2 / correction1);

@@ -85,12 +85,12 @@ double machine_epsilon(at::ScalarType dtype) {
   return epsilon;
 }
 
-// The mean of squares along a dimension without a temporary of the gradient's size.
+// Mean of squares along a dimension, without a temporary of the gradient's size.
 at::Tensor mean_square(const at::Tensor& gradient, int64_t dim) {
   return gradient.norm(2, dim, /*keepdim=*/true).square_().div_(gradient.size(dim));
 }
 
-// The second moment of every element after this step, as a tensor that may be written to.
+// Second moment of every element after this step, as a new tensor.
 at::Tensor second_moment(const at::Tensor& gradient, AdafactorParamState& state, double weight, double eps1) {
   if (gradient.dim() <= 1) return state.variance().lerp_(gradient * gradient, weight).clone();
   state.row_var().lerp_(mean_square(gradient, -1), weight);

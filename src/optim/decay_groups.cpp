@@ -14,7 +14,7 @@ DecaySplit split_by_decay(const torch::nn::Module& module) {
     if (norm != nullptr) of_norms.insert(norm->weight.unsafeGetTensorImpl());
   };
   note(module);
-  // With itself, libtorch wants the module to lie in a shared_ptr.
+  // include_self would require that the module is in a shared_ptr.
   for (const auto& part : module.modules(/*include_self=*/false)) note(*part);
   DecaySplit split;
   std::set<const c10::TensorImpl*> seen;

@@ -1,5 +1,5 @@
 #pragma once
-// Collects what is wrong with an optimizer's options.
+// Collector of faults in an optimizer's options.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -15,7 +15,7 @@ class Faults {
  public:
   explicit Faults(std::string optimizer) : optimizer_(std::move(optimizer)) {}
 
-  // Written so that NaN is a fault.
+  // `good` must be false for NaN.
   Faults& require(bool good, const char* option, double value, const char* wanted) {
     if (!good) faults_.push_back(fmt::format("{} is {}: give {}", option, value, wanted));
     return *this;

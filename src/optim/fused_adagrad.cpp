@@ -13,7 +13,7 @@ namespace {
 using torch::optim::AdagradOptions;
 using torch::optim::AdagradParamState;
 
-// What one kernel call takes: tensors of equal dtype.
+// Arguments of one kernel call: tensors of one dtype.
 struct AdagradBatch {
   std::vector<at::Tensor> parameters, gradients, sums, steps;
 };
@@ -46,7 +46,7 @@ at::Tensor FusedAdagrad::step(LossClosure closure) {
       batch.parameters.push_back(parameter);
       batch.gradients.push_back(gradient);
       batch.sums.push_back(aligned(state.sum(), parameter));
-      // The kernel wants the number of the step as a tensor.
+      // The kernel takes the step as a tensor.
       batch.steps.push_back(at::full({}, static_cast<double>(state.step()), parameter.options().dtype(at::kFloat)));
     }
     for (auto& [dtype, batch] : batches) {

@@ -11,7 +11,7 @@
 namespace shoal {
 namespace {
 
-// What one kernel call takes: tensors of equal dtype.
+// Arguments of one kernel call: tensors of one dtype.
 struct AdamBatch {
   std::vector<at::Tensor> parameters, gradients, first, second, largest, steps;
 };
@@ -30,7 +30,7 @@ State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
   return static_cast<State&>(*slot);
 }
 
-// The two differ in the kernel and in the names of their types only.
+// Adam and AdamW differ only in the kernel and the names of their types.
 template <class Options, class State, class Kernel>
 at::Tensor step_with(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure,
                      const char* name, Kernel kernel) {
@@ -49,7 +49,7 @@ at::Tensor step_with(torch::optim::Optimizer& optimizer, const torch::optim::Opt
       batch.first.push_back(aligned(state.exp_avg(), parameter));
       batch.second.push_back(aligned(state.exp_avg_sq(), parameter));
       if (options.amsgrad()) batch.largest.push_back(aligned(state.max_exp_avg_sq(), parameter));
-      // The kernel wants the number of the step as a tensor.
+      // The kernel takes the step as a tensor.
       batch.steps.push_back(at::full({}, static_cast<double>(state.step()), parameter.options().dtype(at::kFloat)));
     }
     const auto [beta1, beta2] = options.betas();

@@ -13,7 +13,7 @@ namespace {
 using torch::optim::SGDOptions;
 using torch::optim::SGDParamState;
 
-// What one kernel call takes: tensors of equal dtype, all with or all without a momentum from before.
+// Arguments of one kernel call: tensors of one dtype, all with or all without an earlier momentum.
 struct SgdBatch {
   std::vector<at::Tensor> parameters, gradients, momenta;
 };

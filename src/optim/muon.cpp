@@ -70,12 +70,12 @@ const Muon::ParamGroups& checked(const Muon::ParamGroups& groups) {
   return groups;
 }
 
-// Nearly u vT where the matrix is u s vT, in bfloat16.
+// Approximates u vT for a matrix u s vT, in bfloat16.
 at::Tensor orthogonal(const at::Tensor& matrix, const MuonOptions& options) {
   const auto [a, b, c] = options.ns_coefficients();
   const bool tall = matrix.size(0) > matrix.size(1);
   auto x = matrix.to(at::kBFloat16);
-  // Products on the short side cost less.
+  // Products of the short side are cheaper.
   if (tall) x = x.t();
   x = x / x.norm().clamp_min(options.eps());
   for (int64_t i = 0; i < options.ns_steps(); ++i) {
@@ -106,7 +106,7 @@ void Muon::add_param_group(const torch::optim::OptimizerParamGroup& group) {
 at::Tensor Muon::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   auto loss = evaluate(closure);
-  // A group's parameters can be changed, and groups added through the base class.
+  // Checked again, because groups can be changed or added through the base class.
   checked(param_groups_);
   const auto groups = collect_updates(*this, "Muon");
   for (size_t i = 0; i < groups.size(); ++i) {

@@ -30,7 +30,7 @@ torch::serialize::InputArchive reread(torch::serialize::OutputArchive& written) 
   return archive;
 }
 
-// None where they do not say (libtorch's base class throws).
+// Nothing if the options cannot serialize themselves (libtorch's base class throws).
 std::optional<Values> values_of(const OptimizerOptions& options) {
   torch::serialize::OutputArchive written;
   try {
@@ -56,7 +56,8 @@ Json to_json(const c10::IValue& value) {
   return list;
 }
 
-// Of the kind that `like` has; none: it cannot be. What is None now may become a number or a text.
+// Converts to the kind of value that `like` is; nothing if it cannot be converted. A value of None may become a number
+// or a string.
 std::optional<c10::IValue> from_json(const Json& value, const c10::IValue& like) {
   if (like.isDouble() && value.is_number()) return c10::IValue(value.get<double>());
   if (like.isNone() && value.is_number_float()) return c10::IValue(value.get<double>());

@@ -1,5 +1,5 @@
 #pragma once
-// An optimizer's options by name, for checkpoints and for comparing those of ranks.
+// Options of an optimizer by name, for checkpoints and for comparisons over ranks.
 
 #include <torch/optim/optimizer.h>
 
@@ -11,12 +11,12 @@ namespace shoal {
 // "torch::optim::AdamWOptions".
 std::string type_of(const torch::optim::OptimizerOptions& options);
 
-// By the names under which they serialize themselves: numbers, truth values, texts, null, and lists of these. Of
-// options that do not serialize themselves the learning rate, if they have one.
+// The options under the names with which they serialize themselves: numbers, booleans, strings, null, and lists of
+// these. For options that do not serialize themselves, the learning rate, if there is one.
 nlohmann::json named_options(const torch::optim::OptimizerOptions& options);
 
-// Takes those of `named`; the others stay. UsageError for names that these options do not have, and values of another
-// kind; nothing has changed then.
+// Sets the options in `named`; others stay. UsageError for unknown names and for values of another kind, before
+// anything has changed.
 void set_options(torch::optim::OptimizerOptions& options, const nlohmann::json& named);
 
 // "betas [0.9,0.999], eps 1e-08, lr 0.001".

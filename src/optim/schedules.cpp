@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-// From `start` at part 0 to `end` at part 1.
+// Value between `start` (part 0) and `end` (part 1).
 double anneal(Anneal curve, double start, double end, double part) {
   if (curve == Anneal::linear) return start + (end - start) * part;
   return end + (start - end) / 2 * (1 + std::cos(std::numbers::pi * part));
@@ -40,14 +40,14 @@ LambdaLR::Factor cosine_with_warmup(const CosineWithWarmupOptions& options) {
 }
 
 struct Phase {
-  double end_step, start, end;  // start and end are factors of the rate
+  double end_step, start, end;  // factors of the learning rate
 };
 
 LambdaLR::Factor one_cycle(const OneCycleOptions& options) {
   options.validate();
   const auto total = static_cast<double>(options.total_steps);
   const double initial = 1 / options.initial_divisor, final = initial / options.final_divisor;
-  // As Python's: the rate peaks at this step, which need not be a whole number.
+  // As in Python: the rate peaks at this step, which need not be an integer.
   const double peak = options.rising * total - 1;
   std::vector<Phase> phases{{peak, initial, 1}};
   if (options.three_phase) phases.push_back({2 * peak, 1, initial});

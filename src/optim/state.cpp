@@ -66,7 +66,7 @@ std::deque<detail::StateKind> built_in() {
   };
 }
 
-// Only grows, and at its front, so that references stay valid.
+// Grows only at the front, so that references stay valid.
 struct Registry {
   std::mutex mutex;
   std::deque<detail::StateKind> kinds = built_in();

@@ -1,5 +1,5 @@
 #pragma once
-// Named access to what an optimizer keeps per parameter, for checkpoints and for moving state between ranks.
+// Named access to an optimizer's state per parameter, for checkpoints and for moving state between ranks.
 
 #include <torch/optim/optimizer.h>
 
@@ -9,14 +9,14 @@
 
 namespace shoal {
 
-// Whether named_state() and make_state() know what `of` keeps.
+// Whether named_state() and make_state() support the state of `of`.
 bool is_state_known(const torch::optim::Optimizer& of);
 
-// The tensors are the state's own. UsageError for a state of an optimizer that is not registered.
+// The tensors are shared with the state. UsageError if the optimizer's state is not registered.
 NamedState named_state(const torch::optim::OptimizerParamState& state);
 
-// A state as `of` keeps it; goes into of.state()[parameter.unsafeGetTensorImpl()]. Takes the tensors, does not copy
-// them. UsageError when `of` is not registered, and when a field is missing or none of its own.
+// Builds the state that `of` keeps in of.state()[parameter.unsafeGetTensorImpl()]. Takes the tensors without copying.
+// UsageError if `of` is not registered, or if a field is missing or unknown.
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const torch::optim::Optimizer& of,
                                                               const NamedState& named);
 

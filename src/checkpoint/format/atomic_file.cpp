@@ -21,7 +21,7 @@ void throw_system_error(const char* action, const std::filesystem::path& path) {
 
 namespace {
 
-// What a file of this process on this host is called until it is complete: NAME, then this.
+// Suffix of unfinished files of this host's processes.
 std::string mark_of_host() {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);
@@ -34,7 +34,7 @@ bool is_gone(std::string_view process) {
   return error == std::errc() && end == process.end() && pid > 0 && kill(pid, 0) != 0 && errno == ESRCH;
 }
 
-// What processes of this host that died while they wrote the same file have left of it.
+// Removes unfinished copies of the file by processes of this host that have died.
 void remove_leftovers_of(const std::filesystem::path& path) {
   const auto beginning = path.filename().string() + mark_of_host();
   const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
@@ -70,8 +70,7 @@ void AtomicFile::write(const void* data, size_t size, size_t offset) {
     offset += static_cast<size_t>(written);
     size -= static_cast<size_t>(written);
   }
-  // The disk works while the rest is being written, so that the sync at the end finds little left. Measured: with 2 MiB
-  // half as fast again as with 32.
+  // Starts writeback early, so that the sync at the end finds little left. Measured: 2 MiB is half as fast again as 32.
   constexpr size_t stretch = 2 << 20;
   if (offset < begun_ + stretch) return;
   sync_file_range(fd_, static_cast<off_t>(begun_), static_cast<off_t>(offset - begun_), SYNC_FILE_RANGE_WRITE);

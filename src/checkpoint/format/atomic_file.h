@@ -1,5 +1,5 @@
 #pragma once
-// Files that are there completely or not at all.
+// Files that appear complete or not at all.
 
 #include <cstddef>
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace shoal {
 
-// A file that takes its name when complete() is called, and vanishes otherwise: until then it is called
-// NAME.tmp-HOST-PROCESS, and an older file of its name stays. What processes of this host that were killed have left of
-// NAME in this way goes when the next one begins. All errors are CheckpointErrors with the file and the reason.
+// File that gets its name in complete() and disappears otherwise. Until then it is called NAME.tmp-HOST-PROCESS, and an
+// older file NAME stays. The constructor removes unfinished copies of NAME by processes of this host that were killed.
+// Errors are CheckpointErrors with file and reason.
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path path);
@@ -20,7 +20,7 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(const void* data, size_t size, size_t offset);
-  // Syncs it and gives it its name, which sync_folder() makes durable.
+  // Syncs the file and renames it to its final name, which sync_folder() makes durable.
   void complete();
   const std::filesystem::path& path() const { return path_; }
 
@@ -30,14 +30,14 @@ class AtomicFile {
   std::filesystem::path path_;
   std::filesystem::path temporary_;
   int fd_ = -1;
-  size_t begun_ = 0;  // bytes whose way to the disk has begun
+  size_t begun_ = 0;  // bytes whose writeback has begun
   bool complete_ = false;
 };
 
-// A small file, durable when it returns.
+// Writes a small file, durable on return.
 void write_atomically(const std::filesystem::path& path, std::string_view text);
 
-// Makes names in the folder durable. File systems that cannot are left alone.
+// Makes names in the folder durable. No effect on file systems that cannot.
 void sync_folder(const std::filesystem::path& folder);
 
 // "cannot ACTION PATH: No space left on device", from errno.

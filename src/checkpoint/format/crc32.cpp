@@ -17,8 +17,8 @@ uint32_t plain(const void* data, size_t size, uint32_t before) {
 
 #if defined(__x86_64__)
 
-// x^exponent modulo the polynomial, bits reversed as in the data and shifted by the one place that the product of two
-// reversed numbers is off.
+// x^exponent modulo the polynomial, bit-reversed like the data, and shifted by one because the product of two reversed
+// numbers is off by one bit.
 constexpr uint64_t power(int exponent) {
   uint32_t remainder = 1;
   for (int i = 0; i < exponent; ++i) remainder = (remainder << 1) ^ ((remainder >> 31) != 0 ? 0x04C11DB7U : 0U);
@@ -27,15 +27,15 @@ constexpr uint64_t power(int exponent) {
   return reversed << 1;
 }
 
-// 16 bytes moved `bits` ahead in the message: congruent to them times x^bits (Gopal et al., "Fast CRC Computation for
-// Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009).
+// Moves 16 bytes `bits` ahead in the message: multiplies them by x^bits modulo the polynomial (Gopal et al., "Fast CRC
+// Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009).
 template <int bits>
 __attribute__((target("pclmul,sse4.1"))) __m128i ahead(__m128i value) {
   const auto factors = _mm_set_epi64x(static_cast<int64_t>(power(bits - 32)), static_cast<int64_t>(power(bits + 32)));
   return _mm_xor_si128(_mm_clmulepi64_si128(value, factors, 0x00), _mm_clmulepi64_si128(value, factors, 0x11));
 }
 
-// Folds the message to 16 bytes with the same remainder and leaves these to zlib.
+// Folds the message to 16 bytes with the same remainder, which zlib finishes.
 __attribute__((target("pclmul,sse4.1"))) uint32_t folded(const unsigned char* data, size_t size, uint32_t before) {
   constexpr size_t lane = 16;
   constexpr size_t stride = 4 * lane;
@@ -52,7 +52,7 @@ __attribute__((target("pclmul,sse4.1"))) uint32_t folded(const unsigned char* da
   for (size_t i = 1; i < 4; ++i) sum = _mm_xor_si128(ahead<8 * lane>(sum), lanes[i]);
   alignas(16) unsigned char rest[lane];
   _mm_store_si128(reinterpret_cast<__m128i*>(rest), sum);
-  return plain(data, size, plain(rest, lane, ~0U));  // ~0: the register is zero, what was in it is in the lanes
+  return plain(data, size, plain(rest, lane, ~0U));  // ~0: an empty register, because its contents are in the lanes
 }
 
 bool can_fold() {

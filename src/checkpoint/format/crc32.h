@@ -1,5 +1,5 @@
 #pragma once
-// The checksum of checkpoints: CRC-32 as in gzip, so that any language's standard library can check it.
+// Checksum of checkpoints: CRC-32 as in gzip, which the standard library of any language can verify.
 
 #include <cstddef>
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace shoal {
 
-// Of `size` bytes that follow those whose checksum is `before`. Finds every change within 32 neighbouring bits. About
-// as fast as memory where the processor multiplies without carries, else zlib's.
+// CRC of `size` bytes that follow bytes with the CRC `before`. Detects every change within 32 neighbouring bits. About
+// as fast as memory on processors with carry-less multiplication; else zlib's speed.
 uint32_t crc32(const void* data, size_t size, uint32_t before = 0);
 
-// One checksum per `block` bytes of a stream that comes in pieces of any size.
+// One checksum per `block` bytes of a stream that arrives in pieces of any size.
 class BlockChecksums {
  public:
   explicit BlockChecksums(size_t block) : block_(block) {}
@@ -21,7 +21,7 @@ class BlockChecksums {
 
  private:
   size_t block_;
-  size_t filled_ = 0;  // bytes of the last block
+  size_t filled_ = 0;  // bytes in the last block
   std::vector<uint32_t> checksums_;
 };
 

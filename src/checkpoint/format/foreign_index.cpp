@@ -39,7 +39,8 @@ CheckpointIndex index_of_sharded(const std::filesystem::path& folder) {
   const auto text = read_text(path, max_safetensors_header, refuse_as<CheckpointError>);
   const auto json = parse_strict(text, {.bytes = 4 * static_cast<int64_t>(text.size()) + json_allowance}, subject,
                                  refuse_as<CheckpointError>);
-  const JsonFields fields(json, subject, refuse_as<CheckpointError>);  // further entries occur in the wild
+  // Other entries are allowed, because they occur in practice.
+  const JsonFields fields(json, subject, refuse_as<CheckpointError>);
   const JsonFields files(fields.object("weight_map"), subject + ": weight_map", refuse_as<CheckpointError>);
   std::map<std::string, std::vector<std::string>> names;  // by file
   for (const auto& [name, file] : fields.object("weight_map").items()) names[files.text(name.c_str())].push_back(name);

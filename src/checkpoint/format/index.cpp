@@ -39,7 +39,7 @@ std::vector<uint32_t> from_hex(const std::string& text, const std::string& subje
   return list;
 }
 
-// The end of the file: a checksum of all before it.
+// End of the file: a checksum of everything before it.
 std::string trailer(std::string_view before) {
   return fmt::format(",\"crc32\":\"{:08x}\"}}\n", crc32(before.data(), before.size()));
 }
@@ -62,7 +62,7 @@ StoredSlice parse_slice(const Json& json, const StoredTensor& tensor, const Chec
   return slice;
 }
 
-// Slices must be the whole tensor, each element once.
+// Slices must cover the tensor, each element once.
 void check_cover(const StoredTensor& tensor, const std::string& subject) {
   const auto numel = tensor.numel();
   int64_t end = 0;
@@ -77,7 +77,7 @@ void check_cover(const StoredTensor& tensor, const std::string& subject) {
   if (numel == 0 && tensor.slices.size() > 1) throw CheckpointError(subject + ": several slices of nothing");
 }
 
-// So that reading takes no more memory than the files have bytes, once these have been found to be there.
+// Ensures that reading takes no more memory than the files have bytes; that the files have these is checked elsewhere.
 void check_room(const CheckpointIndex& index, const std::string& subject) {
   auto room = index.files;
   for (const auto& [name, tensor] : index.tensors) {

@@ -1,5 +1,5 @@
 #pragma once
-// The index.json of a checkpoint: its files, tensors and state. docs/checkpoints.md has the format.
+// Index of a checkpoint (index.json): files, tensors and state. docs/checkpoints.md defines the format.
 
 #include <torch/types.h>
 
@@ -14,53 +14,53 @@ namespace shoal {
 
 constexpr const char* index_name = "index.json";
 
-// A part of a tensor in one of the checkpoint's files.
+// Part of a tensor in one of the checkpoint's files.
 struct StoredSlice {
   std::string file;
-  Range range;                        // elements of the whole tensor, counted in StoredTensor::order
-  std::vector<uint32_t> checksums{};  // CRC-32 of each piece_bytes of it, the last may be shorter; none: not known
+  Range range;                        // elements of the tensor, counted in StoredTensor::order
+  std::vector<uint32_t> checksums{};  // CRC-32 of each piece_bytes, the last may be shorter; empty: unknown
 };
 
 struct StoredTensor {
   std::string name;
-  std::string part;              // "model" for parameters and buffers; others as whoever saves likes
-  at::ScalarType dtype;          // Undefined: one that libtorch does not have
-  std::vector<int64_t> shape;    // of the whole
-  std::vector<int64_t> order{};  // of dimensions, the slowest first, in which elements are counted; empty: row-major
-  std::vector<StoredSlice> slices{};  // ascending and disjoint; together they are the whole
+  std::string part;              // "model" for parameters and buffers; other names are the saver's choice
+  at::ScalarType dtype;          // Undefined: libtorch does not have it
+  std::vector<int64_t> shape;    // of the whole tensor
+  std::vector<int64_t> order{};  // order of dimensions, slowest first, in which elements are counted; empty: row-major
+  std::vector<StoredSlice> slices{};  // ascending and disjoint; together they cover the tensor
 
   int64_t numel() const;
 };
 
 struct CheckpointIndex {
-  std::string library;  // version that wrote it
+  std::string library;  // version of shoal that wrote it
   int64_t step = 0;
-  std::string strategy;                    // that it was written by; a reader need not care
-  int world_size = 1;                      // the same
-  std::map<std::string, int64_t> files{};  // bytes by name
+  std::string strategy;                    // strategy that wrote it; readers may ignore it
+  int world_size = 1;                      // of the writer; readers may ignore it
+  std::map<std::string, int64_t> files{};  // bytes by file name
   std::map<std::string, StoredTensor> tensors{};
   nlohmann::json global_state = nlohmann::json::object();
   std::vector<nlohmann::json> rank_states{};  // by rank
 };
 
-// The name under which a slice lies in its file: the tensor's where it is the whole in row-major order, with the
-// whole's shape; else "name[begin:end]", with one dimension.
+// Key of a slice in its file: the tensor's name if the slice is the whole tensor in row-major order (with the tensor's
+// shape); else "name[begin:end]" (one-dimensional).
 std::string slice_key(const StoredTensor& tensor, const Range& range);
 std::vector<int64_t> slice_shape(const StoredTensor& tensor, const Range& range);
-// Whether the slice lies there as the whole tensor.
+// Whether the slice is stored as the whole tensor.
 bool is_whole(const StoredTensor& tensor, const Range& range);
 
-// A plain file name that cannot lead out of its folder.
+// Whether it is a plain file name, which cannot lead out of its folder.
 bool is_plain_name(const std::string& name);
-// A name for a part: small letters, digits, "_".
+// Whether it is a valid name of a part: lower-case letters, digits, "_".
 bool is_part_name(const std::string& name);
 // Whether `order` is empty or a permutation of the dimensions.
 bool is_order(const std::vector<int64_t>& order, size_t dimensions);
 
 std::string index_text(const CheckpointIndex& index);
-// CheckpointError that begins with `subject` for whatever departs from the format: slices that overlap, leave something
-// out or go beyond their tensor, files that are no plain names, a checksum of its own that is wrong, ... `limit`: bytes
-// of memory that it may take.
+// Parses an index. CheckpointError, which begins with `subject`, for any departure from the format: overlapping or
+// missing slices, slices beyond their tensor, file names that are not plain, a wrong checksum of the index itself, and
+// so on. limit: bytes of memory that the index may take.
 CheckpointIndex parse_index(std::string_view text, int64_t limit, const std::string& subject);
 
 }  // namespace shoal

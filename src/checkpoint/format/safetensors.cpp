@@ -73,7 +73,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path, const std::vector<Entr
   }
 
   state_ = std::make_unique<State>(path);
-  const uint64_t size = text.size();  // little endian, as all machines that libtorch supports
+  const uint64_t size = text.size();  // little endian, as on all machines that libtorch supports
   state_->file.write(&size, sizeof size, 0);
   state_->file.write(text.data(), text.size(), sizeof size);
   const auto data_begin = static_cast<int64_t>(sizeof size + text.size());

@@ -1,5 +1,5 @@
 #pragma once
-// Writing tensors in the safetensors format, which Python opens as it is.
+// Writer of the safetensors format, which Python's library opens.
 
 #include <torch/types.h>
 
@@ -13,11 +13,10 @@ namespace shoal {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// A file to which tensors are written one by one or in parts, in any order, so that they need not be in memory
-// together. It appears under its name when it is complete, or not at all: until then it has another one beside it, and
-// an older file stays. Names must be different and not "__metadata__"; dtypes must be ones that the format has.
-// UsageError names the tensor that is not as announced; CheckpointError the file, and the system's reason (no
-// permission, disk full).
+// File to which tensors are written one by one or in parts, in any order, so that they need not be in memory together.
+// It appears under its name once it is complete, or not at all; until then it has a temporary name, and an older file
+// stays. Names must be distinct and not "__metadata__"; the format must have their dtypes. UsageError names a tensor
+// that differs from its entry; CheckpointError names the file and the system's reason (no permission, disk full).
 class SafetensorsFile {
  public:
   struct Entry {
@@ -31,13 +30,13 @@ class SafetensorsFile {
   SafetensorsFile(const SafetensorsFile&) = delete;
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
-  // In row-major order whatever its layout.
+  // Writes the elements in row-major order, whatever the tensor's layout.
   void write(const std::string& name, const at::Tensor& tensor);
-  // `size` bytes of its elements in row-major order, from element `first` on.
+  // Writes `size` bytes of the tensor's elements in row-major order, from element `first` on.
   void write_elements(const std::string& name, int64_t first, const void* data, int64_t size);
-  // After all of them. Syncs the file and gives it its name.
+  // Call after all tensors. Syncs the file and renames it to its final name.
   void complete();
-  // Bytes of the whole file.
+  // Size of the whole file in bytes.
   int64_t size() const;
 
  private:
@@ -45,7 +44,7 @@ class SafetensorsFile {
   std::unique_ptr<State> state_;
 };
 
-// Writes them all.
+// Writes all tensors.
 void save_safetensors(const std::string& path, const NamedTensors& tensors,
                       const std::map<std::string, std::string>& metadata);
 

@@ -60,11 +60,11 @@ SafetensorsEntry parse_entry(const nlohmann::json& json, const std::string& subj
     throw CheckpointError(fmt::format("{}: {} bytes cannot hold shape [{}] in {}", subject, entry.bytes,
                                       fmt::join(entry.shape, ", "), entry.dtype->name));
   }
-  entry.offset = offsets[0];  // made absolute once it is known to be within the file
+  entry.offset = offsets[0];  // relative until the whole header is checked
   return entry;
 }
 
-// The tensors' bytes, in order of offset, must be the file's from its header to its end.
+// The tensors' bytes, in order of offset, must fill the file from the end of the header.
 void check_places(std::map<std::string, SafetensorsEntry>& tensors, int64_t data_begin, int64_t file_size,
                   const std::string& subject) {
   std::vector<std::pair<const std::string*, SafetensorsEntry*>> order;
@@ -103,7 +103,8 @@ const SafetensorsDtype* find_safetensors_dtype(at::ScalarType type) {
 }
 
 int64_t checked_numel(const std::vector<int64_t>& shape) {
-  constexpr int64_t most = std::numeric_limits<int64_t>::max() / 128;  // so that bits of the widest dtype fit
+  // So that a count of bits fits for the widest dtype.
+  constexpr int64_t most = std::numeric_limits<int64_t>::max() / 128;
   if (std::any_of(shape.begin(), shape.end(), [](int64_t size) { return size < 0; })) return -1;
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
   int64_t numel = 1;

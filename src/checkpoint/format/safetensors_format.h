@@ -1,5 +1,5 @@
 #pragma once
-// The safetensors format, shared by writer and reader: a 64-bit little-endian length, that many bytes of JSON, and the
+// Safetensors format, shared by writer and reader: a 64-bit little-endian length, that many bytes of JSON, and the
 // tensors' bytes without gaps (https://github.com/huggingface/safetensors).
 
 #include <torch/types.h>
@@ -12,25 +12,24 @@
 
 namespace shoal {
 
-constexpr size_t most_dimensions = 64;  // what libtorch serves, and short enough for a message
+constexpr size_t most_dimensions = 64;  // libtorch's limit, and short enough for an error message
 constexpr int64_t max_safetensors_header = 100'000'000;
-// What the JSON of a file may take in memory beyond the bytes that the file really has on its disk, see
-// InputFile::stored().
+// Memory that a file's JSON may take beyond the bytes that the file has on disk; see InputFile::stored().
 constexpr int64_t json_allowance = int64_t{60} << 20;
 constexpr const char* safetensors_metadata = "__metadata__";
 
-// One of the format's dtypes; `type` is Undefined where libtorch has none. In the order in which the format's own
-// writer places tensors: wide ones first, so that each begins at a multiple of its elements' size.
+// Dtype of the format; `type` is Undefined if libtorch does not have it. In the order in which the reference writer
+// places tensors: widest first, so that each begins at a multiple of its element size.
 struct SafetensorsDtype {
   const char* name;
   int bits;
   at::ScalarType type;
 };
-// Null where there is none.
+// nullptr if there is none.
 const SafetensorsDtype* find_safetensors_dtype(std::string_view name);
 const SafetensorsDtype* find_safetensors_dtype(at::ScalarType type);
 
-// The number of elements; -1 where it, or the bytes that they take, go beyond 63 bits, or a size is below zero.
+// Number of elements; -1 if a size is negative, or the count or its bytes exceed 63 bits.
 int64_t checked_numel(const std::vector<int64_t>& shape);
 
 struct SafetensorsEntry {
@@ -45,13 +44,13 @@ struct SafetensorsHeader {
   std::map<std::string, std::string> metadata;
 };
 
-// The first 8 bytes of a file of `file_size` bytes: the length of what follows. CheckpointError that begins with
-// `subject` unless the file is large enough for it and it is within the format's limit.
+// Parses the first 8 bytes of a file of `file_size` bytes; returns the length of the header. CheckpointError, which
+// begins with `subject`, if the file is too small for it or it exceeds the format's limit.
 int64_t parse_safetensors_length(const unsigned char* eight_bytes, int64_t file_size, const std::string& subject);
 
-// `text`: that many bytes. Whatever departs from the format is a CheckpointError that begins with `subject`: unknown or
-// repeated entries, a dtype or shape that does not fit its bytes, gaps, overlaps, bytes before the first tensor or
-// behind the last. `limit`: bytes of memory that its JSON may take, some 800 for a tensor.
+// Parses the header. CheckpointError, which begins with `subject`, for any departure from the format: unknown or
+// repeated entries, a dtype or shape that does not fit its bytes, gaps, overlaps, bytes before the first or after the
+// last tensor. limit: bytes of memory that its JSON may take, some 800 per tensor.
 SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_size, int64_t limit,
                                            const std::string& subject);
 

@@ -1,5 +1,5 @@
 #pragma once
-// Reading the safetensors format from files that nobody vouches for.
+// Reader of safetensors files, which it does not trust.
 
 #include <filesystem>
 
@@ -8,15 +8,15 @@
 
 namespace shoal {
 
-// An open file whose header has been found in order: every tensor lies within it. CheckpointError that names the file
-// and what is wrong otherwise. Any number of threads.
+// Open file with a valid header: every tensor lies within the file. CheckpointError names the file and the fault. Any
+// number of threads.
 class SafetensorsReader {
  public:
   explicit SafetensorsReader(const std::filesystem::path& path);
 
   const SafetensorsHeader& header() const { return header_; }
   const InputFile& file() const { return file_; }
-  // CheckpointError where there is none.
+  // CheckpointError if there is none.
   const SafetensorsEntry& entry(const std::string& name) const;
 
  private:

@@ -1,5 +1,5 @@
 #pragma once
-// A checkpoint's model in the forms that other programs read.
+// Export of a checkpoint's model to the formats of other programs.
 
 #include <cstdint>
 #include <filesystem>
@@ -9,12 +9,12 @@
 
 namespace shoal {
 
-// One safetensors file with the whole tensors of a part. It appears complete or not at all. Memory: pieces.
+// Writes one safetensors file with the whole tensors of a part, atomically. Memory: pieces.
 void export_file(const CheckpointReader& reader, const std::filesystem::path& path, const std::string& part = "model");
 
-// What Hugging Face's libraries open: model.safetensors, or, where it would be larger than `shard_bytes`, files
-// model-00001-of-00003.safetensors, filled in order of names, and model.safetensors.index.json, which comes last. A
-// tensor larger than that has a file of its own. The folder is made if need be; it must hold no such model.
+// Writes the form that Hugging Face's libraries open: model.safetensors or, if that would be larger than `shard_bytes`,
+// files model-00001-of-00003.safetensors, filled in order of names, and finally model.safetensors.index.json. A larger
+// tensor gets a file of its own. Creates the folder if necessary; it must not contain such a model.
 void export_folder(const CheckpointReader& reader, const std::filesystem::path& folder,
                    int64_t shard_bytes = 5'000'000'000, const std::string& part = "model");
 

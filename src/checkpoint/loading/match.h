@@ -1,5 +1,5 @@
 #pragma once
-// Match of the tensors in a checkpoint with those that a model needs.
+// Match of a checkpoint's tensors with those that a model needs.
 
 #include <torch/types.h>
 
@@ -15,24 +15,24 @@ struct WantedTensor {
   std::vector<int64_t> shape;
 };
 
-// Each list in alphabetical order.
+// Lists are in alphabetical order.
 struct Match {
   std::vector<std::string> matching;     // names
-  std::vector<std::string> missing;      // wanted, and not there
-  std::vector<std::string> extra;        // there, and not wanted
+  std::vector<std::string> missing;      // wanted, but not in the checkpoint
+  std::vector<std::string> extra;        // in the checkpoint, but not wanted
   std::vector<std::string> wrong_shape;  // "fc.weight is [10, 128], wanted is [12, 128]"
 
   bool exact() const { return missing.empty() && extra.empty() && wrong_shape.empty(); }
-  // "missing: a, b; extra: c; ..."; long lists end in a number.
+  // "missing: a, b; extra: c; ..."; long lists end with a count.
   std::string describe() const;
 };
 
-// Compares the tensors of one part of the checkpoint, those whose names begin with `prefix`, with what is wanted.
+// Compares the tensors of one part of the checkpoint whose names begin with `prefix` with those that are wanted.
 Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part = "model",
             const std::string& prefix = "");
 
-// The same, and UsageError with all names unless it is exact. partial: only where a shape is wrong, or nothing matches;
-// what is missing keeps its values, what is extra is not read (fine-tuning).
+// The same; UsageError with all names unless the match is exact. partial (for fine-tuning): only if a shape is wrong or
+// nothing matches; missing tensors keep their values, extra ones are not read.
 Match require_match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, bool partial,
                     const std::string& part = "model", const std::string& prefix = "");
 

@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What all files really have on their disks bounds what an honest index describes.
+// An honest index describes no more bytes than the files have on disk.
 int64_t bytes_in(const fs::path& folder) {
   int64_t sum = 0;
   std::error_code error;
@@ -59,7 +59,7 @@ bool is_file(const fs::path& path) {
   return fs::is_regular_file(path, error);
 }
 
-// The folder that its files lie in, and their index.
+// The folder of the files, and their index.
 std::pair<fs::path, CheckpointIndex> open_path(const fs::path& path) {
   if (!is_folder(path)) {
     const auto folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
@@ -142,7 +142,7 @@ void CheckpointReader::read(const std::string& name, const Range& range, const a
     if (contiguous && part.is_cpu() && same_dtype) {
       return state_->read(tensor, {begin, begin + part.numel()}, options.order, static_cast<char*>(part.data_ptr()));
     }
-    const auto size = contiguous ? most : part.numel();  // what is not contiguous is small
+    const auto size = contiguous ? most : part.numel();  // non-contiguous parts are small
     for (int64_t done = 0; done < part.numel(); done += size) {
       const auto here = std::min(size, part.numel() - done);
       const auto piece = at::empty({here}, tensor.dtype);

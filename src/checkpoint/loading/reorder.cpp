@@ -29,14 +29,14 @@ void read_reordered(const std::vector<int64_t>& shape, const Order& stored, cons
   const auto dimensions = shape.size();
   const auto from = complete(stored, dimensions);
   const auto into = complete(wanted, dimensions);
-  std::vector<int64_t> step(dimensions);  // by dimension: how far neighbours lie apart in `wanted`
+  std::vector<int64_t> step(dimensions);  // by dimension: distance between neighbours in `wanted`
   int64_t block = 1;
   for (size_t i = dimensions; i-- > 0; block *= shape[into[i]]) step[into[i]] = block;
   for (size_t i = 0; i < dimensions && from[i] == into[i]; ++i) block /= shape[from[i]];
 
   const Range needed{range.begin / block * block, (range.end + block - 1) / block * block};
-  std::vector<int64_t> at(dimensions);  // position of the next element, by place in `from`
-  int64_t place = 0;                    // the same, counted in `wanted`
+  std::vector<int64_t> at(dimensions);  // index of the next element, in the dimensions of `from`
+  int64_t place = 0;                    // its position in `wanted`
   int64_t rest = needed.begin;
   for (size_t i = dimensions; i-- > 0; rest /= shape[from[i]]) {
     at[i] = rest % shape[from[i]];

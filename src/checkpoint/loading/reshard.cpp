@@ -25,8 +25,8 @@ int64_t element_bytes(const StoredTensor& tensor) {
   return static_cast<int64_t>(c10::elementSize(tensor.dtype));
 }
 
-// Lays the tensors end to end, as they will lie in the files, and cuts the whole into equal stretches of bytes; an
-// element belongs to the stretch in which it begins.
+// Cuts the tensors, laid end to end as in the files, into ranges of equal size; an element belongs to the range in
+// which it begins.
 void cut(const std::vector<StoredTensor*>& tensors, int ranks) {
   int64_t total = 0;
   for (const auto* tensor : tensors) total += tensor->numel() * element_bytes(*tensor);
@@ -47,14 +47,14 @@ void cut(const std::vector<StoredTensor*>& tensors, int ranks) {
   }
 }
 
-// The index of the new checkpoint, without checksums and files.
+// Index of the new checkpoint, without checksums and files.
 CheckpointIndex divide(const CheckpointReader& reader, int ranks) {
   auto index = reader.index();
   index.library = SHOAL_VERSION;
   index.files.clear();
   std::map<std::string, std::vector<StoredTensor*>> parts;
   for (auto& [name, tensor] : index.tensors) {
-    parts[reader.tensor(name).part].push_back(&tensor);  // which refuses dtypes that libtorch does not have
+    parts[reader.tensor(name).part].push_back(&tensor);  // tensor() refuses dtypes that libtorch does not have
     tensor.slices.clear();
   }
   for (auto& [part, tensors] : parts) {
@@ -72,9 +72,9 @@ struct Part {
   std::string key;
 };
 
-// Returns the file's size.
+// Writes a file; returns its size.
 int64_t write_file(const CheckpointReader& reader, const fs::path& path, std::vector<Part>& parts) {
-  // As they will lie in the file, so that it is written from front to back.
+  // In the order of the file, so that it is written from front to back.
   std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
     const auto place = [](const Part& part) { return find_safetensors_dtype(part.tensor->dtype); };
     return std::tuple(place(a), a.key) < std::tuple(place(b), b.key);
@@ -111,7 +111,7 @@ void write(const CheckpointReader& reader, CheckpointIndex& index, const fs::pat
   write_atomically(folder / index_name, index_text(index));
 }
 
-// Nothing but what a save leaves behind, or has locked.
+// Allows what a save leaves behind or has locked.
 void require_empty(const fs::path& root) {
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(root, error)) {
@@ -128,7 +128,7 @@ fs::path reshard(const CheckpointReader& reader, const fs::path& root, int ranks
     throw UsageError(fmt::format("reshard: {} ranks; give 1 to {}", ranks, max_ranks));
   }
   auto index = divide(reader, ranks);
-  require_empty(root);  // before the lock, which would leave a file in a folder that is not ours
+  require_empty(root);  // before the lock, which would create a file in a folder that is not ours
   const FolderLock lock(root);
   require_empty(root);
   remove_leftovers(root);

@@ -1,5 +1,5 @@
 #pragma once
-// The bytes of a checkpoint's slices, checked when they are first touched.
+// Files of a checkpoint, whose bytes are checked when they are first read.
 
 #include <filesystem>
 #include <map>
@@ -11,19 +11,19 @@
 
 namespace shoal {
 
-// Opens files as they are needed. CheckpointErrors name the file, and the tensor and elements whose checksum is wrong;
-// what was read of them until then is in the destination. One thread at a time.
+// Opens files on demand. CheckpointErrors name the file, and the tensor and elements with a wrong checksum; the bytes
+// read until then are in the destination. One thread at a time.
 class StoredFiles {
  public:
-  // `index` must stay. verify: compares checksums, where there are any.
+  // `index` must outlive this object. verify: compare checksums, if there are any.
   StoredFiles(std::filesystem::path folder, const CheckpointIndex& index, bool verify);
 
-  // `range` of the tensor's elements, in its own order, to `to`. Reads these bytes and, for checksums, the rest of the
-  // piece_bytes in which they begin and end.
+  // Reads `range` of the tensor's elements, in the tensor's own order, to `to`. For checksums, also reads the rest of
+  // the first and the last block of piece_bytes.
   void read(const StoredTensor& tensor, const Range& range, char* to);
 
  private:
-  // Where a slice lies, and what is known of it.
+  // Place of a slice, and which of its blocks were verified.
   struct Place {
     int64_t offset = 0;  // in the file
     int64_t bytes = 0;
@@ -40,7 +40,7 @@ class StoredFiles {
   bool verify_;
   std::map<std::string, std::unique_ptr<SafetensorsReader>> open_;
   std::map<const StoredSlice*, Place> places_;
-  std::vector<char> block_;  // one that is needed in part
+  std::vector<char> block_;  // block of which only a part is needed
 };
 
 }  // namespace shoal

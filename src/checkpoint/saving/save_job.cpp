@@ -22,7 +22,7 @@ using Json = nlohmann::json;
 
 constexpr const char* subject = "checkpoint";
 
-// Says in the error which checkpoint is not there.
+// Adds to an error which checkpoint it prevented.
 template <class Act>
 void saving(const std::filesystem::path& path, const char* outcome, const Act& act) {
   try {
@@ -72,7 +72,7 @@ void SaveJob::make_writes(const CheckpointContents& contents) {
                        .shape = slice_shape(tensor, slice.range),
                        .values = slice.values.detach()});
   }
-  // As they will lie in the files, so that these are written from front to back.
+  // In the order of the files, so that they are written from front to back.
   std::sort(writes_.begin(), writes_.end(), [](const Write& a, const Write& b) {
     const auto place = [](const Write& write) { return find_safetensors_dtype(write.values.scalar_type()); };
     return std::tuple(a.file, place(a), a.key) < std::tuple(b.file, place(b), b.key);
@@ -110,7 +110,7 @@ void SaveJob::detach(at::Tensor& buffer, int64_t limit) {
   } catch (const std::exception&) {
     failure_ = std::current_exception();
     files_.clear();
-    writes_.clear();  // these values may change from now on
+    writes_.clear();  // the caller may change these values from now on
   }
 }
 
@@ -128,7 +128,7 @@ void SaveJob::copy(at::Tensor& buffer, int64_t limit) {
     copied.push_back(&one);
   }
   if (!buffer.defined() || buffer.numel() < size) {
-    buffer.reset();  // before the new one, which must not be beside it
+    buffer.reset();  // freed before the new one is allocated, so that they never exist together
     buffer = at::empty({size}, at::kByte);
   }
   int64_t begin = 0;
@@ -158,8 +158,8 @@ void SaveJob::write_files() {
   files_.clear();
 }
 
-// Ranks whose disks differ in speed would wait for each other longer than a collective may take; so they meet every few
-// seconds, and a rank that fails is noticed by then.
+// Ranks synchronise every few seconds: disks may differ in speed by more than a collective's timeout, and a failed rank
+// is noticed early.
 void SaveJob::write_together() {
   constexpr auto patience = std::chrono::seconds(5);
   enum Progress : uint8_t { busy, done, failed };
@@ -185,7 +185,7 @@ void SaveJob::write_together() {
     cancelled_ = true;
     throw;
   }
-  cancelled_ = true;  // for ranks that are still writing although another has failed
+  cancelled_ = true;  // tells ranks that are still writing that another has failed
   if (written.valid()) written.wait();
   on_all_ranks(group_, subject, [&] {
     if (failure) std::rethrow_exception(failure);
@@ -255,7 +255,7 @@ std::future<void> SaveJob::finish() {
     lock_.reset();
     return {};
   }
-  // What cannot be removed is tried again by the next save, which says why.
+  // The next save retries what cannot be removed, and reports why.
   return std::async(std::launch::async, [old, lock = std::shared_ptr<FolderLock>(std::move(lock_))] {
     std::error_code ignored;
     for (const auto& folder : old) std::filesystem::remove_all(folder, ignored);

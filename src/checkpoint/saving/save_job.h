@@ -1,5 +1,5 @@
 #pragma once
-// One save, as one rank sees it.
+// A save on one rank.
 
 #include <atomic>
 #include <exception>
@@ -19,24 +19,24 @@ namespace shoal {
 
 class SaveJob {
  public:
-  // orders: of the save before, or null; becomes this one's. Collective; throws on every rank.
+  // orders: assignments of the previous save, or null; replaced by this save's. Collective; throws on every rank.
   SaveJob(const Group& group, std::filesystem::path root, int64_t keep_last, const CheckpointContents& contents,
           std::shared_ptr<const SaveOrders>& orders);
 
-  // Copies what this rank writes into `buffer`, which grows up to `limit` bytes, the same on all ranks. What does not
-  // fit on one of them is written; then collective, and errors of the folder are thrown on every rank. Others are
-  // finish()'s.
+  // Copies what this rank writes into `buffer`, which grows up to `limit` bytes, the same on all ranks. If some rank's
+  // part does not fit, writes instead; then it is collective, and throws errors of the folder on every rank. Other
+  // errors are thrown by finish().
   void detach(at::Tensor& buffer, int64_t limit);
-  // Writes, waits for the others, and publishes. Collective; throws on every rank. Returns while this rank removes old
-  // checkpoints; nobody else can save before it has.
+  // Writes, waits for the other ranks, and publishes. Collective; throws on every rank. The result is ready once this
+  // rank has removed old checkpoints; nobody else can save before that.
   std::future<void> finish();
 
  private:
-  // A slice that this rank writes.
+  // Slice that this rank writes.
   struct Write {
     std::string file;
     std::string key;
-    std::vector<int64_t> shape;  // in the file
+    std::vector<int64_t> shape;  // as stored in the file
     at::Tensor values;           // undefined once written
     std::vector<uint32_t> checksums{};
   };
@@ -57,15 +57,15 @@ class SaveJob {
   int64_t keep_last_;
   int64_t step_;
   std::string strategy_;
-  std::string rank_state_;  // as JSON text
+  std::string rank_state_;  // JSON text
   std::string global_state_;
   std::shared_ptr<const SaveOrders> orders_;
-  std::unique_ptr<FolderLock> lock_;  // rank 0
+  std::unique_ptr<FolderLock> lock_;  // on rank 0
   std::filesystem::path unfinished_;
   std::vector<Write> writes_;
   std::map<std::string, std::unique_ptr<SafetensorsFile>> files_;
   std::map<std::string, int64_t> sizes_;  // of finished files
-  std::exception_ptr failure_;            // while copying
+  std::exception_ptr failure_;            // of the copy
   std::atomic<bool> cancelled_ = false;
 };
 

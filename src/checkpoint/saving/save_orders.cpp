@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* orders_subject = "checkpoint";
 
-// By rank, on every rank.
+// All-gathers one number per rank.
 std::vector<int64_t> gathered(const Group& group, int64_t own) {
   auto all = at::empty({group.size()}, at::kLong);
   group.all_gather(all, at::full({1}, own, at::kLong), {-1, -1, orders_subject}).wait();

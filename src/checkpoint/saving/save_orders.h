@@ -10,16 +10,16 @@
 
 namespace shoal {
 
-// As long as all ranks have the same slices, the same orders hold: a save that is to return soon does not pay for them.
+// Valid while all ranks have the same slices, so that an asynchronous save need not plan again.
 struct SaveOrders {
-  std::string offer;                  // this rank's slices, for which they hold
-  std::vector<size_t> writes;         // numbers of those that this rank writes
+  std::string offer;                  // description of this rank's slices, for which the orders hold
+  std::vector<size_t> writes;         // indices of the slices that this rank writes
   std::vector<int64_t> copied_bytes;  // by rank: memory for copies of what it writes
-  SlicePlan plan;                     // rank 0
+  SlicePlan plan;                     // on rank 0
 };
 
-// last: of the save before, or null. Collective; throws UsageError on every rank for contents that are wrong in
-// themselves or do not make a whole.
+// last: assignments of the previous save, or null. Collective; UsageError on every rank for slices that are invalid or
+// do not make up whole tensors.
 std::shared_ptr<const SaveOrders> orders_for(const Group& group, const CheckpointContents& contents,
                                              std::shared_ptr<const SaveOrders> last);
 

@@ -12,7 +12,7 @@
 namespace shoal {
 namespace {
 
-// Beside the caller's, since a background thread communicates on it.
+// Separate from the caller's group, because a background thread communicates on it.
 Group own_group(const Group& group) {
   std::vector<int> ranks(group.size());
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -39,10 +39,10 @@ struct CheckpointSaver::State {
   Group group;
   std::filesystem::path root;
   CheckpointSaverOptions options;
-  std::shared_ptr<const SaveOrders> orders{};  // of the last save
-  at::Tensor buffer{};                         // kept, since fresh memory costs as much as the copy itself
+  std::shared_ptr<const SaveOrders> orders{};  // of the previous save
+  at::Tensor buffer{};                         // kept, because fresh memory costs as much as the copy itself
   std::future<void> background{};
-  std::future<void> removal{};  // of old checkpoints
+  std::future<void> removal{};  // removal of old checkpoints
 };
 
 CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,

@@ -38,11 +38,11 @@ void check(const NamedSlice& slice) {
 
 struct Offer {
   int rank;
-  size_t number;  // among the rank's slices
+  size_t number;  // index among the rank's slices
   Range range;
 };
 
-// A tensor as the ranks have described it so far.
+// Tensor as described by the ranks seen so far.
 struct Gathered {
   StoredTensor tensor;
   int first_rank;
@@ -82,7 +82,7 @@ std::map<std::string, Gathered> gather(const std::vector<std::string>& offers) {
   throw UsageError(fmt::format("checkpoint: {}: no rank has elements {}:{}", tensor.name, range.begin, range.end));
 }
 
-// Gives each range to one of the ranks that have it. The ranges must be the whole, each element once.
+// Assigns each range to one of the ranks that have it. The ranges must cover the tensor, each element once.
 void choose(Gathered& gathered, std::vector<int64_t>& load, SlicePlan& plan) {
   auto& [tensor, first_rank, offers] = gathered;
   std::sort(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) {
@@ -127,7 +127,7 @@ std::string offer_text(const std::vector<NamedSlice>& slices) {
 
 SlicePlan plan_slices(const std::vector<std::string>& offers) {
   auto all = gather(offers);
-  // Large ones first, so that the loads come out even.
+  // Large ones first, to balance the loads.
   std::vector<Gathered*> order;
   for (auto& [name, gathered] : all) order.push_back(&gathered);
   const auto bytes = [](const Gathered* gathered) {

@@ -10,18 +10,18 @@
 
 namespace shoal {
 
-// One rank's slices without their values, as text for the rank that plans. UsageError names the slice that is wrong in
-// itself: values that do not fit the range, a range beyond the tensor, a dtype that the format does not have.
+// Describes a rank's slices without their values, for the rank that plans. UsageError names an invalid slice: values
+// that do not fit the range, a range beyond the tensor, a dtype that the format does not have.
 std::string offer_text(const std::vector<NamedSlice>& slices);
 
 struct SlicePlan {
-  std::vector<std::vector<size_t>> writes;  // by rank: numbers of its slices that it writes, ascending
-  // With slices in the files in which they will lie, by file_name(); without checksums and file sizes.
+  std::vector<std::vector<size_t>> writes;  // by rank: indices of the slices that it writes, ascending
+  // Includes the file of each slice, by file_name(), but no checksums or file sizes.
   std::map<std::string, StoredTensor> tensors;
 };
 
-// What several ranks have alike is written by the one with the least to write. UsageError that names tensor and ranks
-// where ranks disagree about it, slices overlap, or some elements are in none.
+// Slices that several ranks have are assigned to the rank with the least to write. UsageError names tensor and ranks if
+// ranks disagree about a tensor, slices overlap, or elements are missing.
 SlicePlan plan_slices(const std::vector<std::string>& offers);
 
 // "model.safetensors" for a world of one rank, else "rank-00003-of-00004.model.safetensors".

@@ -1,15 +1,15 @@
 #pragma once
-// Copies of values that may change while they are written.
+// Copies of values that may change while they are being written.
 
 #include <torch/types.h>
 
 namespace shoal {
 
-// Bytes for a copy, so that the next one is aligned.
+// Size of a copy, rounded up so that the next one is aligned.
 int64_t snapshot_bytes(const at::Tensor& values);
 
-// A copy in `memory`, [values.nbytes()] bytes. Training waits for it: so in one pass, whatever the layout, and by this
-// thread alone, since others would have to be woken and waited for.
+// Copies to `memory`, [values.nbytes()] bytes. Training waits for it, so the copy takes one pass whatever the layout,
+// on this thread alone: waking others would take longer.
 at::Tensor snapshot(const at::Tensor& memory, const at::Tensor& values);
 
 }  // namespace shoal

@@ -59,10 +59,10 @@ struct MpiOperation {
 
 // Keeps the operation, and so its tensors, until it is finished, whether or not somebody waits.
 void put_in_flight(std::shared_ptr<MpiOperation> operation);
-// But for abandoned ones.
+// Whether any operation is in flight that is not abandoned.
 bool any_in_flight();
-// Goes on with all operations in flight as far as that is possible without waiting; true if any went on. All of them,
-// since a peer may wait for our next part in another operation than we wait for.
+// Progresses all operations in flight without waiting; true if any of them progressed. All, because a peer may wait for
+// our part of another operation than the one we wait for.
 bool advance_all();
 
 class MpiWork : public TransportWork {

@@ -19,8 +19,8 @@ class TransportWork {
   virtual ~TransportWork() = default;
 
   virtual bool done() = 0;
-  // Waits up to `slice`; true when finished. `remaining` is the time to the deadline, for transports that cannot be
-  // asked in slices. Throws std::exception of the transport's own choice when the operation failed.
+  // Waits up to `slice`; true when finished. `remaining` is the time to the deadline, for transports that cannot wait
+  // in slices. Throws any std::exception if the operation failed.
   virtual bool wait_for(Milliseconds slice, Milliseconds remaining) = 0;
   // What is missing, for the error of a wait that timed out; empty if the transport does not know.
   virtual std::string waits_for() { return ""; }

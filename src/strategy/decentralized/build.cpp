@@ -20,7 +20,7 @@ using State = DecentralizedDataParallelCore::State;
 
 namespace {
 
-constexpr int64_t most_rounds = 16;  // of which exchanges may keep copies
+constexpr int64_t most_rounds = 16;  // number of rounds whose exchanges may keep copies
 
 }  // namespace
 
@@ -178,7 +178,8 @@ void State::require_that_all_go_on(int64_t version) const {
   throw UsageError(loaded_alone(gradient < gradients.size() ? gradients[gradient].name : "?", group.world_rank(rank)));
 }
 
-// Before the first step neighbours learn what a rank starts from; later they know what it had before.
+// Before the first step ranks agree on their initial values; later a rank that alone replaces values must stop, because
+// neighbours still have the old ones.
 void State::meet_changes() {
   for (const auto& bucket : buckets) bucket.require_kinds();
   if (!watch.changed()) return;
@@ -194,14 +195,14 @@ void State::meet_changes() {
   watch.note();
 }
 
-// In rank 0's order; ranks may have met other parameters, or in another order.
+// Uses rank 0's order; other ranks may have used other parameters, or in another order.
 void State::build_buckets(std::vector<size_t> order) {
   tell_weights();
   auto whole = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
   std::vector<bool> seen(gradients.size(), false);
   for (const auto gradient : order) seen[gradient] = true;
   for (size_t i = gradients.size(); i-- > 0;) {
-    if (!seen[i]) order.push_back(i);  // backward meets the last registered layer first
+    if (!seen[i]) order.push_back(i);  // backward reaches the last registered layer first
   }
   for (size_t i = 0; i < order.size(); ++i) whole[static_cast<int64_t>(i)] = static_cast<int64_t>(order[i]);
   group.broadcast(whole, 0, {step, -1, "order of gradients"}).wait();

@@ -1,4 +1,4 @@
-// DecentralizedDataParallel in checkpoints.
+// Checkpoint source of DecentralizedDataParallel.
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -44,7 +44,7 @@ class DecentralizedSource : public CheckpointSource {
     return {.own = {.values = to_json(state_)}, .common = {}};
   }
 
-  // The optimizers are made here, so that there is somewhere to load to.
+  // Creates the optimizers, so that there is state to load into.
   void begin_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     const auto& own = past.own.values;
@@ -55,7 +55,7 @@ class DecentralizedSource : public CheckpointSource {
     if (!state_.buckets.empty()) return;
     state_.build_buckets(past_.order);
     for (auto& bucket : state_.buckets) {
-      // A LambdaLR is set to its position with the rest.
+      // A LambdaLR gets its position with the rest of the state.
       if (!bucket.schedule || dynamic_cast<LambdaLR*>(bucket.schedule.get()) != nullptr) continue;
       for (int64_t done = 0; done < past_.step; ++done) bucket.schedule->step();
     }
@@ -74,7 +74,7 @@ class DecentralizedSource : public CheckpointSource {
   }
 
  private:
-  // libtorch's schedules only go forward.
+  // Refuses a load that would have to move a schedule back, which libtorch's schedules cannot.
   void require_way_back() const {
     for (const auto& bucket : state_.buckets) {
       if (!bucket.schedule || dynamic_cast<LambdaLR*>(bucket.schedule.get()) != nullptr) continue;
@@ -97,13 +97,13 @@ class DecentralizedSource : public CheckpointSource {
   Standing parsed(const Json& own) const {
     try {
       return parse_standing(state_, own);
-    } catch (const Json::exception&) {  // what a file says is as trustworthy as the file
+    } catch (const Json::exception&) {  // a file's content is not trusted
       throw CheckpointError(fmt::format("the state of a decentralised rank was not written by shoal: {}", own.dump()));
     }
   }
 
   DecentralizedDataParallelCore::State& state_;
-  Standing past_;  // of the rank that goes on
+  Standing past_;  // of the loaded rank
 };
 
 }  // namespace

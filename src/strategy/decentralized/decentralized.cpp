@@ -19,7 +19,7 @@ DecentralizedDataParallelCore::DecentralizedDataParallelCore(std::shared_ptr<tor
                                                              OptimizerOfNamed make, const Group& group,
                                                              const DecentralizedDataParallelOptions& options) {
   options.validate(group.size());
-  // A rank that joins again gets its values from a neighbour.
+  // A rank that rejoins gets its values from a neighbour.
   const bool joins = joins_again(group);
   auto wrapped = wrap(module, joins ? group.subgroup({group.rank()}) : group, "DecentralizedDataParallel",
                       options.ignored, /*sync=*/true);

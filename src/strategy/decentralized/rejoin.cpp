@@ -1,4 +1,4 @@
-// A new process takes a dead rank's place: a neighbour gives it all that belongs to a rank.
+// Rejoining: a new process takes a dead rank's place and gets that rank's state from a neighbour.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -18,14 +18,14 @@ using State = DecentralizedDataParallelCore::State;
 
 const Label joining{-1, -1, "a rank joins again"};
 
-// What must be equal on both.
+// Properties that must be equal on both ranks.
 Json identity_of(const State& state) {
   return {{"model", state.tensors.describe()},
           {"topology", state.mixing.whole().fingerprint()},
           {"options", describe(state.options)}};
 }
 
-// Shapes and numbers; `tensors` gets the tensors, in this order.
+// Shapes and numbers as JSON; appends the tensors to `tensors`.
 Json describe(const OptimizerState& whole, std::vector<at::Tensor>& tensors) {
   Json text = Json::object();
   for (const auto& [parameter, named] : whole) {
@@ -39,7 +39,7 @@ Json describe(const OptimizerState& whole, std::vector<at::Tensor>& tensors) {
   return text;
 }
 
-// With room for the tensors, in describe()'s order.
+// Inverse of describe(), with new tensors, which are appended to `tensors` in describe()'s order.
 OptimizerState room_for(const Json& text, std::vector<at::Tensor>& tensors) {
   OptimizerState whole;
   for (const auto& [parameter, named] : text.items()) {
@@ -114,7 +114,7 @@ void State::join_again() {
   make_buckets(standing.order);
   const auto version = mixing.arrive(standing.mass);
   mixing.known().load(standing.known);
-  // The others go on while this rank prepares; it takes up where they are.
+  // The other ranks go on meanwhile; this rank resumes at their present step.
   step = standing.step + version + 1 - standing.version;
   for (auto& bucket : buckets) {
     for (int64_t done = 0; bucket.schedule && done < step; ++done) bucket.schedule->step();

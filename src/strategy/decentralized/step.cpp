@@ -1,4 +1,4 @@
-// A step: gradients arrive, buckets are mixed, updated and shown.
+// Step of the decentralised strategy: gradients arrive; buckets are mixed, updated and shown.
 
 #include <ATen/record_function.h>
 #include <fmt/format.h>
@@ -25,7 +25,7 @@ void State::require_present(const char* what) const {
 void State::begin_backward() {
   require_present("backward");
   spent.clear();
-  const bool in_backward = BackwardTracker::in_backward();  // not so for a rank without samples
+  const bool in_backward = BackwardTracker::in_backward();  // false for a rank without samples
   if (in_backward && !weighing) {
     if (weights == Weights::given) {
       throw UsageError(
@@ -69,7 +69,7 @@ void State::backward(const at::Tensor& loss_sum, double of_loss) {
     loss_sum.backward();
   } catch (...) {
     weighing = false;
-    if (tracker.phase() == Phase::idle) weight -= of_loss;  // nothing had begun
+    if (tracker.phase() == Phase::idle) weight -= of_loss;  // no backward had begun
     throw;
   }
   weighing = false;
@@ -88,7 +88,7 @@ void State::arrived(size_t gradient) {
         "for an update; the step is lost on this rank, and later steps wait for the last gradient",
         gradients[gradient].name, arrivals));
   }
-  // A parameter that has never had a gradient is only known to have none when backward has ended.
+  // Only the end of backward shows that a parameter without any gradient so far gets none.
   if (arrivals != expected[gradient] || --missing[bucket] > 0 || updates_at_end()) return;
   finish(bucket, /*update=*/true);
 }
@@ -107,7 +107,7 @@ void State::end_backward() {
     if (used[i]) spent.leave(i);
   }
   tracker.enter(Phase::idle);
-  require_that_all_go_on(mixing.version());  // without one of them this step has been made
+  require_that_all_go_on(mixing.version());  // throws if this step was made without a rank that has stopped
 }
 
 void State::end_step() {
@@ -125,7 +125,7 @@ void State::forget_weights() {
 
 void State::weigh(bool finite) {
   if (divisor) return;
-  // A rank without a batch has no weight in a training with weights.
+  // A rank without a batch has weight 0 in a training with weights.
   const bool weighted = weights == Weights::given || mixing.known().weighs();
   divisor = weighted ? mixing.mean_weight(weight) : 1;
   mixing.tell(weighted ? std::optional(weight) : std::nullopt, !finite);
@@ -139,7 +139,7 @@ void State::give_up_step() {
     divisor = 1;
     for (size_t i = 0; i < buckets.size(); ++i) finish(i, /*update=*/false);
     clock.end_step(/*finished=*/false);
-    if (scale) scale->step(mixing.version() + 1, mixing.known());  // as it counts for the others
+    if (scale) scale->step(mixing.version() + 1, mixing.known());  // in the form in which it counts for the other ranks
     end_step();
   }
   tracker.enter(Phase::idle);
@@ -153,7 +153,7 @@ void State::finish(size_t index, bool with_update) {
     const bool first =
         std::none_of(progress.begin(), progress.end(), [](Progress p) { return p != Progress::waiting; });
     if (first) clock.mark(StepClock::first_leaves, step);
-    // Until it is shown, whatever happens, this must not be done again.
+    // From here until the bucket is shown, an error must not cause this to run again.
     progress[index] = Progress::mixed;
     bucket.adopt();
     mix(index);

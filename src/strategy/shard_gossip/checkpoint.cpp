@@ -1,4 +1,4 @@
-// ShardGossipOptimizer in checkpoints.
+// Checkpoint source of ShardGossipOptimizer.
 
 #include <fmt/format.h>
 #include <torch/utils.h>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* gossip_entry = "gossip";
 
-// Hosts have values of their own, each divided among its ranks in the same way.
+// Each host has values of its own, sharded in the same way among its ranks.
 class ShardGossipSource : public FullyShardedSource {
  public:
   ShardGossipSource(FullyShardedCore& parallel, FullyShardedCore::Shards& shards, ShardGossipOptimizerCore& optimizer,
@@ -50,7 +50,8 @@ class ShardGossipSource : public FullyShardedSource {
     FullyShardedSource::begin_load(past);
   }
 
-  // What hosts have shown last is what they hold; where another strategy wrote it, all hold the same.
+  // The last shown values are the hosts' present ones; if another strategy wrote the checkpoint, all hosts hold the
+  // same.
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     FullyShardedSource::end_load(past);
@@ -73,7 +74,7 @@ class ShardGossipSource : public FullyShardedSource {
     try {
       version_ = own.at(gossip_entry).at("version");
       mass_ = own.at(gossip_entry).at("mass").get<std::vector<double>>();
-    } catch (const nlohmann::json::exception&) {  // what a file says is as trustworthy as the file
+    } catch (const nlohmann::json::exception&) {  // a file's content is not trusted
       throw CheckpointError(fmt::format("a rank's state was not written by shoal: {}", own.dump()));
     }
   }
@@ -82,7 +83,7 @@ class ShardGossipSource : public FullyShardedSource {
   ShardGossipOptimizerCore::Gossip& gossip_;
   Group all_;
   std::string strategy_;
-  int64_t version_ = 0;  // of the training that goes on
+  int64_t version_ = 0;  // of the loaded training
   std::vector<double> mass_{};
 };
 

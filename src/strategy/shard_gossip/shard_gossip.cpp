@@ -50,7 +50,7 @@ HostGroups host_groups(const Group& group, std::optional<int> size) {
 
 namespace {
 
-// Pieces in a row of one dtype, up to a cap.
+// Groups consecutive pieces of one dtype into buckets, up to a cap.
 std::vector<GossipBucket> divide(const ShardedModule& module, std::vector<OwnedPiece>& pieces, double cap_mb) {
   std::vector<GossipBucket> buckets;
   std::vector<NamedParameter> members;
@@ -101,7 +101,7 @@ ShardGossipOptimizerCore::ShardGossipOptimizerCore(FullyShardedCore& parallel, c
   open();
 }
 
-// A rank's end is its host's; its shards are not waited for.
+// Does not wait for its host: when a rank ends, its host ends.
 ShardGossipOptimizerCore::~ShardGossipOptimizerCore() = default;
 
 void ShardGossipOptimizerCore::open() {
@@ -150,7 +150,8 @@ void ShardGossipOptimizerCore::show() {
 
 void ShardGossipOptimizerCore::pass() {
   const torch::NoGradGuard no_grad;
-  // Nobody of the host reads what is about to change: where gradients are summed up, backward shows that.
+  // No rank of the host may read the shards that are about to change; with gradients, backward's reduction ensures
+  // that.
   state().group.barrier(state().label("pass")).wait();
   begin_mixing();
   end_gradients();
@@ -158,7 +159,7 @@ void ShardGossipOptimizerCore::pass() {
   zero_grad();
 }
 
-// A host has gone when one of its ranks has, which others notice at different times.
+// A host is gone once one of its ranks is, which the others notice at different times.
 void ShardGossipOptimizerCore::agree_on_hosts() {
   auto& mixing = gossip_->mixing;
   mixing.remove_ended();
@@ -172,7 +173,8 @@ void ShardGossipOptimizerCore::agree_on_hosts() {
   mixing.remove_lost(hosts);
 }
 
-// Between hosts each rank has peers of its own: where one's have ended, the host's others learn it here.
+// Each rank has peers of its own on the other hosts; if one rank's peers have ended, the rest of its host learns it
+// here.
 void ShardGossipOptimizerCore::on_the_whole_host(const std::function<void()>& work) {
   fail_together(state().group, state().label("whether hosts have answered"),
                 "ShardGossipOptimizer: a host has ended, as detected by another rank of this host", work);
@@ -196,7 +198,7 @@ void ShardGossipOptimizerCore::hold_mean() {
   }
   try {
     on_the_whole_host([&] { average(hosts, gossip_->buckets, state().label("mean of the hosts")); });
-  } catch (const CommError&) {  // nobody has seen the mean
+  } catch (const CommError&) {  // no rank has seen the mean
     restore_own();
     throw;
   }
@@ -247,7 +249,7 @@ Group ShardGossipOptimizerCore::remaining(const Group& all) {
   const auto& gone = gossip_->mixing.statistics().removed;
   if (gone.empty()) return all;
   if (gossip_->remaining && gossip_->hosts_gone == gone.size()) return *gossip_->remaining;
-  // Each rank of a host knows those of its own number on the others.
+  // Each rank of a host knows the ranks at its own place on the other hosts.
   const auto& across = gossip_->across;
   const auto& inside = state().group;
   std::vector<int64_t> own;

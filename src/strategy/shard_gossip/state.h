@@ -20,9 +20,9 @@ struct ShardGossipOptimizerCore::Gossip {
   bool overlap;
   Mixing mixing;
   std::vector<GossipBucket> buckets{};
-  std::vector<at::Tensor> own{};  // this host's values by bucket, while parameters are the hosts' mean
+  std::vector<at::Tensor> own{};  // this host's values, by bucket, while parameters hold the hosts' mean
   bool left = false;
-  std::optional<Group> remaining{};  // of all ranks, when so many hosts had gone
+  std::optional<Group> remaining{};  // of all ranks, when `hosts_gone` hosts had gone
   size_t hosts_gone = 0;
 };
 
