@@ -5,13 +5,25 @@ UNITY = -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8
 
 .PHONY: build demo test fast asan tsan format format-check tidy clean
 
+CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release $(UNITY)
+
 build:
-	@scripts/setup
-	@test -f $(BUILD)/build.ninja || cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release $(UNITY)
+	@scripts/setup --tests
+	@$(CONFIGURE) -DSHOAL_BUILD_TESTS=ON -DSHOAL_BUILD_BENCH=ON
 	@cmake --build $(BUILD)
 
-demo: build
+# The program alone. Tests that are configured already stay.
+demo:
+	@scripts/setup
+	@test -f $(BUILD)/build.ninja || $(CONFIGURE) -DSHOAL_BUILD_TESTS=OFF -DSHOAL_BUILD_BENCH=OFF
+	@cmake --build $(BUILD) --target shoal_cli
 	$(BUILD)/shoal train --model cnn --size small --data fashion-mnist --strategy ddp --ranks 2 --epochs 3 --eval --save checkpoints/demo
+	@printf '%s\n' '' 'The model is trained. What to try next:' \
+	  '  $(BUILD)/shoal train --model cnn --data fashion-mnist --strategy fsdp --ranks 2 --eval   another strategy' \
+	  '  $(BUILD)/shoal checkpoint inspect checkpoints/demo                                        what was saved' \
+	  '  $(BUILD)/shoal plan --model gpt --size small --ranks 4                                    memory and bytes of every strategy' \
+	  '  $(BUILD)/shoal launch -n 2 -- PROGRAM                                                     a program of your own on 2 ranks' \
+	  '  README.md: 20 lines of code, and how to install the library'
 
 # World tests start several ranks each and say how many cores they take, so two at a time fit two cores.
 test: build
@@ -22,7 +34,7 @@ fast: build
 
 # Everything with sanitizers, and the tests that fit them; CMakePresets.json says which, and sets the sanitizers' options.
 asan tsan:
-	@scripts/setup
+	@scripts/setup --tests
 	@cmake --preset $@
 	@cmake --build --preset $@
 	ctest --preset $@ -j 2

@@ -80,6 +80,29 @@ TEST(BackwardTracker, ALocalBackwardThatFailedIsFollowedByAnotherThatBegins) {
   EXPECT_EQ(told, (Told{"begin", "arriving b", "arrived b", "end local"}));
 }
 
+TEST(BackwardTracker, ABackwardAfterOneThatFailedInTheMiddleOfAStepIsRefused) {
+  for (const bool inspected : {true, false}) {
+    Tracked tracked;
+    bool first = true;
+    tracked.of(0).register_hook([&](const at::Tensor&) {
+      if (std::exchange(first, false)) throw std::runtime_error("fails");
+    });
+    const auto loss = (tracked.of(1) * 2 + (tracked.of(0) * 2).exp()).sum();
+    if (inspected) tracked.tracker->inspect({loss});
+    EXPECT_ANY_THROW(loss.backward({}, /*keep_graph=*/true));
+    if (tracked.tracker->phase() == Phase::idle)
+      tracked.tracker->enter(Phase::running);  // it failed before the first gradient
+    for (int again = 0; again < 2; ++again) {
+      const auto text = test::refusal([&] { loss.backward({}, /*keep_graph=*/true); });
+      EXPECT_NE(text.find("the last backward failed in the middle of a step: call abandon_step()"), std::string::npos)
+          << text;
+    }
+    EXPECT_NE(test::refusal([&] { tracked.tracker->begin(); }).find("abandon_step()"), std::string::npos);
+    tracked.tracker->enter(Phase::idle);  // abandoned
+    EXPECT_EQ(tracked.backward(tracked.of(1).sum()), (Told{"begin", "arriving b", "arrived b", "complete", "end"}));
+  }
+}
+
 TEST(BackwardTracker, ABackwardWithoutAGradientIsTheCallers) {
   Tracked tracked;
   tracked.tracker->begin();

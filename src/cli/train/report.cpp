@@ -12,6 +12,7 @@
 #include <set>
 #include <utility>
 
+#include "cli/train/memory.h"
 #include "models/digest.h"
 #include "shoal/error.h"
 
@@ -114,12 +115,6 @@ Json timing(const std::vector<double>& step_ms) {
           {"median_ms", rounded(median, 1e-3)},
           {"min_ms", rounded(steady.front(), 1e-3)},
           {"load_1min", load[0]}};
-}
-
-double mebibytes(const std::vector<at::Tensor>& tensors) {
-  double bytes = 0;
-  for (const auto& tensor : tensors) bytes += static_cast<double>(tensor.nbytes());
-  return bytes / (1 << 20);
 }
 
 // What they hold by what it is.

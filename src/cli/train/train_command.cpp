@@ -34,7 +34,7 @@ int threads_per_rank(const TrainOptions& options, int ranks) {
 }
 
 // A first training step loads libraries and makes thread pools; that is not the model's memory.
-void warm_up(const TrainOptions& options) {
+void load_libraries(const TrainOptions& options) {
   torch::nn::Linear toy(8, 8);
   options.precision().convert(*toy);
   auto input = at::zeros({4, 8}, toy->weight.options().requires_grad(false));
@@ -97,7 +97,7 @@ int train_rank(const TrainOptions& options) {
   if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
   stop_at_the_end_of_the_step();
   const auto feed = make_feed(options, world.rank(), world.size());
-  warm_up(options);
+  load_libraries(options);
   MemoryUse memory{.before = resident_mib()};
   const auto init = options.init == "reference" ? models::Init::reference : models::Init::torch;
   const auto model = models::make_model(options.model, options.size, init, options.seed, options.data_dtype());

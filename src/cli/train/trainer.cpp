@@ -8,6 +8,7 @@
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
 #include "cli/train/exchanges.h"
+#include "cli/train/memory.h"
 #include "cli/train/metrics.h"
 #include "models/loss.h"
 #include "shoal/error.h"
@@ -23,12 +24,6 @@ volatile std::sig_atomic_t interrupted = 0;
 namespace {
 
 constexpr const char* steps_per_epoch = "steps_per_epoch";  // of a position
-
-double mebibytes(const std::vector<at::Tensor>& tensors) {
-  double bytes = 0;
-  for (const auto& tensor : tensors) bytes += static_cast<double>(tensor.nbytes());
-  return bytes / (1 << 20);
-}
 
 // What the optimizer updates in a wider dtype than the model's.
 std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, const models::Model& model) {

@@ -80,7 +80,7 @@ struct Running {
   }
 };
 
-inline Tensors copies(const torch::nn::Module& module) {
+inline Tensors named_copies(const torch::nn::Module& module) {
   Tensors all;
   for (const auto& entry : module.named_parameters()) all[entry.key()] = entry.value().detach().clone();
   return all;
@@ -200,7 +200,7 @@ inline void start_registered(Running& running, const std::string& name, const st
   if (!name.starts_with("fsdp")) return;
   running.parameters = [raw = training.get(), model] {
     const auto whole = (*raw)->whole_parameters();
-    return copies(*model);
+    return named_copies(*model);
   };
 }
 
@@ -211,7 +211,7 @@ inline std::unique_ptr<Running> start(const std::string& name, const Group& grou
   const auto strategy = hook ? name.substr(0, end) : name;
   auto running = std::make_unique<Running>();
   auto model = running->model = std::make_shared<Net>(seed);
-  running->parameters = [model] { return copies(*model); };
+  running->parameters = [model] { return named_copies(*model); };
   if (!start_own(*running, strategy, model, group)) start_registered(*running, strategy, model, group, hook);
   return running;
 }

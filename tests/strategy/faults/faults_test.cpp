@@ -12,6 +12,7 @@
 #include "shoal/error.h"
 #include "shoal/local_sgd.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/training.h"
 #include "tests/support/with_transport.h"
 #include "tests/support/world.h"
@@ -188,6 +189,22 @@ TEST_P(Faults, BEY10_an_exception_in_a_local_backward_loses_only_that_step) {
   }
   trainer.model->fail.reset();
   if (!GetParam().starts_with("megatron")) trainer.training.abandon_step();  // nothing was entered: no communication
+  trainer.step(1);
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
+}
+
+TEST_P(Faults, BEY10_a_backward_after_one_that_failed_is_refused_until_the_step_is_abandoned) {
+  if (GetParam() == "megatron_no_overlap") GTEST_SKIP() << "its backwards are local: they only add to grad()";
+  Trainer trainer(GetParam());
+  trainer.step(0);
+  trainer.training.zero_grad();
+  trainer.model->fail = Point::last_gradient;
+  const auto loss = trainer.training.forward(batch(group().rank(), 10));
+  EXPECT_THROW(loss.backward({}, /*keep_graph=*/true), Injected);
+  trainer.model->fail.reset();
+  const auto text = test::refusal([&] { loss.backward(); });
+  EXPECT_NE(text.find("the last backward failed in the middle of a step"), std::string::npos) << text;
+  trainer.training.abandon_step();
   trainer.step(1);
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
 }

@@ -1,0 +1,69 @@
+"""Conan recipe: conan create packaging/conan -o shoal/*:torch=/path/to/libtorch
+
+libtorch is in no Conan registry; the option names its folder, the one that holds share/cmake/Torch."""
+
+import os
+import re
+
+from conan import ConanFile
+from conan.errors import ConanInvalidConfiguration
+from conan.tools.cmake import CMake, CMakeDeps, CMakeToolchain, cmake_layout
+from conan.tools.files import copy, load
+from conan.tools.system.package_manager import Apt
+
+
+class ShoalConan(ConanFile):
+    name = "shoal"
+    license = "Apache-2.0"
+    description = "Data-parallel training in C++ on libtorch"
+    package_type = "shared-library"
+    settings = "os", "arch", "compiler", "build_type"
+    options = {"torch": ["ANY"]}
+    default_options = {"torch": ""}
+    requires = "cli11/2.4.2", "fmt/10.2.1", "nlohmann_json/3.11.3", "openssl/[>=3 <4]", "zlib/[>=1.2.11 <2]"
+
+    def set_version(self):
+        text = load(self, os.path.join(self.recipe_folder, "..", "..", "CMakeLists.txt"))
+        self.version = re.search(r"project\(shoal VERSION ([0-9.]+)", text).group(1)
+
+    def system_requirements(self):
+        # Headers alone: libtorch has Gloo's code, and no registry of Conan's has the headers.
+        Apt(self).install(["libgloo-dev"])
+
+    def validate(self):
+        if self.settings.os != "Linux":
+            raise ConanInvalidConfiguration("shoal runs on Linux only")
+        if not os.path.isdir(os.path.join(str(self.options.torch), "share", "cmake", "Torch")):
+            raise ConanInvalidConfiguration(
+                f"option torch is '{self.options.torch}': give libtorch's folder, which holds share/cmake/Torch")
+
+    def export_sources(self):
+        root = os.path.join(self.recipe_folder, "..", "..")
+        for pattern in ("CMakeLists.txt", "LICENSE", "cmake/*", "include/*", "src/*"):
+            copy(self, pattern, root, self.export_sources_folder)
+
+    def layout(self):
+        cmake_layout(self)
+
+    def generate(self):
+        toolchain = CMakeToolchain(self)
+        toolchain.cache_variables["SHOAL_BUILD_TESTS"] = False
+        toolchain.cache_variables["SHOAL_BUILD_BENCH"] = False
+        toolchain.cache_variables["SHOAL_TORCH"] = str(self.options.torch)
+        toolchain.generate()
+        CMakeDeps(self).generate()
+
+    def build(self):
+        cmake = CMake(self)
+        cmake.configure()
+        cmake.build()
+
+    def package(self):
+        CMake(self).install()
+        copy(self, "LICENSE", self.source_folder, os.path.join(self.package_folder, "licenses"))
+
+    def package_info(self):
+        # find_package(shoal) reads the package's own shoalConfig.cmake.
+        self.cpp_info.set_property("cmake_find_mode", "none")
+        self.cpp_info.builddirs = [os.path.join("lib", "cmake", "shoal")]
+        self.cpp_info.libs = ["shoal"]
