@@ -1,5 +1,5 @@
 #pragma once
-// The program's commands. Each adds itself to the application; its work runs after the line has been parsed.
+// Commands of the program. Each function adds a command to the application; its work runs after the line is parsed.
 
 #include <CLI/CLI.hpp>
 #include <functional>
@@ -8,10 +8,10 @@
 
 namespace shoal::cli {
 
-// What the chosen command does; returns the exit code.
+// Work of the chosen command; returns the exit code.
 using Action = std::function<int()>;
 
-// `line`: the whole command line, for starting further ranks with it.
+// line: the whole command line, used to start further ranks.
 void add_train_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen);
 void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Action& chosen);
 void add_plan_command(CLI::App& app, Action& chosen);

@@ -6,10 +6,10 @@
 
 namespace shoal::cli {
 
-// Bytes that the loopback interface has carried since the system started; TCP between ranks of one host shows here.
+// Bytes that the loopback interface has carried since the system started, including TCP between ranks of one host.
 int64_t loopback_bytes();
 
-// Model name and number of cores, memory, operating system, load average: what a figure depends on.
+// Conditions of a measurement: CPU model and cores, memory, operating system, load average.
 nlohmann::ordered_json machine();
 double load_average();
 

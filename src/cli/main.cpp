@@ -1,4 +1,4 @@
-// The program `shoal`. Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted.
+// Program `shoal`. Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted.
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
@@ -29,14 +29,14 @@ void complain(const std::string& text) {
   fmt::print(stderr, "{}error: {}\n", several ? "rank " + *rank + ": " : "", text.substr(0, text.find('\n')));
 }
 
-// A closed one's number would be the next file's that is opened, and what is printed would be written there.
+// Opens closed standard streams: otherwise the next opened file would get their number, and output would go to it.
 void open_standard_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (fcntl(stream, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
 }
 
-// What has been printed may still be on its way.
+// Flushes standard output, which may still be buffered.
 int require_printed(int code) {
   const int error = std::fflush(stdout) != 0 ? errno : std::ferror(stdout) != 0 ? EIO : 0;
   if (error == 0) return code;
@@ -48,9 +48,9 @@ int require_printed(int code) {
 
 int main(int argc, char** argv) {
   open_standard_streams();
-  std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with a name, as it is in Python
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that exceeds a limit is an error with a name, as in Python
   std::vector<std::string> line(argv, argv + argc);
-  // Ranks are started as this very program, wherever it was found.
+  // Ranks are started with this very program, wherever it was found.
   std::error_code unreadable;
   const auto self = std::filesystem::read_symlink("/proc/self/exe", unreadable);
   if (!unreadable) line[0] = self;
@@ -89,7 +89,7 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     complain(error.what());
   }
-  // Without destructors: a group that has failed would wait for operations that never finish.
+  // Skips destructors: a failed group would wait for operations that never finish.
   std::fflush(nullptr);
   std::_Exit(failed);
 }

@@ -24,7 +24,7 @@ void require_writable_file(const char* option, const std::string& path) {
   if (path.empty() || path == "-") return;
   const bool existed = access(path.c_str(), F_OK) == 0;
   const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
-  if (file < 0 && errno == ENXIO) return;  // a pipe that nobody reads yet
+  if (file < 0 && errno == ENXIO) return;  // a named pipe without a reader
   if (file < 0) refuse(option, path, std::strerror(errno));
   close(file);
   if (!existed) unlink(path.c_str());

@@ -1,14 +1,13 @@
 #pragma once
-// Places on the command line to which something is written at the end of long work: looked at before it.
+// Checks, before long work, of the output paths given on the command line.
 
 #include <string>
 
 namespace shoal::cli {
 
-// UsageError that names the option where the file cannot be written. Neither makes nor changes it. Empty and "-" are
-// fine.
+// UsageError, which names the option, if the file cannot be written. Does not create or change it. Accepts "" and "-".
 void require_writable_file(const char* option, const std::string& path);
-// The same for a folder, which is made if need be.
+// The same for a folder, which is created if necessary.
 void require_writable_folder(const char* option, const std::string& path);
 
 }  // namespace shoal::cli

@@ -28,7 +28,7 @@ fs::path find_folder(const std::optional<fs::path>& given) {
                   folder.string()));
 }
 
-// The file with or without .gz.
+// The file, with or without .gz.
 fs::path find_file(const fs::path& folder, const std::string& name) {
   std::error_code error;
   for (const auto& candidate : {folder / name, folder / (name + ".gz")}) {

@@ -9,13 +9,13 @@
 
 namespace shoal::data {
 
-// Reads the images and labels of one split, each file plain or with .gz, from `folder`, or else from where Debian's
-// package dataset-fashion-mnist installs them. Batches: `dtype` [n, 784] with mean 0 and deviation 1, labels int64 [n].
-// Throws UsageError that names the file and the fault, and says how to get the data where the folder is missing.
+// Reads images and labels of one split, each file plain or with .gz, from `folder`, or from where Debian's package
+// dataset-fashion-mnist installs them. Batches: `dtype` [n, 784] with mean 0 and deviation 1, and int64 labels [n].
+// UsageError names the file and the fault, and says how to get the data if the folder is missing.
 std::shared_ptr<ImageDataset> fashion_mnist(Split split, const std::optional<std::filesystem::path>& folder = {},
                                             at::ScalarType dtype = at::kFloat);
 
-// Throws what fashion_mnist() throws where a file is missing; reads none.
+// Throws the errors of fashion_mnist() for missing files, without reading any.
 void require_fashion_mnist(Split split, const std::optional<std::filesystem::path>& folder = {});
 
 }  // namespace shoal::data

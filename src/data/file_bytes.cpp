@@ -32,7 +32,7 @@ void FileBytes::fail(const std::string& problem) const {
 }
 
 int64_t FileBytes::most() const {
-  // Pictures and labels pack by factors of 2 to 10; gzip can reach 1000, and a sparse file any.
+  // Images and labels pack by factors of 2 to 10; gzip can reach 1000, and a sparse file any factor.
   constexpr int64_t factor = 100;
   constexpr int64_t always = int64_t{64} << 20;
   const auto most = factor * file_.stored() + always;
@@ -55,7 +55,7 @@ int64_t FileBytes::read(void* to, int64_t size) {
 int64_t FileBytes::read_packed(uint8_t* to, int64_t size) {
   auto* packed = packed_.get();
   const int count = gzread(packed, to, static_cast<unsigned>(size));
-  // zlib passes what is no gzip file through as it is.
+  // zlib passes a file that is not gzip through unchanged.
   if (gzdirect(packed) == 1) fail("not a gzip file although it is named .gz");
   int code = Z_OK;
   const char* message = gzerror(packed, &code);

@@ -1,5 +1,5 @@
 #pragma once
-// The bytes of a file, unpacked where it is a gzip file, as they are asked for.
+// Stream of a file's bytes, unpacked if it is a gzip file.
 
 #include <cstdint>
 #include <filesystem>
@@ -12,15 +12,15 @@ struct gzFile_s;
 
 namespace shoal::data {
 
-// Reads from the beginning to the end. Throws UsageError, naming the file, where it is missing, no regular file,
-// unreadable, or named .gz without being a complete and intact gzip file.
+// Reads from beginning to end. UsageError, which names the file, if it is missing, not a regular file, unreadable, or
+// named .gz without being a complete and intact gzip file.
 class FileBytes {
  public:
   explicit FileBytes(const std::filesystem::path& file);
 
-  // Up to `size` bytes, less only at the end.
+  // Reads up to `size` bytes; fewer only at the end.
   int64_t read(void* to, int64_t size);
-  // What the file may be believed to hold, for the bytes that it takes on its disk.
+  // Plausible maximum of the contents, given the bytes that the file takes on disk.
   int64_t most() const;
   [[noreturn]] void fail(const std::string& problem) const;
 
@@ -28,8 +28,8 @@ class FileBytes {
   int64_t read_packed(uint8_t* to, int64_t size);
 
   InputFile file_;
-  std::unique_ptr<gzFile_s, int (*)(gzFile_s*)> packed_;  // null: not packed
-  int64_t offset_ = 0;                                    // of a plain file
+  std::unique_ptr<gzFile_s, int (*)(gzFile_s*)> packed_;  // nullptr: not packed
+  int64_t offset_ = 0;                                    // in a plain file
 };
 
 }  // namespace shoal::data

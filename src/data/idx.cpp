@@ -34,7 +34,7 @@ at::Tensor read_idx(const std::filesystem::path& path, int64_t dimensions) {
   if (found < length) file.fail(fmt::format("truncated: {} bytes, the header has {}", found, length));
 
   std::vector<int64_t> sizes;
-  // In floating point, since the product of damaged sizes may exceed any integer.
+  // Floating point, because the product of corrupt sizes may overflow any integer.
   double announced = 1;
   for (int64_t i = 1; i <= dimensions; ++i) {
     sizes.push_back(big_endian(header.data() + word * i));
@@ -52,7 +52,7 @@ at::Tensor read_idx(const std::filesystem::path& path, int64_t dimensions) {
   }
   const auto wanted = static_cast<int64_t>(announced);
   const auto present = file.read(result.mutable_data_ptr<uint8_t>(), wanted);
-  // Also where it should end: only there a gzip file's checksum is compared.
+  // Reads beyond the expected end, too: only there a gzip file's checksum is compared.
   uint8_t further = 0;
   const bool longer = file.read(&further, 1) > 0;
   if (present < wanted || longer) {

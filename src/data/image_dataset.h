@@ -1,11 +1,11 @@
 #pragma once
-// Labelled grey images. They stay bytes, a quarter of what floats take, until a batch is asked for.
+// Labelled grey images, kept as bytes (a quarter of the size of floats) until a batch is read.
 
 #include "data/dataset.h"
 
 namespace shoal::data {
 
-// Of the pixels after scaling to 0 .. 1.
+// Mean and deviation of pixels scaled to 0 .. 1.
 struct Normalisation {
   double mean;
   double deviation;

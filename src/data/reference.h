@@ -1,5 +1,5 @@
 #pragma once
-// The hash data of the reference runs: any sample of any step and rank, without files.
+// Hash data of the reference runs: any sample of any step and rank, without files.
 
 #include <cstdint>
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace shoal::data {
 
-// Names one sample; step, rank and sample count from 0.
+// Identifies a sample; step, rank and sample count from 0.
 struct SampleId {
   uint64_t seed = 1;
   uint64_t step = 0;
@@ -24,10 +24,10 @@ struct Image {
 
 Image reference_image(const SampleId& id);
 
-// context + 1 bytes of a noisy chain: the input and, one further on, the target.
+// context + 1 bytes of a noisy chain: the inputs, and shifted by one the targets.
 std::vector<int64_t> reference_text(const SampleId& id, int64_t context);
 
-// Where a batch stands in a run.
+// Identifies a batch of a run.
 struct BatchId {
   uint64_t seed = 1;
   uint64_t step = 0;
@@ -35,9 +35,8 @@ struct BatchId {
   uint64_t micro = 0;  // micro-batch of the step
 };
 
-// Samples micro * count .. micro * count + count - 1 for a model of models::make_model. For images, inputs `dtype`
-// [count, 784] and labels int64 [count]; for gpt, both int64 [count, context]. Throws UsageError for an unknown model
-// or size.
+// Samples micro * count .. micro * count + count - 1 for a model of models::make_model. For images: inputs `dtype`
+// [count, 784] and int64 labels [count]; for gpt: both int64 [count, context]. UsageError for an unknown model or size.
 Batch reference_batch(const std::string& model, const std::string& size, const BatchId& id, int64_t count,
                       at::ScalarType dtype = at::kFloat);
 

@@ -14,7 +14,7 @@
 namespace shoal::data {
 namespace {
 
-// Places in the common order that the ranks share out.
+// Number of places in the shared order that are distributed to ranks.
 size_t places(size_t size, size_t world, Remainder remainder) {
   switch (remainder) {
     case Remainder::wrap:

@@ -1,9 +1,9 @@
 #pragma once
-// Sampler: the samples that a rank trains on, and their order.
+// Sampler of the samples that a rank trains on, and of their order.
 //
-// libtorch has DistributedRandomSampler, which is not used for three reasons: without duplicates it leaves out the same
-// last samples in every epoch, with more than twice as many ranks as samples it gives indices beyond the end, and its
-// only seed is the epoch.
+// libtorch's DistributedRandomSampler is not used for three reasons: without duplicates it omits the same last samples
+// in every epoch; with more than twice as many ranks as samples its indices exceed the end; and its only seed is the
+// epoch.
 
 #include <torch/data/samplers/distributed.h>
 
@@ -15,11 +15,11 @@ namespace shoal::data {
 
 enum class Order { shuffled, sequential };
 
-// What happens to samples that do not divide evenly among the ranks.
+// Treatment of samples that do not divide evenly among the ranks.
 enum class Remainder {
-  wrap,  // the first ones of the epoch's order are taken twice
-  drop,  // the last ones of the epoch's order are left out
-  keep,  // some ranks get one more: for evaluation, as ranks may then have unequal numbers of batches
+  wrap,  // the first ones of the epoch's order are used twice
+  drop,  // the last ones of the epoch's order are omitted
+  keep,  // some ranks get one more: for evaluation, because ranks may then have unequal numbers of batches
 };
 
 struct SamplerOptions {
@@ -30,29 +30,28 @@ struct SamplerOptions {
   Remainder remainder = Remainder::wrap;
 };
 
-// Rank r takes places r, r + world, ... of an order that all ranks share: that of torch.randperm seeded with
-// seed + epoch, as Python's DistributedSampler has it. Serves libtorch's data loader. Before each epoch:
-// set_epoch(epoch), then reset() (which the data loader calls by itself).
-// collective: no. threads: one at a time.
+// Rank r takes places r, r + world, ... of an order that all ranks share: torch.randperm seeded with seed + epoch, as
+// in Python's DistributedSampler. For libtorch's data loader. Before each epoch call set_epoch(epoch), then reset()
+// (which the data loader calls itself). Not collective. One thread at a time.
 class ShardedSampler : public torch::data::samplers::DistributedSampler<> {
  public:
-  // Throws UsageError unless size > 0 and rank < world.
+  // UsageError unless size > 0 and rank < world.
   ShardedSampler(size_t size, const SamplerOptions& options);
 
-  // Starts the present epoch from its first sample, optionally over another number of samples.
+  // Starts the present epoch from its first sample, optionally with another number of samples.
   void reset(std::optional<size_t> new_size = std::nullopt) override;
   // The next samples, fewer at the end of the epoch; nothing after it.
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
 
-  // Samples of this rank in an epoch.
+  // Number of this rank's samples in an epoch.
   size_t local_size() const { return indices_.size(); }
-  // Samples of this rank taken so far in this epoch.
+  // Number of this rank's samples used so far in this epoch.
   size_t index() const { return index_; }
-  // Goes on as if `index` samples had been taken: set_epoch(), reset() and seek() resume a run. Throws UsageError for
-  // more than local_size().
+  // Continues as if `index` samples had been used: set_epoch(), reset() and seek() resume a run. UsageError for more
+  // than local_size().
   void seek(size_t index);
 
-  // Epoch and index.
+  // Saves and loads epoch and index.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 

@@ -26,7 +26,7 @@ Pipe make_pipe() {
   return {fds[0], fds[1]};
 }
 
-// The environment as execvpe wants it: ours, with `variables` in place of what they name.
+// Environment for execvpe: ours, with `variables` added or replaced.
 std::vector<std::string> merged_environment(const Variables& variables) {
   std::vector<std::string> merged;
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -58,17 +58,18 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
   const auto envp = pointers(environment);
   const Pipe out = prefix ? make_pipe() : Pipe{};
   const Pipe err = prefix ? make_pipe() : Pipe{};
-  const Pipe failure = make_pipe();  // carries errno when exec fails; closed by a successful exec
+  const Pipe failure = make_pipe();  // reports errno if exec fails; a successful exec closes it
   const pid_t parent = getpid();
   const pid_t pid = fork();
   if (pid == 0) {
-    // Only async-signal-safe calls from here on: other threads may have held locks.
+    // Only async-signal-safe calls from here on: other threads may hold locks.
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);  // the launcher died before the line above
     setpgid(0, 0);
-    // A shell's background jobs ignore SIGINT, this program SIGXFSZ.
+    // Restores defaults: a shell's background jobs ignore SIGINT, and this program ignores SIGXFSZ.
     for (const int ignored : {SIGINT, SIGTERM, SIGXFSZ}) signal(ignored, SIG_DFL);
-    // Ranks are not the terminal's foreground group: reading it fails and writing it works, where both could stop them.
+    // Ranks are not in the terminal's foreground group. With these signals ignored, reading the terminal fails and
+    // writing works; otherwise both could stop the rank.
     for (const int stops : {SIGTTIN, SIGTTOU}) signal(stops, SIG_IGN);
     if (isatty(STDIN_FILENO) == 1) dup2(open("/dev/null", O_RDONLY), STDIN_FILENO);
     if (prefix) {
@@ -83,7 +84,7 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
     (void)!write(failure.write, &error, sizeof error);
     _exit(127);
   }
-  if (pid > 0) setpgid(pid, pid);  // here as well: whoever comes first
+  if (pid > 0) setpgid(pid, pid);  // in both processes, because either may be first
   close(failure.write);
   if (prefix) {
     close(out.write);

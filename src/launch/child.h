@@ -1,5 +1,5 @@
 #pragma once
-// One rank's process as its launcher sees it.
+// Process of one rank, from its launcher's view.
 
 #include <sys/types.h>
 
@@ -21,16 +21,16 @@ struct Child {
   std::vector<LinePipe> pipes{};
 };
 
-// Where what a rank prints goes, line by line; none: it writes to our own streams.
+// Destinations of a rank's output, line by line; nullptr: it writes to our own streams.
 struct Outlets {
   Outlet* out = nullptr;
   Outlet* err = nullptr;
 };
 
-// Starts the command with `variables` added to this process's environment, as the leader of a process group of its own,
-// so that signals reach what it starts, too. The child dies with this process. With outlets its output comes through
-// pipes. It cannot read the terminal, which would stop it (SIGTTIN): standard input is empty if it is one, and reading
-// /dev/tty fails. Throws UsageError that names the program when it cannot be executed.
+// Starts the command with `variables` added to this process's environment, as the leader of its own process group, so
+// that signals also reach its descendants. The child dies with this process. With outlets its output comes through
+// pipes. It cannot read the terminal, which would stop it (SIGTTIN): a terminal as standard input is replaced by an
+// empty one, and reading /dev/tty fails. UsageError names a program that cannot be executed.
 Child start_child(int rank, const std::vector<std::string>& command, const Variables& variables,
                   const Outlets& outlets);
 

@@ -47,7 +47,7 @@ int exit_code(int status) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// Differs from every other job's, on this host and on others. Within another job it begins with that one's.
+// Unique on all hosts. Within another job, it begins with that job's id.
 std::string make_job_id() {
   const auto outer = process_environment()(job_variable);
   return fmt::format("{}{}-{:08x}", outer ? *outer + "/" : "", getpid(), std::random_device()());
@@ -57,7 +57,7 @@ int threads_per_rank(int ranks) {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks);
 }
 
-// The ranks from start to end.
+// The ranks, from start to end.
 class Job {
  public:
   explicit Job(const LaunchOptions& options)
@@ -125,8 +125,8 @@ class Job {
     err().drain();
   }
 
-  // A slow reader gets all of it; after an interrupt it gets a moment, since it may have stopped. What ranks started
-  // themselves may hold the pipes open for longer than anybody cares.
+  // Forwards the remaining output. A slow reader gets all of it; after an interrupt it gets a moment only, because it
+  // may have stopped. Descendants of ranks may keep the pipes open for any time, and are not waited for.
   void forward_the_rest() {
     const auto end = SteadyClock::now() + seconds(2);
     auto closing = SteadyClock::now() + seconds(0.3);
@@ -197,7 +197,7 @@ class Job {
         continue;
       }
       child.running = false;
-      kill(-child.pid, SIGKILL);  // what it has left behind
+      kill(-child.pid, SIGKILL);  // ends its descendants
       watcher_.remove(child.pid);
       succeeded_ = succeeded_ || status == 0;
       if (status == 0 || (code_ && !options_.keep_going)) continue;
@@ -209,7 +209,7 @@ class Job {
     }
   }
 
-  // The others wait for it, and nothing else would say why.
+  // Reported, because the other ranks wait for it and nothing else would tell why.
   void note_stop(Child& child, int status) {
     child.stopped = WIFSTOPPED(status);
     if (!child.stopped) return;
@@ -217,7 +217,7 @@ class Job {
         in_words(WSTOPSIG(status)), child.pid);
   }
 
-  // The first time the ranks may end in order, the second time they must.
+  // The first interrupt lets the ranks end on their own, the second one kills them.
   void interrupt(int count) {
     kill_all(interrupted_ || count > 1 ? SIGKILL : SIGINT, false);
     interrupted_ = true;
@@ -236,7 +236,7 @@ class Job {
     for (auto& child : children_) {
       if (!child.running) continue;
       kill(-child.pid, signal);
-      if (child.stopped) kill(-child.pid, SIGCONT);  // it would not see the signal
+      if (child.stopped) kill(-child.pid, SIGCONT);  // a stopped process would not see the signal
       if (reap) waitpid(child.pid, nullptr, 0);
     }
   }
@@ -245,9 +245,9 @@ class Job {
     return std::chrono::duration_cast<SteadyClock::duration>(std::chrono::duration<double>(count));
   }
 
-  // None: never.
+  // Nothing: never.
   static std::optional<SteadyClock::time_point> after(double count) {
-    constexpr double years = 1e8;  // longer would overflow the clock
+    constexpr double years = 1e8;  // a longer time would overflow the clock
     return count < years ? std::optional(SteadyClock::now() + seconds(count)) : std::nullopt;
   }
 
@@ -255,14 +255,14 @@ class Job {
   Signals signals_;
   Outlet out_{STDOUT_FILENO};
   Outlet err_{STDERR_FILENO};
-  const bool one_stream_ = same_stream(STDOUT_FILENO, STDERR_FILENO);  // then all goes to out_, line by line
+  const bool one_stream_ = same_stream(STDOUT_FILENO, STDERR_FILENO);  // then all output goes to out_, line by line
   const std::string id_;
-  const Watcher watcher_;  // before there are threads
+  const Watcher watcher_;  // made before there are threads
   const std::string secret_;
   StoreServer store_;
   std::vector<Child> children_;
-  std::optional<int> code_;  // of the first failure
-  bool succeeded_ = false;   // any rank
+  std::optional<int> code_;  // exit code of the first failure
+  bool succeeded_ = false;   // of any rank
   bool interrupted_ = false;
   std::optional<SteadyClock::time_point> term_at_;
   std::optional<SteadyClock::time_point> kill_at_;

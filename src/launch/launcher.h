@@ -1,5 +1,5 @@
 #pragma once
-// Starting the ranks of a job on this host.
+// Launcher of the ranks of a job on this host.
 
 #include <string>
 #include <vector>
@@ -9,31 +9,31 @@ namespace shoal {
 struct LaunchOptions {
   int ranks = 2;
   std::vector<std::string> command;   // program and arguments; looked up in PATH
-  std::string address = "127.0.0.1";  // where the store listens
-  int port = 0;                       // of the store; 0: any free one
-  int threads = 0;                    // OMP_NUM_THREADS of each rank; 0: as in this process's environment, else this
-                                      // host's cores divided by the ranks, at least 1
-  bool prefix_output = true;          // "[rank] " before every line; otherwise ranks write to our own streams
+  std::string address = "127.0.0.1";  // address of the store
+  int port = 0;                       // port of the store; 0: any free one
+  int threads = 0;                    // OMP_NUM_THREADS of each rank; 0: the value in this process's environment, or
+                                      // without one this host's cores divided by the ranks, at least 1
+  bool prefix_output = true;          // "[rank] " before every line; false: ranks write to our own streams
   std::string flight_recorder{};      // folder for the ranks' flight recorders; empty: none
   bool keep_going = false;            // a rank's failure does not end the others
-  double grace_seconds = 6;           // after the first failure, for the others to report what they noticed
-  double stop_seconds = 120;          // after SIGINT, SIGTERM or SIGHUP, for the ranks to save what they have; infinity:
-                                      // as long as they take
+  double grace_seconds = 6;           // time for the others to report what they noticed, after the first failure
+  double stop_seconds = 120;          // time for the ranks to save their state, after SIGINT, SIGTERM or SIGHUP;
+                                      // infinity: no limit
 
-  // Throws UsageError that lists all faults.
+  // UsageError lists all faults.
   void validate() const;
 };
 
-// Runs the command once per rank, with torchrun's environment variables, and hosts the store that they meet in, so that
-// no rank's death takes it away. The ranks share a secret (SHOAL_SECRET): the one in this process's environment, else a
-// new one. Blocks until all ranks have ended; neither they nor what they have started is left behind, whatever happens
-// to this process (watcher.h). The first rank that fails is named on standard error, the others get the grace time,
-// then SIGTERM, then SIGKILL; with keep_going they are left alone. A rank that a signal has stopped is named as well.
-// Returns 0, or the first failure's exit code (128 + number for a signal; with keep_going only when all have failed),
-// or 130 after SIGINT, SIGTERM or SIGHUP (unless nohup has it ignored): the first reaches the ranks as SIGINT, they
-// have the stop time, a second one kills them. With flight recorders it prints their verdict on standard error when a
-// rank has failed, and on SIGUSR1. Throws UsageError for wrong options, a program that cannot be started, or a port in
-// use. Installs signal handlers for its duration; call it from one thread.
+// Runs the command once per rank with torchrun's environment variables, and hosts the ranks' store, so that no rank's
+// death closes it. The ranks share a secret (SHOAL_SECRET): the one in this process's environment, else a new one.
+// Blocks until all ranks have ended. Neither the ranks nor their descendants are left behind, whatever happens to this
+// process (watcher.h). The first rank that fails is named on standard error; the others get the grace time, then
+// SIGTERM, then SIGKILL; with keep_going they run on. A rank that a signal has stopped is named, too. Returns 0, or the
+// first failure's exit code (128 + number for a signal; with keep_going only if all have failed), or 130 after SIGINT,
+// SIGTERM or SIGHUP (unless nohup has it ignored): the first of these reaches the ranks as SIGINT and starts the stop
+// time, a second one kills them. With flight recorders, prints their verdict on standard error when a rank has failed,
+// and on SIGUSR1. UsageError for wrong options, a program that cannot be started, or a port in use. Installs signal
+// handlers while it runs; call it from one thread.
 int launch(const LaunchOptions& options);
 
 }  // namespace shoal

@@ -44,13 +44,13 @@ int end_once(const std::string& entry) {
 
 int end_processes_of(const std::string& job) {
   const auto entry = std::string(job_variable) + "=" + job;
-  constexpr int rounds = 5;  // one that was just being started is found the next time
+  constexpr int rounds = 5;  // a process that is just being started is found in the next round
   int ended = 0;
   for (int round = 0; round < rounds; ++round) {
     const int found = end_once(entry);
     ended += found;
     if (found == 0) break;
-    usleep(5000);  // what has been killed is found until it is gone
+    usleep(5000);  // killed processes are found until they are gone
   }
   return ended;
 }

@@ -16,7 +16,7 @@ rlim_t limit_of(__rlimit_resource_t resource) {
 }  // namespace
 
 void require_open_files(int ranks) {
-  // The launcher, measured: streams, signals, watcher and store take 25; a rank two pipes and a connection.
+  // Measured: 25 files for the launcher's streams, signals, watcher and store; per rank two pipes and a connection.
   const auto least = static_cast<rlim_t>(28 + 3 * ranks);
   const auto limit = limit_of(RLIMIT_NOFILE);
   if (limit >= least) return;

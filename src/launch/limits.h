@@ -1,14 +1,14 @@
 #pragma once
-// The system's limits on this process and on the ranks that it starts, which have the same.
+// System limits of this process and of the ranks that it starts, which inherit them.
 
 #include <cstddef>
 
 namespace shoal {
 
-// UsageError where fewer files may be open (ulimit -n) than a launcher or a rank of so many has at least. Below that
-// libraries end the process without a word.
+// UsageError if the limit of open files (ulimit -n) is below the minimum for a launcher, or for a rank, of so many
+// ranks. Beyond it libraries end the process without a message.
 void require_open_files(int ranks);
-// UsageError where a file, which memory that ranks share is for the system, may not be that large (ulimit -f).
+// UsageError if files cannot be that large (ulimit -f); memory that ranks share counts as a file.
 void require_file_size(std::size_t bytes);
 
 }  // namespace shoal

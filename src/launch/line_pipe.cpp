@@ -23,7 +23,7 @@ void LinePipe::pump() {
   target_->drain();
 }
 
-// Looks at every byte once, however long a line is.
+// Inspects every byte once, however long a line is.
 void LinePipe::take(const char* data, size_t size) {
   const auto* const end = data + size;
   while (data < end) {
@@ -47,7 +47,7 @@ void LinePipe::take(const char* data, size_t size) {
 
 void LinePipe::end_last_line() {
   if (pending_.empty() && !within_line_) {
-    if (std::exchange(after_return_, false)) target_->add("\n");  // of a progress bar, for whoever writes next
+    if (std::exchange(after_return_, false)) target_->add("\n");  // ends a progress bar's line before other output
     return;
   }
   target_->add((within_line_ ? std::string() : prefix_) + std::exchange(pending_, {}) + "\n");

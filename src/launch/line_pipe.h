@@ -1,5 +1,5 @@
 #pragma once
-// Output of a rank, forwarded line by line with a prefix, so that ranks do not mix within a line.
+// Pipe for a rank's output, forwarded line by line with a prefix, so that ranks do not mix within a line.
 
 #include <string>
 #include <utility>
@@ -8,20 +8,20 @@
 
 namespace shoal {
 
-// A line ends at "\n", "\r\n" or "\r" alone (a progress bar's). What has grown beyond `most_pending` bytes without an
-// end is forwarded as it is, so that memory stays bounded.
+// A line ends at "\n", "\r\n", or "\r" alone (a progress bar's). To bound memory, text beyond `most_pending` bytes
+// without an end is forwarded as it is.
 class LinePipe {
  public:
   static constexpr size_t most_pending = 1 << 16;
 
-  // fd: the pipe's end to read from, owned; target: outlives this.
+  // fd: reading end of the pipe, owned. target: must outlive this object.
   LinePipe(int fd, Outlet& target, std::string prefix) : fd_(fd), target_(&target), prefix_(std::move(prefix)) {}
 
   int fd() const { return fd_; }
   bool open() const { return fd_ >= 0; }
-  // Whether the target takes more.
+  // Whether the target accepts more.
   bool ready() const { return open() && !target_->full(); }
-  // Reads what is there; closes at the end of the stream.
+  // Reads what is available; closes at the end of the stream.
   void pump();
 
  private:
@@ -31,9 +31,9 @@ class LinePipe {
   int fd_;
   Outlet* target_;
   std::string prefix_;
-  std::string pending_;        // of the line that has not ended
-  bool within_line_ = false;   // its beginning has been written
-  bool after_return_ = false;  // the last line ended with "\r", whose "\n" may follow
+  std::string pending_;        // unfinished line
+  bool within_line_ = false;   // the beginning of the line was written
+  bool after_return_ = false;  // the last line ended with "\r", which may be followed by its "\n"
 };
 
 }  // namespace shoal

@@ -18,7 +18,7 @@ void Outlet::drain() {
   while (written_ < waiting_.size()) {
     pollfd room{fd_, POLLOUT, 0};
     if (poll(&room, 1, 0) != 1) break;
-    // A pipe that has room has it for so many bytes.
+    // A pipe that is ready accepts at least PIPE_BUF bytes.
     const auto count = write(fd_, waiting_.data() + written_, std::min<size_t>(PIPE_BUF, waiting_.size() - written_));
     if (count >= 0) {
       written_ += static_cast<size_t>(count);

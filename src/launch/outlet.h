@@ -1,25 +1,25 @@
 #pragma once
-// Output on its way to one of the launcher's own streams, whose reader may be slow, stuck or gone.
+// Queue of output for one of the launcher's own streams, whose reader may be slow, stuck or gone.
 
 #include <string>
 #include <string_view>
 
 namespace shoal {
 
-// Never blocks, so that signals and deadlines are kept whoever reads.
+// Never blocks, so that signals and deadlines are handled whatever the reader does.
 class Outlet {
  public:
   explicit Outlet(int fd) : fd_(fd) {}
 
   int fd() const { return fd_; }
-  // Whole lines, so that those of several ranks do not mix.
+  // Adds whole lines, so that those of several ranks do not mix.
   void add(std::string_view text);
-  // Writes as much as the stream takes now.
+  // Writes as much as the stream accepts now.
   void drain();
   bool empty() const { return waiting_.empty(); }
-  // So much is waiting that whoever adds should wait, too.
+  // True if so much is queued that writers should wait.
   bool full() const { return waiting_.size() - written_ >= most_waiting; }
-  // Why a write has failed, as errno; what is added from then on is dropped. 0: none has.
+  // errno of a failed write, after which all output is dropped; 0: none.
   int error() const { return error_; }
 
  private:
@@ -27,11 +27,11 @@ class Outlet {
 
   int fd_;
   std::string waiting_;
-  size_t written_ = 0;  // of it
+  size_t written_ = 0;  // bytes of `waiting_` that were written
   int error_ = 0;
 };
 
-// Whether two streams lead to the same file, pipe or terminal.
+// Whether two streams refer to the same file, pipe or terminal.
 bool same_stream(int a, int b);
 
 }  // namespace shoal

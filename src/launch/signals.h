@@ -5,8 +5,8 @@
 
 namespace shoal {
 
-// SIGINT, SIGTERM, SIGHUP (unless nohup has it ignored), SIGUSR1 and SIGCHLD as something to poll; as before when it
-// goes. For one thread, before there are others.
+// SIGINT, SIGTERM, SIGHUP (unless nohup has it ignored), SIGUSR1 and SIGCHLD as a descriptor to poll; the destructor
+// restores the former handling. Use it on one thread, before there are others.
 class Signals {
  public:
   Signals();
@@ -15,7 +15,7 @@ class Signals {
   Signals& operator=(const Signals&) = delete;
 
   int fd() const { return fd_; }
-  // What we were asked since the last call.
+  // Requests since the last call.
   struct Asked {
     int to_stop = 0;
     bool who_waits = false;

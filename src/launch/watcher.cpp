@@ -18,7 +18,7 @@
 namespace shoal {
 namespace {
 
-// Nothing reaches the watcher but the end of the pipe: no terminal, no signal, no open file of the launcher.
+// Detaches the watcher from the terminal, signals and open files of the launcher; only the pipe remains.
 void separate(int& pipe) {
   prctl(PR_SET_NAME, "shoal-watcher");
   setsid();
@@ -33,7 +33,7 @@ void separate(int& pipe) {
   syscall(SYS_close_range, kept + 1, ~0U, 0);
 }
 
-// A positive number adds a process group, a negative one removes it.
+// Reads the process groups until the pipe closes. A positive number adds a group, a negative one removes it.
 std::set<pid_t> groups_at_the_end(int pipe) {
   std::set<pid_t> groups;
   pid_t told = 0;
@@ -82,7 +82,7 @@ void Watcher::remove(pid_t group) const {
   tell(-group);
 }
 
-// Less than the pipe's atomic size. Without a watcher the launcher still ends what it can.
+// Atomic, because it is smaller than PIPE_BUF. Without a watcher, the launcher still ends what it can.
 void Watcher::tell(pid_t group) const {
   while (write(pipe_, &group, sizeof group) < 0 && errno == EINTR) continue;
 }

@@ -1,5 +1,5 @@
 #pragma once
-// A process that outlives its launcher by a moment, to end what the job has left behind.
+// Watcher process, which outlives its launcher briefly to end what the job has left behind.
 
 #include <sys/types.h>
 
@@ -7,17 +7,17 @@
 
 namespace shoal {
 
-// Forks the watcher, which waits until this object, or the process that made it, is gone, in whatever way. Then it ends
-// the process groups that it was told of and all processes of the job (leftovers.h). Make it before there are threads.
+// Forks the watcher, which waits until this object, or the process that made it, is gone for whatever reason. Then it
+// ends the registered process groups and all processes of the job (leftovers.h). Make it before there are threads.
 class Watcher {
  public:
   explicit Watcher(const std::string& job);
-  // Until everything is ended.
+  // Waits until everything is ended.
   ~Watcher();
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
 
-  // A rank's process group is there; it is gone.
+  // Registers and removes a rank's process group.
   void add(pid_t group) const;
   void remove(pid_t group) const;
 

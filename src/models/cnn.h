@@ -1,5 +1,5 @@
 #pragma once
-// Two convolutional stages over 28 x 28 images and a linear layer to 10 classes. Has buffers (batch norm).
+// CNN: two convolutional stages over 28 x 28 images and a linear layer to 10 classes. Has buffers (batch norm).
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>

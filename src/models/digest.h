@@ -1,5 +1,5 @@
 #pragma once
-// A tensor in four numbers, for comparing runs across programs.
+// Digest of a tensor in four numbers, for comparing runs of different programs.
 
 #include <ATen/core/Tensor.h>
 
@@ -12,10 +12,10 @@ struct Digest {
   double sum;
   double abs_sum;
   double l2;     // root of the sum of squares
-  double probe;  // sum of x[i] * unit(draw(key(0, 4, index), i)): notices a wrong order, too
+  double probe;  // sum of x[i] * unit(draw(key(0, 4, index), i)): also detects a wrong order
 };
 
-// `index` is the tensor's place in named_parameters() or named_buffers(). Any dtype, shape, layout and device.
+// index: place of the tensor in named_parameters() or named_buffers(). Any dtype, shape, layout and device.
 Digest digest(uint64_t index, const at::Tensor& tensor);
 
 }  // namespace shoal::models

@@ -16,7 +16,7 @@ torch::nn::LayerNorm layer_norm(int64_t width) {
   return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}));
 }
 
-// In one operator: the module's own forward adds the bias to inputs of three dimensions in a second pass.
+// One operator: the module's own forward adds the bias to three-dimensional inputs in a second pass.
 at::Tensor linear(const torch::nn::Linear& module, const at::Tensor& x) {
   return at::linear(x, module->weight, module->bias);
 }
@@ -26,7 +26,8 @@ at::Tensor linear(const torch::nn::Linear& module, const at::Tensor& x) {
 BlockImpl::BlockImpl(int64_t width, int64_t heads)
     : heads_(heads),
       ln1_(layer_norm(width)),
-      // No bias: that of a key has no gradient but rounding noise, which Adam would turn into full-size steps.
+      // No bias, because a key's bias has a gradient of rounding noise only, which Adam would turn into full-size
+      // steps.
       qkv_(torch::nn::LinearOptions(width, 3 * width).bias(false)),
       proj_(width, width),
       ln2_(layer_norm(width)),
@@ -59,7 +60,7 @@ Gpt::Gpt(const GptConfig& config)
       wte_(GptConfig::vocabulary, config.width),
       wpe_(config.context, config.width),
       ln_f_(layer_norm(config.width)) {
-  // libtorch's standard deviation of 1 suits an input table; as output projection it would start at a loss of dozens.
+  // libtorch's standard deviation of 1 suits an input table; an output projection would start with a loss of dozens.
   constexpr double deviation = 0.02;
   torch::nn::init::normal_(wte_->weight, 0.0, deviation);
   torch::nn::init::normal_(wpe_->weight, 0.0, deviation);
@@ -77,7 +78,7 @@ at::Tensor Gpt::forward(at::Tensor input) {
   }
   auto x = wte_(input) + wpe_(at::arange(time, input.options()));
   for (const auto& block : *blocks_) x = block->as<BlockImpl>()->forward(x);
-  // The head is no module of its own: libtorch would list a shared weight twice and its optimizers step it twice.
+  // The head is not a module: libtorch would list the shared weight twice, and its optimizers would step it twice.
   return at::linear(ln_f_(x), wte_->weight);
 }
 

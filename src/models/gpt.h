@@ -1,5 +1,5 @@
 #pragma once
-// A byte-level decoder whose output projection is the transposed token embedding.
+// Byte-level decoder whose output projection is the transposed token embedding.
 
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
@@ -14,7 +14,7 @@ struct GptConfig {
   int64_t layers;
   int64_t heads;
   int64_t width;
-  int64_t context;  // longest sequence, in tokens
+  int64_t context;  // maximum length of a sequence, in tokens
 
   static constexpr int64_t vocabulary = 256;
 };
@@ -39,7 +39,7 @@ TORCH_MODULE(Block);
 class Gpt : public Model {
  public:
   explicit Gpt(const GptConfig& config);
-  // Throws UsageError for sequences longer than the context.
+  // UsageError for sequences longer than the context.
   at::Tensor forward(at::Tensor input) override;
   std::vector<std::shared_ptr<torch::nn::Module>> units() const override;
 

@@ -1,13 +1,13 @@
 #pragma once
-// The counter-based integer hash (splitmix64) behind the reference runs' parameters and data.
+// Counter-based integer hash (splitmix64) for the reference runs' parameters and data.
 //
-// Everything is a pure function of integers, so programs in other languages rebuild the same numbers bit for bit.
+// All functions are pure functions of integers, so that programs in other languages reproduce the numbers bit for bit.
 
 #include <cstdint>
 
 namespace shoal::models {
 
-// Second argument of key(): what the numbers are for.
+// Second argument of key(): the use of the numbers.
 enum class Purpose : uint64_t { parameter = 1, sample = 2, label_template = 3, probe = 4 };
 
 constexpr uint64_t mix(uint64_t x) {
@@ -17,7 +17,7 @@ constexpr uint64_t mix(uint64_t x) {
   return z ^ (z >> 31);
 }
 
-// Folds integers into the name of a stream.
+// Combines integers into the key of a stream.
 template <class... Numbers>
 constexpr uint64_t key(Numbers... numbers) {
   uint64_t h = 0;
@@ -30,7 +30,7 @@ constexpr uint64_t draw(uint64_t k, uint64_t i) {
   return mix(k + i);
 }
 
-// A hash as a number in [-1, 1), exact in float32.
+// Maps a hash to [-1, 1), exact in float32.
 constexpr float unit(uint64_t h) {
   return static_cast<float>(static_cast<int64_t>(h >> 40) - (int64_t{1} << 23)) * 0x1p-23f;
 }

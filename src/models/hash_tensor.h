@@ -1,5 +1,5 @@
 #pragma once
-// A stretch of a hash stream as a tensor.
+// Tensors of hash streams.
 
 #include <ATen/core/Tensor.h>
 

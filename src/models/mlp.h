@@ -1,5 +1,5 @@
 #pragma once
-// 784 -> hidden -> hidden -> 10, with GELU in its tanh form between the layers.
+// MLP: 784 -> hidden -> hidden -> 10, with GELU in its tanh form between the layers.
 
 #include <torch/nn/modules/linear.h>
 

@@ -12,7 +12,7 @@ namespace shoal::models {
 
 void reference_init(torch::nn::Module& module, uint64_t seed) {
   const at::NoGradGuard no_grad;
-  std::optional<float> scale;  // none inside a norm
+  std::optional<float> scale;  // none within a norm
   uint64_t number = 0;
   for (auto& item : module.named_parameters()) {
     auto& parameter = item.value();

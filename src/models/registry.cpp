@@ -17,7 +17,7 @@
 namespace shoal::models {
 namespace {
 
-// Pairs in the order of a help text.
+// Pairs, in the order of the help text.
 template <class Value>
 using Table = std::vector<std::pair<std::string, Value>>;
 
@@ -48,7 +48,7 @@ const Value& find(const Table<Value>& table, const std::string& name, const std:
 
 using Factory = std::function<std::shared_ptr<Model>()>;
 
-// A family's sizes, each with what makes a model of that size.
+// Factory for each size of a model.
 template <class Module, class Config>
 Table<Factory> factories(const Table<Config>& sizes) {
   Table<Factory> result;
@@ -75,7 +75,7 @@ const Factory& factory_of(const std::string& name, const std::string& size) {
   return find(sizes_of(name), size, "size of " + name);
 }
 
-// Seeds the default generator, which libtorch's initialisations draw from, and gives it back as it was.
+// Seeds the default generator, which libtorch's initialisations use, and restores it.
 class SeededGenerator {
  public:
   explicit SeededGenerator(uint64_t seed) : generator_(at::detail::getDefaultCPUGenerator()) {
@@ -95,7 +95,7 @@ class SeededGenerator {
   at::Tensor before_;
 };
 
-// torch::nn::Module::to() would turn integer buffers, such as batch norm's counter, into floating point.
+// Unlike torch::nn::Module::to(), keeps the dtype of integer buffers, such as batch norm's counter.
 void cast(torch::nn::Module& module, at::ScalarType dtype) {
   const at::NoGradGuard no_grad;
   for (const auto& tensors : {module.parameters(), module.buffers()}) {

@@ -1,5 +1,5 @@
 #pragma once
-// The library's own strategies, in the order of a help text.
+// The library's own strategies, in the order of the help text.
 
 #include <vector>
 

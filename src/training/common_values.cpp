@@ -10,7 +10,7 @@ CommonValues::CommonValues(Of of, const std::vector<at::Tensor>& tensors, const 
   std::vector<at::Tensor> common;
   for (const auto& tensor : tensors) {
     if (of == Of::mean && !tensor.is_floating_point()) continue;
-    // A mean in doubles, so that equal values have themselves as their mean.
+    // Double, so that the mean of equal values is exact.
     const auto dtype = of == Of::mean ? at::kDouble : tensor.scalar_type();
     common.push_back(tensor.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true).contiguous());
     if (of == Of::mean) {

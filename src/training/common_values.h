@@ -1,5 +1,5 @@
 #pragma once
-// One model of all ranks, for evaluations and files, where ranks have values of their own.
+// Values that all ranks have in common, for evaluations and files, while ranks have values of their own.
 
 #include <ATen/core/Tensor.h>
 
@@ -10,14 +10,14 @@
 
 namespace shoal {
 
-// While it lives, these tensors hold the same on all ranks of the group; then they are this rank's own again, to the
-// last bit, and autograd and the wrappers have noticed nothing. Constructor: collective; where it throws, nothing has
-// changed.
+// While this object lives, the tensors hold the same values on all ranks of the group; then this rank's own values are
+// restored bit for bit, unnoticed by autograd and the wrappers. The constructor is collective; if it throws, nothing
+// has changed.
 class CommonValues {
  public:
   enum class Of {
-    mean,       // over the ranks; of floating-point tensors, the others stay each rank's own
-    first_rank  // what rank 0 has, whose model is saved
+    mean,       // mean over the ranks for floating-point tensors; others keep each rank's own values
+    first_rank  // rank 0's values, whose model is saved
   };
 
   CommonValues(Of of, const std::vector<at::Tensor>& tensors, const Group& group);
@@ -26,7 +26,7 @@ class CommonValues {
   CommonValues& operator=(const CommonValues&) = delete;
 
  private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> own_;  // a tensor, and this rank's values
+  std::vector<std::pair<at::Tensor, at::Tensor>> own_;  // tensors, and this rank's values
 };
 
 }  // namespace shoal

@@ -1,5 +1,5 @@
 #pragma once
-// Communication hooks as text: the option `compress`.
+// Communication hooks from text: the option `compress`.
 
 #include <cstdint>
 #include <memory>
@@ -10,11 +10,11 @@
 namespace shoal {
 
 // none (no hook), fp16, bf16, int8, powersgd:RANK[:START] (from step START on, default 10), topk:FRACTION.
-// StrategyOptionError for anything else.
+// StrategyOptionError for other texts.
 std::shared_ptr<CommunicationHook> make_hook(const std::string& text);
-// The same from its first compressed step on.
+// The same hook, compressing from its first step on.
 std::shared_ptr<CommunicationHook> make_started_hook(const std::string& text);
-// Steps before that, in which gradients travel whole.
+// Number of steps before compression starts.
 int64_t plain_steps(const std::string& text);
 
 }  // namespace shoal

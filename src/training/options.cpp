@@ -21,7 +21,7 @@ std::optional<T> parsed(const std::string& text) {
   return value;
 }
 
-// Long ones are cut.
+// Shortens long texts.
 std::string shown(const std::string& text) {
   constexpr size_t most = 40;
   return text.size() > most ? fmt::format("{}... ({} characters)", text.substr(0, most / 2), text.size()) : text;

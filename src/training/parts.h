@@ -1,5 +1,5 @@
 #pragma once
-// What the strategies of the registry make of their parts.
+// Parts that the registry's strategies share.
 
 #include <vector>
 
@@ -7,13 +7,13 @@
 
 namespace shoal {
 
-// libtorch lists a tied parameter under each of its names, which its optimizers refuse.
+// Without repetitions: libtorch lists a tied parameter under each of its names, which its optimizers refuse.
 std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors);
 
-// Of the recipe, or one of all trainable parameters that are not ignored.
+// The recipe's groups, or one group of all trainable parameters that are not ignored.
 OptimizerRecipe::ParamGroups groups_of(const TrainingParts& parts);
 
-// A loss scaler where precision asks for one, of strategies that do not have one themselves.
+// Adds a loss scaler, if precision requires one, to strategies that have none of their own.
 class ScaledTraining : public TrainingCore {
  public:
   explicit ScaledTraining(const TrainingParts& parts) : TrainingCore(parts) {
@@ -30,7 +30,7 @@ class ScaledTraining : public TrainingCore {
   std::optional<GradScaler> scaler_;
 };
 
-// A wrapper's core without the module's type, for a forward that is elsewhere.
+// Core of a wrapper without the module's type, for use with a forward of another object.
 template <class Core>
 class OpenCore : public Core {
  public:
@@ -41,7 +41,7 @@ class OpenCore : public Core {
   using Core::precision;
 };
 
-// What a wrapper does, by its OpenCore.
+// Training with a wrapper, through its OpenCore.
 template <class Core, class Base>
 class WrappedTraining : public Base {
  public:

@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-// A list: a training refers to its strategy, whatever is registered later.
+// A list, because trainings refer to their strategies, and more may be registered later.
 std::list<Strategy>& registry() {
   static std::list<Strategy> all = [] {
     std::list<Strategy> list;
@@ -31,7 +31,7 @@ const Strategy* found(const std::string& name) {
   return nullptr;
 }
 
-// One with this name has the same type in all strategies, so that a command line can have it once.
+// Options of the same name have the same type in all strategies, so that the command line can have one for all.
 void check_type(const Strategy& newcomer, const StrategyOption& option) {
   for (const auto& strategy : registry()) {
     for (const auto& other : strategy.options) {
@@ -42,7 +42,7 @@ void check_type(const Strategy& newcomer, const StrategyOption& option) {
   }
 }
 
-// What would be without effect, or without which nothing can be made.
+// Refuses arguments that would have no effect, and missing ones.
 void check_arguments(const Strategy& strategy, const OptimizerRecipe& recipe, const TrainingOptions& options) {
   const auto refuse = [&](const std::string& fault) {
     throw UsageError(fmt::format("make_training {}: {}", strategy.name, fault));

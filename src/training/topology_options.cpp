@@ -32,7 +32,7 @@ std::vector<StrategyOption> topology_option_list(const std::string& local_size_h
 }
 
 void check_topology_options(const OptionValues& values) {
-  constexpr double years = 1e8;  // more does not fit the clock
+  constexpr double years = 1e8;  // a longer time would overflow the clock
   const double timeout = values.number("neighbour_timeout");
   if (!(timeout > 0 && timeout <= years)) {
     throw StrategyOptionError("neighbour_timeout",

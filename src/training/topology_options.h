@@ -1,18 +1,18 @@
 #pragma once
-// Options of strategies that average with neighbours.
+// Options of strategies that mix with neighbours.
 
 #include "shoal/topology.h"
 #include "shoal/training.h"
 
 namespace shoal {
 
-// dtypes: what exchange_dtype may be.
+// dtypes: choices for exchange_dtype.
 std::vector<StrategyOption> topology_option_list(const std::string& local_size_help, std::vector<std::string> dtypes);
 // StrategyOptionError for options that exclude each other.
 void check_topology_options(const OptionValues& values);
-// For so many ranks or hosts.
+// size: number of ranks, or of hosts.
 Topology topology_of(const OptionValues& values, const TrainingOptions& options, int size, int local_size);
-// The lowest number of those that have not been removed.
+// The lowest rank that has not been removed.
 int first_of_those_left(const ExchangeStatistics& seen);
 
 }  // namespace shoal

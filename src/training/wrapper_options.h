@@ -8,14 +8,14 @@
 
 namespace shoal {
 
-// What gradients travel as: in place, or of the option compress. One object to one wrapper.
+// The hook given in `options`, or one for the option compress. Each wrapper needs an object of its own.
 std::shared_ptr<CommunicationHook> hook_of(const OptionValues& values, const TrainingOptions& options);
 StrategyOption compress_option();
 StrategyOption fp32_gradients_option(bool usual);
-// StrategyOptionError for a hook that gives every rank whole sums, where parts are wanted.
+// StrategyOptionError for a hook that gives every rank whole sums, for a strategy whose ranks need parts.
 void check_hook_of_parts(const std::string& strategy, const OptionValues& values);
 
-// ddp, zero1.
+// Strategies ddp and zero1.
 std::vector<StrategyOption> ddp_option_list();
 DistributedDataParallelOptions ddp_options(const OptionValues& values, const TrainingOptions& options);
 

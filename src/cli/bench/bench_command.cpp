@@ -1,4 +1,4 @@
-// `shoal bench`: starts its ranks, or is one of them.
+// Command `shoal bench`: starts its ranks, or is one of them.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -31,7 +31,7 @@ struct BenchOptions {
   bool train = false;  // training instead of collectives
   std::optional<int> ranks;
   int threads = 1;
-  std::optional<int> rounds;  // default: each kind's own
+  std::optional<int> rounds;  // default: depends on the kind of bench
   std::string json;
   std::string html;
 };
@@ -56,7 +56,7 @@ int bench_rank(const BenchOptions& options, int rank) {
 
 constexpr int default_ranks = 2;
 
-// What the command line asks for must fit where it is given.
+// Checks that the options fit the way in which the bench was started.
 void validate_start(const BenchOptions& options, const Placement& placement) {
   const auto& transports = options.collectives.transports;
   const bool over_mpi = std::find(transports.begin(), transports.end(), "mpi") != transports.end();

@@ -23,7 +23,7 @@ namespace shoal::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Worlds = std::vector<std::pair<std::string, World>>;  // by transport, in the order asked for
+using Worlds = std::vector<std::pair<std::string, World>>;  // by transport, in the requested order
 
 const std::map<std::string, c10::ScalarType>& known_dtypes() {
   static const std::map<std::string, c10::ScalarType> map{
@@ -38,7 +38,7 @@ const std::vector<std::string>& known_ops() {
   return ops;
 }
 
-// One figure: an operation on tensors of one size and dtype, in one kind of memory, over one transport.
+// Case of the bench: an operation on tensors of one size and dtype, in one kind of memory, over one transport.
 class Case {
  public:
   Case(std::string op, std::string dtype, int64_t bytes, std::string transport, std::string buffers, const Group& group)
@@ -54,8 +54,8 @@ class Case {
     allocate();
     constexpr int64_t small = 64 << 10;
     const bool is_short = bytes_ <= small;
-    const int repeat = is_short || once_ ? 50 : 1;  // a gather that moves nothing is short at any size
-    run();                                          // pages, staging buffers, connections
+    const int repeat = is_short || once_ ? 50 : 1;  // a gather that moves no data is short at any size
+    run();                                          // warms up pages, staging buffers and connections
     clock.barrier().wait();
     const auto wire = loopback_bytes();
     const auto start = Clock::now();
@@ -88,13 +88,13 @@ class Case {
     const auto size = group_.size();
     if (once_) {
       once_->publish(++version_);
-      once_->wait_published(version_);  // all of it
+      once_->wait_published(version_);  // waits for all parts
       return;
     }
     if (op_ == "all_reduce") group_.all_reduce(full_).wait();
     if (op_ == "reduce") group_.reduce(full_, 0).wait();
     if (op_ == "reduce_scatter") group_.reduce_scatter(part_, full_).wait();
-    // In place, as a sharded optimizer gathers: this rank's part is where the others will look for it.
+    // In place, as a sharded optimizer gathers: this rank's part is already at its place in the output.
     if (op_ == "all_gather") group_.all_gather(full_, own_part()).wait();
     if (op_ == "broadcast") group_.broadcast(full_, 0).wait();
     if (op_ == "all_to_all") group_.all_to_all(at::empty_like(full_), full_).wait();
@@ -152,21 +152,21 @@ class Case {
   int64_t wire_bytes_ = 0;
 };
 
-constexpr const char* nothing = "none";  // dtype and memory of a barrier
+constexpr const char* nothing = "none";  // dtype and buffers of a barrier
 
-// The kinds of memory in which an operation can be measured over a transport.
+// Kinds of memory in which an operation can be measured over a transport.
 std::vector<std::string> buffers_of(const CollectiveOptions& options, const std::string& op,
                                     const std::string& transport) {
   std::vector<std::string> list;
   for (const auto& buffers : options.buffers) {
-    if (buffers != "staged" && transport != "host") continue;  // the others copy in any case
+    if (buffers != "staged" && transport != "host") continue;  // other transports copy in any case
     if (buffers == "once" && op != "all_gather") continue;
     list.push_back(buffers);
   }
   return list;
 }
 
-// All that is to be measured, for one transport after the other.
+// All cases, grouped by transport.
 std::vector<Case> cases_of(const CollectiveOptions& options, const Worlds& worlds) {
   std::vector<Case> cases;
   for (const auto& op : options.ops) {
@@ -221,7 +221,7 @@ nlohmann::ordered_json bench_collectives(const CollectiveOptions& options) {
   for (const auto& transport : options.transports) {
     WorldOptions world;
     world.transport = transport;
-    // Each meets in a store of its own, unless the launcher serves one.
+    // Each transport meets in its own store, unless the launcher serves one.
     if (!placement.store_is_served) world.port = placement.port + static_cast<int>(worlds.size());
     worlds.emplace_back(transport, init(world));
   }

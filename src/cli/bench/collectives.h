@@ -1,5 +1,5 @@
 #pragma once
-// Collectives of every transport, one after the other in every round, so that all meet the same machine.
+// Bench of collectives over every transport, in turn in every round, so that all meet the same state of the machine.
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -15,14 +15,14 @@ struct CollectiveOptions {
   std::vector<std::string> buffers = {"shared", "once", "staged"};
   int rounds = 20;
 
-  // Throws UsageError that lists all faults.
+  // UsageError lists all faults.
   void validate() const;
 };
 
 // Run by every rank of the job; the result is complete on rank 0. "bytes" is the size of the tensor that all ranks have
-// in full: of all_reduce and broadcast the tensor, of reduce_scatter the input, of all_gather the output. A gather in a
-// buffer "once" is the owners' publishing and everybody's waiting for all of them. A barrier has dtype and buffers
-// "none".
+// whole: for all_reduce and broadcast the tensor, for reduce_scatter the input, for all_gather the output. With the
+// buffers "once", a gather is the publication by all owners and the wait for all of them. A barrier has dtype and
+// buffers "none".
 nlohmann::ordered_json bench_collectives(const CollectiveOptions& options);
 
 }  // namespace shoal::cli

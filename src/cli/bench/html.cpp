@@ -31,7 +31,7 @@ std::string number(const Json& value, const char* format) {
   return value.is_null() ? "–" : fmt::format(fmt::runtime(format), value.get<double>());
 }
 
-// `path`: keys from the figure down; absent and null are a dash.
+// path: keys from the figure down. A value that is absent or null is shown as a dash.
 Column numbers(const char* title, const char* path, const char* format) {
   return {title, false, [pointer = Json::json_pointer(path), format](const Json& figure) {
             return number(figure.contains(pointer) ? figure[pointer] : Json(), format);
@@ -53,7 +53,7 @@ std::string table(const std::vector<Column>& columns, const Json& figures) {
   return html + "</tbody></table></div>";
 }
 
-// A transport and a kind of memory have the same colour in all plots.
+// Gives a transport and a kind of memory the same colour in all plots.
 class Colours {
  public:
   Named operator()(const std::string& name) {
@@ -70,14 +70,14 @@ struct Plot {
   Line copy{{"one copy (memcpy)", undivided}, {}};
 };
 
-// One for each operation and dtype, in the order of the figures.
+// One plot for each operation and dtype, in the order of the figures.
 std::vector<Plot> plots_of(const Json& figures) {
-  constexpr double shortest = 0.01;      // a logarithm needs more than nothing
-  constexpr double least_copied = 4096;  // a copy of less says nothing about the memory
+  constexpr double shortest = 0.01;      // a logarithmic axis has no zero
+  constexpr double least_copied = 4096;  // smaller copies say nothing about memory
   std::vector<Plot> plots;
   Colours colours;
   for (const auto& figure : figures) {
-    const bool moves = figure["bytes"] > 0;  // a barrier does not
+    const bool moves = figure["bytes"] > 0;  // false for a barrier
     const auto title = fmt::format("{}{}, {} ranks", figure["op"].get<std::string>(),
                                    moves ? ", " + figure["dtype"].get<std::string>() : "", figure["ranks"].get<int>());
     auto plot = std::find_if(plots.begin(), plots.end(), [&](const Plot& other) { return other.title == title; });
@@ -104,7 +104,7 @@ std::vector<Plot> plots_of(const Json& figures) {
   return plots;
 }
 
-// Times over sizes; of a single size there is no line to be drawn.
+// Plots times over sizes; for a single size, bars instead of lines.
 std::string drawn(const Plot& plot) {
   const auto title = plot.title + ": median time";
   const bool one_size =
@@ -147,7 +147,7 @@ std::string maker_of(const Json& figure) {
   return figure["peer"] == "shoal" ? "shoal" : "python";
 }
 
-// Parts that are known, then what is left of the whole.
+// Bar of the known parts, followed by the rest of the whole.
 Bar divided(const std::string& name, const Json& whole, const std::vector<Json>& known) {
   Bar bar{name, {}};
   double rest = or_zero(whole);

@@ -7,7 +7,7 @@
 namespace shoal::cli {
 namespace {
 
-// On a narrow screen plots and tables scroll inside their frames; the page itself never does.
+// On a narrow screen, plots and tables scroll inside their frames instead of the page.
 constexpr const char* style = R"(
 body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem;
        color: #1b1f24; background: #fff; overflow-wrap: anywhere }

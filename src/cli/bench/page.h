@@ -1,12 +1,12 @@
 #pragma once
-// Pages that need nothing else: no script, no network.
+// Self-contained HTML pages: no script, no network.
 
 #include <string>
 
 namespace shoal::cli {
 
-// Well-formed XHTML. `facts`: a line of text under the title; `body`: XHTML, whose plots and tables belong into
-// <div class="wide">.
+// Returns well-formed XHTML. facts: line of text under the title. body: XHTML; plots and tables belong in <div
+// class="wide">.
 std::string html_page(const std::string& title, const std::string& facts, const std::string& body);
 
 }  // namespace shoal::cli

@@ -1,5 +1,5 @@
 #pragma once
-// Repeated measurements of one thing.
+// Samples of repeated measurements.
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -17,7 +17,7 @@ struct Samples {
   nlohmann::ordered_json json(const std::string& unit) const;
 };
 
-// "4", "64K", "16M", "1G" in bytes. Throws UsageError.
+// Parses "4", "64K", "16M", "1G" to bytes. Throws UsageError.
 int64_t parse_bytes(const std::string& text);
 std::string format_bytes(int64_t bytes);
 

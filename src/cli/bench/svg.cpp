@@ -13,7 +13,7 @@ namespace shoal::cli {
 namespace {
 
 constexpr double width = 900;
-constexpr double letter = 7.5;  // wider than the mean of 12 px letters in the usual fonts
+constexpr double letter = 7.5;  // wider than the average 12 px letter in common fonts
 constexpr double line_height = 20;
 
 double length_of(const std::string& text) {
@@ -45,17 +45,17 @@ std::string format_time(double microseconds) {
   return fmt::format("{:.4g} s", microseconds / (step * step));
 }
 
-// From values to places on one axis, logarithmic.
+// Maps values to positions on one axis, logarithmically.
 struct Axis {
   double low, high;    // values
-  double begin, size;  // places
+  double begin, size;  // positions
 
   double at(double value) const {
     return begin + size * (high > low ? std::log(value / low) / std::log(high / low) : 0.5);
   }
 };
 
-// Whole powers of ten around the values; where these are few, also 2 and 5 times each.
+// Powers of ten around the values; if there are few, also 2 and 5 times each.
 std::vector<double> time_ticks(double least, double most) {
   const double low = std::floor(std::log10(least));
   const double high = std::max(low + 1, std::ceil(std::log10(most)));
@@ -69,9 +69,9 @@ std::vector<double> time_ticks(double least, double most) {
   return ticks;
 }
 
-// The sizes whose labels fit between the first one's and the last one's.
+// Sizes whose labels fit between the first and the last one.
 std::set<double> labelled(const std::set<double>& sizes, const Axis& axis) {
-  constexpr double room = 62;  // of "1023 KiB"
+  constexpr double room = 62;  // width of "1023 KiB"
   std::set<double> kept{*sizes.begin(), *sizes.rbegin()};
   double free = axis.at(*sizes.begin()) + room;
   for (const double size : sizes) {

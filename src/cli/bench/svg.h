@@ -1,6 +1,5 @@
 #pragma once
-// Plots as inline SVG, for readers without scripts. Everything stays inside the plot's box, whatever the names'
-// lengths.
+// Plots as inline SVG. Everything stays inside the plot's box, whatever the lengths of names.
 
 #include <string>
 #include <utility>
@@ -8,25 +7,25 @@
 
 namespace shoal::cli {
 
-// Text for XHTML, also inside attributes.
+// Escapes text for XHTML, including attributes.
 std::string escaped(const std::string& text);
 
-// An SVG element; `anchor`: which end of the words is at x ("start", "middle", "end").
+// SVG text element. anchor: the part of the text that is at x ("start", "middle", "end").
 std::string text(double x, double y, const std::string& words, const char* anchor = "start");
 
-// A colour by number; what has the same number on a page has the same colour.
+// Name with a colour number; equal numbers on a page have the same colour.
 struct Named {
   std::string name;
   int colour = 0;
 };
-constexpr int undivided = -1;  // grey: a limit, or something of which no more is known
+constexpr int undivided = -1;  // grey: a limit, or a whole without known parts
 
 struct Line {
-  Named name;  // dashed when grey
+  Named name;  // dashed if grey
   std::vector<std::pair<double, double>> points;
 };
 
-// Time in microseconds over size in bytes (both larger than zero), both logarithmic.
+// Plots time in microseconds over size in bytes (both positive), both logarithmic.
 std::string line_plot(const std::string& title, const std::vector<Line>& lines);
 
 struct Bar {
@@ -34,7 +33,7 @@ struct Bar {
   std::vector<double> parts;
 };
 
-// A bar for each entry, its parts in order, and their sum in `unit`. A legend is drawn for more than one part.
+// Plots a bar for each entry: its parts in order, and their sum in `unit`. With a legend if there are several parts.
 std::string bar_plot(const std::string& title, const std::string& unit, const std::vector<Named>& parts,
                      const std::vector<Bar>& bars);
 

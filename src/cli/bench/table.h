@@ -1,5 +1,5 @@
 #pragma once
-// The bench's figures for people.
+// Text tables of the bench's figures.
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace shoal::cli {
 
-// The transports of these figures that are not shoal's own, for comparison with them.
+// Transports among these figures that are not shoal's own, for comparison.
 std::vector<std::string> compared_with(const nlohmann::ordered_json& figures);
-// The median of the same operation over `transport` divided by this figure's; null where it was not measured.
+// Median of the same operation over `transport` divided by this figure's; null if it was not measured.
 nlohmann::ordered_json times_faster(const nlohmann::ordered_json& figures, const nlohmann::ordered_json& figure,
                                     const std::string& transport);
 

@@ -30,7 +30,7 @@ struct Contestant {
   std::vector<Json> reports;  // one per round
 };
 
-// A folder for the reports, gone with the object.
+// Temporary folder for the reports, removed by the destructor.
 class Scratch {
  public:
   Scratch() : path_((std::filesystem::temp_directory_path() / "shoal-bench-XXXXXX").string()) {
@@ -79,7 +79,8 @@ std::vector<Contestant> contestants(const TrainingBenchOptions& options, const s
                      "--ranks",     std::to_string(options.ranks)};
       add_topology(strategy, one.command);
       one.command.insert(one.command.end(), common.begin(), common.end());
-      if (options.exact_memory) one.variables = {{"MALLOC_MMAP_THRESHOLD_", "65536"}};  // what the peers' option sets
+      // The same as the peers' option sets.
+      if (options.exact_memory) one.variables = {{"MALLOC_MMAP_THRESHOLD_", "65536"}};
       list.push_back(std::move(one));
     }
   }
@@ -117,7 +118,7 @@ Json run(const Contestant& contestant, const Scratch& scratch) {
   return Json::parse(file);
 }
 
-// Steps of all rounds after their warm-up.
+// Steps of all rounds, without warm-up.
 Samples steps_of(const Contestant& contestant) {
   Samples samples;
   for (const auto& report : contestant.reports) {
@@ -140,7 +141,7 @@ Json median_over_rounds(const Contestant& contestant, const char* group, const c
   return samples.median();
 }
 
-// Medians of the steps relative to `base`, round by round.
+// Ratio of the medians to those of `base`, round by round.
 Samples ratios(const Contestant& contestant, const Contestant& base) {
   Samples samples;
   for (size_t round = 0; round < contestant.reports.size(); ++round) {
@@ -177,7 +178,7 @@ Json figure(const Contestant& contestant, const std::vector<Contestant>& all, co
                                                                      {"growth", "growth_mib"}}) {
     entry["memory"][name] = median_over_rounds(contestant, "memory", from);
   }
-  // Each implementation against its own floor, and against shoal's.
+  // Ratio to the floor of the same implementation, and to shoal's floor.
   const auto floor_of = [&](const std::string& peer) {
     return std::find_if(all.begin(), all.end(),
                         [&](const Contestant& other) { return other.strategy == "local" && other.peer == peer; });

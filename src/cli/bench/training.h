@@ -1,5 +1,5 @@
 #pragma once
-// Whole training steps of strategies, transports and Python peers, in turn in every round.
+// Bench of whole training steps of strategies, transports and Python peers, in turn in every round.
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -25,12 +25,11 @@ struct TrainingBenchOptions {
   int steps = 13;
   int rounds = 3;
 
-  // Throws UsageError that lists all faults.
+  // UsageError lists all faults.
   void validate() const;
 };
 
-// Starts every contestant once per round as a program of its own. `self`: this program. Ratios are formed within a
-// round.
+// Starts every contestant once per round as a separate program. self: this program. Ratios are computed within a round.
 nlohmann::ordered_json bench_training(const TrainingBenchOptions& options, const std::string& self);
 
 }  // namespace shoal::cli

@@ -1,4 +1,4 @@
-// `shoal checkpoint`: what a checkpoint holds, whether it is intact, its model for other programs, and other files.
+// Command `shoal checkpoint`: lists, verifies, exports and reshards checkpoints.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

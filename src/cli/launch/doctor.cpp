@@ -1,4 +1,4 @@
-// `shoal doctor`: the features of this build and this machine, and how to get missing ones.
+// Command `shoal doctor`: features of this build and this machine, and how to get missing ones.
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -56,7 +56,7 @@ std::string fashion_mnist() {
   return "not installed: apt-get install dataset-fashion-mnist, or --data fashion-mnist:FOLDER";
 }
 
-// What every rank does when it meets its peers: make memory and open it the way a peer would.
+// Tries what every rank does when it meets its peers: allocates memory and opens it as a peer would.
 std::string host_transport() {
   try {
     const HostMemory memory;

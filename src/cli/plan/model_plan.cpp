@@ -24,7 +24,7 @@
 namespace shoal::cli {
 namespace {
 
-// The order in which backward delivers gradients.
+// Order in which backward computes gradients.
 std::vector<size_t> arrival_order(const TrainOptions& options, models::Model& model,
                                   const std::vector<Gradient>& gradients) {
   std::vector<at::Tensor> parameters;
@@ -96,7 +96,7 @@ class Planner {
     for (const auto& gradient : gradients_) parameters_.push_back(gradient.parameter);
     std::vector<size_t> order(parameters_.size());
     std::iota(order.begin(), order.end(), 0);
-    // OSS takes them as its param groups list them.
+    // OSS takes parameters in the order of its param groups.
     const auto group = [this](size_t i) { return param_groups_.at(parameters_[i].unsafeGetTensorImpl()); };
     if (!owns_pieces()) {
       std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return group(a) < group(b); });
@@ -133,7 +133,7 @@ class Planner {
     }
   }
 
-  // Of a parameter, or of a piece of one, with these sizes.
+  // State of a parameter, or of a piece of one, with these sizes.
   int64_t state_bytes(at::IntArrayRef sizes, const at::Tensor& parameter) const {
     const bool copied = owns_pieces() && parameter.element_size() < static_cast<int64_t>(sizeof(float));
     const auto element = copied ? static_cast<int64_t>(sizeof(float)) : parameter.element_size();
@@ -162,7 +162,7 @@ class Planner {
     return calls;
   }
 
-  // What updated parameters cost that have one owner each.
+  // Publication of updated parameters that have one owner each.
   void add_publication(PlannedCalls& calls) const {
     if (options_.precision().scaler) calls.add(sizeof(int32_t));  // whether some rank found inf or NaN
     if (ranks_ == 1) return;
@@ -175,7 +175,7 @@ class Planner {
     }
   }
 
-  // In step(), before a rank writes what others of its host may still read.
+  // The synchronisation in step() before a rank writes parameters that others of its host may still read.
   void add_meeting(PlannedCalls& calls) const {
     if (options_.precision().scaler) {
       calls.add(sizeof(int32_t));  // whether some rank found inf or NaN
@@ -260,7 +260,7 @@ class Planner {
     return scattered ? scatter_layout(numels, bytes, ranks_) : FlatLayout(numels, bytes);
   }
 
-  // What the reduction and the hook do with each bucket, among ranks that are not there.
+  // Runs the reduction and the hook on each bucket in a dry-run group.
   Buckets add_reductions(std::unique_ptr<GradientReduction> plain, std::shared_ptr<CommunicationHook> hook,
                          std::span<const size_t> order, PlannedCalls& calls) const {
     const torch::NoGradGuard no_grad;

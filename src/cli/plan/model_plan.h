@@ -1,5 +1,5 @@
 #pragma once
-// Prediction of memory and communication of a training run of a built-in model.
+// Prediction of a training run's memory and communication for a built-in model.
 
 #include <cstdint>
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace shoal::cli {
 
-// What one rank gives to the group, as GroupStatistics counts it.
+// Communication of one rank, in the terms of GroupStatistics.
 struct PlannedCalls {
   int64_t calls = 0;
   int64_t bytes = 0;
@@ -21,11 +21,11 @@ struct PlannedCalls {
   }
 };
 
-// Bytes.
+// Memory of one rank in bytes.
 struct RankMemory {
   int64_t parameters = 0;
   int64_t gradients = 0;  // at the end of a step
-  int64_t state = 0;      // of the optimizer, float32 main copies included
+  int64_t state = 0;      // of the optimizer, including float32 main copies
   int64_t buffers = 0;
 
   int64_t total() const { return parameters + gradients + state + buffers; }
@@ -33,17 +33,17 @@ struct RankMemory {
 
 struct ModelPlan {
   std::vector<RankMemory> ranks;
-  bool parameters_once = false;  // the ranks of the host share one copy of the parameters
-  bool gathers = false;          // parameters are gathered unit by unit when they are used, which is not counted here
-  PlannedCalls first_step;       // its buckets follow the order of registration
-  PlannedCalls rebuild;          // between the first and the second step: the order in which gradients arrive
-  int64_t plain_steps = 0;       // before a communication hook starts to compress
-  PlannedCalls plain_step;       // every further one of these
-  PlannedCalls per_step;         // every further one, unless a scaler skips it
+  bool parameters_once = false;  // the ranks of a host share one copy of the parameters
+  bool gathers = false;          // parameters are gathered unit by unit when used; those gathers are not counted
+  PlannedCalls first_step;       // buckets follow the order of registration
+  PlannedCalls rebuild;          // between the first and the second step: agreement on the order of gradients
+  int64_t plain_steps = 0;       // number of steps before a communication hook starts to compress
+  PlannedCalls plain_step;       // each of these steps after the first
+  PlannedCalls per_step;         // each step after those, unless a scaler skips it
 };
 
-// options: completed, for one of the strategies ddp, zero1, zero2, megatron, fsdp. model: made for them, in the
-// parameters' dtype. Runs the model's forward and backward once, on one sample, since buckets follow the order of
+// options: completed, for strategy ddp, zero1, zero2, megatron or fsdp. model: made for these options, in the
+// parameters' dtype. Runs the model's forward and backward once, on one sample, because buckets follow the order of
 // gradients.
 ModelPlan plan_model(const TrainOptions& options, models::Model& model, int ranks);
 

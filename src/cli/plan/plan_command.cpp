@@ -1,4 +1,4 @@
-// `shoal plan`: memory and communication of a training run before it runs.
+// Command `shoal plan`: memory and communication of a training run, without running it.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -38,7 +38,7 @@ constexpr Formula formulas[] = {{"ddp", Sharded::nothing, Sharded::nothing},
                                 {"zero2", Sharded::gradients, Sharded::gradients},
                                 {"fsdp", Sharded::parameters, Sharded::parameters}};
 
-// What --strategy may be.
+// Valid values of --strategy.
 std::vector<std::string> plannable() {
   std::vector<std::string> names{"all"};
   for (const auto& formula : formulas) names.push_back(find_strategy(formula.strategy).name);
@@ -155,7 +155,7 @@ int plan_built_in(const PlanOptions& options) {
       train.complete();
       train.check_strategy(ranks, /*hosts=*/1);
     } catch (const UsageError&) {
-      // --strategy all: those that take the hook.
+      // --strategy all: skips strategies that do not accept the hook.
       if (options.strategy == "all" && compress != "none") continue;
       throw;
     }
@@ -196,7 +196,7 @@ void check(PlanOptions& options) {
   auto train = options.train;
   if (options.strategy != "all") train.strategy = options.strategy;
   if (options.params) {
-    element_bytes(train.dtype, "adamw");  // its own names
+    element_bytes(train.dtype, "adamw");  // throws its own errors for unknown names
     train.dtype = "float32";
   }
   train.complete();

@@ -10,7 +10,8 @@
 namespace shoal::cli {
 namespace {
 
-// Which of the two keeps a parameter's state shows by what it is; the states themselves are known.
+// Registers the optimizer's state. The kinds of state themselves are registered already, and show which part keeps
+// them.
 void know_state() {
   static const bool known = [] {
     detail::add_state_kind({
@@ -60,7 +61,7 @@ MuonWithAdamW::ParamGroups MuonWithAdamW::groups_of(const torch::nn::Module& mod
   return groups;
 }
 
-// The state of both lies here, where checkpoints and counters look for it.
+// Lends the shared state to a part while it steps: checkpoints and counters look for the state in this object.
 void MuonWithAdamW::update(torch::optim::Optimizer& part) {
   std::swap(part.state(), state_);
   part.step();

@@ -1,5 +1,5 @@
 #pragma once
-// Muon on the matrices of hidden layers, AdamW on everything else: one optimizer.
+// Optimizer that uses Muon for the matrices of hidden layers and AdamW for everything else.
 
 #include <torch/nn/module.h>
 
@@ -13,10 +13,10 @@ class MuonWithAdamW : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // The first group is Muon's, the second AdamW's, which takes rate and weight decay from it. So both may share a
-  // schedule: see MuonRate::match_rms_adamw.
+  // The first group is Muon's, the second AdamW's, which takes learning rate and weight decay from it, so that both can
+  // share a schedule: see MuonRate::match_rms_adamw.
   MuonWithAdamW(const ParamGroups& groups, const MuonOptions& options);
-  // Its groups of a module's parameters.
+  // Param groups for a module's parameters.
   static ParamGroups groups_of(const torch::nn::Module& module);
 
   at::Tensor step(LossClosure closure = nullptr) override;

@@ -78,7 +78,7 @@ int64_t state_numel(const std::string& name, at::IntArrayRef sizes, size_t group
   if (name == "muon") return group == 0 ? numel : state_per_element("adamw") * numel;
   if (name != "adafactor") return state_per_element(name) * numel;
   if (sizes.size() <= 1 || numel == 0) return numel;
-  return numel / sizes.back() + numel / sizes[sizes.size() - 2];  // one mean per row, one per column
+  return numel / sizes.back() + numel / sizes[sizes.size() - 2];  // one mean per row and one per column
 }
 
 std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer) {

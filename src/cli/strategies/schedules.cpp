@@ -10,7 +10,7 @@
 namespace shoal::cli {
 namespace {
 
-constexpr double start_factor = 1e-3;  // of the rate, at the first step of a warm-up
+constexpr double start_factor = 1e-3;  // fraction of the learning rate at the first step of a warm-up
 constexpr double usual_decay = 0.1;
 
 template <class T>
@@ -21,7 +21,7 @@ void refuse(const char* option, const std::optional<T>& value, const TrainOption
 
 OneCycleOptions one_cycle(const TrainOptions& options, int64_t total_steps) {
   OneCycleOptions cycle{.total_steps = total_steps};
-  // The rate is whole at the step after the warm-up.
+  // The rate reaches its full value at the step after the warm-up.
   if (options.warmup_steps) {
     cycle.rising = static_cast<double>(*options.warmup_steps + 1) / static_cast<double>(total_steps);
   }
@@ -87,7 +87,7 @@ std::unique_ptr<LambdaLR> make_schedule(const TrainOptions& options, torch::opti
   }
   if (options.schedule == "one_cycle") return std::make_unique<OneCycle>(optimizer, one_cycle(options, total_steps));
   if (options.schedule == "step") {
-    // Python's StepLR; libtorch's falls one step late.
+    // As Python's StepLR; libtorch's decays one step late.
     return std::make_unique<LambdaLR>(
         optimizer, [every = *options.decay_every, factor = options.decay_factor.value_or(usual_decay)](int64_t step) {
           return std::pow(factor, static_cast<double>(step / every));

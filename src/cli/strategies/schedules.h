@@ -1,5 +1,5 @@
 #pragma once
-// The learning-rate schedules that `shoal train` knows.
+// Learning-rate schedules of `shoal train`.
 
 #include <cstdint>
 #include <memory>
@@ -13,11 +13,11 @@ namespace shoal::cli {
 
 std::vector<std::string> schedule_names();
 
-// Throws UsageError for options that the schedule needs or does not take, and where the number of steps is known, for
-// those that do not fit it.
+// UsageError for options that the schedule lacks or does not accept and, if the number of steps is known, for those
+// that do not fit it.
 void check_schedule(const TrainOptions& options);
 
-// On the optimizer's rates as they are now; step() it after each step. None for "constant". Throws UsageError for
+// Schedule for the optimizer's present rates; call its step() after each step. nullptr for "constant". UsageError for
 // options that do not fit the number of steps.
 std::unique_ptr<LambdaLR> make_schedule(const TrainOptions& options, torch::optim::Optimizer& optimizer,
                                         int64_t total_steps);

@@ -13,7 +13,7 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-// What strategies say of an option of one name.
+// Options of one name, as the strategies describe them.
 struct Offer {
   StrategyOption option;
   struct Text {
@@ -62,7 +62,7 @@ std::string help_of(const Offer& offer) {
   return fmt::format("{}", fmt::join(parts, "; "));
 }
 
-// --bucket-cap-mb of bucket_cap_mb.
+// Converts bucket_cap_mb to --bucket-cap-mb.
 std::string spelled(std::string name) {
   std::replace(name.begin(), name.end(), '_', '-');
   return "--" + name;

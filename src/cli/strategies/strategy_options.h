@@ -1,5 +1,5 @@
 #pragma once
-// Options of `shoal train` that the registry of strategies knows.
+// Options of `shoal train` from the registry of strategies.
 
 #include <CLI/CLI.hpp>
 #include <functional>
@@ -9,15 +9,15 @@
 
 namespace shoal::cli {
 
-// One option of the command line for each that some strategy has: bucket_cap_mb is --bucket-cap-mb.
+// Adds an option to the command line for each option of a strategy: bucket_cap_mb becomes --bucket-cap-mb.
 void add_strategy_options(CLI::App& command, StrategyOptions& values);
-// A line for each strategy.
+// Returns a line for each strategy.
 std::string list_of_strategies();
 
-// What `work` throws of an option, in the words of the command line.
+// Runs `work`; errors about options are thrown in the terms of the command line.
 void in_words_of_the_command_line(const std::function<void()>& work);
 
-// UsageError for --logging-data with a strategy that has none, with those that do.
+// UsageError for --logging-data with a strategy that has none; it lists the strategies that do.
 void check_logging_data(const TrainOptions& options);
 
 }  // namespace shoal::cli

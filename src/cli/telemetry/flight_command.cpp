@@ -1,4 +1,4 @@
-// `shoal flight`: what the flight recorders of a job's ranks say.
+// Command `shoal flight`: analysis of the flight recorders of a job's ranks.
 
 #include <fmt/format.h>
 

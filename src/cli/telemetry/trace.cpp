@@ -21,7 +21,7 @@ Json name_of(const char* what, int rank, int row, const std::string& name) {
   return {{"ph", "M"}, {"name", what}, {"pid", rank}, {"tid", row}, {"args", {{"name", name}}}};
 }
 
-// Spans of one thread nest, so that they share its row; others are drawn as pairs of events, on tracks of their own.
+// Spans of one thread nest and share its row; others are drawn as pairs of events on tracks of their own.
 void add_span(Json& events, const Span& span, int rank, int row, Clock::duration clock, size_t number) {
   Json event = {{"ph", "X"},   {"cat", span.category}, {"name", span.name},
                 {"pid", rank}, {"tid", row},           {"ts", microseconds(span.begin.time_since_epoch() + clock)}};
@@ -55,7 +55,7 @@ void add_span(Json& events, const Span& span, int rank, int row, Clock::duration
 
 void write_trace(const std::string& folder, const Timeline& timeline, int rank, Clock::duration clock) {
   std::error_code error;
-  fs::create_directories(folder, error);  // if it fails, the file says so
+  fs::create_directories(folder, error);  // if this fails, opening the file reports it
   Json events = Json::array();
   events.push_back(name_of("process_name", rank, 0, fmt::format("rank {}", rank)));
   std::map<std::thread::id, int> rows;

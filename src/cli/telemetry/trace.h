@@ -7,8 +7,8 @@
 namespace shoal::cli {
 
 // Writes `folder`/rank-RANK.json for chrome://tracing or Perfetto: one process per rank, one row per thread, and a
-// track for what overlaps. Times are microseconds of rank 0's clock; `clock`: see clock_offset. Throws UsageError that
-// names the file.
+// track for overlapping spans. Times are microseconds of rank 0's clock; clock: see clock_offset. UsageError names the
+// file.
 void write_trace(const std::string& folder, const Timeline& timeline, int rank, Clock::duration clock);
 
 }  // namespace shoal::cli

@@ -1,4 +1,4 @@
-// `shoal trace`: what is to be done with the traces that `shoal train --trace` writes.
+// Command `shoal trace`: work on the traces of `shoal train --trace`.
 
 #include <memory>
 

@@ -19,13 +19,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Of an event, or of all that a trace has beside its events.
+// Limits of one event, and of everything in a trace beside its events.
 constexpr JsonLimits event_limits{.depth = 16, .bytes = int64_t{16} << 20, .text_bytes = int64_t{1} << 20};
 constexpr double longest_time = 1e18;  // microseconds: more than a clock counts
 
 using EachEvent = std::function<void(nlohmann::json event)>;
 
-// Hands out the events; returns the rank.
+// Passes the events to `each`; returns the rank.
 int read_trace(const fs::path& file, const EachEvent& each) {
   const auto subject = file.string();
   size_t number = 0;

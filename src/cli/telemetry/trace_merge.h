@@ -1,5 +1,5 @@
 #pragma once
-// One trace of a job from those of its ranks.
+// Merge of the traces of a job's ranks into one.
 
 #include <filesystem>
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace shoal::cli {
 
-// Writes the events of all files in `places`, or of the rank-N.json in folders, to `target` (- for standard output), by
-// rank, the first one at 0. Holds one event at a time, whatever the size of the files. UsageError for a file that is
-// not a trace of one rank and for two of one rank, before the target is touched.
+// Writes the events of all files in `places`, or of the rank-N.json files in folders, to `target` (- for standard
+// output), ordered by rank, with the first event at time 0. Holds one event at a time, whatever the size of the files.
+// UsageError for a file that is not a trace of one rank, and for two files of one rank, before the target is changed.
 void merge_traces(const std::vector<std::filesystem::path>& places, const std::string& target);
 
 }  // namespace shoal::cli

@@ -26,7 +26,7 @@ struct Point {
   double x, y;
 };
 
-// In the unit of its panel, whose upper left corner is `corner`.
+// Circle of a panel, whose upper left corner is `corner`.
 class Circle {
  public:
   Circle(Point corner, int ranks) : corner_(corner), ranks_(ranks) {
@@ -84,7 +84,7 @@ std::string on_circle(const MixingRound& round, Point corner) {
   return svg;
 }
 
-// Rows take, columns give; darker for larger weights.
+// Rows receive, columns send; darker for larger weights.
 std::string as_matrix(const MixingRound& round, Point corner) {
   constexpr double margin = 16;
   const double cell = (panel - 2 * margin) / round.size();
@@ -142,7 +142,7 @@ std::string distance_drawing(const TopologyReport& report) {
   constexpr int decades = 3;
   const auto last = std::max<size_t>(1, report.distance.size() - 1);
   const auto x = [&](size_t step) { return left + plot_width * static_cast<double>(step) / static_cast<double>(last); };
-  // What is less than the lowest line lies on it.
+  // Values below the lowest line are drawn on it.
   const auto y = [&](double distance) {
     const double power = distance > 0 ? -std::log10(distance) : decades;
     return top + plot_height * std::clamp(power / decades, 0.0, 1.0);

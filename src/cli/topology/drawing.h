@@ -1,5 +1,5 @@
 #pragma once
-// A topology as a picture.
+// Drawings of topologies.
 
 #include <string>
 
@@ -7,14 +7,14 @@
 
 namespace shoal::cli {
 
-// An SVG document: for each of the first rounds the ranks on a circle and who sends to whom, wider for larger weights,
-// with arrows where it is one way; the matrix where there are too many ranks for that.
+// SVG document with the first rounds: the ranks on a circle, with lines from sender to receiver, wider for larger
+// weights, and arrows for one-way edges. With too many ranks for that, the matrices.
 std::string rounds_drawing(const Topology& topology);
 
-// An SVG plot of TopologyReport::distance over steps, logarithmic.
+// SVG plot of TopologyReport::distance over steps, logarithmic.
 std::string distance_drawing(const TopologyReport& report);
 
-// Both with the report, for people: a page.
+// HTML page with both drawings and the report.
 std::string topology_page(const Topology& topology, const TopologyReport& report);
 
 }  // namespace shoal::cli

@@ -1,4 +1,4 @@
-// `shoal topology`: who averages with whom, and how fast ranks come to agree.
+// Command `shoal topology`: which ranks mix with which, and how fast they reach consensus.
 
 #include <fmt/format.h>
 

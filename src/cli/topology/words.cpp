@@ -11,16 +11,16 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int most_in_matrix = 8;         // ranks
+constexpr int most_in_matrix = 8;         // maximum of ranks
 constexpr int64_t most_rounds_told = 16;  // the rest is in the JSON
-constexpr size_t most_links = 200;        // of a round
-constexpr size_t columns = 100;           // of a line
+constexpr size_t most_links = 200;        // maximum of a round
+constexpr size_t columns = 100;           // width of a line
 
 std::string number(double value) {
   return fmt::format("{:.4g}", value);
 }
 
-// "0 - 1" for both directions with one weight, "0 > 1" for one; by weight, in ascending order.
+// "0 - 1" for two equal weights in both directions, "0 > 1" for one direction; by ascending weight.
 std::map<double, std::vector<std::string>> links_by_weight(const MixingRound& round) {
   std::map<double, std::vector<std::string>> links;
   for (int to = 0; to < round.size(); ++to) {

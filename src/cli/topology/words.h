@@ -1,5 +1,5 @@
 #pragma once
-// A topology as text and as JSON.
+// Topologies as text and as JSON.
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -8,13 +8,13 @@
 
 namespace shoal::cli {
 
-// The rounds, with matrices where they are small, then the report.
+// The rounds, with matrices if they are small, then the report.
 std::string in_words(const Topology& topology, const TopologyReport& report);
 
-// The report's lines: what, figure.
+// Lines of the report: label and value.
 std::vector<std::pair<std::string, std::string>> report_lines(const TopologyReport& report);
 
-// "file": what read_topology reads; "report": TopologyReport; and "name", "fingerprint".
+// "file": the input of read_topology; "report": TopologyReport; also "name" and "fingerprint".
 nlohmann::ordered_json to_json(const Topology& topology, const TopologyReport& report);
 
 }  // namespace shoal::cli

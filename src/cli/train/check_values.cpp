@@ -20,7 +20,7 @@ bool fits(const std::string& text) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
-// Long ones are cut: a line of 300 digits helps nobody.
+// Shortens long texts, such as lines of 300 digits.
 std::string shown(const std::string& text) {
   constexpr size_t most = 40;
   return text.size() > most ? fmt::format("{}... ({} characters)", text.substr(0, most / 2), text.size()) : text;

@@ -1,5 +1,5 @@
 #pragma once
-// The values that a command line gives to its options, before anything uses them.
+// Checks of the values on a command line, before anything uses them.
 
 #include <CLI/CLI.hpp>
 #include <string>
@@ -7,13 +7,12 @@
 
 namespace shoal::cli {
 
-// For every command of the program, once it has been parsed and before its own work: UsageError that names the option
-// where a number is not one of its type (CLI11 wraps -1 and cuts what is too large), and where the next option stands
-// in a value's place.
+// Run for every command after parsing. UsageError, which names the option, for a number outside its type (CLI11 wraps
+// -1, and truncates large values), and for a value that is the next option.
 void check_values(CLI::App& program);
 
-// The first option of the line, up to "--", that its command does not have; empty: none. CLI11 names what is left over,
-// an option's value or the program to start, and not always the option.
+// First option on the line, up to "--", that its command does not have; empty: none. Needed because CLI11 reports what
+// is left over, which may be an option's value or the program to start.
 std::string unknown_option(const CLI::App& program, const std::vector<std::string>& line);
 
 }  // namespace shoal::cli

@@ -9,11 +9,11 @@ namespace shoal::cli {
 
 struct Evaluation {
   double loss = 0;      // mean cross entropy per sample or position
-  double accuracy = 0;  // share of right answers, per sample or position
+  double accuracy = 0;  // fraction of correct answers, per sample or position
   int64_t count = 0;    // samples or positions
 };
 
-// Over all of `samples`, shared out among the group's ranks. Collective. The module's mode is as before afterwards.
+// Evaluates all of `samples`, distributed over the group's ranks. Collective. Restores the module's training mode.
 Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& group, const Precision& precision);
 
 }  // namespace shoal::cli

@@ -1,5 +1,5 @@
 #pragma once
-// What is said of exchanges between neighbours.
+// Reports on exchanges between neighbours.
 
 #include <string>
 #include <utility>
@@ -9,9 +9,9 @@
 
 namespace shoal::cli {
 
-// For the progress line: empty, if all came in time.
+// For the progress line; empty if no exchange was missed.
 std::string missed_exchanges(const TrainingCore& training);
-// For the report; none without such exchanges. Collective.
+// For the report; empty for strategies without such exchanges. Collective.
 std::vector<std::pair<std::string, double>> exchange_figures(TrainingCore& training);
 
 }  // namespace shoal::cli

@@ -12,7 +12,7 @@
 namespace shoal::cli {
 namespace {
 
-// The batches of a step are made before it, so that its time is training alone.
+// Makes a step's batches before the step, so that the step's time is training alone.
 class ReferenceFeed : public Feed {
  public:
   ReferenceFeed(const TrainOptions& options, int rank) : options_(options), rank_(rank) { prepare(0); }
@@ -40,7 +40,7 @@ class ReferenceFeed : public Feed {
   std::vector<data::Batch> batches_;  // of one step
 };
 
-// Samples in memory, served by libtorch's data loader.
+// Samples in memory, read with libtorch's data loader.
 class DatasetFeed : public Feed {
  public:
   DatasetFeed(const TrainOptions& options, int rank, int ranks, std::shared_ptr<data::Dataset> train,
@@ -65,7 +65,8 @@ class DatasetFeed : public Feed {
   }
 
   data::Batch next(int64_t, int) override {
-    if (*next_ == loader_->end()) next_.emplace(loader_->begin());  // fewer batches than micro-batches of one step
+    // The epoch has fewer batches than one step has micro-batches.
+    if (*next_ == loader_->end()) next_.emplace(loader_->begin());
     auto batch = **next_;
     ++*next_;
     return batch;

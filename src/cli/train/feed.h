@@ -9,24 +9,24 @@
 
 namespace shoal::cli {
 
-// Hands out this rank's micro-batches, epoch after epoch.
+// Source of this rank's micro-batches, epoch after epoch.
 class Feed {
  public:
   virtual ~Feed() = default;
-  // Steps of an epoch, equal on all ranks; none for data without end.
+  // Steps per epoch, equal on all ranks; nothing for endless data.
   virtual std::optional<int64_t> steps_per_epoch() const = 0;
-  // Called before the first step of each epoch.
+  // Call before the first step of each epoch.
   virtual void begin_epoch(int64_t epoch) = 0;
-  // Makes what next() hands out in this step, outside its time.
+  // Prepares the batches of this step, outside of its measured time.
   virtual void prepare(int64_t) {}
   virtual data::Batch next(int64_t step, int micro) = 0;
-  // Right after begin_epoch: as if so many steps' batches had been taken.
+  // Call right after begin_epoch: skips the batches of `steps` steps.
   virtual void skip(int64_t steps) = 0;
-  // Test samples, this rank's share in order; nullptr where there are none.
+  // This rank's share of the test samples, in order; nullptr if there are none.
   virtual std::shared_ptr<data::Dataset> test_data() const = 0;
 };
 
-// Throws UsageError where the data is missing or too short; reads as good as nothing.
+// UsageError if the data is missing or too short; reads next to nothing.
 void check_data(const TrainOptions& options);
 std::unique_ptr<Feed> make_feed(const TrainOptions& options, int rank, int ranks);
 

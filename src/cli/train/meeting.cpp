@@ -26,14 +26,15 @@ Meeting::Outcome Meeting::meet(int64_t steps, bool due, bool stops) {
       appointed_ = furthest;
       return Outcome::go_on;
     }
-    if (least < furthest) continue;  // the others come
+    if (least < furthest) continue;  // the other ranks come later
     appointed_ = -1;
     return stops ? Outcome::stop : Outcome::together;
   }
 }
 
 void Meeting::together(const std::function<void(const Group&)>& work) {
-  // Until all have noticed who has ended: three seconds. Counted, since ranks that share a model try equally often.
+  // Retries for three seconds, until all ranks have noticed which one has ended. Counts attempts instead of time,
+  // because ranks that share a model must try equally often.
   constexpr int most = 60;
   constexpr std::chrono::milliseconds pause(50);
   std::string tried;

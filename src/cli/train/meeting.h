@@ -8,23 +8,23 @@
 
 namespace shoal::cli {
 
-// Ranks that average with neighbours are in different steps, and go on when some of them end. Before they do something
-// together, an evaluation, a checkpoint or the end, also one that an interrupt asks for, all make as many steps as the
-// rank that is furthest on. Of strategies whose ranks are always in the same step, nothing is asked.
+// Ranks that mix with neighbours are in different steps, and go on when some of them end. Before a joint action (an
+// evaluation, a checkpoint, the end, or a stop after an interrupt) all ranks make as many steps as the one that is
+// furthest ahead. For strategies whose ranks are always in the same step, no communication is needed.
 class Meeting {
  public:
   Meeting(TrainingCore& training, Group group) : training_(training), group_(std::move(group)) {}
 
   enum class Outcome {
-    go_on,     // with the next step; where others are further on, up to theirs
-    together,  // all that are there are in this step
-    stop       // the same, and one was interrupted
+    go_on,     // continue with the next step, up to the furthest rank's if others are ahead
+    together,  // all remaining ranks are in this step
+    stop       // the same, and a rank was interrupted
   };
-  // After so many steps. due: something together comes after this step, on all ranks. stops: this rank was interrupted.
-  // Collective when due, and from an interrupt on.
+  // Call after `steps` steps. due: a joint action follows this step, on all ranks. stops: this rank was interrupted.
+  // Collective if due, and from an interrupt on.
   Outcome meet(int64_t steps, bool due, bool stops);
 
-  // Collective work of those that are there. When one ends meanwhile, the others begin it again without it.
+  // Collective work of the remaining ranks. If one of them ends meanwhile, the others repeat the work without it.
   void together(const std::function<void(const Group& present)>& work);
 
  private:
@@ -32,7 +32,7 @@ class Meeting {
 
   TrainingCore& training_;
   Group group_;
-  int64_t appointed_ = -1;  // the step after which others wait
+  int64_t appointed_ = -1;  // step after which the other ranks wait
 };
 
 }  // namespace shoal::cli

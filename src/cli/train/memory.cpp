@@ -6,7 +6,7 @@
 namespace shoal::cli {
 namespace {
 
-// "VmRSS:     1234 kB" and the like.
+// Reads a line such as "VmRSS:     1234 kB".
 double field_mib(const char* path, const std::string& field) {
   std::ifstream file(path);
   std::string line;

@@ -1,5 +1,5 @@
 #pragma once
-// Metrics file: one JSON object per line and step.
+// Metrics file: one JSON object per line, for each step.
 
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -7,12 +7,12 @@
 
 namespace shoal::cli {
 
-// A file that other programs may read while it grows: every line is complete when it appears.
+// File that other programs may read while it grows: lines appear complete.
 class Metrics {
  public:
-  // A rank that takes over from one that has ended goes on behind what that has written.
+  // behind: appends, for a rank that takes over from one that has ended.
   enum class Start { anew, behind };
-  // Empty: nothing is written. UsageError that names the file when it cannot be.
+  // Empty path: writes nothing. UsageError names a file that cannot be written.
   explicit Metrics(const std::string& path, Start start = Start::anew);
   bool wanted() const { return !path_.empty(); }
   void write(const nlohmann::ordered_json& line);

@@ -8,20 +8,20 @@
 
 namespace shoal::cli {
 
-// On a terminal, one line that is redrawn; elsewhere, a plain line every ten seconds. Silent for the first two seconds,
-// so that short runs print nothing.
+// Redraws one line on a terminal; elsewhere prints a line every ten seconds. Silent for the first two seconds, so that
+// short runs print nothing.
 class Progress {
  public:
-  // rate_unit: what `amount` of update() counts, "samples".
+  // rate_unit: unit of `amount` in update(), such as "samples".
   Progress(bool enabled, int64_t steps, std::string rate_unit);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
   void update(int64_t step, int64_t amount, std::optional<double> loss = std::nullopt, const std::string& note = "");
-  // From now on, by a rank that takes over.
+  // Starts to print, on a rank that takes over.
   void enable() { enabled_ = true; }
-  // Removes the bar, so that a line can be printed; the next update draws it again.
+  // Removes the progress line, so that another line can be printed; the next update redraws it.
   void clear();
 
  private:

@@ -91,7 +91,7 @@ Json config(const TrainOptions& options, const World& world) {
   return result;
 }
 
-// Without the warm-up, in ascending order.
+// Values after the warm-up, in ascending order.
 std::vector<double> steady_part(std::vector<double> values) {
   if (values.size() > warm_up) values.erase(values.begin(), values.begin() + warm_up);
   std::sort(values.begin(), values.end());
@@ -117,7 +117,7 @@ Json timing(const std::vector<double>& step_ms) {
           {"load_1min", load[0]}};
 }
 
-// What they hold by what it is.
+// Memory of the ranks by kind.
 Json parts_of_ranks(const Group& group, const TrainResult& result, const models::Model& model) {
   Json parts;
   for (const auto& [name, value] :

@@ -1,4 +1,4 @@
-// `shoal train`: starts its ranks, or is one of them.
+// Command `shoal train`: starts its ranks, or is one of them.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -27,13 +27,13 @@ namespace {
 
 constexpr int interrupted_code = 130;
 
-// 0: as OMP_NUM_THREADS says, which torchrun sets and people do.
+// 0: OMP_NUM_THREADS decides, which torchrun and users set.
 int threads_per_rank(const TrainOptions& options, int ranks) {
   if (options.threads > 0 || process_environment()("OMP_NUM_THREADS")) return options.threads;
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / std::max(1, ranks));
 }
 
-// A first training step loads libraries and makes thread pools; that is not the model's memory.
+// Loads libraries and starts thread pools, so that their memory is not attributed to the model.
 void load_libraries(const TrainOptions& options) {
   torch::nn::Linear toy(8, 8);
   options.precision().convert(*toy);
@@ -48,7 +48,7 @@ void stop_at_the_end_of_the_step() {
   sigaction(SIGTERM, &action, nullptr);
 }
 
-// The model alone, for other programs; rank 0 has all of it.
+// Saves the model alone, for other programs; rank 0 has all of it.
 std::string save_model(const TrainOptions& options, const models::Model& model) {
   std::error_code error;
   std::filesystem::create_directories(options.save, error);
@@ -107,14 +107,14 @@ int train_rank(const TrainOptions& options) {
   const auto leave_interrupted = [](bool says, const std::string& what, const std::string& path) -> int {
     if (says) fmt::print(stderr, "interrupted{}\n", path.empty() ? "" : fmt::format("; {} in {}", what, path));
     std::fflush(nullptr);
-    std::_Exit(interrupted_code);  // peers may have stopped a step earlier or later
+    std::_Exit(interrupted_code);  // peers may have stopped one step earlier or later
   };
   try {
     Trainer trainer(options, world.group(), model, *feed);
     const auto result = trainer.run();
     memory.peak = peak_resident_mib();
     memory.pss = proportional_mib();
-    std::string file;  // the model alone
+    std::string file;  // the file of the model alone
     bool leads = world.rank() == 0;
     nlohmann::ordered_json report;
     const bool meets = !result.stopped || !options.save.empty();
@@ -132,7 +132,7 @@ int train_rank(const TrainOptions& options) {
     }
     if (result.stopped && !result.checkpoint.empty()) return leave_interrupted(leads, "checkpoint", result.checkpoint);
     if (result.stopped) return leave_interrupted(leads, "model", file);
-    // First what cannot fail: a place that could be written at the start may have gone meanwhile.
+    // Starts with output that cannot fail: a path that was writable at the start may be gone.
     if (leads && options.json != "-") summarise(report, result, options, world, file);
     if (leads && options.logging_data && result.logging) fmt::print("\n{}", to_table(*result.logging));
     std::fflush(stdout);
@@ -142,7 +142,7 @@ int train_rank(const TrainOptions& options) {
     }
     return 0;
   } catch (const Error& error) {
-    // Peers that went first cannot help any more, or do other things by now. All else is said.
+    // After an interrupt, peers may have ended first or be doing other things. All other errors are reported.
     const bool of_peers =
         dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const DisagreeError*>(&error) != nullptr;
     if (interrupted != 0 && of_peers) return leave_interrupted(world.rank() == 0, "", "");
@@ -150,7 +150,7 @@ int train_rank(const TrainOptions& options) {
   }
 }
 
-// The ranks of the training. UsageError where the command line and the launcher contradict each other.
+// Number of ranks. UsageError if the command line contradicts the launcher.
 int ranks_of(const TrainOptions& options, const Placement& placement) {
   const bool started = placement.source != "alone";
   if (started && options.ranks && *options.ranks != placement.size) {
@@ -164,7 +164,7 @@ int ranks_of(const TrainOptions& options, const Placement& placement) {
   return ranks;
 }
 
-// What every rank would find wrong, each with an error of its own, and what would be found after the training.
+// Reports faults that every rank would find on its own, and those that would show only after training.
 void check_start(const TrainOptions& options, const Placement& placement, int ranks) {
   options.check_strategy(ranks, placement.source == "alone" ? std::optional(1) : std::nullopt);
   check_data(options);

@@ -35,39 +35,39 @@ struct TrainOptions {
   bool eval = false;
   std::string save;
   int64_t save_every = 0;
-  int64_t keep_last = 0;  // of the checkpoints in `save`; 0: all
+  int64_t keep_last = 0;  // number of checkpoints kept in `save`; 0: all
   std::string resume;     // path, or "latest"
-  bool partial = false;   // what it has of the model alone
+  bool partial = false;   // load only the part of the model that the checkpoint has
   std::string trace;      // folder
   std::string json;
-  double clip = 0;  // largest norm of the gradients; 0: no clipping
+  double clip = 0;  // maximum norm of the gradients; 0: no clipping
   int timeout_seconds = 300;
   bool check_agreement = false;
-  StrategyOptions strategy_options;  // those that are on the line
+  StrategyOptions strategy_options;  // those given on the command line
   std::string flight_recorder;  // folder
   std::string metrics;          // file
   bool logging_data = false;    // print it at the end
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }
-  // What --data says after its colon.
+  // Part of --data after the colon.
   std::optional<std::string> data_path() const {
     const auto colon = data.find(':');
     return colon == std::string::npos ? std::nullopt : std::optional(data.substr(colon + 1));
   }
   const Strategy& chosen() const { return find_strategy(strategy); }
-  // As the strategy uses it: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
+  // Precision of the strategy: one with float32 main copies holds 16-bit parameters where others compute in 16 bits.
   Precision precision() const { return precision_of(strategy, dtype); }
-  // What gradients travel as.
+  // The communication hook's text.
   std::string compress() const;
   TrainingOptions training_options() const;
-  // Of the strategy.
+  // Values of the strategy's options.
   OptionValues values() const { return option_values(chosen(), training_options().options); }
   at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
 
-  // Fills in defaults that depend on other options; throws UsageError that names the option and what is allowed.
+  // Sets defaults that depend on other options. UsageError names the option and the valid values.
   void complete();
-  // Throws UsageError where so many ranks, on so many hosts if these are known, cannot train so.
+  // UsageError if the strategy cannot train on this number of ranks, or of hosts, if known.
   void check_strategy(int ranks, std::optional<int> hosts) const;
 };
 

@@ -23,9 +23,9 @@ volatile std::sig_atomic_t interrupted = 0;
 
 namespace {
 
-constexpr const char* steps_per_epoch = "steps_per_epoch";  // of a position
+constexpr const char* steps_per_epoch = "steps_per_epoch";  // key in the position of a checkpoint
 
-// What the optimizer updates in a wider dtype than the model's.
+// Parameters that the optimizer updates in a wider dtype than the model's.
 std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, const models::Model& model) {
   const auto dtype = model.parameters().front().scalar_type();
   std::vector<at::Tensor> list;
@@ -37,7 +37,7 @@ std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, co
   return list;
 }
 
-// For strategies that step their optimizers themselves.
+// Adds the schedule, for strategies that step their optimizers themselves.
 TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) {
   auto training = options.training_options();
   if (options.schedule == "constant" || !find_strategy(options.strategy).takes_schedule) return training;
@@ -94,7 +94,8 @@ double Trainer::step(int64_t number, TrainResult& result) {
   return loss_sum / options_.accumulate;
 }
 
-// Ranks that need each other to save end with the same step; one that is interrupted while they agree, with the next.
+// Ranks that need each other to save must end with the same step; one that is interrupted while they agree ends with
+// the next.
 bool Trainer::is_interrupted(int64_t number) const {
   const bool alone = in_step() ? has_whole_model() && !training_ : !strategy_->bound();
   if (alone) return interrupted != 0;
@@ -110,13 +111,13 @@ int64_t Trainer::resume() {
     if (group_.rank() == 0) fmt::print(stderr, "starting with what {} has of the model\n", found.path.string());
     return 0;
   }
-  // Param groups are as this command's options say.
+  // The command line, not the checkpoint, defines the options of param groups.
   const auto loaded = load(options_.resume, *training_, {.rates = false, .options = false});
   auto first = loaded.step;
   const auto position = nlohmann::json::parse(loaded.position, nullptr, /*allow_exceptions=*/false);
   const auto per_epoch = feed_.steps_per_epoch();
   if (per_epoch && position.is_object()) {
-    // Ranks or batches may have been others: the part of the epoch counts.
+    // Converts the step to the new number of steps per epoch, because ranks or batches may have changed.
     const auto before = position.value(steps_per_epoch, *per_epoch);
     if (before > 0 && before != *per_epoch) first = first * *per_epoch / before;
   }
@@ -154,8 +155,8 @@ bool Trainer::is_due(int64_t steps) const {
   return training_ && options_.save_every > 0 && steps % options_.save_every == 0;
 }
 
-// A full disk does not end the training: what was saved before is still there. Nor does a rank that has ended, where
-// the others go on without it.
+// A full disk does not end the training: earlier checkpoints still exist. Nor does the end of a rank, if the others go
+// on without it.
 void Trainer::tolerate(const std::function<void()>& saving) {
   const auto say = [&](const Error& error) {
     if (leads()) fmt::print(stderr, "shoal: {}; training continues\n", error.what());
@@ -186,8 +187,8 @@ void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& res
   meeting_.together([&](const Group& present) {
     result.figures = exchange_figures(*strategy_);
     const auto whole = strategy_->whole_parameters();
-    // Running means of batch norms, which are saved as rank 0 has them. Ranks that know nothing of each other evaluate
-    // their own models.
+    // Batch norms' running means are evaluated as they are saved, with rank 0's values. Ranks that train independently
+    // evaluate their own models.
     std::optional<CommonValues> buffers;
     if (strategy_->strategy().pace != Pace::alone) buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
     evaluation = evaluate(*model_, *feed_.test_data(), present, options_.precision());
@@ -234,7 +235,7 @@ TrainResult Trainer::run() {
   bool reports = group_.rank() == 0;
   Metrics metrics(reports ? options_.metrics : "");
   Progress progress(reports, total - first, "samples");
-  // Where the rank that did so has ended.
+  // Takes over the reports if the leading rank has ended.
   const auto take_over = [&] {
     if (reports || !leads()) return;
     reports = true;
@@ -243,7 +244,7 @@ TrainResult Trainer::run() {
   };
   int64_t number = first;
   for (; number < total && !result.stopped; ++number) {
-    // Ranks that go on without each other make the first step together.
+    // Ranks that can go on without each other still make the first step together.
     const bool stops = is_interrupted(number) && (in_step() || number > first);
     if (meeting_.meet(number, /*due=*/false, stops) == Meeting::Outcome::stop) {
       result.stopped = true;
@@ -286,7 +287,7 @@ TrainResult Trainer::run() {
     tolerate([&] { meeting_.together([&](const Group&) { save(number + 1, /*in_background=*/true); }); });
   }
   if (training_) tolerate([&] { training_->wait(); });
-  if (result.stopped) interrupted = 1;  // also where only a peer was
+  if (result.stopped) interrupted = 1;  // also if only a peer was interrupted
   result.params_mib = mebibytes(strategy_->parameters());
   for (const auto* local : strategy_->local_optimizers()) {
     result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));

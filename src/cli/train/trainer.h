@@ -1,5 +1,5 @@
 #pragma once
-// The training loop: the library's own example of use.
+// Training loop; also the library's own usage example.
 
 #include <csignal>
 #include <functional>
@@ -25,31 +25,31 @@ namespace shoal::cli {
 extern volatile std::sig_atomic_t interrupted;
 
 struct TrainResult {
-  std::vector<double> loss;       // of this rank, mean over micro-batches, per step
+  std::vector<double> loss;       // of this rank: mean over micro-batches, per step
   std::vector<double> lr;         // of the first param group, per step
   std::vector<double> step_ms;    // of this rank
-  std::vector<double> wait_ms;    // of which waiting for communication
-  std::vector<double> update_ms;  // of which the optimizer's step
+  std::vector<double> wait_ms;    // part of step_ms spent waiting for communication
+  std::vector<double> update_ms;  // part of step_ms spent in the optimizer's step
   std::vector<int64_t> sent;      // bytes of this rank's collectives, per step
   GroupStatistics communication;  // of the whole training
-  double params_mib = 0;          // of this rank, by what they are; at the end of a step
+  double params_mib = 0;          // memory of this rank by kind, at the end of a step
   double grads_mib = 0;
   double state_mib = 0;
-  int64_t wire_bytes = 0;                               // over TCP between ranks of this host, all of them together
+  int64_t wire_bytes = 0;                               // sum over all ranks, for TCP between ranks of this host
   std::vector<Evaluation> eval;                         // per epoch
   std::vector<std::pair<std::string, double>> figures;  // see exchange_figures
   std::optional<LoggingData> logging;                   // of the wrapper, if there is one
-  double seconds = 0;                                   // training alone, without evaluation and saving
+  double seconds = 0;                                   // without evaluation and saving
   int64_t samples = 0;                                  // of this rank
-  bool stopped = false;                                 // by an interrupt
-  std::string checkpoint;                               // of the training's end; empty: none
+  bool stopped = false;                                 // after an interrupt
+  std::string checkpoint;                               // saved at the end; empty: none
 };
 
 class Trainer {
  public:
   Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed);
 
-  // Trains to the end, or until interrupted, from where `--resume` says; saves where that is due. Collective.
+  // Trains to the end or until interrupted, starting where --resume says; saves checkpoints when due. Collective.
   TrainResult run();
   // See TrainingCore.
   std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
@@ -60,19 +60,19 @@ class Trainer {
  private:
   double step(int64_t number, TrainResult& result);
   nlohmann::ordered_json metrics_of(int64_t number, int64_t first, const TrainResult& result) const;
-  // Whether this rank, or one of those with which it makes every step, was interrupted before this one.
+  // Whether this rank, or a rank that makes every step together with it, was interrupted before this step.
   bool is_interrupted(int64_t number) const;
-  // Whether ranks are always in the same step, and end together.
+  // Whether all ranks are always in the same step and end together.
   bool in_step() const { return strategy_->strategy().pace != Pace::own; }
   bool leads() const { return strategy_->leader() == group_.rank(); }
   int64_t total_steps() const;
   // Returns the first step.
   int64_t resume();
   void begin_epoch(int64_t number, int64_t first);
-  // After so many steps. In the background: while training goes on.
+  // Saves after `steps` steps. in_background: training goes on meanwhile.
   void save(int64_t steps, bool in_background);
   bool is_due(int64_t steps) const;
-  // Says what has not been saved.
+  // Reports what could not be saved.
   void tolerate(const std::function<void()>& saving);
   void save_end(int64_t steps, TrainResult& result);
   void evaluate_model(int64_t epoch, Progress& progress, TrainResult& result);

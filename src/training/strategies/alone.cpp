@@ -1,4 +1,4 @@
-// none, local: nothing is exchanged.
+// Strategies none and local: no exchange.
 
 #include "training/builtin.h"
 #include "training/strategies/replicated.h"

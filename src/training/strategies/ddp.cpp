@@ -1,4 +1,4 @@
-// ddp.
+// Strategy ddp.
 
 #include "shoal/ddp.h"
 #include "shoal/optimizer_in_backward.h"
@@ -28,7 +28,7 @@ WholeGradient whole_gradient(const std::string& text) {
   return text == "per_bucket" ? WholeGradient::per_bucket : WholeGradient::exact;
 }
 
-// Backward updates, bucket by bucket.
+// Variant that updates in backward, bucket by bucket.
 class DdpInBackward : public Ddp {
  public:
   explicit DdpInBackward(const TrainingParts& parts)

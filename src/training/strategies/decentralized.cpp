@@ -1,4 +1,4 @@
-// decentralized.
+// Strategy decentralized.
 
 #include "shoal/decentralized.h"
 
@@ -12,7 +12,7 @@
 namespace shoal {
 namespace {
 
-// The recipe's optimizer of a bucket's part of the model's param groups.
+// Makes the recipe's optimizer for the part of the model's param groups that is in one bucket.
 OptimizerOfNamed optimizer_of_buckets(const TrainingParts& parts) {
   return [parts](const std::vector<NamedParameter>& named) {
     auto groups = groups_of(parts);
@@ -61,7 +61,7 @@ class Decentralized : public WrappedTraining<OpenCore<DecentralizedDataParallelC
   }
   OptimizerState optimizer_state() override { return parallel_.state_dict(); }
   std::optional<TrainingState> state() override { return TrainingState(parallel_); }
-  // The mean of the ranks' models: training goes on as if nobody had asked.
+  // The mean of the ranks' models; training is not affected.
   std::shared_ptr<void> whole_parameters() override {
     auto tensors = module_->parameters();
     for (const auto& buffer : module_->buffers()) tensors.push_back(buffer);

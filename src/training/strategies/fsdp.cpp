@@ -1,4 +1,4 @@
-// fsdp, fsdp_grad_op, fsdp_no_shard, hybrid, hybrid_grad_op.
+// Strategies fsdp, fsdp_grad_op, fsdp_no_shard, hybrid and hybrid_grad_op.
 
 #include "training/strategies/fsdp.h"
 

@@ -1,12 +1,12 @@
 #pragma once
-// FullyShardedDataParallel as a strategy, alone and between hosts that gossip.
+// FullyShardedDataParallel as a strategy, alone or with gossip between hosts.
 
 #include "shoal/fsdp.h"
 #include "training/parts.h"
 
 namespace shoal {
 
-// FullyShardedCore with what the wrapper's forward takes from it.
+// FullyShardedCore with the functions that a wrapper's forward uses.
 class OpenFullyShardedCore : public OpenCore<FullyShardedCore> {
  public:
   using OpenCore::OpenCore;
@@ -17,7 +17,7 @@ class FsdpTraining : public WrappedTraining<OpenFullyShardedCore, TrainingCore> 
  public:
   using MakeOptimizer = std::function<std::unique_ptr<FullyShardedOptimizerCore>(FullyShardedCore& parallel)>;
 
-  // group: the ranks that share a model. make: its optimizer; none: the recipe's.
+  // group: ranks that share a model. make: makes the model's optimizer; none: the recipe's.
   FsdpTraining(const TrainingParts& parts, const Group& group, ShardingStrategy sharding,
                const MakeOptimizer& make = {});
 
@@ -43,7 +43,7 @@ class FsdpTraining : public WrappedTraining<OpenFullyShardedCore, TrainingCore> 
   std::unique_ptr<FullyShardedOptimizerCore> optimizer_;
 };
 
-// Param groups of the recipe; none: the optimizer takes all trainable parameters.
+// Param groups of the recipe; nothing: the optimizer takes all trainable parameters.
 OptimizerRecipe::ParamGroups groups_of_units(const TrainingParts& parts);
 FullyShardedOptimizerOptions sharded_optimizer_options(const TrainingParts& parts);
 std::vector<StrategyOption> fsdp_option_list();

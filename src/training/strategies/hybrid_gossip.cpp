@@ -1,5 +1,5 @@
-// hybrid_gossip: FSDP on every host, gossip of shards between hosts. What is evaluated and saved is the mean of the
-// hosts' models.
+// Strategy hybrid_gossip: FSDP within hosts, gossip of shards between hosts. Evaluates and saves the mean of the hosts'
+// models.
 
 #include <fmt/format.h>
 
@@ -46,16 +46,16 @@ class HybridGossip : public FsdpTraining {
     };
   }
 
-  // Parameters, and floating-point buffers of all ranks, which FSDP leaves to each.
+  // Scope in which parameters, and the floating-point buffers that FSDP leaves to each rank, hold the mean.
   class Mean {
    public:
-    // The buffers last, and over those that were there at first: when a rank ends in the middle, who has got on further
-    // than others meets it there, too, and all begin again.
+    // Buffers last, over the ranks that were present at first: if a rank ends meanwhile, ranks that are further ahead
+    // fail here, too, and all start over.
     explicit Mean(HybridGossip& training) : gossip_(training.gossip()) {
       const auto present = training.present();
       gossip_.hold_mean();
       try {
-        // An operation may be over for one rank of the host and fail for another.
+        // An operation may succeed on one rank of the host and fail on another.
         fail_together(training.inside_, {-1, -1, "whether all ranks have answered"},
                       "a rank of another host has ended, as another rank of this host noticed", [&] {
                         buffers_ = std::make_unique<CommonValues>(CommonValues::Of::mean, training.module_->buffers(),
@@ -72,7 +72,7 @@ class HybridGossip : public FsdpTraining {
       try {
         whole_.reset();
         gossip_.hold_own();
-      } catch (const Error&) {  // a rank of this host has ended, and with it the host: its next step says so
+      } catch (const Error&) {  // a rank of this host has ended, and so has the host; its next step reports that
       }
     }
     Mean(const Mean&) = delete;
@@ -89,7 +89,7 @@ class HybridGossip : public FsdpTraining {
   Group inside_;
 };
 
-// Where no number is given, the ranks of each host share a model.
+// Without a number, the ranks of each host share a model.
 std::unique_ptr<TrainingCore> make_hybrid_gossip(const TrainingParts& parts) {
   const auto size = static_cast<int>(parts.values.integer("topology_local_size"));
   return std::make_unique<HybridGossip>(parts,

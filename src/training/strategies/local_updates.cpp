@@ -1,4 +1,4 @@
-// local_sgd, slowmo, diloco. What is evaluated and saved is the mean of the ranks' parameters.
+// Strategies local_sgd, slowmo and diloco. They evaluate and save the mean of the ranks' parameters.
 
 #include "shoal/local_sgd.h"
 #include "training/builtin.h"

@@ -1,4 +1,4 @@
-// megatron.
+// Strategy megatron.
 
 #include "shoal/megatron.h"
 

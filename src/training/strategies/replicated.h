@@ -1,5 +1,5 @@
 #pragma once
-// Every rank updates everything, with gradients of its own or of all.
+// Base of strategies in which every rank updates all parameters, with its own gradients or with those of all ranks.
 
 #include "training/parts.h"
 
@@ -9,7 +9,7 @@ class ReplicatedTraining : public ScaledTraining {
  public:
   explicit ReplicatedTraining(const TrainingParts& parts);
 
-  // Where every rank has the same gradients, all of them find the same.
+  // If ranks have the same gradients, all of them find the same overflow.
   bool step() override;
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<const torch::optim::Optimizer*> local_optimizers() const override { return {optimizer_.get()}; }
@@ -17,7 +17,7 @@ class ReplicatedTraining : public ScaledTraining {
   std::optional<TrainingState> state() override;
 
  protected:
-  // With gradients that are finite, or not.
+  // finite: whether gradients are finite.
   virtual void update(bool finite) {
     if (finite) optimizer_->step();
   }

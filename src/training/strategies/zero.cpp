@@ -1,4 +1,4 @@
-// zero1, zero2.
+// Strategies zero1 and zero2.
 
 #include "shoal/zero.h"
 
@@ -9,11 +9,11 @@
 namespace shoal {
 namespace {
 
-// A wrapper over an OSS.
+// A wrapper around an OSS optimizer.
 template <class Core>
 class Zero : public WrappedTraining<OpenCore<Core>, ScaledTraining> {
  public:
-  // make: the wrapper, of the module and the optimizer.
+  // make: makes the wrapper from the module and the optimizer.
   template <class Make>
   Zero(const TrainingParts& parts, const Make& make)
       : WrappedTraining<OpenCore<Core>, ScaledTraining>(parts),
@@ -38,7 +38,7 @@ class Zero : public WrappedTraining<OpenCore<Core>, ScaledTraining> {
   OpenCore<Core>& wrapper() const override { return *parallel_; }
 
  private:
-  OSSCore optimizer_;  // outlives the wrapper
+  OSSCore optimizer_;  // must outlive the wrapper
   std::unique_ptr<OpenCore<Core>> parallel_;
 };
 
