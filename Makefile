@@ -3,7 +3,7 @@ BUILD ?= build
 # Eight files in one: half the time of a build from nothing. The presets compile each by itself.
 UNITY = -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8
 
-.PHONY: build demo test fast asan tsan format format-check tidy clean
+.PHONY: build demo test fast asan tsan docs format format-check tidy clean
 
 CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release $(UNITY)
 
@@ -38,6 +38,10 @@ asan tsan:
 	@cmake --preset $@
 	@cmake --build --preset $@
 	ctest --preset $@ -j 2
+
+# The documentation's site, in $(BUILD)/docs/site. MkDocs and its theme come into .venv-docs.
+docs:
+	@python3 scripts/docs/build.py --out $(BUILD)/docs
 
 format:
 	git ls-files '*.h' '*.cpp' | xargs clang-format -i
