@@ -91,10 +91,10 @@ class Browser:
                 return answer["result"]
 
     def open(self, path, width, height=900):
-        """Shows a file in a window of this size and waits until it is complete."""
+        """Shows a file or an address in a window of this size and waits until it is complete."""
         self.events.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        answer = self.call("Page.navigate", url="file://" + os.path.abspath(path))
+        answer = self.call("Page.navigate", url=path if "://" in path else "file://" + os.path.abspath(path))
         if "errorText" in answer:
             raise RuntimeError(f"{path}: {answer['errorText']}")
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):

@@ -3,7 +3,7 @@
     python compile_test.py REPOSITORY BUILD headers|blocks|mistakes|symbols
 
 headers   every public header by itself
-blocks    every code block of README.md and docs/*.md
+blocks    every code block of README.md and of the pages in docs and its folders
 mistakes  the mistakes that users make first: each must fail, with a sentence of ours
 symbols   what the library defines for the linker lies in namespace shoal
 """
@@ -17,6 +17,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+
+import docs
 
 # What the blocks take for granted.
 CONTEXT = """
@@ -96,15 +98,15 @@ def headers(root, build):
 
 
 def blocks(root, build):
-    program = CONTEXT
-    for path in [os.path.join(root, "README.md")] + sorted(glob.glob(os.path.join(root, "docs/*.md"))):
-        with open(path, encoding="utf-8") as f:
-            found = re.findall(r"```cpp\n(.*?)```", f.read(), re.S)
-        for number, block in enumerate(found):
-            name = "%s, block %d" % (os.path.relpath(path, root), number)
-            if "int main" in block:  # a program of its own
-                block = re.sub(r"#include .*\n", "", block).replace("int main() {", "").rstrip().removesuffix("}")
-            program += function(name, block)
+    program, count = CONTEXT, 0
+    for page in docs.pages(root):
+        for block in docs.blocks(root, page, "cpp"):
+            code = block.code
+            if "int main" in code:  # a program of its own
+                code = re.sub(r"#include .*\n", "", code).replace("int main() {", "").rstrip().removesuffix("}")
+            program += function("%s, block %d" % (page, block.number), code)
+            count += 1
+    assert count > 20, "%d blocks" % count
     said = messages(build, program, True)
     return [said] if said else []
 

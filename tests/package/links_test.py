@@ -1,0 +1,60 @@
+"""Every link of README and docs leads to a file of the repository, and to a heading that is there.
+
+    python links_test.py REPOSITORY
+"""
+
+import os
+import posixpath
+import re
+import sys
+
+import docs
+
+
+def without_code(text):
+    text = re.sub(r"^[ ]*```.*?^[ ]*```$", "", text, flags=re.S | re.M)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+def anchors(text):
+    """As code hosting sites make them of headings."""
+    found = {}
+    for title in re.findall(r"^#+ (.*)$", re.sub(r"^[ ]*```.*?^[ ]*```$", "", text, flags=re.S | re.M), re.M):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        name = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        found[name] = found.get(name, -1) + 1
+    return {name + ("-%d" % n if n else "") for name, count in found.items() for n in range(count + 1)}
+
+
+def faults(root, pages, text_of):
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(page))):
+            if re.match(r"(https?|mailto):", target):
+                continue
+            path, _, anchor = target.partition("#")
+            file = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+            if path and not os.path.exists(os.path.join(root, file)):
+                yield "%s: there is no %s" % (page, file)
+            elif anchor and anchor not in anchors(text_of(file)):
+                yield "%s: %s has no heading #%s" % (page, file, anchor)
+
+
+def faults_are_found(root):
+    """A page with faults on purpose."""
+    text = "# A `b` c!\n[a](#a-b-c) [b](README.md) [c](#gone) [d](gone.md) `[e](gone.md)`\n```sh\n[f](gone.md)\n```\n"
+    found = list(faults(root, ["page"], lambda page: text if page == "page" else docs.text_of(root, page)))
+    assert found == ["page: page has no heading #gone", "page: there is no gone.md"], found
+
+
+def main():
+    root = os.path.abspath(sys.argv[1])
+    faults_are_found(root)
+    pages = docs.pages(root)
+    assert len(pages) > 20, pages
+    found = list(faults(root, pages, lambda page: docs.text_of(root, page)))
+    print("\n".join(found) or "%d pages: every link leads somewhere" % len(pages))
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()
