@@ -127,8 +127,11 @@ def main():
     make_reference(out, pages)
     environment = dict(os.environ, NO_MKDOCS_2_WARNING="1", SHOAL_DOCS_PAGES=pages,
                        SHOAL_DOCS_SITE=os.path.join(out, "site"))
-    subprocess.run([os.path.join(VENV, "bin", "mkdocs"), "build", "--quiet", "--strict", "--clean", "-f",
-                    os.path.join(HERE, "mkdocs.yml")], env=environment, check=True)
+    # Not --quiet: strict counts only the warnings that it shows.
+    command = [os.path.join(VENV, "bin", "mkdocs"), "build", "--strict", "--clean", "-f", os.path.join(HERE, "mkdocs.yml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit("docs: MkDocs refuses the pages\n" + done.stdout + done.stderr)
     site = os.path.join(out, "site")
     print("docs: open %s; for the search: python3 -m http.server -d %s" % (os.path.join(site, "index.html"), site))
 
