@@ -1,6 +1,6 @@
 # `cpack` makes a Debian package of what `cmake --install` installs. libtorch is in no Debian package that shoal could depend on:
-# the library and the program look for it where it was when shoal was built (CMAKE_INSTALL_RPATH), and find_package(shoal) in
-# CMAKE_PREFIX_PATH.
+# the library, the program (CMAKE_INSTALL_RPATH) and find_package(shoal) look for it where it was when shoal was built, and
+# find_package(shoal) before that in CMAKE_PREFIX_PATH.
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME shoal)
 set(CPACK_PACKAGE_VERSION ${PROJECT_VERSION})
