@@ -43,7 +43,7 @@ struct FullyShardedDataParallelOptions {
   // Start from rank 0's parameters and buffers; off: from each rank's own values in the ranges that it owns. Ranks that
   // own the same range (hybrid, no_shard) must then have the same values.
   bool sync_module_states = true;
-  bool whole_parameters = false;                  // shard by whole parameters, for optimizers that are not element-wise
+  bool shard_by_parameter = false;                // shard by whole parameters, for optimizers that are not element-wise
                                                   // (shoal::element_wise); off: by equal ranges of elements
   Precision precision{};                          // only `compute` is applied, as autocast in forward; the module gives
                                                   // the dtype of parameters, the optimizer has the scaler
@@ -284,7 +284,7 @@ std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
 // parameters change only in its own step().
 //
 // Constructor: collective. Throws UsageError for an optimizer that is not element-wise on a wrapper without
-// whole_parameters, a parameter in two param groups or in none, a scaler without 16-bit arithmetic, and invalid
+// shard_by_parameter, a parameter in two param groups or in none, a scaler without 16-bit arithmetic, and invalid
 // options; DisagreeError if the ranks pass different options.
 template <class Local>
 class FullyShardedOptimizer : public FullyShardedOptimizerCore {

@@ -54,7 +54,7 @@ struct PendingExchange {
   std::function<void()> finish{};
   // Next stage of the communication. Called after `finish`, once all buckets of the backward have started, and in
   // bucket order, so that all ranks call the collectives of several buckets in the same order.
-  std::function<PendingExchange()> further{};
+  std::function<PendingExchange()> next_stage{};
 
   // Waits for `work` and calls `finish`. A second call does nothing.
   void complete();
@@ -80,7 +80,7 @@ class CommunicationHook {
   // True if the hook supports this destination; otherwise wrappers reject it.
   virtual bool serves(SumFor) const { return true; }
   // Starts the reduction. All ranks must call the same collectives, whatever their gradients are. An exception, here or
-  // in PendingExchange::further, must therefore be thrown before any collective: it ends the step on all ranks
+  // in PendingExchange::next_stage, must therefore be thrown before any collective: it ends the step on all ranks
   // (StepAbandoned elsewhere), and the function is called once more, here with zeros, to match the other ranks.
   virtual PendingExchange begin(const GradientBucket& bucket) = 0;
   // Called after a step was abandoned on all ranks: drops what was carried over from its gradients.

@@ -158,7 +158,7 @@ class TrainingCore {
   virtual std::vector<at::Tensor> parameters() const { return module_->parameters(); }
   virtual std::vector<at::Tensor> gradients() const;
   // While it lives, every rank can read all parameters, to evaluate and to save them. Collective, at both ends.
-  virtual std::shared_ptr<void> whole_parameters() { return nullptr; }
+  virtual std::shared_ptr<void> full_parameters() { return nullptr; }
   // Whether this rank can read all parameters without the others.
   virtual bool has_whole_model() const { return true; }
 

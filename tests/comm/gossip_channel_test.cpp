@@ -159,7 +159,7 @@ TEST_F(Channel, DEC17_nobody_waits_for_a_source_that_does_not_go_on) {
     EXPECT_EQ(stop->reason, 7);
   }
   meet();
-  channel->begin_anew(4);
+  channel->start_afresh(4);
   EXPECT_FALSE(channel->stopped(source()).has_value());
   if (!reads()) std::this_thread::sleep_for(std::chrono::milliseconds(300));
   show(*channel, 5);

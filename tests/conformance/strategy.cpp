@@ -96,7 +96,7 @@ const Exceptions& of_decentralized() {
           {Exception::refused, {" takes the gradient of parameter ", "has used for its update", "clip_grad"}}) +
       all({"one_gradient_zeroed_by_hand", "zero_grad_of_a_sub_module_to_zero_then_step",
            "zero_grad_of_a_sub_module_before_forward"},
-          {Exception::refused, {"by itself after the last backward", "requires_grad_(false)"}}) +
+          {Exception::refused, {"was zeroed or dropped, but that of", "requires_grad_(false)"}}) +
       all({"zero_grad_never",
            "zero_grad_every_second_step",
            "zero_grad_at_the_start_only",

@@ -35,18 +35,18 @@ TEST(BucketOrder, IsNeverDueWhereBucketsFollowNone) {
   order.learn({1, 0}, 0);
   EXPECT_FALSE(order.due());
   EXPECT_FALSE(order.learnt());
-  EXPECT_FALSE(order.go_on_from(BucketOrder::Learnt{{1, 0}, 0}));
+  EXPECT_FALSE(order.resume_from(BucketOrder::Learnt{{1, 0}, 0}));
   EXPECT_FALSE(order.due());
 }
 
 TEST(BucketOrder, GoesOnFromAnothersOrFromNone) {
   BucketOrder order(/*follows=*/true);
-  EXPECT_FALSE(order.go_on_from(BucketOrder::Learnt{{1, 0}, 1}));
+  EXPECT_FALSE(order.resume_from(BucketOrder::Learnt{{1, 0}, 1}));
   EXPECT_TRUE(order.due());
-  EXPECT_FALSE(order.go_on_from(std::nullopt)) << "buckets do not follow it yet";
+  EXPECT_FALSE(order.resume_from(std::nullopt)) << "buckets do not follow it yet";
   order.learn({0, 1}, 0);
   order.agree(dry_run_group(2), 2, 1);
-  EXPECT_TRUE(order.go_on_from(std::nullopt)) << "buckets follow it, and are to follow none";
+  EXPECT_TRUE(order.resume_from(std::nullopt)) << "buckets follow it, and are to follow none";
   EXPECT_FALSE(order.due());
   EXPECT_FALSE(order.learnt());
 }

@@ -40,7 +40,7 @@ TEST(BucketPlan, KeepsDtypesApartAndOrdersBucketsByCompletion) {
 
 TEST(BucketPlan, MEG02_KeepsParametersOfDifferentDtypesApartWhoseGradientsTravelAlike) {
   auto list = gradients({{10, at::kFloat}, {10, at::kBFloat16}, {10, at::kFloat}});
-  list[1].travels_as = at::kFloat;
+  list[1].reduce_dtype = at::kFloat;
   EXPECT_EQ(plan_buckets(list, reversed(3), 1000, 1000), (Plan{{1}, {2, 0}}));
 }
 

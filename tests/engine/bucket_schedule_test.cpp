@@ -60,12 +60,12 @@ TEST(BucketSet, ABucketOfFrozenGradientsRestsAndIsNotTheLast) {
   WithBuckets with;
   EXPECT_TRUE((*with.buckets)[3].last());
   with.buckets->set_frozen({true, false, false, false});
-  EXPECT_TRUE(with.buckets->rests(3));
+  EXPECT_TRUE(with.buckets->all_frozen(3));
   EXPECT_FALSE((*with.buckets)[3].last());
   EXPECT_TRUE((*with.buckets)[2].last());
-  EXPECT_TRUE(with.buckets->any_travels());
+  EXPECT_TRUE(with.buckets->any_trainable());
   with.buckets->set_frozen({true, true, true, true});
-  EXPECT_FALSE(with.buckets->any_travels());
+  EXPECT_FALSE(with.buckets->any_trainable());
 }
 
 TEST(BucketSet, AReleasedBucketsMemoryIsTheNextOnes) {
@@ -88,7 +88,7 @@ TEST(BucketSet, AReleasedBucketsMemoryIsTheNextOnes) {
 
 TEST(BucketSchedule, BucketsLeaveInTheirOrderWhateverOrderTheyFillIn) {
   WithBuckets with;
-  BucketSchedule schedule(*with.buckets, {}, /*patient=*/true);
+  BucketSchedule schedule(*with.buckets, {}, /*may_wait=*/true);
   schedule.mark_ready(2);
   EXPECT_FALSE(schedule.next_is_full());
   schedule.mark_ready(3);
@@ -105,13 +105,13 @@ TEST(BucketSchedule, BucketsLeaveInTheirOrderWhateverOrderTheyFillIn) {
 TEST(BucketSchedule, ABucketThatRestsIsFull) {
   WithBuckets with;
   with.buckets->set_frozen({false, false, false, true});
-  const BucketSchedule schedule(*with.buckets, {}, /*patient=*/true);
+  const BucketSchedule schedule(*with.buckets, {}, /*may_wait=*/true);
   EXPECT_TRUE(schedule.next_is_full());
 }
 
 TEST(BucketSchedule, BucketsComeBackInTheirOrderOnceEach) {
   WithBuckets with;
-  BucketSchedule schedule(*with.buckets, {}, /*patient=*/true);
+  BucketSchedule schedule(*with.buckets, {}, /*may_wait=*/true);
   EXPECT_FALSE(schedule.take_back(/*all=*/true)) << "none has left";
   std::vector<size_t> finished;
   for (size_t i = 0; i < 4; ++i) {
@@ -126,7 +126,7 @@ TEST(BucketSchedule, BucketsComeBackInTheirOrderOnceEach) {
 
 TEST(BucketSchedule, SpareMemoryIsForThoseThatMayYetTravel) {
   WithBuckets with;
-  BucketSchedule schedule(*with.buckets, {.in_flight = 2}, /*patient=*/true);
+  BucketSchedule schedule(*with.buckets, {.in_flight = 2}, /*may_wait=*/true);
   EXPECT_EQ(schedule.most_spare(/*one_more=*/false), 2u);
   EXPECT_EQ(schedule.most_spare(/*one_more=*/true), 3u);
   schedule.pass_next();

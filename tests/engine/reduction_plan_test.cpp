@@ -31,7 +31,7 @@ TEST(ReductionPlan, AllReduceGivesEveryRankEverythingAndFollowsTheOrder) {
     EXPECT_TRUE(plan.keeps_whole(bucket, rank));
     EXPECT_EQ(plan.kept(bucket, rank).size(), bucket.payload_numel());
   }
-  EXPECT_FALSE(bucket.passes());
+  EXPECT_FALSE(bucket.transient());
 }
 
 TEST(ReductionPlan, SDP01_OneOwnerPerBucketKeepsItsSum) {
@@ -43,7 +43,7 @@ TEST(ReductionPlan, SDP01_OneOwnerPerBucketKeepsItsSum) {
   const Bucket other(three(), {1}, group, plan, /*with_trailer=*/false);
   EXPECT_TRUE(plan.kept(other, 0).empty());
   EXPECT_TRUE(plan.keeps_whole(other, 1));
-  EXPECT_TRUE(other.passes()) << "rank 0 keeps nothing of it";
+  EXPECT_TRUE(other.transient()) << "rank 0 keeps nothing of it";
 }
 
 TEST(ReductionPlan, MEG01_EqualRangesMakeUpTheBucketInTheOrderOfRegistration) {

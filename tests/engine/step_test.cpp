@@ -70,7 +70,7 @@ TEST(Step, KnowsFromItsBucketsWhatIsReady) {
   Training training;
   BucketSet buckets(training.reducer.gradients(), training.group, training.reducer.reduction().plan());
   const auto before = buckets.build({1, 0});
-  Step step(Step::From::no_batch, buckets, {}, /*patient=*/true);
+  Step step(Step::From::no_batch, buckets, {}, /*may_wait=*/true);
   EXPECT_FALSE(step.schedule.next_is_full());
   for (const size_t gradient : {0, 1}) step.schedule.mark_ready(gradient);
   EXPECT_TRUE(step.schedule.next_is_full());

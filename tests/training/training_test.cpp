@@ -71,7 +71,7 @@ void train(Training<MlpImpl>& training, int64_t from, int64_t to) {
 
 // Collective.
 std::vector<at::Tensor> whole(Training<MlpImpl>& training) {
-  const auto scope = training->whole_parameters();
+  const auto scope = training->full_parameters();
   std::vector<at::Tensor> list;
   for (const auto& parameter : training.module()->parameters()) list.push_back(parameter.detach().clone());
   return list;

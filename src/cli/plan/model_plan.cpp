@@ -68,7 +68,7 @@ class Planner {
   }
 
   ModelPlan make() {
-    own_whole_parameters();
+    assign_whole_parameters();
     plan_memory();
     std::vector<size_t> registered(gradients_.size());
     std::iota(registered.rbegin(), registered.rend(), 0);
@@ -92,7 +92,7 @@ class Planner {
   bool owns_pieces() const { return fsdp() || options_.strategy == "megatron"; }
   bool cut() const { return owns_pieces() && element_wise_; }
 
-  void own_whole_parameters() {
+  void assign_whole_parameters() {
     for (const auto& gradient : gradients_) parameters_.push_back(gradient.parameter);
     std::vector<size_t> order(parameters_.size());
     std::iota(order.begin(), order.end(), 0);
@@ -112,7 +112,7 @@ class Planner {
       if (options_.values().flag("grad_reduce_in_fp32")) widen(gradients_);
     }
     if (fsdp() && options_.values().flag("grad_reduce_in_fp32")) {
-      for (auto& gradient : gradients_) gradient.travels_as = at::kFloat;
+      for (auto& gradient : gradients_) gradient.reduce_dtype = at::kFloat;
     }
   }
 
@@ -273,7 +273,7 @@ class Planner {
       Bucket bucket(gradients_, buckets[number], group_, reduction->plan(), !apart);
       bucket.acquire(group_, spare);
       auto sum = reduction->reduce(bucket, {0, static_cast<int64_t>(number), ""});
-      for (sum.complete(); sum.further; sum.complete()) sum = std::exchange(sum.further, {})();
+      for (sum.complete(); sum.next_stage; sum.complete()) sum = std::exchange(sum.next_stage, {})();
       sum = {};
       bucket.release(spare, /*keep=*/false);
     }

@@ -122,7 +122,7 @@ int train_rank(const TrainOptions& options) {
       trainer.together([&](const Group& present) {
         nlohmann::ordered_json params_per_rank;
         if (options.chosen().pace == Pace::own) params_per_rank = digests_of_ranks(present, *model);
-        const auto whole = trainer.whole_parameters();
+        const auto whole = trainer.full_parameters();
         leads = present.rank() == 0;
         if (leads && !options.save.empty()) file = save_model(options, *model);
         if (!result.stopped) {

@@ -186,7 +186,7 @@ void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& res
   Evaluation evaluation;
   meeting_.together([&](const Group& present) {
     result.figures = exchange_figures(*strategy_);
-    const auto whole = strategy_->whole_parameters();
+    const auto whole = strategy_->full_parameters();
     // Batch norms' running means are evaluated as they are saved, with rank 0's values. Ranks that train independently
     // evaluate their own models.
     std::optional<CommonValues> buffers;

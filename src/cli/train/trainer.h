@@ -52,7 +52,7 @@ class Trainer {
   // Trains to the end or until interrupted, starting where --resume says; saves checkpoints when due. Collective.
   TrainResult run();
   // See TrainingCore.
-  std::shared_ptr<void> whole_parameters() { return strategy_->whole_parameters(); }
+  std::shared_ptr<void> full_parameters() { return strategy_->full_parameters(); }
   bool has_whole_model() const { return strategy_->has_whole_model(); }
   // See Meeting.
   void together(const std::function<void(const Group& present)>& work) { meeting_.together(work); }

@@ -63,7 +63,7 @@ class GossipChannel {
   // The stop of a rank that has stopped.
   virtual std::optional<Stop> stopped(int rank) = 0;
   // All ranks start afresh after `version`: nobody will read what was shown so far, and stopped ranks continue.
-  virtual void begin_anew(int64_t version) = 0;
+  virtual void start_afresh(int64_t version) = 0;
   // This rank shows nothing more; what it has shown stays readable.
   virtual void leave() = 0;
 

@@ -184,7 +184,7 @@ class SharedChannel : public GossipChannel {
     return Stop{.version = version, .reason = header.reason.load(std::memory_order_relaxed)};
   }
 
-  void begin_anew(int64_t version) override {
+  void start_afresh(int64_t version) override {
     forget();
     begun_ = version;
     late_source_.assign(late_source_.size(), false);

@@ -146,7 +146,7 @@ class SocketChannel : public GossipChannel {
     return stops(peers_[rank]) ? peers_[rank].stop : std::nullopt;
   }
 
-  void begin_anew(int64_t version) override {
+  void start_afresh(int64_t version) override {
     const std::lock_guard lock(mutex_);
     for (auto& shown : shown_) shown.clear();
     begun_ = version;

@@ -40,10 +40,10 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
   if (sparse_) return;
   for (const auto member : members_) parameters_.push_back(gradients[member].parameter);
   kept_range_ = plan.kept(*this, plan.place(group.rank()));
-  passes_ = plan.own_memory || plan.used_up || (kept_range_.empty() && !plan.everywhere());
+  transient_ = plan.own_memory || plan.consumed || (kept_range_.empty() && !plan.everywhere());
   if (plan.own_memory) {
-    apart_ = group.allocate(kept_range_.size(), options_.requires_grad(false));
-  } else if (!passes_) {
+    kept_memory_ = group.allocate(kept_range_.size(), options_.requires_grad(false));
+  } else if (!transient_) {
     SpareMemory none;
     acquire(group, none);
   }

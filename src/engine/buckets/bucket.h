@@ -39,9 +39,9 @@ class Bucket {
 
   bool present() const { return present_; }
   // Whether the bucket's memory is needed only until the bucket has been reduced.
-  bool passes() const { return passes_; }
+  bool transient() const { return transient_; }
   // The part of the sum that this rank keeps (ReductionPlan::kept).
-  at::Tensor kept() const { return apart_.defined() ? apart_ : payload(kept_range_); }
+  at::Tensor kept() const { return kept_memory_.defined() ? kept_memory_ : payload(kept_range_); }
   const Range& kept_range() const { return kept_range_; }
   at::Tensor& flat() { return flat_; }
   const at::Tensor& flat() const { return flat_; }
@@ -60,11 +60,11 @@ class Bucket {
   at::TensorOptions options_;
   FlatLayout layout_;
   Range kept_range_;
-  bool passes_ = false;
+  bool transient_ = false;
   bool present_ = false;
   at::Tensor memory_;  // allocation whose first part is flat_
   at::Tensor flat_;
-  at::Tensor apart_;
+  at::Tensor kept_memory_;
   std::vector<at::Tensor> views_;
   StepTrailer trailer_;
 };

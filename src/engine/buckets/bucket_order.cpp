@@ -31,7 +31,7 @@ std::optional<BucketOrder::Learnt> BucketOrder::learnt() const {
   return follows_ ? learnt_ : std::nullopt;
 }
 
-bool BucketOrder::go_on_from(const std::optional<Learnt>& learnt) {
+bool BucketOrder::resume_from(const std::optional<Learnt>& learnt) {
   if (!follows_) return false;
   const bool other = !learnt && learnt_ && !due_;
   learnt_ = learnt;

@@ -31,7 +31,7 @@ class BucketOrder {
   // Nothing if no order was learnt or buckets follow none.
   std::optional<Learnt> learnt() const;
   // Replaces the learnt order (none: forgets it). True if buckets that follow an order must be rebuilt as registered.
-  bool go_on_from(const std::optional<Learnt>& learnt);
+  bool resume_from(const std::optional<Learnt>& learnt);
 
  private:
   bool follows_;

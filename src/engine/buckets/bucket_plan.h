@@ -15,10 +15,10 @@ namespace shoal {
 struct Gradient {
   std::string name;
   at::Tensor parameter;
-  bool sparse = false;                                      // the gradient is a sparse tensor
-  std::optional<at::ScalarType> travels_as = std::nullopt;  // dtype of the reduction, if not the parameter's
+  bool sparse = false;                                        // the gradient is a sparse tensor
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;  // dtype of the reduction, if not the parameter's
 
-  at::ScalarType dtype() const { return travels_as.value_or(parameter.scalar_type()); }
+  at::ScalarType dtype() const { return reduce_dtype.value_or(parameter.scalar_type()); }
 };
 
 // Assigns gradients to buckets in `order`, the order in which they are expected to arrive (the scheme of c10d's

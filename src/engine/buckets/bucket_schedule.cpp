@@ -5,10 +5,10 @@
 
 namespace shoal {
 
-BucketSchedule::BucketSchedule(const BucketSet& buckets, const Limits& limits, bool patient)
-    : buckets_(buckets), limits_(limits), patient_(patient), ready_(buckets.places().size()), sums_(buckets.size()) {
+BucketSchedule::BucketSchedule(const BucketSet& buckets, const Limits& limits, bool may_wait)
+    : buckets_(buckets), limits_(limits), may_wait_(may_wait), ready_(buckets.places().size()), sums_(buckets.size()) {
   for (size_t i = 0; i < buckets.size(); ++i) {
-    missing_.push_back(buckets.rests(i) ? 0 : buckets[i].members().size());
+    missing_.push_back(buckets.all_frozen(i) ? 0 : buckets[i].members().size());
   }
 }
 
@@ -18,7 +18,7 @@ void BucketSchedule::mark_ready(size_t gradient) {
 }
 
 void BucketSchedule::pass_next() {
-  if (passes(next_)) ++in_flight_;
+  if (transient(next_)) ++in_flight_;
   ++next_;
 }
 
@@ -27,7 +27,7 @@ std::optional<size_t> BucketSchedule::take_back(bool all) {
   auto& sum = sums_[back_];
   if (!all && !sum.work.done() && (in_flight_ <= limits_.in_flight || !comes_in_time(sum.work))) return std::nullopt;
   sum.complete();  // also releases what the work holds
-  if (passes(back_)) --in_flight_;
+  if (transient(back_)) --in_flight_;
   return back_++;
 }
 
@@ -39,8 +39,8 @@ size_t BucketSchedule::most_spare(bool one_more) const {
 bool BucketSchedule::comes_in_time(Work& work) {
   if (!limits_.patience) return true;  // unlimited wait
   const auto until = std::chrono::steady_clock::now() + *limits_.patience;
-  while (patient_ && !work.done()) {
-    patient_ = std::chrono::steady_clock::now() < until;
+  while (may_wait_ && !work.done()) {
+    may_wait_ = std::chrono::steady_clock::now() < until;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   return work.done();

@@ -20,8 +20,8 @@ class BucketSchedule {
     std::optional<std::chrono::milliseconds> patience{};
   };
 
-  // The reference must outlive this object. patient: whether to wait at all.
-  BucketSchedule(const BucketSet& buckets, const Limits& limits, bool patient);
+  // The reference must outlive this object. may_wait: whether to wait at all.
+  BucketSchedule(const BucketSet& buckets, const Limits& limits, bool may_wait);
 
   bool is_ready(size_t gradient) const { return ready_[gradient]; }
   void mark_ready(size_t gradient);
@@ -43,12 +43,12 @@ class BucketSchedule {
   std::vector<PendingExchange>& sums() { return sums_; }
 
  private:
-  bool passes(size_t index) const { return buckets_[index].passes() && !buckets_.rests(index); }
+  bool transient(size_t index) const { return buckets_[index].transient() && !buckets_.all_frozen(index); }
   bool comes_in_time(Work& work);
 
   const BucketSet& buckets_;
   Limits limits_;
-  bool patient_;                 // false once a wait has timed out
+  bool may_wait_;                // false once a wait has timed out
   std::vector<bool> ready_;      // by gradient: written to its bucket
   std::vector<size_t> missing_;  // by bucket: number of gradients that are not ready
   std::vector<PendingExchange> sums_;

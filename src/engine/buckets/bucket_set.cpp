@@ -30,9 +30,9 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
   mark_last();
   // Allocating and freeing shared memory takes about as long as a small model's whole step.
   constexpr int64_t small_bytes = 8 << 20;
-  int64_t passing_bytes = 0;
-  for (const auto& bucket : buckets_) passing_bytes += bucket.passes() ? bucket.layout().bytes() : 0;
-  keeps_passing_ = passing_bytes <= small_bytes;
+  int64_t transient_bytes = 0;
+  for (const auto& bucket : buckets_) transient_bytes += bucket.transient() ? bucket.layout().bytes() : 0;
+  keeps_transient_ = transient_bytes <= small_bytes;
   if (apart) {
     std::vector<size_t> all(gradients_.size());
     std::iota(all.begin(), all.end(), 0);
@@ -46,12 +46,12 @@ void BucketSet::set_frozen(std::vector<bool> frozen) {
   mark_last();
 }
 
-bool BucketSet::rests(size_t index) const {
+bool BucketSet::all_frozen(size_t index) const {
   const auto& members = buckets_[index].members();
   return std::all_of(members.begin(), members.end(), [this](size_t member) { return frozen_[member]; });
 }
 
-bool BucketSet::any_travels() const {
+bool BucketSet::any_trainable() const {
   return std::find(frozen_.begin(), frozen_.end(), false) != frozen_.end();
 }
 
@@ -59,7 +59,7 @@ bool BucketSet::any_travels() const {
 void BucketSet::mark_last() {
   bool found = false;
   for (size_t i = buckets_.size(); i-- > 0;) {
-    const bool leaves = !buckets_[i].sparse() && !rests(i);
+    const bool leaves = !buckets_[i].sparse() && !all_frozen(i);
     buckets_[i].set_last(leaves && !found);
     found = found || leaves;
   }
@@ -81,7 +81,7 @@ void BucketSet::drop_gradients(size_t index) {
 
 void BucketSet::release(size_t index) {
   drop_gradients(index);
-  buckets_[index].release(spare_, keeps_passing_);
+  buckets_[index].release(spare_, keeps_transient_);
 }
 
 }  // namespace shoal

@@ -38,9 +38,9 @@ class BucketSet {
   // Marks gradients of frozen parameters. Buckets with frozen gradients only rest: they are not reduced.
   void set_frozen(std::vector<bool> frozen);
   bool frozen(size_t gradient) const { return frozen_[gradient]; }
-  bool rests(size_t index) const;
+  bool all_frozen(size_t index) const;
   // Whether any gradient is not frozen.
-  bool any_travels() const;
+  bool any_trainable() const;
 
   // Gives the gradient's bucket memory and returns the gradient's view in it. Not for sparse gradients.
   const at::Tensor& acquire(size_t gradient);
@@ -63,7 +63,7 @@ class BucketSet {
   std::vector<bool> frozen_;   // by gradient
   StepTrailer trailer_;
   SpareMemory spare_;
-  bool keeps_passing_ = false;
+  bool keeps_transient_ = false;
 };
 
 }  // namespace shoal

@@ -83,13 +83,13 @@ Carried carried_by(const std::vector<Reducer*>& reducers) {
   return carried;
 }
 
-void go_on_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past) {
+void resume_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past) {
   std::vector<LearntOrder> orders;
   on_all_ranks(group, "checkpoint", [&] {
     if (!past.values.is_null()) orders = parsed_orders(reducers, past);
     restore_hook(hook_of(reducers), past);
   });
-  for (size_t i = 0; i < orders.size(); ++i) reducers[i]->go_on_from(orders[i]);
+  for (size_t i = 0; i < orders.size(); ++i) reducers[i]->resume_from(orders[i]);
 }
 
 }  // namespace shoal

@@ -14,6 +14,6 @@ Carried carried_by(const std::vector<Reducer*>& reducers);
 
 // Resumes from `past`; without state, hooks start afresh. So does a hook of another name, with a warning. Collective:
 // CheckpointError on every rank if `past` is not a result of carried_by().
-void go_on_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past);
+void resume_from(const Group& group, const std::vector<Reducer*>& reducers, const Carried& past);
 
 }  // namespace shoal

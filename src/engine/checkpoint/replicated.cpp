@@ -42,7 +42,7 @@ class WrappedSource : public ReplicatedSource {
       : ReplicatedSource("ddp", parallel.module(), optimizer, parallel.group()), parallel_(parallel) {}
 
   CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
-  void end_load(const CarriedStates& past) override { go_on_from(group(), {&reducer_of(parallel_)}, past.own); }
+  void end_load(const CarriedStates& past) override { resume_from(group(), {&reducer_of(parallel_)}, past.own); }
 
  private:
   DataParallelCore& parallel_;

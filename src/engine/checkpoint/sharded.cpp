@@ -41,7 +41,7 @@ void ShardedSource::end_load(const CarriedStates& past) {
   const auto label = state_.label("loaded parameters");
   for (const auto& module : state_.modules) module->publish(label);
   for (const auto& module : state_.modules) module->wait(label, /*at_first_touch=*/false);
-  go_on_from(group(), reducers(), past.own);
+  resume_from(group(), reducers(), past.own);
 }
 
 }  // namespace shoal

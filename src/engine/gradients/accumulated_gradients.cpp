@@ -42,7 +42,7 @@ void AccumulatedGradients::note_arrival(size_t gradient) {
 }
 
 void AccumulatedGradients::note_local(size_t gradient) {
-  if (in_buckets_ || gradients_[gradient].travels_as) lay_in_bucket(gradient);
+  if (in_buckets_ || gradients_[gradient].reduce_dtype) lay_in_bucket(gradient);
   sums_.added(gradient);
   mark(gradient);
 }
@@ -122,8 +122,8 @@ at::Tensor AccumulatedGradients::local(size_t gradient) {
 void AccumulatedGradients::prepare_sums(const std::string& who, const std::function<void()>& before_writing) {
   if (sums_.holds_any()) {
     throw UsageError(
-        "gradients of micro-batches are added up within hosts only: run the last micro-batch's backward outside "
-        "defer_all_reduce(), or drop them with zero_grad()");
+        "gradients of micro-batches are summed within hosts only, not over all ranks: run the last micro-batch's "
+        "backward outside defer_all_reduce(), or drop them with zero_grad()");
   }
   sums_.require_usable();
   for (size_t i = 0; i < gradients_.size() && marked_; ++i) {

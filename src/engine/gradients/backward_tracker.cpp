@@ -137,9 +137,10 @@ void BackwardTracker::require_all_arrivals() const {
 }
 
 void BackwardTracker::refuse(size_t gradient) const {
-  throw UsageError(
-      fmt::format("static_graph: the gradient of {} came {} times, in the first step {} times: the graph has changed",
-                  gradients_[gradient].name, arrivals_[gradient], expected_arrivals_[gradient]));
+  throw UsageError(fmt::format(
+      "static_graph: the gradient of {} was computed {} times in this backward, but {} times in the first: the graph "
+      "has changed; run the same graph in every step, or unset static_graph",
+      gradients_[gradient].name, arrivals_[gradient], expected_arrivals_[gradient]));
 }
 
 void BackwardTracker::expect_the_same() {

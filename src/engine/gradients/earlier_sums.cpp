@@ -29,7 +29,7 @@ EarlierSums::EarlierSums(const std::vector<Gradient>& gradients, const BucketSet
       zero_(gradients.size()),
       nonzero_(gradients.size()),
       whole_(gradients.size()),
-      apart_(gradients.size(), Weak(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>())),
+      outside_buckets_(gradients.size(), Weak(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>())),
       hidden_(gradients.size()),
       spoilt_(gradients.size()) {}
 
@@ -42,7 +42,7 @@ void EarlierSums::start() {
 // Whether grad() is the tensor that the last step left there.
 bool EarlierSums::is_left(size_t gradient) const {
   if (!grad(gradient).defined()) return false;
-  if (apart_[gradient].lock().get() == grad(gradient).unsafeGetTensorImpl()) return true;
+  if (outside_buckets_[gradient].lock().get() == grad(gradient).unsafeGetTensorImpl()) return true;
   return !bucket_of(gradient).sparse() && same_storage(grad(gradient), bucket_of(gradient).flat());
 }
 
@@ -181,7 +181,7 @@ void EarlierSums::put_back() {
     at::Tensor(view).copy_(whole);
     const bool converted = whole.scalar_type() != view.scalar_type();
     mutable_grad(i) = converted ? whole : view;
-    if (converted) leave_apart(i);
+    if (converted) leave_outside_bucket(i);
   }
   for (size_t index = 0; index < buckets_.size(); ++index) {
     if (parts_[index].defined()) buckets_[index].kept().copy_(std::exchange(parts_[index], {}));
@@ -210,8 +210,8 @@ bool EarlierSums::leave_whole(size_t gradient, at::Tensor sum, bool used) {
   return where_[gradient] == Where::whole;
 }
 
-void EarlierSums::leave_apart(size_t gradient) {
-  apart_[gradient] = Weak(grad(gradient).getIntrusivePtr());
+void EarlierSums::leave_outside_bucket(size_t gradient) {
+  outside_buckets_[gradient] = Weak(grad(gradient).getIntrusivePtr());
 }
 
 void EarlierSums::leave_sparse(size_t gradient, const at::Tensor& sum) {
@@ -221,7 +221,7 @@ void EarlierSums::leave_sparse(size_t gradient, const at::Tensor& sum) {
   where_[gradient] = all.defined() ? Where::whole : Where::none;
   if (!all.defined()) return;
   mutable_grad(gradient) = all;
-  leave_apart(gradient);
+  leave_outside_bucket(gradient);
 }
 
 void EarlierSums::resume(size_t gradient, const Left& left, bool here) {
@@ -238,7 +238,7 @@ void EarlierSums::resume(size_t gradient, const Left& left, bool here) {
     whole_[gradient] = left.aside;
   } else if (grad(gradient).defined()) {
     where_[gradient] = Where::whole;
-    if (buckets_[bucket].sparse() || gradients_[gradient].travels_as) leave_apart(gradient);
+    if (buckets_[bucket].sparse() || gradients_[gradient].reduce_dtype) leave_outside_bucket(gradient);
   }
 }
 

@@ -43,7 +43,7 @@ class EarlierSums {
   // The same for one gradient whose whole sum, `sum`, this rank keeps. False: there is no sum.
   bool leave_whole(size_t gradient, at::Tensor sum, bool used);
   // Records that the sum lies in grad() but not in the bucket: it is sparse, or a copy in another dtype.
-  void leave_apart(size_t gradient);
+  void leave_outside_bucket(size_t gradient);
   // The same for a sparse gradient. sum: undefined if no rank used it.
   void leave_sparse(size_t gradient, const at::Tensor& sum);
 
@@ -110,7 +110,7 @@ class EarlierSums {
   std::vector<at::Tensor> whole_;  // sums that are set aside
   // Sums in grad() that do not lie in buckets: sparse ones, and copies in another dtype. Weak: the memory may go, but
   // no other tensor gets the address.
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> apart_;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> outside_buckets_;
   std::vector<bool> hidden_;
   // By bucket: what is set aside of Bucket::kept (undefined: zero), and incomplete sums.
   std::vector<bool> bucket_aside_;

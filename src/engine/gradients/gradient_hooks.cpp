@@ -30,7 +30,7 @@ void remove_tensor_hook(const at::Tensor& parameter, unsigned hook) {
 
 }  // namespace
 
-GradientHooks::GradientHooks(const std::vector<at::Tensor>& parameters, Told arrived, Told arriving)
+GradientHooks::GradientHooks(const std::vector<at::Tensor>& parameters, Callback arrived, Callback arriving)
     : arrived_(std::move(arrived)), arriving_(std::move(arriving)), entries_(parameters.size()) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     auto& entry = entries_[i];

@@ -21,8 +21,8 @@ namespace shoal {
 // our hooks to the current node.
 class GradientHooks {
  public:
-  using Told = std::function<void(size_t gradient)>;
-  GradientHooks(const std::vector<at::Tensor>& parameters, Told arrived, Told arriving = {});
+  using Callback = std::function<void(size_t gradient)>;
+  GradientHooks(const std::vector<at::Tensor>& parameters, Callback arrived, Callback arriving = {});
   ~GradientHooks();
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
@@ -45,8 +45,8 @@ class GradientHooks {
   static void detach(Entry& entry);
   void attach_to_current_node(size_t gradient);
 
-  Told arrived_;
-  Told arriving_;
+  Callback arrived_;
+  Callback arriving_;
   std::mutex mutex_;  // backwards may run on several threads
   std::vector<Entry> entries_;
   std::unordered_map<const c10::TensorImpl*, size_t> numbers_;

@@ -52,8 +52,8 @@ bool has_local_gradient(const at::Tensor& parameter) {
 void require_no_local_gradient(const at::Tensor& parameter, const std::string& who, const std::string& name) {
   if (!has_local_gradient(parameter)) return;
   throw UsageError(fmt::format(
-      "{}: the gradient of parameter {} has been accumulated under no_sync and not been averaged since: run "
-      "the last micro-batch's backward outside no_sync, or drop it with zero_grad()",
+      "{}: the gradient of parameter {} has been accumulated under no_sync and was not averaged over ranks: "
+      "run the last micro-batch's backward outside no_sync, or drop the gradient with zero_grad()",
       who, name));
 }
 

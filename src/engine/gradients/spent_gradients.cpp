@@ -45,11 +45,11 @@ void SpentGradients::clear() {
 }
 
 void SpentGradients::refuse(size_t touched, size_t untouched) const {
-  throw UsageError(
-      fmt::format("{}: the gradient of parameter {} has been zeroed or dropped by itself after the last backward, that "
-                  "of {} has not; backward had used both for its update: freeze before forward what is not to be "
-                  "updated (requires_grad_(false)), or zero its gradient in a hook (register_hook)",
-                  who_, gradients_[touched].name, gradients_[untouched].name));
+  throw UsageError(fmt::format(
+      "{}: after the last backward, the gradient of parameter {} was zeroed or dropped, but that of {} was "
+      "not; backward had already used both for its update. To leave a parameter out of the update, freeze it "
+      "before forward (requires_grad_(false)), or zero its gradient in a hook (register_hook)",
+      who_, gradients_[touched].name, gradients_[untouched].name));
 }
 
 }  // namespace shoal

@@ -12,10 +12,12 @@ void PendingExchange::complete() {
 }
 
 PendingExchange chain(PendingExchange first, std::function<PendingExchange()> next) {
-  if (!first.further) {
-    first.further = std::move(next);
+  if (!first.next_stage) {
+    first.next_stage = std::move(next);
   } else {
-    first.further = [further = std::move(first.further), next = std::move(next)] { return chain(further(), next); };
+    first.next_stage = [next_stage = std::move(first.next_stage), next = std::move(next)] {
+      return chain(next_stage(), next);
+    };
   }
   return first;
 }

@@ -91,7 +91,7 @@ PendingExchange QuantizeHook::begin(const GradientBucket& bucket) {
     };
     return pending;
   }
-  pending.further = [all, format, group, to = bucket.sum, label = bucket.label] {
+  pending.next_stage = [all, format, group, to = bucket.sum, label = bucket.label] {
     const auto part = format.encode(added_up(format.decode(all)).unsqueeze(0));
     PendingExchange spread{.work = group.all_gather(all.view({-1}), part.view({-1}), label)};
     spread.finish = [all, format, to] { at::Tensor(to).copy_(out_of_rows(format.decode(all), to.numel())); };

@@ -2,8 +2,9 @@
 
 namespace shoal {
 
-AllReduce::AllReduce(const Group& group, BucketCaps caps, bool used_up)
-    : GradientReduction({.hook_point = {group, SumFor::everybody}, .caps = caps, .used_up = used_up}), group_(group) {}
+AllReduce::AllReduce(const Group& group, BucketCaps caps, bool consumed)
+    : GradientReduction({.hook_point = {group, SumFor::everybody}, .caps = caps, .consumed = consumed}),
+      group_(group) {}
 
 PendingExchange AllReduce::reduce(Bucket& bucket, const Label& label) const {
   return {group_.all_reduce(bucket.flat(), ReduceOp::sum, label)};

@@ -18,7 +18,7 @@ class GradientReduction {
   const ReductionPlan& plan() const { return plan_; }
   // The communication hook that makes the sums, if any.
   CommunicationHook* hook() const { return hook_.get(); }
-  // Sums a full bucket over the ranks, in place. PendingExchange::further works on Bucket::kept only.
+  // Sums a full bucket over the ranks, in place. PendingExchange::next_stage works on Bucket::kept only.
   virtual PendingExchange reduce(Bucket& bucket, const Label& label) const = 0;
 
  private:
@@ -29,7 +29,7 @@ class GradientReduction {
 // All-reduce, for DDP: every rank gets every sum.
 class AllReduce : public GradientReduction {
  public:
-  AllReduce(const Group& group, BucketCaps caps, bool used_up = false);
+  AllReduce(const Group& group, BucketCaps caps, bool consumed = false);
   PendingExchange reduce(Bucket& bucket, const Label& label) const override;
 
  private:

@@ -24,7 +24,7 @@ class HookedReduction : public GradientReduction {
     if (!plan().hook_point.of_kept) return hook()->begin(seen(bucket, label));
     auto within = inner_->reduce(bucket, label);
     if (!bucket.kept_range().empty())
-      within.further = [this, &bucket, label] { return hook()->begin(seen(bucket, label)); };
+      within.next_stage = [this, &bucket, label] { return hook()->begin(seen(bucket, label)); };
     return within;
   }
 

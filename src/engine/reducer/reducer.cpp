@@ -72,7 +72,7 @@ void Reducer::expect_backward() {
     adopt_changes();
     build(order_.agree(group_, gradients_.size(), steps_));
   }
-  entry_.expected = buckets_.any_travels();
+  entry_.expected = buckets_.any_trainable();
   entry_.holding = callbacks.holds_back();
 }
 
@@ -104,7 +104,8 @@ void Reducer::begin_backward() {
   if (!weighted_backward_) adopt_changes();
   const bool in_backward = BackwardTracker::in_backward();
   if (accumulated_.weight() && !weighted_backward_ && in_backward) {
-    throw UsageError("a backward with a weight and one without in the same step: use either one for all micro-batches");
+    throw UsageError(
+        "this step has backwards with and without a weight: pass a weight to all of its micro-batches, or to none");
   }
   if (callbacks.synchronises()) {
     begin_step(in_backward ? Step::From::backward : Step::From::no_batch);
@@ -118,13 +119,13 @@ void Reducer::begin_step(Step::From from) {
   if (from == Step::From::backward) clock_.mark(StepClock::backward_begins, steps_);
   const bool early = options_.consumer && !options_.consumer->needs_all() && knows_means_early();
   tracker_.enter(BackwardTracker::Phase::running);
-  step_.emplace(from, buckets_, options_.limits, last_.alike);
+  step_.emplace(from, buckets_, options_.limits, last_.same_on_all);
   step_->early = early;
   // A step that failed in forward keeps its mode, because its peers do.
   if (!entry_.failed) entry_.holding = callbacks.holds_back();
   for (size_t i = 0; i < gradients_.size(); ++i) {
     // A frozen gradient in a bucket with others contributes zeros.
-    if (buckets_.frozen(i) && !buckets_.rests(buckets_.places()[i].bucket)) mark_ready(i);
+    if (buckets_.frozen(i) && !buckets_.all_frozen(buckets_.places()[i].bucket)) mark_ready(i);
   }
   for (const auto gradient : tracker_.take_unreached()) {
     if (!step_->schedule.is_ready(gradient)) mark_ready(gradient);
@@ -135,17 +136,17 @@ void Reducer::count_arrival(size_t gradient) {
   const auto& name = gradients_[gradient].name;
   if (buckets_.frozen(gradient)) {
     throw UsageError(
-        fmt::format("the gradient of {} came, which was frozen in the last forward of the wrapper: unfreeze it before "
-                    "that forward, or call refresh_trainable()",
+        fmt::format("backward computed a gradient for {}, which was frozen in the wrapper's last forward: unfreeze it "
+                    "before that forward, or call refresh_trainable()",
                     name));
   }
   if (!tracker_.count(gradient)) return;
   if (step_->schedule.is_ready(gradient)) {
-    throw UsageError(
-        fmt::format("the gradient of {} came after it had been handed over for reduction. If a block is "
-                    "recomputed in backward, set static_graph and unset find_unused_parameters; if a loss does not "
-                    "come from the outputs of forward, unset find_unused_parameters",
-                    name));
+    throw UsageError(fmt::format(
+        "backward computed the gradient of {} again after its reduction had begun. If a block is recomputed "
+        "in backward, set static_graph and unset find_unused_parameters; if a loss does not depend on the "
+        "outputs of forward, unset find_unused_parameters",
+        name));
   }
   mark_ready(gradient);
 }
@@ -161,7 +162,7 @@ void Reducer::mark_ready(size_t gradient) {
 // In the order of issue, so that transient buckets need not all exist at once.
 void Reducer::mark_rest_ready() {
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (buckets_.rests(i)) continue;
+    if (buckets_.all_frozen(i)) continue;
     for (const auto member : buckets_[i].members()) {
       if (!step_->schedule.is_ready(member)) mark_ready(member);
     }
@@ -172,7 +173,7 @@ void Reducer::mark_rest_ready() {
 void Reducer::issue_ready_buckets(bool last) {
   auto& schedule = step_->schedule;
   while (schedule.next_is_full() && callbacks.may_leave(last)) {
-    if (!buckets_.rests(schedule.next())) issue(schedule.next());
+    if (!buckets_.all_frozen(schedule.next())) issue(schedule.next());
     schedule.pass_next();
     release_finished();
   }

@@ -33,7 +33,7 @@ struct ReducerOptions {
   std::string about_sums{};
   bool accept_unused = false;  // parameters that no rank used are not an error
   BucketSchedule::Limits limits{};
-  // Consumes the means within backward; needs a reduction with ReductionPlan::used_up.
+  // Consumes the means within backward; needs a reduction with ReductionPlan::consumed.
   std::shared_ptr<GradientConsumer> consumer{};
   std::string name_of_consumer{};  // for errors
   // Records, as "grads-reduce-scatter", the part of the reduction that backward does not hide.
@@ -155,9 +155,9 @@ class Reducer : private BackwardListener {
   std::vector<at::Tensor> parameters_of(const Bucket& bucket) const;
   // The range of a bucket that each of the first `ranks` ranks keeps.
   std::vector<Range> owners_of(const Bucket& bucket, int ranks) const;
-  // See BucketOrder. Call go_on_from() between steps, with the same argument on all ranks.
+  // See BucketOrder. Call resume_from() between steps, with the same argument on all ranks.
   std::optional<BucketOrder::Learnt> learnt_order() const { return order_.learnt(); }
-  void go_on_from(const std::optional<BucketOrder::Learnt>& learnt);
+  void resume_from(const std::optional<BucketOrder::Learnt>& learnt);
 
   // Marks gradients of frozen parameters, the same on all ranks. Buckets with frozen gradients only are not reduced and
   // keep their values. Call between steps.

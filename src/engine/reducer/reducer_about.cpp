@@ -55,8 +55,8 @@ void Reducer::require_seen_gradients() const {
   for (size_t i = 0; i < gradients_.size(); ++i) {
     if (!gradients_[i].parameter.grad().defined() || accumulated_.sums().stands_in(i)) continue;
     throw UsageError(
-        fmt::format("parameter {} has a gradient that no rank has summed up: the wrapper had gone before the backward; "
-                    "keep it as long as its optimizer trains",
+        fmt::format("parameter {} has a gradient that ranks have not reduced: the wrapper was destroyed before the "
+                    "backward; keep the wrapper as long as its optimizer trains",
                     gradients_[i].name));
   }
 }

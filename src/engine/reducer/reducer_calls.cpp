@@ -12,8 +12,8 @@
 
 namespace shoal {
 
-void Reducer::go_on_from(const std::optional<BucketOrder::Learnt>& learnt) {
-  if (order_.go_on_from(learnt)) build_as_registered();
+void Reducer::resume_from(const std::optional<BucketOrder::Learnt>& learnt) {
+  if (order_.resume_from(learnt)) build_as_registered();
 }
 
 void Reducer::check_last_step() {
@@ -68,7 +68,7 @@ void Reducer::end_now() {
 
 void Reducer::require_absence() const {
   if (join_state_ && !join_state_->here) return;
-  throw UsageError("shadow: for a step of a Join scope in which this rank has no batch; call forward and backward");
+  throw UsageError("shadow: this rank has a batch in this step of the Join scope; call forward and backward");
 }
 
 void Reducer::set_join_state(const std::optional<JoinState>& join_state) {
@@ -95,7 +95,7 @@ void Reducer::abandon() {
     }
     for (auto& schedule = step_->schedule; schedule.next() < buckets_.size(); schedule.pass_next()) {
       const auto index = schedule.next();
-      if (buckets_.rests(index)) continue;
+      if (buckets_.all_frozen(index)) continue;
       for (const auto member : buckets_[index].members()) accumulated_.sums().set_aside(member);
       if (!buckets_[index].sparse()) {
         buckets_.acquire_bucket(index);
@@ -117,7 +117,7 @@ void Reducer::abandon() {
 void Reducer::reduce_pending() {
   const auto lock = tracker_.lock();
   const torch::NoGradGuard no_grad;
-  if (running()) throw UsageError("reduce: within a backward; call it between backward and step");
+  if (running()) throw UsageError("reduce: called within a backward; call it between backward and step()");
   callbacks.before_writing();
   adopt_changes();
   accumulated_.note_set();

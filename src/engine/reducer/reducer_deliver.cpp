@@ -13,14 +13,14 @@ namespace shoal {
 void Reducer::deliver_all(double weight) {
   if (buckets_.trailer().defined()) {
     buckets_.trailer().read(step_->used_anywhere, step_->came_anywhere);
-    last_.alike = buckets_.trailer().alike(group_.size());
+    last_.same_on_all = buckets_.trailer().same_on_all(group_.size());
   }
   for (size_t i = 0; i < buckets_.size(); ++i) deliver(i, weight);
 }
 
 void Reducer::deliver(size_t index, double weight) {
   auto& bucket = buckets_[index];
-  if (buckets_.rests(index)) return;
+  if (buckets_.all_frozen(index)) return;
   if (bucket.sparse()) return deliver_sparse(index);
   if (bucket.trailer().defined()) bucket.trailer().read(step_->used_anywhere, step_->came_anywhere);
   if (bucket.kept_range().empty() && !reduction_->plan().everywhere()) return leave_parts(index);
@@ -56,9 +56,9 @@ void Reducer::deliver_whole(size_t index) {
                          : accumulated_.sums().leave_whole(member, view, step_->used_anywhere[member]);
     if (!sum) {
       if (step_->untouched[member].defined()) at::Tensor(view).copy_(step_->untouched[member]);
-    } else if (gradients_[member].travels_as) {
+    } else if (gradients_[member].reduce_dtype) {
       grad = view.to(gradients_[member].parameter.scalar_type());  // optimizers accept no other dtype
-      if (!reduction_->plan().everywhere()) accumulated_.sums().leave_apart(member);
+      if (!reduction_->plan().everywhere()) accumulated_.sums().leave_outside_bucket(member);
     } else if (options_.gradient_as_bucket_view) {
       if (!same_view(grad, view)) grad = view;
     } else if (grad.defined() && grad.layout() == at::kStrided) {
@@ -93,7 +93,7 @@ void Reducer::release_finished(bool all) {
   if (reduction_->plan().everywhere() && !step_->early) return;
   while (const auto index = step_->schedule.take_back(all)) {
     if (step_->early) take_early(*index);
-    if (!buckets_[*index].passes() || buckets_.rests(*index)) continue;
+    if (!buckets_[*index].transient() || buckets_.all_frozen(*index)) continue;
     buckets_.release(*index);
     buckets_.limit_spare(step_->schedule.most_spare(step_->early));
   }
@@ -129,7 +129,7 @@ void Reducer::take_all() {
   gradients.clear();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     take(i);
-    if (buckets_[i].passes()) buckets_.release(i);
+    if (buckets_[i].transient()) buckets_.release(i);
   }
 }
 

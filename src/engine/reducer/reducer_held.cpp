@@ -10,7 +10,7 @@ namespace shoal {
 PendingExchange Reducer::with_held(size_t index, PendingExchange sum) {
   if (!reduction_->plan().two_stages) return sum;
   if (entry_.holding) {
-    sum.further = {};
+    sum.next_stage = {};
   } else if (auto held = accumulated_.sums().take_held(index); held.defined()) {
     sum.finish = [first = std::move(sum.finish), kept = buckets_[index].kept(), held = std::move(held)] {
       if (first) first();

@@ -32,8 +32,10 @@ void Reducer::finish_step() {
   const double weight = wait_for_buckets();
   clock_.mark(StepClock::all_back, steps_);
   if (std::isnan(weight)) {
-    const auto text = fmt::format("step {} was abandoned by {}, which failed; its gradients are void on all ranks",
-                                  steps_, who_failed());
+    const auto text = fmt::format(
+        "step {} was abandoned on all ranks, because {} failed in it; its gradients are invalid: call zero_grad() and "
+        "continue with the next step",
+        steps_, who_failed());
     const auto own = std::exchange(step_->hook_error, nullptr);
     close_abandoned_step();
     callbacks.after_abandoned();
@@ -82,7 +84,7 @@ double Reducer::wait_for_buckets() {
   timed(options_.timers.get(), "grads-reduce-scatter", 1, [this] {
     // A second stage may still fail; then the trailer must be issued after it, to say so.
     const bool early = std::none_of(step_->schedule.sums().begin(), step_->schedule.sums().end(),
-                                    [](const auto& sum) { return bool(sum.further); });
+                                    [](const auto& sum) { return bool(sum.next_stage); });
     if (early) issue_trailer();
     for (auto round = advance(step_->schedule.sums()); !round.empty();) round = advance(round);
     if (!early) issue_trailer();
@@ -90,7 +92,7 @@ double Reducer::wait_for_buckets() {
   });
   for (size_t i = step_->early ? buckets_.size() : 0; i < buckets_.size(); ++i) {
     const auto& bucket = buckets_[i];
-    if (buckets_.rests(i)) continue;
+    if (buckets_.all_frozen(i)) continue;
     if (bucket.sparse()) {
       read(step_->sparse[i]->weight, true);
     } else if (bucket.trailer().defined()) {
@@ -116,15 +118,15 @@ std::vector<PendingExchange> Reducer::advance(std::vector<PendingExchange>& sums
     } catch (...) {
       fail();
     }
-    const auto further = std::exchange(sum.further, {});
-    if (!further) continue;
+    const auto next_stage = std::exchange(sum.next_stage, {});
+    if (!next_stage) continue;
     try {
-      next.push_back(further());
+      next.push_back(next_stage());
     } catch (const CommError&) {
       throw;
     } catch (...) {
       fail();
-      next.push_back(further());
+      next.push_back(next_stage());
     }
   }
   return next;

@@ -41,7 +41,7 @@ struct ReductionPlan {
   int ranges = 1;             // number of equal ranges, with Keeps::ranges
   std::vector<int> places{};  // by rank; empty: the rank itself
   bool own_memory = false;    // sums get memory of their own (Bucket::kept); the bucket's is needed only until then
-  bool used_up = false;       // sums are consumed within the step; buckets have memory only meanwhile
+  bool consumed = false;      // sums are consumed within the step; buckets have memory only meanwhile
   bool two_stages = false;    // smaller groups sum first; the next stage sums their sums element by element
   bool trailer_rides = true;  // with Keeps::everything: the trailer rides in the buckets
 

@@ -23,15 +23,15 @@ struct LastStep {
 
   std::vector<bool> used_anywhere;        // by gradient
   std::vector<std::string> unused_names;  // parameters of a pending error
-  bool alike = true;                      // all ranks used the same gradients, as far as is known
+  bool same_on_all = true;                // all ranks used the same gradients, as far as is known
 };
 
 struct Step {
   enum class From { backward, no_batch, caller };
 
-  Step(From from, const BucketSet& buckets, const BucketSchedule::Limits& limits, bool patient)
+  Step(From from, const BucketSet& buckets, const BucketSchedule::Limits& limits, bool may_wait)
       : from(from),
-        schedule(buckets, limits, patient),
+        schedule(buckets, limits, may_wait),
         sparse(buckets.size()),
         untouched(buckets.places().size()),
         used_anywhere(buckets.places().size()),

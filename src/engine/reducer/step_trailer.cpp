@@ -17,7 +17,7 @@ double StepTrailer::weight() const {
   return memory_[memory_.numel() - 1].item<double>();
 }
 
-bool StepTrailer::alike(int ranks) const {
+bool StepTrailer::same_on_all(int ranks) const {
   const auto flags = memory_.narrow(0, 0, memory_.numel() - 1);
   return flags.eq(0).logical_or(flags.eq(ranks)).all().item<bool>();
 }

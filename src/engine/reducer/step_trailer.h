@@ -28,7 +28,7 @@ class StepTrailer {
   void write(const std::vector<bool>& used, const std::vector<bool>& came, double weight);
   double weight() const;
   // Whether all `ranks` ranks used the same gradients.
-  bool alike(int ranks) const;
+  bool same_on_all(int ranks) const;
   // Sets used[i] if any rank used gradient i, came[i] if any rank's backward reached it.
   void read(std::vector<bool>& used, std::vector<bool>& came) const;
 

@@ -41,8 +41,8 @@ void BufferSync::after_forward() {
 void BufferSync::complete() {
   const torch::NoGradGuard no_grad;
   pending_.complete();
-  while (const auto further = std::exchange(pending_.further, {})) {
-    pending_ = further();
+  while (const auto next_stage = std::exchange(pending_.next_stage, {})) {
+    pending_ = next_stage();
     pending_.complete();
   }
 }

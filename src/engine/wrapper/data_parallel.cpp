@@ -28,7 +28,7 @@ std::vector<Gradient> gradients_of(const ModuleTensors& tensors) {
 void widen(std::vector<Gradient>& gradients) {
   for (auto& gradient : gradients) {
     const bool narrow = c10::elementSize(gradient.dtype()) < sizeof(float);
-    if (narrow && !gradient.sparse) gradient.travels_as = at::kFloat;
+    if (narrow && !gradient.sparse) gradient.reduce_dtype = at::kFloat;
   }
 }
 

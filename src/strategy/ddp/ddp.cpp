@@ -57,7 +57,7 @@ void make_reducer(DataParallelCore::State& state, const DistributedDataParallelO
   auto gradients = gradients_of(state.tensors);
   if (options.grad_reduce_in_fp32) widen(gradients);
   auto reduction =
-      with_hook(std::make_unique<AllReduce>(state.group, bucket_caps(options), /*used_up=*/consumer != nullptr),
+      with_hook(std::make_unique<AllReduce>(state.group, bucket_caps(options), /*consumed=*/consumer != nullptr),
                 hook_of(options), gradients, "DistributedDataParallel");
   ReducerOptions chosen{.gradient_as_bucket_view = options.gradient_as_bucket_view,
                         .find_unused_parameters = options.find_unused_parameters,

@@ -68,7 +68,7 @@ class DecentralizedSource : public CheckpointSource {
     if (past_.arrivals.size() == state.expected.size()) state.expected = past_.arrivals;
     auto mass = past_.mass;
     mass.resize(state.buckets.size(), 1);
-    state.mixing.go_on_from(std::max<int64_t>(0, past_.version - 1), std::move(mass));
+    state.mixing.resume_from(std::max<int64_t>(0, past_.version - 1), std::move(mass));
     state.mixing.known().load(past_.known);
     if (past_.version > 0) state.show_all();
   }

@@ -60,7 +60,7 @@ int64_t Mixing::arrive(std::vector<double> mass) {
   version_ = newcomer_->arrive(channel_->address()) - 1;
   mass_ = std::move(mass);
   now_ = party_of(newcomer_->members());
-  for (auto& copies : copies_) copies.begin_anew(topology().period());
+  for (auto& copies : copies_) copies.start_afresh(topology().period());
   last_newcomer_ = newcomer_->number();
   admission_ = Admission(group_, last_newcomer_);
   return version_;
@@ -97,7 +97,7 @@ void Mixing::open(const std::vector<GossipBuffer>& buffers, std::optional<at::Sc
       newcomer_ ? join_gossip_channel(group_, shown_, newcomer_->addresses()) : open_gossip_channel(group_, shown_);
 }
 
-void Mixing::go_on_from(int64_t version, std::vector<double> mass) {
+void Mixing::resume_from(int64_t version, std::vector<double> mass) {
   if (now_.members.size() != static_cast<size_t>(group_.size()) || last_newcomer_ > 0) {
     throw UsageError(
         "DecentralizedDataParallel: ranks have left or rejoined this training; load the checkpoint into a new one");
@@ -119,7 +119,7 @@ void Mixing::begin_step() {
   if (!channel_) return;
   if (next_) {
     now_ = *std::exchange(next_, std::nullopt);
-    for (auto& copies : copies_) copies.begin_anew(topology().period());
+    for (auto& copies : copies_) copies.start_afresh(topology().period());
   }
   remove_lost();
   if (hand_over_) count_in();
@@ -137,7 +137,7 @@ void Mixing::remove_lost(const std::vector<int>& also) {
                       std::back_inserter(statistics_.removed));
   now_ = party_of(std::move(left));
   remaining_.reset();
-  for (auto& copies : copies_) copies.begin_anew(topology().period());
+  for (auto& copies : copies_) copies.start_afresh(topology().period());
   channel_->forget();  // the ranks that read this one have changed
 }
 
@@ -168,7 +168,7 @@ void Mixing::count_in() {
 
 void Mixing::restart(int64_t version) {
   version_ = version;
-  channel_->begin_anew(version);
+  channel_->start_afresh(version);
 }
 
 void Mixing::stop(uint32_t reason) {

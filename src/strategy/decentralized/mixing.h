@@ -82,7 +82,7 @@ class Mixing {
 
   // Resumes from another point, with its `version` and push-sum weights, before anything is shown. UsageError if ranks
   // have left. Collective.
-  void go_on_from(int64_t version, std::vector<double> mass);
+  void resume_from(int64_t version, std::vector<double> mass);
 
   const MixingRound& round() const { return now_.topology.round(version_); }
   int number() const { return now_.number; }  // this rank's number in the topology

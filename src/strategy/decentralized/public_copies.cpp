@@ -30,7 +30,7 @@ PublicCopies::PublicCopies(const GossipBuffer& buffer, const CompressedExchange&
       refreshed_bytes_(round_up(refreshed_numel_ * static_cast<int64_t>(c10::elementSize(buffer.dtype)), 128)),
       difference_bytes_(compressed(at::zeros({numel_}, at::TensorOptions(buffer.dtype))).numel()),
       options_(buffer.dtype) {
-  begin_anew(rounds);
+  start_afresh(rounds);
 }
 
 PublicCopies::Copy PublicCopies::zero() const {
@@ -122,7 +122,7 @@ void PublicCopies::forget(int rank) {
 }
 
 // Ranks that noticed the change earlier send messages of the new rounds already; those are kept.
-void PublicCopies::begin_anew(int64_t rounds) {
+void PublicCopies::start_afresh(int64_t rounds) {
   own_.clear();
   for (int64_t round = 0; round < rounds; ++round) own_.push_back(zero());
   std::erase_if(theirs_, [&](const auto& entry) { return std::get<0>(entry.first) != rounds; });

@@ -41,7 +41,7 @@ class PublicCopies {
   void forget(int rank);
   // Starts the copies at zero again, because other ranks read this one from now on, in so many rounds. The next
   // messages tell the readers.
-  void begin_anew(int64_t rounds);
+  void start_afresh(int64_t rounds);
 
  private:
   static constexpr int64_t header_bytes = 128;  // number of rounds, and the version that the message builds on

@@ -45,7 +45,7 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
   state().settings = {{"sharding_strategy", sharding_name(options.sharding_strategy)},
                       {"units", fmt::format("{}", shards_->units.size())},
                       {"shard_size", fmt::format("{}", shards_->groups.shard.size())},
-                      {"whole_parameters", yes_or_no(options.whole_parameters)},
+                      {"shard_by_parameter", yes_or_no(options.shard_by_parameter)},
                       {"parameters_once_per_host", yes_or_no(shared())},
                       {"unit_limit", fmt::format("{}", options.unit_limit)},
                       {"prefetch_units", fmt::format("{}", options.prefetch_units)},
@@ -244,10 +244,10 @@ ShardedOptimizerCore::ParamGroups FullyShardedOptimizerCore::complete(const Full
 std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_state(
     const FullyShardedCore& parallel, bool element_wise, const FullyShardedOptimizerOptions& options) {
   const auto& shards = *parallel.shards_;
-  if (!element_wise && !shards.options.whole_parameters) {
+  if (!element_wise && !shards.options.shard_by_parameter) {
     throw UsageError(
         "FullyShardedOptimizer: this optimizer is not element-wise (shoal::element_wise), so each rank must own whole "
-        "parameters; set FullyShardedDataParallelOptions::whole_parameters");
+        "parameters; set FullyShardedDataParallelOptions::shard_by_parameter");
   }
   if (!(options.clip_grad >= 0) || std::isinf(options.clip_grad)) {
     throw UsageError(

@@ -72,7 +72,7 @@ std::vector<std::string> describe(const FullyShardedDataParallelOptions& options
   return {"sharding_strategy " + sharding_name(options.sharding_strategy),
           "shard_size " + text_of(options.shard_size),
           "sync_module_states " + yes_or_no(options.sync_module_states),
-          "whole_parameters " + yes_or_no(options.whole_parameters),
+          "shard_by_parameter " + yes_or_no(options.shard_by_parameter),
           "param_dtype " + name_of(options.param_dtype),
           "reduce_dtype " + name_of(options.reduce_dtype),
           "buffer_dtype " + name_of(options.buffer_dtype),

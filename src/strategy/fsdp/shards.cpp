@@ -171,12 +171,12 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   std::vector<at::Tensor> parameters;
   for (auto& gradient : gradients) {
     gradient.sparse = false;  // sums lie in flat buffers
-    if (shards.options.reduce_dtype) gradient.travels_as = shards.options.reduce_dtype;
+    if (shards.options.reduce_dtype) gradient.reduce_dtype = shards.options.reduce_dtype;
     units.push_back(unit_of.at(gradient.parameter.unsafeGetTensorImpl()));
     parameters.push_back(gradient.parameter);
   }
   std::unique_ptr<GradientReduction> reduction;
-  if (shards.options.whole_parameters) {
+  if (shards.options.shard_by_parameter) {
     std::vector<int> owners(parameters.size(), -1);
     assign_owners(parameters, shard.size(), owners);
     reduction = std::make_unique<ReduceUnitsToOwners>(groups, units, owners);

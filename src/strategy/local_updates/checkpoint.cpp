@@ -64,7 +64,7 @@ OptimizerState LocalUpdates::State::named_state() {
   return whole;
 }
 
-void LocalUpdates::State::begin_anew() {
+void LocalUpdates::State::start_afresh() {
   for (auto& fragment : fragments) {
     fragment.mean().wait();  // finish the exchange that began before
     fragment.mean() = {};

@@ -51,8 +51,8 @@ class LocalUpdatesSource : public CheckpointSource {
 
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
-    if (past.common.values.is_null()) state_.begin_anew();
-    if (state_.reducer) go_on_from(group(), {state_.reducer.get()}, past.own);
+    if (past.common.values.is_null()) state_.start_afresh();
+    if (state_.reducer) resume_from(group(), {state_.reducer.get()}, past.own);
   }
 
  private:

@@ -29,7 +29,7 @@ struct LocalUpdates::State {
   // See state_dict(); the tensors are this object's own and valid until the next step.
   OptimizerState named_state();
   // Restarts from the parameters' present values, as after construction. Waits for exchanges in flight.
-  void begin_anew();
+  void start_afresh();
   // Sets the number of steps; creates the reducer in the warm-up, and removes it afterwards.
   void set_steps(int64_t number);
   Mean mean_of(const std::vector<at::Tensor>& tensors, const Label& label) const;

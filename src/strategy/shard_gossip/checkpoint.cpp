@@ -57,7 +57,7 @@ class ShardGossipSource : public FullyShardedSource {
     FullyShardedSource::end_load(past);
     auto mass = mass_;
     mass.resize(gossip_.buckets.size(), 1);
-    gossip_.mixing.go_on_from(std::max<int64_t>(0, version_ - 1), std::move(mass));
+    gossip_.mixing.resume_from(std::max<int64_t>(0, version_ - 1), std::move(mass));
     if (version_ == 0) return;
     for (size_t i = 0; i < gossip_.buckets.size(); ++i) {
       const auto& bucket = gossip_.buckets[i];

@@ -39,7 +39,7 @@ class OSSSource : public CheckpointSource {
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     state_.hand_out("loaded parameters");
-    go_on_from(state_.group, {&reducer_of(parallel_)}, past.own);
+    resume_from(state_.group, {&reducer_of(parallel_)}, past.own);
   }
 
  private:

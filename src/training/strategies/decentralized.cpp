@@ -62,7 +62,7 @@ class Decentralized : public WrappedTraining<OpenCore<DecentralizedDataParallelC
   OptimizerState optimizer_state() override { return parallel_.state_dict(); }
   std::optional<TrainingState> state() override { return TrainingState(parallel_); }
   // The mean of the ranks' models; training is not affected.
-  std::shared_ptr<void> whole_parameters() override {
+  std::shared_ptr<void> full_parameters() override {
     auto tensors = module_->parameters();
     for (const auto& buffer : module_->buffers()) tensors.push_back(buffer);
     return std::make_shared<CommonValues>(CommonValues::Of::mean, tensors, parallel_.remaining());

@@ -17,7 +17,7 @@ FullyShardedDataParallelOptions fsdp_options(const TrainingParts& parts, Shardin
   FullyShardedDataParallelOptions options{
       .sharding_strategy = sharding,
       .auto_wrap_policy = units_of(parts),
-      .whole_parameters = !parts.recipe.element_wise,
+      .shard_by_parameter = !parts.recipe.element_wise,
       .precision = parts.options.precision,
       .reduce_dtype = parts.values.flag("grad_reduce_in_fp32") ? std::optional(at::kFloat) : std::nullopt,
       .ignored_parameters = parts.options.ignored,
@@ -90,7 +90,7 @@ std::vector<at::Tensor> FsdpTraining::parameters() const {
   return parallel_->shared() ? module_->parameters() : parallel_->own_parameters();
 }
 
-std::shared_ptr<void> FsdpTraining::whole_parameters() {
+std::shared_ptr<void> FsdpTraining::full_parameters() {
   return std::make_shared<FullParameters>(*parallel_, SummonFullParamsOptions{.writeback = false});
 }
 

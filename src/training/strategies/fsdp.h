@@ -32,7 +32,7 @@ class FsdpTraining : public WrappedTraining<OpenFullyShardedCore, TrainingCore> 
   std::optional<TrainingState> state() override { return TrainingState(*parallel_, *optimizer_); }
   std::vector<at::Tensor> parameters() const override;
   std::vector<at::Tensor> gradients() const override { return parallel_->own_gradients(); }
-  std::shared_ptr<void> whole_parameters() override;
+  std::shared_ptr<void> full_parameters() override;
   bool has_whole_model() const override { return parallel_->shared(); }
   TensorCast input_cast() const override { return parallel_->input_cast(); }
 

@@ -29,7 +29,7 @@ class HybridGossip : public FsdpTraining {
         inside_(hosts.inside) {}
 
   std::optional<TrainingState> state() override { return TrainingState(*parallel_, gossip(), group_); }
-  std::shared_ptr<void> whole_parameters() override { return std::make_shared<Mean>(*this); }
+  std::shared_ptr<void> full_parameters() override { return std::make_shared<Mean>(*this); }
   bool has_whole_model() const override { return false; }
   std::optional<Group> bound() const override { return inside_; }
   std::optional<Group> present() override { return gossip().remaining(group_); }
@@ -61,7 +61,7 @@ class HybridGossip : public FsdpTraining {
                         buffers_ = std::make_unique<CommonValues>(CommonValues::Of::mean, training.module_->buffers(),
                                                                   *present);
                       });
-        whole_ = training.FsdpTraining::whole_parameters();
+        whole_ = training.FsdpTraining::full_parameters();
       } catch (...) {
         buffers_.reset();
         gossip_.hold_own();

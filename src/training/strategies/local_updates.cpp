@@ -33,7 +33,7 @@ class WithLocalUpdates : public ReplicatedTraining {
 
   void zero_grad() override { local_.zero_grad(); }
   std::optional<TrainingState> state() override { return scaled(TrainingState(local_)); }
-  std::shared_ptr<void> whole_parameters() override {
+  std::shared_ptr<void> full_parameters() override {
     return std::make_shared<MeanParameters>(local_.mean_parameters());
   }
 

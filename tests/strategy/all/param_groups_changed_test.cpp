@@ -180,7 +180,7 @@ TEST(ParamGroups, LbfgsAndOptionsOfAnotherTypeAreRefused) {
   auto model = seeded(1);
   EXPECT_THAT(refusal([&] { OSS<torch::optim::LBFGS>(model->parameters(), lbfgs, group()); }), HasSubstr("L-BFGS"));
   EXPECT_THAT(refusal([&] { DistributedOptimizer<torch::optim::LBFGS>(model, lbfgs, group()); }), HasSubstr("L-BFGS"));
-  FullyShardedDataParallel<MlpImpl> parallel(seeded(1), group(), {.whole_parameters = true});
+  FullyShardedDataParallel<MlpImpl> parallel(seeded(1), group(), {.shard_by_parameter = true});
   EXPECT_THAT(refusal([&] { FullyShardedOptimizer<torch::optim::LBFGS>(parallel, lbfgs); }), HasSubstr("L-BFGS"));
   DistributedDataParallel<MlpImpl> replicated(seeded(1), group());
   torch::optim::LBFGS plain(replicated.module()->parameters(), lbfgs);

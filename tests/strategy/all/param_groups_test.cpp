@@ -93,7 +93,7 @@ struct Trial {
     }
     {
       auto model = make();
-      FullyShardedDataParallel<MlpImpl> parallel(model, group(), {.whole_parameters = !element_wise<Local>});
+      FullyShardedDataParallel<MlpImpl> parallel(model, group(), {.shard_by_parameter = !element_wise<Local>});
       FullyShardedOptimizer<Local> optimizer(parallel, groups(model), defaults);
       for (int64_t step = 0; step < steps; ++step) {
         mean_loss(parallel.forward(batch(group().rank(), step))).backward();

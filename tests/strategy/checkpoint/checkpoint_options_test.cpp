@@ -96,7 +96,7 @@ std::unique_ptr<Trained> start(const std::string& strategy, const Options& defau
     trained->wrapper = local, trained->optimizer = optimizer;
   } else {
     auto parallel = std::make_shared<FullyShardedDataParallel<MlpImpl>>(
-        model, group(), FullyShardedDataParallelOptions{.whole_parameters = !element_wise<Local>});
+        model, group(), FullyShardedDataParallelOptions{.shard_by_parameter = !element_wise<Local>});
     auto optimizer = std::make_shared<FullyShardedOptimizer<Local>>(*parallel, groups(model), defaults);
     trained->whole = optimizer.get();
     trained->state = std::make_unique<TrainingState>(*parallel, *optimizer);

@@ -199,7 +199,7 @@ inline void start_registered(Running& running, const std::string& name, const st
   running.optimizer_state = [raw = training.get()] { return (*raw)->optimizer_state(); };
   if (!name.starts_with("fsdp")) return;
   running.parameters = [raw = training.get(), model] {
-    const auto whole = (*raw)->whole_parameters();
+    const auto whole = (*raw)->full_parameters();
     return named_copies(*model);
   };
 }

@@ -228,8 +228,8 @@ TEST(CompressedExchange, BEY22_when_rounds_change_copies_begin_anew_and_are_righ
     PublicCopies reader(buffer, {}, 2);
     const auto message = at::empty({writer.message_bytes()}, at::kByte);
     for (int64_t version = 1; version <= 20; ++version) {
-      if (version == 10) (reader_first ? reader : writer).begin_anew(3);
-      if (version == 13) (reader_first ? writer : reader).begin_anew(3);
+      if (version == 10) (reader_first ? reader : writer).start_afresh(3);
+      if (version == 13) (reader_first ? writer : reader).start_afresh(3);
       writer.write(version, x, message);
       reader.take(7, version, message);
       EXPECT_EQ(reader.knows(7, version), version < 10 || version >= 13) << version;

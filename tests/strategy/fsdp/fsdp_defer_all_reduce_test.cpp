@@ -28,7 +28,7 @@ struct Trained {
     auto options = by_layer();
     options.sharding_strategy = strategy;
     if (strategy == ShardingStrategy::hybrid_shard) options.shard_size = host_size();
-    options.whole_parameters = whole;
+    options.shard_by_parameter = whole;
     options.communication_hook = std::move(hook);
     parallel = std::make_unique<FullyShardedDataParallel<EvenImpl>>(model, group().recorded(log), options);
     optimizer = std::make_unique<FullyShardedOptimizer<torch::optim::SGD>>(*parallel, sgd);
@@ -175,7 +175,7 @@ TEST_P(Deferred, BEY03_it_is_refused_in_a_join_scope) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Owns, Deferred, testing::Bool(),
-                         [](const auto& info) { return info.param ? "whole_parameters" : "ranges"; });
+                         [](const auto& info) { return info.param ? "shard_by_parameter" : "ranges"; });
 
 }  // namespace
 }  // namespace shoal::test

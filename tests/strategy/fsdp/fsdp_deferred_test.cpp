@@ -81,7 +81,7 @@ TEST(FsdpDeferred, FSDP12_trains_to_the_same_bits_as_a_model_that_had_memory_fro
   cases["bfloat16"] = by_layer();
   cases["bfloat16"].param_dtype = cases["bfloat16"].buffer_dtype = at::kBFloat16;
   cases["whole parameters"] = by_layer();
-  cases["whole parameters"].whole_parameters = true;
+  cases["whole parameters"].shard_by_parameter = true;
   for (const auto& [name, options] : cases) {
     SCOPED_TRACE(name);
     const auto eager = trained(false, options);

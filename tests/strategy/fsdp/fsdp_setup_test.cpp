@@ -120,7 +120,7 @@ TEST(Fsdp, FSDP11_without_sync_module_states_each_rank_s_values_count_for_what_i
   for (const bool whole : {false, true}) {
     auto options = by_layer();
     options.sync_module_states = false;
-    options.whole_parameters = whole;
+    options.shard_by_parameter = whole;
     FullyShardedDataParallel<MlpImpl> parallel(filled(group().rank() + 1), group(), options);
     const auto own = flat(parallel.own_parameters());
     EXPECT_TRUE(at::equal(own, at::full_like(own, group().rank() + 1)));
