@@ -20,7 +20,7 @@ std::string refusal_of(const std::string& path) {
   return refusal([&] { InputFile(path, refuse_as<UsageError>); });
 }
 
-TEST(InputFile, WhatIsNoRegularFileIsRefusedAtOnceByName) {
+TEST(InputFile, what_is_no_regular_file_is_refused_at_once_by_name) {
   const TempFolder folder;
   const auto pipe = folder.file("pipe");
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
@@ -30,7 +30,7 @@ TEST(InputFile, WhatIsNoRegularFileIsRefusedAtOnceByName) {
   EXPECT_EQ(refusal_of(folder.file("none")), "cannot open " + folder.file("none") + ": No such file or directory");
 }
 
-TEST(InputFile, ASparseFileIsTrustedWithWhatItsDiskHolds) {
+TEST(InputFile, a_sparse_file_is_trusted_with_what_its_disk_holds) {
   const TempFolder folder;
   const auto path = folder.file("sparse");
   std::ofstream(path) << "{\"a\": 1}";
@@ -44,7 +44,7 @@ TEST(InputFile, ASparseFileIsTrustedWithWhatItsDiskHolds) {
               HasSubstr("1099511627776 bytes; at most 1000 are expected"));
 }
 
-TEST(InputFile, AFileThatEndsEarlyIsNamed) {
+TEST(InputFile, a_file_that_ends_early_is_named) {
   const TempFolder folder;
   std::ofstream(folder.file("short")) << "12345";
   const InputFile file(folder.file("short"), refuse_as<UsageError>);

@@ -28,7 +28,7 @@ std::string said_of(std::string_view text, const JsonLimits& limits = {.bytes = 
   return refusal([&] { parse(text, limits); });
 }
 
-TEST(StrictJson, ReadsWhatTheLibraryReads) {
+TEST(StrictJson, reads_what_the_library_reads) {
   for (const auto* text :
        {R"({"a": [1, -2, 0.5, true, false, null, "b\n\u00e4\"\\"], "c": {"d": {}, "e": []}})", "[]", "3", "\"x\"",
         " [ 1 ,\n\t2 ] ", R"({"":"  two  spaces  "})", "[18446744073709551615, -9223372036854775808, 1e300]"}) {
@@ -36,7 +36,7 @@ TEST(StrictJson, ReadsWhatTheLibraryReads) {
   }
 }
 
-TEST(StrictJson, OneSentenceSaysWhatIsWrong) {
+TEST(StrictJson, one_sentence_says_what_is_wrong) {
   EXPECT_THAT(said_of("{\"a\":]"), AllOf(HasSubstr("it: not JSON: near byte 6: syntax error"),
                                             ::testing::Not(HasSubstr("json.exception"))));
   EXPECT_THAT(said_of(""), HasSubstr("it: not JSON: near byte 0"));
@@ -46,7 +46,7 @@ TEST(StrictJson, OneSentenceSaysWhatIsWrong) {
   EXPECT_EQ(said_of(R"({"a":{"b":1,"b":2}})"), "it: two entries named b");
 }
 
-TEST(StrictJson, DepthMemoryAndTokensHaveLimits) {
+TEST(StrictJson, depth_memory_and_tokens_have_limits) {
   EXPECT_EQ(said_of(std::string(1'000'000, '['), {.depth = 5, .bytes = plenty}), "it: JSON nested deeper than 5");
   EXPECT_EQ(said_of("[[[[[1]]]]]", {.depth = 5, .bytes = plenty}), "nothing was refused");
   std::string many = "[";
@@ -60,7 +60,7 @@ TEST(StrictJson, DepthMemoryAndTokensHaveLimits) {
   EXPECT_EQ(parse("[" + std::string(10'000'000, ' ') + "1]"), json({1}));
 }
 
-TEST(StrictJson, AMillionAndAHalfEntriesTakeSeconds) {
+TEST(StrictJson, a_million_and_a_half_entries_take_seconds) {
   std::string text = "{";
   constexpr int entries = 1'500'000;
   for (int i = 0; i < entries; ++i) {
@@ -73,7 +73,7 @@ TEST(StrictJson, AMillionAndAHalfEntriesTakeSeconds) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
 }
 
-TEST(StrictJson, AListIsHandedOutElementByElement) {
+TEST(StrictJson, a_list_is_handed_out_element_by_element) {
   const TempFolder folder;
   std::string text = R"({"before": [1, 2], "events": [)";
   for (int i = 0; i < 100'000; ++i) text += R"({"ts": )" + std::to_string(i) + R"(, "events": [[1]]}, )";

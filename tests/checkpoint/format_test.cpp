@@ -32,7 +32,7 @@ void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
-TEST(Crc32, EqualsZlibsForAnySizePlaceAndDivision) {
+TEST(Crc32, equals_zlibs_for_any_size_place_and_division) {
   std::mt19937 random(1);
   std::vector<unsigned char> data(70000);
   std::generate(data.begin(), data.end(), [&] { return static_cast<unsigned char>(random()); });
@@ -58,7 +58,7 @@ at::Tensor elements(std::vector<int64_t> shape, at::ScalarType dtype) {
   return (7 * at::arange(c10::multiply_integers(shape), at::kLong)).remainder(120).view(shape).to(dtype);
 }
 
-TEST(Safetensors, BEY05_FilesOfThePythonPackageAreRead) {
+TEST(Safetensors, BEY05_files_of_the_python_package_are_read) {
   const CheckpointReader reader(PYTHON_FILES "/dtypes.safetensors");
   const std::map<std::string, at::ScalarType> dtypes{
       {"f64", at::kDouble}, {"f32", at::kFloat},  {"f16", at::kHalf}, {"i64", at::kLong},
@@ -76,7 +76,7 @@ TEST(Safetensors, BEY05_FilesOfThePythonPackageAreRead) {
             "safetensors \u00fc");
 }
 
-TEST(Safetensors, BEY05_AShardedFolderIsOneModel) {
+TEST(Safetensors, BEY05_a_sharded_folder_is_one_model) {
   for (const auto* path : {PYTHON_FILES "/sharded", PYTHON_FILES "/sharded/model.safetensors.index.json"}) {
     const CheckpointReader reader(path);
     EXPECT_TRUE(test::same_bytes(reader.read("a.weight"), elements({4, 4}, at::kFloat)));
@@ -90,7 +90,7 @@ TEST(Safetensors, BEY05_AShardedFolderIsOneModel) {
   }
 }
 
-TEST(Safetensors, BEY05_WhatIsNotTheFormatIsRefused) {
+TEST(Safetensors, BEY05_what_is_not_the_format_is_refused) {
   const test::TempFolder folder;
   const auto path = folder.file("x.safetensors");
   const auto open = [&](std::string header, const std::string& data, int64_t length = -1) {
@@ -156,7 +156,7 @@ TEST(Safetensors, BEY05_WhatIsNotTheFormatIsRefused) {
   EXPECT_THAT(refusal<CheckpointError>([&] { CheckpointReader{"/dev/zero"}; }), HasSubstr("is not a regular file"));
 }
 
-TEST(Safetensors, BEY05_AShardedIndexMayNotLeadOutOfItsFolder) {
+TEST(Safetensors, BEY05_a_sharded_index_may_not_lead_out_of_its_folder) {
   const test::TempFolder folder;
   write_file(folder.file("outside.safetensors"), "");
   std::filesystem::create_directory(folder.path() / "model");
@@ -184,7 +184,7 @@ std::string changed_index(const std::function<void(nlohmann::json&)>& change) {
   return text + fmt::format(",\"crc32\":\"{:08x}\"}}\n", crc32(text.data(), text.size()));
 }
 
-TEST(Index, BEY05_WhatIsNotTheFormatIsRefused) {
+TEST(Index, BEY05_what_is_not_the_format_is_refused) {
   using Json = nlohmann::json;
   const auto parse = [](const std::string& text) {
     return refusal<CheckpointError>([&] { parse_index(text, 64 << 20, "index"); });
@@ -239,7 +239,7 @@ TEST(Index, BEY05_WhatIsNotTheFormatIsRefused) {
               HasSubstr("memory"));
 }
 
-TEST(Pieces, AnyLayoutGivesTheElementsInRowMajorOrder) {
+TEST(Pieces, any_layout_gives_the_elements_in_row_major_order) {
   const auto base = at::arange(4 * 6 * 5 * 7, at::kInt).view({4, 6, 5, 7});
   const std::vector<at::Tensor> tensors{base,
                                         base.permute({3, 1, 0, 2}),

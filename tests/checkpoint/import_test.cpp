@@ -37,7 +37,7 @@ json read_json(const fs::path& path) {
   return json::parse(read_text(path, 1 << 20, refuse_as<UsageError>));
 }
 
-TEST(Import, BEY05_CheckpointsOfPythonLibrariesKeepNamesAndValues) {
+TEST(Import, BEY05_checkpoints_of_python_libraries_keep_names_and_values) {
   if (test::run({VENV_PYTHON, "-c", "import safetensors"}, 100).code != 0) GTEST_SKIP() << "no safetensors in .venv";
   const test::TempFolder folder;
   const auto made = test::run({VENV_PYTHON, MAKE_FOREIGN, folder.path()}, 200);

@@ -226,7 +226,7 @@ int64_t memory_of(const Act& act) {
   return tensors.peak() + test::heap_peak - before;
 }
 
-TEST(Mutations, BEY05_EveryDamagedFileIsRefusedOrReadAsItWas) {
+TEST(Mutations, BEY05_every_damaged_file_is_refused_or_read_as_it_was) {
   const test::TempFolder folder;
   const auto world = init();
   auto wholes = test::random_wholes(1);
@@ -285,7 +285,7 @@ TEST(Mutations, BEY05_EveryDamagedFileIsRefusedOrReadAsItWas) {
              refused, flips, flips, static_cast<double>(most) / (1 << 20));
 }
 
-TEST(Mutations, BEY05_HeadersOf100MegabytesTakeNoMoreThanTheFile) {
+TEST(Mutations, BEY05_headers_of100_megabytes_take_no_more_than_the_file) {
   const test::TempFolder folder;
   const auto path = folder.file("x.safetensors");
   constexpr int64_t length = 100'000'000;

@@ -40,7 +40,7 @@ std::vector<Whole> save(const std::filesystem::path& root, bool cut) {
   return wholes;
 }
 
-TEST(Programs, BEY05_AReaderWrittenFromTheDocumentFindsTheSameBytes) {
+TEST(Programs, BEY05_a_reader_written_from_the_document_finds_the_same_bytes) {
   const test::TempFolder folder;
   const auto wholes = save(folder.path() / "run", /*cut=*/true);
   const auto python = run({PYTHON3, READ_CHECKPOINT, folder.path() / "run/step-12"}, 60);
@@ -74,7 +74,7 @@ void expect_python_opens(const std::string& file, const std::vector<Whole>& whol
   }
 }
 
-TEST(Programs, BEY05_ThePythonPackageOpensModelAndExport) {
+TEST(Programs, BEY05_the_python_package_opens_model_and_export) {
   if (run({VENV_PYTHON, "-c", "import safetensors"}, 60).code != 0) GTEST_SKIP() << "no safetensors in .venv";
   const test::TempFolder folder;
   const auto wholes = save(folder.path() / "run", /*cut=*/false);
@@ -86,7 +86,7 @@ TEST(Programs, BEY05_ThePythonPackageOpensModelAndExport) {
   expect_python_opens(folder.file("one.safetensors"), wholes, models);
 }
 
-TEST(Programs, BEY05_Reshard) {
+TEST(Programs, BEY05_reshard) {
   const test::TempFolder folder;
   save(folder.path() / "run", /*cut=*/true);
   const auto digests = [](const std::filesystem::path& path) {
@@ -112,7 +112,7 @@ TEST(Programs, BEY05_Reshard) {
   EXPECT_THAT(again.output, HasSubstr("reshard to a new folder"));
 }
 
-TEST(Programs, BEY05_InspectVerifyExport) {
+TEST(Programs, BEY05_inspect_verify_export) {
   const test::TempFolder folder;
   const auto wholes = save(folder.path() / "run", /*cut=*/true);
   const auto path = (folder.path() / "run").string();

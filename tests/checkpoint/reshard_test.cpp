@@ -100,7 +100,7 @@ void expect_balanced(const fs::path& path, int ranks) {
   EXPECT_EQ(found, expected);
 }
 
-TEST(Reshard, BEY05_FromOneToFourToThreeToOneIsTheSameByteForByte) {
+TEST(Reshard, BEY05_from_one_to_four_to_three_to_one_is_the_same_byte_for_byte) {
   const test::TempFolder folder;
   const auto wholes = save(folder.path() / "run", 1, Cut::none);
   fs::path last = folder.path() / "run";
@@ -118,7 +118,7 @@ TEST(Reshard, BEY05_FromOneToFourToThreeToOneIsTheSameByteForByte) {
   EXPECT_EQ(bytes_of(last / "latest"), "step-40\n");
 }
 
-TEST(Reshard, BEY05_WhatRanksHaveCutAnywhereComesOutEven) {
+TEST(Reshard, BEY05_what_ranks_have_cut_anywhere_comes_out_even) {
   const test::TempFolder folder;
   const auto wholes = save(folder.path() / "run", 3, Cut::anywhere);
   for (const int ranks : {1, 2, 5, 64}) {
@@ -144,7 +144,7 @@ TEST(Reshard, BEY05_WhatRanksHaveCutAnywhereComesOutEven) {
   EXPECT_EQ(spread.read("none").sizes(), (at::IntArrayRef{0, 2}));
 }
 
-TEST(Reshard, BEY05_FilesOfOtherProgramsBecomeACheckpoint) {
+TEST(Reshard, BEY05_files_of_other_programs_become_a_checkpoint) {
   const test::TempFolder folder;
   const CheckpointReader original(PYTHON_FILES "/sharded");
   reshard(original, folder.path() / "run", 2);
@@ -157,7 +157,7 @@ TEST(Reshard, BEY05_FilesOfOtherProgramsBecomeACheckpoint) {
   }
 }
 
-TEST(Reshard, BEY05_WrongInputLeavesNothing) {
+TEST(Reshard, BEY05_wrong_input_leaves_nothing) {
   const test::TempFolder folder;
   const auto run = folder.path() / "run", out = folder.path() / "out";
   save(run, 2, Cut::anywhere);

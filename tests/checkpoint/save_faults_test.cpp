@@ -92,7 +92,7 @@ std::string attempt(const fs::path& root, const std::function<void()>& hinder, c
 
 constexpr uid_t nobody = 65534;  // permissions do not bind root
 
-TEST(SaveFaults, BEY05_NoPermission) {
+TEST(SaveFaults, BEY05_no_permission) {
   const test::TempFolder folder;
   const auto root = folder.path() / "run";
   fs::create_directory(root);
@@ -127,7 +127,7 @@ class Mounted {
   bool mounted_ = false;
 };
 
-TEST(SaveFaults, BEY05_DiskFull) {
+TEST(SaveFaults, BEY05_disk_full) {
   const test::TempFolder folder;
   const Mounted disk(folder.path() / "disk");
   if (!disk.ready()) GTEST_SKIP() << "mounting a small file system needs root";
@@ -137,7 +137,7 @@ TEST(SaveFaults, BEY05_DiskFull) {
                           HasSubstr("No space left on device"), HasSubstr("rank ")));
 }
 
-TEST(SaveFaults, BEY05_ReshardOntoAFullDisk) {
+TEST(SaveFaults, BEY05_reshard_onto_a_full_disk) {
   const test::TempFolder folder;
   const Mounted disk(folder.path() / "disk");
   if (!disk.ready()) GTEST_SKIP() << "mounting a small file system needs root";
@@ -156,7 +156,7 @@ TEST(SaveFaults, BEY05_ReshardOntoAFullDisk) {
   expect_step(root, 1);
 }
 
-TEST(SaveFaults, BEY05_ReadOnly) {
+TEST(SaveFaults, BEY05_read_only) {
   const test::TempFolder folder;
   const Mounted disk(folder.path() / "disk");
   if (!disk.ready()) GTEST_SKIP() << "mounting a file system needs root";
@@ -180,7 +180,7 @@ void take_away(const fs::path& root, const fs::path& to) {
   ADD_FAILURE() << "no folder was made";
 }
 
-TEST(SaveFaults, BEY06_TheFolderVanishesWhileRanksWrite) {
+TEST(SaveFaults, BEY06_the_folder_vanishes_while_ranks_write) {
   const test::TempFolder folder;
   const auto root = folder.path() / "run";
   const auto ended = test::run_ranks(ranks, [&](const World& world) -> std::string {
@@ -208,7 +208,7 @@ TEST(SaveFaults, BEY06_TheFolderVanishesWhileRanksWrite) {
   expect_step(root, 3);
 }
 
-TEST(SaveFaults, BEY06_TwoJobsInOnePlace) {
+TEST(SaveFaults, BEY06_two_jobs_in_one_place) {
   const test::TempFolder folder;
   const auto root = folder.path() / "run";
   int other = -1;
@@ -223,7 +223,7 @@ TEST(SaveFaults, BEY06_TwoJobsInOnePlace) {
   EXPECT_THAT(text, AllOf(HasSubstr("another job is saving to " + root.string()), HasSubstr("process ")));
 }
 
-TEST(SaveFaults, BEY06_TwoRealJobsTakeTurnsOrAreToldSo) {
+TEST(SaveFaults, BEY06_two_real_jobs_take_turns_or_are_told_so) {
   const test::TempFolder folder;
   const auto root = folder.path() / "run";
   const auto job = [&](const World& world) -> std::string {
@@ -246,7 +246,7 @@ TEST(SaveFaults, BEY06_TwoRealJobsTakeTurnsOrAreToldSo) {
   EXPECT_TRUE((reader.read("w") == reader.index().step).all().item<bool>());
 }
 
-TEST(SaveFaults, BEY06_AnUnfinishedFirstSaveIsNoCheckpoint) {
+TEST(SaveFaults, BEY06_an_unfinished_first_save_is_no_checkpoint) {
   const test::TempFolder folder;
   const auto root = folder.path() / "run";
   fs::create_directories(root / ".step-4.tmp-00000000");

@@ -58,7 +58,7 @@ int kills() {
   return std::stoi(process_environment()("SHOAL_KILLS").value_or("20"));
 }
 
-TEST(SaveKill, BEY06_WhicheverRankDiesWheneverACheckpointIsThere) {
+TEST(SaveKill, BEY06_whichever_rank_dies_whenever_a_checkpoint_is_there) {
   const test::TempFolder folder;
   const auto root = folder.path() / "run";
   at::set_num_threads(1);  // children of a process with threads cannot start any

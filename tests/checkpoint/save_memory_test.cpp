@@ -31,7 +31,7 @@ double extra(const Act& act) {
   return static_cast<double>(tensors.peak() + test::heap_peak - before) / mebibyte;
 }
 
-TEST(SaveMemory, BEY05_BesideItsOwnPartARankNeedsPieces) {
+TEST(SaveMemory, BEY05_beside_its_own_part_a_rank_needs_pieces) {
   const auto& group = test::world().group();
   std::unique_ptr<test::TempFolder> folder;
   if (group.rank() == 0) folder = std::make_unique<test::TempFolder>();

@@ -82,7 +82,7 @@ void expect_any_range(const CheckpointReader& reader, const std::vector<Whole>& 
   }
 }
 
-TEST(Saver, BEY05_WhatRanksHoldComesBackForAnyOtherDivision) {
+TEST(Saver, BEY05_what_ranks_hold_comes_back_for_any_other_division) {
   const SharedFolder folder;
   CheckpointSaver saver(group(), folder / "run");
   for (uint32_t seed = 1; seed <= 3; ++seed) {
@@ -103,7 +103,7 @@ TEST(Saver, BEY05_WhatRanksHoldComesBackForAnyOtherDivision) {
   }
 }
 
-TEST(Saver, BEY05_WhatAllRanksHaveIsWrittenOnceAndInEqualParts) {
+TEST(Saver, BEY05_what_all_ranks_have_is_written_once_and_in_equal_parts) {
   const SharedFolder folder;
   std::vector<Whole> wholes;
   std::mt19937 random(3);
@@ -119,7 +119,7 @@ TEST(Saver, BEY05_WhatAllRanksHaveIsWrittenOnceAndInEqualParts) {
   for (const auto& [name, size] : reader.index().files) EXPECT_LT(size, bytes / group().size() + 4100 + 4000) << name;
 }
 
-TEST(Saver, BEY05_OneRanksModelIsAPlainFile) {
+TEST(Saver, BEY05_one_ranks_model_is_a_plain_file) {
   if (group().size() > 1) GTEST_SKIP() << "for one rank";
   const SharedFolder folder;
   const auto wholes = test::random_wholes(4);
@@ -133,7 +133,7 @@ TEST(Saver, BEY05_OneRanksModelIsAPlainFile) {
   EXPECT_TRUE(fs::exists(folder / "run/step-7/optimizer.safetensors"));
 }
 
-TEST(Saver, BEY06_ASnapshotHoldsWhatWasThereWhenTheCallReturned) {
+TEST(Saver, BEY06_a_snapshot_holds_what_was_there_when_the_call_returned) {
   const SharedFolder folder;
   for (const int64_t snapshot_mb : {4096, 2, 0}) {  // all of it copied, some, none
     SCOPED_TRACE(snapshot_mb);
@@ -158,7 +158,7 @@ TEST(Saver, BEY06_ASnapshotHoldsWhatWasThereWhenTheCallReturned) {
   }
 }
 
-TEST(Saver, BEY06_OldCheckpointsGoAndLatestFollows) {
+TEST(Saver, BEY06_old_checkpoints_go_and_latest_follows) {
   const SharedFolder folder;
   CheckpointSaver saver(group(), folder / "run", {.keep_last = 2});
   const auto wholes = test::random_wholes(1);
@@ -199,7 +199,7 @@ void expect_on_all_ranks(const Act& act, const std::vector<std::string>& parts) 
   for (const auto& other : all_gather_text(group(), text, {})) EXPECT_EQ(other, text);
 }
 
-TEST(Saver, BEY05_SlicesThatDoNotFitAreNamedOnAllRanks) {
+TEST(Saver, BEY05_slices_that_do_not_fit_are_named_on_all_ranks) {
   const SharedFolder folder;
   CheckpointSaver saver(group(), folder / "run");
   const auto last = group().size() - 1;
@@ -238,7 +238,7 @@ TEST(Saver, BEY05_SlicesThatDoNotFitAreNamedOnAllRanks) {
   EXPECT_TRUE(fs::exists(folder / "run/step-1"));
 }
 
-TEST(Saver, BEY05_ADamagedFileIsNamedOnAllRanksWhenItIsRead) {
+TEST(Saver, BEY05_a_damaged_file_is_named_on_all_ranks_when_it_is_read) {
   const SharedFolder folder;
   const auto wholes = test::random_wholes(1);
   CheckpointSaver(group(), folder / "run").save(contents_of(1, test::whole_slices(wholes)));
@@ -261,7 +261,7 @@ TEST(Saver, BEY05_ADamagedFileIsNamedOnAllRanksWhenItIsRead) {
                                        {"no such file or folder"});
 }
 
-TEST(Saver, BEY05_MatchListsWhatDiffers) {
+TEST(Saver, BEY05_match_lists_what_differs) {
   const SharedFolder folder;
   CheckpointSaver(group(), folder / "run").save(contents_of(1, test::whole_slices(test::random_wholes(1))));
   const CheckpointReader reader(folder / "run");

@@ -13,7 +13,7 @@
 namespace shoal::test {
 namespace {
 
-TEST(Bench, CollectivesAreMeasuredOverEveryTransportBesideACopy) {
+TEST(Bench, collectives_are_measured_over_every_transport_beside_a_copy) {
   const TempFolder folder;
   const auto ended =
       shoal({"bench", "--rounds", "2", "--sizes", "4,64K", "--dtypes", "float32,bfloat16", "--ops",
@@ -49,7 +49,7 @@ TEST(Bench, CollectivesAreMeasuredOverEveryTransportBesideACopy) {
                                           "host staged"}));
 }
 
-TEST(Bench, MpiIsMeasuredInTheWorldThatMpirunMakes) {
+TEST(Bench, mpi_is_measured_in_the_world_that_mpirun_makes) {
   if (std::string(MPIRUN).empty()) GTEST_SKIP() << "this build has no MPI";
   const TempFolder folder;
   const Command command{{MPIRUN, "-n", "2", SHOAL, "bench", "--transports", "mpi,host,gloo", "--rounds", "2", "--sizes",
@@ -71,7 +71,7 @@ TEST(Bench, MpiIsMeasuredInTheWorldThatMpirunMakes) {
   EXPECT_EQ(figures, (std::map<std::string, int>{{"gloo", 7}, {"host", 15}, {"mpi", 7}}));
 }
 
-TEST(Bench, MpiWithoutMpirunIsRefused) {
+TEST(Bench, mpi_without_mpirun_is_refused) {
   if (std::string(MPIRUN).empty()) GTEST_SKIP() << "this build has no MPI";
   const auto ended = shoal({"bench", "--transports", "host,mpi", "--ranks", "3"});
   EXPECT_EQ(ended.code, 2);
@@ -80,7 +80,7 @@ TEST(Bench, MpiWithoutMpirunIsRefused) {
             std::string::npos);
 }
 
-TEST(Bench, BEY20_StrategiesAreMeasuredBesideComputeAlone) {
+TEST(Bench, BEY20_strategies_are_measured_beside_compute_alone) {
   const TempFolder folder;
   const auto ended = shoal({"bench", "--train", "--model", "mlp", "--steps", "20", "--rounds", "2", "--accumulate", "2",
                             "--json", folder.file("bench.json")});
@@ -102,7 +102,7 @@ TEST(Bench, BEY20_StrategiesAreMeasuredBesideComputeAlone) {
   EXPECT_GT(figures[2]["wire_bytes_per_step"], 2 * 118282 * 4) << "Gloo sends every gradient";
 }
 
-TEST(Bench, WrongOptionsAreRefused) {
+TEST(Bench, wrong_options_are_refused) {
   for (const auto& [arguments, because] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--ranks", "1"}, "--ranks must be at least 2"},
            {{"--ops", "all_reduce,sum"}, "--ops sum: choose from all_reduce"},

@@ -20,7 +20,7 @@ void expect_refused(const std::vector<std::string>& arguments, const std::string
   EXPECT_LT(ended.seconds, 2);
 }
 
-TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
+TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"train", "--ranks", "0"}, "--ranks 0: give at least 1");
   expect_refused({"launch", "-n", "2", "--timeout", "10", "--", "true", "--lr", "1"}, "there is no option --timeout");
   expect_refused({"train", "--frobnicate=3"}, "there is no option --frobnicate");
@@ -76,26 +76,26 @@ TEST(CommandLine, WrongOptionsAreRefusedBeforeRanksAreStarted) {
   expect_refused({"launch", "-n", "2"}, "program");
 }
 
-TEST(CommandLine, HelpNamesDefaultsAndVersion) {
+TEST(CommandLine, help_names_defaults_and_version) {
   const auto help = shoal({"train", "--help"});
   EXPECT_EQ(help.code, 0);
   EXPECT_NE(help.output.find("fashion-mnist"), std::string::npos);
   EXPECT_EQ(shoal({"--version"}).output.substr(0, 6), "shoal ");
 }
 
-TEST(CommandLine, RanksThatContradictTheEnvironmentAreRefused) {
+TEST(CommandLine, ranks_that_contradict_the_environment_are_refused) {
   const auto ended =
       run_together({{{SHOAL, "train", "--ranks", "3"}, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}}}, 20).front();
   EXPECT_EQ(ended.code, 2);
   EXPECT_NE(ended.output.find("--ranks 3 contradicts the world of 2"), std::string::npos) << ended.output;
 }
 
-TEST(Input, MissingDataIsNamedOnceBeforeRanksAreStarted) {
+TEST(Input, missing_data_is_named_once_before_ranks_are_started) {
   expect_refused({"train", "--data", "fashion-mnist:/nowhere", "--ranks", "2"}, "there is no folder /nowhere");
   expect_refused({"train", "--model", "gpt", "--data", "text:/nowhere", "--ranks", "2"}, "cannot open /nowhere");
 }
 
-TEST(Input, DamagedIdxFilesAreNamedOnEveryRank) {
+TEST(Input, damaged_idx_files_are_named_on_every_rank) {
   const TempFolder folder;
   const auto write = [&](const std::string& name, const std::string& content) {
     std::ofstream(folder.file(name), std::ios::binary) << content;
@@ -117,7 +117,7 @@ TEST(Input, DamagedIdxFilesAreNamedOnEveryRank) {
   EXPECT_NE(ended.output.find("train-images-idx3-ubyte"), std::string::npos) << ended.output;
 }
 
-TEST(Doctor, ReportsAsTextAndAsJson) {
+TEST(Doctor, reports_as_text_and_as_json) {
   const auto text = shoal({"doctor"});
   EXPECT_EQ(text.code, 0);
   EXPECT_NE(text.output.find("libtorch"), std::string::npos);

@@ -154,7 +154,7 @@ class GoingOn : public testing::TestWithParam<std::string> {
   TempFolder folder_;
 };
 
-TEST_P(GoingOn, AnInterruptLeavesWhatResumesAndSaysWhere) {
+TEST_P(GoingOn, an_interrupt_leaves_what_resumes_and_says_where) {
   const auto strategy = GetParam();
   auto ended = disturbed(reference({"--steps", "1000000", "--save", saved()}), 20, "kill -INT $pid");
   EXPECT_EQ(ended.code, 130) << ended.output;
@@ -180,7 +180,7 @@ TEST_P(GoingOn, AnInterruptLeavesWhatResumesAndSaysWhere) {
 }
 
 // Ranks under `local` are evaluated each on a share, and rank 0's model is saved.
-TEST_P(GoingOn, EvaluationChangesNothingAndWhatIsSavedIsWhatWasEvaluated) {
+TEST_P(GoingOn, evaluation_changes_nothing_and_what_is_saved_is_what_was_evaluated) {
   const double evaluated = loss_evaluated(text_data());
   if (goes_on(GetParam())) {
     for (const double distance : report()["strategy"]["consensus_distance"]) EXPECT_GT(distance, 0);
@@ -202,14 +202,14 @@ TEST_P(GoingOn, EvaluationChangesNothingAndWhatIsSavedIsWhatWasEvaluated) {
 }
 
 // Rank 0's buffers; the mean of the ranks' where ranks hold models of their own.
-TEST_P(GoingOn, EvaluationOfBatchNormChangesNothingAndWhatIsSavedIsWhatWasEvaluated) {
+TEST_P(GoingOn, evaluation_of_batch_norm_changes_nothing_and_what_is_saved_is_what_was_evaluated) {
   const double evaluated = loss_evaluated(image_data());
   if (GetParam() == "local") return;
   EXPECT_NEAR(loss_of_saved_cnn(), evaluated, 1e-5);
 }
 
 // With an evaluation after every few steps, so that the rank often ends near one.
-TEST_P(GoingOn, WhenRankZeroIsKilledTheOthersEndOrGoOnAndSayWhatItWouldHave) {
+TEST_P(GoingOn, when_rank_zero_is_killed_the_others_end_or_go_on_and_say_what_it_would_have) {
   const auto ended = disturbed(text({"--steps", "120", "--eval", "--save", saved()}), 23,
                                GetParam() == "none" ? "kill -9 $pid" : kill_rank(0));
   EXPECT_FALSE(ended.overdue) << ended.output;
@@ -248,7 +248,7 @@ INSTANTIATE_TEST_SUITE_P(Strategies, GoingOn, testing::ValuesIn(strategies()),
 // A rank of a graph of one's own that connects the others.
 class FileTopology : public GoingOn {};
 
-TEST_P(FileTopology, DEC17_OthersGoOnWithoutARankThatConnectedThem) {
+TEST_P(FileTopology, DEC17_others_go_on_without_a_rank_that_connected_them) {
   std::ofstream(folder_.file("line.json")) << R"({"ranks": 3, "rounds": [{"links": [[0, 1]], "idle": [2]},)"
                                            << R"( {"links": [[1, 2]], "idle": [0]}]})";
   auto line = text({"--steps", "120", "--eval", "--topology-file", folder_.file("line.json")});

@@ -29,7 +29,7 @@ bool lives(int pid) {
   return stat >> number >> name >> state && state != "Z";
 }
 
-TEST(Launch, GivesEachRankTorchrunsVariablesAndPrefixesItsLines) {
+TEST(Launch, gives_each_rank_torchruns_variables_and_prefixes_its_lines) {
   const auto ended = launch({"-n", "3", "--", "sh", "-c",
                              "echo $RANK of $WORLD_SIZE local $LOCAL_RANK of $LOCAL_WORLD_SIZE at $MASTER_ADDR; "
                              "printf 'no newline'"});
@@ -41,20 +41,20 @@ TEST(Launch, GivesEachRankTorchrunsVariablesAndPrefixesItsLines) {
   }
 }
 
-TEST(Launch, TheFirstFailureStopsAllAndItsExitCodeIsKept) {
+TEST(Launch, the_first_failure_stops_all_and_its_exit_code_is_kept) {
   const auto ended = launch({"-n", "3", "--grace", "0.5", "--", "sh", "-c", "[ $RANK = 1 ] && exit 7; sleep 50"});
   EXPECT_EQ(ended.code, 7);
   EXPECT_TRUE(contains(ended, "rank 1 ended with exit code 7")) << ended.output;
   EXPECT_LT(ended.seconds, 6);
 }
 
-TEST(Launch, ASignalIsNamed) {
+TEST(Launch, a_signal_is_named) {
   const auto ended = launch({"-n", "2", "--grace", "0.5", "--", "sh", "-c", "[ $RANK = 0 ] && kill -9 $$; sleep 50"});
   EXPECT_EQ(ended.code, 128 + 9);
   EXPECT_TRUE(contains(ended, "rank 0 was killed by signal 9 (SIGKILL)")) << ended.output;
 }
 
-TEST(Launch, ARankKilledInTrainingIsNamedByTheOthersAndByTheLauncher) {
+TEST(Launch, a_rank_killed_in_training_is_named_by_the_others_and_by_the_launcher) {
   for (const auto* point : {"forward", "backward", "all_reduce"}) {
     for (const auto* victim : {"0", "2"}) {
       SCOPED_TRACE(std::string(point) + ", rank " + victim);
@@ -70,7 +70,7 @@ TEST(Launch, ARankKilledInTrainingIsNamedByTheOthersAndByTheLauncher) {
 }
 
 // The launcher holds the store, reads what ranks say and buries them; the ranks have each other to look at.
-TEST(Launch, RanksOfALauncherThatIsStoppedNameTheOneThatIsKilled) {
+TEST(Launch, ranks_of_a_launcher_that_is_stopped_name_the_one_that_is_killed) {
   for (const std::string transport : {"host", "gloo"}) {
     SCOPED_TRACE(transport);
     // Zombies are ended. Says so, or after 30 s that they are not, and lets the launcher go on.
@@ -95,7 +95,7 @@ TEST(Launch, RanksOfALauncherThatIsStoppedNameTheOneThatIsKilled) {
   }
 }
 
-TEST(Launch, RanksThatIgnoreSigtermAreKilled) {
+TEST(Launch, ranks_that_ignore_sigterm_are_killed) {
   const auto ended = launch({"-n", "2", "--grace", "0.2", "--", "sh", "-c",
                              "trap '' TERM; [ $RANK = 0 ] && exit 3; sleep 50 & wait; wait; sleep 50"});
   EXPECT_EQ(ended.code, 3);
@@ -111,27 +111,27 @@ Ended launch_and_signal(const std::string& options, const std::string& signals) 
              30);
 }
 
-TEST(Launch, RanksThatGoOnAfterAnInterruptAreKilledAfterTheStopGrace) {
+TEST(Launch, ranks_that_go_on_after_an_interrupt_are_killed_after_the_stop_grace) {
   const auto ended = launch_and_signal("--stop-grace 0.5", "kill -INT $pid");
   EXPECT_EQ(ended.code, 130) << ended.output;
   EXPECT_TRUE(contains(ended, "asked")) << ended.output;
   EXPECT_LT(ended.seconds, 10);
 }
 
-TEST(Launch, ASecondInterruptKillsAtOnce) {
+TEST(Launch, a_second_interrupt_kills_at_once) {
   const auto ended = launch_and_signal("", "kill -TERM $pid; sleep 1; kill -TERM $pid");
   EXPECT_EQ(ended.code, 130) << ended.output;
   EXPECT_TRUE(contains(ended, "asked")) << ended.output;
   EXPECT_LT(ended.seconds, 10);
 }
 
-TEST(Launch, AProgramThatDoesNotExistIsNamed) {
+TEST(Launch, a_program_that_does_not_exist_is_named) {
   const auto ended = launch({"-n", "2", "--", "no-such-program"});
   EXPECT_EQ(ended.code, 1);
   EXPECT_TRUE(contains(ended, "error: cannot start 'no-such-program': No such file or directory")) << ended.output;
 }
 
-TEST(Launch, APortInUseIsNamedBeforeAnyRankStarts) {
+TEST(Launch, a_port_in_use_is_named_before_any_rank_starts) {
   const auto port = std::to_string(free_port());
   const auto ended =
       run_together({{{SHOAL, "launch", "-n", "1", "--port", port, "--", "sleep", "2"}, {}},
@@ -143,7 +143,7 @@ TEST(Launch, APortInUseIsNamedBeforeAnyRankStarts) {
   EXPECT_FALSE(contains(ended[1], "started"));
 }
 
-TEST(Launch, NoRankOutlivesALauncherThatIsKilled) {
+TEST(Launch, no_rank_outlives_a_launcher_that_is_killed) {
   const TempFolder folder;
   const auto pids = folder.file("pids");
   const auto ended = run({"sh", "-c",
@@ -181,7 +181,7 @@ std::string starts_others(const std::string& pids) {
          "; exec sleep 300\" & echo $$ >> " + pids + "; wait'";
 }
 
-TEST(Launch, WhatRanksHaveStartedEndsWithALauncherThatIsKilledOrHungUp) {
+TEST(Launch, what_ranks_have_started_ends_with_a_launcher_that_is_killed_or_hung_up) {
   for (const auto* signal : {"KILL", "HUP", "TERM"}) {
     SCOPED_TRACE(signal);
     const TempFolder folder;
@@ -195,7 +195,7 @@ TEST(Launch, WhatRanksHaveStartedEndsWithALauncherThatIsKilledOrHungUp) {
   }
 }
 
-TEST(Launch, WhatRanksHaveStartedEndsWithTheJob) {
+TEST(Launch, what_ranks_have_started_ends_with_the_job) {
   const TempFolder folder;
   const auto pids = folder.file("pids");
   const auto ended = launch(
@@ -206,13 +206,13 @@ TEST(Launch, WhatRanksHaveStartedEndsWithTheJob) {
   EXPECT_TRUE(living(pids).empty());
 }
 
-TEST(Launch, AHangupLetsTheRanksSave) {
+TEST(Launch, a_hangup_lets_the_ranks_save) {
   const auto ended = launch_and_signal("--stop-grace 0.5", "kill -HUP $pid");
   EXPECT_EQ(ended.code, 130) << ended.output;
   EXPECT_TRUE(contains(ended, "asked")) << ended.output;
 }
 
-TEST(Launch, NohupIsRespected) {
+TEST(Launch, nohup_is_respected) {
   const auto ended =
       run({"sh", "-c",
            "trap '' HUP; " + std::string(SHOAL) +
@@ -222,7 +222,7 @@ TEST(Launch, NohupIsRespected) {
   EXPECT_TRUE(contains(ended, "over")) << ended.output;
 }
 
-TEST(Launch, AStopGraceMayBeLongerThanAClockCanSay) {
+TEST(Launch, a_stop_grace_may_be_longer_than_a_clock_can_say) {
   for (const auto* grace : {"1e12", "inf"}) {
     const auto ended = run({"sh", "-c",
                             std::string(SHOAL) + " launch -n 1 --stop-grace " + grace +
@@ -234,7 +234,7 @@ TEST(Launch, AStopGraceMayBeLongerThanAClockCanSay) {
   }
 }
 
-TEST(Launch, AProgressBarIsSeenWhileItMoves) {
+TEST(Launch, a_progress_bar_is_seen_while_it_moves) {
   const auto ended = run({"sh", "-c",
                           std::string(SHOAL) + " launch -n 1 -- sh -c 'printf \"1%%\\r2%%\\r\"; sleep 5; echo end' | "
                                                "(sleep 2; timeout 1 head -c 14)"},
@@ -244,7 +244,7 @@ TEST(Launch, AProgressBarIsSeenWhileItMoves) {
   EXPECT_EQ(windows.output, "[0] a\r\n[0] b\r\n");
 }
 
-TEST(Launch, ALineWithoutAnEndIsForwardedInTimeAndWithoutMemory) {
+TEST(Launch, a_line_without_an_end_is_forwarded_in_time_and_without_memory) {
   const auto ended =
       run({"sh", "-c",
            std::string("(ulimit -v 8000000; exec ") + SHOAL + " launch -n 1 -- head -c 400000000 /dev/zero) | wc -c"},
@@ -253,7 +253,7 @@ TEST(Launch, ALineWithoutAnEndIsForwardedInTimeAndWithoutMemory) {
   EXPECT_FALSE(ended.overdue);
 }
 
-TEST(Launch, AReaderThatHasStoppedCannotHoldTheLauncher) {
+TEST(Launch, a_reader_that_has_stopped_cannot_hold_the_launcher) {
   const auto ended = run({"sh", "-c",
                           "{ " + std::string(SHOAL) +
                               " launch -n 2 -- yes & pid=$!; sleep 1; kill -TERM $pid; wait $pid; "
@@ -262,24 +262,24 @@ TEST(Launch, AReaderThatHasStoppedCannotHoldTheLauncher) {
   EXPECT_TRUE(contains(ended, "ended with 130")) << ended.output;
 }
 
-TEST(Launch, ASlowReaderGetsEverything) {
+TEST(Launch, a_slow_reader_gets_everything) {
   const auto ended =
       run({"sh", "-c", std::string(SHOAL) + " launch -n 2 -- head -c 3000000 /dev/zero | (sleep 2; wc -c)"}, 30);
   EXPECT_EQ(ended.output, "6000010\n");
 }
 
-TEST(Launch, OutputThatCannotBeWrittenIsAnError) {
+TEST(Launch, output_that_cannot_be_written_is_an_error) {
   const auto ended = run({"sh", "-c", std::string(SHOAL) + " launch -n 2 -- echo hi > /dev/full"}, 20);
   EXPECT_EQ(ended.code, 1);
   EXPECT_EQ(ended.output, "error: cannot write the output of the ranks: No space left on device\n");
 }
 
-TEST(Launch, ClosedStreamsAreNotTakenForOthers) {
+TEST(Launch, closed_streams_are_not_taken_for_others) {
   const auto ended = run({"sh", "-c", std::string(SHOAL) + " launch -n 2 -- sh -c 'echo hi; exit 3' <&- >&- 2>&-"}, 20);
   EXPECT_EQ(ended.code, 3);
 }
 
-TEST(Launch, ARankCannotWaitForTheTerminal) {
+TEST(Launch, a_rank_cannot_wait_for_the_terminal) {
   const auto ended =
       run({"script", "-qec",
            std::string(SHOAL) +
@@ -293,7 +293,7 @@ TEST(Launch, ARankCannotWaitForTheTerminal) {
   EXPECT_FALSE(contains(ended, "tty 0")) << ended.output;
 }
 
-TEST(Launch, RanksThatWriteToATerminalThatStopsBackgroundJobsGoOn) {
+TEST(Launch, ranks_that_write_to_a_terminal_that_stops_background_jobs_go_on) {
   const auto ended =
       run({"script", "-qec",
            std::string("stty tostop; ") + SHOAL + " train --model mlp --size tiny --data reference --steps 2 --ranks 2",
@@ -302,7 +302,7 @@ TEST(Launch, RanksThatWriteToATerminalThatStopsBackgroundJobsGoOn) {
   EXPECT_EQ(ended.code, 0) << ended.output;
 }
 
-TEST(Launch, ARankThatIsStoppedIsNamedAndEndsWithTheOthers) {
+TEST(Launch, a_rank_that_is_stopped_is_named_and_ends_with_the_others) {
   const auto ended =
       run({"sh", "-c",
            std::string(SHOAL) + " launch -n 2 --stop-grace 1 -- sh -c '[ $RANK = 1 ] && kill -STOP $$; sleep 60' & "
@@ -313,7 +313,7 @@ TEST(Launch, ARankThatIsStoppedIsNamedAndEndsWithTheOthers) {
   EXPECT_TRUE(contains(ended, ") was stopped by signal 19 (SIGSTOP); continue it with kill -CONT ")) << ended.output;
 }
 
-TEST(Launch, CoresAreSharedOutUnlessTheEnvironmentSaysOtherwise) {
+TEST(Launch, cores_are_shared_out_unless_the_environment_says_otherwise) {
   const auto threads = [](const std::string& ranks, const std::string& variables) {
     const Command command{{SHOAL, "launch", "-n", ranks, "--", "sh", "-c", "echo threads $OMP_NUM_THREADS"},
                           variables_of(variables)};
@@ -328,7 +328,7 @@ TEST(Launch, CoresAreSharedOutUnlessTheEnvironmentSaysOtherwise) {
   if (!saved.empty()) setenv("OMP_NUM_THREADS", saved.c_str(), 1);
 }
 
-TEST(Launch, SigintReachesTheRanksAndEndsWith130) {
+TEST(Launch, sigint_reaches_the_ranks_and_ends_with130) {
   const auto ended = run({"sh", "-c",
                           std::string(SHOAL) + " launch -n 2 -- sh -c 'trap \"echo stopped; exit 0\" INT; " +
                               "while true; do sleep 0.1; done' & pid=$!; sleep 1; kill -INT $pid; wait $pid"},
@@ -337,7 +337,7 @@ TEST(Launch, SigintReachesTheRanksAndEndsWith130) {
   EXPECT_TRUE(contains(ended, "[0] stopped") && contains(ended, "[1] stopped")) << ended.output;
 }
 
-TEST(Launch, PythonsTorchDistributedMeetsInOurStore) {
+TEST(Launch, pythons_torch_distributed_meets_in_our_store) {
   if (run({PYTHON, "-c", "import torch"}, 60).code != 0) GTEST_SKIP() << "the virtual environment cannot import torch";
   const auto ended = launch({"-n", "2", "--", PYTHON, "-c",
                              "import torch, torch.distributed as d\n"
@@ -348,7 +348,7 @@ TEST(Launch, PythonsTorchDistributedMeetsInOurStore) {
 }
 
 // Nobody waits in vain: the launcher says at the end, or when asked meanwhile, who is waited for.
-TEST(Launch, FlightRecordersNameTheRankThatIsWaitedFor) {
+TEST(Launch, flight_recorders_name_the_rank_that_is_waited_for) {
   const TempFolder folder;
   const auto ended = launch({"-n", "3", "--flight-recorder", folder.path(), "--", FAULT_RANK, "forward", "2"});
   EXPECT_EQ(ended.code, 128 + 9);
@@ -359,7 +359,7 @@ TEST(Launch, FlightRecordersNameTheRankThatIsWaitedFor) {
   EXPECT_TRUE(contains(told, "rank 0 of 3, pid ")) << told.output;
 }
 
-TEST(Launch, Sigusr1AsksTheFlightRecordersOfRunningRanks) {
+TEST(Launch, sigusr1_asks_the_flight_recorders_of_running_ranks) {
   const TempFolder folder;
   const auto program =
       std::string(SHOAL) + " launch -n 2 --flight-recorder " + folder.path().string() + " -- " + FAULT_RANK;

@@ -21,7 +21,7 @@ std::vector<json> lines_of(const std::string& path) {
   return lines;
 }
 
-TEST(Metrics, EveryStepAndEvaluationIsALine) {
+TEST(Metrics, every_step_and_evaluation_is_a_line) {
   const TempFolder folder;
   std::ofstream(folder.file("text.txt")) << std::string(6000, 'a') + std::string(6000, 'b');
   const auto report = train({"--data", "text:" + folder.file("text.txt"), "--model", "gpt", "--steps", "12", "--ranks",
@@ -52,7 +52,7 @@ TEST(Metrics, EveryStepAndEvaluationIsALine) {
   EXPECT_EQ(lines.back()["eval_count"], report["eval"][0]["count"]);
 }
 
-TEST(Metrics, LossIsRank0s) {
+TEST(Metrics, loss_is_rank0s) {
   const TempFolder folder;
   const auto report = train({"--data", "reference", "--model", "mlp", "--steps", "3", "--ranks", "1", "--metrics",
                              folder.file("metrics.jsonl")});
@@ -148,7 +148,7 @@ std::vector<Scalar> read_events(const std::string& bytes) {
   return scalars;
 }
 
-TEST(Metrics, BecomeAnEventFileForTensorBoard) {
+TEST(Metrics, become_an_event_file_for_tensor_board) {
   ASSERT_EQ(crc32c("123456789"), 0xE3069283U) << "the published check value";
   const TempFolder folder;
   std::ofstream(folder.file("metrics.jsonl"))

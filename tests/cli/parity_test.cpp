@@ -71,7 +71,7 @@ INSTANTIATE_TEST_SUITE_P(Golden, ParityOfStrategies,
                          [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
 
 // Losses to 0.5 %: bfloat16 has 8 bits, and CPUs differ in how they round its products.
-TEST(Parity, Bf16MixedFollowsThePythonPeersLosses) {
+TEST(Parity, bf16_mixed_follows_the_python_peers_losses) {
   const auto golden = golden::load(std::string(GOLDEN) + "/bf16/gpt_adamw_w2.json");
   for (const auto& [strategy, peer] : std::vector<std::pair<std::string, std::string>>{
            {"ddp", "single"}, {"zero2", "single"}, {"megatron", "megatron"}, {"fsdp", "fsdp2_full"}}) {
@@ -111,7 +111,7 @@ std::vector<std::string> golden_runs() {
 INSTANTIATE_TEST_SUITE_P(Golden, Parity, ::testing::ValuesIn(golden_runs()),
                          [](const auto& info) { return info.param; });
 
-TEST(Parity, AllModelsOptimizersAndWorldsAreThere) {
+TEST(Parity, all_models_optimizers_and_worlds_are_there) {
   EXPECT_EQ(golden_runs().size(), 30U);
 }
 

@@ -149,7 +149,7 @@ TEST(Plan, MEG15_bytes_per_parameter) {
   }
 }
 
-TEST(Plan, RefusesWhatItCannotPlan) {
+TEST(Plan, refuses_what_it_cannot_plan) {
   const auto refusal = [](std::vector<std::string> arguments) {
     arguments.insert(arguments.begin(), "plan");
     const auto ended = shoal(arguments);

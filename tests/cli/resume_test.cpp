@@ -54,7 +54,7 @@ void write_text(const TempFolder& folder) {
   }
 }
 
-TEST_P(Resume, BEY05_BEY06_EndsWithTheSameBitsAsARunThatWasNotStopped) {
+TEST_P(Resume, BEY05_BEY06_ends_with_the_same_bits_as_a_run_that_was_not_stopped) {
   const TempFolder folder;
   write_text(folder);
   const auto run = folder.file("run");
@@ -93,7 +93,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"zero1", "_muon", {"--optimizer", "muon"}}),
     [](const auto& info) { return std::string(info.param.strategy) + info.param.suffix; });
 
-TEST(Partial, BEY05_FineTuningTakesTheModelAndBeginsAtStepZero) {
+TEST(Partial, BEY05_fine_tuning_takes_the_model_and_begins_at_step_zero) {
   const TempFolder folder;
   const auto first_loss = [&](const std::vector<std::string>& more) {
     std::vector<std::string> line{"train",
@@ -118,7 +118,7 @@ TEST(Partial, BEY05_FineTuningTakesTheModelAndBeginsAtStepZero) {
   EXPECT_LT(first_loss({"--resume", run, "--partial"}), 0.9 * first_loss({}));
 }
 
-TEST(ResumeErrors, SayWhatIsMissing) {
+TEST(ResumeErrors, say_what_is_missing) {
   const TempFolder folder;
   const auto refused = [](std::vector<std::string> line, const std::string& text) {
     line.insert(line.begin(), {"train", "--data", "reference"});
@@ -138,7 +138,7 @@ TEST(ResumeErrors, SayWhatIsMissing) {
 
 // A save after every step, so that most signals come in the middle of one. The shell sends it to the launcher alone,
 // which asks the ranks to stop.
-TEST(Resume, BEY06_AnInterruptOrATerminationInTheMiddleOfASaveLeavesAWholeCheckpoint) {
+TEST(Resume, BEY06_an_interrupt_or_a_termination_in_the_middle_of_a_save_leaves_a_whole_checkpoint) {
   for (const std::string signal : {"INT", "TERM", "INT", "TERM"}) {
     SCOPED_TRACE(signal);
     const TempFolder folder;

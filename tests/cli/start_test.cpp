@@ -32,7 +32,7 @@ Line reference(const Line& more) {
   return line;
 }
 
-TEST(Start, AnOptionOfAnotherStrategyIsRefusedWithThoseThatHaveIt) {
+TEST(Start, an_option_of_another_strategy_is_refused_with_those_that_have_it) {
   expect_refused(reference({"--strategy", "ddp", "--sync-every", "5", "--topology", "nonsense"}),
                  "--sync-every: ddp does not have it; it is for local_sgd, slowmo, diloco");
   expect_refused(reference({"--topology", "nonsense"}),
@@ -45,7 +45,7 @@ TEST(Start, AnOptionOfAnotherStrategyIsRefusedWithThoseThatHaveIt) {
   expect_refused({"bench", "--train", "--strategies", "ddp:ring"}, "--strategies ddp:ring: ddp has no topology");
 }
 
-TEST(Start, TopologiesAreLookedAtBeforeRanksAreStarted) {
+TEST(Start, topologies_are_looked_at_before_ranks_are_started) {
   const TempFolder folder;
   const auto file = folder.file("three.json");
   std::ofstream(file) << R"({"ranks": 3, "rounds": [{"groups": [[0, 1, 2]]}]})";
@@ -67,7 +67,7 @@ TEST(Start, TopologiesAreLookedAtBeforeRanksAreStarted) {
       "three is for 3 hosts, there are 2");
 }
 
-TEST(Start, NumbersThatDoNotFitAreRefusedByName) {
+TEST(Start, numbers_that_do_not_fit_are_refused_by_name) {
   const std::string digits(300, '9');
   for (const auto* option : {"--seed", "--sync-every", "--save-every", "--keep-last", "--neighbour-timeout", "--lr",
                              "--clip", "--timeout", "--threads", "--accumulate"}) {
@@ -84,13 +84,13 @@ TEST(Start, NumbersThatDoNotFitAreRefusedByName) {
   EXPECT_EQ(shoal(reference({"--seed", "18446744073709551615", "--ranks", "1"})).code, 0);
 }
 
-TEST(Start, AnOptionWithoutAValueDoesNotTakeTheNext) {
+TEST(Start, an_option_without_a_value_does_not_take_the_next) {
   expect_refused({"bench", "--train", "--peers", "--model", "mlp"}, "--peers: give a value; found --model instead");
   expect_refused({"bench", "--ops", "--rounds", "1"}, "--ops: give a value; found --rounds");
   expect_refused({"train", "--json", "--eval"}, "--json: give a value; found --eval");
 }
 
-TEST(Start, PlacesToWriteToAreLookedAtBeforeTraining) {
+TEST(Start, places_to_write_to_are_looked_at_before_training) {
   const TempFolder folder;
   std::ofstream(folder.file("a_file")) << "x";
   for (const auto* option : {"--json", "--metrics"}) {
@@ -107,7 +107,7 @@ TEST(Start, PlacesToWriteToAreLookedAtBeforeTraining) {
 }
 
 // What can still be said and written is.
-TEST(Start, APlaceThatVanishesDuringTrainingIsAnErrorAtTheEnd) {
+TEST(Start, a_place_that_vanishes_during_training_is_an_error_at_the_end) {
   const TempFolder folder;
   const auto line = std::string(SHOAL) + " train --data reference --model mlp --steps 1500 --ranks 2 --json " +
                     folder.file("gone/report") + " --metrics " + folder.file("metrics") + " --save " +
@@ -124,7 +124,7 @@ TEST(Start, APlaceThatVanishesDuringTrainingIsAnErrorAtTheEnd) {
   EXPECT_TRUE(std::filesystem::exists(folder.file("run/step-1500/index.json")));
 }
 
-TEST(Start, StandardStreamsThatAreClosedOrFullLoseNothingInSilence) {
+TEST(Start, standard_streams_that_are_closed_or_full_lose_nothing_in_silence) {
   const auto train = std::string(SHOAL) + " train --data reference --model mlp --steps 2 --ranks 2 --json ";
   const TempFolder folder;
   auto ended = run({"sh", "-c", train + folder.file("report") + " <&- >&- 2>&-"}, 60);
@@ -140,7 +140,7 @@ Ended with_limit(const std::string& limit, const std::string& line) {
   return run({"sh", "-c", "ulimit " + limit + "; exec " + SHOAL + " " + line}, 60);
 }
 
-TEST(Start, FewOpenFilesAreOneNamedError) {
+TEST(Start, few_open_files_are_one_named_error) {
   const std::string train = "train --data reference --model mlp --steps 2 --ranks 2";
   expect_one_error(with_limit("-n 8", train), 2, "a process may have 8 files open here, and 2 ranks need 34 at least");
   expect_one_error(with_limit("-n 8", "launch -n 2 -- true"), 1, "ulimit -n");
@@ -150,14 +150,14 @@ TEST(Start, FewOpenFilesAreOneNamedError) {
 }
 
 // In blocks of 512 bytes: 100 MiB.
-TEST(Start, SmallFilesAreOneNamedError) {
+TEST(Start, small_files_are_one_named_error) {
   const std::string train = "train --data reference --model mlp --steps 2 --ranks 2";
   expect_one_error(with_limit("-f 204800", train), 2, "ulimit -f");
   EXPECT_EQ(with_limit("-f 204800", train + " --transport gloo").code, 0);
 }
 
 // A checkpoint that does not fit: the training ends, and says why.
-TEST(Start, AFileThatMayNotGrowIsAnError) {
+TEST(Start, a_file_that_may_not_grow_is_an_error) {
   const TempFolder folder;
   const auto ended = with_limit(
       "-f 64", "train --data reference --model mlp --steps 2 --ranks 1 --strategy none --save " + folder.file("run"));
@@ -165,7 +165,7 @@ TEST(Start, AFileThatMayNotGrowIsAnError) {
   EXPECT_NE(ended.output.find("File too large"), std::string::npos) << ended.output;
 }
 
-TEST(Start, ReferenceDataIsMadeAsItIsNeeded) {
+TEST(Start, reference_data_is_made_as_it_is_needed) {
   const TempFolder folder;
   const auto ended =
       run({"timeout", "-s", "INT", "8", SHOAL, "train", "--data", "reference", "--model", "mlp", "--strategy", "none",
@@ -176,7 +176,7 @@ TEST(Start, ReferenceDataIsMadeAsItIsNeeded) {
   EXPECT_TRUE(std::getline(metrics, line)) << "training begins at once: " << ended.output;
 }
 
-TEST(Start, EveryVariantOfTheSlowLinksBenchIsOneThatTrainTakes) {
+TEST(Start, every_variant_of_the_slow_links_bench_is_one_that_train_takes) {
   const auto variants = run({PYTHON, "-c",
                              "import sys, json; sys.path.insert(0, sys.argv[1]); import slow_links; "
                              "print(json.dumps(slow_links.VARIANTS))",
@@ -194,7 +194,7 @@ TEST(Start, EveryVariantOfTheSlowLinksBenchIsOneThatTrainTakes) {
 }
 
 // A process that was killed while it wrote leaves its unfinished file, and the next save takes it away; others' stay.
-TEST(Start, ASaveTakesAwayWhatTheDeadHaveLeft) {
+TEST(Start, a_save_takes_away_what_the_dead_have_left) {
   const TempFolder folder;
   const auto run_folder = folder.file("run");
   std::filesystem::create_directories(run_folder);

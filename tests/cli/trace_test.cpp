@@ -76,7 +76,7 @@ void train(const TempFolder& folder, std::vector<std::string> options) {
   ASSERT_EQ(ended.code, 0) << ended.output;
 }
 
-TEST(Trace, BucketsLeaveDuringBackwardAndEveryCollectiveEnds) {
+TEST(Trace, buckets_leave_during_backward_and_every_collective_ends) {
   const TempFolder folder;
   train(folder,
         {"--model", "gpt", "--steps", "4", "--ranks", "2", "--bucket-cap-mb", "0.1", "--first-bucket-mb", "0.1"});
@@ -109,7 +109,7 @@ TEST(Trace, BucketsLeaveDuringBackwardAndEveryCollectiveEnds) {
 }
 
 // Over Gloo parameters are pages; ranks of one host would read them where they lie.
-TEST(Trace, FSDP_gathersAreAheadOfUse) {
+TEST(Trace, fsdp_gathers_are_ahead_of_use) {
   const TempFolder folder;
   train(folder, {"--model", "gpt", "--strategy", "fsdp", "--transport", "gloo", "--steps", "4", "--ranks", "2"});
   for (const int rank : {0, 1}) {
@@ -135,7 +135,7 @@ TEST(Trace, FSDP_gathersAreAheadOfUse) {
 }
 
 // Over sockets, where values travel; on one host ranks read what others show where it lies.
-TEST(Trace, DEC04_neighboursValuesArriveUnderForward) {
+TEST(Trace, DEC04_neighbours_values_arrive_under_forward) {
   const TempFolder folder;
   // The batch makes a forward long beside the time by which a loaded machine sets ranks apart.
   train(folder,
@@ -167,7 +167,7 @@ TEST(Trace, DEC04_neighboursValuesArriveUnderForward) {
   EXPECT_GT(under_forward, 0) << "of " << all;
 }
 
-TEST(Trace, MergedTracesHaveOneClock) {
+TEST(Trace, merged_traces_have_one_clock) {
   const TempFolder folder;
   train(folder, {"--model", "mlp", "--steps", "3", "--ranks", "3"});
   const auto ended = shoal({"trace", "merge", folder.path(), "-o", folder.file("job.json")});
@@ -196,7 +196,7 @@ TEST(Trace, MergedTracesHaveOneClock) {
   }
 }
 
-TEST(Trace, MergeRefusesWhatIsNotATrace) {
+TEST(Trace, merge_refuses_what_is_not_a_trace) {
   const TempFolder folder;
   auto ended = shoal({"trace", "merge", folder.path(), "-o", folder.file("job.json")});
   EXPECT_EQ(ended.code, 1);

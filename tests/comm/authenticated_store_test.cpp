@@ -28,7 +28,7 @@ std::string raw(c10d::Store& store, const std::string& key) {
   return store_try_get(store, key).value_or("");
 }
 
-TEST(AuthenticatedStore, WhatAProcessOfTheJobWritesIsRead) {
+TEST(AuthenticatedStore, what_a_process_of_the_job_writes_is_read) {
   const Stores stores;
   for (const std::string value : {"1", "", "a long value \x01\n"}) {
     store_set(*stores.own, "a", value);
@@ -45,7 +45,7 @@ TEST(AuthenticatedStore, WhatAProcessOfTheJobWritesIsRead) {
 }
 
 // Each is what a stranger can make of what it reads.
-TEST(AuthenticatedStore, AForgedValueIsRefusedByTheNameOfItsKey) {
+TEST(AuthenticatedStore, a_forged_value_is_refused_by_the_name_of_its_key) {
   const Stores stores;
   const auto another_secret = authenticated(stores.open, JobIdentity("night", secret + "x"));
   const auto another_job = authenticated(stores.open, JobIdentity("day", secret));
@@ -81,7 +81,7 @@ TEST(AuthenticatedStore, AForgedValueIsRefusedByTheNameOfItsKey) {
   }
 }
 
-TEST(AuthenticatedStore, WhoWaitsForAKeyGetsTheJobsValueWhateverWasThereBefore) {
+TEST(AuthenticatedStore, who_waits_for_a_key_gets_the_jobs_value_whatever_was_there_before) {
   const Stores stores;
   store_set(*stores.open, "key", "planted");
   const auto waiting = c10::make_intrusive<DeadlineStore>(stores.peer, "host:1", 2000ms);
@@ -97,26 +97,26 @@ TEST(AuthenticatedStore, WhoWaitsForAKeyGetsTheJobsValueWhateverWasThereBefore) 
   EXPECT_NE(said.find("'never'"), std::string::npos) << said;
 }
 
-TEST(AuthenticatedStore, AReportReplacesAForgedOne) {
+TEST(AuthenticatedStore, a_report_replaces_a_forged_one) {
   const Stores stores;
   store_set(*stores.open, "failure", "rank 1 \x1b[2J is gone");
   EXPECT_EQ(store_set_once(*stores.own, "failure", "rank 0 is gone"), "rank 0 is gone");
   EXPECT_EQ(store_try_get(*stores.peer, "failure"), "rank 0 is gone");
 }
 
-TEST(AuthenticatedStore, WithoutASecretValuesAreAsTheyWere) {
+TEST(AuthenticatedStore, without_a_secret_values_are_as_they_were) {
   const auto open = c10::make_intrusive<c10d::HashStore>();
   EXPECT_EQ(authenticated(open, JobIdentity("night", "")).get(), open.get());
 }
 
-TEST(JobIdentity, ASecretThatCouldBeGuessedIsRefused) {
+TEST(JobIdentity, a_secret_that_could_be_guessed_is_refused) {
   const auto said = test::refusal([] { JobIdentity("night", "password"); });
   EXPECT_NE(said.find("openssl rand -hex 32"), std::string::npos) << said;
   EXPECT_EQ(random_secret().size(), 64);
   EXPECT_NE(random_secret(), random_secret());
 }
 
-TEST(JobIdentity, PartsCannotBeMovedIntoEachOther) {
+TEST(JobIdentity, parts_cannot_be_moved_into_each_other) {
   const JobIdentity job("night", secret);
   EXPECT_TRUE(same(job.mac("store", {"ab", "c"}), job.mac("store", {"ab", "c"})));
   for (const auto& other : {job.mac("store", {"a", "bc"}), job.mac("store", {"abc"}), job.mac("storeab", {"c"}),
@@ -125,7 +125,7 @@ TEST(JobIdentity, PartsCannotBeMovedIntoEachOther) {
   }
 }
 
-TEST(Printable, ControlCharactersAreShownAsNumbers) {
+TEST(Printable, control_characters_are_shown_as_numbers) {
   EXPECT_EQ(printable("rank 1: \x1b[2J\r\n\tgone\x7f"), "rank 1: \\x1b[2J\\x0d\\x0a\\x09gone\\x7f");
   EXPECT_EQ(printable("gr\xc3\xbc\xc3\x9f \xe2\x82\xac"), "gr\xc3\xbc\xc3\x9f \xe2\x82\xac");
   EXPECT_EQ(printable("\xc2\x9b"

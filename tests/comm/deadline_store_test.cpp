@@ -62,7 +62,7 @@ double seconds_of(const std::function<void()>& act) {
   return std::chrono::duration<double>(SteadyClock::now() - begin).count();
 }
 
-TEST(DeadlineStore, GivesWhatTheStoreGives) {
+TEST(DeadlineStore, gives_what_the_store_gives) {
   const Stores stores;
   auto& store = *stores.store;
   EXPECT_EQ(store_try_get(store, "a"), std::nullopt);
@@ -75,7 +75,7 @@ TEST(DeadlineStore, GivesWhatTheStoreGives) {
   EXPECT_FALSE(store.check({"a"}));
 }
 
-TEST(DeadlineStore, WaitingForAKeyEndsWhenItIsSetAndAtTheTimeOut) {
+TEST(DeadlineStore, waiting_for_a_key_ends_when_it_is_set_and_at_the_time_out) {
   const Stores stores;
   std::thread later([&] {
     std::this_thread::sleep_for(300ms);  // longer than a call may take
@@ -87,7 +87,7 @@ TEST(DeadlineStore, WaitingForAKeyEndsWhenItIsSetAndAtTheTimeOut) {
   EXPECT_THROW(stores.store->wait({"never"}, 50ms), c10::DistStoreError);
 }
 
-TEST(DeadlineStore, AStoppedStoreIsNamedAfterTheLimitAndThenAtOnce) {
+TEST(DeadlineStore, a_stopped_store_is_named_after_the_limit_and_then_at_once) {
   const Stores stores;
   stores.inner->stopped = true;
   std::string said;
@@ -102,7 +102,7 @@ TEST(DeadlineStore, AStoppedStoreIsNamedAfterTheLimitAndThenAtOnce) {
   stores.inner->stopped = false;
 }
 
-TEST(DeadlineStore, AStoreThatContinuesIsAskedAgain) {
+TEST(DeadlineStore, a_store_that_continues_is_asked_again) {
   const Stores stores;
   stores.inner->stopped = true;
   EXPECT_THROW(stores.store->add("n", 1), StoreUnreachable);
@@ -111,7 +111,7 @@ TEST(DeadlineStore, AStoreThatContinuesIsAskedAgain) {
   EXPECT_EQ(stores.store->add("n", 1), 2) << "what was given up has taken effect";
 }
 
-TEST(DeadlineStore, MayGoWhileACallHangs) {
+TEST(DeadlineStore, may_go_while_a_call_hangs) {
   auto stores = std::make_unique<Stores>();
   const auto inner = stores->inner;
   inner->stopped = true;
@@ -120,7 +120,7 @@ TEST(DeadlineStore, MayGoWhileACallHangs) {
   inner->stopped = false;
 }
 
-TEST(DeadlineStore, ServesManyThreadsAndPrefixes) {
+TEST(DeadlineStore, serves_many_threads_and_prefixes) {
   const Stores stores;
   std::vector<std::thread> threads;
   for (int thread = 0; thread < 8; ++thread) {
@@ -165,7 +165,7 @@ class Stranger {
   std::thread thread_;
 };
 
-TEST(ConnectStore, WhoDoesNotAnswerIsToldFromWhoAnswersWrongly) {
+TEST(ConnectStore, who_does_not_answer_is_told_from_who_answers_wrongly) {
   const Stranger silent(""), garrulous("HTTP/1.1 400 Bad Request\r\n\r\n");
   const auto quiet = test::refusal<CommError>([&] { connect_store("127.0.0.1", silent.port(), 2); });
   EXPECT_NE(quiet.find("did not answer within 2 s"), std::string::npos) << quiet;
@@ -173,7 +173,7 @@ TEST(ConnectStore, WhoDoesNotAnswerIsToldFromWhoAnswersWrongly) {
   EXPECT_NE(loud.find("is not the job's store"), std::string::npos) << loud;
 }
 
-TEST(ConnectStore, ABackLogThatIsFullSwallowsNoMoreThanTheDeadline) {
+TEST(ConnectStore, a_back_log_that_is_full_swallows_no_more_than_the_deadline) {
   // Like a host that is not there: the connection is neither accepted nor refused.
   const auto address = resolve("127.0.0.1", 0);
   const auto listening = make_socket(address, SOCK_STREAM);

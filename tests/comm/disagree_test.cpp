@@ -81,7 +81,7 @@ class BEY09 : public ::testing::Test {
   }
 };
 
-TEST_F(BEY09, NamesDifferentOperations) {
+TEST_F(BEY09, names_different_operations) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         if (odd_one()) {
@@ -93,7 +93,7 @@ TEST_F(BEY09, NamesDifferentOperations) {
       {"different operations as #0", "rank 0 called all_reduce(sum", "called broadcast("});
 }
 
-TEST_F(BEY09, NamesDifferentShapes) {
+TEST_F(BEY09, names_different_shapes) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(odd_one() ? tensor.narrow(0, 0, tensor.numel() - 1) : tensor).wait();
@@ -101,7 +101,7 @@ TEST_F(BEY09, NamesDifferentShapes) {
       {"rank 0 called all_reduce(sum, ", " x Float)"});
 }
 
-TEST_F(BEY09, NamesDifferentDtypesOfEqualSize) {
+TEST_F(BEY09, names_different_dtypes_of_equal_size) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kInt) : tensor).wait(); },
                {"x Float)", "x Int)"});
@@ -112,7 +112,7 @@ TEST_F(BEY09, NamesDifferentDtypesOfEqualSize) {
       {"x Half)", "x BFloat16)"});
 }
 
-TEST_F(BEY09, NamesDifferentReductions) {
+TEST_F(BEY09, names_different_reductions) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(tensor, odd_one() ? ReduceOp::max : ReduceOp::sum).wait();
@@ -120,12 +120,12 @@ TEST_F(BEY09, NamesDifferentReductions) {
       {"all_reduce(sum", "all_reduce(max"});
 }
 
-TEST_F(BEY09, NamesDifferentRoots) {
+TEST_F(BEY09, names_different_roots) {
   expect_named([](const Group& group, const at::Tensor& tensor) { group.broadcast(tensor, odd_one() ? 1 : 0).wait(); },
                {"root 0", "root 1"});
 }
 
-TEST_F(BEY09, NamesOperationsThatTradedPlaces) {
+TEST_F(BEY09, names_operations_that_traded_places) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         const Label first{3, 0, "gradients of fc1.weight"};
@@ -139,7 +139,7 @@ TEST_F(BEY09, NamesOperationsThatTradedPlaces) {
       {"step 3, bucket 0: gradients of fc1.weight", "step 3, bucket 1: gradients of fc2.weight"});
 }
 
-TEST_F(BEY09, NamesAnOperationThatOneRankLeftOut) {
+TEST_F(BEY09, names_an_operation_that_one_rank_left_out) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         if (!odd_one()) group.all_reduce(tensor.clone(), ReduceOp::sum, {1, 0, "fc1"}).wait();
@@ -148,7 +148,7 @@ TEST_F(BEY09, NamesAnOperationThatOneRankLeftOut) {
       {"bucket 0: fc1", "bucket 1: fc2"});
 }
 
-TEST_F(BEY09, NamesAnOperationThatOneRankAdded) {
+TEST_F(BEY09, names_an_operation_that_one_rank_added) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         if (odd_one()) group.all_reduce(tensor.clone(), ReduceOp::sum, {1, 0, "extra"}).wait();
@@ -185,13 +185,13 @@ void expect_different_groups_named() {
 
 // No group sees that; each waits for the others. More than once: the first to notice lets go of groups that the others
 // still wait in.
-TEST_F(BEY09, NamesDifferentGroups) {
+TEST_F(BEY09, names_different_groups) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   for (int i = 0; i < 4; ++i) expect_different_groups_named();
 }
 
 // It might call what another rank waits for as long as it is there, and no longer.
-TEST_F(BEY09, NamesDifferentGroupsAfterAThreadThatHasEnded) {
+TEST_F(BEY09, names_different_groups_after_a_thread_that_has_ended) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   std::thread([] { world().group().barrier().wait(); }).join();
   expect_different_groups_named();
@@ -199,7 +199,7 @@ TEST_F(BEY09, NamesDifferentGroupsAfterAThreadThatHasEnded) {
 
 // Nobody who waits sees that: the broadcast of a few bytes is done when its root has sent them, and then that waits
 // elsewhere.
-TEST_F(BEY09, NamesAnOperationThatOneRankHasDone) {
+TEST_F(BEY09, names_an_operation_that_one_rank_has_done) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   const auto first = fresh();
   const auto second = fresh();
@@ -224,7 +224,7 @@ TEST_F(BEY09, NamesAnOperationThatOneRankHasDone) {
 }
 
 // It is told when it comes.
-TEST_F(BEY09, ARankThatComesLateIsToldToo) {
+TEST_F(BEY09, a_rank_that_comes_late_is_told_too) {
   const auto group = fresh();
   std::string text = "(nothing was thrown)";
   world().group().barrier().wait();
@@ -243,7 +243,7 @@ TEST_F(BEY09, ARankThatComesLateIsToldToo) {
 }
 
 // More than a rank shows or remembers of them may be under way.
-TEST_F(BEY09, NamesTheFirstOfManyOperations) {
+TEST_F(BEY09, names_the_first_of_many_operations) {
   const auto group = fresh();
   std::string text = "(nothing was thrown)";
   world().group().barrier().wait();
@@ -267,7 +267,7 @@ TEST_F(BEY09, NamesTheFirstOfManyOperations) {
 }
 
 // A rank that is late by more than that, in whatever order it works, is only late.
-TEST_F(BEY09, ARankThatIsLateIsNoDifference) {
+TEST_F(BEY09, a_rank_that_is_late_is_no_difference) {
   const auto first = fresh();
   const auto second = fresh();
   auto a = at::ones({4});
@@ -280,13 +280,13 @@ TEST_F(BEY09, ARankThatIsLateIsNoDifference) {
 }
 
 // Half as many elements of twice the size: as many bytes.
-TEST_F(BEY09, NamesDifferentDtypesOfEqualBytes) {
+TEST_F(BEY09, names_different_dtypes_of_equal_bytes) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kDouble) : tensor).wait(); },
                {"x Float)", "x Double)"});
 }
 
-TEST_F(BEY09, NamesDifferentPartsOfAGather) {
+TEST_F(BEY09, names_different_parts_of_a_gather) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         const auto part = odd_one() ? tensor.narrow(0, 0, tensor.numel() / 2) : tensor;
@@ -295,13 +295,13 @@ TEST_F(BEY09, NamesDifferentPartsOfAGather) {
       {"all_gather(", "rank 0 called"});
 }
 
-TEST_F(BEY09, NamesABarrierBesideACollective) {
+TEST_F(BEY09, names_a_barrier_beside_a_collective) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { odd_one() ? group.barrier().wait() : group.all_reduce(tensor).wait(); },
                {"rank 0 called all_reduce(sum", "called barrier"});
 }
 
-TEST_F(BEY09, NamesDifferentSteps) {
+TEST_F(BEY09, names_different_steps) {
   expect_named(
       [](const Group& group, const at::Tensor& tensor) {
         group.all_reduce(tensor, ReduceOp::sum, {odd_one() ? 8 : 7, 0, "fc1"}).wait();
@@ -318,7 +318,7 @@ class BEY09OnHost : public BEY09 {
   }
 };
 
-TEST_F(BEY09OnHost, NamesUnequalPartsThatDoNotFit) {
+TEST_F(BEY09OnHost, names_unequal_parts_that_do_not_fit) {
   const auto group = fresh();
   const auto backend = make_backend(group);
   std::vector<std::vector<at::Tensor>> outputs(1);
@@ -333,7 +333,7 @@ TEST_F(BEY09OnHost, NamesUnequalPartsThatDoNotFit) {
   EXPECT_EQ(outputs[0][0].sum().item<float>(), 0);
 }
 
-TEST_F(BEY09OnHost, NamesAMessageThatDoesNotFitItsReceiver) {
+TEST_F(BEY09OnHost, names_a_message_that_does_not_fit_its_receiver) {
   const auto group = fresh();
   auto tensor = at::ones({10});
   std::string text;
@@ -362,7 +362,7 @@ int64_t shared_kib() {
   return -1;
 }
 
-TEST(HostLifetime, AThousandGroupsLeaveNothingBehind) {
+TEST(HostLifetime, a_thousand_groups_leave_nothing_behind) {
   const auto cycle = [] {
     const auto group = fresh();
     auto shared = group.allocate(100000, at::kFloat).fill_(1);

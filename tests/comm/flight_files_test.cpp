@@ -52,7 +52,7 @@ class FlightFiles : public ::testing::Test {
   std::string good_;
 };
 
-TEST_F(FlightFiles, WhatCannotBeIsRefused) {
+TEST_F(FlightFiles, what_cannot_be_is_refused) {
   EXPECT_NO_THROW(verdict(read_flights({path_})));
   EXPECT_THAT(refusal_with(offsetof(FlightHeader, size), std::numeric_limits<int32_t>::max()),
               HasSubstr("the file says 2147483647 ranks; valid are 1 to 100000"));
@@ -71,13 +71,13 @@ TEST_F(FlightFiles, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal([&] { read_flight(path_); }), HasSubstr("1000 bytes instead of"));
 }
 
-TEST_F(FlightFiles, ANamedPipeIsRefusedAtOnce) {
+TEST_F(FlightFiles, a_named_pipe_is_refused_at_once) {
   ASSERT_EQ(mkfifo(folder_.file("rank-1.flight").c_str(), 0600), 0);
   EXPECT_THAT(refusal([&] { read_flights({folder_.path()}); }),
               AllOf(HasSubstr("rank-1.flight"), HasSubstr("is not a regular file")));
 }
 
-TEST_F(FlightFiles, EveryDamagedFileIsRefusedOrGivesAVerdict) {
+TEST_F(FlightFiles, every_damaged_file_is_refused_or_gives_a_verdict) {
   std::mt19937_64 random(3);
   int refused = 0;
   constexpr int mutations = 2000;

@@ -201,7 +201,7 @@ Descriptor call_as_stranger(const std::string& address, int number) {
   return caller;
 }
 
-TEST_F(Channel, StrangersAreNotHeard) {
+TEST_F(Channel, strangers_are_not_heard) {
   if (group().size() == 1 || channel->address().starts_with(shared_memory)) GTEST_SKIP() << "nobody can call";
   ASSERT_TRUE(state_of(group())->world->placement.job.has_secret()) << "the launcher makes one";
   std::thread strangers([&] {
@@ -226,7 +226,7 @@ TEST_F(Channel, StrangersAreNotHeard) {
 }
 
 // A rank that is called for the first time while strangers hold every place that a channel has for them.
-TEST_F(Channel, StrangersDoNotKeepARankOut) {
+TEST_F(Channel, strangers_do_not_keep_a_rank_out) {
   if (group().size() == 1 || channel->address().starts_with(shared_memory)) GTEST_SKIP() << "nobody can call";
   std::vector<Descriptor> open;
   for (int number = 0; number < 400; ++number) open.push_back(call_as_stranger(channel->address(), 4 * number));

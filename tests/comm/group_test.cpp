@@ -25,7 +25,7 @@ at::Tensor sum_of_inputs(int64_t numel, at::ScalarType dtype = at::kFloat) {
   return sum.to(dtype);
 }
 
-TEST(Group, AllReduceSumsOverRanksInEveryDtype) {
+TEST(Group, all_reduce_sums_over_ranks_in_every_dtype) {
   for (const auto dtype : {at::kFloat, at::kDouble, at::kLong, at::kInt, at::kHalf, at::kBFloat16}) {
     for (const int64_t numel : {1, 7, 1000}) {
       // Small integers, so that 16-bit sums are exact.
@@ -37,7 +37,7 @@ TEST(Group, AllReduceSumsOverRanksInEveryDtype) {
   }
 }
 
-TEST(Group, AWorkThatIsDroppedIsWaitedForAndHarmsNothing) {
+TEST(Group, a_work_that_is_dropped_is_waited_for_and_harms_nothing) {
   for (int round = 0; round < 3; ++round) {
     double memory[1000];  // gone after this round
     const auto tensor = at::from_blob(memory, {1000}, at::kDouble);
@@ -60,7 +60,7 @@ TEST(Group, AWorkThatIsDroppedIsWaitedForAndHarmsNothing) {
   }
 }
 
-TEST(Group, AWorkThatAnExceptionPassesGoesOnInTheBackground) {
+TEST(Group, a_work_that_an_exception_passes_goes_on_in_the_background) {
   for (int round = 0; round < 3; ++round) {
     try {
       auto work = group().all_reduce(at::ones({100000}));
@@ -75,7 +75,7 @@ TEST(Group, AWorkThatAnExceptionPassesGoesOnInTheBackground) {
   }
 }
 
-TEST(Group, AllReduceKnowsItsOperations) {
+TEST(Group, all_reduce_knows_its_operations) {
   const int64_t ranks = group().size();
   const auto reduced = [&](ReduceOp op) {
     auto tensor = at::full({3}, group().rank() + 1, at::kDouble);
@@ -88,7 +88,7 @@ TEST(Group, AllReduceKnowsItsOperations) {
   EXPECT_NEAR(reduced(ReduceOp::avg), (ranks + 1) / 2.0, 1e-12);
 }
 
-TEST(Group, ReduceGivesTheRootTheSum) {
+TEST(Group, reduce_gives_the_root_the_sum) {
   for (int root = 0; root < group().size(); ++root) {
     auto tensor = input(group().rank(), 9);
     group().reduce(tensor, root).wait();
@@ -98,14 +98,14 @@ TEST(Group, ReduceGivesTheRootTheSum) {
   }
 }
 
-TEST(Group, ReduceScatterGivesEachRankItsPart) {
+TEST(Group, reduce_scatter_gives_each_rank_its_part) {
   const int64_t part = 5;
   auto output = at::empty({part});
   group().reduce_scatter(output, input(group().rank(), part * group().size())).wait();
   EXPECT_TRUE(at::equal(output, sum_of_inputs(part * group().size()).narrow(0, part * group().rank(), part)));
 }
 
-TEST(Group, AllGatherConcatenatesInRankOrder) {
+TEST(Group, all_gather_concatenates_in_rank_order) {
   auto output = at::empty({4 * group().size()});
   group().all_gather(output, input(group().rank(), 4)).wait();
   for (int rank = 0; rank < group().size(); ++rank) {
@@ -113,7 +113,7 @@ TEST(Group, AllGatherConcatenatesInRankOrder) {
   }
 }
 
-TEST(Group, BroadcastGivesEveryRankTheRootsTensor) {
+TEST(Group, broadcast_gives_every_rank_the_roots_tensor) {
   for (int root = 0; root < group().size(); ++root) {
     auto tensor = input(group().rank(), 6);
     group().broadcast(tensor, root).wait();
@@ -121,7 +121,7 @@ TEST(Group, BroadcastGivesEveryRankTheRootsTensor) {
   }
 }
 
-TEST(Group, GatherAndScatterAreInverse) {
+TEST(Group, gather_and_scatter_are_inverse) {
   const int root = group().size() - 1;
   std::vector<at::Tensor> all;
   if (group().rank() == root) {
@@ -134,7 +134,7 @@ TEST(Group, GatherAndScatterAreInverse) {
   EXPECT_TRUE(at::equal(back, input(group().rank(), 3)));
 }
 
-TEST(Group, AllToAllTransposes) {
+TEST(Group, all_to_all_transposes) {
   const int64_t ranks = group().size();
   auto output = at::empty({2 * ranks});
   group().all_to_all(output, input(group().rank(), 2 * ranks)).wait();
@@ -143,7 +143,7 @@ TEST(Group, AllToAllTransposes) {
   }
 }
 
-TEST(Group, SendAndRecvGoRoundARing) {
+TEST(Group, send_and_recv_go_round_a_ring) {
   const int ranks = group().size();
   if (ranks == 1) GTEST_SKIP() << "a rank cannot send to itself";
   auto received = at::empty({8});
@@ -153,17 +153,17 @@ TEST(Group, SendAndRecvGoRoundARing) {
   EXPECT_TRUE(at::equal(received, input((group().rank() + ranks - 1) % ranks, 8)));
 }
 
-TEST(Group, SendingToItselfIsAnError) {
+TEST(Group, sending_to_itself_is_an_error) {
   EXPECT_THROW(group().send(at::ones({2}), group().rank()), UsageError);
   EXPECT_THROW(group().recv(at::ones({2}), group().rank()), UsageError);
 }
 
-TEST(Group, BarrierAndEmptyTensorsFinish) {
+TEST(Group, barrier_and_empty_tensors_finish) {
   group().barrier().wait();
   group().all_reduce(at::empty({0})).wait();
 }
 
-TEST(Group, WorkOwnsItsTensors) {
+TEST(Group, work_owns_its_tensors) {
   auto tensor = at::ones({1 << 16});
   auto alias = tensor;
   auto work = group().all_reduce(std::exchange(tensor, {}));
@@ -172,7 +172,7 @@ TEST(Group, WorkOwnsItsTensors) {
   EXPECT_TRUE(work.done());
 }
 
-TEST(Group, SubgroupsNumberTheirRanksAnew) {
+TEST(Group, subgroups_number_their_ranks_anew) {
   const int ranks = group().size();
   std::vector<int> mine;
   for (int rank = group().rank() % 2; rank < ranks; rank += 2) mine.push_back(rank);
@@ -186,13 +186,13 @@ TEST(Group, SubgroupsNumberTheirRanksAnew) {
 }
 
 // A rank that is early must not take its end away before a late one has looked at it.
-TEST(Group, MayGoAsSoonAsItIsMade) {
+TEST(Group, may_go_as_soon_as_it_is_made) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
   for (int i = 0; i < 30; ++i) group().subgroup(everyone);
 }
 
-TEST(Group, MayGoAsSoonAsItsLastOperationIsDone) {
+TEST(Group, may_go_as_soon_as_its_last_operation_is_done) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
   for (int i = 0; i < 30; ++i) {
@@ -204,7 +204,7 @@ TEST(Group, MayGoAsSoonAsItsLastOperationIsDone) {
 }
 
 // A rank that is ahead of the others keeps one or two a little longer.
-TEST(Group, LeavesNothingBehindWhenAllRanksHaveLetGoOfIt) {
+TEST(Group, leaves_nothing_behind_when_all_ranks_have_let_go_of_it) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
   const auto descriptors_after = [&](int groups) {
@@ -217,7 +217,7 @@ TEST(Group, LeavesNothingBehindWhenAllRanksHaveLetGoOfIt) {
   EXPECT_LT(descriptors_after(40) - before, 40);
 }
 
-TEST(Group, RefusesWrongArguments) {
+TEST(Group, refuses_wrong_arguments) {
   EXPECT_THROW(group().all_reduce(at::ones({4, 4}).t()), UsageError);
   EXPECT_THROW(group().broadcast(at::ones({1}), group().size()), UsageError);
   EXPECT_THROW(group().all_gather(at::ones({1}), at::ones({7})), UsageError);
@@ -226,7 +226,7 @@ TEST(Group, RefusesWrongArguments) {
   group().barrier().wait();  // and goes on working
 }
 
-TEST(Group, AllocateGivesAlignedZeros) {
+TEST(Group, allocate_gives_aligned_zeros) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
     const auto memory = group().allocate(77, at::TensorOptions(dtype));
     EXPECT_EQ(memory.numel(), 77);
@@ -235,7 +235,7 @@ TEST(Group, AllocateGivesAlignedZeros) {
   }
 }
 
-TEST(CallLog, RecordsWhatPassesThroughTheHandle) {
+TEST(CallLog, records_what_passes_through_the_handle) {
   auto log = std::make_shared<CallLog>();
   const auto recorded = group().recorded(log);
   recorded.all_reduce(at::ones({256}), ReduceOp::max, {7, 2, "test"}).wait();
@@ -254,7 +254,7 @@ TEST(CallLog, RecordsWhatPassesThroughTheHandle) {
   EXPECT_EQ(log->count(Op::barrier), 0);
 }
 
-TEST(Agree, NamesTheFirstDifferenceAndBothRanks) {
+TEST(Agree, names_the_first_difference_and_both_ranks) {
   std::vector<std::string> items = {"a float32 [3]", "b float32 [4]", "c float32 [5]"};
   agree(group(), "the model", items);
   if (group().size() == 1) return;
@@ -273,7 +273,7 @@ TEST(Agree, NamesTheFirstDifferenceAndBothRanks) {
   EXPECT_THROW(agree(group(), "the model", items), DisagreeError);
 }
 
-TEST(Coalesce, BroadcastsAnyMixtureInChunks) {
+TEST(Coalesce, broadcasts_any_mixture_in_chunks) {
   auto log = std::make_shared<CallLog>();
   const auto recorded = group().recorded(log);
   const double value = group().rank() + 1;
@@ -289,7 +289,7 @@ TEST(Coalesce, BroadcastsAnyMixtureInChunks) {
   EXPECT_EQ(log->count(Op::broadcast), 4);
 }
 
-TEST(Coalesce, SumsSparseTensorsOfRanksThatHaveOne) {
+TEST(Coalesce, sums_sparse_tensors_of_ranks_that_have_one) {
   const int ranks = group().size();
   const bool has = group().rank() % 2 == 0;
   at::Tensor sparse;

@@ -44,13 +44,13 @@ std::pair<State, State> meet(const JobIdentity& of_caller, const JobIdentity& of
   return {caller.advance(ends.caller), called.advance(ends.called)};
 }
 
-TEST(Handshake, ProcessesOfOneJobKnowEachOther) {
+TEST(Handshake, processes_of_one_job_know_each_other) {
   EXPECT_EQ(meet(job, job), std::pair(State::done, State::done));
   const JobIdentity open("night", "");
   EXPECT_EQ(meet(open, open), std::pair(State::done, State::done)) << "and without a secret nothing is asked";
 }
 
-TEST(Handshake, OthersAreRefused) {
+TEST(Handshake, others_are_refused) {
   for (const auto& other :
        {JobIdentity("night", "another secret, as long"), JobIdentity("day", "0123456789abcdef0123456789abcdef")}) {
     EXPECT_EQ(meet(other, job).second, State::refused);
@@ -59,7 +59,7 @@ TEST(Handshake, OthersAreRefused) {
   EXPECT_EQ(meet(job, job, 8).second, State::refused) << "of another channel";
 }
 
-TEST(Handshake, WhatWasRecordedServesNobody) {
+TEST(Handshake, what_was_recorded_serves_nobody) {
   std::string challenge, proof, answer;
   {  // between two that know each other
     const Ends first, second;
@@ -83,7 +83,7 @@ TEST(Handshake, WhatWasRecordedServesNobody) {
 }
 
 // The proof that the caller gives, sent back to it, is not the other end's.
-TEST(Handshake, AnEchoIsRefused) {
+TEST(Handshake, an_echo_is_refused) {
   const Ends ends;
   Handshake caller(job, Side::caller, 7);
   say(ends.called, std::string(32, 'c'));
@@ -92,7 +92,7 @@ TEST(Handshake, AnEchoIsRefused) {
   EXPECT_EQ(caller.advance(ends.caller), State::refused);
 }
 
-TEST(Handshake, BytesThatMeanNothingAreRefusedAndFewOfThemAreWaitedFor) {
+TEST(Handshake, bytes_that_mean_nothing_are_refused_and_few_of_them_are_waited_for) {
   std::mt19937 random(1);
   for (int length = 0; length < 200; ++length) {
     const Ends ends;

@@ -13,7 +13,7 @@
 namespace shoal::test {
 namespace {
 
-TEST(Host, ManyOperationsAreInFlightAndWaitedForInAnyOrder) {
+TEST(Host, many_operations_are_in_flight_and_waited_for_in_any_order) {
   // More than the ring of announcements holds.
   std::vector<at::Tensor> tensors;
   std::vector<Work> works;
@@ -28,7 +28,7 @@ TEST(Host, ManyOperationsAreInFlightAndWaitedForInAnyOrder) {
   }
 }
 
-TEST(Host, ManyMessagesWithOneTagArriveInOrder) {
+TEST(Host, many_messages_with_one_tag_arrive_in_order) {
   if (group().size() == 1) GTEST_SKIP() << "nobody to send to";
   const int next = (group().rank() + 1) % group().size();
   const int previous = (group().rank() + group().size() - 1) % group().size();
@@ -43,7 +43,7 @@ TEST(Host, ManyMessagesWithOneTagArriveInOrder) {
   for (auto& work : sent) work.wait();
 }
 
-TEST(Host, TwoGroupsAreUsedAtTheSameTimeInOppositeOrder) {
+TEST(Host, two_groups_are_used_at_the_same_time_in_opposite_order) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
   const auto a = group().subgroup(everyone);
@@ -61,7 +61,7 @@ TEST(Host, TwoGroupsAreUsedAtTheSameTimeInOppositeOrder) {
   }
 }
 
-TEST(Host, TwoThreadsUseAGroupEach) {
+TEST(Host, two_threads_use_a_group_each) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
   const auto a = group().subgroup(everyone);
@@ -78,7 +78,7 @@ TEST(Host, TwoThreadsUseAGroupEach) {
   other.join();
 }
 
-TEST(HostBackend, TakesPartsOfUnequalSizes) {
+TEST(HostBackend, takes_parts_of_unequal_sizes) {
   if (group().size() == 1) GTEST_SKIP() << "one part";
   const auto backend = make_backend(group());
   const int size = group().size();
@@ -121,7 +121,7 @@ TEST(HostBackend, TakesPartsOfUnequalSizes) {
   }
 }
 
-TEST(HostBackend, HasCoalescedFormsAndFutures) {
+TEST(HostBackend, has_coalesced_forms_and_futures) {
   const auto backend = make_backend(group());
   std::vector<at::Tensor> tensors{own(10, at::kFloat), own(100000, at::kFloat), own(3, at::kFloat)};
   const auto work = backend->allreduce_coalesced(tensors, {});
@@ -141,7 +141,7 @@ TEST(HostBackend, HasCoalescedFormsAndFutures) {
   backend->barrier({})->wait(c10d::kUnsetTimeout);
 }
 
-TEST(HostBackend, TheCallerGoesOnWhileAFutureIsWaitedFor) {
+TEST(HostBackend, the_caller_goes_on_while_a_future_is_waited_for) {
   const auto backend = make_backend(group());
   for (int i = 0; i < 20; ++i) {
     std::vector<at::Tensor> first{own(200000, at::kFloat, i)};
@@ -156,7 +156,7 @@ TEST(HostBackend, TheCallerGoesOnWhileAFutureIsWaitedFor) {
   }
 }
 
-TEST(HostBackend, AWorkMayOutliveItsBackend) {
+TEST(HostBackend, a_work_may_outlive_its_backend) {
   for (int i = 0; i < 20; ++i) {
     auto backend = make_backend(group());
     std::vector<at::Tensor> first{own(1000, at::kFloat, i)};
@@ -176,7 +176,7 @@ TEST(HostBackend, AWorkMayOutliveItsBackend) {
 }
 
 // A slower peer works on what a faster one has dropped.
-TEST(HostTransport, MemoryOfUnfinishedOperationsIsNotGivenToOthersWhenTheirGroupGoes) {
+TEST(HostTransport, memory_of_unfinished_operations_is_not_given_to_others_when_their_group_goes) {
   if (group().size() == 1) GTEST_SKIP() << "no peers";
   std::vector<int> all(group().size());
   std::iota(all.begin(), all.end(), 0);
@@ -203,7 +203,7 @@ TEST(HostTransport, MemoryOfUnfinishedOperationsIsNotGivenToOthersWhenTheirGroup
   }
 }
 
-TEST(HostBackend, PremultipliedSum) {
+TEST(HostBackend, premultiplied_sum) {
   if (group().size() == 1) GTEST_SKIP() << "the identity transport returns its input";
   const auto backend = make_backend(group());
   for (const int64_t numel : {3, 200000}) {

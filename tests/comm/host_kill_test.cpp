@@ -69,7 +69,7 @@ int kills() {
   return std::stoi(process_environment()("SHOAL_KILLS").value_or("25"));
 }
 
-TEST(HostKill, ARankThatDiesAtAnyMomentIsNamedByAllOthersWithinTwoSeconds) {
+TEST(HostKill, a_rank_that_dies_at_any_moment_is_named_by_all_others_within_two_seconds) {
   std::mt19937 random(7);
   double slowest = 0;
   int survivors = 0;
@@ -114,7 +114,7 @@ TEST(HostKill, ARankThatDiesAtAnyMomentIsNamedByAllOthersWithinTwoSeconds) {
   fmt::print("{} deaths, named by {} of {} survivors; slowest {:.2f} s\n", kills(), named, survivors, slowest);
 }
 
-TEST(HostKill, ARankThatIsStoppedForAWhileGoesOn) {
+TEST(HostKill, a_rank_that_is_stopped_for_a_while_goes_on) {
   const auto ended = test::run_ranks(
       3,
       [](const World& world) -> std::string {
@@ -134,7 +134,7 @@ TEST(HostKill, ARankThatIsStoppedForAWhileGoesOn) {
   for (const auto& rank : ended) EXPECT_EQ(rank.text, "right");
 }
 
-TEST(HostKill, AForkedChildMayNotUseItsParentsGroup) {
+TEST(HostKill, a_forked_child_may_not_use_its_parents_group) {
   const auto ended = test::run_ranks(2, [](const World& world) -> std::string {
     int ends[2];
     if (pipe(ends) != 0) return "no pipe";

@@ -22,7 +22,7 @@ std::vector<Range> equal_ranges(int64_t numel) {
   return owners;
 }
 
-TEST(HostSharedBuffer, ReadersSeeWhatTheOwnersHavePublished) {
+TEST(HostSharedBuffer, readers_see_what_the_owners_have_published) {
   const int64_t numel = 10007;
   auto log = std::make_shared<CallLog>();
   auto buffer = group().recorded(log).allocate_host_shared(numel, at::kFloat, equal_ranges(numel));
@@ -45,7 +45,7 @@ TEST(HostSharedBuffer, ReadersSeeWhatTheOwnersHavePublished) {
   }
 }
 
-TEST(HostSharedBuffer, WaitsForTheOwnersOfARangeOnly) {
+TEST(HostSharedBuffer, waits_for_the_owners_of_a_range_only) {
   if (!group().allocate_host_shared(8, at::kFloat, equal_ranges(8)).shared())
     GTEST_SKIP() << "without shared memory all move";
   auto buffer = group().allocate_host_shared(1000, at::kDouble, equal_ranges(1000));
@@ -60,7 +60,7 @@ TEST(HostSharedBuffer, WaitsForTheOwnersOfARangeOnly) {
   buffer.wait_published(1);
 }
 
-TEST(HostSharedBuffer, TakesUnequalAndEmptyRangesAndGaps) {
+TEST(HostSharedBuffer, takes_unequal_and_empty_ranges_and_gaps) {
   std::vector<Range> owners(group().size());
   owners.back() = {3, 9};
   auto buffer = group().allocate_host_shared(12, at::kInt, owners);
@@ -70,7 +70,7 @@ TEST(HostSharedBuffer, TakesUnequalAndEmptyRangesAndGaps) {
   EXPECT_EQ(buffer.tensor().sum().item<int64_t>(), 6 * 7);
 }
 
-TEST(HostSharedBuffer, RefusesRangesThatOverlapOrLeaveTheBufferAndOldVersions) {
+TEST(HostSharedBuffer, refuses_ranges_that_overlap_or_leave_the_buffer_and_old_versions) {
   std::vector<Range> outside(group().size());
   outside[0] = {0, 11};
   EXPECT_THROW(group().allocate_host_shared(10, at::kFloat, outside), UsageError);

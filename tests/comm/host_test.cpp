@@ -39,11 +39,11 @@ std::vector<ReduceOp> reductions(at::ScalarType dtype) {
   return ops;
 }
 
-TEST(Host, IsTheTransportOfOneHost) {
+TEST(Host, is_the_transport_of_one_host) {
   EXPECT_EQ(group().transport(), group().size() > 1 ? "host" : "identity");
 }
 
-TEST(Host, AllReduce) {
+TEST(Host, all_reduce) {
   everywhere([](at::ScalarType dtype, int64_t numel, Memory memory) {
     for (const auto op : numel < 300000 ? reductions(dtype) : std::vector<ReduceOp>{ReduceOp::sum}) {
       auto tensor = in_memory(own(numel, dtype), memory);
@@ -53,7 +53,7 @@ TEST(Host, AllReduce) {
   });
 }
 
-TEST(Host, Reduce) {
+TEST(Host, reduce) {
   everywhere([](at::ScalarType dtype, int64_t numel, Memory memory) {
     for (const int root : {0, group().size() - 1}) {
       auto tensor = in_memory(own(numel, dtype), memory);
@@ -65,7 +65,7 @@ TEST(Host, Reduce) {
   });
 }
 
-TEST(Host, ReduceScatter) {
+TEST(Host, reduce_scatter) {
   everywhere([](at::ScalarType dtype, int64_t numel, Memory memory) {
     const auto part = numel > 300000 ? numel / group().size() : numel;
     for (const auto op : numel < 300000 ? reductions(dtype) : std::vector<ReduceOp>{ReduceOp::sum}) {
@@ -81,7 +81,7 @@ TEST(Host, ReduceScatter) {
   });
 }
 
-TEST(Host, AllGather) {
+TEST(Host, all_gather) {
   everywhere([](at::ScalarType dtype, int64_t numel, Memory memory) {
     auto output = at::zeros({numel * group().size()}, dtype);
     group().all_gather(output, in_memory(own(numel, dtype), memory)).wait();
@@ -94,7 +94,7 @@ TEST(Host, AllGather) {
   });
 }
 
-TEST(Host, BroadcastGatherScatter) {
+TEST(Host, broadcast_gather_scatter) {
   everywhere([](at::ScalarType dtype, int64_t numel, Memory memory) {
     const int root = group().size() - 1;
     auto tensor = in_memory(own(numel, dtype), memory);
@@ -116,7 +116,7 @@ TEST(Host, BroadcastGatherScatter) {
   });
 }
 
-TEST(Host, AllToAll) {
+TEST(Host, all_to_all) {
   everywhere([](at::ScalarType dtype, int64_t numel, Memory memory) {
     const auto part = numel > 300000 ? numel / group().size() : numel;
     auto output = at::zeros({part * group().size()}, dtype);
@@ -128,7 +128,7 @@ TEST(Host, AllToAll) {
   });
 }
 
-TEST(Host, SendAndRecv) {
+TEST(Host, send_and_recv) {
   everywhere([](at::ScalarType dtype, int64_t numel, Memory memory) {
     if (numel == 0 || group().size() == 1) return;
     const int size = group().size();
@@ -151,7 +151,7 @@ TEST(Host, SendAndRecv) {
   });
 }
 
-TEST(Host, ResultsDoNotDependOnHowDataAreCut) {
+TEST(Host, results_do_not_depend_on_how_data_are_cut) {
   // The same numbers as one tensor, and as pieces of odd sizes: bit for bit equal.
   const auto whole = own(50021, at::kFloat).mul_(1.1).sin_();
   auto at_once = in_memory(whole, Memory::shared);
@@ -161,7 +161,7 @@ TEST(Host, ResultsDoNotDependOnHowDataAreCut) {
   EXPECT_TRUE(at::equal(at_once, in_pieces));
 }
 
-TEST(Host, ANaNOfOneRankShowsInMinAndMax) {
+TEST(Host, a_na_n_of_one_rank_shows_in_min_and_max) {
   for (const auto op : {ReduceOp::min, ReduceOp::max, ReduceOp::sum}) {
     auto tensor = at::ones({3});
     if (group().rank() == group().size() - 1) tensor[1] = NAN;
@@ -170,7 +170,7 @@ TEST(Host, ANaNOfOneRankShowsInMinAndMax) {
   }
 }
 
-TEST(Host, RefusesReductionsThatTheDtypeDoesNotHave) {
+TEST(Host, refuses_reductions_that_the_dtype_does_not_have) {
   if (group().size() == 1) GTEST_SKIP() << "nothing is reduced";
   EXPECT_THROW(group().all_reduce(at::ones({3}, at::kInt), ReduceOp::avg), UsageError);
   EXPECT_THROW(group().all_reduce(at::ones({3}), ReduceOp::bxor), UsageError);

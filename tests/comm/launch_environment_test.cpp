@@ -32,7 +32,7 @@ std::string refusal(const Variables& variables, const WorldOptions& options = {}
   return "";
 }
 
-TEST(LaunchEnvironment, KnowsWhatTheLauncherCallsTheJob) {
+TEST(LaunchEnvironment, knows_what_the_launcher_calls_the_job) {
   const Variables by_hand{{"RANK", "0"}, {"WORLD_SIZE", "2"}};
   EXPECT_EQ(find(by_hand).job.name(), "");
   auto variables = by_hand;
@@ -48,7 +48,7 @@ TEST(LaunchEnvironment, KnowsWhatTheLauncherCallsTheJob) {
 }
 
 // Two jobs of two ranks that were given one port.
-TEST(Rendezvous, ARankOfAnotherJobIsRefusedAndDisturbsNobody) {
+TEST(Rendezvous, a_rank_of_another_job_is_refused_and_disturbs_nobody) {
   for (const bool served : {false, true}) {
     auto launcher = std::make_unique<StoreServer>("127.0.0.1", 0, JobIdentity("night", ""));
     const int port = launcher->port();
@@ -84,13 +84,13 @@ TEST(Rendezvous, ARankOfAnotherJobIsRefusedAndDisturbsNobody) {
   }
 }
 
-TEST(LaunchEnvironment, NothingSetMeansAlone) {
+TEST(LaunchEnvironment, nothing_set_means_alone) {
   const auto placement = find({});
   EXPECT_EQ(placement.size, 1);
   EXPECT_EQ(placement.source, "alone");
 }
 
-TEST(LaunchEnvironment, ReadsTorchrun) {
+TEST(LaunchEnvironment, reads_torchrun) {
   const auto placement = find({{"RANK", "3"},
                                {"WORLD_SIZE", "4"},
                                {"MASTER_ADDR", "10.0.0.1"},
@@ -105,7 +105,7 @@ TEST(LaunchEnvironment, ReadsTorchrun) {
   EXPECT_EQ(placement.generation, "2");
 }
 
-TEST(LaunchEnvironment, ReadsOpenMpiAndDerivesAPort) {
+TEST(LaunchEnvironment, reads_open_mpi_and_derives_a_port) {
   const auto placement =
       find({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"PMIX_NAMESPACE", "3735945217"}});
   EXPECT_EQ(placement.rank, 1);
@@ -114,7 +114,7 @@ TEST(LaunchEnvironment, ReadsOpenMpiAndDerivesAPort) {
   EXPECT_FALSE(placement.store_is_served);
 }
 
-TEST(LaunchEnvironment, ReadsSlurmsFirstNode) {
+TEST(LaunchEnvironment, reads_slurms_first_node) {
   const Variables slurm = {{"SLURM_PROCID", "5"},
                            {"SLURM_NTASKS", "8"},
                            {"SLURM_NNODES", "2"},
@@ -127,14 +127,14 @@ TEST(LaunchEnvironment, ReadsSlurmsFirstNode) {
   EXPECT_EQ(find(one_node).address, "127.0.0.1");
 }
 
-TEST(LaunchEnvironment, TakesOneSourceAsAWhole) {
+TEST(LaunchEnvironment, takes_one_source_as_a_whole) {
   // sbatch leaks its variables into what torchrun starts.
   const auto placement = find({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"SLURM_PROCID", "6"}, {"SLURM_NTASKS", "16"}});
   EXPECT_EQ(placement.size, 2);
   EXPECT_EQ(placement.source, "RANK and WORLD_SIZE");
 }
 
-TEST(LaunchEnvironment, OptionsComeFirst) {
+TEST(LaunchEnvironment, options_come_first) {
   WorldOptions options;
   options.rank = 1;
   options.size = 2;
@@ -146,13 +146,13 @@ TEST(LaunchEnvironment, OptionsComeFirst) {
   EXPECT_FALSE(placement.store_is_served);
 }
 
-TEST(LaunchEnvironment, RefusesPartialSets) {
+TEST(LaunchEnvironment, refuses_partial_sets) {
   EXPECT_NE(refusal({{"RANK", "0"}}).find("RANK is set but WORLD_SIZE is not"), std::string::npos);
   EXPECT_NE(refusal({{"WORLD_SIZE", "2"}}).find("WORLD_SIZE is set but RANK is not"), std::string::npos);
   EXPECT_NE(refusal({{"OMPI_COMM_WORLD_RANK", "0"}}).find("OMPI_COMM_WORLD_SIZE"), std::string::npos);
 }
 
-TEST(LaunchEnvironment, RefusesNonsense) {
+TEST(LaunchEnvironment, refuses_nonsense) {
   EXPECT_NE(refusal({{"RANK", "two"}, {"WORLD_SIZE", "2"}}).find("RANK='two'"), std::string::npos);
   EXPECT_NE(refusal({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("rank 2 of a world of 2"), std::string::npos);
   EXPECT_NE(refusal({{"RANK", "0"}, {"WORLD_SIZE", "0"}}).find("world size 0"), std::string::npos);
@@ -161,7 +161,7 @@ TEST(LaunchEnvironment, RefusesNonsense) {
             std::string::npos);
 }
 
-TEST(WorldOptions, ValidateListsAllFaults) {
+TEST(WorldOptions, validate_lists_all_faults) {
   WorldOptions options;
   options.rank = 1;
   options.transport = "nccl";

@@ -115,11 +115,11 @@ void check_reductions(ReduceOp op, at::ScalarType dtype, int64_t part) {
   }
 }
 
-TEST(Mpi, CarriesTheWorld) {
+TEST(Mpi, carries_the_world) {
   EXPECT_EQ(group().transport(), "mpi");
 }
 
-TEST(Mpi, ReductionsOfEveryKindAndDtypeAreTheNaiveOnes) {
+TEST(Mpi, reductions_of_every_kind_and_dtype_are_the_naive_ones) {
   for (const auto dtype : dtypes) {
     for (const auto op : reduce_ops) {
       if (!has_meaning(op, dtype)) continue;
@@ -128,7 +128,7 @@ TEST(Mpi, ReductionsOfEveryKindAndDtypeAreTheNaiveOnes) {
   }
 }
 
-TEST(Mpi, LargeReductionsAreCutAndPutTogether) {
+TEST(Mpi, large_reductions_are_cut_and_put_together) {
   constexpr int64_t piece = 1 << 20;  // bytes
   check_reductions(ReduceOp::sum, at::kDouble, piece / 8 + 17);
   check_reductions(ReduceOp::avg, at::kBFloat16, piece / 2 + 17);
@@ -137,7 +137,7 @@ TEST(Mpi, LargeReductionsAreCutAndPutTogether) {
   EXPECT_TRUE(at::equal(uneven, expected(ReduceOp::sum, uneven.numel(), at::kFloat)));
 }
 
-TEST(Mpi, SumsOfShortFloatsAreRoundedOnce) {
+TEST(Mpi, sums_of_short_floats_are_rounded_once) {
   if (size() < 3) GTEST_SKIP() << "a sum of two numbers is rounded once in any case";
   // 256 + 1 is 256 in bfloat16.
   for (const int64_t numel : {1, 100000}) {
@@ -147,7 +147,7 @@ TEST(Mpi, SumsOfShortFloatsAreRoundedOnce) {
   }
 }
 
-TEST(Mpi, RefusesWhatHasNoMeaningAndGoesOn) {
+TEST(Mpi, refuses_what_has_no_meaning_and_goes_on) {
   EXPECT_THROW(group().all_reduce(at::ones({3}), ReduceOp::bor), UsageError);
   EXPECT_THROW(group().all_reduce(at::ones({3}, at::kBool), ReduceOp::avg), UsageError);
   EXPECT_THROW(group().all_reduce(at::ones({3}, at::kInt), ReduceOp::avg), UsageError);
@@ -155,7 +155,7 @@ TEST(Mpi, RefusesWhatHasNoMeaningAndGoesOn) {
   group().barrier().wait();
 }
 
-TEST(Mpi, MovesEveryDtype) {
+TEST(Mpi, moves_every_dtype) {
   const int rank = group().rank();
   for (const auto dtype : dtypes) {
     constexpr int64_t part = 300;
@@ -182,7 +182,7 @@ TEST(Mpi, MovesEveryDtype) {
   }
 }
 
-TEST(Mpi, RanksWaitInDifferentOrders) {
+TEST(Mpi, ranks_wait_in_different_orders) {
   const auto subgroup = group().subgroup([] {
     std::vector<int> backwards;
     for (int rank = size(); rank-- > 0;) backwards.push_back(rank);
@@ -200,7 +200,7 @@ TEST(Mpi, RanksWaitInDifferentOrders) {
   }
 }
 
-TEST(Mpi, MessagesWithDifferentTagsPassEachOther) {
+TEST(Mpi, messages_with_different_tags_pass_each_other) {
   const int next = (group().rank() + 1) % size();
   const int previous = (group().rank() + size() - 1) % size();
   auto large = group().send(at::full({1 << 20}, 1.F), next, 7);
@@ -215,14 +215,14 @@ TEST(Mpi, MessagesWithDifferentTagsPassEachOther) {
   EXPECT_TRUE(at::equal(many, at::ones_like(many)));
 }
 
-TEST(Mpi, ADroppedOperationIsWaitedFor) {
+TEST(Mpi, a_dropped_operation_is_waited_for) {
   const auto numel = 1 << 20;
   auto tensor = input(group().rank(), numel, at::kFloat);
   static_cast<void>(group().all_reduce(tensor));
   EXPECT_TRUE(at::equal(tensor, expected(ReduceOp::sum, numel, at::kFloat)));
 }
 
-TEST(Mpi, AnOperationThatAnExceptionPassesStillServesItsPeers) {
+TEST(Mpi, an_operation_that_an_exception_passes_still_serves_its_peers) {
   std::vector<int> everyone(static_cast<size_t>(size()));
   for (int rank = 0; rank < size(); ++rank) everyone[rank] = rank;
   const auto subgroup = group().subgroup(everyone);
@@ -244,7 +244,7 @@ TEST(Mpi, AnOperationThatAnExceptionPassesStillServesItsPeers) {
 }
 
 // Needs 7 GiB per rank: mpirun -n 2 mpi_test --transport mpi --gtest_also_run_disabled_tests
-TEST(Mpi, DISABLED_CountsMayExceedInt) {
+TEST(Mpi, disabled_counts_may_exceed_int) {
   constexpr int64_t numel = int64_t{INT_MAX} + 1000;
   auto tensor = at::full({numel}, group().rank() + 1, at::kByte);
   const auto check = [&](const at::Tensor& whole, int value) {

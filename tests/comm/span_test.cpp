@@ -43,7 +43,7 @@ at::Tensor sum_of_inputs(int64_t numel) {
   return sum;
 }
 
-TEST_F(Span, EveryOperationGivesWhatItShould) {
+TEST_F(Span, every_operation_gives_what_it_should) {
   const int size = group().size();
   for (const int64_t numel : {1, 5, 1000, 300001}) {
     SCOPED_TRACE(numel);
@@ -89,7 +89,7 @@ TEST_F(Span, EveryOperationGivesWhatItShould) {
   }
 }
 
-TEST_F(Span, FactorsOfAPremultipliedSumCountOnce) {
+TEST_F(Span, factors_of_a_premultiplied_sum_count_once) {
   const auto backend = make_backend(group());
   const auto factor = [](int rank) { return 0.5 + rank; };
   auto expected = at::zeros({1000 * group().size()});
@@ -119,7 +119,7 @@ TEST_F(Span, FactorsOfAPremultipliedSumCountOnce) {
   }
 }
 
-TEST_F(Span, ManyOperationsAreInFlight) {
+TEST_F(Span, many_operations_are_in_flight) {
   std::vector<at::Tensor> tensors;
   std::vector<Work> works;
   for (int i = 0; i < 20; ++i) {
@@ -153,7 +153,7 @@ void expect_sent(const char* what, double expected, Act act) {
   EXPECT_LT(sent, expected * 1.07 + 20000) << what;
 }
 
-TEST_F(Span, CrossesTheLinkWithTheFewestBytes) {
+TEST_F(Span, crosses_the_link_with_the_fewest_bytes) {
   const int64_t numel = 400000;
   const double bytes = 4.0 * numel;
   const int size = group().size();

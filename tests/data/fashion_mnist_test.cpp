@@ -25,7 +25,7 @@ class FashionMnist : public testing::Test {
   DataFolder folder_;
 };
 
-TEST_F(FashionMnist, ReadsAFolderOfPlainOrPackedFiles) {
+TEST_F(FashionMnist, reads_a_folder_of_plain_or_packed_files) {
   write_images(idx({20, 28, 28}));
   folder_.write("train-labels-idx1-ubyte", idx({20}, 10));
   const auto data = fashion_mnist(Split::train, folder_.path());
@@ -35,43 +35,43 @@ TEST_F(FashionMnist, ReadsAFolderOfPlainOrPackedFiles) {
   EXPECT_EQ(batch.target[1].item<int64_t>(), 9);
 }
 
-TEST_F(FashionMnist, SaysHowToGetAMissingFolder) {
+TEST_F(FashionMnist, says_how_to_get_a_missing_folder) {
   const auto message = refusal([&] { fashion_mnist(Split::train, folder_.path() / "absent"); });
   EXPECT_THAT(message, AllOf(HasSubstr("absent"), HasSubstr("apt-get install dataset-fashion-mnist")));
 }
 
-TEST_F(FashionMnist, NamesAMissingFile) {
+TEST_F(FashionMnist, names_a_missing_file) {
   write_images(idx({20, 28, 28}));
   EXPECT_THAT(error(), AllOf(HasSubstr(folder_.path().string()), HasSubstr("train-labels-idx1-ubyte.gz")));
   EXPECT_THAT(refusal([&] { fashion_mnist(Split::test, folder_.path()); }), HasSubstr("t10k-images-idx3-ubyte"));
 }
 
-TEST_F(FashionMnist, NamesUnequalCounts) {
+TEST_F(FashionMnist, names_unequal_counts) {
   write_images(idx({20, 28, 28}));
   write_labels(idx({19}, 10));
   EXPECT_THAT(error(), AllOf(HasSubstr("train-images-idx3-ubyte.gz has 20 images"),
                              HasSubstr("train-labels-idx1-ubyte.gz has 19 labels")));
 }
 
-TEST_F(FashionMnist, NamesImagesOfAnotherSize) {
+TEST_F(FashionMnist, names_images_of_another_size) {
   write_images(idx({20, 32, 32}));
   write_labels(idx({20}, 10));
   EXPECT_THAT(error(), AllOf(HasSubstr("train-images"), HasSubstr("32 x 32 pixels")));
 }
 
-TEST_F(FashionMnist, NamesALabelBeyondTheClasses) {
+TEST_F(FashionMnist, names_a_label_beyond_the_classes) {
   write_images(idx({20, 28, 28}));
   write_labels(idx({20}));
   EXPECT_THAT(error(), AllOf(HasSubstr("train-labels"), HasSubstr("label 19")));
 }
 
-TEST_F(FashionMnist, NamesAnEmptyFile) {
+TEST_F(FashionMnist, names_an_empty_file) {
   write_images(idx({0, 28, 28}));
   write_labels(idx({0}));
   EXPECT_THAT(error(), AllOf(HasSubstr("train-labels"), HasSubstr("no samples")));
 }
 
-TEST(InstalledFashionMnist, IsNormalised) {
+TEST(InstalledFashionMnist, is_normalised) {
   std::shared_ptr<ImageDataset> train, test;
   try {
     train = fashion_mnist(Split::train);

@@ -37,18 +37,18 @@ class GoldenCompare : public testing::Test {
   json report_ = report_of(reference_, "single");
 };
 
-TEST_F(GoldenCompare, FindsNothingInAnEqualRun) {
+TEST_F(GoldenCompare, finds_nothing_in_an_equal_run) {
   EXPECT_THAT(differences(), IsEmpty());
 }
 
-TEST_F(GoldenCompare, AcceptsWhatLiesWithinTheTolerance) {
+TEST_F(GoldenCompare, accepts_what_lies_within_the_tolerance) {
   report_["loss"][3] = report_["loss"][3].get<double>() * (1 + 5e-6);
   report_["params"]["fc.weight"]["sum"] = report_["params"]["fc.weight"]["sum"].get<double>() +
                                           5e-6 * report_["params"]["fc.weight"]["abs_sum"].get<double>();
   EXPECT_THAT(differences(), IsEmpty());
 }
 
-TEST_F(GoldenCompare, AllowsAdamMoreThanSgd) {
+TEST_F(GoldenCompare, allows_adam_more_than_sgd) {
   auto reference = reference_;
   auto& sum = report_["params"]["fc.weight"]["sum"];
   sum = sum.get<double>() + 2e-5 * report_["params"]["fc.weight"]["abs_sum"].get<double>();
@@ -57,7 +57,7 @@ TEST_F(GoldenCompare, AllowsAdamMoreThanSgd) {
   EXPECT_THAT(compare(report_, reference, "single"), ElementsAre(HasSubstr("parameter fc.weight sum")));
 }
 
-TEST_F(GoldenCompare, NamesALoss) {
+TEST_F(GoldenCompare, names_a_loss) {
   report_["loss"][3] = report_["loss"][3].get<double>() * (1 + 2e-5);
   EXPECT_THAT(differences(), ElementsAre(HasSubstr("loss of step 3")));
   report_["loss"][3] = NAN;
@@ -66,19 +66,19 @@ TEST_F(GoldenCompare, NamesALoss) {
   EXPECT_THAT(differences(), ElementsAre("9 losses instead of 10"));
 }
 
-TEST_F(GoldenCompare, NamesAFigureOfATensor) {
+TEST_F(GoldenCompare, names_a_figure_of_a_tensor) {
   report_["params"]["fc.weight"]["probe"] = 0.5;
   report_["buffers"]["stage1.bn.running_mean"]["l2"] = 0.5;
   EXPECT_THAT(differences(),
               ElementsAre(HasSubstr("parameter fc.weight probe"), HasSubstr("buffer stage1.bn.running_mean l2")));
 }
 
-TEST_F(GoldenCompare, NamesAShape) {
+TEST_F(GoldenCompare, names_a_shape) {
   report_["params"]["fc.weight"]["shape"] = {784, 10};
   EXPECT_THAT(differences(), ElementsAre("parameter fc.weight: shape [784,10] instead of [10,784]"));
 }
 
-TEST_F(GoldenCompare, NamesAMissingOrSuperfluousTensor) {
+TEST_F(GoldenCompare, names_a_missing_or_superfluous_tensor) {
   report_["params"]["fc.extra"] = report_["params"]["fc.bias"];
   report_["params"].erase("fc.bias");
   report_.erase("buffers");
@@ -88,7 +88,7 @@ TEST_F(GoldenCompare, NamesAMissingOrSuperfluousTensor) {
 }
 
 // Every file holds its peers' runs, and those agree with each other within what shoal's runs are allowed.
-TEST(GoldenFiles, AgreeAmongThemselves) {
+TEST(GoldenFiles, agree_among_themselves) {
   size_t files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(SHOAL_GOLDEN_FOLDER)) {
     if (entry.path().extension() != ".json") continue;

@@ -16,7 +16,7 @@ std::shared_ptr<ImageDataset> counting_images(at::ScalarType dtype = at::kFloat)
                                         Normalisation{.mean = 0.5, .deviation = 0.25}, dtype);
 }
 
-TEST(ImageDataset, GathersAndNormalisesTheSamplesAskedFor) {
+TEST(ImageDataset, gathers_and_normalises_the_samples_asked_for) {
   const auto batch = counting_images()->get_batch(std::vector<size_t>{7, 0, 7});
   EXPECT_TRUE(batch.target.equal(at::tensor({7, 0, 7}, at::kLong)));
   EXPECT_THAT(batch.data.sizes(), testing::ElementsAre(3, 4));
@@ -24,25 +24,25 @@ TEST(ImageDataset, GathersAndNormalisesTheSamplesAskedFor) {
   EXPECT_FLOAT_EQ(batch.data[1][0].item<float>(), -2.0f);
 }
 
-TEST(ImageDataset, GivesTheDtypeAskedFor) {
+TEST(ImageDataset, gives_the_dtype_asked_for) {
   const auto batch = counting_images(at::kDouble)->get_batch(std::vector<size_t>{7});
   EXPECT_DOUBLE_EQ(batch.data[0][1].item<double>(), (29.0 / 255 - 0.5) / 0.25);
 }
 
-TEST(ImageDataset, RefusesAnIndexBeyondTheEnd) {
+TEST(ImageDataset, refuses_an_index_beyond_the_end) {
   EXPECT_THAT(refusal([] {
                 counting_images()->get_batch(std::vector<size_t>{0, 10});
               }),
               testing::HasSubstr("sample 10 does not exist: the data set has 10 samples"));
 }
 
-TEST(ImageDataset, RefusesUnequalCounts) {
+TEST(ImageDataset, refuses_unequal_counts) {
   const auto pixels = at::zeros({3, 4}, at::kByte);
   EXPECT_THROW(ImageDataset(pixels, at::zeros({2}, at::kLong), {.mean = 0, .deviation = 1}, at::kFloat), UsageError);
 }
 
 // Two ranks, each with a data loader of its own, see every sample once in an epoch.
-TEST(ImageDataset, ServesTheDataLoaderOfLibtorch) {
+TEST(ImageDataset, serves_the_data_loader_of_libtorch) {
   using torch::data::datasets::SharedBatchDataset;
   std::vector<int64_t> seen;
   for (size_t rank = 0; rank < 2; ++rank) {

@@ -59,7 +59,7 @@ struct Case {
 
 class Sharding : public testing::TestWithParam<Case> {};
 
-TEST_P(Sharding, WrapCoversEverythingInEqualShards) {
+TEST_P(Sharding, wrap_covers_everything_in_equal_shards) {
   const auto [size, world] = GetParam();
   const auto shards = shards_of(size, world, Remainder::wrap);
   for (const auto& shard : shards) EXPECT_EQ(shard.size(), (size + world - 1) / world);
@@ -70,21 +70,21 @@ TEST_P(Sharding, WrapCoversEverythingInEqualShards) {
   for (size_t i = size; i < all.size(); ++i) EXPECT_EQ(all[i], all[i % size]);
 }
 
-TEST_P(Sharding, DropNeverTakesASampleTwice) {
+TEST_P(Sharding, drop_never_takes_a_sample_twice) {
   const auto [size, world] = GetParam();
   const auto shards = shards_of(size, world, Remainder::drop);
   for (const auto& shard : shards) EXPECT_EQ(shard.size(), size / world);
   EXPECT_EQ(distinct(interleave(shards)).size(), size / world * world);
 }
 
-TEST_P(Sharding, KeepTakesEverySampleOnce) {
+TEST_P(Sharding, keep_takes_every_sample_once) {
   const auto [size, world] = GetParam();
   const auto all = interleave(shards_of(size, world, Remainder::keep));
   EXPECT_EQ(all.size(), size);
   EXPECT_EQ(distinct(all).size(), size);
 }
 
-TEST_P(Sharding, AllWorldsShareOneOrderOfAnEpoch) {
+TEST_P(Sharding, all_worlds_share_one_order_of_an_epoch) {
   const auto [size, world] = GetParam();
   for (const size_t epoch : {0, 1, 5}) {
     EXPECT_EQ(interleave(shards_of(size, world, Remainder::keep, epoch)), epoch_of(size, {}, epoch));
@@ -98,14 +98,14 @@ INSTANTIATE_TEST_SUITE_P(Worlds, Sharding,
                            return "Size" + std::to_string(info.param.size) + "World" + std::to_string(info.param.world);
                          });
 
-TEST(ShardedSampler, DiffersByEpochAndSeed) {
+TEST(ShardedSampler, differs_by_epoch_and_seed) {
   const auto first = epoch_of(100, {}, 0);
   EXPECT_EQ(epoch_of(100, {}, 0), first);
   EXPECT_NE(epoch_of(100, {}, 1), first);
   EXPECT_NE(epoch_of(100, {.seed = 7}, 0), first);
 }
 
-TEST(ShardedSampler, DropsOtherSamplesInOtherEpochs) {
+TEST(ShardedSampler, drops_other_samples_in_other_epochs) {
   std::set<size_t> seen;
   for (size_t epoch = 0; epoch < 20; ++epoch) {
     seen.merge(distinct(interleave(shards_of(11, 4, Remainder::drop, epoch))));
@@ -114,19 +114,19 @@ TEST(ShardedSampler, DropsOtherSamplesInOtherEpochs) {
 }
 
 // The expected indices are those of torch.utils.data.distributed.DistributedSampler.
-TEST(ShardedSampler, MatchesPythonsSampler) {
+TEST(ShardedSampler, matches_pythons_sampler) {
   EXPECT_EQ(epoch_of(11, {}), Indices({10, 0, 4, 3, 5, 8, 2, 1, 9, 7, 6}));
   EXPECT_EQ(epoch_of(11, {.world = 3, .rank = 1, .seed = 5}, 2), Indices({0, 5, 10, 6}));
   EXPECT_EQ(epoch_of(11, {.world = 4, .rank = 3, .remainder = Remainder::drop}, 1), Indices({3, 8}));
 }
 
-TEST(ShardedSampler, KeepsTheOrderOfTheDataWhenSequential) {
+TEST(ShardedSampler, keeps_the_order_of_the_data_when_sequential) {
   EXPECT_EQ(epoch_of(7, {.order = Order::sequential}, 3), Indices({0, 1, 2, 3, 4, 5, 6}));
   EXPECT_EQ(epoch_of(7, {.world = 2, .rank = 1, .order = Order::sequential, .remainder = Remainder::keep}),
             Indices({1, 3, 5}));
 }
 
-TEST(ShardedSampler, GivesAShorterLastBatch) {
+TEST(ShardedSampler, gives_a_shorter_last_batch) {
   ShardedSampler sampler(7, {.order = Order::sequential});
   sampler.next(4);
   EXPECT_EQ(sampler.next(4), Indices({4, 5, 6}));
@@ -135,7 +135,7 @@ TEST(ShardedSampler, GivesAShorterLastBatch) {
   EXPECT_EQ(sampler.next(4), Indices({0, 1, 2, 3}));
 }
 
-TEST(ShardedSampler, GoesOnWhereItWasSaved) {
+TEST(ShardedSampler, goes_on_where_it_was_saved) {
   ShardedSampler sampler(20, {.world = 2, .rank = 1});
   sampler.set_epoch(3);
   sampler.reset();
@@ -154,7 +154,7 @@ TEST(ShardedSampler, GoesOnWhereItWasSaved) {
   EXPECT_EQ(drain(resumed), drain(sampler));
 }
 
-TEST(ShardedSampler, SeeksWithinItsShard) {
+TEST(ShardedSampler, seeks_within_its_shard) {
   ShardedSampler sampler(20, {.world = 2, .rank = 1});
   const auto all = drain(sampler);
   sampler.seek(6);
@@ -163,13 +163,13 @@ TEST(ShardedSampler, SeeksWithinItsShard) {
   EXPECT_THROW(sampler.seek(11), UsageError);
 }
 
-TEST(ShardedSampler, TakesANewSizeOnReset) {
+TEST(ShardedSampler, takes_a_new_size_on_reset) {
   ShardedSampler sampler(20, {});
   sampler.reset(5);
   EXPECT_EQ(distinct(drain(sampler)), std::set<size_t>({0, 1, 2, 3, 4}));
 }
 
-TEST(ShardedSampler, RefusesImpossibleOptions) {
+TEST(ShardedSampler, refuses_impossible_options) {
   EXPECT_THROW(ShardedSampler(0, {}), UsageError);
   EXPECT_THROW(ShardedSampler(4, {.world = 2, .rank = 2}), UsageError);
   EXPECT_THROW(ShardedSampler(4, {.world = 0}), UsageError);

@@ -12,7 +12,7 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-TEST(TextDataset, CutsWindowsWhoseTargetsAreOneFurtherOn) {
+TEST(TextDataset, cuts_windows_whose_targets_are_one_further_on) {
   TextDataset data(at::arange(12, at::kByte), 3);
   EXPECT_EQ(data.size(), 3u);  // 0..3, 3..6, 6..9; 10 and 11 fill no window
   const auto batch = data.get_batch(std::vector<size_t>{2, 0});
@@ -21,14 +21,14 @@ TEST(TextDataset, CutsWindowsWhoseTargetsAreOneFurtherOn) {
   EXPECT_TRUE(batch.data.is_contiguous());
 }
 
-TEST(TextDataset, TakesExactlyOneWindow) {
+TEST(TextDataset, takes_exactly_one_window) {
   EXPECT_EQ(TextDataset(at::arange(4, at::kByte), 3).size(), 1u);
   EXPECT_THAT(refusal([] { TextDataset(at::arange(3, at::kByte), 3); }),
               HasSubstr("3 bytes are too short for one window of 4"));
   EXPECT_THROW(TextDataset(at::arange(3, at::kByte), 0), UsageError);
 }
 
-TEST(TextDataset, RefusesAnIndexBeyondTheEnd) {
+TEST(TextDataset, refuses_an_index_beyond_the_end) {
   TextDataset data(at::arange(12, at::kByte), 3);
   EXPECT_THROW(data.get_batch(std::vector<size_t>{3}), UsageError);
 }
@@ -39,7 +39,7 @@ Bytes counting(size_t size) {
   return bytes;
 }
 
-TEST(TextFile, HoldsItsEndOutForTesting) {
+TEST(TextFile, holds_its_end_out_for_testing) {
   const DataFolder folder;
   const auto file = folder.write("text", counting(100));
   const auto train = text_file(file, 9, Split::train);
@@ -51,7 +51,7 @@ TEST(TextFile, HoldsItsEndOutForTesting) {
   EXPECT_EQ(text_file(file, 9, Split::train, 0)->size(), 11u);
 }
 
-TEST(TextFile, NamesAMissingOrShortFile) {
+TEST(TextFile, names_a_missing_or_short_file) {
   const DataFolder folder;
   EXPECT_THAT(refusal([&] { text_file(folder.path() / "absent", 9, Split::train); }),
               AllOf(HasSubstr("absent"), HasSubstr("No such file")));

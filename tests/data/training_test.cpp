@@ -110,7 +110,7 @@ std::vector<std::string> golden_names() {
 
 class Training : public testing::TestWithParam<std::string> {};
 
-TEST_P(Training, RepeatsTheOracle) {
+TEST_P(Training, repeats_the_oracle) {
   const auto reference = golden::load(SHOAL_GOLDEN_FOLDER "/" + GetParam() + ".json");
   at::set_num_threads(reference.at("config").at("threads"));
   EXPECT_THAT(golden::compare(Oracle(reference.at("config")).train(), reference, "single"), testing::IsEmpty());

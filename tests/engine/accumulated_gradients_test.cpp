@@ -37,7 +37,7 @@ struct WithGradients {
   std::optional<AccumulatedGradients> accumulated;
 };
 
-TEST(AccumulatedGradients, DDP07_LocalGradientsLieInTheBucketAndCountForTheNextStep) {
+TEST(AccumulatedGradients, DDP07_local_gradients_lie_in_the_bucket_and_count_for_the_next_step) {
   WithGradients with;
   with.backward(0, 1);
   with.backward(0, 2);
@@ -51,13 +51,13 @@ TEST(AccumulatedGradients, DDP07_LocalGradientsLieInTheBucketAndCountForTheNextS
   EXPECT_FALSE(has_local_gradient(with.gradients[0].parameter));
 }
 
-TEST(AccumulatedGradients, StayOutOfTheBucketWhereTheyAreToBeATensorOfTheirOwn) {
+TEST(AccumulatedGradients, stay_out_of_the_bucket_where_they_are_to_be_a_tensor_of_their_own) {
   WithGradients with(/*in_buckets=*/false);
   with.backward(0, 1);
   EXPECT_FALSE(with.in_bucket(0));
 }
 
-TEST(AccumulatedGradients, WhatIsDroppedIsNotOfTheNextStepNorItsWeight) {
+TEST(AccumulatedGradients, what_is_dropped_is_not_of_the_next_step_nor_its_weight) {
   WithGradients with;
   with.backward(0, 1);
   with.backward(1, 1);
@@ -72,7 +72,7 @@ TEST(AccumulatedGradients, WhatIsDroppedIsNotOfTheNextStepNorItsWeight) {
   EXPECT_FALSE(with.accumulated->weight());
 }
 
-TEST(AccumulatedGradients, HandingOverWritesThisRanksPartOfTheMean) {
+TEST(AccumulatedGradients, handing_over_writes_this_ranks_part_of_the_mean) {
   WithGradients with;
   with.backward(0, 4);
   EXPECT_FALSE(with.accumulated->hand_over(0, /*ranks=*/2).defined());
@@ -81,7 +81,7 @@ TEST(AccumulatedGradients, HandingOverWritesThisRanksPartOfTheMean) {
   EXPECT_TRUE(at::equal((*with.buckets)[0].view(with.buckets->places()[1].index), at::zeros({2})));
 }
 
-TEST(AccumulatedGradients, HandingOverKeepsWhatThisRankDidNotTouch) {
+TEST(AccumulatedGradients, handing_over_keeps_what_this_rank_did_not_touch) {
   WithGradients with;
   with.backward(0, 4);
   with.accumulated->forget();  // the step before took it; nothing comes in this one
@@ -90,7 +90,7 @@ TEST(AccumulatedGradients, HandingOverKeepsWhatThisRankDidNotTouch) {
   EXPECT_TRUE(at::equal(untouched, at::full({2}, 4.0)));
 }
 
-TEST(AccumulatedGradients, AGradientInItsPlaceIsZeroWhereThereIsNone) {
+TEST(AccumulatedGradients, a_gradient_in_its_place_is_zero_where_there_is_none) {
   WithGradients with;
   with.backward(0, 4);
   EXPECT_TRUE(at::equal(with.accumulated->local(0), at::full({2}, 4.0)));
@@ -98,7 +98,7 @@ TEST(AccumulatedGradients, AGradientInItsPlaceIsZeroWhereThereIsNone) {
   EXPECT_EQ(with.accumulated->used(), (std::vector<bool>{true, true}));
 }
 
-TEST(AccumulatedGradients, AreRefusedToAnOptimizerUntilTheyHaveBeenReduced) {
+TEST(AccumulatedGradients, are_refused_to_an_optimizer_until_they_have_been_reduced) {
   WithGradients with;
   with.backward(1, 1);
   const auto text = test::refusal([&] { with.accumulated->prepare_sums("Optimizer", [] {}); });
@@ -106,7 +106,7 @@ TEST(AccumulatedGradients, AreRefusedToAnOptimizerUntilTheyHaveBeenReduced) {
       << text;
 }
 
-TEST(AccumulatedGradients, AnotherObjectGoesOnFromWhatIsLeft) {
+TEST(AccumulatedGradients, another_object_goes_on_from_what_is_left) {
   WithGradients with;
   with.backward(1, 3);
   with.accumulated->add_weight(7);

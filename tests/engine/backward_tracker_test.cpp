@@ -52,7 +52,7 @@ struct Tracked : BackwardListener {
   std::optional<BackwardTracker> tracker;
 };
 
-TEST(BackwardTracker, TellsOfABackwardFromItsFirstGradientToItsEnd) {
+TEST(BackwardTracker, tells_of_a_backward_from_its_first_gradient_to_its_end) {
   Tracked tracked;
   for (int step = 0; step < 2; ++step) {
     EXPECT_EQ(tracked.backward(tracked.of(1).sum()), (Told{"begin", "arriving b", "arrived b", "complete", "end"}));
@@ -61,14 +61,14 @@ TEST(BackwardTracker, TellsOfABackwardFromItsFirstGradientToItsEnd) {
   }
 }
 
-TEST(BackwardTracker, ALocalBackwardIsIdleAgainAtItsEnd) {
+TEST(BackwardTracker, a_local_backward_is_idle_again_at_its_end) {
   Tracked tracked;
   tracked.next = Phase::local;
   EXPECT_EQ(tracked.backward(tracked.of(0).sum()), (Told{"begin", "arriving a", "arrived a", "end local"}));
   EXPECT_EQ(tracked.tracker->phase(), Phase::idle);
 }
 
-TEST(BackwardTracker, ALocalBackwardThatFailedIsFollowedByAnotherThatBegins) {
+TEST(BackwardTracker, a_local_backward_that_failed_is_followed_by_another_that_begins) {
   Tracked tracked;
   tracked.next = Phase::local;
   bool first = true;
@@ -80,7 +80,7 @@ TEST(BackwardTracker, ALocalBackwardThatFailedIsFollowedByAnotherThatBegins) {
   EXPECT_EQ(told, (Told{"begin", "arriving b", "arrived b", "end local"}));
 }
 
-TEST(BackwardTracker, ABackwardAfterOneThatFailedInTheMiddleOfAStepIsRefused) {
+TEST(BackwardTracker, a_backward_after_one_that_failed_in_the_middle_of_a_step_is_refused) {
   for (const bool inspected : {true, false}) {
     Tracked tracked;
     bool first = true;
@@ -103,7 +103,7 @@ TEST(BackwardTracker, ABackwardAfterOneThatFailedInTheMiddleOfAStepIsRefused) {
   }
 }
 
-TEST(BackwardTracker, ABackwardWithoutAGradientIsTheCallers) {
+TEST(BackwardTracker, a_backward_without_a_gradient_is_the_callers) {
   Tracked tracked;
   tracked.tracker->begin();
   EXPECT_EQ(tracked.tracker->phase(), Phase::running);
@@ -113,7 +113,7 @@ TEST(BackwardTracker, ABackwardWithoutAGradientIsTheCallers) {
   EXPECT_TRUE(tracked.tracker->order().empty());
 }
 
-TEST(BackwardTracker, AutogradGradIsNoBackward) {
+TEST(BackwardTracker, autograd_grad_is_no_backward) {
   Tracked tracked;
   const auto loss = (tracked.of(0) * 2).sum();
   tracked.tracker->inspect({loss});
@@ -121,7 +121,7 @@ TEST(BackwardTracker, AutogradGradIsNoBackward) {
   EXPECT_EQ(tracked.told, Told{});
 }
 
-TEST(BackwardTracker, DDP08_AStaticGraphsGradientIsCompleteWhenItHasComeAsOftenAsTheFirstTime) {
+TEST(BackwardTracker, DDP08_a_static_graphs_gradient_is_complete_when_it_has_come_as_often_as_the_first_time) {
   Tracked tracked({.static_graph = true});
   // One accumulation each: a backward of its own inside would be a block's that is recomputed.
   EXPECT_EQ(tracked.backward(tracked.of(0).sum()), (Told{"begin", "arriving a", "arrived a", "end"}));
@@ -132,7 +132,7 @@ TEST(BackwardTracker, DDP08_AStaticGraphsGradientIsCompleteWhenItHasComeAsOftenA
       std::string::npos);
 }
 
-TEST(BackwardTracker, AStaticGraphsGradientThatStaysAwayIsRefusedAtTheEnd) {
+TEST(BackwardTracker, a_static_graphs_gradient_that_stays_away_is_refused_at_the_end) {
   Tracked tracked({.static_graph = true});
   tracked.backward((tracked.of(0) * tracked.of(1)).sum());
   const auto fewer = test::refusal([&] { tracked.backward(tracked.of(1).sum()); });
@@ -141,7 +141,7 @@ TEST(BackwardTracker, AStaticGraphsGradientThatStaysAwayIsRefusedAtTheEnd) {
       std::string::npos);
 }
 
-TEST(BackwardTracker, GradientsThatNoForwardReachesAreTakenOnce) {
+TEST(BackwardTracker, gradients_that_no_forward_reaches_are_taken_once) {
   Tracked tracked({.find_unused_parameters = true});
   EXPECT_TRUE(tracked.tracker->take_unreached().empty()) << "no forward has been looked at";
   tracked.tracker->inspect({tracked.of(0) * 2});
@@ -152,7 +152,7 @@ TEST(BackwardTracker, GradientsThatNoForwardReachesAreTakenOnce) {
   EXPECT_TRUE(tracked.tracker->take_unreached().empty()) << "one of two forwards reaches each";
 }
 
-TEST(BackwardTracker, TellsNothingOnceDetached) {
+TEST(BackwardTracker, tells_nothing_once_detached) {
   Tracked tracked;
   const auto output = tracked.of(0) * 2;
   tracked.tracker->inspect({output});

@@ -11,7 +11,7 @@ namespace {
 
 using Order = std::vector<size_t>;
 
-TEST(BucketOrder, IsLearntFromTheFirstStepAlone) {
+TEST(BucketOrder, is_learnt_from_the_first_step_alone) {
   BucketOrder order(/*follows=*/true);
   EXPECT_FALSE(order.due());
   EXPECT_FALSE(order.learnt());
@@ -22,7 +22,7 @@ TEST(BucketOrder, IsLearntFromTheFirstStepAlone) {
   EXPECT_EQ(order.learnt()->from, 1);
 }
 
-TEST(BucketOrder, ListsWhatDidNotArriveAsRegisteredLastFirst) {
+TEST(BucketOrder, lists_what_did_not_arrive_as_registered_last_first) {
   BucketOrder order(/*follows=*/true);
   order.learn({2, 0}, 0);
   EXPECT_EQ(order.agree(dry_run_group(2), 5, /*step=*/1), (Order{2, 0, 4, 3, 1}));
@@ -30,7 +30,7 @@ TEST(BucketOrder, ListsWhatDidNotArriveAsRegisteredLastFirst) {
   EXPECT_TRUE(order.followed());
 }
 
-TEST(BucketOrder, IsNeverDueWhereBucketsFollowNone) {
+TEST(BucketOrder, is_never_due_where_buckets_follow_none) {
   BucketOrder order(/*follows=*/false);
   order.learn({1, 0}, 0);
   EXPECT_FALSE(order.due());
@@ -39,7 +39,7 @@ TEST(BucketOrder, IsNeverDueWhereBucketsFollowNone) {
   EXPECT_FALSE(order.due());
 }
 
-TEST(BucketOrder, GoesOnFromAnothersOrFromNone) {
+TEST(BucketOrder, goes_on_from_anothers_or_from_none) {
   BucketOrder order(/*follows=*/true);
   EXPECT_FALSE(order.resume_from(BucketOrder::Learnt{{1, 0}, 1}));
   EXPECT_TRUE(order.due());

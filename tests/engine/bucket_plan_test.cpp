@@ -26,31 +26,31 @@ std::vector<size_t> reversed(size_t count) {
   return order;
 }
 
-TEST(BucketPlan, ClosesABucketWhenItHoldsTheCap) {
+TEST(BucketPlan, closes_a_bucket_when_it_holds_the_cap) {
   const auto list = gradients({{10, at::kFloat}, {10, at::kFloat}, {10, at::kFloat}, {10, at::kFloat}});
   EXPECT_EQ(plan_buckets(list, reversed(4), 40, 80), (Plan{{3}, {2, 1}, {0}}));
   EXPECT_EQ(plan_buckets(list, reversed(4), 1 << 20, 1 << 20), (Plan{{3, 2, 1, 0}}));
 }
 
-TEST(BucketPlan, KeepsDtypesApartAndOrdersBucketsByCompletion) {
+TEST(BucketPlan, keeps_dtypes_apart_and_orders_buckets_by_completion) {
   const auto list = gradients({{10, at::kFloat}, {10, at::kDouble}, {10, at::kFloat}});
   // The float bucket is complete last, when gradient 0 has come.
   EXPECT_EQ(plan_buckets(list, reversed(3), 1000, 1000), (Plan{{1}, {2, 0}}));
 }
 
-TEST(BucketPlan, MEG02_KeepsParametersOfDifferentDtypesApartWhoseGradientsTravelAlike) {
+TEST(BucketPlan, MEG02_keeps_parameters_of_different_dtypes_apart_whose_gradients_travel_alike) {
   auto list = gradients({{10, at::kFloat}, {10, at::kBFloat16}, {10, at::kFloat}});
   list[1].reduce_dtype = at::kFloat;
   EXPECT_EQ(plan_buckets(list, reversed(3), 1000, 1000), (Plan{{1}, {2, 0}}));
 }
 
-TEST(BucketPlan, GivesSparseGradientsBucketsOfTheirOwn) {
+TEST(BucketPlan, gives_sparse_gradients_buckets_of_their_own) {
   auto list = gradients({{10, at::kFloat}, {10, at::kFloat}, {10, at::kFloat}});
   list[1].sparse = true;
   EXPECT_EQ(plan_buckets(list, reversed(3), 1000, 1000), (Plan{{1}, {2, 0}}));
 }
 
-TEST(BucketPlan, AssignsEveryGradientExactlyOnceWhateverTheShapes) {
+TEST(BucketPlan, assigns_every_gradient_exactly_once_whatever_the_shapes) {
   std::mt19937 random(5);
   for (int repeat = 0; repeat < 300; ++repeat) {
     std::vector<std::pair<int64_t, at::ScalarType>> shapes;

@@ -40,7 +40,7 @@ struct WithBuckets {
   std::unique_ptr<BucketSet> buckets;
 };
 
-TEST(BucketSet, FollowsTheOrderAndKnowsEachGradientsPlace) {
+TEST(BucketSet, follows_the_order_and_knows_each_gradients_place) {
   WithBuckets with;
   EXPECT_EQ(with.members(), (Plan{{3}, {2}, {1}, {0}}));
   with.build({0, 1, 2, 3});
@@ -48,7 +48,7 @@ TEST(BucketSet, FollowsTheOrderAndKnowsEachGradientsPlace) {
   EXPECT_EQ(with.buckets->places()[2].bucket, 2u);
 }
 
-TEST(BucketSet, HandsBackBucketsThatGradientsLieInYet) {
+TEST(BucketSet, hands_back_buckets_that_gradients_lie_in_yet) {
   WithBuckets with;
   with.gradients[1].parameter.mutable_grad() = with.buckets->acquire(1);
   const auto before = with.buckets->build({0, 1, 2, 3});
@@ -56,7 +56,7 @@ TEST(BucketSet, HandsBackBucketsThatGradientsLieInYet) {
   EXPECT_EQ(before.front().members(), std::vector<size_t>{1});
 }
 
-TEST(BucketSet, ABucketOfFrozenGradientsRestsAndIsNotTheLast) {
+TEST(BucketSet, a_bucket_of_frozen_gradients_rests_and_is_not_the_last) {
   WithBuckets with;
   EXPECT_TRUE((*with.buckets)[3].last());
   with.buckets->set_frozen({true, false, false, false});
@@ -68,7 +68,7 @@ TEST(BucketSet, ABucketOfFrozenGradientsRestsAndIsNotTheLast) {
   EXPECT_FALSE(with.buckets->any_trainable());
 }
 
-TEST(BucketSet, AReleasedBucketsMemoryIsTheNextOnes) {
+TEST(BucketSet, a_released_buckets_memory_is_the_next_ones) {
   const torch::NoGradGuard no_grad;
   WithBuckets with;
   // Large enough not to be kept for the next step.
@@ -86,7 +86,7 @@ TEST(BucketSet, AReleasedBucketsMemoryIsTheNextOnes) {
   EXPECT_EQ((*with.buckets)[1].flat().data_ptr(), memory);
 }
 
-TEST(BucketSchedule, BucketsLeaveInTheirOrderWhateverOrderTheyFillIn) {
+TEST(BucketSchedule, buckets_leave_in_their_order_whatever_order_they_fill_in) {
   WithBuckets with;
   BucketSchedule schedule(*with.buckets, {}, /*may_wait=*/true);
   schedule.mark_ready(2);
@@ -102,14 +102,14 @@ TEST(BucketSchedule, BucketsLeaveInTheirOrderWhateverOrderTheyFillIn) {
   EXPECT_FALSE(schedule.is_ready(0));
 }
 
-TEST(BucketSchedule, ABucketThatRestsIsFull) {
+TEST(BucketSchedule, a_bucket_that_rests_is_full) {
   WithBuckets with;
   with.buckets->set_frozen({false, false, false, true});
   const BucketSchedule schedule(*with.buckets, {}, /*may_wait=*/true);
   EXPECT_TRUE(schedule.next_is_full());
 }
 
-TEST(BucketSchedule, BucketsComeBackInTheirOrderOnceEach) {
+TEST(BucketSchedule, buckets_come_back_in_their_order_once_each) {
   WithBuckets with;
   BucketSchedule schedule(*with.buckets, {}, /*may_wait=*/true);
   EXPECT_FALSE(schedule.take_back(/*all=*/true)) << "none has left";
@@ -124,7 +124,7 @@ TEST(BucketSchedule, BucketsComeBackInTheirOrderOnceEach) {
   EXPECT_EQ(finished, back);
 }
 
-TEST(BucketSchedule, SpareMemoryIsForThoseThatMayYetTravel) {
+TEST(BucketSchedule, spare_memory_is_for_those_that_may_yet_travel) {
   WithBuckets with;
   BucketSchedule schedule(*with.buckets, {.in_flight = 2}, /*may_wait=*/true);
   EXPECT_EQ(schedule.most_spare(/*one_more=*/false), 2u);

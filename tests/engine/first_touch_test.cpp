@@ -14,7 +14,7 @@
 namespace shoal {
 namespace {
 
-TEST(FirstTouch, TellsOncePerArmingBeforeTheOperatorRuns) {
+TEST(FirstTouch, tells_once_per_arming_before_the_operator_runs) {
   auto memory = watchable(at::zeros({4}));
   std::vector<size_t> told;
   FirstTouch watch([&](size_t index) {
@@ -32,7 +32,7 @@ TEST(FirstTouch, TellsOncePerArmingBeforeTheOperatorRuns) {
   EXPECT_EQ(told.size(), 2U);
 }
 
-TEST(FirstTouch, OneTouchCountsForAllStoragesOfAMemoryAndAllMemoriesOfAStorage) {
+TEST(FirstTouch, one_touch_counts_for_all_storages_of_a_memory_and_all_memories_of_a_storage) {
   const auto a = watchable(at::zeros({4})), b = watchable(at::zeros({4})), common = watchable(at::zeros({4}));
   std::vector<size_t> told;
   FirstTouch watch([&](size_t index) { told.push_back(index); });
@@ -54,7 +54,7 @@ TEST(FirstTouch, OneTouchCountsForAllStoragesOfAMemoryAndAllMemoriesOfAStorage) 
   EXPECT_EQ(told.size(), 5U);
 }
 
-TEST(FirstTouch, OtherThreadsWaitForTheSameMemoryAndForNoOther) {
+TEST(FirstTouch, other_threads_wait_for_the_same_memory_and_for_no_other) {
   const auto memory = watchable(at::zeros({4})), other = watchable(at::zeros({4}));
   std::promise<void> told;
   std::promise<void> go_on;
@@ -80,7 +80,7 @@ TEST(FirstTouch, OtherThreadsWaitForTheSameMemoryAndForNoOther) {
   EXPECT_EQ(memory.sum().item<float>(), 4);
 }
 
-TEST(FirstTouch, WhatThrowsIsThrownByTheOperatorAndNotTriedAgain) {
+TEST(FirstTouch, what_throws_is_thrown_by_the_operator_and_not_tried_again) {
   const auto memory = watchable(at::zeros({4}));
   int told = 0;
   FirstTouch watch([&](size_t) {

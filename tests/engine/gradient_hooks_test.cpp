@@ -49,7 +49,7 @@ at::Tensor loss(torch::nn::Linear& module) {
 const std::vector<std::string> first{"before 0 undefined", "after 0"};
 const std::vector<std::string> further{"before 0", "after 0"};
 
-TEST(GradientHooks, BeforeAndAfterEachAccumulation) {
+TEST(GradientHooks, before_and_after_each_accumulation) {
   auto module = linear();
   Teller teller(*module);
   loss(module).backward();
@@ -58,7 +58,7 @@ TEST(GradientHooks, BeforeAndAfterEachAccumulation) {
   EXPECT_EQ(teller.told(), further);
 }
 
-TEST(GradientHooks, HoldWhenAParameterIsReplaced) {
+TEST(GradientHooks, hold_when_a_parameter_is_replaced) {
   auto module = linear();
   Teller teller(*module);
   const auto replace_all_ways = [&](const std::function<void()>& replace) {
@@ -88,7 +88,7 @@ TEST(GradientHooks, HoldWhenAParameterIsReplaced) {
   });
 }
 
-TEST(GradientHooks, GraphsFromBeforeAndAfterAReplacementBothTell) {
+TEST(GradientHooks, graphs_from_before_and_after_a_replacement_both_tell) {
   auto module = linear();
   Teller teller(*module);
   const auto before = loss(module);
@@ -104,7 +104,7 @@ TEST(GradientHooks, GraphsFromBeforeAndAfterAReplacementBothTell) {
   EXPECT_EQ(teller.told(), first);
 }
 
-TEST(GradientHooks, AutogradGradTellsNobody) {
+TEST(GradientHooks, autograd_grad_tells_nobody) {
   auto module = linear();
   Teller teller(*module);
   const auto gradients = torch::autograd::grad({loss(module)}, {module->weight});
@@ -113,7 +113,7 @@ TEST(GradientHooks, AutogradGradTellsNobody) {
   EXPECT_FALSE(module->weight.grad().defined());
 }
 
-TEST(GradientHooks, HooksOfOthersWorkAndStayWhenTheseGo) {
+TEST(GradientHooks, hooks_of_others_work_and_stay_when_these_go) {
   auto module = linear();
   int tensor_hooks = 0, node_hooks = 0;
   module->weight.register_hook([&](const at::Tensor& gradient) {
@@ -137,7 +137,7 @@ TEST(GradientHooks, HooksOfOthersWorkAndStayWhenTheseGo) {
   EXPECT_EQ(module->weight.grad().sum().item<float>(), 36);
 }
 
-TEST(GradientHooks, ManyWrappersLeaveNothingBehind) {
+TEST(GradientHooks, many_wrappers_leave_nothing_behind) {
   auto module = linear();
   for (int i = 0; i < 100; ++i) const Teller gone(*module);
   const auto& list = torch::autograd::impl::materialize_autograd_meta(module->weight)->cpp_hooks_list_;
@@ -147,7 +147,7 @@ TEST(GradientHooks, ManyWrappersLeaveNothingBehind) {
   EXPECT_TRUE(accumulator->post_hooks().empty());
 }
 
-TEST(GraphWalk, FindsReplacedParameters) {
+TEST(GraphWalk, finds_replaced_parameters) {
   auto module = linear();
   auto other = linear();
   const Teller teller(*module), others(*other);

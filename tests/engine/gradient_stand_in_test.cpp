@@ -22,7 +22,7 @@ struct WithStandIn {
   GradientStandIn stand_in{module->weight, about};
 };
 
-TEST(GradientStandIn, LooksLikeTheGradientAndHasNoMemory) {
+TEST(GradientStandIn, looks_like_the_gradient_and_has_no_memory) {
   WithStandIn with;
   EXPECT_EQ(with.grad().sizes(), with.module->weight.sizes());
   EXPECT_EQ(with.grad().strides(), with.module->weight.strides());
@@ -34,7 +34,7 @@ TEST(GradientStandIn, LooksLikeTheGradientAndHasNoMemory) {
   EXPECT_EQ(at::zeros_like(with.grad()).sum().item<float>(), 0) << "reads nothing";
 }
 
-TEST(GradientStandIn, EveryOperatorThatReadsOrWritesIsRefused) {
+TEST(GradientStandIn, every_operator_that_reads_or_writes_is_refused) {
   WithStandIn with;
   auto grad = with.grad();
   for (const auto& act : std::vector<std::function<void()>>{
@@ -50,7 +50,7 @@ TEST(GradientStandIn, EveryOperatorThatReadsOrWritesIsRefused) {
   EXPECT_FALSE(with.stand_in.zeroed());
 }
 
-TEST(GradientStandIn, IsKnownThroughAliasesAndNoticesEveryWayToZeroIt) {
+TEST(GradientStandIn, is_known_through_aliases_and_notices_every_way_to_zero_it) {
   const auto zeroes = [](const std::function<void(WithStandIn&)>& act) {
     WithStandIn with;
     act(with);
@@ -71,7 +71,7 @@ TEST(GradientStandIn, IsKnownThroughAliasesAndNoticesEveryWayToZeroIt) {
   EXPECT_FALSE(with.stand_in.is(at::Tensor()));
 }
 
-TEST(GradientStandIn, BecomesRealWhenItIsReadAfterItWasZeroed) {
+TEST(GradientStandIn, becomes_real_when_it_is_read_after_it_was_zeroed) {
   WithStandIn with;
   at::Tensor(with.grad()).zero_();
   EXPECT_EQ(torch::nn::utils::clip_grad_norm_({with.module->weight}, 1), 0);

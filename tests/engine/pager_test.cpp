@@ -119,7 +119,7 @@ TEST(Pager, FSDP08_from_the_second_pass_on_pages_leave_before_they_are_used) {
   EXPECT_EQ(pass(), (std::vector<int64_t>{6, 7, 8, 8}));
 }
 
-TEST(Pager, ChangedPartsAreSeenAfterInvalidate) {
+TEST(Pager, changed_parts_are_seen_after_invalidate) {
   Book book(2);
   EXPECT_EQ(book.read(1), 2);
   book.parts[1].fill_(7);
@@ -127,7 +127,7 @@ TEST(Pager, ChangedPartsAreSeenAfterInvalidate) {
   EXPECT_EQ(book.read(1), 7);
 }
 
-TEST(Pager, ReadingPastTheOperatorsIsAnErrorThatSaysWhatToDo) {
+TEST(Pager, reading_past_the_operators_is_an_error_that_says_what_to_do) {
   Book book(3, {.resident = 1, .ahead = 0});
   book.read(0);
   EXPECT_EQ(book.pages[0].data_ptr<float>()[0], 1);
@@ -171,7 +171,7 @@ TEST(Pager, BEY02_ranks_may_use_different_pages) {
   }
 }
 
-TEST(Pager, RanksThatCallForwardDifferentlyOftenAreToldSo) {
+TEST(Pager, ranks_that_call_forward_differently_often_are_told_so) {
   if (group().size() == 1) GTEST_SKIP() << "no peers";
   Book book(2);
   EXPECT_THROW(group().rank() == 0 ? book.pager.begin(Pass::training) : book.pager.end(), DisagreeError);
@@ -190,7 +190,7 @@ TEST(Pager, FSDP21_what_is_read_before_all_ranks_update_is_what_was_there) {
   }
 }
 
-TEST(Pager, RanksThatEvaluateAndTrainAtOnceAreToldSo) {
+TEST(Pager, ranks_that_evaluate_and_train_at_once_are_told_so) {
   if (group().size() == 1) GTEST_SKIP() << "no peers";
   Book book(2);
   const auto message =
@@ -200,7 +200,7 @@ TEST(Pager, RanksThatEvaluateAndTrainAtOnceAreToldSo) {
       << message;
 }
 
-TEST(Pager, APageWithARootComesFromIt) {
+TEST(Pager, a_page_with_a_root_comes_from_it) {
   Pager pager(group(), {});
   const int root = group().size() - 1;
   const auto whole = group().rank() == root ? at::arange(10, at::kFloat) : at::Tensor();
@@ -208,7 +208,7 @@ TEST(Pager, APageWithARootComesFromIt) {
   EXPECT_EQ(page.sum().item<double>(), 45);
 }
 
-TEST(Pager, SeveralThreadsMayReadThePagesThatAreThere) {
+TEST(Pager, several_threads_may_read_the_pages_that_are_there) {
   Book book(3, {.resident = 3, .ahead = 0});
   for (size_t i = 0; i < 3; ++i) book.read(i);
   std::vector<std::thread> threads;

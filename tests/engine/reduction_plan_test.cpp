@@ -20,7 +20,7 @@ std::vector<Gradient> three(at::ScalarType dtype = at::kFloat) {
 
 const std::vector<size_t> arrived = {1, 2, 0};
 
-TEST(ReductionPlan, AllReduceGivesEveryRankEverythingAndFollowsTheOrder) {
+TEST(ReductionPlan, all_reduce_gives_every_rank_everything_and_follows_the_order) {
   const auto group = dry_run_group(2);
   const AllReduce reduction(group, {.first_bytes = 40, .bytes = 40});
   const auto& plan = reduction.plan();
@@ -34,7 +34,7 @@ TEST(ReductionPlan, AllReduceGivesEveryRankEverythingAndFollowsTheOrder) {
   EXPECT_FALSE(bucket.transient());
 }
 
-TEST(ReductionPlan, SDP01_OneOwnerPerBucketKeepsItsSum) {
+TEST(ReductionPlan, SDP01_one_owner_per_bucket_keeps_its_sum) {
   const auto group = dry_run_group(2);
   const ReduceToOwner reduction(group, {}, {0, 1, 0});
   const auto& plan = reduction.plan();
@@ -46,7 +46,7 @@ TEST(ReductionPlan, SDP01_OneOwnerPerBucketKeepsItsSum) {
   EXPECT_TRUE(other.transient()) << "rank 0 keeps nothing of it";
 }
 
-TEST(ReductionPlan, MEG01_EqualRangesMakeUpTheBucketInTheOrderOfRegistration) {
+TEST(ReductionPlan, MEG01_equal_ranges_make_up_the_bucket_in_the_order_of_registration) {
   const auto group = dry_run_group(3);
   const ReduceScatter reduction(group, {});
   const auto& plan = reduction.plan();
@@ -62,7 +62,7 @@ TEST(ReductionPlan, MEG01_EqualRangesMakeUpTheBucketInTheOrderOfRegistration) {
   EXPECT_EQ(begin, bucket.payload_numel());
 }
 
-TEST(ReductionPlan, TheTrailerRidesOnlyWhereItGetsEverywhereExactly) {
+TEST(ReductionPlan, the_trailer_rides_only_where_it_gets_everywhere_exactly) {
   const auto group = dry_run_group(2);
   auto plan = AllReduce(group, {}).plan();
   EXPECT_FALSE(plan.trailer_apart(three()));

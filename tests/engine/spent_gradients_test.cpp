@@ -24,7 +24,7 @@ struct WithSpent {
   std::optional<SpentGradients> spent;
 };
 
-TEST(SpentGradients, AreRefusedToWhatReadsThemAndGoBeforeTheNextBackward) {
+TEST(SpentGradients, are_refused_to_what_reads_them_and_go_before_the_next_backward) {
   WithSpent with;
   for (int step = 0; step < 3; ++step) {
     with.leave();
@@ -40,7 +40,7 @@ TEST(SpentGradients, AreRefusedToWhatReadsThemAndGoBeforeTheNextBackward) {
   EXPECT_FALSE(with.grad(0).defined()) << "they go with the object";
 }
 
-TEST(SpentGradients, TheSameTensorsStandInEveryStep) {
+TEST(SpentGradients, the_same_tensors_stand_in_every_step) {
   WithSpent with;
   with.leave();
   const auto first = with.grad(1);
@@ -49,7 +49,7 @@ TEST(SpentGradients, TheSameTensorsStandInEveryStep) {
   EXPECT_TRUE(with.grad(1).is_same(first));
 }
 
-TEST(SpentGradients, MayAllBeZeroedAndAllBeDropped) {
+TEST(SpentGradients, may_all_be_zeroed_and_all_be_dropped) {
   WithSpent with;
   for (const bool zeroed : {true, false, true}) {
     with.leave();
@@ -63,7 +63,7 @@ TEST(SpentGradients, MayAllBeZeroedAndAllBeDropped) {
   EXPECT_NO_THROW(with.spent->clear());
 }
 
-TEST(SpentGradients, SomeByThemselvesAreRefusedOnce) {
+TEST(SpentGradients, some_by_themselves_are_refused_once) {
   for (const auto& act : std::vector<std::function<void(WithSpent&)>>{
            [](WithSpent& with) { with.grad(1).zero_(); }, [](WithSpent& with) { with.grad(1).reset(); },
            [](WithSpent& with) {
@@ -83,7 +83,7 @@ TEST(SpentGradients, SomeByThemselvesAreRefusedOnce) {
   }
 }
 
-TEST(SpentGradients, OthersInTheirPlaceStayAndThoseOfFrozenParametersAreNotMissed) {
+TEST(SpentGradients, others_in_their_place_stay_and_those_of_frozen_parameters_are_not_missed) {
   WithSpent with;
   with.leave();
   with.grad(0) = at::ones({2, 3});

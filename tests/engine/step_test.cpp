@@ -28,7 +28,7 @@ struct Training {
   }
 };
 
-TEST(Step, LastsFromTheFirstGradientToTheEndOfBackward) {
+TEST(Step, lasts_from_the_first_gradient_to_the_end_of_backward) {
   Training training;
   std::vector<bool> running;
   for (const auto* parameter : {&training.a, &training.b}) {
@@ -40,7 +40,7 @@ TEST(Step, LastsFromTheFirstGradientToTheEndOfBackward) {
   EXPECT_EQ(training.reducer.step(), 1);
 }
 
-TEST(Step, OneThatWasAbandonedLeavesNothingToTheNext) {
+TEST(Step, one_that_was_abandoned_leaves_nothing_to_the_next) {
   Training training;
   training.reducer.expect_backward();
   training.reducer.mark_failed();
@@ -52,7 +52,7 @@ TEST(Step, OneThatWasAbandonedLeavesNothingToTheNext) {
   EXPECT_EQ(training.reducer.unused(), std::vector<size_t>{});
 }
 
-TEST(Step, OneThatBrokeInTheMiddleOfBackwardLeavesNothingToTheNext) {
+TEST(Step, one_that_broke_in_the_middle_of_backward_leaves_nothing_to_the_next) {
   Training training;
   bool fails = true;
   training.a.register_hook([&](const at::Tensor&) {
@@ -66,7 +66,7 @@ TEST(Step, OneThatBrokeInTheMiddleOfBackwardLeavesNothingToTheNext) {
   EXPECT_EQ(training.reducer.step(), 2);
 }
 
-TEST(Step, KnowsFromItsBucketsWhatIsReady) {
+TEST(Step, knows_from_its_buckets_what_is_ready) {
   Training training;
   BucketSet buckets(training.reducer.gradients(), training.group, training.reducer.reduction().plan());
   const auto before = buckets.build({1, 0});

@@ -52,7 +52,7 @@ void expect_tiled(const FlatLayout& layout, const std::vector<std::vector<Slice>
   }
 }
 
-TEST(FlatLayout, PiecesAreAlignedOrderedAndDisjoint) {
+TEST(FlatLayout, pieces_are_aligned_ordered_and_disjoint) {
   for (const auto& one : random_cases(600)) {
     const FlatLayout layout(one.numels, one.element_bytes, 128, one.world);
     int64_t end = 0;
@@ -71,7 +71,7 @@ TEST(FlatLayout, PiecesAreAlignedOrderedAndDisjoint) {
   }
 }
 
-TEST(FlatLayout, OverlappingFindsExactlyWhatLiesInARange) {
+TEST(FlatLayout, overlapping_finds_exactly_what_lies_in_a_range) {
   std::mt19937 random(3);
   for (const auto& one : random_cases(300)) {
     const FlatLayout layout(one.numels, one.element_bytes);
@@ -89,7 +89,7 @@ TEST(FlatLayout, OverlappingFindsExactlyWhatLiesInARange) {
   }
 }
 
-TEST(FlatLayout, PartsTileTheBufferEvenly) {
+TEST(FlatLayout, parts_tile_the_buffer_evenly) {
   for (const auto& one : random_cases(300)) {
     const FlatLayout layout(one.numels, one.element_bytes, 128, one.world);
     std::vector<std::vector<Slice>> parts;
@@ -101,7 +101,7 @@ TEST(FlatLayout, PartsTileTheBufferEvenly) {
   }
 }
 
-TEST(Layout, NonsenseIsRefused) {
+TEST(Layout, nonsense_is_refused) {
   const std::vector<int64_t> negative = {-1};
   const std::vector<int64_t> one = {1};
   EXPECT_THROW(FlatLayout(negative, 4), UsageError);

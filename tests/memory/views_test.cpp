@@ -8,7 +8,7 @@
 namespace shoal {
 namespace {
 
-TEST(Views, LieInTheFlatMemoryWithTheParametersShape) {
+TEST(Views, lie_in_the_flat_memory_with_the_parameters_shape) {
   const auto flat = at::arange(100, at::kFloat);
   const auto view = view_like(flat, 10, at::empty({3, 4}));
   EXPECT_TRUE(at::equal(view, flat.narrow(0, 10, 12).view({3, 4})));
@@ -17,7 +17,7 @@ TEST(Views, LieInTheFlatMemoryWithTheParametersShape) {
   EXPECT_EQ(flat[22].item<float>(), 22);
 }
 
-TEST(Views, KeepDenseLayoutsAndMakeOthersRowMajor) {
+TEST(Views, keep_dense_layouts_and_make_others_row_major) {
   const auto flat = at::zeros({400});
   const auto channels_last = at::empty({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast);
   EXPECT_EQ(view_like(flat, 0, channels_last).strides(), channels_last.strides());
@@ -27,12 +27,12 @@ TEST(Views, KeepDenseLayoutsAndMakeOthersRowMajor) {
   EXPECT_EQ(view_like(flat, 5, at::empty({0, 3})).numel(), 0);
 }
 
-TEST(Views, MayBeDetachedInPlaceAsOptimizersDo) {
+TEST(Views, may_be_detached_in_place_as_optimizers_do) {
   auto view = view_like(at::zeros({10}), 2, at::empty({4}));
   EXPECT_NO_THROW(view.detach_().zero_());
 }
 
-TEST(Views, SameViewMeansSameMemoryAndLayout) {
+TEST(Views, same_view_means_same_memory_and_layout) {
   const auto flat = at::zeros({64});
   const auto parameter = at::empty({4, 4});
   const auto view = view_like(flat, 0, parameter);

@@ -18,7 +18,7 @@ void expect_digest(const Digest& got, const Digest& expected) {
   EXPECT_NEAR(got.probe, expected.probe, tolerance * expected.abs_sum);
 }
 
-TEST(Digest, MatchesTheDefinitionOnParameters) {
+TEST(Digest, matches_the_definition_on_parameters) {
   const auto parameters = make_model("gpt", "tiny", Init::reference, 1)->named_parameters();
   expect_digest(digest(0, parameters["wte.weight"]), {.sum = 7.6992674767971039,
                                                       .abs_sum = 1027.7190071642399,
@@ -32,16 +32,16 @@ TEST(Digest, MatchesTheDefinitionOnParameters) {
 
 constexpr Digest of_counting{.sum = 276, .abs_sum = 276, .l2 = 65.757128891094382, .probe = -70.31955623626709};
 
-TEST(Digest, TakesIntegers) {
+TEST(Digest, takes_integers) {
   expect_digest(digest(7, at::arange(24, at::kLong).view({2, 3, 4})), of_counting);
 }
 
-TEST(Digest, FollowsTheLogicalOrder) {
+TEST(Digest, follows_the_logical_order) {
   const auto counting = at::arange(24, at::kDouble).view({1, 4, 3, 2});
   expect_digest(digest(7, counting.contiguous(at::MemoryFormat::ChannelsLast)), of_counting);
 }
 
-TEST(Digest, ProbeNoticesAWrongOrder) {
+TEST(Digest, probe_notices_a_wrong_order) {
   const auto x = at::arange(24, at::kDouble);
   EXPECT_NE(digest(7, x.flip(0)).probe, digest(7, x).probe);
   EXPECT_NE(digest(8, x).probe, digest(7, x).probe);

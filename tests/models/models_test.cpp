@@ -16,7 +16,7 @@ namespace {
 
 class ReferenceModel : public testing::TestWithParam<ModelVector> {};
 
-TEST_P(ReferenceModel, HasTheParametersOfTheDefinition) {
+TEST_P(ReferenceModel, has_the_parameters_of_the_definition) {
   const auto& [name, size, numel, count, vectors] = GetParam();
   const auto model = make_model(name, size, Init::reference, 1);
   const auto parameters = model->named_parameters();
@@ -42,7 +42,7 @@ at::Tensor tokens(int64_t batch, int64_t time) {
   return at::arange(batch * time, at::kLong).view({batch, time}) % 256;
 }
 
-TEST(Cnn, HasBatchNormBuffersInTheOrderOfTheDefinition) {
+TEST(Cnn, has_batch_norm_buffers_in_the_order_of_the_definition) {
   std::vector<std::string> names;
   const auto model = make_model("cnn", "tiny", Init::reference, 1);
   for (const auto& item : model->named_buffers()) names.push_back(item.key());
@@ -51,7 +51,7 @@ TEST(Cnn, HasBatchNormBuffersInTheOrderOfTheDefinition) {
                                    "stage2.bn.running_mean", "stage2.bn.running_var", "stage2.bn.num_batches_tracked"));
 }
 
-TEST(Gpt, MasksTheFuture) {
+TEST(Gpt, masks_the_future) {
   const auto model = make_model("gpt", "tiny", Init::reference, 1);
   auto input = tokens(2, 32);
   const auto before = model->forward(input);
@@ -61,13 +61,13 @@ TEST(Gpt, MasksTheFuture) {
   EXPECT_FALSE(before.select(1, 31).allclose(after.select(1, 31)));
 }
 
-TEST(Gpt, TakesShorterSequencesOnly) {
+TEST(Gpt, takes_shorter_sequences_only) {
   const auto model = make_model("gpt", "tiny", Init::reference, 1);
   EXPECT_THAT(model->forward(tokens(2, 5)).sizes(), testing::ElementsAre(2, 5, 256));
   EXPECT_THROW(model->forward(tokens(2, 33)), UsageError);
 }
 
-TEST(Gpt, TiesTheHeadToTheTokenEmbedding) {
+TEST(Gpt, ties_the_head_to_the_token_embedding) {
   const auto model = make_model("gpt", "tiny", Init::reference, 1);
   auto weight = model->named_parameters()["wte.weight"];
   model->forward(tokens(1, 4)).sum().backward();
@@ -75,7 +75,7 @@ TEST(Gpt, TiesTheHeadToTheTokenEmbedding) {
   EXPECT_GT(weight.grad()[200].abs().sum().item<float>(), 0);
 }
 
-TEST(Model, NamesItsUnitsInTheOrderOfUse) {
+TEST(Model, names_its_units_in_the_order_of_use) {
   EXPECT_EQ(make_model("mlp", "tiny", Init::torch, 1)->units().size(), 3u);
   EXPECT_EQ(make_model("cnn", "tiny", Init::torch, 1)->units().size(), 3u);
   const auto gpt = make_model("gpt", "tiny", Init::torch, 1);

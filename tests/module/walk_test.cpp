@@ -34,7 +34,7 @@ std::vector<std::string> names(const std::vector<NamedTensor>& list) {
   return result;
 }
 
-TEST(Walk, ListsEachTensorOnceWithItsAliases) {
+TEST(Walk, lists_each_tensor_once_with_its_aliases) {
   const auto tensors = walk(NetImpl(), {});
   EXPECT_THAT(names(tensors.parameters), ::testing::ElementsAre("tied", "table.weight", "norm.bias", "head.weight"));
   EXPECT_THAT(tensors.parameters[0].aliases, ::testing::ElementsAre("norm.weight"));
@@ -42,21 +42,21 @@ TEST(Walk, ListsEachTensorOnceWithItsAliases) {
               ::testing::ElementsAre("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"));
 }
 
-TEST(Walk, KnowsTrainableAndSparseParameters) {
+TEST(Walk, knows_trainable_and_sparse_parameters) {
   const auto tensors = walk(NetImpl(), {});
   EXPECT_THAT(names(tensors.trainable()), ::testing::ElementsAre("tied", "table.weight", "head.weight"));
   EXPECT_TRUE(tensors.parameters[1].sparse_gradient);
   EXPECT_FALSE(tensors.parameters[3].sparse_gradient);
 }
 
-TEST(Walk, IgnoresByAnyNameAndRefusesUnknownOnes) {
+TEST(Walk, ignores_by_any_name_and_refuses_unknown_ones) {
   const auto tensors = walk(NetImpl(), {"norm.weight", "norm.running_var"});
   EXPECT_THAT(names(tensors.parameters), ::testing::ElementsAre("table.weight", "norm.bias", "head.weight"));
   EXPECT_EQ(tensors.buffers.size(), 2U);
   EXPECT_THROW(walk(NetImpl(), {"nrom.weight"}), UsageError);
 }
 
-TEST(Walk, DescribesWhatRanksMustAgreeOn) {
+TEST(Walk, describes_what_ranks_must_agree_on) {
   auto net = NetImpl();
   EXPECT_THAT(walk(net, {}).describe(), ::testing::Contains("parameter head.weight Float [5, 4]"));
   EXPECT_THAT(walk(net, {}).describe(), ::testing::Contains("frozen parameter norm.bias Float [4]"));

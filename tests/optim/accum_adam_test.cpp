@@ -33,7 +33,7 @@ double difference(const at::Tensor& a, const std::vector<double>& b) {
   return (a - at::tensor(b, at::kDouble)).abs().max().item<double>();
 }
 
-TEST(AccumAdam, DEC15_EqualsDecentDps) {
+TEST(AccumAdam, DEC15_equals_decent_dps) {
   for (const auto& [dtype, tolerance] : {std::pair(at::kDouble, 1e-12), std::pair(at::kFloat, 1e-6)}) {
     const auto adam = [dtype = dtype](const auto& options) { return inputs::train<AccumAdam>(mixed, options, dtype); };
     const auto adamw = [dtype = dtype](const auto& options) {
@@ -108,7 +108,7 @@ void expect_formula(const AccumAdamOptions& options, bool decoupled) {
   }
 }
 
-TEST(AccumAdam, DEC15_EqualsItsFormula) {
+TEST(AccumAdam, DEC15_equals_its_formula) {
   for (const int64_t accum_iter : {1, 2, 4, 20}) {
     expect_formula<AccumAdam>(other().accum_iter(accum_iter), false);
     expect_formula<AccumAdamW>(other().accum_iter(accum_iter), true);
@@ -116,7 +116,7 @@ TEST(AccumAdam, DEC15_EqualsItsFormula) {
   }
 }
 
-TEST(AccumAdam, DEC15_WithoutAccumulationItIsAdam) {
+TEST(AccumAdam, DEC15_without_accumulation_it_is_adam) {
   const auto near = [](const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-12, 1e-12); };
   EXPECT_TRUE(
       near(inputs::train<AccumAdam>(mixed, other().accum_iter(1), at::kDouble),
@@ -128,7 +128,7 @@ TEST(AccumAdam, DEC15_WithoutAccumulationItIsAdam) {
                mixed, torch::optim::AdamWOptions(3e-2).betas({0.8, 0.95}).eps(1e-4).weight_decay(0.1), at::kDouble)));
 }
 
-TEST(AccumAdam, DEC15_SavedWithinARoundItGoesOn) {
+TEST(AccumAdam, DEC15_saved_within_a_round_it_goes_on) {
   auto whole = inputs::parameters(mixed, at::kDouble), halves = inputs::parameters(mixed, at::kDouble);
   AccumAdamW uninterrupted(whole, other()), first(halves, other()), second(halves, AccumAdamOptions(77));
   for (int step = 0; step < 10; ++step) {
@@ -145,7 +145,7 @@ TEST(AccumAdam, DEC15_SavedWithinARoundItGoesOn) {
   for (size_t i = 0; i < whole.size(); ++i) EXPECT_TRUE(at::equal(whole[i], halves[i])) << i;
 }
 
-TEST(AccumAdam, ParamGroupsKeepTheirOwnOptions) {
+TEST(AccumAdam, param_groups_keep_their_own_options) {
   auto list = inputs::parameters({{3}, {3}}, at::kDouble), apart = inputs::parameters({{3}, {3}}, at::kDouble);
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<at::Tensor>{list[0]});
@@ -162,7 +162,7 @@ TEST(AccumAdam, ParamGroupsKeepTheirOwnOptions) {
   EXPECT_TRUE(at::equal(list[0], apart[0]) && at::equal(list[1], apart[1]));
 }
 
-TEST(AccumAdam, WrongOptionsAndSparseGradientsAreRefusedBeforeAnythingChanges) {
+TEST(AccumAdam, wrong_options_and_sparse_gradients_are_refused_before_anything_changes) {
   try {
     AccumAdamW({at::ones({2})}, AccumAdamOptions(-1).betas({0.9, 1}).eps(NAN).weight_decay(-0.1).accum_iter(0));
     ADD_FAILURE() << "not refused";

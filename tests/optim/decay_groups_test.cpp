@@ -44,7 +44,7 @@ std::vector<std::string> names_of(const torch::nn::Module& module, const std::ve
   return names;
 }
 
-TEST(DecayGroups, DEC16_BiasesAndNormsAreSpared) {
+TEST(DecayGroups, DEC16_biases_and_norms_are_spared) {
   const ManyKindsImpl module;
   const auto split = split_by_decay(module);
   // One that is tied is there once, and has two names.
@@ -85,7 +85,7 @@ void expect_decay(const Options& options) {
   for (const auto& group : optimizer.param_groups()) EXPECT_EQ(group.options().get_lr(), 0.5);
 }
 
-TEST(DecayGroups, DEC16_OnlyWhatDecaysShrinks) {
+TEST(DecayGroups, DEC16_only_what_decays_shrinks) {
   expect_decay<FusedAdamW>(torch::optim::AdamWOptions(0.5).weight_decay(0.25));
   expect_decay<FusedAdamW>(torch::optim::AdamWOptions(0.5));  // libtorch's own default, which is not 0
   expect_decay<FusedAdam>(torch::optim::AdamOptions(0.5).weight_decay(0.25));
@@ -95,7 +95,7 @@ TEST(DecayGroups, DEC16_OnlyWhatDecaysShrinks) {
   expect_decay<Lamb>(LambOptions(0.5).weight_decay(0.25));
 }
 
-TEST(DecayGroups, DEC16_AModuleWithoutEitherGivesAnEmptyGroup) {
+TEST(DecayGroups, DEC16_a_module_without_either_gives_an_empty_group) {
   torch::nn::Linear linear(torch::nn::LinearOptions(2, 2).bias(false));
   const auto groups = decay_groups(*linear, torch::optim::SGDOptions(0.5).weight_decay(0.25)).groups;
   ASSERT_EQ(groups.size(), 2U);

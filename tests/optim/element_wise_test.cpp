@@ -64,7 +64,7 @@ void expect_equal(const Options& options) {
   at::set_num_threads(threads);
 }
 
-TEST(ElementWise, BEY12_PiecesEqualTheWholeFused) {
+TEST(ElementWise, BEY12_pieces_equal_the_whole_fused) {
   expect_equal<FusedSGD>(SGDOptions(0.1).weight_decay(0.1));
   expect_equal<FusedSGD>(SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1));
   expect_equal<FusedSGD>(SGDOptions(0.1).momentum(0.9).nesterov(true));
@@ -75,7 +75,7 @@ TEST(ElementWise, BEY12_PiecesEqualTheWholeFused) {
   expect_equal<FusedAdagrad>(AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1));
 }
 
-TEST(ElementWise, BEY12_PiecesEqualTheWholeLibtorch) {
+TEST(ElementWise, BEY12_pieces_equal_the_whole_libtorch) {
   expect_equal<SGD>(SGDOptions(0.1).weight_decay(0.1));
   expect_equal<SGD>(SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.1));
   expect_equal<SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true));
@@ -89,7 +89,7 @@ TEST(ElementWise, BEY12_PiecesEqualTheWholeLibtorch) {
 }
 
 // The second step completes a round, the third starts from what came of it.
-TEST(ElementWise, DEC15_PiecesEqualTheWholeAccumulating) {
+TEST(ElementWise, DEC15_pieces_equal_the_whole_accumulating) {
   expect_equal<AccumAdam>(AccumAdamOptions(0.1).weight_decay(0.1).accum_iter(2));
   expect_equal<AccumAdamW>(AccumAdamOptions(0.1).weight_decay(0.1).accum_iter(2));
 }

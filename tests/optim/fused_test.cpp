@@ -50,21 +50,21 @@ void compare(const Options& options, at::ScalarType dtype, double tolerance, int
   }
 }
 
-TEST(FusedAdamW, EqualsLibtorchsAdamW) {
+TEST(FusedAdamW, equals_libtorchs_adam_w) {
   compare<FusedAdamW, AdamW>(AdamWOptions(1e-2).weight_decay(0.1), at::kDouble, 1e-12);
   compare<FusedAdamW, AdamW>(AdamWOptions(1e-2).weight_decay(0.1), at::kFloat, 2e-5);
   compare<FusedAdamW, AdamW>(AdamWOptions(3e-2).betas({0.8, 0.95}).eps(1e-6), at::kDouble, 1e-12);
   compare<FusedAdamW, AdamW>(AdamWOptions(1e-2).amsgrad(true), at::kDouble, 1e-12);
 }
 
-TEST(FusedAdam, EqualsLibtorchsAdam) {
+TEST(FusedAdam, equals_libtorchs_adam) {
   compare<FusedAdam, Adam>(AdamOptions(1e-2).weight_decay(0.1), at::kDouble, 1e-12);
   compare<FusedAdam, Adam>(AdamOptions(1e-2).weight_decay(0.1), at::kFloat, 2e-5);
   compare<FusedAdam, Adam>(AdamOptions(3e-2).betas({0.8, 0.95}).eps(1e-6), at::kDouble, 1e-12);
   compare<FusedAdam, Adam>(AdamOptions(1e-2).amsgrad(true), at::kDouble, 1e-12);
 }
 
-TEST(FusedSGD, EqualsLibtorchsSGD) {
+TEST(FusedSGD, equals_libtorchs_sgd) {
   for (const auto& [dtype, tolerance] : {std::pair(at::kDouble, 1e-12), std::pair(at::kFloat, 2e-5)}) {
     compare<FusedSGD, SGD>(SGDOptions(0.1), dtype, tolerance);
     compare<FusedSGD, SGD>(SGDOptions(0.1).weight_decay(0.1), dtype, tolerance);
@@ -74,7 +74,7 @@ TEST(FusedSGD, EqualsLibtorchsSGD) {
 }
 
 // libtorch's kernel does not store 16-bit parameters on the CPU.
-TEST(FusedSGD, TrainsSixteenBitParameters) {
+TEST(FusedSGD, trains_sixteen_bit_parameters) {
   for (const auto& [dtype, tolerance] : {std::pair(at::kBFloat16, 3e-2), std::pair(at::kHalf, 4e-3)}) {
     compare<FusedSGD, SGD>(SGDOptions(0.1).weight_decay(0.1), dtype, tolerance, 6);
     compare<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9).dampening(0.2), dtype, tolerance, 6);
@@ -82,7 +82,7 @@ TEST(FusedSGD, TrainsSixteenBitParameters) {
   }
 }
 
-TEST(FusedAdagrad, EqualsLibtorchsAdagrad) {
+TEST(FusedAdagrad, equals_libtorchs_adagrad) {
   for (const auto& [dtype, tolerance] : {std::pair(at::kDouble, 1e-12), std::pair(at::kFloat, 2e-5)}) {
     compare<FusedAdagrad, Adagrad>(AdagradOptions(0.1), dtype, tolerance);
     compare<FusedAdagrad, Adagrad>(AdagradOptions(0.1).lr_decay(0.05).weight_decay(0.1), dtype, tolerance);
@@ -90,7 +90,7 @@ TEST(FusedAdagrad, EqualsLibtorchsAdagrad) {
   }
 }
 
-TEST(FusedAdagrad, TrainsParametersAddedLater) {
+TEST(FusedAdagrad, trains_parameters_added_later) {
   auto first = at::ones({3}).requires_grad_(true), second = at::ones({4}).requires_grad_(true);
   FusedAdagrad optimizer({first}, AdagradOptions(0.5).initial_accumulator_value(3));
   optimizer.add_param_group(OptimizerParamGroup({second}));
@@ -125,7 +125,7 @@ void swap_halfway(const Options& options) {
   for (size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(at::allclose(own[i], reference[i], 1e-12, 1e-12)) << i;
 }
 
-TEST(Fused, StateGoesOnInLibtorchsOptimizer) {
+TEST(Fused, state_goes_on_in_libtorchs_optimizer) {
   swap_halfway<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9));
   swap_halfway<FusedAdam, Adam>(AdamOptions(0.1).amsgrad(true));
   swap_halfway<FusedAdamW, AdamW>(AdamWOptions(0.1));
@@ -149,7 +149,7 @@ void expect_refused(const Options& options) {
   refuses(gaps, at::randn({4, 2}));
 }
 
-TEST(Fused, SparseGradientsAndGapsInMemoryAreRefusedBeforeAnythingChanges) {
+TEST(Fused, sparse_gradients_and_gaps_in_memory_are_refused_before_anything_changes) {
   expect_refused<FusedSGD>(SGDOptions(0.1));
   expect_refused<FusedAdam>(AdamOptions(0.1));
   expect_refused<FusedAdamW>(AdamWOptions(0.1));
@@ -179,7 +179,7 @@ void expect_change_of_dtype(const Options& options) {
   }
 }
 
-TEST(Fused, ParametersMayChangeTheirDtypeInMidTraining) {
+TEST(Fused, parameters_may_change_their_dtype_in_mid_training) {
   expect_change_of_dtype<FusedSGD, SGD>(SGDOptions(0.1).momentum(0.9));
   expect_change_of_dtype<FusedAdam, Adam>(AdamOptions(0.1).amsgrad(true));
   expect_change_of_dtype<FusedAdamW, AdamW>(AdamWOptions(0.1));
@@ -187,7 +187,7 @@ TEST(Fused, ParametersMayChangeTheirDtypeInMidTraining) {
 }
 
 // A loaded state may lie in memory in another order than its parameter.
-TEST(Fused, StateWithOtherStridesIsTakenElementByElement) {
+TEST(Fused, state_with_other_strides_is_taken_element_by_element) {
   auto own = parameters(at::kDouble), reference = parameters(at::kDouble);
   FusedAdam fused({own[2]}, AdamOptions(0.1));
   Adam plain({reference[2]}, AdamOptions(0.1));
@@ -202,7 +202,7 @@ TEST(Fused, StateWithOtherStridesIsTakenElementByElement) {
   EXPECT_TRUE(at::allclose(own[2], reference[2], 1e-12, 1e-12));
 }
 
-TEST(Fused, OSS10_ClosureIsRunWithGradientsAndItsLossReturned) {
+TEST(Fused, OSS10_closure_is_run_with_gradients_and_its_loss_returned) {
   auto weight = at::full({2}, 3.0).requires_grad_(true);
   FusedSGD optimizer({weight}, SGDOptions(0.5));
   const auto loss = optimizer.step([&] {

@@ -1,4 +1,4 @@
-"""The scales in grad_scaler_test.cpp's WithoutHysteresisItIsTorchAmps."""
+"""The scales in grad_scaler_test.cpp's without_hysteresis_it_is_torch_amps."""
 
 import torch
 

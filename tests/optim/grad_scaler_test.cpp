@@ -30,7 +30,7 @@ std::vector<double> scales_after(GradScaler& scaler, const std::vector<bool>& fo
   return scales;
 }
 
-TEST(GradScaler, MEG10_DefaultsAreMegatrons) {
+TEST(GradScaler, MEG10_defaults_are_megatrons) {
   const GradScalerOptions options;
   EXPECT_EQ(GradScaler().value(), 4294967296.0);
   EXPECT_EQ(options.growth_factor, 2);
@@ -40,21 +40,21 @@ TEST(GradScaler, MEG10_DefaultsAreMegatrons) {
   EXPECT_EQ(options.min_scale, 1);
 }
 
-TEST(GradScaler, MEG10_GrowsAfterAnIntervalWithoutInf) {
+TEST(GradScaler, MEG10_grows_after_an_interval_without_inf) {
   GradScaler scaler(small());
   EXPECT_EQ(scales_after(scaler, {false, false, false, false, false, true, false, false, false}),
             (std::vector<double>{16, 16, 32, 32, 32, 32, 32, 32, 64}));
 }
 
 // The first inf is forgiven, the following are not until the scale has grown again.
-TEST(GradScaler, MEG10_BacksOffAfterHysteresisDownToTheMinimum) {
+TEST(GradScaler, MEG10_backs_off_after_hysteresis_down_to_the_minimum) {
   GradScaler scaler(small());
   EXPECT_EQ(scales_after(scaler, {true, true, true, false, true, true}), (std::vector<double>{16, 8, 4, 4, 2, 2}));
   EXPECT_EQ(scales_after(scaler, {false, false, false, true, true}), (std::vector<double>{2, 2, 4, 4, 2}));
 }
 
 // The numbers of torch.amp.GradScaler(init_scale=16, growth_interval=3), which has no hysteresis.
-TEST(GradScaler, WithoutHysteresisItIsTorchAmps) {
+TEST(GradScaler, without_hysteresis_it_is_torch_amps) {
   auto options = small();
   options.hysteresis = 1;
   GradScaler scaler(options);
@@ -62,18 +62,18 @@ TEST(GradScaler, WithoutHysteresisItIsTorchAmps) {
             (std::vector<double>{16, 8, 8, 8, 16, 8, 4}));
 }
 
-TEST(GradScaler, MEG10_ConstantScaleStays) {
+TEST(GradScaler, MEG10_constant_scale_stays) {
   GradScaler scaler({.initial_scale = 8, .dynamic = false});
   EXPECT_EQ(scales_after(scaler, {true, true, true, false}), (std::vector<double>{8, 8, 8, 8}));
 }
 
-TEST(GradScaler, StaysWithinFloat) {
+TEST(GradScaler, stays_within_float) {
   GradScaler scaler({.initial_scale = std::ldexp(1.0, 127), .growth_interval = 1});
   scaler.update(false);
   EXPECT_EQ(scaler.value(), std::ldexp(1.0, 127));
 }
 
-TEST(GradScaler, ScaledLossGivesScaledGradientsThatUnscaleTakesBack) {
+TEST(GradScaler, scaled_loss_gives_scaled_gradients_that_unscale_takes_back) {
   const GradScaler scaler({.initial_scale = 1024});
   for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
     auto weight = at::full({3}, 2.0, dtype).requires_grad_(true);
@@ -84,7 +84,7 @@ TEST(GradScaler, ScaledLossGivesScaledGradientsThatUnscaleTakesBack) {
   }
 }
 
-TEST(GradScaler, MEG10_FindsInfAndNanInAnyOfMixedGradients) {
+TEST(GradScaler, MEG10_finds_inf_and_nan_in_any_of_mixed_gradients) {
   const GradScaler scaler({.initial_scale = 4});
   for (const auto bad : {infinity, -infinity, nan}) {
     for (size_t at = 0; at < 4; ++at) {
@@ -97,7 +97,7 @@ TEST(GradScaler, MEG10_FindsInfAndNanInAnyOfMixedGradients) {
   }
 }
 
-TEST(GradScaler, UnscalesSparseGradientsAndWhatIsNotContiguous) {
+TEST(GradScaler, unscales_sparse_gradients_and_what_is_not_contiguous) {
   const GradScaler scaler({.initial_scale = 4});
   const auto sparse = at::full({3, 2}, 8.0).to_sparse(1);
   const auto whole = at::full({4, 6}, 8.0);
@@ -107,7 +107,7 @@ TEST(GradScaler, UnscalesSparseGradientsAndWhatIsNotContiguous) {
   EXPECT_TRUE(whole.slice(1, 4, 6).equal(at::full({4, 2}, 8.0)));
 }
 
-TEST(GradScaler, StateGoesOnInAnotherScaler) {
+TEST(GradScaler, state_goes_on_in_another_scaler) {
   const std::vector<bool> first{false, true, false, false}, then{false, true, true, false, false, false};
   GradScaler one(small()), other(small());
   scales_after(one, first);
@@ -116,7 +116,7 @@ TEST(GradScaler, StateGoesOnInAnotherScaler) {
   EXPECT_EQ(other.state().good_steps, one.state().good_steps);
 }
 
-TEST(GradScaler, WrongOptionsAreAllNamed) {
+TEST(GradScaler, wrong_options_are_all_named) {
   const GradScalerOptions wrong{.initial_scale = -1,
                                 .growth_factor = 1,
                                 .backoff_factor = 1,

@@ -40,7 +40,7 @@ void compare(const std::vector<double>& expected, const Arguments&... arguments)
   EXPECT_THAT(rates(optimizer, schedule), Pointwise(DoubleNear(1e-12), expected));
 }
 
-TEST(Schedules, EqualPythons) {
+TEST(Schedules, equal_pythons) {
   compare<LinearWarmup>(vectors::linear_warmup, 6, 0.25);
   compare<CosineWithWarmup>(
       vectors::cosine_with_warmup,
@@ -53,13 +53,13 @@ TEST(Schedules, EqualPythons) {
 }
 
 // Its cosine takes t_max = 9 steps after a warm-up of 4, down to an eta_min of 0.05.
-TEST(Schedules, DEC15_CosineWithWarmupEqualsDecentDps) {
+TEST(Schedules, DEC15_cosine_with_warmup_equals_decent_dps) {
   compare<CosineWithWarmup>(
       vectors::decent_cosine_with_warmup,
       CosineWithWarmupOptions{.total_steps = 13, .warmup_steps = 4, .start_factor = 0.01, .final_factor = 0.1});
 }
 
-TEST(Schedules, StayAtTheirLastRate) {
+TEST(Schedules, stay_at_their_last_rate) {
   torch::optim::SGD optimizer({at::ones(1)}, torch::optim::SGDOptions(0.5));
   CosineWithWarmup cosine(optimizer, {.total_steps = 5, .final_factor = 0.2});
   for (int i = 0; i < 20; ++i) cosine.step();
@@ -71,7 +71,7 @@ TEST(Schedules, StayAtTheirLastRate) {
 }
 
 // Every group scales its own rate; with shoal's own optimizers as well.
-TEST(Schedules, OSS10_LambdaScalesEachGroupsRate) {
+TEST(Schedules, OSS10_lambda_scales_each_groups_rate) {
   Lamb optimizer({at::ones(1)}, LambOptions(0.5));
   optimizer.add_param_group(
       torch::optim::OptimizerParamGroup({at::ones(2)}, std::make_unique<LambOptions>(LambOptions(8))));
@@ -82,7 +82,7 @@ TEST(Schedules, OSS10_LambdaScalesEachGroupsRate) {
   EXPECT_EQ(rate_of(optimizer, 1), 4);
 }
 
-TEST(Schedules, GoOnFromAPosition) {
+TEST(Schedules, go_on_from_a_position) {
   torch::optim::SGD optimizer({at::ones(1)}, torch::optim::SGDOptions(0.5));
   LinearWarmup schedule(optimizer, 6, 0.25);
   schedule.set_position(4);
@@ -93,7 +93,7 @@ TEST(Schedules, GoOnFromAPosition) {
   EXPECT_THROW(schedule.set_position(-1), UsageError);
 }
 
-TEST(Schedules, WrongOptionsAreRefusedAndLeaveTheRate) {
+TEST(Schedules, wrong_options_are_refused_and_leave_the_rate) {
   torch::optim::SGD optimizer({at::ones(1)}, torch::optim::SGDOptions(0.5));
   EXPECT_THROW(LinearWarmup(optimizer, -1), UsageError);
   EXPECT_THROW(LinearWarmup(optimizer, 5, 0), UsageError);

@@ -65,7 +65,7 @@ void carry(const Options& options, const std::vector<std::string>& expected) {
   for (size_t i = 0; i < rest.size(); ++i) EXPECT_TRUE(rest[i].equal(whole[i])) << i;
 }
 
-TEST(NamedState, OSS07_CarriesLibtorchsOptimizers) {
+TEST(NamedState, OSS07_carries_libtorchs_optimizers) {
   carry<SGD>(SGDOptions(0.1).momentum(0.9), {"momentum_buffer "});
   carry<Adam>(AdamOptions(0.1), {"step exp_avg exp_avg_sq "});
   carry<Adam>(AdamOptions(0.1).amsgrad(true), {"step exp_avg exp_avg_sq max_exp_avg_sq "});
@@ -75,14 +75,14 @@ TEST(NamedState, OSS07_CarriesLibtorchsOptimizers) {
   carry<Adagrad>(AdagradOptions(0.1), {"step sum "});
 }
 
-TEST(NamedState, OSS07_CarriesFusedOptimizers) {
+TEST(NamedState, OSS07_carries_fused_optimizers) {
   carry<FusedSGD>(SGDOptions(0.1).momentum(0.9), {"momentum_buffer "});
   carry<FusedAdam>(AdamOptions(0.1).amsgrad(true), {"step exp_avg exp_avg_sq max_exp_avg_sq "});
   carry<FusedAdamW>(AdamWOptions(0.1), {"step exp_avg exp_avg_sq "});
   carry<FusedAdagrad>(AdagradOptions(0.1), {"step sum "});
 }
 
-TEST(NamedState, OSS07_CarriesShoalsOptimizers) {
+TEST(NamedState, OSS07_carries_shoals_optimizers) {
   // Taken within a round of two steps, and of four.
   carry<AccumAdam>(AccumAdamOptions(0.1).accum_iter(2), {"step accum_grad exp_avg exp_avg_sq "});
   carry<AccumAdamW>(AccumAdamOptions(0.1), {"step accum_grad exp_avg exp_avg_sq "});
@@ -95,7 +95,7 @@ TEST(NamedState, OSS07_CarriesShoalsOptimizers) {
   EXPECT_EQ(names(named_state(*make_state(muon, named))), "momentum_buffer ");
 }
 
-TEST(NamedState, TensorsAreSharedNotCopied) {
+TEST(NamedState, tensors_are_shared_not_copied) {
   auto parameters = fresh();
   FusedAdamW optimizer(parameters, AdamWOptions(0.1));
   train(optimizer, parameters, 0, 1);
@@ -104,7 +104,7 @@ TEST(NamedState, TensorsAreSharedNotCopied) {
   EXPECT_TRUE(state.exp_avg().equal(at::full({4, 3}, 7.0)));
 }
 
-TEST(NamedState, MissingAndForeignFieldsAreNamed) {
+TEST(NamedState, missing_and_foreign_fields_are_named) {
   auto parameters = fresh();
   const Adam optimizer(parameters, AdamOptions(0.1));
   NamedState named{{{"exp_avg", at::ones(3)}, {"exp_avg_sq", at::ones(3)}}, {{"step", 4}}};
@@ -143,7 +143,7 @@ class DerivedSign : public Sign {
   using Sign::Sign;
 };
 
-TEST(NamedState, UnknownOptimizersAreRefusedUntilRegistered) {
+TEST(NamedState, unknown_optimizers_are_refused_until_registered) {
   const DerivedSign optimizer(fresh());
   SignParamState state;
   state.mean(at::ones(2));
@@ -166,7 +166,7 @@ class CountedAdam : public Adam {
   using Adam::Adam;
 };
 
-TEST(NamedState, RegisteredClassesGoBeforeThoseTheyDeriveFrom) {
+TEST(NamedState, registered_classes_go_before_those_they_derive_from) {
   register_state<CountedAdam, CountedParamState>([](auto& state, auto& field) { field("count", state.count()); });
   const CountedAdam counted(fresh());
   const Adam adam(fresh());

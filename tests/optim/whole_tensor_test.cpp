@@ -62,7 +62,7 @@ std::vector<double> naive_lamb(const LambOptions& options) {
   return all;
 }
 
-TEST(Lamb, BEY12_EqualsItsFormula) {
+TEST(Lamb, BEY12_equals_its_formula) {
   for (const auto& options : {LambOptions(0.02), LambOptions(0.02).weight_decay(0.3).betas({0.7, 0.9}).eps(1e-3),
                               LambOptions(0.02).bias_correction(false), LambOptions(0.02).weight_decay(0),
                               LambOptions(0.02).weight_decay(0).always_adapt(false)}) {
@@ -71,7 +71,7 @@ TEST(Lamb, BEY12_EqualsItsFormula) {
   }
 }
 
-TEST(Lamb, ParametersThatAreZeroLeaveZero) {
+TEST(Lamb, parameters_that_are_zero_leave_zero) {
   auto weight = at::zeros({3}).requires_grad_(true);
   weight.mutable_grad() = at::ones({3});
   Lamb({weight}, LambOptions(0.5)).step();
@@ -82,7 +82,7 @@ AdafactorOptions other_adafactor() {
   return AdafactorOptions(0.3).beta2_decay(-0.6).eps1(0.6).eps2(0.9).d(1.5).weight_decay(0.1);
 }
 
-TEST(Adafactor, BEY12_EqualsPythons) {
+TEST(Adafactor, BEY12_equals_pythons) {
   const auto own = inputs::train<Adafactor, AdafactorOptions>;
   EXPECT_LT(difference(own(mixed, {}, at::kDouble), vectors::adafactor), 1e-12);
   EXPECT_LT(difference(own(mixed, other_adafactor(), at::kDouble), vectors::adafactor_options), 1e-12);
@@ -92,7 +92,7 @@ TEST(Adafactor, BEY12_EqualsPythons) {
 }
 
 // With one step the average is (1 - beta1) of what it would have been; with many it lags.
-TEST(Adafactor, FirstMomentAveragesSteps) {
+TEST(Adafactor, first_moment_averages_steps) {
   const double beta1 = 0.75;
   auto plain = inputs::parameters(mixed, at::kDouble), averaged = inputs::parameters(mixed, at::kDouble);
   Adafactor without(plain, AdafactorOptions(0.1)), with(averaged, AdafactorOptions(0.1).beta1(beta1));
@@ -116,7 +116,7 @@ TEST(Adafactor, FirstMomentAveragesSteps) {
   }
 }
 
-TEST(Adafactor, KeepsRowsAndColumnsOnly) {
+TEST(Adafactor, keeps_rows_and_columns_only) {
   auto weight = at::ones({2, 30, 40}).requires_grad_(true);
   weight.mutable_grad() = at::ones_like(weight);
   Adafactor optimizer({weight});
@@ -139,7 +139,7 @@ MuonOptions other_muon() {
 
 // The iteration runs in bfloat16, whose products processors round differently: each of the ten steps, of at most the
 // rate times 1.5 an element, is allowed a hundredth.
-TEST(Muon, BEY12_EqualsPythons) {
+TEST(Muon, BEY12_equals_pythons) {
   const auto own = inputs::train<Muon, MuonOptions>;
   for (const auto dtype : {at::kDouble, at::kFloat}) {
     EXPECT_LT(difference(own(matrices, MuonOptions(1e-2), dtype), vectors::muon), 10 * 1.5e-2 * 0.01);
@@ -147,7 +147,7 @@ TEST(Muon, BEY12_EqualsPythons) {
   }
 }
 
-TEST(Muon, StepsAreNearlyOrthogonal) {
+TEST(Muon, steps_are_nearly_orthogonal) {
   for (const auto& shape : {std::vector<int64_t>{8, 20}, std::vector<int64_t>{20, 8}}) {
     torch::manual_seed(1);
     auto weight = at::zeros(shape).requires_grad_(true);
@@ -159,7 +159,7 @@ TEST(Muon, StepsAreNearlyOrthogonal) {
   }
 }
 
-TEST(Muon, RefusesAllButMatricesByIndexAndShape) {
+TEST(Muon, refuses_all_but_matrices_by_index_and_shape) {
   const auto matrix = at::ones({2, 2}), cube = at::ones({2, 3, 4});
   EXPECT_THAT(refusal([&] { Muon({matrix, cube}); }), AllOf(HasSubstr("parameter 1"), HasSubstr("[2, 3, 4]")));
   Muon muon({matrix});
@@ -169,7 +169,7 @@ TEST(Muon, RefusesAllButMatricesByIndexAndShape) {
   EXPECT_THAT(refusal([&] { muon.step(); }), AllOf(HasSubstr("parameter 1"), HasSubstr("[5]")));
 }
 
-TEST(WholeTensorOptimizers, WrongOptionsAreRefused) {
+TEST(WholeTensorOptimizers, wrong_options_are_refused) {
   const auto weight = at::ones({2, 2});
   const double nan = std::nan("");
   for (const auto& wrong : {LambOptions(-1), LambOptions(nan), LambOptions().betas({1, 0.9}),
@@ -202,13 +202,13 @@ void expect_sparse_refused(const Options& options) {
   EXPECT_TRUE(good.equal(at::ones({2, 2})) && optimizer.state().empty());
 }
 
-TEST(WholeTensorOptimizers, SparseGradientsAreRefusedBeforeAnythingChanges) {
+TEST(WholeTensorOptimizers, sparse_gradients_are_refused_before_anything_changes) {
   expect_sparse_refused<Lamb>(LambOptions());
   expect_sparse_refused<Adafactor>(AdafactorOptions());
   expect_sparse_refused<Muon>(MuonOptions());
 }
 
-TEST(WholeTensorOptimizers, BEY01_ParametersWithoutElementsAndWithoutGradients) {
+TEST(WholeTensorOptimizers, BEY01_parameters_without_elements_and_without_gradients) {
   auto none = at::ones({0, 3}).requires_grad_(true), unused = at::ones({2, 2}).requires_grad_(true);
   none.mutable_grad() = at::ones({0, 3});
   Lamb({none, unused}).step();
@@ -218,7 +218,7 @@ TEST(WholeTensorOptimizers, BEY01_ParametersWithoutElementsAndWithoutGradients) 
 }
 
 // Group options and changed rates hold, whichever way a group came.
-TEST(WholeTensorOptimizers, OSS01_GroupsKeepTheirOwnOptions) {
+TEST(WholeTensorOptimizers, OSS01_groups_keep_their_own_options) {
   std::vector<at::Tensor> weights;
   for (int i = 0; i < 3; ++i) weights.push_back(at::ones({1, 1}).requires_grad_(true));
   const auto with_rate = [&](int i, double lr) {
@@ -259,7 +259,7 @@ void save_and_go_on(const Options& options) {
   for (size_t i = 0; i < whole.size(); ++i) EXPECT_TRUE(whole[i].equal(half[i])) << i;
 }
 
-TEST(WholeTensorOptimizers, SavedStateAndOptionsGoOn) {
+TEST(WholeTensorOptimizers, saved_state_and_options_go_on) {
   save_and_go_on<Lamb>(LambOptions(0.1).betas({0.8, 0.9}).bias_correction(false).eps(0.1).weight_decay(0.2));
   save_and_go_on<Lamb>(LambOptions(0.1).weight_decay(0).always_adapt(false));
   save_and_go_on<Adafactor>(other_adafactor());

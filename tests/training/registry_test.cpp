@@ -29,7 +29,7 @@ std::unique_ptr<TrainingCore> make_nothing(const TrainingParts&) {
   return nullptr;
 }
 
-TEST(Registry, NamesAreDocumentedAndUnique) {
+TEST(Registry, names_are_documented_and_unique) {
   const auto names = strategy_names();
   EXPECT_EQ(std::set<std::string>(names.begin(), names.end()).size(), names.size());
   for (const auto& name : names) {
@@ -40,12 +40,12 @@ TEST(Registry, NamesAreDocumentedAndUnique) {
   }
 }
 
-TEST(Registry, AnUnknownNameIsRefusedWithAllNames) {
+TEST(Registry, an_unknown_name_is_refused_with_all_names) {
   EXPECT_THAT(refusal([] { find_strategy("zero9"); }),
               AllOf(HasSubstr("'zero9'"), HasSubstr("ddp, zero1, zero2, megatron, fsdp"), HasSubstr("diloco")));
 }
 
-TEST(Registry, DefaultsAreValuesThatAreAccepted) {
+TEST(Registry, defaults_are_values_that_are_accepted) {
   for (const auto& name : strategy_names()) {
     const auto& strategy = find_strategy(name);
     for (const auto& option : strategy.options) {
@@ -58,13 +58,13 @@ TEST(Registry, DefaultsAreValuesThatAreAccepted) {
   }
 }
 
-TEST(Registry, AForeignOptionIsRefusedWithTheStrategiesThatHaveIt) {
+TEST(Registry, a_foreign_option_is_refused_with_the_strategies_that_have_it) {
   EXPECT_EQ(refusal([] { option_values(find_strategy("fsdp"), {{"sync_every", "5"}}); }),
             "sync_every: fsdp does not have it; it is for local_sgd, slowmo, diloco");
   EXPECT_EQ(refusal([] { option_values(find_strategy("fsdp"), {{"warp", "9"}}); }), "warp: no strategy has it");
 }
 
-TEST(Registry, ValuesThatDoNotFitAreRefusedByName) {
+TEST(Registry, values_that_do_not_fit_are_refused_by_name) {
   const auto refused = [](const std::string& strategy, const std::string& option, const std::string& value) {
     return refusal([&] { option_values(find_strategy(strategy), {{option, value}}); });
   };
@@ -76,7 +76,7 @@ TEST(Registry, ValuesThatDoNotFitAreRefusedByName) {
   EXPECT_THAT(refused("decentralized", "exchange_dtype", "int4"), HasSubstr("available: float32, bf16, int8, top_k"));
 }
 
-TEST(Registry, ChecksSayBeforeTheStartWhatWouldFail) {
+TEST(Registry, checks_say_before_the_start_what_would_fail) {
   const auto check = [](const std::string& name, const StrategyOptions& options, int ranks) {
     const auto& strategy = find_strategy(name);
     return refusal([&] { strategy.check(option_values(strategy, options), {}, ranks, 1); });
@@ -89,13 +89,13 @@ TEST(Registry, ChecksSayBeforeTheStartWhatWouldFail) {
   EXPECT_THAT(check("none", {}, 2), HasSubstr("one process"));
 }
 
-TEST(Registry, MixedPrecisionIsAsTheStrategyDoesIt) {
+TEST(Registry, mixed_precision_is_as_the_strategy_does_it) {
   EXPECT_EQ(precision_of("ddp", "bf16_mixed").parameters, at::kFloat);
   EXPECT_EQ(precision_of("fsdp", "bf16_mixed").parameters, at::kBFloat16);
   EXPECT_THAT(refusal([] { precision_of("ddp", "int8"); }), HasSubstr("float32, bf16_mixed"));
 }
 
-TEST(Registry, AStrategyOfTheProgramsOwnIsOneOfThem) {
+TEST(Registry, a_strategy_of_the_programs_own_is_one_of_them) {
   register_strategy({.name = "mine",
                      .help = "a test's",
                      .options = {{.name = "bucket_cap_mb",

@@ -88,13 +88,13 @@ class EveryStrategy : public testing::TestWithParam<std::string> {
   }
 };
 
-TEST_P(EveryStrategy, EqualsOneProcessOnTheWholeBatch) {
+TEST_P(EveryStrategy, equals_one_process_on_the_whole_batch) {
   auto training = make();
   train(training, 0, steps);
   EXPECT_LT(difference(whole(training), reference()), 1e-9);
 }
 
-TEST_P(EveryStrategy, GoesOnFromItsCheckpoint) {
+TEST_P(EveryStrategy, goes_on_from_its_checkpoint) {
   const SharedFolder folder;
   auto training = make();
   auto state = training->state();
@@ -112,7 +112,7 @@ TEST_P(EveryStrategy, GoesOnFromItsCheckpoint) {
   EXPECT_LT(difference(whole(other), reference()), 1e-9);
 }
 
-TEST_P(EveryStrategy, AbandonsAStepThatHasNotBegun) {
+TEST_P(EveryStrategy, abandons_a_step_that_has_not_begun) {
   if (GetParam() == "megatron") GTEST_SKIP() << "collective with the other ranks' step";
   auto training = make();
   training->abandon_step();
@@ -120,7 +120,7 @@ TEST_P(EveryStrategy, AbandonsAStepThatHasNotBegun) {
   EXPECT_LT(difference(whole(training), reference()), 1e-9);
 }
 
-TEST_P(EveryStrategy, SaysWhatItHolds) {
+TEST_P(EveryStrategy, says_what_it_holds) {
   auto training = make();
   train(training, 0, 1);
   EXPECT_EQ(training->strategy().name, GetParam());
@@ -135,7 +135,7 @@ TEST_P(EveryStrategy, SaysWhatItHolds) {
 INSTANTIATE_TEST_SUITE_P(Registry, EveryStrategy, testing::ValuesIn(strategy_names()),
                          [](const auto& it) { return it.param; });
 
-TEST(Training, UpdatesInBackwardAreAnOption) {
+TEST(Training, updates_in_backward_are_an_option) {
   auto training = make_training(
       "ddp", seeded(3), optimizer_recipe<FusedSGD>(sgd), group(),
       {.options = {{"optimizer_in_backward", "exact"}}, .clip_grad = largest_norm, .precision = Precision::float64()});
@@ -164,7 +164,7 @@ class Halving : public TrainingCore {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
-TEST(Training, AProgramsOwnStrategyTrainsByItsName) {
+TEST(Training, a_programs_own_strategy_trains_by_its_name) {
   register_strategy({.name = "halving",
                      .help = "half the rate",
                      .options = {{.name = "factor",
@@ -191,7 +191,7 @@ TEST(Training, AProgramsOwnStrategyTrainsByItsName) {
   EXPECT_THROW(training->backward(mean_loss(training.forward(x)), 3), UsageError) << "it has no such backward";
 }
 
-TEST(Training, WrongOptionsAreRefusedOnEveryRank) {
+TEST(Training, wrong_options_are_refused_on_every_rank) {
   const auto make = [](const std::string& name, const StrategyOptions& options, double clip) {
     make_training(name, seeded(3), optimizer_recipe<FusedSGD>(sgd), group(), {.options = options, .clip_grad = clip});
   };
@@ -200,7 +200,7 @@ TEST(Training, WrongOptionsAreRefusedOnEveryRank) {
   EXPECT_THROW(make("ddp", {}, -1), UsageError);
 }
 
-TEST(Training, WhatWouldHaveNoEffectIsRefused) {
+TEST(Training, what_would_have_no_effect_is_refused) {
   const auto refusal = [](const std::string& name, const OptimizerRecipe& recipe, const TrainingOptions& options) {
     try {
       make_training(name, seeded(3), recipe, group(), options);
@@ -225,7 +225,7 @@ TEST(Training, WhatWouldHaveNoEffectIsRefused) {
               testing::HasSubstr("exclude each other"));
 }
 
-TEST(Training, ARecipeTakesALearningRateAlone) {
+TEST(Training, a_recipe_takes_a_learning_rate_alone) {
   auto training = make_training("zero1", seeded(3), optimizer_recipe<torch::optim::SGD>(0.05), group());
   training->backward(mean_loss(training(whole_batch(0, 0))));
   training->step();

@@ -59,7 +59,7 @@ class OutsideFiles : public ::testing::Test {
   TempFolder folder_;
 };
 
-TEST_F(OutsideFiles, NamedPipesAreRefusedAtOnce) {
+TEST_F(OutsideFiles, named_pipes_are_refused_at_once) {
   const std::string what = "is not a regular file";
   refused({"topology", "--file", pipe("t.json")}, {"t.json", what});
   refused({"flight", pipe("rank-0.flight")}, {"rank-0.flight", what});
@@ -78,7 +78,7 @@ TEST_F(OutsideFiles, NamedPipesAreRefusedAtOnce) {
   }
 }
 
-TEST_F(OutsideFiles, DeepNestingIsRefused) {
+TEST_F(OutsideFiles, deep_nesting_is_refused) {
   const auto deep = std::string(3'000'000, '[');
   refused({"topology", "--file", write("t.json", R"({"ranks": )" + deep)}, {"t.json", "nested deeper than 8"});
   refused({"trace", "merge", write("rank-0.json", R"({"traceEvents": [)" + deep), "-o", folder_.file("out")},
@@ -89,7 +89,7 @@ TEST_F(OutsideFiles, DeepNestingIsRefused) {
   refused({"checkpoint", "inspect", write("index.json", R"({"format": )" + deep)}, {"index.json", "nested deeper"});
 }
 
-TEST_F(OutsideFiles, NumbersOfRanksHaveALimit) {
+TEST_F(OutsideFiles, numbers_of_ranks_have_a_limit) {
   refused({"topology", "--file", write("t.json", R"({"ranks": 2000000000, "rounds": [{"groups": [[0, 1]]}]})")},
           {"topology file " + folder_.file("t.json"), "2000000000 ranks; at most 4096 are possible"});
   refused({"topology", "ring", "--ranks", "2147483647"}, {"2147483647 ranks; at most 4096"});
@@ -98,7 +98,7 @@ TEST_F(OutsideFiles, NumbersOfRanksHaveALimit) {
   refused({"launch", "-n", "2147483647", "--", "true"}, {"2147483647 ranks: give at most 100000"});
 }
 
-TEST_F(OutsideFiles, ASmallTopologyFileMayNotMeanALargeTopology) {
+TEST_F(OutsideFiles, a_small_topology_file_may_not_mean_a_large_topology) {
   std::string group = "[0";
   for (int rank = 1; rank < 4096; ++rank) group += "," + std::to_string(rank);
   const auto round = R"({"groups": [)" + group + "]]}";
@@ -108,7 +108,7 @@ TEST_F(OutsideFiles, ASmallTopologyFileMayNotMeanALargeTopology) {
           {"t.json", "5048709120 edges; at most 16777216 are possible"});
 }
 
-TEST_F(OutsideFiles, TimesOfATraceAreNumbers) {
+TEST_F(OutsideFiles, times_of_a_trace_are_numbers) {
   const auto refused_trace = [&](const std::string& events, const std::string& part) {
     refused({"trace", "merge", trace(events), "-o", folder_.file("out.json")}, {"rank-0.json", part});
     EXPECT_FALSE(std::filesystem::exists(folder_.file("out.json")));
@@ -128,7 +128,7 @@ TEST_F(OutsideFiles, TimesOfATraceAreNumbers) {
   refused({"trace", "merge", trace(R"({"ts": 3})"), "-o", folder_.file("rank-0.json")}, {"give another output"});
 }
 
-TEST_F(OutsideFiles, TracesLargerThanMemoryAreMerged) {
+TEST_F(OutsideFiles, traces_larger_than_memory_are_merged) {
   const auto path = folder_.file("rank-0.json");
   {
     std::ofstream file(path);
@@ -150,7 +150,7 @@ void pack(const std::string& path, const std::string& header, int64_t size) {
   gzclose(file);
 }
 
-TEST_F(OutsideFiles, PackedDataAreUnpackedAsFarAsTheirHeaderSays) {
+TEST_F(OutsideFiles, packed_data_are_unpacked_as_far_as_their_header_says) {
   write("train-labels-idx1-ubyte", std::string("\0\0\x08\x01\0\0\0\x01\0", 9));
   const auto images = folder_.file("train-images-idx3-ubyte.gz");
   const auto refused_images = [&](const std::string& part) {
@@ -166,7 +166,7 @@ TEST_F(OutsideFiles, PackedDataAreUnpackedAsFarAsTheirHeaderSays) {
   refused_images("the header announces 4194304 x 28 x 28 = 3288334336 bytes, a file of its size holds at most");
 }
 
-TEST_F(OutsideFiles, ASparseSafetensorsFileIsNotTrustedWithItsSize) {
+TEST_F(OutsideFiles, a_sparse_safetensors_file_is_not_trusted_with_its_size) {
   std::string header = "{";
   for (int i = 0; header.size() < 90'000'000; ++i) {
     if (i > 0) header += ',';

@@ -95,7 +95,7 @@ int64_t lines(const std::string& text) {
   return std::count(text.begin(), text.end(), '\n');
 }
 
-TEST(Strangers, MessagesThatMeanNothingAreNotWorthALine) {
+TEST(Strangers, messages_that_mean_nothing_are_not_worth_a_line) {
   const int port = free_port();
   const Strangers strangers(port, 1000);
   const auto ended = shoal({"launch", "-n", "1", "--port", std::to_string(port), "--", "sleep", "6"});
@@ -155,7 +155,7 @@ class ManyFiles {
   rlimit before_{};
 };
 
-TEST(Strangers, MoreOfThemThanAProgramOftenMayHaveFilesOpenKeepNobodyOut) {
+TEST(Strangers, more_of_them_than_a_program_often_may_have_files_open_keep_nobody_out) {
   const ManyFiles files;
   if (files.hard() < 4096) GTEST_SKIP() << "the system allows no more";
   const int port = free_port();
@@ -167,7 +167,7 @@ TEST(Strangers, MoreOfThemThanAProgramOftenMayHaveFilesOpenKeepNobodyOut) {
   EXPECT_EQ(ended.code, 0) << ended.output.substr(0, 4000);
 }
 
-TEST(Strangers, WhoeverAsksNothingIsShownOutAndARankIsNot) {
+TEST(Strangers, whoever_asks_nothing_is_shown_out_and_a_rank_is_not) {
   const ManyFiles files;
   if (files.hard() < 4096) GTEST_SKIP() << "the system allows no more";
   const int port = free_port();
@@ -220,7 +220,7 @@ void replay_former_run(int port) {
   }
 }
 
-TEST(Strangers, ATrainingAmongAThousandOfThemIsEqualToTheBit) {
+TEST(Strangers, a_training_among_a_thousand_of_them_is_equal_to_the_bit) {
   for (const auto* strategy : {"ddp", "decentralized"}) {
     SCOPED_TRACE(strategy);
     const auto alone = train_at(free_port(), strategy);
@@ -235,7 +235,7 @@ TEST(Strangers, ATrainingAmongAThousandOfThemIsEqualToTheBit) {
   }
 }
 
-TEST(Strangers, ARecordThatAStrangerOverwritesIsRefusedByName) {
+TEST(Strangers, a_record_that_a_stranger_overwrites_is_refused_by_name) {
   const int port = free_port();
   std::thread stranger([port] {
     const auto store = stranger_in_store(port);
@@ -257,7 +257,7 @@ TEST(Strangers, ARecordThatAStrangerOverwritesIsRefusedByName) {
   EXPECT_EQ(ended.output.find('\x1b'), std::string::npos) << ended.output;
 }
 
-TEST(Strangers, RanksWithoutTheSecretAreTold) {
+TEST(Strangers, ranks_without_the_secret_are_told) {
   const auto port = std::to_string(free_port());
   const auto rank = [&](const std::string& number, const std::string& secret) -> Command {
     return {{SHOAL, "train", "--data", "reference", "--model", "mlp", "--steps", "2"},
@@ -276,7 +276,7 @@ TEST(Strangers, RanksWithoutTheSecretAreTold) {
   for (const auto& rank : run_together({rank("0", one), rank("1", one)}, 60)) EXPECT_EQ(rank.code, 0) << rank.output;
 }
 
-TEST(Strangers, TheDoctorSaysWhetherThereIsASecret) {
+TEST(Strangers, the_doctor_says_whether_there_is_a_secret) {
   const auto with = run_together({{{SHOAL, "doctor"}, {{"SHOAL_SECRET", "one-secret-of-many"}}}}, 60).front();
   EXPECT_NE(with.output.find("given (SHOAL_SECRET)"), std::string::npos) << with.output;
   EXPECT_EQ(with.output.find("one-secret"), std::string::npos) << "nobody else's business";

@@ -13,7 +13,7 @@ namespace {
 using nlohmann::json;
 
 // What each keeps, in parts of the parameters' memory.
-TEST(Train, EveryOptimizerLearnsAndKeepsWhatItShould) {
+TEST(Train, every_optimizer_learns_and_keeps_what_it_should) {
   const std::vector<std::tuple<std::string, double, double>> optimizers{
       {"adamw", 2, 2},   {"adam", 2, 2},       {"sgd", 0, 0},        {"sgd_momentum", 1, 1},
       {"adagrad", 1, 1}, {"rmsprop", 1, 1},    {"lamb", 2, 2},       {"adafactor", 0, 0.5},
@@ -40,7 +40,7 @@ json train_reference(const std::vector<std::string>& options) {
   return ended.code == 0 ? read(folder.file("report.json")) : json();
 }
 
-TEST(Train, SchedulesSetTheRateOfEveryStep) {
+TEST(Train, schedules_set_the_rate_of_every_step) {
   const std::vector<std::tuple<std::vector<std::string>, std::vector<double>>> schedules{
       {{}, {0.8, 0.8, 0.8, 0.8, 0.8, 0.8}},
       {{"--schedule", "linear_warmup", "--warmup-steps", "2"}, {0.0008, 0.4004, 0.8, 0.8, 0.8, 0.8}},
@@ -61,7 +61,7 @@ TEST(Train, SchedulesSetTheRateOfEveryStep) {
   }
 }
 
-TEST(Train, DEC15_AccumIterReachesTheOptimizerUnderEveryStrategy) {
+TEST(Train, DEC15_accum_iter_reaches_the_optimizer_under_every_strategy) {
   const auto train = [](std::vector<std::string> more) {
     for (const auto* option : {"--model", "gpt", "--steps", "5", "--optimizer", "accum_adamw"}) more.push_back(option);
     return train_reference(more);
@@ -76,7 +76,7 @@ TEST(Train, DEC15_AccumIterReachesTheOptimizerUnderEveryStrategy) {
 }
 
 // The rate reaches what updates the parameters, on whichever rank and in whichever pieces.
-TEST(Train, SchedulesAndMuonDoTheSameUnderEveryStrategy) {
+TEST(Train, schedules_and_muon_do_the_same_under_every_strategy) {
   for (const auto* optimizer : {"adamw", "muon"}) {
     const std::vector<std::string> common{"--model", "gpt", "--steps", "5", "--clip", "0.5", "--optimizer", optimizer};
     const auto train = [&](std::vector<std::string> more) {

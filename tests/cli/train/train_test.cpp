@@ -15,7 +15,7 @@ namespace {
 
 using nlohmann::json;
 
-TEST(Train, WritesAReportOfTheReferencePeersShape) {
+TEST(Train, writes_a_report_of_the_reference_peers_shape) {
   const TempFolder folder;
   const auto ended = shoal({"train", "--data", "reference", "--model", "gpt", "--steps", "6", "--ranks", "2", "--json",
                             folder.file("report.json")});
@@ -34,7 +34,7 @@ TEST(Train, WritesAReportOfTheReferencePeersShape) {
 }
 
 // torchrun sets it to 1 for every rank; one rank of a host would take all cores otherwise.
-TEST(Train, RespectsTheThreadsThatTheEnvironmentAsksFor) {
+TEST(Train, respects_the_threads_that_the_environment_asks_for) {
   const TempFolder folder;
   const auto threads_of = [&](const std::string& ranks, const std::string& variables,
                               const std::vector<std::string>& more) {
@@ -51,7 +51,7 @@ TEST(Train, RespectsTheThreadsThatTheEnvironmentAsksFor) {
   EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=2", {"--threads", "1"}), 1);
 }
 
-TEST(Train, SavesAFileThatPythonReads) {
+TEST(Train, saves_a_file_that_python_reads) {
   const TempFolder folder;
   const auto ended = shoal({"train", "--data", "reference", "--model", "cnn", "--steps", "2", "--ranks", "2", "--save",
                             folder.file("checkpoint"), "--json", folder.file("report.json")});
@@ -80,7 +80,7 @@ TEST(Train, SavesAFileThatPythonReads) {
   }
 }
 
-TEST(Train, LearnsFashionMnistAndEvaluatesOnAllTestImages) {
+TEST(Train, learns_fashion_mnist_and_evaluates_on_all_test_images) {
   if (!std::filesystem::exists("/usr/share/datasets/fashion-mnist")) GTEST_SKIP() << "dataset-fashion-mnist is missing";
   const TempFolder folder;
   const auto ended = shoal(
@@ -92,7 +92,7 @@ TEST(Train, LearnsFashionMnistAndEvaluatesOnAllTestImages) {
   EXPECT_EQ(report["loss"].size(), static_cast<size_t>(std::ceil(20000 / 64.0)));
 }
 
-TEST(Train, ReadsAnyTextFileForGpt) {
+TEST(Train, reads_any_text_file_for_gpt) {
   const TempFolder folder;
   std::ofstream(folder.file("text")) << std::string(40000, 'a') + std::string(40000, 'b');
   const auto ended = shoal({"train", "--model", "gpt", "--data", "text:" + folder.file("text"), "--steps", "8",
@@ -101,7 +101,7 @@ TEST(Train, ReadsAnyTextFileForGpt) {
   EXPECT_GT(read(folder.file("report.json"))["eval"][0]["perplexity"], 1);
 }
 
-TEST(Train, StrategiesNoneAndLocalRun) {
+TEST(Train, strategies_none_and_local_run) {
   EXPECT_EQ(shoal({"train", "--data", "reference", "--strategy", "none", "--steps", "2"}).code, 0);
   EXPECT_EQ(shoal({"train", "--data", "reference", "--strategy", "local", "--ranks", "2", "--steps", "2"}).code, 0);
 }
@@ -122,7 +122,7 @@ void expect_saved_when_interrupted(const std::string& options) {
   EXPECT_LT(ended.seconds, 14);
 }
 
-TEST(Train, AnInterruptSavesAndEndsWith130) {
+TEST(Train, an_interrupt_saves_and_ends_with130) {
   expect_saved_when_interrupted("");
   expect_saved_when_interrupted("--strategy fsdp --transport gloo");
 }

@@ -101,7 +101,7 @@ class AsOptimizer : public testing::TestWithParam<std::string> {
   }
 };
 
-TEST_P(AsOptimizer, TorchSaveAndLoadAreRefused) {
+TEST_P(AsOptimizer, torch_save_and_load_are_refused) {
   const auto sharded = make(GetParam());
   sharded->step(0);
   auto& optimizer = *sharded->optimizer;
@@ -117,7 +117,7 @@ TEST_P(AsOptimizer, TorchSaveAndLoadAreRefused) {
   expect_goes_on(*sharded);
 }
 
-TEST_P(AsOptimizer, WhatComesThroughTheBaseClassIsRefusedByTheNextStep) {
+TEST_P(AsOptimizer, what_comes_through_the_base_class_is_refused_by_the_next_step) {
   const auto sharded = make(GetParam());
   sharded->step(0);
   auto& base = *sharded->optimizer;
@@ -139,7 +139,7 @@ TEST_P(AsOptimizer, WhatComesThroughTheBaseClassIsRefusedByTheNextStep) {
   expect_goes_on(*sharded);
 }
 
-TEST_P(AsOptimizer, AParameterThatIsThereAlreadyIsRefusedAtOnce) {
+TEST_P(AsOptimizer, a_parameter_that_is_there_already_is_refused_at_once) {
   const auto sharded = make(GetParam());
   sharded->step(0);
   EXPECT_THAT(refusal([&] { sharded->add_param_group(OptimizerParamGroup({sharded->model->second->weight})); }),
@@ -158,7 +158,7 @@ INSTANTIATE_TEST_SUITE_P(All, AsOptimizer,
                                          "ShardGossipOptimizer"),
                          [](const auto& info) { return info.param; });
 
-TEST(ParamGroups, ATrainableParameterOfNoShardedModuleIsRefused) {
+TEST(ParamGroups, a_trainable_parameter_of_no_sharded_module_is_refused) {
   const auto groups = [](Mlp& model) {
     Groups list;
     list.emplace_back(model->parameters());
@@ -175,7 +175,7 @@ TEST(ParamGroups, ATrainableParameterOfNoShardedModuleIsRefused) {
               HasSubstr("a parameter [5] of param group 0"));
 }
 
-TEST(ParamGroups, LbfgsAndOptionsOfAnotherTypeAreRefused) {
+TEST(ParamGroups, lbfgs_and_options_of_another_type_are_refused) {
   const torch::optim::LBFGSOptions lbfgs(0.1);
   auto model = seeded(1);
   EXPECT_THAT(refusal([&] { OSS<torch::optim::LBFGS>(model->parameters(), lbfgs, group()); }), HasSubstr("L-BFGS"));
@@ -194,7 +194,7 @@ TEST(ParamGroups, LbfgsAndOptionsOfAnotherTypeAreRefused) {
 }
 
 // The optimizer is as before, on every rank, whatever was refused and wherever.
-TEST(ParamGroups, OSS06_AGroupThatIsRefusedChangesNothing) {
+TEST(ParamGroups, OSS06_a_group_that_is_refused_changes_nothing) {
   auto model = seeded(1);
   OSS<torch::optim::SGD> optimizer(model->parameters(), sgd, group());
   const auto train_equal = [&](int64_t step) {
@@ -229,7 +229,7 @@ TEST(ParamGroups, OSS06_AGroupThatIsRefusedChangesNothing) {
 }
 
 // The local optimizer of one rank alone refuses; all ranks are told.
-TEST(ParamGroups, OSS06_WhatOneRanksOptimizerRefusesIsRefusedOnAll) {
+TEST(ParamGroups, OSS06_what_one_ranks_optimizer_refuses_is_refused_on_all) {
   auto model = seeded(1);
   const std::vector<at::Tensor> matrices{model->first->weight, model->second->weight};
   OSS<Muon> optimizer(matrices, MuonOptions(0.1), group());
@@ -241,7 +241,7 @@ TEST(ParamGroups, OSS06_WhatOneRanksOptimizerRefusesIsRefusedOnAll) {
   optimizer.step();
 }
 
-TEST(ParamGroups, OSS06_AnAddedGroupKeepsItsOwnOptions) {
+TEST(ParamGroups, OSS06_an_added_group_keeps_its_own_options) {
   auto model = seeded(1), reference = seeded(1);
   const LambOptions defaults = LambOptions(0.05);
   const auto rest = [](Mlp& of) {
@@ -268,7 +268,7 @@ TEST(ParamGroups, OSS06_AnAddedGroupKeepsItsOwnOptions) {
 }
 
 // The caller's own optimizer, of whose parameters each is averaged or exchanged.
-TEST(ParamGroups, GroupsThatComeLaterToTheCallersOptimizerAreRefused) {
+TEST(ParamGroups, groups_that_come_later_to_the_callers_optimizer_are_refused) {
   DistributedDataParallel<MlpImpl> parallel(seeded(1), group());
   torch::optim::SGD optimizer(parallel.module()->parameters(), sgd);
   const OptimizerInBackward in_backward(parallel, optimizer);
@@ -285,7 +285,7 @@ TEST(ParamGroups, GroupsThatComeLaterToTheCallersOptimizerAreRefused) {
   EXPECT_THAT(refusal([&] { local.step(); }), HasSubstr("a parameter [3, 4] was added to param group 0"));
 }
 
-TEST(ParamGroups, StateThatIsWrittenToTheBaseClassIsRefused) {
+TEST(ParamGroups, state_that_is_written_to_the_base_class_is_refused) {
   auto model = seeded(1);
   OSS<torch::optim::SGD> optimizer(model->parameters(), sgd, group());
   torch::optim::Optimizer& base = optimizer;

@@ -138,7 +138,7 @@ void try_decay_groups(const Options& options) {
   Trial<Local, Options>{defaults, [] { return seeded(1); }, groups}.expect_equal_everywhere();
 }
 
-TEST(ParamGroups, SDP12_OSS01_SgdAndFusedSgd) {
+TEST(ParamGroups, SDP12_OSS01_sgd_and_fused_sgd) {
   const auto defaults = torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01);
   const auto own = torch::optim::SGDOptions(0.2).momentum(0.5).weight_decay(0.3).nesterov(true);
   const auto partly = torch::optim::SGDOptions(0.05).weight_decay(0.2);
@@ -147,7 +147,7 @@ TEST(ParamGroups, SDP12_OSS01_SgdAndFusedSgd) {
   try_decay_groups<torch::optim::SGD>(own);
 }
 
-TEST(ParamGroups, SDP12_OSS01_AdamAndFusedAdam) {
+TEST(ParamGroups, SDP12_OSS01_adam_and_fused_adam) {
   const torch::optim::AdamOptions defaults = torch::optim::AdamOptions(5e-3).weight_decay(0.01).amsgrad(true);
   const torch::optim::AdamOptions own = torch::optim::AdamOptions(2e-2).betas({0.8, 0.9}).weight_decay(0.3);
   const torch::optim::AdamOptions partly = torch::optim::AdamOptions().weight_decay(0.2);
@@ -156,7 +156,7 @@ TEST(ParamGroups, SDP12_OSS01_AdamAndFusedAdam) {
   try_decay_groups<FusedAdam>(own);
 }
 
-TEST(ParamGroups, SDP12_OSS01_AdamWAndFusedAdamW) {
+TEST(ParamGroups, SDP12_OSS01_adam_w_and_fused_adam_w) {
   const torch::optim::AdamWOptions defaults = torch::optim::AdamWOptions(5e-3).weight_decay(0.1);
   const torch::optim::AdamWOptions own = torch::optim::AdamWOptions(2e-2).betas({0.8, 0.9}).weight_decay(0.3);
   const torch::optim::AdamWOptions partly = torch::optim::AdamWOptions().weight_decay(0.2);
@@ -165,7 +165,7 @@ TEST(ParamGroups, SDP12_OSS01_AdamWAndFusedAdamW) {
   try_decay_groups<torch::optim::AdamW>(own);
 }
 
-TEST(ParamGroups, SDP12_OSS01_RmspropAdagradAndFusedAdagrad) {
+TEST(ParamGroups, SDP12_OSS01_rmsprop_adagrad_and_fused_adagrad) {
   const torch::optim::RMSpropOptions rms = torch::optim::RMSpropOptions(5e-3).momentum(0.9).weight_decay(0.01);
   const torch::optim::RMSpropOptions own_rms = torch::optim::RMSpropOptions(2e-2).alpha(0.9).weight_decay(0.3);
   const torch::optim::RMSpropOptions partly_rms = torch::optim::RMSpropOptions().weight_decay(0.2);
@@ -177,24 +177,24 @@ TEST(ParamGroups, SDP12_OSS01_RmspropAdagradAndFusedAdagrad) {
   try_groups<FusedAdagrad>(defaults, own, partly);
 }
 
-TEST(ParamGroups, SDP12_OSS01_Lamb) {
+TEST(ParamGroups, SDP12_OSS01_lamb) {
   const LambOptions own = LambOptions(2e-2).betas({0.8, 0.9}).weight_decay(0.3).always_adapt(false);
   try_groups<Lamb>(LambOptions(5e-2), own, LambOptions().weight_decay(0));
   try_decay_groups<Lamb>(own);
 }
 
-TEST(ParamGroups, SDP12_OSS01_Adafactor) {
+TEST(ParamGroups, SDP12_OSS01_adafactor) {
   const AdafactorOptions own = AdafactorOptions(2e-2).weight_decay(0.3).eps1(1e-8).beta1(0.9);
   try_groups<Adafactor>(AdafactorOptions(5e-2), own, AdafactorOptions().weight_decay(0.2));
   try_decay_groups<Adafactor>(own);
 }
 
-TEST(ParamGroups, SDP12_OSS01_Muon) {
+TEST(ParamGroups, SDP12_OSS01_muon) {
   const MuonOptions own = MuonOptions(2e-2).weight_decay(0.3).nesterov(false).adjust_lr(MuonRate::match_rms_adamw);
   try_groups<Muon>(MuonOptions(5e-2), own, MuonOptions().weight_decay(0), /*matrices_only=*/true);
 }
 
-TEST(ParamGroups, SDP12_OSS01_AccumAdamAndAccumAdamW) {
+TEST(ParamGroups, SDP12_OSS01_accum_adam_and_accum_adam_w) {
   const AccumAdamOptions own = AccumAdamOptions(2e-2).accum_iter(2).weight_decay(0.3);
   const AccumAdamOptions partly = AccumAdamOptions().weight_decay(0.2);
   try_groups<AccumAdam>(AccumAdamOptions(5e-2), own, partly);

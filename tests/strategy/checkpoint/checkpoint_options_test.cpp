@@ -131,7 +131,7 @@ const SGDOptions of_biases = SGDOptions(0.3).momentum(0.5).dampening(0.1);
 
 class ParamGroupOptions : public testing::TestWithParam<std::string> {};
 
-TEST_P(ParamGroupOptions, BEY05_EveryOptionComesBackAndTrainingGoesOn) {
+TEST_P(ParamGroupOptions, BEY05_every_option_comes_back_and_training_goes_on) {
   const SharedFolder folder;
   const auto try_optimizer = [&]<class Local>(std::type_identity<Local>, const auto& defaults, const auto& own,
                                               const auto& others) {
@@ -160,7 +160,7 @@ TEST_P(ParamGroupOptions, BEY05_EveryOptionComesBackAndTrainingGoesOn) {
 }
 
 // Param groups in another order, and cut otherwise; other strategies.
-TEST_P(ParamGroupOptions, BEY05_OptionsFollowParametersIntoOtherGroups) {
+TEST_P(ParamGroupOptions, BEY05_options_follow_parameters_into_other_groups) {
   const SharedFolder folder;
   const auto running = start<SGD>("ddp", fast, two_groups(of_biases));
   for (int64_t step = 0; step < 2; ++step) running->step(step);
@@ -195,7 +195,7 @@ TEST_P(ParamGroupOptions, BEY05_OptionsFollowParametersIntoOtherGroups) {
 INSTANTIATE_TEST_SUITE_P(All, ParamGroupOptions, testing::Values("ddp", "zero1", "megatron", "fsdp", "local_updates"),
                          [](const auto& info) { return info.param; });
 
-TEST(TrainingCheckpoint, BEY05_OptionsThatDifferAreNamed) {
+TEST(TrainingCheckpoint, BEY05_options_that_differ_are_named) {
   const SharedFolder folder;
   const auto running = start<SGD>("zero1", fast, two_groups(of_biases));
   running->step(0);
@@ -234,7 +234,7 @@ TEST(TrainingCheckpoint, BEY05_OptionsThatDifferAreNamed) {
 }
 
 // As checkpoints were before they had all options: rates by param group, the position of one schedule.
-TEST(TrainingCheckpoint, BEY05_CheckpointsThatHaveRatesAloneStillLoad) {
+TEST(TrainingCheckpoint, BEY05_checkpoints_that_have_rates_alone_still_load) {
   const SharedFolder folder;
   const auto model = std::make_shared<Net>(1);
   FusedAdamW optimizer(trainable(*model), adamw);
@@ -261,7 +261,7 @@ TEST(TrainingCheckpoint, BEY05_CheckpointsThatHaveRatesAloneStillLoad) {
   EXPECT_EQ(static_cast<const torch::optim::AdamWOptions&>(plain.param_groups()[0].options()).weight_decay(), 0.1);
 }
 
-TEST(TrainingCheckpoint, BEY05_OptionsThatAreNotWhatShoalWritesAreRefused) {
+TEST(TrainingCheckpoint, BEY05_options_that_are_not_what_shoal_writes_are_refused) {
   const SharedFolder folder;
   const auto model = std::make_shared<Net>(1);
   FusedAdamW optimizer(trainable(*model), adamw);
@@ -340,7 +340,7 @@ void expect_schedule_goes_on(const std::string& strategy, const Step& step, cons
 
 class Schedules : public testing::TestWithParam<std::string> {};
 
-TEST_P(Schedules, BEY05_LibtorchsGoOn) {
+TEST_P(Schedules, BEY05_libtorchs_go_on) {
   using torch::optim::Optimizer;
   using torch::optim::ReduceLROnPlateauScheduler;
   using torch::optim::StepLR;
@@ -366,7 +366,7 @@ TEST_P(Schedules, BEY05_LibtorchsGoOn) {
 INSTANTIATE_TEST_SUITE_P(All, Schedules, testing::Values("ddp", "zero1", "megatron", "fsdp", "local_updates"),
                          [](const auto& info) { return info.param; });
 
-TEST(TrainingCheckpoint, BEY05_SchedulesThatDoNotFitAreNamed) {
+TEST(TrainingCheckpoint, BEY05_schedules_that_do_not_fit_are_named) {
   const SharedFolder folder;
   const auto running = start<SGD>("ddp", fast, two_groups(of_biases));
   torch::optim::StepLR schedule(*running->whole, 2);
@@ -389,7 +389,7 @@ TEST(TrainingCheckpoint, BEY05_SchedulesThatDoNotFitAreNamed) {
 
 class BareModule : public testing::TestWithParam<std::string> {};
 
-TEST_P(BareModule, BEY05_TakesWhatAnyStrategyHasTrained) {
+TEST_P(BareModule, BEY05_takes_what_any_strategy_has_trained) {
   const SharedFolder folder;
   const auto running = test::start(GetParam(), group(), 1);
   train(*running, group(), 0, 3);
@@ -412,7 +412,7 @@ TEST_P(BareModule, BEY05_TakesWhatAnyStrategyHasTrained) {
 INSTANTIATE_TEST_SUITE_P(All, BareModule, testing::ValuesIn(all_strategies()),
                          [](const auto& info) { return info.param; });
 
-TEST(TrainingCheckpoint, BEY05_ABareModuleThatDoesNotFitStaysAsItWas) {
+TEST(TrainingCheckpoint, BEY05_a_bare_module_that_does_not_fit_stays_as_it_was) {
   const SharedFolder folder;
   const auto running = test::start("ddp", group(), 1);
   save(folder / "run", *running->state);

@@ -11,7 +11,7 @@ const Group& group() {
 
 class Pairs : public testing::TestWithParam<std::string> {};
 
-TEST_P(Pairs, BEY05_AnyStrategyAtAnyNumberOfRanksTakesIt) {
+TEST_P(Pairs, BEY05_any_strategy_at_any_number_of_ranks_takes_it) {
   const test::SharedFolder folder;
   const auto run_of = [&](int ranks) { return folder / ("ranks-" + std::to_string(ranks)); };
   for (int from = 1; from <= group().size(); ++from) {

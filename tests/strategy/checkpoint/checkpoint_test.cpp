@@ -26,7 +26,7 @@ const Group& group() {
   return test::world().group();
 }
 
-TEST(TrainingCheckpoint, BEY05_OSS07_MEG11_FSDP17_EveryTensorStaysThroughAChainOfStrategies) {
+TEST(TrainingCheckpoint, BEY05_OSS07_MEG11_FSDP17_every_tensor_stays_through_a_chain_of_strategies) {
   const SharedFolder folder;
   const std::vector<std::pair<std::string, int>> chain{{"fsdp", 4},          {"zero1", 3}, {"megatron", 2},
                                                        {"decentralized", 2}, {"ddp", 1},   {"fsdp", 4}};
@@ -63,7 +63,7 @@ std::vector<std::string> resumed() {
 class Resume : public testing::TestWithParam<std::string> {};
 
 // Parameters, buffers, and all that decides the steps to come.
-TEST_P(Resume, BEY05_BEY06_GoesOnAsIfItHadNeverEnded) {
+TEST_P(Resume, BEY05_BEY06_goes_on_as_if_it_had_never_ended) {
   if (GetParam() == "none" && group().transport() == "gloo" && group().size() > 2) {
     GTEST_SKIP() << "sums depend on buckets, of which a training without its wrapper knows nothing";
   }
@@ -98,7 +98,7 @@ TEST_P(Resume, BEY05_BEY06_GoesOnAsIfItHadNeverEnded) {
 INSTANTIATE_TEST_SUITE_P(All, Resume, testing::ValuesIn(resumed()), [](const auto& info) { return info.param; });
 
 // Hooks' memories go where the same strategy goes on at the same number of ranks, and nowhere else.
-TEST(TrainingCheckpoint, BEY05_AHookBeginsAnewElsewhere) {
+TEST(TrainingCheckpoint, BEY05_a_hook_begins_anew_elsewhere) {
   const SharedFolder folder;
   const auto running = start("ddp_powersgd", group(), 1);
   train(*running, group(), 0, 3);
@@ -117,7 +117,7 @@ TEST(TrainingCheckpoint, BEY05_AHookBeginsAnewElsewhere) {
 }
 
 // Theta, its momentum and the count of steps go to any number of ranks.
-TEST(TrainingCheckpoint, BEY05_DilocoGoesOnAtAnotherNumberOfRanks) {
+TEST(TrainingCheckpoint, BEY05_diloco_goes_on_at_another_number_of_ranks) {
   const SharedFolder folder;
   const auto running = start("diloco", group(), 1);
   train(*running, group(), 0, 5);
@@ -141,7 +141,7 @@ TEST(TrainingCheckpoint, BEY05_DilocoGoesOnAtAnotherNumberOfRanks) {
 }
 
 // A decentralised rank's parameters are its own; others get the mean.
-TEST(TrainingCheckpoint, BEY05_OtherStrategiesGetTheMeanOfDecentralisedRanks) {
+TEST(TrainingCheckpoint, BEY05_other_strategies_get_the_mean_of_decentralised_ranks) {
   const SharedFolder folder;
   const auto running = start("decentralized", group(), 1);
   train(*running, group(), 0, 4);
@@ -155,7 +155,7 @@ TEST(TrainingCheckpoint, BEY05_OtherStrategiesGetTheMeanOfDecentralisedRanks) {
   }
 }
 
-TEST(TrainingCheckpoint, BEY05_WhatDoesNotFitIsNamedAndNothingChanges) {
+TEST(TrainingCheckpoint, BEY05_what_does_not_fit_is_named_and_nothing_changes) {
   const SharedFolder folder;
   const auto running = start("fsdp", group(), 1);
   train(*running, group(), 0, 2);
@@ -172,7 +172,7 @@ TEST(TrainingCheckpoint, BEY05_WhatDoesNotFitIsNamedAndNothingChanges) {
   EXPECT_TRUE(at::equal(child->weight, before));
 }
 
-TEST(TrainingCheckpoint, BEY05_PartOfAModelAndModelsWithoutOptimizer) {
+TEST(TrainingCheckpoint, BEY05_part_of_a_model_and_models_without_optimizer) {
   const SharedFolder folder;
   const auto running = start("zero1", group(), 1);
   train(*running, group(), 0, 2);
@@ -201,7 +201,7 @@ TEST(TrainingCheckpoint, BEY05_PartOfAModelAndModelsWithoutOptimizer) {
   }
 }
 
-TEST(TrainingCheckpoint, MEG11_BEY05_ScalerScheduleAndRatesComeBack) {
+TEST(TrainingCheckpoint, MEG11_BEY05_scaler_schedule_and_rates_come_back) {
   const SharedFolder folder;
   const auto model = std::make_shared<test::Net>(1);
   FusedAdamW optimizer(test::trainable(*model), test::adamw);

@@ -120,7 +120,7 @@ TEST(DdpOptions, DDP16_runs_on_a_part_of_the_world) {
   EXPECT_LT(difference(test::gradients(*model), test::gradients(*reference)), 1e-12);
 }
 
-TEST(DdpOptions, ValidateListsAllFaults) {
+TEST(DdpOptions, validate_lists_all_faults) {
   const DistributedDataParallelOptions options{
       .find_unused_parameters = true, .static_graph = true, .bucket_cap_mb = 0, .first_bucket_mb = -1};
   try {

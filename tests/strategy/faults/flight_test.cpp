@@ -49,58 +49,58 @@ class Flights : public ::testing::TestWithParam<const char*> {
   TempFolder folder_;
 };
 
-TEST_P(Flights, ARankKilledInForwardNeverEnteredTheFirstBucket) {
+TEST_P(Flights, a_rank_killed_in_forward_never_entered_the_first_bucket) {
   expect_verdict("forward", {"rank 1 never entered #", "all_reduce(sum, ", "step 3, bucket 0: ", "is gone",
                              "ranks 0, 2 waited for it"});
 }
-TEST_P(Flights, ARankKilledInBackwardNeverEnteredTheNextBucket) {
+TEST_P(Flights, a_rank_killed_in_backward_never_entered_the_next_bucket) {
   expect_verdict("backward", {"rank 1 never entered #", "step 3, bucket ", "is gone"});
 }
-TEST_P(Flights, ARankKilledInACollectiveEnteredIt) {
+TEST_P(Flights, a_rank_killed_in_a_collective_entered_it) {
   expect_verdict("all_reduce", {"rank 1 entered #", "step 3, bucket 0: ", "did not finish it", "is gone"});
 }
-TEST_P(Flights, ALateRankCameAfterAnotherHadGivenUp) {
+TEST_P(Flights, a_late_rank_came_after_another_had_given_up) {
   expect_verdict("late", {"rank 1 entered #", "step 3, bucket 0: ", "later than rank", "had given up by then"});
 }
-TEST_P(Flights, ARankThatLeavesNeverEnteredTheFirstBucket) {
+TEST_P(Flights, a_rank_that_leaves_never_entered_the_first_bucket) {
   expect_verdict("leave", {"rank 1 never entered #", "step 3, bucket 0: ", "has left the job in order"});
 }
-TEST_P(Flights, AnExceptionInForwardEndsARank) {
+TEST_P(Flights, an_exception_in_forward_ends_a_rank) {
   expect_verdict("throw_forward", {"rank 1 never entered #", "step 3, bucket 0: ", "is gone"});
 }
-TEST_P(Flights, AnExceptionInBackwardEndsARank) {
+TEST_P(Flights, an_exception_in_backward_ends_a_rank) {
   expect_verdict("throw_backward", {"rank 1 never entered #", "step 3, bucket ", "is gone"});
 }
-TEST_P(Flights, AnotherOrderIsNamed) {
+TEST_P(Flights, another_order_is_named) {
   expect_verdict("order", {"ranks called different operations as #",
                            "ranks 0, 2 called all_reduce(sum, 4 x Float), "
                            "step 3: loss",
                            "rank 1 called all_reduce(sum, 4 x Float), step 3: accuracy"});
 }
-TEST_P(Flights, AnotherSizeIsNamed) {
+TEST_P(Flights, another_size_is_named) {
   expect_verdict("size", {"ranks 0, 2 called all_reduce(sum, 4 x Float)", "rank 1 called all_reduce(sum, 5 x Float)"});
 }
-TEST_P(Flights, AnotherDtypeIsNamed) {
+TEST_P(Flights, another_dtype_is_named) {
   expect_verdict("dtype", {"ranks 0, 2 called all_reduce(sum, 4 x Float)", "rank 1 called all_reduce(sum, 4 x Int)"});
 }
-TEST_P(Flights, AnotherReductionIsNamed) {
+TEST_P(Flights, another_reduction_is_named) {
   expect_verdict("maximum",
                  {"ranks 0, 2 called all_reduce(sum, 4 x Float)", "rank 1 called all_reduce(max, 4 x Float)"});
 }
-TEST_P(Flights, AnotherRootIsNamed) {
+TEST_P(Flights, another_root_is_named) {
   expect_verdict("root",
                  {"ranks 0, 2 called broadcast(4 x Float, root 0)", "rank 1 called broadcast(4 x Float, root 2)"});
 }
-TEST_P(Flights, AnOperationLeftOutIsNamed) {
+TEST_P(Flights, an_operation_left_out_is_named) {
   expect_verdict("skip", {"ranks 0, 2 called all_reduce(sum, 4 x Float), step 3: loss",
                           "rank 1 called all_reduce(sum, 4 x Float), step 3: accuracy"});
 }
-TEST_P(Flights, AnOperationInAdditionIsNamed) {
+TEST_P(Flights, an_operation_in_addition_is_named) {
   expect_verdict("extra", {"ranks 0, 2 called all_reduce(sum, 4 x Float), step 3: accuracy",
                            "rank 1 called all_reduce(sum, 4 x Float), step 3: speed"});
 }
 
-TEST_P(Flights, AStepThatWasGivenUpIsARemark) {
+TEST_P(Flights, a_step_that_was_given_up_is_a_remark) {
   const auto ended = fly("give_up");
   for (const auto& rank : ended) EXPECT_EQ(rank.code, 0) << rank.output;
   const auto sentences = verdict(read_flights({folder_.path()}));
@@ -113,7 +113,7 @@ TEST_P(Flights, AStepThatWasGivenUpIsARemark) {
 INSTANTIATE_TEST_SUITE_P(, Flights, ::testing::Values("host", "gloo"), [](const auto& info) { return info.param; });
 
 // The records of a run without faults: one per collective, all finished, in the order of their numbers.
-TEST(Flight, EveryOperationBeginsAndEnds) {
+TEST(Flight, every_operation_begins_and_ends) {
   const TempFolder folder;
   const auto ended = run_together({{{FAULT_RANK, "none", "0"}, {{"SHOAL_FLIGHT_RECORDER", folder.path()}}}}, 40);
   ASSERT_EQ(ended[0].code, 0) << ended[0].output;
@@ -132,7 +132,7 @@ TEST(Flight, EveryOperationBeginsAndEnds) {
   EXPECT_GE(buckets, 6) << "a bucket in each of 6 steps";
 }
 
-TEST(Flight, OtherFilesAreRefusedByName) {
+TEST(Flight, other_files_are_refused_by_name) {
   const TempFolder folder;
   EXPECT_THROW(read_flights({folder.path()}), UsageError);
   std::FILE* file = std::fopen(folder.file("rank-0.flight").c_str(), "w");

@@ -46,17 +46,17 @@ void kill_and_look(const std::string& point) {
   }
 }
 
-TEST(Kill, ARankKilledInForwardIsNamedByTheOthers) {
+TEST(Kill, a_rank_killed_in_forward_is_named_by_the_others) {
   kill_and_look("forward");
 }
-TEST(Kill, ARankKilledInBackwardIsNamedByTheOthers) {
+TEST(Kill, a_rank_killed_in_backward_is_named_by_the_others) {
   kill_and_look("backward");
 }
-TEST(Kill, ARankKilledInAnAllReduceIsNamedByTheOthers) {
+TEST(Kill, a_rank_killed_in_an_all_reduce_is_named_by_the_others) {
   kill_and_look("all_reduce");
 }
 
-TEST(Kill, AStoppedRankIsNamedByTheOthers) {
+TEST(Kill, a_stopped_rank_is_named_by_the_others) {
   const auto ended = run_together(ranks(2, "stop", 1), 10);
   EXPECT_TRUE(ended[1].overdue) << "stopped, so the test ended it";
   EXPECT_EQ(ended[0].code, 1);
@@ -65,7 +65,7 @@ TEST(Kill, AStoppedRankIsNamedByTheOthers) {
 }
 
 // Nobody answers any more for the store that it holds, either.
-TEST(Kill, AStoppedRankThatHoldsTheStoreIsNamedByTheOthers) {
+TEST(Kill, a_stopped_rank_that_holds_the_store_is_named_by_the_others) {
   for (const auto* transport : {"host", "gloo"}) {
     SCOPED_TRACE(transport);
     auto commands = ranks(3, "stop", 0);
@@ -81,7 +81,7 @@ TEST(Kill, AStoppedRankThatHoldsTheStoreIsNamedByTheOthers) {
   }
 }
 
-TEST(Kill, ALateRankRunsIntoTheDeadline) {
+TEST(Kill, a_late_rank_runs_into_the_deadline) {
   const auto ended = run_together(ranks(2, "late", 1), 50);
   EXPECT_EQ(ended[0].code, 1);
   EXPECT_NE(ended[0].output.find("not finished after 10 s"), std::string::npos) << ended[0].output;
@@ -89,7 +89,7 @@ TEST(Kill, ALateRankRunsIntoTheDeadline) {
   EXPECT_EQ(ended[1].code, 1) << "and the late one learns that its peer has gone: " << ended[1].output;
 }
 
-TEST(Rendezvous, WorldSizesThatDisagreeAreNamedOnEveryRank) {
+TEST(Rendezvous, world_sizes_that_disagree_are_named_on_every_rank) {
   auto commands = ranks(2, "none", 0);
   commands[1].variables[1].second = "3";
   for (const auto& rank : run_together(commands, 30)) {
@@ -99,7 +99,7 @@ TEST(Rendezvous, WorldSizesThatDisagreeAreNamedOnEveryRank) {
   }
 }
 
-TEST(Rendezvous, TwoProcessesOfOneRankAreNamed) {
+TEST(Rendezvous, two_processes_of_one_rank_are_named) {
   auto commands = ranks(3, "none", 0);
   commands[2].variables[0].second = "1";
   int named = 0;
@@ -110,7 +110,7 @@ TEST(Rendezvous, TwoProcessesOfOneRankAreNamed) {
   EXPECT_EQ(named, 3);
 }
 
-TEST(Rendezvous, ARankThatNeverComesIsNamed) {
+TEST(Rendezvous, a_rank_that_never_comes_is_named) {
   auto commands = ranks(3, "none", 0);
   commands.pop_back();
   for (const auto& rank : run_together(commands, 40)) {
@@ -120,7 +120,7 @@ TEST(Rendezvous, ARankThatNeverComesIsNamed) {
   }
 }
 
-TEST(Rendezvous, APortInUseIsNamed) {
+TEST(Rendezvous, a_port_in_use_is_named) {
   // A foreign listener that never answers: this test's own socket.
   auto commands = ranks(2, "none", 0);
   commands.insert(commands.begin(), {{"python3", "-c",
@@ -138,7 +138,7 @@ TEST(Rendezvous, APortInUseIsNamed) {
   EXPECT_LT(ended[2].seconds, 15);
 }
 
-TEST(Rendezvous, RankWithoutWorldSizeIsRefused) {
+TEST(Rendezvous, rank_without_world_size_is_refused) {
   auto commands = ranks(1, "none", 0);
   commands[0].variables.erase(commands[0].variables.begin() + 1);
   const auto ended = run_together(commands, 10).front();

@@ -33,7 +33,7 @@ at::Tensor loss_of(MlpImpl& model) {
   return mean_loss(model.forward(batch(group().rank(), 0)));
 }
 
-TEST(Fsdp, AnOptimizerThatOutlivesItsWrapperAppliesWhatHasBeenSummedUpAndRefusesWhatHasNot) {
+TEST(Fsdp, an_optimizer_that_outlives_its_wrapper_applies_what_has_been_summed_up_and_refuses_what_has_not) {
   auto reference = seeded(1);
   torch::optim::SGD reference_optimizer(reference->parameters(), sgd);
   for (int rank = 0; rank < group().size(); ++rank) {
@@ -60,7 +60,7 @@ TEST(Fsdp, AnOptimizerThatOutlivesItsWrapperAppliesWhatHasBeenSummedUpAndRefuses
 }
 
 // After each, the parameters are the module's own again, where they are all in memory.
-TEST(Fsdp, WrapperAndOptimizerMayGoInAnyOrderAndAtAnyTime) {
+TEST(Fsdp, wrapper_and_optimizer_may_go_in_any_order_and_at_any_time) {
   for (const auto& options : strategies()) {
     for (const bool optimizer_first : {true, false}) {
       for (const int backwards : {0, 1, 2}) {
@@ -89,7 +89,7 @@ TEST(Fsdp, WrapperAndOptimizerMayGoInAnyOrderAndAtAnyTime) {
   }
 }
 
-TEST(Fsdp, UnwrapGivesTheModuleItsParametersBackAndNothingOfTheWrapperWorksAfterwards) {
+TEST(Fsdp, unwrap_gives_the_module_its_parameters_back_and_nothing_of_the_wrapper_works_afterwards) {
   for (auto options : strategies()) {
     for (const bool narrow : {false, true}) {
       if (narrow) options.param_dtype = at::kBFloat16;
@@ -133,7 +133,7 @@ TEST(Fsdp, UnwrapGivesTheModuleItsParametersBackAndNothingOfTheWrapperWorksAfter
 }
 
 // The module, too, while autograd's graph is there.
-TEST(Fsdp, AGraphMayOutliveAllOfThem) {
+TEST(Fsdp, a_graph_may_outlive_all_of_them) {
   for (const auto& options : strategies()) {
     at::Tensor loss;
     {

@@ -93,7 +93,7 @@ TEST(Fsdp, FSDP07_a_byte_limit_without_room_for_a_unit_names_it_and_leaves_the_m
   EXPECT_EQ(model->forward(batch(0, 0)).numel(), make_mlp()->forward(batch(0, 0)).numel());
 }
 
-TEST(Fsdp, WrongOptionsAreRefused) {
+TEST(Fsdp, wrong_options_are_refused) {
   const auto make = [](const Options& options) { FullyShardedDataParallel<MlpImpl>(make_mlp(), group(), options); };
   EXPECT_THROW(make({.unit_limit = 1, .prefetch_units = 1}), UsageError);
   EXPECT_THROW(make({.shard_size = 2}), UsageError);

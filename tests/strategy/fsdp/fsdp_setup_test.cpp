@@ -33,7 +33,7 @@ TEST(Fsdp, FSDP01_hybrid_takes_the_ranks_of_each_host_wherever_they_are) {
   EXPECT_THAT(refusal([&] { by_host({0, 0, 1}, 2); }), HasSubstr("shard_size"));
 }
 
-TEST(Fsdp, OptionsAreComparedOverAllRanks) {
+TEST(Fsdp, options_are_compared_over_all_ranks) {
   if (group().size() == 1) GTEST_SKIP() << "no peers";
   const bool last = group().rank() == group().size() - 1;
   const auto model = make_mlp();
@@ -49,7 +49,7 @@ TEST(Fsdp, OptionsAreComparedOverAllRanks) {
 }
 
 // Where each rank is a shard group of its own, and where there are two.
-TEST(Fsdp, OptimizersAreComparedOverAllRanks) {
+TEST(Fsdp, optimizers_are_compared_over_all_ranks) {
   if (group().size() == 1) GTEST_SKIP() << "no peers";
   const bool last = group().rank() == group().size() - 1;
   for (const auto strategy : {ShardingStrategy::no_shard, ShardingStrategy::hybrid_shard}) {

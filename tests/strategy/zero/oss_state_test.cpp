@@ -188,7 +188,7 @@ TEST(Oss, OSS10_BEY07_inf_on_one_rank_only_is_skipped_by_all) {
   EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12);
 }
 
-TEST(Oss, BadInputIsRefused) {
+TEST(Oss, bad_input_is_refused) {
   auto model = seeded(1);
   const torch::optim::SGDOptions sgd(0.1);
   EXPECT_THROW((OSS<torch::optim::SGD>(model->parameters(), sgd, group(), {.broadcast_buffer_size = 0})), UsageError);
