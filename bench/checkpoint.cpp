@@ -1,11 +1,10 @@
-// Saving and loading on as many ranks as the launcher starts; bench/checkpoints.py compares it with what the disk can
-// do.
+// Benchmark of saving and loading on as many ranks as the launcher starts. bench/checkpoints.py compares it with the
+// disk's own speed.
 //
-//   shoal launch --ranks N -- bench_checkpoint FOLDER MIB ROUNDS    MIB of float32 in 16 tensors, each cut among the
-//   ranks
+//   shoal launch --ranks N -- bench_checkpoint FOLDER MIB ROUNDS    MIB of float32 in 16 tensors, sharded over ranks
 //
-// Prints, as JSON, seconds of each round: save; load, with checksums, after the files have left the page cache; stall,
-// until save_async returns; copy, what copying the rank's part takes.
+// Prints, as JSON, the seconds of each round: save; load, with checksums, after the files have left the page cache;
+// stall, until save_async returns; copy, of the rank's part.
 
 #include <fcntl.h>
 #include <fmt/format.h>

@@ -1,10 +1,10 @@
-// What saving and loading a training take beside it, on as many ranks as the launcher starts.
+// Benchmark of the memory that saving and loading a training need, on as many ranks as the launcher starts.
 //
 //   shoal launch --ranks 4 --threads 1 -- bench_checkpoint_memory FOLDER LAYERS
 //
-// FullyShardedDataParallel with AdamW over LAYERS linear layers of 4096 x 4096, 12 for 201 million parameters. Prints,
-// as JSON, MiB of the rank for which they are largest: its own part (parameters and optimizer state), and by how much
-// the resident memory grows at most in save, save_async with wait, and load.
+// FullyShardedDataParallel with AdamW over LAYERS linear layers of 4096 x 4096; 12 layers are 201 million parameters.
+// Prints, as JSON, the maximum over ranks in MiB: of the rank's own part (parameters and optimizer state), and of the
+// growth of resident memory in save, save_async with wait, and load.
 
 #include <fmt/format.h>
 #include <malloc.h>

@@ -1,4 +1,4 @@
-// What the engine costs per step, apart from communication: DDP on one rank (identity transport) beside the bare
+// Benchmark of the engine's cost per step, without communication: DDP on one rank (identity transport) beside the bare
 // module.
 
 #include <ATen/Parallel.h>

@@ -1,6 +1,6 @@
-// What collectives of ranks on one host cannot beat: the same bytes read and written by as many threads, without any
-// agreement. Arguments: MiB per rank. The column to read is CPU, the time of each thread: this library divides real
-// time by the number of threads.
+// Benchmark of the lower bound for collectives of ranks on one host: the same bytes read and written by as many
+// threads, without coordination. Argument: MiB per rank. Read the column CPU, the time of each thread; the benchmark
+// library divides real time by the number of threads.
 
 #include <benchmark/benchmark.h>
 #include <sys/mman.h>

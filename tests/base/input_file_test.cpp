@@ -1,4 +1,4 @@
-// Files from outside are opened without trust in what they are.
+// Files from outside, which are opened without trust.
 
 #include "base/input_file.h"
 

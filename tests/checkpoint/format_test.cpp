@@ -1,4 +1,4 @@
-// The formats: files of the Python package, and what must be refused.
+// File formats: files of the Python package, and invalid files.
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>

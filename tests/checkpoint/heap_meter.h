@@ -1,5 +1,5 @@
 #pragma once
-// Counts what this program has on the C++ heap. Include in one file of a program: it replaces operator new.
+// Meter of this program's C++ heap. Include it in one file of a program: it replaces operator new.
 
 #include <malloc.h>
 

@@ -1,6 +1,6 @@
-// A target for libFuzzer: whatever the bytes, they are the index of a checkpoint or refused with a CheckpointError
-// (BEY05). With a weight_map they are one of Hugging Face's, else one of ours, which gets a right checksum: no mutation
-// would find it. A good file of values lies beside it.
+// libFuzzer target: any bytes are either a checkpoint's index or refused with a CheckpointError (BEY05). With a
+// weight_map they are a Hugging Face index, else one of ours, which gets a correct checksum, because no mutation would
+// find one. A valid file of values lies beside it.
 
 #include <fmt/format.h>
 #include <torch/types.h>

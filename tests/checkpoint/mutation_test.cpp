@@ -1,6 +1,6 @@
-// Damaged and hostile files: each is refused with a CheckpointError or read as it was, within bounded memory (BEY05).
+// Damaged and hostile files: each is refused with a CheckpointError or read unchanged, within bounded memory (BEY05).
 //
-// SHOAL_MUTATIONS (default 10000) says how many.
+// SHOAL_MUTATIONS (default 10000) sets their number.
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Checkpoints in the hands of other programs: Python, and `shoal checkpoint`.
+// Checkpoints in other programs: Python, and `shoal checkpoint`.
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 #pragma once
-// For fuzzing: reads whatever a checkpoint says it has.
+// Reader of everything in a checkpoint, for fuzzing.
 
 #include "checkpoint/loading/reader.h"
 #include "shoal/error.h"

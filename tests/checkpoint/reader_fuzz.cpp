@@ -1,4 +1,4 @@
-// A target for libFuzzer: whatever the bytes, they are a safetensors file or refused with a CheckpointError (BEY05).
+// libFuzzer target: any bytes are either a safetensors file or refused with a CheckpointError (BEY05).
 
 #include "tests/checkpoint/read_all.h"
 #include "tests/support/fuzz_input.h"

@@ -1,4 +1,4 @@
-// The same checkpoint in the files of another number of ranks (BEY05).
+// Resharding of a checkpoint for another number of ranks (BEY05).
 
 #include <fcntl.h>
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-// Saves that cannot succeed: every rank says why, the old checkpoint stays, and the next save works (BEY05, BEY06).
+// Saves that fail: every rank reports why, the old checkpoint stays, and the next save works (BEY05, BEY06).
 
 #include <fcntl.h>
 #include <gmock/gmock.h>

@@ -1,6 +1,6 @@
-// Ranks that are killed at any moment of saves into one folder (BEY06).
+// Ranks killed at any moment of saves into one folder (BEY06).
 //
-// SHOAL_KILLS (default 20) says how often.
+// SHOAL_KILLS (default 20) sets the number of kills.
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>

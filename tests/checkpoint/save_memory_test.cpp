@@ -1,4 +1,4 @@
-// What saving and loading take beside the tensors themselves (BEY05).
+// Memory that saving and loading need beside the tensors themselves (BEY05).
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 #pragma once
-// Random tensors, and random ways of cutting them into what ranks hold; equal on all ranks for one seed.
+// Random tensors, and random divisions of them into ranks' slices; the same on all ranks for one seed.
 
 #include <torch/types.h>
 

@@ -1,4 +1,4 @@
-// Wrong command lines and wrong input: one clear line, the right exit code, soon.
+// Wrong command lines and wrong input: one clear line and the right exit code, without delay.
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// `shoal train --compress` (DDP11): what travels, step by step.
+// `shoal train --compress` (DDP11): communication, step by step.
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// Interrupts, killed ranks and evaluations under every strategy of `shoal train`: what a user finds afterwards.
+// Interrupts, killed ranks and evaluations under every strategy of `shoal train`, as a user sees them.
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// `shoal launch`: any program, N ranks, nobody left behind.
+// `shoal launch`: any program on N ranks, with no process left behind.
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// `shoal plan` beside what `shoal train` counts.
+// `shoal plan` compared with the counts of `shoal train`.
 
 #include <gtest/gtest.h>
 

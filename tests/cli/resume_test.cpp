@@ -1,4 +1,4 @@
-// `shoal train --resume`: a training that was stopped goes on as if it had not been.
+// `shoal train --resume`: a stopped training continues as if it had not been stopped.
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// What `shoal train`, `bench` and `launch` look at before they start anything: options that do not fit the strategy or
-// the number of ranks, numbers, places to write to, and the system's limits. One error, nothing started.
+// Checks of `shoal train`, `bench` and `launch` before they start anything: options that do not fit the strategy or the
+// number of ranks, numbers, output paths, and the system's limits. One error, nothing started.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -1,4 +1,4 @@
-// A target for libFuzzer: whatever the bytes, they are merged or refused with a UsageError.
+// libFuzzer target: any bytes are either merged or refused with a UsageError.
 
 #include "cli/telemetry/trace_merge.h"
 #include "shoal/error.h"

@@ -1,4 +1,4 @@
-// What strangers write into the job's store is refused.
+// Values that strangers write into the job's store, which are refused.
 
 #include "comm/store/authenticated_store.h"
 

@@ -1,4 +1,4 @@
-// The job's store: no call waits without an end.
+// Deadlines of all calls to the job's store.
 
 #include "comm/store/deadline_store.h"
 

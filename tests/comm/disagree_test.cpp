@@ -1,5 +1,5 @@
-// BEY09: ranks that call different things all say so, before anybody's data are touched: on the host transport, and on
-// Gloo and MPI with --check-agreement. Without it they find out where somebody waits.
+// BEY09: if ranks call different things, all of them report it before any data are changed: on the host transport, and
+// on Gloo and MPI with --check-agreement. Without it, ranks that wait find out.
 
 #include <gmock/gmock.h>
 

@@ -1,4 +1,4 @@
-// Flight recorder's files that somebody else has made, or that are damaged.
+// Flight recorder files that are damaged or made by somebody else.
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>

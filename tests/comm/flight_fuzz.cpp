@@ -1,7 +1,7 @@
-// A target for libFuzzer: whatever the bytes, they are a flight or refused with a UsageError, and a verdict is found.
+// libFuzzer target: any bytes are either a flight, which gets a verdict, or refused with a UsageError.
 //
-// The bytes are the header up to its groups, two bytes for the length of the groups, the groups, and records. What makes
-// it a file of this version, and of the same job as the good flight beside it, is put in place.
+// The bytes are the header up to its groups, two bytes for the length of the groups, the groups, and records. The
+// target adds what makes it a file of this version and of the same job as the valid flight beside it.
 
 #include <algorithm>
 #include <cstddef>

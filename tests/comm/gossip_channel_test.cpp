@@ -1,4 +1,4 @@
-// Versions of buffers that ranks show each other: the last rank shows, the others read.
+// Gossip channels: the last rank shows versions of buffers, the others read them.
 
 #include <torch/types.h>
 

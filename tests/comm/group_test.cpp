@@ -1,4 +1,4 @@
-// Every collective against what it is defined to do, on 1 to 4 real ranks.
+// Every collective compared with its definition, on 1 to 4 real ranks.
 
 #include "shoal/group.h"
 

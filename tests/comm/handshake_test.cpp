@@ -1,4 +1,4 @@
-// Who is at the other end of a connection.
+// Handshake at the start of a connection.
 
 #include "comm/gossip/handshake.h"
 

@@ -1,4 +1,4 @@
-// The host transport with many operations, groups and threads at a time, and as a c10d backend.
+// Host transport with many operations, groups and threads at a time, and as a c10d backend.
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -1,5 +1,5 @@
 #pragma once
-// What ranks give to the host transport, and what it must make of it: a naive second implementation.
+// Inputs for the host transport, and expected results from a naive second implementation.
 
 #include <vector>
 

@@ -1,7 +1,7 @@
 // Ranks that die or stop at any moment of any operation on the host transport. The ranks are forked from this process,
 // which has loaded everything but joined nothing, so that hundreds of deaths take seconds.
 //
-// SHOAL_KILLS (default 25) says how many.
+// SHOAL_KILLS (default 25) sets their number.
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// BEY17: one copy per host, written by its owners, read by all.
+// BEY17: one copy per host, written by its owners and read by all ranks.
 
 #include "shoal/detail/host_shared_buffer.h"
 

@@ -1,4 +1,5 @@
-// The host transport against a naive second implementation: every operation, reduction, dtype, size and kind of memory.
+// Host transport compared with a naive second implementation: every operation, reduction, dtype, size and kind of
+// memory.
 
 #include <gtest/gtest.h>
 

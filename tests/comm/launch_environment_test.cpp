@@ -1,4 +1,4 @@
-// Which launcher's variables are believed, and which sets are refused.
+// Environment variables of launchers: which are used, and which sets are refused.
 
 #include "comm/rendezvous/launch_environment.h"
 

@@ -1,4 +1,4 @@
-// Every operation over MPI against a naive result, and what waiting, dropping and huge counts do. mpirun starts it.
+// Every operation over MPI compared with a naive result; waits, dropped works and huge counts. Started by mpirun.
 
 #include <fmt/format.h>
 

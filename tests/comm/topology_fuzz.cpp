@@ -1,4 +1,4 @@
-// A target for libFuzzer: whatever the bytes, they are a topology or refused with a UsageError.
+// libFuzzer target: any bytes are either a topology or refused with a UsageError.
 
 #include "shoal/error.h"
 #include "shoal/topology.h"

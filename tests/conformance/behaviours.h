@@ -1,5 +1,5 @@
 #pragma once
-// The list of behaviours, by theme: what a training loop does without thinking. docs/your_loop.md names them.
+// Behaviours by theme: what training loops do without thinking. docs/your_loop.md names them.
 
 #include "tests/conformance/bench.h"
 

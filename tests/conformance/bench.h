@@ -1,5 +1,5 @@
 #pragma once
-// What a behaviour is, and what it sees of the strategy that it runs under.
+// Behaviour, and its view of the strategy that it runs under.
 
 #include <torch/nn/modules/container/sequential.h>
 

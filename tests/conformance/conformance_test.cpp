@@ -1,5 +1,5 @@
-// BEY02, BEY10: every behaviour under every strategy, as in one process on the whole batch, or refused on every rank
-// as the strategy declares. Tests are STRATEGY.BEHAVIOUR; what pending.txt names is disabled.
+// BEY02, BEY10: every behaviour under every strategy equals one process on the whole batch, or is refused on every rank
+// as the strategy declares. Tests are STRATEGY.BEHAVIOUR; those in pending.txt are disabled.
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

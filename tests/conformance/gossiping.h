@@ -1,5 +1,5 @@
 #pragma once
-// DecentralizedDataParallel, which has no optimizer to step: backward updates.
+// DecentralizedDataParallel as a strategy for behaviours; it has no optimizer to step, because backward updates.
 
 #include <utility>
 

@@ -1,5 +1,5 @@
 #pragma once
-// The modules that behaviours train. All derive from one class, so that a strategy is compiled once for all of them.
+// Modules that behaviours train. All derive from one class, so that a strategy is compiled once for all of them.
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>

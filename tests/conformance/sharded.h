@@ -1,5 +1,5 @@
 #pragma once
-// Strategies that divide the optimizer's state, gradients or parameters among ranks.
+// Strategies that shard the optimizer's state, gradients or parameters over ranks.
 
 #include "shoal/checkpoint.h"
 #include "shoal/ddp.h"

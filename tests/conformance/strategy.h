@@ -1,5 +1,5 @@
 #pragma once
-// The registry: every strategy of the library, and where it differs from one process on purpose.
+// Registry of the library's strategies, with their intended differences from one process.
 
 #include <map>
 #include <string>

@@ -1,5 +1,5 @@
 #pragma once
-// A module under a strategy, with the optimizer that goes with it, as a training loop uses them.
+// Module under a strategy together with its optimizer, as a training loop uses them.
 
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>

@@ -1,5 +1,5 @@
 #pragma once
-// How each strategy wraps a module.
+// Wrapping of a module by each strategy.
 
 #include <torch/nn/modules/container/sequential.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Files that a test makes, and the messages that it expects of bad ones.
+// Data files that tests write, and the errors that they expect for bad ones.
 
 #include <zlib.h>
 

@@ -1,4 +1,4 @@
-// The comparison with golden files finds what it should, and nothing in equal runs.
+// Comparison with golden files: it finds differences, and none in equal runs.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

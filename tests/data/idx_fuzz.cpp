@@ -1,6 +1,7 @@
-// A target for libFuzzer: whatever the bytes, they are an IDX file or refused with a UsageError.
+// libFuzzer target: any bytes are either an IDX file or refused with a UsageError.
 //
-// The first byte says whether the others are the file, one named .gz, or what a gzip file holds; and its dimensions.
+// The first byte selects whether the others are the file, a file named .gz, or the contents of a gzip file; and the
+// dimensions.
 
 #include <zlib.h>
 

@@ -1,4 +1,4 @@
-// The expected numbers are those of the Python definition.
+// Reference data compared with numbers of the Python definition.
 
 #include "data/reference.h"
 

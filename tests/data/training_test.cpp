@@ -1,4 +1,4 @@
-// Models, data and loss together: training them in one process repeats the oracle runs of the golden files.
+// Models, data and loss together: training in one process repeats the oracle runs of the golden files.
 
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// What earlier backwards have left: this rank's own gradients, which the next step takes, and sums.
+// Gradients that earlier backwards accumulated: this rank's own, for the next step, and sums.
 
 #include "engine/gradients/accumulated_gradients.h"
 

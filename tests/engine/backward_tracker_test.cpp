@@ -1,4 +1,4 @@
-// Backwards: where they begin and end, and which gradients come in them.
+// Tracking of backwards: where they begin and end, and which gradients arrive in them.
 
 #include "engine/gradients/backward_tracker.h"
 

@@ -1,4 +1,4 @@
-// The order of gradients that buckets follow: learnt once, the same on all ranks.
+// Order of gradients that buckets follow: learnt once, the same on all ranks.
 
 #include "engine/buckets/bucket_order.h"
 

@@ -1,4 +1,4 @@
-// Which gradients travel together.
+// Assignment of gradients to buckets.
 
 #include "engine/buckets/bucket_plan.h"
 

@@ -1,4 +1,4 @@
-// Buckets of a step: when they are full, leave, and come back, and whose memory goes.
+// Schedule of a step's buckets: when they are full, issued and reduced, and whose memory is freed.
 
 #include "engine/buckets/bucket_schedule.h"
 

@@ -1,4 +1,4 @@
-// Being told before an operator takes certain memory.
+// Detection of the first operator that uses certain memory.
 
 #include "engine/paging/first_touch.h"
 

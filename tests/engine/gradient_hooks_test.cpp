@@ -1,4 +1,4 @@
-// Being told when a parameter's gradient comes, whatever becomes of the parameter.
+// Hooks that run when a parameter's gradient arrives, whatever becomes of the parameter.
 
 #include "engine/gradients/gradient_hooks.h"
 

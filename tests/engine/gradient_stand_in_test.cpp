@@ -1,4 +1,4 @@
-// What lies in grad() where a gradient's sum does not lie whole on this rank.
+// Stand-ins in grad() on ranks that do not hold the whole sum of a gradient.
 
 #include "engine/gradients/gradient_stand_in.h"
 

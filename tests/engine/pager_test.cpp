@@ -1,4 +1,4 @@
-// Pages that come when an operator takes them, on several ranks.
+// Pages that are gathered when an operator uses them, on several ranks.
 
 #include "engine/paging/pager.h"
 

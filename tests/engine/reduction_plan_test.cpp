@@ -1,4 +1,4 @@
-// What a strategy says of its reduction: which gradients travel together, and who keeps what.
+// Plan of a strategy's reduction: which gradients share a bucket, and which rank keeps what.
 
 #include "engine/reducer/reduction_plan.h"
 

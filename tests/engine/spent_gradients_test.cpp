@@ -1,4 +1,4 @@
-// What lies in grad() where backward has used a gradient for its update.
+// Stand-ins in grad() for gradients that backward has used for its update.
 
 #include "engine/gradients/spent_gradients.h"
 

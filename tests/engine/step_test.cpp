@@ -1,4 +1,4 @@
-// A step: what lives as long as it, and what the next one finds.
+// Step: its own state, and what the next step finds.
 
 #include "engine/reducer/step.h"
 

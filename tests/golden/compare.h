@@ -1,5 +1,5 @@
 #pragma once
-// Compares a training run's report with what a reference peer got from the same run.
+// Comparison of a training run's report with a reference peer's result for the same run.
 
 #include <algorithm>
 #include <array>

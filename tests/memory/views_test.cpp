@@ -1,4 +1,4 @@
-// Parameter-shaped tensors on flat memory.
+// Parameter-shaped views of flat buffers.
 
 #include "memory/views.h"
 

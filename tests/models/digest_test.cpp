@@ -1,4 +1,4 @@
-// The expected numbers are those of the Python definition.
+// Digests compared with numbers of the Python definition.
 
 #include "models/digest.h"
 

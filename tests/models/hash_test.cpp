@@ -1,4 +1,4 @@
-// The vectors are those that the Python definition prints.
+// Hash compared with vectors that the Python definition prints.
 
 #include "models/hash.h"
 

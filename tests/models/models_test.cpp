@@ -1,4 +1,4 @@
-// The models beside their Python definition.
+// Models compared with their Python definition.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

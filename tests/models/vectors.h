@@ -1,6 +1,6 @@
 #pragma once
-// Parameters of the Python definition with seed 1: place, name, shape and first three values. All of the tiny models',
-// a few of the small ones'.
+// Parameters of the Python definition with seed 1: index, name, shape and first three values. All of the tiny models,
+// some of the small ones.
 
 #include <array>
 #include <cstddef>

@@ -1,4 +1,4 @@
-// SyncBatchNorm beside libtorch's batch norm on the ranks' batches concatenated.
+// SyncBatchNorm compared with libtorch's batch norm on the concatenation of the ranks' batches.
 
 #include "shoal/sync_batch_norm.h"
 

@@ -1,4 +1,4 @@
-// What a walk of a module finds.
+// List of a module's tensors.
 
 #include "module/walk.h"
 

@@ -1,5 +1,5 @@
-// AccumAdam and AccumAdamW against decent-dp's own numbers (decent_vectors.h), against their formula written a second
-// time, and against Adam (DEC15).
+// AccumAdam and AccumAdamW compared with decent-dp's own numbers (decent_vectors.h), with a second implementation of
+// their formula, and with Adam (DEC15).
 
 #include "shoal/optim.h"
 

@@ -1,4 +1,4 @@
-// Which parameters decay, and that the others do not (DEC16).
+// Param groups with and without weight decay (DEC16).
 
 #include "shoal/optim.h"
 

@@ -1,5 +1,5 @@
 #pragma once
-// decent-dp 0.2.3; made by decent_vectors.py.
+// Numbers of decent-dp 0.2.3; made by decent_vectors.py.
 
 #include <vector>
 

@@ -1,5 +1,5 @@
-// Updating a parameter in pieces that start at multiples of 32 elements equals updating it whole, bit for bit: what
-// strategies that cut parameters rely on (BEY12, BEY18).
+// Updates of a parameter in pieces that start at multiples of 32 elements, which equal the whole update bit for bit;
+// strategies that cut parameters rely on it (BEY12, BEY18).
 
 #include "shoal/optim.h"
 

@@ -1,5 +1,5 @@
 #pragma once
-// The parameters and gradients that vectors.py uses.
+// Parameters and gradients that vectors.py uses.
 
 #include <torch/types.h>
 

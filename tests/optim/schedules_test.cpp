@@ -1,4 +1,4 @@
-// Schedules against Python's numbers (vectors.h) and decent-dp's (decent_vectors.h); the optimizer's own rate is 0.5.
+// Schedules compared with Python's numbers (vectors.h) and decent-dp's (decent_vectors.h); the optimizer's rate is 0.5.
 
 #include "shoal/schedules.h"
 

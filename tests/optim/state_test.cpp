@@ -1,4 +1,4 @@
-// Named access to optimizer state: names as in Python's state dicts, tensors shared, training goes on from it.
+// Named access to optimizer state: names as in Python's state dicts, shared tensors, training on from it.
 
 #include "optim/state.h"
 

@@ -1,5 +1,5 @@
 #pragma once
-// PyTorch 2.13.0; made by vectors.py.
+// Numbers of PyTorch 2.13.0; made by vectors.py.
 
 #include <vector>
 

@@ -1,5 +1,5 @@
-// The optimizers that need whole tensors: LAMB against its formula written a second time, Adafactor and Muon against
-// PyTorch's own (vectors.h).
+// Optimizers that need whole tensors: LAMB compared with a second implementation of its formula, Adafactor and Muon
+// with PyTorch's own (vectors.h).
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -19,12 +19,12 @@
 namespace shoal::test {
 
 struct RankEnded {
-  int status = 0;    // as wait() gives it
-  std::string text;  // what the body returned, or "error: " and what it threw
+  int status = 0;    // as returned by wait()
+  std::string text;  // result of the body, or "error: " and its exception's text
   std::chrono::steady_clock::time_point at{};
 };
 
-// Runs `body` on `size` ranks. `meanwhile` runs in the parent and may run other ranks.
+// Runs `body` on `size` ranks. `meanwhile` runs in the parent, and may start further ranks.
 inline std::vector<RankEnded> run_ranks(int size, const std::function<std::string(const World&)>& body,
                                         const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
   const int port = free_port();

@@ -1,5 +1,5 @@
 #pragma once
-// What a libFuzzer target is given, as a file.
+// File with the input of a libFuzzer target.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@ inline std::string_view fuzz_text(const uint8_t* data, size_t size) {
   return {reinterpret_cast<const char*>(data), size};
 }
 
-// The path of a file with these bytes, the same one in every call with this name.
+// Path of a file with these bytes; the same path in every call with this name.
 inline std::string fuzz_file(const std::string& name, std::string_view bytes) {
   static const TempFolder folder;
   const auto path = folder.file(name);

@@ -1,7 +1,6 @@
-// Runs a libFuzzer target over files, without libFuzzer: any compiler, and what a fuzzer has found once.
+// Replay of a libFuzzer target over files, without libFuzzer: for any compiler, and for inputs that a fuzzer has found.
 //
-//   PROGRAM PATH...    every file, and every file below every folder, and each of them cut short anywhere in its first
-//   4 KiB
+//   PROGRAM PATH...    every file, every file below every folder, and each cut short anywhere in its first 4 KiB
 
 #include <cstdint>
 #include <cstdio>

@@ -1,5 +1,5 @@
 #pragma once
-// Counts the bytes that libtorch's CPU allocator has handed out, on whatever thread they come and go.
+// Meter of the bytes that libtorch's CPU allocator has handed out, on any thread.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -12,7 +12,7 @@ namespace shoal::test {
 
 class MemoryMeter : public c10::Allocator {
  public:
-  // The process's meter; installed at the first call and kept, since blocks may outlive any scope.
+  // The meter of the process; installed by the first call and never removed, because blocks may outlive any scope.
   static MemoryMeter& instance() {
     static auto* meter = new MemoryMeter(c10::GetCPUAllocator());
     return *meter;
@@ -47,7 +47,7 @@ class MemoryMeter : public c10::Allocator {
 
   explicit MemoryMeter(c10::Allocator* inner) : inner_(inner) { c10::SetCPUAllocator(this, /*priority=*/1); }
 
-  // Kernels that take raw memory know a block by its address alone.
+  // Kernels that use raw memory identify a block by its address only.
   static void release(void* data) {
     auto& meter = instance();
     Block block;

@@ -1,5 +1,5 @@
 #pragma once
-// Small models that tests train, and the arithmetic that they are compared with.
+// Small models for tests, and the arithmetic to compare them.
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>
@@ -33,7 +33,7 @@ inline at::Tensor mean_loss(const at::Tensor& output) {
   return output.pow(2).mean();
 }
 
-// Inputs of one rank in one step and micro-batch; equal on every call.
+// Inputs of one rank in one step and micro-batch; the same in every call.
 inline at::Tensor batch(int rank, int64_t step, int64_t micro = 0, int64_t samples = 4, int64_t in = 12) {
   auto generator = at::detail::createCPUGenerator(1000003 * step + 1009 * micro + rank + 1);
   return at::randn({samples, in}, generator, at::kDouble);
@@ -60,7 +60,7 @@ inline std::vector<at::Tensor> gradients(const torch::nn::Module& module) {
   return list;
 }
 
-// Of the parameters.
+// Copies of the parameters.
 inline std::vector<at::Tensor> copies(const torch::nn::Module& module) {
   std::vector<at::Tensor> list;
   for (const auto& parameter : module.parameters()) list.push_back(parameter.detach().clone());

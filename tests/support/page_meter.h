@@ -1,5 +1,5 @@
 #pragma once
-// What the kernel says that this process holds.
+// Meter of this process's memory, from the kernel.
 
 #include <malloc.h>
 #include <sys/resource.h>
@@ -10,20 +10,20 @@
 
 namespace shoal::test {
 
-// The address sanitizer keeps what has been freed.
+// The address sanitizer keeps freed memory.
 #ifdef __SANITIZE_ADDRESS__
 constexpr bool counts_freed_memory = true;
 #else
 constexpr bool counts_freed_memory = false;
 #endif
 
-// Large blocks come from the system and go back to it, so that what has been freed does not count.
+// Makes large blocks come from the system and go back to it, so that freed memory does not count.
 inline void return_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, 1 << 16);
 }
 
-// Bytes of pages with data of its own or shared with other processes, these in proportion to the processes that use
-// them; without the pages of programs and libraries.
+// Bytes of pages with the process's own data, and its share of pages that it shares with other processes; without the
+// pages of programs and libraries.
 inline int64_t proportional_bytes() {
   std::ifstream file("/proc/self/smaps_rollup");
   int64_t kibibytes = 0;
@@ -35,7 +35,7 @@ inline int64_t proportional_bytes() {
   return kibibytes << 10;
 }
 
-// Bytes of memory that is this process's own and that it may write, whether it has or not.
+// Bytes of the process's own writable memory, used or not.
 inline int64_t data_bytes() {
   std::ifstream file("/proc/self/status");
   int64_t kibibytes = 0;
@@ -45,7 +45,7 @@ inline int64_t data_bytes() {
   return kibibytes << 10;
 }
 
-// While it lives, the system gives this process no more than so many bytes of that beyond what it has.
+// Scope in which the process gets at most this much more of that memory.
 class DataLimit {
  public:
   explicit DataLimit(int64_t bytes) {

@@ -32,7 +32,7 @@ class Process {
     if (pid_ == 0) {
       dup2(fds[1], STDOUT_FILENO);
       dup2(fds[1], STDERR_FILENO);
-      // The test itself may run under a launcher; its ranks are not ours.
+      // The test itself may run under a launcher, whose variables do not concern these ranks.
       for (const auto* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                                "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID",
                                "SHOAL_JOB_ID", "SHOAL_SECRET"}) {
@@ -64,7 +64,7 @@ class Process {
     if (!running() || waitpid(pid_, &status, WNOHANG) != pid_) return;
     result.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     result.seconds = seconds_since(start_);
-    poll();  // what it wrote last
+    poll();  // reads its last output
   }
 
   void end() {

@@ -1,5 +1,5 @@
 #pragma once
-// What an error says.
+// Texts of errors.
 
 #include <string>
 
@@ -7,7 +7,7 @@
 
 namespace shoal::test {
 
-// The message of the Error that `act` throws; other errors pass.
+// The message of the Error that `act` throws; other exceptions pass through.
 template <class Error = UsageError, class Act>
 std::string refusal(const Act& act) {
   try {

@@ -10,7 +10,7 @@
 
 namespace shoal::test {
 
-// One folder for all ranks, gone at the end. Collective at both ends.
+// One temporary folder for all ranks, removed at the end. Collective at both ends.
 class SharedFolder {
  public:
   SharedFolder() {

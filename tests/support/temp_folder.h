@@ -9,7 +9,7 @@
 
 namespace shoal::test {
 
-// A folder of its own for a test; gone with the object.
+// Temporary folder of a test; removed by the destructor.
 class TempFolder {
  public:
   TempFolder() {

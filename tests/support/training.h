@@ -1,5 +1,5 @@
 #pragma once
-// One training loop over any strategy of the registry, so that a test is written once and runs on all of them.
+// Training loop over any strategy of the registry, so that a test is written once and runs on all of them.
 
 #include <fmt/format.h>
 
@@ -18,15 +18,15 @@ namespace shoal::test {
 
 struct TrainingOptions {
   bool find_unused_parameters = false;
-  bool static_graph = false;  // where the strategy has it
+  bool static_graph = false;  // if the strategy has it
   double bucket_mb = 25;
-  double clip = 0;              // largest norm of all gradients together; 0: no clipping
-  Precision precision{};        // of a model that has its dtype already
-  bool fp32_gradients = false;  // of 16-bit parameters
+  double clip = 0;              // maximum norm of all gradients together; 0: no clipping
+  Precision precision{};        // for a model that already has its dtype
+  bool fp32_gradients = false;  // for 16-bit parameters
   std::shared_ptr<CommunicationHook> hook{};
 };
 
-// libtorch lists a tied parameter under each of its names.
+// Without repetitions: libtorch lists a tied parameter under each of its names.
 inline std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> list;
   for (const auto& parameter : parameters) {
@@ -36,11 +36,11 @@ inline std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& parameter
   return list;
 }
 
-// A model under a strategy, and the optimizer that goes with it.
+// Model under a strategy, with its optimizer.
 template <class Module>
 class Training {
  public:
-  // strategy: a name that variant() knows. The optimizer also gets parameters that are frozen, where it may.
+  // strategy: a name that variant() knows. The optimizer gets frozen parameters, too, if it accepts them.
   template <class Optimizer, class Defaults>
   static Training make(const std::string& strategy, std::shared_ptr<Module> model, const Group& group,
                        const Defaults& defaults, const TrainingOptions& options = {}) {
@@ -74,11 +74,11 @@ class Training {
   operator Joinable&() { return training_->joinable(); }
   NoSync no_sync(bool accumulate) { return training_->no_sync(accumulate); }
   LoggingData logging_data() { return training_->logging_data().value(); }
-  // Not of megatron.
+  // Not for megatron.
   std::vector<std::vector<std::string>> buckets() const { return training_->buckets(); }
   void step() { training_->step(); }
   void zero_grad() { training_->zero_grad(); }
-  // After an exception on this rank.
+  // Call after an exception on this rank.
   void abandon_step() { training_->abandon_step(); }
   torch::optim::Optimizer& optimizer() { return training_->optimizer(); }
 

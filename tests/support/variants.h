@@ -1,5 +1,5 @@
 #pragma once
-// Names that tests have for strategies of the registry with some of their options.
+// Tests' names for strategies of the registry with some of their options.
 
 #include <map>
 #include <string>
@@ -9,16 +9,16 @@
 namespace shoal::test {
 
 struct Variant {
-  std::string strategy;  // of the registry
+  std::string strategy;  // name in the registry
   StrategyOptions options{};
 };
 
-// Of the ranks that share a model under the hybrid strategies.
+// Number of ranks that share a model under the hybrid strategies.
 inline int ranks_per_model(const Group& group) {
   return group.size() % 2 == 0 ? 2 : 1;
 }
 
-// Other names are the registry's own.
+// Names that are not listed are the registry's own.
 inline Variant variant(const std::string& name, const Group& group) {
   const StrategyOptions pairs{{"shard_size", std::to_string(ranks_per_model(group))}};
   const std::map<std::string, Variant> variants{
@@ -33,7 +33,7 @@ inline Variant variant(const std::string& name, const Group& group) {
   return found == variants.end() ? Variant{name} : found->second;
 }
 
-// Those of the values that the strategy has an option for.
+// Adds the values for which the strategy has an option.
 inline void add_known(Variant& variant, const StrategyOptions& values) {
   const auto& strategy = find_strategy(variant.strategy);
   for (const auto& [name, value] : values) {

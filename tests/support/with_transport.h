@@ -1,5 +1,5 @@
 #pragma once
-// A group whose calls a test sees, counts or spoils.
+// Group whose calls a test observes, counts or corrupts.
 
 #include <functional>
 #include <memory>

@@ -1,5 +1,5 @@
 #pragma once
-// What a world test knows about the world that its main has joined.
+// Access to the world that a world test's main has joined.
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 
 namespace shoal::test {
 
-// The world of this process; joined once before the tests run.
+// World of this process, joined once before the tests run.
 const World& world();
 inline const Group& group() {
   return world().group();

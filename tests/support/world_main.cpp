@@ -1,6 +1,6 @@
-// The main of tests that run on several real processes. `TEST --ranks N [--transport T] [--check-agreement] [--timeout
-// SECONDS]` starts N copies of itself, `mpirun -n N TEST` has done so; each joins the world and runs the whole suite,
-// so every test body is executed by all ranks together.
+// Main function of tests that run on several real processes. `TEST --ranks N [--transport T] [--check-agreement]
+// [--timeout SECONDS]` starts N copies of itself, as `mpirun -n N TEST` does. Each copy joins the world and runs the
+// whole suite, so that all ranks execute every test body together.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -23,7 +23,7 @@ std::unique_ptr<World>& joined() {
   return world;
 }
 
-// Keeps passing ranks other than 0 quiet; failures of every rank are shown.
+// Silences ranks other than 0 unless they fail.
 class FailuresOnly : public ::testing::EmptyTestEventListener {
   void OnTestPartResult(const ::testing::TestPartResult& result) override {
     if (!result.failed()) return;

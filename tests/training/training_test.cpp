@@ -1,5 +1,5 @@
-// Every strategy of the registry trains through the registry alone, with options given as text, and equals one process
-// on the whole batch. Where ranks have models of their own, all of them have the whole batch.
+// Every strategy of the registry, trained through the registry alone with options given as text, equals one process on
+// the whole batch. Where ranks have models of their own, each of them gets the whole batch.
 
 #include <gmock/gmock.h>
 #include <torch/nn/utils/clip_grad.h>

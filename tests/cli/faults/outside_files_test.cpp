@@ -1,4 +1,4 @@
-// Files that somebody else has made: each bad one is one sentence that names it, soon and in little memory.
+// Files from outside: each bad one gives one sentence that names it, quickly and in little memory.
 
 #include <gmock/gmock.h>
 #include <sys/stat.h>

@@ -1,4 +1,4 @@
-// All ranks hold the same topology, or all of them say which two do not.
+// Agreement on the topology: all ranks have the same one, or all of them name two ranks that differ.
 
 #include <gmock/gmock.h>
 

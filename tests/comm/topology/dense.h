@@ -1,5 +1,5 @@
 #pragma once
-// Topologies as plain matrices: what the tests compare them with.
+// Topologies as plain matrices, for comparison.
 
 #include <cmath>
 #include <string>

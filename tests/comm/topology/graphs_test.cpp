@@ -1,4 +1,4 @@
-// The built-in topologies beside matrices that are written down from their definitions.
+// Built-in topologies compared with matrices written from their definitions.
 
 #include <gtest/gtest.h>
 

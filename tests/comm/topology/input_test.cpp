@@ -1,4 +1,4 @@
-// What is refused, and what the message names.
+// Invalid topologies, and what their errors name.
 
 #include <gmock/gmock.h>
 

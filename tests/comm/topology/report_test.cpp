@@ -1,4 +1,4 @@
-// Spectral gaps and steps beside theory and beside vectors that are really mixed.
+// Spectral gaps and steps compared with theory and with vectors that are really mixed.
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// DEC17: topologies of the ranks that are left.
+// DEC17: topologies of the remaining ranks.
 
 #include <gmock/gmock.h>
 

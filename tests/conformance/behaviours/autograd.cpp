@@ -1,4 +1,4 @@
-// What a loop asks of autograd beyond loss.backward().
+// Uses of autograd beyond loss.backward().
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>

@@ -1,4 +1,4 @@
-// Clipping, and gradients that a loop reads or writes by itself.
+// Clipping, and gradients that a loop reads or writes itself.
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/utils/clip_grad.h>

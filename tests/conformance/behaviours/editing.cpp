@@ -1,5 +1,5 @@
-// Gradients that a loop edits, replaces, checks or logs between backward and step: in loops of its own, in several
-// orders, of each micro-batch.
+// Gradients that a loop edits, replaces, checks or logs between backward and step: in its own loops, in several orders,
+// of each micro-batch.
 
 #include <torch/nn/utils/clip_grad.h>
 

@@ -1,4 +1,4 @@
-// Forwards without a backward, at any moment and on any rank, and parameters that a loop looks at.
+// Forwards without backward, at any moment and on any rank; loops that look at parameters.
 
 #include <c10/core/InferenceMode.h>
 

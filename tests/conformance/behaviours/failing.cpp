@@ -1,4 +1,4 @@
-// Exceptions, and going on after them.
+// Exceptions, and training on after them.
 
 #include "shoal/error.h"
 #include "tests/conformance/behaviours.h"

@@ -1,4 +1,4 @@
-// Parameters that do not train, train sometimes, have two names, or are used by some steps alone.
+// Parameters that are frozen, trained at times, have two names, or are used by some steps only.
 
 #include <torch/nn/modules/embedding.h>
 

@@ -1,4 +1,4 @@
-// Whole programs that do something to gradients, or with them, between backward and step.
+// Whole programs that change or use gradients between backward and step.
 
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/utils/clip_grad.h>

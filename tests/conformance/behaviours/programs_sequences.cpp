@@ -1,4 +1,4 @@
-// Whole programs: sequences, with state that is carried on, and episodes of unequal length.
+// Whole programs: sequences with carried state, and episodes of unequal length.
 
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/rnn.h>

@@ -1,4 +1,4 @@
-// What is written and read back: torch::save, state dicts, checkpoints.
+// Saving and loading: torch::save, state dicts, checkpoints.
 
 #include <torch/serialize.h>
 

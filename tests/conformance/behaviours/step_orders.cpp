@@ -1,4 +1,4 @@
-// step, forward and backward in other orders than one after the other; accumulation.
+// Unusual orders of step, forward and backward; accumulation.
 
 #include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
 #include <torch/optim/schedulers/step_lr.h>

@@ -1,4 +1,4 @@
-// What stands around a loop: threads, modules that change, optimizers beside the strategy's.
+// Surroundings of a loop: threads, modules that change, optimizers beside the strategy's.
 
 #include <torch/nn/utils/convert_parameters.h>
 

@@ -1,4 +1,4 @@
-// Unequal shares of a batch: weights, Join; and the scale of the loss.
+// Unequal parts of a batch (weights, Join), and the scale of the loss.
 
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// When modules, wrappers and optimizers are made and destroyed, what modules are, and what they take and return.
+// Construction and destruction of modules, wrappers and optimizers; kinds of modules, inputs and outputs.
 
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>

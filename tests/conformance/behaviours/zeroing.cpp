@@ -1,4 +1,4 @@
-// zero_grad in all its forms and places.
+// zero_grad in all forms and places.
 
 #include "tests/conformance/behaviours.h"
 

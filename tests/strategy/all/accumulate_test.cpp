@@ -1,4 +1,4 @@
-// Gradients between steps: what no_sync leaves where, what zero_grad drops (rows SDP05 and MEG12).
+// Gradients between steps: what no_sync accumulates where, and what zero_grad drops (rows SDP05 and MEG12).
 
 #include <torch/optim/sgd.h>
 #include <torch/types.h>

@@ -1,5 +1,5 @@
-// BEY08: every strategy, 1 to 8 micro-batches, communicated at once or one by one: the same training, and what that
-// costs in collectives and bytes, by a formula.
+// BEY08: every strategy with 1 to 8 micro-batches, reduced together or one by one: the same training, and its cost in
+// collectives and bytes by a formula.
 
 #include <torch/optim/sgd.h>
 #include <torch/types.h>

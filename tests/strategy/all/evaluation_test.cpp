@@ -1,6 +1,5 @@
 // Evaluation at any time and in any mode: between backward and step, on one rank alone, in a NoGradGuard or in
-// InferenceMode, it sees the parameters as the last step of the rank that evaluates has left them, and training goes on
-// as if it had not been.
+// InferenceMode. It uses the parameters of the evaluating rank's last step, and does not affect training.
 
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>

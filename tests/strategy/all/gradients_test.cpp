@@ -1,5 +1,5 @@
-// What a loop does to grad() between steps: zero_grad in every form and order, gradients set or zeroed by hand, local
-// backwards, steps without gradients. Under every strategy as in one process on the whole batch, or refused.
+// Changes to grad() between steps: zero_grad in every form and order, gradients set or zeroed by hand, local backwards,
+// steps without gradients. Under every strategy the same as in one process on the whole batch, or refused.
 
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>

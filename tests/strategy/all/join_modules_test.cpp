@@ -1,4 +1,4 @@
-// Join with buffers, several wrappers or chunks, in other orders; its memory, and what it refuses.
+// Join with buffers, with several wrappers or chunks, and in other orders; its memory and its errors.
 
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>

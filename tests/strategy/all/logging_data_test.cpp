@@ -1,4 +1,4 @@
-// DDP17: what a wrapper says about itself and its steps, beside what the test counts by itself.
+// DDP17: a wrapper's report on itself and its steps, compared with the test's own counts.
 
 #include <gmock/gmock.h>
 #include <torch/optim/sgd.h>

@@ -1,5 +1,5 @@
 #pragma once
-// Gradients that an optimizer's ranks would have after an all-reduce.
+// Gradients as after an all-reduce over an optimizer's ranks.
 
 #include <torch/types.h>
 #include <torch/utils.h>

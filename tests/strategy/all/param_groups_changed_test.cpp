@@ -1,4 +1,4 @@
-// Sharded optimizers as torch::optim::Optimizer: what libtorch's own functions, of which few are virtual, do to them.
+// Sharded optimizers as torch::optim::Optimizer: effects of libtorch's own functions, few of which are virtual.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Rows OSS01, SDP12, MEG01: every optimizer under every sharded class, with param groups that have options of their
-// own, equals one process. param_groups_changed_test.cpp has what changes groups later.
+// Rows OSS01, SDP12, MEG01: every optimizer under every sharded class, with options per param group, equals one
+// process. Later changes of groups are in param_groups_changed_test.cpp.
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// What a rank holds at most in a step, under every strategy and in every dtype, against the published formulas: by what
-// libtorch's allocator and the memory that ranks share have handed out, and by the kernel's count of pages.
+// Peak memory of a rank in a step, under every strategy and in every dtype, compared with the published formulas: by
+// libtorch's allocator and the ranks' shared memory, and by the kernel's count of pages.
 
 #include <malloc.h>
 #include <torch/nn/init.h>

@@ -1,4 +1,4 @@
-// Parameters that are loaded, replaced or written after their module was wrapped: training goes on as in one process
+// Parameters that are loaded, replaced or written after their module was wrapped: training continues as in one process
 // that does the same, or is refused.
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// What holds for every synchronous strategy: the same training run, whatever is sharded.
+// Properties of every synchronous strategy: the same training run, whatever is sharded.
 
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>

@@ -1,5 +1,5 @@
 #pragma once
-// What libtorch has warned of.
+// Warnings of libtorch.
 
 #include <c10/util/Exception.h>
 

@@ -1,4 +1,4 @@
-// Saving and loading whole trainings: param groups' options, schedules; modules without a training.
+// Checkpoints of whole trainings: options of param groups, schedules; modules without a training.
 
 #include <gmock/gmock.h>
 #include <torch/optim/adam.h>

@@ -1,4 +1,4 @@
-// Every strategy at every number of ranks, loaded into every other.
+// Checkpoints of every strategy with every number of ranks, loaded into every other.
 
 #include "tests/strategy/checkpoint/checkpoint_training.h"
 

@@ -1,4 +1,4 @@
-// Saving and loading whole trainings: exact resume, and any strategy from any other.
+// Checkpoints of whole trainings: exact resume, and any strategy from any other.
 
 #include "tests/strategy/checkpoint/checkpoint_training.h"
 

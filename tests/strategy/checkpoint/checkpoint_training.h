@@ -1,5 +1,5 @@
 #pragma once
-// A model under any strategy, as checkpoint tests train, save and look at it.
+// Model under any strategy, for checkpoint tests that train, save and inspect it.
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>

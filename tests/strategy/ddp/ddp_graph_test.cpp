@@ -1,4 +1,4 @@
-// Graphs that are not the plain one: parts unused, used by some ranks, used several times, recomputed, nested outputs.
+// Unusual graphs: parts unused, used by some ranks, used several times, recomputed; nested outputs.
 
 #include <torch/autograd.h>
 #include <torch/nn/module.h>

@@ -1,5 +1,5 @@
-// DistributedDataParallel under loops and modules as people write them: penalties on gradients, forwards without backward,
-// evaluations that fail, functions that give no gradient, several backwards of one forward.
+// DistributedDataParallel in common loops and modules: gradient penalties, forwards without backward, evaluations that
+// fail, functions without a gradient, several backwards of one forward.
 
 #include <torch/autograd.h>
 #include <torch/nn/module.h>

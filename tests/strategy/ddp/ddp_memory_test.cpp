@@ -1,4 +1,4 @@
-// What DDP holds, against the formula: buckets of the gradients' size, and as much again only without bucket views.
+// Memory of DDP compared with the formula: buckets of the gradients' size, and twice that without bucket views.
 
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>

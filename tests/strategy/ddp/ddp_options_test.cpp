@@ -1,4 +1,4 @@
-// DistributedDataParallel: buffers, parameters left out, parts of the world, wrong options.
+// DistributedDataParallel: buffers, ignored parameters, subgroups, wrong options.
 #include "shoal/ddp.h"
 
 #include <torch/nn/module.h>

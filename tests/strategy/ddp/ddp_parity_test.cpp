@@ -1,4 +1,4 @@
-// DDP02 on the built-in models in float64: every bit that a wrong step would change, where float32 would hide it.
+// DDP02 on the built-in models in float64, which shows errors that float32 would hide.
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/sequential.h>

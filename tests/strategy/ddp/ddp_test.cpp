@@ -1,4 +1,4 @@
-// DistributedDataParallel: what it computes, when it communicates, what it moves.
+// DistributedDataParallel: results, times and amounts of communication.
 
 #include "shoal/ddp.h"
 

@@ -1,4 +1,4 @@
-// Parameters that DDP buckets apart: other dtypes, sparse gradients.
+// Parameters that DDP puts into separate buckets: other dtypes, sparse gradients.
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>

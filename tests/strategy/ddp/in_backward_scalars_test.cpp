@@ -1,4 +1,4 @@
-// OptimizerInBackward: what depends on all gradients (BEY07), what exists when (DDP18), and failures (BEY10).
+// OptimizerInBackward: functions of all gradients (BEY07), lifetimes of memory (DDP18), and failures (BEY10).
 
 #include <fmt/format.h>
 #include <torch/nn/modules/container/sequential.h>

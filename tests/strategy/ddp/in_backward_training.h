@@ -1,5 +1,5 @@
 #pragma once
-// A model under DistributedDataParallel whose optimizer runs inside backward, or after it.
+// Model under DistributedDataParallel whose optimizer runs inside backward, or after it.
 
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>

@@ -1,4 +1,4 @@
-// OptimizerInBackward (DDP18): equal to the separate step, wherever gradients come from; wrong use.
+// OptimizerInBackward (DDP18): equal to a separate step, wherever gradients come from; wrong use.
 
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>

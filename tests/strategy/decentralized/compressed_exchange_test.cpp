@@ -1,4 +1,5 @@
-// Exchange of compressed differences (BEY22): CHOCO-SGD with copies per round, written down again with plain loops.
+// Exchange of compressed differences (BEY22): CHOCO-SGD with copies per round, compared with a second, plain
+// implementation.
 
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>

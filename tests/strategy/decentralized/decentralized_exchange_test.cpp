@@ -1,4 +1,4 @@
-// What decentralised ranks exchange and keep: averages, hooks, push-sum, rounding, state, schedules.
+// Exchanges of decentralised ranks: averages, hooks, push-sum, rounding, state, schedules.
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>

@@ -1,4 +1,4 @@
-// DecentralizedDataParallel against the reference runs of decent-dp's algorithm (tests/golden/decentralized).
+// DecentralizedDataParallel compared with reference runs of decent-dp's algorithm (tests/golden/decentralized).
 
 #include <fmt/format.h>
 #include <torch/optim/adamw.h>

@@ -1,4 +1,4 @@
-// What a profiler sees of a decentralised step (row DEC20).
+// Profiler ranges of a decentralised step (row DEC20).
 
 #include <ATen/record_function.h>
 

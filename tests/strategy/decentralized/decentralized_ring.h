@@ -1,5 +1,5 @@
 #pragma once
-// A small model on a ring, and its simulation, for the tests of decentralised training.
+// Small model on a ring, and its simulation, for tests of decentralised training.
 
 #include <gtest/gtest.h>
 

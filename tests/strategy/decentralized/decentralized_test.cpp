@@ -1,4 +1,4 @@
-// DecentralizedDataParallel against a dense simulation of all ranks in one process (rows DEC01 to DEC16).
+// DecentralizedDataParallel compared with a dense simulation of all ranks in one process (rows DEC01 to DEC16).
 
 #include "shoal/decentralized.h"
 

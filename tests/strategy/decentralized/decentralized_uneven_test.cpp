@@ -1,4 +1,4 @@
-// Decentralised ranks that have different numbers of batches (row BEY03): rank r has 5 + r.
+// Decentralised ranks with different numbers of batches (row BEY03): rank r has 5 + r.
 
 #include <torch/types.h>
 

@@ -1,4 +1,4 @@
-// Decentralised training when a rank dies, is late, is slow or has less to do (row DEC17, BEY03): the others go on.
+// Decentralised training when a rank dies, is late, is slow or has fewer batches (row DEC17, BEY03): the others go on.
 
 #include <gtest/gtest.h>
 

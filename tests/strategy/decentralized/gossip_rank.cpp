@@ -1,9 +1,9 @@
-// One rank of decentralised training that something happens to: gossip_rank FAULT RANK TOPOLOGY TRANSPORT
+// One rank of a decentralised training with a fault: gossip_rank FAULT RANK TOPOLOGY TRANSPORT
 //   FAULT  none; kill: between steps; kill_in_backward; pause: once, for longer than neighbours wait; slow: every step
-//          takes four times as long; uneven: it has fewer batches; kill_long: as kill, and the others train until its
-//          place is taken; again: this is the process in its place; still_there: one that wants its place too early
-// Prints "trained loss=.. skipped=.. older=.. newer=.. removed=.. rejoined=.. seconds=.." and, where the ranks that are
-// left can meet, "mean=.." after they have averaged. With "again" before: "state=.." and "shift=..".
+//          takes four times as long; uneven: fewer batches; kill_long: as kill, and the others train until the rank is
+//          replaced; again: this is the replacing process; still_there: a process that wants the place too early
+// Prints "trained loss=.. skipped=.. older=.. newer=.. removed=.. rejoined=.. seconds=.." and, if the remaining ranks
+// can meet, "mean=.." after they have averaged. With "again", first "state=.." and "shift=..".
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

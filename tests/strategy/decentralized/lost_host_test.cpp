@@ -1,4 +1,4 @@
-// Hosts that shard a model among their ranks and gossip with each other, when one of them dies (rows DEC17, DEC19).
+// Hosts that shard a model among their ranks and gossip with each other, when a host dies (rows DEC17, DEC19).
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,10 +1,8 @@
-// One rank of a training run that something happens to: fault_rank POINT RANK [TRANSPORT [TIMEOUT]]
+// One rank of a training run with a fault: fault_rank POINT RANK [TRANSPORT [TIMEOUT]]
 //   POINT  none; in step 3: forward, backward, all_reduce (kill -9 there), stop (SIGSTOP in forward), launcher (stops
-//   its
-//          launcher and dies in forward), late (sleeps for
-//          longer than the timeout), leave (ends in order), throw_forward, throw_backward (nobody catches it), give_up
-//          (throws in backward, catches it and trains on); long: trains on, having said so; order, size, dtype,
-//          maximum, root, skip, extra: its metrics
+//          its launcher and dies in forward), late (sleeps for longer than the timeout), leave (ends normally),
+//          throw_forward, throw_backward (not caught), give_up (throws in backward, catches it and trains on); long:
+//          reports that, and trains on; order, size, dtype, maximum, root, skip, extra: of its metrics
 // Prints "trained" or "error: ...".
 
 #include <fmt/format.h>

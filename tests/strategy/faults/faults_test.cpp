@@ -1,5 +1,5 @@
-// BEY10: an exception anywhere, on one rank or all, leaves any strategy able to train on. Chunks and pipeline stages are
-// in megatron_chunks_test.cpp and megatron_stages_test.cpp; gossip, which has no collectives in a step, in
+// BEY10: an exception anywhere, on one rank or all, leaves any strategy able to continue. Chunks and pipeline stages
+// are in megatron_chunks_test.cpp and megatron_stages_test.cpp; gossip, which has no collectives in a step, is in
 // decentralized_rules_test.cpp, gossip_faults_test.cpp and shard_gossip_test.cpp.
 
 #include <fmt/format.h>

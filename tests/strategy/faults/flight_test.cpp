@@ -1,6 +1,5 @@
-// Telemetry: whatever happens to a rank, the flight recorders of all of them say which rank, which operation and which
-// bucket. Real processes, on shared memory and on Gloo, which by itself would hang, abort or add up what does not
-// belong together.
+// Telemetry: whatever happens to a rank, the flight recorders show which rank, which operation and which bucket. With
+// real processes, on shared memory and on Gloo, which on its own would hang, abort or sum unrelated data.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

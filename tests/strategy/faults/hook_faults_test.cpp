@@ -1,4 +1,4 @@
-// Hooks that fail, that disagree, or that a strategy cannot use.
+// Hooks that fail, differ between ranks, or do not fit the strategy.
 
 #include <fmt/format.h>
 #include <torch/optim/sgd.h>

@@ -1,4 +1,4 @@
-// Ranks that die, stop or never come: every other rank says who, soon, and ends.
+// Ranks that die, stop or never come: every other rank names them without delay, and ends.
 
 #include <gtest/gtest.h>
 

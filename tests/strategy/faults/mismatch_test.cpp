@@ -1,5 +1,5 @@
-// BEY09, the part of the mismatch matrix that strategies see: ranks that wrap different things all say so, within two
-// seconds, before anything is trained, and go on together. (What collectives see: tests/comm/disagree_test.cpp.)
+// BEY09, for strategies: if ranks wrap different things, all of them report it within two seconds, before anything is
+// trained, and can continue together. (For collectives: tests/comm/disagree_test.cpp.)
 
 #include <gmock/gmock.h>
 #include <torch/optim/sgd.h>

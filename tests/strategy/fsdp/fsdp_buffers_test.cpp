@@ -1,4 +1,4 @@
-// FSDP05: buffer_dtype is the buffers' in memory; checkpoints hold each in its own.
+// FSDP05: buffer_dtype is the dtype of buffers in memory; checkpoints hold them in their own dtype.
 
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>

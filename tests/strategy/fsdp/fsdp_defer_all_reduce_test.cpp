@@ -1,4 +1,4 @@
-// Micro-batches whose gradients are scattered within a host, and summed across hosts once a step (row BEY08).
+// Micro-batches whose gradients are reduce-scattered within a host, and summed across hosts once a step (row BEY08).
 
 #include <torch/optim/sgd.h>
 #include <torch/types.h>

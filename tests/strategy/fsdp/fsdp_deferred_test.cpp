@@ -1,4 +1,4 @@
-// FSDP12: models whose parameters have no memory until a unit of them is divided, and that would fit no single rank.
+// FSDP12: models whose parameters have no memory until their unit is sharded, and that would fit no single rank.
 
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>

@@ -1,4 +1,4 @@
-// When FullyShardedDataParallel gathers units, seen in the log of collectives. Where ranks share memory nothing is.
+// Times at which FullyShardedDataParallel gathers units, from the log of collectives. None where ranks share memory.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// FSDP05: floating-point inputs get the parameters' dtype, wherever they are.
+// FSDP05: floating-point inputs are cast to the parameters' dtype, wherever they are.
 
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>

@@ -1,4 +1,4 @@
-// Who goes first: the wrapper, its optimizer or the module.
+// Orders of destruction: wrapper, optimizer and module.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

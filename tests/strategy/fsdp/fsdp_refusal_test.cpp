@@ -1,4 +1,4 @@
-// What FullyShardedDataParallel refuses, and what it says.
+// Errors of FullyShardedDataParallel.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// FullyShardedDataParallel before the first step: what ranks compare, what is ignored, whose values count, which ranks
-// divide a model.
+// FullyShardedDataParallel before the first step: comparison over ranks, ignored tensors, initial values, and groups of
+// ranks that share a model.
 
 #include <c10/util/Exception.h>
 #include <gmock/gmock.h>

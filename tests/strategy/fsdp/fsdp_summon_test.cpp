@@ -1,4 +1,4 @@
-// summon_full_params: what is written in it, and what it leaves as it was.
+// summon_full_params: writes within it, and what it leaves unchanged.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// FullyShardedDataParallel, beyond what strategies_test.cpp, zoo_test.cpp and faults_test.cpp show: units, and what may
-// be read where.
+// FullyShardedDataParallel, beyond strategies_test.cpp, zoo_test.cpp and faults_test.cpp: units, and where parameters
+// may be read.
 
 #include <gtest/gtest.h>
 #include <torch/autograd.h>

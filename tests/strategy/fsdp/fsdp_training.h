@@ -1,5 +1,5 @@
 #pragma once
-// A model under FullyShardedDataParallel, and the same in one process.
+// Model under FullyShardedDataParallel, and the same in one process.
 
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>

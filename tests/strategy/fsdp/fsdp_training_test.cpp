@@ -1,4 +1,4 @@
-// What training under FullyShardedDataParallel gives: dtypes, micro-batches, norms, state.
+// Results of training under FullyShardedDataParallel: dtypes, micro-batches, norms, state.
 
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>

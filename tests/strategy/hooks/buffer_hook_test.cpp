@@ -1,4 +1,4 @@
-// Buffer hooks (DDP10): what takes the place of rank 0's broadcast, before or after forward.
+// Buffer hooks (DDP10): they replace rank 0's broadcast, before or after forward.
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>

@@ -1,4 +1,4 @@
-// Communication hooks under every strategy that takes one (DDP11, FSDP14).
+// Communication hooks under every strategy that accepts one (DDP11, FSDP14).
 
 #include <fmt/format.h>
 #include <torch/nn/module.h>

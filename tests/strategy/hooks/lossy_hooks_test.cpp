@@ -1,4 +1,4 @@
-// Top-k, 8 bits and post-local SGD (DDP11): against arithmetic by hand.
+// Top-k, 8 bits and post-local SGD (DDP11), compared with calculations by hand.
 
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>

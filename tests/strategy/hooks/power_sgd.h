@@ -1,5 +1,5 @@
 #pragma once
-// PyTorch 2.13.0; made by power_sgd.py.
+// Numbers of PyTorch 2.13.0; made by power_sgd.py.
 
 #include <vector>
 

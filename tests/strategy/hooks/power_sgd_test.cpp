@@ -1,4 +1,5 @@
-// PowerSGD (DDP11): against PyTorch's own hook, against a step by hand, and what travels. bfloat16 against PyTorch's.
+// PowerSGD (DDP11) compared with PyTorch's own hook and with a step by hand; its communication. bfloat16 compared with
+// PyTorch's.
 
 #include "shoal/hooks.h"
 

@@ -1,4 +1,4 @@
-// LocalUpdates: what is computed, and what is communicated (row BEY22).
+// LocalUpdates: results and communication (row BEY22).
 
 #include "shoal/local_sgd.h"
 

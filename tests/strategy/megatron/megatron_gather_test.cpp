@@ -1,5 +1,5 @@
-// MEG08: parameters in a buffer of their own, and parameters that are gathered in their gradients' memory. What both
-// ways take is in megatron_buffers_test.cpp.
+// MEG08: parameters in a buffer of their own, and parameters that are gathered into their gradients' memory. What both
+// have in common is in megatron_buffers_test.cpp.
 
 #include <fmt/format.h>
 #include <torch/nn/module.h>

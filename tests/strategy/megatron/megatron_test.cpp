@@ -1,5 +1,5 @@
-// DistributedOptimizer: what training gives, rows MEG04 to MEG11, beyond what strategies_test.cpp, zoo_test.cpp and
-// faults_test.cpp show. Its buffers are in megatron_buffers_test.cpp.
+// DistributedOptimizer: results of training, rows MEG04 to MEG11, beyond strategies_test.cpp, zoo_test.cpp and
+// faults_test.cpp. Its buffers are in megatron_buffers_test.cpp.
 
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>

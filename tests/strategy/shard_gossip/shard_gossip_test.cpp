@@ -1,5 +1,5 @@
 // ShardGossipOptimizer (rows DEC19, BEY14): FSDP on every host, gossip of shards between hosts. The world's ranks are
-// divided into hosts of one and of two ranks.
+// split into hosts of one and of two ranks.
 
 #include "shoal/shard_gossip.h"
 

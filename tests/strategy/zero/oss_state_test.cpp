@@ -1,4 +1,4 @@
-// OSS, rows OSS07 to OSS10: state by name, clipping, closures, schedules and scalers; what is refused.
+// OSS, rows OSS07 to OSS10: state by name, clipping, closures, schedules, scalers and errors.
 
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>

@@ -1,4 +1,4 @@
-// OSS, rows OSS01 to OSS08: shares, and what training on them gives. oss_state_test.cpp has the rest.
+// OSS, rows OSS01 to OSS08: shards, and results of training. oss_state_test.cpp has the rest.
 
 #include <gtest/gtest.h>
 #include <torch/optim/adagrad.h>

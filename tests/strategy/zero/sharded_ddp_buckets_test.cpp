@@ -1,4 +1,4 @@
-// ShardedDataParallel: what travels to the owners of gradients, when, and what memory it takes.
+// ShardedDataParallel: reduction to the owners of gradients, its times and its memory.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

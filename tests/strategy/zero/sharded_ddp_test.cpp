@@ -1,5 +1,5 @@
-// ShardedDataParallel: rows SDP01 to SDP12, beyond what strategies_test.cpp, zoo_test.cpp and faults_test.cpp show.
-// What travels when, and what memory it takes, is in sharded_ddp_buckets_test.cpp.
+// ShardedDataParallel: rows SDP01 to SDP12, beyond strategies_test.cpp, zoo_test.cpp and faults_test.cpp. Communication
+// and memory are in sharded_ddp_buckets_test.cpp.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
