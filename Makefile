@@ -1,21 +1,30 @@
-# make demo: set up, build, train a CNN on Fashion-MNIST on 2 ranks.   make test: set up, build, run all tests.
+# make demo: set up, build the program, train a CNN on Fashion-MNIST on 2 ranks.   make test: set up, build and run all tests.
+# make: set up, build the library and the program.
 BUILD ?= build
 # Eight files in one: half the time of a build from nothing. The presets compile each by itself.
 UNITY = -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8
 
-.PHONY: build demo test fast asan tsan docs format format-check tidy clean
+.PHONY: build all demo test fast asan tsan docs format format-check tidy clean
 
 CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release $(UNITY)
+# Tests that are configured already stay so.
+WITHOUT_TESTS = test -f $(BUILD)/build.ninja || $(CONFIGURE) -DSHOAL_BUILD_TESTS=OFF -DSHOAL_BUILD_BENCH=OFF
 
+# The library and the program, for cmake --install.
 build:
+	@scripts/setup
+	@$(WITHOUT_TESTS)
+	@cmake --build $(BUILD) --target shoal shoal_cli
+
+# The tests and the micro benchmarks as well.
+all:
 	@scripts/setup --tests
 	@$(CONFIGURE) -DSHOAL_BUILD_TESTS=ON -DSHOAL_BUILD_BENCH=ON
 	@cmake --build $(BUILD)
 
-# The program alone. Tests that are configured already stay.
 demo:
 	@scripts/setup
-	@test -f $(BUILD)/build.ninja || $(CONFIGURE) -DSHOAL_BUILD_TESTS=OFF -DSHOAL_BUILD_BENCH=OFF
+	@$(WITHOUT_TESTS)
 	@cmake --build $(BUILD) --target shoal_cli
 	$(BUILD)/shoal train --model cnn --size small --data fashion-mnist --strategy ddp --ranks 2 --epochs 3 --eval --save checkpoints/demo
 	@printf '%s\n' '' 'The model is trained. What to try next:' \
@@ -26,10 +35,10 @@ demo:
 	  '  README.md: 20 lines of code, and how to install the library'
 
 # World tests start several ranks each and say how many cores they take, so two at a time fit two cores.
-test: build
+test: all
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 
-fast: build
+fast: all
 	ctest --test-dir $(BUILD) --output-on-failure -j 2 -L fast
 
 # Everything with sanitizers, and the tests that fit them; CMakePresets.json says which, and sets the sanitizers' options.
