@@ -1,6 +1,6 @@
 #pragma once
-// Strategies by name: a module, an optimizer and a name give an object with what a training loop needs. Programs that
-// let their users choose take the names, the options and the help texts from here.
+// Registry of strategies: makes a training from a module, an optimizer and a strategy's name. Programs whose users
+// choose a strategy take the names, options and help texts from here.
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -33,7 +33,7 @@
 
 namespace shoal {
 
-// An option of a strategy, given as text.
+// Option of a strategy, given as text.
 struct StrategyOption {
   enum class Type { flag, integer, number, text };  // flag: "true" or "false"
 
@@ -41,16 +41,16 @@ struct StrategyOption {
   Type type = Type::text;
   std::string default_value{};
   std::string help{};
-  std::vector<std::string> choices{};  // of a text; empty: any
-  std::optional<double> least{};       // of an integer or a number
-  std::string alone{};                 // what naming it without a value means; empty: it needs one
+  std::vector<std::string> choices{};  // of a text; empty: any text is valid
+  std::optional<double> least{};       // minimum of an integer or a number
+  std::string alone{};                 // meaning of the option without a value; empty: it needs a value
 };
 
-// By name of the option.
+// Values by name of the option.
 using StrategyOptions = std::map<std::string, std::string>;
 
-// An option that is unknown, of another strategy, or has a value that does not fit. what() is option() and fault() in a
-// row, so that a program can spell the option as its users write it.
+// Error for an option that is unknown, belongs to another strategy, or has an invalid value. what() is option()
+// followed by fault(), so that a program can spell the option as its users write it.
 class StrategyOptionError : public UsageError {
  public:
   StrategyOptionError(const std::string& option, const std::string& fault)
@@ -63,10 +63,10 @@ class StrategyOptionError : public UsageError {
   std::string fault_;
 };
 
-// The values of a strategy's options, with defaults for those that are not given.
+// Values of a strategy's options, including defaults.
 class OptionValues {
  public:
-  // StrategyOptionError for what does not fit.
+  // StrategyOptionError for invalid options.
   OptionValues(const std::vector<StrategyOption>& known, const StrategyOptions& given);
 
   bool flag(const std::string& name) const { return text(name) == "true"; }
@@ -80,11 +80,11 @@ class OptionValues {
   StrategyOptions values_;
 };
 
-// An optimizer that is still to get its parameters: sharded strategies make one per rank, on pieces of them.
+// Recipe for an optimizer without parameters: sharded strategies make one per rank, for pieces of the parameters.
 struct OptimizerRecipe {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  std::function<ParamGroups(const torch::nn::Module& module)> groups{};  // none: one of all trainable parameters
+  std::function<ParamGroups(const torch::nn::Module& module)> groups{};  // none: one group of all trainable parameters
   std::shared_ptr<const torch::optim::OptimizerOptions> defaults{};
   std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)> make{};
   bool element_wise = false;
@@ -100,19 +100,20 @@ OptimizerRecipe optimizer_recipe(const Defaults& defaults, decltype(OptimizerRec
 }
 
 struct TrainingOptions {
-  StrategyOptions options{};              // the strategy's own
-  double clip_grad = 0;                   // largest norm of all gradients together; 0: no clipping
-  Precision precision{};                  // see precision_of(); the module has its dtype already
-  std::optional<WrapPolicy> units{};      // of strategies that shard by units; none: the module is one
-  ScheduleOf schedule{};                  // where Strategy::takes_schedule; elsewhere make one of optimizer()
-  uint64_t seed = 0;                      // of random topologies
-  std::vector<std::string> ignored{};     // names of parameters and buffers that shoal leaves alone
-  std::shared_ptr<CommunicationHook> communication_hook{};  // of strategies with the option compress, in its place
+  StrategyOptions options{};              // options of the strategy
+  double clip_grad = 0;                   // maximum norm of all gradients together; 0: no clipping
+  Precision precision{};                  // see precision_of(); the module already has its dtype
+  std::optional<WrapPolicy> units{};      // for strategies that shard by units; none: the module is one unit
+  // Only with Strategy::takes_schedule; otherwise make a schedule for optimizer().
+  ScheduleOf schedule{};
+  uint64_t seed = 0;                      // for random topologies
+  std::vector<std::string> ignored{};     // names of parameters and buffers that shoal ignores
+  std::shared_ptr<CommunicationHook> communication_hook{};  // replaces the option compress, for strategies that have it
 };
 
 struct Strategy;
 
-// What strategies are made of.
+// Arguments of Strategy::make.
 struct TrainingParts {
   const Strategy& strategy;
   std::shared_ptr<torch::nn::Module> module;
@@ -122,8 +123,8 @@ struct TrainingParts {
   OptionValues values;
 };
 
-// A module under a strategy, whatever the module's type. Methods do what those of the strategy's wrapper and optimizer
-// do; one that a strategy does not have is a UsageError.
+// Training of a module of any type under a strategy. Methods do what the methods of the strategy's wrapper and
+// optimizer do; a method that the strategy does not have throws UsageError.
 class TrainingCore {
  public:
   explicit TrainingCore(const TrainingParts& parts);
@@ -131,56 +132,58 @@ class TrainingCore {
   TrainingCore(const TrainingCore&) = delete;
   TrainingCore& operator=(const TrainingCore&) = delete;
 
-  // Backward of a micro-batch's loss, scaled where there is a scaler. Under no_sync() for all but a step's last.
+  // Backward of a micro-batch's loss, which it scales if there is a scaler. Call it under no_sync() except for the last
+  // micro-batch of a step.
   void backward(const at::Tensor& loss) { scale_loss(loss).backward(); }
-  // Of a loss that is a sum over `weight` samples; see DataParallelCore::backward.
+  // Backward of a loss that is a sum over `weight` samples; see DataParallelCore::backward.
   virtual void backward(const at::Tensor& loss_sum, double weight);
   virtual at::Tensor scale_loss(const at::Tensor& loss) const;
   [[nodiscard]] virtual NoSync no_sync(bool accumulate = true);
-  // Unscales, clips and updates, where backward has not done so; whether it updated.
+  // Unscales, clips and updates, unless backward has done so. Returns whether parameters were updated.
   virtual bool step() = 0;
   virtual void zero_grad() { optimizer().zero_grad(); }
-  // After an exception in a step; see DataParallelCore::abandon_step.
+  // Call after an exception in a step; see DataParallelCore::abandon_step.
   virtual void abandon_step() {}
   // For Join.
   virtual Joinable& joinable();
 
-  // What schedules change and steps use; where the strategy steps by itself, an optimizer that shows the rates.
+  // The optimizer whose rates schedules change and steps use; for strategies that step their optimizers themselves, an
+  // optimizer that shows the rates.
   virtual torch::optim::Optimizer& optimizer() = 0;
   // The optimizers that hold this rank's state.
   virtual std::vector<const torch::optim::Optimizer*> local_optimizers() const = 0;
-  // The whole optimizer's state by name. Collective where it is sharded.
+  // State of the whole optimizer, by name. Collective if the state is sharded.
   virtual OptimizerState optimizer_state() = 0;
-  // For checkpoints; none for ranks that know nothing of each other.
+  // Checkpoint interface; none for strategies whose ranks train independently.
   virtual std::optional<TrainingState> state() = 0;
 
-  // What this rank holds of the parameters, and, after a backward, of the gradients.
+  // This rank's parameters and, after a backward, gradients, as far as it holds them.
   virtual std::vector<at::Tensor> parameters() const { return module_->parameters(); }
   virtual std::vector<at::Tensor> gradients() const;
-  // While it lives, every rank can read all parameters, to evaluate and to save them. Collective, at both ends.
+  // Scope in which every rank can read all parameters, to evaluate or save them. Collective at both ends.
   virtual std::shared_ptr<void> full_parameters() { return nullptr; }
-  // Whether this rank can read all parameters without the others.
+  // Whether this rank can read all parameters without the other ranks.
   virtual bool has_whole_model() const { return true; }
 
-  // The ranks that make every step together; none: all.
+  // Ranks that make every step together; none: all.
   virtual std::optional<Group> bound() const { return std::nullopt; }
-  // The ranks that are still there; none: all. Collective over them.
+  // Ranks that have not ended; none: all. Collective over them.
   virtual std::optional<Group> present() { return std::nullopt; }
-  // The first rank that is still there, as far as this one knows.
+  // The first rank that has not ended, as far as this rank knows.
   virtual int leader() const { return 0; }
-  // Statistics of exchanges between neighbours, and how far models are from their mean; none: there are no such
-  // exchanges. distance: collective.
+  // Statistics of exchanges between neighbours, and the models' distance from their mean; none for strategies without
+  // such exchanges. consensus_distance: collective.
   virtual const ExchangeStatistics* exchanges() const { return nullptr; }
   virtual double consensus_distance() { return 0; }
-  // Of the wrapper; none: there is none.
+  // Report of the wrapper; none if there is no wrapper.
   virtual std::optional<LoggingData> logging_data() const { return std::nullopt; }
-  // Names of the parameters in each; empty where nothing is reduced in buckets.
+  // Names of the parameters in each bucket; empty if gradients are not reduced in buckets.
   virtual std::vector<std::vector<std::string>> buckets() const { return {}; }
 
   const Strategy& strategy() const { return strategy_; }
   const Group& group() const { return group_; }
 
-  // Around the module's forward, as for DataParallelCore.
+  // Called before and after the module's forward, as in DataParallelCore.
   virtual void before_forward() {}
   virtual void after_forward(const std::vector<at::Tensor>& /*outputs*/) {}
   virtual void forward_failed() {}
@@ -201,25 +204,25 @@ class TrainingCore {
   at::DeviceType device_;
 };
 
-// Which ranks make steps together.
+// Pace of ranks: which of them make steps together.
 enum class Pace {
-  common,  // all of them; they end together
-  own,     // each makes its own, averages with a few others, and goes on without those that end
-  alone,   // ranks know nothing of each other
-  single,  // there is one rank
+  common,  // all ranks make every step together, and end together
+  own,     // each rank makes its own steps, mixes with a few others, and continues without those that end
+  alone,   // ranks train independently
+  single,  // there is only one rank
 };
 
-// A strategy by name.
+// Strategy of the registry.
 struct Strategy {
   std::string name;
   std::string help;  // a few words
   std::vector<StrategyOption> options{};
   Pace pace = Pace::common;
   bool main_copies = false;   // updates float32 copies of 16-bit parameters
-  bool logging_data = false;  // TrainingCore::logging_data() has something to say
+  bool logging_data = false;  // TrainingCore::logging_data() returns a report
   bool takes_schedule = false;  // steps its optimizers itself, with a schedule
-  // Throws StrategyOptionError or UsageError for what can be known to fail before the ranks are there. hosts: that the
-  // ranks run on; none: not known yet.
+  // Throws StrategyOptionError or UsageError for faults that are known before the ranks start. hosts: number of the
+  // ranks' hosts; none: not known yet.
   std::function<void(const OptionValues& values, const TrainingOptions& options, int ranks, std::optional<int> hosts)>
       check{};
   std::function<std::unique_ptr<TrainingCore>(const TrainingParts& parts)> make{};
@@ -227,29 +230,30 @@ struct Strategy {
   bool has(const std::string& option) const;
 };
 
-// In the order in which help texts list them.
+// All strategies, in the order of help texts.
 std::vector<std::string> strategy_names();
-// UsageError, with all names, for an unknown one.
+// UsageError, which lists all names, for an unknown one.
 const Strategy& find_strategy(const std::string& name);
-// A strategy of the program's own, for all that comes later. UsageError for a name that is taken, without a `make`, and
-// for an option that another strategy has with another type. Not thread-safe.
+// Adds a strategy of the program's own. UsageError for a name that is taken, for a missing `make`, and for an option
+// that has another type in another strategy. Not thread-safe.
 void register_strategy(Strategy strategy);
 // Names of the strategies that have the option.
 std::vector<std::string> strategies_with(const std::string& option);
-// StrategyOptionError for an option that the strategy does not have, which names those that do, and for wrong values.
+// StrategyOptionError for wrong values, and for an option that the strategy does not have; it names the strategies that
+// do.
 OptionValues option_values(const Strategy& strategy, const StrategyOptions& options);
 
-// float32, float64, bf16_mixed, fp16_mixed or bf16 as the strategy does it: where float32 main copies are kept, mixed
-// means parameters of 16 bits, elsewhere computing in 16 bits. UsageError for another name.
+// Precision for float32, float64, bf16_mixed, fp16_mixed or bf16 under the strategy: with float32 main copies, mixed
+// means 16-bit parameters; without, it means computing in 16 bits. UsageError for another name.
 Precision precision_of(const std::string& strategy, const std::string& name);
 std::vector<std::string> precision_names();
 
-// What make_training() does, for a module of any type: for bindings. Collective.
+// Implementation of make_training() for a module of any type, also for bindings. Collective.
 std::unique_ptr<TrainingCore> make_training_core(const std::string& strategy, std::shared_ptr<torch::nn::Module> module,
                                                  OptimizerRecipe recipe, const Group& group,
                                                  const TrainingOptions& options = {});
 
-// A module under a strategy, and the optimizer that goes with it.
+// Training of a module, with its optimizer.
 //
 //   auto training = shoal::make_training(name, model, shoal::optimizer_recipe<shoal::FusedAdamW>(
 //                                                         torch::optim::AdamWOptions(1e-3)), world.group());
@@ -266,7 +270,7 @@ class Training {
   Training(std::shared_ptr<Module> module, std::unique_ptr<TrainingCore> core)
       : module_(std::move(module)), core_(std::move(core)) {}
 
-  // What the module's own forward returns, if anything.
+  // Return value of the module's own forward, if any.
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     return detail::with_cast_inputs<Module>(
@@ -301,7 +305,7 @@ class Training {
   std::unique_ptr<TrainingCore> core_;
 };
 
-// Collective, except under strategies whose ranks know nothing of each other. Errors as the strategy's own, and those of
+// Collective, except for strategies whose ranks train independently. Throws the strategy's own errors, and those of
 // find_strategy() and option_values(). UsageError for a recipe without `defaults` or `make`, and for a schedule or a
 // communication hook that the strategy would not use.
 template <class Module>

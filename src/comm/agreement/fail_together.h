@@ -8,8 +8,8 @@
 
 namespace shoal {
 
-// Calls `work`. Where it throws CommError on any rank, it is a CommError on all ranks of the group; `elsewhere` is the
-// error of those whose own call ended well. Collective.
+// Calls `work`. If it throws CommError on any rank, all ranks of the group throw CommError; `elsewhere` is the text for
+// ranks whose own call succeeded. Collective.
 void fail_together(const Group& group, const Label& label, const std::string& elsewhere,
                    const std::function<void()>& work);
 
