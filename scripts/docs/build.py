@@ -91,6 +91,17 @@ def stage(pages):
     shutil.copy(os.path.join(HERE, "site.css"), os.path.join(pages, "site.css"))
 
 
+def list_decisions(pages):
+    """docs/adr has no list of its own, so that a new page is one file."""
+    lines = []
+    for name in sorted(os.listdir(os.path.join(pages, "adr"))):
+        with open(os.path.join(pages, "adr", name), encoding="utf-8") as page:
+            number, title = re.match(r"# (\d+)\. (.*)", page.readline()).groups()
+        lines.append("| %s | [%s](%s) |\n" % (number, title, name))
+    with open(os.path.join(pages, "adr", "index.md"), "w", encoding="utf-8") as index:
+        index.write("# Decisions\n\nWhat is not obvious, and why it is as it is.\n\n| | |\n| --- | --- |\n" + "".join(lines))
+
+
 def make_reference(out, pages):
     folder = os.path.join(ROOT, "include")
     headers = sorted(os.path.relpath(path, folder)
@@ -124,6 +135,7 @@ def main():
     shutil.rmtree(pages, ignore_errors=True)
     os.makedirs(pages)
     stage(pages)
+    list_decisions(pages)
     make_reference(out, pages)
     environment = dict(os.environ, NO_MKDOCS_2_WARNING="1", SHOAL_DOCS_PAGES=pages,
                        SHOAL_DOCS_SITE=os.path.join(out, "site"))

@@ -11,6 +11,7 @@ import argparse
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,9 @@ SHARED = ("README.md", "SECURITY.md", "bench", "scripts", "tests", "docs")
 
 def reason(block):
     """Why it does not run; None: it does."""
-    return block.note.removeprefix("no-run:").strip() if block.note.startswith("no-run:") else None
+    if block.note.startswith("no-run:"):
+        return block.note.removeprefix("no-run:").strip()
+    return "there is no mpirun here" if "mpirun" in block.code and not shutil.which("mpirun") else None
 
 
 def make_folder(folder, root, shoal):
