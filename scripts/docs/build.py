@@ -99,7 +99,8 @@ def list_decisions(pages):
             number, title = re.match(r"# (\d+)\. (.*)", page.readline()).groups()
         lines.append("| %s | [%s](%s) |\n" % (number, title, name))
     with open(os.path.join(pages, "adr", "index.md"), "w", encoding="utf-8") as index:
-        index.write("# Decisions\n\nWhat is not obvious, and why it is as it is.\n\n| | |\n| --- | --- |\n" + "".join(lines))
+        index.write("# Decisions\n\nWhat is not obvious, and why it is as it is.\n\n| | |\n| --- | --- |\n")
+        index.writelines(lines)
 
 
 def make_reference(out, pages):
@@ -140,7 +141,8 @@ def main():
     environment = dict(os.environ, NO_MKDOCS_2_WARNING="1", SHOAL_DOCS_PAGES=pages,
                        SHOAL_DOCS_SITE=os.path.join(out, "site"))
     # Not --quiet: strict counts only the warnings that it shows.
-    command = [os.path.join(VENV, "bin", "mkdocs"), "build", "--strict", "--clean", "-f", os.path.join(HERE, "mkdocs.yml")]
+    command = [os.path.join(VENV, "bin", "mkdocs"), "build", "--strict", "--clean", "-f",
+               os.path.join(HERE, "mkdocs.yml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit("docs: MkDocs refuses the pages\n" + done.stdout + done.stderr)

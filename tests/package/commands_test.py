@@ -91,6 +91,8 @@ def faults_are_found(shoal):
     found = list(unknown_options(block, shoal))
     assert found == ["`shoal train` has no --no-such", "there is no `shoal nothing`",
                      "`shoal trace merge` has no --steps"], found
+    with tempfile.TemporaryDirectory() as folder:
+        assert "exit code 3" in run(block._replace(code="true | (exit 3)\ntrue"), folder, shoal)
     assert reason(block._replace(note="no-run: two hosts")) == "two hosts" and reason(block) is None
 
 
