@@ -27,7 +27,7 @@ namespace {
 
 using namespace shoal;
 
-// Until all ranks are through.
+// Seconds until all ranks have finished.
 template <class Act>
 double seconds(const Group& group, const Act& act) {
   group.barrier().wait();
@@ -37,7 +37,7 @@ double seconds(const Group& group, const Act& act) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// What has been synced leaves the page cache.
+// Drops synced files from the page cache.
 void forget(const std::filesystem::path& folder) {
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     const int fd = open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
@@ -65,9 +65,9 @@ int main(int argc, char** argv) {
     const Range range{numel * group.rank() / group.size(), numel * (group.rank() + 1) / group.size()};
     slices.push_back(
         {.name = fmt::format("tensor{}", i), .shape = {numel}, .range = range, .values = at::rand({range.size()})});
-    copies.push_back(at::zeros({range.size()}));  // pages that are there, as save_async's are from its second time on
+    copies.push_back(at::zeros({range.size()}));  // touched pages, as save_async has from its second call on
   }
-  CheckpointSaver saver(group, root);  // all stay: removing an old one would keep the disk busy while another is read
+  CheckpointSaver saver(group, root);  // keeps all: removing an old one would keep the disk busy during another's read
   nlohmann::json result;
   int64_t step = 0;
   const auto contents = [&] { return CheckpointContents{.step = ++step, .strategy = "bench", .slices = slices}; };
@@ -82,7 +82,7 @@ int main(int argc, char** argv) {
     for (size_t i = 0; i < slices.size(); ++i) {
       if (!at::equal(copies[i], slices[i].values)) throw std::runtime_error("what was loaded is not what was saved");
     }
-    if (round == 0) saver.save_async(contents());  // its buffer
+    if (round == 0) saver.save_async(contents());  // allocates its buffer
     saver.wait();
     result["stall"].push_back(seconds(group, [&] { saver.save_async(contents()); }));
     saver.wait();

@@ -29,7 +29,7 @@ using namespace shoal;
 constexpr int64_t width = 4096;
 constexpr double mebibyte = 1 << 20;
 
-// MiB on the rank with the most.
+// Growth in MiB on the rank with the most.
 template <class Act>
 double growth(const Group& group, const Act& act) {
   group.barrier().wait();
@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "bench_checkpoint_memory FOLDER LAYERS\n");
     return 2;
   }
-  mallopt(M_MMAP_THRESHOLD, 1 << 16);  // what has been freed goes back to the system, and does not count
+  mallopt(M_MMAP_THRESHOLD, 1 << 16);  // freed memory goes back to the system, and does not count
   const std::string folder = argv[1];
   const auto world = init();
   const auto& group = world.group();

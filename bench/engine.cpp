@@ -30,7 +30,7 @@ torch::nn::Sequential make_model(int64_t layers) {
   return model;
 }
 
-// Takes part in every use of memory and does nothing: what FSDP's pages cost besides gathering.
+// Observer without effect: the cost of FSDP's pages except gathering.
 class Nobody : public shoal::MemoryUser {
   void begin_use(std::string_view, std::span<c10::StorageImpl* const>) override {}
   void end_use(std::span<c10::StorageImpl* const>) noexcept override {}
@@ -48,7 +48,7 @@ void small_operator(benchmark::State& state) {
   if (state.range(0) == 2) shoal::unwatch(storage, nobody);
 }
 
-// Asked in every forward and step: whether anybody has replaced one of 2 * `layers` parameters.
+// The check in every forward and step whether one of 2 * `layers` parameters was replaced.
 void parameter_watch(benchmark::State& state) {
   const shoal::ParameterWatch watch(make_model(state.range(0))->parameters());
   for (auto _ : state) benchmark::DoNotOptimize(watch.changed());
@@ -73,8 +73,7 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-// Forward and backward of gpt tiny by turns on plain parameters and on watched ones: what machines do meanwhile is the
-// same for both.
+// Forward and backward of gpt tiny, alternating between plain and watched parameters, so that both meet the same load.
 void gpt_tiny(benchmark::State& state) {
   Nobody nobody;
   const Trained plain, watched;
@@ -116,8 +115,7 @@ void ddp(benchmark::State& state) {
   }
 }
 
-// A collective's way through a group of one rank, alone, with the flight recorder, and with a timeline: what telemetry
-// adds to each.
+// Cost of a collective in a group of one rank: alone, with the flight recorder, and with a timeline.
 void collective(benchmark::State& state) {
   const auto folder = std::filesystem::temp_directory_path() / "shoal-bench-flight";
   shoal::WorldOptions options;

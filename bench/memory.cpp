@@ -31,7 +31,7 @@ class SharedFloats {
   float* data_ = nullptr;
 };
 
-// Buffers of both ranks and a result for each, made by the first thread before any of them starts to measure.
+// Buffers of both ranks and a result for each, allocated before any thread starts to measure.
 struct Memory {
   explicit Memory(size_t count)
       : full{SharedFloats(count), SharedFloats(count)}, part{SharedFloats(count / 2), SharedFloats(count / 2)} {}
@@ -59,7 +59,7 @@ void measure(benchmark::State& state, Body body) {
   }
 }
 
-// Each thread adds its half of both buffers and writes the sum to both.
+// Each thread sums its half of both buffers, and writes the sum to both.
 void all_reduce(benchmark::State& state) {
   measure(state, [](float* a, float* b, float*, int64_t count) {
     for (int64_t i = 0; i < count; ++i) a[i] = b[i] = a[i] + b[i];
@@ -78,7 +78,7 @@ void reduce_scatter_in_place(benchmark::State& state) {
   });
 }
 
-// Half of the buffer comes from the peer, by the C library's copy.
+// Copies half of the peer's buffer with the C library.
 void all_gather(benchmark::State& state) {
   measure(state, [](const float* a, const float*, float* part, int64_t count) {
     std::memcpy(part, a, static_cast<size_t>(count) * sizeof(float));

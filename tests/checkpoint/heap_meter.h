@@ -13,7 +13,7 @@ namespace shoal::test {
 inline std::atomic<int64_t> heap_live = 0;
 inline std::atomic<int64_t> heap_peak = 0;
 
-// Null where there is none.
+// nullptr if there is no memory.
 inline void* heap_take(size_t size) noexcept {
   void* memory = std::malloc(size);
   if (memory == nullptr) return nullptr;
@@ -43,7 +43,7 @@ void* operator new(size_t size) {
 void* operator new[](size_t size) {
   return shoal::test::heap_take_or_throw(size);
 }
-// Sanitizers have their own, whose memory must not come here to be freed.
+// Overridden because sanitizers have their own, whose memory must not be freed here.
 void* operator new(size_t size, const std::nothrow_t&) noexcept {
   return shoal::test::heap_take(size);
 }

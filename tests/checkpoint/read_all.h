@@ -6,7 +6,7 @@
 
 namespace shoal::test {
 
-// CheckpointErrors are as good as success; anything else passes.
+// A CheckpointError counts as success; other exceptions pass through.
 inline void read_all(const std::filesystem::path& path) {
   try {
     const CheckpointReader reader(path, /*verify=*/false);  // no mutation would find the values' checksums

@@ -20,7 +20,7 @@ struct Whole {
   std::string part = "model";
 };
 
-// Any bits, so that NaNs, infinities and denormals are among them; of bool 0 and 1.
+// Random bits, which include NaNs, infinities and denormals; 0 and 1 for bool.
 inline at::Tensor random_tensor(std::mt19937& random, std::vector<int64_t> shape, at::ScalarType dtype) {
   auto tensor = at::empty(shape, dtype);
   auto* bytes = static_cast<uint8_t*>(tensor.data_ptr());
@@ -54,13 +54,13 @@ inline std::vector<Whole> random_wholes(uint32_t seed) {
   return list;
 }
 
-// All elements, counted in the order of the whole.
+// All elements, in the tensor's order.
 inline at::Tensor in_order(const Whole& whole) {
   return whole.order.empty() ? whole.tensor.reshape({-1}) : whole.tensor.permute(whole.order).contiguous().view({-1});
 }
 
-// What rank `rank` of `ranks` holds when every tensor is cut at random places and the pieces are given to random ranks,
-// some to two.
+// Slices of rank `rank` of `ranks`: every tensor is cut at random places, and each piece is given to one or two random
+// ranks.
 inline std::vector<NamedSlice> random_slices(const std::vector<Whole>& wholes, int rank, int ranks, uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<NamedSlice> slices;

@@ -1,4 +1,4 @@
-// The shoal program, as a user starts it.
+// The shoal program, started as a user starts it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ inline nlohmann::json read(const std::string& path) {
   return nlohmann::json::parse(file);
 }
 
-// The report of `shoal train` with these options; null, and a failure, where it did not end well.
+// Report of `shoal train` with these options; null, and a test failure, if the run failed.
 inline nlohmann::json train(const std::vector<std::string>& options) {
   const TempFolder folder;
   std::vector<std::string> line{"train", "--json", folder.file("report.json")};

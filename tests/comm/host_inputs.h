@@ -8,7 +8,7 @@
 
 namespace shoal::test {
 
-// Where a rank's tensors lie. mixed: shared on even ranks only.
+// Kind of memory of a rank's tensors. mixed: shared on even ranks only.
 enum class Memory { shared, staged, mixed };
 
 inline at::Tensor in_memory(const at::Tensor& tensor, Memory memory) {
@@ -17,7 +17,7 @@ inline at::Tensor in_memory(const at::Tensor& tensor, Memory memory) {
   return shared.copy_(tensor);
 }
 
-// Deterministic, different on every rank, with a fraction that 16-bit sums must round.
+// Deterministic values, different on every rank, with fractions that 16-bit sums must round.
 inline at::Tensor input(int rank, int64_t numel, at::ScalarType dtype, int salt = 0) {
   const auto numbers = (at::arange(numel, at::kLong) * 7 + rank * 13 + salt * 31) % 23 + 1;
   if (dtype == at::kBool) return (numbers % 2).to(dtype);
@@ -44,7 +44,7 @@ inline at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp op)
   }
 }
 
-// In rank order; 16-bit in float32, rounded once.
+// Reduction in rank order; 16-bit values in float32, rounded once.
 inline at::Tensor naive(const std::vector<at::Tensor>& inputs, ReduceOp op) {
   const auto dtype = inputs[0].scalar_type();
   const bool half = dtype == at::kHalf || dtype == at::kBFloat16;

@@ -17,29 +17,28 @@ namespace shoal::test {
 
 struct Strategy;
 
-// A rank's part of the whole batch.
+// Part of the whole batch that a rank has.
 struct Part {
   int number = 0;
   int of = 1;
 };
 
-// Values by which a training is compared with one process.
+// Values that are compared with one process.
 struct Observation {
   std::string what;
   std::vector<at::Tensor> values;
 };
 
-// Another rank has refused what this one has not.
+// Error on a rank that did not refuse an action while another rank did.
 struct RefusedElsewhere : std::runtime_error {
   RefusedElsewhere() : std::runtime_error("refused on another rank") {}
 };
 
-// A behaviour runs twice: in one process on the whole batch, and on ranks that share the batch out. What it observes
-// must be equal.
+// Environment of a behaviour, which runs twice: in one process on the whole batch, and on ranks that divide the batch.
+// Its observations must be equal.
 class Bench {
  public:
-  // expected: what one process observed; nullptr: this is the one process.
-  // parts: into which the ranks divide the batch.
+  // expected: observations of one process; nullptr: this is the one process. parts: number of parts of the batch.
   Bench(const Strategy& strategy, const Group& group, std::filesystem::path folder, int parts,
         const std::vector<Observation>* expected);
 
@@ -49,32 +48,32 @@ class Bench {
   bool one_process() const { return expected_ == nullptr; }
   const Group& group() const { return group_; }
   Part part() const { return part_; }
-  // Into how many parts the ranks divide a batch; one process knows it too, and has them all.
+  // Number of parts of a batch; also known to the one process, which has all of them.
   int parts() const { return parts_; }
-  // How many ranks have the same rows.
+  // Number of ranks with the same rows.
   int ranks_per_part() const { return one_process() ? 1 : group_.size() / part_.of; }
-  // Whether this is the given rank; in one process always.
+  // Whether this is the given rank; always true in one process.
   bool on(int rank) const { return one_process() || group_.rank() == rank % group_.size(); }
-  // Rows of a whole tensor that are this rank's.
+  // This rank's rows of a whole tensor.
   at::Tensor share(const at::Tensor& whole) const;
-  // Those of any part.
+  // The rows of any part.
   at::Tensor share_of(const at::Tensor& whole, int number) const;
   // This rank's rows of a batch of 12; the same in every run.
   at::Tensor batch(int64_t step, int64_t columns = 6) const;
-  // A folder that all ranks see; empty at the start of a behaviour. Not collective.
+  // Folder that all ranks share; empty at the start of a behaviour. Not collective.
   const std::filesystem::path& folder() const { return folder_; }
   std::string file(const std::string& name) const { return folder_ / name; }
-  // Until all ranks are here.
+  // Waits for all ranks.
   void meet() const;
-  // For what some ranks may refuse and others do not: then all of them do, so that none waits for another.
+  // For actions that only some ranks may refuse: then all of them refuse, so that none waits for another.
   void together(const std::function<void()>& act) const;
 
-  // Equal to one process, as exactly as tolerance (relative to the largest element) says.
+  // Expects equality with one process within tolerance, relative to the largest element.
   void same(const std::string& what, const std::vector<at::Tensor>& values, double tolerance = 1e-9);
   void same(const std::string& what, const at::Tensor& value, double tolerance = 1e-9);
   void same(const std::string& what, double value, double tolerance = 1e-9);
   void same_parameters(const torch::nn::Module& module, double tolerance = 1e-9);
-  // Says what is wrong if it is false.
+  // Fails with `what` if `right` is false.
   void check(bool right, const std::string& what);
 
   const std::vector<Observation>& observed() const { return observed_; }
@@ -96,12 +95,12 @@ struct Behaviour {
   std::function<void(Bench&)> body;
 };
 
-// Rows in [0, 1) or normal, the same in every run.
+// Tensors with values in [0, 1) or normal ones, the same in every run.
 at::Tensor rows(int64_t seed, at::IntArrayRef shape);
 inline at::Tensor loss_of(const at::Tensor& output) {
   return output.pow(2).mean();
 }
-// zero_grad, forward, backward, step.
+// Steps of zero_grad, forward, backward and step.
 void train(Bench& bench, Trained& training, int64_t from, int64_t to);
 
 }  // namespace shoal::test

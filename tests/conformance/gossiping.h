@@ -24,7 +24,7 @@ class Decentralized : public Callable<Decentralized<Module>, Module> {
   }
   void backward(const at::Tensor& loss_sum, double weight) override { parallel_.backward(loss_sum, weight); }
   Trained::Scope no_sync(bool accumulate) override { return scope(parallel_.no_sync(accumulate)); }
-  // Backward has updated, unless the scale has fallen.
+  // Backward has updated the parameters, unless the loss scale has fallen.
   bool step() override {
     const double before = std::exchange(scale_, loss_scale());
     return scale_ >= before;

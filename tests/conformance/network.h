@@ -20,12 +20,12 @@ namespace shoal::test {
 using TensorPair = std::tuple<at::Tensor, at::Tensor>;
 using Tensors = std::vector<at::Tensor>;
 using NamedTensors = std::map<std::string, at::Tensor>;
-// A type of the caller's own, see OutputTensors.
+// A caller's own type, see OutputTensors.
 struct Heads {
   at::Tensor value, policy;
 };
 
-// What people's modules take and return. A module overrides the forward that it has.
+// Base of all modules, with the inputs and outputs of typical users. A module overrides the forwards that it has.
 struct Network : torch::nn::Module {
   virtual at::Tensor forward(at::Tensor) { throw std::logic_error("no such forward"); }
   virtual TensorPair forward(at::Tensor, at::Tensor) { throw std::logic_error("no such forward"); }

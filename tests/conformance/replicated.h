@@ -10,7 +10,7 @@
 
 namespace shoal::test {
 
-// An optimizer of libtorch's, and what goes with it in one process.
+// A libtorch optimizer with its companions, as in one process.
 template <class Self, class Module>
 class WithTorchOptimizer : public Callable<Self, Module> {
  public:
@@ -63,7 +63,7 @@ class WithTorchOptimizer : public Callable<Self, Module> {
   std::shared_ptr<torch::optim::Optimizer> optimizer_;
 };
 
-// No shoal at all.
+// Training without shoal.
 template <class Module>
 class OneProcess : public WithTorchOptimizer<OneProcess<Module>, Module> {
   using Base = WithTorchOptimizer<OneProcess<Module>, Module>;
@@ -124,7 +124,7 @@ class Ddp : public WithTorchOptimizer<Ddp<Module>, Module> {
   std::optional<DistributedDataParallel<Module>> parallel_;
 };
 
-// Local SGD and what is built on it. Its own loop is the module's and the optimizer's.
+// Local SGD and its relatives. The loop uses the module and the optimizer directly.
 template <class Module>
 class Local : public WithTorchOptimizer<Local<Module>, Module> {
   using Base = WithTorchOptimizer<Local<Module>, Module>;

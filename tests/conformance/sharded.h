@@ -11,10 +11,10 @@
 
 namespace shoal::test {
 
-// Several buckets, or units, of a small model.
+// Small enough for several buckets, or units, of a small model.
 inline constexpr int64_t bucket_elements = 30;
 
-// OSS under a wrapper of either kind.
+// OSS under any wrapper.
 template <class Self, class Module>
 class WithOSS : public Callable<Self, Module> {
  public:
@@ -117,7 +117,7 @@ class Zero2 : public WithOSS<Zero2<Module>, Module> {
   ShardedDataParallel<Module> parallel_;
 };
 
-// A ShardedOptimizerCore that has the scaler.
+// Base for a ShardedOptimizerCore, which has the scaler.
 template <class Self, class Module>
 class WithShardedOptimizer : public Callable<Self, Module> {
  public:
@@ -179,7 +179,7 @@ class Megatron : public WithShardedOptimizer<Megatron<Module>, Module> {
   std::unique_ptr<DistributedOptimizerCore> optimizer_;
 };
 
-// What FSDP and its gossip have in common.
+// Common base of FSDP and its variant with gossip.
 template <class Self, class Module>
 class WithFsdp : public WithShardedOptimizer<Self, Module> {
  public:

@@ -30,21 +30,21 @@ using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
 class Trained;
 
-// What a behaviour asks of a training. A strategy gives it in its own way, or throws Lacks.
+// Requirements of a behaviour on a training. A strategy meets them in its own way, or throws Lacks.
 struct Setup {
   std::variant<torch::optim::SGDOptions, torch::optim::AdamOptions> optimizer =
       torch::optim::SGDOptions(0.1).momentum(0.9);
   std::function<ParamGroups()> groups{};      // none: one group of all parameters
-  Trained* optimizer_of = nullptr;            // its optimizer has these parameters, too, and steps them
-  double clip = 0;                            // largest norm of all gradients together, by option or by call
-  std::optional<GradScalerOptions> scaler{};  // of the loss; arithmetic is in float16 then
+  Trained* optimizer_of = nullptr;            // its optimizer includes these parameters, and steps them
+  double clip = 0;                            // maximum norm of all gradients together, by option or by call
+  std::optional<GradScalerOptions> scaler{};  // loss scaler; arithmetic is in float16 then
   bool find_unused_parameters = false;
-  bool static_graph = false;           // where the strategy has it
-  bool optimizer_first = false;        // made before the wrapper
+  bool static_graph = false;           // if the strategy has it
+  bool optimizer_first = false;        // makes the optimizer before the wrapper
   std::vector<std::string> ignored{};  // names of parameters and buffers
 };
 
-// The strategy has no such call: it cannot be written. The text says what takes its place.
+// Error of a strategy without such a call. The text names the alternative.
 struct Lacks : std::logic_error {
   using std::logic_error::logic_error;
 };
@@ -53,7 +53,7 @@ class Trained {
  public:
   virtual ~Trained() = default;
 
-  // The wrapper's, or the module's own where the strategy has no wrapper.
+  // The wrapper's forward, or the module's own if the strategy has no wrapper.
   virtual at::Tensor forward(at::Tensor x) = 0;
   virtual TensorPair forward(at::Tensor x, at::Tensor y) = 0;
   virtual std::tuple<at::Tensor, TensorPair> forward(at::Tensor x, TensorPair state) = 0;
@@ -62,24 +62,24 @@ class Trained {
   virtual Heads forward(at::Tensor x, int number) = 0;
   virtual void forward(at::Tensor x, Tensors& into) = 0;
   virtual void backward(const at::Tensor& loss_sum, double weight) = 0;
-  // A scope, as the strategy's own is.
+  // Type-erased scope of the strategy.
   using Scope = std::shared_ptr<void>;
   virtual Scope no_sync(bool accumulate = true) = 0;
-  // Of the optimizer's own type. step: unscales and clips as asked in Setup; whether it updated.
+  // step() of the optimizer's own type: unscales and clips as given in Setup. Returns whether parameters were updated.
   virtual bool step() = 0;
   virtual void zero_grad() = 0;
-  // The same object as libtorch knows it.
+  // The same object as a libtorch optimizer.
   virtual torch::optim::Optimizer& optimizer() = 0;
-  // To be stepped for several modules; see Setup.
+  // Optimizer that steps several modules; see Setup.
   virtual std::shared_ptr<torch::optim::Optimizer> shared_optimizer() {
     throw Lacks("one optimizer over two wrapped modules: make one module of them");
   }
-  // Between backward and step, in the strategy's own words; the norm before.
+  // Clips between backward and step, with the strategy's own call; returns the norm before.
   virtual double clip(double max_norm) = 0;
   virtual at::Tensor scale(const at::Tensor& loss) = 0;
   virtual double loss_scale() = 0;
   virtual Joinable& joinable() = 0;
-  // The module will be used without this; nothing to do for most.
+  // Call before the module is used without this object; no effect for most strategies.
   virtual void unwrap() {}
   virtual void abandon_step() = 0;                            // after an exception on this rank
   virtual std::unique_ptr<TrainingState> state() = 0;  // for checkpoints
@@ -116,22 +116,22 @@ auto with_optimizer(const Setup& setup, const Make& make) {
       setup.optimizer);
 }
 
-// libtorch lists a tied parameter under each of its names, which its optimizers refuse.
+// Without repetitions: libtorch lists a tied parameter under each of its names, which its optimizers refuse.
 std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& parameters);
 ParamGroups groups_of(const Setup& setup, const torch::nn::Module& module);
-// Gradients that there are.
+// Gradients that are defined.
 std::vector<at::Tensor> gradients_of(const torch::nn::Module& module);
 
-// requires_grad of all of a module's parameters.
+// Sets requires_grad of all of a module's parameters.
 void set_trainable(torch::nn::Module& module, bool trainable);
 
-// A scope of shoal's.
+// Wraps one of shoal's scopes.
 template <class NoSync>
 Trained::Scope scope(NoSync&& no_sync) {
   return std::make_shared<std::decay_t<NoSync>>(std::forward<NoSync>(no_sync));
 }
 
-// The overloads of forward, by a template of the strategy's: `call(arguments...)`.
+// Overloads of forward, through a template of the strategy: `call(arguments...)`.
 template <class Self, class Module>
 class Callable : public Trained {
  public:

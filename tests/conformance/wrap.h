@@ -32,7 +32,7 @@ Wrap with_decentralized();
 Wrap with_local_updates(const LocalUpdatesOptions& options);
 Wrap with_shard_gossip();
 
-// Of the ranks that share a model under the hybrid strategies and shard gossip.
+// Number of ranks that share a model under the hybrid strategies and shard gossip.
 inline int ranks_per_host(const Group& group) {
   return group.size() % 2 == 0 ? 2 : 1;
 }

@@ -34,7 +34,7 @@ class DataFolder : public test::TempFolder {
   }
 };
 
-// An IDX file whose bytes count up from 0, modulo `modulus`.
+// IDX file whose bytes count up from 0, modulo `modulus`.
 inline Bytes idx(const std::vector<uint32_t>& sizes, uint32_t modulus = 256) {
   Bytes bytes{0, 0, 8, static_cast<uint8_t>(sizes.size())};
   uint64_t count = 1;

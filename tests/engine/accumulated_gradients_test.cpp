@@ -14,7 +14,7 @@
 namespace shoal {
 namespace {
 
-// Two gradients of two elements in one bucket, whose sum every one of two ranks gets.
+// Two gradients of two elements in one bucket, whose sum each of two ranks gets.
 struct WithGradients {
   explicit WithGradients(bool in_buckets = true) {
     for (const auto* name : {"a", "b"}) gradients.push_back({name, at::zeros({2}).set_requires_grad(true)});
@@ -84,7 +84,7 @@ TEST(AccumulatedGradients, handing_over_writes_this_ranks_part_of_the_mean) {
 TEST(AccumulatedGradients, handing_over_keeps_what_this_rank_did_not_touch) {
   WithGradients with;
   with.backward(0, 4);
-  with.accumulated->forget();  // the step before took it; nothing comes in this one
+  with.accumulated->forget();  // the previous step took it; this one brings nothing
   const auto untouched = with.accumulated->hand_over(0, /*ranks=*/2);
   ASSERT_TRUE(untouched.defined());
   EXPECT_TRUE(at::equal(untouched, at::full({2}, 4.0)));

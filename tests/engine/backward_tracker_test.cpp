@@ -15,7 +15,7 @@ namespace {
 using Phase = BackwardTracker::Phase;
 using Told = std::vector<std::string>;
 
-// Two parameters, and all that is told of their backwards.
+// Two parameters, and a record of the listener's calls.
 struct Tracked : BackwardListener {
   explicit Tracked(const BackwardTracker::Options& options = {}) {
     for (const auto* name : {"a", "b"}) gradients.push_back({name, at::ones({2}).set_requires_grad(true)});
@@ -91,7 +91,7 @@ TEST(BackwardTracker, a_backward_after_one_that_failed_in_the_middle_of_a_step_i
     if (inspected) tracked.tracker->inspect({loss});
     EXPECT_ANY_THROW(loss.backward({}, /*keep_graph=*/true));
     if (tracked.tracker->phase() == Phase::idle)
-      tracked.tracker->enter(Phase::running);  // it failed before the first gradient
+      tracked.tracker->enter(Phase::running);  // the backward failed before the first gradient
     for (int again = 0; again < 2; ++again) {
       const auto text = test::refusal([&] { loss.backward({}, /*keep_graph=*/true); });
       EXPECT_NE(text.find("the last backward failed in the middle of a step: call abandon_step()"), std::string::npos)
@@ -123,7 +123,7 @@ TEST(BackwardTracker, autograd_grad_is_no_backward) {
 
 TEST(BackwardTracker, DDP08_a_static_graphs_gradient_is_complete_when_it_has_come_as_often_as_the_first_time) {
   Tracked tracked({.static_graph = true});
-  // One accumulation each: a backward of its own inside would be a block's that is recomputed.
+  // One accumulation each: a second one within the backward would mean a recomputed block.
   EXPECT_EQ(tracked.backward(tracked.of(0).sum()), (Told{"begin", "arriving a", "arrived a", "end"}));
   EXPECT_EQ(tracked.backward(tracked.of(0).sum()), (Told{"begin", "arriving a", "arrived a", "complete", "end"}));
   const auto more = test::refusal([&] { tracked.backward(tracked.of(1).sum()); });

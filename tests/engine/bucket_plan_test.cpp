@@ -34,7 +34,7 @@ TEST(BucketPlan, closes_a_bucket_when_it_holds_the_cap) {
 
 TEST(BucketPlan, keeps_dtypes_apart_and_orders_buckets_by_completion) {
   const auto list = gradients({{10, at::kFloat}, {10, at::kDouble}, {10, at::kFloat}});
-  // The float bucket is complete last, when gradient 0 has come.
+  // The float bucket is full last, once gradient 0 has arrived.
   EXPECT_EQ(plan_buckets(list, reversed(3), 1000, 1000), (Plan{{1}, {2, 0}}));
 }
 

@@ -15,8 +15,8 @@ namespace {
 
 using Plan = std::vector<std::vector<size_t>>;
 
-// Four gradients of ten elements in buckets of one each, in the order 3, 2, 1, 0; the sums are rank 1's, so that this
-// rank's memory of them goes once they have left.
+// Four gradients of ten elements in buckets of one each, in the order 3, 2, 1, 0. Rank 1 owns the sums, so that this
+// rank's buckets are freed once they are reduced.
 struct WithBuckets {
   WithBuckets() {
     for (const auto* name : {"a", "b", "c", "d"}) gradients.push_back({name, at::ones({10}).set_requires_grad(true)});
@@ -71,7 +71,7 @@ TEST(BucketSet, a_bucket_of_frozen_gradients_rests_and_is_not_the_last) {
 TEST(BucketSet, a_released_buckets_memory_is_the_next_ones) {
   const torch::NoGradGuard no_grad;
   WithBuckets with;
-  // Large enough not to be kept for the next step.
+  // Too large to be kept for the next step.
   with.gradients.clear();
   for (const auto* name : {"a", "b"}) with.gradients.push_back({name, at::ones({2 << 20}).set_requires_grad(true)});
   with.reduction = std::make_unique<ReduceToOwner>(with.group, BucketCaps{40, 40}, std::vector<int>(2, 1));

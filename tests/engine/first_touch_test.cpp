@@ -70,7 +70,7 @@ TEST(FirstTouch, other_threads_wait_for_the_same_memory_and_for_no_other) {
   auto elsewhere = std::async(std::launch::async, [&] { other.add_(1); });
   EXPECT_EQ(elsewhere.wait_for(std::chrono::seconds(10)), std::future_status::ready);
   auto here = std::async(std::launch::async, [&] {
-    at::full_like(memory, 0);  // takes it, but neither reads nor writes what the other thread writes
+    at::full_like(memory, 0);  // uses it, but neither reads nor writes what the other thread writes
     return done.load();
   });
   EXPECT_EQ(here.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);

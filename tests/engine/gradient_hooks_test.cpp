@@ -15,7 +15,8 @@
 namespace shoal {
 namespace {
 
-// What is told of a module's parameters, as "before 0", "after 0", with what grad() holds at that time.
+// Record of the hooks' calls for a module's parameters, as "before 0", "after 0", with the value of grad() at that
+// time.
 class Teller {
  public:
   explicit Teller(const torch::nn::Module& module)

@@ -20,7 +20,7 @@ namespace {
 using test::group;
 using Pass = Pager::Pass;
 
-// Page p: numel() elements of the value p + 1, every rank with its part.
+// Page p: numel() elements of value p + 1, each rank with its shard.
 class Book {
  public:
   explicit Book(size_t count, PagerOptions options = {}) : pager(group(), options) {
@@ -66,7 +66,7 @@ TEST(Pager, FSDP07_no_more_pages_are_in_memory_than_the_limit_says) {
       book.pager.end();
       book.invalidate();
     }
-    // Down from page 5: the last `resident` ones are still there.
+    // Down from page 5: the last `resident` pages are still in memory.
     EXPECT_EQ(book.pager.statistics().gathers, 3 * (12 - static_cast<int64_t>(resident))) << resident;
     EXPECT_LE(book.pager.statistics().peak_pages, resident + 1);
     EXPECT_LE(book.pager.statistics().peak_bytes, static_cast<int64_t>((resident + 1) * 4) * Book::numel());
@@ -141,7 +141,7 @@ TEST(Pager, reading_past_the_operators_is_an_error_that_says_what_to_do) {
   }
   book.pager.unshard_all();
   for (size_t i = 0; i < 3; ++i) EXPECT_EQ(book.pages[i].data_ptr<float>()[0], static_cast<float>(i + 1));
-  // What is written while they are held counts only if it is stored.
+  // Writes to held pages count only if they are stored.
   const torch::NoGradGuard no_grad;
   book.pages[2].fill_(9);
   book.pager.reshard_all(/*store=*/true);
@@ -150,14 +150,14 @@ TEST(Pager, reading_past_the_operators_is_an_error_that_says_what_to_do) {
   EXPECT_EQ(book.read(2), 9);
 }
 
-// Ranks read different pages, differently often and in different orders, in every pass.
+// Ranks read different pages, different numbers of times and in different orders, in every pass.
 TEST(Pager, BEY02_ranks_may_use_different_pages) {
   constexpr size_t pages = 7;
   Book book(pages, {.resident = 2, .ahead = 1});
   std::mt19937 same(1);
   std::mt19937 own(static_cast<unsigned>(group().rank() + 2));
   for (int pass = 0; pass < 40; ++pass) {
-    // Half of the passes repeat the last one, some of them but for this rank.
+    // Half of the passes repeat the last one, some of them on all ranks but this one.
     static std::vector<size_t> reads;
     if (same() % 2 == 0) {
       auto& random = same() % 2 == 0 ? own : same;
@@ -177,7 +177,7 @@ TEST(Pager, ranks_that_call_forward_differently_often_are_told_so) {
   EXPECT_THROW(group().rank() == 0 ? book.pager.begin(Pass::training) : book.pager.end(), DisagreeError);
 }
 
-// Rank 0 is about to change its part, others read first.
+// Rank 0 is about to change its shard; the others read first.
 TEST(Pager, FSDP21_what_is_read_before_all_ranks_update_is_what_was_there) {
   Book book(3, {.resident = 1, .ahead = 1});
   for (int step = 0; step < 4; ++step) {

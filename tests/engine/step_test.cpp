@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-// Two parameters, reduced by one of two ranks; the other gives nothing.
+// Two parameters, reduced by one of two ranks; the other contributes nothing.
 struct Training {
   at::Tensor a = at::ones({3}).set_requires_grad(true);
   at::Tensor b = at::ones({3}).set_requires_grad(true);

@@ -14,21 +14,21 @@
 
 namespace shoal::golden {
 
-// Largest accepted differences. A loss: absolute up to 1 and relative beyond. A tensor's abs_sum and l2: relative to
-// themselves; its sum and probe, whose terms may cancel: relative to abs_sum.
+// Maximum differences. Loss: absolute up to 1, relative beyond. A tensor's abs_sum and l2: relative to themselves; sum
+// and probe, whose terms may cancel: relative to abs_sum.
 struct Tolerance {
   double loss = 1e-5;
   double digest = 1e-5;
 };
 
-// Adam turns the rounding noise of small gradients into visible steps: the Python oracle of gpt_adamw_w2_accumulate3,
-// repeated with the same versions on another processor, misses its own abs_sum of blocks.1.ln1.bias by 1.1e-5.
+// Adam turns rounding noise of small gradients into visible steps: the Python oracle of gpt_adamw_w2_accumulate3,
+// repeated with the same versions on another processor, differs from its own abs_sum of blocks.1.ln1.bias by 1.1e-5.
 inline Tolerance tolerance_for(const nlohmann::json& config) {
   const bool adaptive = config.at("optimizer").get<std::string>().starts_with("adam");
   return {.digest = adaptive ? 3e-5 : 1e-5};
 }
 
-// A file of this folder, README.md has the layout.
+// Loads a file of this folder; README.md describes the layout.
 inline nlohmann::json load(const std::filesystem::path& file) {
   std::ifstream stream(file);
   if (!stream) throw std::runtime_error("cannot read " + file.string());
@@ -48,7 +48,7 @@ inline std::string text(double value) {
 }
 
 inline void compare_number(const std::string& what, double got, double expected, double allowed, Differences& found) {
-  // Written so that a difference of NaN counts.
+  // Written so that NaN counts as a difference.
   if (std::abs(got - expected) <= allowed) return;
   found.push_back(what + ": " + text(got) + " instead of " + text(expected) + ", off by " +
                   text(std::abs(got - expected)) + ", allowed " + text(allowed));
@@ -71,7 +71,7 @@ inline void compare_digest(const std::string& name, const json& report, const js
   const double abs_sum = expected[1];
   const double l2 = expected[2];
   const std::array<double, 4> scales{abs_sum, abs_sum, l2, abs_sum};
-  // Keeps a tensor of zeros comparable with rounding noise.
+  // Makes a tensor of zeros comparable in spite of rounding noise.
   constexpr double smallest = 1e-9;
   for (size_t i = 0; i < digest_fields.size(); ++i) {
     compare_number(name + " " + digest_fields[i], report.at(digest_fields[i]), expected[i],
@@ -79,7 +79,7 @@ inline void compare_digest(const std::string& name, const json& report, const js
   }
 }
 
-// `shapes` may be null, for tensors whose shapes the file does not keep.
+// `shapes` may be null, for tensors without shapes in the file.
 inline void compare_tensors(const std::string& kind, const json& report, const json& expected, const json& shapes,
                             double tolerance, Differences& found) {
   for (const auto& [name, tensor] : report.items()) {
@@ -101,9 +101,9 @@ inline void compare_tensors(const std::string& kind, const json& report, const j
 
 }  // namespace detail
 
-// Differences, one line each, between `report`, which `shoal train --json` wrote (loss, params, buffers), and the run
-// of `peer` in the golden file `reference`; none means equal within tolerance_for() the file's config. Throws
-// nlohmann::json::exception where either lacks its parts.
+// Differences, one line each, between `report` (written by `shoal train --json`: loss, params, buffers) and the run of
+// `peer` in the golden file `reference`. Empty if they are equal within tolerance_for() the file's config. Throws
+// nlohmann::json::exception if either lacks a part.
 inline std::vector<std::string> compare(const nlohmann::json& report, const nlohmann::json& reference,
                                         const std::string& peer) {
   const Tolerance tolerance = tolerance_for(reference.at("config"));

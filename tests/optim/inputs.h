@@ -31,7 +31,7 @@ inline void set_gradients(std::vector<at::Tensor>& parameters, int step) {
   }
 }
 
-// All parameters after ten steps, one after the other, in double.
+// All parameters after ten steps, concatenated, in double.
 template <class Optimizer, class Options>
 at::Tensor train(const std::vector<std::vector<int64_t>>& shapes, const Options& options, at::ScalarType dtype) {
   auto list = parameters(shapes, dtype);

@@ -36,7 +36,7 @@ inline Matrix dense(const MixingRound& round) {
   return matrix;
 }
 
-// Every group's ranks get the group's mean.
+// Matrix that gives every rank the mean of its group.
 inline Matrix means_of(const Groups& groups, int size) {
   auto matrix = zeros(size);
   for (const auto& group : groups) {
@@ -58,7 +58,7 @@ inline Matrix product(const Matrix& left, const Matrix& right) {
   return result;
 }
 
-// The first `rounds` rounds, the first one on the right.
+// Product of the first `rounds` rounds, the first one on the right.
 inline Matrix product(const Topology& topology, int64_t rounds) {
   auto result = identity(topology.size());
   for (int64_t i = 0; i < rounds; ++i) result = product(dense(topology.round(i)), result);

@@ -21,7 +21,7 @@ using test::seeded;
 
 const torch::optim::SGDOptions sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
-// Sum over micro-batches of one rank, or mean over ranks of those sums.
+// Sum over one rank's micro-batches, or the mean over ranks of these sums.
 std::vector<at::Tensor> local_sums(int rank, int64_t micros) {
   auto model = seeded(1);
   for (int64_t micro = 0; micro < micros; ++micro) mean_loss(model->forward(batch(rank, 0, micro))).backward();
@@ -43,7 +43,7 @@ TEST(ShardedDdp, SDP05_no_sync_accumulates_in_place_and_the_next_backward_reduce
   auto model = seeded(1);
   OSS<torch::optim::SGD> optimizer(model->parameters(), sgd, recorded);
   ShardedDataParallel parallel(model, optimizer, recorded);
-  // Buckets follow the order of the first backward from the second on.
+  // Buckets follow the order of the first backward from the second one on.
   for (int i = 0; i < 2; ++i) mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
   const auto one_step = [&](int64_t accumulated) {
     optimizer.zero_grad();
@@ -93,8 +93,8 @@ TEST(Megatron, MEG12_zero_grad_drops_the_gradients_of_all_groups) {
       DistributedOptimizer<torch::optim::SGD> optimizer({model.ptr()}, halves(model), sgd, group(),
                                                         {.overlap_grad_reduce = overlap});
       torch::optim::SGD whole(halves(reference), sgd);
-      // Gradients of a batch that the loop thinks better of, accumulated or already summed up, then a real step: what
-      // is left of the former would be in the latter.
+      // Gradients of a batch that the loop discards, accumulated or already reduced, then a real step, which would
+      // include leftovers.
       for (int64_t step = 0; step < 3; ++step) {
         for (const bool accumulate : {false, true}) {
           const auto scope = optimizer.no_sync(accumulate);

@@ -22,7 +22,7 @@ at::Tensor input(int rank, int64_t step, int64_t micro) {
   return batch(rank, step, micro, 4, 16);
 }
 
-// Means of each step's gradients over ranks, sums over micro-batches.
+// Gradients of each step: means over ranks, sums over micro-batches.
 std::vector<at::Tensor> one_process(int64_t micros) {
   auto model = std::make_shared<EvenImpl>();
   torch::optim::SGD optimizer(model->parameters(), sgd);
@@ -47,11 +47,11 @@ std::ostream& operator<<(std::ostream& out, const Cost& cost) {
   return out << cost.calls << " collectives, " << cost.bytes << " bytes";
 }
 
-// Of one backward that communicates: buckets, and what ranks must know of each other.
+// Cost of one synchronising backward: buckets, and what ranks must know of each other.
 Cost of_backward(const std::string& strategy) {
   constexpr int64_t flags_and_weights = (even_gradients + even_gradients) * 8;  // in three buckets, in their dtype
   if (strategy == "ddp" || strategy == "zero1") return {even_gradients, even_payload + flags_and_weights};
-  return {even_gradients + 1, even_payload + (even_gradients + 1) * 4};  // apart, in float32
+  return {even_gradients + 1, even_payload + (even_gradients + 1) * 4};  // reduced apart, in float32
 }
 
 bool of_gradients(const CallRecord& record) {
@@ -85,7 +85,7 @@ TEST_P(Accumulation, BEY08_costs_what_the_formula_says_and_trains_the_same) {
                                                                   group().recorded(log), sgd, {.bucket_mb = 1e-3});
       for (int64_t step = 0; step < steps; ++step) {
         training.zero_grad();
-        if (step == steps - 1) log->clear();  // the first steps also learn the order of gradients
+        if (step == steps - 1) log->clear();  // the first steps also agree on the order of gradients
         for (int64_t micro = 0; micro < micros; ++micro) {
           const auto scope = training.no_sync(!each && micro + 1 < micros);
           mean_loss(training.forward(input(group().rank(), step, micro))).backward();
@@ -106,7 +106,7 @@ TEST_P(Accumulation, BEY08_costs_what_the_formula_says_and_trains_the_same) {
 INSTANTIATE_TEST_SUITE_P(All, Accumulation, testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp"),
                          [](const auto& info) { return info.param; });
 
-// 4 + 999 x 0.001 in bfloat16 is 4, for each term is less than half of the last bit.
+// 4 + 999 x 0.001 in bfloat16 is 4, because each term is less than half of the last bit.
 struct WeightImpl : torch::nn::Module {
   WeightImpl() { weight = register_parameter("weight", at::zeros({8}, at::kBFloat16)); }
   at::Tensor forward(double factor) { return (weight * factor).sum(); }
@@ -155,13 +155,13 @@ TEST(Accumulation, BEY08_neighbours_exchange_once_a_step) {
     DecentralizedDataParallel parallel(model, optimizer_with<torch::optim::SGD>(sgd), group().recorded(log),
                                        {.topology = make_topology("ring", group().size()), .bucket_cap_mb = 1e-3});
     for (int64_t step = 0; step < steps; ++step) {
-      if (step == 1) log->clear();  // ranks agree on buckets in the first
+      if (step == 1) log->clear();  // ranks agree on buckets in the first step
       for (int64_t micro = 0; micro < micros; ++micro) {
         const auto scope = parallel.no_sync(micro + 1 < micros);
         mean_loss(parallel.forward(input(group().rank(), step, micro))).backward();
       }
     }
-    int64_t neighbours = 0;  // of all steps; the first mixes nothing
+    int64_t neighbours = 0;  // of all steps; the first one mixes nothing
     for (int64_t step = 1; step < steps; ++step) {
       neighbours += static_cast<int64_t>(parallel.topology().round(step).sources(group().rank()).size());
     }

@@ -38,12 +38,12 @@ std::string name_of(Mode mode) {
   return mode == Mode::inference ? "InferenceMode" : "NoGradGuard";
 }
 
-// Ranks come to it one after the other.
+// Makes ranks arrive one after the other.
 void arrive_late() {
   std::this_thread::sleep_for(std::chrono::milliseconds(30 * group().rank()));
 }
 
-// One process, on all ranks' batches: the outputs before each step, and after the last one.
+// Outputs of one process on all ranks' batches: before each step, and after the last one.
 std::vector<at::Tensor> expected_outputs() {
   auto model = seeded(1);
   torch::optim::SGD optimizer(model->parameters(), sgd);
@@ -64,7 +64,7 @@ Training<MlpImpl> make(const std::string& strategy) {
   return Training<MlpImpl>::make<torch::optim::SGD>(strategy, seeded(1).ptr(), group(), sgd, {.bucket_mb = 0.0005});
 }
 
-// The module's own forward, on every rank or on one.
+// Calls the module's own forward, on every rank or on one.
 void evaluate_before_each_step(const std::string& strategy, Mode mode, bool everywhere) {
   SCOPED_TRACE(strategy + ", " + name_of(mode) + (everywhere ? ", on every rank" : ", on the last rank"));
   const auto expected = expected_outputs();
@@ -98,7 +98,7 @@ TEST(Evaluation, FSDP21_between_backward_and_step_one_rank_may_evaluate_alone) {
   }
 }
 
-// Through the wrapper, in turns with training.
+// Evaluates through the wrapper, alternating with training.
 TEST(Evaluation, FSDP21_in_either_mode_it_leaves_training_as_it_is) {
   const auto expected = expected_outputs();
   for (const auto* strategy : strategies) {

@@ -1,5 +1,5 @@
 #pragma once
-// A model whose gradients need no padding, so that bytes can be counted.
+// Model whose gradients need no padding, so that bytes can be counted.
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>
@@ -8,7 +8,7 @@
 
 namespace shoal::test {
 
-// Three gradients, each of as many elements as need no padding on 1 to 4 ranks: multiples of 64 * 12.
+// Three gradients with multiples of 64 * 12 elements, which need no padding on 1 to 4 ranks.
 struct EvenImpl : torch::nn::Module {
   EvenImpl() {
     torch::manual_seed(3);

@@ -26,7 +26,7 @@ using test::group;
 using test::mean_loss;
 using test::Training;
 
-// Its third layer may be left out.
+// Its third layer is optional.
 struct NetImpl : torch::nn::Module {
   NetImpl() {
     first = register_module("first", torch::nn::Linear(12, 8));
@@ -53,10 +53,10 @@ const torch::optim::SGDOptions sgd = torch::optim::SGDOptions(0.1).momentum(0.9)
 
 const std::vector<std::string> strategies{"ddp",  "zero1",        "zero2",         "megatron",   "megatron_in_grads",
                                           "fsdp", "fsdp_grad_op", "fsdp_no_shard", "fsdp_hybrid"};
-// Those that leave no whole gradient in grad(), on some rank at least.
+// Strategies that leave no whole gradient in grad(), on at least one rank.
 const std::vector<std::string> sharded{"zero2", "megatron", "fsdp", "fsdp_grad_op", "fsdp_no_shard", "fsdp_hybrid"};
 
-// A loop as a word, a letter for each thing that it does:
+// Training loop given as a word, one letter per action:
 //   b B  backward, of all layers or without the third     l L  the same under no_sync
 //   f    forward alone                                     x X  forward, zero_grad(true or false), backward
 //   z Z  optimizer.zero_grad(true or false)                m M  model->zero_grad(true or false)
@@ -134,7 +134,8 @@ class Loop {
     for (auto& parameter : model_->parameters()) {
       auto& grad = parameter.mutable_grad();
       if (what == "other") {
-        grad = at::linspace(-1, 1, parameter.numel(), at::kDouble).view(parameter.sizes()).clone();  // libtorch detaches no views
+        // Libtorch detaches no views.
+        grad = at::linspace(-1, 1, parameter.numel(), at::kDouble).view(parameter.sizes()).clone();
       } else if (grad.defined() && what == "zero") {
         grad.zero_();
       } else {
@@ -149,7 +150,7 @@ class Loop {
   int64_t number_ = 0;
 };
 
-// Gradients' memory is given to parameters in a step, so that they must be dropped after it.
+// Parameters are gathered into the gradients' memory in a step, so that gradients must be dropped after it.
 std::string for_strategy(const std::string& word, const std::string& strategy) {
   if (strategy != "megatron_in_grads") return word;
   std::string longer;
@@ -222,7 +223,7 @@ TEST_P(EveryStrategy, loops_of_any_order) {
   for (unsigned seed = 0; seed < 25; ++seed) {
     std::mt19937 random(seed);
     std::string word;
-    bool local = false;  // a step would use what ranks have not added up
+    bool local = false;  // a step would use gradients that ranks have not reduced
     while (word.size() < 16) {
       const char letter = std::string("bbBlLfxXzZmMhHpPwss")[random() % 19];
       if (letter == 's' && local) continue;
@@ -254,14 +255,14 @@ TEST_P(EveryStrategy, step_after_local_backwards_alone_is_refused_where_ranks_sh
   }
 }
 
-// A loop over two models, as a GAN's: updates of one go through the other, whose gradients are thrown away later.
+// A loop over two models, like a GAN's: updates of one model go through the other, whose gradients are dropped later.
 class Pair {
  public:
   Pair() : Pair(std::make_unique<Loop>(), std::make_unique<Loop>()) {}
   explicit Pair(const std::string& strategy)
       : Pair(std::make_unique<Loop>(strategy), std::make_unique<Loop>(strategy)) {}
 
-  // In the order of DCGAN: model->zero_grad() before each model's turn.
+  // DCGAN's order: model->zero_grad() before each model's turn.
   void step(int64_t number, bool set_to_none) {
     critic_->model()->zero_grad(set_to_none);
     backward([&](int rank) { return judge(real(rank, number)).pow(2).mean(); });
@@ -271,7 +272,7 @@ class Pair {
     backward([&](int rank) { return judge(made(rank, number)).sum(); });
     maker_->run('s');
   }
-  // In the order of WGAN: several turns of the critic, without the maker's graph.
+  // WGAN's order: several turns of the critic, without the generator's graph.
   void wgan_step(int64_t number) {
     for (int64_t turn = 0; turn < 2; ++turn) {
       backward([&](int rank) {
@@ -334,7 +335,7 @@ TEST_P(EveryStrategy, two_models_in_the_orders_of_gans) {
 class Sharded : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(, Sharded, ::testing::ValuesIn(sharded), [](const auto& info) { return info.param; });
 
-// Parameters of which grad() does not hold the gradient here.
+// Parameters whose grad() does not hold the gradient on this rank.
 std::vector<at::Tensor> elsewhere(Loop& loop, const std::string& strategy) {
   std::vector<at::Tensor> list;
   for (const auto& parameter : loop.parameters()) {
@@ -411,12 +412,12 @@ TEST(Megatron, a_second_step_with_gradients_whose_memory_was_given_away_is_refus
     group().barrier({-1, -1, "refused"}).wait();
   };
   refused();
-  loop.run('b');  // on top of what is no gradient any more
+  loop.run('b');  // accumulates on top of a stand-in
   refused();
   for (const char letter : std::string("zbs")) EXPECT_NO_THROW(loop.run(letter));
 }
 
-// A module of 16 bits under FSDP with a loss scale, or of float32 without.
+// 16-bit module under FSDP with a loss scale, or a float32 module without.
 struct Scaled {
   explicit Scaled(ShardingStrategy strategy, bool scaled, std::optional<at::ScalarType> reduce_dtype)
       : model(net()),
@@ -481,7 +482,7 @@ TEST_P(FsdpScaler, clipping_then_other_calls) {
   EXPECT_NE(test::refusal([&] { one.optimizer.step(); }).find("loss scale"), std::string::npos);
   group().barrier({-1, -1, "refused"}).wait();
   one.optimizer.zero_grad();
-  // An inf is found by clip_grad_norm_, and step() knows it.
+  // clip_grad_norm_ finds an inf, and step() knows about it.
   const auto before = one.optimizer.scaler()->value();
   one.backward(3, 1e30);
   EXPECT_FALSE(std::isfinite(one.parallel->clip_grad_norm_(1)));

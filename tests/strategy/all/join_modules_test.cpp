@@ -33,7 +33,7 @@ std::shared_ptr<NormImpl> seeded_norm() {
   return std::make_shared<NormImpl>();
 }
 
-// While training, the lowest rank with a batch counts (Megatron, FSDP: every rank for itself); at the end the last
+// While training, the lowest rank with a batch counts (Megatron, FSDP: each rank has its own); at the end, the last
 // joiner.
 TEST_P(JoinStrategies, BEY03_buffers_are_the_last_joiners) {
   const Counts counts = [](int rank) { return 5 + 2 * (rank % 2) - (rank == 0 ? 5 : 0); };  // 0, 7, 5, 7
@@ -74,7 +74,7 @@ TEST_P(JoinStrategies, BEY03_buffers_are_the_last_joiners) {
   expect_same_on_all_ranks(training.model->buffers());
 }
 
-// The second one learns from what the first one gives.
+// The second model trains on the first one's outputs.
 TEST_P(JoinStrategies, BEY03_several_wrappers_in_one_scope) {
   const auto make_pair = [] { return std::pair(Mlp(12, 8, 12), Mlp(12, 8, 3)); };
   torch::manual_seed(5);
@@ -114,7 +114,7 @@ TEST_P(JoinStrategies, BEY03_several_wrappers_in_one_scope) {
   EXPECT_LT(difference(b->parameters(), reference_b->parameters()), 1e-12);
 }
 
-// Notes how much shared memory this process has when collectives leave.
+// Transport that records this process's shared memory when collectives are issued.
 class MeteredTransport : public Transport {
  public:
   explicit MeteredTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
@@ -151,7 +151,7 @@ struct DeepImpl : torch::nn::Module {
   std::vector<torch::nn::Linear> all;
 };
 
-// Memory of buckets that only help others to sum up comes and goes, as in a backward. Rank 0 has no batch.
+// Buckets that only help other ranks' sums are allocated and freed as in a backward. Rank 0 has no batch.
 TEST(JoinMemory, SDP02_a_shadow_holds_its_share_and_few_buckets_more) {
   if (group().transport() != "host") GTEST_SKIP() << "what is metered is memory that ranks share";
   std::shared_ptr<MeteredTransport> transport;
@@ -160,7 +160,7 @@ TEST(JoinMemory, SDP02_a_shadow_holds_its_share_and_few_buckets_more) {
   });
   auto training = make_of("zero2", std::make_shared<DeepImpl>(), {.bucket_mb = 0.5}, metered);
   Join join({training});
-  const auto before = MeteredTransport::bytes();  // with the share
+  const auto before = MeteredTransport::bytes();  // includes the share
   for (int64_t step = 0; join.next(group().rank() > 0 && step < 3); ++step) {
     transport->most = 0;
     if (join.active()) {
@@ -175,7 +175,7 @@ TEST(JoinMemory, SDP02_a_shadow_holds_its_share_and_few_buckets_more) {
   }
 }
 
-// Chunks of one model, whose buckets leave in turns, and reductions that wait for step().
+// Chunks of one model, whose buckets take turns, and reductions that wait for step().
 TEST(JoinMegatron, BEY03_several_chunks_and_late_reductions) {
   for (const bool overlap : {true, false}) {
     auto model = seeded(3);
@@ -197,7 +197,7 @@ TEST(JoinMegatron, BEY03_several_chunks_and_late_reductions) {
   }
 }
 
-// Layers that are used in the reverse order of their registration.
+// Model that uses its layers in the reverse order of their registration.
 struct BackwardsImpl : MlpImpl {
   BackwardsImpl() : MlpImpl(12, 12, 12) {}
   at::Tensor forward(at::Tensor x) { return first(torch::tanh(second(torch::tanh(third(x))))); }

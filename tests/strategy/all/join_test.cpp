@@ -43,7 +43,7 @@ TEST_P(JoinStrategies, BEY03_nobody_has_a_batch_and_the_next_epoch_has) {
   EXPECT_LT(difference(training.model->parameters(), reference(five_and_rank, initial)), 1e-12);
 }
 
-// Rank 0 has no batch at first, and has some later.
+// Rank 0 has no batch at first, but has some later.
 TEST_P(JoinStrategies, BEY03_a_rank_may_come_late) {
   for (const bool static_graph : {false, true}) {
     auto training = make(GetParam(), {.static_graph = static_graph, .bucket_mb = 1e-3});
@@ -65,7 +65,7 @@ TEST_P(JoinStrategies, BEY03_a_rank_may_come_late) {
   }
 }
 
-// Weights say what the divisor is, whatever the option.
+// Weights determine the divisor, whatever the option.
 TEST_P(JoinStrategies, BEY03_weights_of_ranks_that_have_run_out_are_zero) {
   const auto samples = [](int rank) { return 1 + 2 * rank; };
   for (const bool by_initial : {true, false}) {
@@ -95,7 +95,7 @@ TEST_P(JoinStrategies, BEY03_weights_of_ranks_that_have_run_out_are_zero) {
   }
 }
 
-// Two passes make a step; rank r runs out after 5 + r passes, which may be in the middle of one.
+// Two passes make a step; rank r runs out after 5 + r passes, possibly in the middle of a step.
 TEST_P(JoinStrategies, BEY03_a_rank_may_run_out_between_micro_batches) {
   for (const bool by_initial : {true, false}) {
     auto training = make(GetParam());
@@ -141,7 +141,7 @@ TEST_P(JoinStrategies, BEY03_all_stop_when_the_first_runs_out) {
   }
   EXPECT_LT(difference(training.model->parameters(), reference(five_and_rank, initial, 5)), 1e-12);
   expect_same_on_all_ranks(training.model->parameters());
-  // Outside, everybody has batches again.
+  // Outside the scope, all ranks have batches again.
   mean_loss(training.forward(batch(group().rank(), 5))).backward();
   training.step();
   EXPECT_LT(difference(training.model->parameters(), reference([](int) { return 6; }, initial)), 1e-12);
@@ -193,7 +193,7 @@ TEST_P(JoinStrategies, BEY03_one_small_collective_a_step_and_the_same_on_all_ran
       ++asked;
       asked_bytes += record.bytes;
     }
-    // Those of subgroups have no place among the others that is the same on all ranks.
+    // Calls of subgroups have no common place in the order of all ranks.
     if (record.group == group().name()) calls.push_back(static_cast<int64_t>(record.op) * 1'000'000 + record.bytes);
   }
   EXPECT_EQ(asked, passes + 1);

@@ -15,7 +15,7 @@ namespace shoal::test {
 
 inline const torch::optim::SGDOptions sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
-// Batches of each rank.
+// Number of batches of each rank.
 using Counts = std::function<int64_t(int rank)>;
 
 inline int64_t five_and_rank(int rank) {
@@ -66,7 +66,7 @@ inline std::function<double(int64_t)> active(const Counts& counts) {
   };
 }
 
-// Every bit as on rank 0.
+// Expects the same bits as on rank 0.
 inline void expect_same_on_all_ranks(const std::vector<at::Tensor>& tensors) {
   for (const auto& tensor : tensors) {
     auto first = tensor.detach().clone();

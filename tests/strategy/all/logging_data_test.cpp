@@ -22,8 +22,8 @@ using ::testing::ElementsAre;
 constexpr auto forward_pause = std::chrono::milliseconds(20);
 constexpr auto backward_pause = std::chrono::milliseconds(30);
 
-// Its gradients arrive in another order than the reverse of registration. Frozen parts, a buffer, a part that no rank
-// uses; forward takes at least forward_pause, and backward backward_pause after the first gradients.
+// Model whose gradients do not arrive in reverse order of registration. It has frozen parts, a buffer and a part that
+// no rank uses; forward takes at least forward_pause, and backward backward_pause after the first gradients.
 struct SlowImpl : torch::nn::Module {
   SlowImpl() {
     torch::manual_seed(3);
@@ -54,7 +54,7 @@ double milliseconds(Clock::duration time) {
   return std::chrono::duration<double, std::milli>(time).count();
 }
 
-// Of the buckets of one step as they were called, flags and weights left out.
+// Buckets of one step as they were called, without flags and weights.
 std::vector<int64_t> called_buckets(const CallLog& log, int64_t step, const std::vector<int64_t>& facts) {
   std::vector<int64_t> list;
   for (const auto& record : log.records()) {
@@ -92,7 +92,7 @@ TEST(LoggingData, DDP17_says_what_was_built_and_what_buckets_became) {
   EXPECT_TRUE(data.unused_parameters.empty());
   EXPECT_FALSE(data.rebuilt);
 
-  // Whole cache-line pairs.
+  // Rounds up to whole cache-line pairs.
   const auto bytes = [](int64_t elements) { return (8 * elements + 127) / 128 * 128; };
   EXPECT_THAT(data.first_bucket_bytes,
               ElementsAre(bytes(7), bytes(21), bytes(30), bytes(12 * 30), bytes(5), bytes(30 * 5)))
@@ -139,7 +139,7 @@ TEST(LoggingData, DDP17_times_are_those_of_the_sampled_steps) {
     EXPECT_GE(times.communication, milliseconds(back - leaves));
     EXPECT_LE(times.communication, milliseconds(end - middle));
     EXPECT_LE(times.overlap, std::min(times.communication, times.backward));
-    // Of the first step the bucket that leaves first is one that no rank uses; later buckets leave as they come.
+    // In the first step, the first bucket is one that no rank uses; later buckets are issued as they fill.
     EXPECT_GE(times.overlap, milliseconds(backward_pause))
         << "the first bucket leaves before backward pauses, in step " << step;
     sum.forward += times.forward;
@@ -211,16 +211,16 @@ TEST(LoggingData, DDP17_every_strategy_has_it) {
       EXPECT_EQ(data.steps, 3);
       EXPECT_EQ(data.sampled_steps, 3);
       EXPECT_TRUE(data.unused_parameters.empty());
-      // Trailers ride behind DDP's buckets, and apart from others' and from what a hook makes of them.
+      // Trailers ride in DDP's buckets; they are separate from other strategies' buckets and from a hook's results.
       std::vector<int64_t> facts;
       if (!hooked && (strategy == "ddp" || strategy == "zero1")) {
         for (const auto& names : training.buckets()) facts.push_back(8 * (static_cast<int64_t>(names.size()) + 1));
       }
       auto called = called_buckets(*log, 2, facts);
       if (hooked) {
-        for (auto& bytes : called) bytes *= 4;  // float64 travels as bfloat16
+        for (auto& bytes : called) bytes *= 4;  // float64 is reduced as bfloat16
       }
-      // One rank's hook of FSDP comes after a sum of its own.
+      // With one rank, FSDP's hook follows a reduction of its own.
       if (hooked && strategy == "fsdp" && group().size() == 1) called = data.bucket_bytes;
       EXPECT_EQ(called, data.bucket_bytes);
       EXPECT_GT(data.last.backward, 0);

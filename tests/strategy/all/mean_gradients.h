@@ -9,7 +9,7 @@
 
 namespace shoal::test {
 
-// The mean over ranks of the gradients of one step, on every rank, without communication.
+// Sets the mean over ranks of one step's gradients, on every rank, without communication.
 inline void set_mean_gradients(Mlp& model, int64_t step) {
   auto copy = seeded(1);
   const torch::NoGradGuard no_grad;

@@ -32,7 +32,7 @@ at::Tensor fresh_parameter() {
   return at::full({3, 4}, 0.5, at::kDouble).requires_grad_(true);
 }
 
-// A sharded optimizer and the model that it trains.
+// Sharded optimizer, and the model that it trains.
 struct Sharded {
   Mlp model = seeded(1);
   std::shared_ptr<void> wrapper;
@@ -92,7 +92,7 @@ std::vector<at::Tensor> alone(int64_t steps) {
 
 class AsOptimizer : public testing::TestWithParam<std::string> {
  protected:
-  // Takes a step that throws nothing and is right: what was refused has changed nothing.
+  // Takes a step, which must succeed and be correct: refused calls have changed nothing.
   void expect_goes_on(Sharded& sharded) {
     auto* core = dynamic_cast<ShardedOptimizerCore*>(sharded.optimizer.get());
     core != nullptr ? core->zero_grad() : sharded.optimizer->zero_grad();
@@ -193,7 +193,7 @@ TEST(ParamGroups, lbfgs_and_options_of_another_type_are_refused) {
   EXPECT_THROW(Lamb(mixed, LambOptions(0.1)), UsageError);
 }
 
-// The optimizer is as before, on every rank, whatever was refused and wherever.
+// After a refusal on any rank, the optimizer is unchanged on every rank.
 TEST(ParamGroups, OSS06_a_group_that_is_refused_changes_nothing) {
   auto model = seeded(1);
   OSS<torch::optim::SGD> optimizer(model->parameters(), sgd, group());
@@ -228,7 +228,7 @@ TEST(ParamGroups, OSS06_a_group_that_is_refused_changes_nothing) {
   train_equal(4);
 }
 
-// The local optimizer of one rank alone refuses; all ranks are told.
+// The local optimizer of one rank refuses; all ranks get an error.
 TEST(ParamGroups, OSS06_what_one_ranks_optimizer_refuses_is_refused_on_all) {
   auto model = seeded(1);
   const std::vector<at::Tensor> matrices{model->first->weight, model->second->weight};
@@ -267,7 +267,7 @@ TEST(ParamGroups, OSS06_an_added_group_keeps_its_own_options) {
   EXPECT_EQ(sharded.param_groups()[1].options().get_lr(), 0.01);
 }
 
-// The caller's own optimizer, of whose parameters each is averaged or exchanged.
+// The caller's own optimizer, whose parameters are averaged or exchanged one by one.
 TEST(ParamGroups, groups_that_come_later_to_the_callers_optimizer_are_refused) {
   DistributedDataParallel<MlpImpl> parallel(seeded(1), group());
   torch::optim::SGD optimizer(parallel.module()->parameters(), sgd);

@@ -19,7 +19,7 @@ using Groups = std::vector<OptimizerParamGroup>;
 
 constexpr int64_t steps = 5;
 
-// What a scheduler does.
+// Changes rates as a scheduler does.
 void change_rates(torch::optim::Optimizer& optimizer, int64_t step) {
   auto& groups = optimizer.param_groups();
   for (size_t number = 0; number < groups.size(); ++number) {
@@ -39,7 +39,7 @@ void train(Mlp& model, torch::optim::Optimizer& optimizer, const Forward& forwar
   }
 }
 
-// One optimizer, its defaults, and param groups of a model that has been made ready for it.
+// One optimizer, its defaults, and param groups of a prepared model.
 template <class Local, class Options>
 struct Trial {
   Options defaults;
@@ -60,7 +60,7 @@ struct Trial {
     return model->parameters();
   }
 
-  // In float64; orders of sums may differ.
+  // In float64; the order of sums may differ.
   void expect(const std::vector<at::Tensor>& values, const char* strategy) const {
     EXPECT_LT(difference(values, alone()), 1e-9) << strategy;
   }
@@ -109,7 +109,7 @@ struct Trial {
   }
 };
 
-// The first layer with options of its own, the second with one that is set and others that are not, the third without.
+// The first layer has its own options, the second one option that is set and others that are not, the third none.
 template <class Local, class Options>
 void try_groups(const Options& defaults, const Options& own, const Options& partly, bool matrices_only = false) {
   const auto make = [matrices_only] {

@@ -25,7 +25,7 @@ using test::Training;
 using test::TrainingOptions;
 using test::world;
 
-// Many layers, so that what exists for one at a time is little.
+// Many layers, so that memory of one layer at a time is small.
 constexpr int64_t layers = 192;
 constexpr int64_t width = 256;
 constexpr int64_t parameters = layers * width * width;
@@ -78,7 +78,7 @@ struct NetImpl : torch::nn::Module {
   std::vector<torch::nn::Linear> list;
 };
 
-// What libraries keep from the first use of a dtype is not the model's.
+// Excludes memory that libraries keep from the first use of a dtype.
 void warm_up(const Precision& precision) {
   torch::nn::Linear toy(width, width);
   precision.convert(*toy);
@@ -91,7 +91,7 @@ void warm_up(const Precision& precision) {
   optimizer.step();
 }
 
-// Memory that peers may still have read goes with the first operation after all are through.
+// Frees memory that peers may still have read, which the next operation after all ranks have finished does.
 void settle() {
   for (int meeting = 0; meeting < 2; ++meeting) world().group().barrier().wait();
 }
@@ -101,21 +101,21 @@ int64_t free_in_malloc() {
 }
 
 struct Use {
-  double peak = 0;   // most bytes in the third step, by allocators
-  double pages = 0;  // bytes at the end of its backward, by the kernel
-  double grown = 0;  // the same, and what malloc had free before and has not any more
+  double peak = 0;   // maximum bytes in the third step, by allocators
+  double pages = 0;  // bytes at the end of the step's backward, by the kernel
+  double grown = 0;  // the same, plus memory that malloc had free before and has used since
 };
 
 Use train(const std::string& strategy, const Case& it) {
   auto& meter = test::MemoryMeter::instance();
   warm_up(it.precision);
-  world().group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which stays
+  world().group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which is never freed
   settle();
   const auto before = handed_out();
   const auto free_before = free_in_malloc();
   const auto pages_before = test::proportional_bytes();
   auto model = std::make_shared<NetImpl>(it.precision.parameters);
-  // Of a bucket that another rank owns, at most four are on their way.
+  // At most four buckets of other owners are in flight.
   const double bucket_mb = strategy == "zero2" || strategy.starts_with("fsdp") ? 0.2 : 25;
   auto training = Training<NetImpl>::make<FusedAdamW>(
       strategy, model, world().group(), torch::optim::AdamWOptions(1e-5),
@@ -161,7 +161,7 @@ TEST_P(PeakMemory, BEY11_peak_of_a_step_is_the_formulas_within_5_percent) {
     const int ranks = world().size();
     const auto formula = bytes_per_rank(parameters, it.bytes, sharded, ranks);
     const double most = formula.total() + parameters * (it.casts + it.widened / ranks);
-    // Sharded strategies' parameters exist once per host, and are counted by nobody's allocator.
+    // Sharded strategies' parameters exist once per host, in no allocator's count.
     const bool once = ranks > 1 && strategy != "ddp";
     const auto use = train(strategy, it);
     EXPECT_NEAR(use.peak, most - (once ? formula.parameters : 0), 0.05 * most) << "by allocators";
@@ -171,7 +171,7 @@ TEST_P(PeakMemory, BEY11_peak_of_a_step_is_the_formulas_within_5_percent) {
   }
 }
 
-// How many ranks share one copy of the parameters, of gradients and of the optimizer's state, on one host.
+// Number of ranks of one host that share one copy of the parameters, of the gradients and of the optimizer's state.
 struct Sharing {
   std::string strategy;
   int parameters, gradients, state;
@@ -198,7 +198,7 @@ TEST_P(OneCopy, BEY17_all_ranks_together_grow_by_one_copy_of_the_parameters) {
     const auto copies = [&](int sharers) { return static_cast<double>(ranks) / sharers; };
     const double all = whole.parameters * copies(sharing.parameters) + whole.gradients * copies(sharing.gradients) +
                        whole.state * copies(sharing.state);
-    // Each rank keeps some kilobytes about a parameter besides: nodes of autograd, hooks, pieces, names.
+    // Each rank also keeps some kilobytes per parameter: autograd nodes, hooks, pieces, names.
     constexpr double about_a_parameter = 16 << 10;
     const double grown = mean_over_ranks(train(GetParam(), it).grown) * ranks;
     EXPECT_GE(grown, 0.95 * all);

@@ -27,7 +27,7 @@ using testing::HasSubstr;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
 
-// With a frozen parameter, and something to be done in the middle of forward.
+// Model with a frozen parameter and a callback in the middle of forward.
 struct NetImpl : MlpImpl {
   explicit NetImpl(int seed, at::ScalarType dtype = at::kDouble) : MlpImpl(12, 16, 5, dtype) {
     torch::manual_seed(seed);
@@ -147,7 +147,7 @@ class ReplacedTensors : public testing::TestWithParam<std::string> {
   }
 };
 
-// As one process on all ranks' samples.
+// One process on all ranks' samples.
 struct OneProcess {
   explicit OneProcess(int seed)
       : net(std::make_shared<NetImpl>(seed)), optimizer(trainable(), SGDOptions(0.05).momentum(0.9)) {}

@@ -8,7 +8,7 @@
 
 namespace shoal::test {
 
-// Collects this thread's warnings while it lives.
+// Scope that collects this thread's warnings.
 class Warnings : private c10::WarningHandler {
  public:
   const std::vector<std::string>& list() const { return list_; }

@@ -30,7 +30,7 @@
 
 namespace shoal::test {
 
-// A channels-last weight, buffers, a frozen parameter, sizes that no number of ranks divides, and dropout.
+// Model with a channels-last weight, buffers, a frozen parameter, sizes that no number of ranks divides, and dropout.
 struct Net : torch::nn::Module {
   explicit Net(int seed) {
     torch::manual_seed(seed);
@@ -66,16 +66,17 @@ struct Running {
   Running& operator=(const Running&) = delete;
 
   std::shared_ptr<Net> model;
-  std::shared_ptr<void> wrapper, optimizer;           // in this order they are made
-  std::unique_ptr<TrainingState> state;               // goes first
+  std::shared_ptr<void> wrapper, optimizer;           // in the order of construction
+  std::unique_ptr<TrainingState> state;               // destroyed first
   std::function<void(const at::Tensor& input)> step;  // forward, backward, update
-  std::function<OptimizerState()> optimizer_state;    // whole, by the strategy's own means; collective
-  std::function<Tensors()> parameters;                // the same
+  // State of the whole optimizer, by the strategy's own calls; collective.
+  std::function<OptimizerState()> optimizer_state;
+  std::function<Tensors()> parameters;                // likewise
 
   ~Running() {
     step = nullptr, optimizer_state = nullptr, parameters = nullptr;
     state.reset();
-    wrapper.reset();  // an OSS outlives its wrapper
+    wrapper.reset();  // an OSS must outlive its wrapper
     optimizer.reset();
   }
 };
@@ -94,8 +95,8 @@ inline std::vector<at::Tensor> trainable(const torch::nn::Module& module) {
 
 const inline auto adamw = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
 
-// Names that variant() knows, but none: DistributedDataParallel, saved as a bare module; fsdp_b: bfloat16 parameters with
-// float32 main copies.
+// Names that variant() knows, and: none (DistributedDataParallel, saved as a bare module), fsdp_b (bfloat16 parameters
+// with float32 main copies).
 inline const std::vector<std::string>& all_strategies() {
   static const std::vector<std::string> names{"none",          "ddp",    "zero1",        "zero2",
                                               "megatron",      "megatron_in_grads", "fsdp", "fsdp_b",
@@ -104,7 +105,7 @@ inline const std::vector<std::string>& all_strategies() {
   return names;
 }
 
-// What some strategies are followed by: a hook that remembers.
+// Hooks with state, which may follow a strategy's name.
 inline std::shared_ptr<CommunicationHook> hook_of(const std::string& name) {
   if (name == "powersgd") {
     return std::make_shared<PowerSgdHook>(PowerSgdOptions{.rank = 1, .start_iteration = 1, .min_compression_rate = 0});
@@ -131,7 +132,7 @@ inline Tensors full_parameters(FullyShardedDataParallel<Net>& parallel) {
   return all;
 }
 
-// What is looked at more closely than the registry's object lets one: whether `strategy` is one of those.
+// Starts strategies whose own objects the tests inspect; false for other strategies.
 inline bool start_own(Running& running, const std::string& strategy, const std::shared_ptr<Net>& model,
                       const Group& group) {
   if (strategy == "none") {
@@ -181,7 +182,7 @@ inline bool start_own(Running& running, const std::string& strategy, const std::
   return true;
 }
 
-// By the registry.
+// Starts a strategy of the registry.
 inline void start_registered(Running& running, const std::string& name, const std::shared_ptr<Net>& model,
                              const Group& group, const std::shared_ptr<CommunicationHook>& hook) {
   auto chosen = variant(name, group);
@@ -204,7 +205,7 @@ inline void start_registered(Running& running, const std::string& name, const st
   };
 }
 
-// NAME_HOOK: with a hook of hook_of().
+// name: NAME, or NAME_HOOK with a hook of hook_of().
 inline std::unique_ptr<Running> start(const std::string& name, const Group& group, int seed) {
   const auto end = name.rfind('_');
   const auto hook = end == std::string::npos ? nullptr : hook_of(name.substr(end + 1));
@@ -220,7 +221,7 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && at::equal(a.cpu(), b.cpu());
 }
 
-// The first ranks of the world, where this one is among them.
+// Group of the world's first ranks, on those ranks.
 inline std::optional<Group> first_ranks(int ranks) {
   std::vector<int> list(ranks);
   std::iota(list.begin(), list.end(), 0);
@@ -232,7 +233,7 @@ inline void train(Running& running, const Group& ranks, int64_t from, int64_t to
   for (int64_t step = from; step < to; ++step) running.step(images(ranks.rank(), step));
 }
 
-// What a training holds, found without checkpoints, equals what a checkpoint has, read without strategies.
+// Expects a training's values, read without checkpoints, to equal the checkpoint's, read without strategies.
 inline void expect_holds(Running& running, const CheckpointReader& reader) {
   const auto parameters = running.parameters();
   for (const auto& [name, value] : parameters) {
@@ -257,8 +258,8 @@ inline void expect_holds(Running& running, const CheckpointReader& reader) {
   EXPECT_EQ(tensors, 2 * trainable(*running.model).size());
 }
 
-// The same where ranks have values of their own: stored are the parameters' mean, here summed up in float64, and the
-// first rank's optimizer state.
+// The same for ranks with values of their own: the checkpoint has the mean of the parameters, here computed in float64,
+// and the first rank's optimizer state.
 inline void expect_mean(Running& running, const Group& ranks, const CheckpointReader& reader) {
   const auto parameters = running.parameters();
   for (const auto& [name, own] : parameters) {

@@ -29,7 +29,7 @@ inline MakeOptimizer adamw() {
   };
 }
 
-// Several buckets, so that the first ones leave early.
+// Several buckets, so that the first ones are reduced early.
 inline DistributedDataParallelOptions small_buckets() {
   return {.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-4};
 }
@@ -54,7 +54,7 @@ struct InBackwardTraining {
   std::optional<OptimizerInBackward> inside;
 };
 
-// To the last bit.
+// Expects equality bit for bit.
 inline void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i].detach(), b[i].detach())) << "tensor " << i;

@@ -28,7 +28,8 @@ class Simulation {
 
   Module& model(int rank) { return *models_[rank]; }
 
-  // Every rank's gradient of `loss` at its own parameters, then the exchange that the last step began, then updates.
+  // Computes every rank's gradient of `loss` at its own parameters, then the exchange that the last step began, then
+  // updates.
   void step(const std::function<at::Tensor(Module&, int rank)>& loss) {
     for (size_t rank = 0; rank < models_.size(); ++rank) {
       const auto value = loss(*models_[rank], static_cast<int>(rank));
@@ -36,7 +37,7 @@ class Simulation {
     }
     finish_step();
   }
-  // With gradients that are there; a rank without any only mixes.
+  // Uses the gradients that are defined; a rank without any only mixes.
   void finish_step() {
     if (steps_ > 0) mix(topology_.round(steps_));
     for (auto& optimizer : optimizers_) {
