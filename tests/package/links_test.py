@@ -1,5 +1,5 @@
-"""Every link of README and docs leads to a file of the repository, and to a heading that is there. Every source that they
-name exists.
+"""Every link of README and docs leads to a file of the repository, and to a heading that is there. Every source that
+they name exists.
 
     python links_test.py REPOSITORY
 """
