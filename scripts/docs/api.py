@@ -200,4 +200,4 @@ def first_sentence(page):
     """What a page says first of its header."""
     with open(page, encoding="utf-8") as file:
         text = file.read().split("```\n", 2)[1].split("\n## ", 1)[0].strip()
-    return cell(re.split(r"(?<=[.:])\s", text.split("\n\n")[0] + " ", maxsplit=2)[0].rstrip(".:")) if text else ""
+    return cell(re.split(r"(?<=[a-z)]\.)\s", text.split("\n\n")[0], maxsplit=1)[0].rstrip("."))

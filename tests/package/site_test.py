@@ -49,11 +49,16 @@ def served(folder):
 
 
 def look(window, site, pictures):
-    for page, title, width in (("index.html", "shoal", 1280), ("guides/fsdp.html", "FSDP", 1280),
-                               ("api/ddp.html", "shoal/ddp.h", 1280), ("decentralized.html", "Decentralised", 480)):
+    for page, title, says, width in (
+            ("index.html", "shoal", "You know from PyTorch", 1280),
+            ("guides/fsdp.html", "FSDP", "summon_full_params", 1280),
+            ("api/ddp.html", "shoal/ddp.h", "find_unused_parameters bool false", 1280),
+            ("api/index.html", "API reference", "DistributedDataParallel: ", 1280),
+            ("decentralized.html", "Decentralised", "neighbours", 480)):
         window.open(site + "/" + page, width)
         shown = window.evaluate("document.title + ' | ' + document.querySelector('h1').innerText")
         assert title in shown, (page, shown)
+        assert says in " ".join(window.evaluate("document.body.innerText").split()), "%s does not say %s" % (page, says)
         faults = [text for text in window.complaints()
                   if not text.startswith(("asks for data:", "asks for " + site + "/"))]
         assert not faults, (page, faults)
