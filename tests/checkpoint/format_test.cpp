@@ -168,7 +168,7 @@ TEST(Safetensors, BEY05_a_sharded_index_may_not_lead_out_of_its_folder) {
   }
 }
 
-// A correct index as JSON, one change, and its checksum made right again.
+// A valid index as JSON with one change, and its checksum recomputed.
 std::string changed_index(const std::function<void(nlohmann::json&)>& change) {
   CheckpointIndex index{.library = "1", .step = 3, .strategy = "ddp", .files = {{"f.safetensors", 100}}};
   index.rank_states.push_back(nlohmann::json::object());

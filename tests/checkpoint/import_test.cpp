@@ -57,7 +57,7 @@ TEST(Import, BEY05_checkpoints_of_python_libraries_keep_names_and_values) {
             (json{{"scheduler.gamma", 0.5}, {"scheduler.milestones", {3, 4}}}));
   EXPECT_EQ(read_json(folder.path() / "from oss.pt/other.json")["param_groups"][0]["params"], (json{0, 1}));
 
-  // In several files and under the module's own names; from there a checkpoint like any other.
+  // In several files, under the module's own names; from there on a checkpoint like any other.
   const auto ended = convert("dcp", "model", {"--prefix", "model.", "--shard-gb", "0.000002"});
   ASSERT_EQ(ended.code, 0) << ended.output;
   json model;
@@ -68,7 +68,7 @@ TEST(Import, BEY05_checkpoints_of_python_libraries_keep_names_and_values) {
   reshard(CheckpointReader(folder.path() / "model"), folder.path() / "run", 2);
   expect_tensors(folder.path() / "run", model);
 
-  // Code in a file runs only when one asks for it.
+  // Code in a file runs only on request.
   for (const std::string name : {"args", "args.pt"}) {
     const auto refused = convert(name, "from " + name);
     EXPECT_EQ(refused.code, 1);

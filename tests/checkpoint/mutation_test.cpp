@@ -43,7 +43,7 @@ size_t below(Random& random, size_t limit) {
   return limit == 0 ? 0 : random() % limit;
 }
 
-// What a reader gets to see; none: refused. Anything but a CheckpointError fails the test.
+// Contents as a reader sees them; nothing: refused. Exceptions other than CheckpointError fail the test.
 std::optional<std::string> contents(const fs::path& path) {
   try {
     const CheckpointReader reader(path);
@@ -79,7 +79,7 @@ const char* const odd_values[] = {"-1",
                                   "00",
                                   "true"};
 
-// A change that knows JSON: other values, entries twice, nesting, keys and file names.
+// Changes JSON by its structure: values, repeated entries, nesting, keys and file names.
 std::string mutate_json(std::string text, Random& random) {
   const auto pick = [&](char c) {
     const auto found = text.find(c, below(random, text.size()));
@@ -135,7 +135,7 @@ std::string with_header(const std::string& bytes, const std::string& header) {
          bytes.substr(8 + length_of(bytes));
 }
 
-// A change of bytes, whatever they mean.
+// Changes bytes, whatever they mean.
 std::string mutate_bytes(std::string bytes, Random& random) {
   const auto place = below(random, bytes.size());
   switch (random() % 6) {
@@ -176,8 +176,8 @@ std::string mutate_length(std::string bytes, Random& random) {
 
 struct Mutation {
   std::string bytes;
-  bool exact = false;    // whatever is read afterwards must be what was there
-  bool payload = false;  // a flip of one bit of a tensor
+  bool exact = false;    // whatever is read afterwards must equal the original
+  bool payload = false;  // flips one bit of a tensor
 };
 
 Mutation mutate(const std::string& name, const std::string& bytes, bool checksums, Random& random) {
@@ -215,7 +215,7 @@ int64_t bytes_below(const fs::path& folder) {
   return sum;
 }
 
-// The most that `act` has in memory at once beyond what is there now.
+// Peak memory of `act` beyond the present use.
 template <class Act>
 int64_t memory_of(const Act& act) {
   auto& tensors = test::MemoryMeter::instance();

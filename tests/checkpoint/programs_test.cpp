@@ -28,7 +28,7 @@ uint32_t crc32_of(const at::Tensor& tensor) {
   return crc32(tensor.data_ptr(), tensor.nbytes());
 }
 
-// A checkpoint of one rank; cut: tensors in several slices.
+// Saves a checkpoint of one rank; cut: tensors in several slices.
 std::vector<Whole> save(const std::filesystem::path& root, bool cut) {
   static const auto world = init();  // once per process
   const auto wholes = test::random_wholes(3);

@@ -54,7 +54,7 @@ std::vector<Whole> save(const fs::path& root, int ranks, Cut cut) {
   return wholes;
 }
 
-// All that a reader can see except where it lies.
+// Expects everything that a reader sees to be equal, except file names.
 void expect_same(const fs::path& path, const fs::path& original, const std::vector<Whole>& wholes) {
   const CheckpointReader reader(path), before(original);
   EXPECT_EQ(reader.verify().unchecked, 0);
@@ -73,7 +73,7 @@ void expect_same(const fs::path& path, const fs::path& original, const std::vect
   }
 }
 
-// Every rank of every part has its file, and each as much in it as the others up to one element.
+// Expects one file per part and rank, all of the same size up to one element.
 void expect_balanced(const fs::path& path, int ranks) {
   const CheckpointReader reader(path);
   std::map<std::string, std::map<std::string, int64_t>> bytes;  // by part and file
@@ -170,7 +170,7 @@ TEST(Reshard, BEY05_wrong_input_leaves_nothing) {
     for (const auto& entry : fs::directory_iterator(path)) list.insert(entry.path().filename());
     return list;
   };
-  // Nothing is overwritten: not the run, not the checkpoint, not somebody's folder.
+  // Nothing is overwritten: neither the run, nor the checkpoint, nor another folder.
   for (const auto& taken : {run, run / "step-40", folder.path()}) {
     const auto before = names(taken);
     EXPECT_THAT(refusal<UsageError>([&] { reshard(reader, taken, 2); }), HasSubstr("reshard to a new folder"));
@@ -179,13 +179,13 @@ TEST(Reshard, BEY05_wrong_input_leaves_nothing) {
   std::ofstream(folder.path() / "file") << "text";
   EXPECT_THAT(refusal<CheckpointError>([&] { reshard(reader, folder.path() / "file", 2); }),
               HasSubstr("cannot make folder"));
-  // Another job has it.
+  // Another job has the lock.
   fs::create_directory(out);
   const int other = open((out / ".lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
   ASSERT_EQ(flock(other, LOCK_EX | LOCK_NB), 0);
   EXPECT_THAT(refusal<CheckpointError>([&] { reshard(reader, out, 2); }), HasSubstr("another job is saving to"));
   close(other);
-  // A flipped bit, a file that is cut short, one that is gone: in the original, while it is read.
+  // Damage to the original while it is read: a flipped bit, a truncated file, a missing file.
   const auto file = run / "step-40" / reader.tensor("large").slices.back().file;
   const auto bytes = bytes_of(file);
   auto flipped = bytes;
@@ -198,7 +198,7 @@ TEST(Reshard, BEY05_wrong_input_leaves_nothing) {
     EXPECT_EQ(names(out), (std::set<std::string>{".lock"}));
   }
   std::ofstream(file, std::ios::binary | std::ios::trunc) << bytes;
-  // What a job that died has left goes.
+  // Remains of a dead job are removed.
   fs::create_directory(out / ".step-40.tmp-12345678");
   reshard(CheckpointReader(run), out, 3);
   EXPECT_EQ(names(out), (std::set<std::string>{".lock", "latest", "step-40"}));

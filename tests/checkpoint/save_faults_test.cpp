@@ -55,8 +55,8 @@ void expect_step(const fs::path& root, int64_t step) {
   }
 }
 
-// Saves step 1, has `hinder` called on rank 0, tries step 2 both ways, has `help` called, and saves step 3. Returns
-// what the ranks said; all of them must have said the same, and between them step 1 must have been there.
+// Saves step 1, calls `hinder` on rank 0, tries to save step 2 both ways, calls `help`, and saves step 3. Returns the
+// ranks' errors, which must be equal; step 1 must exist in between.
 std::string attempt(const fs::path& root, const std::function<void()>& hinder, const std::function<void()>& help,
                     int64_t numel = 1 << 16, bool unchanged = true) {
   const auto ended = test::run_ranks(ranks, [&](const World& world) -> std::string {
@@ -107,7 +107,7 @@ TEST(SaveFaults, BEY05_no_permission) {
   EXPECT_THAT(text, AllOf(HasSubstr("rank 0: cannot make folder"), HasSubstr("Permission denied")));
 }
 
-// A file system of its own for a test; skipped where that is not allowed.
+// File system of its own for a test; the test is skipped if that is not allowed.
 class Mounted {
  public:
   explicit Mounted(fs::path path) : path_(std::move(path)) {
@@ -167,7 +167,7 @@ TEST(SaveFaults, BEY05_read_only) {
               AllOf(HasSubstr("rank 0: cannot open " + (root / ".lock").string()), HasSubstr("Read-only file system")));
 }
 
-// The folder in which step 2 is being made, as soon as it is there.
+// Moves the folder of the unfinished step 2 away as soon as it exists.
 void take_away(const fs::path& root, const fs::path& to) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   while (std::chrono::steady_clock::now() < deadline) {
@@ -212,7 +212,7 @@ TEST(SaveFaults, BEY06_two_jobs_in_one_place) {
   const test::TempFolder folder;
   const auto root = folder.path() / "run";
   int other = -1;
-  // The other job, as far as this one can see it.
+  // Simulates another job.
   const auto text = attempt(
       root,
       [&] {
@@ -252,7 +252,7 @@ TEST(SaveFaults, BEY06_an_unfinished_first_save_is_no_checkpoint) {
   fs::create_directories(root / ".step-4.tmp-00000000");
   std::ofstream(root / ".step-4.tmp-00000000/index.json") << "{}";
   EXPECT_THROW(CheckpointReader{root}, CheckpointError);
-  // Died between publishing and `latest`: the checkpoint counts.
+  // Died between publication and the update of `latest`: the checkpoint counts.
   test::run_ranks(1, [&](const World& world) -> std::string {
     CheckpointSaver(world.group(), root).save(contents_of(9, world));
     return "";

@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 
 constexpr int64_t numel = 1 << 20;
 
-// Every element says which step it belongs to, so that parts of two steps cannot pass for one.
+// Every element encodes its step, so that parts of two steps cannot be taken for one.
 std::vector<NamedSlice> slices_of(int64_t step, int rank, int ranks) {
   std::vector<NamedSlice> slices;
   for (int tensor = 0; tensor < 3; ++tensor) {
@@ -65,7 +65,7 @@ TEST(SaveKill, BEY06_whichever_rank_dies_whenever_a_checkpoint_is_there) {
   std::mt19937 random(11);
   int64_t last = 0;
   int newer = 0, named = 0, survivors = 0;
-  // Deaths are spread over the time that three saves take.
+  // Kills are spread over the duration of three saves.
   const auto begun = std::chrono::steady_clock::now();
   test::run_ranks(4, [&](const World& world) -> std::string {
     CheckpointSaver saver(world.group(), root);
@@ -84,7 +84,7 @@ TEST(SaveKill, BEY06_whichever_rank_dies_whenever_a_checkpoint_is_there) {
     const int victim = static_cast<int>(random() % ranks);
     const bool async = random() % 2 == 0;
     const auto keep_last = static_cast<int64_t>(random() % 3);
-    const bool same_step = random() % 4 == 0;  // replaces a checkpoint over and over
+    const bool same_step = random() % 4 == 0;  // replaces the same checkpoint repeatedly
     const auto microseconds = random() % static_cast<unsigned>(window.count());
     SCOPED_TRACE(fmt::format("trial {}: rank {} of {} after {} us", trial, all ? -1 : victim, ranks, microseconds));
     const auto ended = test::run_ranks(ranks, [&](const World& world) -> std::string {
@@ -118,7 +118,7 @@ TEST(SaveKill, BEY06_whichever_rank_dies_whenever_a_checkpoint_is_there) {
     newer += step > last ? 1 : 0;
     last = step;
   }
-  // The next save removes what the dead have left, and prunes.
+  // The next save removes the remains of dead jobs, and prunes.
   test::run_ranks(1, [&](const World& world) -> std::string {
     const auto step = last + 1;
     CheckpointSaver(world.group(), root, {.keep_last = 1})

@@ -20,7 +20,7 @@ constexpr double mebibyte = 1 << 20;
 constexpr int64_t rows = 6000;
 constexpr int64_t columns = 4000;  // 92 MiB of float32
 
-// MiB that `act` takes at once, beyond what is there before.
+// MiB that `act` needs at its peak, beyond the present use.
 template <class Act>
 double extra(const Act& act) {
   auto& tensors = test::MemoryMeter::instance();
@@ -37,7 +37,7 @@ TEST(SaveMemory, BEY05_beside_its_own_part_a_rank_needs_pieces) {
   if (group.rank() == 0) folder = std::make_unique<test::TempFolder>();
   const std::filesystem::path root = broadcast_text(group, folder ? folder->file("run") : "", 0, {});
 
-  // One tensor cut into rows, one whose memory is in another order.
+  // One tensor is cut into rows, the other has another order in memory.
   const auto first = rows * group.rank() / group.size();
   const auto last = rows * (group.rank() + 1) / group.size();
   const Range range{first * columns, last * columns};

@@ -30,7 +30,7 @@ const Group& group() {
   return test::world().group();
 }
 
-// One folder for all ranks, gone at the end.
+// One folder for all ranks, removed at the end.
 class SharedFolder {
  public:
   SharedFolder() {
@@ -61,7 +61,7 @@ void expect_equal(const CheckpointReader& reader, const std::vector<Whole>& whol
   }
 }
 
-// Any range in any order, into tensors of any layout, equals a cut of the whole tensor.
+// Expects any range in any order, read into tensors of any layout, to equal a slice of the whole tensor.
 void expect_any_range(const CheckpointReader& reader, const std::vector<Whole>& wholes, uint32_t seed) {
   std::mt19937 random(seed);
   for (int i = 0; i < 100; ++i) {
@@ -135,7 +135,7 @@ TEST(Saver, BEY05_one_ranks_model_is_a_plain_file) {
 
 TEST(Saver, BEY06_a_snapshot_holds_what_was_there_when_the_call_returned) {
   const SharedFolder folder;
-  for (const int64_t snapshot_mb : {4096, 2, 0}) {  // all of it copied, some, none
+  for (const int64_t snapshot_mb : {4096, 2, 0}) {  // all of it copied, a part, nothing
     SCOPED_TRACE(snapshot_mb);
     CheckpointSaver saver(group(), folder / "run", {.snapshot_mb = snapshot_mb});
     for (uint32_t seed = 1; seed <= 2; ++seed) {
@@ -145,7 +145,7 @@ TEST(Saver, BEY06_a_snapshot_holds_what_was_there_when_the_call_returned) {
       saver.save_async(contents_of(seed, slices));
       for (auto& slice : slices) slice.values.zero_();
       slices.clear();
-      // Training goes on meanwhile, on the group that the saver was made from.
+      // Training continues meanwhile, on the group that the saver was made from.
       auto sum = at::ones({1000});
       for (int i = 0; i < 20; ++i) group().all_reduce(sum, ReduceOp::avg).wait();
       EXPECT_EQ(sum[0].item<float>(), 1);
@@ -174,19 +174,19 @@ TEST(Saver, BEY06_old_checkpoints_go_and_latest_follows) {
   for (const int64_t step : {10, 20, 100}) saver.save(contents_of(step, test::whole_slices(wholes)));
   EXPECT_EQ(steps(), (std::vector<std::string>{".lock", "latest", "step-100", "step-20"}));
   EXPECT_EQ(find_checkpoint(folder / "run"), folder / "run/step-100");
-  // The run goes back to step 20 and takes another way; what it saved later is not its to remove.
+  // The run goes back to step 20 and continues from there; the next save keeps checkpoints of later steps.
   saver.save(contents_of(30, test::whole_slices(wholes)));
   EXPECT_EQ(steps(), (std::vector<std::string>{".lock", "latest", "step-100", "step-20", "step-30"}));
   EXPECT_EQ(find_checkpoint(folder / "run"), folder / "run/step-30");
   EXPECT_EQ(find_checkpoint(folder / "run/latest"), folder / "run/step-30");
-  // Saved once more: replaced.
+  // Saving the same step again replaces it.
   const auto other = test::random_wholes(2);
   saver.save(contents_of(30, test::whole_slices(other)));
   EXPECT_EQ(steps(), (std::vector<std::string>{".lock", "latest", "step-100", "step-20", "step-30"}));
   expect_equal(CheckpointReader(folder / "run"), other);
 }
 
-// Every rank must throw the same kind of error, whose text has all of `parts`; then the old checkpoint is there.
+// Expects the same kind of error on every rank, with all of `parts` in its text, and the old checkpoint to remain.
 template <class Error, class Act>
 void expect_on_all_ranks(const Act& act, const std::vector<std::string>& parts) {
   std::string text = "no error";

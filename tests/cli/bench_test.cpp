@@ -67,7 +67,7 @@ TEST(Bench, mpi_is_measured_in_the_world_that_mpirun_makes) {
     EXPECT_GT(figure["min_us"], 0);
     EXPECT_EQ(figure["buffers"], figure["op"] == "barrier" ? "none" : "staged");
   }
-  // Three operations of two sizes, and a barrier; over host in two kinds of memory, all_gather in three.
+  // Three operations of two sizes, and a barrier; on host in two kinds of memory, all_gather in three.
   EXPECT_EQ(figures, (std::map<std::string, int>{{"gloo", 7}, {"host", 15}, {"mpi", 7}}));
 }
 

@@ -28,12 +28,12 @@ double last_loss(const json& report) {
   return report["loss"].back().get<double>();
 }
 
-// What ranks must know of each other: a flag per gradient and a weight, in float32.
+// Information that ranks share in a step: a flag per gradient and a weight, in float32.
 double facts(const json& report) {
   return 4 * (static_cast<double>(report["params"].size()) + 1);
 }
 
-// Two thin factors for each matrix that they make at least two times smaller, the rest whole; in float32.
+// Two thin factors for each matrix that becomes at least two times smaller, the rest uncompressed; in float32.
 double factor_bytes(const json& report, double rank) {
   double elements = 0;
   for (const auto& parameter : report["params"]) {
@@ -59,7 +59,7 @@ TEST(Compress, DDP11_fewer_bytes_travel_in_each_step) {
     EXPECT_NEAR(last_loss(report), last_loss(plain), tolerance * last_loss(plain)) << compress;
     return bytes(report, 3) / bytes(plain, 3);
   };
-  // One bucket, in which the facts ride when it is not compressed.
+  // One bucket, which includes the flags and the weight unless it is compressed.
   const auto half = (bytes(plain, 3) - facts(plain)) / 2 + facts(plain);
   EXPECT_DOUBLE_EQ(share("bf16", 0.02), half / bytes(plain, 3));
   EXPECT_NEAR(share("int8", 0.05), 0.5, 0.02);  // two rounds of a quarter

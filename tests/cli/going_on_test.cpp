@@ -19,7 +19,7 @@ namespace {
 
 using Line = std::vector<std::string>;
 
-// As the program lists them.
+// Strategies, as the program lists them.
 std::vector<std::string> strategies() {
   const auto text = shoal({"train", "--strategy", "?"}).output;
   const std::string mark = "available: ";
@@ -32,21 +32,21 @@ std::vector<std::string> strategies() {
   return names;
 }
 
-// On as many ranks as it takes: two, or two hosts of two.
+// Command line for as many ranks as the strategy needs: two, or two hosts of two.
 Line of_strategy(const std::string& strategy) {
   if (strategy == "none") return {"--strategy", strategy, "--ranks", "1"};
   if (strategy != "hybrid_gossip") return {"--strategy", strategy, "--ranks", "2"};
   return {"--strategy", strategy, "--ranks", "4", "--topology-local-size", "2"};
 }
 
-// Whether the others train on without a rank that ends.
+// Whether the other ranks continue after one has ended.
 bool goes_on(const std::string& strategy) {
   return strategy == "decentralized" || strategy == "hybrid_gossip";
 }
 
 class GoingOn : public testing::TestWithParam<std::string> {
  protected:
-  // Bytes in a fixed disorder: a few steps to an epoch.
+  // Bytes in a fixed pseudo-random order; a few steps per epoch.
   GoingOn() {
     std::ofstream file(folder_.file("text"), std::ios::binary);
     uint32_t state = 1;
@@ -58,7 +58,7 @@ class GoingOn : public testing::TestWithParam<std::string> {
 
   Line reference(const Line& more) const { return with({"train", "--data", "reference", "--model", "mlp"}, more); }
   Line text_data() const { return {"--data", "text:" + folder_.file("text"), "--model", "gpt", "--batch", "2"}; }
-  // For a model with batch norm.
+  // Data for a model with batch norm.
   Line image_data() const {
     const auto write = [this](const std::string& name, const std::vector<uint8_t>& sizes) {
       std::ofstream file(folder_.file(name), std::ios::binary);
@@ -94,7 +94,7 @@ class GoingOn : public testing::TestWithParam<std::string> {
   std::string saved() const { return folder_.file("run"); }
   nlohmann::json report() const { return read(folder_.file("report.json")); }
 
-  // Trains with and without evaluation; the last one's loss.
+  // Trains with and without evaluation; returns the last evaluated loss.
   double loss_evaluated(const Line& data) const {
     const auto train = [&](const Line& more) {
       auto line = with({"train", "--steps", "9", "--optimizer", "sgd"}, data);
@@ -115,7 +115,7 @@ class GoingOn : public testing::TestWithParam<std::string> {
     return evaluated["eval"].back()["loss"];
   }
 
-  // Of what was saved, on all test images at once.
+  // Loss of the saved model on all test images at once.
   double loss_of_saved_cnn() const {
     const torch::NoGradGuard no_grad;
     const auto model = models::make_model("cnn", "tiny", models::Init::torch, /*seed=*/0);
@@ -130,7 +130,7 @@ class GoingOn : public testing::TestWithParam<std::string> {
     return models::loss_of(model->forward(batch.data), batch.target).item<double>();
   }
 
-  // Runs the program; once there are so many lines of metrics, the shell does `then` to it, whose process is $pid.
+  // Runs the program. Once its metrics have `lines` lines, the shell runs `then`, with the program's process in $pid.
   Ended disturbed(const Line& line, int lines, const std::string& then) const {
     std::string words = SHOAL;
     for (const auto& word : line) words += " " + word;
@@ -179,7 +179,7 @@ TEST_P(GoingOn, an_interrupt_leaves_what_resumes_and_says_where) {
   EXPECT_EQ(report()["loss"].size(), 2U);
 }
 
-// Ranks under `local` are evaluated each on a share, and rank 0's model is saved.
+// Under `local`, each rank evaluates its own model on a share of the data, and rank 0's model is saved.
 TEST_P(GoingOn, evaluation_changes_nothing_and_what_is_saved_is_what_was_evaluated) {
   const double evaluated = loss_evaluated(text_data());
   if (goes_on(GetParam())) {
@@ -190,7 +190,7 @@ TEST_P(GoingOn, evaluation_changes_nothing_and_what_is_saved_is_what_was_evaluat
     }
   }
   if (GetParam() == "local") return;
-  // One process that learns nothing.
+  // One process whose learning rate is negligible.
   Line again{"train", "--strategy", "none", "--optimizer", "sgd", "--lr", "1e-30", "--steps", "1"};
   const auto data = text_data();
   again.insert(again.end(), data.begin(), data.end());
@@ -201,14 +201,14 @@ TEST_P(GoingOn, evaluation_changes_nothing_and_what_is_saved_is_what_was_evaluat
   EXPECT_NEAR(read(folder_.file("again.json"))["eval"][0]["loss"].get<double>(), evaluated, 1e-5);
 }
 
-// Rank 0's buffers; the mean of the ranks' where ranks hold models of their own.
+// Buffers of rank 0, or their mean over ranks that have models of their own.
 TEST_P(GoingOn, evaluation_of_batch_norm_changes_nothing_and_what_is_saved_is_what_was_evaluated) {
   const double evaluated = loss_evaluated(image_data());
   if (GetParam() == "local") return;
   EXPECT_NEAR(loss_of_saved_cnn(), evaluated, 1e-5);
 }
 
-// With an evaluation after every few steps, so that the rank often ends near one.
+// Evaluates every few steps, so that the rank often ends near an evaluation.
 TEST_P(GoingOn, when_rank_zero_is_killed_the_others_end_or_go_on_and_say_what_it_would_have) {
   const auto ended = disturbed(text({"--steps", "120", "--eval", "--save", saved()}), 23,
                                GetParam() == "none" ? "kill -9 $pid" : kill_rank(0));
@@ -234,7 +234,7 @@ TEST_P(GoingOn, when_rank_zero_is_killed_the_others_end_or_go_on_and_say_what_it
   EXPECT_EQ(last_evaluation, 119);
   EXPECT_NE(ended.output.find("test perplexity"), std::string::npos) << ended.output;
   EXPECT_NE(ended.output.find("  model  "), std::string::npos) << ended.output;
-  // Those that are left have saved, and as many go on exactly, at the same part of an epoch.
+  // The remaining ranks have saved, and as many ranks resume exactly, at the same point of an epoch.
   auto left = text({"--steps", "300", "--save", saved(), "--resume", "latest"});
   *(std::find(left.begin(), left.end(), "--ranks") + 1) = GetParam() == "hybrid_gossip" ? "2" : "1";
   const auto again = shoal(left);
@@ -245,7 +245,7 @@ TEST_P(GoingOn, when_rank_zero_is_killed_the_others_end_or_go_on_and_say_what_it
 INSTANTIATE_TEST_SUITE_P(Strategies, GoingOn, testing::ValuesIn(strategies()),
                          [](const auto& info) { return info.param; });
 
-// A rank of a graph of one's own that connects the others.
+// For a custom graph, in which the ending rank connects the others.
 class FileTopology : public GoingOn {};
 
 TEST_P(FileTopology, DEC17_others_go_on_without_a_rank_that_connected_them) {

@@ -22,7 +22,7 @@ bool contains(const Ended& ended, const std::string& text) {
   return ended.output.find(text) != std::string::npos;
 }
 
-// Zombies that nobody has reaped yet are dead.
+// Zombies that are not reaped yet count as dead.
 bool lives(int pid) {
   std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
   std::string number, name, state;
@@ -69,11 +69,11 @@ TEST(Launch, a_rank_killed_in_training_is_named_by_the_others_and_by_the_launche
   }
 }
 
-// The launcher holds the store, reads what ranks say and buries them; the ranks have each other to look at.
+// The stopped launcher serves the store, forwards output and reaps the ranks; the ranks can only watch each other.
 TEST(Launch, ranks_of_a_launcher_that_is_stopped_name_the_one_that_is_killed) {
   for (const std::string transport : {"host", "gloo"}) {
     SCOPED_TRACE(transport);
-    // Zombies are ended. Says so, or after 30 s that they are not, and lets the launcher go on.
+    // Zombies count as ended. Reports that they are, or after 30 s that they are not, and continues the launcher.
     const auto ended =
         run({"sh", "-c", std::string(SHOAL) + " launch -n 3 -- " + FAULT_RANK + " launcher 1 " + transport + R"( 10 &
       launcher=$!
@@ -102,7 +102,7 @@ TEST(Launch, ranks_that_ignore_sigterm_are_killed) {
   EXPECT_LT(ended.seconds, 10);
 }
 
-// Ranks that go on after SIGINT, and the shell that sends `signals` to the launcher.
+// Launches ranks that ignore SIGINT, and a shell that sends `signals` to the launcher.
 Ended launch_and_signal(const std::string& options, const std::string& signals) {
   return run({"sh", "-c",
               std::string(SHOAL) + " launch -n 2 " + options +
@@ -160,7 +160,7 @@ TEST(Launch, no_rank_outlives_a_launcher_that_is_killed) {
   EXPECT_EQ(count, 2);
 }
 
-// What the numbers in `file` were the pids of.
+// The pids in `file` of processes that still live.
 std::vector<int> living(const std::string& file) {
   std::ifstream pids(file);
   std::vector<int> list;
@@ -175,7 +175,7 @@ size_t pids_in(const std::string& file) {
   return static_cast<size_t>(std::distance(std::istream_iterator<int>(pids), {}));
 }
 
-// Ranks that start a process in their group, and one in a session of its own, and say their pids.
+// Command of ranks that start a process in their group and one in its own session, and write their pids.
 std::string starts_others(const std::string& pids) {
   return "sh -c 'sleep 300 & echo $! >> " + pids + "; setsid sh -c \"echo \\$\\$ >> " + pids +
          "; exec sleep 300\" & echo $$ >> " + pids + "; wait'";
@@ -347,7 +347,7 @@ TEST(Launch, pythons_torch_distributed_meets_in_our_store) {
   EXPECT_TRUE(contains(ended, "[1] sum 1.0")) << ended.output;
 }
 
-// Nobody waits in vain: the launcher says at the end, or when asked meanwhile, who is waited for.
+// No rank waits in vain: the launcher reports at the end, or on request, which rank is waited for.
 TEST(Launch, flight_recorders_name_the_rank_that_is_waited_for) {
   const TempFolder folder;
   const auto ended = launch({"-n", "3", "--flight-recorder", folder.path(), "--", FAULT_RANK, "forward", "2"});

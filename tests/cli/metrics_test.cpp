@@ -39,7 +39,7 @@ TEST(Metrics, every_step_and_evaluation_is_a_line) {
     EXPECT_NEAR(line["lr"].get<double>(), report["lr"][step].get<double>(), 1e-12);
     EXPECT_GT(line["step_ms"], line["wait_ms"]);
     EXPECT_GE(line["step_ms"], line["update_ms"]);
-    // Times of the parts are taken in the first ten steps, and then in every hundredth.
+    // Times of the parts are measured in the first ten steps, and then in every hundredth.
     for (const auto* part : {"forward_ms", "backward_ms", "communication_ms", "overlap_ms"}) {
       ASSERT_EQ(line.contains(part), step < 10) << part << " in step " << step;
     }
@@ -63,7 +63,7 @@ TEST(Metrics, loss_is_rank0s) {
   }
 }
 
-// Bit by bit, from the polynomial.
+// CRC computed bit by bit from the polynomial.
 uint32_t crc32c(const std::string& data) {
   uint32_t crc = ~0U;
   for (const char byte : data) {
@@ -80,7 +80,7 @@ T number_at(const std::string& bytes, size_t place) {
   return value;
 }
 
-// A reader of protocol buffers: fields by number, each as bytes.
+// Reader of protocol buffers: fields by number, each as bytes.
 std::vector<std::pair<int, std::string>> fields_of(const std::string& message) {
   std::vector<std::pair<int, std::string>> fields;
   size_t place = 0;
@@ -114,7 +114,7 @@ struct Scalar {
   float value;
 };
 
-// TFRecord framing, checksums included; the file's version comes first.
+// Reads TFRecord framing, including checksums; the file's version comes first.
 std::vector<Scalar> read_events(const std::string& bytes) {
   const auto expect_sum = [&](const std::string& data, size_t place) {
     const auto masked = std::rotr(crc32c(data), 15) + 0xA282EAD8U;
@@ -188,7 +188,7 @@ TEST(Metrics, become_an_event_file_for_tensor_board) {
   EXPECT_THAT(ended.output, HasSubstr("line 1: no step"));
 }
 
-// What the wrappers' own test asserts in detail.
+// The wrappers' own test checks the details.
 TEST(Report, DDP17_logging_data_of_every_strategy) {
   const std::vector<std::pair<std::string, std::string>> strategies{
       {"ddp", "DistributedDataParallel"},   {"zero1", "DistributedDataParallel"},

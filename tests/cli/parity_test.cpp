@@ -10,7 +10,7 @@
 namespace shoal::test {
 namespace {
 
-// The report of a run as the golden one was, through `command`.
+// Report of a run with the golden run's settings, through `command`.
 nlohmann::json train_as(const nlohmann::json& config, const std::string& strategy, const Command& command) {
   const auto number = [&](const char* name) { return std::to_string(config.at(name).get<int>()); };
   const TempFolder folder;
@@ -31,7 +31,7 @@ void expect_golden_results(const std::string& name, const std::string& strategy,
   const auto& config = golden["config"];
   const auto report = train_as(config, strategy, command);
   ASSERT_FALSE(report.is_null());
-  // Batch norm sees each rank's own batch, so the CNN's counterpart is the peer that does the same.
+  // Batch norm sees each rank's own batch, so that the CNN is compared with the peer that does the same.
   const std::string peer = config.at("model") == "cnn" ? "ddp" : "single";
   for (const auto& line : golden::compare(report, golden, peer)) ADD_FAILURE() << line;
 }

@@ -136,8 +136,8 @@ TEST(Plan, BEY11_reproduces_the_zero_papers_table) {
   }
 }
 
-// Megatron-LM's documentation: float32 8 + 8/d; bfloat16 with float32 gradients 6 + 12/d. With 16-bit gradients its
-// 4 + 16/d holds a float32 copy of the gradients that is not needed: 4 + 12/d.
+// Megatron-LM's documentation: float32 8 + 8/d; bfloat16 with float32 gradients 6 + 12/d. For 16-bit gradients its 4 +
+// 16/d includes an unnecessary float32 copy of the gradients: 4 + 12/d.
 TEST(Plan, MEG15_bytes_per_parameter) {
   for (const double ranks : {1.0, 4.0, 64.0}) {
     const auto each = [&](const char* dtype) {

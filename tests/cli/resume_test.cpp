@@ -44,7 +44,7 @@ std::vector<std::string> training(const std::string& strategy, const TempFolder&
   return line;
 }
 
-// Bytes in a fixed disorder, 5 steps to an epoch.
+// Bytes in a fixed pseudo-random order; 5 steps per epoch.
 void write_text(const TempFolder& folder) {
   std::ofstream file(folder.file("text"), std::ios::binary);
   uint32_t state = 1;
@@ -65,7 +65,7 @@ TEST_P(Resume, BEY05_BEY06_ends_with_the_same_bits_as_a_run_that_was_not_stopped
   auto ended = go({"--save", folder.file("whole"), "--save-every", "4"});
   ASSERT_EQ(ended.code, 0) << ended.output;
   const auto whole = read(folder.file("report.json"));
-  // As if stopped after step 4.
+  // The state of a run that was stopped after step 4.
   std::filesystem::create_directory(run);
   std::filesystem::copy(folder.file("whole/step-4"), run + "/step-4", std::filesystem::copy_options::recursive);
   ended = go({"--save", run, "--keep-last", "1", "--resume", "latest"});
@@ -114,7 +114,7 @@ TEST(Partial, BEY05_fine_tuning_takes_the_model_and_begins_at_step_zero) {
   };
   const auto run = folder.file("run");
   ASSERT_EQ(shoal({"train", "--data", "reference", "--model", "mlp", "--steps", "30", "--save", run}).code, 0);
-  // Another optimizer, whose state is not there, and fewer steps.
+  // Another optimizer, whose state the checkpoint does not have, and fewer steps.
   EXPECT_LT(first_loss({"--resume", run, "--partial"}), 0.9 * first_loss({}));
 }
 
@@ -136,7 +136,7 @@ TEST(ResumeErrors, say_what_is_missing) {
   refused({"--resume", folder.file("run"), "--steps", "4", "--model", "mlp"}, "missing: ");
 }
 
-// A save after every step, so that most signals come in the middle of one. The shell sends it to the launcher alone,
+// Saves after every step, so that most signals arrive in the middle of a save. The shell signals the launcher alone,
 // which asks the ranks to stop.
 TEST(Resume, BEY06_an_interrupt_or_a_termination_in_the_middle_of_a_save_leaves_a_whole_checkpoint) {
   for (const std::string signal : {"INT", "TERM", "INT", "TERM"}) {

@@ -100,13 +100,13 @@ TEST(Start, places_to_write_to_are_looked_at_before_training) {
     expect_refused(reference({option, folder.file("a_file/in")}), option);
   expect_refused({"bench", "--json", folder.file("none/report")}, "--json: cannot write");
   expect_refused({"bench", "--html", folder.file("none/report")}, "--html: cannot write");
-  // It is looked at, not made: a training that fails later leaves no empty report.
+  // The check does not create the file: a training that fails later leaves no empty report.
   const auto report = folder.file("report.json");
   EXPECT_EQ(shoal(reference({"--json", report, "--resume", folder.file("nothing")})).code, 1);
   EXPECT_FALSE(std::filesystem::exists(report));
 }
 
-// What can still be said and written is.
+// Output that is still possible is written.
 TEST(Start, a_place_that_vanishes_during_training_is_an_error_at_the_end) {
   const TempFolder folder;
   const auto line = std::string(SHOAL) + " train --data reference --model mlp --steps 1500 --ranks 2 --json " +
@@ -135,7 +135,7 @@ TEST(Start, standard_streams_that_are_closed_or_full_lose_nothing_in_silence) {
   EXPECT_NE(ended.output.find("error: cannot write to standard output: "), std::string::npos) << ended.output;
 }
 
-// The limit is the shell's and that of all that it starts.
+// The limit applies to the shell and everything that it starts.
 Ended with_limit(const std::string& limit, const std::string& line) {
   return run({"sh", "-c", "ulimit " + limit + "; exec " + SHOAL + " " + line}, 60);
 }
@@ -156,7 +156,7 @@ TEST(Start, small_files_are_one_named_error) {
   EXPECT_EQ(with_limit("-f 204800", train + " --transport gloo").code, 0);
 }
 
-// A checkpoint that does not fit: the training ends, and says why.
+// A checkpoint exceeds the limit: the training ends, and reports why.
 TEST(Start, a_file_that_may_not_grow_is_an_error) {
   const TempFolder folder;
   const auto ended = with_limit(
@@ -193,7 +193,8 @@ TEST(Start, every_variant_of_the_slow_links_bench_is_one_that_train_takes) {
   }
 }
 
-// A process that was killed while it wrote leaves its unfinished file, and the next save takes it away; others' stay.
+// A process that was killed while it wrote leaves an unfinished file, which the next save removes; other hosts' files
+// stay.
 TEST(Start, a_save_takes_away_what_the_dead_have_left) {
   const TempFolder folder;
   const auto run_folder = folder.file("run");

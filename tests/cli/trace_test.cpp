@@ -23,7 +23,7 @@ struct Stretch {
   double end = 0;
 };
 
-// One rank's events, by category; pairs are put together.
+// Events of one rank, by category; begin and end pairs are merged.
 using Trace = std::map<std::string, std::vector<Stretch>>;
 
 Trace parse(const json& file, int rank) {
@@ -108,7 +108,7 @@ TEST(Trace, buckets_leave_during_backward_and_every_collective_ends) {
   }
 }
 
-// Over Gloo parameters are pages; ranks of one host would read them where they lie.
+// Over Gloo parameters are pages; ranks of one host would read them from shared memory.
 TEST(Trace, fsdp_gathers_are_ahead_of_use) {
   const TempFolder folder;
   train(folder, {"--model", "gpt", "--strategy", "fsdp", "--transport", "gloo", "--steps", "4", "--ranks", "2"});
@@ -123,7 +123,7 @@ TEST(Trace, fsdp_gathers_are_ahead_of_use) {
     for (const auto& use : uses) {
       if (use.begin < last_step[0].begin || use.begin > last_step[0].end) continue;
       ++used;
-      // The newest gather of this unit that had begun when it was taken.
+      // The newest gather of this unit that had begun when the unit was used.
       const bool begun = std::any_of(gathers.begin(), gathers.end(), [&](const Stretch& gather) {
         return gather.what == use.name && gather.begin > last_step[0].begin && gather.begin < use.begin;
       });
@@ -134,10 +134,10 @@ TEST(Trace, fsdp_gathers_are_ahead_of_use) {
   }
 }
 
-// Over sockets, where values travel; on one host ranks read what others show where it lies.
+// Over sockets, where values are sent; ranks of one host read them from shared memory.
 TEST(Trace, DEC04_neighbours_values_arrive_under_forward) {
   const TempFolder folder;
-  // The batch makes a forward long beside the time by which a loaded machine sets ranks apart.
+  // The batch makes a forward long compared with the delays between ranks on a loaded machine.
   train(folder,
         {"--model", "gpt", "--strategy", "decentralized", "--topology", "ring", "--transport", "gloo", "--steps", "12",
          "--batch", "16", "--ranks", "2", "--bucket-cap-mb", "0.1", "--neighbour-timeout", "20"});
@@ -162,7 +162,7 @@ TEST(Trace, DEC04_neighbours_values_arrive_under_forward) {
       }
     }
   }
-  // The rank that is ahead waits for the other, which finds everything there.
+  // The rank that is ahead waits for the other, which finds all values present.
   EXPECT_GT(before_backward, all / 2) << "of " << all << ", there when backward begins";
   EXPECT_GT(under_forward, 0) << "of " << all;
 }
@@ -182,7 +182,7 @@ TEST(Trace, merged_traces_have_one_clock) {
     }
   }
   EXPECT_EQ(first, 0);
-  // An all-reduce ends nowhere before it has begun everywhere.
+  // An all-reduce ends on no rank before it has begun on all.
   for (int64_t step = 0; step < 3; ++step) {
     double last_begin = 0;
     double first_end = 1e18;

@@ -44,7 +44,7 @@ TEST(AuthenticatedStore, what_a_process_of_the_job_writes_is_read) {
   EXPECT_EQ(raw(*stores.open, "b").substr(0, 1), "2") << "values stay readable";
 }
 
-// Each is what a stranger can make of what it reads.
+// Forgeries that a stranger can make from what it reads.
 TEST(AuthenticatedStore, a_forged_value_is_refused_by_the_name_of_its_key) {
   const Stores stores;
   const auto another_secret = authenticated(stores.open, JobIdentity("night", secret + "x"));
@@ -74,7 +74,7 @@ TEST(AuthenticatedStore, a_forged_value_is_refused_by_the_name_of_its_key) {
               std::string::npos)
         << said;
     EXPECT_EQ(store_try_get(*stores.peer, "key"), std::nullopt);
-    // c10d takes an empty value for none, and sets the key.
+    // c10d treats an empty value as absent, and sets the key.
     if (what != "empty") {
       EXPECT_THROW(store_replace(*stores.peer, "key", "", "2"), ForgedValue);
     }

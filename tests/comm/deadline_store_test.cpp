@@ -23,7 +23,7 @@ namespace {
 using namespace std::chrono_literals;
 using SteadyClock = std::chrono::steady_clock;
 
-// A store in this process that can be stopped, as if its own were.
+// Store in this process that can be stopped like a process.
 class StoppableStore : public c10d::HashStore {
  public:
   std::vector<uint8_t> get(const std::string& key) override {
@@ -133,7 +133,7 @@ TEST(DeadlineStore, serves_many_threads_and_prefixes) {
   EXPECT_EQ(stores.store->add("p/n", 0), 400);
 }
 
-// A socket that accepts and says `answer`, or nothing.
+// Socket that accepts connections and sends `answer`, or nothing.
 class Stranger {
  public:
   explicit Stranger(std::string answer) : answer_(std::move(answer)) {
@@ -174,7 +174,7 @@ TEST(ConnectStore, who_does_not_answer_is_told_from_who_answers_wrongly) {
 }
 
 TEST(ConnectStore, a_back_log_that_is_full_swallows_no_more_than_the_deadline) {
-  // Like a host that is not there: the connection is neither accepted nor refused.
+  // Like a missing host: the connection is neither accepted nor refused.
   const auto address = resolve("127.0.0.1", 0);
   const auto listening = make_socket(address, SOCK_STREAM);
   ASSERT_EQ(bind(listening.number(), address.get(), address.length), 0);

@@ -22,7 +22,7 @@ namespace {
 using test::world;
 using ::testing::HasSubstr;
 
-// A group that may be spoilt.
+// New group, which the test may break.
 Group fresh() {
   std::vector<int> everyone(world().size());
   std::iota(everyone.begin(), everyone.end(), 0);
@@ -33,7 +33,7 @@ bool odd_one() {
   return world().rank() == world().size() - 1;
 }
 
-// Before anybody's data are touched.
+// Whether ranks compare calls before any data are changed.
 bool compares_first() {
   return world().group().transport() == "host" || state_of(world().group())->world->options.check_agreement;
 }
@@ -42,8 +42,8 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Every rank calls `act`; all must throw DisagreeError with the same sentence, which has the given parts, and `data`
-// must be as before.
+// Every rank calls `act`. All must throw DisagreeError with the same sentence, which contains `parts`, and `data` must
+// not change.
 void expect_named(const std::function<void(const Group&, at::Tensor)>& act, const std::vector<std::string>& parts) {
   for (const int64_t numel : {4, 1000, 400000}) {
     for (const bool shared : {false, true}) {
@@ -55,7 +55,7 @@ void expect_named(const std::function<void(const Group&, at::Tensor)>& act, cons
       const auto start = Clock::now();
       try {
         act(group, tensor);
-        if (!compares_first()) group.barrier().wait();  // what one rank has done before another one came
+        if (!compares_first()) group.barrier().wait();  // one rank's completed work, before another one comes
       } catch (const DisagreeError& error) {
         text = error.what();
       }
@@ -183,21 +183,21 @@ void expect_different_groups_named() {
   }
 }
 
-// No group sees that; each waits for the others. More than once: the first to notice lets go of groups that the others
-// still wait in.
+// No group sees the difference; each rank waits for the others. Repeated, because the first rank to notice releases
+// groups that others still wait in.
 TEST_F(BEY09, names_different_groups) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   for (int i = 0; i < 4; ++i) expect_different_groups_named();
 }
 
-// It might call what another rank waits for as long as it is there, and no longer.
+// While the thread lives it might call what another rank waits for; after that it cannot.
 TEST_F(BEY09, names_different_groups_after_a_thread_that_has_ended) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
   std::thread([] { world().group().barrier().wait(); }).join();
   expect_different_groups_named();
 }
 
-// Nobody who waits sees that: the broadcast of a few bytes is done when its root has sent them, and then that waits
+// No waiting rank sees the difference: the root of a small broadcast is done once it has sent the bytes, and then waits
 // elsewhere.
 TEST_F(BEY09, names_an_operation_that_one_rank_has_done) {
   if (world().group().transport() == "mpi") GTEST_SKIP() << "MPI waits at its end for what is not finished";
@@ -223,7 +223,7 @@ TEST_F(BEY09, names_an_operation_that_one_rank_has_done) {
   EXPECT_THAT(text, HasSubstr("called broadcast(4 x Float, root"));
 }
 
-// It is told when it comes.
+// The late rank is told when it comes.
 TEST_F(BEY09, a_rank_that_comes_late_is_told_too) {
   const auto group = fresh();
   std::string text = "(nothing was thrown)";
@@ -242,7 +242,7 @@ TEST_F(BEY09, a_rank_that_comes_late_is_told_too) {
   EXPECT_THAT(text, HasSubstr("called all_gather(100 x Float)"));
 }
 
-// More than a rank shows or remembers of them may be under way.
+// More operations are in flight than a rank publishes or remembers.
 TEST_F(BEY09, names_the_first_of_many_operations) {
   const auto group = fresh();
   std::string text = "(nothing was thrown)";
@@ -266,7 +266,7 @@ TEST_F(BEY09, names_the_first_of_many_operations) {
   EXPECT_THAT(text, HasSubstr("called barrier"));
 }
 
-// A rank that is late by more than that, in whatever order it works, is only late.
+// A rank that is late by more than that, in any order of work, is merely late.
 TEST_F(BEY09, a_rank_that_is_late_is_no_difference) {
   const auto first = fresh();
   const auto second = fresh();
@@ -279,7 +279,7 @@ TEST_F(BEY09, a_rank_that_is_late_is_no_difference) {
   EXPECT_EQ(a[0].item<float>() + b[0].item<float>(), 2 * world().size());
 }
 
-// Half as many elements of twice the size: as many bytes.
+// Half as many elements of twice the size have as many bytes.
 TEST_F(BEY09, names_different_dtypes_of_equal_bytes) {
   expect_named([](const Group& group,
                   const at::Tensor& tensor) { group.all_reduce(odd_one() ? tensor.view(at::kDouble) : tensor).wait(); },
@@ -309,7 +309,7 @@ TEST_F(BEY09, names_different_steps) {
       {"step 7, bucket 0: fc1", "step 8, bucket 0: fc1"});
 }
 
-// Only the host transport sees into every message.
+// Only the host transport inspects every message.
 class BEY09OnHost : public BEY09 {
  protected:
   void SetUp() override {
@@ -384,7 +384,7 @@ TEST(HostLifetime, a_thousand_groups_leave_nothing_behind) {
   world().group().barrier().wait();
   EXPECT_EQ(entries("/proc/self/fd"), descriptors);
   EXPECT_EQ(entries("/proc/self/task"), threads);
-  // What one cycle holds may be there or not; a leak would be a thousand times as much.
+  // The memory of one cycle may be present or not; a leak would be a thousand times larger.
   EXPECT_LT(shared_kib() - shared, 16 << 10);
 }
 

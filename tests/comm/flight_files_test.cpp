@@ -83,7 +83,7 @@ TEST_F(FlightFiles, every_damaged_file_is_refused_or_gives_a_verdict) {
   constexpr int mutations = 2000;
   for (int i = 0; i < mutations; ++i) {
     auto bytes = good_;
-    // In the header, the groups' text or the first records.
+    // In the header, the groups' text, or the first records.
     const size_t places[] = {random() % offsetof(FlightHeader, groups), offsetof(FlightHeader, groups) + random() % 12,
                              sizeof(FlightHeader) + random() % (6 * sizeof(FlightRecord))};
     const auto value = random() >> (random() % 64);

@@ -42,7 +42,7 @@ std::string flight_file(std::string_view input) {
   return bytes;
 }
 
-// Of rank 1 of 2, which has called something.
+// Flight of rank 1 of 2, with one call.
 std::string good_flight() {
   static const test::TempFolder folder;
   {

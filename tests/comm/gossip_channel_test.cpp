@@ -32,7 +32,7 @@ bool reads() {
   return group().rank() != source();
 }
 
-// All values of a version are its number.
+// All values of a version equal its number.
 void show(GossipChannel& channel, int64_t version) {
   if (reads()) return;
   std::vector<int> readers(group().size() - 1);
@@ -55,7 +55,7 @@ Reading read(GossipChannel& channel, int64_t version, Limit limit = patience) {
   return reading;
 }
 
-// The ranks do one thing after the other.
+// The ranks act one after the other.
 class Channel : public testing::Test {
  protected:
   std::unique_ptr<GossipChannel> channel = open_gossip_channel(group(), {{.numel = 1000}});
@@ -81,7 +81,8 @@ TEST_F(Channel, DEC17_who_has_found_a_newer_version_finds_the_one_it_wants_in_th
   show_all(*channel, {1, 2, 3});
   meet();
   if (reads()) {
-    // Over sockets the newest may be on its way still; and what comes in one piece may push out what was before it.
+    // Over sockets the newest version may still be in flight, and versions that arrive together may replace earlier
+    // ones.
     const auto first = read(*channel, 1);
     EXPECT_EQ(first.arrival, Arrival::here);
     EXPECT_READ(read(*channel, 2), here, 2);
@@ -135,12 +136,12 @@ TEST_F(Channel, DEC17_what_a_source_has_shown_before_it_left_can_be_read_and_no_
   }
 }
 
-// A mean that cannot be finished, because one source has left, is begun anew.
+// A mean that cannot be completed, because one source has left, is started over.
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Until all begin anew; what it has shown before stays.
+// The stop lasts until all ranks start afresh; versions shown before stay readable.
 TEST_F(Channel, DEC17_nobody_waits_for_a_source_that_does_not_go_on) {
   show(*channel, 1);
   if (reads()) EXPECT_READ(read(*channel, 1), here, 1);
@@ -173,8 +174,8 @@ TEST_F(Channel, DEC17_a_version_can_be_read_again_until_another_is) {
   for (int again = 0; again < 3; ++again) EXPECT_READ(read(*channel, 2), here, 2);
 }
 
-// Calls the place where a channel listens, like one who has read the store and knows the channel's key, but not the
-// job's secret: says nothing, random bytes, what a rank would say, or only its beginning.
+// Calls a channel as somebody who has read the store and knows the channel's key but not the job's secret: sends
+// nothing, random bytes, a rank's message, or only its beginning.
 Descriptor call_as_stranger(const std::string& address, int number) {
   const auto blank = address.find(' ');
   const auto colon = address.rfind(':', blank);
@@ -225,7 +226,7 @@ TEST_F(Channel, strangers_are_not_heard) {
   }
 }
 
-// A rank that is called for the first time while strangers hold every place that a channel has for them.
+// A rank is called for the first time while strangers occupy all places that a channel has for visitors.
 TEST_F(Channel, strangers_do_not_keep_a_rank_out) {
   if (group().size() == 1 || channel->address().starts_with(shared_memory)) GTEST_SKIP() << "nobody can call";
   std::vector<Descriptor> open;

@@ -14,7 +14,7 @@ namespace {
 
 using test::group;
 
-// Element i of rank r's input: different on every rank and at every place.
+// Element i of rank r's input: different on every rank and at every index.
 at::Tensor input(int rank, int64_t numel, at::ScalarType dtype = at::kFloat) {
   return (at::arange(numel, at::kDouble) + 100 * rank + 1).to(dtype);
 }
@@ -39,7 +39,7 @@ TEST(Group, all_reduce_sums_over_ranks_in_every_dtype) {
 
 TEST(Group, a_work_that_is_dropped_is_waited_for_and_harms_nothing) {
   for (int round = 0; round < 3; ++round) {
-    double memory[1000];  // gone after this round
+    double memory[1000];  // freed after this round
     const auto tensor = at::from_blob(memory, {1000}, at::kDouble);
     tensor.copy_(input(group().rank(), 1000, at::kDouble));
     static_cast<void>(group().all_reduce(tensor));
@@ -47,7 +47,7 @@ TEST(Group, a_work_that_is_dropped_is_waited_for_and_harms_nothing) {
     auto part = at::empty({10}, at::kDouble);
     static_cast<void>(group().reduce_scatter(part, at::ones({10 * group().size()}, at::kDouble)));
     EXPECT_TRUE(at::equal(part, at::full({10}, static_cast<double>(group().size()), at::kDouble)));
-    // Replaced by another one.
+    // Replaced by another work.
     auto work = group().broadcast(tensor, 0);
     work = group().barrier();
     work.wait();
@@ -185,7 +185,7 @@ TEST(Group, subgroups_number_their_ranks_anew) {
   EXPECT_EQ(group().by_host().size(), ranks);
 }
 
-// A rank that is early must not take its end away before a late one has looked at it.
+// An early rank must not close its end before a late one has connected.
 TEST(Group, may_go_as_soon_as_it_is_made) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
@@ -203,7 +203,7 @@ TEST(Group, may_go_as_soon_as_its_last_operation_is_done) {
   }
 }
 
-// A rank that is ahead of the others keeps one or two a little longer.
+// A rank that is ahead of the others keeps one or two groups a little longer.
 TEST(Group, leaves_nothing_behind_when_all_ranks_have_let_go_of_it) {
   std::vector<int> everyone(group().size());
   std::iota(everyone.begin(), everyone.end(), 0);
@@ -223,7 +223,7 @@ TEST(Group, refuses_wrong_arguments) {
   EXPECT_THROW(group().all_gather(at::ones({1}), at::ones({7})), UsageError);
   EXPECT_THROW(group().subgroup({0, 0}), UsageError);
   EXPECT_THROW(group().subgroup({group().size()}), UsageError);
-  group().barrier().wait();  // and goes on working
+  group().barrier().wait();  // and can continue
 }
 
 TEST(Group, allocate_gives_aligned_zeros) {

@@ -82,7 +82,7 @@ TEST(Handshake, what_was_recorded_serves_nobody) {
   EXPECT_EQ(caller.advance(imposter.caller), State::refused);
 }
 
-// The proof that the caller gives, sent back to it, is not the other end's.
+// The caller's own proof, sent back to it, is not the other end's.
 TEST(Handshake, an_echo_is_refused) {
   const Ends ends;
   Handshake caller(job, Side::caller, 7);

@@ -14,7 +14,7 @@ namespace shoal::test {
 namespace {
 
 TEST(Host, many_operations_are_in_flight_and_waited_for_in_any_order) {
-  // More than the ring of announcements holds.
+  // More than the ring of announcements can hold.
   std::vector<at::Tensor> tensors;
   std::vector<Work> works;
   for (int i = 0; i < 100; ++i) {
@@ -53,7 +53,7 @@ TEST(Host, two_groups_are_used_at_the_same_time_in_opposite_order) {
     auto y = in_memory(own(70000, at::kFloat, i + 1), Memory::staged);
     auto in_a = a.all_reduce(x);
     auto in_b = b.all_reduce(y);
-    // Even ranks wait for one first, odd ranks for the other.
+    // Even ranks wait for one operation first, odd ranks for the other.
     if (group().rank() % 2 == 0) in_a.wait();
     in_b.wait();
     in_a.wait();
@@ -175,7 +175,7 @@ TEST(HostBackend, a_work_may_outlive_its_backend) {
   }
 }
 
-// A slower peer works on what a faster one has dropped.
+// A slower peer still uses memory that a faster one has released.
 TEST(HostTransport, memory_of_unfinished_operations_is_not_given_to_others_when_their_group_goes) {
   if (group().size() == 1) GTEST_SKIP() << "no peers";
   std::vector<int> all(group().size());

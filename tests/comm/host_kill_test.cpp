@@ -23,7 +23,7 @@
 namespace shoal {
 namespace {
 
-// One operation, the same on all ranks for one number; returns whether its result is right.
+// Runs one operation, the same on all ranks for one number; returns whether its result is correct.
 bool operate(const Group& group, int number) {
   std::mt19937 random(number);
   const int64_t sizes[] = {1, 100, 5000, 200000, 700000};

@@ -28,7 +28,7 @@ TEST(HostSharedBuffer, readers_see_what_the_owners_have_published) {
   auto buffer = group().recorded(log).allocate_host_shared(numel, at::kFloat, equal_ranges(numel));
   log->clear();
   EXPECT_EQ(buffer.tensor().abs().sum().item<float>(), 0);
-  group().barrier().wait();  // before anybody writes
+  group().barrier().wait();  // before any rank writes
   for (int64_t step = 1; step <= 50; ++step) {
     buffer.own().fill_(static_cast<double>(step * 100 + group().rank()));
     buffer.publish(step);
@@ -38,7 +38,7 @@ TEST(HostSharedBuffer, readers_see_what_the_owners_have_published) {
       const auto part = buffer.tensor().narrow(0, range.begin, range.size());
       ASSERT_TRUE((part == step * 100 + rank).all().item<bool>()) << "step " << step << ", rank " << rank;
     }
-    group().barrier().wait();  // nobody reads any more
+    group().barrier().wait();  // no rank reads any more
   }
   if (buffer.shared()) {
     EXPECT_TRUE(log->records().empty()) << "nothing may move";

@@ -15,8 +15,8 @@ const std::vector<at::ScalarType>& dtypes() {
   return list;
 }
 
-// Calls check(dtype, numel, memory) for every combination; numel reaches every way that data can travel: in the header,
-// in one staged round, in many.
+// Calls check(dtype, numel, memory) for every combination; numel covers every path of the data: in the header, in one
+// staged round, in many.
 template <class Check>
 void everywhere(Check check) {
   for (const auto dtype : dtypes()) {
@@ -75,7 +75,7 @@ TEST(Host, reduce_scatter) {
       group().reduce_scatter(result, whole, op).wait();
       const auto expected = naive(all_inputs(part * group().size(), dtype), op);
       EXPECT_TRUE(at::equal(result, expected.narrow(0, part * group().rank(), part))) << to_string(op);
-      // In place: the result takes the place of this rank's part.
+      // In place: the result replaces this rank's part.
       group().reduce_scatter(whole.narrow(0, part * group().rank(), part), whole, op).wait();
       EXPECT_TRUE(at::equal(whole.narrow(0, part * group().rank(), part), result)) << to_string(op);
     }
@@ -138,7 +138,7 @@ TEST(Host, send_and_recv) {
     auto first = group().send(in_memory(own(numel, dtype), memory), next, 1);
     auto second = group().send(in_memory(own(numel, dtype, 3), memory), next, 2);
     auto third = group().send(in_memory(own(numel, dtype, 4), memory), next, 1);
-    // Tags are chosen by the receiver; equal tags arrive in the order in which they were sent.
+    // Tags are chosen by the receiver; messages with equal tags arrive in the order of sending.
     auto tensor = in_memory(at::zeros({numel}, dtype), memory);
     group().recv(tensor, previous, 2).wait();
     EXPECT_TRUE(at::equal(tensor, input(previous, numel, dtype, 3)));
@@ -153,7 +153,7 @@ TEST(Host, send_and_recv) {
 }
 
 TEST(Host, results_do_not_depend_on_how_data_are_cut) {
-  // The same numbers as one tensor, and as pieces of odd sizes: bit for bit equal.
+  // The same values as one tensor and as pieces of odd sizes are equal bit for bit.
   const auto whole = own(50021, at::kFloat).mul_(1.1).sin_();
   auto at_once = in_memory(whole, Memory::shared);
   group().all_reduce(at_once).wait();

@@ -47,7 +47,7 @@ TEST(LaunchEnvironment, knows_what_the_launcher_calls_the_job) {
       "12.3");
 }
 
-// Two jobs of two ranks that were given one port.
+// Two jobs of two ranks that were given the same port.
 TEST(Rendezvous, a_rank_of_another_job_is_refused_and_disturbs_nobody) {
   for (const bool served : {false, true}) {
     auto launcher = std::make_unique<StoreServer>("127.0.0.1", 0, JobIdentity("night", ""));
@@ -128,7 +128,7 @@ TEST(LaunchEnvironment, reads_slurms_first_node) {
 }
 
 TEST(LaunchEnvironment, takes_one_source_as_a_whole) {
-  // sbatch leaks its variables into what torchrun starts.
+  // sbatch's variables are inherited by processes that torchrun starts.
   const auto placement = find({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"SLURM_PROCID", "6"}, {"SLURM_NTASKS", "16"}});
   EXPECT_EQ(placement.size, 2);
   EXPECT_EQ(placement.source, "RANK and WORLD_SIZE");

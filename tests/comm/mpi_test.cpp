@@ -25,7 +25,7 @@ int size() {
   return group().size();
 }
 
-// Small numbers, so that every dtype holds every result exactly but an average.
+// Small numbers, so that every dtype holds every result exactly, except averages.
 at::Tensor input(int rank, int64_t numel, at::ScalarType dtype) {
   auto values = (at::arange(numel, at::kLong) * 7 + rank * 13) % 5;
   if (dtype == at::kBool) return values.gt(1);
@@ -234,7 +234,7 @@ TEST(Mpi, an_operation_that_an_exception_passes_still_serves_its_peers) {
     } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): thrown above
     }
   }
-  group().barrier().wait();  // only now do the others begin
+  group().barrier().wait();  // the other ranks begin only now
   if (group().rank() != 0) {
     auto tensor = input(group().rank(), numel, at::kFloat);
     subgroup.all_reduce(tensor).wait();

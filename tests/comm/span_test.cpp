@@ -132,15 +132,15 @@ TEST_F(Span, many_operations_are_in_flight) {
   }
 }
 
-// Runs `act` and compares what this host has sent with `expected` bytes. TCP and IP take 66 of every 1514 bytes; short
-// messages and acknowledgements take some more.
+// Runs `act` and compares the bytes that this host has sent with `expected`. TCP and IP headers take 66 of every 1514
+// bytes; short messages and acknowledgements take some more.
 template <class Act>
 void expect_sent(const char* what, double expected, Act act) {
   act();  // connections
   group().barrier().wait();
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const auto before = sent_bytes();
-  group().barrier().wait();  // all ranks have looked
+  group().barrier().wait();  // all ranks have read the counter
   act();
   group().barrier().wait();
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -159,7 +159,7 @@ TEST_F(Span, crosses_the_link_with_the_fewest_bytes) {
   const int size = group().size();
   auto tensor = group().allocate(numel, at::kFloat);
   auto part = group().allocate(numel / size, at::kFloat);
-  // Two hosts: a host sends half of what 2 (H - 1) / H says for all-reduce, and so on.
+  // With two hosts, each sends half of the total of 2 (H - 1) / H for all-reduce, and so on.
   expect_sent("all_reduce", bytes, [&] { group().all_reduce(tensor).wait(); });
   expect_sent("reduce_scatter", bytes / 2, [&] { group().reduce_scatter(part, tensor).wait(); });
   expect_sent("all_gather", bytes / 2, [&] { group().all_gather(tensor, part).wait(); });

@@ -55,8 +55,8 @@ std::string joined(const std::vector<std::string>& lines) {
   return text;
 }
 
-// The group of the behaviours: one for all of them, until one has spoiled it. Meetings between them go through the
-// store, which nothing spoils.
+// Group for behaviours, shared by all of them until one breaks it. Synchronisation between behaviours uses the store,
+// which cannot break.
 class Grounds {
  public:
   const Group& group() {
@@ -69,7 +69,7 @@ class Grounds {
   }
   void spoiled() { group_.reset(); }
 
-  // Every rank's outcome.
+  // Outcomes of all ranks.
   std::vector<Outcome> exchange(const Outcome& own) {
     if (world().size() == 1) return {own};
     const auto& state = *state_of(world().group());
@@ -82,7 +82,7 @@ class Grounds {
     return all;
   }
 
-  // One that all ranks see and nobody else.
+  // Folder that the ranks of this run share.
   std::filesystem::path folder() const {
     return std::filesystem::temp_directory_path() / fmt::format("shoal-conformance-{}-{}", getppid(), count_);
   }
@@ -97,7 +97,7 @@ Grounds& grounds() {
   return one;
 }
 
-// What one process observes; kept, since it is the same for all strategies that divide a batch alike.
+// Observations of one process; cached, because all strategies with the same parts share them.
 const std::vector<Observation>& expected_of(const Behaviour& behaviour, int parts,
                                             const std::filesystem::path& folder) {
   static std::map<std::pair<std::string, int>, std::vector<Observation>> known;
@@ -130,12 +130,12 @@ Outcome run(const Strategy& strategy, const Behaviour& behaviour, const std::fil
   });
 }
 
-// Whether ranks do not share memory.
+// Whether ranks communicate over a network instead of shared memory.
 bool on_network() {
   return world().size() > 1 && grounds().group().transport() != "host";
 }
 
-// What the strategy declares for as many ranks on this transport; nullptr: nothing.
+// The exception that the strategy declares for this number of ranks and transport; nullptr: none.
 const Exception* declared(const Strategy& strategy, const Behaviour& behaviour) {
   const Exception* found = nullptr;
   const auto [begin, end] = strategy.exceptions.equal_range(behaviour.name);
@@ -149,7 +149,7 @@ const Exception* declared(const Strategy& strategy, const Behaviour& behaviour) 
   return found;
 }
 
-// Faults of this rank's outcome.
+// Reports faults of this rank's outcome.
 void judge(const Exception* expected, const Outcome& outcome) {
   const auto report = fmt::format("rank {} {}: {}", world().rank(), word(outcome.kind), outcome.text);
   if (expected == nullptr) {
@@ -168,7 +168,7 @@ void judge(const Exception* expected, const Outcome& outcome) {
 
 class Conformance : public testing::Test {
  public:
-  // pending_on_network: where ranks do not share memory it is not right yet.
+  // pending_on_network: known to be wrong where ranks do not share memory.
   Conformance(const Strategy& strategy, const Behaviour& behaviour, bool pending_on_network)
       : strategy_(strategy), behaviour_(behaviour), pending_on_network_(pending_on_network) {}
 
@@ -191,7 +191,7 @@ class Conformance : public testing::Test {
   bool pending_on_network_;
 };
 
-// What is wrong still, as STRATEGY.BEHAVIOUR, or STRATEGY.BEHAVIOUR@network.
+// Known faults, as STRATEGY.BEHAVIOUR or STRATEGY.BEHAVIOUR@network.
 std::set<std::string> pending() {
   std::ifstream file(PENDING);
   std::set<std::string> names;
@@ -219,7 +219,7 @@ bool register_all() {
 }
 const bool registered = register_all();
 
-// The behaviours that the last cell of a table's row names, as `name`.
+// Behaviours that the last cell of a table's row names, as `name`.
 std::vector<std::string> named_in(std::string row) {
   row = row.substr(0, row.find_last_of('|'));
   row = row.substr(row.find_last_of('|') + 1);

@@ -19,7 +19,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-// The program with an address space that holds little beside its libraries.
+// Runs the program with an address space that holds little beside its libraries.
 Ended confined(const std::vector<std::string>& arguments) {
 #ifdef __SANITIZE_ADDRESS__
   return shoal(arguments, 100);
@@ -32,7 +32,7 @@ Ended confined(const std::vector<std::string>& arguments) {
 
 class OutsideFiles : public ::testing::Test {
  protected:
-  // One line, no crash, no timeout; with all of these in it.
+  // Expects one line that contains all `parts`, without a crash or a timeout.
   void refused(const std::vector<std::string>& arguments, const std::vector<std::string>& parts) {
     const auto ended = confined(arguments);
     EXPECT_FALSE(ended.overdue) << arguments[0];

@@ -19,8 +19,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Connects `calls` times and says what is no message of c10d's store, or only the beginning of one; a fourth of the
-// connections stay open, some of which say a byte now and then.
+// Connects `calls` times and sends data that are not a message of c10d's store, or only the beginning of one. A quarter
+// of the connections stay open, and some of those send a byte now and then.
 class Strangers {
  public:
   Strangers(int port, int calls) : port_(port), calls_(calls) {
@@ -57,7 +57,7 @@ class Strangers {
     [[maybe_unused]] const auto sent = send(socket.number(), text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
-  // Half of them begin as c10d's clients do: so the server goes on to read what follows.
+  // Half of them begin like c10d's clients, so that the server reads on.
   std::string message(std::mt19937& random) const {
     std::string text;
     if (called_ % 5 == 4) return text;
@@ -86,7 +86,7 @@ c10::intrusive_ptr<c10d::Store> stranger_in_store(int port) {
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
-// What a process of another run has left, whose key and form are right.
+// Plants a value as a process of another run would leave it, with the right key and form.
 void plant(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, const std::string& value) {
   store_set(*authenticated(store, JobIdentity("former run", "the secret of a former run")), key, value);
 }
@@ -104,7 +104,7 @@ TEST(Strangers, messages_that_mean_nothing_are_not_worth_a_line) {
   EXPECT_LE(lines(ended.output), 3) << ended.output.substr(0, 2000);
 }
 
-// Open connections that say nothing, or half a question, as many as a program often may have files open.
+// Opens connections that send nothing, or half a request, as many as common limits of open files allow.
 class Silent {
  public:
   explicit Silent(int port) {
@@ -119,7 +119,7 @@ class Silent {
       sockets_.push_back(std::move(caller));
     }
   }
-  // How many the other end has closed.
+  // Number of connections that the other end has closed.
   int64_t ended() const {
     return std::count_if(sockets_.begin(), sockets_.end(), [](const Descriptor& socket) {
       char byte = 0;
@@ -134,12 +134,12 @@ class Silent {
   std::vector<Descriptor> sockets_;
 };
 
-// A soft limit of open files for `shell`'s command; the hard one stays.
+// Runs `shell`'s command with a soft limit of open files; the hard limit stays.
 Ended with_few_files(const std::string& shell) {
   return run({"sh", "-c", "ulimit -S -n 1024; " + shell}, 100);
 }
 
-// Sets this process's own limit of open files for as long as it lives.
+// Scope in which this process may have many files open.
 class ManyFiles {
  public:
   ManyFiles() {
@@ -189,7 +189,7 @@ TEST(Strangers, whoever_asks_nothing_is_shown_out_and_a_rank_is_not) {
   EXPECT_EQ(shown_out, Silent::many);
 }
 
-// The report of a training on two ranks that start a second after their store does.
+// Report of a training on two ranks that start a second after their store.
 nlohmann::json train_at(int port, const std::string& strategy) {
   const TempFolder folder;
   const auto ended = shoal({"launch", "-n", "2", "--port", std::to_string(port), "--", "sh", "-c",
@@ -201,7 +201,7 @@ nlohmann::json train_at(int port, const std::string& strategy) {
   return ended.code == 0 ? read(folder.file("report.json")) : nlohmann::json();
 }
 
-// Before the ranks come, and as long as they are there under keys that nobody overwrites.
+// Replays values before the ranks come, and as long as they are there under keys that nobody overwrites.
 void replay_former_run(int port) {
   try {
     const auto store = stranger_in_store(port);

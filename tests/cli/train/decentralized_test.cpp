@@ -20,7 +20,7 @@ json train_small(std::vector<std::string> more) {
   return train(more);
 }
 
-// A figure of every rank.
+// Values of one figure, by rank.
 std::vector<double> by_rank(const json& report, const char* figure) {
   return report["strategy"][figure];
 }
@@ -39,7 +39,7 @@ TEST(Train, BEY22_decentralised_exchanges_may_be_rounded_or_compressed) {
   }
 }
 
-// Every rank's, in the JSON that the reference peers write.
+// Digests of every rank, in the JSON format of the reference peers.
 TEST(Train, DEC01_the_report_has_the_digests_of_every_ranks_parameters_and_of_their_mean) {
   for (const std::string topology : {"ring", "one-peer-exp"}) {
     const auto golden = golden::load(std::string(GOLDEN) + "/decentralized/" + topology + "_mlp_sgd_momentum_w4.json");

@@ -12,7 +12,7 @@ namespace {
 
 using nlohmann::json;
 
-// What each keeps, in parts of the parameters' memory.
+// Optimizer state in units of the parameters' memory.
 TEST(Train, every_optimizer_learns_and_keeps_what_it_should) {
   const std::vector<std::tuple<std::string, double, double>> optimizers{
       {"adamw", 2, 2},   {"adam", 2, 2},       {"sgd", 0, 0},        {"sgd_momentum", 1, 1},
@@ -75,7 +75,7 @@ TEST(Train, DEC15_accum_iter_reaches_the_optimizer_under_every_strategy) {
   }
 }
 
-// The rate reaches what updates the parameters, on whichever rank and in whichever pieces.
+// The rate reaches all updates, on whichever rank and for whichever pieces.
 TEST(Train, schedules_and_muon_do_the_same_under_every_strategy) {
   for (const auto* optimizer : {"adamw", "muon"}) {
     const std::vector<std::string> common{"--model", "gpt", "--steps", "5", "--clip", "0.5", "--optimizer", optimizer};

@@ -33,7 +33,7 @@ TEST(Train, writes_a_report_of_the_reference_peers_shape) {
   EXPECT_EQ(report["params"]["wte.weight"]["shape"], (std::vector<int>{256, 64}));
 }
 
-// torchrun sets it to 1 for every rank; one rank of a host would take all cores otherwise.
+// torchrun sets it to 1 for every rank; otherwise one rank per host would use all cores.
 TEST(Train, respects_the_threads_that_the_environment_asks_for) {
   const TempFolder folder;
   const auto threads_of = [&](const std::string& ranks, const std::string& variables,
@@ -110,7 +110,7 @@ void expect_saved_when_interrupted(const std::string& options) {
   SCOPED_TRACE(options);
   const TempFolder folder;
   const auto checkpoint = folder.file("checkpoint");
-  // The shell sends the signal to the launcher alone, which passes it on.
+  // The shell signals the launcher alone, which forwards the signal.
   const auto ended =
       run({"sh", "-c",
            std::string(SHOAL) + " train --data reference --model cnn --steps 50000 --batch 1 --ranks 2 " + options +

@@ -142,7 +142,7 @@ TEST(Topology, DEC06_random_matchings_come_from_the_seed_alone) {
   EXPECT_EQ(first.period(), 64);
   EXPECT_EQ(first.fingerprint(), make_topology("random", 6, 1, 7).fingerprint());
   EXPECT_NE(first.fingerprint(), make_topology("random", 6, 1, 8).fingerprint());
-  // Drawn by splitmix64 and Fisher and Yates' shuffle in another language.
+  // Drawn with splitmix64 and the Fisher-Yates shuffle in another language.
   const std::vector<Groups> drawn{{{0, 2}, {1, 5}, {3, 4}}, {{0, 4}, {1, 5}, {2, 3}}, {{0, 1}, {2, 5}, {3, 4}}};
   for (size_t i = 0; i < drawn.size(); ++i)
     EXPECT_EQ(dense(first.round(static_cast<int64_t>(i))), means_of(drawn[i], 6));
@@ -190,7 +190,7 @@ TEST(Topology, DEC06_a_hundred_steps_of_float32_keep_the_mean) {
         const auto& round = topology.round(step);
         std::vector<float> mixed(size);
         for (int rank = 0; rank < size; ++rank) {
-          // Rounded weights do not sum to 1; differences times weights do not care.
+          // Rounded weights do not sum to 1, which differences times weights tolerate.
           mixed[rank] = values[rank];
           for (const auto& source : round.sources(rank)) {
             mixed[rank] += static_cast<float>(source.weight) * (values[source.rank] - values[rank]);

@@ -15,7 +15,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// In the second of two rounds, so that the number is checked as well.
+// In the second of two rounds, so that the error's round number is checked, too.
 std::string refusal_of(const RoundSpec& spec, Stochastic kind = Stochastic::doubly) {
   return refusal([&] { Topology("mine", 3, kind, {{.groups = {{0, 1, 2}}}, spec}); });
 }
@@ -61,7 +61,7 @@ TEST(TopologyInput, BEY13_sums_are_proven_as_declared) {
   EXPECT_THAT(refusal_of({.edges = circle, .self = {0.5, 0.5}}, Stochastic::row), HasSubstr("2 weights for 3 ranks"));
   EXPECT_THAT(refusal_of({.edges = circle, .self = {0.75, 0.5, 1.5}}, Stochastic::row),
               HasSubstr("rank 2 has the own weight 1.5"));
-  // 1e-9 is near enough, and is made up for.
+  // A deviation of 1e-9 is accepted and corrected.
   const Topology near("mine", 2, Stochastic::doubly,
                       {{.edges = {{0, 1, 0.5}, {1, 0, 0.5}}, .self = {0.5 + 5e-10, 0.5}}});
   EXPECT_EQ(near.round(0).self(0), 0.5);
@@ -85,7 +85,7 @@ TEST(TopologyInput, BEY13_values_reach_everybody_or_it_is_said_whose_do_not) {
               Topology("mine", 3, Stochastic::row, {{.edges = {{0, 1, 0.5}, {1, 0, 0.5}, {0, 2, 0.5}}}});
             }),
             "topology mine: the values of rank 2 never reach ranks 0, 1 over the 1 round(s)");
-  // Two ranks that trade places for ever are connected, but never agree; three with one that keeps something do.
+  // Two ranks that swap values forever are connected, but never agree; three with one that keeps a part do.
   EXPECT_THAT(refusal([] {
                 Topology("mine", 2, Stochastic::doubly, {{.groups = {{0, 1}}, .weight = 0}});
               }),
@@ -124,7 +124,7 @@ TEST(TopologyInput, DEC06_users_register_topologies) {
   EXPECT_EQ(known_topologies().back(), (std::pair<std::string, std::string>("line", "neighbours in a row")));
   EXPECT_THAT(refusal([] { make_topology("line", 4); }), HasSubstr("possible are odd sizes"));
   EXPECT_EQ(topology.without({3, 4}).fingerprint(), make_topology("line", 3).fingerprint());
-  // Four are refused by the factory, and keep what they have of the five's links.
+  // The factory refuses four, which keep the links that they have among the five.
   const auto four = topology.without({4});
   EXPECT_EQ(four.size(), 4);
   EXPECT_DOUBLE_EQ(four.round(0).self(3), 2.0 / 3);
@@ -151,7 +151,7 @@ class TopologyFile : public ::testing::Test {
     std::ofstream(path_) << text;
     return path_;
   }
-  // What is said about the example when `part` of it is replaced.
+  // Error for the example after `part` of it is replaced.
   std::string mutated(const std::string& part, const std::string& by) {
     auto text = example();
     const auto at = text.find(part);

@@ -29,7 +29,7 @@ Vector normalised(Vector values) {
   return values;
 }
 
-// Of length 1, with mean 0.
+// Random vector of length 1 with mean 0.
 Vector random_start(int size, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<double> normal;
@@ -38,7 +38,7 @@ Vector random_start(int size, unsigned seed) {
   return normalised(differences(values));
 }
 
-// Two rounds of pairs: each turns the other's averages by 2 pi / n.
+// Two rounds of pairs: each rotates the other's averages by 2 pi / n.
 TEST(TopologyReport, BEY13_ring_beside_theory) {
   for (const int size : {6, 8, 12, 32}) {
     const auto report = make_topology("ring", size).report();
@@ -51,8 +51,8 @@ TEST(TopologyReport, BEY13_ring_beside_theory) {
   EXPECT_EQ(make_topology("ring", 2).report().exact_after, 1);
 }
 
-// Ying et al. 2021: 2 / (1 + ceil(log2 n)) for even n; hypercubes have the same; a torus' eigenvalues are sums of
-// cosines.
+// Ying et al. 2021: 2 / (1 + ceil(log2 n)) for even n; the same for hypercubes; a torus has sums of cosines as
+// eigenvalues.
 TEST(TopologyReport, BEY13_graphs_that_do_not_change_beside_theory) {
   for (const int size : {4, 6, 8, 12, 16, 22}) {
     EXPECT_NEAR(make_topology("exp", size).spectral_gap(), 2 / (1 + std::ceil(std::log2(size))), 1e-9) << size;
@@ -96,7 +96,7 @@ TEST(TopologyReport, BEY13_random_vectors_contract_as_reported) {
   }
 }
 
-// The root mean square over starts, as the norm of what all unit starts become.
+// Root mean square over starting vectors, as the norm of the images of all unit vectors.
 double naive_distance(const Topology& topology, int64_t steps) {
   const auto all = product(topology, steps);
   double squares = 0;
@@ -149,7 +149,7 @@ TEST(TopologyReport, BEY13_one_rank_agrees_from_the_start) {
 
 const std::vector<RoundSpec> one_way{{.edges = {{0, 1, 0.5}, {1, 2, 0.25}, {2, 0, 0.5}, {0, 2, 0.25}}}};
 
-// Ranks agree, though not on the mean. The 3 x 3 matrix has the eigenvalues 1 and 0.25 (1 + i), 0.25 (1 - i).
+// Ranks agree, but not on the mean. The 3 x 3 matrix has the eigenvalues 1 and 0.25 (1 + i), 0.25 (1 - i).
 TEST(TopologyReport, BEY13_row_stochastic_rounds_bring_ranks_together) {
   const Topology topology("one-way", 3, Stochastic::row, one_way);
   const auto report = topology.report();
@@ -165,7 +165,7 @@ TEST(TopologyReport, BEY13_row_stochastic_rounds_bring_ranks_together) {
   EXPECT_GT(std::abs(values[0]), 1e-3) << "the mean was 0";
 }
 
-// Push-sum: values and a weight of 1 travel alike, and their quotient is the mean.
+// Push-sum: values and a weight of 1 are mixed in the same way, and their quotient is the mean.
 TEST(TopologyReport, BEY13_column_stochastic_rounds_give_push_sum_the_mean) {
   const Topology topology(
       "one-way", 3, Stochastic::column,

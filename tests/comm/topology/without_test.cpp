@@ -84,7 +84,7 @@ TEST(TopologyWithout, DEC17_directed_rounds_keep_their_kind) {
     expected.erase(expected.begin() + 2);
     EXPECT_LT(largest_difference(dense(left.round(0)), expected), 1e-15);
   }
-  // A doubly stochastic circle is closed again over the gap: 3 takes from 1 what it took from 2.
+  // A doubly stochastic circle is closed over the gap: 3 takes from 1 what it took from 2.
   const std::vector<Edge> even{{0, 1, 0.5}, {1, 2, 0.5}, {2, 3, 0.5}, {3, 0, 0.5}};
   const auto left = Topology("circle", 4, Stochastic::doubly, {{.edges = even}}).without({2});
   EXPECT_LT(largest_difference(dense(left.round(0)), {{0.5, 0, 0.5}, {0.5, 0.5, 0}, {0, 0.5, 0.5}}), 1e-15);

@@ -8,7 +8,7 @@
 namespace shoal::test {
 namespace {
 
-// Loss from the training, the model and the step; then backward and step.
+// Trains with a loss computed from the training, the model and the step.
 template <class Loss>
 void with_loss(Bench& bench, const Loss& loss, const Setup& setup = {}) {
   auto model = perceptron();
@@ -32,7 +32,7 @@ at::Tensor wanting_gradients(at::Tensor x) {
   return x.detach().requires_grad_();
 }
 
-// Passes nothing back for its second input.
+// Function without a gradient for its second input.
 struct First : torch::autograd::Function<First> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a, const at::Tensor&) { return a * 2; }
   static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*, torch::autograd::tensor_list grads) {

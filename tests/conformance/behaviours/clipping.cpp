@@ -12,7 +12,7 @@
 namespace shoal::test {
 namespace {
 
-// `act` between backward and step, and what it returns is observed.
+// Runs `act` between backward and step, and observes its result.
 template <class Act>
 void with_gradients(Bench& bench, const Act& act, const Setup& setup = {}) {
   auto model = perceptron();
@@ -102,7 +102,7 @@ Behaviours clipping() {
              [](Trained&, auto& model) {
                try {
                  torch::nn::utils::clip_grad_norm_(model.parameters(), 1e9);
-               } catch (const UsageError&) {  // what is refused changes nothing
+               } catch (const UsageError&) {  // a refused call changes nothing
                }
              },
              setup);

@@ -12,7 +12,7 @@ namespace {
 
 using Act = std::function<void(Bench&, Perceptron&, int64_t step)>;
 
-// `act` between backward and step.
+// Runs `act` between backward and step.
 Behaviour editing_by(const std::string& name, const Act& act) {
   return {name, [act](Bench& bench) {
             auto model = perceptron();
@@ -27,7 +27,7 @@ Behaviour editing_by(const std::string& name, const Act& act) {
           }};
 }
 
-// `each` after every micro-batch but the last, which may be under no_sync; `end` after that.
+// Runs `each` after every micro-batch but the last, perhaps under no_sync, and then `end`.
 Behaviour accumulating(const std::string& name, bool no_sync, const Act& each, const Act& end) {
   return {name, [=](Bench& bench) {
             auto model = perceptron();
@@ -51,7 +51,7 @@ void clip_by_torch(Bench&, Perceptron& model, int64_t) {
   torch::nn::utils::clip_grad_norm_(model.parameters(), 0.05);
 }
 
-// As forums write it.
+// As commonly written in forums.
 double norm_of(Perceptron& model) {
   double squares = 0;
   for (const auto& parameter : model.parameters()) {

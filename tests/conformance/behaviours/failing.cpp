@@ -24,7 +24,7 @@ struct Fragile : Perceptron {
   bool fails = false, fails_in_backward = false;
 };
 
-// In step 2, `act` makes it fail; the step is given up on all ranks.
+// `act` makes step 2 fail, and all ranks abandon the step.
 template <class Act>
 void given_up(Bench& bench, const Act& act) {
   auto model = std::make_shared<Fragile>();

@@ -10,7 +10,7 @@
 namespace shoal::test {
 namespace {
 
-// What torch::save writes of a module.
+// Output of torch::save for a module.
 template <class Module>
 std::string saved(const Module& module) {
   std::ostringstream stream;
@@ -28,7 +28,7 @@ std::string other_values() {
   return saved(perceptron(2));
 }
 
-// Trains two steps, does something between two steps, trains two more.
+// Trains two steps, runs `act`, and trains two more.
 template <class Act>
 void in_the_middle(Bench& bench, const Act& act) {
   auto model = perceptron();
@@ -50,7 +50,7 @@ void before_the_first_step(Bench& bench, const Act& act) {
   bench.same_parameters(*model);
 }
 
-// Before each step, after each backward.
+// Runs `act` after each backward, before the step.
 template <class Act>
 void before_each_update(Bench& bench, const Act& act) {
   auto model = perceptron();
@@ -71,7 +71,7 @@ void fill(at::Tensor tensor, int64_t seed) {
 
 using Model = std::shared_ptr<Perceptron>;
 
-// A forward that keeps its own weights in bounds, by way of set_data.
+// Module whose forward limits its own weights with set_data.
 struct Bounded : Perceptron {
   using Perceptron::forward;
   at::Tensor forward(at::Tensor x) override {

@@ -11,7 +11,7 @@
 namespace shoal::test {
 namespace {
 
-// A batch norm sees a rank's rows alone, one process all of them; synchronised ones see what one process sees.
+// Batch norms see one rank's rows, while one process sees all of them; synchronised ones see the same as one process.
 torch::nn::Sequential synchronised(const Bench& bench, torch::nn::Sequential model) {
   model->to(at::kDouble);
   if (bench.one_process() || bench.part().of == 1) return model;
@@ -48,8 +48,8 @@ Setup adam(double rate) {
   return setup;
 }
 
-// The order of calls of a DCGAN: gradients of two losses add up in the discriminator, which also gets those of the
-// generator's loss, and drops them at the start of its next step.
+// DCGAN's order of calls: the discriminator accumulates gradients of two losses, also gets those of the generator's
+// loss, and drops them at the start of its next step.
 void dcgan(Bench& bench, bool through_the_module) {
   auto g = synchronised(bench, generator());
   auto d = synchronised(bench, discriminator());
@@ -82,8 +82,8 @@ void dcgan(Bench& bench, bool through_the_module) {
   bench.same_parameters(*d, 1e-8);
 }
 
-// WGAN-GP: several steps of the critic with a penalty on its gradient, then one of the generator. The critic is frozen
-// meanwhile if `freeze`; else the generator's loss leaves gradients in it.
+// WGAN-GP: several steps of the critic with a gradient penalty, then one of the generator. With `freeze`, the critic is
+// frozen meanwhile; otherwise the generator's loss leaves gradients in it.
 void wgan(Bench& bench, bool freeze) {
   auto generator = std::make_shared<Perceptron>(4, 8, 6, 31);
   auto critic = std::make_shared<Perceptron>(6, 8, 1, 32);

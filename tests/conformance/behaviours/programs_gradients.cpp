@@ -11,7 +11,7 @@
 namespace shoal::test {
 namespace {
 
-// Q-learning: gradients are clamped element by element, and a second network follows.
+// Q-learning: gradients are clamped element by element, and a target network follows.
 void dqn(Bench& bench) {
   auto policy = std::make_shared<Perceptron>(6, 8, 3, 61), target = std::make_shared<Perceptron>(6, 8, 3, 61);
   Setup setup;
@@ -43,7 +43,7 @@ void dqn(Bench& bench) {
   bench.same_parameters(*policy, 1e-8);
 }
 
-// Norms go to a log by layer; a step whose gradients are too large is left out.
+// Logs norms by layer, and skips a step whose gradients are too large.
 void skipping(Bench& bench) {
   auto model = perceptron();
   auto training = bench.wrap(model);
@@ -78,7 +78,8 @@ void skipping(Bench& bench) {
   bench.same_parameters(*model);
 }
 
-// Foret et al. 2021: to the worst place nearby by the gradient, and back for the update with the gradient there.
+// Foret et al. 2021: moves to the worst nearby point along the gradient, and back for the update with the gradient
+// there.
 void sharpness_aware(Bench& bench) {
   auto model = perceptron();
   auto training = bench.wrap(model);

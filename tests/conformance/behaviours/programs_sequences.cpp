@@ -85,7 +85,7 @@ struct Encoder : Network {
   torch::nn::GRU gru{nullptr};
 };
 
-// One word and the state so far: the next word's logits and state.
+// Takes one word and the state; returns the next word's logits and state.
 struct Decoder : Network {
   Decoder() {
     torch::manual_seed(43);
@@ -144,7 +144,7 @@ void seq2seq_in_one_module(Bench& bench) {
   bench.same_parameters(*model, 1e-8);
 }
 
-// The decoder is called word by word; `optimizers` steps what there is.
+// Calls the decoder word by word; steps all `optimizers`.
 void seq2seq(Bench& bench, Trained& encoder, Trained& decoder, const std::vector<Trained*>& optimizers) {
   for (int64_t step = 0; step < 3; ++step) {
     for (auto* training : optimizers) training->zero_grad();
@@ -192,8 +192,8 @@ void seq2seq_with_one_optimizer(Bench& bench) {
   bench.same_parameters(*decoder, 1e-8);
 }
 
-// An episode of a walk on a line: log probabilities of what was done, times the discounted rewards that followed; the
-// policy is asked step by step. Episodes have unequal lengths.
+// Episode of a walk on a line: log probabilities of the actions, times the discounted rewards that followed. Calls the
+// policy step by step. Episodes have unequal lengths.
 std::pair<at::Tensor, int64_t> episode(Trained& policy, int64_t number, int part) {
   const int64_t length = 3 + (number + 2 * part) % 4;
   const auto chance = rows(1000 * number + part, {length}).sigmoid();

@@ -10,7 +10,7 @@
 namespace shoal::test {
 namespace {
 
-// As it comes from a file that Python has written.
+// Module as loaded from a file that Python has written.
 torch::jit::Module backbone() {
   torch::jit::Module made("backbone");
   made.register_parameter("weight", rows(61, {7, 6}) * 0.3, false);

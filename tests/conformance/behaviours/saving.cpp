@@ -42,7 +42,7 @@ void restore(Bench& bench, const Stored& stored, std::shared_ptr<Perceptron> mod
   torch::load(training.optimizer(), moments);
 }
 
-// A file that a process alone can read has the values of all ranks.
+// A file that one process can read alone has the values of all ranks.
 void same_as_saved(Bench& bench, const std::string& text) {
   auto copy = perceptron(9);
   std::istringstream stream(text);

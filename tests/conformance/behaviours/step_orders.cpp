@@ -9,7 +9,7 @@
 namespace shoal::test {
 namespace {
 
-// A step's backwards are `act`.
+// Runs `act` as the backwards of each step.
 template <class Act>
 void stepping(Bench& bench, const Act& act, const Setup& setup = {}, int64_t steps = 4) {
   auto model = perceptron();

@@ -10,7 +10,7 @@
 namespace shoal::test {
 namespace {
 
-// On a thread of its own, whose exception is thrown here.
+// Runs `act` on a separate thread, and rethrows its exception here.
 template <class Act>
 void on_a_thread(const Act& act) {
   std::exception_ptr error;
@@ -24,7 +24,7 @@ void on_a_thread(const Act& act) {
   if (error) std::rethrow_exception(error);
 }
 
-// The three parts of a step, each by its runner.
+// Runs the three parts of a step, each with its runner.
 template <class Forward, class Backward, class Step>
 void by_parts(Bench& bench, const Forward& forward, const Backward& backward, const Step& step) {
   auto model = perceptron();
@@ -42,7 +42,7 @@ void by_parts(Bench& bench, const Forward& forward, const Backward& backward, co
 const auto here = [](const auto& act) { act(); };
 const auto elsewhere = [](const auto& act) { on_a_thread(act); };
 
-// Its sub-modules by name, so that one can take another's place.
+// Module with submodules by name, so that they can be replaced.
 struct Replaceable : Perceptron {
   using Perceptron::forward;
   void replace_third() {
@@ -59,7 +59,7 @@ struct Replaceable : Perceptron {
   at::Tensor scale;
 };
 
-// Trains, changes the module after so many steps, trains two more.
+// Trains `steps` steps, changes the module, and trains two more.
 template <class Change>
 void changed_after(Bench& bench, int64_t steps, const Change& change) {
   auto model = std::make_shared<Replaceable>();

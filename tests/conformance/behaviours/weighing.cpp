@@ -18,7 +18,7 @@ Setup with_scaler(double scale = 1024) {
 
 constexpr double half_precision = 3e-2;
 
-// A training in float16; in step `broken`, the rank has an infinity.
+// Training in float16; in step `broken`, the rank's gradient has an infinity.
 void scaled(Bench& bench, const Setup& setup, int64_t broken, int rank) {
   auto model = perceptron();
   auto training = bench.wrap(model, setup);
@@ -34,12 +34,12 @@ void scaled(Bench& bench, const Setup& setup, int64_t broken, int rank) {
   bench.same_parameters(*model, half_precision);
 }
 
-// The rows of a part when part n has n + 1 of them for each step.
+// Rows of a part if part n has n + 1 rows in each step.
 at::Tensor uneven(const Bench& bench, int64_t step, int part) {
   return rows(100 * step + part, {part + 1, 6}).to(at::kDouble);
 }
 
-// Sums of losses over unequal numbers of rows, divided by all of them.
+// Sums of losses over unequal numbers of rows, divided by the total number.
 void weighted(Bench& bench, int64_t micros) {
   auto model = perceptron();
   auto training = bench.wrap(model);
@@ -66,7 +66,7 @@ void weighted(Bench& bench, int64_t micros) {
   bench.same_parameters(*model);
 }
 
-// Part n has n + 2 batches; those that have none any more count as zero.
+// Part n has n + 2 batches; parts without a batch contribute zero.
 void joined(Bench& bench) {
   auto model = perceptron();
   auto training = bench.wrap(model);
@@ -148,7 +148,7 @@ Behaviours weighing() {
          training->zero_grad();
          auto loss = loss_of(training->forward(bench.batch(2)));
          const bool bad = !(loss * NAN).isfinite().item<bool>();
-         if (!bad) loss.backward();  // all ranks leave it out
+         if (!bad) loss.backward();  // all ranks skip it
          training->step();
          train(bench, *training, 3, 4);
          bench.same_parameters(*model);

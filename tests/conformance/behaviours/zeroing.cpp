@@ -51,7 +51,7 @@ Behaviour zeroed(const Form& form, Place place, const std::string& where) {
           }};
 }
 
-// A loop in which `zero(step)` says whether gradients are dropped before it.
+// Loop in which `zero(step)` says whether gradients are dropped before the step.
 template <class When>
 void zeroed_when(Bench& bench, const When& when) {
   auto model = perceptron();
@@ -64,7 +64,7 @@ void zeroed_when(Bench& bench, const When& when) {
   bench.same_parameters(*model);
 }
 
-// Something is done to the gradients between backward and step.
+// Runs `act` on the gradients between backward and step.
 template <class Act>
 void before_the_update(Bench& bench, const Act& act) {
   auto model = perceptron();
@@ -138,7 +138,7 @@ Behaviours zeroing() {
          auto model = perceptron();
          auto training = bench.wrap(model);
          for (int64_t step = 0; step < 4; ++step) {
-           model->second->zero_grad();  // the others add up
+           model->second->zero_grad();  // the others accumulate
            loss_of(training->forward(bench.batch(step))).backward();
            training->step();
          }

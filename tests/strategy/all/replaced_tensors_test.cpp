@@ -157,7 +157,7 @@ struct OneProcess {
   SGD optimizer;
 };
 
-// Changes both, once, in a step; compares after every step, and right after the change what an evaluation gives.
+// Changes both, once, in a step. Compares after every step and, right after the change, the results of an evaluation.
 void expect_like_one_process(Training<NetImpl>& training, OneProcess& one, const Change& change, When when,
                              int64_t changed_step) {
   const auto at_point = [&](NetImpl& net, When point, int64_t step) {
@@ -331,7 +331,7 @@ INSTANTIATE_TEST_SUITE_P(All, ReplacedTensors,
                                          "fsdp_grad_op", "fsdp_no_shard", "fsdp_hybrid"),
                          [](const auto& info) { return info.param; });
 
-// Of parameters of 16 bits a sharded optimizer updates float32 copies, which must follow.
+// Sharded optimizers update float32 copies of 16-bit parameters, and the copies must follow.
 template <class Make, class Parameters>
 void expect_copies_follow(const Make& make, const Parameters& parameters_of, at::ScalarType file, double tolerance) {
   for (const bool in_place : {false, true}) {
@@ -354,7 +354,7 @@ void expect_copies_follow(const Make& make, const Parameters& parameters_of, at:
       const torch::NoGradGuard no_grad;
       for (size_t i = 0; i < net.parameters().size(); ++i) {
         auto parameter = fresh_net->parameters()[i];
-        // What is written to 16 bits is rounded.
+        // Values written to 16 bits are rounded.
         const auto values = loaded->parameters()[i].detach();
         parameter.copy_(in_place ? values.to(at::kBFloat16) : values);
       }
@@ -424,7 +424,7 @@ struct Fsdp16 {
   FullyShardedOptimizer<SGD> optimizer_;
 };
 
-// A file in float32 gives the copies all its bits.
+// A float32 file gives the copies full precision.
 TEST(ReplacedTensors16, fsdp_copies_follow) {
   const auto parameters_of = [](Fsdp16& training) {
     std::vector<at::Tensor> list;
@@ -443,7 +443,7 @@ OptimizerOfNamed sgd_of_named() {
   };
 }
 
-// Every rank the same batch, so that neighbours agree and all is as in one process.
+// Every rank has the same batch, so that neighbours agree and everything equals one process.
 TEST(ReplacedTensorsElsewhere, decentralized_starts_from_what_was_loaded) {
   for (const bool views : {false, true}) {
     for (const int64_t load_at : {0, 2}) {
@@ -475,7 +475,7 @@ TEST(ReplacedTensorsElsewhere, decentralized_starts_from_what_was_loaded) {
   }
 }
 
-// All ranks the same batch: whatever the outer update, theta, and momentum of it, start from what was loaded.
+// All ranks have the same batch: theta and its momentum start from the loaded values, whatever the outer update.
 TEST(ReplacedTensorsElsewhere, local_updates_start_from_what_was_loaded) {
   for (const bool in_place : {false, true}) {
     for (const int64_t load_at : {0, 3, 5}) {
@@ -504,12 +504,12 @@ TEST(ReplacedTensorsElsewhere, local_updates_start_from_what_was_loaded) {
         }
         SGD fresh_optimizer(fresh_net->parameters(), SGDOptions(0.05));
         LocalUpdates fresh(fresh_net, fresh_optimizer, group(), options);
-        // Up to the next exchange, and one more round for those that were loaded between two.
+        // Until the next exchange, and one more round for values loaded between two exchanges.
         const int64_t left = (3 - load_at % 3) + delay;
         for (int64_t step = 0; step < left; ++step) train(*net, local, step);
         for (int64_t step = 0; step < (load_at % 3 == 0 ? left : 0); ++step) train(*fresh_net, fresh, step);
         if (load_at % 3 != 0) {
-          // By hand: steps from what was loaded, and half of the way to where they lead.
+          // By hand: steps from the loaded values, and half of the way to the result.
           NetImpl plain(7);
           SGD plain_optimizer(plain.parameters(), SGDOptions(0.05));
           for (int64_t step = 0; step < 3 - load_at % 3; ++step) {
