@@ -15,7 +15,7 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-// What `shoal train --json` would have written of a golden run.
+// Report that `shoal train --json` would write for a golden run.
 json report_of(const json& reference, const std::string& peer) {
   const json& run = reference.at("peers").at(peer);
   json report{{"loss", run.at("loss")}, {"params", json::object()}, {"buffers", json::object()}};
@@ -87,7 +87,7 @@ TEST_F(GoldenCompare, names_a_missing_or_superfluous_tensor) {
                                      "buffer stage2.bn.num_batches_tracked is missing"}));
 }
 
-// Every file holds its peers' runs, and those agree with each other within what shoal's runs are allowed.
+// Every file has its peers' runs, which agree with each other within the tolerance for shoal's runs.
 TEST(GoldenFiles, agree_among_themselves) {
   size_t files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(SHOAL_GOLDEN_FOLDER)) {

@@ -41,7 +41,7 @@ TEST(ImageDataset, refuses_unequal_counts) {
   EXPECT_THROW(ImageDataset(pixels, at::zeros({2}, at::kLong), {.mean = 0, .deviation = 1}, at::kFloat), UsageError);
 }
 
-// Two ranks, each with a data loader of its own, see every sample once in an epoch.
+// Two ranks with a data loader each see every sample once per epoch.
 TEST(ImageDataset, serves_the_data_loader_of_libtorch) {
   using torch::data::datasets::SharedBatchDataset;
   std::vector<int64_t> seen;

@@ -37,7 +37,7 @@ std::vector<Indices> shards_of(size_t size, size_t world, Remainder remainder, s
   return shards;
 }
 
-// The order that the ranks share: one sample of each in turn.
+// The order that ranks share: one sample of each rank in turn.
 Indices interleave(const std::vector<Indices>& shards) {
   Indices all;
   for (size_t i = 0; i < shards[0].size(); ++i) {
@@ -66,7 +66,7 @@ TEST_P(Sharding, wrap_covers_everything_in_equal_shards) {
   const auto all = interleave(shards);
   EXPECT_EQ(distinct(all).size(), size);
   EXPECT_EQ(*distinct(all).rbegin(), size - 1);
-  // What is taken twice is the beginning of the epoch's order.
+  // Samples used twice are the first ones of the epoch's order.
   for (size_t i = size; i < all.size(); ++i) EXPECT_EQ(all[i], all[i % size]);
 }
 

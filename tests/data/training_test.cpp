@@ -48,7 +48,7 @@ json summary(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
   return result;
 }
 
-// Takes every rank's batches in turn and averages the gradients; buffers follow rank 0.
+// Training that takes every rank's batches in turn and averages the gradients; buffers follow rank 0.
 class Oracle {
  public:
   explicit Oracle(const json& config)

@@ -71,7 +71,7 @@ TEST(Gpt, ties_the_head_to_the_token_embedding) {
   const auto model = make_model("gpt", "tiny", Init::reference, 1);
   auto weight = model->named_parameters()["wte.weight"];
   model->forward(tokens(1, 4)).sum().backward();
-  // Tokens that were not in the input have a gradient as outputs.
+  // Tokens that are not in the input have a gradient as outputs.
   EXPECT_GT(weight.grad()[200].abs().sum().item<float>(), 0);
 }
 

@@ -17,7 +17,7 @@
 namespace shoal::test {
 namespace {
 
-// All the ways in which constructors make values.
+// Module that creates values in all ways that constructors use.
 struct ManyImpl : torch::nn::Module {
   ManyImpl() {
     conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)));

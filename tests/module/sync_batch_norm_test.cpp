@@ -27,7 +27,7 @@ using torch::nn::BatchNormOptions;
 
 constexpr int64_t channels = 3;
 
-// Rank 1 has no sample, and no two ranks have equally many.
+// Rank 1 has no sample, and all ranks have different numbers of samples.
 int64_t samples(int rank) {
   return rank == 1 ? 0 : 3 + rank;
 }
@@ -42,7 +42,7 @@ at::Tensor of_all_ranks(const std::vector<int64_t>& further, int64_t step, at::S
   auto generator = at::detail::createCPUGenerator(77 + step);
   std::vector<int64_t> shape{first_sample(group().size()), channels};
   shape.insert(shape.end(), further.begin(), further.end());
-  // A mean that is large beside the deviation: squares must not be subtracted.
+  // The mean is large compared with the deviation: an implementation must not subtract squares.
   return at::randn(shape, generator, at::kDouble).add(20).to(dtype);
 }
 
@@ -76,7 +76,7 @@ void expect_near(const at::Tensor& a, const at::Tensor& b, double tolerance, con
   EXPECT_LE(difference({a}, {b}), tolerance) << what;
 }
 
-// Three training steps, then evaluation.
+// Runs three training steps, then evaluation.
 void expect_equals_plain(const BatchNormOptions& options, const std::vector<int64_t>& further,
                          at::MemoryFormat format = at::MemoryFormat::Contiguous) {
   const double tolerance = 1e-12;
@@ -136,7 +136,7 @@ TEST(SyncBatchNorm, SDP09_equals_batch_norm_on_the_concatenated_batch) {
   expect_equals_plain(usual, {2, 3, 2}, at::MemoryFormat::ChannelsLast3d);
 }
 
-// Narrow inputs are computed in float32: what differs from float64 is rounding at the ends.
+// 16-bit inputs are computed in float32: the difference from float64 is rounding of inputs and outputs.
 TEST(SyncBatchNorm, SDP09_narrow_inputs_are_computed_in_float32) {
   if (group().size() == 1) GTEST_SKIP() << "plain batch norm";
   for (const auto& [dtype, parameters, tolerance] :

@@ -46,8 +46,8 @@ TEST(AccumAdam, DEC15_equals_decent_dps) {
   }
 }
 
-// One number's whole history: gradients are kept and averaged when a round of accum_iter is complete, and each preview
-// goes through all rounds once more, so that nothing is accumulated but the number itself.
+// Whole history of one number: gradients are stored, and averaged when a round of accum_iter is complete. Each preview
+// repeats all rounds, so that nothing is accumulated but the number itself.
 double naive(double x, const std::vector<double>& gradients, const AccumAdamOptions& options, bool decoupled) {
   const auto [beta1, beta2] = options.betas();
   const auto per_round = static_cast<size_t>(options.accum_iter());

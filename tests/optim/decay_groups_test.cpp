@@ -47,7 +47,7 @@ std::vector<std::string> names_of(const torch::nn::Module& module, const std::ve
 TEST(DecayGroups, DEC16_biases_and_norms_are_spared) {
   const ManyKindsImpl module;
   const auto split = split_by_decay(module);
-  // One that is tied is there once, and has two names.
+  // A tied parameter appears once, and has two names.
   EXPECT_THAT(names_of(module, split.decayed),
               UnorderedElementsAre("head", "embedding.weight", "table", "linear.weight", "gru.weight_ih_l0",
                                    "gru.weight_hh_l0"));
@@ -57,7 +57,7 @@ TEST(DecayGroups, DEC16_biases_and_norms_are_spared) {
   EXPECT_EQ(split.decayed.size(), 5U);
 }
 
-// With gradients of zero, decay is all that happens.
+// With zero gradients, only decay changes parameters.
 template <class Optimizer, class Options>
 void expect_decay(const Options& options) {
   torch::manual_seed(2);

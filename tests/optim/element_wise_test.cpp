@@ -21,7 +21,7 @@ static_assert(element_wise<FusedAdamW> && element_wise<FusedAdagrad> && !element
 static_assert(element_wise<AccumAdam> && element_wise<AccumAdamW>);
 static_assert(!element_wise<Lamb> && !element_wise<Adafactor> && !element_wise<Muon>);
 
-// Long enough that libtorch's kernels use several threads, and not a multiple of anything.
+// Long enough for several threads in libtorch's kernels, and not a multiple of anything.
 constexpr int64_t elements = 70'003;
 const std::vector<int64_t> cuts{0, 32, 64, 4'096, 33'344, 33'376, 66'688, 69'952, elements};
 
@@ -31,7 +31,7 @@ std::vector<at::Tensor> pieces_of(const at::Tensor& whole) {
   return pieces;
 }
 
-// The number of elements that differ after some steps.
+// Number of elements that differ after some steps.
 template <class Optimizer, class Options>
 int64_t different(const Options& options, at::ScalarType dtype, int threads_whole, int threads_pieces) {
   torch::manual_seed(7);
@@ -88,7 +88,7 @@ TEST(ElementWise, BEY12_pieces_equal_the_whole_libtorch) {
   expect_equal<Adagrad>(AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1));
 }
 
-// The second step completes a round, the third starts from what came of it.
+// The second step completes a round, and the third starts from its result.
 TEST(ElementWise, DEC15_pieces_equal_the_whole_accumulating) {
   expect_equal<AccumAdam>(AccumAdamOptions(0.1).weight_decay(0.1).accum_iter(2));
   expect_equal<AccumAdamW>(AccumAdamOptions(0.1).weight_decay(0.1).accum_iter(2));

@@ -1,4 +1,4 @@
-// The fused optimizers against libtorch's own, over many steps.
+// Fused optimizers compared with libtorch's own, over many steps.
 
 #include <gtest/gtest.h>
 #include <torch/serialize.h>
@@ -27,7 +27,7 @@ std::vector<at::Tensor> parameters(at::ScalarType dtype) {
 void set_gradients(std::vector<at::Tensor>& list, int step) {
   torch::manual_seed(100 + step);
   for (size_t i = 0; i < list.size(); ++i) {
-    // One parameter has no gradient in some steps, another's lies differently in memory.
+    // One parameter has no gradient in some steps; another's gradient has another layout.
     list[i].mutable_grad() = i == 3 && step % 3 == 0 ? at::Tensor() : at::randn_like(list[i], at::kFloat).to(list[i]);
     if (i == 2 && step % 2 == 0) list[i].mutable_grad() = list[i].grad().contiguous();
   }
@@ -101,7 +101,7 @@ TEST(FusedAdagrad, trains_parameters_added_later) {
   EXPECT_TRUE(at::allclose(second, at::full({4}, 0.75)));
 }
 
-// A gradient and state saved by the fused optimizer are libtorch's, and the other way round.
+// State saved by the fused optimizer is valid for libtorch's, and vice versa.
 template <class Fused, class Plain, class Options>
 void swap_halfway(const Options& options) {
   auto own = parameters(at::kDouble), reference = parameters(at::kDouble);
@@ -156,7 +156,7 @@ TEST(Fused, sparse_gradients_and_gaps_in_memory_are_refused_before_anything_chan
   expect_refused<FusedAdagrad>(AdagradOptions(0.1));
 }
 
-// Module::to changes the parameters' dtype, the state stays as it is.
+// Module::to changes the parameters' dtype, but not the state.
 template <class Fused, class Plain, class Options>
 void expect_change_of_dtype(const Options& options) {
   auto own = parameters(at::kFloat), reference = parameters(at::kFloat);
@@ -186,7 +186,7 @@ TEST(Fused, parameters_may_change_their_dtype_in_mid_training) {
   expect_change_of_dtype<FusedAdagrad, Adagrad>(AdagradOptions(0.1).lr_decay(0.1));
 }
 
-// A loaded state may lie in memory in another order than its parameter.
+// A loaded state may have another order in memory than its parameter.
 TEST(Fused, state_with_other_strides_is_taken_element_by_element) {
   auto own = parameters(at::kDouble), reference = parameters(at::kDouble);
   FusedAdam fused({own[2]}, AdamOptions(0.1));

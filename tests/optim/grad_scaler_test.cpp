@@ -46,14 +46,14 @@ TEST(GradScaler, MEG10_grows_after_an_interval_without_inf) {
             (std::vector<double>{16, 16, 32, 32, 32, 32, 32, 32, 64}));
 }
 
-// The first inf is forgiven, the following are not until the scale has grown again.
+// The first inf is tolerated; later ones are not, until the scale has grown again.
 TEST(GradScaler, MEG10_backs_off_after_hysteresis_down_to_the_minimum) {
   GradScaler scaler(small());
   EXPECT_EQ(scales_after(scaler, {true, true, true, false, true, true}), (std::vector<double>{16, 8, 4, 4, 2, 2}));
   EXPECT_EQ(scales_after(scaler, {false, false, false, true, true}), (std::vector<double>{2, 2, 4, 4, 2}));
 }
 
-// The numbers of torch.amp.GradScaler(init_scale=16, growth_interval=3), which has no hysteresis.
+// Numbers of torch.amp.GradScaler(init_scale=16, growth_interval=3), which has no hysteresis.
 TEST(GradScaler, without_hysteresis_it_is_torch_amps) {
   auto options = small();
   options.hysteresis = 1;

@@ -52,7 +52,7 @@ TEST(Schedules, equal_pythons) {
                     OneCycleOptions{.total_steps = 14, .final_divisor = 100, .three_phase = true});
 }
 
-// Its cosine takes t_max = 9 steps after a warm-up of 4, down to an eta_min of 0.05.
+// decent-dp's cosine takes t_max = 9 steps after a warm-up of 4, down to an eta_min of 0.05.
 TEST(Schedules, DEC15_cosine_with_warmup_equals_decent_dps) {
   compare<CosineWithWarmup>(
       vectors::decent_cosine_with_warmup,
@@ -70,7 +70,7 @@ TEST(Schedules, stay_at_their_last_rate) {
   EXPECT_DOUBLE_EQ(rate_of(optimizer), 0.01);
 }
 
-// Every group scales its own rate; with shoal's own optimizers as well.
+// Every group scales its own rate, also with shoal's own optimizers.
 TEST(Schedules, OSS10_lambda_scales_each_groups_rate) {
   Lamb optimizer({at::ones(1)}, LambOptions(0.5));
   optimizer.add_param_group(

@@ -43,7 +43,7 @@ std::string names(const NamedState& named) {
 }
 
 // `expected`: the fields of the first parameter's state and, if it differs, of the second's.
-// Trains, carries the state by name into a second optimizer, trains on, and compares with training without a break.
+// Trains, moves the state by name into a second optimizer, trains on, and compares with uninterrupted training.
 template <class Type, class Options>
 void carry(const Options& options, const std::vector<std::string>& expected) {
   auto whole = fresh(), half = fresh(), rest = fresh();
@@ -83,7 +83,7 @@ TEST(NamedState, OSS07_carries_fused_optimizers) {
 }
 
 TEST(NamedState, OSS07_carries_shoals_optimizers) {
-  // Taken within a round of two steps, and of four.
+  // Saved within a round of two steps, and of four.
   carry<AccumAdam>(AccumAdamOptions(0.1).accum_iter(2), {"step accum_grad exp_avg exp_avg_sq "});
   carry<AccumAdamW>(AccumAdamOptions(0.1), {"step accum_grad exp_avg exp_avg_sq "});
   carry<Lamb>(LambOptions(0.1), {"step exp_avg exp_avg_sq "});
@@ -131,7 +131,7 @@ struct SignParamState : OptimizerCloneableParamState<SignParamState> {
   TORCH_ARG(at::Tensor, mean);
   TORCH_ARG(double, factor) = 0.5;
 };
-// An optimizer that shoal does not know.
+// Optimizer that shoal does not know.
 class Sign : public Optimizer {
  public:
   explicit Sign(std::vector<at::Tensor> parameters)

@@ -31,7 +31,7 @@ double difference(const at::Tensor& a, const std::vector<double>& b) {
   return (a - at::tensor(b, at::kDouble)).abs().max().item<double>();
 }
 
-// LAMB as its paper writes it down, one number at a time.
+// LAMB as in its paper, one number at a time.
 std::vector<double> naive_lamb(const LambOptions& options) {
   const auto [beta1, beta2] = options.betas();
   const auto norm = [](const std::vector<double>& x) {
@@ -87,11 +87,11 @@ TEST(Adafactor, BEY12_equals_pythons) {
   EXPECT_LT(difference(own(mixed, {}, at::kDouble), vectors::adafactor), 1e-12);
   EXPECT_LT(difference(own(mixed, other_adafactor(), at::kDouble), vectors::adafactor_options), 1e-12);
   EXPECT_LT(difference(own(mixed, other_adafactor(), at::kFloat), vectors::adafactor_options), 1e-6);
-  // Without a bound that matters the machine epsilon is one, which differs between the two dtypes.
+  // Otherwise the machine epsilon, which differs between the two dtypes, would matter.
   EXPECT_LT(difference(own(mixed, {}, at::kFloat), vectors::adafactor), 1e-6);
 }
 
-// With one step the average is (1 - beta1) of what it would have been; with many it lags.
+// After one step the average is (1 - beta1) of the update; after many it lags.
 TEST(Adafactor, first_moment_averages_steps) {
   const double beta1 = 0.75;
   auto plain = inputs::parameters(mixed, at::kDouble), averaged = inputs::parameters(mixed, at::kDouble);
@@ -102,7 +102,7 @@ TEST(Adafactor, first_moment_averages_steps) {
     inputs::set_gradients(averaged, step);
     std::vector<at::Tensor> before;
     {
-      // The same point, so that both compute the same step from it.
+      // The same point, so that both compute the same step.
       const at::NoGradGuard no_grad;
       for (size_t i = 0; i < plain.size(); ++i) before.push_back(plain[i].copy_(averaged[i]).clone());
     }
@@ -137,8 +137,8 @@ MuonOptions other_muon() {
       .adjust_lr(MuonRate::match_rms_adamw);
 }
 
-// The iteration runs in bfloat16, whose products processors round differently: each of the ten steps, of at most the
-// rate times 1.5 an element, is allowed a hundredth.
+// The iteration runs in bfloat16, whose products processors round differently: the tolerance is a hundredth of each of
+// the ten steps, which are at most 1.5 times the rate per element.
 TEST(Muon, BEY12_equals_pythons) {
   const auto own = inputs::train<Muon, MuonOptions>;
   for (const auto dtype : {at::kDouble, at::kFloat}) {
@@ -217,7 +217,7 @@ TEST(WholeTensorOptimizers, BEY01_parameters_without_elements_and_without_gradie
   EXPECT_TRUE(unused.equal(at::ones({2, 2})));
 }
 
-// Group options and changed rates hold, whichever way a group came.
+// Options of groups and changed rates apply, however a group was added.
 TEST(WholeTensorOptimizers, OSS01_groups_keep_their_own_options) {
   std::vector<at::Tensor> weights;
   for (int i = 0; i < 3; ++i) weights.push_back(at::ones({1, 1}).requires_grad_(true));

@@ -30,11 +30,11 @@ using torch::optim::SGD;
 using torch::optim::SGDOptions;
 using Groups = std::vector<OptimizerParamGroup>;
 
-// A model with one optimizer under a strategy, and what a step of it is.
+// Model with one optimizer under a strategy, and its training step.
 struct Trained {
   Mlp model{nullptr};
   std::shared_ptr<void> wrapper, optimizer;
-  torch::optim::Optimizer* whole = nullptr;  // what schedulers and users see
+  torch::optim::Optimizer* whole = nullptr;  // the optimizer that schedulers and users see
   std::unique_ptr<TrainingState> state;
   std::function<void(int64_t step)> step;
   std::function<std::vector<at::Tensor>()> parameters;
@@ -113,7 +113,7 @@ std::unique_ptr<Trained> start(const std::string& strategy, const Options& defau
   return trained;
 }
 
-// Weights with the defaults, biases with options of their own.
+// Weights with the defaults, biases with their own options.
 template <class Options>
 std::function<Groups(Mlp&)> two_groups(const Options& of_biases) {
   return [=](Mlp& model) {
@@ -159,7 +159,7 @@ TEST_P(ParamGroupOptions, BEY05_every_option_comes_back_and_training_goes_on) {
   try_optimizer(std::type_identity<Lamb>(), lamb, LambOptions(0.01).always_adapt(false), LambOptions(1));
 }
 
-// Param groups in another order, and cut otherwise; other strategies.
+// Param groups in another order and composition; other strategies.
 TEST_P(ParamGroupOptions, BEY05_options_follow_parameters_into_other_groups) {
   const SharedFolder folder;
   const auto running = start<SGD>("ddp", fast, two_groups(of_biases));
@@ -219,7 +219,7 @@ TEST(TrainingCheckpoint, BEY05_options_that_differ_are_named) {
     const auto resumed = start<SGD>("zero1", fast, two_groups(of_biases));
     EXPECT_TRUE(load(folder / "run", *resumed->state, {.rates = false, .options = false}).exact);
   }
-  // Adam's weight decay means something else than AdamW's, though its state has the same fields.
+  // Adam's weight decay differs from AdamW's, although their states have the same fields.
   const torch::optim::AdamOptions adam = torch::optim::AdamOptions(0.02).weight_decay(0.5);
   const auto with_adam = start<torch::optim::Adam>("ddp", adam, two_groups(adam));
   with_adam->step(0);
@@ -233,7 +233,7 @@ TEST(TrainingCheckpoint, BEY05_options_that_differ_are_named) {
   EXPECT_EQ(with_adamw->whole->param_groups()[0].options().get_lr(), 0.02);
 }
 
-// As checkpoints were before they had all options: rates by param group, the position of one schedule.
+// Older checkpoints: rates by param group, and the position of one schedule.
 TEST(TrainingCheckpoint, BEY05_checkpoints_that_have_rates_alone_still_load) {
   const SharedFolder folder;
   const auto model = std::make_shared<Net>(1);
@@ -284,7 +284,7 @@ TEST(TrainingCheckpoint, BEY05_options_that_are_not_what_shoal_writes_are_refuse
   EXPECT_EQ(static_cast<const torch::optim::AdamWOptions&>(optimizer.param_groups()[0].options()).eps(), 1e-8);
 }
 
-// A schedule of one's own, whose rate is a function of libtorch's count.
+// A custom schedule, whose rate is a function of libtorch's step count.
 class Cosine : public torch::optim::LRScheduler {
  public:
   explicit Cosine(torch::optim::Optimizer& optimizer) : LRScheduler(optimizer), base_(get_current_lrs()) {}
@@ -304,7 +304,7 @@ std::vector<double> rates_of(torch::optim::Optimizer& optimizer) {
   return rates;
 }
 
-// Schedules go on to the same rates in every step after, under every strategy.
+// Schedules continue with the same rates in every later step, under every strategy.
 template <class Step, class Make>
 void expect_schedule_goes_on(const std::string& strategy, const Step& step, const Make& make) {
   const SharedFolder folder;
@@ -352,7 +352,7 @@ TEST_P(Schedules, BEY05_libtorchs_go_on) {
   expect_schedule_goes_on(GetParam(), step, [](Optimizer& optimizer) {
     return std::tuple(std::make_unique<StepLR>(optimizer, 3, 0.5), std::make_unique<StepLR>(optimizer, 4, 0.9));
   });
-  // Its metric grows better at first and then does not: rates fall, with a pause.
+  // The metric improves at first and then stops: rates fall, with a cooldown.
   const auto metric = [](ReduceLROnPlateauScheduler& schedule, int64_t number) {
     schedule.step(number < 3 ? 1.0F / static_cast<float>(number + 1) : 0.5F);
   };

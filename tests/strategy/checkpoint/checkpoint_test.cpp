@@ -53,7 +53,7 @@ TEST(TrainingCheckpoint, BEY05_OSS07_MEG11_FSDP17_every_tensor_stays_through_a_c
   }
 }
 
-// Strategies, also with hooks.
+// Strategies, some of them with hooks.
 std::vector<std::string> resumed() {
   auto names = test::all_strategies();
   names.insert(names.end(), {"ddp_powersgd", "zero1_int8", "zero2_topk", "megatron_int8", "fsdp_topk"});
@@ -62,7 +62,7 @@ std::vector<std::string> resumed() {
 
 class Resume : public testing::TestWithParam<std::string> {};
 
-// Parameters, buffers, and all that decides the steps to come.
+// Parameters, buffers, and everything that determines later steps.
 TEST_P(Resume, BEY05_BEY06_goes_on_as_if_it_had_never_ended) {
   if (GetParam() == "none" && group().transport() == "gloo" && group().size() > 2) {
     GTEST_SKIP() << "sums depend on buckets, of which a training without its wrapper knows nothing";
@@ -81,7 +81,7 @@ TEST_P(Resume, BEY05_BEY06_goes_on_as_if_it_had_never_ended) {
     for (const auto& buffer : running->model->buffers()) buffers.push_back(buffer.clone());
   }
   group().barrier().wait();
-  for (const bool used : {false, true}) {  // a training that has only been made, and one that has gone its own way
+  for (const bool used : {false, true}) {  // a training that was only made, and one that has trained differently
     SCOPED_TRACE(used);
     const auto running = start(GetParam(), group(), 2);
     if (used) train(*running, group(), 50, 52);
@@ -97,7 +97,7 @@ TEST_P(Resume, BEY05_BEY06_goes_on_as_if_it_had_never_ended) {
 
 INSTANTIATE_TEST_SUITE_P(All, Resume, testing::ValuesIn(resumed()), [](const auto& info) { return info.param; });
 
-// Hooks' memories go where the same strategy goes on at the same number of ranks, and nowhere else.
+// A hook's state is restored for the same strategy with the same number of ranks, and nowhere else.
 TEST(TrainingCheckpoint, BEY05_a_hook_begins_anew_elsewhere) {
   const SharedFolder folder;
   const auto running = start("ddp_powersgd", group(), 1);
@@ -106,7 +106,7 @@ TEST(TrainingCheckpoint, BEY05_a_hook_begins_anew_elsewhere) {
   const CheckpointReader reader(folder / "run");
   EXPECT_TRUE(reader.index().tensors.contains("ranks.0.strategy:hook.factor.fc.weight"));
   EXPECT_TRUE(reader.index().tensors.contains("ranks.0.strategy:hook.owed.fc.weight"));
-  // The same parameters and optimizer without the memory go another way.
+  // Without the hook's state, the same parameters and optimizer train differently.
   const auto with = start("ddp_powersgd", group(), 2), without = start("ddp", group(), 2);
   EXPECT_TRUE(load(folder / "run", *with->state).exact);
   EXPECT_TRUE(load(folder / "run", *without->state).exact);
@@ -116,7 +116,7 @@ TEST(TrainingCheckpoint, BEY05_a_hook_begins_anew_elsewhere) {
   expect_holds(*elsewhere, reader);
 }
 
-// Theta, its momentum and the count of steps go to any number of ranks.
+// theta, its momentum and the step count are restored with any number of ranks.
 TEST(TrainingCheckpoint, BEY05_diloco_goes_on_at_another_number_of_ranks) {
   const SharedFolder folder;
   const auto running = start("diloco", group(), 1);
@@ -140,7 +140,7 @@ TEST(TrainingCheckpoint, BEY05_diloco_goes_on_at_another_number_of_ranks) {
   group().barrier().wait();
 }
 
-// A decentralised rank's parameters are its own; others get the mean.
+// A decentralised rank has parameters of its own; other strategies load their mean.
 TEST(TrainingCheckpoint, BEY05_other_strategies_get_the_mean_of_decentralised_ranks) {
   const SharedFolder folder;
   const auto running = start("decentralized", group(), 1);
@@ -188,7 +188,7 @@ TEST(TrainingCheckpoint, BEY05_part_of_a_model_and_models_without_optimizer) {
   EXPECT_TRUE(at::equal(head->weight, head_before));
   EXPECT_TRUE(optimizer.state().empty());
 
-  // Another optimizer's state is refused, but the model is there for it.
+  // Another optimizer's state is refused, but the model can be loaded.
   auto net = std::make_shared<test::Net>(5);
   torch::optim::SGD sgd(test::trainable(*net), torch::optim::SGDOptions(0.1).momentum(0.9));
   TrainingState other(net, sgd, group());
@@ -225,7 +225,7 @@ TEST(TrainingCheckpoint, MEG11_BEY05_scaler_schedule_and_rates_come_back) {
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), rate);
   EXPECT_EQ(scaler.state().scale, state.scale);
   EXPECT_EQ(scaler.state().good_steps, state.good_steps);
-  // Without a schedule the rates themselves do.
+  // Without a schedule, the rates themselves are restored.
   FusedAdamW plain(test::trainable(*model), test::adamw);
   TrainingState without(model, plain, group());
   load(folder / "run", without);

@@ -26,7 +26,7 @@ struct BranchImpl : torch::nn::Module {
     right = register_module("right", torch::nn::Linear(6, 6));
     to(at::kDouble);
   }
-  // Bit 0: left, bit 1: right; each as often as `times` says.
+  // Bit 0: left, bit 1: right; each used `times` times.
   at::Tensor forward(at::Tensor x, int branches, int times = 1) {
     x = torch::tanh(shared(x));
     for (int i = 0; i < times && (branches & 1) != 0; ++i) x = torch::tanh(left(x));
@@ -36,7 +36,7 @@ struct BranchImpl : torch::nn::Module {
   torch::nn::Linear shared{nullptr}, left{nullptr}, right{nullptr};
 };
 
-// The mean over ranks of what each computes; undefined where none does.
+// The mean over ranks of the gradients that each computes; undefined if none does.
 std::vector<at::Tensor> expected(const std::function<at::Tensor(BranchImpl&, int)>& loss_of_rank) {
   BranchImpl model;
   for (int rank = 0; rank < group().size(); ++rank) (loss_of_rank(model, rank) / group().size()).backward();
@@ -59,7 +59,7 @@ TEST(DdpGraph, BEY02_ranks_may_use_different_halves_without_a_flag) {
     for (int64_t step = 0; step < 3; ++step) {
       model->zero_grad();
       parallel.forward(batch(group().rank(), step), branches(group().rank())).backward();
-      // Alone, the other half is used by nobody.
+      // With one rank, the other half is unused.
       if (group().size() == 1 && !find) break;
       expect_equal(test::gradients(*model),
                    expected([&](BranchImpl& m, int rank) { return m.forward(batch(rank, step), branches(rank)); }));
@@ -91,7 +91,7 @@ TEST(DdpGraph, DDP06_unused_on_all_ranks_is_an_error_that_names_them_at_the_next
     EXPECT_NE(text.find("right.bias"), std::string::npos) << text;
     EXPECT_EQ(text.find("left"), std::string::npos) << text;
   }
-  // Said once; training may go on.
+  // Reported once; training may continue.
   model->zero_grad();
   parallel.forward(batch(group().rank(), 1), 3).backward();
   expect_equal(test::gradients(*model), expected([](BranchImpl& m, int rank) { return m.forward(batch(rank, 1), 3); }));
@@ -119,7 +119,7 @@ TEST(DdpGraph, DDP06_unused_parameters_do_not_hold_their_bucket_up) {
                                    {.find_unused_parameters = true, .bucket_cap_mb = 1e-5, .first_bucket_mb = 1e-5});
   Clock::time_point last_gradient;
   model->shared->weight.register_hook([&](const at::Tensor&) { last_gradient = Clock::now(); });
-  // `right`, unused, is in the first bucket.
+  // `right` is unused, and in the first bucket.
   parallel.forward(batch(group().rank(), 0), 1).backward();
   const auto records = log->records();
   const auto first = std::find_if(records.begin(), records.end(),
@@ -168,7 +168,7 @@ TEST(DdpGraph, DDP06_finds_the_tensors_of_nested_outputs_and_user_structs) {
   EXPECT_FALSE(model->layers[3]->weight.grad().defined());
 }
 
-// Recomputes tanh(layer(x)) in backward, with a backward of its own, as activation checkpointing does.
+// Recomputes tanh(layer(x)) in backward with an inner backward, as activation checkpointing does.
 struct Recompute : torch::autograd::Function<Recompute> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, torch::nn::Linear* layer) {
     context->save_for_backward({x});
@@ -222,7 +222,7 @@ TEST(DdpGraph, DDP08_static_graph_serves_shared_and_recomputed_blocks) {
     const auto records = log->records();
     const auto reduction = std::find_if(records.begin(), records.end(),
                                         [](const CallRecord& record) { return record.op == Op::all_reduce; });
-    // The first backward only records; later ones overlap.
+    // The first backward only records arrivals; later ones overlap.
     EXPECT_EQ(reduction->issued > last_gradient, step == 0) << step;
   }
 }

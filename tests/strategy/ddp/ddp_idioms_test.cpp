@@ -20,13 +20,13 @@ namespace {
 
 using Options = DistributedDataParallelOptions;
 
-// The mean over ranks, in one process.
+// Computes the mean over ranks in one process.
 template <class Loss>
 void reference_backward(const Loss& loss) {
   for (int rank = 0; rank < group().size(); ++rank) (loss(rank) / group().size()).backward();
 }
 
-// A Wasserstein critic's loss: with the norm of the gradient at its inputs.
+// Loss of a Wasserstein critic, with the norm of the gradient at its inputs.
 template <class Forward>
 at::Tensor penalised(const at::Tensor& x, const Forward& forward) {
   const auto input = x.detach().requires_grad_();
@@ -45,13 +45,13 @@ TEST(DdpIdioms, DDP08_a_gradient_penalty_is_right_with_and_without_static_graph)
     for (int64_t step = 0; step < 4; ++step) {
       optimizer.zero_grad();
       alone.zero_grad();
-      // One gradient that is only looked at, of every parameter.
+      // A gradient of every parameter that is only inspected.
       torch::autograd::grad({mean_loss(parallel.forward(batch(group().rank(), step)))}, model->parameters());
       penalised(batch(group().rank(), step), [&](const auto& x) { return parallel.forward(x); }).backward();
       reference_backward([&](int rank) {
         return penalised(batch(rank, step), [&](const auto& x) { return reference->forward(x); });
       });
-      // The last bias takes no part in the penalty's graph, but in the loss's.
+      // The last bias is in the loss's graph, but not in the penalty's.
       ASSERT_LT(difference(gradients(*model), gradients(*reference)), 1e-12) << fixed << " step " << step;
       EXPECT_EQ(parallel.step(), step + 1);
       optimizer.step();
@@ -60,7 +60,7 @@ TEST(DdpIdioms, DDP08_a_gradient_penalty_is_right_with_and_without_static_graph)
   }
 }
 
-// Passes x on; `weight` gets no gradient, as one that a branch has not used, or zero's place.
+// Passes x on; `weight` gets no gradient, as in an unused branch, or zeros.
 struct Idle : torch::autograd::Function<Idle> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             bool useful) {
@@ -95,7 +95,7 @@ TEST(DdpIdioms, DDP06_an_undefined_gradient_is_none_and_no_fault) {
     for (int64_t step = 0; step < 6; ++step) {
       optimizer.zero_grad();
       alone.zero_grad();
-      // In some steps nobody, in others the last rank alone, has use for it.
+      // In some steps no rank uses it, in others only the last one.
       const auto useful = [&](int rank) { return step % 3 == 1 && rank == group().size() - 1; };
       parallel.forward(batch(group().rank(), step), useful(group().rank())).backward();
       reference_backward([&](int rank) { return reference->forward(batch(rank, step), useful(rank)); });
@@ -153,7 +153,7 @@ TEST(DdpIdioms, DDP07_two_backwards_of_one_forward_work_as_the_error_says) {
   }
 }
 
-// Recomputes tanh(layer(x)) in backward, with a backward of its own.
+// Recomputes tanh(layer(x)) in backward, with an inner backward.
 struct Again : torch::autograd::Function<Again> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, torch::nn::Linear* layer) {
     context->save_for_backward({x});
@@ -170,7 +170,7 @@ struct Again : torch::autograd::Function<Again> {
   }
 };
 
-// Every block is recomputed; nothing but blocks has parameters, so that the first gradient comes from an inner backward.
+// Every block is recomputed, and only blocks have parameters, so that the first gradient comes from an inner backward.
 struct BlocksImpl : torch::nn::Module {
   explicit BlocksImpl(bool recompute) : recompute(recompute) {
     torch::manual_seed(5);
@@ -201,7 +201,7 @@ TEST(DdpIdioms, DDP08_blocks_that_are_recomputed_once_need_no_static_graph) {
       EXPECT_EQ(parallel.step(), step + 1);
     }
   }
-  // Past the wrapper nobody can tell the inner backward from the outer one.
+  // Outside the wrapper, the inner backward cannot be told from the outer one.
   const auto model = std::make_shared<BlocksImpl>(true);
   DistributedDataParallel<BlocksImpl> parallel(model, group());
   const auto text = refusal([&] { mean_loss(model->forward(batch(group().rank(), 0))).backward(); });

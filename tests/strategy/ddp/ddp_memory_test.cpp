@@ -25,7 +25,7 @@ constexpr int64_t layers = 8;
 constexpr int64_t width = 256;
 constexpr int64_t gradient_bytes = layers * width * width * 4;
 
-// What lies in memory that ranks share: the buckets, where there are several ranks.
+// Bytes of memory that ranks share: the buckets, if there are several ranks.
 int64_t shared_bytes() {
   return static_cast<int64_t>(state_of(world().group())->world->memory->bytes_in_use());
 }
@@ -50,7 +50,7 @@ Use train(bool view, bool set_to_none) {
     parallel.forward(x).sum().backward();
     if (step < 2) model->zero_grad(set_to_none);
   }
-  // Buckets are made once and stay, so the peak of what is shared is what it is now.
+  // Buckets are allocated once, so that the peak of shared memory is its present size.
   return {live() - before, meter.peak() + shared_bytes() - before};
 }
 
@@ -58,11 +58,11 @@ TEST(DdpMemory, DDP05_bucket_views_save_the_gradients_size) {
   for (const bool set_to_none : {true, false}) {
     const auto with = train(true, set_to_none);
     const auto without = train(false, set_to_none);
-    // Tails and activations are small beside the gradients.
+    // Tails and activations are small compared with the gradients.
     constexpr double tolerance = 0.02 * gradient_bytes;
     EXPECT_NEAR(static_cast<double>(with.held), gradient_bytes, tolerance) << "the buckets";
     EXPECT_NEAR(static_cast<double>(without.held), 2 * gradient_bytes, tolerance) << "the buckets and the gradients";
-    // Within a backward one gradient at a time exists twice.
+    // Within a backward, one gradient at a time exists twice.
     constexpr double one_gradient = gradient_bytes / static_cast<double>(layers);
     EXPECT_LE(static_cast<double>(with.peak), gradient_bytes + 2 * one_gradient + tolerance);
     EXPECT_GE(static_cast<double>(without.peak - with.peak), gradient_bytes - 2 * one_gradient - tolerance);

@@ -25,7 +25,7 @@ using test::Mlp;
 using test::seeded;
 using Options = DistributedDataParallelOptions;
 
-// The oracle: one process takes every rank's batch in turn and averages.
+// Oracle: one process takes every rank's batch in turn and averages.
 void oracle_step(Mlp& model, torch::optim::Optimizer& optimizer, int64_t step, int micros = 1) {
   optimizer.zero_grad();
   for (int rank = 0; rank < group().size(); ++rank) {
@@ -118,7 +118,7 @@ TEST(Ddp, DDP04_buckets_leave_before_backward_ends) {
   }
 }
 
-// Registered in one order, used in another.
+// Module whose layers are registered in one order and used in another.
 struct CrossedImpl : torch::nn::Module {
   CrossedImpl() {
     for (int i = 0; i < 4; ++i) layers.push_back(register_module("l" + std::to_string(i), torch::nn::Linear(8, 8)));

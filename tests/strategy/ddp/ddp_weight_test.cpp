@@ -18,7 +18,7 @@ using test::mean_loss;
 using test::seeded;
 
 TEST(DdpWeight, BEY04_weighted_backward_gives_sum_over_sum) {
-  // Rank r sums over r + 1 samples, in two micro-batches; the mean of means would be another number.
+  // Rank r sums over r + 1 samples in two micro-batches; the mean of means would differ.
   for (const bool view : {true, false}) {
     auto model = seeded(1);
     auto reference = seeded(1);

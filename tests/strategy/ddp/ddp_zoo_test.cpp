@@ -39,7 +39,7 @@ TEST(DdpZoo, DDP14_dtypes_have_buckets_of_their_own) {
   for (int64_t step = 0; step < 2; ++step) {
     model->zero_grad();
     log->clear();
-    // 1000 samples a rank: a count that bfloat16 could not hold.
+    // 1000 samples per rank: a count that bfloat16 cannot hold.
     parallel.backward(parallel.forward(batch(group().rank(), step).to(at::kFloat)), 1001);
     std::set<c10::ScalarType> dtypes;
     for (const auto& record : log->records()) {
@@ -58,7 +58,7 @@ TEST(DdpZoo, DDP14_weights_are_exact_for_a_model_of_16_bit_parameters_alone) {
   auto model = std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(1, 1).bias(false));
   model->to(at::kHalf);
   DistributedDataParallel parallel(model, group());
-  // float16 ends at 65504, so this count cannot ride in the gradients' own bucket.
+  // float16's maximum is 65504, so this count cannot ride in the gradients' own bucket.
   const double tokens = 100000;
   parallel.backward(parallel.forward(at::full({1, 1}, 1000, at::kHalf)).sum(), tokens);
   // Each addition, and the division, rounds to 11 bits.

@@ -22,7 +22,7 @@ namespace {
 using Training = InBackwardTraining<MlpImpl>;
 constexpr double clip = 0.05;  // below the norm of every step here
 
-// One process with the mean over ranks; clips the named parameters together, by `norm` or by their own.
+// One process with the mean over ranks; clips the named parameters together, by `norm` or by their own norm.
 class Reference {
  public:
   void set_gradients(int64_t step) {
@@ -88,7 +88,7 @@ TEST(OptimizerInBackward, BEY07_clips_each_bucket_by_its_own_norm) {
   clips_as(WholeGradient::per_bucket);
 }
 
-// The last rank's gradient of third.weight, the first to come, is inf in step 1.
+// On the last rank, the gradient of third.weight, which arrives first, is inf in step 1.
 TEST(OptimizerInBackward, BEY07_inf_on_one_rank_skips_all_or_its_bucket_on_all_ranks) {
   for (const auto choice : {WholeGradient::exact, WholeGradient::stale, WholeGradient::per_bucket}) {
     for (const double norm : {0.0, clip}) {
@@ -154,7 +154,7 @@ int64_t shared_bytes() {
   return static_cast<int64_t>(state_of(group())->world->memory->bytes_in_use());
 }
 
-// Most bytes of gradients in a step: the allocator's, and what ranks share, looked at whenever a gradient comes.
+// Peak bytes of gradients in a step: the allocator's and the ranks' shared memory, sampled whenever a gradient arrives.
 struct Use {
   double peak = 0;
   double held = 0;
@@ -169,8 +169,8 @@ Use most_bytes(const std::optional<OptimizerInBackwardOptions>& in_backward, int
     return std::make_unique<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(1e-3));
   };
   auto& meter = MemoryMeter::instance();
-  const auto message = at::zeros({1000});  // lives on, since Gloo's thread may hold it still
-  group().broadcast(message, 0).wait();    // makes the staging buffer, which stays
+  const auto message = at::zeros({1000});  // not freed, because Gloo's thread may still hold it
+  group().broadcast(message, 0).wait();    // makes the staging buffer, which is never freed
   const auto before = meter.live() + shared_bytes();
   const auto bucket_mb = 2.0 * static_cast<double>(width * width * 4) / (1 << 20);  // two layers
   InBackwardTraining<torch::nn::SequentialImpl> training(model.ptr(), plain, in_backward,
@@ -187,7 +187,7 @@ Use most_bytes(const std::optional<OptimizerInBackwardOptions>& in_backward, int
     training.parallel.forward(x).sum().backward();
     most_shared = std::max(most_shared, shared_bytes());
     use.peak = static_cast<double>(meter.peak() + most_shared - before);
-    // Gloo's thread lets go of the last bucket a moment after it has come back.
+    // Gloo's thread releases the last bucket a moment after it is reduced.
     for (int tries = 0; tries < 1000; ++tries) {
       use.held = static_cast<double>(meter.live() + shared_bytes() - before);
       if (!in_backward || use.held < static_cast<double>(width * width)) break;
@@ -205,8 +205,8 @@ TEST(OptimizerInBackward, DDP18_gradients_never_take_more_than_two_buckets) {
   constexpr double bucket = 2 * layer;
   constexpr double small = 0.1 * layer;  // activations, facts
   const auto inside = most_bytes(OptimizerInBackwardOptions(), layers, width);
-  // Two buckets, the gradient that backward has at hand, and one layer's work. Gloo's thread may hold a bucket that has
-  // come back a moment longer.
+  // Two buckets, backward's present gradient, and one layer's work. Gloo's thread may hold a reduced bucket a moment
+  // longer.
   const double late = group().transport() == "gloo" ? bucket : 0;
   EXPECT_LE(inside.peak, 2 * bucket + 2 * layer + late + small);
   EXPECT_GE(inside.peak, bucket) << "or nothing was measured";
@@ -220,7 +220,7 @@ TEST(OptimizerInBackward, DDP18_gradients_never_take_more_than_two_buckets) {
   }
 }
 
-// The first layer's gradient, the last to come, fails on one rank.
+// The first layer's gradient, which arrives last, fails on one rank.
 TEST(OptimizerInBackward, BEY10_a_backward_that_fails_leaves_all_ranks_equal) {
   for (const auto choice : {WholeGradient::exact, WholeGradient::per_bucket}) {
     for (const int faulty : {0, group().size() - 1}) {

@@ -123,7 +123,7 @@ TEST(OptimizerInBackward, DDP18_equals_the_separate_step_under_communication_hoo
                                 pass);
 }
 
-// Ranks with different parts, a part that nobody uses, one that is frozen, and sparse gradients.
+// Model with parts that differ between ranks, an unused part, a frozen one, and sparse gradients.
 struct PartsImpl : torch::nn::Module {
   PartsImpl() {
     torch::manual_seed(5);
@@ -149,7 +149,7 @@ TEST(OptimizerInBackward, BEY02_equals_the_separate_step_where_ranks_run_differe
     chosen.find_unused_parameters = true;
     return chosen;
   };
-  // Weight decay would move a parameter without gradient that is taken for one with a gradient of zero.
+  // Weight decay would move a parameter without a gradient if it were taken for one with a zero gradient.
   const auto make = [](std::vector<at::Tensor> parameters) {
     return std::make_unique<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(0.1).weight_decay(0.1));
   };
@@ -166,7 +166,7 @@ TEST(OptimizerInBackward, BEY02_equals_the_separate_step_where_ranks_run_differe
   };
   expect_same_training<PartsImpl>(start, plain, options, pass);
   EXPECT_TRUE(at::equal(trained->idle->weight, idle));
-  // Decay does not take sparse gradients.
+  // Decay does not support sparse gradients.
   const auto frozen = [&] {
     auto model = start();
     model->words->weight.requires_grad_(false);

@@ -23,7 +23,7 @@ using Numbers = std::vector<double>;
 constexpr int64_t numel = 512;
 constexpr double lr = 0.0625;
 
-// Loss |x - target|^2 / 2, with another target on every rank.
+// Loss |x - target|^2 / 2, with a different target on every rank.
 struct PointImpl : torch::nn::Module {
   PointImpl() { point = register_parameter("point", at::zeros({numel}, at::kDouble)); }
   at::Tensor forward(const at::Tensor& target) { return (point - target).pow(2).sum() / 2; }
@@ -36,7 +36,7 @@ Numbers target_of(int rank) {
   return numbers;
 }
 
-// What of `difference` the other side gets.
+// The part of `difference` that the other side receives.
 Numbers through_int8(const Numbers& difference) {
   Numbers got(numel);
   for (int64_t begin = 0; begin < numel; begin += 256) {
@@ -175,7 +175,7 @@ TEST(CompressedExchange, BEY22_ranks_come_to_agree_and_keep_their_mean) {
     EXPECT_LE(training.parallel.consensus_distance(), left * apart);
     auto later = training.model->point.detach().clone();
     group().all_reduce(later, ReduceOp::avg).wait();
-    // Of three ranks one-peer-exp is one-way in every round; h_j - h_i add up to 0 all the same.
+    // With three ranks, one-peer-exp is one-way in every round; h_j - h_i still sum to 0.
     EXPECT_LT((later - mean).abs().max().item<double>(), 1e-12);
   }
 }
@@ -198,13 +198,13 @@ TEST(CompressedExchange, BEY22_a_reader_that_missed_messages_has_the_right_copy_
       writer.write(version, x, message);
       const bool missed = version > 10 && version < 20;
       if (!missed) reader.take(7, version, message);
-      // Each of the two rounds needs 64 messages in a row; the one of version 20 tells that some are missing.
+      // Each of the two rounds needs 64 consecutive messages; the message of version 20 shows that some are missing.
       if (!missed) {
         EXPECT_EQ(reader.knows(7, version), version <= 10 || version >= 20 + 2 * 63) << version;
       }
-      if (version == 100) reader.take(7, 50, message.fill_(1));  // not newer: void
+      if (version == 100) reader.take(7, 50, message.fill_(1));  // not newer: ignored
     }
-    // From here on the writer's copy is all but x where everything travels.
+    // From here on the writer's copy nearly equals x if everything is sent.
     const auto copy = gap(200);
     PublicCopies attentive(buffer, how, 2);
     PublicCopies again(buffer, how, 2);
@@ -220,7 +220,7 @@ TEST(CompressedExchange, BEY22_a_reader_that_missed_messages_has_the_right_copy_
   }
 }
 
-// Whichever side notices first that a rank has gone: the first message over other rounds builds on nothing.
+// Whichever side notices first that a rank has gone: the first message over other rounds builds on no earlier one.
 TEST(CompressedExchange, BEY22_when_rounds_change_copies_begin_anew_and_are_right_at_once) {
   const GossipBuffer buffer{numel * 8, at::kFloat};
   const auto x = at::randn({buffer.numel}, at::detail::createCPUGenerator(1), at::kFloat);

@@ -25,7 +25,7 @@ TEST(Decentralized, DEC12_ranks_start_from_rank_0s_values) {
   EXPECT_EQ(difference(model->parameters(), seeded(1)->parameters()), 0);
 }
 
-// A norm, whose statistics are buffers, and a counter.
+// Module with a batch norm, whose statistics are buffers, and a counter.
 struct NormedImpl : torch::nn::Module {
   NormedImpl() {
     linear = register_module("linear", torch::nn::Linear(12, 6));
@@ -101,7 +101,7 @@ TEST(Decentralized, DEC11_global_avg_averages_before_the_first_step) {
   }
 }
 
-// Branches whose gradients come in another order on every other rank, and in another one in later steps.
+// Branches whose gradients arrive in another order on every other rank, and again in another one in later steps.
 struct CrossedImpl : torch::nn::Module {
   CrossedImpl() {
     torch::manual_seed(6);
@@ -133,7 +133,7 @@ TEST(Decentralized, DEC02_buckets_follow_rank_0s_order_and_others_may_differ) {
       }
       const auto buckets = parallel.buckets();
       ASSERT_GT(buckets.size(), 1U);
-      // As rank 0's first backward met them.
+      // In the order of rank 0's first backward.
       std::vector<std::string> order;
       for (const auto& bucket : buckets) order.insert(order.end(), bucket.begin(), bucket.end());
       const auto place = [&](const char* name) { return std::find(order.begin(), order.end(), name) - order.begin(); };
@@ -164,8 +164,8 @@ TEST(Decentralized, DEC11_global_avg_makes_ranks_bit_equal_and_training_goes_on)
   expect_equal(model, simulation);
 }
 
-// EXTRA (Shi, Ling, Wu and Yin, 2015): x <- W x - rate * g + sum over former steps of (W - I) x / 2. With it ranks
-// whose losses differ meet in the minimum of the mean loss; without, at a constant rate, beside it.
+// EXTRA (Shi, Ling, Wu and Yin, 2015): x <- W x - rate * g + sum over former steps of (W - I) x / 2. With it, ranks
+// with different losses converge to the minimum of the mean loss; without it, at a constant rate, only near it.
 TEST(Decentralized, DEC10_a_hook_on_what_is_received_makes_gradient_tracking) {
   struct PointImpl : torch::nn::Module {
     PointImpl() { point = register_parameter("point", at::zeros({3}, at::kDouble)); }
@@ -216,7 +216,7 @@ TEST(Decentralized, DEC10_a_hook_on_what_is_received_makes_gradient_tracking) {
 
 TEST(Decentralized, BEY04_push_sum_reaches_the_exact_mean_over_a_directed_graph) {
   if (group().size() < 3) GTEST_SKIP() << "two ranks have no directed graph that is not doubly stochastic";
-  // Rank 0 sends to all, the others to rank 0 alone: neither weights nor values are balanced.
+  // Rank 0 sends to all, the others to rank 0 only: neither weights nor values are balanced.
   std::vector<Edge> edges;
   for (int rank = 1; rank < group().size(); ++rank) {
     edges.push_back({0, rank, 1.0 / group().size()});
@@ -255,7 +255,7 @@ TEST(Decentralized, DEC06_ranks_that_agree_stay_where_they_are_in_float32) {
 }
 
 TEST(Decentralized, BEY22_neighbours_may_get_rounded_values) {
-  // One step of the definition at a time, from the ranks' own values.
+  // Follows the definition step by step, from the ranks' own values.
   auto model = seeded(1);
   DecentralizedDataParallel parallel(
       model, optimizer_with<torch::optim::SGD>(torch::optim::SGDOptions(0.1)), group(),

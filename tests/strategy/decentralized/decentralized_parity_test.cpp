@@ -41,7 +41,7 @@ json digests(const torch::nn::Module& module) {
   return result;
 }
 
-// What this rank ends with, and the mean losses.
+// This rank's final parameters, and the mean losses.
 json train(const json& config, const Topology& topology) {
   const std::string name = config.at("model"), size = config.at("size");
   const auto model = models::make_model(name, size, models::Init::reference, config.at("seed"));
@@ -85,8 +85,8 @@ TEST(DecentralizedParity, DEC01_DEC06_the_origins_topologies_equal_the_golden_ru
   for_all_runs([](const json& golden, const Topology& topology) { expect_as(golden, "consecutive", topology); });
 }
 
-// As a topology of its own, what the origin does with its rounds gives its numbers: round 1 in the second step, and
-// then rounds 3, 4, 5, .. (docs/deviations.md).
+// With a topology that repeats what the origin does with its rounds, the numbers are the origin's: round 1 in the
+// second step, and then rounds 3, 4, 5, .. (docs/deviations.md).
 TEST(DecentralizedParity, DEC01_the_origins_first_rounds_give_the_origins_numbers) {
   for_all_runs([](const json& golden, const Topology& topology) {
     std::vector<RoundSpec> rounds;

@@ -84,7 +84,7 @@ TEST(Decentralized, DEC01_what_reads_a_used_gradient_is_told_what_to_call) {
   EXPECT_FALSE(model->first->weight.grad().defined());
 }
 
-// Gradients are divided by the mean over ranks of their weights.
+// Gradients are divided by the mean of the ranks' weights.
 TEST(Decentralized, BEY04_weights_make_the_mean_over_uneven_micro_batches_exact) {
   auto simulation = simulated();
   auto model = seeded(1);
@@ -105,7 +105,7 @@ TEST(Decentralized, BEY04_weights_make_the_mean_over_uneven_micro_batches_exact)
     });
     expect_equal(model, simulation);
   }
-  // A rank without samples mixes all the same.
+  // A rank without samples still mixes.
   if (me() == 0) {
     parallel.backward({}, 0);
   } else {
@@ -119,7 +119,7 @@ TEST(Decentralized, BEY04_weights_make_the_mean_over_uneven_micro_batches_exact)
   EXPECT_THROW(parallel.backward({}, -1), UsageError);
 }
 
-// Its gradient is the slope, wherever it stands.
+// Its gradient is the slope, at any position.
 struct SlideImpl : torch::nn::Module {
   SlideImpl() { place = register_parameter("place", at::zeros({3}, at::kDouble)); }
   at::Tensor forward(double slope) { return slope * place.sum(); }
@@ -211,7 +211,7 @@ TEST(Decentralized, DEC08_what_autograd_grad_computes_is_no_step) {
   }
 }
 
-// What forward leaves in a member is the module's affair.
+// Tensors that forward leaves in a member are the module's own business.
 struct SilentImpl : torch::nn::Module {
   SilentImpl() { inner = register_module("inner", Mlp()); }
   void forward(const at::Tensor& x) { loss = mean_loss(inner(x)); }
@@ -269,7 +269,7 @@ TEST(Decentralized, DEC09_clips_to_the_exact_norm_of_all_buckets_or_of_each) {
   }
 }
 
-// The others hear of it with what they mix, and then have the scale that they would have had at once.
+// The other ranks hear of it with the values that they mix, and then have the scale that they would have had at once.
 TEST(Decentralized, DEC09_scales_of_all_ranks_come_to_be_the_same) {
   const GradScalerOptions scaling{.initial_scale = 1024, .growth_interval = 4, .hysteresis = 1};
   for (const auto* name : {"ring", "complete", "one-peer-exp"}) {
@@ -362,7 +362,7 @@ struct TiedImpl : torch::nn::Module {
   torch::nn::Linear spare{nullptr};
 };
 
-// DEC14 and BEY02: a tied parameter is used twice; `spare` by rank 0 in every second step, never in the first.
+// DEC14 and BEY02: a tied parameter is used twice; rank 0 uses `spare` in every second step, but not in the first.
 TEST(Decentralized, DEC14_tied_unused_and_rank_dependent_parameters_are_updated_once_or_only_mixed) {
   const auto make = [] {
     torch::manual_seed(4);
@@ -404,7 +404,7 @@ TEST(Decentralized, BEY10_after_an_exception_neighbours_have_their_values_and_tr
     }
     for (int rank = 0; rank < group().size(); ++rank) loss_of(step)(simulation.model(rank), rank).backward();
     if (step == 4) {
-      // Buckets that were complete had been updated; the one that was not is only mixed.
+      // Buckets that were complete had been updated; the incomplete one is only mixed.
       for (const auto& bucket : parallel.buckets()) {
         if (std::find(bucket.begin(), bucket.end(), "first.weight") == bucket.end()) continue;
         for (const auto& name : bucket) simulation.model(0).named_parameters()[name].mutable_grad().reset();

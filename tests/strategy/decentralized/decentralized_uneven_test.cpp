@@ -41,7 +41,7 @@ TEST(Decentralized, BEY03_a_rank_without_batches_passes_until_all_have_made_as_m
   }
 }
 
-// All ranks of a complete graph, of which each leaves after its last batch: what it has shown last is used once more.
+// All ranks of a complete graph, each of which leaves after its last batch: its last shown values are used once more.
 TEST(Decentralized, BEY03_a_rank_without_batches_leaves_and_the_mean_is_over_the_others) {
   const int ranks = group().size();
   std::vector<Mlp> models;

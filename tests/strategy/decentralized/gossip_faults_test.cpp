@@ -9,7 +9,7 @@
 namespace shoal::test {
 namespace {
 
-// `then`: what a new process in the victim's place does when the victim has ended.
+// then: what a new process does in the victim's place once the victim has ended.
 std::vector<Ended> train(const std::string& fault, int victim, const std::string& topology,
                          const std::string& transport, const std::string& then = "", int size = 4) {
   const auto port = std::to_string(free_port());
@@ -29,7 +29,7 @@ std::vector<Ended> train(const std::string& fault, int victim, const std::string
                          {"MASTER_PORT", port},
                          {"OMP_NUM_THREADS", "1"}}});
   }
-  if (fault == "none") {  // one more, which wants to be the victim while that is there
+  if (fault == "none") {  // one more process, which wants the victim's place too early
     commands.push_back(commands[victim]);
     commands.back().arguments[1] = "still_there";
   }
@@ -47,7 +47,7 @@ double number(const Ended& rank, const std::string& key) {
   return text.empty() || text == "?" ? -1 : std::stod(text);
 }
 
-// The loss that ranks reach when nothing happens; untrained it is above 0.45.
+// Loss that ranks reach without a fault; untrained it is above 0.45.
 constexpr double trained_loss = 0.3;
 
 class GossipFaults : public testing::TestWithParam<std::string> {};
@@ -97,7 +97,7 @@ TEST_P(GossipFaults, DEC17_a_rank_that_pauses_is_left_out_and_comes_back) {
     left_out += number(rank, "skipped") + number(rank, "older");
   }
   EXPECT_GT(left_out, 0);
-  // Neighbours wait 0.4 s once for what they read of it and once for what it should read, and not at every step.
+  // Neighbours wait 0.4 s once as readers and once as writers, and not in every step.
   EXPECT_LT(number(ended[3], "seconds"), number(ended[1], "seconds") + 1);
 }
 
@@ -111,8 +111,8 @@ TEST_P(GossipFaults, DEC17_a_new_process_takes_the_place_of_a_rank_that_was_kill
       EXPECT_EQ(text_of(one, "removed"), "") << one.output;
       EXPECT_EQ(text_of(one, "rejoined"), rank == victim ? "" : std::to_string(victim)) << one.output;
       EXPECT_EQ(text_of(one, "mean"), text_of(ended[0], "mean"));
-      // It has added 400 to its own after it had shown them; half of that, what its own weight leaves, is what all four
-      // share.
+      // It added 400 to its own values after showing them; half of that, which its own weight leaves, is shared by all
+      // four.
       EXPECT_NEAR(number(one, "bias"), 50, 2) << one.output;
       EXPECT_LT(number(one, "distance"), 1e-6) << one.output;
     }

@@ -25,7 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t fateful = 20;  // the step in which something happens
+constexpr int64_t fateful = 20;  // step of the fault
 constexpr double shift = 400;
 
 void sleep_ms(int milliseconds) {
@@ -40,7 +40,7 @@ void train(const std::string& fault, int victim, const std::string& topology, co
   const auto world = init(options);
   const bool here = world.rank() == victim;
   auto model = test::seeded(1);
-  // Long runs rest after 20 steps, so that what a rank adds to its parameters afterwards can be found in all of them.
+  // Long runs have rate zero after 20 steps, so that later additions of one rank can be found in all ranks' parameters.
   const bool is_long = fault == "kill_long" || fault == "again";
   const ScheduleOf rest = [](torch::optim::Optimizer& optimizer) {
     return std::make_unique<LambdaLR>(optimizer, [](int64_t done) { return done < fateful ? 1.0 : 0.0; });
@@ -71,7 +71,7 @@ void train(const std::string& fault, int victim, const std::string& topology, co
     fmt::print("step={} state={:.4g}\n", parallel.step(), momentum);
   }
   const auto start = Clock::now();
-  // All count the new process in at one step, and make as many together.
+  // All ranks include the new process from the same step on, and make the same number of steps together.
   constexpr int64_t together = 300;
   int64_t steps = fault == "again" ? parallel.step() + together : is_long ? 6000 : 120;
   for (auto step = parallel.step(); step < steps; ++step) {
@@ -96,7 +96,7 @@ void train(const std::string& fault, int victim, const std::string& topology, co
              loss, seen.exchanged, seen.skipped, seen.older, seen.newer, fmt::join(seen.removed, "+"),
              fmt::join(seen.rejoined, "+"), seconds);
   std::fflush(nullptr);
-  // Rank 0 has the store; without it the others cannot form a group.
+  // Rank 0 serves the store, without which the others cannot form a group.
   if (fault.starts_with("kill") && victim == 0) return;
   const auto before = model->third->bias.detach().mean().item<double>();
   if (fault == "uneven") return;

@@ -43,7 +43,7 @@ struct Hosts {
       {.topology = make_topology("ring", groups.across.size()), .neighbour_timeout_seconds = 0.5}};
 };
 
-// Trains 40 steps on three hosts, and saves where there is a folder; what a rank says in the end.
+// Trains 40 steps on three hosts, and saves if there is a folder; returns the rank's report.
 std::string train(const World& world, const std::vector<int>& victims, const std::string& folder = "") {
   Hosts hosts(world);
   auto& [groups, model, parallel, optimizer] = hosts;

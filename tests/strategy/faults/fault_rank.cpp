@@ -25,7 +25,7 @@ namespace {
 
 const std::vector<std::string> metric_faults{"order", "size", "dtype", "maximum", "root", "skip", "extra"};
 
-// Dies inside the collective: issued, not waited for.
+// Transport that dies inside the collective: after issue, before the wait.
 class DeadlyTransport : public Transport {
  public:
   DeadlyTransport(std::shared_ptr<Transport> inner, const bool* armed) : inner_(std::move(inner)), armed_(armed) {}
@@ -41,7 +41,7 @@ class DeadlyTransport : public Transport {
   const bool* armed_;
 };
 
-// What the ranks do together after each step; `fault` is what is wrong with it on this rank.
+// Joint work of ranks after each step; `fault` selects this rank's fault.
 void sum_metrics(const Group& group, int64_t step, const std::string& fault) {
   const Label loss{step, -1, "loss"};
   const Label accuracy{step, -1, "accuracy"};
@@ -124,6 +124,6 @@ int main(int argc, char** argv) {
   } catch (const shoal::Error& error) {
     fmt::print("error: {}\n", error.what());
     std::fflush(nullptr);
-    std::_Exit(1);  // as a program would: the group is unusable
+    std::_Exit(1);  // as a program would, because the group is unusable
   }
 }

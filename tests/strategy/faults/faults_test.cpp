@@ -51,7 +51,7 @@ struct FaultyImpl : test::MlpImpl {
   bool hooked = false;
 };
 
-// Fails to issue the reduction of a bucket when told to; what lies below stays intact.
+// Transport that fails to issue a bucket's reduction on request; the transport below stays intact.
 class FaultyTransport : public Transport {
  public:
   explicit FaultyTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
@@ -133,7 +133,7 @@ void break_and_train_on(const std::string& strategy, Point point, const std::vec
     EXPECT_NE(std::string(error.what()).find("injected"), std::string::npos) << error.what();
   }
   trainer.model->fail.reset();
-  // DistributedOptimizer sees no forward, so the rank that failed must say so; the wrappers know.
+  // DistributedOptimizer sees no forward, so that the failing rank must call abandon_step(); wrappers know.
   const bool say_so = strategy.starts_with("megatron") ? here : explicitly;
   if (say_so) trainer.training.abandon_step();
   for (const int64_t step : {20, 21, 22}) {
@@ -143,8 +143,8 @@ void break_and_train_on(const std::string& strategy, Point point, const std::vec
   EXPECT_LT(difference(trainer.model->parameters(), reference(good)), 1e-12);
 }
 
-// Sums of no_shard and of hybrid strategies go over groups of their own, whose transport this test does not hold;
-// hook_faults_test.cpp fails those of no_shard.
+// no_shard and hybrid strategies reduce over groups of their own, whose transport this test does not replace;
+// hook_faults_test.cpp covers no_shard.
 bool sums_over_its_group(const std::string& strategy) {
   return strategy != "fsdp_no_shard" && !strategy.starts_with("fsdp_hybrid");
 }
@@ -188,7 +188,7 @@ TEST_P(Faults, BEY10_an_exception_in_a_local_backward_loses_only_that_step) {
     }
   }
   trainer.model->fail.reset();
-  if (!GetParam().starts_with("megatron")) trainer.training.abandon_step();  // nothing was entered: no communication
+  if (!GetParam().starts_with("megatron")) trainer.training.abandon_step();  // nothing was begun: no communication
   trainer.step(1);
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
 }
@@ -229,7 +229,7 @@ TEST_P(Faults, dropping_a_strategy_removes_its_hooks) {
   again.step();
 }
 
-// Steps without collectives: the rank that fails takes part in exchanges all the same, with what it has.
+// Steps without collectives: the failing rank still takes part in exchanges, with its present values.
 TEST(LocalFaults, BEY10_local_updates_count_a_step_that_failed_on_a_rank) {
   for (const auto point : {Point::forward, Point::first_gradient, Point::last_gradient}) {
     const auto make = [] { return (torch::manual_seed(1), std::make_shared<FaultyImpl>()); };

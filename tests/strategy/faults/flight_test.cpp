@@ -19,7 +19,7 @@ constexpr int victim = 1;
 
 class Flights : public ::testing::TestWithParam<const char*> {
  protected:
-  // Three ranks without a launcher; something happens to rank 1 in step 3.
+  // Three ranks without a launcher; rank 1 has a fault in step 3.
   std::vector<Ended> fly(const std::string& point) {
     const auto port = std::to_string(free_port());
     std::vector<Command> commands;
@@ -111,7 +111,7 @@ TEST_P(Flights, a_step_that_was_given_up_is_a_remark) {
 
 INSTANTIATE_TEST_SUITE_P(, Flights, ::testing::Values("host", "gloo"), [](const auto& info) { return info.param; });
 
-// The records of a run without faults: one per collective, all finished, in the order of their numbers.
+// Records of a run without faults: one per collective, all finished, in the order of their numbers.
 TEST(Flight, every_operation_begins_and_ends) {
   const TempFolder folder;
   const auto ended = run_together({{{FAULT_RANK, "none", "0"}, {{"SHOAL_FLIGHT_RECORDER", folder.path()}}}}, 40);

@@ -22,7 +22,7 @@ using test::Training;
 
 const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
-// Adds up in two collectives, the second of which follows at the end of backward; fails when told to.
+// Hook that sums in two collectives, the second of which follows at the end of backward; fails on request.
 class Faulty : public SumHook {
  public:
   PendingExchange begin(const GradientBucket& bucket) override {

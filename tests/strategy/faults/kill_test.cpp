@@ -7,7 +7,7 @@
 namespace shoal::test {
 namespace {
 
-// The ranks without a launcher: nobody but the ranks themselves can notice.
+// Ranks without a launcher, so that only the ranks themselves can notice.
 std::vector<Command> ranks(int size, const std::string& point, int victim) {
   const auto port = std::to_string(free_port());
   std::vector<Command> commands;
@@ -64,7 +64,7 @@ TEST(Kill, a_stopped_rank_is_named_by_the_others) {
   EXPECT_NE(ended[0].output.find("stopped by a signal"), std::string::npos) << ended[0].output;
 }
 
-// Nobody answers any more for the store that it holds, either.
+// The store that it serves does not answer any more, either.
 TEST(Kill, a_stopped_rank_that_holds_the_store_is_named_by_the_others) {
   for (const auto* transport : {"host", "gloo"}) {
     SCOPED_TRACE(transport);

@@ -27,7 +27,7 @@ std::string odd_name() {
   return "rank " + std::to_string(group().size() - 1);
 }
 
-// Every rank calls `act`: a DisagreeError with the same sentence everywhere, in time; the world can still be used.
+// Every rank calls `act` and gets a DisagreeError with the same sentence in time; the world stays usable.
 void expect_named(const std::function<void()>& act, const std::vector<std::string>& parts) {
   group().barrier().wait();
   const auto start = std::chrono::steady_clock::now();
@@ -52,7 +52,7 @@ class Mismatch : public ::testing::Test {
   }
 };
 
-// Two layers; the odd rank's differ in what is asked for.
+// Two layers, which differ on odd ranks in the selected way.
 struct PairImpl : torch::nn::Module {
   enum Difference { none, width, order, missing, frozen, dtype };
   explicit PairImpl(Difference difference) {
@@ -145,7 +145,7 @@ TEST_F(Mismatch, BEY09_names_different_topologies) {
       {"topology", "rank 0 has ring", odd_name() + " has complete"});
 }
 
-// What ranks read of each other lies where their buckets say.
+// Ranks read each other's memory at places that their buckets define.
 TEST_F(Mismatch, BEY09_names_different_options_of_decentralised_ranks) {
   using Options = DecentralizedDataParallelOptions;
   const std::vector<std::pair<Options, std::vector<std::string>>> cases{
@@ -165,7 +165,7 @@ TEST_F(Mismatch, BEY09_names_different_options_of_decentralised_ranks) {
   }
 }
 
-// Buckets of other sizes are other operations; whoever looks at them says so in the first step.
+// Buckets of different sizes are different operations; ranks that compare them report it in the first step.
 TEST_F(Mismatch, BEY09_names_different_buckets) {
   std::vector<int> everyone(group().size());
   for (size_t rank = 0; rank < everyone.size(); ++rank) everyone[rank] = static_cast<int>(rank);
@@ -184,7 +184,7 @@ TEST_F(Mismatch, BEY09_names_different_buckets) {
       {"different operations as #", "rank 0", "called all_reduce(sum", "bucket 0: gradients of "});
 }
 
-// Equal in every number, as two agents of one kind are: only their order tells them apart.
+// Models with equal properties, such as two agents of one kind, differ only in their order.
 TEST_F(Mismatch, BEY09_names_equal_models_in_another_order) {
   std::vector<int> everyone(group().size());
   for (size_t rank = 0; rank < everyone.size(); ++rank) everyone[rank] = static_cast<int>(rank);
@@ -206,7 +206,7 @@ TEST_F(Mismatch, BEY09_names_equal_models_in_another_order) {
       {"different operations as #", "bucket 0: gradients of ", "bucket 0: model 2's gradients of "});
 }
 
-// No mismatch: the mean over ranks counts zeroes, on every rank the same.
+// No mismatch: the mean over ranks includes zeros, on all ranks alike.
 TEST_F(Mismatch, BEY09_unused_parameters_that_differ_between_ranks_and_steps_are_no_mismatch) {
   struct Branches : torch::nn::Module {
     Branches() {

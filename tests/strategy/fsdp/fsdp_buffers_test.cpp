@@ -14,7 +14,7 @@
 namespace shoal::test {
 namespace {
 
-// Two buffers of one short name, of different dtypes.
+// Two buffers with the same short name and different dtypes.
 struct BufferedImpl : torch::nn::Module {
   struct PartImpl : torch::nn::Module {
     explicit PartImpl(at::ScalarType dtype) {
@@ -58,7 +58,7 @@ TEST(Fsdp, FSDP05_checkpoints_hold_buffers_in_their_own_dtype) {
     EXPECT_EQ(part->scale.scalar_type(), at::kHalf);
     EXPECT_TRUE(at::equal(part->scale, rounded));
   }
-  group().barrier().wait();  // the folder goes with rank 0
+  group().barrier().wait();  // rank 0 removes the folder
 }
 
 }  // namespace

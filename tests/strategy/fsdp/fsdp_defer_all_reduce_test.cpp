@@ -11,7 +11,7 @@
 namespace shoal::test {
 namespace {
 
-// "Hosts" of two ranks each where the number of ranks allows it, else of one.
+// "Hosts" of two ranks each if the number of ranks is even, else of one.
 int host_size() {
   return group().size() % 2 == 0 ? 2 : 1;
 }
@@ -34,7 +34,7 @@ struct Trained {
     optimizer = std::make_unique<FullyShardedOptimizer<torch::optim::SGD>>(*parallel, sgd);
   }
 
-  // One micro-batch; weighted: by its number of samples, which differ.
+  // One micro-batch; weighted: by its number of samples, which differs between ranks.
   void run(Way way, bool last, int64_t step, int64_t micro, bool weighted = false) {
     const auto local = parallel->no_sync(way == Way::at_end && !last);
     const auto deferred = parallel->defer_all_reduce(way == Way::deferred && !last);
@@ -76,7 +76,7 @@ TEST_P(Deferred, BEY08_gradients_cross_between_hosts_once_a_step) {
     at_end.train(Way::at_end, micros);
     each.train(Way::each, micros);
     deferred.train(Way::deferred, micros);
-    // Of whole parameters each rank has some: the mean over ranks.
+    // With whole parameters each rank has some: the mean over ranks.
 
     const int64_t crosses = several_hosts() ? even_payload / host_size() : 0;
     const auto all_of_host = [&](const Trained& training, int64_t times_facts) {
@@ -102,7 +102,7 @@ TEST_P(Deferred, BEY04_weights_of_all_micro_batches_count) {
   EXPECT_LT(difference(deferred.model->parameters(), at_end.model->parameters()), 1e-12);
 }
 
-// Counts, and sums as without it.
+// Hook that counts calls, and sums as without a hook.
 struct CountingHook : SumHook {
   PendingExchange begin(const GradientBucket& bucket) override {
     ++calls;

@@ -115,7 +115,7 @@ TEST(FsdpDeferred, FSDP12_a_parameter_on_the_meta_device_is_refused_by_name) {
   }
 }
 
-// What this process's allocator has handed out, and its part of what the ranks share.
+// Bytes in use: this process's allocator, and its share of shared memory.
 double held() {
   const auto shared = static_cast<double>(state_of(group())->world->memory->bytes_in_use());
   return static_cast<double>(test::MemoryMeter::instance().live()) + shared;
@@ -142,7 +142,7 @@ void save(const FullyShardedDataParallel<NetImpl>& parallel, const std::string& 
   if (file) file->complete();
 }
 
-// Training takes 16 bytes per parameter with AdamW in float32. On N ranks no rank ever holds more than 1 / N of that
+// Training needs 16 bytes per parameter with AdamW in float32. On N ranks no rank ever holds more than 1 / N of that
 // and a few units.
 TEST(FsdpDeferred, FSDP12_a_model_of_world_size_times_a_ranks_memory_is_built_trained_and_saved) {
   test::return_freed_memory();
@@ -150,7 +150,7 @@ TEST(FsdpDeferred, FSDP12_a_model_of_world_size_times_a_ranks_memory_is_built_tr
   constexpr double unit = 4.0 * (width * width + width);
   constexpr double parameters = layers * unit / 4;
   const double ranks = group().size();
-  group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which stays
+  group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which is never freed
   auto& meter = test::MemoryMeter::instance();
   const double before = held();
   const double pages_before = static_cast<double>(test::proportional_bytes());
@@ -160,7 +160,7 @@ TEST(FsdpDeferred, FSDP12_a_model_of_world_size_times_a_ranks_memory_is_built_tr
   const auto model = make(true, layers, width);
   EXPECT_LT(static_cast<double>(meter.peak()) - live_before, 0.2 * unit) << "the scope needs no memory";
   FullyShardedDataParallel<NetImpl> parallel(model, group(), by_layer());
-  // Built: its shards of parameters, and of gradients, and no more than a unit in three forms on the way.
+  // After construction: this rank's shards of parameters and gradients; during it, at most one unit in three forms.
   const double built = static_cast<double>(meter.peak()) - live_before;
   EXPECT_LT(built, 8 * parameters / ranks + 4 * unit);
 
@@ -174,7 +174,7 @@ TEST(FsdpDeferred, FSDP12_a_model_of_world_size_times_a_ranks_memory_is_built_tr
     if (step == 10) pages = static_cast<double>(test::proportional_bytes()) - pages_before;
   }
   const double live = static_cast<double>(meter.peak()) - live_before;
-  // On their way: up to five buckets, over Gloo each with as much that arrives; three pages; a gradient.
+  // In flight: up to five buckets, over Gloo each with a receive buffer of its size; three pages; a gradient.
   const double share = 16 * parameters / ranks;
   EXPECT_LT(live, share + 16 * unit) << "by this rank's allocator";
   const double all_pages = sum_over_ranks(pages);
@@ -194,7 +194,7 @@ TEST(FsdpDeferred, FSDP12_a_model_of_world_size_times_a_ranks_memory_is_built_tr
   EXPECT_GT(static_cast<double>(file.tellg()), 4 * parameters);
 }
 
-// One step of a model, whole in this process.
+// One step of a model that is whole in this process.
 void train_whole(int64_t layers, int64_t width) {
   const auto model = make(false, layers, width);
   FusedAdamW optimizer(model->parameters(), AdamWOptions(1e-3));
@@ -202,12 +202,13 @@ void train_whole(int64_t layers, int64_t width) {
   optimizer.step();
 }
 
-// Built and trained for two steps under a limit of so many bytes, if any; whether ranks shared the parameters' memory.
+// Builds and trains for two steps under a limit of bytes, if any; returns whether ranks shared the parameters' memory.
 bool train_sharded(int64_t layers, int64_t width, std::optional<int64_t> allowed) {
   std::shared_ptr<NetImpl> model;
   std::optional<FullyShardedDataParallel<NetImpl>> parallel;
   std::optional<FullyShardedOptimizer<FusedAdamW>> optimizer;
-  std::optional<test::DataLimit> limit;  // ends first: a module that shared memory gets a whole copy of its own back
+  // Ends first, because a module from shared memory gets a whole copy of its own back.
+  std::optional<test::DataLimit> limit;
   if (allowed) limit.emplace(*allowed);
   model = make(true, layers, width);
   parallel.emplace(model, group(), by_layer());
@@ -220,16 +221,17 @@ bool train_sharded(int64_t layers, int64_t width, std::optional<int64_t> allowed
   return parallel->shared();
 }
 
-// The system gives each rank, on top of what it has, its share of what training takes and 80 MiB for units on their way
-// and the threads of the transport. Where ranks share memory, parameters and sums of gradients lie there, and the limit
-// is on what is a rank's own.
+// The system limits each rank to its present memory, its share of what training needs, and 80 MiB for units in flight
+// and the transport's threads. If ranks share memory, parameters and sums of gradients lie there, and the limit applies
+// to the rank's own memory.
 TEST(FsdpDeferred, FSDP12_a_model_that_the_systems_limit_keeps_from_being_whole_is_built_and_trained) {
   if (group().size() == 1) GTEST_SKIP() << "nobody to share it with";
   if (test::counts_freed_memory) GTEST_SKIP() << "the address sanitizer takes memory of its own";
   test::return_freed_memory();
   constexpr int64_t layers = 512, width = 320;
   constexpr int64_t parameters = layers * (width * width + width);
-  const bool shared = train_sharded(2, width, std::nullopt);  // makes threads and staging buffers, which stay
+  // Makes threads and staging buffers, which are never freed.
+  const bool shared = train_sharded(2, width, std::nullopt);
   train_whole(2, width);
   const int64_t allowed = (shared ? 8 : 16) * parameters / group().size() + (80 << 20);
   {

@@ -19,7 +19,7 @@ int64_t gathers(const CallLog& log) {
   return count;
 }
 
-// In three units of which one may be in memory.
+// Three units, of which one may be in memory.
 std::vector<int64_t> gathers_of_steps(Options options, int steps) {
   options.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>();
   options.unit_limit = 1;
@@ -60,7 +60,7 @@ TEST(FsdpGathers, FSDP01_hybrid_shard_grad_op_trains_as_one_process) {
       make_mlp, [](auto& model, MlpImpl&, const at::Tensor& x) { return mean_loss(model.forward(x)); }, options);
 }
 
-// Four layers that say when they are there, before they compute, and when they have been used.
+// Four layers that report when they are in memory, before they compute, and when they have been used.
 struct ProbedImpl : torch::nn::Module {
   ProbedImpl() {
     for (const auto* name : {"a", "b", "c", "d"}) layers.push_back(register_module(name, torch::nn::Linear(5, 5)));
@@ -108,14 +108,14 @@ TEST(FsdpGathers, FSDP08_prefetch_units_says_how_many_gathers_are_ahead_of_use) 
       return counts;
     };
     const int64_t n = static_cast<int64_t>(ahead);
-    // After each layer of forward, before backward, and after it: forward gathers 4 units, backward 2: the last is
-    // there, the first it does not need.
+    // After each layer of forward, before and after backward: forward gathers 4 units, backward 2, because the last one
+    // is still in memory and the first one is not needed.
     EXPECT_EQ(step(), (std::vector<int64_t>{1, 2, 3, 4, 4, 6})) << "the first pass knows no order";
     EXPECT_EQ(before, (std::vector<int64_t>{1, 2, 3, 4}));
     for (int pass = 0; pass < 2; ++pass) {
       const auto seen = step();
       EXPECT_EQ(before, std::vector<int64_t>(seen.begin(), seen.begin() + 4)) << "gathers begin before the computation";
-      // Two ahead, the gathers of backward begin while their units are there yet, one of them in vain.
+      // With two ahead, backward's gathers begin while their units are still in memory, one of them in vain.
       if (ahead == 2) {
         EXPECT_EQ(std::vector<int64_t>(seen.begin(), seen.begin() + 2), (std::vector<int64_t>{3, 4}));
       } else {

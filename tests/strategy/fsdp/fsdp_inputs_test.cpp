@@ -30,7 +30,7 @@ namespace {
 struct TakesAllImpl : torch::nn::Module {
   TakesAllImpl() { weight = register_parameter("weight", at::ones({3})); }
 
-  // Adds up what has the weight's dtype; counts what has another one.
+  // Sums tensors of the weight's dtype, and counts tensors of other dtypes.
   at::Tensor forward(const at::Tensor& bare, const std::vector<at::Tensor>& list,
                      const std::map<std::string, std::vector<at::Tensor>>& map,
                      std::tuple<at::Tensor, std::pair<int, at::Tensor>> tuple, const std::optional<at::Tensor>& maybe,
@@ -77,7 +77,7 @@ TEST(Fsdp, FSDP05_inputs_in_containers_and_structs_are_cast_and_the_callers_obje
   }
 }
 
-// Objects that the caller could change, and tensors in place.
+// Forward that changes objects of the caller, and tensors in place.
 struct WritesImpl : torch::nn::Module {
   WritesImpl() { weight = register_parameter("weight", at::ones({3})); }
   at::Tensor forward(at::Tensor& x) {

@@ -50,7 +50,7 @@ TEST(Fsdp, an_optimizer_that_outlives_its_wrapper_applies_what_has_been_summed_u
     optimizer.step();
     optimizer.zero_grad();
     EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12);
-    // From now on backwards are the caller's own.
+    // From now on, the caller runs backwards without the wrapper.
     loss_of(*model).backward();
     EXPECT_TRUE(model->first->weight.grad().defined());
     EXPECT_THAT(refusal([&] { optimizer.step(); }),
@@ -59,7 +59,7 @@ TEST(Fsdp, an_optimizer_that_outlives_its_wrapper_applies_what_has_been_summed_u
   }
 }
 
-// After each, the parameters are the module's own again, where they are all in memory.
+// After each order, the parameters are the module's own again, if all were in memory.
 TEST(Fsdp, wrapper_and_optimizer_may_go_in_any_order_and_at_any_time) {
   for (const auto& options : strategies()) {
     for (const bool optimizer_first : {true, false}) {
@@ -132,7 +132,7 @@ TEST(Fsdp, unwrap_gives_the_module_its_parameters_back_and_nothing_of_the_wrappe
   }
 }
 
-// The module, too, while autograd's graph is there.
+// Also destroys the module while autograd's graph exists.
 TEST(Fsdp, a_graph_may_outlive_all_of_them) {
   for (const auto& options : strategies()) {
     at::Tensor loss;

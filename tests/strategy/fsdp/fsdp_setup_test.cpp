@@ -48,7 +48,7 @@ TEST(Fsdp, options_are_compared_over_all_ranks) {
   EXPECT_THAT(refused({.auto_wrap_policy = last ? wrap_names({"first"}) : wrap_names({"second"})}), HasSubstr("unit"));
 }
 
-// Where each rank is a shard group of its own, and where there are two.
+// With one shard group per rank, and with two shard groups.
 TEST(Fsdp, optimizers_are_compared_over_all_ranks) {
   if (group().size() == 1) GTEST_SKIP() << "no peers";
   const bool last = group().rank() == group().size() - 1;
@@ -88,7 +88,7 @@ TEST(Fsdp, FSDP10_what_a_wrapper_of_a_part_ignores_the_outer_one_ignores_as_well
   EXPECT_EQ(outer.units(), (Units{{"first.weight", "first.bias"}, {"third.weight", "third.bias"}}));
   mean_loss(outer.forward(batch(group().rank(), 0))).backward();
   EXPECT_TRUE(model->second->weight.grad().defined()) << "nobody has taken it";
-  // Wrappers side by side, or around, do not count: what one ignores another may take.
+  // Wrappers beside or around it do not matter: one may shard what another ignores.
   const auto other = make_mlp();
   FullyShardedDataParallel<MlpImpl> around(other, group(), {.ignored_modules = {"second"}});
   FullyShardedDataParallel<torch::nn::LinearImpl> part(other->second.ptr(), group());

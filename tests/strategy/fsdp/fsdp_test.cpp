@@ -93,14 +93,14 @@ TEST(Fsdp, FSDP21_weights_may_be_read_outside_forward_twice_and_in_the_loss) {
   });
 }
 
-// A method of its own, not forward.
+// Reads weights in a method other than forward.
 TEST(Fsdp, FSDP21_weights_may_be_read_in_a_method_of_ones_own) {
   expect_equal_training<MlpImpl>(make_mlp, [](auto&, MlpImpl& module, const at::Tensor& x) {
     return torch::tanh(module.second(torch::tanh(module.first(x)))).pow(2).mean() + module.third->bias.sum();
   });
 }
 
-// Recomputes a block in backward instead of keeping what it computed.
+// Recomputes a block in backward instead of storing its activations.
 struct Recomputed : torch::autograd::Function<Recomputed> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, torch::nn::Linear block) {
     context->save_for_backward({x});
@@ -188,7 +188,7 @@ TEST(Fsdp, FSDP18_what_is_written_in_summon_full_params_is_seen_everywhere) {
     parallel->first->bias.fill_(7);
   }
   EXPECT_EQ(bias().sum().item<double>(), 112);
-  // And the optimizer goes on from there.
+  // The optimizer continues from there.
   FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, SGDOptions(0.5));
   parallel->first->bias.sum().backward();
   optimizer.step();

@@ -76,7 +76,7 @@ TEST(Fsdp, FSDP05_parameters_of_16_bits_have_float32_copies_where_they_are_updat
     optimizer.step();
     optimizer.zero_grad();
   }
-  // Steps far below what bfloat16 can show have added up.
+  // Steps too small for bfloat16 have accumulated.
   const auto after = parallel.full_state_dict();
   const auto moved = (after.at("third.bias") - start.at("third.bias")).abs().max().item<double>();
   EXPECT_GT(moved, 0);
@@ -85,7 +85,7 @@ TEST(Fsdp, FSDP05_parameters_of_16_bits_have_float32_copies_where_they_are_updat
   EXPECT_TRUE(at::equal(parallel->third->bias, after.at("third.bias").to(at::kBFloat16)));
 }
 
-// Two buffers of one short name, of different dtypes.
+// Two buffers with the same short name and different dtypes.
 struct TwoBuffersImpl : torch::nn::Module {
   struct PartImpl : torch::nn::Module {
     explicit PartImpl(at::ScalarType dtype) {
@@ -162,7 +162,7 @@ TEST(Fsdp, FSDP09_ranks_that_use_units_in_different_orders_are_told_if_they_want
   }
 }
 
-// Gradients whole on every rank until the last micro-batch, or each one divided at once: memory is the difference.
+// Gradients whole on every rank until the last micro-batch, or each reduce-scattered at once: only memory differs.
 TEST(Fsdp, FSDP15_micro_batches_add_up_with_and_without_no_sync) {
   for (const bool whole_gradients : {true, false}) {
     FullyShardedDataParallel<MlpImpl> parallel(make_mlp(), group(), by_layer());
@@ -226,7 +226,7 @@ TEST(Fsdp, FSDP17_state_goes_to_other_strategies_and_back) {
   FullyShardedOptimizer<torch::optim::AdamW> whole_optimizer(whole_run, options);
   train(whole_run, whole_optimizer, 0, 6);
 
-  // Sharded, then replicated, then sharded again, in other units.
+  // Sharded, then replicated, then sharded again with other units.
   FullyShardedDataParallel<MlpImpl> first(make_mlp(), group(), by_layer());
   FullyShardedOptimizer<torch::optim::AdamW> first_optimizer(first, options);
   train(first, first_optimizer, 0, 2);

@@ -38,7 +38,7 @@ struct NormedImpl : torch::nn::Module {
   bool fail = false;
 };
 
-// The mean over ranks of floating-point buffers, in one collective; the others stay as they are.
+// Mean of floating-point buffers over ranks, in one collective; other buffers are not changed.
 class Averaging : public BufferHook {
  public:
   PendingExchange begin(const Group& among, const std::vector<NamedBuffer>& buffers, int lead,
@@ -65,7 +65,7 @@ class Averaging : public BufferHook {
   std::vector<int> leads;
 };
 
-// Statistics of one rank after its forward in `step`, from `before`.
+// Statistics of one rank after its forward in `step`, starting from `before`.
 at::Tensor updated(const at::Tensor& mean, NormedImpl& model, int rank, int64_t step) {
   const torch::NoGradGuard no_grad;
   return 0.9 * mean + 0.1 * model.linear(batch(rank, step)).mean(0);

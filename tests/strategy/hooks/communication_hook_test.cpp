@@ -32,7 +32,7 @@ Training<test::MlpImpl> make(const std::string& strategy, std::shared_ptr<Commun
                                                           {.bucket_mb = 1e-3, .hook = std::move(hook)});
 }
 
-// Each rank's gradients of the first step, divided by the number of ranks.
+// Each rank's gradients in the first step, divided by the number of ranks.
 std::vector<std::vector<at::Tensor>> shares() {
   std::vector<std::vector<at::Tensor>> all;
   for (int rank = 0; rank < group().size(); ++rank) {
@@ -44,8 +44,8 @@ std::vector<std::vector<at::Tensor>> shares() {
   return all;
 }
 
-// What a sum in 16 bits leaves of a step: ranks are added up in order, in float32, and rounded once. Those that shard a
-// model among them are added up before, exactly.
+// Gradients after a 16-bit sum: ranks are summed in order, in float32, and rounded once. Ranks that share a model are
+// summed before, exactly.
 std::vector<at::Tensor> after_a_step_in(at::ScalarType dtype, int sharing) {
   const auto given = shares();
   auto parameters = test::seeded(3)->parameters();
@@ -64,7 +64,7 @@ std::vector<at::Tensor> after_a_step_in(at::ScalarType dtype, int sharing) {
 
 class Hooks : public testing::TestWithParam<std::string> {
  protected:
-  // Ranks that add up before the hook does.
+  // Number of ranks that are summed before the hook.
   int sharing() const { return GetParam() == "fsdp_hybrid" && group().size() > 2 && group().size() % 2 == 0 ? 2 : 1; }
 };
 
@@ -117,7 +117,7 @@ TEST_P(Hooks, FSDP14_the_sum_hook_gives_the_strategys_own_bits) {
   for (size_t i = 0; i < results[0].size(); ++i) EXPECT_TRUE(at::equal(results[0][i], results[1][i])) << i;
 }
 
-// Bytes of collectives of buckets in the second step: after buckets have been rebuilt.
+// Bytes of bucket collectives in the second step, after buckets were rebuilt.
 int64_t bucket_bytes(const std::string& strategy, std::shared_ptr<CommunicationHook> hook) {
   auto log = std::make_shared<CallLog>();
   torch::manual_seed(3);
@@ -145,7 +145,7 @@ TEST_P(Hooks, FSDP14_compression_halves_the_bytes_of_buckets) {
   }
 }
 
-// Notes what it sees, and sums up as the strategy would.
+// Hook that records its input, and sums like the strategy.
 class Observer : public SumHook {
  public:
   PendingExchange begin(const GradientBucket& bucket) override {
@@ -185,7 +185,7 @@ TEST_P(Hooks, FSDP14_a_users_hook_sees_every_gradient_once_and_keeps_state) {
   std::map<std::string, int64_t> seen = hook->elements;
   const bool parts_only = GetParam() == "fsdp_hybrid" && group().size() > 2;
   for (const auto& entry : training.model->named_parameters()) {
-    // Between hosts a rank sums up its part alone.
+    // Between hosts, a rank sums its own part only.
     if (parts_only) {
       EXPECT_LE(seen[entry.key()], steps * entry.value().numel()) << entry.key();
     } else {

@@ -102,7 +102,7 @@ at::Tensor slope(int rank) {
   return batch(rank, 7, 0, 1, 1000).view({-1});
 }
 
-// The weight after steps of equal gradients and a rate of 1: minus their sum.
+// Weight after steps with equal gradients and a rate of 1: minus their sum.
 at::Tensor sum_of_steps(const std::string& strategy, const QuantizeOptions& options, int steps) {
   auto training = Training<SlopeImpl>::make<torch::optim::SGD>(strategy, std::make_shared<SlopeImpl>(), group(),
                                                                torch::optim::SGDOptions(1.0),
@@ -184,7 +184,7 @@ INSTANTIATE_TEST_SUITE_P(Strategies, LossyHooks,
                          testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_no_shard", "fsdp_hybrid"),
                          [](const auto& info) { return info.param; });
 
-// Pairs of ranks where they come out even, else each alone.
+// Pairs of ranks if the number of ranks is even, else single ranks.
 int local_size() {
   return group().size() % 2 == 0 && group().size() > 2 ? 2 : 1;
 }
@@ -226,7 +226,7 @@ TEST(PostLocalSgd, DDP11_equals_groups_that_train_apart_and_meet) {
   EXPECT_EQ(averages, 3);
 }
 
-// Averaged over the sub-groups, their gradients are the exact weighted mean.
+// Averaged over the subgroups, the gradients are the exact weighted mean.
 TEST(PostLocalSgd, BEY04_weights_hold_over_all_groups) {
   std::vector<int> mine{group().rank()};
   auto training = Training<SlopeImpl>::make<torch::optim::SGD>(

@@ -26,7 +26,7 @@ using test::MlpImpl;
 using test::Training;
 using Hook = std::shared_ptr<CommunicationHook>;
 
-// Like noise, but equal in every language; see power_sgd.py.
+// Noise-like values that are the same in every language; see power_sgd.py.
 at::Tensor fill(at::IntArrayRef shape, double phase) {
   auto values = at::empty(shape, at::kDouble);
   auto* value = values.data_ptr<double>();
@@ -44,7 +44,7 @@ std::shared_ptr<MlpImpl> model_of_the_curves() {
   return model;
 }
 
-// Trains as power_sgd.py does; `apart`: by how much the curve must differ from the one without a hook.
+// Trains as power_sgd.py does. apart: minimum difference from the curve without a hook.
 void expect_curve(const std::shared_ptr<MlpImpl>& model, const Hook& hook, const std::vector<double>& expected,
                   double apart) {
   auto training = Training<MlpImpl>::make<torch::optim::SGD>(
@@ -117,7 +117,7 @@ TEST(PowerSgd, DDP11_with_full_rank_it_equals_the_plain_sum) {
   }
 }
 
-// Columns made orthonormal one after the other.
+// Orthonormalises columns one after the other.
 at::Tensor gram_schmidt(const at::Tensor& columns) {
   auto result = columns.clone();
   for (int64_t i = 0; i < result.size(1); ++i) {
@@ -128,7 +128,7 @@ at::Tensor gram_schmidt(const at::Tensor& columns) {
   return result;
 }
 
-// Every rank's tensor.
+// All-gathers the ranks' tensors.
 std::vector<at::Tensor> of_all_ranks(const at::Tensor& own) {
   auto all = at::empty({group().size() * own.numel()}, own.options());
   group().all_gather(all, own.contiguous().view({-1})).wait();
@@ -142,7 +142,7 @@ TEST(PowerSgd, DDP11_a_step_equals_the_one_by_hand) {
   auto training = make("ddp", hook);
   for (int64_t step = 0; step < 3; ++step) train(training, step);
   const auto before = hook->state();
-  // Everybody's gradients of the next step.
+  // All ranks' gradients of the next step.
   std::vector<std::map<std::string, at::Tensor>> gradients(group().size());
   for (int rank = 0; rank < group().size(); ++rank) {
     training.model->zero_grad();
@@ -186,7 +186,7 @@ TEST(PowerSgd, DDP11_a_step_equals_the_one_by_hand) {
   }
 }
 
-// Bytes of the collectives of buckets in step `step`.
+// Bytes of bucket collectives in step `step`.
 int64_t bucket_bytes(const Hook& hook, int64_t step) {
   auto log = std::make_shared<CallLog>();
   auto training = make("ddp", hook, group().recorded(log), at::kFloat);

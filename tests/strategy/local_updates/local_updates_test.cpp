@@ -28,7 +28,7 @@ struct Injected : std::runtime_error {
   Injected() : std::runtime_error("injected") {}
 };
 
-// A model under LocalUpdates.
+// Model under LocalUpdates.
 struct Trainer {
   explicit Trainer(const Options& options, int seed = 1 + group().rank(), const Group& over = group())
       : model(seeded(seed)), optimizer(test::two_rates(model)), local(model, *optimizer, over, options) {}
@@ -189,7 +189,7 @@ TEST(LocalUpdates, BEY22_a_narrow_dtype_rounds_the_movement_alone) {
   for (size_t i = 0; i < start.size(); ++i) {
     const auto a = exact.model->parameters()[i].detach();
     const auto b = rounded.model->parameters()[i].detach();
-    // Ranks move about as far as each other.
+    // Ranks move by about the same distance.
     const double moved = (a - start[i].detach()).abs().max().item<double>();
     EXPECT_LT((a - b).abs().max().item<double>(), moved / 16) << i;
     EXPECT_GT((a - b).abs().max().item<double>(), 0) << i;

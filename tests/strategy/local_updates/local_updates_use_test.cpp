@@ -29,7 +29,7 @@ using test::seeded;
 using testing::HasSubstr;
 using Options = LocalUpdatesOptions;
 
-// Two names for one weight.
+// Model with two names for one weight.
 struct TiedImpl : torch::nn::Module {
   explicit TiedImpl(const at::Tensor& weight) { register_parameter("weight", weight); }
 };
@@ -53,7 +53,7 @@ struct OddImpl : torch::nn::Module {
     running = register_buffer("running", at::zeros({3}, at::kDouble));
     count = register_buffer("count", at::zeros({1}, at::kLong));
   }
-  // Each dtype in a term of its own, so that one's rounding is not the other's.
+  // Each dtype has its own term, so that their rounding is independent.
   at::Tensor forward(at::Tensor x) {
     const auto level = x.mean();
     x = torch::tanh(at::linear(torch::tanh(tied(x)), tied->weight.t()));
@@ -169,7 +169,7 @@ TEST(LocalUpdatesUse, BEY22_an_exchange_may_drop_the_inner_state) {
   }
 }
 
-// Any of the methods, with something on its way at every step.
+// All methods, with an exchange in flight at every step.
 std::vector<Options> resumed() {
   std::vector<Options> list;
   for (const auto& outer : std::vector<decltype(Options::outer)>{Averaging{}, SlowMo{}, OuterNesterov{}}) {
@@ -210,7 +210,7 @@ TEST(LocalUpdatesUse, BEY22_goes_on_from_its_state_to_the_last_bit) {
       local->zero_grad();
       uninterrupted.step();
       uninterrupted.zero_grad();
-      // Gloo's sums depend on where in a bucket of the warm-up a gradient lies.
+      // Gloo's sums depend on a gradient's place in a bucket of the warm-up.
       ASSERT_LE(difference(model->parameters(), other->parameters()), group().transport() == "gloo" ? 1e-12 : 0)
           << step;
     }

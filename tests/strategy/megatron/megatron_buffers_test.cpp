@@ -144,11 +144,11 @@ TEST(Megatron, MEG06_declared_gradients_are_summed_over_their_group_first) {
   group().all_reduce(sum, ReduceOp::sum).wait();
   const auto before = model->third->bias.detach().clone();
   optimizer.step();
-  // The mean over ranks of what is the same sum on every rank.
+  // The mean over ranks of a sum that is the same on every rank.
   EXPECT_LT(difference({model->third->bias}, {before - 0.1 * sum}), 1e-12);
 }
 
-// What a rank's own backwards have left is in main_grad() alone, and may be changed there; grad() drops or zeroes it.
+// Gradients of a rank's own backwards are in main_grad() only, and may be changed there; grad() drops or zeroes them.
 TEST(Megatron, MEG06_before_the_reduction_main_grad_holds_this_ranks_own_gradients) {
   const auto value = [](const at::Tensor& parameter) { return parameter.detach().clone(); };
   for (const bool set_to_none : {true, false}) {
@@ -234,7 +234,7 @@ TEST(Megatron, MEG14_parameters_come_in_during_the_next_forward) {
   }
 }
 
-// Bytes per parameter that this rank holds beside activations, and what a later step takes on top of it.
+// Bytes per parameter on this rank without activations, and the peak of a later step above that.
 struct Bytes {
   double held, step;
 };
@@ -243,7 +243,7 @@ Bytes bytes_per_parameter(at::ScalarType dtype, bool fp32_gradients, bool reuse)
   constexpr int64_t width = 512;
   auto& meter = MemoryMeter::instance();
   group().broadcast(at::zeros({1000}), 0).wait();
-  // Gloo's threads let go of the last operation's tensors a little later.
+  // Gloo's threads release the last operation's tensors a little later.
   const auto settle = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
   settle();
   const auto shared = [] { return static_cast<int64_t>(state_of(group())->world->memory->bytes_in_use()); };
@@ -276,7 +276,7 @@ TEST(Megatron, MEG15_bytes_per_parameter_are_what_the_method_promises) {
   const auto held = [](at::ScalarType dtype, bool fp32_gradients) {
     return bytes_per_parameter(dtype, fp32_gradients, /*reuse=*/false).held;
   };
-  // Parameters that exist once per host are counted by nobody's allocator.
+  // Parameters that exist once per host are in no allocator's count.
   const double once = group().transport() == "host" ? 0 : 1;
   EXPECT_NEAR(held(at::kFloat, false), once * 4 + 4 + 8 / n, 0.05 * (8 + 8 / n));
   EXPECT_NEAR(held(at::kBFloat16, true), once * 2 + 4 + 12 / n, 0.05 * (6 + 12 / n));
@@ -286,7 +286,7 @@ TEST(Megatron, MEG15_bytes_per_parameter_are_what_the_method_promises) {
 
 TEST(MegatronGather, MEG08_memory_measured_both_ways) {
   const double n = group().size();
-  // A buffer of parameters exists once per host, and is counted by nobody's allocator.
+  // A parameter buffer exists once per host, and is in no allocator's count.
   const double once = group().transport() == "host" ? 0 : 1;
   struct Way {
     at::ScalarType dtype;
@@ -302,7 +302,7 @@ TEST(MegatronGather, MEG08_memory_measured_both_ways) {
       const double expected = reuse ? formula : formula - (1 - once) * way.parameter;
       EXPECT_NEAR(bytes.held, expected, 0.05 * formula) << (reuse ? "in the gradients' memory" : "in a buffer");
       if (group().transport() == "gloo") continue;  // stages what it gathers
-      // Gradients of 16 bits are widened, and those of the rank's range alone.
+      // 16-bit gradients are widened to float32, in the rank's own range only.
       const double widened = way.gradient < 4 ? 4 / n : 0;
       EXPECT_LT(bytes.step, widened + 0.05) << "neither the gather nor the copies take memory";
     }

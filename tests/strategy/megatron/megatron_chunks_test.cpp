@@ -14,7 +14,7 @@
 namespace shoal::test {
 namespace {
 
-// A model whose layers are chunks.
+// Model whose layers are chunks.
 struct Chunked {
   explicit Chunked(const DistributedOptimizerOptions& options)
       : model(seeded(1)),
@@ -23,7 +23,7 @@ struct Chunked {
   Sgd optimizer;
 };
 
-// Forward and backward of a micro-batch in pieces, as a pipeline has it: each chunk in a backward of its own.
+// Forward and backward of a micro-batch in pieces, as in a pipeline: each chunk has a backward of its own.
 void backward_in_pieces(Mlp& model, const at::Tensor& x, double scale) {
   const auto a = torch::tanh(model->first(x));
   const auto a_in = a.detach().requires_grad_(true);
@@ -34,7 +34,7 @@ void backward_in_pieces(Mlp& model, const at::Tensor& x, double scale) {
   a.backward(a_in.grad());
 }
 
-// The order of calls of Megatron-LM's training loop.
+// Megatron-LM's order of calls in training.
 TEST(MegatronChunks, MEG09_each_chunk_in_a_backward_of_its_own) {
   for (const bool overlap : {true, false}) {
     for (const bool gather_late : {false, true}) {
@@ -61,7 +61,7 @@ TEST(MegatronChunks, MEG09_each_chunk_in_a_backward_of_its_own) {
   }
 }
 
-// All micro-batches' forwards first, then backwards, chunk after chunk: only the last of each is summed up.
+// All forwards of the micro-batches, then backwards chunk after chunk: only each chunk's last one is reduced.
 TEST(MegatronChunks, MEG09_chunks_end_their_micro_batches_one_after_the_other) {
   Chunked here({});
   auto reference = seeded(1);
@@ -93,7 +93,7 @@ TEST(MegatronChunks, MEG09_chunks_end_their_micro_batches_one_after_the_other) {
   }
 }
 
-// The first chunk rests on some ranks, and in step 2 on all: then nothing may move it, neither momentum nor old sums.
+// The first chunk is unused on some ranks, and in step 2 on all: then neither momentum nor old sums may move it.
 TEST(MegatronChunks, MEG09_a_chunk_that_ranks_did_not_run_gets_the_others_gradients_or_rests) {
   const auto runs = [](int rank, int64_t step) { return step != 2 && (rank + step) % 2 == 0; };
   const auto forward = [&](Mlp& model, const at::Tensor& x, bool run) {
@@ -122,7 +122,7 @@ TEST(MegatronChunks, MEG09_a_chunk_that_ranks_did_not_run_gets_the_others_gradie
   }
 }
 
-// One backward; on some ranks the last chunk's buffer is full only at its end. Its collectives leave first all the same.
+// One backward; on some ranks the last chunk's buffer is full only at its end, but its collectives are issued first.
 TEST(MegatronChunks, BEY02_chunks_leave_in_one_order_whatever_ranks_use) {
   const auto forward = [](torch::nn::Linear& low, Mlp& high, const at::Tensor& x, bool all) {
     const auto y = torch::tanh(high->second(torch::tanh(high->first(low(x)))));
@@ -194,7 +194,7 @@ TEST(MegatronChunks, MEG09_a_parameter_in_two_chunks_is_refused_by_name) {
               Sgd optimizer({model.ptr(), model.ptr()}, sgd, group());
             }).find("also chunk1.first.weight"),
             std::string::npos);
-  // One of the two has it.
+  // One of the two chunks has it.
   Sgd optimizer({model.ptr(), other.ptr()}, sgd, group(), {.ignored = {"chunk1.0.weight", "chunk1.0.bias"}});
   EXPECT_EQ(optimizer.state_dict().count("chunk0.second.weight"), 1U);
   EXPECT_EQ(optimizer.state_dict().count("chunk1.0.weight"), 0U);
@@ -216,7 +216,7 @@ TEST(MegatronChunks, MEG09_names_of_one_chunk_or_of_all_may_be_ignored) {
             std::string::npos);
 }
 
-// What Megatron-LM's build_model_gbuf_param_range_map() says, from where parameters lie in the whole buffer.
+// Result of Megatron-LM's build_model_gbuf_param_range_map(), computed from the parameters' places in the buffer.
 TEST(MegatronChunks, MEG03_local_ranges_are_within_the_ranks_view) {
   torch::manual_seed(11);
   const int n = group().size();
@@ -282,12 +282,12 @@ TEST(MegatronChunks, MEG10_float32_norms_in_a_float16_model_are_scaled_along) {
   EXPECT_EQ(model->norm.scalar_type(), at::kFloat);
   EXPECT_LT(difference({model->norm}, {reference->norm}), 1e-3);
   EXPECT_LT(difference({model->first->weight}, {reference->first->weight}), 5e-3);
-  // A chunk of its own, too.
+  // The same with separate chunks.
   auto half = seeded_as(at::kHalf), wide = seeded_as(at::kFloat);
   Sgd both({half.ptr(), wide.ptr()}, SGDOptions(0.1), group(), {.scaler = GradScalerOptions{}});
 }
 
-// Collects what is warned.
+// Collects warnings.
 class Warnings : public c10::WarningHandler {
  public:
   Warnings() : guard_(this) {}

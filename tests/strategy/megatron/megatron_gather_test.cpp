@@ -28,7 +28,7 @@ using torch::optim::AdamWOptions;
 
 using Optimizer = DistributedOptimizer<FusedAdamW>;
 
-// Parameters of every layout, one of another dtype, and a layer that a forward may leave out.
+// Parameters of every layout, one of another dtype, and a layer that forward may skip.
 struct MixedImpl : torch::nn::Module {
   explicit MixedImpl(at::ScalarType dtype) {
     torch::manual_seed(5);
@@ -80,7 +80,7 @@ struct Trained {
         dtype(it.dtype),
         optimizer(model, AdamWOptions(1e-2), group(), options_of(it, reuse)) {}
 
-  // Ranks use different layers; in some steps none uses the layer in the middle.
+  // Ranks use different layers; in some steps no rank uses the middle one.
   void step(int64_t number) {
     for (const int micro : {0, 1}) {
       const auto local = optimizer.no_sync(micro == 0);
@@ -110,7 +110,7 @@ TEST(MegatronGather, MEG08_bits_are_those_of_parameters_in_a_buffer) {
           for (int64_t step = 0; step < 4; ++step) {
             here.step(step);
             reference.step(step);
-            // Looking at them brings them all in; what a forward leaves out must come in without.
+            // Reading parameters gathers all of them; those that a forward skips must be gathered without that.
             if (gather && step < 3) continue;
             for (const auto& named : reference.model->named_parameters()) {
               ASSERT_TRUE(at::equal(here.model->named_parameters()[named.key()], named.value()))
@@ -143,7 +143,7 @@ TEST(MegatronGather, MEG08_a_step_that_updates_nothing_leaves_parameters_and_sum
   EXPECT_FALSE(at::equal(model->first->weight, before));
 }
 
-// Otherwise sums add up until zero_grad().
+// Otherwise sums accumulate until zero_grad().
 TEST(MegatronGather, MEG08_sums_that_a_step_has_overwritten_are_not_used_again) {
   auto model = seeded(1);
   Optimizer optimizer(model, AdamWOptions(1e-2), group(), {.reuse_grad_buf_for_param_gather = true});
@@ -159,7 +159,7 @@ TEST(MegatronGather, MEG08_sums_that_a_step_has_overwritten_are_not_used_again) 
   train(2);
 }
 
-// What each way communicates and where, for a model of one dtype.
+// Communication of each way, and its memory, for a model of one dtype.
 TEST(MegatronGather, MEG08_one_gather_per_buffer_in_the_gradients_memory) {
   for (const bool overlap : {true, false}) {
     auto log = std::make_shared<CallLog>();
@@ -189,7 +189,7 @@ TEST(MegatronGather, MEG08_one_gather_per_buffer_in_the_gradients_memory) {
     for (const auto& named : model->named_parameters()) {
       const auto gradients = optimizer.main_grad(named.value());
       EXPECT_FALSE(named.value().is_alias_of(gradients));
-      // The buffer holds 16-bit parameters from its beginning on, in the gradients' layout.
+      // The buffer holds 16-bit parameters from its start, in the gradients' layout.
       const auto begin = gradients.storage_offset() - begins.at(named.key());
       auto buffer = at::empty({0}, at::kBFloat16);
       buffer.set_(gradients.storage(), 2 * begin + begins.at(named.key()), {named.value().numel()}, {1});
@@ -210,7 +210,7 @@ TEST(MegatronGather, MEG08_is_refused_for_optimizers_that_own_whole_parameters) 
   }
 }
 
-// The gather is still on its way when the optimizer goes.
+// The gather is still in flight when the optimizer is destroyed.
 TEST(MegatronGather, MEG14_an_optimizer_that_goes_leaves_the_updated_parameters) {
   for (const bool reuse : {true, false}) {
     std::vector<std::vector<at::Tensor>> results;

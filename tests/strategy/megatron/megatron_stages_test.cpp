@@ -12,7 +12,7 @@
 namespace shoal::test {
 namespace {
 
-// The world as stages x replicas: two stages where ranks are even in number, else each rank is a stage.
+// The world as stages x replicas: two stages if the number of ranks is even, else one stage per rank.
 struct Grid {
   int stages = group().size() % 2 == 0 ? 2 : group().size();
   int replicas = group().size() / stages;
@@ -46,12 +46,12 @@ struct StageImpl : torch::nn::Module {
   torch::nn::Linear own{nullptr}, shared{nullptr};
 };
 
-// In step 3 nobody uses the shared parameters; otherwise never all ranks do, where there are several.
+// In step 3 no rank uses the shared parameters; in other steps never all ranks do, if there are several.
 bool uses_shared(int stage, int replica, int64_t step) {
   return step != 3 && (stage + replica + step) % 2 == 0;
 }
 
-// All stages in one process; the shared parameters once.
+// All stages in one process, with the shared parameters once.
 struct OneProcess {
   explicit OneProcess(const Grid& grid, double clip) : grid(grid), clip(clip) {
     for (int s = 0; s < grid.stages; ++s) {
@@ -135,7 +135,7 @@ TEST(MegatronStages, MEG07_the_norm_is_all_stages_and_a_shared_parameter_counts_
   for (const bool whole_world : {false, true}) train_stages(0.05, whole_world, 1);
 }
 
-// Ranks of one data-parallel group: the sum over them, then their mean, is the sum.
+// Within a data-parallel group, the mean of the sum over its ranks is the sum.
 TEST(MegatronStages, MEG06_a_declared_gradient_that_the_others_did_not_use_is_not_lost) {
   auto model = seeded(1);
   auto reference = seeded(1);
@@ -239,7 +239,7 @@ TEST(MegatronStages, MEG07_duplicates_count_once) {
   }
 }
 
-// A stage that fails takes those with it that wait for its part of a shared gradient.
+// If a stage fails, so do the stages that wait for its part of a shared gradient.
 TEST(MegatronStages, BEY10_a_stage_that_gives_up_ends_the_step_on_all_that_share_with_it) {
   const Grid grid;
   auto model = std::make_shared<StageImpl>(grid.stage);

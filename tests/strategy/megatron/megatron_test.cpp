@@ -83,7 +83,7 @@ TEST(Megatron, MEG07_16_bit_parameters_follow_float32_main_parameters) {
     backward(model, optimizer, step);
     optimizer.step();
     optimizer.zero_grad();
-    // One process with float32 main weights: every rank's bfloat16 gradient, added in float32.
+    // One process with float32 main weights: every rank's bfloat16 gradient, summed in float32.
     for (size_t i = 0; i < main.size(); ++i) main[i].mutable_grad() = at::zeros_like(main[i]);
     for (int rank = 0; rank < group().size(); ++rank) {
       reference->zero_grad();
@@ -194,7 +194,7 @@ TEST(Megatron, MEG11_state_taken_at_one_number_of_ranks_goes_on_at_another) {
   EXPECT_LT(difference(next->parameters(), model->parameters()), 1e-12);
 }
 
-// The sums of a round that is not complete travel with the moments, to one process and back.
+// Sums of an incomplete round move with the moments, to one process and back.
 TEST(Megatron, DEC15_state_taken_within_a_round_goes_on_without_shards_and_with) {
   const auto options = AccumAdamOptions(1e-2).weight_decay(0.1).accum_iter(3);
   using Sharded = DistributedOptimizer<AccumAdamW>;

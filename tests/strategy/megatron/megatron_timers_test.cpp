@@ -36,7 +36,7 @@ std::map<std::string, int64_t> counts(const Timers& timers) {
 
 constexpr int steps = 3;
 
-// Timers after some steps of a float16 model, and the barriers that they took.
+// Timers after some steps of a float16 model, and the number of barriers.
 std::map<std::string, int64_t> train(const TimersOptions& options, bool overlap, int64_t& barriers) {
   const auto timers = std::make_shared<Timers>(options);
   auto log = std::make_shared<CallLog>();
@@ -93,7 +93,7 @@ TEST(MegatronTimers, MEG13_what_overlaps_is_measured_where_it_is_waited_for) {
   EXPECT_EQ(barriers, 0);
 }
 
-// One rank comes late to the reduction.
+// One rank is late for the reduction.
 TEST(MegatronTimers, MEG13_with_barriers_a_late_rank_is_not_the_collectives_time) {
   if (group().size() == 1) GTEST_SKIP() << "nobody to wait for";
   for (const bool barrier : {false, true}) {

@@ -28,7 +28,7 @@ std::vector<int> host_sizes() {
   return sizes;
 }
 
-// The mean loss of a host's ranks, for one process that simulates hosts.
+// Mean loss of a host's ranks, for one process that simulates hosts.
 auto loss_of_host(int size, int64_t step) {
   return [size, step](MlpImpl& model, int host) {
     at::Tensor sum;
@@ -47,7 +47,7 @@ void train(Sharded& parallel, Optimizer& optimizer, int64_t step) {
   optimizer.zero_grad();
 }
 
-// tests/support/hosts.py gives every host a network and processes of its own; else all ranks are on one.
+// tests/support/hosts.py gives every host its own network and processes; otherwise all ranks are on one host.
 TEST(ShardGossip, DEC19_ranks_are_divided_by_the_hosts_that_they_are_on) {
   const bool several = std::getenv("SHOAL_LINK") != nullptr;
   const auto hosts = host_groups(group());

@@ -41,7 +41,7 @@ TEST(Oss, OSS07_state_taken_at_one_number_of_ranks_goes_on_at_another) {
     for (const auto& [key, tensor] : entry.tensors) EXPECT_TRUE(at::equal(state.at(name).tensors.at(key), tensor));
     EXPECT_EQ(state.at(name).numbers, entry.numbers);
   }
-  // On fewer ranks, and on one without OSS.
+  // On fewer ranks, and on one rank without OSS.
   const int fewer = std::max(1, group().size() / 2);
   set_mean_gradients(reference, 3);
   whole.step();
@@ -98,7 +98,7 @@ TEST(Oss, OSS07_state_that_does_not_fit_is_refused_by_name) {
   optimizer.load_state_dict(*model, good);
 }
 
-// A NaN is equal to a NaN.
+// NaN equals NaN.
 void expect_same(const at::Tensor& a, const at::Tensor& b, double tolerance = 1e-12) {
   EXPECT_TRUE(at::allclose(a, b, tolerance, tolerance, /*equal_nan=*/true)) << a << b;
 }
@@ -117,7 +117,7 @@ void expect_clip_equals_torchs(double max_norm, double norm_type, double odd_ele
   for (const auto& parameter : optimizer.local_params()) {
     const auto& all = model->parameters();
     const auto place = std::find_if(all.begin(), all.end(), [&](const at::Tensor& t) { return t.is_same(parameter); });
-    // For norm type 0 torch computes the factor in float32.
+    // For norm type 0, torch computes the factor in float32.
     expect_same(parameter.grad(), reference->parameters()[place - all.begin()].grad(), norm_type == 0 ? 1e-6 : 1e-12);
   }
 }

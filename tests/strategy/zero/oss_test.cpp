@@ -206,7 +206,7 @@ TEST(Oss, OSS05_unfreezing_in_mid_run_keeps_the_state_of_the_others) {
   EXPECT_EQ(difference(model->parameters(), reference->parameters()), 0);
 }
 
-// Trainable shares differ by at most the largest trainable parameter; the figures go to the test's log.
+// Trainable shares differ by at most the largest trainable parameter; the test logs the sizes.
 void expect_balanced(const OSSCore& optimizer) {
   const auto sizes = optimizer.share_sizes();
   const auto [least, most] = std::minmax_element(sizes.trainable.begin(), sizes.trainable.end());
@@ -219,7 +219,7 @@ void expect_balanced(const OSSCore& optimizer) {
   std::cout << std::endl;
 }
 
-// Matrices of one size, so that each rank owns every other one.
+// Matrices of one size, so that each of two ranks owns every other one.
 struct Stack {
   explicit Stack(size_t count) {
     torch::manual_seed(7);

@@ -24,7 +24,7 @@
 namespace shoal::test {
 namespace {
 
-// What lies in memory that ranks share.
+// Bytes of memory that ranks share.
 int64_t shared_bytes() {
   return static_cast<int64_t>(state_of(group())->world->memory->bytes_in_use());
 }
@@ -39,7 +39,7 @@ TEST(ShardedDdp, SDP02_gradient_memory_falls_with_the_number_of_ranks) {
     model->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
   }
   Sgd optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
-  group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which stays
+  group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which is never freed
   const auto x = at::ones({1, width});
   auto& meter = MemoryMeter::instance();
   const auto live = [&] { return meter.live() + shared_bytes(); };
@@ -55,7 +55,7 @@ TEST(ShardedDdp, SDP02_gradient_memory_falls_with_the_number_of_ranks) {
     }
     parallel.forward(x).sum().backward();
     for (size_t i = 0; i < hooks.size(); ++i) model->parameters()[i].remove_hook(hooks[i]);
-    // libtorch's Gloo lets go of a tensor a moment after its operation has ended, on a thread of its own.
+    // libtorch's Gloo releases a tensor a moment after the operation has ended, on its own thread.
     held = live() - before;
     for (int tries = 0; tries < 200 && held > own + layer_bytes / 4; ++tries) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
