@@ -244,7 +244,7 @@ TEST(Mpi, an_operation_that_an_exception_passes_still_serves_its_peers) {
 }
 
 // Needs 7 GiB per rank: mpirun -n 2 mpi_test --transport mpi --gtest_also_run_disabled_tests
-TEST(Mpi, disabled_counts_may_exceed_int) {
+TEST(Mpi, DISABLED_counts_may_exceed_int) {
   constexpr int64_t numel = int64_t{INT_MAX} + 1000;
   auto tensor = at::full({numel}, group().rank() + 1, at::kByte);
   const auto check = [&](const at::Tensor& whole, int value) {
