@@ -14,7 +14,7 @@ WITHOUT_TESTS = test -f $(BUILD)/build.ninja || $(CONFIGURE) -DSHOAL_BUILD_TESTS
 build:
 	@scripts/setup
 	@$(WITHOUT_TESTS)
-	@cmake --build $(BUILD) --target shoal shoal_cli
+	@cmake --build $(BUILD) --target libshoal shoal_cli
 
 # The tests and the micro benchmarks as well.
 all:

@@ -9,14 +9,15 @@ foreach(part base layout memory comm kernels_baseline kernels_avx2 module checkp
     list(APPEND objects $<TARGET_OBJECTS:shoal_${part}>)
   endif()
 endforeach()
-add_library(shoal SHARED ${objects})
-target_link_libraries(shoal PUBLIC shoal_flags ${TORCH_LIBRARIES}
+# The program is the file `shoal`, so the library's target is not.
+add_library(libshoal SHARED ${objects})
+target_link_libraries(libshoal PUBLIC shoal_flags ${TORCH_LIBRARIES}
   PRIVATE ZLIB::ZLIB OpenSSL::Crypto Threads::Threads $<TARGET_NAME_IF_EXISTS:MPI::MPI_CXX>)
-set_target_properties(shoal PROPERTIES LINKER_LANGUAGE CXX
+set_target_properties(libshoal PROPERTIES LINKER_LANGUAGE CXX OUTPUT_NAME shoal EXPORT_NAME shoal
   VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
-add_library(shoal::shoal ALIAS shoal)
+add_library(shoal::shoal ALIAS libshoal)
 
-install(TARGETS shoal shoal_flags EXPORT shoal
+install(TARGETS libshoal shoal_flags EXPORT shoal
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT shoal NAMESPACE shoal:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/shoal FILE shoalTargets.cmake)
 install(DIRECTORY include/shoal DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
