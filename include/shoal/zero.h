@@ -2,15 +2,15 @@
 // ZeRO-1 and ZeRO-2: the sharded optimizer OSS and the wrapper ShardedDataParallel.
 
 #include <torch/optim/optimizer.h>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shoal/detail/data_parallel.h"
 #include "shoal/detail/local_optimizer.h"
-#include "shoal/detail/optimizer_state.h"
+#include "shoal/detail/sharded_optimizer.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"
 #include "shoal/precision.h"
@@ -38,19 +38,16 @@ struct ShareSizes {
 };
 
 // Type-independent part of OSS. Use OSS.
-class OSSCore : public torch::optim::Optimizer {
+class OSSCore : public ShardedOptimizerBase {
  public:
-  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)>;
-
   OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
           const Group& group, const OSSOptions& options);
-  ~OSSCore() override;
 
-  // Updates this rank's share with the gradients in grad(), then sends every share to every rank. Gradients of other
-  // ranks' parameters are not read. A parameter without a gradient on its owner is unchanged. Returns the result of the
-  // closure. Throws UsageError if gradients accumulated under a wrapper's no_sync have not been reduced. Collective.
-  at::Tensor step(LossClosure closure = nullptr) override;
+  // A step for scaled losses: unscales this rank's gradients and checks them for inf and NaN. If no rank finds any,
+  // clips them to `max_norm` (0: no clipping) and steps. Updates the scaler. Returns true if it stepped. Collective.
+  bool step(GradScaler& scaler, double max_norm = 0);
+  // ShardedOptimizerBase::step, called and returning as libtorch's.
+  at::Tensor step(LossClosure closure = nullptr) override { return ShardedOptimizerBase::step(std::move(closure)); }
 
   // Clips the gradients to a total norm of at most `max_norm` over all ranks' shares; returns the norm before clipping,
   // 0 if there are no gradients. norm_type: as for torch's clip_grad_norm_, including infinity (largest element),
@@ -68,25 +65,12 @@ class OSSCore : public torch::optim::Optimizer {
 
   // Adds parameters, with rank 0's values. The group's options are resolved by the local optimizer. Throws UsageError
   // for a parameter that is already present and for options that the local optimizer rejects, DisagreeError if the
-  // ranks add different groups; nothing changes on any rank then. Collective. The base class's add_param_group is not
-  // virtual: groups added through torch::optim::Optimizer& are rejected by the next step().
-  void add_param_group(const torch::optim::OptimizerParamGroup& group);
-  // Throws UsageError: use add_param_group.
-  [[noreturn]] void add_parameters(const std::vector<at::Tensor>& parameters);
+  // ranks add different groups; nothing changes on any rank then. Collective.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) override;
 
-  // Unscales this rank's gradients and checks them for inf and NaN. If no rank finds any, clips them to `max_norm` (0:
-  // no clipping) and steps. Updates the scaler. Returns true if it stepped. Collective.
-  bool step(GradScaler& scaler, double max_norm = 0);
-
-  // Full optimizer state by parameter name: on rank `recipient` of the group only (empty elsewhere); none: on every
-  // rank. Transfers one parameter at a time. Collective.
+  // As those of ShardedOptimizerCore; names of parameters come from the module.
   OptimizerState state_dict(const torch::nn::Module& module, std::optional<int> recipient = std::nullopt) const;
-  // Loads the full state, which every rank passes, from any strategy and number of ranks. See load_optimizer_state.
   void load_state_dict(const torch::nn::Module& module, const OptimizerState& state);
-  // Overrides for torch::save and torch::load. Both throw UsageError, because a rank has only its own share: use
-  // shoal::save and shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict().
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
 
   // Owners of the parameters that were trainable when the shares were made (constructor or refresh_trainable()) or
   // before. Equal on all ranks. Not collective.
@@ -95,23 +79,13 @@ class OSSCore : public torch::optim::Optimizer {
   size_t param_to_index(const at::Tensor& parameter) const;  // index among the parameters of all param groups
   std::vector<at::Tensor> local_params() const;              // this rank's share
   ShareSizes share_sizes() const;
-  const Group& group() const;
-
-  // The optimizer over this rank's share, with its state.
-  const torch::optim::Optimizer& local_optimizer() const;
 
   struct State;
 
  private:
-  // Builds the shares. Groups from index `given` on are as the caller passed them. Changes nothing if it throws.
-  // Collective.
-  void rebuild(ParamGroups groups, size_t given);
-
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer);
   friend class ShardedDataParallelCore;
-  void adopt_changes();
-
-  std::unique_ptr<State> state_;
+  State& state() const;
 };
 
 // For TrainingState. parallel: DistributedDataParallel or ShardedDataParallel.

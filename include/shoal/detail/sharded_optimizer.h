@@ -1,5 +1,5 @@
 #pragma once
-// Base of the optimizers that update only the shards owned by this rank.
+// Bases of the optimizers that update only what this rank owns.
 
 #include <torch/optim/optimizer.h>
 
@@ -22,75 +22,94 @@ struct ShardedStep {
   std::optional<int64_t> num_zeros{};
 };
 
-// Sharded optimizer, created by the strategies. Its param groups are those of the whole model, with options as the
-// local optimizer resolves them. Schedulers work on it, and options may change between steps. The set of parameters is
-// fixed at construction: after a change through torch::optim::Optimizer& the next step() throws UsageError.
-class ShardedOptimizerCore : public torch::optim::Optimizer {
+// Optimizer of which each rank runs a part. A rank owns whole parameters (OSS) or ranges of their elements
+// (DistributedOptimizer, FullyShardedOptimizer), keeps their state and updates them. Its param groups are those of the
+// whole model, with options as the local optimizer resolves them. Schedulers work on it, and options may change between
+// steps. Changes of the param groups or the state through torch::optim::Optimizer&, whose functions are not virtual,
+// are a UsageError in the next step().
+class ShardedOptimizerBase : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(const ParamGroups& groups)>;
+  struct State;
+  ~ShardedOptimizerBase() override;
+
+  // Updates what this rank owns, with the gradients in grad(), and publishes it to all ranks; before, unscales the
+  // gradients, checks them for inf and NaN and clips them, if the optimizer's options say so. Other ranks' gradients
+  // are not read; a parameter without a gradient is unchanged. Throws UsageError if gradients accumulated under no_sync
+  // have not been reduced. Collective.
+  ShardedStep step();
+  // Evaluates the closure, then steps; returns the closure's result.
+  at::Tensor step(LossClosure closure) override;
+
+  // Overrides for torch::save and torch::load. Both throw UsageError, because a rank has only its own state: use
+  // shoal::save and shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict().
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+  // Both throw UsageError, which names what to do instead; OSS overrides add_param_group().
+  virtual void add_param_group(const torch::optim::OptimizerParamGroup& group);
+  [[noreturn]] void add_parameters(const std::vector<at::Tensor>& parameters);
+
+  // The ranks over which the optimizer state is sharded.
+  const Group& group() const;
+  // The optimizer over what this rank owns, with its state.
+  const torch::optim::Optimizer& local_optimizer() const;
+
+ protected:
+  // groups: param groups of the whole model. make: creates the optimizer for a rank's part of them. Collective.
+  ShardedOptimizerBase(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                       Factory make, std::unique_ptr<State> state);
+  // Called within a step: before the gradients are read, and before updated values are published.
+  virtual void complete_gradients() {}
+  virtual void end_gradients() {}
+  // True if values change, and are published, also in a step without an update.
+  virtual bool moves_without_update() const { return false; }
+  // step() with a loss scaler or none (nullptr) and a norm to clip to or none (0).
+  ShardedStep step_with(GradScaler* scaler, double max_norm);
+  // Divides the groups among the ranks and makes the local optimizer. Groups from index `given` on are as the caller
+  // passed them: their options are resolved. Changes nothing if it throws. Collective.
+  void share(ParamGroups groups, size_t given);
+  // Adopts parameters that the user has replaced or written since the last step; step() calls it first. Collective.
+  void adopt_changes();
+  State& state() const { return *state_; }
+
+ private:
+  void update(bool finite);
+  ShardedStep update_if_finite(GradScaler* scaler, double max_norm);
+
+  std::unique_ptr<State> state_;
+};
+
+// Sharded optimizer by ranges, created by the strategies. The set of parameters is fixed at construction.
+//
+// As for any libtorch optimizer, grad() decides: a parameter whose grad() is undefined is not updated, a zeroed gradient
+// counts as zero, and a tensor set by hand is the gradient (all ranks must set the same). After a reduction, grad() is a
+// tensor without memory that stands for the reduced gradient: all forms of zero_grad() drop or zero it; an operator that
+// reads it throws a UsageError, which names the parameter and the right call. With a scaler, a second step or backward
+// with the same gradients is a UsageError. 16-bit parameters are updated in float32.
+class ShardedOptimizerCore : public ShardedOptimizerBase {
+ public:
   struct State;
   ~ShardedOptimizerCore() override;
 
   // Multiplies a loss by the scaler's factor; without a scaler returns it unchanged.
   at::Tensor scale_loss(const at::Tensor& loss) const;
-  // Unscales the gradients, checks them for inf and NaN, clips them, updates this rank's shards in float32 and
-  // publishes them to all ranks. Collective.
-  //
-  // As for any libtorch optimizer, grad() decides: a parameter whose grad() is undefined is not updated, a zeroed
-  // gradient counts as zero, and a tensor set by hand is the gradient (all ranks must set the same). After a reduction,
-  // grad() is a tensor without memory that stands for the reduced gradient: all forms of zero_grad() drop or zero it;
-  // an operator that reads it throws a UsageError, which names the parameter and the right call. Throws UsageError if
-  // gradients accumulated under no_sync have not been reduced, and, with a scaler, for a second step or backward with
-  // the same gradients.
-  ShardedStep step();
-  at::Tensor step(LossClosure closure) override;
+  const GradScaler* scaler() const;
 
   // Full optimizer state by parameter name, with the float32 main parameters of 16-bit ones: on rank `recipient` of the
   // group only (empty elsewhere); none: on every rank. Transfers one parameter at a time. Collective.
   OptimizerState state_dict(std::optional<int> recipient = std::nullopt) const;
   // Loads the full state, which every rank passes, from any strategy and number of ranks. See load_optimizer_state.
   void load_state_dict(const OptimizerState& state);
-  // Overrides for torch::save and torch::load. Both throw UsageError, because a rank has only its own shards: use
-  // shoal::save and shoal::load (shoal/checkpoint.h), or state_dict() and load_state_dict().
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-  // Both throw UsageError, which names the reason for each parameter: shards are laid out at construction.
-  [[noreturn]] void add_param_group(const torch::optim::OptimizerParamGroup& group);
-  [[noreturn]] void add_parameters(const std::vector<at::Tensor>& parameters);
-  const GradScaler* scaler() const;
-  // The ranks over which the optimizer state is sharded.
-  const Group& group() const;
-  // The optimizer over this rank's shards, with its state.
-  const torch::optim::Optimizer& local_optimizer() const;
 
  protected:
-  // groups: param groups of the parameters in state's modules. make: creates the optimizer for this rank's shards.
-  // Collective.
-  ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                       const Factory& make, std::unique_ptr<State> state);
-  // Called within a step: before the gradients are read, and before updated shards are published.
-  virtual void complete_gradients() {}
-  virtual void end_gradients() {}
-  // True if shards change, and are published, also in a step without an update.
-  virtual bool moves_without_update() const { return false; }
-  // Checks grad() before a step, see step(). Changes nothing if it throws.
-  void prepare_gradients();
-  // Publishes this rank's shards to all ranks.
-  void publish();
-  // Adopts parameters that the user has replaced or written since the last step; step() calls it first. Collective.
-  void adopt_changes() const;
-  State& state() const { return *state_; }
+  // groups: param groups of the parameters in state's modules. Collective.
+  ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
+                       std::unique_ptr<State> state);
+  State& state() const;
 
  private:
-  void collect_gradients();
   double clip_grad_norm(double max_norm, double norm_type);
-  ParamGroups shares_of(const ParamGroups& groups) const;
-  bool anywhere(bool here, const char* what) const;
-  ShardedStep update_if_finite();
-  void update(bool finite);
-
-  std::unique_ptr<State> state_;
 };
 
 }  // namespace shoal

@@ -7,8 +7,8 @@
 namespace shoal {
 
 CheckpointView ShardedSource::view() {
-  state_.require_known(optimizer_.param_groups());
-  for (const auto& module : state_.modules) module->adopt_changes(state_.label("replaced parameters"));
+  state_.require_known(optimizer_);
+  state_.adopt_values();
   CheckpointView view;
   view.shares.push_back({.pieces = state_.state_pieces(), .rank = state_.group.rank(), .local = state_.local.get()});
   view.optimizers = {&optimizer_};

@@ -2,7 +2,7 @@
 // Base class of checkpoint sources for sharded strategies, whose optimizers update each rank's shards.
 
 #include "engine/checkpoint/source.h"
-#include "engine/sharded/sharded_optimizer_state.h"
+#include "engine/sharded/sharded_ranges.h"
 
 namespace shoal {
 

@@ -20,15 +20,13 @@ struct PartOfNorm {
 };
 
 PartOfNorm part_of_norm(const std::vector<at::Tensor>& gradients, double norm_type) {
-  if (norm_type == 0 || std::isnan(norm_type)) {
-    throw UsageError(fmt::format("norm type {}: it must be a number other than 0, or infinity", norm_type));
-  }
+  if (std::isnan(norm_type)) throw UsageError("norm type nan: give a number, or infinity");
   const torch::NoGradGuard no_grad;
   PartOfNorm part;
   if (std::isinf(norm_type) && norm_type < 0) part.value = std::numeric_limits<double>::infinity();
   for (const auto& gradient : gradients) {
     ++part.tensors;
-    if (gradient.numel() == 0) continue;
+    if (gradient.numel() == 0 || norm_type == 0) continue;
     const auto values = gradient.is_sparse() ? gradient.coalesce().values() : gradient;
     const auto norm = at::linalg_vector_norm(values, norm_type, std::nullopt, false, at::kDouble).item<double>();
     if (!std::isinf(norm_type)) {
@@ -41,7 +39,7 @@ PartOfNorm part_of_norm(const std::vector<at::Tensor>& gradients, double norm_ty
 }
 
 double norm_from(const PartOfNorm& all, double norm_type) {
-  if (all.tensors == 0) return 0;
+  if (all.tensors == 0 || norm_type == 0) return static_cast<double>(all.tensors);
   return std::isinf(norm_type) ? all.value : std::pow(all.value, 1 / norm_type);
 }
 

@@ -1,63 +1,86 @@
 #pragma once
-// State of ShardedOptimizerCore.
+// State of a sharded optimizer, and what each rank owns.
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "engine/sharded/sharded_module.h"
+#include "engine/sharded/sharded_state.h"
 #include "optim/param_groups.h"
 #include "shoal/detail/sharded_optimizer.h"
+#include "shoal/telemetry.h"
 
 namespace shoal {
 
-struct ShardedOptimizerCore::State {
+// The virtual functions are about ownership: by range (ShardedOptimizerCore::State) or by tensor (OSSCore::State).
+struct ShardedOptimizerBase::State {
   std::string name;  // of the class, for errors
   Group group;
-  std::optional<Group> everybody{};  // where several groups have equal pieces: all of them
-  std::vector<std::shared_ptr<ShardedModule>> modules{};
+  std::optional<Group> everybody{};    // where several groups own the same: all of them
   double clip_grad = 0;                // 0: no clipping
   bool log_num_zeros_in_grad = false;  // count the gradients' elements that are zero
-  bool wait_at_first_touch = false;    // for the other ranks' pieces; else in step()
+  bool wait_at_first_touch = false;    // for the other ranks' values; else in step()
   std::optional<GradScaler> scaler{};
   std::shared_ptr<Timers> timers{};
   // Norms, inf and counts are added up over these groups, one after the other; none: over `group`.
   std::vector<Group> scalar_groups{};
 
+  Factory make{};
   std::unique_ptr<torch::optim::Optimizer> local{};  // its param groups match the whole optimizer's
   KnownParameters known{};
   int64_t steps = 0;
+  std::optional<bool> finite{};  // no rank has inf or NaN in the gradients, which are unscaled; none: not asked yet
+  bool met = false;              // the step in progress has asked all ranks something, so that all are in it
 
-  // Of the step to come, from clip_grad_norm() or step() on: what the optimizer sees, without the loss's scale.
-  std::optional<int64_t> collected{};  // after so many reductions
-  std::vector<at::Tensor> seen{};
-  bool finite = true;  // no rank has inf or NaN
-  bool met = false;    // the step in progress has asked all ranks something, so that all are in it
+  State(std::string name, Group group) : name(std::move(name)), group(std::move(group)) {}
+  virtual ~State() = default;
+
+  // This rank's part of the groups. UsageError for groups that cannot be divided.
+  virtual ParamGroups shares_of(const ParamGroups& groups) = 0;
+  // `made` updates what shares_of() has returned last. Collective.
+  virtual void take_shares(std::unique_ptr<torch::optim::Optimizer> made) { local = std::move(made); }
+  // Whether the groups must be divided anew, since parameters have changed.
+  virtual bool must_share_again(const ParamGroups& /*groups*/) const { return false; }
+  // Values that the user has loaded, replaced or written since the last step count from now on. Collective if there are
+  // any. DisagreeError if ranks have different values, UsageError for other changes that ownership does not support.
+  virtual void adopt_values() = 0;
+  virtual void begin_step() {}
+  // This step's gradients as the local optimizer will see them. Resets `finite`, unless they are unscaled already.
+  // UsageError for gradients that a step cannot use; nothing has changed then.
+  virtual std::vector<at::Tensor> take_gradients() = 0;
+  // Those that norms and counts are about.
+  virtual std::vector<at::Tensor> counted_gradients() const = 0;
+  // Whether other ranks see this rank's values change as they are written.
+  virtual bool shared() const = 0;
+  // All ranks get what this one has updated. Collective.
+  virtual void publish() = 0;
+  virtual void end_step(bool /*scaled*/) {}
+  // What to do instead of changing the param groups or adding parameters, for errors.
+  virtual std::string advice_on_groups() const = 0;
+  virtual std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const = 0;
 
   Label label(const std::string& what) const { return {steps, -1, what}; }
   template <class Act>
   void time(const char* what, int level, const Act& act, const Group* meet = nullptr) const {
     timed(timers.get(), what, level, act, meet);
   }
-  template <class Visit>
-  void for_pieces(const Visit& visit) const {
-    for (const auto& module : modules) {
-      for (auto& piece : module->pieces()) visit(*module, piece);
-    }
-  }
-  // UsageError unless the whole optimizer's groups have the parameters that it was made for.
-  void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   std::vector<Group> groups_of_scalars() const {
     return scalar_groups.empty() ? std::vector<Group>{group} : scalar_groups;
   }
-  // This step's gradients of the pieces that norms and counts are about.
-  std::vector<at::Tensor> counted_gradients() const;
-  // Pieces are about to change, which the other ranks may read until they enter their own step. What the step has asked
+  // UsageError unless the whole optimizer's groups have the parameters that it was made for, and it has no state.
+  void require_known(const torch::optim::Optimizer& whole) const;
+  // take_gradients(), unscaled and checked. Collective with a scaler.
+  std::vector<at::Tensor> unscaled_gradients(const GradScaler* scaler);
+  // Clips them; returns the norm before. Collective.
+  double clip(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type = 2) const;
+  int64_t count_zeros() const;
+  // Values are about to change, which the other ranks may read until they enter their own step. What the step has asked
   // all ranks already has been such a meeting. Collective.
   void await_readers() const;
-  // Pieces of all ranks; with several modules, names begin with "chunk0.", "chunk1.", ...
-  std::vector<StatePiece> state_pieces() const;
+
+  OptimizerState gather(const std::vector<StatePiece>& pieces, std::optional<int> recipient) const;
+  void load(const std::vector<StatePiece>& pieces, const OptimizerState& state);
 };
 
 }  // namespace shoal

@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "engine/gradients/gradient_norm.h"
-#include "engine/sharded/sharded_optimizer_state.h"
+#include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/normal_mode.h"
 #include "memory/views.h"
@@ -139,6 +139,11 @@ NoSync FullyShardedCore::defer_all_reduce(bool defer) {
 }
 
 double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
+  if (norm_type == 0) {
+    throw UsageError(
+        "FullyShardedDataParallel: clip_grad_norm_ with norm type 0, the number of gradients, of which each rank has "
+        "parts; give a positive norm type, or infinity");
+  }
   auto& module = *shards_->module;
   module.serve_readers();
   if (module.clip_without_scale) return module.clip_without_scale(max_norm, norm_type);
@@ -256,14 +261,12 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
   agree(shards.groups.all, "the options of FullyShardedOptimizer",
         {fmt::format("clip_grad {}", options.clip_grad),
          fmt::format("scaler {}", yes_or_no(options.scaler.has_value()))});
-  auto state = std::make_unique<State>(State{.name = "FullyShardedOptimizer",
-                                             .group = shards.groups.shard,
-                                             .everybody = shards.groups.all,
-                                             .modules = {shards.module},
-                                             .clip_grad = options.clip_grad,
-                                             // Pages are gathered on use. In shared memory torch::save and data_ptr()
-                                             // read, too, and those cannot wait.
-                                             .wait_at_first_touch = shards.pager != nullptr});
+  auto state = std::make_unique<State>("FullyShardedOptimizer", shards.groups.shard);
+  state->everybody = shards.groups.all;
+  state->modules = {shards.module};
+  state->clip_grad = options.clip_grad;
+  // Pages are gathered on use. In shared memory torch::save and data_ptr() read, too, and those cannot wait.
+  state->wait_at_first_touch = shards.pager != nullptr;
   if (!options.scaler) return state;
   options.scaler->validate();
   for (const auto& gradient : shards.module->reducer().gradients()) {

@@ -103,13 +103,12 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
     }
   }
   check_dtypes(trainable, options);
-  auto state = std::make_unique<State>(State{.name = "DistributedOptimizer",
-                                             .group = group,
-                                             .clip_grad = options.clip_grad,
-                                             .log_num_zeros_in_grad = options.log_num_zeros_in_grad,
-                                             .wait_at_first_touch = options.overlap_param_gather,
-                                             .timers = options.timers,
-                                             .scalar_groups = std::move(scalars)});
+  auto state = std::make_unique<State>("DistributedOptimizer", group);
+  state->clip_grad = options.clip_grad;
+  state->log_num_zeros_in_grad = options.log_num_zeros_in_grad;
+  state->wait_at_first_touch = options.overlap_param_gather;
+  state->timers = options.timers;
+  state->scalar_groups = std::move(scalars);
   for (size_t number = 0; number < chunks.size(); ++number) {
     state->modules.push_back(make_chunk(tensors[number], group, options, cut, chunk_prefix(chunks, number)));
     state->modules.back()->know(KnownModule(chunks[number], state->name));

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/sharded/sharded_optimizer_state.h"
+#include "engine/sharded/sharded_ranges.h"
 
 namespace shoal {
 

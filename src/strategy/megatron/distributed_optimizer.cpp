@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "engine/sharded/sharded_optimizer_state.h"
+#include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
 #include "module/sync.h"

@@ -9,7 +9,7 @@
 
 #include "comm/agreement/fail_together.h"
 #include "comm/group/hosts.h"
-#include "engine/sharded/sharded_optimizer_state.h"
+#include "engine/sharded/sharded_ranges.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/fsdp/rank_groups.h"
@@ -112,12 +112,12 @@ void ShardGossipOptimizerCore::open() {
     gossip_->across.broadcast(values, 0, state().label("the first host's parameters")).wait();
     bucket.read_from(values);
   }
-  publish();
+  state().publish();
 }
 
 void ShardGossipOptimizerCore::complete_gradients() {
   const torch::NoGradGuard no_grad;
-  prepare_gradients();
+  state().prepare_gradients();
   begin_mixing();
 }
 
@@ -155,7 +155,7 @@ void ShardGossipOptimizerCore::pass() {
   state().group.barrier(state().label("pass")).wait();
   begin_mixing();
   end_gradients();
-  publish();
+  state().publish();
   zero_grad();
 }
 
@@ -184,7 +184,7 @@ void ShardGossipOptimizerCore::global_avg() {
   const torch::NoGradGuard no_grad;
   agree_on_hosts();
   average(gossip_->mixing, gossip_->buckets, state().label("global average"));
-  publish();
+  state().publish();
 }
 
 void ShardGossipOptimizerCore::hold_mean() {
@@ -202,7 +202,7 @@ void ShardGossipOptimizerCore::hold_mean() {
     restore_own();
     throw;
   }
-  publish();
+  state().publish();
 }
 
 void ShardGossipOptimizerCore::restore_own() {
@@ -213,7 +213,7 @@ void ShardGossipOptimizerCore::restore_own() {
 void ShardGossipOptimizerCore::hold_own() {
   const torch::NoGradGuard no_grad;
   restore_own();
-  publish();
+  state().publish();
 }
 
 double ShardGossipOptimizerCore::consensus_distance() {

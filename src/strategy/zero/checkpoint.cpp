@@ -53,7 +53,7 @@ class OSSSource : public CheckpointSource {
 }  // namespace
 
 std::shared_ptr<CheckpointSource> checkpoint_source(DataParallelCore& parallel, OSSCore& optimizer) {
-  return std::make_shared<OSSSource>(parallel, optimizer, *optimizer.state_);
+  return std::make_shared<OSSSource>(parallel, optimizer, optimizer.state());
 }
 
 }  // namespace shoal

@@ -1,12 +1,14 @@
 // Assignment of parameters to owners, also after freezing and unfreezing, and distribution of state and values.
 
 #include <fmt/format.h>
-#include <torch/utils.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 
 #include "engine/sharded/ownership.h"
 #include "optim/state.h"
+#include "shoal/deferred_init.h"
+#include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/zero/oss_state.h"
 
@@ -37,6 +39,51 @@ OSSShares::Pattern OSSShares::trainable() const {
   return pattern;
 }
 
+size_t OSSShares::place_of(const at::Tensor& parameter) const {
+  const auto place = places.find(parameter.unsafeGetTensorImpl());
+  if (place == places.end()) throw UsageError("OSS: the tensor is not one of this optimizer's parameters");
+  return place->second;
+}
+
+std::optional<int> OSSShares::owner_of(const at::Tensor& parameter) const {
+  const auto place = places.find(parameter.unsafeGetTensorImpl());
+  return place == places.end() ? std::nullopt : std::optional(owners[place->second]);
+}
+
+ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
+  OSSShares made;
+  std::unordered_map<const c10::TensorImpl*, size_t> seen;
+  size_t index = 0;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const auto& parameter : groups[number].params()) {
+      const auto here = index++;
+      const auto [before, first] = seen.emplace(parameter.unsafeGetTensorImpl(), number);
+      // libtorch's parameters() lists a tied one once per name.
+      if (!first && before->second == number) continue;
+      const auto refuse = [&](const std::string& fault) {
+        throw UsageError(fmt::format("OSS: parameter {} [{}] is {}", here, fmt::join(parameter.sizes(), ", "), fault));
+      };
+      if (!first) refuse(fmt::format("in param groups {} and {}; remove it from one", before->second, number));
+      if (!parameter.is_leaf()) refuse("not a leaf tensor, but the result of an operator; detach it");
+      const auto owner = shares.owner_of(parameter);
+      if (!parameter.requires_grad() && !owner) continue;
+      made.places.emplace(parameter.unsafeGetTensorImpl(), made.parameters.size());
+      made.parameters.push_back(parameter);
+      made.indices.push_back(here);
+      made.owners.push_back(owner.value_or(-1));
+    }
+  }
+  choose_owners(made);
+  materialize(made.parameters);
+  auto part = empty_like(groups);
+  for (size_t i = 0; i < made.parameters.size(); ++i) {
+    const auto number = seen.at(made.parameters[i].unsafeGetTensorImpl());
+    if (made.owners[i] == group.rank()) part[number].params().push_back(made.parameters[i]);
+  }
+  next = std::move(made);
+  return part;
+}
+
 bool OSSCore::State::is_balanced() const {
   // A program may freeze other parameters in every step; moving their state each time would cost more than it gives.
   constexpr size_t most = 8;
@@ -46,7 +93,7 @@ bool OSSCore::State::is_balanced() const {
 bool OSSCore::State::lacks_trainable(const ParamGroups& groups) const {
   return std::any_of(groups.begin(), groups.end(), [this](const auto& param_group) {
     return std::any_of(param_group.params().begin(), param_group.params().end(), [this](const at::Tensor& parameter) {
-      return parameter.requires_grad() && !shares.places.contains(parameter.unsafeGetTensorImpl());
+      return parameter.requires_grad() && !shares.owner_of(parameter);
     });
   });
 }
@@ -64,37 +111,35 @@ void OSSCore::State::choose_owners(OSSShares& made) const {
   }
 }
 
-void OSSCore::State::take(OSSShares fresh, std::unique_ptr<torch::optim::Optimizer> optimizer) {
-  std::vector<at::Tensor> fresh_ones;
-  for (const auto& parameter : fresh.parameters) {
-    if (!shares.places.contains(parameter.unsafeGetTensorImpl())) fresh_ones.push_back(parameter);
+void OSSCore::State::take_shares(std::unique_ptr<torch::optim::Optimizer> made) {
+  std::vector<at::Tensor> fresh;
+  for (const auto& parameter : next.parameters) {
+    if (!shares.owner_of(parameter)) fresh.push_back(parameter);
   }
   if (local) {
-    move_states(fresh, *optimizer);
+    move_states(*made);
     for (auto& [parameter, state] : local->state()) {
-      const auto stays = fresh.places.contains(static_cast<const c10::TensorImpl*>(parameter));
-      if (stays) optimizer->state()[parameter] = std::move(state);
+      const auto stays = next.places.contains(static_cast<const c10::TensorImpl*>(parameter));
+      if (stays) made->state()[parameter] = std::move(state);
     }
   }
-  shares = std::move(fresh);
-  local = std::move(optimizer);
-  broadcast_coalesced(group, fresh_ones, 0, label("parameters of OSS"));
+  shares = std::exchange(next, {});
+  local = std::move(made);
+  broadcast_coalesced(group, fresh, 0, label("parameters of OSS"));
   fill_buffers();
   ++times_shared;
   balanced_for.insert(shares.trainable());
 }
 
 // State of parameters that have another owner now goes to `to` there.
-void OSSCore::State::move_states(const OSSShares& fresh, torch::optim::Optimizer& to) {
+void OSSCore::State::move_states(torch::optim::Optimizer& to) {
   for (int receiver = 0; receiver < group.size(); ++receiver) {
     std::vector<StatePiece> pieces;
-    for (size_t i = 0; i < fresh.parameters.size(); ++i) {
-      const auto& parameter = fresh.parameters[i];
-      const auto before = shares.places.find(parameter.unsafeGetTensorImpl());
-      if (before == shares.places.end() || fresh.owners[i] != receiver) continue;
-      const int sender = shares.owners[before->second];
-      if (sender == receiver) continue;
-      pieces.push_back({.name = fmt::format("{}", fresh.indices[i]),
+    for (size_t i = 0; i < next.parameters.size(); ++i) {
+      const auto& parameter = next.parameters[i];
+      const int sender = shares.owner_of(parameter).value_or(receiver);  // a fresh one has no state
+      if (next.owners[i] != receiver || sender == receiver) continue;
+      pieces.push_back({.name = fmt::format("{}", next.indices[i]),
                         .parameter = parameter,
                         .range = {0, parameter.numel()},
                         .owner = sender,
@@ -128,50 +173,36 @@ void OSSCore::State::fill_buffers() {
   }
 }
 
-void OSSCore::State::hand_out(const char* what) {
-  for (const auto& buffer : buffers) buffer->publish(label(what));
-  for (const auto& buffer : buffers) buffer->wait(label(what));
+void OSSCore::State::hand_out(const char* what, const std::vector<int>& changed) {
+  const auto each = [&](const auto& act) {
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      if (changed.empty() || changed[i] != 0) act(*buffers[i]);
+    }
+  };
+  each([&](ParameterBuffer& buffer) { buffer.publish(label(what)); });
+  each([&](ParameterBuffer& buffer) { buffer.wait(label(what)); });
 }
 
 // An optimizer updates what has a gradient, frozen or not, so owners say whether they have one of a frozen parameter.
-void OSSCore::State::hand_out_updates() {
+void OSSCore::State::publish() {
   const auto frozen = [](const at::Tensor& parameter) { return !parameter.requires_grad(); };
   const auto own_gradient = [this](const at::Tensor& parameter) {
-    return shares.owners[shares.places.at(parameter.unsafeGetTensorImpl())] == group.rank() &&
-           parameter.grad().defined();
+    return shares.owner_of(parameter) == group.rank() && parameter.grad().defined();
   };
-  std::vector<int> changes;
+  std::vector<int> changed;
   bool ask = false;
   for (const auto& buffer : buffers) {
     const auto& members = buffer->parameters();
     const bool rests = !buffer->shared() && std::all_of(members.begin(), members.end(), frozen);
     ask = ask || rests;
-    changes.push_back(!rests || std::any_of(members.begin(), members.end(), own_gradient) ? 1 : 0);
+    changed.push_back(!rests || std::any_of(members.begin(), members.end(), own_gradient) ? 1 : 0);
   }
   if (ask) {
-    auto all = at::tensor(changes, at::kInt);
+    auto all = at::tensor(changed, at::kInt);
     group.all_reduce(all, ReduceOp::max, label("frozen parameters that are updated")).wait();
-    changes.assign(all.data_ptr<int>(), all.data_ptr<int>() + all.numel());
+    changed.assign(all.data_ptr<int>(), all.data_ptr<int>() + all.numel());
   }
-  const auto updated = label("updated parameters");
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    if (changes[i] != 0) buffers[i]->publish(updated);
-  }
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    if (changes[i] != 0) buffers[i]->wait(updated);
-  }
-}
-
-ShareSizes OSSCore::share_sizes() const {
-  const auto& shares = state_->shares;
-  ShareSizes sizes{.trainable = std::vector<int64_t>(state_->group.size()),
-                   .frozen = std::vector<int64_t>(state_->group.size())};
-  for (size_t i = 0; i < shares.parameters.size(); ++i) {
-    const auto& parameter = shares.parameters[i];
-    (parameter.requires_grad() ? sizes.trainable : sizes.frozen)[shares.owners[i]] += parameter.numel();
-    if (parameter.requires_grad()) sizes.largest = std::max(sizes.largest, parameter.numel());
-  }
-  return sizes;
+  hand_out("updated parameters", changed);
 }
 
 }  // namespace shoal

@@ -6,60 +6,30 @@
 #include <algorithm>
 #include <iostream>
 #include <map>
-#include <unordered_map>
 
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
+#include "engine/wrapper/parameter_watch.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"
 #include "strategy/zero/bucket_caps.h"
+#include "strategy/zero/moved_sums.h"
 #include "strategy/zero/oss_state.h"
 
 namespace shoal {
 
-void ShardedDataParallelOptions::validate() const {
-  std::vector<std::string> faults;
-  if (reduce_buffer_size < 1) {
-    faults.push_back(fmt::format("reduce_buffer_size {}: give at least 1 element", reduce_buffer_size));
-  }
-  if (buffer_hook && !broadcast_buffers) {
-    faults.emplace_back(
-        "buffer_hook replaces the broadcast of broadcast_buffers: set broadcast_buffers, or unset the hook");
-  }
-  if (reduce_fp16 && communication_hook) {
-    faults.push_back(fmt::format("reduce_fp16 and communication_hook {} exclude each other: unset one of them",
-                                 communication_hook->name()));
-  }
-  if (!faults.empty()) throw UsageError(fmt::format("ShardedDataParallel: {}", fmt::join(faults, "; ")));
-}
-
-using Owners = std::unordered_map<const c10::TensorImpl*, int>;
-
 // What was true of the parameters when shares and buckets were made.
 struct ShardedDataParallelCore::Sharding {
-  struct Kind {
-    bool trainable;
-    at::ScalarType dtype;
-    c10::Device device;
-    bool operator==(const Kind&) const = default;
-    bool like(const Kind& other) const { return dtype == other.dtype && device == other.device; }
-  };
   std::vector<OSSCore*> optimizers;
   ShardedDataParallelOptions options;
-  std::vector<Kind> kinds{};
+  ParameterWatch watch{};
   std::vector<int64_t> times_shared{};  // by optimizer
   Owners owners{};
   std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
 
-  static std::vector<Kind> look(const ModuleTensors& tensors) {
-    std::vector<Kind> kinds;
-    for (const auto& entry : tensors.parameters) {
-      kinds.push_back({entry.tensor.requires_grad(), entry.tensor.scalar_type(), entry.tensor.device()});
-    }
-    return kinds;
-  }
+  bool other_dtype_or_device(size_t number) const { return watch.other_kind(number) && !watch.other_shape(number); }
 };
 
 namespace {
@@ -101,21 +71,6 @@ void check_group(const Group& of_optimizer, const Group& of_wrapper) {
                   fmt::join(theirs, ", "), fmt::join(ours, ", ")));
 }
 
-// Gradients of parameters that are trainable or were, see OSSShares.
-std::vector<Gradient> shared_gradients(const ModuleTensors& tensors, const Owners& owners) {
-  std::vector<Gradient> gradients;
-  for (const auto& entry : tensors.parameters) {
-    if (owners.contains(entry.tensor.unsafeGetTensorImpl())) {
-      gradients.push_back({entry.name, entry.tensor, entry.sparse_gradient});
-    } else if (entry.tensor.requires_grad()) {
-      throw UsageError(fmt::format(
-          "ShardedDataParallel: parameter {} belongs to no optimizer; add it to one, freeze it or ignore it",
-          entry.name));
-    }
-  }
-  return gradients;
-}
-
 // A gradient that no parameter has at present is hooked as well; it may have one in the next step.
 class Unfrozen {
  public:
@@ -133,50 +88,6 @@ class Unfrozen {
  private:
   std::vector<at::Tensor> frozen_;
 };
-
-Owners owners_by_parameter(const std::vector<Gradient>& gradients, const std::vector<int>& owners) {
-  Owners map;
-  for (size_t i = 0; i < gradients.size(); ++i) map[gradients[i].parameter.unsafeGetTensorImpl()] = owners[i];
-  return map;
-}
-
-// Sums of gradients go to the parameters' new owners. Collective.
-void move_sums(const Group& group, const Reducer& reducer, const Owners& from, const Owners& to,
-               AccumulatedGradients::Left& left) {
-  const torch::NoGradGuard no_grad;
-  std::vector<at::Tensor> moved;
-  std::vector<int> here;
-  for (const auto& gradient : reducer.gradients()) {
-    const auto* parameter = gradient.parameter.unsafeGetTensorImpl();
-    const auto before = from.find(parameter);
-    if (before == from.end() || before->second == to.at(parameter)) continue;
-    const auto& sum = left.gradients[parameter].sum;
-    const bool mine = before->second == group.rank() && sum.exists;
-    moved.push_back(gradient.parameter);
-    here.push_back(mine && (sum.aside.defined() || gradient.parameter.grad().defined()) ? 1 : 0);
-  }
-  if (moved.empty()) return;
-  const Label label{reducer.step(), -1, "sums of gradients that have another owner"};
-  auto anywhere = at::tensor(here, at::kInt);
-  group.all_reduce(anywhere, ReduceOp::max, label).wait();
-  for (size_t i = 0; i < moved.size(); ++i) {
-    const auto& parameter = moved[i];
-    auto& sum = left.gradients[parameter.unsafeGetTensorImpl()].sum;
-    sum.exists = anywhere.data_ptr<int>()[i] != 0;
-    if (!sum.exists) continue;
-    const int sender = from.at(parameter.unsafeGetTensorImpl());
-    auto values = at::empty(parameter.sizes(), parameter.options().requires_grad(false));
-    auto& grad = at::Tensor(parameter).mutable_grad();
-    if (sender == group.rank()) {
-      const auto own = sum.aside.defined() ? sum.aside : grad;
-      values.copy_(own.is_sparse() ? own.to_dense() : own);
-      if (!std::exchange(sum.aside, {}).defined()) grad.reset();
-    }
-    group.broadcast(values, sender, label).wait();
-    if (to.at(parameter.unsafeGetTensorImpl()) != group.rank()) continue;
-    (grad.defined() ? sum.aside : grad) = values;
-  }
-}
 
 std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owners, int ranks) {
   std::vector<int64_t> shares(ranks);
@@ -230,47 +141,46 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
   if (sharding_->optimizers.empty()) throw UsageError("ShardedDataParallel: give at least one OSS");
   for (const auto* optimizer : sharding_->optimizers) check_group(optimizer->group(), group);
   for (auto* optimizer : sharding_->optimizers) {
-    if (optimizer->state_->lacks_trainable(optimizer->param_groups())) optimizer->refresh_trainable();
+    if (optimizer->state().lacks_trainable(optimizer->param_groups())) optimizer->refresh_trainable();
   }
   share();
 }
 
-// By parameter; which is in two optimizers is refused.
+// Gradients of parameters that are trainable or were, see OSSShares; returns their owners.
 std::vector<int> ShardedDataParallelCore::share_gradients(std::vector<Gradient>& gradients) const {
-  Owners owners;
-  Owners twice;
-  for (const auto* optimizer : sharding_->optimizers) {
-    const auto& shares = optimizer->state_->shares;
-    for (size_t i = 0; i < shares.parameters.size(); ++i) {
-      const auto* parameter = shares.parameters[i].unsafeGetTensorImpl();
-      if (!owners.emplace(parameter, shares.owners[i]).second) twice.emplace(parameter, 0);
+  std::vector<int> owners;
+  for (const auto& entry : state().tensors.parameters) {
+    std::vector<int> found;
+    for (const auto* optimizer : sharding_->optimizers) {
+      if (const auto owner = optimizer->state().shares.owner_of(entry.tensor)) found.push_back(*owner);
     }
-  }
-  gradients = shared_gradients(state().tensors, owners);
-  std::vector<int> list;
-  for (const auto& gradient : gradients) {
-    const auto* parameter = gradient.parameter.unsafeGetTensorImpl();
-    if (twice.contains(parameter)) {
-      throw UsageError(
-          fmt::format("ShardedDataParallel: parameter {} is in two optimizers; remove it from one", gradient.name));
+    if (found.empty() && !entry.tensor.requires_grad()) continue;
+    if (found.size() != 1) {
+      throw UsageError(fmt::format("ShardedDataParallel: parameter {} {}", entry.name,
+                                   found.empty() ? "belongs to no optimizer; add it to one, freeze it or ignore it"
+                                                 : "is in two optimizers; remove it from one"));
     }
-    list.push_back(owners.at(parameter));
+    gradients.push_back({entry.name, entry.tensor, entry.sparse_gradient});
+    owners.push_back(found.front());
   }
-  return list;
+  return owners;
 }
 
 void ShardedDataParallelCore::prepare() {
   auto& sharding = *sharding_;
-  const auto kinds = Sharding::look(state().tensors);
+  bool trainable = false;
+  bool kinds = false;
+  for (size_t number = 0; number < sharding.watch.parameters().size(); ++number) {
+    trainable = trainable || sharding.watch.trainable_changed(number);
+    kinds = kinds || sharding.other_dtype_or_device(number);
+  }
   const bool same_shares = sharding.times_shared == times_shared();
-  if (kinds == sharding.kinds && same_shares) {
+  if (!trainable && !kinds && same_shares) {
     if (sharding.left_over && *sharding.left_over < state().reducer->step()) freeze();
     return;
   }
   if (!sharding.options.auto_refresh_trainable) refuse_changes();
-  const bool alike = same_shares && std::equal(kinds.begin(), kinds.end(), sharding.kinds.begin(),
-                                               [](const auto& a, const auto& b) { return a.like(b); });
-  if (alike && are_shares_balanced()) {
+  if (same_shares && !kinds && are_shares_balanced()) {
     agree(state().group, "which parameters are trainable", describe_trainable(state().tensors));
     freeze();
   } else if (same_shares) {
@@ -282,7 +192,7 @@ void ShardedDataParallelCore::prepare() {
 
 std::vector<int64_t> ShardedDataParallelCore::times_shared() const {
   std::vector<int64_t> times;
-  for (const auto* optimizer : sharding_->optimizers) times.push_back(optimizer->state_->times_shared);
+  for (const auto* optimizer : sharding_->optimizers) times.push_back(optimizer->state().times_shared);
   return times;
 }
 
@@ -292,26 +202,27 @@ bool ShardedDataParallelCore::are_shares_balanced() const {
   for (const auto& gradient : state().reducer->gradients()) trainable += gradient.parameter.requires_grad() ? 1 : 0;
   if (trainable != state().tensors.trainable().size()) return false;
   return std::all_of(sharding_->optimizers.begin(), sharding_->optimizers.end(),
-                     [](const OSSCore* optimizer) { return optimizer->state_->is_balanced(); });
+                     [](const OSSCore* optimizer) { return optimizer->state().is_balanced(); });
 }
 
 void ShardedDataParallelCore::refuse_changes() const {
-  const auto kinds = Sharding::look(state().tensors);
-  constexpr const char* what_to_do =
-      "and auto_refresh_trainable is off: call refresh_trainable() of the wrapper, on every rank, before forward";
-  for (size_t i = 0; i < kinds.size(); ++i) {
-    const auto& before = sharding_->kinds[i];
-    const auto& name = state().tensors.parameters[i].name;
-    if (kinds[i] == before) continue;
-    if (kinds[i].trainable != before.trainable) {
-      throw UsageError(fmt::format("ShardedDataParallel: parameter {} has been {} (requires_grad), {}", name,
-                                   before.trainable ? "frozen" : "unfrozen", what_to_do));
+  std::string change = "an OSS has changed its shares (refresh_trainable(), add_param_group())";
+  const auto& watch = sharding_->watch;
+  for (size_t number = watch.parameters().size(); number-- > 0;) {  // the first one is named
+    const auto& parameter = watch.parameters()[number];
+    const auto& name = state().tensors.parameters[number].name;
+    if (watch.trainable_changed(number)) {
+      change = fmt::format("parameter {} has been {} (requires_grad)", name,
+                           parameter.requires_grad() ? "unfrozen" : "frozen");
+    } else if (sharding_->other_dtype_or_device(number)) {
+      change = fmt::format("parameter {} is {} on {} now", name, c10::toString(parameter.scalar_type()),
+                           parameter.device().str());
     }
-    throw UsageError(fmt::format("ShardedDataParallel: parameter {} is {} on {} now, {}", name,
-                                 c10::toString(kinds[i].dtype), kinds[i].device.str(), what_to_do));
   }
-  throw UsageError(fmt::format(
-      "ShardedDataParallel: an OSS has changed its shares (refresh_trainable(), add_param_group()), {}", what_to_do));
+  throw UsageError(
+      fmt::format("ShardedDataParallel: {}, and auto_refresh_trainable is off: call refresh_trainable() of the "
+                  "wrapper, on every rank, before forward",
+                  change));
 }
 
 void ShardedDataParallelCore::refresh_trainable() {
@@ -360,7 +271,9 @@ void ShardedDataParallelCore::reduce() {
 void ShardedDataParallelCore::freeze() {
   auto& state = this->state();
   auto& reducer = *state.reducer;
-  sharding_->kinds = Sharding::look(state.tensors);
+  std::vector<at::Tensor> parameters;
+  for (const auto& entry : state.tensors.parameters) parameters.push_back(entry.tensor);
+  sharding_->watch = ParameterWatch(std::move(parameters));
   sharding_->left_over.reset();
   std::vector<bool> frozen;
   std::vector<int> left;

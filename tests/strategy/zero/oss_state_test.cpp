@@ -188,6 +188,32 @@ TEST(Oss, OSS10_BEY07_inf_on_one_rank_only_is_skipped_by_all) {
   EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12);
 }
 
+// step() and clip_grad_norm() adopt changes of requires_grad before they look at gradients.
+TEST(Oss, OSS05_OSS10_gradients_of_a_parameter_unfrozen_since_are_unscaled_and_clipped) {
+  for (const bool scaled : {true, false}) {
+    auto model = seeded(1);
+    auto reference = seeded(1);
+    const torch::optim::SGDOptions sgd(0.1);
+    model->second->weight.requires_grad_(false);
+    OSS<torch::optim::SGD> optimizer(model->parameters(), sgd, group());
+    torch::optim::SGD whole(reference->parameters(), sgd);
+    model->second->weight.requires_grad_(true);
+    set_mean_gradients(model, 0);
+    set_mean_gradients(reference, 0);
+    const double norm = torch::nn::utils::clip_grad_norm_(reference->parameters(), 0.5);
+    whole.step();
+    if (scaled) {
+      GradScaler scaler({.initial_scale = 1024});
+      for (const auto& parameter : model->parameters()) parameter.mutable_grad().mul_(scaler.value());
+      EXPECT_TRUE(optimizer.step(scaler, 0.5));
+    } else {
+      EXPECT_NEAR(optimizer.clip_grad_norm(0.5), norm, 1e-9);
+      optimizer.step();
+    }
+    EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12) << (scaled ? "scaled" : "unscaled");
+  }
+}
+
 TEST(Oss, bad_input_is_refused) {
   auto model = seeded(1);
   const torch::optim::SGDOptions sgd(0.1);

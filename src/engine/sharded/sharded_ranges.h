@@ -1,0 +1,37 @@
+#pragma once
+// State of ShardedOptimizerCore: ownership by range.
+
+#include "engine/sharded/sharded_module.h"
+#include "engine/sharded/sharded_optimizer_state.h"
+
+namespace shoal {
+
+struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
+  std::vector<std::shared_ptr<ShardedModule>> modules{};
+  std::optional<int64_t> collected{};  // main pieces have the gradients after so many reductions
+
+  using ShardedOptimizerBase::State::State;
+  template <class Visit>
+  void for_pieces(const Visit& visit) const {
+    for (const auto& module : modules) {
+      for (auto& piece : module->pieces()) visit(*module, piece);
+    }
+  }
+  // Checks grad() before a step. Changes nothing if it throws.
+  void prepare_gradients();
+  // Pieces of all ranks; with several modules, names begin with "chunk0.", "chunk1.", ...
+  std::vector<StatePiece> state_pieces() const;
+
+  ParamGroups shares_of(const ParamGroups& groups) override;
+  void adopt_values() override;
+  void begin_step() override;
+  std::vector<at::Tensor> take_gradients() override;
+  std::vector<at::Tensor> counted_gradients() const override;
+  bool shared() const override;
+  void publish() override;
+  void end_step(bool scaled) override;
+  std::string advice_on_groups() const override;
+  std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const override;
+};
+
+}  // namespace shoal
