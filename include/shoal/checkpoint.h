@@ -11,6 +11,7 @@
 #include <concepts>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -149,9 +150,14 @@ struct Loaded {
 // shape, and for the state of another optimizer; nothing has changed then. CheckpointError for file errors. If a
 // damaged file is detected while parameters are being read, parameters are partly loaded: load another checkpoint.
 Loaded load(const std::filesystem::path& path, TrainingState& training, const LoadOptions& options = {});
+// Loads the latest checkpoint of a run, if it has one: for programs that are started again until they are done. Without
+// one (no folder, or none saved yet) nothing changes. Rank 0 decides, so that all ranks agree. Otherwise as load().
+std::optional<Loaded> load_latest(const std::filesystem::path& run, TrainingState& training,
+                                  const LoadOptions& options = {});
 
 struct LoadModuleOptions {
   bool partial = false;  // load only the parameters and buffers that the checkpoint has; the others keep their values
+                         // and are listed in `differences`, as are tensors that the module does not have
   std::string prefix{};  // prefix of names in the checkpoint that the module's names lack: "chunk0.", "encoder."; other
                          // names are not read
   bool verify = true;    // verify checksums of the data that is read
@@ -166,6 +172,17 @@ template <class Module>
 Loaded load_module(const std::filesystem::path& path, const torch::nn::ModuleHolder<Module>& module,
                    const LoadModuleOptions& options = {}) {
   return load_module(path, *module.ptr(), options);
+}
+
+// Saves a module's parameters and buffers to a safetensors file, which appears under its name when it is complete:
+// for other programs, such as transformers, and for load_module(). Makes the folder. A tied tensor is saved once,
+// under its first name. Parameters must be whole on this rank: under FullyShardedDataParallel call unwrap() before, or
+// save(). Throws UsageError for a dtype that the format does not have, CheckpointError for file errors. Not collective:
+// one rank calls it.
+void save_module(const std::filesystem::path& file, const torch::nn::Module& module);
+template <class Module>
+void save_module(const std::filesystem::path& file, const torch::nn::ModuleHolder<Module>& module) {
+  save_module(file, *module.ptr());
 }
 
 }  // namespace shoal

@@ -97,6 +97,14 @@ fs::path find_checkpoint(const fs::path& path) {
   return steps.empty() ? path : path / step_name(steps.back());
 }
 
+bool has_checkpoint(const fs::path& run) {
+  std::error_code error;
+  if (fs::directory_iterator(run, error); error && error != std::errc::no_such_file_or_directory) {
+    throw CheckpointError(fmt::format("cannot read folder {}: {}", run.string(), error.message()));
+  }
+  return fs::exists(run / index_name, error) || fs::exists(run / latest_name, error) || !published_steps(run).empty();
+}
+
 FolderLock::FolderLock(const fs::path& root) {
   std::error_code error;
   fs::create_directories(root, error);

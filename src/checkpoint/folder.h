@@ -19,6 +19,9 @@ std::string step_name(int64_t step);
 // or without `latest` the one with the highest step); the file `latest` itself; any other existing path as it is.
 // CheckpointError if there is nothing.
 std::filesystem::path find_checkpoint(const std::filesystem::path& path);
+// Whether find_checkpoint() finds one in the folder of a run, which need not be there. CheckpointError for a folder that
+// cannot be read.
+bool has_checkpoint(const std::filesystem::path& run);
 
 // Lock on saving below a folder, held until destruction; the system releases it if the process dies. Creates the folder
 // if necessary. CheckpointError names the holder if another job has the lock.

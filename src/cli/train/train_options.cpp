@@ -35,6 +35,7 @@ void complete_saving(TrainOptions& options) {
   if (options.resume == "latest") {
     if (options.save.empty()) throw UsageError("--resume latest needs --save DIR: it is the latest checkpoint there");
     options.resume = options.save;
+    options.resume_if_any = !options.partial;
   }
   if (options.partial && options.resume.empty()) throw UsageError("--partial needs --resume PATH");
   if (options.chosen().pace != Pace::alone) return;
@@ -173,7 +174,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--save-every", options.save_every, "also save a checkpoint every N steps, in the background");
   command.add_option("--keep-last", options.keep_last, "keep the newest N checkpoints (default: all)");
   command.add_option("--resume", options.resume,
-                     "resume from a checkpoint or the latest in a folder; latest: the latest in --save DIR");
+                     "resume from a checkpoint or the latest in a folder; latest: the latest in --save DIR, or step 0 if "
+                     "it has none yet");
   command.add_flag("--partial", options.partial,
                    "--resume loads only the parameters and buffers that the checkpoint has, and training begins at "
                    "step 0: for fine-tuning");

@@ -37,6 +37,7 @@ struct TrainOptions {
   int64_t save_every = 0;
   int64_t keep_last = 0;  // number of checkpoints kept in `save`; 0: all
   std::string resume;     // path, or "latest"
+  bool resume_if_any = false;  // with "latest": start at step 0 if there is no checkpoint yet
   bool partial = false;   // load only the part of the model that the checkpoint has
   std::string trace;      // folder
   std::string json;

@@ -112,7 +112,14 @@ int64_t Trainer::resume() {
     return 0;
   }
   // The command line, not the checkpoint, defines the options of param groups.
-  const auto loaded = load(options_.resume, *training_, {.rates = false, .options = false});
+  const LoadOptions how{.rates = false, .options = false};
+  const auto found = options_.resume_if_any ? load_latest(options_.resume, *training_, how)
+                                            : load(options_.resume, *training_, how);
+  if (!found) {
+    if (group_.rank() == 0) fmt::print(stderr, "{} has no checkpoint yet: starting at step 0\n", options_.resume);
+    return 0;
+  }
+  const auto& loaded = *found;
   auto first = loaded.step;
   const auto position = nlohmann::json::parse(loaded.position, nullptr, /*allow_exceptions=*/false);
   const auto per_epoch = feed_.steps_per_epoch();

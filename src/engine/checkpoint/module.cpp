@@ -2,6 +2,7 @@
 
 #include <torch/utils.h>
 
+#include "checkpoint/format/safetensors.h"
 #include "checkpoint/loading/match.h"
 #include "checkpoint/loading/reader.h"
 #include "module/walk.h"
@@ -9,16 +10,24 @@
 #include "shoal/deferred_init.h"
 
 namespace shoal {
+namespace {
+
+std::vector<NamedTensor> tensors_of(const torch::nn::Module& module) {
+  auto tensors = walk(module, {});
+  auto& list = tensors.parameters;
+  list.insert(list.end(), tensors.buffers.begin(), tensors.buffers.end());
+  return list;
+}
+
+}  // namespace
 
 Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module, const LoadModuleOptions& options) {
   const torch::NoGradGuard no_grad;
   const CheckpointReader reader(path, options.verify);
-  auto tensors = walk(module, {});
-  auto& list = tensors.parameters;
-  list.insert(list.end(), tensors.buffers.begin(), tensors.buffers.end());
+  const auto list = tensors_of(module);
   std::vector<WantedTensor> wanted;
   for (const auto& entry : list) wanted.push_back({options.prefix + entry.name, entry.tensor.sizes().vec()});
-  require_match(reader, wanted, options.partial, "model", options.prefix);
+  const auto match = require_match(reader, wanted, options.partial, "model", options.prefix);
   for (const auto& entry : list) {
     const auto name = options.prefix + entry.name;
     materialize({entry.tensor});
@@ -33,7 +42,17 @@ Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module,
   loaded.step = index.step;
   loaded.strategy = index.strategy;
   loaded.ranks = index.world_size;
+  if (!match.exact()) loaded.differences.push_back(match.describe());
   return loaded;
+}
+
+void save_module(const std::filesystem::path& file, const torch::nn::Module& module) {
+  const torch::NoGradGuard no_grad;
+  NamedTensors tensors;
+  for (const auto& entry : tensors_of(module)) tensors.emplace_back(entry.name, entry.tensor.detach());
+  std::error_code error;  // writing says what is wrong
+  std::filesystem::create_directories(file.parent_path(), error);
+  save_safetensors(file.string(), tensors, {{"format", "pt"}});
 }
 
 }  // namespace shoal

@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "checkpoint/folder.h"
 #include "checkpoint/loading/reader.h"
 #include "checkpoint/on_all_ranks.h"
 #include "checkpoint/saving/saver.h"
@@ -148,6 +149,17 @@ Loaded load(const std::filesystem::path& path, TrainingState& training, const Lo
     if (!asked_for && group.rank() == 0) TORCH_WARN(reader.path().string(), ": ", difference);
   }
   return loaded;
+}
+
+std::optional<Loaded> load_latest(const std::filesystem::path& run, TrainingState& training,
+                                  const LoadOptions& options) {
+  training.wait();
+  const auto group = training.state().source->group();
+  auto found = at::zeros({1}, at::kByte);
+  on_all_ranks(group, "checkpoint", [&] { found.fill_(has_checkpoint(run)); });
+  group.broadcast(found, 0, {.what = "whether there is a checkpoint"}).wait();
+  if (!found.item<bool>()) return std::nullopt;
+  return load(run, training, options);
 }
 
 }  // namespace shoal
