@@ -1,0 +1,153 @@
+"""Builds the programs in examples/ against an installed shoal, runs them on two ranks, and checks what they print.
+
+    python examples_test.py --build BUILD --work FOLDER --torch LIBTORCH --python PYTHON build|image_classification|...
+
+Ends with code 77 (skipped) where data or Python packages are missing.
+"""
+
+import argparse
+import gzip
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+SKIPPED = 77
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")  # of the Debian package dataset-fashion-mnist
+LICENCES = pathlib.Path("/usr/share/common-licenses")  # of the Debian package base-files
+
+
+def skip(reason):
+    print("skipped:", reason)
+    sys.exit(SKIPPED)
+
+
+def run(*command, **options):
+    result = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            check=False, **options)
+    print(result.stdout, flush=True)
+    if result.returncode != 0:
+        sys.exit(f"exit code {result.returncode}: {' '.join(map(str, command))}")
+    return result.stdout
+
+
+def numbers(pattern, text):
+    return [float(value) for value in re.findall(pattern, text)]
+
+
+def check(holds, what):
+    if not holds:
+        sys.exit(f"failed: {what}")
+
+
+class Test:
+    def __init__(self, options):
+        self.options = options
+        self.work = options.work
+        self.prefix = options.work / "prefix"
+        self.programs = options.work / "build"
+
+    def build(self):
+        shutil.rmtree(self.prefix, ignore_errors=True)
+        run("cmake", "--install", self.options.build, "--prefix", self.prefix)
+        run("cmake", "-G", "Ninja", "-S", EXAMPLES, "-B", self.programs, "-DCMAKE_BUILD_TYPE=Release",
+            "-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DCMAKE_PREFIX_PATH={self.prefix};{self.options.torch}")
+        run("cmake", "--build", self.programs)
+
+    def launch(self, name, *arguments):
+        return run(self.prefix / "bin/shoal", "launch", "-n", 2, "--", self.programs / name / name, *arguments)
+
+    def folder(self, name):
+        folder = self.work / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+    def equal_norms(self, output, programs=1):
+        norms = numbers(r"norm of the \w+(?: on rank \d+:)? ([\d.]+)", output)
+        check(len(norms) == 2 * programs and len(set(norms)) == programs, f"the ranks' parameters are equal: {norms}")
+
+    def image_classification(self):
+        if not FASHION.exists():
+            skip("the Debian package dataset-fashion-mnist is not installed")
+        folder = self.folder("fashion")
+        for file in FASHION.glob("*.gz"):
+            (folder / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
+        accuracies = numbers(r"accuracy ([\d.]+)", self.launch("image_classification", folder, 1, 60))
+        check(len(accuracies) == 1 and accuracies[0] > 0.6, f"an accuracy above 0.6: {accuracies}")
+
+    def language_model(self):
+        folder = self.folder("runs")
+        whole = self.launch("language_model", LICENCES, folder / "whole", 60)
+        self.launch("language_model", LICENCES, folder / "stopped", 60, 35)
+        resumed = self.launch("language_model", LICENCES, folder / "stopped", 60)
+        check("resumed at step 35" in resumed, "the second run resumes")
+        losses = [re.findall(r"step (\d+): loss ([\d.]+)", output) for output in (whole, resumed)]
+        check(losses[0][-2:] == losses[1][-2:], f"a resumed run equals one without a stop: {losses}")
+        check(float(losses[0][-1][1]) < 3.3, f"a loss below 3.3: {losses[0][-1]}")
+        check(len(whole) > 400 and "The licens" in whole, "a sample at the end")
+
+    def finetuning(self):
+        python = self.options.python
+        needs = [python, "-c", "import torch, safetensors, transformers"]
+        if not python.exists() or subprocess.run(needs, capture_output=True, check=False).returncode != 0:
+            skip(f"{python} has no torch, safetensors or transformers")
+        folder = self.folder("llama")
+        tool = EXAMPLES / "finetuning/make_model.py"
+        run(python, tool, folder)
+        tuned = self.folder("tuned")
+        shutil.copytree(folder, tuned, dirs_exist_ok=True)
+        text = LICENCES / "GPL-3"
+        output = self.launch("finetuning", folder, text, tuned / "model.safetensors", 150)
+        check(numbers(r"transformers: ([\d.e-]+)", output)[0] < 1e-4, "logits equal those of transformers")
+        losses = numbers(r"loss ([\d.]+)", output)
+        check(losses[-1] < 3.0, f"a loss below 3: {losses}")
+        here = numbers(r"after fine-tuning: ([\d.]+)", output)[0]
+        there = numbers(r"largest difference ([\d.]+)", run(python, tool, tuned, "--compare"))[0]
+        check(here > 0.1 and abs(here - there) < 1e-3, f"transformers opens what was trained: {here}, {there}")
+
+    def gan(self):
+        output = self.launch("gan", 600)
+        covered, close = re.search(r"(\d) of 8 modes, ([\d.]+) of", output).groups()
+        check(int(covered) >= 7 and float(close) > 0.8, "7 of 8 modes, and 0.8 of the samples close to one")
+        self.equal_norms(output)
+
+    def ppo(self):
+        output = self.launch("ppo", 40)
+        lengths = numbers(r"mean length ([\d.]+)", output)
+        check(lengths[0] < 60 and max(lengths) > 200, f"episodes get longer than 200 steps: {lengths}")
+        here_and_all = re.findall(r"(\d+) samples here, (\d+) in all", output)
+        check(any(2 * int(here) != int(total) for here, total in here_and_all), "ranks have different numbers of samples")
+        self.equal_norms(output)
+
+    def diloco(self):
+        output = self.launch("diloco", LICENCES / "GPL-3", 200)
+        losses = re.findall(r"held-out text ([\d.]+)", output)
+        check(len(losses) == 2 and len(set(losses)) == 1, f"all ranks have the mean's loss: {losses}")
+        check(float(losses[0]) < 2.6, f"a loss below 2.6: {losses}")
+        sent, every_step = numbers(r"([\d.]+) MB", output)
+        check(0 < sent < every_step / 20, "less than a twentieth of the bytes is sent")
+
+    def own_strategy(self):
+        output = self.launch("own_strategy")
+        found = re.search(r"loss: ddp ([\d.]+), with the hook ([\d.]+), majority_vote ([\d.]+)", output)
+        losses = [float(loss) for loss in found.groups()]
+        check(losses[0] < 4 and losses[1] < 8 and losses[2] < 6, f"losses below 4, 8 and 6: {losses}")
+        self.equal_norms(output, programs=3)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("build", "work", "torch", "python"):
+        parser.add_argument(f"--{name}", type=pathlib.Path, required=True)
+    parser.add_argument("what", choices=[name for name in vars(Test) if not name.startswith("_")])
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    getattr(Test(options), options.what)()
+
+
+if __name__ == "__main__":
+    main()
