@@ -220,7 +220,10 @@ struct Strategy {
   Pace pace = Pace::common;
   bool main_copies = false;   // updates float32 copies of 16-bit parameters
   bool logging_data = false;  // TrainingCore::logging_data() returns a report
-  bool takes_schedule = false;  // steps its optimizers itself, with a schedule
+  // What it does with TrainingOptions; make_training() refuses the options that a strategy does not take.
+  bool takes_schedule = false;   // steps its optimizers itself, with a schedule
+  bool takes_clip_grad = false;  // step() clips to clip_grad, as all of the library's own do
+  bool takes_scaler = false;     // scale_loss() and step() use precision.scaler, as all of the library's own do
   // Throws StrategyOptionError or UsageError for faults that are known before the ranks start. hosts: number of the
   // ranks' hosts; none: not known yet.
   std::function<void(const OptionValues& values, const TrainingOptions& options, int ranks, std::optional<int> hosts)>

@@ -17,7 +17,10 @@ std::list<Strategy>& registry() {
     for (const auto& group : {ddp_strategies, zero_strategies, megatron_strategies, fsdp_strategies,
                               local_update_strategies, decentralized_strategies, hybrid_gossip_strategies,
                               strategies_without_exchange}) {
-      for (auto& strategy : group()) list.push_back(std::move(strategy));
+      for (auto& strategy : group()) {
+        strategy.takes_clip_grad = strategy.takes_scaler = true;
+        list.push_back(std::move(strategy));
+      }
     }
     return list;
   }();
@@ -50,6 +53,12 @@ void check_arguments(const Strategy& strategy, const OptimizerRecipe& recipe, co
   if (!recipe.make || !recipe.defaults) refuse("the recipe lacks `make` or `defaults`; take optimizer_recipe()");
   if (options.schedule && !strategy.takes_schedule) {
     refuse("the strategy takes no schedule; make one of optimizer(), and step it after step()");
+  }
+  if (options.clip_grad > 0 && !strategy.takes_clip_grad) {
+    refuse("the strategy does not clip (Strategy::takes_clip_grad), so that clip_grad has no effect");
+  }
+  if (options.precision.scaler && !strategy.takes_scaler) {
+    refuse("the strategy has no loss scaler (Strategy::takes_scaler), so that precision.scaler has no effect");
   }
   if (!options.communication_hook) return;
   if (!strategy.has("compress")) refuse("the strategy reduces no gradients, so that communication_hook has no effect");

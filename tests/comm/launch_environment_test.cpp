@@ -10,6 +10,7 @@
 
 #include "comm/rendezvous/rendezvous.h"
 #include "shoal/error.h"
+#include "tests/support/refusal.h"
 
 namespace shoal {
 namespace {
@@ -115,16 +116,35 @@ TEST(LaunchEnvironment, reads_open_mpi_and_derives_a_port) {
 }
 
 TEST(LaunchEnvironment, reads_slurms_first_node) {
-  const Variables slurm = {{"SLURM_PROCID", "5"},
-                           {"SLURM_NTASKS", "8"},
-                           {"SLURM_NNODES", "2"},
-                           {"SLURM_JOB_ID", "7"},
-                           {"SLURM_STEP_NODELIST", "node[03-04]"}};
+  const Variables slurm = {{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"},  {"SLURM_NNODES", "2"},
+                           {"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "0"}, {"SLURM_STEP_NODELIST", "node[03-04]"}};
   EXPECT_EQ(find(slurm).address, "node03");
   EXPECT_EQ(find(slurm).rank, 5);
   auto one_node = slurm;
   one_node["SLURM_NNODES"] = "1";
   EXPECT_EQ(find(one_node).address, "127.0.0.1");
+}
+
+TEST(LaunchEnvironment, tasks_of_srun_with_pmi_get_address_port_and_name_from_slurm) {
+  const Variables task = {
+      {"PMI_RANK", "3"},     {"PMI_SIZE", "4"},     {"SLURM_PROCID", "3"},  {"SLURM_NTASKS", "4"},
+      {"SLURM_NNODES", "2"}, {"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "1"}, {"SLURM_STEP_NODELIST", "node[03-04]"}};
+  const auto placement = find(task);
+  EXPECT_EQ(placement.rank, 3);
+  EXPECT_EQ(placement.source, "PMI_RANK and PMI_SIZE");
+  EXPECT_EQ(placement.address, "node03");
+  EXPECT_NE(placement.port, 29500);
+  EXPECT_EQ(placement.job.name(), "7.1");
+}
+
+TEST(LaunchEnvironment, a_batch_script_is_no_task) {
+  Variables script = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_JOB_ID", "7"}};
+  EXPECT_NE(test::refusal([&] { find(script); }).find("SLURM_NTASKS is 4: start the program with srun"),
+            std::string::npos);
+  script["SLURM_NTASKS"] = "1";
+  EXPECT_EQ(find(script).source, "alone");
+  script["RANK"] = "1", script["WORLD_SIZE"] = "2";  // of shoal launch or torchrun in the script
+  EXPECT_EQ(find(script).rank, 1);
 }
 
 TEST(LaunchEnvironment, takes_one_source_as_a_whole) {

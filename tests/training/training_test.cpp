@@ -7,6 +7,7 @@
 #include "shoal/schedules.h"
 #include "shoal/training.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/shared_folder.h"
 #include "tests/support/variants.h"
 #include "tests/support/world.h"
@@ -189,6 +190,17 @@ TEST(Training, a_programs_own_strategy_trains_by_its_name) {
   optimizer.step();
   EXPECT_LT(difference(training.module()->parameters(), model->parameters()), 1e-12);
   EXPECT_THROW(training->backward(mean_loss(training.forward(x)), 3), UsageError) << "it has no such backward";
+  const auto recipe = optimizer_recipe<FusedSGD>(torch::optim::SGDOptions(0.1), all);
+  EXPECT_NE(test::refusal([&] {
+              make_training("halving", seeded(3), recipe, group(), {.clip_grad = 1});
+            }).find("make_training halving: the strategy does not clip"),
+            std::string::npos);
+  TrainingOptions scaled;
+  scaled.precision.scaler = GradScalerOptions();
+  EXPECT_NE(test::refusal([&] {
+              make_training("halving", seeded(3), recipe, group(), scaled);
+            }).find("make_training halving: the strategy has no loss scaler"),
+            std::string::npos);
 }
 
 TEST(Training, wrong_options_are_refused_on_every_rank) {

@@ -57,9 +57,15 @@ void find_rank(Placement& placement, const WorldOptions& options, const Environm
     const auto rank = environment(source.rank);
     const auto size = environment(source.size);
     if (!rank && !size) continue;
-    // A shell inside an allocation has SLURM_NTASKS but is not a task of it.
+    // A shell inside an allocation has SLURM_NTASKS, and a batch script SLURM_PROCID as well, but neither is a task.
     const bool slurm = std::string(source.rank) == "SLURM_PROCID";
-    if (slurm && !rank) continue;
+    if (slurm && (!rank || (!environment("SLURM_STEP_ID") && size.value_or("1") == "1"))) continue;
+    if (slurm && !environment("SLURM_STEP_ID")) {
+      throw UsageError(fmt::format(
+          "this is Slurm's batch script and no task of a step, though SLURM_NTASKS is {}: start the program "
+          "with srun, torchrun or shoal launch; to run alone, unset SLURM_NTASKS",
+          *size));
+    }
     if (!rank || !size) {
       throw UsageError(fmt::format("{} is set but {} is not: set both, or neither to run alone",
                                    rank ? source.rank : source.size, rank ? source.size : source.rank));
@@ -72,10 +78,16 @@ void find_rank(Placement& placement, const WorldOptions& options, const Environm
   placement.source = "alone";
 }
 
+// Tasks of srun --mpi=pmi2 get their ranks from PMI.
+bool is_slurm_task(const Placement& placement, const Environment& environment) {
+  const bool by_srun = placement.source.rfind("SLURM", 0) == 0 || placement.source.rfind("PMI", 0) == 0;
+  return by_srun && environment("SLURM_STEP_ID");
+}
+
 void find_address(Placement& placement, const WorldOptions& options, const Environment& environment) {
   const auto address = environment("MASTER_ADDR");
   const auto port = environment("MASTER_PORT");
-  const bool slurm = placement.source.rfind("SLURM", 0) == 0;
+  const bool slurm = is_slurm_task(placement, environment);
   placement.address = options.address.value_or(address.value_or("127.0.0.1"));
   if (!options.address && !address && slurm && environment("SLURM_NNODES").value_or("1") != "1") {
     const auto nodes = environment("SLURM_STEP_NODELIST");
@@ -88,7 +100,7 @@ void find_address(Placement& placement, const WorldOptions& options, const Envir
   } else if (const auto job = environment("PMIX_NAMESPACE"); job && placement.source.rfind("OMPI", 0) == 0) {
     placement.port = port_from(*job);
   } else if (const auto id = environment("SLURM_JOB_ID"); id && slurm) {
-    placement.port = port_from(*id + "." + environment("SLURM_STEP_ID").value_or("0"));
+    placement.port = port_from(*id + "." + *environment("SLURM_STEP_ID"));
   } else {
     placement.port = 29500;
   }
@@ -99,9 +111,9 @@ std::string find_name(const Placement& placement, const Environment& environment
   if (const auto own = environment("SHOAL_JOB_ID")) return *own;
   if (placement.source.rfind("RANK", 0) == 0) return environment("TORCHELASTIC_RUN_ID").value_or("");
   if (placement.source.rfind("OMPI", 0) == 0) return environment("PMIX_NAMESPACE").value_or("");
-  if (placement.source.rfind("SLURM", 0) != 0) return "";
+  if (!is_slurm_task(placement, environment)) return "";
   const auto id = environment("SLURM_JOB_ID");
-  return id ? *id + "." + environment("SLURM_STEP_ID").value_or("0") : "";
+  return id ? *id + "." + *environment("SLURM_STEP_ID") : "";
 }
 
 }  // namespace
