@@ -139,7 +139,9 @@ struct Loaded {
 };
 
 // Loads a checkpoint of any strategy and number of ranks. `path`: the folder of a run (its latest checkpoint), a
-// checkpoint, a safetensors file, or a Hugging Face folder. Each rank reads what it owns. Floating-point values are
+// checkpoint, a safetensors file, a Hugging Face folder, or a .pt file of Python's torch.save. Of a .pt file only tensors
+// are read: those of a state_dict under their names, those of dictionaries and lists in it as "model.fc.weight"; no code
+// runs. Each rank reads what it owns. Floating-point values are
 // converted to the dtype of their destination. Param groups get the options that their parameters had, even if the
 // groups were different; exceptions, and options that LoadOptions exclude, are listed in `differences` (with a warning,
 // unless they were excluded). The state of random number generators, and buffers that differ between ranks, are
@@ -174,10 +176,15 @@ Loaded load_module(const std::filesystem::path& path, const torch::nn::ModuleHol
   return load_module(path, *module.ptr(), options);
 }
 
-// Saves a module's parameters and buffers to a safetensors file, which appears under its name when it is complete:
-// for other programs, such as transformers, and for load_module(). Makes the folder. A tied tensor is saved once,
-// under its first name. Parameters must be whole on this rank: under FullyShardedDataParallel call unwrap() before, or
-// save(). Throws UsageError for a dtype that the format does not have, CheckpointError for file errors. Not collective:
+// Saves a module's parameters and buffers to one file for other programs, by the file's extension:
+//
+//   .safetensors  for transformers and others that read this format; a tied tensor is saved once, under its first name
+//   .pt           a state_dict: model.load_state_dict(torch.load("model.pt")) in Python; a tied tensor under all names
+//
+// Values keep their dtypes; tensors are row-major. The file appears under its name when it is complete. Makes the
+// folder. load() and load_module() read it, under any strategy. Parameters must be whole on this rank: where ranks hold
+// shards, use TrainingCore::save_module() or a summon_full_params() scope, or call unwrap() before. Throws UsageError
+// for another extension and for a dtype that the format does not have, CheckpointError for file errors. Not collective:
 // one rank calls it.
 void save_module(const std::filesystem::path& file, const torch::nn::Module& module);
 template <class Module>

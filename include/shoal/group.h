@@ -64,6 +64,12 @@ class Group {
 
   // In-place reduction of `tensor` over all ranks.
   Work all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::sum, Label label = {}) const;
+  // Reduction of a number, or of a list of numbers in one operation, over all ranks: for metrics and decisions. In
+  // float64, so integers are exact up to 2^53. Returns the result, the same on all ranks; blocks. Lists have the same
+  // length on all ranks (DisagreeError). The mean over ranks is ReduceOp::avg; for a mean over samples, see MeanMetric
+  // (shoal/metrics.h).
+  double all_reduce(double value, ReduceOp op = ReduceOp::sum, Label label = {}) const;
+  std::vector<double> all_reduce(std::vector<double> values, ReduceOp op = ReduceOp::sum, Label label = {}) const;
   // In-place reduction of `tensor` to `root`. On other ranks the content of `tensor` is undefined afterwards.
   Work reduce(at::Tensor tensor, int root, ReduceOp op = ReduceOp::sum, Label label = {}) const;
   // Reduces input [size() * n] over all ranks; rank r gets elements [r * n, (r + 1) * n) of the result in output [n].

@@ -2,6 +2,7 @@
 // All of shoal: #include <shoal/shoal.h>
 
 #include "shoal/checkpoint.h"
+#include "shoal/data.h"
 #include "shoal/ddp.h"
 #include "shoal/decentralized.h"
 #include "shoal/deferred_init.h"
@@ -12,9 +13,11 @@
 #include "shoal/join.h"
 #include "shoal/local_sgd.h"
 #include "shoal/megatron.h"
+#include "shoal/metrics.h"
 #include "shoal/optim.h"
 #include "shoal/optimizer_in_backward.h"
 #include "shoal/precision.h"
+#include "shoal/progress.h"
 #include "shoal/schedules.h"
 #include "shoal/shard_gossip.h"
 #include "shoal/sync_batch_norm.h"

@@ -6,6 +6,7 @@
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -156,6 +157,11 @@ class TrainingCore {
   virtual OptimizerState optimizer_state() = 0;
   // Checkpoint interface; none for strategies whose ranks train independently.
   virtual std::optional<TrainingState> state() = 0;
+  // Saves the module, as full_parameters() shows it, to a .pt or .safetensors file for other programs; see
+  // shoal::save_module (shoal/checkpoint.h). The first rank that is still there writes. To load the file, use
+  // load(file, *state(), {.model_only = true}). Errors on every rank. Collective, except where ranks know nothing of each
+  // other: there rank 0 alone writes its own model.
+  void save_module(const std::filesystem::path& file);
 
   // This rank's parameters and, after a backward, gradients, as far as it holds them.
   virtual std::vector<at::Tensor> parameters() const { return module_->parameters(); }

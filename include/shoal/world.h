@@ -1,9 +1,13 @@
 #pragma once
 // Process start-up: init() connects the ranks of a job and returns its World.
 
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "shoal/group.h"
 
@@ -67,7 +71,34 @@ class World {
   const std::string& source() const;  // origin of rank and size: "options", "RANK and WORLD_SIZE", "alone", ...
   const Group& group() const;         // the group of all ranks
 
+  // Returns once all ranks have called it. Collective.
+  void barrier() const;
+  // As Group::all_reduce, over all ranks. Collective.
+  //   const double seen = world.all_reduce(samples);
+  //   const double loss = world.all_reduce(rank_loss, shoal::ReduceOp::avg);
+  double all_reduce(double value, ReduceOp op = ReduceOp::sum) const;
+  std::vector<double> all_reduce(std::vector<double> values, ReduceOp op = ReduceOp::sum) const;
+
+  // Prints a line to standard output on rank 0, and nothing on other ranks: the parts, separated by spaces, as Python's
+  // print does. Not collective.
+  //   world.print0("epoch", epoch, "loss", loss);
+  template <class... Parts>
+  void print0(const Parts&... parts) const {
+    if (rank() != 0) return;
+    std::ostringstream line;
+    const char* between = "";
+    ((line << std::exchange(between, " ") << parts), ...);
+    print_line(line.str());
+  }
+
+  // Seeds libtorch's generators on all devices with `seed` + rank: every rank has random numbers of its own, the same in
+  // every run. For dropout, augmentation and noise. torch::manual_seed(seed) gives all ranks the same numbers. Not
+  // collective.
+  void manual_seed(uint64_t seed) const;
+
  private:
+  static void print_line(const std::string& line);
+
   std::shared_ptr<WorldState> state_;
   Group group_;
 };

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/on_all_ranks.h"
 #include "engine/paging/operator_watch.h"
 #include "training/parts.h"
 
@@ -65,6 +66,18 @@ NoSync TrainingCore::no_sync(bool /*accumulate*/) {
 
 Joinable& TrainingCore::joinable() {
   lacks("a part in Join");
+}
+
+void TrainingCore::save_module(const std::filesystem::path& file) {
+  if (strategy_.pace == Pace::alone) {
+    if (group_.rank() == 0) shoal::save_module(file, *module_);
+    return;
+  }
+  const auto ranks = present().value_or(group_);
+  const auto whole = full_parameters();
+  on_all_ranks(ranks, "save_module", [&] {
+    if (ranks.rank() == 0) shoal::save_module(file, *module_);
+  });
 }
 
 std::vector<at::Tensor> TrainingCore::gradients() const {

@@ -10,16 +10,17 @@ import sys
 # May include only what stands before it in its line. Lines are alternatives to each other where layers are unrelated.
 ORDER = ["base", "layout", "memory", "comm", "module", "checkpoint", "optim", "engine", "strategy", "training"]
 ALLOWED = {layer: set(ORDER[:i + 1]) for i, layer in enumerate(ORDER)}
+ALLOWED["loop"] = {"base", "comm", "loop"}
 ALLOWED["launch"] = {"base", "comm", "launch"}
 ALLOWED["models"] = {"base", "models"}
 ALLOWED["data"] = {"base", "models", "data"}
-ALLOWED["cli"] = set(ORDER) | {"launch", "models", "data", "cli"}
+ALLOWED["cli"] = set(ORDER) | {"loop", "launch", "models", "data", "cli"}
 # Public headers are flat. Each belongs to the lowest layer that may include it.
 HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm", "call_log": "comm", "group": "comm",
            "host_shared_buffer": "comm", "local_optimizer": "base", "telemetry": "comm", "world": "comm", "deferred_init": "module",
            "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim",
            "optimizer_state": "optim", "precision": "optim", "register_state": "optim", "schedules": "optim",
-           "checkpoint": "engine", "data_parallel": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
+           "data": "loop", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
            "outputs": "engine", "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",
            "fsdp": "strategy", "local_sgd": "strategy", "megatron": "strategy", "optimizer_in_backward": "strategy",
            "shard_gossip": "strategy", "training": "training", "zero": "strategy"}

@@ -5,7 +5,7 @@
 #include <torch/data.h>
 #include <torch/types.h>
 
-#include "data/sharded_sampler.h"
+#include "shoal/data.h"
 #include "tests/data/data_folder.h"
 
 namespace shoal::data {
@@ -46,9 +46,9 @@ TEST(ImageDataset, serves_the_data_loader_of_libtorch) {
   using torch::data::datasets::SharedBatchDataset;
   std::vector<int64_t> seen;
   for (size_t rank = 0; rank < 2; ++rank) {
-    const auto loader = torch::data::make_data_loader(SharedBatchDataset<Dataset>(counting_images()),
-                                                      ShardedSampler(10, {.world = 2, .rank = rank}),
-                                                      torch::data::DataLoaderOptions(3).workers(1));
+    const auto loader =
+        torch::data::make_data_loader(SharedBatchDataset<Dataset>(counting_images()), DistributedSampler(10, 2, rank),
+                                      torch::data::DataLoaderOptions(3).workers(1));
     for (const Batch& batch : *loader) {
       for (int64_t i = 0; i < batch.target.numel(); ++i) seen.push_back(batch.target[i].item<int64_t>());
     }

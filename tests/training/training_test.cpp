@@ -4,9 +4,12 @@
 #include <gmock/gmock.h>
 #include <torch/nn/utils/clip_grad.h>
 
+#include "shoal/data.h"
+#include "shoal/metrics.h"
 #include "shoal/schedules.h"
 #include "shoal/training.h"
 #include "tests/support/models.h"
+#include "tests/support/processes.h"
 #include "tests/support/refusal.h"
 #include "tests/support/shared_folder.h"
 #include "tests/support/variants.h"
@@ -113,6 +116,33 @@ TEST_P(EveryStrategy, goes_on_from_its_checkpoint) {
   EXPECT_LT(difference(whole(other), reference()), 1e-9);
 }
 
+// Ranks have equally many batches, as forwards may need; what is padding does not count.
+TEST_P(EveryStrategy, evaluates_every_sample_once_on_all_ranks) {
+  constexpr int64_t samples = 11;
+  const auto data = batch(0, 0, 0, samples);
+  auto training = make();
+  MeanMetric loss(training->group()), negative(training->group());
+  DistributedSampler sampler(samples, training->group(), {.shuffle = false});
+  {
+    const torch::NoGradGuard no_grad;
+    size_t counted = 0;
+    while (const auto indices = sampler.next(2)) {
+      const auto rows = at::tensor(std::vector<int64_t>(indices->begin(), indices->end()));
+      auto output = training.forward(data.index_select(0, rows));
+      const auto here = std::min(indices->size(), sampler.unpadded() - counted);
+      counted += here;
+      output = output.narrow(0, 0, static_cast<int64_t>(here));
+      if (here > 0) loss.update(mean_loss(output).item<double>(), static_cast<double>(here));
+      negative.update(output.lt(0));
+    }
+  }
+  const auto expected = seeded(3)->forward(data);
+  EXPECT_NEAR(loss.compute(), mean_loss(expected).item<double>(), 1e-12);
+  EXPECT_EQ(negative.compute(), expected.lt(0).sum().item<double>() / static_cast<double>(expected.numel()));
+  train(training, 0, steps);
+  EXPECT_LT(difference(whole(training), reference()), 1e-9) << "training goes on as if there had been no evaluation";
+}
+
 TEST_P(EveryStrategy, abandons_a_step_that_has_not_begun) {
   if (GetParam() == "megatron") GTEST_SKIP() << "collective with the other ranks' step";
   auto training = make();
@@ -135,6 +165,59 @@ TEST_P(EveryStrategy, says_what_it_holds) {
 
 INSTANTIATE_TEST_SUITE_P(Registry, EveryStrategy, testing::ValuesIn(strategy_names()),
                          [](const auto& it) { return it.param; });
+
+// Python doubles the weights of each strategy's file.
+constexpr const char* doubled = R"(
+import glob, sys, torch
+for path in glob.glob(sys.argv[1] + "/*.pt"):
+    torch.save({name: 2 * value for name, value in torch.load(path).items()}, path)
+)";
+
+TEST(Training, pt_files_go_to_python_and_back_under_every_strategy) {
+  const SharedFolder folder;
+  const auto make = [](const Strategy& strategy, int seed) {
+    Variant chosen{strategy.name, {}};
+    add_known(chosen, small);
+    return make_training(strategy.name, seeded(seed), optimizer_recipe<FusedSGD>(sgd), group_of(strategy),
+                         {.options = chosen.options, .precision = Precision::float64()});
+  };
+  std::map<std::string, std::vector<at::Tensor>> saved;
+  for (const auto& name : strategy_names()) {
+    const auto& strategy = find_strategy(name);
+    if (strategy.pace == Pace::single && group().rank() > 0) continue;  // all ranks would write the same file
+    auto training = make(strategy, 3);
+    train(training, 0, 2);
+    saved[name] = whole(training);
+    training->save_module(folder / (name + ".pt"));
+    training->save_module(folder / (name + ".safetensors"));
+  }
+  group().barrier().wait();
+  if (group().rank() == 0) {
+    const auto ended = run({PYTHON, "-c", doubled, (folder / "").string()}, 60);
+    EXPECT_EQ(ended.code, 0) << ended.output;
+  }
+  group().barrier().wait();
+  for (const auto& [name, values] : saved) {
+    for (const auto& [extension, factor] : {std::pair(".pt", 2), std::pair(".safetensors", 1)}) {
+      auto training = make(find_strategy(name), 4);
+      auto state = training->state();
+      if (state) {
+        load(folder / (name + extension), *state, {.model_only = true});
+      } else {
+        load_module(folder / (name + extension), *training.module());
+      }
+      auto expected = values;
+      for (auto& value : expected) value = factor * value;
+      EXPECT_EQ(difference(whole(training), expected), 0) << name << extension;
+    }
+  }
+}
+
+TEST(Training, a_file_that_cannot_be_written_is_an_error_on_every_rank) {
+  auto training = make_training("fsdp", seeded(3), optimizer_recipe<FusedSGD>(sgd), group());
+  EXPECT_THROW(training->save_module("/dev/null/model.pt"), CheckpointError);
+  EXPECT_THROW(training->save_module("model.bin"), UsageError);
+}
 
 TEST(Training, updates_in_backward_are_an_option) {
   auto training = make_training(

@@ -2,9 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <map>
+#include <utility>
+
 #include "base/json_fields.h"
 #include "base/strict_json.h"
 #include "checkpoint/format/safetensors_reader.h"
+#include "checkpoint/pt/pt_file.h"
+#include "checkpoint/pt/zip_directory.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -23,9 +28,26 @@ CheckpointIndex empty_index(const std::string& library) {
   return index;
 }
 
+CheckpointIndex index_of_pt(const InputFile& input) {
+  auto index = empty_index("PyTorch");
+  const auto file = input.path().filename().string();
+  index.files[file] = input.size();
+  std::map<std::pair<int64_t, int64_t>, std::string> first_at;  // by place
+  for (const auto& [name, found] : read_pt(input)) {
+    StoredTensor tensor{
+        .name = name, .part = "model", .dtype = found.dtype, .shape = found.shape, .order = found.order};
+    const auto first = first_at.try_emplace({found.offset, found.bytes}, name).first->second;
+    if (found.bytes > 0 && first != name) tensor.same_as = first;
+    tensor.slices.push_back({.file = file, .range = {0, tensor.numel()}});
+    index.tensors.emplace(name, std::move(tensor));
+  }
+  return index;
+}
+
 }  // namespace
 
 CheckpointIndex index_of_file(const std::filesystem::path& file) {
+  if (const InputFile input(file, refuse_as<CheckpointError>); is_zip(input)) return index_of_pt(input);
   const SafetensorsReader reader(file);
   auto index = empty_index("safetensors");
   index.files[file.filename()] = reader.file().size();

@@ -1,5 +1,5 @@
 #pragma once
-// Index of safetensors files from other programs, as a checkpoint of one part without checksums.
+// Index of safetensors and .pt files from other programs, as a checkpoint of one part without checksums.
 
 #include <filesystem>
 

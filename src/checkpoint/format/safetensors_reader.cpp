@@ -4,12 +4,31 @@
 
 #include <algorithm>
 
+#include "checkpoint/format/index.h"
+#include "checkpoint/pt/pt_file.h"
+#include "checkpoint/pt/zip_directory.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
 
+// Its tensors by the names that slices have.
+SafetensorsHeader header_of_pt(const InputFile& file) {
+  SafetensorsHeader header;
+  for (const auto& [name, found] : read_pt(file)) {
+    const StoredTensor tensor{
+        .name = name, .part = "model", .dtype = found.dtype, .shape = found.shape, .order = found.order};
+    const Range all{0, tensor.numel()};
+    header.tensors.emplace(slice_key(tensor, all), SafetensorsEntry{.dtype = find_safetensors_dtype(found.dtype),
+                                                                    .shape = slice_shape(tensor, all),
+                                                                    .offset = found.offset,
+                                                                    .bytes = found.bytes});
+  }
+  return header;
+}
+
 SafetensorsHeader read_header(const InputFile& file) {
+  if (is_zip(file)) return header_of_pt(file);
   const auto subject = file.path().string();
   unsigned char length_bytes[8] = {};
   const auto begin = static_cast<int64_t>(sizeof length_bytes);

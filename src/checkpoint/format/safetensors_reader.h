@@ -1,5 +1,5 @@
 #pragma once
-// Reader of safetensors files, which it does not trust.
+// Reader of safetensors files, and of .pt files as if they had that format; it trusts neither.
 
 #include <filesystem>
 
@@ -8,8 +8,8 @@
 
 namespace shoal {
 
-// Open file with a valid header: every tensor lies within the file. CheckpointError names the file and the fault. Any
-// number of threads.
+// Open file with a valid header (of a .pt file, its pickle): every tensor lies within the file. CheckpointError names
+// the file and the fault. Any number of threads.
 class SafetensorsReader {
  public:
   explicit SafetensorsReader(const std::filesystem::path& path);

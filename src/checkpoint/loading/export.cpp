@@ -9,6 +9,7 @@
 #include "checkpoint/format/atomic_file.h"
 #include "checkpoint/format/foreign_index.h"
 #include "checkpoint/format/safetensors.h"
+#include "checkpoint/pt/pt_file.h"
 #include "checkpoint/saving/pieces.h"
 #include "shoal/error.h"
 
@@ -50,6 +51,12 @@ void write(const CheckpointReader& reader, const std::filesystem::path& path,
 
 void export_file(const CheckpointReader& reader, const std::filesystem::path& path, const std::string& part) {
   write(reader, path, tensors_of(reader, part));
+}
+
+void export_pt(const CheckpointReader& reader, const std::filesystem::path& path, const std::string& part) {
+  NamedTensors tensors;
+  for (const auto* tensor : tensors_of(reader, part)) tensors.emplace_back(tensor->name, reader.read(tensor->name));
+  save_pt(path, tensors);
 }
 
 void export_folder(const CheckpointReader& reader, const std::filesystem::path& folder, int64_t shard_bytes,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "shoal/error.h"
 
@@ -34,11 +35,22 @@ Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wan
             const std::string& prefix) {
   std::map<std::string, const WantedTensor*> left;
   for (const auto& tensor : wanted) left[tensor.name] = &tensor;
+  // Tied weights have one name here, whichever of those that they have there.
+  const auto& stored = reader.index().tensors;
+  const auto first_name = [](const StoredTensor& tensor) {
+    return tensor.same_as.empty() ? tensor.name : tensor.same_as;
+  };
+  std::set<std::string> wanted_tensors;
+  for (const auto& tensor : wanted) {
+    if (const auto found = stored.find(tensor.name); found != stored.end())
+      wanted_tensors.insert(first_name(found->second));
+  }
   Match result;
-  for (const auto& [name, tensor] : reader.index().tensors) {
+  for (const auto& [name, tensor] : stored) {
     if (tensor.part != part || !name.starts_with(prefix)) continue;
     const auto found = left.find(name);
     if (found == left.end()) {
+      if (wanted_tensors.contains(first_name(tensor))) continue;
       result.extra.push_back(name);
       continue;
     }

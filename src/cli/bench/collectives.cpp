@@ -13,10 +13,10 @@
 
 #include "cli/bench/samples.h"
 #include "cli/machine.h"
-#include "cli/train/progress.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/transport/transport.h"
 #include "shoal/error.h"
+#include "shoal/progress.h"
 #include "shoal/world.h"
 
 namespace shoal::cli {
@@ -227,10 +227,10 @@ nlohmann::ordered_json bench_collectives(const CollectiveOptions& options) {
   }
   const auto& clock = worlds.front().second.group();
   auto cases = cases_of(options, worlds);
-  Progress progress(clock.rank() == 0, options.rounds, "rounds");
+  ProgressBar progress(options.rounds, {.enabled = clock.rank() == 0, .unit = "rounds"});
   for (int round = 0; round < options.rounds; ++round) {
     for (auto& figure : cases) figure.measure(clock);
-    progress.update(round + 1, round + 1);
+    progress.update();
   }
   progress.clear();
   auto list = nlohmann::ordered_json::array();

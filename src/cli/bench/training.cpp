@@ -11,9 +11,9 @@
 #include <map>
 
 #include "cli/bench/samples.h"
-#include "cli/train/progress.h"
 #include "launch/child.h"
 #include "shoal/error.h"
+#include "shoal/progress.h"
 #include "shoal/training.h"
 
 namespace shoal::cli {
@@ -220,12 +220,12 @@ Json bench_training(const TrainingBenchOptions& options, const std::string& self
   auto all = contestants(options, self);
   const Scratch scratch;
   const auto total = options.rounds * static_cast<int64_t>(all.size());
-  Progress progress(true, total, "runs");
+  ProgressBar progress(total, {.unit = "runs"});
   int64_t done = 0;
   for (int round = 0; round < options.rounds; ++round) {
     for (auto& contestant : all) {
       contestant.reports.push_back(run(contestant, scratch));
-      progress.update(done + 1, done + 1);
+      progress.update();
       ++done;
     }
   }

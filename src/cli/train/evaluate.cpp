@@ -2,8 +2,8 @@
 
 #include <torch/utils.h>
 
-#include "data/sharded_sampler.h"
 #include "models/loss.h"
+#include "shoal/data.h"
 
 namespace shoal::cli {
 
@@ -13,10 +13,7 @@ Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& g
   const Precision::Scope scope(precision, at::kCPU);
   const bool training = model.is_training();
   model.eval();
-  data::ShardedSampler sampler(*samples.size(), {.world = static_cast<size_t>(group.size()),
-                                                 .rank = static_cast<size_t>(group.rank()),
-                                                 .order = data::Order::sequential,
-                                                 .remainder = data::Remainder::keep});
+  DistributedSampler sampler(*samples.size(), group, {.shuffle = false, .pad = false});
   double loss = 0;
   int64_t right = 0;
   int64_t count = 0;
@@ -28,9 +25,8 @@ Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& g
     count += batch.target.numel();
   }
   model.train(training);
-  auto sums = at::tensor({loss, static_cast<double>(right), static_cast<double>(count)}, at::kDouble);
-  group.all_reduce(sums, ReduceOp::sum, {-1, -1, "evaluation"}).wait();
-  const auto* sum = sums.data_ptr<double>();
+  const auto sum = group.all_reduce(std::vector<double>{loss, static_cast<double>(right), static_cast<double>(count)},
+                                    ReduceOp::sum, {-1, -1, "evaluation"});
   return {sum[0] / sum[2], sum[1] / sum[2], static_cast<int64_t>(sum[2])};
 }
 

@@ -5,9 +5,9 @@
 
 #include "data/fashion_mnist.h"
 #include "data/reference.h"
-#include "data/sharded_sampler.h"
 #include "data/text_dataset.h"
 #include "models/registry.h"
+#include "shoal/data.h"
 
 namespace shoal::cli {
 namespace {
@@ -48,11 +48,10 @@ class DatasetFeed : public Feed {
       : options_(options),
         train_(std::move(train)),
         test_(std::move(test)),
-        sampler_(*train_->size(),
-                 {.world = static_cast<size_t>(ranks), .rank = static_cast<size_t>(rank), .seed = options.seed}) {}
+        sampler_(*train_->size(), static_cast<size_t>(ranks), static_cast<size_t>(rank), {.seed = options.seed}) {}
 
   std::optional<int64_t> steps_per_epoch() const override {
-    const auto samples = static_cast<int64_t>(sampler_.local_size());
+    const auto samples = static_cast<int64_t>(sampler_.num_samples());
     const auto batches = (samples + options_.batch - 1) / options_.batch;
     return std::max<int64_t>(1, batches / options_.accumulate);
   }
@@ -80,11 +79,11 @@ class DatasetFeed : public Feed {
 
  private:
   using Loader =
-      torch::data::StatelessDataLoader<torch::data::datasets::SharedBatchDataset<data::Dataset>, data::ShardedSampler>;
+      torch::data::StatelessDataLoader<torch::data::datasets::SharedBatchDataset<data::Dataset>, DistributedSampler>;
   const TrainOptions& options_;
   std::shared_ptr<data::Dataset> train_;
   std::shared_ptr<data::Dataset> test_;
-  data::ShardedSampler sampler_;
+  DistributedSampler sampler_;
   std::unique_ptr<Loader> loader_;
   std::optional<torch::data::Iterator<data::Batch>> next_;
 };

@@ -189,7 +189,7 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
   }
 }
 
-void Trainer::evaluate_model(int64_t epoch, Progress& progress, TrainResult& result) {
+void Trainer::evaluate_model(int64_t epoch, ProgressBar& progress, TrainResult& result) {
   Evaluation evaluation;
   meeting_.together([&](const Group& present) {
     result.figures = exchange_figures(*strategy_);
@@ -241,7 +241,10 @@ TrainResult Trainer::run() {
   const auto wire = loopback_bytes();
   bool reports = group_.rank() == 0;
   Metrics metrics(reports ? options_.metrics : "");
-  Progress progress(reports, total - first, "samples");
+  ProgressBar progress(
+      total - first,
+      {.enabled = reports, .unit = "samples", .unit_scale = static_cast<double>(samples_per_step * group_.size())});
+  double smooth_loss = 0;
   // Takes over the reports if the leading rank has ended.
   const auto take_over = [&] {
     if (reports || !leads()) return;
@@ -270,7 +273,9 @@ TrainResult Trainer::run() {
     result.samples += samples_per_step;
     take_over();
     if (metrics.wanted()) metrics.write(metrics_of(number, first, result));
-    progress.update(number + 1 - first, result.samples * group_.size(), result.loss.back(), missed_exchanges(*strategy_));
+    smooth_loss = number == first ? result.loss.back() : 0.95 * smooth_loss + 0.05 * result.loss.back();
+    const auto missed = missed_exchanges(*strategy_);
+    progress.update(1, fmt::format("loss {:.4f}{}{}", smooth_loss, missed.empty() ? "" : "  ", missed));
     const bool ends = number + 1 == total;
     const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
     const bool evaluates = options_.eval && (epoch_ends || ends);

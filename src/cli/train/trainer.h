@@ -12,9 +12,9 @@
 #include "cli/train/evaluate.h"
 #include "cli/train/feed.h"
 #include "cli/train/meeting.h"
-#include "cli/train/progress.h"
 #include "cli/train/train_options.h"
 #include "models/model.h"
+#include "shoal/progress.h"
 #include "shoal/schedules.h"
 #include "shoal/training.h"
 #include "shoal/world.h"
@@ -75,7 +75,7 @@ class Trainer {
   // Reports what could not be saved.
   void tolerate(const std::function<void()>& saving);
   void save_end(int64_t steps, TrainResult& result);
-  void evaluate_model(int64_t epoch, Progress& progress, TrainResult& result);
+  void evaluate_model(int64_t epoch, ProgressBar& progress, TrainResult& result);
 
   const TrainOptions& options_;
   Group group_;

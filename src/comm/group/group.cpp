@@ -1,5 +1,6 @@
 #include "shoal/group.h"
 
+#include <ATen/ops/tensor.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -93,6 +94,17 @@ Work Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) const {
   return issue(
       *this,
       {.op = Op::all_reduce, .reduce = op, .inputs = {std::move(tensor)}, .outputs = {}, .label = std::move(label)});
+}
+
+std::vector<double> Group::all_reduce(std::vector<double> values, ReduceOp op, Label label) const {
+  auto tensor = at::tensor(values, at::kDouble);
+  all_reduce(tensor, op, std::move(label)).wait();
+  std::copy_n(tensor.const_data_ptr<double>(), values.size(), values.begin());
+  return values;
+}
+
+double Group::all_reduce(double value, ReduceOp op, Label label) const {
+  return all_reduce(std::vector<double>{value}, op, std::move(label)).front();
 }
 
 Work Group::reduce(at::Tensor tensor, int root, ReduceOp op, Label label) const {

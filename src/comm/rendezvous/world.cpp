@@ -1,9 +1,11 @@
 #include "shoal/world.h"
 
+#include <ATen/Context.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <numeric>
 
 #include "comm/group/group_state.h"
@@ -88,6 +90,25 @@ const std::string& World::source() const {
 }
 const Group& World::group() const {
   return group_;
+}
+
+void World::barrier() const {
+  group_.barrier().wait();
+}
+double World::all_reduce(double value, ReduceOp op) const {
+  return group_.all_reduce(value, op);
+}
+std::vector<double> World::all_reduce(std::vector<double> values, ReduceOp op) const {
+  return group_.all_reduce(std::move(values), op);
+}
+
+void World::print_line(const std::string& line) {
+  fmt::print("{}\n", line);
+  std::fflush(stdout);
+}
+
+void World::manual_seed(uint64_t seed) const {
+  at::manual_seed(seed + static_cast<uint64_t>(rank()));
 }
 
 World init(const WorldOptions& options) {

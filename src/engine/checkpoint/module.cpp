@@ -1,10 +1,12 @@
 // Loading of a checkpoint's parameters and buffers into a bare module.
 
+#include <fmt/format.h>
 #include <torch/utils.h>
 
 #include "checkpoint/format/safetensors.h"
 #include "checkpoint/loading/match.h"
 #include "checkpoint/loading/reader.h"
+#include "checkpoint/pt/pt_file.h"
 #include "module/walk.h"
 #include "shoal/checkpoint.h"
 #include "shoal/deferred_init.h"
@@ -48,11 +50,22 @@ Loaded load_module(const std::filesystem::path& path, torch::nn::Module& module,
 
 void save_module(const std::filesystem::path& file, const torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
+  const bool pt = file.extension() == ".pt";
+  if (!pt && file.extension() != ".safetensors") {
+    throw UsageError(fmt::format("save_module: {} is neither a .pt nor a .safetensors file", file.string()));
+  }
   NamedTensors tensors;
-  for (const auto& entry : tensors_of(module)) tensors.emplace_back(entry.name, entry.tensor.detach());
+  for (const auto& entry : tensors_of(module)) {
+    if (entry.tensor.numel() > 0) entry.tensor.const_data_ptr();  // throws where this rank does not hold it
+    const auto values = entry.tensor.detach();
+    tensors.emplace_back(entry.name, values);
+    for (const auto& alias : entry.aliases) {
+      if (pt) tensors.emplace_back(alias, values);
+    }
+  }
   std::error_code error;  // writing says what is wrong
   std::filesystem::create_directories(file.parent_path(), error);
-  save_safetensors(file.string(), tensors, {{"format", "pt"}});
+  pt ? save_pt(file, tensors) : save_safetensors(file.string(), tensors, {{"format", "pt"}});
 }
 
 }  // namespace shoal

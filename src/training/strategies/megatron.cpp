@@ -42,6 +42,10 @@ class Megatron : public TrainingCore {
     }
     return list;
   }
+  std::shared_ptr<void> full_parameters() override {
+    optimizer_.finish_param_sync();
+    return nullptr;
+  }
   std::optional<LoggingData> logging_data() const override { return optimizer_.logging_data(); }
 
  private:

@@ -1,0 +1,82 @@
+#pragma once
+// Sampler that shares a data set out among ranks, after torch.utils.data.distributed.DistributedSampler.
+//
+//   shoal::DistributedSampler sampler(dataset.size().value(), world.group(), {.seed = 1});
+//   for (size_t epoch = 0; epoch < epochs; ++epoch) {
+//     sampler.set_epoch(epoch);
+//     auto loader = torch::data::make_data_loader(dataset, sampler, torch::data::DataLoaderOptions(64));
+//     for (auto& batch : *loader) ...
+//   }
+
+#include <torch/data/samplers/distributed.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "shoal/group.h"
+
+namespace shoal {
+
+struct DistributedSamplerOptions {
+  bool shuffle = true;  // an order of its own for each epoch; false: the order of the data set
+  uint64_t seed = 0;    // equal on all ranks
+  // What happens where the samples do not divide evenly among the ranks. By default the first ones of the epoch's order
+  // are taken again, so that all ranks have equally many; unpadded() says how many of a rank's samples are no such
+  // repetition.
+  bool drop_last = false;  // the last ones of the epoch's order are left out
+  bool pad = true;         // false, without drop_last: every sample is taken once, and some ranks have one more
+};
+
+// Indices of a rank's samples. All ranks share one order per epoch: torch.randperm of a generator with the seed
+// `seed + epoch`; rank r takes its places r, r + num_replicas, r + 2 * num_replicas, ... These are the indices that
+// Python's DistributedSampler gives for the same seed, epoch and sizes.
+//
+// libtorch's DistributedRandomSampler is another one: without repetitions it leaves out the same samples in every epoch,
+// with more than twice as many ranks as samples it gives indices beyond the end, and its only seed is the epoch.
+//
+// Usable as torch::data::samplers::Sampler<>. A data loader works on a copy of the sampler, made when the loader is
+// made. Copyable. Not collective. Not thread-safe.
+class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
+ public:
+  // size: samples of the data set. UsageError for a data set without samples, a rank that is not below num_replicas,
+  // and drop_last with pad = false.
+  DistributedSampler(size_t size, size_t num_replicas, size_t rank, const DistributedSamplerOptions& options = {});
+  // For the ranks of `group`.
+  DistributedSampler(size_t size, const Group& group, const DistributedSamplerOptions& options = {});
+
+  // Begins the present epoch, with its first sample or where seek() said. Data loaders call this themselves.
+  // new_size: another size of the data set from now on.
+  void reset(std::optional<size_t> new_size = std::nullopt) override;
+  // The next samples, fewer at the end of the epoch; nothing after it.
+  std::optional<std::vector<size_t>> next(size_t batch_size) override;
+
+  // This rank's samples in an epoch; Python's len(sampler).
+  size_t num_samples() const { return indices_.size(); }
+  // How many of them are no repetition; these come first. For evaluation, where each sample must count once.
+  size_t unpadded() const { return unpadded_; }
+  // This rank's samples taken so far in this epoch. A data loader takes batches ahead of the loop.
+  size_t index() const { return index_; }
+
+  // To resume in the middle of an epoch: this epoch, here and in copies, begins behind the first `index` samples; later
+  // epochs begin at their start. With another number of ranks, scale the index by old ranks / new ranks. UsageError for
+  // more than num_samples().
+  //
+  //   sampler.set_epoch(epoch);
+  //   sampler.seek(batches_done * batch_size);
+  void seek(size_t index);
+
+  // Epoch and index(). load() restores both, as set_epoch() and seek() do.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  DistributedSamplerOptions options_;
+  std::vector<size_t> indices_;
+  size_t unpadded_ = 0;
+  size_t index_ = 0;
+  std::optional<std::pair<size_t, size_t>> begin_;  // of an epoch: behind so many samples
+};
+
+}  // namespace shoal

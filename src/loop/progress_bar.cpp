@@ -1,0 +1,68 @@
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "shoal/progress.h"
+
+namespace shoal {
+
+using std::chrono::duration;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+namespace {
+
+ProgressBarOptions on_rank_0(const World& world, ProgressBarOptions options) {
+  options.enabled = options.enabled && world.rank() == 0;
+  return options;
+}
+
+}  // namespace
+
+ProgressBar::ProgressBar(int64_t total, const ProgressBarOptions& options)
+    : options_(options), terminal_(isatty(STDERR_FILENO) != 0), total_(std::max<int64_t>(1, total)) {}
+
+ProgressBar::ProgressBar(const World& world, int64_t total, const ProgressBarOptions& options)
+    : ProgressBar(total, on_rank_0(world, options)) {}
+
+ProgressBar::~ProgressBar() {
+  clear();
+}
+
+void ProgressBar::clear() {
+  if (!std::exchange(drawn_, false)) return;
+  std::fputs("\r\x1b[K", stderr);
+  std::fflush(stderr);
+}
+
+std::string ProgressBar::text(const std::string& note, Clock::time_point now) const {
+  const double elapsed = duration<double>(now - start_).count();
+  const double done = static_cast<double>(done_) / static_cast<double>(total_);
+  const auto left = static_cast<int64_t>(std::max(0.0, elapsed / done - elapsed));
+  return fmt::format("{:3.0f} %  step {}/{}  {:.3g} {}/s{}{}  {}:{:02} left", 100 * done, done_, total_,
+                     static_cast<double>(done_) * options_.unit_scale / elapsed, options_.unit,
+                     note.empty() ? "" : "  ", note, left / 60, left % 60);
+}
+
+void ProgressBar::update(int64_t steps, const std::string& note) {
+  done_ += steps;
+  const auto now = Clock::now();
+  const bool quiet = now - start_ < seconds(2) || now - last_ < (terminal_ ? milliseconds(100) : milliseconds(10000));
+  if (!options_.enabled || done_ <= 0 || (quiet && !(terminal_ && done_ == total_ && drawn_))) return;
+  last_ = now;
+  if (terminal_) {
+    constexpr int width = 24;
+    const auto filled = static_cast<int>(std::min(total_, done_) * width / total_);
+    fmt::print(stderr, "\r\x1b[K[{}{}] {}", std::string(filled, '='), std::string(width - filled, ' '),
+               text(note, now));
+    drawn_ = true;
+  } else {
+    fmt::print(stderr, "{}\n", text(note, now));
+  }
+  std::fflush(stderr);
+}
+
+}  // namespace shoal

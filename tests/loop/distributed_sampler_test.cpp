@@ -1,0 +1,227 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/data.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <numeric>
+#include <set>
+#include <sstream>
+
+#include "shoal/data.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+using Indices = std::vector<size_t>;
+
+using Options = DistributedSamplerOptions;
+const Options keep{.pad = false};
+const Options drop{.drop_last = true};
+
+Indices drain(DistributedSampler& sampler, size_t batch_size = 2) {
+  Indices all;
+  while (const auto batch = sampler.next(batch_size)) all.insert(all.end(), batch->begin(), batch->end());
+  return all;
+}
+
+Indices epoch_of(size_t size, size_t epoch = 0, const Options& options = {}, size_t ranks = 1, size_t rank = 0) {
+  DistributedSampler sampler(size, ranks, rank, options);
+  sampler.set_epoch(epoch);
+  sampler.reset();
+  return drain(sampler);
+}
+
+std::vector<Indices> shards_of(size_t size, size_t ranks, const Options& options, size_t epoch = 0) {
+  std::vector<Indices> shards;
+  for (size_t rank = 0; rank < ranks; ++rank) shards.push_back(epoch_of(size, epoch, options, ranks, rank));
+  return shards;
+}
+
+// The order that the ranks share: one sample of each in turn.
+Indices interleave(const std::vector<Indices>& shards) {
+  Indices all;
+  for (size_t i = 0; i < shards[0].size(); ++i) {
+    for (const auto& shard : shards) {
+      if (i < shard.size()) all.push_back(shard[i]);
+    }
+  }
+  return all;
+}
+
+std::set<size_t> distinct(const Indices& indices) {
+  return {indices.begin(), indices.end()};
+}
+
+struct Case {
+  size_t size;
+  size_t world;
+};
+
+class Sharding : public testing::TestWithParam<Case> {};
+
+TEST_P(Sharding, padding_covers_everything_in_equal_shards) {
+  const auto [size, world] = GetParam();
+  const auto shards = shards_of(size, world, Options{});
+  for (const auto& shard : shards) EXPECT_EQ(shard.size(), (size + world - 1) / world);
+  const auto all = interleave(shards);
+  EXPECT_EQ(distinct(all).size(), size);
+  EXPECT_EQ(*distinct(all).rbegin(), size - 1);
+  // What is taken twice is the beginning of the epoch's order.
+  for (size_t i = size; i < all.size(); ++i) EXPECT_EQ(all[i], all[i % size]);
+}
+
+TEST_P(Sharding, drop_last_never_takes_a_sample_twice) {
+  const auto [size, world] = GetParam();
+  const auto shards = shards_of(size, world, drop);
+  for (const auto& shard : shards) EXPECT_EQ(shard.size(), size / world);
+  EXPECT_EQ(distinct(interleave(shards)).size(), size / world * world);
+}
+
+TEST_P(Sharding, without_padding_every_sample_is_taken_once) {
+  const auto [size, world] = GetParam();
+  const auto all = interleave(shards_of(size, world, keep));
+  EXPECT_EQ(all.size(), size);
+  EXPECT_EQ(distinct(all).size(), size);
+}
+
+TEST_P(Sharding, all_worlds_share_one_order_of_an_epoch) {
+  const auto [size, world] = GetParam();
+  for (const size_t epoch : {0, 1, 5}) {
+    EXPECT_EQ(interleave(shards_of(size, world, keep, epoch)), epoch_of(size, epoch));
+  }
+}
+
+// What evaluations count.
+TEST_P(Sharding, unpadded_samples_come_first_and_are_all_samples_once) {
+  const auto [size, world] = GetParam();
+  for (const auto& options : {Options{}, keep, drop}) {
+    Indices counted;
+    for (size_t rank = 0; rank < world; ++rank) {
+      DistributedSampler sampler(size, world, rank, options);
+      ASSERT_LE(sampler.unpadded(), sampler.num_samples());
+      const auto shard = drain(sampler);
+      counted.insert(counted.end(), shard.begin(), shard.begin() + static_cast<std::ptrdiff_t>(sampler.unpadded()));
+    }
+    EXPECT_EQ(distinct(counted).size(), counted.size());
+    EXPECT_EQ(counted.size(), options.drop_last ? size / world * world : size);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, Sharding,
+                         testing::Values(Case{12, 1}, Case{13, 1}, Case{12, 2}, Case{13, 2}, Case{12, 3}, Case{13, 3},
+                                         Case{14, 3}, Case{12, 4}, Case{13, 4}, Case{15, 4}, Case{1, 4}, Case{3, 4}),
+                         [](const auto& info) {
+                           return "Size" + std::to_string(info.param.size) + "World" + std::to_string(info.param.world);
+                         });
+
+TEST(DistributedSampler, differs_by_epoch_and_seed) {
+  const auto first = epoch_of(100, 0);
+  EXPECT_EQ(epoch_of(100, 0), first);
+  EXPECT_NE(epoch_of(100, 1), first);
+  EXPECT_NE(epoch_of(100, 0, {.seed = 7}), first);
+}
+
+TEST(DistributedSampler, drops_other_samples_in_other_epochs) {
+  std::set<size_t> seen;
+  for (size_t epoch = 0; epoch < 20; ++epoch) {
+    seen.merge(distinct(interleave(shards_of(11, 4, drop, epoch))));
+  }
+  EXPECT_EQ(seen.size(), 11U);
+}
+
+// The expected indices are those of torch.utils.data.distributed.DistributedSampler.
+TEST(DistributedSampler, matches_pythons_sampler) {
+  EXPECT_EQ(epoch_of(11), Indices({10, 0, 4, 3, 5, 8, 2, 1, 9, 7, 6}));
+  EXPECT_EQ(epoch_of(11, 2, {.seed = 5}, 3, 1), Indices({0, 5, 10, 6}));
+  EXPECT_EQ(epoch_of(11, 1, drop, 4, 3), Indices({3, 8}));
+}
+
+TEST(DistributedSampler, keeps_the_order_of_the_data_without_shuffle) {
+  EXPECT_EQ(epoch_of(7, 3, {.shuffle = false}), Indices({0, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(epoch_of(7, 0, {.shuffle = false, .pad = false}, 2, 1), Indices({1, 3, 5}));
+}
+
+TEST(DistributedSampler, gives_a_shorter_last_batch) {
+  DistributedSampler sampler(7, 1, 0, {.shuffle = false});
+  sampler.next(4);
+  EXPECT_EQ(sampler.next(4), Indices({4, 5, 6}));
+  EXPECT_EQ(sampler.next(4), std::nullopt);
+  sampler.reset();
+  EXPECT_EQ(sampler.next(4), Indices({0, 1, 2, 3}));
+}
+
+TEST(DistributedSampler, goes_on_where_it_was_saved) {
+  DistributedSampler sampler(20, 2, 1);
+  sampler.set_epoch(3);
+  sampler.reset();
+  sampler.next(4);
+  std::stringstream stream;
+  torch::serialize::OutputArchive out;
+  sampler.save(out);
+  out.save_to(stream);
+
+  DistributedSampler resumed(20, 2, 1);
+  torch::serialize::InputArchive in;
+  in.load_from(stream);
+  resumed.load(in);
+  EXPECT_EQ(resumed.epoch(), 3U);
+  EXPECT_EQ(resumed.index(), 4U);
+  EXPECT_EQ(drain(resumed), drain(sampler));
+}
+
+TEST(DistributedSampler, seeks_within_its_samples) {
+  DistributedSampler sampler(20, 2, 1);
+  const auto all = drain(sampler);
+  sampler.seek(6);
+  EXPECT_EQ(drain(sampler), Indices(all.begin() + 6, all.end()));
+  EXPECT_EQ(sampler.num_samples(), 10U);
+  EXPECT_THROW(sampler.seek(11), UsageError);
+}
+
+// Its elements are their own indices.
+struct Counting : torch::data::datasets::BatchDataset<Counting, Indices> {
+  Indices get_batch(c10::ArrayRef<size_t> indices) override { return indices.vec(); }
+  std::optional<size_t> size() const override { return 20; }
+};
+
+Indices served(const DistributedSampler& sampler, size_t workers) {
+  Indices all;
+  const auto loader =
+      torch::data::make_data_loader(Counting(), sampler, torch::data::DataLoaderOptions(3).workers(workers));
+  for (const Indices& batch : *loader) all.insert(all.end(), batch.begin(), batch.end());
+  return all;
+}
+
+TEST(DistributedSampler, a_data_loader_resumes_in_the_middle_of_an_epoch) {
+  for (const size_t workers : {0, 2}) {
+    DistributedSampler sampler(20, 2, 1, {.seed = 3});
+    sampler.set_epoch(2);
+    const auto whole = served(sampler, workers);
+    ASSERT_EQ(whole.size(), 10U);
+    DistributedSampler resumed(20, 2, 1, {.seed = 3});
+    resumed.set_epoch(2);
+    resumed.seek(6);
+    EXPECT_EQ(served(resumed, workers), Indices(whole.begin() + 6, whole.end()));
+    resumed.set_epoch(3);
+    sampler.set_epoch(3);
+    EXPECT_EQ(served(resumed, workers), served(sampler, workers)) << "the next epoch is whole";
+  }
+}
+
+TEST(DistributedSampler, takes_a_new_size_on_reset) {
+  DistributedSampler sampler(20, 1, 0);
+  sampler.reset(5);
+  EXPECT_EQ(distinct(drain(sampler)), std::set<size_t>({0, 1, 2, 3, 4}));
+}
+
+TEST(DistributedSampler, refuses_impossible_options) {
+  EXPECT_THROW(DistributedSampler(0, 1, 0), UsageError);
+  EXPECT_THROW(DistributedSampler(4, 2, 2), UsageError);
+  EXPECT_THROW(DistributedSampler(4, 0, 0), UsageError);
+  EXPECT_THROW(DistributedSampler(4, 2, 0, {.drop_last = true, .pad = false}), UsageError);
+}
+
+}  // namespace
+}  // namespace shoal
