@@ -21,5 +21,9 @@ void add_checkpoint_command(CLI::App& app, Action& chosen);
 void add_doctor_command(CLI::App& app, Action& chosen);
 void add_flight_command(CLI::App& app, Action& chosen);
 void add_trace_command(CLI::App& app, Action& chosen);
+void add_top_command(CLI::App& app, Action& chosen);
+void add_report_command(CLI::App& app, Action& chosen);
+// After all others: it completes what the application has then.
+void add_completion_command(CLI::App& app, Action& chosen);
 
 }  // namespace shoal::cli

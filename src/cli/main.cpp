@@ -65,9 +65,12 @@ int main(int argc, char** argv) {
   shoal::cli::add_topology_command(app, chosen);
   shoal::cli::add_launch_command(app, chosen);
   shoal::cli::add_checkpoint_command(app, chosen);
+  shoal::cli::add_top_command(app, chosen);
+  shoal::cli::add_report_command(app, chosen);
   shoal::cli::add_flight_command(app, chosen);
   shoal::cli::add_trace_command(app, chosen);
   shoal::cli::add_doctor_command(app, chosen);
+  shoal::cli::add_completion_command(app, chosen);
   shoal::cli::check_values(app);
   try {
     app.parse(argc, argv);

@@ -136,6 +136,15 @@ TEST(Plan, BEY11_reproduces_the_zero_papers_table) {
   }
 }
 
+// Its values are not needed, and its backward runs once for all strategies.
+TEST(Plan, BEY11_a_large_model_takes_seconds) {
+  const TempFolder folder;
+  const auto ended = shoal({"plan", "--model", "gpt", "--size", "gpt2", "--json", folder.file("plan.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_LT(ended.seconds, 15);
+  EXPECT_EQ(read(folder.file("plan.json"))["strategies"].size(), 5U);
+}
+
 // Megatron-LM's documentation: float32 8 + 8/d; bfloat16 with float32 gradients 6 + 12/d. For 16-bit gradients its 4 +
 // 16/d includes an unnecessary float32 copy of the gradients: 4 + 12/d.
 TEST(Plan, MEG15_bytes_per_parameter) {

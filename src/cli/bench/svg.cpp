@@ -102,6 +102,25 @@ std::string legend_entry(double x, double y, const Named& named) {
          text(x + 18, y, named.name);
 }
 
+// Four to ten round numbers from the least to the most, or beyond.
+std::vector<double> linear_ticks(double least, double most) {
+  // Differences that numbers of this size can show.
+  most = std::max(most, least + std::max({1e-9, 1e-6 * std::abs(least), 1e-6 * std::abs(most)}));
+  const double rough = (most - least) / 5;
+  const double power = std::pow(10, std::floor(std::log10(rough)));
+  double step = 10 * power;
+  for (const double factor : {1, 2, 5}) {
+    if (factor * power >= rough) {
+      step = factor * power;
+      break;
+    }
+  }
+  std::vector<double> ticks;
+  const double first = std::floor(least / step);
+  for (double i = first; ticks.empty() || ticks.back() < most; ++i) ticks.push_back(i * step);
+  return ticks;
+}
+
 }  // namespace
 
 std::string escaped(const std::string& text) {
@@ -154,6 +173,52 @@ std::string line_plot(const std::string& title, const std::vector<Line>& lines) 
   double row = top + 14;
   for (const auto& line : lines) {
     svg += drawn(line, x, y) + legend_entry(left + plot_width + 40, row, line.name);
+    row += line_height;
+  }
+  return framed(title, std::max(top + plot_height + 30, row), svg);
+}
+
+std::string curve_plot(const std::string& title, const std::string& unit, const std::vector<Line>& lines) {
+  constexpr double left = 90, top = 12, plot_height = 240;
+  double legend = 0, first = lines[0].points[0].first, last = first, least = lines[0].points[0].second, most = least;
+  for (const auto& line : lines) {
+    legend = std::max(legend, 18 + length_of(line.name.name));
+    for (const auto& [step, value] : line.points) {
+      first = std::min(first, step);
+      last = std::max(last, step);
+      least = std::min(least, value);
+      most = std::max(most, value);
+    }
+  }
+  const auto ticks = linear_ticks(least, most);
+  const double plot_width = width - left - legend - 50;
+  const auto x = [&](double step) {
+    return left + plot_width * (last > first ? (step - first) / (last - first) : 0.5);
+  };
+  const auto y = [&](double value) {
+    return top + plot_height * (1 - (value - ticks.front()) / (ticks.back() - ticks.front()));
+  };
+  std::string svg;
+  for (const double tick : ticks) {
+    svg += rule(left, y(tick), left + plot_width, y(tick));
+    svg += text(left - 8, y(tick) + 4, fmt::format("{:.4g}{}", std::abs(tick) < 1e-12 * most ? 0 : tick, unit), "end");
+  }
+  svg += text(left, top + plot_height + 20, fmt::format("step {:.0f}", first), "start");
+  if (last > first) svg += text(left + plot_width, top + plot_height + 20, fmt::format("{:.0f}", last), "end");
+  double row = top + 14;
+  for (const auto& line : lines) {
+    std::string path;
+    for (const auto& [step, value] : line.points) path += fmt::format("{:.1f},{:.1f} ", x(step), y(value));
+    const auto* colour = colour_of(line.name.colour);
+    if (line.points.size() < 50) {  // evaluations, and short runs
+      for (const auto& [step, value] : line.points) {
+        svg += fmt::format(
+            "<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3\" fill=\"{}\"><title>{}: step {:.0f}, {:.6g}</title></circle>",
+            x(step), y(value), colour, escaped(line.name.name), step, value);
+      }
+    }
+    svg += fmt::format("<polyline points=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\"/>", path, colour);
+    svg += legend_entry(left + plot_width + 40, row, line.name);
     row += line_height;
   }
   return framed(title, std::max(top + plot_height + 30, row), svg);

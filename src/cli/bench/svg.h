@@ -22,11 +22,14 @@ constexpr int undivided = -1;  // grey: a limit, or a whole without known parts
 
 struct Line {
   Named name;  // dashed if grey
-  std::vector<std::pair<double, double>> points;
+  std::vector<std::pair<double, double>> points;  // ascending
 };
 
 // Plots time in microseconds over size in bytes (both positive), both logarithmic.
 std::string line_plot(const std::string& title, const std::vector<Line>& lines);
+
+// Values over steps, both linear. Values and steps are finite; every line has at least one point.
+std::string curve_plot(const std::string& title, const std::string& unit, const std::vector<Line>& lines);
 
 struct Bar {
   std::string name;

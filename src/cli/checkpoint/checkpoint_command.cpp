@@ -87,6 +87,13 @@ int inspect(const CheckpointOptions& options) {
 int verify(const CheckpointOptions& options) {
   const CheckpointReader reader(options.path);
   const auto verified = reader.verify();
+  if (!options.json.empty()) {
+    write_json(options.json, {{"path", reader.path().string()},
+                              {"tensors", reader.index().tensors.size()},
+                              {"bytes", verified.bytes},
+                              {"unchecked_bytes", verified.unchecked}});
+  }
+  if (options.json == "-") return 0;
   fmt::print("{}: intact: {} tensors, {:.3f} MiB", reader.path().string(), reader.index().tensors.size(),
              static_cast<double>(verified.bytes) / mebibyte);
   if (verified.unchecked > 0) {
@@ -102,9 +109,15 @@ int export_model(const CheckpointOptions& options) {
   const std::filesystem::path output = options.output;
   if (output.extension() == ".safetensors") {
     export_file(reader, output, options.part);
+  } else if (output.extension() == ".pt") {
+    export_pt(reader, output, options.part);
   } else {
     export_folder(reader, output, static_cast<int64_t>(options.shard_gb * 1e9), options.part);
   }
+  if (!options.json.empty()) {
+    write_json(options.json, {{"path", reader.path().string()}, {"part", options.part}, {"output", options.output}});
+  }
+  if (options.json == "-") return 0;
   fmt::print("{} of {} exported to {}\n", options.part, reader.path().string(), options.output);
   return 0;
 }
@@ -112,6 +125,10 @@ int export_model(const CheckpointOptions& options) {
 int reshard_checkpoint(const CheckpointOptions& options) {
   const CheckpointReader reader(options.path);
   const auto path = reshard(reader, options.output, options.ranks);
+  if (!options.json.empty()) {
+    write_json(options.json, {{"path", reader.path().string()}, {"output", path.string()}, {"ranks", options.ranks}});
+  }
+  if (options.json == "-") return 0;
   fmt::print("{} written to {} in the files of {} ranks, and verified\n", reader.path().string(), path.string(),
              options.ranks);
   return 0;
@@ -125,18 +142,20 @@ void add_checkpoint_command(CLI::App& app, Action& chosen) {
   const auto options = std::make_shared<CheckpointOptions>();
   const auto add = [&](const char* name, const char* about, int (*act)(const CheckpointOptions&)) {
     auto* sub = command->add_subcommand(name, about);
-    sub->add_option(
-           "PATH", options->path,
-           "a checkpoint, a folder of checkpoints (the latest is used), a safetensors file, or a Hugging Face folder")
+    sub->add_option("PATH", options->path,
+                    "a checkpoint, a folder of checkpoints (the latest is used), a safetensors file, a .pt file, or a "
+                    "Hugging Face folder")
         ->required();
+    sub->add_option("--json", options->json, "write the result as JSON to this file; - is standard output");
     sub->callback([options, act, &chosen] { chosen = [options, act] { return act(*options); }; });
     return sub;
   };
-  add("inspect", "tensors, shapes, files, state; reads no values", inspect)
-      ->add_option("--json", options->json, "write all of it as JSON to this file; - is standard output");
+  add("inspect", "tensors, shapes, files, state; reads no values", inspect);
   add("verify", "reads everything and compares checksums", verify);
   auto* exports = add("export", "whole tensors for other programs, as they read them", export_model);
-  exports->add_option("OUTPUT", options->output, "FILE.safetensors, or a new folder in the layout of Hugging Face")
+  exports
+      ->add_option("OUTPUT", options->output,
+                   "FILE.safetensors, FILE.pt for Python's torch.load, or a new folder in the layout of Hugging Face")
       ->required();
   exports->add_option("--part", options->part, "part of the checkpoint to export")->capture_default_str();
   exports

@@ -1,6 +1,10 @@
+#include <chrono>
 #include <memory>
+#include <string>
 
 #include "cli/commands.h"
+#include "cli/train/report.h"
+#include "cli/writable.h"
 #include "launch/launcher.h"
 
 namespace shoal::cli {
@@ -27,10 +31,22 @@ void add_launch_command(CLI::App& app, Action& chosen) {
                       "folder for the flight recorders, which keep each rank's last collectives; see shoal flight");
   command->add_flag("--keep-going", options->keep_going,
                     "keep the other ranks running when a rank fails (decentralized training continues without it)");
+  const auto json = std::make_shared<std::string>();
+  command->add_option("--json", *json,
+                      "write ranks, exit code and seconds as JSON to this file at the end; - is standard output");
   command->add_option("program", options->command, "program and its arguments, after --")->required();
-  command->callback([options, &chosen] {
+  command->callback([options, json, &chosen] {
     options->validate();
-    chosen = [options] { return launch(*options); };
+    require_writable_file("--json", *json);
+    chosen = [options, json] {
+      const auto start = std::chrono::steady_clock::now();
+      const int code = launch(*options);
+      const std::chrono::duration<double> duration = std::chrono::steady_clock::now() - start;
+      if (!json->empty()) {
+        write_json(*json, {{"ranks", options->ranks}, {"exit_code", code}, {"seconds", duration.count()}});
+      }
+      return code;
+    };
   });
 }
 

@@ -32,7 +32,11 @@ std::vector<size_t> arrival_order(const TrainOptions& options, models::Model& mo
   std::vector<size_t> order;
   const GradientHooks hooks(parameters, [&](size_t gradient) { order.push_back(gradient); });
   const auto precision = options.precision();
-  const auto sample = data::reference_batch(options.model, options.size, {}, 1, options.data_dtype());
+  auto sample = data::reference_batch(options.model, options.size, {}, 1, options.data_dtype());
+  constexpr int64_t tokens = 4;  // of a text; the order is that of any length
+  if (!sample.data.is_floating_point()) {
+    sample = {sample.data.slice(1, 0, tokens), sample.target.slice(1, 0, tokens)};
+  }
   at::Tensor logits;
   {
     const Precision::Scope scope(precision, at::kCPU);
@@ -49,16 +53,17 @@ int64_t element_bytes(const Gradient& gradient) {
 
 class Planner {
  public:
-  Planner(const TrainOptions& options, models::Model& model, int ranks)
+  Planner(const TrainOptions& options, PlannedModel& planned, int ranks)
       : options_(options),
-        model_(model),
+        planned_(planned),
+        model_(*planned.model),
         ranks_(ranks),
         group_(dry_run_group(ranks)),
-        tensors_(walk(model, {})),
+        tensors_(walk(model_, {})),
         gradients_(gradients_of(tensors_)) {
     const auto kind = recipe_of(options);
     element_wise_ = kind.element_wise;
-    const auto groups = kind.groups(model);
+    const auto groups = kind.groups(model_);
     for (size_t number = 0; number < groups.size(); ++number) {
       for (const auto& parameter : groups[number].params()) param_groups_[parameter.unsafeGetTensorImpl()] = number;
     }
@@ -77,7 +82,8 @@ class Planner {
       plan_.per_step = plan_.plain_step = plan_.first_step = fsdp() ? fsdp_step() : megatron_step(registered);
       return plan_;
     }
-    const auto arrived = arrival_order(options_, model_, gradients_);
+    if (planned_.arrival.empty()) planned_.arrival = arrival_order(options_, model_, gradients_);
+    const auto& arrived = planned_.arrival;
     plan_.first_step = wrapped_step(registered, make_hook(options_.compress()));
     plan_.plain_step = wrapped_step(arrived, make_hook(options_.compress()));
     plan_.per_step = wrapped_step(arrived, make_started_hook(options_.compress()));
@@ -291,6 +297,7 @@ class Planner {
   }
 
   const TrainOptions& options_;
+  PlannedModel& planned_;
   models::Model& model_;
   int ranks_;
   Group group_;
@@ -305,8 +312,8 @@ class Planner {
 
 }  // namespace
 
-ModelPlan plan_model(const TrainOptions& options, models::Model& model, int ranks) {
-  return Planner(options, model, ranks).make();
+ModelPlan plan_model(const TrainOptions& options, PlannedModel& planned, int ranks) {
+  return Planner(options, planned, ranks).make();
 }
 
 }  // namespace shoal::cli

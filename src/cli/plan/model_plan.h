@@ -2,6 +2,7 @@
 // Prediction of a training run's memory and communication for a built-in model.
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -42,9 +43,15 @@ struct ModelPlan {
   PlannedCalls per_step;         // each step after those, unless a scaler skips it
 };
 
-// options: completed, for strategy ddp, zero1, zero2, megatron or fsdp. model: made for these options, in the
-// parameters' dtype. Runs the model's forward and backward once, on one sample, because buckets follow the order of
-// gradients.
-ModelPlan plan_model(const TrainOptions& options, models::Model& model, int ranks);
+// The model that plans are made for. What they have in common is found once, by the first one that needs it.
+struct PlannedModel {
+  std::shared_ptr<models::Model> model;
+  std::vector<size_t> arrival{};  // the order in which backward delivers gradients; empty: not known yet
+};
+
+// options: completed, for one of the strategies ddp, zero1, zero2, megatron, fsdp. planned: made for them, in the
+// parameters' dtype; its values do not matter. Runs the model's forward and backward on a short sample where buckets
+// follow the order of gradients and it is not known yet.
+ModelPlan plan_model(const TrainOptions& options, PlannedModel& planned, int ranks);
 
 }  // namespace shoal::cli

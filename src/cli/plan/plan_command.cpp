@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <map>
 
 #include "cli/commands.h"
 #include "cli/plan/model_plan.h"
@@ -13,6 +15,7 @@
 #include "layout/model_bytes.h"
 #include "models/registry.h"
 #include "shoal/error.h"
+#include "shoal/progress.h"
 #include "training/hook_text.h"
 
 namespace shoal::cli {
@@ -146,6 +149,9 @@ int plan_built_in(const PlanOptions& options) {
                    {"compress", compress}}},
                  {"strategies", Json::array()}};
   bool once = false, gathers = false;
+  std::map<at::ScalarType, PlannedModel> by_dtype;
+  ProgressBar progress(options.strategy == "all" ? static_cast<int64_t>(std::size(formulas)) : 1,
+                       {.unit = "strategies"});
   for (const auto& formula : formulas) {
     const auto* strategy = formula.strategy;
     if (!wanted(options, strategy)) continue;
@@ -159,10 +165,13 @@ int plan_built_in(const PlanOptions& options) {
       if (options.strategy == "all" && compress != "none") continue;
       throw;
     }
-    const auto model =
-        models::make_model(train.model, train.size, models::Init::reference, train.seed, train.data_dtype());
-    train.precision().convert(*model);
-    const auto plan = plan_model(train, *model, ranks);
+    auto& planned = by_dtype[train.precision().parameters];
+    if (!planned.model) {
+      planned.model = models::make_model(train.model, train.size, models::Init::torch, train.seed, train.data_dtype());
+      train.precision().convert(*planned.model);
+    }
+    const auto plan = plan_model(train, planned, ranks);
+    progress.update(1, strategy);
     const auto most = *std::max_element(plan.ranks.begin(), plan.ranks.end(),
                                         [](const auto& a, const auto& b) { return a.total() < b.total(); });
     report["strategies"].push_back(json_of(strategy, plan));
@@ -174,6 +183,7 @@ int plan_built_in(const PlanOptions& options) {
     once = once || plan.parameters_once;
     gathers = gathers || plan.gathers;
   }
+  progress.clear();
   if (gathers)
     table += "\nfsdp: and every unit's parameters, gathered when they are used; of these up to 3 units at a time\n";
   if (const auto plain = plain_steps(compress); plain > 0) {

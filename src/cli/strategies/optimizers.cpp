@@ -84,7 +84,7 @@ int64_t state_numel(const std::string& name, at::IntArrayRef sizes, size_t group
 std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> all;
   for (const auto& [parameter, state] : optimizer.state()) {
-    for (const auto& [name, tensor] : named_state(*state).tensors) all.push_back(tensor);
+    for (const auto& [name, tensor] : shoal::named_state(*state).tensors) all.push_back(tensor);
   }
   return all;
 }

@@ -4,24 +4,38 @@
 
 #include <memory>
 
+#include "base/printable.h"
 #include "cli/commands.h"
+#include "cli/telemetry/lateness.h"
+#include "cli/train/report.h"
 #include "comm/telemetry/verdict.h"
 
 namespace shoal::cli {
 namespace {
 
-std::string state_in_words(const Flight& flight) {
-  if (flight.failed != 0) return "failed";
-  if (flight.left != 0) return "left in order";
-  if (!flight.state) return "on another host";
-  switch (*flight.state) {
-    case ProcessState::running:
-      return "running";
-    case ProcessState::stopped:
-      return "stopped";
-    default:
-      return "gone";
+using Json = nlohmann::ordered_json;
+
+Json to_json(const std::vector<Flight>& flights, const std::vector<std::string>& sentences, size_t last) {
+  Json ranks = Json::array();
+  for (const auto& flight : flights) {
+    Json records = Json::array();
+    for (size_t i = flight.records.size() - std::min(last, flight.records.size()); i < flight.records.size(); ++i) {
+      const auto& record = flight.records[i];
+      records.push_back({{"operation", describe(record)},
+                         {"group", record.group < 0 ? "" : printable(flight.groups[record.group].name)},
+                         {"entered_ns", record.entered},
+                         {"issued_ns", record.issued},
+                         {"finished_ns", record.finished}});
+    }
+    ranks.push_back({{"rank", flight.rank},
+                     {"size", flight.size},
+                     {"pid", flight.process.pid},
+                     {"host", printable(flight.host)},
+                     {"state", state_in_words(flight)},
+                     {"failure", flight.failure},
+                     {"records", records}});
   }
+  return {{"verdict", sentences}, {"ranks", ranks}};
 }
 
 void print_flight(const Flight& flight, size_t last) {
@@ -48,14 +62,19 @@ void add_flight_command(CLI::App& app, Action& chosen) {
   struct Options {
     std::vector<std::filesystem::path> places;
     size_t last = 0;
+    std::string json;
   };
   const auto options = std::make_shared<Options>();
   command->add_option("places", options->places, "folders, or files rank-N.flight")->required();
   command->add_option("--last", options->last, "also list the last N operations of every rank")->capture_default_str();
+  command->add_option("--json", options->json, "write the report as JSON to this file; - is standard output");
   command->callback([options, &chosen] {
     chosen = [options] {
       const auto flights = read_flights(options->places);
-      for (const auto& sentence : verdict(flights)) fmt::print("{}\n", sentence);
+      const auto sentences = verdict(flights);
+      if (!options->json.empty()) write_json(options->json, to_json(flights, sentences, options->last));
+      if (options->json == "-") return 0;
+      for (const auto& sentence : sentences) fmt::print("{}\n", sentence);
       fmt::print("\n");
       for (const auto& flight : flights) print_flight(flight, options->last);
       return 0;

@@ -4,6 +4,8 @@
 
 #include "cli/commands.h"
 #include "cli/telemetry/trace_merge.h"
+#include "cli/train/report.h"
+#include "shoal/error.h"
 
 namespace shoal::cli {
 
@@ -16,13 +18,22 @@ void add_trace_command(CLI::App& app, Action& chosen) {
   struct Options {
     std::vector<std::filesystem::path> places;
     std::string target;
+    std::string json;
   };
   const auto options = std::make_shared<Options>();
   merge->add_option("places", options->places, "folders, or files rank-N.json")->required();
   merge->add_option("-o,--output", options->target, "write the trace to this file; - is standard output")->required();
+  merge->add_option("--json", options->json,
+                    "write the numbers of ranks and events as JSON to this file; - is standard output");
   merge->callback([options, &chosen] {
+    if (options->target == "-" && options->json == "-") {
+      throw UsageError("-o - and --json -: give one of them a file");
+    }
     chosen = [options] {
-      merge_traces(options->places, options->target);
+      const auto merged = merge_traces(options->places, options->target);
+      if (!options->json.empty()) {
+        write_json(options->json, {{"output", options->target}, {"ranks", merged.ranks}, {"events", merged.events}});
+      }
       return 0;
     };
   });

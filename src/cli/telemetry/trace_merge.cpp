@@ -73,22 +73,25 @@ std::vector<fs::path> trace_files(const std::vector<fs::path>& places) {
   return files;
 }
 
-void write_merged(const std::map<int, fs::path>& by_rank, double first, std::ostream& out) {
+int64_t write_merged(const std::map<int, fs::path>& by_rank, double first, std::ostream& out) {
   const char* between = "";
+  int64_t events = 0;
   out << "{\"traceEvents\":[";
   for (const auto& [rank, file] : by_rank) {
     read_trace(file, [&](nlohmann::json event) {
       if (event.contains("ts")) event["ts"] = event["ts"].get<double>() - first;
       out << between << '\n' << event.dump();
       between = ",";
+      ++events;
     });
   }
   out << "\n],\"displayTimeUnit\":\"ms\"}\n";
+  return events;
 }
 
 }  // namespace
 
-void merge_traces(const std::vector<fs::path>& places, const std::string& target) {
+MergedTraces merge_traces(const std::vector<fs::path>& places, const std::string& target) {
   std::map<int, fs::path> by_rank;
   double first = std::numeric_limits<double>::infinity();
   for (const auto& file : trace_files(places)) {
@@ -102,11 +105,16 @@ void merge_traces(const std::vector<fs::path>& places, const std::string& target
       throw UsageError(fmt::format("trace merge: {} is both input and output; give another output", file.string()));
     }
   }
-  if (target == "-") return write_merged(by_rank, first, std::cout);
+  MergedTraces merged{.ranks = static_cast<int>(by_rank.size())};
+  if (target == "-") {
+    merged.events = write_merged(by_rank, first, std::cout);
+    return merged;
+  }
   std::ofstream out(target);
-  if (out) write_merged(by_rank, first, out);
+  if (out) merged.events = write_merged(by_rank, first, out);
   out.close();
   if (!out) throw UsageError(fmt::format("cannot write {}: does its folder exist and is it writable?", target));
+  return merged;
 }
 
 }  // namespace shoal::cli

@@ -27,7 +27,13 @@ struct TopologyOptions {
   std::string json;
 };
 
-int list_topologies() {
+int list_topologies(const std::string& json) {
+  if (!json.empty()) {
+    auto list = nlohmann::ordered_json::array();
+    for (const auto& [name, summary] : known_topologies()) list.push_back({{"name", name}, {"summary", summary}});
+    write_json(json, list);
+  }
+  if (json == "-") return 0;
   for (const auto& [name, summary] : known_topologies()) fmt::print("{:<22}{}\n", name, summary);
   return 0;
 }
@@ -85,7 +91,7 @@ void add_topology_command(CLI::App& app, Action& chosen) {
   command->callback([options, &chosen] {
     check(*options);
     if (options->list) {
-      chosen = list_topologies;
+      chosen = [json = options->json] { return list_topologies(json); };
       return;
     }
     const auto topology = std::make_shared<Topology>(find(*options));

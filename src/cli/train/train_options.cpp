@@ -180,11 +180,13 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                    "--resume loads only the parameters and buffers that the checkpoint has, and training begins at "
                    "step 0: for fine-tuning");
   command.add_option("--trace", options.trace, "folder for Chrome traces, rank-N.json; see shoal trace merge");
-  command.add_option("--flight-recorder", options.flight_recorder,
-                     "folder for the flight recorders, which keep each rank's last collectives; see shoal flight");
+  command.add_option(
+      "--flight-recorder", options.flight_recorder,
+      "folder for the flight recorders, which keep each rank's last collectives; see shoal flight and shoal top");
   command.add_option(
       "--metrics", options.metrics,
-      "append a line of JSON to this file after every step and evaluation; loss and times are those of rank 0");
+      "append a line of JSON to this file after every step and evaluation; loss and times are those of rank 0; see "
+      "shoal top and shoal report");
   command.add_flag("--logging-data", options.logging_data,
                    "print the logging data of rank 0's wrapper at the end (also part of --json)");
   command.add_option("--json", options.json, "write the report as JSON to this file; - is standard output");

@@ -1,0 +1,200 @@
+#include "cli/telemetry/frame.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+#include "cli/telemetry/metrics_file.h"
+#include "comm/telemetry/verdict.h"
+
+namespace shoal::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr size_t recent = 50;  // steps over which times are averaged
+
+// Mean over the lines that have it.
+double mean_of(const std::vector<const MetricsLine*>& lines, const std::string& name) {
+  double sum = 0;
+  int count = 0;
+  for (const auto* line : lines) {
+    const double value = line->number(name);
+    if (std::isnan(value)) continue;
+    sum += value;
+    ++count;
+  }
+  return count > 0 ? sum / count : std::numeric_limits<double>::quiet_NaN();
+}
+
+double rate_of(const std::vector<const MetricsLine*>& lines) {
+  const auto& first = *lines.front();
+  const auto& last = *lines.back();
+  if (lines.size() < 2) return last.number("samples") / last.number("seconds");
+  return (last.number("samples") - first.number("samples")) / (last.number("seconds") - first.number("seconds"));
+}
+
+void add_metrics(Frame& frame, const fs::path& file) {
+  const auto lines = last_metrics(file);
+  std::error_code error;
+  const auto written = fs::last_write_time(file, error);
+  if (!error) frame.age_s = std::chrono::duration<double>(fs::file_time_type::clock::now() - written).count();
+  std::vector<const MetricsLine*> steps;
+  for (const auto& line : lines) {
+    const bool evaluates = std::any_of(line.numbers.begin(), line.numbers.end(),
+                                       [](const auto& entry) { return entry.first.starts_with("eval_"); });
+    if (evaluates) {
+      frame.evaluated_step = line.step;
+      frame.evaluation = line.numbers;
+    } else {
+      steps.push_back(&line);
+      frame.losses.push_back(line.number("loss"));
+    }
+  }
+  if (steps.empty()) return;
+  frame.step = steps.back()->step;
+  frame.loss = steps.back()->number("loss");
+  frame.lr = steps.back()->number("lr");
+  if (steps.size() > recent) steps.erase(steps.begin(), steps.end() - recent);
+  frame.rate = rate_of(steps);
+  frame.step_ms = mean_of(steps, "step_ms");
+  frame.wait_ms = mean_of(steps, "wait_ms");
+  frame.update_ms = mean_of(steps, "update_ms");
+}
+
+// Means of as many neighbours as fit, each a block of one of eight heights.
+std::string sparkline(const std::vector<double>& values, size_t width) {
+  static const char* const blocks[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
+  std::vector<double> means;
+  const size_t columns = std::min(width, values.size());
+  for (size_t i = 0; i < columns; ++i) {
+    double sum = 0;
+    const size_t begin = i * values.size() / columns, end = (i + 1) * values.size() / columns;
+    for (size_t j = begin; j < end; ++j) sum += values[j];
+    if (const double mean = sum / static_cast<double>(end - begin); std::isfinite(mean)) means.push_back(mean);
+  }
+  if (means.empty()) return "";
+  const auto [least, most] = std::minmax_element(means.begin(), means.end());
+  std::string line;
+  for (const double mean : means) {
+    const double height = *most > *least ? (mean - *least) / (*most - *least) : 0;
+    line += blocks[std::min<size_t>(7, static_cast<size_t>(height * 8))];
+  }
+  return line;
+}
+
+// The first `width` characters of UTF-8.
+std::string cut_to(const std::string& text, int width) {
+  int characters = 0;
+  size_t end = 0;
+  while (end < text.size()) {
+    const bool begins = (static_cast<unsigned char>(text[end]) & 0xC0U) != 0x80U;
+    if (begins && characters++ == width) break;
+    ++end;
+  }
+  return text.substr(0, end);
+}
+
+std::string shown_number(double value, const char* format) {
+  return std::isfinite(value) ? fmt::format(fmt::runtime(format), value) : "-";
+}
+
+std::vector<std::string> metrics_in_words(const Frame& frame, int width) {
+  if (!frame.step) return {"no step yet"};
+  std::vector<std::string> lines;
+  lines.push_back(fmt::format("step {}   loss {}   rate {}   {} samples/s   written {:.0f} s ago", *frame.step,
+                              shown_number(frame.loss, "{:.4f}"), shown_number(frame.lr, "{:.3g}"),
+                              shown_number(frame.rate, "{:.4g}"), frame.age_s));
+  lines.push_back(fmt::format("a step takes {} ms, of which waits {} ms, update {} ms",
+                              shown_number(frame.step_ms, "{:.3f}"), shown_number(frame.wait_ms, "{:.3f}"),
+                              shown_number(frame.update_ms, "{:.3f}")));
+  if (const auto line = sparkline(frame.losses, static_cast<size_t>(std::max(1, std::min(60, width - 5))));
+      !line.empty()) {
+    lines.push_back("loss " + line);
+  }
+  if (!frame.evaluation.empty()) {
+    auto line = fmt::format("evaluated after step {}:", frame.evaluated_step);
+    for (const auto& [name, value] : frame.evaluation) line += fmt::format("   {} {:.4g}", name, value);
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+std::string in_words(const RankView& rank) {
+  return fmt::format("{:>5}  {:<15} {:>8} {:>9} {:>9}  {}", rank.rank, rank.state,
+                     rank.step < 0 ? "-" : std::to_string(rank.step),
+                     rank.late_ms ? fmt::format("{:.2f}", *rank.late_ms) : "-",
+                     rank.waiting_s > 0 ? fmt::format("{:.2f}", rank.waiting_s) : "-", rank.operation);
+}
+
+}  // namespace
+
+Frame look_at(const fs::path& place) {
+  Frame frame{.files = find_run(place)};
+  if (frame.files.metrics) add_metrics(frame, *frame.files.metrics);
+  if (frame.files.flights.empty()) return frame;
+  const auto flights = read_flights(frame.files.flights);
+  frame.ranks = rank_views(flights);
+  frame.verdict = verdict(flights);
+  return frame;
+}
+
+std::string in_words(const Frame& frame, int width, int height) {
+  std::vector<std::string> lines{"shoal top " + frame.files.place.string()};
+  if (frame.files.metrics) {
+    for (auto& line : metrics_in_words(frame, width)) lines.push_back(std::move(line));
+  }
+  if (!frame.ranks.empty()) {
+    constexpr size_t most_sentences = 4;
+    lines.emplace_back("");
+    for (size_t i = 0; i < std::min(most_sentences, frame.verdict.size()); ++i) lines.push_back(frame.verdict[i]);
+    lines.emplace_back("");
+    lines.push_back(fmt::format("{:>5}  {:<15} {:>8} {:>9} {:>9}  {}", "rank", "state", "step", "late ms", "in it s",
+                                "last operation"));
+    const size_t room =
+        height > 0 ? static_cast<size_t>(std::max(1, height - 2 - static_cast<int>(lines.size()))) : frame.ranks.size();
+    for (size_t i = 0; i < std::min(room, frame.ranks.size()); ++i) lines.push_back(in_words(frame.ranks[i]));
+    if (frame.ranks.size() > room) lines.push_back(fmt::format("and {} more ranks", frame.ranks.size() - room));
+  }
+  std::string text;
+  for (const auto& line : lines) text += cut_to(line, width) + "\n";
+  return text;
+}
+
+nlohmann::ordered_json to_json(const Frame& frame) {
+  using Json = nlohmann::ordered_json;
+  Json json{{"place", frame.files.place.string()}};
+  if (frame.files.metrics) {
+    json["metrics"] = {{"file", frame.files.metrics->string()}, {"written_seconds_ago", frame.age_s}};
+  }
+  if (frame.step) {
+    json["metrics"].update(Json{{"step", *frame.step},
+                                {"loss", frame.loss},
+                                {"lr", frame.lr},
+                                {"samples_per_second", frame.rate},
+                                {"step_ms", frame.step_ms},
+                                {"wait_ms", frame.wait_ms},
+                                {"update_ms", frame.update_ms}});
+  }
+  if (!frame.evaluation.empty()) {
+    json["evaluation"] = {{"step", frame.evaluated_step}};
+    for (const auto& [name, value] : frame.evaluation) json["evaluation"][name] = value;
+  }
+  if (frame.ranks.empty()) return json;
+  json["verdict"] = frame.verdict;
+  json["ranks"] = Json::array();
+  for (const auto& rank : frame.ranks) {
+    json["ranks"].push_back({{"rank", rank.rank},
+                             {"state", rank.state},
+                             {"step", rank.step},
+                             {"operation", rank.operation},
+                             {"waiting_s", rank.waiting_s},
+                             {"late_ms", rank.late_ms ? Json(*rank.late_ms) : Json()}});
+  }
+  return json;
+}
+
+}  // namespace shoal::cli

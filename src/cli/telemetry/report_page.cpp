@@ -1,0 +1,155 @@
+#include "cli/telemetry/report_page.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <set>
+
+#include "base/printable.h"
+#include "cli/bench/page.h"
+#include "cli/bench/svg.h"
+#include "cli/telemetry/run_files.h"
+#include "comm/telemetry/verdict.h"
+
+namespace shoal::cli {
+namespace {
+
+struct MetricsPlot {
+  std::string title;
+  std::string unit;
+  std::vector<std::string> metrics;
+};
+
+// What belongs on one plot; every other metric has a plot of its own.
+const std::vector<MetricsPlot>& known_plots() {
+  static const std::vector<MetricsPlot> plots{
+      {"Loss", "", {"loss", "eval_loss"}},
+      {"Accuracy", "", {"accuracy", "eval_accuracy"}},
+      {"Samples per second, all ranks", "", {"samples_per_second"}},
+      {"Time of a step", " ms", {"step_ms", "wait_ms", "update_ms"}},
+      {"Parts of a step", " ms", {"forward_ms", "backward_ms", "communication_ms", "overlap_ms"}},
+      {"Learning rate", "", {"lr"}}};
+  return plots;
+}
+
+std::vector<MetricsPlot> metrics_plots(const std::vector<RunReport>& runs) {
+  auto plots = known_plots();
+  std::set<std::string> placed{"seconds", "eval_count"};
+  for (const auto& plot : plots) placed.insert(plot.metrics.begin(), plot.metrics.end());
+  for (const auto& run : runs) {
+    for (const auto& [name, unused] : run.series) {
+      if (placed.insert(name).second) plots.push_back({name, "", {name}});
+    }
+  }
+  return plots;
+}
+
+// The end of a long name, which is its most telling part.
+std::string shortened(const std::string& name) {
+  constexpr size_t most = 40;
+  if (name.size() <= most) return name;
+  auto begin = name.size() - most;
+  while (begin < name.size() && (static_cast<unsigned char>(name[begin]) & 0xC0U) == 0x80U) ++begin;
+  return "…" + name.substr(begin);
+}
+
+std::string drawn_metrics(const MetricsPlot& plot, const std::vector<RunReport>& runs) {
+  std::vector<Line> lines;
+  int64_t per_point = 1;
+  for (const auto& run : runs) {
+    for (const auto& metric : plot.metrics) {
+      const auto found = run.series.find(metric);
+      if (found == run.series.end() || found->second.count() == 0) continue;
+      auto name = runs.size() == 1           ? metric
+                  : plot.metrics.size() == 1 ? shortened(run.name)
+                                             : shortened(run.name) + ": " + metric;
+      lines.push_back({{name, static_cast<int>(lines.size())}, found->second.points()});
+      per_point = std::max(per_point, found->second.values_per_point());
+    }
+  }
+  if (lines.empty()) return "";
+  auto html = fmt::format("<h2>{}</h2>", escaped(plot.title));
+  if (per_point > 1) html += fmt::format("<p class=\"note\">Each point is the mean of up to {} steps.</p>", per_point);
+  return html + curve_plot(plot.title, plot.unit, lines);
+}
+
+std::string table_row(const char* tag, const std::vector<std::string>& words, const std::vector<std::string>& numbers) {
+  std::string html = "<tr>";
+  for (const auto& cell : words) html += fmt::format("<{0} class=\"words\">{1}</{0}>", tag, escaped(cell));
+  for (const auto& cell : numbers) html += fmt::format("<{0}>{1}</{0}>", tag, escaped(cell));
+  return html + "</tr>\n";
+}
+
+std::string framed_table(const std::string& head, const std::string& body) {
+  return fmt::format("<div class=\"wide\"><table><thead>{}</thead><tbody>{}</tbody></table></div>", head, body);
+}
+
+std::string figures_section(const std::vector<RunReport>& runs) {
+  std::string body;
+  for (const auto& run : runs) {
+    for (const auto& [name, series] : run.series) {
+      const auto value = [&](double number) { return series.count() > 0 ? fmt::format("{:.6g}", number) : "–"; };
+      body += table_row("td", {run.name, name},
+                        {value(series.last()), value(series.least()), value(series.most()),
+                         std::to_string(series.count()), std::to_string(series.beyond())});
+    }
+  }
+  return "<h2>All figures</h2>" +
+         framed_table(table_row("th", {"run", "metric"}, {"last", "least", "most", "values", "NaN or beyond 1e100"}),
+                      body);
+}
+
+std::string ranks_section(const RunReport& run) {
+  if (run.ranks.empty()) return "";
+  auto html = fmt::format("<h2>Ranks of {}</h2>", escaped(run.name));
+  for (const auto& sentence : run.verdict) html += fmt::format("<p class=\"note\">{}</p>", escaped(sentence));
+  std::string body;
+  for (const auto& rank : run.ranks) {
+    body += table_row(
+        "td", {std::to_string(rank.rank), rank.state, rank.operation},
+        {rank.step < 0 ? "–" : std::to_string(rank.step), rank.late_ms ? fmt::format("{:.2f}", *rank.late_ms) : "–"});
+  }
+  return html + framed_table(table_row("th", {"rank", "state", "last operation"}, {"step", "late ms"}), body);
+}
+
+}  // namespace
+
+RunReport read_run(const std::string& place) {
+  RunReport run{.name = printable(place)};
+  const auto files = find_run(place);
+  if (files.metrics) run.series = read_series(*files.metrics);
+  if (files.flights.empty()) return run;
+  const auto flights = read_flights(files.flights);
+  run.ranks = rank_views(flights);
+  run.verdict = verdict(flights);
+  return run;
+}
+
+std::string report_page(const std::vector<RunReport>& runs) {
+  std::string body;
+  for (const auto& plot : metrics_plots(runs)) body += drawn_metrics(plot, runs);
+  body += figures_section(runs);
+  for (const auto& run : runs) body += ranks_section(run);
+  std::vector<std::string> names;
+  for (const auto& run : runs) names.push_back(run.name);
+  return html_page("shoal report", fmt::format("{}", fmt::join(names, ", ")), body);
+}
+
+nlohmann::ordered_json to_json(const std::vector<RunReport>& runs) {
+  auto list = nlohmann::ordered_json::array();
+  for (const auto& run : runs) {
+    nlohmann::ordered_json json{{"run", run.name}, {"metrics", nlohmann::ordered_json::object()}};
+    for (const auto& [name, series] : run.series) {
+      json["metrics"][name] = {{"count", series.count()},  {"beyond", series.beyond()},
+                               {"last", series.last()},    {"least", series.least()},
+                               {"most", series.most()},    {"values_per_point", series.values_per_point()},
+                               {"points", series.points()}};
+    }
+    if (!run.verdict.empty()) json["verdict"] = run.verdict;
+    list.push_back(std::move(json));
+  }
+  return {{"runs", list}};
+}
+
+}  // namespace shoal::cli

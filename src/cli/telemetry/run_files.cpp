@@ -1,0 +1,42 @@
+#include "cli/telemetry/run_files.h"
+
+#include <fmt/format.h>
+
+#include "shoal/error.h"
+
+namespace shoal::cli {
+
+namespace fs = std::filesystem;
+
+RunFiles find_run(const fs::path& place) {
+  RunFiles run{.place = place};
+  std::error_code error;
+  if (!fs::is_directory(place, error)) {
+    if (place.extension() == ".flight") {
+      run.flights.push_back(place);
+    } else {
+      run.metrics = place;
+    }
+    return run;
+  }
+  fs::file_time_type newest;
+  for (const auto& entry : fs::directory_iterator(place, error)) {
+    if (entry.path().extension() == ".flight") run.flights.push_back(entry.path());
+    if (entry.path().extension() != ".jsonl") continue;
+    std::error_code gone;
+    const auto written = entry.last_write_time(gone);
+    if (gone || (run.metrics && written <= newest)) continue;
+    newest = written;
+    run.metrics = entry.path();
+  }
+  if (error) throw UsageError(fmt::format("cannot read folder {}: {}", place.string(), error.message()));
+  if (!run.metrics && run.flights.empty()) {
+    throw UsageError(
+        fmt::format("{0} has neither metrics (*.jsonl) nor flight recorders (rank-N.flight): run shoal train "
+                    "--metrics {0}/metrics.jsonl --flight-recorder {0}",
+                    place.string()));
+  }
+  return run;
+}
+
+}  // namespace shoal::cli

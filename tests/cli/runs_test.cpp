@@ -1,0 +1,221 @@
+// `shoal top` and `shoal report`: what they say of a run, and of files that are none.
+
+#include <gmock/gmock.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+
+#include "tests/cli/shoal_program.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal::test {
+namespace {
+
+using nlohmann::json;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::string text_of(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class Runs : public ::testing::Test {
+ protected:
+  std::string write(const std::string& name, const std::string& text) {
+    std::ofstream(folder_.file(name), std::ios::binary) << text;
+    return folder_.file(name);
+  }
+  // A run with metrics and flight recorders.
+  void train_here(const std::vector<std::string>& data = {"--data", "reference", "--model", "mlp"}) {
+    std::vector<std::string> line{
+        "train", "--steps", "12", "--ranks", "2", "--metrics", folder_.file("metrics.jsonl"), "--flight-recorder",
+        here()};
+    line.insert(line.end(), data.begin(), data.end());
+    const auto ended = shoal(line);
+    ASSERT_EQ(ended.code, 0) << ended.output;
+  }
+  std::string here() const { return folder_.path(); }
+  void refused(const std::vector<std::string>& arguments, const std::string& because) {
+    const auto ended = shoal(arguments, 20);
+    EXPECT_TRUE(ended.code == 1 || ended.code == 2) << ended.code;
+    EXPECT_THAT(ended.output, AllOf(HasSubstr("error: "), HasSubstr(because)));
+    EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1) << "one line: " << ended.output;
+    EXPECT_LT(ended.output.size(), 600U);
+  }
+
+  TempFolder folder_;
+};
+
+TEST_F(Runs, top_says_where_a_run_is_and_what_its_ranks_do) {
+  train_here();
+  const auto ended = shoal({"top", here(), "--json", folder_.file("top.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto frame = read(folder_.file("top.json"));
+  std::vector<json> lines;
+  std::ifstream file(folder_.file("metrics.jsonl"));
+  for (std::string line; std::getline(file, line);) lines.push_back(json::parse(line));
+  const auto& metrics = frame["metrics"];
+  EXPECT_EQ(metrics["step"], 11);
+  EXPECT_EQ(metrics["loss"], lines[11]["loss"]);
+  double waits = 0;
+  for (const auto& line : lines) waits += line["wait_ms"].get<double>() / 12;
+  EXPECT_NEAR(metrics["wait_ms"].get<double>(), waits, 1e-9);
+  const double seconds = lines[11]["seconds"].get<double>() - lines[0]["seconds"].get<double>();
+  EXPECT_NEAR(metrics["samples_per_second"].get<double>(), 11 * 8 / seconds, 1e-6 / seconds);
+  ASSERT_EQ(frame["ranks"].size(), 2U);
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(frame["ranks"][rank]["rank"], rank);
+    EXPECT_EQ(frame["ranks"][rank]["state"], "left in order");
+    EXPECT_EQ(frame["ranks"][rank]["step"], 11);
+    EXPECT_GE(frame["ranks"][rank]["late_ms"], 0);
+  }
+  EXPECT_THAT(ended.output, AllOf(HasSubstr("step 11   loss "), HasSubstr("a step takes "), HasSubstr("loss █"),
+                                  HasSubstr("left in order"), HasSubstr("no rank waits for another")))
+      << "one look, since there is no terminal";
+  EXPECT_THAT(ended.output, Not(HasSubstr("\x1b")));
+}
+
+// Reads what a terminal shows for a second, while the run goes on.
+constexpr const char* watch = R"(
+import os, pty, select, signal, sys, time
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.argv[1], [sys.argv[1], "top", sys.argv[2], "--interval", "0.1"])
+shown, end, later = b"", time.time() + 60, False
+while time.time() < end and b"step 2 " not in shown:
+    if select.select([terminal], [], [], 0.1)[0]:
+        shown += os.read(terminal, 65536)
+    if b"step 1 " in shown and not later:
+        with open(sys.argv[2], "a") as file:
+            file.write('{"step":2,"loss":0.5}\n')
+        later = True
+os.kill(pid, signal.SIGINT)
+print(os.waitpid(pid, 0)[1])
+sys.stdout.write(shown.decode().replace("\x1b", "ESC"))
+)";
+
+TEST_F(Runs, top_redraws_in_a_terminal_until_it_is_interrupted) {
+  write("m.jsonl", "{\"step\":1,\"loss\":1}\n");
+  const auto ended = run({"python3", "-c", watch, SHOAL, folder_.file("m.jsonl")}, 100);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_THAT(ended.output, ::testing::StartsWith("2\n")) << "by the signal";
+  EXPECT_THAT(ended.output,
+              AllOf(HasSubstr("ESC[H"), HasSubstr("step 1   loss 1.0000"), HasSubstr("step 2   loss 0.5000")));
+}
+
+TEST_F(Runs, top_takes_one_file_of_a_run) {
+  train_here();
+  const auto metrics = shoal({"top", folder_.file("metrics.jsonl")});
+  EXPECT_EQ(metrics.code, 0) << metrics.output;
+  EXPECT_THAT(metrics.output, AllOf(HasSubstr("step 11   loss "), Not(HasSubstr("last operation"))));
+  const auto flight = shoal({"top", folder_.file("rank-1.flight"), "--once"});
+  EXPECT_EQ(flight.code, 0) << flight.output;
+  EXPECT_THAT(flight.output, AllOf(HasSubstr("rank 0 of 2: no record here"), Not(HasSubstr("loss"))));
+}
+
+TEST_F(Runs, top_reads_the_end_of_a_long_file) {
+  std::string text;
+  for (int step = 0; step < 20'000; ++step) {
+    text +=
+        json{{"step", step}, {"seconds", 0.5 * step}, {"loss", 1.0 / (1 + step)}, {"samples", 8 * step}}.dump() + "\n";
+  }
+  write("metrics.jsonl", text + R"({"step":20000,"eval_loss":0.25})" + "\n" + R"({"step":2000)");  // being written
+  const auto ended = shoal({"top", here(), "--json", "-"});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto frame = json::parse(ended.output);
+  EXPECT_EQ(frame["metrics"]["step"], 19'999);
+  EXPECT_DOUBLE_EQ(frame["metrics"]["samples_per_second"].get<double>(), 16);
+  EXPECT_TRUE(frame["metrics"]["step_ms"].is_null());
+  EXPECT_EQ(frame["evaluation"]["eval_loss"], 0.25);
+}
+
+TEST_F(Runs, report_is_one_page_with_the_curves_of_the_run) {
+  std::ofstream(folder_.file("text.txt")) << std::string(6000, 'a') + std::string(6000, 'b');
+  train_here({"--data", "text:" + folder_.file("text.txt"), "--model", "gpt", "--batch", "2", "--eval"});
+  const auto page = folder_.file("report.html");
+  const auto ended = shoal({"report", here(), "-o", page, "--json", folder_.file("report.json")});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto html = text_of(page);
+  for (const auto* part : {"<h2>Loss</h2>", "<h2>Samples per second, all ranks</h2>", "<h2>Time of a step</h2>",
+                           "<h2>Learning rate</h2>", "eval_accuracy", "<polyline", "left in order", "</html>"}) {
+    EXPECT_THAT(html, HasSubstr(part));
+  }
+  EXPECT_THAT(html, AllOf(Not(HasSubstr("<script")), Not(HasSubstr("href")), Not(HasSubstr("src="))));
+  const auto check = run(
+      {"python3", "-c",
+       "import sys, xml.dom.minidom; print(len(xml.dom.minidom.parse(sys.argv[1]).getElementsByTagName('svg')))", page},
+      60);
+  EXPECT_EQ(check.code, 0) << "well-formed: " << check.output;
+  EXPECT_GE(std::stoi(check.output), 6);
+  const auto metrics = read(folder_.file("report.json"))["runs"][0]["metrics"];
+  EXPECT_EQ(metrics["loss"]["count"], 12);
+  EXPECT_EQ(metrics["loss"]["points"].size(), 12U);
+  EXPECT_EQ(metrics["eval_loss"]["count"], 1);
+}
+
+TEST_F(Runs, report_compares_runs_and_thins_out_long_ones) {
+  std::string text;
+  for (int step = 0; step < 3000; ++step)
+    text += json{{"step", step}, {"mine <&>", step % 2}, {"loss", step}}.dump() + "\n";
+  text += R"({"step":3000,"loss":null,"text":"words"})";
+  write("a.jsonl", text + "\n\n");
+  write("b.jsonl", R"({"step":1,"loss":1e308})"
+                   "\n"
+                   R"({"step":2,"loss":-2})"
+                   "\n");
+  const auto ended =
+      shoal({"report", folder_.file("a.jsonl"), folder_.file("b.jsonl"), "-o", folder_.file("r.html"), "--json", "-"});
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto runs = json::parse(ended.output)["runs"];
+  const auto& loss = runs[0]["metrics"]["loss"];
+  EXPECT_EQ(loss["count"], 3000);
+  EXPECT_EQ(loss["beyond"], 1) << "null: NaN";
+  EXPECT_EQ(loss["values_per_point"], 4);
+  EXPECT_EQ(loss["points"].size(), 750U);
+  for (const auto& point : loss["points"]) EXPECT_EQ(point[0], point[1]) << "means of steps and of values";
+  EXPECT_EQ(runs[1]["metrics"]["loss"]["beyond"], 1);
+  EXPECT_EQ(runs[1]["metrics"]["loss"]["points"].size(), 1U);
+  const auto html = text_of(folder_.file("r.html"));
+  EXPECT_THAT(html,
+              AllOf(HasSubstr("b.jsonl: loss"), HasSubstr("mine &lt;&amp;&gt;"), HasSubstr("mean of up to 4 steps")));
+}
+
+TEST_F(Runs, files_that_are_no_metrics_are_refused_in_one_sentence) {
+  refused({"top", here()}, "has neither metrics (*.jsonl) nor flight recorders");
+  refused({"report", here(), "-o", folder_.file("r.html")}, "has neither metrics");
+  refused({"top", "/nowhere"}, "/nowhere");
+  const std::vector<std::pair<std::string, std::string>> faults{
+      {"{\"step\":1}\n{\"loss\":1}\n", "m.jsonl: line 2: no step"},
+      {"{\"step\":1}\nnonsense\n", "m.jsonl: line 2: not JSON"},
+      {"[1]\n", "line 1: not an object"},
+      {"{\"step\":1.5}\n", "line 1: the step is no whole number"},
+      {"{\"step\":18446744073709551615}\n", "line 1: the step is no whole number"},
+      {"{\"step\":1,\"step\":2}\n", "two entries named step"},
+      {"{\"step\":1,\"a\":" + std::string(10'000, '[') + "\n", "nested deeper"},
+      {std::string(3'000'000, 'x'), "line 1: longer than 65536 bytes"}};
+  for (const auto& [text, because] : faults) {
+    write("m.jsonl", text);
+    refused({"report", folder_.file("m.jsonl"), "-o", folder_.file("r.html")}, because);
+    const auto ended = shoal({"top", folder_.file("m.jsonl")}, 20);
+    EXPECT_EQ(ended.code, 1) << ended.output;
+  }
+  std::string many = "{\"step\":1";
+  for (int i = 0; i < 65; ++i) many += ",\"m" + std::to_string(i) + "\":1";
+  write("m.jsonl", many + "}\n");
+  refused({"report", folder_.file("m.jsonl"), "-o", folder_.file("r.html")}, "more than 64 numbers");
+  write("m.jsonl", "{\"step\":1}\n");
+  write("rank-0.flight", "short");
+  refused({"top", here(), "--once"}, "rank-0.flight is too short");
+  mkfifo(folder_.file("pipe.jsonl").c_str(), 0600);
+  refused({"report", folder_.file("pipe.jsonl"), "-o", folder_.file("r.html")}, "is not a regular file");
+  EXPECT_FALSE(std::filesystem::exists(folder_.file("r.html")));
+  refused({"report", folder_.file("m.jsonl"), "-o", "/nowhere/r.html"}, "--output");
+  refused({"top", here(), "--interval", "0"}, "--interval 0: give 0.1 to 3600 seconds");
+}
+
+}  // namespace
+}  // namespace shoal::test
