@@ -13,6 +13,6 @@ set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
 # dpkg-shlibdeps stops at libtorch's libraries, which belong to no package.
 set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6 (>= 2.35), libstdc++6 (>= 12), libssl3, zlib1g")
 if(MPI_CXX_FOUND)
-  string(APPEND CPACK_DEBIAN_PACKAGE_DEPENDS ", libopenmpi3")
+  string(APPEND CPACK_DEBIAN_PACKAGE_DEPENDS ", libopenmpi3 | libopenmpi40")
 endif()
 include(CPack)

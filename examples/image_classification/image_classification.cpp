@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
                    .map(data::transforms::Stack<>());
   const data::datasets::MNIST test(folder, data::datasets::MNIST::Mode::kTest);
 
-  data::samplers::DistributedRandomSampler sampler(*train.size(), world.size(), world.rank());
+  shoal::DistributedSampler sampler(*train.size(), world.group(), {.seed = 1});
   int64_t steps = *train.size() / world.size() / batch_size;  // in an epoch
   if (argc > 3) steps = std::min<int64_t>(steps, std::stoll(argv[3]));
 

@@ -13,6 +13,7 @@
 #include <filesystem>
 
 #include "base/environment.h"
+#include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/train/check_values.h"
 #include "shoal/error.h"
@@ -26,7 +27,8 @@ void complain(const std::string& text) {
   const auto environment = shoal::process_environment();
   const auto rank = environment("RANK");
   const bool several = rank && environment("WORLD_SIZE").value_or("1") != "1";
-  fmt::print(stderr, "{}error: {}\n", several ? "rank " + *rank + ": " : "", text.substr(0, text.find('\n')));
+  fmt::print(stderr, "{}error: {}\n", several ? "rank " + *rank + ": " : "",
+             shoal::printable(text.substr(0, text.find('\n'))));
 }
 
 // Opens closed standard streams: otherwise the next opened file would get their number, and output would go to it.

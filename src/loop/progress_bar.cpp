@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -54,10 +55,17 @@ void ProgressBar::update(int64_t steps, const std::string& note) {
   if (!options_.enabled || done_ <= 0 || (quiet && !(terminal_ && done_ == total_ && drawn_))) return;
   last_ = now;
   if (terminal_) {
-    constexpr int width = 24;
-    const auto filled = static_cast<int>(std::min(total_, done_) * width / total_);
-    fmt::print(stderr, "\r\x1b[K[{}{}] {}", std::string(filled, '='), std::string(width - filled, ' '),
-               text(note, now));
+    // A line that is longer than the terminal's would stay behind with each redraw.
+    winsize size{};
+    const size_t columns = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1 ? size.ws_col - 1U : 79U;
+    auto line = text(note, now);
+    const auto room = static_cast<int64_t>(columns) - static_cast<int64_t>(line.size()) - 3;
+    if (const auto width = std::min<int64_t>(room, 24); width >= 8) {
+      const auto filled = static_cast<size_t>(std::min(total_, done_) * width / total_);
+      line = fmt::format("[{}{}] {}", std::string(filled, '='), std::string(static_cast<size_t>(width) - filled, ' '),
+                         line);
+    }
+    fmt::print(stderr, "\r\x1b[K{}", line.substr(0, columns));
     drawn_ = true;
   } else {
     fmt::print(stderr, "{}\n", text(note, now));

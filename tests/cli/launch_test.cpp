@@ -69,6 +69,14 @@ TEST(Launch, a_rank_killed_in_training_is_named_by_the_others_and_by_the_launche
   }
 }
 
+// Another rank may still be opening what the first one shares.
+TEST(Launch, ranks_may_end_right_after_they_have_met) {
+  for (int run = 0; run < 10; ++run) {
+    const auto ended = launch({"-n", "3", "--", FAULT_RANK, "end_at_once", "0"});
+    EXPECT_EQ(ended.code, 0) << ended.output;
+  }
+}
+
 // The stopped launcher serves the store, forwards output and reaps the ranks; the ranks can only watch each other.
 TEST(Launch, ranks_of_a_launcher_that_is_stopped_name_the_one_that_is_killed) {
   for (const std::string transport : {"host", "gloo"}) {

@@ -143,6 +143,9 @@ TEST(LaunchEnvironment, a_batch_script_is_no_task) {
             std::string::npos);
   script["SLURM_NTASKS"] = "1";
   EXPECT_EQ(find(script).source, "alone");
+  script["SLURM_STEP_ID"] = "4294967290";  // of salloc's shell
+  script["SLURM_NTASKS"] = "4";
+  EXPECT_EQ(find(script).source, "alone");
   script["RANK"] = "1", script["WORLD_SIZE"] = "2";  // of shoal launch or torchrun in the script
   EXPECT_EQ(find(script).rank, 1);
 }

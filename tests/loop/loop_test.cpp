@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <pty.h>
+#include <sys/ioctl.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <numeric>
 #include <thread>
 
 #include "shoal/error.h"
@@ -49,6 +51,14 @@ TEST(AllReduceOfNumbers, a_list_is_one_operation) {
   const double sum = ranks * (ranks - 1) / 2;
   EXPECT_THAT(sums, testing::ElementsAre(ranks, sum, 0.5 * sum));
   EXPECT_TRUE(world().all_reduce(std::vector<double>{}).empty());
+}
+
+TEST(AllReduceOfNumbers, lists_of_other_lengths_are_an_error_on_every_rank) {
+  if (world().size() == 1) GTEST_SKIP() << "nobody to differ from";
+  std::vector<int> ranks(world().size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto some = group().subgroup(ranks);  // of no use afterwards
+  EXPECT_THROW(some.all_reduce(std::vector<double>(world().rank() == 0 ? 1 : 0, 5.0)), DisagreeError);
 }
 
 // Ranks hold parts of different sizes; the mean of their means is another number.
@@ -152,9 +162,10 @@ TEST(World, barrier_waits_for_the_last_rank) {
 
 // What `act` shows on a terminal.
 template <class Act>
-std::string shown(const Act& act) {
+std::string shown(unsigned short columns, const Act& act) {
   int here = -1, terminal = -1;
-  if (openpty(&here, &terminal, nullptr, nullptr, nullptr) != 0) return "no pseudo terminal";
+  const winsize size{24, columns, 0, 0};
+  if (openpty(&here, &terminal, nullptr, nullptr, &size) != 0) return "no pseudo terminal";
   const int before = dup(STDERR_FILENO);
   dup2(terminal, STDERR_FILENO);
   act();
@@ -169,7 +180,7 @@ std::string shown(const Act& act) {
 }
 
 TEST(ProgressBar, is_a_line_on_rank0s_terminal_that_goes) {
-  const auto text = shown([] {
+  const auto text = shown(120, [] {
     ProgressBar bar(world(), 200, {.unit = "samples", .unit_scale = 8});
     bar.update(50, "too early");
     std::this_thread::sleep_for(std::chrono::milliseconds(2100));
@@ -183,6 +194,23 @@ TEST(ProgressBar, is_a_line_on_rank0s_terminal_that_goes) {
   EXPECT_THAT(text, testing::HasSubstr(" samples/s  loss 0.5  0:02 left"));
   EXPECT_THAT(text, testing::EndsWith("\r\x1b[K"));
   EXPECT_THAT(text, testing::Not(testing::HasSubstr("too early")));
+}
+
+// A longer line would leave its first row behind with each redraw.
+TEST(ProgressBar, fits_a_narrow_terminal) {
+  if (world().rank() != 0) return;
+  for (const unsigned short columns : {80, 40}) {
+    const auto text = shown(columns, [] {
+      ProgressBar bar(200, {.unit = "samples", .unit_scale = 8});
+      std::this_thread::sleep_for(std::chrono::milliseconds(2100));
+      bar.update(100, "loss 0.5  eval loss 0.61");
+    });
+    const std::string start = "\r\x1b[K";
+    ASSERT_THAT(text, testing::StartsWith(start));
+    const auto line = text.substr(start.size(), text.find('\r', 1) - start.size());
+    EXPECT_LT(line.size(), columns) << line;
+    EXPECT_THAT(line, testing::HasSubstr("50 %  step 100/200"));
+  }
 }
 
 }  // namespace

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 
+#include "base/printable.h"
 #include "checkpoint/format/index.h"
 #include "checkpoint/pt/pt_file.h"
 #include "checkpoint/pt/zip_directory.h"
@@ -19,10 +21,13 @@ SafetensorsHeader header_of_pt(const InputFile& file) {
     const StoredTensor tensor{
         .name = name, .part = "model", .dtype = found.dtype, .shape = found.shape, .order = found.order};
     const Range all{0, tensor.numel()};
-    header.tensors.emplace(slice_key(tensor, all), SafetensorsEntry{.dtype = find_safetensors_dtype(found.dtype),
-                                                                    .shape = slice_shape(tensor, all),
-                                                                    .offset = found.offset,
-                                                                    .bytes = found.bytes});
+    const SafetensorsEntry entry{.dtype = find_safetensors_dtype(found.dtype),
+                                 .shape = slice_shape(tensor, all),
+                                 .offset = found.offset,
+                                 .bytes = found.bytes};
+    if (!header.tensors.emplace(slice_key(tensor, all), entry).second) {
+      throw CheckpointError(fmt::format("{}: two tensors are called {:.200}", file.path().string(), printable(name)));
+    }
   }
   return header;
 }
@@ -33,6 +38,11 @@ SafetensorsHeader read_header(const InputFile& file) {
   unsigned char length_bytes[8] = {};
   const auto begin = static_cast<int64_t>(sizeof length_bytes);
   file.read(length_bytes, std::min(begin, file.size()), 0);
+  constexpr unsigned char old_torch[] = {0x80, 0x02, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46};
+  if (std::equal(std::begin(old_torch), std::end(old_torch), length_bytes)) {
+    throw CheckpointError(subject +
+                          ": a .pt file in the format before PyTorch 1.6: torch.load and torch.save it in Python");
+  }
   const auto length = parse_safetensors_length(length_bytes, file.size(), subject);
   std::string text(static_cast<size_t>(length), '\0');
   file.read(text.data(), length, begin);

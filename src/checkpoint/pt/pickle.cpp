@@ -11,10 +11,14 @@
 #include <unordered_map>
 
 #include "base/printable.h"
+#include "checkpoint/format/safetensors_format.h"
 #include "shoal/error.h"
 
 namespace shoal {
 namespace {
+
+// What is recalled from the memo costs two bytes of the file each time, but is copied whole.
+constexpr size_t longest_word = 256;
 
 struct StorageType {
   const char* name;     // of the torch.dtype
@@ -141,6 +145,8 @@ class Unpickler {
     push(&value);
   }
   void push_global(std::string_view module, std::string_view name) {
+    if (module.size() > longest_word || name.size() > longest_word)
+      refuse("a pickle with an object of an endless name");
     auto& value = make(Kind::global);
     value.global = fmt::format("{} {}", module, name);
     value.text = value.global;
@@ -256,6 +262,7 @@ class Unpickler {
         items[2]->kind != Kind::text) {
       refuse("a pickle with a storage of another kind");
     }
+    if (items[2]->text.size() > longest_word) refuse("a pickle with a storage of an endless name");
     auto& value = make(Kind::storage);
     value.tensor = std::make_unique<PickledTensor>();
     value.tensor->storage = items[2]->text;
@@ -289,6 +296,7 @@ class Unpickler {
   }
 
   std::vector<int64_t> numbers(const Value& tuple) const {
+    if (tuple.items.size() > most_dimensions) refuse("a tensor with too many dimensions");
     std::vector<int64_t> list;
     for (const auto* item : tuple.items) {
       if (item->kind != Kind::number || item->number < 0) refuse("a tensor with a size that is no number");
@@ -297,12 +305,16 @@ class Unpickler {
     return list;
   }
 
-  // (storage, offset, sizes, strides, requires_grad, hooks[, dtype])
+  // (storage, offset, sizes, strides, requires_grad, hooks[, dtype][, {"conj": True}])
   void rebuild(const std::vector<Value*>& items, bool wide) {
     const bool fits = items[0]->kind == Kind::storage && items[0]->typed != wide && items[1]->kind == Kind::number &&
                       items[1]->number >= 0 && items[2]->kind == Kind::tuple && items[3]->kind == Kind::tuple &&
                       items[2]->items.size() == items[3]->items.size();
     if (!fits) refuse("a tensor of another kind");
+    const size_t bits = wide ? 7 : 6;
+    if (items.size() > bits && !items[bits]->items.empty()) {
+      refuse("a tensor that is a lazy conjugate or negative: save tensor.resolve_conj().resolve_neg() in Python");
+    }
     auto& value = make(Kind::tensor);
     value.tensor = std::make_unique<PickledTensor>(*items[0]->tensor);
     value.tensor->offset = items[1]->number;

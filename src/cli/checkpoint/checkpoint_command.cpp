@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "base/printable.h"
 #include "checkpoint/loading/export.h"
 #include "checkpoint/loading/reader.h"
 #include "checkpoint/loading/reshard.h"
@@ -73,7 +74,7 @@ int inspect(const CheckpointOptions& options) {
     auto& [count, bytes] = parts[tensor.part];
     ++count;
     bytes += bytes_of(tensor);
-    fmt::print("{:<48}{:<12}{:<16}{:>14.3f}{:>8}  [{}]\n", name, tensor.part, c10::toString(tensor.dtype),
+    fmt::print("{:<48}{:<12}{:<16}{:>14.3f}{:>8}  [{}]\n", printable(name), tensor.part, c10::toString(tensor.dtype),
                static_cast<double>(bytes_of(tensor)) / mebibyte, tensor.slices.size(), fmt::join(tensor.shape, ", "));
   }
   fmt::print("\n");

@@ -170,12 +170,8 @@ class Planner {
 
   // Publication of updated parameters that have one owner each.
   void add_publication(PlannedCalls& calls) const {
-    if (options_.precision().scaler) calls.add(sizeof(int32_t));  // whether some rank found inf or NaN
-    if (ranks_ == 1) return;
-    if (plan_.parameters_once) {
-      calls.add(0);  // a barrier
-      return;
-    }
+    add_meeting(calls);
+    if (ranks_ == 1 || plan_.parameters_once) return;
     for (const auto& buffer : owned_buffers(parameters_, owners_, ranks_)) {
       add_broadcasts(buffer.ranges, static_cast<int64_t>(buffer.layout.element_bytes()), calls);
     }

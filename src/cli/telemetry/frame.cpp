@@ -31,9 +31,11 @@ double mean_of(const std::vector<const MetricsLine*>& lines, const std::string& 
 }
 
 double rate_of(const std::vector<const MetricsLine*>& lines) {
-  const auto& first = *lines.front();
   const auto& last = *lines.back();
-  if (lines.size() < 2) return last.number("samples") / last.number("seconds");
+  auto begin = lines.size() - 1;  // of the lines since the run was last resumed, which counts from 0 again
+  while (begin > 0 && lines[begin - 1]->number("seconds") < lines[begin]->number("seconds")) --begin;
+  const auto& first = *lines[begin];
+  if (begin + 1 == lines.size()) return last.number("samples") / last.number("seconds");
   return (last.number("samples") - first.number("samples")) / (last.number("seconds") - first.number("seconds"));
 }
 

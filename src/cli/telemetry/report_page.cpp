@@ -61,9 +61,9 @@ std::string drawn_metrics(const MetricsPlot& plot, const std::vector<RunReport>&
     for (const auto& metric : plot.metrics) {
       const auto found = run.series.find(metric);
       if (found == run.series.end() || found->second.count() == 0) continue;
-      auto name = runs.size() == 1           ? metric
+      auto name = runs.size() == 1           ? shortened(metric)
                   : plot.metrics.size() == 1 ? shortened(run.name)
-                                             : shortened(run.name) + ": " + metric;
+                                             : shortened(run.name) + ": " + shortened(metric);
       lines.push_back({{name, static_cast<int>(lines.size())}, found->second.points()});
       per_point = std::max(per_point, found->second.values_per_point());
     }

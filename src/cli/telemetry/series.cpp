@@ -61,6 +61,9 @@ std::map<std::string, Series> read_series(const std::filesystem::path& metrics) 
     const double more_samples = line.number("samples"), more_seconds = line.number("seconds");
     if (more_seconds > seconds && more_samples > samples) {
       all["samples_per_second"].add(line.step, (more_samples - samples) / (more_seconds - seconds));
+    }
+    // A run that was resumed counts from 0 again.
+    if (std::isfinite(more_seconds) && std::isfinite(more_samples)) {
       samples = more_samples;
       seconds = more_seconds;
     }

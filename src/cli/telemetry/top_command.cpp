@@ -10,6 +10,7 @@
 #include <memory>
 #include <thread>
 
+#include "base/printable.h"
 #include "cli/commands.h"
 #include "cli/telemetry/frame.h"
 #include "cli/train/report.h"
@@ -26,10 +27,16 @@ struct TopOptions {
 };
 
 void show_live(const TopOptions& options) {
-  while (true) {
+  for (bool first = true;; first = false) {
     winsize size{};
     if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) size = {24, 80, 0, 0};
-    const auto text = in_words(look_at(options.place), size.ws_col, size.ws_row);
+    std::string text;
+    try {
+      text = in_words(look_at(options.place), size.ws_col, size.ws_row);
+    } catch (const UsageError& error) {  // may pass: a file that is just being written
+      if (first) throw;
+      text = printable(error.what()) + "\n";
+    }
     fmt::print("\x1b[H\x1b[2J{}", text);   // from the top of an empty screen
     if (std::fflush(stdout) != 0) return;  // the terminal has gone
     std::this_thread::sleep_for(std::chrono::duration<double>(options.interval));

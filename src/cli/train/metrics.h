@@ -10,7 +10,7 @@ namespace shoal::cli {
 // File that other programs may read while it grows: lines appear complete.
 class Metrics {
  public:
-  // behind: appends, for a rank that takes over from one that has ended.
+  // behind: appends, for a rank that takes over from one that has ended, and for a run that is resumed.
   enum class Start { anew, behind };
   // Empty path: writes nothing. UsageError names a file that cannot be written.
   explicit Metrics(const std::string& path, Start start = Start::anew);

@@ -208,11 +208,13 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
 }
 
 void write_json(const std::string& path, const Json& json) {
+  // Names of files need not be UTF-8.
+  const auto text = json.dump(1, ' ', false, Json::error_handler_t::replace);
   if (path == "-") {
-    std::cout << json.dump(1) << std::endl;
+    std::cout << text << std::endl;
     return;
   }
-  write_text(path, json.dump(1) + '\n');
+  write_text(path, text + '\n');
 }
 
 void write_text(const std::string& path, const std::string& text) {

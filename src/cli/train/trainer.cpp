@@ -240,7 +240,7 @@ TrainResult Trainer::run() {
   const auto before = group_.statistics();
   const auto wire = loopback_bytes();
   bool reports = group_.rank() == 0;
-  Metrics metrics(reports ? options_.metrics : "");
+  Metrics metrics(reports ? options_.metrics : "", first > 0 ? Metrics::Start::behind : Metrics::Start::anew);
   ProgressBar progress(
       total - first,
       {.enabled = reports, .unit = "samples", .unit_scale = static_cast<double>(samples_per_step * group_.size())});

@@ -97,7 +97,10 @@ Work Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) const {
 }
 
 std::vector<double> Group::all_reduce(std::vector<double> values, ReduceOp op, Label label) const {
-  auto tensor = at::tensor(values, at::kDouble);
+  // An empty list is a call, too: ranks whose lists differ in length must hear of it.
+  auto padded = values;
+  padded.push_back(0);
+  auto tensor = at::tensor(padded, at::kDouble);
   all_reduce(tensor, op, std::move(label)).wait();
   std::copy_n(tensor.const_data_ptr<double>(), values.size(), values.begin());
   return values;

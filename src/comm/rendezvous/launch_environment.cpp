@@ -57,14 +57,18 @@ void find_rank(Placement& placement, const WorldOptions& options, const Environm
     const auto rank = environment(source.rank);
     const auto size = environment(source.size);
     if (!rank && !size) continue;
-    // A shell inside an allocation has SLURM_NTASKS, and a batch script SLURM_PROCID as well, but neither is a task.
+    // A shell inside an allocation has SLURM_NTASKS, and a batch script SLURM_PROCID as well, but neither is a task; nor is
+    // the shell of salloc, which runs in a step of its own (Slurm's SLURM_INTERACTIVE_STEP).
     const bool slurm = std::string(source.rank) == "SLURM_PROCID";
-    if (slurm && (!rank || (!environment("SLURM_STEP_ID") && size.value_or("1") == "1"))) continue;
-    if (slurm && !environment("SLURM_STEP_ID")) {
+    const auto step = environment("SLURM_STEP_ID");
+    const bool shell = step == "4294967290";
+    const bool single = size.value_or("1") == "1" && environment("SLURM_NNODES").value_or("1") == "1";
+    if (slurm && (!rank || shell || (!step && single))) continue;
+    if (slurm && !step) {
       throw UsageError(fmt::format(
           "this is Slurm's batch script and no task of a step, though SLURM_NTASKS is {}: start the program "
-          "with srun, torchrun or shoal launch; to run alone, unset SLURM_NTASKS",
-          *size));
+          "with srun, torchrun or shoal launch; to run alone, unset SLURM_PROCID",
+          size.value_or("not set")));
     }
     if (!rank || !size) {
       throw UsageError(fmt::format("{} is set but {} is not: set both, or neither to run alone",

@@ -48,6 +48,7 @@ struct Entry {
 struct ControlBlock {
   std::atomic<uint32_t> readers;  // number of ranks that may still read other ranks' buffers
   std::atomic<uint32_t> users;    // number of ranks that still need this block
+  std::atomic<uint32_t> opened;   // number of ranks that have mapped this block
   std::atomic<uint32_t> fault;    // 0: none, 1: being written, 2: `fault_text` is valid
   char fault_text[1000];
   alignas(cache_line) std::atomic<uint64_t> stage_filled;    // grows by `size` per staged round

@@ -4,11 +4,15 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <new>
+#include <stdexcept>
+#include <thread>
 
+#include "comm/rendezvous/liveness.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/mailbox.h"
 #include "comm/shm/operation.h"
@@ -223,6 +227,31 @@ std::string HostWork::waits_for() {
   return ranks.empty() ? "" : fmt::format("rank(s) {} have not called it", fmt::join(ranks, ", "));
 }
 
+std::byte* open_block(const WorldState& world, PeerMemory& memory, const SharedPlace& place,
+                      const std::vector<int>& world_ranks) {
+  try {
+    return memory.at(place);
+  } catch (const std::runtime_error& error) {
+    if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
+    throw CommError(fmt::format("rank {}'s shared memory cannot be opened: {}", world_ranks[0], error.what()));
+  }
+}
+
+// The others can open rank 0's memory only while rank 0 lives, and a program may end right after it has begun.
+void await_others(const WorldState& world, const ControlLayout& control, const std::string& name,
+                  const std::vector<int>& world_ranks) {
+  const auto limit = std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  while (control.block().opened.load() < world_ranks.size()) {
+    if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
+    if (std::chrono::steady_clock::now() > deadline) {
+      throw CommError(
+          fmt::format("not all ranks opened the shared memory of group '{}' within {} s", name, limit.count()));
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
 }  // namespace
 
 HostTransport make_host_transport(const WorldState& world, const std::string& name, int rank,
@@ -260,8 +289,10 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   }
   SharedPlace place;
   std::sscanf(lines[0].c_str(), "%u %lu", &place.arena, &place.offset);  // NOLINT(cert-err34-c): written by ourselves
-  auto* base = rank == 0 ? own_block : memories[0]->at(place);
+  auto* base = rank == 0 ? own_block : open_block(world, *memories[0], place, world_ranks);
   const ControlLayout control(base, size);
+  control.block().opened.fetch_add(1);
+  if (rank == 0) await_others(world, control, name, world_ranks);
   HostGroup group{name, rank, size, world.memory, std::move(memories), control};
   return {std::make_shared<SharedMemoryTransport>(std::move(group), world_ranks, cores_suffice(world.local_size),
                                                   own_block),

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/printable.h"
+
 namespace shoal {
 
 Evidence::Evidence(const std::vector<Flight>& flights) {
@@ -79,7 +81,7 @@ std::string rank_words(const std::vector<int>& ranks) {
 }
 
 std::string of_group(const GroupView& group) {
-  return group.name == "world" ? "" : fmt::format(" of group '{}'", group.name);
+  return group.name == "world" ? "" : fmt::format(" of group '{}'", printable(group.name));
 }
 
 }  // namespace shoal

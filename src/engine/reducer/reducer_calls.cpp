@@ -98,6 +98,7 @@ void Reducer::abandon() {
       if (buckets_.all_frozen(index)) continue;
       for (const auto member : buckets_[index].members()) accumulated_.sums().set_aside(member);
       if (!buckets_[index].sparse()) {
+        buckets_.drop_gradients(index);  // of local backwards: the peers' sums are about to take their place
         buckets_.acquire_bucket(index);
         buckets_[index].flat().zero_();
       }

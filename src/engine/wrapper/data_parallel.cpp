@@ -169,7 +169,8 @@ void DataParallelCore::before_forward() {
   state.entered = false;
   if (torch::GradMode::is_enabled()) state.known.require_no_other();
   state.require_shapes();
-  if (state.no_sync_depth == 0) state.reducer->settle();
+  // Also under no_sync, because the peers wait in the step that failed here; not within a backward that still runs.
+  if (state.no_sync_depth == 0 || !BackwardTracker::in_backward()) state.reducer->settle();
   adopt_changes(torch::GradMode::is_enabled());
   begin_pass(torch::GradMode::is_enabled());
   if (!torch::GradMode::is_enabled()) return;

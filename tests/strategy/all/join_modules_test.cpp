@@ -237,7 +237,7 @@ TEST(JoinUse, BEY03_refuses_what_cannot_work) {
   Join join({training});
   ASSERT_TRUE(join.next(true));
   EXPECT_EQ(join.active_ranks(), group().size());
-  expect_refused([&] { training.shadow(); }, "this rank has no batch");
+  expect_refused([&] { training.shadow(); }, "this rank has a batch");
 
   torch::nn::Sequential norm(torch::nn::Linear(12, 4), SyncBatchNorm(4, group()));
   DistributedDataParallel parallel(norm, group());

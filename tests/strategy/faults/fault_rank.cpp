@@ -118,6 +118,10 @@ int main(int argc, char** argv) {
   if (argc < 3 || argc > 5) return 2;
   at::set_num_threads(1);
   try {
+    if (std::string(argv[1]) == "end_at_once") {
+      shoal::init();
+      return 0;
+    }
     shoal::train(argv[1], std::stoi(argv[2]), argc > 3 ? argv[3] : "auto", argc > 4 ? std::stoi(argv[4]) : 10);
     fmt::print("trained\n");
     return 0;

@@ -193,6 +193,41 @@ TEST_P(Faults, BEY10_an_exception_in_a_local_backward_loses_only_that_step) {
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
 }
 
+TEST_P(Faults, BEY10_micro_batches_after_a_step_that_failed_are_a_step_of_their_own) {
+  for (const auto point : {Point::forward, Point::last_gradient}) {
+    SCOPED_TRACE(static_cast<int>(point));
+    Trainer trainer(GetParam());
+    const bool fails = group().rank() == 0;
+    for (const int64_t step : {0, 1, 2}) {
+      try {
+        trainer.training.zero_grad();
+        for (const int64_t micro : {0, 1}) {
+          if (fails && step == 1 && micro == 1) trainer.model->fail = point;
+          const auto local = trainer.training.no_sync(micro == 0);
+          trainer.training.forward(batch(group().rank(), step, micro)).backward();
+        }
+        trainer.training.step();
+        EXPECT_NE(step, 1);
+      } catch (const std::runtime_error& error) {
+        EXPECT_EQ(step, 1) << error.what();
+        trainer.model->fail.reset();
+        if (fails && GetParam().starts_with("megatron")) trainer.training.abandon_step();  // it sees no forward
+      }
+    }
+    torch::manual_seed(1);
+    FaultyImpl model;
+    torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (const int64_t step : {0, 2}) {
+      optimizer.zero_grad();
+      for (int rank = 0; rank < group().size(); ++rank) {
+        for (const int64_t micro : {0, 1}) (model.forward(batch(rank, step, micro)) / group().size()).backward();
+      }
+      optimizer.step();
+    }
+    EXPECT_LT(difference(trainer.model->parameters(), model.parameters()), 1e-12);
+  }
+}
+
 TEST_P(Faults, BEY10_a_backward_after_one_that_failed_is_refused_until_the_step_is_abandoned) {
   if (GetParam() == "megatron_no_overlap") GTEST_SKIP() << "its backwards are local: they only add to grad()";
   Trainer trainer(GetParam());
