@@ -67,7 +67,8 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   //   sampler.seek(batches_done * batch_size);
   void seek(size_t index);
 
-  // Epoch and index(). load() restores both, as set_epoch() and seek() do.
+  // Epoch and index(). load() restores both, as set_epoch() and seek() do. A data loader advances its copy and not this
+  // sampler: call seek(batches_done * batch_size) before saving.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 

@@ -66,8 +66,8 @@ class Group {
   Work all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::sum, Label label = {}) const;
   // Reduction of a number, or of a list of numbers in one operation, over all ranks: for metrics and decisions. In
   // float64, so integers are exact up to 2^53. Returns the result, the same on all ranks; blocks. Lists have the same
-  // length on all ranks (DisagreeError). The mean over ranks is ReduceOp::avg; for a mean over samples, see MeanMetric
-  // (shoal/metrics.h).
+  // length on all ranks (DisagreeError; over MPI only with check_agreement). The mean over ranks is ReduceOp::avg; for a
+  // mean over samples, see MeanMetric (shoal/metrics.h).
   double all_reduce(double value, ReduceOp op = ReduceOp::sum, Label label = {}) const;
   std::vector<double> all_reduce(std::vector<double> values, ReduceOp op = ReduceOp::sum, Label label = {}) const;
   // In-place reduction of `tensor` to `root`. On other ranks the content of `tensor` is undefined afterwards.
