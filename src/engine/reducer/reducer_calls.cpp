@@ -68,7 +68,10 @@ void Reducer::end_now() {
 
 void Reducer::require_absence() const {
   if (join_state_ && !join_state_->here) return;
-  throw UsageError("shadow: this rank has a batch in this step of the Join scope; call forward and backward");
+  throw UsageError(join_state_
+                       ? "shadow: this rank has a batch in this step of the Join scope; call forward and backward"
+                       : "shadow: called outside a Join scope, for whose steps without a batch it is; call "
+                         "forward and backward");
 }
 
 void Reducer::set_join_state(const std::optional<JoinState>& join_state) {

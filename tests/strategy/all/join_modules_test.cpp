@@ -233,7 +233,7 @@ void expect_refused(const std::function<void()>& act, const std::string& because
 TEST(JoinUse, BEY03_refuses_what_cannot_work) {
   auto training = make("ddp");
   expect_refused([&] { Join({}); }, "at least one wrapper");
-  expect_refused([&] { training.shadow(); }, "Join scope");
+  expect_refused([&] { training.shadow(); }, "outside a Join scope");
   Join join({training});
   ASSERT_TRUE(join.next(true));
   EXPECT_EQ(join.active_ranks(), group().size());
