@@ -13,6 +13,7 @@
 #include "checkpoint/format/atomic_file.h"
 #include "checkpoint/format/safetensors_format.h"
 #include "checkpoint/pt/pickle.h"
+#include "checkpoint/pt/unpickle.h"
 #include "checkpoint/pt/zip_directory.h"
 #include "shoal/error.h"
 
