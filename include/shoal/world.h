@@ -2,6 +2,7 @@
 // Process start-up: init() connects the ranks of a job and returns its World.
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -10,6 +11,10 @@
 #include <vector>
 
 #include "shoal/group.h"
+
+namespace c10d {
+class Store;
+}
 
 namespace shoal {
 
@@ -52,6 +57,10 @@ struct WorldOptions {
   int rendezvous_timeout_seconds = 60;  // for all ranks to connect
   int timeout_seconds = 300;            // for one operation while all peers are alive
   int stopped_timeout_seconds = 5;      // for a peer on this host that was stopped by a signal
+
+  // Called about every 100 ms by each thread that waits for other ranks. An exception that it throws ends that wait and
+  // reaches the caller; the operation goes on, and may be waited for again.
+  std::function<void()> while_waiting{};
 
   // Throws UsageError with a list of all invalid options.
   void validate() const;
@@ -110,5 +119,9 @@ class World {
 // MPI, Slurm, shoal launch) or by SHOAL_JOB_ID: the job that does not own the store gets a UsageError. Jobs without any
 // id cannot be distinguished.
 World init(const WorldOptions& options = {});
+// As init(options), for a program that is connected to a store of c10d: torch.distributed's, for example. The ranks meet
+// in that store alone: no address, no port, no server. Requires options.rank and options.size. A process may call it
+// again, also with the same store, once it has released the previous World and its groups.
+World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& options);
 
 }  // namespace shoal

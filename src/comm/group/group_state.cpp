@@ -190,6 +190,7 @@ void PendingWork::wait_to_the_end() {
       fail_from(error);
     }
     if (finished_) return stuck.finished();
+    if (world.options.while_waiting) world.options.while_waiting();
     if (const auto difference = stuck.look()) disagree(*difference);
     if (const auto fault = world.liveness->check(group_->world_ranks)) {
       if (last_chance) fail(fault->world_rank, fault->text);

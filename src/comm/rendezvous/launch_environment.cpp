@@ -122,6 +122,10 @@ std::string find_name(const Placement& placement, const Environment& environment
 
 }  // namespace
 
+std::string store_name(const Placement& placement) {
+  return placement.port > 0 ? fmt::format("{}:{}", placement.address, placement.port) : placement.address;
+}
+
 Placement find_placement(const WorldOptions& options, const Environment& environment) {
   Placement placement;
   find_rank(placement, options, environment);

@@ -14,12 +14,15 @@ struct Placement {
   int rank = 0;
   int size = 1;
   std::string address;           // of the store
-  int port = 0;                  // of the store
+  int port = 0;                  // of the store; 0: the program gave a store, and `address` describes it
   bool store_is_served = false;  // a launcher hosts the store; rank 0 must not
   std::string generation = "0";  // counts a launcher's restarts of the job
   std::string source;            // names the source in messages
   JobIdentity job;               // name: the same on all ranks, different in other jobs; empty: unknown
 };
+
+// Name of the store in messages.
+std::string store_name(const Placement& placement);
 
 // Order: options, RANK/WORLD_SIZE, Open MPI, PMI, Slurm, alone. UsageError for an incomplete or inconsistent set.
 Placement find_placement(const WorldOptions& options, const Environment& environment);

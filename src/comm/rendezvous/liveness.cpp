@@ -15,7 +15,7 @@ Liveness::Liveness(const Meeting& meeting, const Placement& placement, std::shar
                    int stopped_timeout_seconds)
     : meeting_(&meeting),
       memory_(std::move(memory)),
-      key_(first_failure_key(placement.generation)),
+      key_(meeting.failure_key),
       own_rank_(placement.rank),
       stopped_timeout_(stopped_timeout_seconds),
       stopped_since_(meeting.peers.size()) {}

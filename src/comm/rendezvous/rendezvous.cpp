@@ -78,8 +78,8 @@ class Room {
       const auto text = store_try_get(*store_, rank_key(rank));
       if (!text) {
         throw UsageError(fmt::format(
-            "rejoin: rank {2} has never been part of the job at {0}:{1}; start all ranks without rejoin first",
-            placement_.address, placement_.port, rank));
+            "rejoin: rank {1} has never been part of the job at {0}; start all ranks without rejoin first",
+            store_name(placement_), rank));
       }
       const auto record = from_text(*text);
       if (record.size != placement_.size) {
@@ -118,7 +118,7 @@ class Room {
       claim = read_claim();
     }
     if (!claim || *claim == own) return;  // if rank 0 is missing, it is reported below
-    const auto at = fmt::format("the store at {}:{}", placement_.address, placement_.port);
+    const auto at = "the store at " + store_name(placement_);
     if (claim->find(claims_secret) != std::string::npos) {
       throw UsageError(
           fmt::format("{} belongs to a job with a secret, but rank {} has none: set the same SHOAL_SECRET on all ranks "
@@ -138,9 +138,9 @@ class Room {
       return store_replace(*store_, claim_key, "", job_claim(placement_.job));
     } catch (const ForgedValue& error) {
       throw UsageError(
-          fmt::format("the store at {}:{} belongs to another job than this rank {}: give each job its own "
+          fmt::format("the store at {} belongs to another job than this rank {}: give each job its own "
                       "MASTER_PORT, and all ranks of a job the same SHOAL_SECRET and SHOAL_JOB_ID ({})",
-                      placement_.address, placement_.port, placement_.rank, error.what()));
+                      store_name(placement_), placement_.rank, error.what()));
     }
   }
 
@@ -207,8 +207,8 @@ class Room {
       });
       if (missing.empty()) return;
       if (std::chrono::steady_clock::now() > deadline) {
-        fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {}:{} within {} s", fmt::join(missing, ", "),
-                                    placement_.size, placement_.address, placement_.port, timeout_));
+        fail<CommError>(fmt::format("rank(s) {} of {} did not appear at {} within {} s", fmt::join(missing, ", "),
+                                    placement_.size, store_name(placement_), timeout_));
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
@@ -256,19 +256,19 @@ class Room {
 };
 
 CommError lost_store(const Placement& placement) {
-  return CommError(fmt::format("lost the connection to the job's store at {}:{} (on rank 0 or in the launcher): rank 0 "
+  return CommError(fmt::format("lost the connection to the job's store at {} (on rank 0 or in the launcher): rank 0 "
                                "failed; see its error",
-                               placement.address, placement.port),
+                               store_name(placement)),
                    0);
 }
 
 void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, int timeout_seconds,
            Present (Room::*how)()) {
-  meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
   try {
     Room room(placement, page, meeting.store, timeout_seconds);
     auto present = (room.*how)();
     meeting.prefix = std::move(present.prefix);
+    meeting.failure_key = first_failure_key(placement.generation);
     meeting.peers = std::move(present.peers);
     meeting.store->set_limit(store_limit);
   } catch (const std::exception& error) {
@@ -288,7 +288,17 @@ Meeting meet(const Placement& placement, const PageAddress& page, int timeout_se
   if (placement.rank == 0 && !placement.store_is_served) {
     meeting.server = std::make_unique<StoreServer>(placement.address, placement.port, placement.job);
   }
+  meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
   enter(meeting, placement, page, timeout_seconds, &Room::enter);
+  return meeting;
+}
+
+Meeting meet_in(const StorePtr& store, const Placement& placement, const PageAddress& page, int timeout_seconds) {
+  Meeting meeting;
+  meeting.store = store;
+  enter(meeting, placement, page, timeout_seconds, &Room::enter);
+  // Not the launcher's key: the same store may serve another world afterwards.
+  meeting.failure_key = meeting.prefix + "/first_failure";
   return meeting;
 }
 
@@ -300,6 +310,7 @@ Meeting meet_again(const Placement& placement, const PageAddress& page, int time
         "outlives every rank");
   }
   Meeting meeting;
+  meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
   enter(meeting, placement, page, timeout_seconds, &Room::enter_again);
   return meeting;
 }

@@ -24,11 +24,14 @@ struct Meeting {
   std::unique_ptr<StoreServer> server;  // on rank 0, unless a launcher serves the store
   StorePtr store;                       // nullptr if the process is alone
   std::string prefix;                   // of this meeting's keys
+  std::string failure_key;              // of the first failure that any rank noticed
   std::vector<Peer> peers;              // by world rank
 };
 
 // Collective over the job. Throws as shoal::init does. page: of this process.
 Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds);
+// As meet(), in a store that the program gave.
+Meeting meet_in(const StorePtr& store, const Placement& placement, const PageAddress& page, int timeout_seconds);
 // Replaces a dead process in a job whose ranks have already met. Throws as shoal::init does.
 Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds);
 // The process that now has a rank's place, if the store knows.

@@ -11,6 +11,7 @@
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/socket.h"
 #include "comm/rendezvous/world_state.h"
+#include "comm/store/given_store.h"
 #include "comm/transport/choose_transport.h"
 #include "shoal/error.h"
 
@@ -111,30 +112,82 @@ void World::manual_seed(uint64_t seed) const {
   at::manual_seed(seed + static_cast<uint64_t>(rank()));
 }
 
-World init(const WorldOptions& options) {
-  options.validate();
-  quiet_c10d();
+namespace {
+
+using Meet = std::function<Meeting(const Placement&, const PageAddress&)>;
+
+// The world of a process whose place in the job is known. meet: meets the other ranks.
+std::shared_ptr<WorldState> enter_world(const WorldOptions& options, Placement placement, const Meet& meet) {
   auto state = std::make_shared<WorldState>();
   state->options = options;
-  state->placement = find_placement(options, process_environment());
+  state->placement = std::move(placement);
   try {
     state->memory = std::make_shared<HostMemory>();
   } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport reports it on use
   }
   state->recorder = make_recorder(options, state->placement);
-  state->meeting = (options.rejoin ? meet_again : meet)(
-      state->placement, state->memory ? state->memory->address() : PageAddress{}, options.rendezvous_timeout_seconds);
+  state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{});
   state->liveness =
       std::make_unique<Liveness>(state->meeting, state->placement, state->memory, options.stopped_timeout_seconds);
   if (state->recorder) state->recorder->join(processes(state->meeting));
   count_local_ranks(*state);
-  if (state->placement.size > 1) {
-    state->listen_address = address_towards(state->placement.address, state->placement.port);
-  }
+  return state;
+}
+
+World with_group(std::shared_ptr<WorldState> state) {
   std::vector<int> everyone(state->placement.size);
   std::iota(everyone.begin(), everyone.end(), 0);
   Group group(make_group_state(state, world_group_name, everyone));
   return {std::move(state), std::move(group)};
+}
+
+Placement place_in_store(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& options) {
+  if (!options.rank || !options.size) {
+    throw UsageError("shoal::init with a store: options.rank and options.size are required");
+  }
+  if (options.rejoin) throw UsageError("shoal::init with a store: rejoin needs the store of shoal launch");
+  auto placement = find_placement({.rank = options.rank, .size = options.size}, [](const std::string&) { return std::nullopt; });
+  placement.address = describe_store(store);
+  placement.port = 0;
+  placement.store_is_served = true;
+  placement.source = "the program's store";
+  placement.job = JobIdentity("", process_environment()("SHOAL_SECRET").value_or(""));
+  return placement;
+}
+
+}  // namespace
+
+World init(const WorldOptions& options) {
+  options.validate();
+  quiet_c10d();
+  const auto how = options.rejoin ? meet_again : meet;
+  auto state = enter_world(options, find_placement(options, process_environment()),
+                           [&](const Placement& placement, const PageAddress& page) {
+                             return how(placement, page, options.rendezvous_timeout_seconds);
+                           });
+  if (state->placement.size > 1) {
+    state->listen_address = address_towards(state->placement.address, state->placement.port);
+  }
+  return with_group(std::move(state));
+}
+
+World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& options) {
+  options.validate();
+  const int limit = options.rendezvous_timeout_seconds;
+  auto state =
+      enter_world(options, place_in_store(store, options), [&](const Placement& placement, const PageAddress& page) {
+        return meet_in(guard_store(store, limit, placement.job), placement, page, limit);
+      });
+  state->listen_address = "127.0.0.1";
+  if (state->local_size < state->placement.size) {
+    const auto server = server_of(store);
+    if (!server) {
+      throw UsageError("ranks on several hosts need a TCPStore (init_method env:// or tcp://): this rank does not know "
+                       "under which address the others reach it");
+    }
+    state->listen_address = address_towards(server->host, server->port);
+  }
+  return with_group(std::move(state));
 }
 
 }  // namespace shoal

@@ -22,6 +22,7 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
   for (int attempt = 0; !store.check(keys); ++attempt) {
     if (attempt % 100 == 99) {
       if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
+      if (world.options.while_waiting) world.options.while_waiting();
     }
     if (SteadyClock::now() > deadline) {
       throw CommError(

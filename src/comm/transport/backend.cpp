@@ -170,6 +170,7 @@ class GroupBackend : public c10d::Backend {
 
   using Pending = c10::intrusive_ptr<c10d::Work>;
 
+  const Group& group() const { return group_; }
   const std::string getBackendName() const override { return "shoal"; }
   bool supportsCoalescing() const override { return false; }
 
@@ -305,6 +306,11 @@ class GroupBackend : public c10d::Backend {
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const Group& group) {
   return c10::make_intrusive<GroupBackend>(group);
+}
+
+std::optional<Group> group_of_backend(const c10d::Backend& backend) {
+  const auto* own = dynamic_cast<const GroupBackend*>(&backend);
+  return own == nullptr ? std::nullopt : std::optional(own->group());
 }
 
 }  // namespace shoal

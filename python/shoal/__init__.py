@@ -1,0 +1,33 @@
+"""Data-parallel training: a backend of torch.distributed, and strategies around nn.Module.
+
+Importing the package registers the backend "shoal":
+
+    torch.distributed.init_process_group("shoal")
+"""
+
+import torch as _torch  # before the extension, which needs its libraries
+
+from . import _C
+from ._C import (
+    CheckpointError,
+    CommError,
+    DisagreeError,
+    Error,
+    Group,
+    InputsExhausted,
+    StepAbandoned,
+    UsageError,
+)
+from . import distributed
+
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "DisagreeError",
+    "Error",
+    "Group",
+    "InputsExhausted",
+    "StepAbandoned",
+    "UsageError",
+    "distributed",
+]

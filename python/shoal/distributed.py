@@ -1,0 +1,52 @@
+"""The backend of torch.distributed, and the groups behind process groups."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+from ._C import Group, UsageError
+
+__all__ = ["group_of"]
+
+
+def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
+    """The group of ranks behind a process group of the backend "shoal"; None: the default process group.
+
+    UsageError if the process group has another backend for CPU tensors, or if there is no process group.
+    """
+    if process_group is None:
+        if not dist.is_initialized():
+            raise UsageError('there is no process group: call torch.distributed.init_process_group("shoal") first')
+        process_group = dist.group.WORLD
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this rank is not a member of the process group")
+    group = _group_or_none(process_group)
+    if group is None:
+        raise UsageError(
+            f'the process group has backend "{dist.get_backend(process_group)}" for CPU tensors; shoal works on its '
+            'own backend: init_process_group("shoal"), or "cpu:shoal,cuda:nccl"'
+        )
+    return group
+
+
+def _group_or_none(process_group: dist.ProcessGroup) -> Group | None:
+    try:
+        backend = process_group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has none for CPU tensors
+        return None
+    return _C.group_of_backend(backend)
+
+
+def _create_backend(options, backend_options) -> dist.Backend:
+    ranks = list(options.global_ranks_in_group)
+    world = _group_or_none(dist.group.WORLD) if ranks and dist.is_initialized() else None
+    if world is not None:
+        group = world.subgroup(ranks)
+    else:
+        group = _C.join_world(options.store, options.group_rank, options.group_size, options.timeout, "auto")
+    return _C.make_backend(group)
+
+
+dist.Backend.register_backend("shoal", _create_backend, extended_api=True, devices=["cpu"])

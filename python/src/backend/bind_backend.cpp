@@ -1,0 +1,53 @@
+#include <fmt/format.h>
+#include <pybind11/chrono.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "backend/interrupts.h"
+#include "bindings.h"
+#include "comm/transport/backend.h"
+#include "shoal/error.h"
+#include "shoal/world.h"
+
+namespace shoal::python {
+namespace {
+
+int whole_seconds(std::chrono::milliseconds time) {
+  return std::max<int>(1, static_cast<int>((time.count() + 999) / 1000));
+}
+
+Group join_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
+                 const std::string& transport) {
+  WorldOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.transport = transport;
+  options.timeout_seconds = whole_seconds(timeout);
+  options.rendezvous_timeout_seconds = std::min(options.timeout_seconds, 300);
+  options.while_waiting = run_signal_handlers;
+  return init(store, options).group();
+}
+
+}  // namespace
+
+void bind_backend(py::module_& module) {
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Group>(module, "Group", "The ranks that communicate: the C++ class shoal::Group.")
+      .def_property_readonly("rank", &Group::rank, "Rank of this process in the group.")
+      .def_property_readonly("size", &Group::size, "Number of ranks.")
+      .def_property_readonly("name", &Group::name)
+      .def_property_readonly("transport", &Group::transport, "\"host\", \"gloo\", \"identity\", ...")
+      .def("subgroup", &Group::subgroup, py::arg("ranks"), ReleaseGil(),
+           "The group of some of this group's ranks. Collective over those ranks.")
+      .def("__repr__", [](const Group& group) {
+        return fmt::format("<shoal.Group '{}', rank {} of {}, transport {}>", group.name(), group.rank(), group.size(),
+                           group.transport());
+      });
+  module.def("join_world", &join_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+             py::arg("transport"), ReleaseGil());
+  module.def("make_backend", &make_backend, py::arg("group"), ReleaseGil());
+  module.def("group_of_backend", &group_of_backend, py::arg("backend"));
+}
+
+}  // namespace shoal::python

@@ -1,0 +1,13 @@
+#pragma once
+// Functions that add a part of the package to the extension module, one per concern.
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace shoal::python {
+
+namespace py = pybind11;
+
+// Groups, worlds and the backend of torch.distributed.
+void bind_backend(py::module_& module);
+
+}  // namespace shoal::python

@@ -1,0 +1,61 @@
+"""The groups behind process groups."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal
+from ranks import on_ranks
+
+
+def test_PY01_the_default_process_group_has_a_group():
+    def rank_of(rank):
+        group = shoal.distributed.group_of()
+        tensor = torch.full((3,), rank + 1.0)
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 1)
+        dist.barrier()
+        assert shoal.distributed.group_of(dist.group.WORLD).name == group.name
+        return group.rank, group.size, group.transport, tensor.tolist()
+
+    assert on_ranks(rank_of) == [(0, 2, "host", [3.0] * 3), (1, 2, "host", [3.0] * 3)]
+
+
+def test_PY01_a_process_group_of_another_backend_has_none():
+    def refused(rank):
+        with pytest.raises(shoal.UsageError, match='has backend "gloo" for CPU tensors'):
+            shoal.distributed.group_of(dist.new_group(backend="gloo"))
+
+    on_ranks(refused)
+
+
+def test_PY01_without_a_process_group_the_error_says_what_to_call():
+    with pytest.raises(shoal.UsageError, match='call torch.distributed.init_process_group\\("shoal"\\) first'):
+        shoal.distributed.group_of()
+
+
+def test_PY08_ranks_of_torchrun_meet(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import torch, torch.distributed as dist, shoal
+            dist.init_process_group("shoal")
+            tensor = torch.ones(4)
+            dist.all_reduce(tensor)
+            dist.barrier()
+            print("sum", int(tensor.sum()), shoal.distributed.group_of().transport, flush=True)
+            dist.destroy_process_group()
+            """
+        )
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(program)],
+        capture_output=True, text=True, timeout=100,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("sum 8 host") == 2

@@ -1,0 +1,45 @@
+#include "comm/store/given_store.h"
+
+#include <fmt/format.h>
+
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "comm/store/authenticated_store.h"
+
+namespace shoal {
+namespace {
+
+c10::intrusive_ptr<c10d::Store> innermost(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefix = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return prefix == nullptr ? store : prefix->getUnderlyingNonPrefixStore();
+}
+
+}  // namespace
+
+std::optional<ServerAddress> server_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  const auto inner = innermost(store);
+  const auto* tcp = dynamic_cast<const c10d::TCPStore*>(inner.get());
+  if (tcp == nullptr) return std::nullopt;
+  return ServerAddress{tcp->getHost(), tcp->getPort()};
+}
+
+std::string describe_store(const c10::intrusive_ptr<c10d::Store>& store) {
+  if (const auto server = server_of(store)) return fmt::format("{}:{}", server->host, server->port);
+  const auto inner = innermost(store);
+  const auto* file = dynamic_cast<const c10d::FileStore*>(inner.get());
+  return file == nullptr ? "the given store" : "the file " + file->getPath();
+}
+
+StorePtr guard_store(const c10::intrusive_ptr<c10d::Store>& store, int timeout_seconds, const JobIdentity& job) {
+  auto own = store;
+  try {
+    own = store->clone();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): this kind of store has no clones
+  }
+  return c10::make_intrusive<DeadlineStore>(authenticated(std::move(own), job), describe_store(store),
+                                            std::chrono::seconds(timeout_seconds));
+}
+
+}  // namespace shoal
