@@ -18,7 +18,7 @@ from ._C import (
     StepAbandoned,
     UsageError,
 )
-from . import distributed
+from . import distributed, nn, optim
 
 __all__ = [
     "CheckpointError",
@@ -30,4 +30,6 @@ __all__ = [
     "StepAbandoned",
     "UsageError",
     "distributed",
+    "nn",
+    "optim",
 ]

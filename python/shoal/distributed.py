@@ -11,11 +11,13 @@ from ._C import Group, UsageError
 __all__ = ["group_of"]
 
 
-def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
-    """The group of ranks behind a process group of the backend "shoal"; None: the default process group.
+def group_of(process_group: dist.ProcessGroup | Group | None = None) -> Group:
+    """The group of ranks behind a process group of the backend "shoal"; None: the default process group; a group: itself.
 
     UsageError if the process group has another backend for CPU tensors, or if there is no process group.
     """
+    if isinstance(process_group, Group):
+        return process_group
     if process_group is None:
         if not dist.is_initialized():
             raise UsageError('there is no process group: call torch.distributed.init_process_group("shoal") first')

@@ -9,5 +9,7 @@ namespace py = pybind11;
 
 // Groups, worlds and the backend of torch.distributed.
 void bind_backend(py::module_& module);
+// Wrappers of Python's modules, and optimizers.
+void bind_wrappers(py::module_& module);
 
 }  // namespace shoal::python

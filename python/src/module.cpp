@@ -12,4 +12,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::register_exception<shoal::CheckpointError>(module, "CheckpointError", error);
   py::register_exception<shoal::InputsExhausted>(module, "InputsExhausted", error);
   shoal::python::bind_backend(module);
+  shoal::python::bind_wrappers(module);
 }

@@ -1,0 +1,7 @@
+"""Wrappers of torch.nn.Module: strategies that spread its training over the ranks of a process group."""
+
+from .ddp import DistributedDataParallel
+from .fsdp import FullyShardedDataParallel
+from .sharded_ddp import ShardedDataParallel
+
+__all__ = ["DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"]

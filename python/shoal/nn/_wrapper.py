@@ -1,0 +1,97 @@
+"""The base of all wrappers of a module."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .._mirror import Wrapped
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a result of forward: in lists, tuples, mappings, dataclasses and objects, however nested."""
+    found: list[torch.Tensor] = []
+    _collect(value, found, set())
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.nn.Module, type)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = list(value)
+    elif dataclasses.is_dataclass(value):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        _collect(part, found, seen)
+
+
+class Wrapper(Wrapped):
+    """A module with a strategy around its forward and backward. `module` is the user's own, with its own parameters."""
+
+    def __init__(self, module: torch.nn.Module, core: Any) -> None:
+        super().__init__()
+        self._core = core
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward. An exception marks the step as failed on this rank: the other ranks get
+        StepAbandoned from their backward, and all go on with the next step."""
+        try:
+            self._core.before_forward()
+            result = self.module(*args, **kwargs)
+            self._core.after_forward(tensors_in(result))
+        except BaseException:
+            self._core.forward_failed()
+            raise
+        return result
+
+    @contextlib.contextmanager
+    def no_sync(self, accumulate: bool = True) -> Iterator[None]:
+        """Scope in which backward accumulates gradients on this rank only; the first backward after it reduces them.
+
+        for i, batch in enumerate(micro_batches):
+            with model.no_sync(i + 1 < len(micro_batches)):
+                loss(model(batch)).backward()
+        """
+        if not accumulate:
+            yield
+            return
+        scope = self._core.no_sync()
+        try:
+            yield
+        finally:
+            scope.end()
+
+    def backward(self, loss_sum: torch.Tensor, weight: float) -> None:
+        """Backward of a loss that is a sum over `weight` samples or tokens: gradients become the sum over all ranks and
+        micro-batches of the step, divided by their total weight."""
+        self._core.backward(loss_sum, weight)
+
+    def abandon_step(self) -> None:
+        """Ends a step that failed on this rank. The next forward does so by itself."""
+        self._core.abandon_step()
+
+    def buckets(self) -> list[list[str]]:
+        """Names of the parameters of each bucket, in the order in which buckets are reduced."""
+        return self._core.buckets()
+
+    def extra_repr(self) -> str:
+        return f"steps={self._core.step()}"
+
+    def __deepcopy__(self, memo: Any) -> None:
+        raise TypeError(f"a {type(self).__name__} cannot be copied: copy its module (model.module) and wrap the copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: save model.state_dict(), or the module in it")

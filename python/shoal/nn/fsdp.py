@@ -1,0 +1,137 @@
+"""FullyShardedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .. import _C
+from .._mirror import mirror_of
+from ..distributed import group_of
+from ._policy import Policy, unit_names
+from ._wrapper import Wrapper
+
+
+class FullyShardedDataParallel(Wrapper):
+    """Sharded parameters, gradients and optimizer state, after torch.distributed.fsdp's class of this name.
+
+    model = shoal.nn.FullyShardedDataParallel(net, auto_wrap_policy=Block)
+    optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
+
+    auto_wrap_policy: a class of modules or several, names of sub-modules, a function of a module, or a policy of
+    torch.distributed.fsdp.wrap. None: the whole module is one unit.
+
+    Parameters keep their names and identity, and may be read anywhere. Between steps their gradients are tensors without
+    memory: use model.clip_grad_norm_(), and the optimizer above; torch.optim on model.parameters() is an error in its
+    step(). state_dict() has the whole parameters, under the names of the unwrapped module; it is collective, and so is
+    load_state_dict() in that every rank must call it with the same values.
+
+    Options: sharding_strategy (PyTorch's enumeration or its names in lower case), sync_module_states as in PyTorch;
+    param_dtype, reduce_dtype, buffer_dtype, shard_size, shard_by_parameter, ignored_modules, ignored_parameters (names),
+    communication_hook, unit_limit, prefetch_units, byte_limit, check_unit_order as in the C++ library (fsdp.h).
+    The constructor is collective.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, process_group: Any = None, *, auto_wrap_policy: Policy = None, **options: Any
+    ) -> None:
+        mirror = mirror_of(module)
+        options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
+        super().__init__(module, _C.FullyShardedCore(mirror, group_of(process_group), options))
+        self._mirror = mirror
+        self._param_dtype = options.get("param_dtype")
+        self._by_parameter = options.get("shard_by_parameter", False)
+        ignored = set(options.get("ignored_parameters", ()))
+        below = tuple(f"{name}." for name in options.get("ignored_modules", ()) if name)
+        self._ignored = [
+            parameter for name, parameter in module.named_parameters() if name in ignored or name.startswith(below or "\0")
+        ]
+        self.register_state_dict_post_hook(_whole_state)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._param_dtype is not None:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+        return super().forward(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(self._param_dtype)
+        return value
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizer updates: those that require a gradient and are not ignored."""
+        return [
+            parameter
+            for parameter in self.module.parameters()
+            if parameter.requires_grad and not any(parameter is one for one in self._ignored)
+        ]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the reduced gradients to a total norm over all shards; returns the norm before. Collective."""
+        return torch.tensor(self._core.clip_grad_norm_(max_norm, norm_type))
+
+    @contextlib.contextmanager
+    def defer_all_reduce(self, defer: bool = True) -> Iterator[None]:
+        """Scope for all micro-batches but the last: backward reduces within a host only (hybrid strategies)."""
+        scope = self._core.defer_all_reduce() if defer else None
+        try:
+            yield
+        finally:
+            if scope is not None:
+                scope.end()
+
+    @contextlib.contextmanager
+    def summon_full_params(self, **options: Any) -> Iterator[None]:
+        """Scope in which parameters can be read and written as if they were not sharded, also through numpy().
+        Options: writeback, rank0_only, offload_to_cpu, with_grads, recurse. Collective."""
+        scope = self._core.summon_full_params(options)
+        try:
+            yield
+        finally:
+            del scope
+
+    def full_state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
+        """Copies of all parameters and buffers by name, on `rank` only (empty elsewhere); None: on every rank.
+        Collective."""
+        return self._core.full_state_dict(rank)
+
+    def units(self) -> list[list[str]]:
+        """Names of the parameters of each unit."""
+        return self._core.units()
+
+    def unwrap(self) -> torch.nn.Module:
+        """Restores the module for use without this wrapper and returns it. Collective."""
+        self._core.unwrap()
+        return self.module
+
+
+def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Puts whole values for sharded ones, and the names of the unwrapped module for the wrapper's."""
+    whole = wrapper._core.full_state_dict(None)
+    inner = f"{prefix}module."
+    for key in [key for key in state if key.startswith(inner)]:
+        name = key[len(inner) :]
+        value = state.pop(key)
+        state[prefix + name] = whole.get(name, value)
+
+
+def _with_prefix(
+    wrapper: FullyShardedDataParallel,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise _C.UsageError("FullyShardedDataParallel: load_state_dict(assign=True) would replace sharded parameters; "
+                            "call it without assign")
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)

@@ -1,0 +1,52 @@
+"""ShardedDataParallel (ZeRO-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _C
+from .._mirror import mirror_of
+from ..distributed import group_of
+from ..optim.oss import OSS
+from ._wrapper import Wrapper
+
+
+class ShardedDataParallel(Wrapper):
+    """ZeRO-2: reduces each gradient only to the rank whose OSS optimizer owns its parameter.
+
+    optimizer = shoal.optim.OSS(net.parameters(), torch.optim.AdamW, lr=1e-3)
+    model = shoal.nn.ShardedDataParallel(net, optimizer)
+
+    Call forward of the wrapper, not of the module. After backward, grad of the parameters that this rank owns is the mean
+    over ranks. For other parameters it is a tensor without memory: reading it is an error that names the right call, such
+    as optimizer.clip_grad_norm().
+
+    Options: broadcast_buffers, find_unused_parameters, sync_models_at_startup, auto_refresh_trainable,
+    grad_reduce_in_fp32, ignored, communication_hook, reduce_buffer_size, reduce_fp16, log_sizes as in the C++ library
+    (zero.h). The constructor is collective.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, sharded_optimizer: OSS | Sequence[OSS], process_group: Any = None, **options: Any
+    ) -> None:
+        optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, OSS) else list(sharded_optimizer)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, OSS):
+                raise _C.UsageError(f"ShardedDataParallel: give a shoal.optim.OSS, not a {type(optimizer).__name__}")
+        self.__dict__["_optimizers"] = optimizers  # they must outlive the core
+        core = _C.ShardedDataParallelCore(
+            mirror_of(module), [optimizer._core for optimizer in optimizers], group_of(process_group), options
+        )
+        super().__init__(module, core)
+        self.__dict__["_optimizers"] = optimizers
+
+    def refresh_trainable(self) -> None:
+        """Adopts changes of requires_grad, dtype or device. Forward does so by itself. Collective."""
+        self._core.refresh_trainable()
+
+    def reduce(self) -> None:
+        """Reduces gradients that are in grad and not reduced yet, without a backward. Collective."""
+        self._core.reduce()

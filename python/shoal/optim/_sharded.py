@@ -1,0 +1,234 @@
+"""The base of optimizers of which each rank runs a part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import _C
+
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+# Optimizers that update each element by itself, so that a rank may update any range of a parameter.
+_element_wise = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+# State that is one number even where the parameter is one element without dimensions.
+_scalars = {"step", "mu_product", "mu", "eta"}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. updated: False if some rank found inf or NaN and nothing was updated. grad_norm: with clip_grad,
+    the norm before clipping. num_zeros: with log_num_zeros_in_grad."""
+
+    updated: bool
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+@dataclass
+class Recipe:
+    """An optimizer to be made of a rank's part of the param groups."""
+
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    name: str
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    element_wise: bool
+
+    def core_arguments(self) -> tuple[list[dict[str, Any]], dict[str, Any], str, Any]:
+        return self.groups, self.defaults, self.name, self.make
+
+
+def param_groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Param groups from what torch.optim takes: tensors, (name, tensor) pairs, or dictionaries."""
+    given = list(params)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")
+    if not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        held = group["params"]
+        held = [held] if isinstance(held, torch.Tensor) else list(held)
+        held = [one[1] if isinstance(one, tuple) else one for one in held]
+        groups.append({**group, "params": held})
+    return groups
+
+
+def _probe(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter without elements, of the same dtype, device and number of dimensions."""
+    return torch.nn.Parameter(torch.empty((0,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device))
+
+
+def recipe_of(
+    owner: str,
+    groups: list[dict[str, Any]],
+    optimizer_class: OptimizerClass,
+    defaults: dict[str, Any],
+    element_wise: bool | None = None,
+) -> Recipe:
+    """Resolves the groups' options as the class does, on an optimizer of parameters without elements."""
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        raise _C.UsageError(
+            f"{owner}: give the class of the optimizer and its arguments, such as torch.optim.AdamW, lr=1e-3, not an "
+            "optimizer that holds the parameters already"
+        )
+    probes = [{**group, "params": [_probe(one) for one in group["params"][:1]]} for group in groups]
+    sample = optimizer_class(probes, **defaults)
+    if isinstance(sample, torch.optim.LBFGS):
+        raise _C.UsageError(
+            f"{owner}: LBFGS needs all parameters on one rank and evaluates its closure several times per step; use it "
+            "with DistributedDataParallel"
+        )
+    resolved = [{**full, "params": group["params"]} for full, group in zip(sample.param_groups, groups, strict=True)]
+    kind = type(sample)
+    return Recipe(
+        groups=resolved,
+        defaults=sample.defaults,
+        name=kind.__name__,
+        make=functools.partial(_make, optimizer_class, defaults),
+        element_wise=kind in _element_wise if element_wise is None else element_wise,
+    )
+
+
+def _make(optimizer_class: OptimizerClass, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> Any:
+    return optimizer_class(groups, **defaults)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose param groups are those of the whole model, and whose state is spread over the ranks.
+
+    Schedules change param_groups as usual. state_dict() has the format of torch.optim, with the whole state, so that an
+    optimizer of one process, or another strategy, loads it; it is collective.
+    """
+
+    def __init__(self, recipe: Recipe, core: Any) -> None:
+        self._core = None  # add_param_group is the base class's until there is one
+        super().__init__(recipe.groups, recipe.defaults)
+        self._core = core
+        self._known = [list(group["params"]) for group in self.param_groups]
+        self.last_step: StepResult | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates what this rank owns and publishes it to all ranks. Returns the closure's result. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._push()
+        self.last_step = StepResult(*self._core.step())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops or zeroes the gradients, reduced ones included."""
+        self._core.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._core is not None:
+            raise _C.UsageError(
+                f"{type(self).__name__}: its parameters are those of the wrapped module; construct it again with all "
+                "param groups"
+            )
+        super().add_param_group(param_group)
+
+    def _push(self) -> None:
+        """Options of param_groups, which schedules change, to C++."""
+        same = len(self._known) == len(self.param_groups) and all(
+            len(known) == len(group["params"]) and all(a is b for a, b in zip(known, group["params"], strict=True))
+            for known, group in zip(self._known, self.param_groups, strict=True)
+        )
+        if not same:
+            raise _C.UsageError(
+                f"{type(self).__name__}: param_groups have other parameters than at construction; construct it again"
+            )
+        self._core.read_options(self.param_groups)
+
+    def _pull(self) -> None:
+        """Options that C++ has loaded to param_groups."""
+        self._core.write_options(self.param_groups)
+
+    # State by index of the parameter, as torch.optim has it.
+
+    def _names(self) -> list[str]:
+        """Name in C++ of each parameter, in the order of param_groups."""
+        raise NotImplementedError
+
+    def _named_state(self) -> dict[str, dict[str, Any]]:
+        return self._core.state_dict(None)
+
+    def _load_named_state(self, state: dict[str, dict[str, Any]]) -> None:
+        self._core.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, on every rank, in the format of torch.optim. Collective."""
+        named = self._named_state()
+        state = {}
+        for index, name in enumerate(self._names()):
+            entry = named.pop(name, {})
+            if entry:
+                state[index] = {
+                    key: value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
+                    for key, value in entry.items()
+                }
+        groups, first = [], 0
+        for group in self.param_groups:
+            last = first + len(group["params"])
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(first, last))})
+            first = last
+        return {"state": state, "param_groups": groups, **({"others": named} if named else {})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the whole state, from this class, torch.optim, any strategy and number of ranks. Every rank must pass the
+        same."""
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise ValueError(f"the state has {len(saved)} param groups, the optimizer {len(self.param_groups)}")
+        for index, (theirs, ours) in enumerate(zip(saved, self.param_groups, strict=True)):
+            if len(theirs["params"]) != len(ours["params"]):
+                raise ValueError(
+                    f"param group {index} has {len(theirs['params'])} parameters in the state, {len(ours['params'])} here"
+                )
+        keys = [key for group in saved for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        named: dict[str, dict[str, Any]] = dict(state_dict.get("others", {}))
+        for name, key, parameter in zip(self._names(), keys, parameters, strict=True):
+            named[name] = _plain(state_dict["state"].get(key, {}), parameter)
+        self._load_named_state(named)
+        for theirs, ours in zip(saved, self.param_groups, strict=True):
+            ours.update({k: v for k, v in theirs.items() if k != "params"})
+        self._push()
+
+    def __getstate__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied: use state_dict(), on every rank")
+
+    def __deepcopy__(self, memo: Any) -> None:
+        self.__getstate__()
+
+
+def _plain(entry: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """One parameter's state, with numbers for tensors that are numbers."""
+    plain: dict[str, Any] = {}
+    for key, value in entry.items():
+        if value is None:
+            continue
+        number = not isinstance(value, torch.Tensor) or (
+            value.dim() == 0 and (parameter.dim() > 0 or key in _scalars)
+        )
+        plain[key] = float(value) if number else value
+    return plain

@@ -1,0 +1,63 @@
+"""The optimizer for FullyShardedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..nn.fsdp import FullyShardedDataParallel
+from ._sharded import OptimizerClass, ShardedOptimizer, param_groups_of, recipe_of
+
+
+class FullyShardedOptimizer(ShardedOptimizer):
+    """Runs an optimizer of any class on this rank's shards of a FullyShardedDataParallel.
+
+    optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
+
+    params: parameters or param groups, as for torch.optim; None: all that the wrapper trains. clip_grad: maximum norm of
+    all gradients together; 0: no clipping. scaler: options of a loss scaler, such as {"initial_scale": 65536}, for
+    float16. element_wise: whether the class updates each element by itself; None: known for torch.optim's classes, and
+    False for others, which need a wrapper with shard_by_parameter=True. Other keyword arguments are those of the class.
+    The constructor is collective.
+    """
+
+    def __init__(
+        self,
+        model: FullyShardedDataParallel,
+        optimizer_class: OptimizerClass,
+        params: Iterable[Any] | None = None,
+        *,
+        clip_grad: float = 0.0,
+        scaler: dict[str, Any] | None = None,
+        element_wise: bool | None = None,
+        **defaults: Any,
+    ) -> None:
+        if not isinstance(model, FullyShardedDataParallel):
+            raise _C.UsageError(
+                "FullyShardedOptimizer: its first argument is the FullyShardedDataParallel, not its parameters: "
+                "FullyShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)"
+            )
+        groups = param_groups_of(model.trainable_parameters() if params is None else params)
+        recipe = recipe_of("FullyShardedOptimizer", groups, optimizer_class, defaults, element_wise)
+        options = {"clip_grad": clip_grad, "scaler": scaler}
+        core = _C.FullyShardedOptimizerCore(model._core, *recipe.core_arguments(), recipe.element_wise, options)
+        super().__init__(recipe, core)
+        self._mirror = model._mirror
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scaler's factor; without a scaler, the loss."""
+        return self._core.scale_loss(loss)
+
+    def _names(self) -> list[str]:
+        return names_in(self._mirror, self.param_groups)
+
+
+def names_in(mirror: Any, groups: list[dict[str, Any]]) -> list[str]:
+    """Names of the groups' parameters; a tied one has its first."""
+    names: dict[int, str] = {}
+    for name, parameter in mirror.names():
+        names.setdefault(id(parameter), name)
+    return [names[id(parameter)] for group in groups for parameter in group["params"]]

@@ -1,0 +1,108 @@
+"""DistributedOptimizer, after Megatron-LM."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .. import _C
+from .._mirror import mirror_of
+from ..distributed import group_of
+from ._sharded import OptimizerClass, ShardedOptimizer, param_groups_of, recipe_of
+from .fsdp import names_in
+
+_options = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "reuse_grad_buf_for_param_gather",
+    "grad_reduce_in_fp32",
+    "clip_grad",
+    "log_num_zeros_in_grad",
+    "scaler",
+    "ignored",
+    "communication_hook",
+    "bucket_size",
+)
+
+
+class DistributedOptimizer(ShardedOptimizer):
+    """Gradients in contiguous buffers, of which each rank reduces, updates and publishes an equal range.
+
+    optimizer = shoal.optim.DistributedOptimizer(net, torch.optim.AdamW, lr=1e-3)
+    ...
+    loss_fn(net(x), y).backward()  # the module needs no wrapper
+    optimizer.step()
+    optimizer.zero_grad()
+
+    16-bit parameters have float32 main copies. After backward, grad is a tensor without memory: clip with the option
+    clip_grad, or read main_grad(). params and element_wise as for FullyShardedOptimizer. Options: overlap_grad_reduce,
+    overlap_param_gather, reuse_grad_buf_for_param_gather, grad_reduce_in_fp32, clip_grad, log_num_zeros_in_grad,
+    scaler (a dictionary), ignored, communication_hook, bucket_size as in the C++ library (megatron.h); other keyword
+    arguments are those of the class. The constructor is collective.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer_class: OptimizerClass,
+        process_group: Any = None,
+        params: Iterable[Any] | None = None,
+        *,
+        element_wise: bool | None = None,
+        **defaults: Any,
+    ) -> None:
+        options = {name: defaults.pop(name) for name in _options if name in defaults}
+        mirror = mirror_of(module)
+        ignored = set(options.get("ignored", ()))
+        trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+        groups = param_groups_of(trained if params is None else params)
+        recipe = recipe_of("DistributedOptimizer", groups, optimizer_class, defaults, element_wise)
+        core = _C.DistributedOptimizerCore(
+            mirror, *recipe.core_arguments(), recipe.element_wise, group_of(process_group), options
+        )
+        super().__init__(recipe, core)
+        self._mirror = mirror
+
+    def step(self, closure: Any = None) -> Any:
+        self._mirror.refresh()
+        return super().step(closure)
+
+    @contextlib.contextmanager
+    def no_sync(self, accumulate: bool = True) -> Iterator[None]:
+        """Scope in which backward only accumulates into the gradient buffers."""
+        scope = self._core.no_sync() if accumulate else None
+        try:
+            yield
+        finally:
+            if scope is not None:
+                scope.end()
+
+    def backward(self, loss_sum: torch.Tensor, weight: float) -> None:
+        """Backward of a loss that is a sum over `weight` samples or tokens."""
+        self._core.backward(loss_sum, weight)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scaler's factor; without a scaler, the loss."""
+        return self._core.scale_loss(loss)
+
+    def reduce_model_grads(self) -> None:
+        """Reduces the accumulated gradients, with overlap_grad_reduce=False. Collective."""
+        self._core.reduce_model_grads()
+
+    def finish_param_sync(self) -> None:
+        """Waits for the parameters of other ranks (overlap_param_gather)."""
+        self._core.finish_param_sync()
+
+    def abandon_step(self) -> None:
+        """Ends a step that this rank cannot finish: the other ranks get StepAbandoned."""
+        self._core.abandon_step()
+
+    def main_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's gradient in the gradient buffer."""
+        return self._core.main_grad(parameter)
+
+    def _names(self) -> list[str]:
+        return names_in(self._mirror, self.param_groups)

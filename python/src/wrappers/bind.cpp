@@ -1,0 +1,88 @@
+#include "wrappers/bind.h"
+
+#include "bindings.h"
+#include "training/hook_text.h"
+
+namespace shoal::python {
+
+Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, py::object make) {
+  Recipe recipe{
+      .groups = {},
+      .defaults = std::make_unique<PythonOptions>(defaults, name),
+      .make = [made = share(std::move(make))](const ParamGroups& share) { return PythonOptimizer::make(share, made); }};
+  for (const auto& entry : groups) {
+    const auto group = entry.cast<py::dict>();
+    recipe.groups.emplace_back(group["params"].cast<std::vector<at::Tensor>>(),
+                               std::make_unique<PythonOptions>(group, name));
+  }
+  return recipe;
+}
+
+std::shared_ptr<CommunicationHook> hook_of(const py::object& hook) {
+  if (hook.is_none()) return nullptr;
+  if (py::isinstance<py::str>(hook)) return make_hook(hook.cast<std::string>());
+  throw UsageError(
+      "communication_hook: give the text of a hook: fp16, bf16, int8, powersgd:RANK[:START] or topk:FRACTION");
+}
+
+std::optional<GradScalerOptions> scaler_of(const py::object& options) {
+  if (options.is_none()) return std::nullopt;
+  if (!py::isinstance<py::dict>(options)) throw UsageError("scaler: give a dictionary of options, or None");
+  GradScalerOptions scaler;
+  Keywords(options.cast<py::dict>(), "scaler")
+      .read("initial_scale", scaler.initial_scale)
+      .read("dynamic", scaler.dynamic)
+      .read("growth_factor", scaler.growth_factor)
+      .read("backoff_factor", scaler.backoff_factor)
+      .read("growth_interval", scaler.growth_interval)
+      .read("hysteresis", scaler.hysteresis)
+      .read("min_scale", scaler.min_scale)
+      .finish();
+  return scaler;
+}
+
+py::dict to_dict(const OptimizerState& state) {
+  py::dict all;
+  for (const auto& [name, named] : state) {
+    py::dict entry;
+    for (const auto& [key, tensor] : named.tensors) entry[py::str(key)] = tensor;
+    for (const auto& [key, number] : named.numbers) entry[py::str(key)] = number;
+    all[py::str(name)] = entry;
+  }
+  return all;
+}
+
+OptimizerState from_dict(const py::dict& dict) {
+  OptimizerState state;
+  for (const auto& [name, entry] : dict) {
+    auto& named = state[name.cast<std::string>()];
+    for (const auto& [key, value] : entry.cast<py::dict>()) {
+      if (THPVariable_Check(value.ptr())) {
+        named.tensors[key.cast<std::string>()] = value.cast<at::Tensor>();
+      } else {
+        named.numbers[key.cast<std::string>()] = value.cast<double>();
+      }
+    }
+  }
+  return state;
+}
+
+void bind_wrappers(py::module_& module) {
+  register_python_state();
+  py::class_<Mirror, std::shared_ptr<Mirror>>(module, "Mirror")
+      .def(py::init([](const py::object& of) { return Mirror::of(of); }))
+      .def("refresh", &Mirror::refresh)
+      .def("names", [](const Mirror& mirror) {
+        std::vector<std::pair<std::string, at::Tensor>> names;
+        for (const auto& entry : mirror.named_parameters()) names.emplace_back(entry.key(), entry.value());
+        return names;
+      });
+  py::class_<Scope>(module, "Scope").def("end", &Scope::end);
+  bind_sharded_optimizer(module);
+  bind_ddp(module);
+  bind_zero(module);
+  bind_fsdp(module);
+  bind_megatron(module);
+}
+
+}  // namespace shoal::python

@@ -1,0 +1,49 @@
+#pragma once
+// Python's lock around what C++ owns and calls.
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <utility>
+
+namespace shoal::python {
+
+namespace py = pybind11;
+
+// Reference to a Python object that C++ may copy and destroy without the lock.
+using SharedObject = std::shared_ptr<py::object>;
+
+inline SharedObject share(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            if (Py_IsInitialized() == 0) return;  // the interpreter has taken its objects along
+            const py::gil_scoped_acquire lock;
+            delete held;
+          }};
+}
+
+// Deleter of bound objects: destructors may wait for threads that need the lock.
+struct DeleteUnlocked {
+  template <class T>
+  void operator()(T* object) const {
+    const py::gil_scoped_release unlocked;
+    delete object;
+  }
+};
+template <class T>
+using Held = std::unique_ptr<T, DeleteUnlocked>;
+
+// `act` without the lock, for whatever waits or computes. An exception of Python code that it has called stays what it is.
+template <class Act>
+auto unlocked(Act&& act) {
+  try {
+    const py::gil_scoped_release released;
+    return act();
+  } catch (python_error& error) {
+    error.restore();
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace shoal::python

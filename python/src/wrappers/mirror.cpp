@@ -1,0 +1,114 @@
+#include "wrappers/mirror.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+
+#include "shoal/error.h"
+
+namespace shoal::python {
+namespace {
+
+constexpr const char* advice = "construct the wrapper after changing the module";
+
+at::Tensor checked(const py::handle& value, const std::string& name) {
+  if (!THPVariable_Check(value.ptr())) {
+    throw UsageError(fmt::format("{} is a {}, not a tensor", name, Py_TYPE(value.ptr())->tp_name));
+  }
+  const auto uninitialized = py::module_::import("torch.nn.parameter").attr("UninitializedTensorMixin");
+  if (py::isinstance(value, uninitialized)) {
+    throw UsageError(fmt::format("{} has no shape yet: run the lazy module once before wrapping it", name));
+  }
+  auto tensor = value.cast<at::Tensor>();
+  if (tensor.key_set().has(c10::DispatchKey::Python)) {
+    throw UsageError(fmt::format("{} is a {}, whose operators Python implements; shoal trains plain tensors", name,
+                                 Py_TYPE(value.ptr())->tp_name));
+  }
+  return tensor;
+}
+
+}  // namespace
+
+struct Mirror::Walk {
+  std::map<PyObject*, std::shared_ptr<Mirror>> seen{};
+  std::vector<Table> tables{};
+};
+
+void Mirror::add(const py::object& module, const std::string& name, const std::shared_ptr<Mirror>& made, Walk& walk) {
+  const auto table = [&](const char* attribute, const char* kind) -> py::dict {
+    auto dict = module.attr(attribute);
+    if (!py::isinstance<py::dict>(dict)) {
+      throw UsageError(
+          fmt::format("{} is a {}, which has no Python parameters of its own: wrap the module it was made from",
+                      name.empty() ? "the module" : name, Py_TYPE(module.ptr())->tp_name));
+    }
+    walk.tables.push_back({share(dict), kind, name.empty() ? "" : name + "."});
+    return dict.cast<py::dict>();
+  };
+  const auto slots = [&](py::dict dict, auto&& act) {
+    const auto here = walk.tables.size() - 1;
+    for (const auto& [key, value] : dict) {
+      at::Tensor tensor;
+      if (!value.is_none()) tensor = act(py::cast<std::string>(key), py::reinterpret_borrow<py::object>(value));
+      walk.tables[here].slots.push_back({share(py::reinterpret_borrow<py::object>(key)),
+                                         share(py::reinterpret_borrow<py::object>(value)), std::move(tensor)});
+    }
+  };
+  const auto full = [&](const std::string& key) { return name.empty() ? key : name + "." + key; };
+  slots(table("_parameters", "parameter"), [&](const std::string& key, const py::object& value) {
+    auto tensor = checked(value, full(key));
+    made->register_parameter(key, tensor, tensor.requires_grad());
+    return tensor;
+  });
+  slots(table("_buffers", "buffer"), [&](const std::string& key, const py::object& value) {
+    return made->register_buffer(key, checked(value, full(key)));
+  });
+  slots(table("_modules", "module"), [&](const std::string& key, const py::object& value) {
+    auto& child = walk.seen[value.ptr()];
+    if (!child) {
+      child = std::shared_ptr<Mirror>(new Mirror(Py_TYPE(value.ptr())->tp_name));
+      add(value, full(key), child, walk);
+    }
+    made->register_module(key, child);
+    return at::Tensor();
+  });
+}
+
+std::shared_ptr<Mirror> Mirror::of(const py::object& module) {
+  Walk walk;
+  auto made = std::shared_ptr<Mirror>(new Mirror(Py_TYPE(module.ptr())->tp_name));
+  walk.seen[module.ptr()] = made;
+  add(module, "", made, walk);
+  made->tables_ = std::move(walk.tables);
+  return made;
+}
+
+void Mirror::refresh_table(Table& table) {
+  auto* dict = table.dict->ptr();
+  const auto refuse = [&](const py::handle& key, const char* what) {
+    throw UsageError(
+        fmt::format("the {} {}{} was {}; {}", table.kind, table.owner, key.cast<std::string>(), what, advice));
+  };
+  for (auto& slot : table.slots) {
+    auto* now = PyDict_GetItemWithError(dict, slot.key->ptr());
+    if (now == slot.value->ptr()) continue;
+    if (now == nullptr) refuse(*slot.key, "removed");
+    if (std::string_view(table.kind) != "buffer" || !slot.tensor.defined() || now == Py_None) {
+      refuse(*slot.key, "replaced by another object");
+    }
+    slot.tensor.set_data(checked(now, table.owner + slot.key->cast<std::string>()).detach());
+    *slot.value = py::reinterpret_borrow<py::object>(now);
+  }
+  if (PyDict_Size(dict) == static_cast<Py_ssize_t>(table.slots.size())) return;
+  for (const auto& [key, value] : table.dict->cast<py::dict>()) {
+    const auto known = [&](const Slot& slot) { return slot.key->equal(key); };
+    if (std::none_of(table.slots.begin(), table.slots.end(), known)) refuse(key, "added");
+  }
+}
+
+void Mirror::refresh() {
+  for (auto& table : tables_) refresh_table(table);
+}
+
+}  // namespace shoal::python

@@ -1,0 +1,46 @@
+#pragma once
+// Mirror of a Python module: a libtorch module that registers the same tensors under the same names.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "wrappers/gil.h"
+
+#include <torch/nn/module.h>
+
+namespace shoal::python {
+
+class Mirror : public torch::nn::Module {
+ public:
+  // Mirror of a torch.nn.Module and its children; a child that occurs twice has one mirror. UsageError for what shoal
+  // cannot train: parameters that are not materialised, tensors with Python behaviour of their own, scripted modules.
+  static std::shared_ptr<Mirror> of(const py::object& module);
+
+  // Adopts buffers that Python has replaced (Module.to does so). UsageError, which names it, for a parameter, a buffer
+  // or a child that was added, removed or replaced: the wrappers know the old one. Call it with the lock.
+  void refresh();
+
+ private:
+  explicit Mirror(std::string name) : Module(std::move(name)) {}
+
+  struct Slot {
+    SharedObject key;
+    SharedObject value;
+    at::Tensor tensor{};  // undefined: a child, or None
+  };
+  struct Table {
+    SharedObject dict;  // _parameters, _buffers or _modules of the Python module
+    const char* kind;
+    std::string owner;  // name of the module in its root, with a dot
+    std::vector<Slot> slots{};
+  };
+  struct Walk;
+
+  static void add(const py::object& module, const std::string& name, const std::shared_ptr<Mirror>& made, Walk& walk);
+  static void refresh_table(Table& table);
+
+  std::vector<Table> tables_;  // of the root: those of all modules
+};
+
+}  // namespace shoal::python

@@ -1,0 +1,299 @@
+#include "wrappers/python_optimizer.h"
+
+#include <fmt/format.h>
+#include <torch/serialize.h>
+
+#include <algorithm>
+#include <set>
+
+#include "optim/named_options.h"
+#include "shoal/detail/register_state.h"
+#include "shoal/error.h"
+
+namespace shoal::python {
+namespace {
+
+// How an optimizer computes, which results and checkpoints do not depend on.
+const std::set<std::string> about_computing{"foreach", "capturable", "differentiable", "fused"};
+// Keys of a param group that are no options.
+const std::set<std::string> about_parameters{"params", "param_names", "initial_lr"};
+
+// Values that libtorch's optimizers do not have, where they mean what libtorch does.
+bool as_in_libtorch(const std::string& name, const c10::IValue& value, const std::string& optimizer) {
+  if (name == "maximize") return value.isBool() && !value.toBool();
+  if (name == "decoupled_weight_decay") return value.isBool() && value.toBool() == (optimizer == "AdamW");
+  return false;
+}
+
+// State that is one number also where the parameter is one.
+const std::set<std::string> scalars{"step", "mu_product", "mu", "eta"};
+
+c10::IValue plain(const py::handle& value, const std::string& name) {
+  if (value.is_none()) return {};
+  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
+  if (py::isinstance<py::float_>(value) || py::isinstance<py::int_>(value)) return value.cast<double>();
+  if (py::isinstance<py::str>(value)) return value.cast<std::string>();
+  if (py::isinstance<py::tuple>(value) || py::isinstance<py::list>(value)) {
+    std::vector<c10::IValue> elements;
+    for (const auto& element : value) elements.push_back(plain(element, name));
+    return c10::ivalue::Tuple::create(std::move(elements));
+  }
+  throw UsageError(
+      fmt::format("the optimizer's option {} is a {}; give a number, a boolean, a string, None or a tuple "
+                  "of them",
+                  name, Py_TYPE(value.ptr())->tp_name));
+}
+
+// `like`: the value that Python has, since whole numbers stay whole.
+py::object to_python(const c10::IValue& value, const py::handle& like) {
+  if (value.isNone()) return py::none();
+  if (value.isBool()) return py::bool_(value.toBool());
+  if (value.isString()) return py::str(value.toStringRef());
+  if (value.isInt()) return py::int_(value.toInt());
+  if (value.isDouble()) {
+    const auto number = value.toDouble();
+    const bool whole =
+        like && py::isinstance<py::int_>(like) && number == static_cast<double>(static_cast<int64_t>(number));
+    if (whole) return py::int_(static_cast<int64_t>(number));
+    return py::float_(number);
+  }
+  const auto& elements = value.toTupleRef().elements();
+  py::list list;
+  for (size_t i = 0; i < elements.size(); ++i) {
+    const bool has = like && py::isinstance<py::sequence>(like) && py::len(like) == elements.size();
+    list.append(to_python(elements[i], has ? py::object(like[py::int_(i)]) : py::object()));
+  }
+  return py::isinstance<py::list>(like) ? py::object(list) : py::object(py::tuple(list));
+}
+
+// State of one parameter: that of a Python optimizer, or one that was loaded and which it does not have yet.
+class PythonState : public torch::optim::OptimizerParamState {
+ public:
+  explicit PythonState(NamedState loaded) : loaded_(std::move(loaded)) {}
+  PythonState(SharedObject optimizer, SharedObject parameter)
+      : optimizer_(std::move(optimizer)), parameter_(std::move(parameter)) {}
+
+  std::unique_ptr<OptimizerParamState> clone() const override { return std::make_unique<PythonState>(*this); }
+  bool is_loaded() const { return optimizer_ == nullptr; }
+
+  NamedState read() const {
+    if (is_loaded()) return loaded_;
+    const py::gil_scoped_acquire lock;
+    NamedState named;
+    const auto state = optimizer_->attr("state").cast<py::dict>();
+    if (!state.contains(*parameter_)) return named;
+    for (const auto& [key, value] : state[*parameter_].cast<py::dict>()) {
+      const auto name = key.cast<std::string>();
+      if (value.is_none()) continue;
+      if (!THPVariable_Check(value.ptr())) {
+        named.numbers[name] = number(value, name);
+        continue;
+      }
+      const auto tensor = value.cast<at::Tensor>();
+      if (tensor.dim() == 0 && (parameter_->cast<at::Tensor>().dim() > 0 || scalars.contains(name))) {
+        named.numbers[name] = tensor.item<double>();
+      } else {
+        named.tensors[name] = tensor.detach();
+      }
+    }
+    return named;
+  }
+
+ private:
+  static double number(const py::handle& value, const std::string& name) {
+    if (py::isinstance<py::float_>(value) || py::isinstance<py::int_>(value)) return value.cast<double>();
+    throw UsageError(fmt::format("the optimizer's state {} is a {}; shoal moves and saves tensors and numbers", name,
+                                 Py_TYPE(value.ptr())->tp_name));
+  }
+
+  SharedObject optimizer_, parameter_;
+  NamedState loaded_;
+};
+
+// Loads a state into Python's. Numbers become what they are there already, or tensors, as torch's optimizers have them.
+void load_into(const py::object& optimizer, const py::object& parameter, const NamedState& loaded) {
+  auto all = optimizer.attr("state");
+  auto state = all[parameter].cast<py::dict>();  // a defaultdict
+  py::dict fresh;
+  for (const auto& [name, number] : loaded.numbers) {
+    const auto key = py::str(name);
+    const bool plain = state.contains(key) && !THPVariable_Check(py::object(state[key]).ptr());
+    if (plain) {
+      fresh[key] = to_python(c10::IValue(number), state[key]);
+    } else {
+      fresh[key] = py::cast(at::scalar_tensor(number, at::kFloat));
+    }
+  }
+  for (const auto& [name, tensor] : loaded.tensors) fresh[py::str(name)] = py::cast(tensor.clone());
+  all[parameter] = fresh;
+}
+
+std::string class_of(const py::object& optimizer) {
+  return py::str(py::type::of(optimizer).attr("__name__")).cast<std::string>();
+}
+
+std::unique_ptr<PythonOptions> options_in(const py::object& optimizer, const py::dict& group) {
+  return std::make_unique<PythonOptions>(group, class_of(optimizer));
+}
+
+}  // namespace
+
+PythonOptions::PythonOptions(const py::dict& group, std::string optimizer) : optimizer_(std::move(optimizer)) {
+  for (const auto& [key, value] : group) {
+    const auto name = key.cast<std::string>();
+    if (about_computing.contains(name) || about_parameters.contains(name)) continue;
+    auto held = plain(value, name);
+    if (!as_in_libtorch(name, held, optimizer_)) values_[name] = std::move(held);
+  }
+}
+
+void PythonOptions::write_to(const py::dict& group) const {
+  for (const auto& [name, value] : values_) {
+    const auto key = py::str(name);
+    group[key] = to_python(value, group.contains(key) ? py::object(group[key]) : py::object());
+  }
+}
+
+void PythonOptions::serialize(torch::serialize::InputArchive& archive) {
+  for (const auto& key : archive.keys()) archive.read(key, values_[key]);
+}
+
+void PythonOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  for (const auto& [name, value] : values_) archive.write(name, value);
+}
+
+double PythonOptions::get_lr() const {
+  const auto found = values_.find("lr");
+  if (found == values_.end() || !found->second.isDouble()) throw UsageError("the optimizer has no learning rate lr");
+  return found->second.toDouble();
+}
+
+void PythonOptions::set_lr(double lr) {
+  values_["lr"] = lr;
+}
+
+PythonOptimizer::PythonOptimizer(SharedObject python, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults)
+    : Optimizer(ParamGroups(), std::move(defaults)), python_(std::move(python)), options_of_(options_of) {
+  for (const auto& entry : python_->attr("param_groups")) {
+    const auto group = entry.cast<py::dict>();
+    param_groups_.emplace_back(group["params"].cast<std::vector<at::Tensor>>(), options_in(*python_, group));
+  }
+  read_state();
+}
+
+std::unique_ptr<PythonOptimizer> PythonOptimizer::make(const ParamGroups& groups, const SharedObject& make) {
+  const py::gil_scoped_acquire lock;
+  py::list list;
+  for (const auto& group : groups) {
+    py::dict entry;
+    py::list parameters;
+    for (const auto& parameter : group.params()) parameters.append(py::cast(parameter));
+    entry["params"] = parameters;
+    if (group.has_options()) static_cast<const PythonOptions&>(group.options()).write_to(entry);
+    list.append(entry);
+  }
+  auto python = (*make)(list);
+  auto defaults = options_in(python, python.attr("defaults").cast<py::dict>());
+  return std::unique_ptr<PythonOptimizer>(
+      new PythonOptimizer(share(std::move(python)), OptionsOf::libtorch, std::move(defaults)));
+}
+
+std::unique_ptr<PythonOptimizer> PythonOptimizer::over(py::object optimizer) {
+  auto defaults = options_in(optimizer, optimizer.attr("defaults").cast<py::dict>());
+  return std::unique_ptr<PythonOptimizer>(
+      new PythonOptimizer(share(std::move(optimizer)), OptionsOf::python, std::move(defaults)));
+}
+
+at::Tensor PythonOptimizer::step(LossClosure) {
+  const py::gil_scoped_acquire lock;
+  if (options_of_ == OptionsOf::libtorch) {
+    write_options();
+  } else {
+    read_options();
+  }
+  write_state();
+  const bool empty =
+      std::all_of(param_groups_.begin(), param_groups_.end(), [](const auto& group) { return group.params().empty(); });
+  if (!empty) python_->attr("step")();
+  read_state();
+  return {};
+}
+
+void PythonOptimizer::read() {
+  if (options_of_ == OptionsOf::python) read_options();
+  read_state();
+}
+
+void PythonOptimizer::write() {
+  write_options();
+  write_state();
+}
+
+void PythonOptimizer::read_options() {
+  const auto groups = python_->attr("param_groups").cast<py::list>();
+  if (groups.size() != param_groups_.size()) {
+    throw UsageError("the optimizer has other param groups than at construction; construct it again");
+  }
+  for (size_t number = 0; number < groups.size(); ++number) {
+    param_groups_[number].set_options(options_in(*python_, groups[number].cast<py::dict>()));
+  }
+}
+
+void PythonOptimizer::write_options() {
+  const auto groups = python_->attr("param_groups").cast<py::list>();
+  for (size_t number = 0; number < groups.size(); ++number) {
+    static_cast<const PythonOptions&>(param_groups_[number].options()).write_to(groups[number].cast<py::dict>());
+  }
+}
+
+void PythonOptimizer::read_state() {
+  const auto state = python_->attr("state").cast<py::dict>();
+  for (const auto& group : param_groups_) {
+    for (const auto& parameter : group.params()) {
+      auto& slot = state_[parameter.unsafeGetTensorImpl()];
+      if (slot) continue;
+      const auto object = py::cast(parameter);
+      if (!state.contains(object)) {
+        state_.erase(parameter.unsafeGetTensorImpl());
+        continue;
+      }
+      slot = std::make_unique<PythonState>(python_, share(object));
+      known_.push_back(parameter.unsafeGetTensorImpl());
+    }
+  }
+}
+
+// State that C++ has set or dropped.
+void PythonOptimizer::write_state() {
+  const auto state = python_->attr("state").cast<py::dict>();
+  for (const auto& group : param_groups_) {
+    for (const auto& parameter : group.params()) {
+      auto* key = parameter.unsafeGetTensorImpl();
+      const auto found = state_.find(key);
+      if (found == state_.end()) {
+        if (std::erase(known_, key) > 0) state.attr("pop")(py::cast(parameter), py::none());
+        continue;
+      }
+      const auto& held = static_cast<const PythonState&>(*found->second);
+      if (!held.is_loaded()) continue;
+      const auto object = py::cast(parameter);
+      load_into(*python_, object, held.read());
+      found->second = std::make_unique<PythonState>(python_, share(object));
+      if (std::find(known_.begin(), known_.end(), key) == known_.end()) known_.push_back(key);
+    }
+  }
+}
+
+void register_python_state() {
+  detail::add_state_kind(
+      {[](const torch::optim::Optimizer& optimizer) {
+         return dynamic_cast<const PythonOptimizer*>(&optimizer) != nullptr;
+       },
+       [](const torch::optim::OptimizerParamState& state) {
+         return dynamic_cast<const PythonState*>(&state) != nullptr;
+       },
+       [](const torch::optim::OptimizerParamState& state) { return dynamic_cast<const PythonState&>(state).read(); },
+       [](const NamedState& named, const std::string&) { return std::make_unique<PythonState>(named); }});
+}
+
+}  // namespace shoal::python
