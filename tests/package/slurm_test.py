@@ -213,8 +213,9 @@ def inside(examples):
                 sys.exit(f"failed: {error}\n{error.output}")
             raise
         finally:
+            # unshare holds SIGTERM back from the daemon that it has started.
             for daemon in cluster.daemons:
-                daemon.terminate()
+                daemon.kill()
             for daemon in cluster.daemons:
                 daemon.wait()
     print("passed")

@@ -65,24 +65,27 @@ bool OutgoingConnection::advance(const std::string& place, const JobIdentity& jo
   return true;
 }
 
-// Calls again if the connection ends before the handshake is complete: the peer may have had too many visitors.
+// Calls again if the peer ends the connection before the handshake is complete: a peer with too many visitors ends the
+// oldest, and where strangers call all the time that may be this rank, several times.
 Handshake::State OutgoingConnection::greet(const std::string& place, const JobIdentity& job, uint64_t key) {
-  auto state = Handshake::State::refused;
-  while (state == Handshake::State::refused) {
+  constexpr std::chrono::seconds time_to_be_heard(15);
+  constexpr int most_calls_in_vain = 3;
+  while (true) {
     if (!socket_.open()) {
-      constexpr int most_calls = 3;
-      if (calls_++ == most_calls) return state;
+      if (!first_call_) first_call_ = std::chrono::steady_clock::now();
       try {
         socket_ = connect_to(place);
       } catch (const std::exception&) {  // nobody there, or not a place at all
-        return state;
+        return Handshake::State::unreachable;
       }
       handshake_.emplace(job, Handshake::Side::caller, key);
     }
-    state = handshake_->advance(socket_);
-    if (state == Handshake::State::refused) socket_ = Descriptor();
+    const auto state = handshake_->advance(socket_);
+    if (state == Handshake::State::done || state == Handshake::State::under_way) return state;
+    socket_ = Descriptor();
+    if (state == Handshake::State::unreachable && ++calls_in_vain_ == most_calls_in_vain) return state;
+    if (std::chrono::steady_clock::now() - *first_call_ > time_to_be_heard) return state;
   }
-  return state;
 }
 
 short OutgoingConnection::awaits() const {

@@ -51,7 +51,8 @@ class OutgoingConnection {
 
   Descriptor socket_;
   std::optional<Handshake> handshake_;  // with the present peer of the socket
-  int calls_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> first_call_;
+  int calls_in_vain_ = 0;  // that reached nobody
   std::deque<Item> queue_;
   size_t sent_ = 0;  // bytes sent of the first item, including its frame
   std::chrono::steady_clock::time_point moved_{};
@@ -69,6 +70,8 @@ class IncomingConnection {
   // Shakes hands, then reads what has arrived. False if the connection has ended, is broken, or has delivered an
   // invalid frame.
   bool advance(const Accept& accept, const Arrived& arrived);
+  // Whether the caller has proved that it belongs to the job.
+  bool proved() const { return handshake_.proved(); }
   const Descriptor& socket() const { return socket_; }
 
  private:

@@ -1,6 +1,7 @@
 #include "comm/gossip/handshake.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <string_view>
 
 namespace shoal {
@@ -69,7 +70,8 @@ Handshake::State Handshake::advance(const Descriptor& socket) {
         speaks() ? send(socket.number(), rest, size, MSG_NOSIGNAL) : recv(socket.number(), rest, size, 0);
     if (moved < 0 && came_too_early()) break;
     if (moved <= 0) {
-      state_ = State::refused;
+      const bool closed = moved == 0 || errno == ECONNRESET || errno == EPIPE;
+      state_ = closed ? State::refused : State::unreachable;
       break;
     }
     moved_ += static_cast<size_t>(moved);

@@ -20,13 +20,20 @@ namespace shoal {
 class Handshake {
  public:
   enum class Side { caller, called };
-  enum class State { under_way, done, refused };
+  enum class State {
+    under_way,
+    done,
+    refused,      // the peer has closed the connection or does not know the secret
+    unreachable,  // no connection came about
+  };
 
   // channel: the key of the called channel.
   Handshake(const JobIdentity& job, Side side, uint64_t channel);
 
   // Sends and receives what is possible now. Never blocks.
   State advance(const Descriptor& socket);
+  // Whether the peer has proved that it knows the job's secret.
+  bool proved() const { return state_ == State::done && step_ > 0; }
   // Whether it waits to receive rather than to send.
   bool listens() const { return state_ == State::under_way && !speaks(); }
 

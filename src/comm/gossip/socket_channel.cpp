@@ -323,7 +323,8 @@ class SocketChannel : public GossipChannel {
     constexpr std::chrono::seconds time_to_greet(10);
     constexpr int64_t most_strangers = 256;
     const auto latest = Clock::now() - time_to_greet;
-    const auto stranger = [](const Visitor& visitor) { return visitor.rank < 0; };
+    // A caller that has shaken hands believes that it is connected: what it sends next must not be lost.
+    const auto stranger = [](const Visitor& visitor) { return visitor.rank < 0 && !visitor.connection.proved(); };
     const auto over = [&](const Visitor& visitor) {
       return visitor.ended || (stranger(visitor) && visitor.came < latest);
     };
