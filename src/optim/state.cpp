@@ -127,9 +127,9 @@ bool is_state_known(const torch::optim::Optimizer& of) {
 }
 
 NamedState named_state(const torch::optim::OptimizerParamState& state) {
-  const auto& kind = find_kind(c10::demangle(typeid(state).name()),
-                               [&](const detail::StateKind& candidate) { return candidate.matches(state); });
-  return kind.read(state);
+  return find_kind(c10::demangle(typeid(state).name()),
+                   [&](const detail::StateKind& candidate) { return candidate.matches(state); })
+      .read(state);
 }
 
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const torch::optim::Optimizer& of,
