@@ -34,12 +34,12 @@ demo:
 	  '  $(BUILD)/shoal launch -n 2 -- PROGRAM                                                     a program of your own on 2 ranks' \
 	  '  README.md: 20 lines of code, and how to install the library'
 
-# World tests start several ranks each and say how many cores they take: with 3, one that waits has a small one beside it.
+# World tests start several ranks each and count as two: with 4, those that wait have others beside them.
 test: all
-	ctest --test-dir $(BUILD) --output-on-failure -j 3
+	ctest --test-dir $(BUILD) --output-on-failure -j 4
 
 fast: all
-	ctest --test-dir $(BUILD) --output-on-failure -j 3 -L fast
+	ctest --test-dir $(BUILD) --output-on-failure -j 4 -L fast
 
 # Everything with sanitizers, and the tests that fit them; CMakePresets.json says which, and sets the sanitizers' options.
 asan tsan:

@@ -22,8 +22,9 @@ endfunction()
 
 # shoal_world_test(NAME SOURCES file... WORLD 1 2 3 4 [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds])
 #
-# A GoogleTest program whose cases are run by all ranks together; one ctest per world size. Fast tests of one rank and of
-# more than 3 are labelled `thorough` instead: they repeat at another size what 2 and 3 ranks show.
+# A GoogleTest program whose cases are run by all ranks together; one ctest per world size. Its files are compiled several at a
+# time, for which each has a namespace of its own: shoal::NAME_OF_THE_FILE. Fast tests of other than 2 ranks are labelled
+# `thorough` instead: they repeat at another size what 2 ranks show.
 function(shoal_world_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LIBRARIES;LABELS;WORLD" ${ARGN})
   shoal_test_defaults()
@@ -34,25 +35,30 @@ function(shoal_world_test name)
   target_compile_options(${name} PRIVATE ${shoal_test_options})
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.world${ranks} COMMAND ${name} --ranks ${ranks})
-    shoal_world_label(label ${ranks} 3)
+    shoal_world_label(label ${ranks})
     set_tests_properties(${name}.world${ranks} PROPERTIES
       LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors})
   endforeach()
 endfunction()
 
-# shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [LABELS label...] [TIMEOUT seconds])
+# shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [SUITES suite...] [LABELS label...] [TIMEOUT seconds])
 #
-# The same program once more with other arguments, as ctests NAME.VARIANT.worldN, `thorough` unless labelled otherwise.
-# --transport and --check-agreement are the world's options (see tests/support/world_main.cpp).
+# The same program once more with other arguments, as ctests NAME.VARIANT.worldN, `thorough` unless labelled otherwise; with
+# SUITES, these suites of it. --transport and --check-agreement are the world's options (see tests/support/world_main.cpp).
 function(shoal_world_variant name variant)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD;ARGS" ${ARGN})
+  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD;ARGS;SUITES" ${ARGN})
+  if(ARG_SUITES)
+    list(TRANSFORM ARG_SUITES REPLACE "(.+)" "\\1.*:*/\\1.*" OUTPUT_VARIABLE patterns)
+    string(JOIN ":" patterns ${patterns})
+    list(APPEND ARG_ARGS "--gtest_filter=${patterns}")
+  endif()
   if(NOT ARG_LABELS)
     set(ARG_LABELS thorough)
   endif()
   shoal_test_defaults()
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.${variant}.world${ranks} COMMAND ${name} --ranks ${ranks} ${ARG_ARGS})
-    shoal_world_label(label ${ranks} 2)
+    shoal_world_label(label ${ranks})
     set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
       LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors})
   endforeach()
@@ -70,7 +76,7 @@ function(shoal_runs_with_mpi name)
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.mpi${ranks}
       COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi ${ARG_ARGS})
-    shoal_world_label(label ${ranks} 2)
+    shoal_world_label(label ${ranks})
     set_tests_properties(${name}.mpi${ranks} PROPERTIES
       LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
   endforeach()
@@ -104,13 +110,13 @@ endfunction()
 set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none)
 
-macro(shoal_world_label result ranks fast_ranks)
+macro(shoal_world_label result ranks)
   set(${result} "${ARG_LABELS}")
   set(processors 2)
   if(${ranks} EQUAL 1)
     set(processors 1)
   endif()
-  if((${ranks} EQUAL 1 OR ${ranks} GREATER ${fast_ranks}) AND ARG_LABELS STREQUAL "fast")
+  if(NOT ${ranks} EQUAL 2 AND ARG_LABELS STREQUAL "fast")
     set(${result} thorough)
   endif()
 endmacro()

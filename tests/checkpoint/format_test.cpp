@@ -22,7 +22,7 @@
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal {
+namespace shoal::format_test {
 namespace {
 
 using test::refusal;
@@ -270,4 +270,4 @@ TEST(Pieces, any_layout_gives_the_elements_in_row_major_order) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::format_test

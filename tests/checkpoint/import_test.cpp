@@ -15,7 +15,7 @@
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal {
+namespace shoal::import_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -38,13 +38,13 @@ json read_json(const fs::path& path) {
 }
 
 TEST(Import, BEY05_checkpoints_of_python_libraries_keep_names_and_values) {
-  if (test::run({VENV_PYTHON, "-c", "import safetensors"}, 100).code != 0) GTEST_SKIP() << "no safetensors in .venv";
+  if (test::run({PYTHON, "-c", "import safetensors"}, 100).code != 0) GTEST_SKIP() << "no safetensors in .venv";
   const test::TempFolder folder;
-  const auto made = test::run({VENV_PYTHON, MAKE_FOREIGN, folder.path()}, 200);
+  const auto made = test::run({PYTHON, MAKE_FOREIGN, folder.path()}, 200);
   ASSERT_EQ(made.code, 0) << made.output;
   const auto expected = json::parse(made.output.substr(made.output.find("{\"dcp\"")));
   const auto convert = [&](const std::string& name, const std::string& out, std::vector<std::string> options = {}) {
-    options.insert(options.begin(), {VENV_PYTHON, IMPORT_CHECKPOINT, folder.file(name), folder.file(out)});
+    options.insert(options.begin(), {PYTHON, IMPORT_CHECKPOINT, folder.file(name), folder.file(out)});
     return test::run(options, 100);
   };
   for (const std::string name : {"dcp", "oss.pt", "megatron.pt"}) {
@@ -86,4 +86,4 @@ TEST(Import, BEY05_checkpoints_of_python_libraries_keep_names_and_values) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::import_test

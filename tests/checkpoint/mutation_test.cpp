@@ -24,7 +24,7 @@
 #include "tests/support/memory_meter.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal {
+namespace shoal::mutation_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -326,4 +326,4 @@ TEST(Mutations, BEY05_headers_of100_megabytes_take_no_more_than_the_file) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::mutation_test

@@ -16,7 +16,7 @@
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal {
+namespace shoal::programs_test {
 namespace {
 
 using nlohmann::json;
@@ -63,7 +63,7 @@ constexpr const char* open_in_python =
     ".numpy().tobytes() if v.numel() else b'')] for n, v in t.items()}))";
 
 void expect_python_opens(const std::string& file, const std::vector<Whole>& wholes, size_t count) {
-  const auto python = run({VENV_PYTHON, "-c", open_in_python, file}, 100);
+  const auto python = run({PYTHON, "-c", open_in_python, file}, 100);
   ASSERT_EQ(python.code, 0) << python.output;
   const auto seen = json::parse(python.output);
   EXPECT_EQ(seen.size(), count);
@@ -75,7 +75,7 @@ void expect_python_opens(const std::string& file, const std::vector<Whole>& whol
 }
 
 TEST(Programs, BEY05_the_python_package_opens_model_and_export) {
-  if (run({VENV_PYTHON, "-c", "import safetensors"}, 60).code != 0) GTEST_SKIP() << "no safetensors in .venv";
+  if (run({PYTHON, "-c", "import safetensors"}, 60).code != 0) GTEST_SKIP() << "no safetensors in .venv";
   const test::TempFolder folder;
   const auto wholes = save(folder.path() / "run", /*cut=*/false);
   const auto models = wholes.size() - 1;  // one is the optimizer's
@@ -159,4 +159,4 @@ TEST(Programs, BEY05_inspect_verify_export) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::programs_test

@@ -19,7 +19,7 @@
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::pt_file_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -259,4 +259,4 @@ TEST(PtFile, damaged_files_are_refused_or_read_within_their_bounds) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::pt_file_test

@@ -21,7 +21,7 @@
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal {
+namespace shoal::reshard_test {
 namespace {
 
 using test::refusal;
@@ -205,4 +205,4 @@ TEST(Reshard, BEY05_wrong_input_leaves_nothing) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::reshard_test

@@ -19,7 +19,7 @@
 #include "tests/support/forked_ranks.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal {
+namespace shoal::save_faults_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -266,4 +266,4 @@ TEST(SaveFaults, BEY06_an_unfinished_first_save_is_no_checkpoint) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::save_faults_test

@@ -21,7 +21,7 @@
 #include "tests/support/forked_ranks.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal {
+namespace shoal::save_kill_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -135,4 +135,4 @@ TEST(SaveKill, BEY06_whichever_rank_dies_whenever_a_checkpoint_is_there) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::save_kill_test

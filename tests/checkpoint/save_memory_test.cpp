@@ -13,7 +13,7 @@
 #include "tests/support/temp_folder.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::save_memory_test {
 namespace {
 
 constexpr double mebibyte = 1 << 20;
@@ -93,4 +93,4 @@ TEST(SaveMemory, BEY05_beside_its_own_part_a_rank_needs_pieces) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::save_memory_test

@@ -19,7 +19,7 @@
 #include "tests/support/temp_folder.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::saver_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -285,4 +285,4 @@ TEST(Saver, BEY05_match_lists_what_differs) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::saver_test

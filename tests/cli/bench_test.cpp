@@ -10,7 +10,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::bench_test {
 namespace {
 
 TEST(Bench, collectives_are_measured_over_every_transport_beside_a_copy) {
@@ -121,4 +121,4 @@ TEST(Bench, wrong_options_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::bench_test

@@ -9,7 +9,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::command_line_test {
 namespace {
 
 void expect_refused(const std::vector<std::string>& arguments, const std::string& because) {
@@ -128,4 +128,4 @@ TEST(Doctor, reports_as_text_and_as_json) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::command_line_test

@@ -7,7 +7,7 @@
 
 #include "tests/cli/shoal_program.h"
 
-namespace shoal::test {
+namespace shoal::test::completion_test {
 namespace {
 
 using ::testing::AllOf;
@@ -81,4 +81,4 @@ TEST(Completion, other_shells_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::completion_test

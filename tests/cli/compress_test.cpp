@@ -9,7 +9,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::compress_test {
 namespace {
 
 using nlohmann::json;
@@ -95,4 +95,4 @@ TEST(Compress, DDP11_wrong_words_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::compress_test

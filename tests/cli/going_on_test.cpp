@@ -14,7 +14,7 @@
 #include "models/registry.h"
 #include "tests/cli/shoal_program.h"
 
-namespace shoal::test {
+namespace shoal::test::going_on_test {
 namespace {
 
 using Line = std::vector<std::string>;
@@ -179,8 +179,15 @@ TEST_P(GoingOn, an_interrupt_leaves_what_resumes_and_says_where) {
   EXPECT_EQ(report()["loss"].size(), 2U);
 }
 
-// Under `local`, each rank evaluates its own model on a share of the data, and rank 0's model is saved.
-TEST_P(GoingOn, evaluation_changes_nothing_and_what_is_saved_is_what_was_evaluated) {
+// One strategy of each kind; batch norm below is for all. Under `local`, each rank evaluates its own model on a share of
+// the data, and rank 0's model is saved.
+class TextEvaluation : public GoingOn {};
+INSTANTIATE_TEST_SUITE_P(Strategies, TextEvaluation,
+                         testing::Values("ddp", "zero2", "megatron", "fsdp", "local", "local_sgd", "decentralized",
+                                         "hybrid_gossip"),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(TextEvaluation, evaluation_changes_nothing_and_what_is_saved_is_what_was_evaluated) {
   const double evaluated = loss_evaluated(text_data());
   if (goes_on(GetParam())) {
     for (const double distance : report()["strategy"]["consensus_distance"]) EXPECT_GT(distance, 0);
@@ -262,4 +269,4 @@ TEST_P(FileTopology, DEC17_others_go_on_without_a_rank_that_connected_them) {
 INSTANTIATE_TEST_SUITE_P(Gossip, FileTopology, testing::Values("decentralized"));
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::going_on_test

@@ -6,7 +6,7 @@
 
 #include "tests/cli/shoal_program.h"
 
-namespace shoal::test {
+namespace shoal::test::json_test {
 namespace {
 
 using nlohmann::json;
@@ -60,4 +60,4 @@ TEST(Json, of_launch_and_topologies) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::json_test

@@ -12,7 +12,7 @@
 #include "comm/telemetry/flight_recorder.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::cli {
+namespace shoal::cli::lateness_test {
 namespace {
 
 Call call_of(int64_t step) {
@@ -65,4 +65,4 @@ TEST(Lateness, is_not_known_of_a_rank_alone) {
 }
 
 }  // namespace
-}  // namespace shoal::cli
+}  // namespace shoal::cli::lateness_test

@@ -10,7 +10,7 @@
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::launch_test {
 namespace {
 
 Ended launch(std::vector<std::string> arguments, double limit = 60) {
@@ -377,4 +377,4 @@ TEST(Launch, sigusr1_asks_the_flight_recorders_of_running_ranks) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::launch_test

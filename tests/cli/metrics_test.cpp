@@ -8,7 +8,7 @@
 
 #include "tests/cli/shoal_program.h"
 
-namespace shoal::test {
+namespace shoal::test::metrics_test {
 namespace {
 
 using nlohmann::json;
@@ -225,4 +225,4 @@ TEST(Report, DDP17_logging_data_of_every_strategy) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::metrics_test

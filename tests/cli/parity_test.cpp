@@ -7,7 +7,7 @@
 #include "tests/support/processes.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::parity_test {
 namespace {
 
 // Report of a run with the golden run's settings, through `command`.
@@ -116,4 +116,4 @@ TEST(Parity, all_models_optimizers_and_worlds_are_there) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::parity_test

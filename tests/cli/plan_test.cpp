@@ -9,7 +9,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::plan_test {
 namespace {
 
 using nlohmann::json;
@@ -175,4 +175,4 @@ TEST(Plan, refuses_what_it_cannot_plan) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::plan_test

@@ -8,7 +8,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::resume_test {
 namespace {
 
 struct Case {
@@ -176,4 +176,4 @@ TEST(Resume, BEY06_an_interrupt_or_a_termination_in_the_middle_of_a_save_leaves_
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::resume_test

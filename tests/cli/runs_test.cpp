@@ -10,7 +10,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::runs_test {
 namespace {
 
 using nlohmann::json;
@@ -218,4 +218,4 @@ TEST_F(Runs, files_that_are_no_metrics_are_refused_in_one_sentence) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::runs_test

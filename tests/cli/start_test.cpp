@@ -11,7 +11,7 @@
 
 #include "tests/cli/shoal_program.h"
 
-namespace shoal::test {
+namespace shoal::test::start_test {
 namespace {
 
 using Line = std::vector<std::string>;
@@ -219,4 +219,4 @@ TEST(Start, a_save_takes_away_what_the_dead_have_left) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::start_test

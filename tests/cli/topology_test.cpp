@@ -9,7 +9,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::topology_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -114,4 +114,4 @@ TEST(TopologyCommand, BEY13_refuses_what_makes_no_sense) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::topology_test

@@ -8,7 +8,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::trace_test {
 namespace {
 
 using nlohmann::json;
@@ -208,4 +208,4 @@ TEST(Trace, merge_refuses_what_is_not_a_trace) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::trace_test

@@ -11,7 +11,7 @@
 #include "comm/store/store.h"
 #include "tests/support/refusal.h"
 
-namespace shoal {
+namespace shoal::authenticated_store_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -135,4 +135,4 @@ TEST(Printable, control_characters_are_shown_as_numbers) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::authenticated_store_test

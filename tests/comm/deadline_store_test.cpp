@@ -17,7 +17,7 @@
 #include "comm/store/store.h"
 #include "tests/support/refusal.h"
 
-namespace shoal {
+namespace shoal::deadline_store_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -192,4 +192,4 @@ TEST(ConnectStore, a_back_log_that_is_full_swallows_no_more_than_the_deadline) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::deadline_store_test

@@ -16,7 +16,7 @@
 #include "shoal/group.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::disagree_test {
 namespace {
 
 using test::world;
@@ -389,4 +389,4 @@ TEST(HostLifetime, a_thousand_groups_leave_nothing_behind) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::disagree_test

@@ -15,7 +15,7 @@
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::flight_files_test {
 namespace {
 
 using ::testing::AllOf;
@@ -99,4 +99,4 @@ TEST_F(FlightFiles, every_damaged_file_is_refused_or_gives_a_verdict) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::flight_files_test

@@ -14,7 +14,7 @@
 #include "comm/rendezvous/world_state.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::gossip_channel_test {
 namespace {
 
 using Limit = GossipChannel::Limit;
@@ -238,4 +238,4 @@ TEST_F(Channel, strangers_do_not_keep_a_rank_out) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::gossip_channel_test

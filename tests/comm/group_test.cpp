@@ -9,7 +9,7 @@
 #include "shoal/error.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::group_test {
 namespace {
 
 using test::group;
@@ -312,4 +312,4 @@ TEST(Coalesce, sums_sparse_tensors_of_ranks_that_have_one) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::group_test

@@ -7,7 +7,7 @@
 
 #include <random>
 
-namespace shoal {
+namespace shoal::handshake_test {
 namespace {
 
 using Side = Handshake::Side;
@@ -106,4 +106,4 @@ TEST(Handshake, bytes_that_mean_nothing_are_refused_and_few_of_them_are_waited_f
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::handshake_test

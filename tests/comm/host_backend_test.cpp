@@ -10,7 +10,7 @@
 #include "comm/transport/backend.h"
 #include "tests/comm/host_inputs.h"
 
-namespace shoal::test {
+namespace shoal::test::host_backend_test {
 namespace {
 
 TEST(Host, many_operations_are_in_flight_and_waited_for_in_any_order) {
@@ -218,4 +218,4 @@ TEST(HostBackend, premultiplied_sum) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::host_backend_test

@@ -9,7 +9,7 @@
 #include "shoal/group.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::host_shared_buffer_test {
 namespace {
 
 using test::group;
@@ -112,4 +112,4 @@ TEST(HostSharedBuffer, BEY17_takes_the_memory_of_one_copy) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::host_shared_buffer_test

@@ -6,7 +6,7 @@
 #include "shoal/error.h"
 #include "tests/comm/host_inputs.h"
 
-namespace shoal::test {
+namespace shoal::test::host_test {
 namespace {
 
 const std::vector<at::ScalarType>& dtypes() {
@@ -16,11 +16,12 @@ const std::vector<at::ScalarType>& dtypes() {
 }
 
 // Calls check(dtype, numel, memory) for every combination; numel covers every path of the data: in the header, in one
-// staged round, in many.
+// staged round, in many. Many rounds of every dtype are for 2 ranks alone: elsewhere they take most of the test's time.
 template <class Check>
 void everywhere(Check check) {
   for (const auto dtype : dtypes()) {
     for (const int64_t numel : {0, 1, 63, 1001, 300007}) {
+      if (numel > 300000 && group().size() > 2 && dtype != at::kFloat && dtype != at::kBFloat16) continue;
       for (const auto memory : {Memory::shared, Memory::staged, Memory::mixed}) {
         SCOPED_TRACE(::testing::Message() << dtype << " x " << numel << ", memory " << static_cast<int>(memory));
         check(dtype, numel, memory);
@@ -179,4 +180,4 @@ TEST(Host, refuses_reductions_that_the_dtype_does_not_have) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::host_test

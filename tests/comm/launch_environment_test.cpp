@@ -12,7 +12,7 @@
 #include "shoal/error.h"
 #include "tests/support/refusal.h"
 
-namespace shoal {
+namespace shoal::launch_environment_test {
 namespace {
 
 using Variables = std::map<std::string, std::string>;
@@ -201,4 +201,4 @@ TEST(WorldOptions, validate_lists_all_faults) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::launch_environment_test

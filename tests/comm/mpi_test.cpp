@@ -11,7 +11,7 @@
 #include "shoal/group.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::mpi_test {
 namespace {
 
 using test::group;
@@ -266,4 +266,4 @@ TEST(Mpi, DISABLED_counts_may_exceed_int) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::mpi_test

@@ -11,7 +11,7 @@
 #include "shoal/group.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::span_test {
 namespace {
 
 using test::group;
@@ -169,4 +169,4 @@ TEST_F(Span, crosses_the_link_with_the_fewest_bytes) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::span_test

@@ -17,7 +17,7 @@
 #include "tests/optim/decent_vectors.h"
 #include "tests/optim/inputs.h"
 
-namespace shoal {
+namespace shoal::accum_adam_test {
 namespace {
 
 using testing::AllOf;
@@ -180,4 +180,4 @@ TEST(AccumAdam, wrong_options_and_sparse_gradients_are_refused_before_anything_c
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::accum_adam_test

@@ -15,7 +15,7 @@
 #include <torch/utils.h>
 
 
-namespace shoal {
+namespace shoal::decay_groups_test {
 namespace {
 
 using testing::UnorderedElementsAre;
@@ -104,4 +104,4 @@ TEST(DecayGroups, DEC16_a_module_without_either_gives_an_empty_group) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::decay_groups_test

@@ -10,7 +10,7 @@
 #include <torch/utils.h>
 
 
-namespace shoal {
+namespace shoal::element_wise_test {
 namespace {
 
 using namespace torch::optim;
@@ -95,4 +95,4 @@ TEST(ElementWise, DEC15_pieces_equal_the_whole_accumulating) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::element_wise_test

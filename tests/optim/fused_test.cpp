@@ -10,7 +10,7 @@
 #include "shoal/error.h"
 #include "shoal/optim.h"
 
-namespace shoal {
+namespace shoal::fused_test {
 namespace {
 
 using namespace torch::optim;
@@ -216,4 +216,4 @@ TEST(Fused, OSS10_closure_is_run_with_gradients_and_its_loss_returned) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::fused_test

@@ -8,7 +8,7 @@
 
 #include "shoal/error.h"
 
-namespace shoal {
+namespace shoal::grad_scaler_test {
 namespace {
 
 using testing::AllOf;
@@ -139,4 +139,4 @@ TEST(GradScaler, wrong_options_are_all_named) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::grad_scaler_test

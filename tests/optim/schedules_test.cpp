@@ -13,7 +13,7 @@
 #include "tests/optim/decent_vectors.h"
 #include "tests/optim/vectors.h"
 
-namespace shoal {
+namespace shoal::schedules_test {
 namespace {
 
 using testing::DoubleNear;
@@ -116,4 +116,4 @@ TEST(Schedules, wrong_options_are_refused_and_leave_the_rate) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::schedules_test

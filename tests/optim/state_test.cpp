@@ -13,7 +13,7 @@
 #include "shoal/optim.h"
 #include "tests/support/refusal.h"
 
-namespace shoal {
+namespace shoal::state_test {
 namespace {
 
 using test::refusal;
@@ -177,4 +177,4 @@ TEST(NamedState, registered_classes_go_before_those_they_derive_from) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::state_test

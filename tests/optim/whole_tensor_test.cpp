@@ -16,7 +16,7 @@
 #include "tests/optim/vectors.h"
 #include "tests/support/refusal.h"
 
-namespace shoal {
+namespace shoal::whole_tensor_test {
 namespace {
 
 using test::refusal;
@@ -269,4 +269,4 @@ TEST(WholeTensorOptimizers, saved_state_and_options_go_on) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::whole_tensor_test

@@ -47,13 +47,15 @@ class MemoryMeter : public c10::Allocator {
 
   explicit MemoryMeter(c10::Allocator* inner) : inner_(inner) { c10::SetCPUAllocator(this, /*priority=*/1); }
 
-  // Kernels that use raw memory identify a block by its address only.
+  // Kernels that use raw memory identify a block by its address only; those that have cached the allocator before this
+  // meter was installed free blocks here that they got elsewhere.
   static void release(void* data) {
     auto& meter = instance();
     Block block;
     {
       const std::lock_guard lock(meter.mutex_);
       const auto place = meter.blocks_.find(data);
+      if (place == meter.blocks_.end()) return meter.inner_->raw_deleter()(data);
       block = std::move(place->second);
       meter.blocks_.erase(place);
     }

@@ -11,7 +11,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::outside_files_test {
 namespace {
 
 using ::testing::AllOf;
@@ -186,4 +186,4 @@ TEST_F(OutsideFiles, a_sparse_safetensors_file_is_not_trusted_with_its_size) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::outside_files_test

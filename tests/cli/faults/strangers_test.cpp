@@ -14,7 +14,7 @@
 #include "comm/store/store.h"
 #include "tests/cli/shoal_program.h"
 
-namespace shoal::test {
+namespace shoal::test::strangers_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -284,4 +284,4 @@ TEST(Strangers, the_doctor_says_whether_there_is_a_secret) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::strangers_test

@@ -8,7 +8,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/golden/compare.h"
 
-namespace shoal::test {
+namespace shoal::test::decentralized_test {
 namespace {
 
 using nlohmann::json;
@@ -129,4 +129,4 @@ TEST(Train, DEC19_hybrid_gossip_refuses_what_it_does_not_do) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::decentralized_test

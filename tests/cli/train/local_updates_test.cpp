@@ -6,7 +6,7 @@
 
 #include "tests/cli/shoal_program.h"
 
-namespace shoal::test {
+namespace shoal::test::local_updates_test {
 namespace {
 
 using nlohmann::json;
@@ -71,4 +71,4 @@ TEST(Train, BEY22_wrong_options_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::local_updates_test

@@ -7,7 +7,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::optimizers_test {
 namespace {
 
 using nlohmann::json;
@@ -94,4 +94,4 @@ TEST(Train, schedules_and_muon_do_the_same_under_every_strategy) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::optimizers_test

@@ -10,7 +10,7 @@
 #include "tests/cli/shoal_program.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::train_test {
 namespace {
 
 using nlohmann::json;
@@ -128,4 +128,4 @@ TEST(Train, an_interrupt_saves_and_ends_with130) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::train_test

@@ -6,7 +6,7 @@
 #include "shoal/topology.h"
 #include "tests/support/world.h"
 
-namespace shoal::test {
+namespace shoal::test::agree_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -53,4 +53,4 @@ TEST(TopologyAgreement, BEY13_a_size_that_is_not_the_groups_is_refused_on_every_
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::agree_test

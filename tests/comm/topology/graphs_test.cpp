@@ -7,7 +7,7 @@
 
 #include "tests/comm/topology/dense.h"
 
-namespace shoal::test {
+namespace shoal::test::graphs_test {
 namespace {
 
 void expect_rounds(const Topology& topology, const std::vector<Groups>& rounds) {
@@ -204,4 +204,4 @@ TEST(Topology, DEC06_a_hundred_steps_of_float32_keep_the_mean) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::graphs_test

@@ -10,7 +10,7 @@
 #include "tests/support/refusal.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::input_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -210,4 +210,4 @@ TEST_F(TopologyFile, BEY13_what_is_wrong_in_a_file_is_named) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::input_test

@@ -8,7 +8,7 @@
 
 #include "tests/comm/topology/dense.h"
 
-namespace shoal::test {
+namespace shoal::test::report_test {
 namespace {
 
 constexpr double pi = std::numbers::pi;
@@ -189,4 +189,4 @@ TEST(TopologyReport, BEY13_weights_that_change_nothing_never_get_there) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::report_test

@@ -5,7 +5,7 @@
 #include "shoal/error.h"
 #include "tests/comm/topology/dense.h"
 
-namespace shoal::test {
+namespace shoal::test::without_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -100,4 +100,4 @@ TEST(TopologyWithout, DEC17_what_cannot_be_left_is_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::without_test

@@ -9,7 +9,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::accumulate_test {
 namespace {
 
 using test::batch;
@@ -122,4 +122,4 @@ TEST(Megatron, MEG12_zero_grad_drops_the_gradients_of_all_groups) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::accumulate_test

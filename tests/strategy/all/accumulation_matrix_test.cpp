@@ -12,7 +12,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal::test {
+namespace shoal::test::accumulation_matrix_test {
 namespace {
 
 constexpr int64_t steps = 3;
@@ -193,4 +193,4 @@ TEST(Accumulation, BEY08_local_updates_communicate_after_steps_alone) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::accumulation_matrix_test

@@ -13,7 +13,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal::test {
+namespace shoal::test::evaluation_test {
 namespace {
 
 constexpr int64_t steps = 4;
@@ -119,4 +119,4 @@ TEST(Evaluation, FSDP21_in_either_mode_it_leaves_training_as_it_is) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::evaluation_test

@@ -17,7 +17,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::gradients_test {
 namespace {
 
 using test::batch;
@@ -496,4 +496,4 @@ TEST_P(FsdpScaler, clipping_then_other_calls) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::gradients_test

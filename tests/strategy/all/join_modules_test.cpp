@@ -13,7 +13,7 @@
 #include "tests/strategy/all/join_training.h"
 #include "tests/support/with_transport.h"
 
-namespace shoal::test {
+namespace shoal::test::join_modules_test {
 namespace {
 
 struct NormImpl : torch::nn::Module {
@@ -250,4 +250,4 @@ TEST(JoinUse, BEY03_refuses_what_cannot_work) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::join_modules_test

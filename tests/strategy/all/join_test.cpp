@@ -7,7 +7,7 @@
 #include "shoal/error.h"
 #include "tests/strategy/all/join_training.h"
 
-namespace shoal::test {
+namespace shoal::test::join_test {
 namespace {
 
 TEST_P(JoinStrategies, BEY03_uneven_inputs_equal_one_process) {
@@ -209,4 +209,4 @@ INSTANTIATE_TEST_SUITE_P(All, JoinStrategies,
                          [](const auto& info) { return info.param; });
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::join_test

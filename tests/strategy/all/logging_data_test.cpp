@@ -14,7 +14,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal::test {
+namespace shoal::test::logging_data_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -271,4 +271,4 @@ TEST(LoggingData, DDP17_prints_as_json_and_as_a_table) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::logging_data_test

@@ -17,7 +17,7 @@
 #include "tests/strategy/all/mean_gradients.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::param_groups_changed_test {
 namespace {
 
 using ::testing::AllOf;
@@ -296,4 +296,4 @@ TEST(ParamGroups, groups_that_come_later_to_the_callers_optimizer_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::param_groups_changed_test

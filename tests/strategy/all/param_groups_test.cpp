@@ -11,7 +11,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal::test {
+namespace shoal::test::param_groups_test {
 namespace {
 
 using torch::optim::OptimizerParamGroup;
@@ -203,4 +203,4 @@ TEST(ParamGroups, SDP12_OSS01_accum_adam_and_accum_adam_w) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::param_groups_test

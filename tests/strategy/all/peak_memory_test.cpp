@@ -18,7 +18,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::peak_memory_test {
 namespace {
 
 using test::Training;
@@ -218,4 +218,4 @@ INSTANTIATE_TEST_SUITE_P(Strategies, PeakMemory,
                          [](const auto& info) { return info.param.first; });
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::peak_memory_test

@@ -20,7 +20,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal::test {
+namespace shoal::test::replaced_tensors_test {
 namespace {
 
 using testing::HasSubstr;
@@ -533,4 +533,4 @@ TEST(ReplacedTensorsElsewhere, local_updates_start_from_what_was_loaded) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::replaced_tensors_test

@@ -15,7 +15,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::strategies_test {
 namespace {
 
 using test::batch;
@@ -278,4 +278,4 @@ INSTANTIATE_TEST_SUITE_P(All, Strategies,
                          [](const auto& info) { return info.param; });
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::strategies_test

@@ -15,7 +15,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::zoo_test {
 namespace {
 
 using test::batch;
@@ -216,4 +216,4 @@ INSTANTIATE_TEST_SUITE_P(Strategies, Zoo,
                          [](const auto& info) { return info.param; });
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::zoo_test

@@ -18,7 +18,7 @@
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::checkpoint_options_test {
 namespace {
 
 using ::testing::AllOf;
@@ -428,4 +428,4 @@ TEST(TrainingCheckpoint, BEY05_a_bare_module_that_does_not_fit_stays_as_it_was) 
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::checkpoint_options_test

@@ -2,7 +2,7 @@
 
 #include "tests/strategy/checkpoint/checkpoint_training.h"
 
-namespace shoal {
+namespace shoal::checkpoint_pairs_test {
 namespace {
 
 const Group& group() {
@@ -46,4 +46,4 @@ INSTANTIATE_TEST_SUITE_P(All, Pairs, testing::ValuesIn(test::all_strategies()),
                          [](const auto& info) { return info.param; });
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::checkpoint_pairs_test

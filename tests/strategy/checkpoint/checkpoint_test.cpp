@@ -7,7 +7,7 @@
 #include "shoal/error.h"
 #include "tests/support/refusal.h"
 
-namespace shoal {
+namespace shoal::checkpoint_test {
 namespace {
 
 using test::expect_buffers;
@@ -233,4 +233,4 @@ TEST(TrainingCheckpoint, MEG11_BEY05_scaler_schedule_and_rates_come_back) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::checkpoint_test

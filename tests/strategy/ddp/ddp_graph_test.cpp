@@ -11,7 +11,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::ddp_graph_test {
 namespace {
 
 using test::batch;
@@ -145,12 +145,14 @@ struct NestedImpl : torch::nn::Module {
 };
 
 }  // namespace
+}  // namespace shoal::ddp_graph_test
 
 template <>
-struct OutputTensors<Answer> {
-  static void collect(const Answer& answer, std::vector<at::Tensor>& into) { collect_tensors(answer.logits, into); }
+struct shoal::OutputTensors<shoal::ddp_graph_test::Answer> {
+  static void collect(const shoal::ddp_graph_test::Answer& answer, std::vector<at::Tensor>& into) { shoal::collect_tensors(answer.logits, into); }
 };
 
+namespace shoal::ddp_graph_test {
 namespace {
 
 TEST(DdpGraph, DDP06_finds_the_tensors_of_nested_outputs_and_user_structs) {
@@ -250,4 +252,4 @@ TEST(DdpGraph, DDP08_recomputation_without_static_graph_is_an_error_that_says_so
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::ddp_graph_test

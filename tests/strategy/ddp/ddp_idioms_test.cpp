@@ -15,7 +15,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal::test {
+namespace shoal::test::ddp_idioms_test {
 namespace {
 
 using Options = DistributedDataParallelOptions;
@@ -324,4 +324,4 @@ TEST(DdpIdioms, DDP12_gradients_are_summed_in_a_dtype_of_their_own) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::ddp_idioms_test

@@ -11,7 +11,7 @@
 #include "tests/support/memory_meter.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::ddp_memory_test {
 namespace {
 
 using test::world;
@@ -70,4 +70,4 @@ TEST(DdpMemory, DDP05_bucket_views_save_the_gradients_size) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::ddp_memory_test

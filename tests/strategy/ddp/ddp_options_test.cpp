@@ -11,7 +11,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::ddp_options_test {
 namespace {
 
 using test::batch;
@@ -135,4 +135,4 @@ TEST(DdpOptions, validate_lists_all_faults) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::ddp_options_test

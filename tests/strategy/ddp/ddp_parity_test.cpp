@@ -15,7 +15,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::ddp_parity_test {
 namespace {
 
 using test::difference;
@@ -115,4 +115,4 @@ TEST(DdpParity, DDP02_gpt_equals_one_process_in_float64) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::ddp_parity_test

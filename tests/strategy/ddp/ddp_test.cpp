@@ -14,7 +14,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::ddp_test {
 namespace {
 
 using test::batch;
@@ -226,4 +226,4 @@ TEST(Ddp, BEY19_the_first_step_is_a_real_step) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::ddp_test

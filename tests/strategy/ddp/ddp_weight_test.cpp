@@ -8,7 +8,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::ddp_weight_test {
 namespace {
 
 using test::batch;
@@ -82,4 +82,4 @@ TEST(DdpWeight, BEY04_refuses_wrong_weights_and_mixtures) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::ddp_weight_test

@@ -10,7 +10,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::ddp_zoo_test {
 namespace {
 
 using test::batch;
@@ -102,4 +102,4 @@ TEST(DdpZoo, DDP14_sparse_gradients_are_reduced_as_sparse) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::ddp_zoo_test

@@ -16,7 +16,7 @@
 #include "tests/strategy/ddp/in_backward_training.h"
 #include "tests/support/memory_meter.h"
 
-namespace shoal::test {
+namespace shoal::test::in_backward_scalars_test {
 namespace {
 
 using Training = InBackwardTraining<MlpImpl>;
@@ -265,4 +265,4 @@ TEST(OptimizerInBackward, BEY10_a_backward_that_fails_leaves_all_ranks_equal) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::in_backward_scalars_test

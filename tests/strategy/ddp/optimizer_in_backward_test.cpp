@@ -12,7 +12,7 @@
 #include "tests/strategy/ddp/in_backward_training.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::optimizer_in_backward_test {
 namespace {
 
 using Options = DistributedDataParallelOptions;
@@ -226,4 +226,4 @@ TEST(OptimizerInBackward, DDP18_wrong_use_is_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::optimizer_in_backward_test

@@ -14,7 +14,7 @@
 #include "strategy/decentralized/public_copies.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::compressed_exchange_test {
 namespace {
 
 using test::group;
@@ -266,4 +266,4 @@ TEST(CompressedExchange, BEY22_int8_messages_are_a_quarter_and_bad_input_is_refu
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::compressed_exchange_test

@@ -13,7 +13,7 @@
 #include "tests/strategy/decentralized/decentralized_ring.h"
 #include "tests/support/refusal.h"
 
-namespace shoal {
+namespace shoal::decentralized_exchange_test {
 namespace {
 
 using namespace test;  // NOLINT(google-build-using-namespace): helpers of this folder's tests
@@ -387,4 +387,4 @@ TEST(Decentralized, DEC01_a_schedule_per_optimizer_and_decay_by_name) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::decentralized_exchange_test

@@ -13,7 +13,7 @@
 #include "tests/golden/compare.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::decentralized_parity_test {
 namespace {
 
 using nlohmann::json;
@@ -104,4 +104,4 @@ TEST(DecentralizedParity, DEC01_the_origins_first_rounds_give_the_origins_number
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::decentralized_parity_test

@@ -6,7 +6,7 @@
 
 #include "tests/strategy/decentralized/decentralized_ring.h"
 
-namespace shoal {
+namespace shoal::decentralized_ranges_test {
 namespace {
 
 using namespace test;  // NOLINT(google-build-using-namespace): helpers of this folder's tests
@@ -39,4 +39,4 @@ TEST(Decentralized, DEC20_forward_mixing_updates_and_exchanges_are_named_ranges_
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::decentralized_ranges_test

@@ -17,7 +17,7 @@
 #include "tests/strategy/decentralized/decentralized_ring.h"
 #include "tests/support/refusal.h"
 
-namespace shoal {
+namespace shoal::decentralized_rules_test {
 namespace {
 
 using namespace test;  // NOLINT(google-build-using-namespace): helpers of this folder's tests
@@ -458,4 +458,4 @@ TEST(Decentralized, bad_input_is_one_error_on_every_rank) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::decentralized_rules_test

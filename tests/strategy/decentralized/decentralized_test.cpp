@@ -9,7 +9,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::decentralized_test {
 namespace {
 
 using test::batch;
@@ -72,4 +72,4 @@ TEST(Decentralized, DEC03_buckets_are_aligned_and_updated_inside_backward) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::decentralized_test

@@ -5,7 +5,7 @@
 #include "shoal/error.h"
 #include "tests/strategy/decentralized/decentralized_ring.h"
 
-namespace shoal {
+namespace shoal::decentralized_uneven_test {
 namespace {
 
 using namespace test;  // NOLINT(google-build-using-namespace): helpers of this folder's tests
@@ -87,4 +87,4 @@ TEST(Decentralized, BEY03_a_rank_without_batches_leaves_and_the_mean_is_over_the
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::decentralized_uneven_test

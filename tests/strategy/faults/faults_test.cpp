@@ -17,7 +17,7 @@
 #include "tests/support/with_transport.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::faults_test {
 namespace {
 
 using test::batch;
@@ -315,4 +315,4 @@ INSTANTIATE_TEST_SUITE_P(Strategies, Faults,
                          [](const auto& info) { return info.param; });
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::faults_test

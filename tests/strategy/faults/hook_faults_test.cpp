@@ -11,7 +11,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::hook_faults_test {
 namespace {
 
 using test::batch;
@@ -136,4 +136,4 @@ TEST(HookFaults, DDP11_wrong_options_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::hook_faults_test

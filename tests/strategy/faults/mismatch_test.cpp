@@ -14,7 +14,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal::test {
+namespace shoal::test::mismatch_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -245,4 +245,4 @@ TEST_F(Mismatch, BEY09_unused_parameters_that_differ_between_ranks_and_steps_are
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::mismatch_test

@@ -11,7 +11,7 @@
 #include "tests/strategy/fsdp/fsdp_training.h"
 #include "tests/support/temp_folder.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_buffers_test {
 namespace {
 
 // Two buffers with the same short name and different dtypes.
@@ -62,4 +62,4 @@ TEST(Fsdp, FSDP05_checkpoints_hold_buffers_in_their_own_dtype) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_buffers_test

@@ -8,7 +8,7 @@
 #include "tests/strategy/all/even.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_defer_all_reduce_test {
 namespace {
 
 // "Hosts" of two ranks each if the number of ranks is even, else of one.
@@ -178,4 +178,4 @@ INSTANTIATE_TEST_SUITE_P(Owns, Deferred, testing::Bool(),
                          [](const auto& info) { return info.param ? "shard_by_parameter" : "ranges"; });
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_defer_all_reduce_test

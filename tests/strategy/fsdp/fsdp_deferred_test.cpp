@@ -24,7 +24,7 @@
 #include "tests/support/temp_folder.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::fsdp_deferred_test {
 namespace {
 
 using test::group;
@@ -245,4 +245,4 @@ TEST(FsdpDeferred, FSDP12_a_model_that_the_systems_limit_keeps_from_being_whole_
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::fsdp_deferred_test

@@ -8,7 +8,7 @@
 #include "tests/strategy/all/warnings.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_gathers_test {
 namespace {
 
 int64_t gathers(const CallLog& log) {
@@ -156,4 +156,4 @@ TEST(FsdpGathers, FSDP09_a_change_of_order_from_pass_to_pass_is_warned_of_once) 
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_gathers_test

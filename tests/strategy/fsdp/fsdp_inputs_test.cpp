@@ -5,7 +5,7 @@
 
 #include "tests/strategy/fsdp/fsdp_training.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_inputs_test {
 namespace {
 
 struct Sample {
@@ -15,16 +15,16 @@ struct Sample {
 };
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_inputs_test
 
 template <>
-struct shoal::InputTensors<shoal::test::Sample> {
-  static test::Sample cast(const test::Sample& sample, const TensorCast& cast) {
+struct shoal::InputTensors<shoal::test::fsdp_inputs_test::Sample> {
+  static test::fsdp_inputs_test::Sample cast(const test::fsdp_inputs_test::Sample& sample, const TensorCast& cast) {
     return {cast_tensors(sample.image, cast), cast_tensors(sample.label, cast), sample.name};
   }
 };
 
-namespace shoal::test {
+namespace shoal::test::fsdp_inputs_test {
 namespace {
 
 struct TakesAllImpl : torch::nn::Module {
@@ -95,4 +95,4 @@ TEST(Fsdp, FSDP05_an_argument_that_forward_writes_to_is_the_callers) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_inputs_test

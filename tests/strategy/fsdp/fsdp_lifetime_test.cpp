@@ -9,7 +9,7 @@
 #include "tests/strategy/fsdp/fsdp_training.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_lifetime_test {
 namespace {
 
 using Parallel = FullyShardedDataParallel<MlpImpl>;
@@ -147,4 +147,4 @@ TEST(Fsdp, a_graph_may_outlive_all_of_them) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_lifetime_test

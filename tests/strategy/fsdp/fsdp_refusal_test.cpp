@@ -10,7 +10,7 @@
 #include "tests/strategy/fsdp/fsdp_training.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_refusal_test {
 namespace {
 
 std::string refused(const std::shared_ptr<MlpImpl>& module, const Options& options) {
@@ -109,4 +109,4 @@ TEST(Fsdp, wrong_options_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_refusal_test

@@ -12,7 +12,7 @@
 #include "tests/strategy/fsdp/fsdp_training.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_setup_test {
 namespace {
 
 using testing::HasSubstr;
@@ -149,4 +149,4 @@ TEST(Fsdp, FSDP11_ranks_that_own_the_same_must_start_with_the_same) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_setup_test

@@ -8,7 +8,7 @@
 #include "tests/strategy/fsdp/fsdp_training.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_summon_test {
 namespace {
 
 struct ScaleImpl : torch::nn::Module {
@@ -181,4 +181,4 @@ TEST(Fsdp, FSDP18_with_grads_shows_whole_sums_and_takes_what_is_written_to_them)
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_summon_test

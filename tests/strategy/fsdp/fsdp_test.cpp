@@ -11,7 +11,7 @@
 #include "shoal/error.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_test {
 namespace {
 
 TEST(Fsdp, FSDP02_policies_divide_a_module_into_units) {
@@ -233,4 +233,4 @@ TEST(Fsdp, FSDP22_a_part_that_is_sharded_already_is_left_to_its_own_wrapper) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_test

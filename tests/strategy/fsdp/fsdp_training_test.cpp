@@ -9,7 +9,7 @@
 #include "shoal/error.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
 
-namespace shoal::test {
+namespace shoal::test::fsdp_training_test {
 namespace {
 
 struct LoraImpl : torch::nn::Module {
@@ -256,4 +256,4 @@ TEST(Fsdp, FSDP17_state_goes_to_other_strategies_and_back) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::fsdp_training_test

@@ -15,7 +15,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::buffer_hook_test {
 namespace {
 
 using test::batch;
@@ -193,4 +193,4 @@ TEST(BufferHooks, DDP10_a_hook_that_would_never_be_called_is_refused) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::buffer_hook_test

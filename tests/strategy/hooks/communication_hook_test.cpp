@@ -14,7 +14,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::communication_hook_test {
 namespace {
 
 using test::batch;
@@ -273,4 +273,4 @@ INSTANTIATE_TEST_SUITE_P(Strategies, Hooks,
                          [](const auto& info) { return info.param; });
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::communication_hook_test

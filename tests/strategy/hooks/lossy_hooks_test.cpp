@@ -14,7 +14,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::lossy_hooks_test {
 namespace {
 
 using test::batch;
@@ -254,4 +254,4 @@ TEST(LossyHookFormats, DDP11_wrong_options_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::lossy_hooks_test

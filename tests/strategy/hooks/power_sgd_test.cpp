@@ -15,7 +15,7 @@
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::power_sgd_test {
 namespace {
 
 using test::batch;
@@ -267,4 +267,4 @@ TEST(PowerSgd, DDP11_wrong_options_are_refused) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::power_sgd_test

@@ -13,7 +13,7 @@
 #include "tests/strategy/local_updates/local_updates_simulation.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::local_updates_test {
 namespace {
 
 using test::batch;
@@ -275,4 +275,4 @@ TEST(LocalUpdates, BEY22_an_exception_in_the_warm_up_voids_the_step_on_all_ranks
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::local_updates_test

@@ -17,7 +17,7 @@
 #include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::local_updates_use_test {
 namespace {
 
 using test::batch;
@@ -300,4 +300,4 @@ TEST(LocalUpdatesUse, BEY22_ranks_with_different_options_are_named) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::local_updates_use_test

@@ -16,7 +16,7 @@
 #include "tests/support/memory_meter.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::megatron_buffers_test {
 namespace {
 
 TEST(Megatron, MEG01_ranges_are_normalised_and_printed) {
@@ -310,4 +310,4 @@ TEST(MegatronGather, MEG08_memory_measured_both_ways) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::megatron_buffers_test

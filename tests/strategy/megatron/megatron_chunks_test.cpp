@@ -11,7 +11,7 @@
 #include "tests/strategy/megatron/megatron_training.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::megatron_chunks_test {
 namespace {
 
 // Model whose layers are chunks.
@@ -342,4 +342,4 @@ TEST(MegatronChunks, MEG11_the_state_has_the_scaler_and_loads_without) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::megatron_chunks_test

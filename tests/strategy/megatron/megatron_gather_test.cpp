@@ -17,7 +17,7 @@
 #include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::megatron_gather_test {
 namespace {
 
 using test::batch;
@@ -244,4 +244,4 @@ TEST(MegatronGather, MEG02_parameters_of_two_dtypes_whose_gradients_are_float32)
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::megatron_gather_test

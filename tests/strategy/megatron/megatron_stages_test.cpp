@@ -9,7 +9,7 @@
 #include "tests/strategy/megatron/megatron_training.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::megatron_stages_test {
 namespace {
 
 // The world as stages x replicas: two stages if the number of ranks is even, else one stage per rank.
@@ -276,4 +276,4 @@ TEST(MegatronStages, BEY10_a_stage_that_gives_up_ends_the_step_on_all_that_share
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::megatron_stages_test

@@ -13,7 +13,7 @@
 #include "shoal/optim.h"
 #include "tests/strategy/megatron/megatron_training.h"
 
-namespace shoal::test {
+namespace shoal::test::megatron_test {
 namespace {
 
 TEST(Megatron, MEG04_param_groups_are_rewritten_to_the_shards) {
@@ -226,4 +226,4 @@ TEST(Megatron, DEC15_state_taken_within_a_round_goes_on_without_shards_and_with)
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::megatron_test

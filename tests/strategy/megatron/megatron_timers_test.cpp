@@ -12,7 +12,7 @@
 #include "tests/support/models.h"
 #include "tests/support/world.h"
 
-namespace shoal {
+namespace shoal::megatron_timers_test {
 namespace {
 
 using test::batch;
@@ -168,4 +168,4 @@ TEST(MegatronTimers, MEG13_results_are_readable) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::megatron_timers_test

@@ -13,7 +13,7 @@
 #include "tests/strategy/decentralized/decentralized_simulation.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
 
-namespace shoal {
+namespace shoal::shard_gossip_test {
 namespace {
 
 using namespace test;  // NOLINT(google-build-using-namespace): helpers of this folder's tests
@@ -181,4 +181,4 @@ TEST(ShardGossip, bad_input_is_one_error_on_every_rank) {
 }
 
 }  // namespace
-}  // namespace shoal
+}  // namespace shoal::shard_gossip_test

@@ -15,7 +15,7 @@
 #include "shoal/zero.h"
 #include "tests/strategy/all/mean_gradients.h"
 
-namespace shoal::test {
+namespace shoal::test::oss_state_test {
 namespace {
 
 using torch::optim::OptimizerParamGroup;
@@ -233,4 +233,4 @@ TEST(Oss, bad_input_is_refused) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::oss_state_test

@@ -16,7 +16,7 @@
 #include "shoal/zero.h"
 #include "tests/strategy/all/mean_gradients.h"
 
-namespace shoal::test {
+namespace shoal::test::oss_test {
 namespace {
 
 using torch::optim::OptimizerParamGroup;
@@ -367,4 +367,4 @@ TEST(Oss, OSS08_a_group_may_be_a_part_of_the_world) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::oss_test

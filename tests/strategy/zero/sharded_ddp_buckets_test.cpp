@@ -21,7 +21,7 @@
 #include "tests/support/refusal.h"
 #include "tests/support/with_transport.h"
 
-namespace shoal::test {
+namespace shoal::test::sharded_ddp_buckets_test {
 namespace {
 
 // Bytes of memory that ranks share.
@@ -311,4 +311,4 @@ TEST(ShardedDdp, SDP03_rank_0_says_how_large_model_shares_and_buckets_are) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::sharded_ddp_buckets_test

@@ -15,7 +15,7 @@
 #include "tests/strategy/zero/sharded_ddp_training.h"
 #include "tests/support/refusal.h"
 
-namespace shoal::test {
+namespace shoal::test::sharded_ddp_test {
 namespace {
 
 TEST(ShardedDdp, SDP01_several_optimizers_over_disjoint_parameters) {
@@ -546,4 +546,4 @@ TEST(ShardedDdp, SDP07_rank_0s_values_and_buffers_reach_all_ranks) {
 }
 
 }  // namespace
-}  // namespace shoal::test
+}  // namespace shoal::test::sharded_ddp_test
