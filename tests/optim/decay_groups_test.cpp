@@ -14,7 +14,6 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-
 namespace shoal::decay_groups_test {
 namespace {
 

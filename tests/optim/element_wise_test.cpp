@@ -9,7 +9,6 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-
 namespace shoal::element_wise_test {
 namespace {
 

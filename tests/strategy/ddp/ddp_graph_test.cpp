@@ -149,7 +149,9 @@ struct NestedImpl : torch::nn::Module {
 
 template <>
 struct shoal::OutputTensors<shoal::ddp_graph_test::Answer> {
-  static void collect(const shoal::ddp_graph_test::Answer& answer, std::vector<at::Tensor>& into) { shoal::collect_tensors(answer.logits, into); }
+  static void collect(const shoal::ddp_graph_test::Answer& answer, std::vector<at::Tensor>& into) {
+    shoal::collect_tensors(answer.logits, into);
+  }
 };
 
 namespace shoal::ddp_graph_test {
