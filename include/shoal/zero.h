@@ -59,8 +59,9 @@ class OSSCore : public ShardedOptimizerBase {
   // Adopts changes of requires_grad. Parameters that have become trainable join with rank 0's values. Trainable
   // elements are balanced again: if shares differ by more than the largest trainable parameter, some parameters move to
   // another rank with their state (only if the state is of a registered type, see register_state; otherwise owners
-  // stay). Frozen parameters keep owner and state. Throws UsageError for param groups added through
-  // torch::optim::Optimizer&. Collective.
+  // stay). Frozen parameters keep owner and state. Call it before a forward: ShardedDataParallel leaves gradients with
+  // the owners. step() and clip_grad_norm() adopt changes, too, but move no parameter that has an owner. Throws
+  // UsageError for param groups added through torch::optim::Optimizer&. Collective.
   void refresh_trainable();
 
   // Adds parameters, with rank 0's values. The group's options are resolved by the local optimizer. Throws UsageError

@@ -112,6 +112,7 @@ double OSSCore::clip_grad_norm(double max_norm, double norm_type) {
 
 void OSSCore::refresh_trainable() {
   state().require_known(*this);
+  state().may_move = true;
   share(param_groups_, param_groups_.size());
 }
 
@@ -120,6 +121,7 @@ void OSSCore::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   auto groups = param_groups_;
   groups.push_back(group);
   if (!group.has_options()) groups.back().set_options(defaults_->clone());
+  state().may_move = true;
   share(std::move(groups), param_groups_.size());
 }
 

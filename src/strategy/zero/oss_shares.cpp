@@ -100,7 +100,7 @@ bool OSSCore::State::lacks_trainable(const ParamGroups& groups) const {
 
 // Trainable elements are balanced among themselves. A frozen parameter that has an owner stays with it.
 void OSSCore::State::choose_owners(OSSShares& made) const {
-  const bool movable = local && is_state_known(*local);
+  const bool movable = may_move && local && is_state_known(*local);
   for (const bool trainable : {true, false}) {
     const auto places = places_where(made, trainable);
     const auto parameters = chosen(made.parameters, places);
@@ -128,7 +128,8 @@ void OSSCore::State::take_shares(std::unique_ptr<torch::optim::Optimizer> made) 
   broadcast_coalesced(group, fresh, 0, label("parameters of OSS"));
   fill_buffers();
   ++times_shared;
-  balanced_for.insert(shares.trainable());
+  if (may_move) balanced_for.insert(shares.trainable());
+  may_move = false;
 }
 
 // State of parameters that have another owner now goes to `to` there.

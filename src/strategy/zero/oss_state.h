@@ -34,10 +34,11 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   OSSShares next{};                                         // of the groups that shares_of() was asked about
   std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
   int64_t times_shared = 0;                                 // how often shares were made
-  std::set<OSSShares::Pattern> balanced_for{};              // what was trainable then
+  std::set<OSSShares::Pattern> balanced_for{};              // what was trainable when they were balanced
+  bool may_move = true;  // owners may change; false between a backward, which leaves gradients with them, and its step
 
   using ShardedOptimizerBase::State::State;
-  // Those that are in `shares` keep their owner, unless trainable elements must move to be balanced.
+  // Those that are in `shares` keep their owner, unless owners may move and trainable elements must, to be balanced.
   ParamGroups shares_of(const ParamGroups& groups) override;
   // State stays, or moves to the new owner.
   void take_shares(std::unique_ptr<torch::optim::Optimizer> made) override;

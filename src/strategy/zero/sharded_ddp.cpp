@@ -183,7 +183,7 @@ void ShardedDataParallelCore::prepare() {
   if (same_shares && !kinds && are_shares_balanced()) {
     agree(state().group, "which parameters are trainable", describe_trainable(state().tensors));
     freeze();
-  } else if (same_shares) {
+  } else if (same_shares || !are_shares_balanced()) {
     refresh_trainable();
   } else {
     share();

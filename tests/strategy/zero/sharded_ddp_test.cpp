@@ -7,6 +7,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 
@@ -156,6 +157,71 @@ TEST(ShardedDdp, SDP06_freezing_per_step_keeps_state_and_equals_one_process) {
   EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-12);
   freeze(model, false, false);
   EXPECT_EQ(optimizer.state_dict(*model).at("first.weight").numbers.at("step"), 6);
+}
+
+// Layers of one size, so that ranks own as many of them each.
+struct TowerImpl : torch::nn::Module {
+  explicit TowerImpl(int count) {
+    for (int i = 0; i < count; ++i) {
+      const auto name = "layer" + std::to_string(i);
+      layers.push_back(register_module(name, torch::nn::Linear(torch::nn::LinearOptions(12, 12).bias(false))));
+    }
+    to(at::kDouble);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : layers) x = x + torch::tanh(layer(x));
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+
+// A rank's whole share is frozen and another layer unfrozen, before the forward or between backward and step: balanced
+// shares would have other owners, but the gradients are where backward has left them.
+TEST(ShardedDdp, SDP06_OSS09_freezing_and_unfreezing_before_clipping_equals_one_process) {
+  for (const bool after_backward : {false, true}) {
+    SCOPED_TRACE(after_backward ? "after backward" : "before forward");
+    const auto made = [] {
+      torch::manual_seed(4);
+      auto model = std::make_shared<TowerImpl>(1 + 3 * group().size());
+      model->layers[0]->weight.requires_grad_(false);
+      return model;
+    };
+    const auto model = made(), reference = made();
+    const torch::optim::AdamOptions options(1e-2);
+    Adam optimizer(model->parameters(), options, group());
+    torch::optim::Adam whole(reference->parameters(), options);
+    ShardedDataParallel parallel(model, optimizer, group());
+    std::vector<bool> of_rank_0{true};
+    for (size_t i = 1; i < model->layers.size(); ++i) {
+      of_rank_0.push_back(optimizer.param_to_rank(model->layers[i]->weight) == 0);
+    }
+    const auto freeze_share = [&](bool frozen) {
+      for (const auto& of : {model, reference}) {
+        for (size_t i = 0; i < of_rank_0.size(); ++i) {
+          if (of_rank_0[i]) of->layers[i]->weight.requires_grad_(i == 0 || !frozen);
+        }
+      }
+    };
+    for (int64_t number = 0; number < 6; ++number) {
+      const auto change = [&] {
+        if (number == 1 || number == 3) freeze_share(number == 1);
+      };
+      if (!after_backward) change();
+      mean_loss(parallel.forward(batch(group().rank(), number))).backward();
+      for (int rank = 0; rank < group().size(); ++rank) {
+        (mean_loss(reference->forward(batch(rank, number))) / group().size()).backward();
+      }
+      if (after_backward) change();
+      const double norm = torch::nn::utils::clip_grad_norm_(reference->parameters(), 0.01);
+      EXPECT_GT(norm, 0.01) << "clipping takes part";
+      EXPECT_NEAR(optimizer.clip_grad_norm(0.01), norm, 1e-12) << "step " << number;
+      optimizer.step();
+      optimizer.zero_grad();
+      whole.step();
+      whole.zero_grad();
+    }
+    EXPECT_LT(difference(model->parameters(), reference->parameters()), 1e-10);
+  }
 }
 
 // Once every pattern has been seen, a switch makes nothing anew: one small agreement and one small sum.
