@@ -15,9 +15,9 @@ struct ProgressBarOptions {
   double unit_scale = 1;    // units per step: samples of all ranks in a step
 };
 
-// Line on standard error with the part that is done, the rate, and the time that is left, after tqdm. On a terminal it is
-// one line that is redrawn; elsewhere (a file, a pipe) it is a plain line every ten seconds. Silent for the first two
-// seconds, so that short loops print nothing. Gone when it is destroyed.
+// Line on standard error with the part that is done, the rate, and the time that is left, after tqdm. On a terminal it
+// is one line that is redrawn; elsewhere (a file, a pipe) it is a plain line every ten seconds and at
+// the end. Silent for the first two seconds, so that short loops print nothing. Gone when it is destroyed.
 //
 //   shoal::ProgressBar bar(world, steps);  // prints on rank 0 only
 //   for (int64_t step = 0; step < steps; ++step) {

@@ -51,8 +51,10 @@ std::string ProgressBar::text(const std::string& note, Clock::time_point now) co
 void ProgressBar::update(int64_t steps, const std::string& note) {
   done_ += steps;
   const auto now = Clock::now();
-  const bool quiet = now - start_ < seconds(2) || now - last_ < (terminal_ ? milliseconds(100) : milliseconds(10000));
-  if (!options_.enabled || done_ <= 0 || (quiet && !(terminal_ && done_ == total_ && drawn_))) return;
+  const bool early = now - start_ < seconds(2);
+  const bool recent = now - last_ < (terminal_ ? milliseconds(100) : milliseconds(10000));
+  const bool ends = done_ == total_ && (terminal_ ? drawn_ : !early);
+  if (!options_.enabled || done_ <= 0 || ((early || recent) && !ends)) return;
   last_ = now;
   if (terminal_) {
     // A line that is longer than the terminal's would stay behind with each redraw.

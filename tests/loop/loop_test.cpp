@@ -1,5 +1,6 @@
 // What a training loop calls beside its strategy: metrics, messages, seeds, barriers, progress.
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <pty.h>
 #include <sys/ioctl.h>
@@ -20,6 +21,7 @@
 #include "shoal/metrics.h"
 #include "shoal/progress.h"
 #include "tests/support/shared_folder.h"
+#include "tests/support/temp_folder.h"
 #include "tests/support/world.h"
 
 namespace shoal::test {
@@ -194,6 +196,40 @@ TEST(ProgressBar, is_a_line_on_rank0s_terminal_that_goes) {
   EXPECT_THAT(text, testing::HasSubstr(" samples/s  loss 0.5  0:02 left"));
   EXPECT_THAT(text, testing::EndsWith("\r\x1b[K"));
   EXPECT_THAT(text, testing::Not(testing::HasSubstr("too early")));
+}
+
+// What `act` writes into a file in the place of standard error.
+template <class Act>
+std::string written(const Act& act) {
+  const TempFolder folder;
+  const int file = open(folder.file("log").c_str(), O_CREAT | O_RDWR, 0600);
+  const int before = dup(STDERR_FILENO);
+  dup2(file, STDERR_FILENO);
+  act();
+  std::fflush(stderr);
+  dup2(before, STDERR_FILENO);
+  close(before);
+  close(file);
+  std::ifstream text(folder.file("log"));
+  return {std::istreambuf_iterator<char>(text), {}};
+}
+
+TEST(ProgressBar, a_file_ends_with_a_line_at_100_percent) {
+  if (world().rank() != 0) return;
+  const auto text = written([] {
+    ProgressBar bar(4, {.unit = "samples"});
+    bar.update(1, "too early");
+    std::this_thread::sleep_for(std::chrono::milliseconds(2100));
+    bar.update(2, "within ten seconds");
+    bar.update(1, "loss 0.5");
+  });
+  EXPECT_THAT(text, testing::MatchesRegex("100 %  step 4/4  [0-9.]+ samples/s  loss 0.5  0:00 left\n"));
+  EXPECT_EQ(written([] {
+              ProgressBar bar(2);
+              bar.update(2);
+            }),
+            "")
+      << "short loops print nothing";
 }
 
 // A longer line would leave its first row behind with each redraw.
