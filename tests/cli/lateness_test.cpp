@@ -7,9 +7,12 @@
 #include <torch/types.h>
 
 #include <chrono>
+#include <iostream>
+#include <limits>
 #include <thread>
 
 #include "comm/telemetry/flight_recorder.h"
+#include "comm/telemetry/verdict.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::cli::lateness_test {
@@ -62,6 +65,50 @@ TEST(Lateness, is_not_known_of_a_rank_alone) {
   const auto views = rank_views(read_flights({folder.path()}));
   ASSERT_EQ(views.size(), 1U);
   EXPECT_FALSE(views[0].late_ms);
+}
+
+// A healthy job of `ranks` ranks, 8 on a host, each with its last 64 collectives.
+std::vector<Flight> large_job(int ranks) {
+  Flight::Members world{.name = "world", .world_ranks = {}};
+  for (int rank = 0; rank < ranks; ++rank) world.world_ranks.push_back(rank);
+  std::vector<Flight> flights(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    auto& flight = flights[rank];
+    flight.rank = rank;
+    flight.size = ranks;
+    flight.host = "host-" + std::to_string(rank / 8);
+    flight.epoch_ns = rank / 8;  // each host has its own
+    flight.groups = {world};
+    for (uint64_t number = 1; number <= 64; ++number) {
+      Flight::Record record{.group = 0};
+      record.print.number = number;
+      record.entered = static_cast<int64_t>(1'000'000 * number) + rank % 8;
+      record.finished = record.entered + 1000;
+      flight.records.push_back(record);
+    }
+  }
+  return flights;
+}
+
+double seconds_of_a_look(int ranks) {
+  const auto flights = large_job(ranks);
+  double least = std::numeric_limits<double>::infinity();
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_EQ(rank_views(flights).size(), flights.size());
+    EXPECT_EQ(verdict(flights).size(), 1U);
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return least;
+}
+
+TEST(Lateness, the_time_of_a_look_grows_linearly_with_ranks) {
+  const double few = seconds_of_a_look(128), many = seconds_of_a_look(1024);
+  std::cout << "128 ranks on 16 hosts: " << few << " s; 1024 ranks on 128 hosts: " << many << " s\n";
+  EXPECT_LT(many, 24 * few) << "8 times as many ranks; squared: 64 times";
+  const auto views = rank_views(large_job(1024));
+  EXPECT_NEAR(views[1023].late_ms.value(), 134e-6, 1e-9)
+      << "7 ns behind its host's first rank, whose clock is 127 ns ahead";
 }
 
 }  // namespace

@@ -12,6 +12,10 @@ namespace shoal {
 
 Evidence::Evidence(const std::vector<Flight>& flights) {
   for (const auto& flight : flights) flights_[flight.rank] = &flight;
+  std::unordered_map<std::string, int64_t> of_hosts;
+  for (const auto& [rank, flight] : flights_) {
+    epochs_[rank] = of_hosts.try_emplace(flight->host, flight->epoch_ns).first->second;
+  }
   std::map<std::string, GroupView> groups;
   for (const auto& flight : flights) {
     end_ = std::max(end_, time(flight.rank, flight.failed));
@@ -21,7 +25,9 @@ Evidence::Evidence(const std::vector<Flight>& flights) {
     for (const auto& record : flight.records) {
       end_ = std::max({end_, time(flight.rank, record.entered), time(flight.rank, record.finished)});
       if (record.kind != FlightRecord::collective || record.group < 0) continue;
-      groups.at(flight.groups[record.group].name).collectives[flight.rank][record.print.number] = &record;
+      auto& group = groups.at(flight.groups[record.group].name);
+      group.collectives[flight.rank][record.print.number] = &record;
+      group.numbers.insert(record.print.number);
     }
   }
   for (auto& [name, group] : groups) {
@@ -43,10 +49,7 @@ void Evidence::view(std::map<std::string, GroupView>& groups, const Flight::Memb
 
 int64_t Evidence::time(int rank, int64_t own) const {
   if (own == 0) return 0;
-  const auto& host = flights_.at(rank)->host;
-  const auto first =
-      std::find_if(flights_.begin(), flights_.end(), [&](const auto& entry) { return entry.second->host == host; });
-  return own + first->second->epoch_ns;
+  return own + epochs_.at(rank);
 }
 
 int64_t Evidence::first_entry(const GroupView& group, uint64_t number) const {

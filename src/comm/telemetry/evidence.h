@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "comm/telemetry/flight_reader.h"
@@ -15,12 +17,15 @@ struct GroupView {
   std::string name;
   std::vector<int> ranks;                                                // ranks with a record
   std::map<int, std::map<uint64_t, const Flight::Record*>> collectives;  // by rank, then by number
+  std::unordered_set<uint64_t> numbers{};                                // of all ranks' collectives
 
   const Flight::Record* find(int rank, uint64_t number) const {
     const auto& own = collectives.at(rank);
     const auto found = own.find(number);
     return found == own.end() ? nullptr : found->second;
   }
+  // Whether some rank has a record of the collective.
+  bool has(uint64_t number) const { return numbers.contains(number); }
   // Number of the rank's last collective; 0: none.
   uint64_t last(int rank) const {
     const auto& own = collectives.at(rank);
@@ -62,6 +67,7 @@ class Evidence {
   void view(std::map<std::string, GroupView>& groups, const Flight::Members& members) const;
 
   std::map<int, const Flight*> flights_;
+  std::unordered_map<int, int64_t> epochs_;  // of the first rank on each rank's host
   std::vector<GroupView> groups_;
   int64_t end_ = 0;
 };

@@ -70,9 +70,7 @@ void find_missing(const Evidence& evidence, const GroupView& group, Findings& fi
   std::map<uint64_t, std::vector<int>> behind;
   for (const int rank : group.ranks) {
     const auto next = group.last(rank) + 1;
-    const bool others = std::any_of(group.ranks.begin(), group.ranks.end(),
-                                    [&](int other) { return group.find(other, next) != nullptr; });
-    if (others) behind[next].push_back(rank);
+    if (group.has(next)) behind[next].push_back(rank);
   }
   for (const auto& [number, ranks] : behind) {
     std::vector<int> waiting;
