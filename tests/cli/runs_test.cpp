@@ -184,13 +184,59 @@ TEST_F(Runs, report_compares_runs_and_thins_out_long_ones) {
               AllOf(HasSubstr("b.jsonl: loss"), HasSubstr("mine &lt;&amp;&gt;"), HasSubstr("mean of up to 4 steps")));
 }
 
+TEST_F(Runs, a_damaged_line_is_left_out_and_said_once) {
+  const std::string long_line = "{\"step\":2,\"text\":\"" + std::string(200'000, 'x') + "\"}\n";
+  write("m.jsonl", "{\"step\":1,\"loss\":1}\n{\"step\":2,\"loss\":0.9\n" + long_line + "{\"step\":3,\"loss\":0.75}\n");
+  const auto fault = folder_.file("m.jsonl") + ": line 2: not JSON";
+  const auto top = shoal({"top", folder_.file("m.jsonl")});
+  EXPECT_EQ(top.code, 0) << top.output;
+  EXPECT_THAT(top.output,
+              AllOf(HasSubstr(fault), HasSubstr("; it and 1 more are left out\n"), HasSubstr("step 3   loss 0.7500")));
+  const auto report =
+      shoal({"report", folder_.file("m.jsonl"), "-o", folder_.file("r.html"), "--json", folder_.file("r.json")});
+  EXPECT_EQ(report.code, 0) << report.output;
+  EXPECT_THAT(report.output, ::testing::StartsWith("shoal: " + fault));
+  EXPECT_EQ(std::count(report.output.begin(), report.output.end(), '\n'), 2)
+      << "once, and the page's name: " << report.output;
+  EXPECT_THAT(text_of(folder_.file("r.html")), HasSubstr("m.jsonl: line 2: not JSON"));
+  const auto run = read(folder_.file("r.json"))["runs"][0];
+  EXPECT_EQ(run["metrics"]["loss"]["count"], 2);
+  EXPECT_EQ(run["damaged_lines"]["count"], 2);
+}
+
+TEST_F(Runs, a_damaged_line_behind_the_part_that_top_reads_has_its_number) {
+  std::string text;
+  for (int step = 1; step <= 9999; ++step)
+    text += json{{"step", step}, {"loss", 1.0}, {"seconds", 0.5 * step}}.dump() + "\n";
+  write("m.jsonl", text + "{\"step\":10000\n{\"step\":10001,\"loss\":0.5}\n");
+  const auto top = shoal({"top", folder_.file("m.jsonl")});
+  EXPECT_EQ(top.code, 0) << top.output;
+  EXPECT_THAT(top.output, AllOf(HasSubstr("m.jsonl: line 10000: "), HasSubstr("step 10001   loss 0.5000")));
+}
+
+// As shoal writes NaN, and as Python does.
+TEST_F(Runs, a_loss_that_is_no_number_is_shown) {
+  for (const auto& [value, shown] : std::vector<std::pair<std::string, std::string>>{
+           {"null", "NaN"}, {"NaN", "NaN"}, {"Infinity", "Infinity"}, {"-Infinity", "-Infinity"}}) {
+    write("m.jsonl", "{\"step\":1,\"loss\":1,\"note\":\"a \\\\\"}\n{\"step\":2,\"loss\":" + value + ",\"lr\":0.5}\n");
+    const auto top = shoal({"top", folder_.file("m.jsonl"), "--json", folder_.file("top.json")});
+    EXPECT_EQ(top.code, 0) << top.output;
+    EXPECT_THAT(top.output, AllOf(HasSubstr("step 2   loss " + shown + "   rate 0.5"), HasSubstr("loss ▁×\n")));
+    EXPECT_EQ(read(folder_.file("top.json"))["metrics"]["loss"], shown);
+    const auto report = shoal({"report", folder_.file("m.jsonl"), "-o", folder_.file("r.html")});
+    EXPECT_EQ(report.output, folder_.file("r.html") + "\n");
+    EXPECT_THAT(text_of(folder_.file("r.html")),
+                HasSubstr("that are NaN or beyond 1e100 in " + folder_.file("m.jsonl") + ": 1, the first in step 2."));
+  }
+}
+
 TEST_F(Runs, files_that_are_no_metrics_are_refused_in_one_sentence) {
   refused({"top", here()}, "has neither metrics (*.jsonl) nor flight recorders");
   refused({"report", here(), "-o", folder_.file("r.html")}, "has neither metrics");
   refused({"top", "/nowhere"}, "/nowhere");
   const std::vector<std::pair<std::string, std::string>> faults{
-      {"{\"step\":1}\n{\"loss\":1}\n", "m.jsonl: line 2: no step"},
-      {"{\"step\":1}\nnonsense\n", "m.jsonl: line 2: not JSON"},
+      {"\n{\"loss\":1}\n", "m.jsonl: line 2: no step"},
+      {"nonsense\n", "m.jsonl: line 1: not JSON"},
       {"[1]\n", "line 1: not an object"},
       {"{\"step\":1.5}\n", "line 1: the step is no whole number"},
       {"{\"step\":18446744073709551615}\n", "line 1: the step is no whole number"},

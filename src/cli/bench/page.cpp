@@ -22,6 +22,18 @@ th, td { padding: .25rem .5rem; border-bottom: 1px solid #d8dee4; text-align: ri
 th { border-bottom: 2px solid #8b949e; vertical-align: bottom; white-space: normal; overflow-wrap: normal }
 th.words, td.words { text-align: left }
 tr:hover td { background: #f3f5f7 }
+.legend { font-size: 12.5px; margin: .3rem 0 }
+.legend span { display: inline-block; margin-right: 1.2rem }
+.legend i { display: inline-block; width: 1.4rem; margin-right: .4rem; vertical-align: middle }
+@media (prefers-color-scheme: dark) {
+  :root { color-scheme: dark }
+  body { color: #e6edf3; background: #0d1117 }
+  .note { color: #9da7b1 }
+  text { fill: #e6edf3 }
+  line { stroke: #30363d }
+  th, td { border-color: #30363d }
+  tr:hover td { background: #161b22 }
+}
 )";
 
 }  // namespace

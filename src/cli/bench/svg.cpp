@@ -20,9 +20,14 @@ double length_of(const std::string& text) {
   return letter * static_cast<double>(text.size());
 }
 
+// Distinguishable with any colour vision (Okabe and Ito).
+constexpr std::array<const char*, 6> colours{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"};
+
+bool is_colour_used_before(int number) {
+  return number >= static_cast<int>(colours.size());
+}
+
 const char* colour_of(int number) {
-  // Distinguishable with any colour vision (Okabe and Ito).
-  static constexpr std::array<const char*, 6> colours{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"};
   return number == undivided ? "#8b949e" : colours[static_cast<size_t>(number) % colours.size()];
 }
 
@@ -179,10 +184,9 @@ std::string line_plot(const std::string& title, const std::vector<Line>& lines) 
 }
 
 std::string curve_plot(const std::string& title, const std::string& unit, const std::vector<Line>& lines) {
-  constexpr double left = 90, top = 12, plot_height = 240;
-  double legend = 0, first = lines[0].points[0].first, last = first, least = lines[0].points[0].second, most = least;
+  constexpr double left = 90, top = 12, plot_height = 240, plot_width = width - left - 20;
+  double first = lines[0].points[0].first, last = first, least = lines[0].points[0].second, most = least;
   for (const auto& line : lines) {
-    legend = std::max(legend, 18 + length_of(line.name.name));
     for (const auto& [step, value] : line.points) {
       first = std::min(first, step);
       last = std::max(last, step);
@@ -191,7 +195,6 @@ std::string curve_plot(const std::string& title, const std::string& unit, const 
     }
   }
   const auto ticks = linear_ticks(least, most);
-  const double plot_width = width - left - legend - 50;
   const auto x = [&](double step) {
     return left + plot_width * (last > first ? (step - first) / (last - first) : 0.5);
   };
@@ -205,7 +208,7 @@ std::string curve_plot(const std::string& title, const std::string& unit, const 
   }
   svg += text(left, top + plot_height + 20, fmt::format("step {:.0f}", first), "start");
   if (last > first) svg += text(left + plot_width, top + plot_height + 20, fmt::format("{:.0f}", last), "end");
-  double row = top + 14;
+  std::string legend;
   for (const auto& line : lines) {
     std::string path;
     for (const auto& [step, value] : line.points) path += fmt::format("{:.1f},{:.1f} ", x(step), y(value));
@@ -217,11 +220,13 @@ std::string curve_plot(const std::string& title, const std::string& unit, const 
             x(step), y(value), colour, escaped(line.name.name), step, value);
       }
     }
-    svg += fmt::format("<polyline points=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\"/>", path, colour);
-    svg += legend_entry(left + plot_width + 40, row, line.name);
-    row += line_height;
+    const bool dashed = is_colour_used_before(line.name.colour);
+    svg += fmt::format("<polyline points=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\"{}/>", path, colour,
+                       dashed ? " stroke-dasharray=\"6 4\"" : "");
+    legend += fmt::format("<span><i style=\"border-top: 3px {} {}\"></i>{}</span> ", dashed ? "dashed" : "solid",
+                          colour, escaped(line.name.name));
   }
-  return framed(title, std::max(top + plot_height + 30, row), svg);
+  return fmt::format("<p class=\"legend\">{}</p>", legend) + framed(title, top + plot_height + 30, svg);
 }
 
 std::string bar_plot(const std::string& title, const std::string& unit, const std::vector<Named>& parts,

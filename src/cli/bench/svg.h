@@ -28,7 +28,8 @@ struct Line {
 // Plots time in microseconds over size in bytes (both positive), both logarithmic.
 std::string line_plot(const std::string& title, const std::vector<Line>& lines);
 
-// Values over steps, both linear. Values and steps are finite; every line has at least one point.
+// Values over steps, both linear, below a legend that any screen shows. Values and steps are finite; every line has at
+// least one point.
 std::string curve_plot(const std::string& title, const std::string& unit, const std::vector<Line>& lines);
 
 struct Bar {

@@ -40,7 +40,8 @@ double rate_of(const std::vector<const MetricsLine*>& lines) {
 }
 
 void add_metrics(Frame& frame, const fs::path& file) {
-  const auto lines = last_metrics(file);
+  const auto [lines, damaged] = last_metrics(file);
+  frame.damaged = damaged;
   std::error_code error;
   const auto written = fs::last_write_time(file, error);
   if (!error) frame.age_s = std::chrono::duration<double>(fs::file_time_type::clock::now() - written).count();
@@ -53,12 +54,12 @@ void add_metrics(Frame& frame, const fs::path& file) {
       frame.evaluation = line.numbers;
     } else {
       steps.push_back(&line);
-      frame.losses.push_back(line.number("loss"));
+      if (const auto loss = line.find("loss")) frame.losses.push_back(*loss);
     }
   }
   if (steps.empty()) return;
   frame.step = steps.back()->step;
-  frame.loss = steps.back()->number("loss");
+  frame.loss = steps.back()->find("loss");
   frame.lr = steps.back()->number("lr");
   if (steps.size() > recent) steps.erase(steps.begin(), steps.end() - recent);
   frame.rate = rate_of(steps);
@@ -67,7 +68,7 @@ void add_metrics(Frame& frame, const fs::path& file) {
   frame.update_ms = mean_of(steps, "update_ms");
 }
 
-// Means of as many neighbours as fit, each a block of one of eight heights.
+// Means of as many neighbours as fit, each a block of one of eight heights, or a cross where one is NaN or infinite.
 std::string sparkline(const std::vector<double>& values, size_t width) {
   static const char* const blocks[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
   std::vector<double> means;
@@ -76,13 +77,21 @@ std::string sparkline(const std::vector<double>& values, size_t width) {
     double sum = 0;
     const size_t begin = i * values.size() / columns, end = (i + 1) * values.size() / columns;
     for (size_t j = begin; j < end; ++j) sum += values[j];
-    if (const double mean = sum / static_cast<double>(end - begin); std::isfinite(mean)) means.push_back(mean);
+    means.push_back(sum / static_cast<double>(end - begin));
   }
-  if (means.empty()) return "";
-  const auto [least, most] = std::minmax_element(means.begin(), means.end());
+  double least = std::numeric_limits<double>::infinity(), most = -least;
+  for (const double mean : means) {
+    if (!std::isfinite(mean)) continue;
+    least = std::min(least, mean);
+    most = std::max(most, mean);
+  }
   std::string line;
   for (const double mean : means) {
-    const double height = *most > *least ? (mean - *least) / (*most - *least) : 0;
+    if (!std::isfinite(mean)) {
+      line += "×";
+      continue;
+    }
+    const double height = most > least ? (mean - least) / (most - least) : 0;
     line += blocks[std::min<size_t>(7, static_cast<size_t>(height * 8))];
   }
   return line;
@@ -104,12 +113,23 @@ std::string shown_number(double value, const char* format) {
   return std::isfinite(value) ? fmt::format(fmt::runtime(format), value) : "-";
 }
 
+// "NaN", "Infinity" or "-Infinity" for what is no number.
+std::string shown_loss(const Frame& frame) {
+  if (!frame.loss) return "-";
+  if (std::isnan(*frame.loss)) return "NaN";
+  return std::isinf(*frame.loss) ? (*frame.loss > 0 ? "Infinity" : "-Infinity") : fmt::format("{:.4f}", *frame.loss);
+}
+
 std::vector<std::string> metrics_in_words(const Frame& frame, int width) {
-  if (!frame.step) return {"no step yet"};
   std::vector<std::string> lines;
+  if (frame.damaged.count > 0) lines.push_back(frame.damaged.in_words());
+  if (!frame.step) {
+    lines.emplace_back("no step yet");
+    return lines;
+  }
   lines.push_back(fmt::format("step {}   loss {}   rate {}   {} samples/s   written {:.0f} s ago", *frame.step,
-                              shown_number(frame.loss, "{:.4f}"), shown_number(frame.lr, "{:.3g}"),
-                              shown_number(frame.rate, "{:.4g}"), frame.age_s));
+                              shown_loss(frame), shown_number(frame.lr, "{:.3g}"), shown_number(frame.rate, "{:.4g}"),
+                              frame.age_s));
   lines.push_back(fmt::format("a step takes {} ms, of which waits {} ms, update {} ms",
                               shown_number(frame.step_ms, "{:.3f}"), shown_number(frame.wait_ms, "{:.3f}"),
                               shown_number(frame.update_ms, "{:.3f}")));
@@ -172,9 +192,12 @@ nlohmann::ordered_json to_json(const Frame& frame) {
   if (frame.files.metrics) {
     json["metrics"] = {{"file", frame.files.metrics->string()}, {"written_seconds_ago", frame.age_s}};
   }
+  if (frame.damaged.count > 0) json["damaged_lines"] = {{"count", frame.damaged.count}, {"first", frame.damaged.first}};
   if (frame.step) {
     json["metrics"].update(Json{{"step", *frame.step},
-                                {"loss", frame.loss},
+                                {"loss", !frame.loss                  ? Json()
+                                         : std::isfinite(*frame.loss) ? Json(*frame.loss)
+                                                                      : Json(shown_loss(frame))},
                                 {"lr", frame.lr},
                                 {"samples_per_second", frame.rate},
                                 {"step_ms", frame.step_ms},

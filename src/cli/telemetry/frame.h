@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/telemetry/lateness.h"
+#include "cli/telemetry/metrics_file.h"
 #include "cli/telemetry/run_files.h"
 
 namespace shoal::cli {
@@ -15,9 +16,11 @@ struct Frame {
   RunFiles files;
   // Of the metrics; NaN where they do not say.
   std::optional<int64_t> step{};  // none: there are no metrics yet
-  double loss = 0, lr = 0, rate = 0, step_ms = 0, wait_ms = 0, update_ms = 0;
+  std::optional<double> loss{};
+  double lr = 0, rate = 0, step_ms = 0, wait_ms = 0, update_ms = 0;
   double age_s = 0;                                          // since the metrics were written
   std::vector<double> losses{};                              // the last ones
+  DamagedLines damaged{};                                    // among the last ones
   std::vector<std::pair<std::string, double>> evaluation{};  // the last one
   int64_t evaluated_step = 0;
   // Of the flight recorders.

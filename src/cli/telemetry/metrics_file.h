@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,16 +15,30 @@ struct MetricsLine {
   int64_t step = 0;
   std::vector<std::pair<std::string, double>> numbers{};  // without the step; NaN for null
 
+  std::optional<double> find(const std::string& name) const;
   // NaN for what is not there.
   double number(const std::string& name) const;
 };
 
-// Hands out all complete lines. A last one without its line end is still being written and is left out, as are values
-// that are not numbers. Reads piece by piece. UsageError that names file and line for what is not JSON, has no step, is
-// longer than 64 KiB, or has more than 64 numbers.
-void read_metrics(const std::filesystem::path& file, const std::function<void(const MetricsLine& line)>& each);
+// Lines that are left out: those that are not JSON, have no step, are longer than 64 KiB, or have more than 64 numbers.
+struct DamagedLines {
+  int64_t count = 0;
+  std::string first{};  // the first one's file, line and fault
 
-// The last lines, out of the last 256 KiB.
-std::vector<MetricsLine> last_metrics(const std::filesystem::path& file);
+  // Empty: there are none.
+  std::string in_words() const;
+};
+
+// Hands out all complete lines. A last one without its line end is still being written and is left out, as are values
+// that are not numbers. NaN, Infinity and -Infinity are numbers, as Python writes them. Reads piece by piece. UsageError
+// that names file and line if all lines are damaged.
+DamagedLines read_metrics(const std::filesystem::path& file, const std::function<void(const MetricsLine& line)>& each);
+
+// The last lines, out of the last 256 KiB. Errors as above.
+struct LastMetrics {
+  std::vector<MetricsLine> lines;
+  DamagedLines damaged;
+};
+LastMetrics last_metrics(const std::filesystem::path& file);
 
 }  // namespace shoal::cli

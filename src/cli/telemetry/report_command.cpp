@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <cstdio>
 #include <memory>
 
 #include "cli/commands.h"
@@ -35,7 +36,10 @@ void add_report_command(CLI::App& app, Action& chosen) {
     require_writable_file("--json", options->json);
     chosen = [options] {
       std::vector<RunReport> runs;
-      for (const auto& place : options->places) runs.push_back(read_run(place));
+      for (const auto& place : options->places) {
+        runs.push_back(read_run(place));
+        if (runs.back().damaged.count > 0) fmt::print(stderr, "shoal: {}\n", runs.back().damaged.in_words());
+      }
       const auto page = report_page(runs);
       if (!options->json.empty()) write_json(options->json, to_json(runs));
       if (options->output == "-") {

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "base/printable.h"
@@ -54,13 +55,23 @@ std::string shortened(const std::string& name) {
   return "…" + name.substr(begin);
 }
 
+// Steps that a plot cannot show; empty: there are none.
+std::string beyond_in_words(const RunReport& run, const std::string& metric, const Series& series) {
+  if (series.beyond() == 0) return "";
+  return fmt::format("<p class=\"note\">Values of {} that are NaN or beyond 1e100 in {}: {}, the first in step {}.</p>",
+                     escaped(metric), escaped(run.name), series.beyond(), series.first_beyond());
+}
+
 std::string drawn_metrics(const MetricsPlot& plot, const std::vector<RunReport>& runs) {
   std::vector<Line> lines;
+  std::string beyond;
   int64_t per_point = 1;
   for (const auto& run : runs) {
     for (const auto& metric : plot.metrics) {
       const auto found = run.series.find(metric);
-      if (found == run.series.end() || found->second.count() == 0) continue;
+      if (found == run.series.end()) continue;
+      beyond += beyond_in_words(run, metric, found->second);
+      if (found->second.count() == 0) continue;
       auto name = runs.size() == 1           ? shortened(metric)
                   : plot.metrics.size() == 1 ? shortened(run.name)
                                              : shortened(run.name) + ": " + shortened(metric);
@@ -68,10 +79,10 @@ std::string drawn_metrics(const MetricsPlot& plot, const std::vector<RunReport>&
       per_point = std::max(per_point, found->second.values_per_point());
     }
   }
-  if (lines.empty()) return "";
-  auto html = fmt::format("<h2>{}</h2>", escaped(plot.title));
+  if (lines.empty() && beyond.empty()) return "";
+  auto html = fmt::format("<h2>{}</h2>", escaped(plot.title)) + beyond;
   if (per_point > 1) html += fmt::format("<p class=\"note\">Each point is the mean of up to {} steps.</p>", per_point);
-  return html + curve_plot(plot.title, plot.unit, lines);
+  return lines.empty() ? html : html + curve_plot(plot.title, plot.unit, lines);
 }
 
 std::string table_row(const char* tag, const std::vector<std::string>& words, const std::vector<std::string>& numbers) {
@@ -90,9 +101,10 @@ std::string figures_section(const std::vector<RunReport>& runs) {
   for (const auto& run : runs) {
     for (const auto& [name, series] : run.series) {
       const auto value = [&](double number) { return series.count() > 0 ? fmt::format("{:.6g}", number) : "–"; };
-      body += table_row("td", {run.name, name},
-                        {value(series.last()), value(series.least()), value(series.most()),
-                         std::to_string(series.count()), std::to_string(series.beyond())});
+      body +=
+          table_row("td", {run.name, name},
+                    {std::isnan(series.last()) ? "NaN" : fmt::format("{:.6g}", series.last()), value(series.least()),
+                     value(series.most()), std::to_string(series.count()), std::to_string(series.beyond())});
     }
   }
   return "<h2>All figures</h2>" +
@@ -118,7 +130,11 @@ std::string ranks_section(const RunReport& run) {
 RunReport read_run(const std::string& place) {
   RunReport run{.name = printable(place)};
   const auto files = find_run(place);
-  if (files.metrics) run.series = read_series(*files.metrics);
+  if (files.metrics) {
+    auto [series, damaged] = read_series(*files.metrics);
+    run.series = std::move(series);
+    run.damaged = std::move(damaged);
+  }
   if (files.flights.empty()) return run;
   const auto flights = read_flights(files.flights);
   run.ranks = rank_views(flights);
@@ -128,6 +144,9 @@ RunReport read_run(const std::string& place) {
 
 std::string report_page(const std::vector<RunReport>& runs) {
   std::string body;
+  for (const auto& run : runs) {
+    if (run.damaged.count > 0) body += fmt::format("<p class=\"note\">{}</p>", escaped(run.damaged.in_words()));
+  }
   for (const auto& plot : metrics_plots(runs)) body += drawn_metrics(plot, runs);
   body += figures_section(runs);
   for (const auto& run : runs) body += ranks_section(run);
@@ -146,6 +165,7 @@ nlohmann::ordered_json to_json(const std::vector<RunReport>& runs) {
                                {"most", series.most()},    {"values_per_point", series.values_per_point()},
                                {"points", series.points()}};
     }
+    if (run.damaged.count > 0) json["damaged_lines"] = {{"count", run.damaged.count}, {"first", run.damaged.first}};
     if (!run.verdict.empty()) json["verdict"] = run.verdict;
     list.push_back(std::move(json));
   }

@@ -14,6 +14,7 @@ namespace shoal::cli {
 struct RunReport {
   std::string name;
   std::map<std::string, Series> series{};
+  DamagedLines damaged{};  // of the metrics file
   std::vector<RankView> ranks{};
   std::vector<std::string> verdict{};  // of the flight recorders
 };

@@ -13,7 +13,8 @@ void Series::add(int64_t step, double value) {
   constexpr size_t most_blocks = 1000;
   constexpr double largest = 1e100;
   if (!(std::abs(value) <= largest)) {
-    ++beyond_;
+    if (beyond_++ == 0) first_beyond_ = step;
+    last_ = value;
     return;
   }
   least_ = count_ == 0 ? value : std::min(least_, value);
@@ -47,11 +48,12 @@ std::vector<std::pair<double, double>> Series::points() const {
   return points;
 }
 
-std::map<std::string, Series> read_series(const std::filesystem::path& metrics) {
+MetricsSeries read_series(const std::filesystem::path& metrics) {
   constexpr size_t most_names = 100;
-  std::map<std::string, Series> all;
+  MetricsSeries series;
+  auto& all = series.by_name;
   double samples = 0, seconds = 0;
-  read_metrics(metrics, [&](const MetricsLine& line) {
+  series.damaged = read_metrics(metrics, [&](const MetricsLine& line) {
     for (const auto& [name, value] : line.numbers) {
       all[name].add(line.step, value);
       if (all.size() > most_names) {
@@ -69,7 +71,7 @@ std::map<std::string, Series> read_series(const std::filesystem::path& metrics) 
     }
   });
   all.erase("samples");
-  return all;
+  return series;
 }
 
 }  // namespace shoal::cli
