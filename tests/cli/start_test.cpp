@@ -2,6 +2,8 @@
 // number of ranks, numbers, output paths, and the system's limits. One error, nothing started.
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -43,6 +45,54 @@ TEST(Start, an_option_of_another_strategy_is_refused_with_those_that_have_it) {
   expect_refused(reference({"--strategy", "zero1", "--optimizer-in-backward"}), "it is for ddp");
   expect_refused(reference({"--strategy", "none", "--ranks", "1", "--logging-data"}), "--logging-data");
   expect_refused({"bench", "--train", "--strategies", "ddp:ring"}, "--strategies ddp:ring: ddp has no topology");
+}
+
+// Two ranks of `shoal train`, which are told how to meet as torchrun tells them. Report of rank 0.
+nlohmann::json train_at(const std::string& address, const std::vector<std::string>& options) {
+  const TempFolder folder;
+  const auto port = std::to_string(free_port());
+  std::vector<Command> ranks;
+  for (const auto* rank : {"0", "1"}) {
+    Command command{
+        {SHOAL, "train", "--data", "reference", "--model", "mlp", "--steps", "5", "--json", folder.file("report.json")},
+        {{"MASTER_ADDR", address}, {"MASTER_PORT", port}, {"WORLD_SIZE", "2"}, {"RANK", rank}}};
+    command.arguments.insert(command.arguments.end(), options.begin(), options.end());
+    ranks.push_back(std::move(command));
+  }
+  for (const auto& ended : run_together(ranks, 100)) EXPECT_EQ(ended.code, 0) << ended.output;
+  return read(folder.file("report.json"));
+}
+
+bool has_ipv6() {
+  const int probe = socket(AF_INET6, SOCK_STREAM, 0);
+  sockaddr_in6 address{};
+  address.sin6_family = AF_INET6;
+  address.sin6_addr = in6addr_loopback;
+  const bool bound = probe >= 0 && bind(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+  if (probe >= 0) close(probe);
+  return bound;
+}
+
+TEST(Start, SCA09_ranks_meet_and_train_at_an_ipv6_address_as_at_an_ipv4_one) {
+  if (!has_ipv6()) GTEST_SKIP() << "this machine has no ::1";
+  for (const std::vector<std::string>& options : {std::vector<std::string>{"--transport", "auto"},
+                                                  {"--transport", "gloo"},
+                                                  {"--transport", "gloo", "--strategy", "decentralized"}}) {
+    SCOPED_TRACE(options.back());
+    const auto v6 = train_at("::1", options);
+    const auto v4 = train_at("127.0.0.1", options);
+    ASSERT_EQ(v6["loss"].size(), 5U);
+    EXPECT_EQ(v6["loss"][0], v4["loss"][0]);
+    if (options.back() == "decentralized") continue;  // ranks mix what has arrived
+    EXPECT_EQ(v6["loss"], v4["loss"]);
+    EXPECT_EQ(v6["communication"]["bytes_per_step"], v4["communication"]["bytes_per_step"]);
+  }
+  const auto bracketed =
+      run_together({{{SHOAL, "train", "--data", "reference"},
+                     {{"MASTER_ADDR", "[::1]"}, {"MASTER_PORT", "29500"}, {"WORLD_SIZE", "2"}, {"RANK", "0"}}}},
+                   60)[0];
+  EXPECT_NE(bracketed.code, 0);
+  EXPECT_NE(bracketed.output.find("cannot resolve the address '[::1]'"), std::string::npos) << bracketed.output;
 }
 
 TEST(Start, topologies_are_looked_at_before_ranks_are_started) {
