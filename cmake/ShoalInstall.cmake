@@ -4,7 +4,7 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(objects)
-foreach(part base layout memory comm kernels_baseline kernels_avx2 module checkpoint optim engine strategy training loop)
+foreach(part base layout memory comm kernels_baseline kernels_avx2 module checkpoint optim engine strategy training planning loop)
   if(TARGET shoal_${part})
     list(APPEND objects $<TARGET_OBJECTS:shoal_${part}>)
   endif()

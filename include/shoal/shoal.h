@@ -1,6 +1,7 @@
 #pragma once
 // All of shoal: #include <shoal/shoal.h>
 
+#include "shoal/bench.h"
 #include "shoal/checkpoint.h"
 #include "shoal/data.h"
 #include "shoal/ddp.h"
@@ -16,6 +17,7 @@
 #include "shoal/metrics.h"
 #include "shoal/optim.h"
 #include "shoal/optimizer_in_backward.h"
+#include "shoal/plan.h"
 #include "shoal/precision.h"
 #include "shoal/progress.h"
 #include "shoal/schedules.h"

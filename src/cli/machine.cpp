@@ -5,24 +5,10 @@
 
 #include <cmath>
 #include <fstream>
-#include <sstream>
 #include <string>
 #include <thread>
 
 namespace shoal::cli {
-
-int64_t loopback_bytes() {
-  std::ifstream file("/proc/net/dev");
-  for (std::string line; std::getline(file, line);) {
-    const auto name = line.find("lo:");
-    if (name == std::string::npos) continue;
-    std::istringstream fields(line.substr(name + 3));
-    int64_t received = 0;
-    fields >> received;
-    return received;
-  }
-  return 0;
-}
 
 double load_average() {
   std::ifstream file("/proc/loadavg");

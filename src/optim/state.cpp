@@ -132,6 +132,14 @@ NamedState named_state(const torch::optim::OptimizerParamState& state) {
       .read(state);
 }
 
+std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> all;
+  for (const auto& [parameter, state] : optimizer.state()) {
+    for (const auto& [name, tensor] : named_state(*state).tensors) all.push_back(tensor);
+  }
+  return all;
+}
+
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const torch::optim::Optimizer& of,
                                                               const NamedState& named) {
   const auto type = c10::demangle(typeid(of).name());

@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
+#include <vector>
 
 #include "shoal/detail/register_state.h"
 
@@ -14,6 +15,9 @@ bool is_state_known(const torch::optim::Optimizer& of);
 
 // The tensors are shared with the state. UsageError if the optimizer's state is not registered.
 NamedState named_state(const torch::optim::OptimizerParamState& state);
+
+// Tensors that an optimizer keeps beside its parameters: moments, momentum. UsageError as above.
+std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer);
 
 // Builds the state that `of` keeps in of.state()[parameter.unsafeGetTensorImpl()]. Takes the tensors without copying.
 // UsageError if `of` is not registered, or if a field is missing or unknown.

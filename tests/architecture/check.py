@@ -8,7 +8,7 @@ import re
 import sys
 
 # May include only what stands before it in its line. Lines are alternatives to each other where layers are unrelated.
-ORDER = ["base", "layout", "memory", "comm", "module", "checkpoint", "optim", "engine", "strategy", "training"]
+ORDER = ["base", "layout", "memory", "comm", "module", "checkpoint", "optim", "engine", "strategy", "training", "planning"]
 ALLOWED = {layer: set(ORDER[:i + 1]) for i, layer in enumerate(ORDER)}
 ALLOWED["loop"] = {"base", "comm", "loop"}
 ALLOWED["launch"] = {"base", "comm", "launch"}
@@ -23,7 +23,7 @@ HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm
            "data": "loop", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
            "outputs": "engine", "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",
            "fsdp": "strategy", "local_sgd": "strategy", "megatron": "strategy", "optimizer_in_backward": "strategy",
-           "shard_gossip": "strategy", "training": "training", "zero": "strategy"}
+           "shard_gossip": "strategy", "training": "training", "bench": "planning", "plan": "planning", "zero": "strategy"}
 # Headers of a strategy that are not named after it.
 STRATEGIES = {"optimizer_in_backward": "ddp", "local_sgd": "local_updates"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.M)

@@ -75,8 +75,8 @@ void validate_start(const BenchOptions& options, const Placement& placement) {
 
 int bench(const BenchOptions& options, const Placement& placement, const std::vector<std::string>& line) {
   if (options.train) {
-    const auto figures = bench_training(options.training, line[0]);
-    return finish(options, "train", figures, training_table(figures));
+    const auto bench = bench_training(options.training, line[0]);
+    return finish(options, "train", json_of(bench, options.training), bench.figures.table());
   }
   if (placement.source != "alone") return bench_rank(options, placement.rank);
   return launch({.ranks = options.ranks.value_or(default_ranks),

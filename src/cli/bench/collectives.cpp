@@ -12,9 +12,9 @@
 #include <optional>
 
 #include "cli/bench/samples.h"
-#include "cli/machine.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/transport/transport.h"
+#include "planning/measured_step.h"
 #include "shoal/error.h"
 #include "shoal/progress.h"
 #include "shoal/world.h"
@@ -76,7 +76,7 @@ class Case {
     nlohmann::ordered_json entry{
         {"op", op_},          {"dtype", dtype_}, {"bytes", bytes_}, {"ranks", group_.size()}, {"transport", transport_},
         {"buffers", buffers_}};
-    entry.update(times_.json("us"));
+    entry.update(json_of(times_, "us"));
     entry["rounds"] = times_.values.size();
     if (!copies_.values.empty()) entry["memcpy_us"] = copies_.median();
     entry["wire_bytes"] = wire_bytes_;

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cmath>
 #include <sstream>
 
@@ -10,23 +9,8 @@
 
 namespace shoal::cli {
 
-double Samples::min() const {
-  return *std::min_element(values.begin(), values.end());
-}
-
-double Samples::median() const {
-  auto sorted = values;
-  std::sort(sorted.begin(), sorted.end());
-  const auto half = sorted.size() / 2;
-  return sorted.size() % 2 == 1 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
-}
-
-double Samples::max() const {
-  return *std::max_element(values.begin(), values.end());
-}
-
-nlohmann::ordered_json Samples::json(const std::string& unit) const {
-  return {{"min_" + unit, min()}, {"median_" + unit, median()}, {"max_" + unit, max()}};
+nlohmann::ordered_json json_of(const Samples& samples, const std::string& unit) {
+  return {{"min_" + unit, samples.min()}, {"median_" + unit, samples.median()}, {"max_" + unit, samples.max()}};
 }
 
 int64_t parse_bytes(const std::string& text) {

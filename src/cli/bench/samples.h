@@ -1,21 +1,15 @@
 #pragma once
-// Samples of repeated measurements.
+// Samples and sizes in reports.
 
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
+
+#include "planning/samples.h"
 
 namespace shoal::cli {
 
-struct Samples {
-  std::vector<double> values;
-
-  double min() const;
-  double median() const;
-  double max() const;
-  // {"min_UNIT": ..., "median_UNIT": ..., "max_UNIT": ...}
-  nlohmann::ordered_json json(const std::string& unit) const;
-};
+// {"min_UNIT": ..., "median_UNIT": ..., "max_UNIT": ...}
+nlohmann::ordered_json json_of(const Samples& samples, const std::string& unit);
 
 // Parses "4", "64K", "16M", "1G" to bytes. Throws UsageError.
 int64_t parse_bytes(const std::string& text);

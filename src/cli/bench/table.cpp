@@ -52,23 +52,4 @@ std::string collectives_table(const nlohmann::ordered_json& figures) {
   return text;
 }
 
-std::string training_table(const nlohmann::ordered_json& figures) {
-  const auto number = [](const nlohmann::ordered_json& value, const char* format) {
-    return value.is_null() ? std::string("-") : fmt::format(fmt::runtime(format), value.get<double>());
-  };
-  std::string text =
-      fmt::format("{:<9} {:<10} {:<6} {:>10} {:>10} {:>9} {:>9} {:>9} {:>12} {:>9} {:>8}\n", "by", "strategy", "over",
-                  "step ms", "min ms", "compute", "exposed", "update", "wire B/step", "growth MiB", "x local");
-  for (const auto& figure : figures) {
-    text += fmt::format("{:<9} {:<10} {:<6} {:>10} {:>10} {:>9} {:>9} {:>9} {:>12} {:>9} {:>8}\n",
-                        figure["peer"] == "shoal" ? "shoal" : "python", std::string(figure["strategy"]),
-                        std::string(figure["transport"]), number(figure["step_ms"]["median"], "{:.3f}"),
-                        number(figure["step_ms"]["min"], "{:.3f}"), number(figure["compute_ms"], "{:.3f}"),
-                        number(figure["exposed_comm_ms"], "{:.3f}"), number(figure["update_ms"], "{:.3f}"),
-                        number(figure["wire_bytes_per_step"], "{:.0f}"), number(figure["memory"]["growth"], "{:.1f}"),
-                        number(figure.value("ratio_to_local", nlohmann::ordered_json()), "{:.3f}"));
-  }
-  return text;
-}
-
 }  // namespace shoal::cli

@@ -16,6 +16,4 @@ nlohmann::ordered_json times_faster(const nlohmann::ordered_json& figures, const
 // One line per figure.
 std::string collectives_table(const nlohmann::ordered_json& figures);
 
-std::string training_table(const nlohmann::ordered_json& figures);
-
 }  // namespace shoal::cli

@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <map>
+#include <optional>
 
-#include "cli/bench/samples.h"
 #include "launch/child.h"
+#include "planning/samples.h"
 #include "shoal/error.h"
 #include "shoal/progress.h"
 #include "shoal/training.h"
@@ -27,7 +27,6 @@ struct Contestant {
   std::string transport;
   std::vector<std::string> command;
   Variables variables;
-  std::vector<Json> reports;  // one per round
 };
 
 // Temporary folder for the reports, removed by the destructor.
@@ -71,7 +70,7 @@ std::vector<Contestant> contestants(const TrainingBenchOptions& options, const s
       const auto pace = find_strategy(name_of(strategy)).pace;
       const bool alone = pace == Pace::alone || pace == Pace::single;
       if (alone && transport != options.transports.front()) continue;
-      Contestant one{"shoal", strategy, alone ? "none" : transport, {}, {}, {}};
+      Contestant one{"shoal", strategy, alone ? "none" : transport, {}, {}};
       one.command = {self,          "train",
                      "--data",      "reference",
                      "--strategy",  name_of(strategy),
@@ -86,7 +85,7 @@ std::vector<Contestant> contestants(const TrainingBenchOptions& options, const s
   }
   for (const auto& peer : options.peers) {
     if (options.peer_python.empty()) break;
-    Contestant one{peer, peer, peer == "local" ? "none" : "gloo", {}, {}, {}};
+    Contestant one{peer, peer, peer == "local" ? "none" : "gloo", {}, {}};
     one.command = {options.peer_python, options.peer_script,           "--peer", name_of(peer),
                    "--world",           std::to_string(options.ranks), "--impl", options.peer_impl};
     add_topology(peer, one.command);
@@ -118,80 +117,78 @@ Json run(const Contestant& contestant, const Scratch& scratch) {
   return Json::parse(file);
 }
 
-// Steps of all rounds, without warm-up.
-Samples steps_of(const Contestant& contestant) {
-  Samples samples;
-  for (const auto& report : contestant.reports) {
-    const auto steps = report["timing"]["step_ms"].get<std::vector<double>>();
-    const auto warm_up = report["timing"].value("warm_up", 3);
-    samples.values.insert(samples.values.end(), steps.begin() + std::min<size_t>(warm_up, steps.size() - 1),
-                          steps.end());
-  }
-  return samples;
+// Of the rank with most, where ranks have values of their own; none: the report does not have it.
+std::optional<double> value_of(const Json& report, const char* group, const char* name) {
+  if (!report.contains(group) || !report[group].contains(name)) return std::nullopt;
+  const auto& value = report[group][name];
+  if (value.is_null()) return std::nullopt;
+  return value.is_array() ? std::max_element(value.begin(), value.end())->get<double>() : value.get<double>();
 }
 
-Json median_over_rounds(const Contestant& contestant, const char* group, const char* name) {
+BenchRound round_of(const Json& report) {
+  auto steps = report["timing"]["step_ms"].get<std::vector<double>>();
+  const auto warm_up = report["timing"].value("warm_up", 3);
+  steps.erase(steps.begin(), steps.begin() + std::min<size_t>(warm_up, steps.size() - 1));
+  return {.step_ms = std::move(steps),
+          .compute_ms = value_of(report, "timing", "compute_ms"),
+          .exposed_comm_ms = value_of(report, "timing", "exposed_comm_ms"),
+          .update_ms = value_of(report, "timing", "update_ms"),
+          .wire_bytes_per_step = value_of(report, "communication", "wire_bytes_per_step"),
+          .collectives_per_step = value_of(report, "communication", "collectives_per_step"),
+          .params_mib = value_of(report, "memory", "params_mib"),
+          .grads_mib = value_of(report, "memory", "grads_mib"),
+          .state_mib = value_of(report, "memory", "state_mib"),
+          .growth_mib = value_of(report, "memory", "growth_mib")};
+}
+
+Json json_of(const std::optional<double>& value) {
+  return value ? Json(*value) : Json();
+}
+
+// Of a value that only the reports have.
+Json median_of(const std::vector<Json>& reports, const char* group, const char* name) {
   Samples samples;
-  for (const auto& report : contestant.reports) {
-    if (!report.contains(group) || !report[group].contains(name)) return nullptr;
-    const auto& value = report[group][name];
-    if (value.is_null()) return nullptr;
-    samples.values.push_back(value.is_array() ? *std::max_element(value.begin(), value.end()) : value);
+  for (const auto& report : reports) {
+    const auto value = value_of(report, group, name);
+    if (!value) return nullptr;
+    samples.values.push_back(*value);
   }
   return samples.median();
 }
 
-// Ratio of the medians to those of `base`, round by round.
-Samples ratios(const Contestant& contestant, const Contestant& base) {
-  Samples samples;
-  for (size_t round = 0; round < contestant.reports.size(); ++round) {
-    const double own = contestant.reports[round]["timing"]["median_ms"];
-    samples.values.push_back(own / base.reports[round]["timing"]["median_ms"].get<double>());
+Json figure(const TrainingBench& bench, size_t number, const TrainingBenchOptions& options) {
+  const auto& own = bench.figures.strategies[number];
+  const auto& reports = bench.reports[number];
+  const auto steps = own.step_ms();
+  Json entry{{"strategy", own.strategy}, {"peer", bench.peers[number]},   {"transport", own.transport},
+             {"model", options.model},   {"size", options.size},          {"ranks", options.ranks},
+             {"dtype", "float32"},       {"optimizer", options.optimizer}};
+  entry["step_ms"] = {{"min", steps.min}, {"median", steps.median}, {"max", steps.max}};
+  for (const auto& round : own.rounds) entry["median_ms_per_round"].push_back(round.median_ms());
+  for (const auto& [name, part] :
+       {std::pair("compute_ms", &BenchRound::compute_ms), std::pair("exposed_comm_ms", &BenchRound::exposed_comm_ms),
+        std::pair("update_ms", &BenchRound::update_ms),
+        std::pair("wire_bytes_per_step", &BenchRound::wire_bytes_per_step),
+        std::pair("collectives_per_step", &BenchRound::collectives_per_step)}) {
+    entry[name] = json_of(own.median(part));
   }
-  return samples;
-}
-
-Json figure(const Contestant& contestant, const std::vector<Contestant>& all, const TrainingBenchOptions& options) {
-  const auto steps = steps_of(contestant);
-  Json entry{{"strategy", contestant.strategy},
-             {"peer", contestant.peer},
-             {"transport", contestant.transport},
-             {"model", options.model},
-             {"size", options.size},
-             {"ranks", options.ranks},
-             {"dtype", "float32"},
-             {"optimizer", options.optimizer}};
-  entry["step_ms"] = {{"min", steps.min()}, {"median", steps.median()}, {"max", steps.max()}};
-  for (const auto& report : contestant.reports) {
-    entry["median_ms_per_round"].push_back(report["timing"]["median_ms"]);
-  }
-  for (const char* name : {"compute_ms", "exposed_comm_ms", "update_ms"}) {
-    entry[name] = median_over_rounds(contestant, "timing", name);
-  }
-  entry["wire_bytes_per_step"] = median_over_rounds(contestant, "communication", "wire_bytes_per_step");
-  entry["collectives_per_step"] = median_over_rounds(contestant, "communication", "collectives_per_step");
-  for (const auto& [name, from] : std::map<std::string, const char*>{{"params", "params_mib"},
-                                                                     {"grads", "grads_mib"},
-                                                                     {"state", "state_mib"},
-                                                                     {"peak", "rss_peak_mib"},
-                                                                     {"pss", "pss_mib"},
-                                                                     {"growth", "growth_mib"}}) {
-    entry["memory"][name] = median_over_rounds(contestant, "memory", from);
-  }
+  entry["memory"] = {{"grads", json_of(own.median(&BenchRound::grads_mib))},
+                     {"growth", json_of(own.median(&BenchRound::growth_mib))},
+                     {"params", json_of(own.median(&BenchRound::params_mib))},
+                     {"peak", median_of(reports, "memory", "rss_peak_mib")},
+                     {"pss", median_of(reports, "memory", "pss_mib")},
+                     {"state", json_of(own.median(&BenchRound::state_mib))}};
   // Ratio to the floor of the same implementation, and to shoal's floor.
-  const auto floor_of = [&](const std::string& peer) {
-    return std::find_if(all.begin(), all.end(),
-                        [&](const Contestant& other) { return other.strategy == "local" && other.peer == peer; });
+  const auto compare = [&](const std::string& name, const StrategyFigures* base) {
+    if (base == nullptr) return;
+    const auto ratio = own.ratio_to(*base);
+    entry[name] = ratio.median;
+    entry[name + "_range"] = {ratio.min, ratio.max};
   };
-  if (const auto base = floor_of("shoal"); base != all.end()) {
-    const auto ratio = ratios(contestant, *base);
-    entry["ratio_to_local"] = ratio.median();
-    entry["ratio_to_local_range"] = {ratio.min(), ratio.max()};
-  }
-  if (const auto base = floor_of("local"); base != all.end()) {
-    const auto ratio = ratios(contestant, *base);
-    entry["ratio_to_python_local"] = ratio.median();
-    entry["ratio_to_python_local_range"] = {ratio.min(), ratio.max()};
+  compare("ratio_to_local", bench.figures.local());
+  const auto python = std::find(bench.peers.begin(), bench.peers.end(), "local");
+  if (python != bench.peers.end()) {
+    compare("ratio_to_python_local", &bench.figures.strategies[python - bench.peers.begin()]);
   }
   return entry;
 }
@@ -216,22 +213,32 @@ void TrainingBenchOptions::validate() const {
   if (!faults.empty()) throw UsageError(fmt::format("{}", fmt::join(faults, "; ")));
 }
 
-Json bench_training(const TrainingBenchOptions& options, const std::string& self) {
-  auto all = contestants(options, self);
+TrainingBench bench_training(const TrainingBenchOptions& options, const std::string& self) {
+  const auto all = contestants(options, self);
+  TrainingBench bench;
+  bench.reports.resize(all.size());
+  for (const auto& contestant : all) {
+    bench.peers.push_back(contestant.peer);
+    bench.figures.strategies.push_back({.strategy = contestant.strategy,
+                                        .transport = contestant.transport,
+                                        .by = contestant.peer == "shoal" ? "shoal" : "python"});
+  }
   const Scratch scratch;
-  const auto total = options.rounds * static_cast<int64_t>(all.size());
-  ProgressBar progress(total, {.unit = "runs"});
-  int64_t done = 0;
+  ProgressBar progress(options.rounds * static_cast<int64_t>(all.size()), {.unit = "runs"});
   for (int round = 0; round < options.rounds; ++round) {
-    for (auto& contestant : all) {
-      contestant.reports.push_back(run(contestant, scratch));
+    for (size_t i = 0; i < all.size(); ++i) {
+      bench.reports[i].push_back(run(all[i], scratch));
+      bench.figures.strategies[i].rounds.push_back(round_of(bench.reports[i].back()));
       progress.update();
-      ++done;
     }
   }
   progress.clear();
+  return bench;
+}
+
+Json json_of(const TrainingBench& bench, const TrainingBenchOptions& options) {
   auto list = Json::array();
-  for (const auto& contestant : all) list.push_back(figure(contestant, all, options));
+  for (size_t i = 0; i < bench.peers.size(); ++i) list.push_back(figure(bench, i, options));
   return list;
 }
 

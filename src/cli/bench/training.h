@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "shoal/bench.h"
+
 namespace shoal::cli {
 
 struct TrainingBenchOptions {
@@ -29,7 +31,14 @@ struct TrainingBenchOptions {
   void validate() const;
 };
 
-// Starts every contestant once per round as a separate program. self: this program. Ratios are computed within a round.
-nlohmann::ordered_json bench_training(const TrainingBenchOptions& options, const std::string& self);
+struct TrainingBench {
+  StrategyBench figures;
+  std::vector<std::string> peers;                            // of each contestant: "shoal" or a peer of peers.py
+  std::vector<std::vector<nlohmann::ordered_json>> reports;  // of each contestant: one per round
+};
+
+// Starts every contestant once per round as a separate program. self: this program.
+TrainingBench bench_training(const TrainingBenchOptions& options, const std::string& self);
+nlohmann::ordered_json json_of(const TrainingBench& bench, const TrainingBenchOptions& options);
 
 }  // namespace shoal::cli

@@ -9,21 +9,22 @@
 #include <map>
 
 #include "cli/commands.h"
-#include "cli/plan/model_plan.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/train/report.h"
+#include "data/reference.h"
 #include "layout/model_bytes.h"
+#include "models/loss.h"
 #include "models/registry.h"
+#include "planning/strategy_plan.h"
 #include "shoal/error.h"
 #include "shoal/progress.h"
-#include "training/hook_text.h"
 
 namespace shoal::cli {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct PlanOptions {
+struct CommandOptions {
   std::optional<double> params;
   std::string strategy = "all";
   std::string json;
@@ -58,16 +59,16 @@ ElementBytes element_bytes(const std::string& dtype, const std::string& optimize
   throw UsageError(fmt::format("--dtype {}: with --params one of float32, float64, mixed, mixed_fp32_grads", dtype));
 }
 
-bool wanted(const PlanOptions& options, const std::string& strategy) {
+bool wanted(const CommandOptions& options, const std::string& strategy) {
   return options.strategy == "all" || options.strategy == strategy;
 }
 
-void finish(const PlanOptions& options, const std::string& table, const Json& report) {
+void finish(const CommandOptions& options, const std::string& table, const Json& report) {
   if (options.json != "-") fmt::print("{}", table);
   if (!options.json.empty()) write_json(options.json, report);
 }
 
-int plan_number(const PlanOptions& options) {
+int plan_number(const CommandOptions& options) {
   const auto bytes = element_bytes(options.train.dtype, options.train.optimizer);
   const int ranks = options.train.ranks.value_or(2);
   constexpr double giga = 1e9;
@@ -105,7 +106,7 @@ Json json_of(const PlannedCalls& calls) {
   return {{"collectives", calls.calls}, {"bytes", calls.bytes}};
 }
 
-Json json_of(const std::string& strategy, const ModelPlan& plan) {
+Json json_of(const StrategyPlan& plan) {
   Json memory;
   const auto put = [&](const char* name, int64_t RankMemory::*part) {
     for (const auto& rank : plan.ranks) memory[name].push_back(rank.*part);
@@ -116,11 +117,8 @@ Json json_of(const std::string& strategy, const ModelPlan& plan) {
   put("buffers_bytes", &RankMemory::buffers);
   memory["params_once_per_host"] = plan.parameters_once;
   memory["params_gathered"] = plan.gathers;
-  int64_t host = 0;
-  for (const auto& rank : plan.ranks) host += rank.total();
-  if (plan.parameters_once) host -= (static_cast<int64_t>(plan.ranks.size()) - 1) * plan.ranks.front().parameters;
-  memory["host_bytes"] = host;
-  return {{"strategy", strategy},
+  memory["host_bytes"] = plan.total();
+  return {{"strategy", plan.strategy},
           {"memory", memory},
           {"communication",
            {{"first_step", json_of(plan.first_step)},
@@ -130,15 +128,22 @@ Json json_of(const std::string& strategy, const ModelPlan& plan) {
             {"per_step", json_of(plan.per_step)}}}};
 }
 
-int plan_built_in(const PlanOptions& options) {
-  constexpr double mebibyte = 1 << 20;
+// Loss of a short sample, for the order of gradients.
+std::function<at::Tensor()> short_loss(const TrainOptions& options, const std::shared_ptr<models::Model>& model) {
+  auto sample = data::reference_batch(options.model, options.size, {}, 1, options.data_dtype());
+  constexpr int64_t tokens = 4;  // of a text; the order is that of any length
+  if (!sample.data.is_floating_point()) {
+    sample = {sample.data.slice(1, 0, tokens), sample.target.slice(1, 0, tokens)};
+  }
+  return [model, sample, precision = options.precision()] {
+    return models::loss_of(model->forward(precision.input(sample.data)), sample.target);
+  };
+}
+
+int plan_built_in(const CommandOptions& options) {
   const int ranks = options.train.ranks.value_or(2);
+  const bool one_host = options.train.transport == "auto" || options.train.transport == "host";
   const auto compress = options.train.compress();
-  auto table = fmt::format("{} {} on {} rank(s), {}, {}{}; MiB of the rank that holds most\n\n", options.train.model,
-                           options.train.size, ranks, options.train.dtype, options.train.optimizer,
-                           compress == "none" ? "" : ", gradients as " + compress);
-  table += fmt::format("{:<10}{:>12}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}\n", "strategy", "parameters", "gradients",
-                       "state", "buffers", "all ranks", "collectives", "bytes/step");
   Json report = {{"config",
                   {{"model", options.train.model},
                    {"size", options.train.size},
@@ -148,12 +153,11 @@ int plan_built_in(const PlanOptions& options) {
                    {"transport", options.train.transport},
                    {"compress", compress}}},
                  {"strategies", Json::array()}};
-  bool once = false, gathers = false;
-  std::map<at::ScalarType, PlannedModel> by_dtype;
-  ProgressBar progress(options.strategy == "all" ? static_cast<int64_t>(std::size(formulas)) : 1,
-                       {.unit = "strategies"});
-  for (const auto& formula : formulas) {
-    const auto* strategy = formula.strategy;
+  Plan plan;
+  std::map<at::ScalarType, PlannedModule> by_dtype;
+  const auto names = plannable_strategies();
+  ProgressBar progress(options.strategy == "all" ? static_cast<int64_t>(names.size()) : 1, {.unit = "strategies"});
+  for (const auto& strategy : names) {
     if (!wanted(options, strategy)) continue;
     auto train = options.train;
     train.strategy = strategy;
@@ -166,35 +170,26 @@ int plan_built_in(const PlanOptions& options) {
       throw;
     }
     auto& planned = by_dtype[train.precision().parameters];
-    if (!planned.model) {
-      planned.model = models::make_model(train.model, train.size, models::Init::torch, train.seed, train.data_dtype());
-      train.precision().convert(*planned.model);
+    if (!planned.module) {
+      const auto model =
+          models::make_model(train.model, train.size, models::Init::torch, train.seed, train.data_dtype());
+      train.precision().convert(*model);
+      planned = {.module = model, .loss = short_loss(train, model)};
     }
-    const auto plan = plan_model(train, planned, ranks);
+    plan.strategies.push_back(
+        plan_strategy(strategy, planned, recipe_of(train), train.training_options(), ranks, one_host));
+    report["strategies"].push_back(json_of(plan.strategies.back()));
     progress.update(1, strategy);
-    const auto most = *std::max_element(plan.ranks.begin(), plan.ranks.end(),
-                                        [](const auto& a, const auto& b) { return a.total() < b.total(); });
-    report["strategies"].push_back(json_of(strategy, plan));
-    const auto host = report["strategies"].back()["memory"]["host_bytes"].get<double>();
-    table += fmt::format("{:<10}{:>11.3f}{}{:>12.3f}{:>12.3f}{:>12.3f}{:>12.3f}{:>14}{:>14}\n", strategy,
-                         most.parameters / mebibyte, plan.parameters_once ? "*" : " ", most.gradients / mebibyte,
-                         most.state / mebibyte, most.buffers / mebibyte, host / mebibyte, plan.per_step.calls,
-                         plan.per_step.bytes);
-    once = once || plan.parameters_once;
-    gathers = gathers || plan.gathers;
   }
   progress.clear();
-  if (gathers)
-    table += "\nfsdp: and every unit's parameters, gathered when they are used; of these up to 3 units at a time\n";
-  if (const auto plain = plain_steps(compress); plain > 0) {
-    table += fmt::format("\n{}: from step {} on; until then gradients travel whole\n", compress, plain);
-  }
-  if (once) table += "\n* one copy for all ranks of the host\n";
-  finish(options, table, report);
+  const auto title = fmt::format("{} {} on {} rank(s), {}, {}{}; MiB of the rank that holds most\n\n",
+                                 options.train.model, options.train.size, ranks, options.train.dtype,
+                                 options.train.optimizer, compress == "none" ? "" : ", gradients as " + compress);
+  finish(options, title + plan.table(), report);
   return 0;
 }
 
-void check(PlanOptions& options) {
+void check(CommandOptions& options) {
   const auto known = plannable();
   if (std::find(known.begin(), known.end(), options.strategy) == known.end()) {
     throw UsageError(fmt::format("--strategy {}: choose one of {}", options.strategy, fmt::join(known, ", ")));
@@ -218,7 +213,7 @@ void check(PlanOptions& options) {
 
 void add_plan_command(CLI::App& app, Action& chosen) {
   auto* command = app.add_subcommand("plan", "estimate memory per rank and bytes per step without running a training");
-  const auto options = std::make_shared<PlanOptions>();
+  const auto options = std::make_shared<CommandOptions>();
   auto& train = options->train;
   auto* number = command->add_option("--params", options->params, "number of parameters; uses the published formulas");
   command->add_option("--model", train.model, "model: cnn, mlp, gpt; gives exact figures")

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include "cli/strategies/muon_with_adamw.h"
-#include "optim/state.h"
 #include "shoal/error.h"
 #include "shoal/optim.h"
 
@@ -71,22 +70,6 @@ int state_per_element(const std::string& name) {
   if (name == "adamw" || name == "adam" || name == "lamb") return 2;
   if (accumulates(name)) return 3;
   throw UsageError(name + ": what it keeps depends on the parameters' shapes, not on their number alone");
-}
-
-int64_t state_numel(const std::string& name, at::IntArrayRef sizes, size_t group) {
-  const auto numel = c10::multiply_integers(sizes);
-  if (name == "muon") return group == 0 ? numel : state_per_element("adamw") * numel;
-  if (name != "adafactor") return state_per_element(name) * numel;
-  if (sizes.size() <= 1 || numel == 0) return numel;
-  return numel / sizes.back() + numel / sizes[sizes.size() - 2];  // one mean per row and one per column
-}
-
-std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer) {
-  std::vector<at::Tensor> all;
-  for (const auto& [parameter, state] : optimizer.state()) {
-    for (const auto& [name, tensor] : shoal::named_state(*state).tensors) all.push_back(tensor);
-  }
-  return all;
 }
 
 }  // namespace shoal::cli

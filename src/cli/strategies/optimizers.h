@@ -16,12 +16,7 @@ void check_optimizer(const TrainOptions& options);
 // With the hyper-parameters of the reference runs, unless the options give others.
 OptimizerRecipe recipe_of(const TrainOptions& options);
 
-// Number of elements that the optimizer keeps for a parameter of these sizes in param group `group`.
-int64_t state_numel(const std::string& name, at::IntArrayRef sizes, size_t group);
 // Number of elements kept per element, whatever the sizes. UsageError for an optimizer for which it depends on sizes.
 int state_per_element(const std::string& name);
-
-// Tensors that the optimizer keeps beside the parameters: moments, momentum.
-std::vector<at::Tensor> state_tensors(const torch::optim::Optimizer& optimizer);
 
 }  // namespace shoal::cli

@@ -31,10 +31,4 @@ void reset_peak() {
   std::ofstream("/proc/self/clear_refs") << "5";
 }
 
-double mebibytes(const std::vector<at::Tensor>& tensors) {
-  double bytes = 0;
-  for (const auto& tensor : tensors) bytes += static_cast<double>(tensor.nbytes());
-  return bytes / (1 << 20);
-}
-
 }  // namespace shoal::cli

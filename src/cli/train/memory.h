@@ -1,9 +1,5 @@
 #pragma once
-// Memory of this process, as reported by the kernel, and of tensors.
-
-#include <torch/types.h>
-
-#include <vector>
+// Memory of this process, as reported by the kernel.
 
 namespace shoal::cli {
 
@@ -13,6 +9,5 @@ double peak_resident_mib();  // maximum since the start or the last reset_peak()
 double proportional_mib();
 // Resets the peak to the present value. No effect if the kernel does not allow it.
 void reset_peak();
-double mebibytes(const std::vector<at::Tensor>& tensors);
 
 }  // namespace shoal::cli

@@ -12,8 +12,9 @@
 #include <set>
 #include <utility>
 
-#include "cli/train/memory.h"
 #include "models/digest.h"
+#include "planning/measured_step.h"
+#include "planning/samples.h"
 #include "shoal/error.h"
 
 namespace shoal::cli {
@@ -91,29 +92,22 @@ Json config(const TrainOptions& options, const World& world) {
   return result;
 }
 
-// Values after the warm-up, in ascending order.
-std::vector<double> steady_part(std::vector<double> values) {
+// Values after the warm-up.
+Samples steady_part(std::vector<double> values) {
   if (values.size() > warm_up) values.erase(values.begin(), values.begin() + warm_up);
-  std::sort(values.begin(), values.end());
-  return values;
-}
-
-double median_of(const std::vector<double>& sorted) {
-  const auto middle = sorted.size() / 2;
-  return sorted.size() % 2 == 1 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+  return {std::move(values)};
 }
 
 Json timing(const std::vector<double>& step_ms) {
   const auto steady = steady_part(step_ms);
-  const double median = median_of(steady);
   Json list = Json::array();
   for (const auto value : step_ms) list.push_back(rounded(value, 1e-3));
   double load[1] = {0};
   getloadavg(load, 1);
   return {{"step_ms", list},
           {"warm_up", warm_up},
-          {"median_ms", rounded(median, 1e-3)},
-          {"min_ms", rounded(steady.front(), 1e-3)},
+          {"median_ms", rounded(steady.median(), 1e-3)},
+          {"min_ms", rounded(steady.min(), 1e-3)},
           {"load_1min", load[0]}};
 }
 
@@ -178,11 +172,11 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   }
   report["timing"] = timing(reduced(group, result.step_ms, ReduceOp::max));
   report["timing"]["samples_per_second"] = rounded(static_cast<double>(result.samples * group.size()) / seconds, 0.1);
-  const auto wait = median_of(steady_part(result.wait_ms));
-  const auto update = median_of(steady_part(result.update_ms));
+  const auto wait = steady_part(result.wait_ms).median();
+  const auto update = steady_part(result.update_ms).median();
   report["timing"]["exposed_comm_ms"] = rounded(wait, 1e-3);
   report["timing"]["update_ms"] = rounded(update, 1e-3);
-  report["timing"]["compute_ms"] = rounded(median_of(steady_part(result.step_ms)) - wait - update, 1e-3);
+  report["timing"]["compute_ms"] = rounded(steady_part(result.step_ms).median() - wait - update, 1e-3);
   const auto steps = static_cast<double>(result.step_ms.size());
   report["communication"] = {{"collectives_per_step", static_cast<double>(result.communication.calls) / steps},
                              {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},

@@ -4,13 +4,12 @@
 
 #include <chrono>
 
-#include "cli/machine.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
 #include "cli/train/exchanges.h"
-#include "cli/train/memory.h"
 #include "cli/train/metrics.h"
 #include "models/loss.h"
+#include "planning/measured_step.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
 #include "training/common_values.h"
@@ -24,18 +23,6 @@ volatile std::sig_atomic_t interrupted = 0;
 namespace {
 
 constexpr const char* steps_per_epoch = "steps_per_epoch";  // key in the position of a checkpoint
-
-// Parameters that the optimizer updates in a wider dtype than the model's.
-std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, const models::Model& model) {
-  const auto dtype = model.parameters().front().scalar_type();
-  std::vector<at::Tensor> list;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const auto& parameter : group.params()) {
-      if (parameter.scalar_type() != dtype) list.push_back(parameter);
-    }
-  }
-  return list;
-}
 
 // Adds the schedule, for strategies that step their optimizers themselves.
 TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) {
@@ -67,31 +54,19 @@ int64_t Trainer::total_steps() const {
 
 // One optimizer step; returns the mean loss over its micro-batches.
 double Trainer::step(int64_t number, TrainResult& result) {
-  const auto before = group_.statistics();
   const auto precision = options_.precision();
-  auto* timeline = timeline_of(group_);
-  const TimedScope whole(timeline, "step", number);
-  double loss_sum = 0;
-  for (int micro = 0; micro < options_.accumulate; ++micro) {
+  const auto loss = [&](int micro) {
     const auto batch = feed_.next(number, micro);
-    const auto loss = [&] {
-      const TimedScope scope(timeline, "forward", number);
-      return models::loss_of(strategy_.forward(precision.input(batch.data)), batch.target);
-    }();
-    const TimedScope scope(timeline, "backward", number);
-    const auto accumulating = strategy_->no_sync(micro + 1 < options_.accumulate);
-    strategy_->backward(options_.accumulate > 1 ? loss / options_.accumulate : loss);
-    loss_sum += loss.item<double>();
-  }
-  result.wait_ms.push_back(1e3 * (group_.statistics().waited_s - before.waited_s));
-  const TimedScope scope(timeline, "optimizer", number);
-  const auto start = Clock::now();
-  strategy_->step();
-  if (result.loss.empty()) result.grads_mib = mebibytes(strategy_->gradients());
-  strategy_->zero_grad();
-  result.update_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
-  result.sent.push_back(group_.statistics().bytes - before.bytes);
-  return loss_sum / options_.accumulate;
+    const TimedScope scope(timeline_of(group_), "forward", number);
+    return models::loss_of(strategy_.forward(precision.input(batch.data)), batch.target);
+  };
+  const bool is_first = result.loss.empty();
+  const auto step = measured_step(*strategy_, number, options_.accumulate, loss, /*gradients=*/is_first);
+  if (is_first) result.grads_mib = step.grads_mib;
+  result.wait_ms.push_back(step.wait_ms);
+  result.update_ms.push_back(step.update_ms);
+  result.sent.push_back(step.bytes);
+  return step.loss;
 }
 
 // Ranks that need each other to save must end with the same step; one that is interrupted while they agree ends with
@@ -301,9 +276,7 @@ TrainResult Trainer::run() {
   if (training_) tolerate([&] { training_->wait(); });
   if (result.stopped) interrupted = 1;  // also if only a peer was interrupted
   result.params_mib = mebibytes(strategy_->parameters());
-  for (const auto* local : strategy_->local_optimizers()) {
-    result.state_mib += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, *model_));
-  }
+  result.state_mib = state_mib(*strategy_, *model_);
   if (!result.stopped) meeting_.together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
   result.logging = strategy_->logging_data();
   const auto after = group_.statistics();

@@ -8,11 +8,6 @@
 namespace shoal {
 namespace {
 
-std::optional<WrapPolicy> units_of(const TrainingParts& parts) {
-  const auto elements = parts.values.integer("unit_numel");
-  return elements > 0 ? std::optional(wrap_size(elements)) : parts.options.units;
-}
-
 FullyShardedDataParallelOptions fsdp_options(const TrainingParts& parts, ShardingStrategy sharding) {
   FullyShardedDataParallelOptions options{
       .sharding_strategy = sharding,
@@ -62,6 +57,11 @@ std::vector<StrategyOption> fsdp_option_list() {
            .least = 0},
           fp32_gradients_option(false),
           compress_option()};
+}
+
+std::optional<WrapPolicy> units_of(const TrainingParts& parts) {
+  const auto elements = parts.values.integer("unit_numel");
+  return elements > 0 ? std::optional(wrap_size(elements)) : parts.options.units;
 }
 
 OptimizerRecipe::ParamGroups groups_of_units(const TrainingParts& parts) {

@@ -43,6 +43,8 @@ class FsdpTraining : public WrappedTraining<OpenFullyShardedCore, TrainingCore> 
   std::unique_ptr<FullyShardedOptimizerCore> optimizer_;
 };
 
+// Policy of the option unit_numel, or the training's.
+std::optional<WrapPolicy> units_of(const TrainingParts& parts);
 // Param groups of the recipe; nothing: the optimizer takes all trainable parameters.
 OptimizerRecipe::ParamGroups groups_of_units(const TrainingParts& parts);
 FullyShardedOptimizerOptions sharded_optimizer_options(const TrainingParts& parts);

@@ -1,51 +1,31 @@
-#include "cli/plan/model_plan.h"
+#include "planning/strategy_plan.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
 #include <numeric>
 
-#include "cli/strategies/optimizers.h"
-#include "cli/strategies/units.h"
 #include "comm/transport/dry_run.h"
-#include "data/reference.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
 #include "engine/wrapper/data_parallel_state.h"
-#include "models/loss.h"
 #include "module/units.h"
+#include "planning/arrival.h"
+#include "planning/state_bytes.h"
 #include "shoal/group.h"
 #include "strategy/ddp/ddp.h"
 #include "strategy/fsdp/unit_reduction.h"
 #include "strategy/megatron/bucket_caps.h"
 #include "strategy/zero/bucket_caps.h"
 #include "training/hook_text.h"
+#include "training/parts.h"
+#include "training/strategies/fsdp.h"
 #include "training/wrapper_options.h"
 
-namespace shoal::cli {
+namespace shoal {
 namespace {
-
-// Order in which backward computes gradients.
-std::vector<size_t> arrival_order(const TrainOptions& options, models::Model& model,
-                                  const std::vector<Gradient>& gradients) {
-  std::vector<at::Tensor> parameters;
-  for (const auto& gradient : gradients) parameters.push_back(gradient.parameter);
-  std::vector<size_t> order;
-  const GradientHooks hooks(parameters, [&](size_t gradient) { order.push_back(gradient); });
-  const auto precision = options.precision();
-  auto sample = data::reference_batch(options.model, options.size, {}, 1, options.data_dtype());
-  constexpr int64_t tokens = 4;  // of a text; the order is that of any length
-  if (!sample.data.is_floating_point()) {
-    sample = {sample.data.slice(1, 0, tokens), sample.target.slice(1, 0, tokens)};
-  }
-  at::Tensor logits;
-  {
-    const Precision::Scope scope(precision, at::kCPU);
-    logits = model.forward(precision.input(sample.data));
-  }
-  models::loss_of(logits, sample.target).backward();
-  model.zero_grad();
-  return order;
-}
 
 int64_t element_bytes(const Gradient& gradient) {
   return static_cast<int64_t>(c10::elementSize(gradient.dtype()));
@@ -53,40 +33,49 @@ int64_t element_bytes(const Gradient& gradient) {
 
 class Planner {
  public:
-  Planner(const TrainOptions& options, PlannedModel& planned, int ranks)
-      : options_(options),
+  Planner(TrainingParts parts, PlannedModule& planned, bool one_host)
+      : parts_(std::move(parts)),
         planned_(planned),
-        model_(*planned.model),
-        ranks_(ranks),
-        group_(dry_run_group(ranks)),
-        tensors_(walk(model_, {})),
-        gradients_(gradients_of(tensors_)) {
-    const auto kind = recipe_of(options);
-    element_wise_ = kind.element_wise;
-    const auto groups = kind.groups(model_);
-    for (size_t number = 0; number < groups.size(); ++number) {
-      for (const auto& parameter : groups[number].params()) param_groups_[parameter.unsafeGetTensorImpl()] = number;
+        model_(*parts_.module),
+        ranks_(parts_.group.size()),
+        group_(parts_.group),
+        tensors_(walk(model_, parts_.options.ignored)),
+        gradients_(gradients_of(tensors_)),
+        groups_(groups_of(parts_)),
+        state_bytes_(parts_.recipe, groups_) {
+    for (size_t number = 0; number < groups_.size(); ++number) {
+      for (const auto& parameter : groups_[number].params()) param_groups_[parameter.unsafeGetTensorImpl()] = number;
     }
-    plan_.ranks.resize(ranks);
-    const bool shares = options.strategy != "ddp" && ranks > 1;
-    plan_.parameters_once = shares && (options.transport == "auto" || options.transport == "host");
+    for (const auto& entry : tensors_.trainable()) {
+      if (param_groups_.contains(entry.tensor.unsafeGetTensorImpl())) continue;
+      throw UsageError(
+          fmt::format("plan: the recipe's param groups leave out parameter {}, which is trainable; add it to a "
+                      "group, or freeze it",
+                      entry.name));
+    }
+    plan_.strategy = parts_.strategy.name;
+    plan_.ranks.resize(ranks_);
+    plan_.parameters_once = one_host && plan_.strategy != "ddp" && ranks_ > 1;
   }
 
-  ModelPlan make() {
+  StrategyPlan make() {
     assign_whole_parameters();
     plan_memory();
     std::vector<size_t> registered(gradients_.size());
     std::iota(registered.rbegin(), registered.rend(), 0);
-    plan_.plain_steps = plain_steps(options_.compress());
+    plan_.plain_steps = plain_steps(compress());
     if (owns_pieces()) {
       plan_.per_step = plan_.plain_step = plan_.first_step = fsdp() ? fsdp_step() : megatron_step(registered);
       return plan_;
     }
-    if (planned_.arrival.empty()) planned_.arrival = arrival_order(options_, model_, gradients_);
+    if (planned_.arrival.empty()) {
+      const auto& precision = parts_.options.precision;
+      planned_.arrival = planned_.loss ? arrival_order(model_, gradients_, precision, planned_.loss) : registered;
+    }
     const auto& arrived = planned_.arrival;
-    plan_.first_step = wrapped_step(registered, make_hook(options_.compress()));
-    plan_.plain_step = wrapped_step(arrived, make_hook(options_.compress()));
-    plan_.per_step = wrapped_step(arrived, make_started_hook(options_.compress()));
+    plan_.first_step = wrapped_step(registered, make_hook(compress()));
+    plan_.plain_step = wrapped_step(arrived, make_hook(compress()));
+    plan_.per_step = wrapped_step(arrived, make_started_hook(compress()));
     plan_.rebuild.add(static_cast<int64_t>(gradients_.size() * sizeof(int64_t)));
     return plan_;
   }
@@ -94,9 +83,10 @@ class Planner {
  private:
   using Buckets = std::vector<std::vector<size_t>>;
 
-  bool fsdp() const { return options_.strategy == "fsdp"; }
-  bool owns_pieces() const { return fsdp() || options_.strategy == "megatron"; }
-  bool cut() const { return owns_pieces() && element_wise_; }
+  bool fsdp() const { return plan_.strategy == "fsdp"; }
+  bool owns_pieces() const { return fsdp() || plan_.strategy == "megatron"; }
+  bool cut() const { return owns_pieces() && parts_.recipe.element_wise; }
+  const std::string& compress() const { return parts_.values.text("compress"); }
 
   void assign_whole_parameters() {
     for (const auto& gradient : gradients_) parameters_.push_back(gradient.parameter);
@@ -113,13 +103,12 @@ class Planner {
     assign_owners(listed, ranks_, owners);
     owners_.resize(owners.size());
     for (size_t place = 0; place < order.size(); ++place) owners_[order[place]] = owners[place];
-    if (options_.strategy == "megatron") {
+    if (plan_.strategy == "megatron") {
       for (auto& gradient : gradients_) gradient.sparse = false;  // buffers are dense
-      if (options_.values().flag("grad_reduce_in_fp32")) widen(gradients_);
     }
-    if (fsdp() && options_.values().flag("grad_reduce_in_fp32")) {
-      for (auto& gradient : gradients_) gradient.reduce_dtype = at::kFloat;
-    }
+    if (!parts_.values.flag("grad_reduce_in_fp32")) return;
+    if (!fsdp()) return widen(gradients_);
+    for (auto& gradient : gradients_) gradient.reduce_dtype = at::kFloat;
   }
 
   void plan_memory() {
@@ -127,24 +116,25 @@ class Planner {
       for (const auto& entry : tensors_.parameters) rank.parameters += static_cast<int64_t>(entry.tensor.nbytes());
       for (const auto& entry : tensors_.buffers) rank.buffers += static_cast<int64_t>(entry.tensor.nbytes());
     }
-    const bool whole_gradients = options_.strategy == "ddp" || options_.strategy == "zero1" || (cut() && !fsdp());
+    const bool whole_gradients = plan_.strategy == "ddp" || plan_.strategy == "zero1" || (cut() && !fsdp());
     for (size_t i = 0; i < gradients_.size(); ++i) {
       const auto bytes = parameters_[i].numel() * element_bytes(gradients_[i]);
       for (int rank = 0; rank < ranks_; ++rank) {
         auto& memory = plan_.ranks[rank];
         if (whole_gradients || (!cut() && owners_[i] == rank)) memory.gradients += bytes;
-        const bool updates = options_.strategy == "ddp" || owners_[i] == rank;
+        const bool updates = plan_.strategy == "ddp" || owners_[i] == rank;
         if (!cut() && updates) memory.state += state_bytes(parameters_[i].sizes(), parameters_[i]);
       }
     }
   }
 
   // State of a parameter, or of a piece of one, with these sizes.
-  int64_t state_bytes(at::IntArrayRef sizes, const at::Tensor& parameter) const {
-    const bool copied = owns_pieces() && parameter.element_size() < static_cast<int64_t>(sizeof(float));
-    const auto element = copied ? static_cast<int64_t>(sizeof(float)) : parameter.element_size();
+  int64_t state_bytes(at::IntArrayRef sizes, const at::Tensor& parameter) {
     const auto group = param_groups_.at(parameter.unsafeGetTensorImpl());
-    return element * (state_numel(options_.optimizer, sizes, group) + (copied ? c10::multiply_integers(sizes) : 0));
+    const bool copied = owns_pieces() && parameter.element_size() < static_cast<int64_t>(sizeof(float));
+    if (!copied) return state_bytes_.of(sizes, parameter.scalar_type(), group);
+    return state_bytes_.of(sizes, at::kFloat, group) +
+           c10::multiply_integers(sizes) * static_cast<int64_t>(sizeof(float));
   }
 
   PlannedCalls wrapped_step(std::span<const size_t> order, std::shared_ptr<CommunicationHook> hook) const {
@@ -157,14 +147,14 @@ class Planner {
       calls.add(bytes);
     }
     std::unique_ptr<GradientReduction> reduction;
-    if (options_.strategy == "zero2") {
-      const auto caps = sharded_bucket_caps(gradients_, zero2_options(options_.values(), {}), ranks_);
+    if (plan_.strategy == "zero2") {
+      const auto caps = sharded_bucket_caps(gradients_, zero2_options(parts_.values, parts_.options), ranks_);
       reduction = std::make_unique<ReduceToOwner>(group_, caps, owners_);
     } else {
-      reduction = std::make_unique<AllReduce>(group_, bucket_caps(ddp_options(options_.values(), {})));
+      reduction = std::make_unique<AllReduce>(group_, bucket_caps(ddp_options(parts_.values, parts_.options)));
     }
     add_reductions(std::move(reduction), std::move(hook), order, calls);
-    if (options_.strategy != "ddp") add_publication(calls);
+    if (plan_.strategy != "ddp") add_publication(calls);
     return calls;
   }
 
@@ -179,7 +169,7 @@ class Planner {
 
   // The synchronisation in step() before a rank writes parameters that others of its host may still read.
   void add_meeting(PlannedCalls& calls) const {
-    if (options_.precision().scaler) {
+    if (parts_.options.precision.scaler) {
       calls.add(sizeof(int32_t));  // whether some rank found inf or NaN
     } else if (plan_.parameters_once && ranks_ > 1) {
       calls.add(0);  // a barrier
@@ -188,14 +178,14 @@ class Planner {
 
   PlannedCalls megatron_step(std::span<const size_t> order) {
     PlannedCalls calls;
-    const auto caps = buffer_caps(gradients_, megatron_options(options_.values(), {}));
+    const auto caps = buffer_caps(gradients_, megatron_options(parts_.values, parts_.options));
     std::unique_ptr<GradientReduction> reduction;
     if (cut()) {
       reduction = std::make_unique<ReduceScatter>(group_, caps);
     } else {
       reduction = std::make_unique<ReduceToOwner>(group_, caps, owners_, /*follow=*/false);
     }
-    const auto buckets = add_reductions(std::move(reduction), make_started_hook(options_.compress()), order, calls);
+    const auto buckets = add_reductions(std::move(reduction), make_started_hook(compress()), order, calls);
     add_meeting(calls);
     for (const auto& members : buckets) {
       const auto layout = layout_of(members, cut());
@@ -215,7 +205,7 @@ class Planner {
   PlannedCalls fsdp_step() {
     PlannedCalls calls;
     std::vector<int> units;
-    const auto divided = divide(model_, tensors_, unit_policy(options_.model));
+    const auto divided = divide(model_, tensors_, units_of(parts_));
     for (const auto& parameter : parameters_) {
       for (size_t unit = 0; unit < divided.size(); ++unit) {
         for (const auto& entry : divided[unit].parameters) {
@@ -232,7 +222,7 @@ class Planner {
     } else {
       reduction = std::make_unique<ReduceUnitsToOwners>(groups, units, owners_);
     }
-    const auto buckets = add_reductions(std::move(reduction), make_started_hook(options_.compress()), {}, calls);
+    const auto buckets = add_reductions(std::move(reduction), make_started_hook(compress()), {}, calls);
     add_meeting(calls);
     plan_.gathers = ranks_ > 1 && !plan_.parameters_once;
     for (auto& rank : plan_.ranks) rank.parameters = plan_.gathers ? 0 : rank.parameters;
@@ -292,24 +282,48 @@ class Planner {
     }
   }
 
-  const TrainOptions& options_;
-  PlannedModel& planned_;
-  models::Model& model_;
+  const TrainingParts parts_;
+  PlannedModule& planned_;
+  const torch::nn::Module& model_;
   int ranks_;
   Group group_;
   ModuleTensors tensors_;
   std::vector<Gradient> gradients_;
-  bool element_wise_ = false;
+  OptimizerRecipe::ParamGroups groups_;
+  StateBytes state_bytes_;
   std::map<const c10::TensorImpl*, size_t> param_groups_;
   std::vector<at::Tensor> parameters_;
   std::vector<int> owners_;
-  ModelPlan plan_;
+  StrategyPlan plan_;
 };
 
 }  // namespace
 
-ModelPlan plan_model(const TrainOptions& options, PlannedModel& planned, int ranks) {
-  return Planner(options, planned, ranks).make();
+StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, const OptimizerRecipe& recipe,
+                           const TrainingOptions& training, int ranks, bool one_host) {
+  const auto names = plannable_strategies();
+  if (std::find(names.begin(), names.end(), strategy) == names.end()) {
+    throw UsageError(
+        fmt::format("plan: strategy '{}' cannot be planned; choose from {}", strategy, fmt::join(names, ", ")));
+  }
+  if (ranks < 1) throw UsageError(fmt::format("plan: {} ranks; give at least 1", ranks));
+  if (!planned.module) throw UsageError("plan: there is no module");
+  if (!recipe.make || !recipe.defaults)
+    throw UsageError("plan: the recipe lacks `make` or `defaults`; take optimizer_recipe()");
+  if (training.communication_hook) {
+    throw UsageError(
+        "plan: give the communication hook as the option compress; the object would be changed by planning");
+  }
+  const auto& chosen = find_strategy(strategy);
+  auto values = option_values(chosen, training.options);
+  if (chosen.check) chosen.check(values, training, ranks, one_host ? std::optional(1) : std::nullopt);
+  TrainingParts parts{.strategy = chosen,
+                      .module = planned.module,
+                      .recipe = recipe,
+                      .group = dry_run_group(ranks),
+                      .options = training,
+                      .values = std::move(values)};
+  return Planner(std::move(parts), planned, one_host).make();
 }
 
-}  // namespace shoal::cli
+}  // namespace shoal

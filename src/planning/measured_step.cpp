@@ -1,0 +1,84 @@
+#include "planning/measured_step.h"
+
+#include <chrono>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <unordered_set>
+
+#include "optim/state.h"
+#include "shoal/telemetry.h"
+
+namespace shoal {
+namespace {
+
+// Parameters that the optimizer updates in a wider dtype than the module's.
+std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
+  const auto dtype = module.parameters().front().scalar_type();
+  std::vector<at::Tensor> list;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      if (parameter.scalar_type() != dtype) list.push_back(parameter);
+    }
+  }
+  return list;
+}
+
+}  // namespace
+
+MeasuredStep measured_step(TrainingCore& training, int64_t number, int accumulate,
+                           const std::function<at::Tensor(int micro)>& loss, bool gradients) {
+  const auto& group = training.group();
+  const auto before = group.statistics();
+  auto* timeline = timeline_of(group);
+  const TimedScope whole(timeline, "step", number);
+  MeasuredStep step;
+  for (int micro = 0; micro < accumulate; ++micro) {
+    const auto value = loss(micro);
+    const TimedScope scope(timeline, "backward", number);
+    const auto accumulating = training.no_sync(micro + 1 < accumulate);
+    training.backward(accumulate > 1 ? value / accumulate : value);
+    step.loss += value.item<double>() / accumulate;
+  }
+  step.wait_ms = 1e3 * (group.statistics().waited_s - before.waited_s);
+  const TimedScope scope(timeline, "optimizer", number);
+  const auto start = Clock::now();
+  training.step();
+  if (gradients) step.grads_mib = mebibytes(training.gradients());
+  training.zero_grad();
+  step.update_ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+  step.bytes = group.statistics().bytes - before.bytes;
+  return step;
+}
+
+double mebibytes(const std::vector<at::Tensor>& tensors) {
+  double bytes = 0;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& tensor : tensors) {
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) bytes += static_cast<double>(tensor.nbytes());
+  }
+  return bytes / (1 << 20);
+}
+
+double state_mib(const TrainingCore& training, const torch::nn::Module& module) {
+  double sum = 0;
+  for (const auto* local : training.local_optimizers()) {
+    sum += mebibytes(state_tensors(*local)) + mebibytes(main_copies(*local, module));
+  }
+  return sum;
+}
+
+int64_t loopback_bytes() {
+  std::ifstream file("/proc/net/dev");
+  for (std::string line; std::getline(file, line);) {
+    const auto name = line.find("lo:");
+    if (name == std::string::npos) continue;
+    std::istringstream fields(line.substr(name + 3));
+    int64_t received = 0;
+    fields >> received;
+    return received;
+  }
+  return 0;
+}
+
+}  // namespace shoal

@@ -1,0 +1,167 @@
+// shoal::plan for a module of a program's own, compared with its training.
+
+#include "shoal/plan.h"
+
+#include <gmock/gmock.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/sgd.h>
+
+#include <sstream>
+
+#include "planning/measured_step.h"
+#include "shoal/optim.h"
+#include "tests/planning/own_module.h"
+#include "tests/support/refusal.h"
+#include "tests/support/world.h"
+
+namespace shoal::test {
+namespace {
+
+using testing::HasSubstr;
+
+const StrategyOptions small{{"bucket_cap_mb", "0.1"},
+                            {"first_bucket_mb", "0.02"},
+                            {"bucket_size", "9000"},
+                            {"reduce_buffer_size", "9000"},
+                            {"unit_numel", "9000"}};
+
+std::shared_ptr<OwnModule> made() {
+  torch::manual_seed(1);
+  return std::make_shared<OwnModule>();
+}
+
+// Those of `options` that the strategy has.
+StrategyOptions own(const std::string& strategy, StrategyOptions options) {
+  std::erase_if(options, [&](const auto& entry) { return !find_strategy(strategy).has(entry.first); });
+  return options;
+}
+
+void expect_training_does_what_was_planned(const OptimizerRecipe& recipe, const StrategyOptions& options) {
+  const auto& ranks = group();
+  const auto module = made();
+  const auto planned = plan(module, recipe,
+                            {.ranks = ranks.size(),
+                             .one_host = ranks.transport() == "host",
+                             .loss = [&] { return own_loss(*module, 0); },
+                             .training = {.options = options}});
+  ASSERT_EQ(planned.strategies.size(), plannable_strategies().size());
+  for (const auto& expected : planned.strategies) {
+    SCOPED_TRACE(expected.strategy);
+    const auto log = std::make_shared<CallLog>();
+    auto training = make_training(expected.strategy, made(), recipe, ranks.recorded(log),
+                                  {.options = own(expected.strategy, options)});
+    log->clear();
+    constexpr int steps = 4;
+    double grads_mib = 0;
+    for (int step = 0; step < steps; ++step) {
+      training->backward(own_loss(training, ranks.rank()));
+      EXPECT_TRUE(training->step());
+      if (step == 0) grads_mib = mebibytes(training->gradients());
+      training->zero_grad();
+    }
+    int64_t bytes = 0;
+    for (const auto& record : log->records()) bytes += record.bytes;
+    const auto calls = static_cast<int64_t>(log->records().size());
+    const int64_t plain = std::clamp<int64_t>(expected.plain_steps - 1, 0, steps - 1);
+    const auto total = [&](int64_t PlannedCalls::*part) {
+      return expected.first_step.*part + expected.rebuild.*part + plain * (expected.plain_step.*part) +
+             (steps - 1 - plain) * (expected.per_step.*part);
+    };
+    if (expected.gathers) {
+      EXPECT_LE(total(&PlannedCalls::calls), calls);
+      EXPECT_LE(total(&PlannedCalls::bytes), bytes);
+    } else {
+      EXPECT_EQ(total(&PlannedCalls::calls), calls);
+      EXPECT_EQ(total(&PlannedCalls::bytes), bytes);
+    }
+    const auto& memory = expected.ranks.at(ranks.rank());
+    const auto expect_near = [](double mib, int64_t planned_bytes, const char* what) {
+      const double expected_mib = static_cast<double>(planned_bytes) / (1 << 20);
+      EXPECT_NEAR(mib, expected_mib, 0.05 * expected_mib + 1e-3) << what;
+    };
+    expect_near(mebibytes(training->parameters()), memory.parameters, "parameters");
+    expect_near(grads_mib, memory.gradients, "gradients");
+    expect_near(state_mib(*training, *training.module()), memory.state, "state");
+    expect_near(mebibytes(training.module()->buffers()), memory.buffers, "buffers");
+  }
+}
+
+TEST(OwnPlan, SCA03_BEY20_is_what_the_training_of_ones_own_module_does) {
+  expect_training_does_what_was_planned(optimizer_recipe<torch::optim::AdamW>(1e-3), {});
+  expect_training_does_what_was_planned(optimizer_recipe<FusedAdamW>(1e-3), small);
+}
+
+TEST(OwnPlan, SCA03_follows_the_optimizer_and_the_options) {
+  auto options = small;
+  options["compress"] = "bf16";
+  expect_training_does_what_was_planned(
+      optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9)), options);
+  expect_training_does_what_was_planned(optimizer_recipe<Adafactor>(1e-2), small);  // its state depends on shapes
+}
+
+TEST(OwnPlan, SCA03_leaves_the_module_and_the_random_numbers_as_they_were) {
+  const auto module = made();
+  own_loss(*module, 0).backward();
+  std::vector<at::Tensor> before;
+  for (const auto& parameter : module->parameters()) before.push_back(parameter.grad());
+  const auto values = module->wide->weight.grad().clone();
+  const auto mean = module->norm->running_mean.clone();
+  torch::manual_seed(5);
+  const auto expected = at::rand({3});
+  torch::manual_seed(5);
+  plan(module, optimizer_recipe<torch::optim::AdamW>(1e-3),
+       {.strategies = {"ddp"},
+        .loss = [&] { return at::dropout(own_loss(*module, 0) * at::ones({1}), 0.5, true).sum(); }});
+  EXPECT_TRUE(at::equal(at::rand({3}), expected));
+  EXPECT_TRUE(at::equal(module->norm->running_mean, mean));
+  EXPECT_TRUE(at::equal(module->wide->weight.grad(), values));
+  for (size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(before[i].defined() ? module->parameters()[i].grad().is_same(before[i])
+                                    : !module->parameters()[i].grad().defined());
+  }
+}
+
+TEST(OwnPlan, SCA03_has_one_row_for_each_strategy) {
+  const auto planned = plan(made(), optimizer_recipe<torch::optim::AdamW>(1e-3), {.ranks = 8});
+  std::ostringstream shown;
+  shown << planned;
+  EXPECT_EQ(shown.str(), planned.table());
+  EXPECT_THAT(shown.str(),
+              testing::StartsWith("strategy    parameters   gradients       state     buffers   all ranks"));
+  for (const auto& name : plannable_strategies()) EXPECT_THAT(shown.str(), HasSubstr("\n" + name));
+  const auto elements = 200 * 64 + 64 * 256 + 256 + 2 * 256 + 256 * 64 + 64;
+  EXPECT_EQ(planned.strategies.front().largest().state, 8 * elements) << "two moments in float32";
+  EXPECT_LT(planned.strategies.back().largest().state, 8 * elements / 7) << "an eighth";
+}
+
+TEST(OwnPlan, SCA03_what_cannot_be_planned_is_refused_in_one_sentence) {
+  const auto module = made();
+  const auto recipe = optimizer_recipe<torch::optim::AdamW>(1e-3);
+  const auto said = [&](PlanOptions options) { return refusal([&] { plan(module, recipe, options); }); };
+  EXPECT_THAT(said({.strategies = {"local"}}),
+              "plan: strategy 'local' cannot be planned; choose from ddp, zero1, megatron, zero2, fsdp");
+  EXPECT_THAT(said({.ranks = 0}), "plan: 0 ranks; give at least 1");
+  EXPECT_THAT(said({.training = {.options = {{"bucket_cap", "1"}}}}),
+              HasSubstr("plan: option bucket_cap: none of ddp, "));
+  EXPECT_THAT(said({.strategies = {"zero2"}, .training = {.options = {{"compress", "powersgd:2"}}}}),
+              HasSubstr("it is for ddp, zero1"));
+  EXPECT_THAT(said({.loss = [&] { return module->forward(own_tokens(0)); }}),
+              "plan: the loss is a tensor of shape [8, 200]; return one number, such as the mean over the samples");
+  EXPECT_THAT(said({.loss = [&] { return own_loss(*module, 0).detach(); }}), HasSubstr("the loss has no gradient"));
+  EXPECT_THAT(said({.loss = [] { return at::Tensor(); }}), HasSubstr("the loss is no tensor"));
+  EXPECT_THAT(refusal([&] { plan(nullptr, recipe); }), "plan: there is no module");
+  EXPECT_THAT(refusal([&] { plan(module, OptimizerRecipe()); }), HasSubstr("take optimizer_recipe()"));
+  auto partial = recipe;
+  partial.groups = [](const torch::nn::Module&) {
+    OptimizerRecipe::ParamGroups groups;
+    groups.emplace_back(std::vector<at::Tensor>{at::ones({1}).requires_grad_()});
+    return groups;
+  };
+  EXPECT_THAT(refusal([&] { plan(module, partial); }),
+              "plan: the recipe's param groups leave out parameter tied, which is trainable; add it to a group, or "
+              "freeze it");
+}
+
+}  // namespace
+}  // namespace shoal::test
