@@ -82,6 +82,7 @@ std::optional<c10::IValue> from_json(const Json& value, const c10::IValue& like)
 }  // namespace
 
 std::string type_of(const OptimizerOptions& options) {
+  if (const auto* other = dynamic_cast<const OptionsOfType*>(&options)) return other->type();
   return c10::demangle(typeid(options).name());
 }
 

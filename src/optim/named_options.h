@@ -8,7 +8,14 @@
 
 namespace shoal {
 
-// "torch::optim::AdamWOptions".
+// Options that stand for those of another type, such as an optimizer's of another language.
+class OptionsOfType {
+ public:
+  virtual ~OptionsOfType() = default;
+  virtual std::string type() const = 0;
+};
+
+// "torch::optim::AdamWOptions"; OptionsOfType say what they stand for.
 std::string type_of(const torch::optim::OptimizerOptions& options);
 
 // The options under the names with which they serialize themselves: numbers, booleans, strings, null, and lists of

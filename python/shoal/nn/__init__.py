@@ -1,7 +1,8 @@
 """Wrappers of torch.nn.Module: strategies that spread its training over the ranks of a process group."""
 
 from .ddp import DistributedDataParallel
+from .decentralized import DecentralizedDataParallel
 from .fsdp import FullyShardedDataParallel
 from .sharded_ddp import ShardedDataParallel
 
-__all__ = ["DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"]
+__all__ = ["DecentralizedDataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"]

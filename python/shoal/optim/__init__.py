@@ -1,8 +1,19 @@
-"""Optimizers of which each rank runs a part. Each takes an optimizer class of Python and its arguments."""
+"""Optimizers of which each rank runs a part, or which exchange parameters now and then. Any optimizer of Python inside."""
 
 from ._sharded import ShardedOptimizer, StepResult
 from .fsdp import FullyShardedOptimizer
+from .local_updates import Averaging, LocalUpdates, OuterNesterov, SlowMo
 from .megatron import DistributedOptimizer
 from .oss import OSS
 
-__all__ = ["DistributedOptimizer", "FullyShardedOptimizer", "OSS", "ShardedOptimizer", "StepResult"]
+__all__ = [
+    "Averaging",
+    "DistributedOptimizer",
+    "FullyShardedOptimizer",
+    "LocalUpdates",
+    "OSS",
+    "OuterNesterov",
+    "ShardedOptimizer",
+    "SlowMo",
+    "StepResult",
+]

@@ -101,7 +101,7 @@ def recipe_of(
     return Recipe(
         groups=resolved,
         defaults=sample.defaults,
-        name=kind.__name__,
+        name=kind.__qualname__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__qualname__}",
         make=functools.partial(_make, optimizer_class, defaults),
         element_wise=kind in _element_wise if element_wise is None else element_wise,
     )

@@ -1,6 +1,7 @@
 #include "wrappers/bind.h"
 
 #include "bindings.h"
+#include "engine/gradients/autograd_error.h"
 #include "training/hook_text.h"
 
 namespace shoal::python {
@@ -67,7 +68,36 @@ OptimizerState from_dict(const py::dict& dict) {
   return state;
 }
 
+namespace {
+
+// Raises an error of a hook as its class in Python, so that loss.backward() does.
+void raise_in_backward(const std::exception_ptr& error) {
+  const py::gil_scoped_acquire lock;
+  const auto raise = [](const char* name, const std::exception& held) {
+    py::set_error(py::module_::import("shoal").attr(name), held.what());
+    python_error raised;
+    raised.persist();
+    throw raised;
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const UsageError& held) {
+    raise("UsageError", held);
+  } catch (const DisagreeError& held) {
+    raise("DisagreeError", held);
+  } catch (const CommError& held) {
+    raise("CommError", held);
+  } catch (const StepAbandoned& held) {
+    raise("StepAbandoned", held);
+  } catch (const Error& held) {
+    raise("Error", held);
+  }
+}
+
+}  // namespace
+
 void bind_wrappers(py::module_& module) {
+  set_autograd_error_translator(&raise_in_backward);
   register_python_state();
   py::class_<Mirror, std::shared_ptr<Mirror>>(module, "Mirror")
       .def(py::init([](const py::object& of) { return Mirror::of(of); }))
@@ -83,6 +113,9 @@ void bind_wrappers(py::module_& module) {
   bind_zero(module);
   bind_fsdp(module);
   bind_megatron(module);
+  bind_local_updates(module);
+  bind_decentralized(module);
+  bind_checkpoint(module);
 }
 
 }  // namespace shoal::python

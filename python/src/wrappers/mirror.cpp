@@ -46,6 +46,13 @@ void Mirror::add(const py::object& module, const std::string& name, const std::s
     walk.tables.push_back({share(dict), kind, name.empty() ? "" : name + "."});
     return dict.cast<py::dict>();
   };
+  if (py::hasattr(module, "sparse") && py::isinstance<py::bool_>(module.attr("sparse")) &&
+      module.attr("sparse").cast<bool>()) {
+    throw UsageError(
+        fmt::format("{} has sparse gradients, which shoal does not reduce from Python: make it with "
+                    "sparse=False",
+                    name.empty() ? "the module" : name));
+  }
   const auto slots = [&](py::dict dict, auto&& act) {
     const auto here = walk.tables.size() - 1;
     for (const auto& [key, value] : dict) {

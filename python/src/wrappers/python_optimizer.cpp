@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <set>
 
-#include "optim/named_options.h"
 #include "shoal/detail/register_state.h"
 #include "shoal/error.h"
 
@@ -128,8 +127,12 @@ void load_into(const py::object& optimizer, const py::object& parameter, const N
   all[parameter] = fresh;
 }
 
+// "AdamW" for torch.optim's classes; other names are complete.
 std::string class_of(const py::object& optimizer) {
-  return py::str(py::type::of(optimizer).attr("__name__")).cast<std::string>();
+  const auto kind = py::type::of(optimizer);
+  const auto module = py::str(kind.attr("__module__")).cast<std::string>();
+  const auto name = py::str(kind.attr("__qualname__")).cast<std::string>();
+  return module.starts_with("torch.optim") ? name : module + "." + name;
 }
 
 std::unique_ptr<PythonOptions> options_in(const py::object& optimizer, const py::dict& group) {
@@ -145,6 +148,12 @@ PythonOptions::PythonOptions(const py::dict& group, std::string optimizer) : opt
     auto held = plain(value, name);
     if (!as_in_libtorch(name, held, optimizer_)) values_[name] = std::move(held);
   }
+}
+
+std::string PythonOptions::type() const {
+  const std::set<std::string> in_libtorch{"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"};
+  if (in_libtorch.contains(optimizer_)) return fmt::format("torch::optim::{}Options", optimizer_);
+  return fmt::format("options of {} in Python", optimizer_);
 }
 
 void PythonOptions::write_to(const py::dict& group) const {

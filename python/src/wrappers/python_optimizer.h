@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "optim/named_options.h"
 #include "wrappers/gil.h"
 
 namespace shoal::python {
@@ -15,18 +16,19 @@ namespace shoal::python {
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
 // Options of a param group by name: numbers, booleans, strings, None and tuples of them.
-class PythonOptions : public torch::optim::OptimizerCloneableOptions<PythonOptions> {
+class PythonOptions : public torch::optim::OptimizerCloneableOptions<PythonOptions>, public OptionsOfType {
  public:
   using Values = std::map<std::string, c10::IValue>;
 
   PythonOptions() = default;
-  // From a param group. `optimizer`: name of its class, for errors and for checkpoints, where options of libtorch's
-  // optimizers have libtorch's type. UsageError for a value of another kind.
+  // From a param group. `optimizer`: name of its class; in checkpoints, options of optimizers that libtorch has are of
+  // libtorch's type. UsageError for a value of another kind.
   PythonOptions(const py::dict& group, std::string optimizer);
 
   // Writes the options to a param group. Call it with the lock.
   void write_to(const py::dict& group) const;
   const std::string& optimizer() const { return optimizer_; }
+  std::string type() const override;
 
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;

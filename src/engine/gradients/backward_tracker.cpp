@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/utils.h>
 
+#include "engine/gradients/autograd_error.h"
 #include "engine/gradients/graph_walk.h"
 #include "shoal/error.h"
 
@@ -44,7 +45,7 @@ void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs) {
     output.register_hook([this, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
       if (alive.expired()) return;
       const auto held = lock();
-      watch();
+      in_autograd([&] { watch(); });
     });
   }
 }
@@ -66,7 +67,7 @@ void BackwardTracker::watch() {
   require_no_failed_backward();
   const auto token = std::make_shared<int>();
   under_way_ = token;
-  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end(); });
+  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { in_autograd([&] { end(); }); });
 }
 
 void BackwardTracker::begin() {

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "engine/gradients/autograd_error.h"
+
 namespace shoal {
 namespace {
 
@@ -13,7 +15,7 @@ class BeforeNode : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeNode(std::function<void()> act) : act_(std::move(act)) {}
   variable_list operator()(const variable_list& gradients) override {
-    act_();
+    in_autograd(act_);
     return gradients;
   }
 
@@ -59,7 +61,7 @@ void GradientHooks::attach(size_t gradient, Accumulator accumulator) {
   }
   auto after = std::make_unique<torch::autograd::utils::LambdaPostHook>(
       [this, gradient](const variable_list& outputs, const variable_list&) -> variable_list {
-        arrived_(gradient);
+        in_autograd([&] { arrived_(gradient); });
         return outputs;
       });
   entry.after = entry.accumulator->add_post_hook(std::move(after));

@@ -1,0 +1,149 @@
+"""Checkpoints of trainings: the same files as the C++ library's, for any strategy and number of ranks.
+
+training = shoal.checkpoint.TrainingState(model, optimizer)
+shoal.checkpoint.load_latest("runs/a", training)
+for step in range(first, last):
+    ...
+    if step % 1000 == 0:
+        shoal.checkpoint.save_async("runs/a", training, step=step, keep_last=3)
+training.wait()
+
+Schedules of Python are not part of it: save schedule.state_dict() as text in `position`. Errors are the library's:
+CheckpointError for files, on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _C
+from ._mirror import Wrapped, mirror_of
+from .distributed import group_of
+from .nn.decentralized import DecentralizedDataParallel
+from .nn.fsdp import FullyShardedDataParallel
+from .optim import DistributedOptimizer, FullyShardedOptimizer, LocalUpdates, OSS, ShardedOptimizer
+
+__all__ = ["Loaded", "TrainingState", "load", "load_latest", "load_module", "save", "save_async", "save_module"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded. exact: the same strategy and number of ranks and no differences, so that training goes on as if it
+    had not been interrupted. position: what this rank passed to save(). differences: one sentence each."""
+
+    path: str
+    step: int
+    strategy: str
+    ranks: int
+    exact: bool
+    position: str
+    differences: list[str]
+
+
+class TrainingState:
+    """State of a training. Arguments, by strategy:
+
+    (DistributedDataParallel, any optimizer, or OSS), (ShardedDataParallel, OSS), (DistributedOptimizer),
+    (FullyShardedDataParallel, FullyShardedOptimizer), (DecentralizedDataParallel), (LocalUpdates), and (module, optimizer)
+    where all ranks hold the same values.
+    """
+
+    def __init__(self, *parts: Any, process_group: Any = None) -> None:
+        self._parts = parts
+        self._optimizer = next((part for part in parts if isinstance(part, ShardedOptimizer)), None)
+        self._core = _core_of(parts, process_group)
+
+    def wait(self) -> None:
+        """Waits for a background save and raises its error. Collective."""
+        self._core.wait()
+
+    def saving(self) -> bool:
+        """Whether a background save is running."""
+        return self._core.saving()
+
+    def _before(self) -> None:
+        for part in self._parts:
+            if isinstance(part, LocalUpdates):
+                part._core.read()
+            elif isinstance(part, DecentralizedDataParallel):
+                part._core.read_options(part.optimizer.param_groups)
+        if self._optimizer is not None:
+            self._optimizer._push()
+
+    def _after(self) -> None:
+        for part in self._parts:
+            if isinstance(part, LocalUpdates):
+                part._core.write()
+            elif isinstance(part, DecentralizedDataParallel):
+                part._core.write_local()
+        if self._optimizer is not None:
+            self._optimizer._core.write_local()
+            self._optimizer._pull()
+
+
+def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
+    if len(parts) == 1:
+        part = parts[0]
+        if isinstance(part, (DistributedOptimizer, DecentralizedDataParallel)):
+            return _C.TrainingState(part._core)
+        if isinstance(part, LocalUpdates):
+            return _C.TrainingState(part._core.core)
+    if len(parts) == 2:
+        model, optimizer = parts
+        if isinstance(model, FullyShardedDataParallel) and isinstance(optimizer, FullyShardedOptimizer):
+            return _C.TrainingState(model._core, optimizer._core)
+        if isinstance(model, Wrapped) and isinstance(optimizer, OSS):
+            return _C.TrainingState(model._core, optimizer._core)
+        plain = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(
+            optimizer, (ShardedOptimizer, LocalUpdates)
+        )
+        if type(model).__name__ == "DistributedDataParallel" and isinstance(model, Wrapped) and plain:
+            return _C.TrainingState(model._core, optimizer)
+        if isinstance(model, torch.nn.Module) and not isinstance(model, Wrapped) and plain:
+            return _C.TrainingState(mirror_of(model), optimizer, group_of(process_group))
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    raise _C.UsageError(f"TrainingState({kinds}): these parts do not make a training; see help(shoal.checkpoint.TrainingState)")
+
+
+def save(run: str | Path, training: TrainingState, **options: Any) -> None:
+    """Saves to RUN/step-N. Options: step, position (text), keep_last, snapshot_mb. Collective."""
+    training._before()
+    training._core.save(str(run), options)
+
+
+def save_async(run: str | Path, training: TrainingState, **options: Any) -> None:
+    """Saves in the background: returns when the values are copied."""
+    training._before()
+    training._core.save_async(str(run), options)
+
+
+def load(path: str | Path, training: TrainingState, **options: Any) -> Loaded:
+    """Loads a checkpoint, the latest of a run, a safetensors file, or a .pt file. Options: partial, model_only, rates,
+    options, verify. Collective."""
+    training._before()
+    loaded = Loaded(**training._core.load(str(path), options))
+    training._after()
+    return loaded
+
+
+def load_latest(run: str | Path, training: TrainingState, **options: Any) -> Loaded | None:
+    """Loads the latest checkpoint of a run if it has one; None: it has none, and nothing has changed. Collective."""
+    training._before()
+    loaded = training._core.load_latest(str(run), options)
+    training._after()
+    return None if loaded is None else Loaded(**loaded)
+
+
+def save_module(file: str | Path, module: torch.nn.Module) -> None:
+    """Saves a module's parameters and buffers to one .safetensors or .pt file. Not collective."""
+    _C.save_module(str(file), mirror_of(module))
+
+
+def load_module(path: str | Path, module: torch.nn.Module, **options: Any) -> Loaded:
+    """Loads parameters and buffers of any checkpoint into a module without a wrapper. Options: partial, prefix, verify.
+    Not collective."""
+    return Loaded(**_C.load_module(str(path), mirror_of(module), options))

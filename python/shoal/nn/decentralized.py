@@ -1,0 +1,105 @@
+"""DecentralizedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .. import _C
+from .._mirror import mirror_of
+from ..distributed import group_of
+from ..optim._sharded import OptimizerClass, Recipe, param_groups_of, recipe_of
+from ._wrapper import Wrapper
+
+_options = (
+    "topology",
+    "topology_local_size",
+    "seed",
+    "clip_grad",
+    "scaler",
+    "average_buffers",
+    "ignored",
+    "neighbour_timeout_seconds",
+    "bucket_cap_mb",
+    "param_as_bucket_view",
+    "exchange_dtype",
+)
+
+
+class Rates(torch.optim.Optimizer):
+    """The param groups of a DecentralizedDataParallel, for schedules. Backward has made the step already."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe.groups, recipe.defaults)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluates the closure, if there is one; backward updates the parameters."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def state_dict(self) -> Any:
+        raise _C.UsageError("DecentralizedDataParallel: save its state with shoal.checkpoint")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise _C.UsageError("DecentralizedDataParallel: load its state with shoal.checkpoint")
+
+
+class DecentralizedDataParallel(Wrapper):
+    """Decentralised training: every rank trains its own parameters and averages them with a few neighbours per step.
+
+    model = shoal.nn.DecentralizedDataParallel(net, torch.optim.AdamW, topology="ring", lr=1e-3)
+    ...
+    loss_fn(model(x), y).backward()  # averages, updates and publishes, bucket by bucket
+    model.optimizer.step()           # does nothing; schedules take model.optimizer
+
+    Options: topology (a name, see `shoal topology --list`), topology_local_size, seed, clip_grad, scaler (a dictionary),
+    average_buffers, ignored, neighbour_timeout_seconds, bucket_cap_mb, param_as_bucket_view, exchange_dtype as in the C++
+    library (decentralized.h); other keyword arguments are those of the optimizer's class. params: param groups, or None for
+    all that require a gradient. The constructor is collective.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer_class: OptimizerClass,
+        process_group: Any = None,
+        params: Iterable[Any] | None = None,
+        **defaults: Any,
+    ) -> None:
+        options = {name: defaults.pop(name) for name in _options if name in defaults}
+        mirror = mirror_of(module)
+        ignored = set(options.get("ignored", ()))
+        trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+        groups = param_groups_of(trained if params is None else params)
+        recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults)
+        core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group_of(process_group), options)
+        super().__init__(module, core)
+        self.optimizer = Rates(recipe)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._core.read_options(self.optimizer.param_groups)
+        return super().forward(*args, **kwargs)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scaler's factor; without a scaler, the loss."""
+        return self._core.scale_loss(loss)
+
+    def global_avg(self) -> None:
+        """Sets the parameters of all ranks to their mean. Collective."""
+        self._core.global_avg()
+
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the ranks' parameters from their mean. Collective."""
+        return self._core.consensus_distance()
+
+    def pass_step(self) -> None:
+        """A step without a batch: averages and publishes, but does not update."""
+        self._core.pass_step()
+
+    def leave(self) -> None:
+        """Ends the training of this rank; its neighbours go on without it."""
+        self._core.leave()

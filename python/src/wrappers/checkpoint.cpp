@@ -1,0 +1,138 @@
+#include "shoal/checkpoint.h"
+
+#include "shoal/ddp.h"
+#include "shoal/decentralized.h"
+#include "shoal/fsdp.h"
+#include "shoal/local_sgd.h"
+#include "shoal/megatron.h"
+#include "shoal/zero.h"
+#include "wrappers/bind.h"
+
+namespace shoal::python {
+namespace {
+
+// A TrainingState, and the Python optimizer in it where every rank has the whole one.
+struct Training {
+  std::unique_ptr<PythonOptimizer> optimizer{};
+  TrainingState state;
+};
+
+SaveOptions save_options(const py::dict& given) {
+  SaveOptions options;
+  Keywords(given, "save")
+      .read("step", options.step)
+      .with("position", [&](const py::object& position) { options.position = position.cast<std::string>(); })
+      .read("keep_last", options.keep_last)
+      .read("snapshot_mb", options.snapshot_mb)
+      .finish();
+  return options;
+}
+
+LoadOptions load_options(const py::dict& given) {
+  LoadOptions options;
+  Keywords(given, "load")
+      .read("partial", options.partial)
+      .read("model_only", options.model_only)
+      .read("rates", options.rates)
+      .read("options", options.options)
+      .read("verify", options.verify)
+      .finish();
+  return options;
+}
+
+LoadModuleOptions load_module_options(const py::dict& given) {
+  LoadModuleOptions options;
+  Keywords(given, "load_module")
+      .read("partial", options.partial)
+      .with("prefix", [&](const py::object& prefix) { options.prefix = prefix.cast<std::string>(); })
+      .read("verify", options.verify)
+      .finish();
+  return options;
+}
+
+py::dict to_dict(const Loaded& loaded) {
+  py::dict dict;
+  dict["path"] = loaded.path.string();
+  dict["step"] = loaded.step;
+  dict["strategy"] = loaded.strategy;
+  dict["ranks"] = loaded.ranks;
+  dict["exact"] = loaded.exact;
+  dict["position"] = loaded.position;
+  dict["differences"] = loaded.differences;
+  return dict;
+}
+
+Held<Training> hold(std::shared_ptr<CheckpointSource> source, std::unique_ptr<PythonOptimizer> optimizer = nullptr) {
+  return Held<Training>(new Training{std::move(optimizer), TrainingState(std::move(source))});
+}
+
+template <class Save>
+void save_with(Training& training, const std::string& run, const py::dict& given, const Save& save) {
+  const auto options = save_options(given);
+  if (training.optimizer) training.optimizer->read();
+  unlocked([&] { save(run, training.state, options); });
+}
+
+}  // namespace
+
+void bind_checkpoint(py::module_& module) {
+  using KeepArguments = py::keep_alive<1, 2>;
+  py::class_<Training, Held<Training>>(module, "TrainingState")
+      .def(py::init([](DataParallelCore& parallel, OSSCore& oss) { return hold(checkpoint_source(parallel, oss)); }),
+           KeepArguments(), py::keep_alive<1, 3>())
+      .def(py::init([](FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer) {
+             return hold(checkpoint_source(parallel, optimizer));
+           }),
+           KeepArguments(), py::keep_alive<1, 3>())
+      .def(py::init([](DistributedOptimizerCore& optimizer) { return hold(checkpoint_source(optimizer)); }),
+           KeepArguments())
+      .def(py::init([](LocalUpdates& updates) { return hold(checkpoint_source(updates)); }), KeepArguments())
+      .def(py::init([](DecentralizedDataParallelCore& parallel) { return hold(checkpoint_source(parallel)); }),
+           KeepArguments())
+      .def(py::init([](DataParallelCore& parallel, py::object optimizer) {
+             auto held = PythonOptimizer::over(std::move(optimizer));
+             auto source = checkpoint_source(parallel, *held);
+             return hold(std::move(source), std::move(held));
+           }),
+           KeepArguments())
+      .def(py::init([](const std::shared_ptr<Mirror>& mirror, py::object optimizer, const Group& group) {
+        auto held = PythonOptimizer::over(std::move(optimizer));
+        auto source = checkpoint_source(std::static_pointer_cast<torch::nn::Module>(mirror), *held, group);
+        return hold(std::move(source), std::move(held));
+      }))
+      .def("save",
+           [](Training& training, const std::string& run, const py::dict& given) {
+             save_with(training, run, given, [](auto&&... all) { shoal::save(all...); });
+           })
+      .def("save_async",
+           [](Training& training, const std::string& run, const py::dict& given) {
+             save_with(training, run, given, [](auto&&... all) { shoal::save_async(all...); });
+           })
+      .def("load",
+           [](Training& training, const std::string& path, const py::dict& given) {
+             const auto options = load_options(given);
+             if (training.optimizer) training.optimizer->read();
+             const auto loaded = unlocked([&] { return shoal::load(path, training.state, options); });
+             if (training.optimizer) training.optimizer->write();
+             return to_dict(loaded);
+           })
+      .def("load_latest",
+           [](Training& training, const std::string& run, const py::dict& given) -> py::object {
+             const auto options = load_options(given);
+             if (training.optimizer) training.optimizer->read();
+             const auto loaded = unlocked([&] { return shoal::load_latest(run, training.state, options); });
+             if (training.optimizer) training.optimizer->write();
+             return loaded ? py::object(to_dict(*loaded)) : py::none();
+           })
+      .def("wait", [](Training& training) { unlocked([&] { training.state.wait(); }); })
+      .def("saving", [](const Training& training) { return training.state.saving(); });
+  module.def("save_module", [](const std::string& file, const Mirror& mirror) {
+    unlocked([&] { shoal::save_module(file, mirror); });
+  });
+  module.def("load_module", [](const std::string& path, Mirror& mirror, const py::dict& given) {
+    const auto options = load_module_options(given);
+    return to_dict(unlocked([&] { return shoal::load_module(path, mirror, options); }));
+  });
+}
+
+}  // namespace shoal::python

@@ -1,0 +1,148 @@
+"""Checkpoints: Python's trainings go on from them, under any strategy, and C++ opens them (PY07)."""
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+import shoal
+from ranks import on_ranks
+from test_wrappers import STRATEGIES, losses_of
+
+
+def training_of(model, optimizer):
+    parts = (optimizer,) if isinstance(optimizer, shoal.optim.DistributedOptimizer) else (model, optimizer)
+    return shoal.checkpoint.TrainingState(*parts)
+
+
+@pytest.mark.parametrize("reader", ["ddp", "zero2", "fsdp", "megatron"])
+def test_PY07_a_training_goes_on_bit_equal_and_under_any_strategy(reader, tmp_path):
+    def trains(rank):
+        for writer in STRATEGIES:
+            run = tmp_path / writer
+            model, optimizer = STRATEGIES[writer](models.make("gpt"), None, None)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            losses_of(model, optimizer, "gpt", steps=2)
+            schedule.step()
+            shoal.checkpoint.save(run, training_of(model, optimizer), step=2, position="epoch 1")
+            expected = losses_of(model, optimizer, "gpt", steps=2)
+
+            torch.manual_seed(rank)
+            other = models.Gpt()
+            model, optimizer = STRATEGIES[reader](other, None, None)
+            loaded = shoal.checkpoint.load_latest(run, training_of(model, optimizer))
+            assert (loaded.step, loaded.position, loaded.ranks) == (2, "epoch 1", 2), loaded
+            assert loaded.differences == [] and (loaded.exact or reader != writer), loaded
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(1.5e-3)
+            losses = losses_of(model, optimizer, "gpt", steps=2)
+            assert losses == expected, (writer, losses, expected)
+
+    on_ranks(trains)
+
+
+def test_PY07_cpp_inspects_exports_and_python_reads_back(tmp_path):
+    def saves(rank):
+        model, optimizer = STRATEGIES["fsdp"](models.make("gpt"), None, None)
+        losses_of(model, optimizer, "gpt", steps=2)
+        training = training_of(model, optimizer)
+        shoal.checkpoint.save_async(tmp_path / "run", training, step=7)
+        training.wait()
+        return {name: value.tolist() for name, value in model.state_dict().items()}
+
+    state = on_ranks(saves)[0]
+    alone = models.Gpt()
+    loaded = shoal.checkpoint.load_module(tmp_path / "run", alone)
+    assert loaded.step == 7
+    for name, value in alone.state_dict().items():
+        assert value.tolist() == state[name], name
+    text = shoal_program("checkpoint", "inspect", str(tmp_path / "run"))
+    assert "tokens.weight" in text and "exp_avg" in text, text
+
+
+def shoal_program(*arguments):
+    program = os.environ.get("SHOAL_PROGRAM")
+    if not program:
+        pytest.skip("the program shoal is not built")
+    run = subprocess.run([program, *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+class Mlp(torch.nn.Module):
+    """The C++ program's model of this name, as far as checkpoints see it."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = torch.nn.Linear(784, hidden), torch.nn.Linear(hidden, hidden), torch.nn.Linear(hidden, 10)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "megatron"])
+def test_PY07_a_run_of_cpp_goes_through_python_and_on_in_cpp(strategy, tmp_path):
+    train = ["train", "--model", "mlp", "--data", "reference", "--ranks", "2", "--strategy", strategy, "--threads", "1"]
+    first, second = tmp_path / "cpp", tmp_path / "python"
+    shoal_program(*train, "--steps", "3", "--save", str(first))
+
+    def passes(rank):
+        model, optimizer = STRATEGIES[strategy](Mlp(128), None, None)
+        optimizer.param_groups[0].update(lr=0.5, weight_decay=0.5)
+        training = training_of(model, optimizer)
+        loaded = shoal.checkpoint.load_latest(first, training)
+        assert loaded.exact and loaded.step == 3, loaded
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        shoal.checkpoint.save(second, training, step=loaded.step, position=loaded.position)
+
+    on_ranks(passes)
+    reports = []
+    for folder in (first, second):
+        report = tmp_path / f"{folder.name}.json"
+        shoal_program(*train, "--steps", "6", "--resume", str(folder), "--json", str(report))
+        reports.append(json.loads(report.read_text()))
+    assert reports[0]["loss"] == reports[1]["loss"] and reports[0]["params"] == reports[1]["params"], reports
+
+
+def test_PY07_missing_files_and_other_models_are_errors_on_all_ranks(tmp_path):
+    def refuses(rank):
+        model, optimizer = STRATEGIES["ddp"](models.make("gpt"), None, None)
+        training = training_of(model, optimizer)
+        assert shoal.checkpoint.load_latest(tmp_path / "none", training) is None
+        with pytest.raises(shoal.CheckpointError, match="none"):
+            shoal.checkpoint.load(tmp_path / "none", training)
+        shoal.checkpoint.save(tmp_path / "run", training)
+        other, second = STRATEGIES["fsdp"](models.make("cnn"), None, None)
+        with pytest.raises(shoal.UsageError, match="body.0"):
+            shoal.checkpoint.load(tmp_path / "run", training_of(other, second))
+        with pytest.raises(shoal.UsageError, match="do not make a training"):
+            shoal.checkpoint.TrainingState(other, optimizer)
+
+    on_ranks(refuses)
+
+
+def test_PY07_local_and_decentralized_trainings_go_on(tmp_path):
+    def trains(rank):
+        def local():
+            net = models.make("gpt")
+            inner = models.adamw(net.parameters())
+            optimizer = shoal.optim.LocalUpdates(net, inner, every=3, outer=shoal.optim.OuterNesterov())
+            return net, optimizer, shoal.checkpoint.TrainingState(optimizer)
+
+        def decentralized():
+            model = shoal.nn.DecentralizedDataParallel(models.make("gpt"), torch.optim.AdamW, topology="ring", lr=3e-3)
+            return model, model.optimizer, shoal.checkpoint.TrainingState(model)
+
+        for name, make in (("local", local), ("decentralized", decentralized)):
+            model, optimizer, training = make()
+            losses_of(model, optimizer, "gpt", steps=4)
+            shoal.checkpoint.save(tmp_path / name, training, step=4)
+            expected = losses_of(model, optimizer, "gpt", steps=3)
+            dist.barrier()
+            model, optimizer, training = make()
+            loaded = shoal.checkpoint.load(tmp_path / name, training)
+            assert loaded.exact, (name, loaded)
+            assert losses_of(model, optimizer, "gpt", steps=3) == expected, name
+            dist.barrier()
+
+    on_ranks(trains)
