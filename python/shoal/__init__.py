@@ -18,7 +18,7 @@ from ._C import (
     StepAbandoned,
     UsageError,
 )
-from . import checkpoint, distributed, nn, optim
+from . import amp, checkpoint, distributed, nn, optim
 
 __all__ = [
     "CheckpointError",
@@ -29,6 +29,7 @@ __all__ = [
     "InputsExhausted",
     "StepAbandoned",
     "UsageError",
+    "amp",
     "checkpoint",
     "distributed",
     "nn",

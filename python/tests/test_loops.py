@@ -398,3 +398,46 @@ def test_PY04_a_step_that_fails_on_one_rank_is_abandoned_on_all():
         assert_close([mean_loss(models.loss_of(model(x), y))], alone(2)[0][1:])
 
     each_strategy(trains)
+
+
+def test_PY06_the_scaler_for_sharded_gradients():
+    def trains(strategy, wrap):
+        model, optimizer = wrap(models.make("gpt"))
+        scaler = shoal.amp.GradScaler(init_scale=1024.0)
+
+        def step_of(step, poison=False):
+            x, y = models.batch("gpt", step, dist.get_rank())
+            loss = models.loss_of(model(x), y)
+            scaler.scale(loss * (float("inf") if poison and dist.get_rank() == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return mean_loss(loss)
+
+        if strategy == "megatron":
+            with pytest.raises(shoal.UsageError, match="by its option scaler"):
+                step_of(0)
+            return
+        losses = [step_of(step) for step in range(2)]
+        step_of(2, poison=True)  # no rank updates
+        assert scaler.get_scale() == 512.0
+        losses.append(step_of(2))
+        net = models.make("gpt")
+        one = models.adamw(net.parameters())
+        assert_close(losses, train_alone(net, one))
+        # AdamW's steps hardly depend on the gradients' scale, its moments do.
+        ours, theirs = optimizer.state_dict()["state"], one.state_dict()["state"]
+        for index, entry in theirs.items():
+            torch.testing.assert_close(ours[index]["exp_avg"], entry["exp_avg"])
+
+    each_strategy(trains)
+
+
+def test_PY05_torch_compile():
+    def trains(strategy, wrap):
+        if strategy in {"ddp", "fsdp"}:
+            torch._dynamo.reset()
+            model, optimizer = wrap(models.make("gpt"))
+            assert_close(losses_of(torch.compile(model, backend="aot_eager"), optimizer, "gpt", steps=3), alone()[0])
+
+    each_strategy(trains)

@@ -41,6 +41,8 @@ class ShardedDataParallel(Wrapper):
             mirror_of(module), [optimizer._core for optimizer in optimizers], group_of(process_group), options
         )
         super().__init__(module, core)
+        for optimizer in optimizers:
+            optimizer._reduced_to_owners = True
         self.__dict__["_optimizers"] = optimizers
 
     def refresh_trainable(self) -> None:

@@ -163,6 +163,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Options that C++ has loaded to param_groups."""
         self._core.write_options(self.param_groups)
 
+    def _own_gradients(self) -> list[torch.Tensor] | None:
+        """Reduced gradients of what this rank owns; None: grad of every parameter can be read as usual."""
+        raise _C.UsageError(f"{type(self).__name__}: give it a loss scaler by its option scaler, and scale by scale_loss()")
+
     # State by index of the parameter, as torch.optim has it.
 
     def _names(self) -> list[str]:

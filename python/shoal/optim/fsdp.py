@@ -46,10 +46,14 @@ class FullyShardedOptimizer(ShardedOptimizer):
         core = _C.FullyShardedOptimizerCore(model._core, *recipe.core_arguments(), recipe.element_wise, options)
         super().__init__(recipe, core)
         self._mirror = model._mirror
+        self._parallel = model._core
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""
         return self._core.scale_loss(loss)
+
+    def _own_gradients(self) -> list[torch.Tensor] | None:
+        return [gradient for gradient in self._parallel.own_gradients() if gradient is not None]
 
     def _names(self) -> list[str]:
         return names_in(self._mirror, self.param_groups)

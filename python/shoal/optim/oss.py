@@ -32,6 +32,7 @@ class OSS(ShardedOptimizer):
         options = {name: defaults.pop(name) for name in _options if name in defaults}
         recipe = recipe_of("OSS", param_groups_of(params), optimizer_class, defaults)
         self._recipe = (optimizer_class, defaults)
+        self._reduced_to_owners = False  # by a ShardedDataParallel
         super().__init__(recipe, _C.OSSCore(*recipe.core_arguments(), group_of(process_group), options))
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -57,6 +58,9 @@ class OSS(ShardedOptimizer):
         finally:
             self._core = core
         self._known.append(list(group["params"]))
+
+    def _own_gradients(self) -> list[torch.Tensor] | None:
+        return self._core.own_gradients() if self._reduced_to_owners else None
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
