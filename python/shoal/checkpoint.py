@@ -83,6 +83,7 @@ class TrainingState:
         if self._optimizer is not None:
             self._optimizer._core.write_local()
             self._optimizer._pull()
+            self._optimizer._check_local_state()
 
 
 def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:

@@ -441,3 +441,24 @@ def test_PY05_torch_compile():
             assert_close(losses_of(torch.compile(model, backend="aot_eager"), optimizer, "gpt", steps=3), alone()[0])
 
     each_strategy(trains)
+
+
+def test_PY06_state_of_another_optimizer_is_refused_and_whole_options_stay_whole():
+    def trains(rank):
+        net = models.make("gpt")
+        adam = torch.optim.AdamW(net.parameters())
+        train_alone(net, adam, steps=1)
+        sgd = shoal.optim.OSS(models.make("gpt").parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        with pytest.raises(shoal.UsageError, match="has exp_avg, exp_avg_sq, step for .* keeps momentum_buffer"):
+            sgd.load_state_dict(adam.state_dict())
+
+        net, alone_net = models.make("gpt"), models.make("gpt")
+        for one in (net, alone_net):
+            for name, parameter in one.named_parameters():
+                parameter.requires_grad_("blocks" in name and parameter.dim() == 2)
+        model = shoal.nn.FullyShardedDataParallel(net, shard_by_parameter=True)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.Muon, lr=1e-2)
+        alone_optimizer = torch.optim.Muon([one for one in alone_net.parameters() if one.requires_grad], lr=1e-2)
+        assert_close(losses_of(model, optimizer, "gpt", steps=3), train_alone(alone_net, alone_optimizer))
+
+    on_ranks(trains)

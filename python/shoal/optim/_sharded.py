@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from ._state import check_state
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -122,6 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._core = None  # add_param_group is the base class's until there is one
         super().__init__(recipe.groups, recipe.defaults)
         self._core = core
+        self._make = recipe.make
         self._known = [list(group["params"]) for group in self.param_groups]
         self.last_step: StepResult | None = None
 
@@ -158,6 +160,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: param_groups have other parameters than at construction; construct it again"
             )
         self._core.read_options(self.param_groups)
+
+    def _check_local_state(self) -> None:
+        """UsageError if this rank's part has the state of another optimizer."""
+        local = self._core.local()
+        check_state(self._make, local.param_groups, local.state.get)
 
     def _pull(self) -> None:
         """Options that C++ has loaded to param_groups."""
@@ -210,6 +217,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
         keys = [key for group in saved for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        past = {id(parameter): state_dict["state"].get(key, {}) for key, parameter in zip(keys, parameters, strict=True)}
+        groups = [
+            {**ours, **{k: v for k, v in theirs.items() if k in ours and k != "params"}}
+            for theirs, ours in zip(saved, self.param_groups, strict=True)
+        ]
+        check_state(self._make, groups, lambda parameter: past[id(parameter)])
         named: dict[str, dict[str, Any]] = dict(state_dict.get("others", {}))
         for name, key, parameter in zip(self._names(), keys, parameters, strict=True):
             named[name] = _plain(state_dict["state"].get(key, {}), parameter)

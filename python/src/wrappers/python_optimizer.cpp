@@ -43,7 +43,7 @@ c10::IValue plain(const py::handle& value, const std::string& name) {
                   name, Py_TYPE(value.ptr())->tp_name));
 }
 
-// `like`: the value that Python has, since whole numbers stay whole.
+// `like`: the value that Python has, whose kind it gets; none: whole numbers are integers, which serve as floats too.
 py::object to_python(const c10::IValue& value, const py::handle& like) {
   if (value.isNone()) return py::none();
   if (value.isBool()) return py::bool_(value.toBool());
@@ -51,8 +51,8 @@ py::object to_python(const c10::IValue& value, const py::handle& like) {
   if (value.isInt()) return py::int_(value.toInt());
   if (value.isDouble()) {
     const auto number = value.toDouble();
-    const bool whole =
-        like && py::isinstance<py::int_>(like) && number == static_cast<double>(static_cast<int64_t>(number));
+    const bool may_be_whole = !like || py::isinstance<py::int_>(like);
+    const bool whole = may_be_whole && number == static_cast<double>(static_cast<int64_t>(number));
     if (whole) return py::int_(static_cast<int64_t>(number));
     return py::float_(number);
   }

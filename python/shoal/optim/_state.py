@@ -1,0 +1,47 @@
+"""Whether a state that was loaded is of the optimizer that it was loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._C import UsageError
+
+
+def check_state(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups: list[dict[str, Any]],
+    state: Callable[[torch.Tensor], dict[str, Any] | None],
+) -> None:
+    """UsageError if a parameter's state has other entries than such an optimizer keeps: torch.optim would take it, and
+    begin anew without a word. `make`: makes the optimizer of param groups; state: of a parameter, if it has one."""
+    known: dict[tuple[int, int], set[str] | None] = {}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            entry = state(parameter)
+            found = {key for key, value in (entry or {}).items() if value is not None} - {"main_param"}
+            if not found:
+                continue
+            key = (number, parameter.dim())
+            if key not in known:
+                known[key] = _kept(make, group, parameter.dim())
+            kept = known[key]
+            if kept is not None and found != kept:
+                raise UsageError(
+                    f"the optimizer state has {', '.join(sorted(found))} for a parameter, the optimizer keeps "
+                    f"{', '.join(sorted(kept)) or 'nothing'}: it is the state of another optimizer"
+                )
+
+
+def _kept(make: Callable[..., torch.optim.Optimizer], group: dict[str, Any], dimensions: int) -> set[str] | None:
+    """Entries that the optimizer keeps after a step of a small parameter; None: it cannot take one."""
+    parameter = torch.nn.Parameter(torch.ones((2,) * dimensions))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = make([{**group, "params": [parameter]}])
+        optimizer.step()
+    except Exception:  # of a class of the user's own
+        return None
+    return {key for key, value in optimizer.state[parameter].items() if value is not None}
