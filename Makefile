@@ -4,7 +4,7 @@ BUILD ?= build
 # Eight files in one: half the time of a build from nothing. The presets compile each by itself.
 UNITY = -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8
 
-.PHONY: build all demo test fast asan tsan docs format format-check tidy clean
+.PHONY: build all demo test fast asan tsan docs wheel format format-check tidy clean
 
 CONFIGURE = cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release $(UNITY)
 # Tests that are configured already stay so.
@@ -51,6 +51,12 @@ asan tsan:
 # The documentation's site, in $(BUILD)/docs/site. MkDocs and its theme come into .venv-docs.
 docs:
 	@python3 scripts/docs/build.py --out $(BUILD)/docs
+
+# The Python package for this Python and its PyTorch, in dist/. The version of scikit-build-core is the one that the tests use.
+wheel:
+	@scripts/setup
+	@.venv/bin/pip install --quiet 'scikit-build-core==1.1.2'
+	CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2} .venv/bin/pip wheel --no-build-isolation --no-deps -w dist .
 
 format:
 	git ls-files '*.h' '*.cpp' | xargs clang-format -i

@@ -25,6 +25,9 @@ if(TARGET shoal_cli)
   install(TARGETS shoal_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 
+if(NOT SHOAL_INSTALLED_TORCH)
+  set(SHOAL_INSTALLED_TORCH ${TORCH_INSTALL_PREFIX})
+endif()
 configure_package_config_file(cmake/shoalConfig.cmake.in ${PROJECT_BINARY_DIR}/shoalConfig.cmake
   INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/shoal)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/shoalConfigVersion.cmake COMPATIBILITY SameMinorVersion)

@@ -32,11 +32,18 @@ class [[nodiscard]] Work {
   // returns immediately.
   void wait();
 
+  // As wait(), for `limit` at most; true if the operation has finished.
+  bool wait_for(std::chrono::milliseconds limit);
+
   // Returns true if wait() would not block.
   bool done();
 
+  // Rank of the group that has sent the message. For a finished receive from any_source.
+  int source() const;
+
  private:
   std::unique_ptr<PendingWork> pending_;
+  int source_ = any_source;
 };
 
 struct GroupState;
@@ -86,7 +93,8 @@ class Group {
   Work scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root, Label label = {}) const;
   // Exchanges parts: part r of input [size() * n] goes to rank r, and part r of output [size() * n] comes from rank r.
   Work all_to_all(at::Tensor output, at::Tensor input, Label label = {}) const;
-  // Point-to-point messages. Messages between two ranks with the same tag arrive in order. tag >= 0.
+  // Point-to-point messages. Messages between two ranks with the same tag arrive in order. tag >= 0. source: a rank, or
+  // any_source (on one host, or over Gloo alone).
   Work send(at::Tensor tensor, int destination, int tag = 0, Label label = {}) const;
   Work recv(at::Tensor tensor, int source, int tag = 0, Label label = {}) const;
   // The returned Work finishes once all ranks have called barrier().

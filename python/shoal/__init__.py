@@ -5,8 +5,7 @@ Importing the package registers the backend "shoal":
     torch.distributed.init_process_group("shoal")
 """
 
-import torch as _torch  # before the extension, which needs its libraries
-
+from ._load import __version__  # before the extension: checks that it fits the installed torch
 from . import _C
 from ._C import (
     CheckpointError,
@@ -30,6 +29,7 @@ __all__ = [
     "StepAbandoned",
     "UsageError",
     "amp",
+    "__version__",
     "checkpoint",
     "distributed",
     "nn",

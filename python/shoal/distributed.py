@@ -38,7 +38,8 @@ def _group_or_none(process_group: dist.ProcessGroup) -> Group | None:
         backend = process_group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it has none for CPU tensors
         return None
-    return _C.group_of_backend(backend)
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around the backend.
+    return _C.group_of_backend(getattr(backend, "wrapped_pg", backend))
 
 
 def _create_backend(options, backend_options) -> dist.Backend:
@@ -48,7 +49,7 @@ def _create_backend(options, backend_options) -> dist.Backend:
         group = world.subgroup(ranks)
     else:
         group = _C.join_world(options.store, options.group_rank, options.group_size, options.timeout, "auto")
-    return _C.make_backend(group)
+    return _C.make_backend(group, options.timeout)
 
 
 dist.Backend.register_backend("shoal", _create_backend, extended_api=True, devices=["cpu"])

@@ -76,7 +76,7 @@ class Ranks:
         return found
 
 
-def on_ranks(function, ranks=2, timeout=60, **init):
+def on_ranks(function, ranks=2, timeout=60, init=None):
     """The results of function(rank) by rank, in processes of one process group. Failed if a rank raises."""
     outcomes = Ranks(function, ranks, init).outcomes(timeout)
     for rank, outcome in enumerate(outcomes):
@@ -85,6 +85,6 @@ def on_ranks(function, ranks=2, timeout=60, **init):
     return [outcome[1] for outcome in outcomes]
 
 
-def errors_on_ranks(function, ranks=2, timeout=60, **init):
+def errors_on_ranks(function, ranks=2, timeout=60, init=None):
     """The errors of function(rank) by rank, as "Class: text"; None for a rank that raises nothing."""
     return [None if outcome[0] else outcome[1] for outcome in Ranks(function, ranks, init).outcomes(timeout)]

@@ -9,9 +9,9 @@
 #include <numeric>
 #include <thread>
 
+#include "comm/backend/backend.h"
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
-#include "comm/transport/backend.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "tests/support/world.h"

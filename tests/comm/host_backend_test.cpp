@@ -1,13 +1,15 @@
 // Host transport with many operations, groups and threads at a time, and as a c10d backend.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <numeric>
 #include <optional>
+#include <set>
 #include <thread>
 
-#include "comm/transport/backend.h"
+#include "comm/backend/backend.h"
 #include "tests/comm/host_inputs.h"
 
 namespace shoal::test::host_backend_test {
@@ -203,8 +205,60 @@ TEST(HostTransport, memory_of_unfinished_operations_is_not_given_to_others_when_
   }
 }
 
+TEST(HostBackend, receives_from_any_source) {
+  if (group().size() == 1) GTEST_SKIP() << "nobody sends";
+  constexpr int64_t numel = 200000;  // several pieces
+  if (group().rank() != 0) {
+    group().send(input(group().rank(), numel, at::kFloat), 0, 3).wait();
+    return;
+  }
+  std::set<int> sources;
+  for (int i = 1; i < group().size(); ++i) {
+    auto received = at::empty({numel});
+    auto work = group().recv(received, any_source, 3);
+    while (!work.wait_for(std::chrono::milliseconds(5))) {
+    }
+    EXPECT_TRUE(at::equal(received, input(work.source(), numel, at::kFloat)));
+    sources.insert(work.source());
+  }
+  EXPECT_EQ(static_cast<int>(sources.size()), group().size() - 1);
+}
+
+TEST(HostBackend, an_operation_has_a_timeout_of_its_own) {
+  if (group().size() == 1) GTEST_SKIP() << "nobody is late";
+  std::vector<int> all(group().size());
+  std::iota(all.begin(), all.end(), 0);
+  const auto backend = make_backend(group().subgroup(all));
+  if (group().rank() == 0) {
+    std::vector<at::Tensor> tensors{at::ones({3})};
+    c10d::AllreduceOptions options;
+    options.timeout = std::chrono::milliseconds(300);
+    try {
+      backend->allreduce(tensors, options)->wait(std::chrono::milliseconds(0));
+      FAIL() << "nothing was thrown";
+    } catch (const CommError& error) {
+      EXPECT_THAT(error.what(), testing::HasSubstr("not finished within the timeout of 0.3 s"));
+    }
+  }
+  group().barrier().wait();
+}
+
+TEST(HostBackend, buffers_are_reused) {
+  const auto backend = make_backend(group());
+  auto buffer = backend->allocateTensor(100000, at::kFloat);
+  const auto* data = buffer.data_ptr();
+  auto other = backend->allocateTensor(100000, at::kFloat);
+  EXPECT_NE(other.data_ptr(), data);
+  buffer.reset();
+  buffer = backend->allocateTensor(99900, at::kFloat);
+  EXPECT_EQ(buffer.data_ptr(), data);
+  buffer.fill_(1);
+  std::vector<at::Tensor> tensors{buffer};
+  backend->allreduce(tensors, {})->wait(c10d::kUnsetTimeout);
+  EXPECT_EQ(buffer[99899].item<float>(), group().size());
+}
+
 TEST(HostBackend, premultiplied_sum) {
-  if (group().size() == 1) GTEST_SKIP() << "the identity transport returns its input";
   const auto backend = make_backend(group());
   for (const int64_t numel : {3, 200000}) {
     std::vector<at::Tensor> tensors{own(numel, at::kDouble)};

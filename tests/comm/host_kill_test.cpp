@@ -156,7 +156,7 @@ TEST(HostKill, a_forked_child_may_not_use_its_parents_group) {
     return std::string(buffer, std::max<ssize_t>(0, length));
   });
   for (const auto& rank : ended)
-    EXPECT_NE(rank.text.find("before this process was forked"), std::string::npos) << rank.text;
+    EXPECT_NE(rank.text.find("from which this one was forked"), std::string::npos) << rank.text;
 }
 
 }  // namespace

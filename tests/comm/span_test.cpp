@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "base/environment.h"
-#include "comm/transport/backend.h"
+#include "comm/backend/backend.h"
 #include "shoal/group.h"
 #include "tests/support/world.h"
 

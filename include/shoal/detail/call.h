@@ -3,7 +3,9 @@
 
 #include <torch/types.h>
 
+#include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +28,9 @@ enum class Op {
 // Reduction of a collective. avg divides the sum by the number of ranks. premul_sum multiplies each rank's tensor by
 // its Call::factor and sums up.
 enum class ReduceOp { sum, avg, min, max, product, band, bor, bxor, premul_sum };
+
+// Source of a receive that takes the first message with its tag, from whichever rank.
+inline constexpr int any_source = -1;
 
 std::string to_string(Op op);
 std::string to_string(ReduceOp op);
@@ -55,12 +60,13 @@ struct Label {
 struct Call {
   Op op = Op::barrier;
   ReduceOp reduce = ReduceOp::sum;
-  int peer = -1;      // root, destination or source; a rank of the group
+  int peer = -1;      // root, destination or source; a rank of the group, or any_source
   int tag = 0;        // send and recv
   double factor = 1;  // premul_sum
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
   Label label;
+  std::optional<std::chrono::milliseconds> timeout{};  // of this operation; default: the group's
 
   // Bytes of the inputs or outputs on this rank, whichever is larger.
   int64_t bytes() const;

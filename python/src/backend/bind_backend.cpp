@@ -6,7 +6,7 @@
 
 #include "backend/interrupts.h"
 #include "bindings.h"
-#include "comm/transport/backend.h"
+#include "comm/backend/backend.h"
 #include "shoal/error.h"
 #include "shoal/world.h"
 
@@ -46,7 +46,7 @@ void bind_backend(py::module_& module) {
       });
   module.def("join_world", &join_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("transport"), ReleaseGil());
-  module.def("make_backend", &make_backend, py::arg("group"), ReleaseGil());
+  module.def("make_backend", &make_backend, py::arg("group"), py::arg("timeout"), ReleaseGil());
   module.def("group_of_backend", &group_of_backend, py::arg("backend"));
 }
 

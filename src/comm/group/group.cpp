@@ -27,18 +27,28 @@ void check(const Call& call, int rank, int size) {
   }
   const bool has_peer = call.op == Op::reduce || call.op == Op::broadcast || call.op == Op::gather ||
                         call.op == Op::scatter || call.op == Op::send || call.op == Op::recv;
-  require(!has_peer || (call.peer >= 0 && call.peer < size), call,
+  const bool from_any = call.op == Op::recv && call.peer == any_source;
+  require(!has_peer || from_any || (call.peer >= 0 && call.peer < size), call,
           fmt::format("rank {} is not in a group of {}", call.peer, size));
+  require(!from_any || size > 1, call, "a group of one rank has nobody to receive from");
   require((call.op != Op::send && call.op != Op::recv) || call.peer != rank, call,
           "a rank cannot send to itself: copy the tensor");
   const auto ranks = static_cast<size_t>(size);
   for (const auto* list : {&call.inputs, &call.outputs}) {
     require(list->size() <= 1 || list->size() == ranks, call, "a list of tensors needs one per rank");
   }
+  const auto& first = call.inputs.empty() ? call.outputs : call.inputs;
+  for (const auto* list : {&call.inputs, &call.outputs}) {
+    for (const auto& tensor : *list) {
+      require(tensor.scalar_type() == first[0].scalar_type(), call,
+              fmt::format("tensors differ in dtype: {} and {}", toString(first[0].scalar_type()),
+                          toString(tensor.scalar_type())));
+      require(tensor.device() == first[0].device(), call, "tensors are on different devices");
+    }
+  }
   if (call.inputs.size() != 1 || call.outputs.size() != 1) return;
   const auto in = call.inputs[0].numel();
   const auto out = call.outputs[0].numel();
-  require(call.inputs[0].dtype() == call.outputs[0].dtype(), call, "input and output differ in dtype");
   if (call.op == Op::reduce_scatter) require(in == out * size, call, "input must be size() times the output");
   if (call.op == Op::all_gather) require(out == in * size, call, "output must be size() times the input");
   if (call.op == Op::all_to_all)
@@ -78,6 +88,13 @@ int Group::world_rank(int rank) const {
 
 Work issue(const Group& group, Call call) {
   const auto& state = state_of(group);
+  if (state->world->is_forked_copy()) {
+    throw UsageError(
+        fmt::format("group '{}' belongs to process {}, from which this one was forked, and cannot be used here: "
+                    "communicate in the process that made the group (not in a DataLoader's workers), or make a group "
+                    "in each rank's own process",
+                    state->name, state->world->pid));
+  }
   check(call, group.rank(), group.size());
   const auto failure = state->progress->failure.text();
   if (!failure.empty()) {

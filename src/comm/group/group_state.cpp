@@ -20,7 +20,8 @@ namespace shoal {
 // Leaks a failed group's transport until the process ends: operations that never finish keep its threads busy, and
 // joining those would block until their deadline.
 GroupProgress::~GroupProgress() {
-  const bool busy = !failure.text().empty() ||
+  const bool forked = getpid() != pid;  // the threads are the parent's
+  const bool busy = forked || !failure.text().empty() ||
                     std::any_of(left_behind.begin(), left_behind.end(), [](const auto& work) { return !work->done(); });
   if (!busy || !transport->joins_threads()) return;
   for (auto& work : left_behind) static_cast<void>(work.release());
@@ -144,7 +145,7 @@ void wait_for(const std::shared_ptr<GroupState>& group, Call call, std::unique_p
 }
 
 PendingWork::~PendingWork() {
-  if (!work_ || finished_ || !group_->progress->failure.text().empty()) return;
+  if (!work_ || finished_ || group_->world->is_forked_copy() || !group_->progress->failure.text().empty()) return;
   if (std::uncaught_exceptions() > 0) {
     if (work_->done()) {
       watch_.finished(*group_, call_);
@@ -172,36 +173,73 @@ void PendingWork::wait() {
 }
 
 void PendingWork::wait_to_the_end() {
+  constexpr Milliseconds slice(100);
+  const auto& while_waiting = group_->world->options.while_waiting;
+  while (!wait_slice(slice)) {
+    if (while_waiting) while_waiting();
+  }
+}
+
+bool PendingWork::wait_for(Milliseconds limit) {
+  if (finished_) return true;
+  if (!wait_slice(limit)) return false;
+  watch_.finished(*group_, call_);
+  return true;
+}
+
+// What a wait remembers from one slice to the next.
+struct PendingWork::Waiting {
+  Clock::time_point deadline;
+  StuckWait stuck;
+  bool last_chance = false;  // a peer may have finished this operation and then ended normally
+};
+
+Milliseconds PendingWork::timeout() const {
+  if (call_.timeout) return *call_.timeout;
+  const auto of_group = group_->progress->timeout_ms.load();
+  return of_group > 0 ? Milliseconds(of_group) : std::chrono::seconds(group_->world->options.timeout_seconds);
+}
+
+bool PendingWork::wait_slice(Milliseconds limit) {
   if (const auto failure = group_->progress->failure.text(); !failure.empty()) fail(-1, failure);
   auto& world = *group_->world;
-  const auto deadline = Clock::now() + std::chrono::seconds(world.options.timeout_seconds);
-  constexpr Milliseconds slice(100);
-  world.activity.seen();
-  auto stuck = this->stuck();
-  bool last_chance = false;  // a peer may have finished this operation and then ended normally
-  while (true) {
-    const auto remaining = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
-    try {
-      finished_ = work_->wait_for(last_chance ? 5 * slice : slice, std::max(remaining, Milliseconds(1)));
-    } catch (const DisagreeError& error) {
-      if (group_->progress->transport->checks_agreement()) disagree(error.what());
-      fail_from(error);  // the error concerns some ranks, and a part of the operation
-    } catch (const std::exception& error) {
-      fail_from(error);
-    }
-    if (finished_) return stuck.finished();
-    if (world.options.while_waiting) world.options.while_waiting();
-    if (const auto difference = stuck.look()) disagree(*difference);
-    if (const auto fault = world.liveness->check(group_->world_ranks)) {
-      if (last_chance) fail(fault->world_rank, fault->text);
-      last_chance = true;
-    }
-    if (remaining <= Milliseconds(0)) {
-      const auto missing = work_->waits_for();
-      fail(-1, fmt::format("not finished after {} s although no peer of this host is dead or stopped: {}",
-                           world.options.timeout_seconds, missing.empty() ? who_may_be_late(*group_) : missing));
-    }
+  if (!waiting_) {
+    world.activity.seen();
+    waiting_.reset(new Waiting{Clock::now() + timeout(), stuck()});
   }
+  auto& stuck = waiting_->stuck;
+  constexpr Milliseconds last_slice(500);
+  const auto left = std::chrono::ceil<Milliseconds>(waiting_->deadline - Clock::now());
+  try {
+    finished_ = work_->wait_for(waiting_->last_chance ? last_slice : std::clamp(left, Milliseconds(0), limit),
+                                std::max(left, Milliseconds(1)));
+  } catch (const DisagreeError& error) {
+    if (group_->progress->transport->checks_agreement()) disagree(error.what());
+    fail_from(error);  // the error concerns some ranks, and a part of the operation
+  } catch (const std::exception& error) {
+    fail_from(error);
+  }
+  if (finished_) {
+    stuck.finished();
+    return true;
+  }
+  if (const auto difference = stuck.look()) disagree(*difference);
+  if (const auto fault = world.liveness->check(group_->world_ranks)) {
+    if (waiting_->last_chance) fail(fault->world_rank, fault->text);
+    waiting_->last_chance = true;
+  }
+  if (Clock::now() >= waiting_->deadline) {
+    const auto missing = work_->waits_for();
+    fail(-1, fmt::format("not finished within the timeout of {} s although no peer of this host is dead or stopped: {}",
+                         std::chrono::duration<double>(timeout()).count(),
+                         missing.empty() ? who_may_be_late(*group_) : missing));
+  }
+  return false;
+}
+
+int PendingWork::source() const {
+  const int found = work_->source();
+  return found == any_source && call_.op == Op::recv ? call_.peer : found;
 }
 
 StuckWait PendingWork::stuck() const {

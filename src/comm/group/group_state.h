@@ -1,6 +1,8 @@
 #pragma once
 // State of groups and work handles.
 
+#include <unistd.h>
+
 #include <atomic>
 #include <functional>
 #include <map>
@@ -46,6 +48,7 @@ class GroupFailure {
 struct GroupProgress {
   GroupStatistics issued;  // without waiting time
   std::atomic<double> waited_s = 0;
+  std::atomic<int64_t> timeout_ms = 0;  // of an operation; 0: the world's
   GroupFailure failure;
   std::map<std::vector<int>, int> subgroups;  // number of groups made of these ranks, for names
   int gossip_channels = 0;                    // number of channels opened, for names
@@ -58,6 +61,7 @@ struct GroupProgress {
   std::shared_ptr<Transport> transport;
   // Operations in flight whose Work was destroyed by an exception.
   std::vector<std::unique_ptr<TransportWork>> left_behind;
+  const int pid = getpid();
   std::shared_ptr<GroupState> checks;  // group of the same ranks that compares calls; nullptr: no need
 };
 
@@ -101,11 +105,19 @@ class PendingWork {
   PendingWork& operator=(const PendingWork&) = delete;
 
   void wait();
+  // Waits up to `limit`; true when finished.
+  bool wait_for(Milliseconds limit);
   bool done();
+  int source() const;
 
  private:
+  struct Waiting;
+
   void wait_to_the_end();
+  // One slice of a wait, and the checks after it; true when finished.
+  bool wait_slice(Milliseconds limit);
   StuckWait stuck() const;
+  Milliseconds timeout() const;
   // why: used unless ranks have called different things, and one of them has ended because of that.
   [[noreturn]] void fail(int rank, const std::string& why);
   // Waits a moment for the cause of the transport's error to show.
@@ -121,6 +133,7 @@ class PendingWork {
   bool published_ = false;   // peers progress it without this rank
   bool finished_ = false;
   std::unique_ptr<TransportWork> work_;
+  std::unique_ptr<Waiting> waiting_;  // since the first wait
 };
 
 }  // namespace shoal

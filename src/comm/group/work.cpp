@@ -13,7 +13,20 @@ Work::~Work() = default;
 void Work::wait() {
   if (!pending_) return;
   pending_->wait();
+  source_ = pending_->source();
   pending_.reset();
+}
+
+bool Work::wait_for(std::chrono::milliseconds limit) {
+  if (!pending_) return true;
+  if (!pending_->wait_for(limit)) return false;
+  source_ = pending_->source();
+  pending_.reset();
+  return true;
+}
+
+int Work::source() const {
+  return source_;
 }
 
 bool Work::done() {

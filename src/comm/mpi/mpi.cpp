@@ -265,6 +265,7 @@ class MpiTransport : public Transport {
             MPI_Isend(input, bytes.count, bytes.type, call.peer, first_tag + call.tag, communicator, request),
             "MPI_Isend");
       default:
+        if (call.peer == any_source) throw UsageError("receive from any source is not supported by transport mpi");
         return check_mpi(
             MPI_Irecv(input, bytes.count, bytes.type, call.peer, first_tag + call.tag, communicator, request),
             "MPI_Irecv");

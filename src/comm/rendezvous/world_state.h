@@ -1,6 +1,8 @@
 #pragma once
 // State shared by all groups of a process.
 
+#include <unistd.h>
+
 #include <memory>
 #include <string>
 
@@ -13,7 +15,13 @@
 
 namespace shoal {
 
+class Progress;
+
 struct WorldState {
+  // A forked child has the parent's groups, but neither its threads nor its place in the job.
+  bool is_forked_copy() const { return getpid() != pid; }
+
+  const int pid = getpid();
   WorldOptions options;
   Placement placement;
   Meeting meeting;
@@ -23,6 +31,7 @@ struct WorldState {
   std::unique_ptr<FlightRecorder> recorder;  // nullptr if not configured
   Activity activity;
   std::shared_ptr<ReleasedGroups> released_groups = std::make_shared<ReleasedGroups>();
+  std::shared_ptr<Progress> progress;  // of c10d backends; nullptr until one is made
   int local_rank = 0;
   int local_size = 1;
 };

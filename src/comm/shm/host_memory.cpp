@@ -30,6 +30,11 @@ uint64_t random_number() {
   return (uint64_t{device()} << 32) | device();
 }
 
+void ring_bell(ProcessPage& page) {
+  page.bell.fetch_add(1);
+  if (page.sleepers.load() != 0) futex(page.bell, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
 static_assert(sizeof(ProcessPage) <= page_bytes && std::atomic<uint32_t>::is_always_lock_free);
 
 }  // namespace
@@ -61,8 +66,7 @@ int PeerMemory::blamed() const {
 }
 
 void PeerMemory::ring() const {
-  page_->bell.fetch_add(1);
-  if (page_->sleepers.load() != 0) futex(page_->bell, FUTEX_WAKE, INT_MAX, nullptr);
+  ring_bell(*page_);
 }
 
 HostMemory::HostMemory()
@@ -73,6 +77,14 @@ HostMemory::HostMemory()
 }
 
 HostMemory::~HostMemory() = default;
+
+bool HostMemory::is_forked_copy() const {
+  return getpid() != pid_;
+}
+
+void HostMemory::wake() {
+  ring_bell(*page_);
+}
 
 PageAddress HostMemory::address() const {
   return {pid_, page_file_.descriptor(), page_->nonce};
@@ -117,6 +129,9 @@ std::byte* HostMemory::allocate_in(Arena& arena, size_t bytes) {
 }
 
 std::byte* HostMemory::allocate(size_t bytes) {
+  if (is_forked_copy()) {
+    throw UsageError(fmt::format("shared memory of process {} cannot be allocated in a process forked from it", pid_));
+  }
   try_graves();
   const std::lock_guard lock(mutex_);
   bytes = whole_pages(bytes);
@@ -161,6 +176,7 @@ void HostMemory::try_graves() {
 }
 
 void HostMemory::free(std::byte* data) {
+  if (is_forked_copy()) return;  // the parent still uses it
   const std::lock_guard lock(mutex_);
   for (auto& arena : arenas_) {
     if (data < arena.file.data() || data >= arena.file.data() + arena.file.size()) continue;

@@ -82,6 +82,8 @@ class HostMemory {
   ~HostMemory();
 
   PageAddress address() const;
+  // A forked child shares the parent's memory, and must neither free nor allocate in it.
+  bool is_forked_copy() const;
 
   // Tells all peers, including later ones, which world rank caused this process's failure. The first call counts.
   void blame(int world_rank);
@@ -111,6 +113,8 @@ class HostMemory {
   // Registers a sleeper; until it is cancelled, every ring() costs its sender a system call.
   void prepare_sleep();
   void cancel_sleep();
+  // Wakes this process's own sleepers.
+  void wake();
   // Blocks until the bell has rung since `seen`, or until the timeout. Unregisters the sleeper.
   void sleep(uint32_t seen, std::chrono::nanoseconds timeout);
 

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstring>
@@ -38,6 +37,7 @@ class HostWork : public TransportWork {
   bool done() override;
   bool wait_for(Milliseconds slice, Milliseconds remaining) override;
   std::string waits_for() override;
+  int source() const override { return message_ ? message_->source : any_source; }
 
  private:
   bool finished() const { return operation_ ? operation_->finished() : message_->finished.load(); }
@@ -61,6 +61,7 @@ class SharedMemoryTransport : public Transport,
   }
 
   ~SharedMemoryTransport() override {
+    if (group_.memory->is_forked_copy()) return;  // the memory is the parent's
     group_.memory->detach(*this);
     auto* memory = group_.memory.get();
     auto* block = &group_.control.block();
@@ -154,11 +155,6 @@ class SharedMemoryTransport : public Transport,
   }
 
   void check(const Call& call) const {
-    if (getpid() != group_.memory->address().pid) {
-      throw UsageError(fmt::format(
-          "group '{}' was created before this process was forked; call shoal::init in each rank's own process",
-          group_.name));
-    }
     for (const auto* tensors : {&call.inputs, &call.outputs}) {
       for (const auto& tensor : *tensors) {
         if (tensor.is_cpu()) continue;

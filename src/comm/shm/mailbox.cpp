@@ -71,16 +71,24 @@ void Mailboxes::advance() {
   }
   // Receives with the same source and tag are served in the order of the calls.
   std::set<std::pair<int, int>> waiting;
+  const auto must_wait = [&](int source, int tag) {
+    return waiting.count({source, tag}) > 0 || waiting.count({any_source, tag}) > 0;
+  };
   for (auto message = receives_.begin(); message != receives_.end();) {
-    const auto key = std::make_pair((*message)->call.peer, (*message)->call.tag);
-    if (waiting.count(key) == 0) {
-      while (!(*message)->finished && pull_piece(**message)) {
+    auto& receive = **message;
+    const int tag = receive.call.tag;
+    for (int rank = 0; receive.source == any_source && rank < group_.size; ++rank) {
+      const bool has_sent = rank != group_.rank && oldest(group_.control.mailbox(rank, group_.rank), tag) != nullptr;
+      if (has_sent && !must_wait(rank, tag)) receive.source = rank;
+    }
+    if (receive.source != any_source && !must_wait(receive.source, tag)) {
+      while (!receive.finished && pull_piece(receive)) {
       }
     }
-    if ((*message)->finished) {
+    if (receive.finished) {
       message = receives_.erase(message);
     } else {
-      waiting.insert(key);
+      waiting.emplace(receive.source, tag);
       ++message;
     }
   }
@@ -136,24 +144,25 @@ bool Mailboxes::push_piece(int destination, Outbox& outbox, Message& message, ui
 
 bool Mailboxes::pull_piece(Message& message) {
   const auto& call = message.call;
-  auto& mailbox = group_.control.mailbox(call.peer, group_.rank);
+  const int from = message.source;
+  auto& mailbox = group_.control.mailbox(from, group_.rank);
   Slot* const next = oldest(mailbox, call.tag);
   if (next == nullptr) return false;
   const auto dtype = static_cast<c10::ScalarType>(next->dtype);
   if (dtype != call.inputs[0].scalar_type() || next->total != static_cast<uint64_t>(size_of(message))) {
-    throw DisagreeError(fmt::format(
-        "rank {} sends {} bytes of {} with tag {} ({}), rank {} expects {} bytes of {} ({})", world_ranks_[call.peer],
-        next->total, toString(dtype), call.tag, next->text, world_ranks_[group_.rank], size_of(message),
-        toString(call.inputs[0].scalar_type()), call.label.what));
+    throw DisagreeError(
+        fmt::format("rank {} sends {} bytes of {} with tag {} ({}), rank {} expects {} bytes of {} ({})",
+                    world_ranks_[from], next->total, toString(dtype), call.tag, next->text, world_ranks_[group_.rank],
+                    size_of(message), toString(call.inputs[0].scalar_type()), call.label.what));
   }
   const auto& window = next->window;
   const std::byte* source =
-      window.kind == Window::in_header ? next->data : group_.at(call.peer, {window.arena, window.offset});
+      window.kind == Window::in_header ? next->data : group_.at(from, {window.arena, window.offset});
   std::memcpy(bytes_of(message) + next->begin, source, window.bytes);
   message.moved += static_cast<int64_t>(window.bytes);
   message.finished = message.moved == size_of(message);
   next->state.store(0, std::memory_order_release);
-  if (group_.peers[call.peer]) group_.peers[call.peer]->ring();
+  if (group_.peers[from]) group_.peers[from]->ring();
   return true;
 }
 

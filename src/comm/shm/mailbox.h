@@ -16,6 +16,7 @@ struct Message {
   explicit Message(Call made) : call(std::move(made)) {}
 
   Call call;
+  int source = call.peer;              // any_source until the first piece has come
   int64_t moved = 0;                   // bytes written to, or read from, the mailbox
   std::atomic<bool> finished = false;  // read by waiting threads without the transport's lock
 };

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <deque>
@@ -64,12 +65,12 @@ class DeadlineStore::Client {
 };
 
 DeadlineStore::DeadlineStore(c10::intrusive_ptr<c10d::Store> store, std::string name, std::chrono::milliseconds limit)
-    : client_(std::make_shared<Client>(std::move(store))), name_(std::move(name)), limit_(limit) {
+    : client_(std::make_shared<Client>(std::move(store))), name_(std::move(name)), pid_(getpid()), limit_(limit) {
   Client::start(client_);
 }
 
 DeadlineStore::~DeadlineStore() {
-  client_->end();
+  if (getpid() == pid_) client_->end();  // otherwise the thread is the parent's
 }
 
 template <class Work>
@@ -83,6 +84,10 @@ auto DeadlineStore::call(Work work) {
                     name_, std::chrono::duration<double>(limit).count()));
   };
   if (client_->overdue > 0) throw unreachable();
+  if (getpid() != pid_) {
+    throw UsageError(
+        fmt::format("the job's store at {} is connected to process {}, not to this fork of it", name_, pid_));
+  }
   struct Pending {
     explicit Pending(Work work) : task(std::move(work)) {}
     std::packaged_task<Result(c10d::Store&)> task;

@@ -54,6 +54,7 @@ class DeadlineStore : public c10d::Store {
 
   std::shared_ptr<Client> client_;
   std::string name_;
+  const int pid_;
   std::atomic<std::chrono::milliseconds> limit_;
 };
 

@@ -37,10 +37,12 @@ class C10dWork : public TransportWork {
   C10dWork(c10::intrusive_ptr<c10d::Work> work, const Call& call)
       : work_(std::move(work)),
         point_to_point_(call.op == Op::send || call.op == Op::recv),
+        any_source_(call.op == Op::recv && call.peer == any_source),
         inputs_(call.inputs),
         outputs_(call.outputs) {}
 
   bool done() override { return !point_to_point_ && work_->isCompleted(); }
+  int source() const override { return any_source_ ? work_->sourceRank() : any_source; }
 
   bool wait_for(Milliseconds slice, Milliseconds remaining) override {
     // Gloo closes all connections when a send or receive times out, so it gets the whole time at once.
@@ -58,6 +60,7 @@ class C10dWork : public TransportWork {
  private:
   c10::intrusive_ptr<c10d::Work> work_;
   bool point_to_point_;
+  bool any_source_;
   std::vector<at::Tensor> inputs_;
   std::vector<at::Tensor> outputs_;
 };
@@ -192,7 +195,8 @@ class C10dTransport : public Transport {
       case Op::send:
         return backend_->send(inputs, call.peer, call.tag);
       case Op::recv:
-        return backend_->recv(inputs, call.peer, call.tag);
+        return call.peer == any_source ? backend_->recvAnysource(inputs, call.tag)
+                                       : backend_->recv(inputs, call.peer, call.tag);
       case Op::barrier:
         return backend_->barrier({});
     }

@@ -23,6 +23,7 @@ class IdentityTransport : public Transport {
     for (size_t i = 0; i < call.outputs.size(); ++i) {
       call.outputs[i].view({-1}).copy_(call.inputs[i].view({-1}));
     }
+    if (call.reduce == ReduceOp::premul_sum) (call.outputs.empty() ? call.inputs : call.outputs)[0].mul_(call.factor);
     return std::make_unique<FinishedWork>();
   }
 };

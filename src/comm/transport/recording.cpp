@@ -15,6 +15,7 @@ class RecordedWork : public TransportWork {
     return finished;
   }
   std::string waits_for() override { return inner_->waits_for(); }
+  int source() const override { return inner_->source(); }
 
  private:
   std::unique_ptr<TransportWork> inner_;

@@ -24,6 +24,8 @@ class TransportWork {
   virtual bool wait_for(Milliseconds slice, Milliseconds remaining) = 0;
   // What is missing, for the error of a wait that timed out; empty if the transport does not know.
   virtual std::string waits_for() { return ""; }
+  // Sender of a finished receive, if the transport had to find it.
+  virtual int source() const { return any_source; }
 };
 
 // Implementations keep a call's tensors alive until the operation is finished. Arguments are already checked by Group.

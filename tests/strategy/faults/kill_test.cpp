@@ -84,7 +84,7 @@ TEST(Kill, a_stopped_rank_that_holds_the_store_is_named_by_the_others) {
 TEST(Kill, a_late_rank_runs_into_the_deadline) {
   const auto ended = run_together(ranks(2, "late", 1), 50);
   EXPECT_EQ(ended[0].code, 1);
-  EXPECT_NE(ended[0].output.find("not finished after 10 s"), std::string::npos) << ended[0].output;
+  EXPECT_NE(ended[0].output.find("not finished within the timeout of 10 s"), std::string::npos) << ended[0].output;
   EXPECT_LT(ended[0].seconds, 20);
   EXPECT_EQ(ended[1].code, 1) << "and the late one learns that its peer has gone: " << ended[1].output;
 }

@@ -1,0 +1,303 @@
+"""PY01: every collective of torch.distributed on CPU tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal
+from ranks import errors_on_ranks, on_ranks
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64]
+
+
+def values(rank, numel=6, dtype=torch.float32):
+    return (torch.arange(numel) % 5 + rank + 1).to(dtype)
+
+
+def test_PY01_collectives_of_equal_parts():
+    def run(rank):
+        size = dist.get_world_size()
+        for dtype in DTYPES:
+            for numel in (1, 6, 70001):
+                own = [values(r, numel, dtype) for r in range(size)]
+                summed = sum(own)
+                tensor = own[rank].clone()
+                dist.all_reduce(tensor)
+                assert torch.equal(tensor, summed)
+                tensor = own[rank].clone()
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+                assert torch.equal(tensor, own[-1])
+                tensor = own[rank].clone()
+                dist.reduce(tensor, dst=1)
+                assert rank != 1 or torch.equal(tensor, summed)
+                tensor = own[rank].clone()
+                dist.broadcast(tensor, src=2)
+                assert torch.equal(tensor, own[2])
+                outputs = [torch.empty_like(own[0]) for _ in own]
+                dist.all_gather(outputs, own[rank])
+                assert all(map(torch.equal, outputs, own))
+                whole = torch.empty(size * numel, dtype=dtype)
+                dist.all_gather_into_tensor(whole, own[rank])
+                assert torch.equal(whole, torch.cat(own))
+                outputs = [torch.empty_like(own[0]) for _ in own] if rank == 0 else None
+                dist.gather(own[rank], outputs, dst=0)
+                assert rank != 0 or all(map(torch.equal, outputs, own))
+                output = torch.empty_like(own[0])
+                dist.scatter(output, own if rank == 1 else None, src=1)
+                assert torch.equal(output, own[rank])
+                dist.reduce_scatter(output, [own[rank] + part for part in range(size)])
+                assert torch.equal(output, summed + size * rank)
+                dist.reduce_scatter_tensor(output, torch.cat([own[rank]] * size))
+                assert torch.equal(output, summed)
+                received = torch.empty(size * numel, dtype=dtype)
+                dist.all_to_all_single(received, torch.cat([own[rank] + to for to in range(size)]))
+                assert torch.equal(received, torch.cat([each + rank for each in own]))
+        flags = torch.tensor([rank == 0, False])
+        dist.all_reduce(flags, op=dist.ReduceOp.BOR)
+        assert flags.tolist() == [True, False]
+
+    on_ranks(run, ranks=3)
+
+
+def test_PY01_parts_of_unequal_sizes():
+    def run(rank):
+        size = dist.get_world_size()
+        length = lambda r: 3 * r + (100000 if r == 1 else 0)
+        outputs = [torch.empty(length(r)) for r in range(size)]
+        dist.all_gather(outputs, torch.full((length(rank),), float(rank)))
+        assert all(bool((each == r).all()) for r, each in enumerate(outputs))
+        # Rank r sends i + r rows to rank i.
+        rows = [to + rank for to in range(size)]
+        sent = torch.full((sum(rows), 2), float(rank))
+        received = torch.empty(sum(rows), 2)
+        dist.all_to_all_single(received, sent, rows, rows)
+        assert received.tolist() == torch.cat([torch.full((n, 2), float(r)) for r, n in enumerate(rows)]).tolist()
+        lists = [torch.empty(n, 2) for n in rows]
+        dist.all_to_all(lists, list(sent.split(rows)))
+        assert all(bool((each == r).all()) for r, each in enumerate(lists))
+
+    on_ranks(run, ranks=3)
+
+
+def test_PY01_tensors_of_any_strides():
+    def run(rank):
+        size = dist.get_world_size()
+        # Rank 0's tensor is laid out in another order than the others': elements are matched by index.
+        base = torch.arange(20.0).view(4, 5)
+        tensor = base.t().contiguous().t() if rank == 0 else base.clone()
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, size * base)
+        wide = torch.zeros(4, 10)
+        dist.broadcast(wide[:, ::2] if rank else wide[:, ::2].copy_(base), src=0)
+        assert torch.equal(wide[:, ::2], base) and bool((wide[:, 1::2] == 0).all())
+        outputs = [torch.zeros(5, 4).t() for _ in range(size)]
+        dist.all_gather(outputs, (base + rank).t().contiguous().t())
+        assert all(torch.equal(each, base + r) for r, each in enumerate(outputs))
+        scalar = torch.tensor(float(rank))
+        dist.all_reduce(scalar)
+        assert scalar.item() == sum(range(size))
+        turned = torch.tensor([1 - 1j]) * (rank == 0)
+        dist.broadcast(turned, src=0)
+        assert turned.item() == 1 - 1j
+        parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
+        dist.broadcast(parameter, src=1)
+        assert parameter.tolist() == [1.0] * 3
+
+    on_ranks(run, ranks=3)
+
+
+def test_PY01_coalesced_forms_and_async_handles():
+    def run(rank):
+        size = dist.get_world_size()
+        tensors = [torch.full((n,), rank + 1.0) for n in (3, 5000, 1)]
+        with dist._coalescing_manager():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        assert all(bool((t == 6).all()) for t in tensors)
+        wholes = [torch.empty(size * n) for n in (2, 7)]
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for whole, n in zip(wholes, (2, 7)):
+                dist.all_gather_into_tensor(whole, torch.full((n,), float(rank)))
+        manager.wait()
+        assert wholes[1].tolist() == [float(r) for r in range(size) for _ in range(7)]
+        works = [dist.all_reduce(torch.ones(50000), async_op=True) for _ in range(30)]
+        for work in reversed(works):
+            work.wait()
+            assert work.is_completed() and work.is_success() and bool((work.result()[0] == size).all())
+        future = dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda f: f.value()[0].sum().item())
+        assert future.wait() == 4 * size
+
+    on_ranks(run, ranks=3)
+
+
+def test_PY01_messages():
+    def run(rank):
+        big = 300001
+        if rank == 0:
+            dist.send(torch.arange(4.0), dst=1, tag=7)
+            dist.isend(torch.full((big,), 2.0), dst=1).wait()
+        elif rank == 1:
+            second, first = torch.empty(big), torch.empty(4)
+            later = dist.irecv(second, src=0)
+            assert dist.recv(first, src=0, tag=7) == 0
+            later.wait()
+            assert first.tolist() == [0, 1, 2, 3] and bool((second == 2).all())
+        # From any source, of any size, to a rank that does not know who sends.
+        if rank == 2:
+            senders = []
+            for _ in range(4):
+                tensor = torch.empty(big)
+                sender = dist.recv(tensor)
+                assert bool((tensor == sender).all())
+                senders.append(sender)
+            assert sorted(senders) == [0, 0, 1, 1]
+        else:
+            for _ in range(2):
+                dist.send(torch.full((big,), float(rank)), dst=2)
+        ops = [
+            dist.P2POp(dist.isend, torch.full((3,), float(rank)), (rank + 1) % 3),
+            dist.P2POp(dist.irecv, received := torch.empty(3), (rank + 2) % 3),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert received.tolist() == [(rank + 2) % 3] * 3
+
+    on_ranks(run, ranks=3)
+
+
+def test_PY01_sparse_sum():
+    def run(rank):
+        tensor = torch.sparse_coo_tensor([[rank, 3]], torch.tensor([[1.0, 2.0], [10.0, 20.0]]), (5, 2))
+        dist.all_reduce(tensor)
+        assert tensor.to_dense().tolist() == [[1, 2], [1, 2], [0, 0], [20, 40], [0, 0]]
+
+    on_ranks(run)
+
+
+def test_PY01_objects():
+    def run(rank):
+        gathered = [None] * 2
+        dist.all_gather_object(gathered, {"rank": rank})
+        assert gathered == [{"rank": 0}, {"rank": 1}]
+        objects = ["a", 5] if rank == 0 else [None, None]
+        dist.broadcast_object_list(objects, src=0)
+        assert objects == ["a", 5]
+
+    on_ranks(run)
+
+
+def test_PY01_subgroups_destroy_and_again():
+    def run(rank):
+        for _ in range(3):
+            evens, odds = dist.new_group([0, 2]), dist.new_group([1, 3])
+            own = odds if rank % 2 else evens
+            tensor = torch.tensor([float(rank)])
+            dist.all_reduce(tensor, group=own)
+            assert tensor.item() == (4 if rank % 2 else 2)
+            # The members of a group that is made without the others.
+            pair = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+            if pair is not None:
+                dist.broadcast(tensor, src=1, group=pair)
+                assert tensor.item() == 4
+                dist.destroy_process_group(pair)
+            dist.barrier()
+            dist.destroy_process_group(own)
+        dist.destroy_process_group()
+        store = dist.FileStore(run.store, 4)
+        for _ in range(2):
+            dist.init_process_group("cpu:shoal", store=store, rank=rank, world_size=4)
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            assert tensor.sum() == 12
+            dist.destroy_process_group()
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        run.store = folder + "/again"
+        on_ranks(run, ranks=4)
+
+
+def test_PY01_one_rank():
+    def run(rank):
+        tensor = torch.arange(3.0)
+        dist.all_reduce(tensor)
+        outputs = [torch.empty(3)]
+        dist.all_gather(outputs, tensor)
+        dist.barrier()
+        assert outputs[0].tolist() == [0, 1, 2]
+        with pytest.raises(shoal.UsageError, match="nobody to receive from"):
+            dist.recv(tensor)
+
+    on_ranks(run, ranks=1)
+
+
+def test_PY01_debug_detail(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+
+    def run(rank):
+        dist.set_debug_level_from_env()
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+        assert tensor.tolist() == [2, 2] and shoal.distributed.group_of(dist.group.WORLD).size == 2
+
+    on_ranks(run)
+
+
+WRONG = {
+    "parts of another size": (
+        lambda r: dist.all_gather_into_tensor(torch.empty(5), torch.ones(2)),
+        "output must be size\\(\\) times the input",
+    ),
+    "too few outputs": (lambda r: dist.all_gather([torch.empty(2)], torch.ones(2)), "one for each of the group's 2"),
+    "another shape": (
+        lambda r: dist.all_gather([torch.empty(3, 2), torch.empty(3, 2)], torch.ones(2, 3)),
+        "has shape \\[3, 2\\], but its own tensor has shape \\[2, 3\\]",
+    ),
+    "another dtype": (
+        lambda r: dist.reduce_scatter_tensor(torch.empty(1, dtype=torch.float64), torch.ones(2)),
+        "tensors differ in dtype: (Double and Float|Float and Double)",
+    ),
+    "an unsupported reduction": (
+        lambda r: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND),
+        "band is not defined for Float",
+    ),
+    "a rank outside": (lambda r: dist.broadcast(torch.ones(2), src=5), "5"),
+    "to itself": (lambda r: dist.send(torch.ones(2), dst=r), "to itself|same"),
+    "uneven split": (lambda r: dist.all_to_all_single(torch.empty(3), torch.ones(3)), "divide equally"),
+    "sparse maximum": (
+        lambda r: dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX),
+        "not reduced with max",
+    ),
+}
+
+
+def test_PY01_wrong_arguments_raise_before_anything_is_sent():
+    def run(rank):
+        for name, (call, text) in WRONG.items():
+            try:
+                with pytest.raises((RuntimeError, ValueError), match=text):
+                    call(rank)
+            except BaseException as error:
+                raise AssertionError(f"{name}: {error}") from error
+            tensor = torch.ones(2)
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [2, 2], name
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda r: dist.all_reduce(torch.ones(3 + r)),
+        lambda r: dist.all_reduce(torch.ones(3, dtype=torch.int32 if r else torch.float32)),
+        lambda r: dist.broadcast(torch.ones(3), src=r),
+        lambda r: dist.barrier() if r else dist.all_reduce(torch.ones(3)),
+        lambda r: dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2)) if r else dist.all_reduce(torch.ones(2)),
+    ],
+)
+def test_PY04_ranks_that_disagree_hear_the_same_sentence(call):
+    errors = errors_on_ranks(call)
+    said = [error.split(" (detected by")[0] for error in errors]
+    assert said[0] == said[1] and said[0].startswith("DisagreeError: ranks called different operations"), errors

@@ -1,0 +1,141 @@
+"""PY04: Ctrl-C, killed ranks and late ranks."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal
+from ranks import Ranks, errors_on_ranks, on_ranks
+
+WAITS = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(5)),
+    "recv": lambda: dist.recv(torch.ones(5), src=0),
+    "async wait": lambda: dist.all_reduce(torch.ones(5), async_op=True).wait(),
+    "barrier": lambda: dist.barrier(),
+    "new group": lambda: dist.new_group([0, 1], use_local_synchronization=True),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_PY04_ctrl_c_ends_a_wait(name):
+    def run(rank):
+        if rank == 0:
+            time.sleep(3)
+            return None
+        signalled = []
+
+        def press():
+            signalled.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Timer(1, press).start()
+        with pytest.raises(KeyboardInterrupt):
+            WAITS[name]()
+        return time.monotonic() - signalled[0]
+
+    ranks = Ranks(run)
+    outcomes = ranks.outcomes(timeout=20)
+    assert outcomes[1][0], outcomes[1]
+    assert outcomes[1][1] < 0.3
+
+
+def test_PY04_a_wait_leaves_the_interpreter_free():
+    def run(rank):
+        counted = [0]
+
+        def count():
+            while counted[0] >= 0:
+                counted[0] += 1
+                time.sleep(0.001)
+
+        if rank == 0:
+            time.sleep(1)
+        else:
+            threading.Thread(target=count, daemon=True).start()
+        dist.all_reduce(torch.ones(3))
+        seen, counted[0] = counted[0], -10
+        return seen
+
+    assert on_ranks(run)[1] > 200
+
+
+def test_PY04_a_killed_rank_is_named_on_all_others():
+    def run(rank):
+        dist.all_reduce(torch.ones(3))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(3))
+        except shoal.CommError as error:
+            return str(error), time.monotonic() - begin, error.rank
+        return "no error", 0, -1
+
+    outcomes = Ranks(run, ranks=3).outcomes(timeout=30)
+    assert outcomes[1][1] == "exit code -9"
+    for rank in (0, 2):
+        text, seconds, culprit = outcomes[rank][1]
+        assert "rank 1 (pid" in text and "is gone" in text, text
+        assert seconds < 3 and culprit == 1
+
+
+def test_PY04_a_late_rank_is_named_after_the_timeout():
+    def run(rank):
+        if rank == 1:
+            time.sleep(4)
+        else:
+            dist.all_reduce(torch.ones(3))
+
+    errors = errors_on_ranks(run, timeout=30, init={"timeout": timedelta(seconds=2)})
+    assert errors[0].startswith("CommError: not finished within the timeout of 2 s"), errors
+    assert "rank(s) 1 have not called it" in errors[0]
+
+
+def test_PY04_a_group_has_a_timeout_of_its_own():
+    def run(rank):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+        if rank == 1:
+            time.sleep(2.5)
+            return None
+        begin = time.monotonic()
+        with pytest.raises(shoal.CommError, match="not finished within the timeout of 1 s"):
+            dist.all_reduce(torch.ones(3), group=group)
+        return time.monotonic() - begin
+
+    assert on_ranks(run)[0] < 2
+
+
+def test_PY04_a_wait_with_a_limit_may_be_repeated():
+    def run(rank):
+        tensor = torch.ones(3)
+        if rank == 1:
+            time.sleep(1)
+        work = dist.all_reduce(tensor, async_op=True)
+        if rank == 0:
+            with pytest.raises(shoal.CommError, match="within 0.2 s, the limit of this wait; it goes on"):
+                work.wait(timedelta(seconds=0.2))
+        work.wait()
+        assert tensor.tolist() == [2, 2, 2]
+
+    on_ranks(run)
+
+
+def test_PY04_a_group_can_be_made_again_after_a_failure(tmp_path):
+    def run(rank):
+        with pytest.raises(shoal.DisagreeError):
+            dist.all_reduce(torch.ones(3 + rank))
+        with pytest.raises(shoal.CommError, match="cannot be used after an earlier failure"):
+            dist.all_reduce(torch.ones(3))
+        dist.destroy_process_group()
+        dist.init_process_group("shoal", init_method=f"file://{tmp_path}/again", rank=rank, world_size=2)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [2, 2, 2]
+
+    on_ranks(run)

@@ -1,0 +1,72 @@
+#include "comm/backend/backend_work.h"
+
+#include <thread>
+#include <utility>
+
+namespace shoal {
+
+BackendWork::BackendWork(std::shared_ptr<Flight> flight, std::shared_ptr<Progress> progress, Parts parts,
+                         bool waited_for)
+    : Work(parts.rank, parts.type, parts.title,
+           parts.inputs.empty() ? std::nullopt : std::optional<Tensors>(parts.inputs)),
+      flight_(std::move(flight)),
+      progress_(std::move(progress)),
+      results_(std::move(parts.results)),
+      sequence_(parts.sequence) {
+  if (recordFunctionEndCallback_) flight_->when_over(recordFunctionEndCallback_);
+  if (waited_for || flight_->over()) return;
+  in_progress_ = true;
+  progress_->add(flight_);
+}
+
+BackendWork::~BackendWork() {
+  if (flight_->over() || progress_->is_forked_copy()) return;
+  hurry();
+}
+
+void BackendWork::hurry() {
+  if (flight_->over() || flight_->urgent()) return;
+  flight_->set_urgent();
+  // A message over c10d's Gloo ends in a wait only.
+  if (c10d::isP2POp(opType_) && !flight_->rings_bell()) {
+    std::thread([flight = flight_] {
+      try {
+        flight->wait(Milliseconds(0));
+      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the flight keeps it
+      }
+    }).detach();
+    return;
+  }
+  if (!in_progress_.exchange(true)) progress_->add(flight_);
+  progress_->hurry();
+}
+
+bool BackendWork::isCompleted() {
+  if (flight_->over()) return true;
+  hurry();
+  return false;
+}
+
+bool BackendWork::wait(Milliseconds timeout) {
+  flight_->wait(timeout);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (future_) return future_;
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  }
+  flight_->when_over([future = future_, flight = flight_.get(), results = results_] {
+    if (const auto error = flight->error()) {
+      future->setError(error);
+    } else {
+      future->markCompleted(c10::IValue(results));
+    }
+  });
+  hurry();
+  return future_;
+}
+
+}  // namespace shoal

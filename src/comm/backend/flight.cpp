@@ -1,0 +1,106 @@
+#include "comm/backend/flight.h"
+
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+Flight::Flight(const Group& group, std::vector<Work> works, std::vector<at::Tensor> kept,
+               std::vector<std::function<void()>> finish)
+    : group_(group),
+      rings_bell_(group.transport() == "host"),
+      works_(std::move(works)),
+      kept_(std::move(kept)),
+      finish_(std::move(finish)) {}
+
+void Flight::when_over(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!over_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+bool Flight::settle(Milliseconds slice) {
+  for (; settled_ < works_.size(); ++settled_) {
+    auto& work = works_[settled_];
+    if (slice.count() < 0 && !work.done()) return false;
+    if (!work.wait_for(std::max(slice, Milliseconds(0)))) return false;
+    if (work.source() != any_source) source_ = work.source();
+  }
+  const c10::NoGradGuard no_grad;
+  for (const auto& each : finish_) each();
+  return true;
+}
+
+void Flight::land(std::unique_lock<std::mutex> lock) {
+  const auto works = std::exchange(works_, {});
+  const auto kept = std::exchange(kept_, {});
+  const auto finish = std::exchange(finish_, {});
+  const auto callbacks = std::exchange(callbacks_, {});
+  over_ = true;
+  lock.unlock();
+  for (const auto& callback : callbacks) callback();
+}
+
+bool Flight::end_if_settled(Milliseconds slice) {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (over_ || !lock) return over_;  // who holds the lock waits for the end
+  try {
+    if (!settle(slice)) return false;
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+  land(std::move(lock));
+  return true;
+}
+
+bool Flight::look() {
+  return end_if_settled(Milliseconds(-1));
+}
+
+bool Flight::check() {
+  return end_if_settled(Milliseconds(0));
+}
+
+void Flight::wait(Milliseconds limit) {
+  std::unique_lock lock(mutex_);
+  const auto begin = Clock::now();
+  const auto& while_waiting = state_of(group_)->world->options.while_waiting;
+  while (!over_) {
+    Milliseconds slice(100);
+    if (limit.count() > 0) {
+      slice = std::min(slice, std::chrono::ceil<Milliseconds>(begin + limit - Clock::now()));
+      if (slice.count() <= 0) {
+        throw CommError(
+            fmt::format("an operation of group '{}' has not finished within {} s, the limit of this wait; it "
+                        "goes on",
+                        group_.name(), std::chrono::duration<double>(limit).count()));
+      }
+    }
+    bool ended = true;
+    try {
+      ended = settle(slice);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    if (ended) {
+      land(std::move(lock));
+      break;
+    }
+    if (while_waiting) while_waiting();
+  }
+  if (error_) std::rethrow_exception(error_);
+}
+
+}  // namespace shoal

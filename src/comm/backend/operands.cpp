@@ -1,0 +1,86 @@
+#include "comm/backend/operands.h"
+
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "shoal/error.h"
+
+namespace shoal {
+
+void Operands::refuse(const std::string& why) const {
+  throw UsageError(fmt::format("{}: {}", operation_, why));
+}
+
+void Operands::check(const at::Tensor& tensor) const {
+  if (!tensor.defined()) refuse("a tensor is undefined");
+  if (!tensor.device().is_cpu()) {
+    refuse(
+        fmt::format("the backend shoal communicates CPU tensors, but a tensor is on {}: move it to the CPU, or use "
+                    "init_process_group(\"cpu:shoal,cuda:nccl\")",
+                    tensor.device().str()));
+  }
+  if (tensor.layout() != at::kStrided) {
+    refuse(c10::str("tensors of layout ", tensor.layout(),
+                    " are not supported; use a dense tensor (all_reduce also takes sparse COO)"));
+  }
+}
+
+bool Operands::fits(const at::Tensor& tensor) const {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+at::Tensor Operands::input(const at::Tensor& tensor) {
+  check(tensor);
+  kept_.push_back(tensor);
+  const c10::NoGradGuard no_grad;
+  // An alias without a Python object, because transports release tensors under their lock.
+  return fits(tensor) ? tensor.detach() : tensor.detach().resolve_conj().resolve_neg().contiguous();
+}
+
+at::Tensor Operands::output(const at::Tensor& tensor) {
+  check(tensor);
+  kept_.push_back(tensor);
+  const c10::NoGradGuard no_grad;
+  if (fits(tensor)) return tensor.detach();
+  const auto copy = at::empty(tensor.sizes(), tensor.options().requires_grad(false));
+  finish_.emplace_back([copy, target = tensor.detach()] { target.copy_(copy); });
+  return copy;
+}
+
+at::Tensor Operands::in_out(const at::Tensor& tensor) {
+  const auto copy = input(tensor);
+  if (!fits(tensor)) finish_.emplace_back([copy, target = tensor.detach()] { target.copy_(copy); });
+  return copy;
+}
+
+Tensors Operands::inputs(const Tensors& tensors) {
+  Tensors list;
+  for (const auto& tensor : tensors) list.push_back(input(tensor));
+  return list;
+}
+
+Tensors Operands::outputs(const Tensors& tensors) {
+  Tensors list;
+  for (const auto& tensor : tensors) list.push_back(output(tensor));
+  return list;
+}
+
+void Operands::require_one(const Tensors& tensors) const {
+  if (tensors.size() != 1) refuse(fmt::format("takes one tensor, not {}", tensors.size()));
+}
+
+void Operands::require_one_per_rank(const Tensors& tensors, int ranks) const {
+  if (tensors.size() != static_cast<size_t>(ranks)) {
+    refuse(
+        fmt::format("the list has {} tensors; it needs one for each of the group's {} ranks", tensors.size(), ranks));
+  }
+}
+
+void Operands::require_same_shape(const at::Tensor& part, const at::Tensor& other) const {
+  if (part.sizes() == other.sizes()) return;
+  refuse(fmt::format("this rank's tensor of the list has shape [{}], but its own tensor has shape [{}]",
+                     fmt::join(part.sizes(), ", "), fmt::join(other.sizes(), ", ")));
+}
+
+}  // namespace shoal

@@ -1,0 +1,152 @@
+#include "comm/backend/progress.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+using Lock = std::unique_lock<std::mutex>;
+
+// A thread that issues an operation and waits for it at once is done by then.
+constexpr auto grace = std::chrono::milliseconds(1);
+constexpr auto between_checks = std::chrono::milliseconds(100);
+// Transports other than the host's ring no bell.
+constexpr auto without_bell = std::chrono::milliseconds(2);
+
+}  // namespace
+
+struct Progress::State {
+  explicit State(std::shared_ptr<HostMemory> of_process) : memory(std::move(of_process)) {}
+
+  // Flights that are not over.
+  struct Left {
+    bool any = false;
+    bool urgent = false;
+    bool ring_bell = true;
+  };
+
+  void run();
+  // Ends the flights that can end.
+  Left round();
+  void sleep(const Left& left, uint32_t bell);
+
+  const std::shared_ptr<HostMemory> memory;
+  const int pid = getpid();
+  std::mutex mutex;  // guards what follows
+  std::condition_variable changed;
+  std::vector<std::shared_ptr<Flight>> flights;
+  bool stop = false;
+  bool parked = false;   // the thread waits for a flight
+  bool on_bell = false;  // the thread waits for peers
+  bool hurried = false;
+  std::thread thread;
+  SteadyClock::time_point next_check{};  // of the thread alone
+};
+
+Progress::Progress(std::shared_ptr<HostMemory> memory) : state_(std::make_shared<State>(std::move(memory))) {}
+
+Progress::~Progress() {
+  if (getpid() != state_->pid) {  // the thread is the parent's, and may have held the lock at the fork
+    new std::shared_ptr<State>(std::move(state_));
+    return;
+  }
+  std::thread thread;
+  {
+    const Lock lock(state_->mutex);
+    state_->stop = true;
+    thread = std::move(state_->thread);
+    state_->changed.notify_all();
+    if (state_->on_bell) state_->memory->wake();
+  }
+  // It may run a callback that needs a lock of the caller, and owns what it uses.
+  if (thread.joinable()) thread.detach();
+}
+
+void Progress::add(std::shared_ptr<Flight> flight) {
+  const Lock lock(state_->mutex);
+  state_->flights.push_back(std::move(flight));
+  if (state_->parked) {
+    state_->parked = false;
+    state_->changed.notify_all();
+  }
+  if (state_->thread.joinable()) return;
+  state_->thread = std::thread([state = state_] { state->run(); });
+  pthread_setname_np(state_->thread.native_handle(), "shoal_progress");
+}
+
+bool Progress::is_forked_copy() const {
+  return getpid() != state_->pid;
+}
+
+void Progress::hurry() {
+  const Lock lock(state_->mutex);
+  state_->hurried = true;
+  state_->changed.notify_all();
+  if (state_->on_bell) state_->memory->wake();
+}
+
+Progress::State::Left Progress::State::round() {
+  Lock lock(mutex);
+  const auto list = flights;
+  lock.unlock();
+  const bool checks = SteadyClock::now() >= next_check;
+  if (checks) next_check = SteadyClock::now() + between_checks;
+  Left left;
+  for (const auto& flight : list) {
+    if (flight->look() || (checks && flight->check())) continue;
+    left.any = true;
+    left.urgent = left.urgent || flight->urgent();
+    left.ring_bell = left.ring_bell && flight->rings_bell();
+  }
+  std::vector<std::shared_ptr<Flight>> over;  // released after the lock
+  lock.lock();
+  const auto first =
+      std::stable_partition(flights.begin(), flights.end(), [](const auto& each) { return !each->over(); });
+  over.assign(std::make_move_iterator(first), std::make_move_iterator(flights.end()));
+  flights.erase(first, flights.end());
+  lock.unlock();
+  return left;
+}
+
+void Progress::State::sleep(const Left& left, uint32_t bell) {
+  {
+    Lock lock(mutex);
+    if (!left.urgent) changed.wait_for(lock, grace, [this] { return stop || hurried; });
+    if (stop || std::exchange(hurried, false)) return;
+    if (!memory || !left.ring_bell) {
+      changed.wait_for(lock, without_bell, [this] { return stop || hurried; });
+      return;
+    }
+    on_bell = true;
+  }
+  memory->prepare_sleep();
+  memory->sleep(bell, between_checks);
+  const Lock lock(mutex);
+  on_bell = false;
+}
+
+void Progress::State::run() {
+  while (true) {
+    {
+      Lock lock(mutex);
+      parked = flights.empty();
+      changed.wait(lock, [this] { return stop || !flights.empty(); });
+      parked = false;
+      if (stop) return;
+    }
+    const auto bell = memory ? memory->bell() : 0;
+    const auto left = round();
+    if (left.any) sleep(left, bell);
+  }
+}
+
+}  // namespace shoal

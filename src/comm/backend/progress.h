@@ -1,0 +1,34 @@
+#pragma once
+// Progress of operations for which nobody waits.
+
+#include <memory>
+
+#include "comm/backend/flight.h"
+#include "comm/shm/host_memory.h"
+
+namespace shoal {
+
+// Thread that ends flights, so that futures complete, dropped handles are released and peers get their messages while
+// this rank's own threads do something else. It starts with the first flight. It sleeps while there are no flights, and
+// otherwise until a peer has done something; operations that are waited for at once never wake it. Thread-safe.
+class Progress {
+ public:
+  // memory: of this process, or nullptr.
+  explicit Progress(std::shared_ptr<HostMemory> memory);
+  // Ends the thread. Flights in flight stay so.
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void add(std::shared_ptr<Flight> flight);
+  // Somebody depends on the end of a flight without waiting for it.
+  void hurry();
+  bool is_forked_copy() const;
+
+ private:
+  struct State;
+
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace shoal
