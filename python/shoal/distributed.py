@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 
 from . import _C
 from ._C import Group, UsageError
 
-__all__ = ["group_of"]
+__all__ = ["Options", "group_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the backend: init_process_group("shoal", pg_options=shoal.distributed.Options(transport="gloo")).
+
+    transport: "auto", "host" (ranks of one host share memory) or "gloo" (TCP), as WorldOptions::transport in C++.
+    """
+
+    transport: str = "auto"
 
 
 def group_of(process_group: dist.ProcessGroup | Group | None = None) -> Group:
@@ -42,13 +54,20 @@ def _group_or_none(process_group: dist.ProcessGroup) -> Group | None:
     return _C.group_of_backend(getattr(backend, "wrapped_pg", backend))
 
 
-def _create_backend(options, backend_options) -> dist.Backend:
+def _create_backend(options, backend_options: Options | None) -> dist.Backend:
+    if not isinstance(backend_options, (Options, type(None))):
+        raise UsageError(
+            f"pg_options of the backend shoal are shoal.distributed.Options, not {type(backend_options).__name__}"
+        )
     ranks = list(options.global_ranks_in_group)
     world = _group_or_none(dist.group.WORLD) if ranks and dist.is_initialized() else None
     if world is not None:
+        if backend_options is not None:
+            raise UsageError("sub-groups have the options of the default process group: pass none to new_group")
         group = world.subgroup(ranks)
     else:
-        group = _C.join_world(options.store, options.group_rank, options.group_size, options.timeout, "auto")
+        transport = (backend_options or Options()).transport
+        group = _C.join_world(options.store, options.group_rank, options.group_size, options.timeout, transport)
     return _C.make_backend(group, options.timeout)
 
 
