@@ -14,7 +14,7 @@ BackendWork::BackendWork(std::shared_ptr<Flight> flight, std::shared_ptr<Progres
       results_(std::move(parts.results)),
       sequence_(parts.sequence) {
   if (recordFunctionEndCallback_) flight_->when_over(recordFunctionEndCallback_);
-  if (waited_for || flight_->over()) return;
+  if (waited_for || flight_->over() || ends_in_a_wait_only()) return;
   in_progress_ = true;
   progress_->add(flight_);
 }
@@ -24,11 +24,15 @@ BackendWork::~BackendWork() {
   hurry();
 }
 
+// A message over c10d's Gloo, whose wait cannot be interrupted either.
+bool BackendWork::ends_in_a_wait_only() const {
+  return c10d::isP2POp(opType_) && !flight_->rings_bell();
+}
+
 void BackendWork::hurry() {
   if (flight_->over() || flight_->urgent()) return;
   flight_->set_urgent();
-  // A message over c10d's Gloo ends in a wait only.
-  if (c10d::isP2POp(opType_) && !flight_->rings_bell()) {
+  if (ends_in_a_wait_only()) {
     std::thread([flight = flight_] {
       try {
         flight->wait(Milliseconds(0));

@@ -35,6 +35,7 @@ class BackendWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
 
  private:
+  bool ends_in_a_wait_only() const;
   // Sees to it that the flight ends although nobody waits.
   void hurry();
 

@@ -98,7 +98,10 @@ void Flight::wait(Milliseconds limit) {
       land(std::move(lock));
       break;
     }
-    if (while_waiting) while_waiting();
+    if (!while_waiting) continue;
+    lock.unlock();  // it may need an interpreter's lock, whose holder asks this flight
+    while_waiting();
+    lock.lock();
   }
   if (error_) std::rethrow_exception(error_);
 }

@@ -2,6 +2,8 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+
 #include "comm/shm/reduce/reduce_kernels.h"
 #include "shoal/error.h"
 
@@ -48,7 +50,7 @@ class C10dWork : public TransportWork {
     // Gloo closes all connections when a send or receive times out, so it gets the whole time at once.
     if (point_to_point_) return work_->wait(remaining);
     try {
-      work_->wait(slice);
+      work_->wait(std::max(slice, Milliseconds(1)));  // c10d takes 0 for "without limit"
       return true;
     } catch (const c10::Error&) {
       // c10d throws for an operation that is not finished yet; a failed one counts as completed. The operation may have
