@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "comm/backend/backend.h"
+#include "shoal/error.h"
 #include "tests/comm/host_inputs.h"
 
 namespace shoal::test::host_backend_test {
