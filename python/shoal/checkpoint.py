@@ -67,6 +67,11 @@ class TrainingState:
 
     def _before(self) -> None:
         for part in self._parts:
+            # A forward may have replaced buffers since.
+            if isinstance(part, torch.nn.Module):
+                mirror_of(part.module if isinstance(part, Wrapped) else part)
+            elif isinstance(part, DistributedOptimizer):
+                part._mirror.refresh()
             if isinstance(part, LocalUpdates):
                 part._core.read()
             elif isinstance(part, DecentralizedDataParallel):

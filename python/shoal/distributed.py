@@ -30,6 +30,11 @@ def group_of(process_group: dist.ProcessGroup | Group | None = None) -> Group:
     """
     if isinstance(process_group, Group):
         return process_group
+    if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, int)):
+        raise UsageError(
+            f"process_group is a {type(process_group).__name__}; give a process group of torch.distributed, or None for "
+            "the default one (shoal has no device_ids)"
+        )
     if process_group is None:
         if not dist.is_initialized():
             raise UsageError('there is no process group: call torch.distributed.init_process_group("shoal") first')

@@ -89,6 +89,7 @@ class FullyShardedDataParallel(Wrapper):
     def summon_full_params(self, **options: Any) -> Iterator[None]:
         """Scope in which parameters can be read and written as if they were not sharded, also through numpy().
         Options: writeback, rank0_only, offload_to_cpu, with_grads, recurse. Collective."""
+        self._mirror.refresh()
         scope = self._core.summon_full_params(options)
         try:
             yield
@@ -98,6 +99,7 @@ class FullyShardedDataParallel(Wrapper):
     def full_state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
         """Copies of all parameters and buffers by name, on `rank` only (empty elsewhere); None: on every rank.
         Collective."""
+        self._mirror.refresh()
         return self._core.full_state_dict(rank)
 
     def units(self) -> list[list[str]]:
@@ -106,13 +108,14 @@ class FullyShardedDataParallel(Wrapper):
 
     def unwrap(self) -> torch.nn.Module:
         """Restores the module for use without this wrapper and returns it. Collective."""
+        self._mirror.refresh()
         self._core.unwrap()
         return self.module
 
 
 def _whole_state(wrapper: FullyShardedDataParallel, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Puts whole values for sharded ones, and the names of the unwrapped module for the wrapper's."""
-    whole = wrapper._core.full_state_dict(None)
+    whole = wrapper.full_state_dict()
     inner = f"{prefix}module."
     for key in [key for key in state if key.startswith(inner)]:
         name = key[len(inner) :]

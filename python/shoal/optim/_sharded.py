@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ._state import check_state
+from ._state import changed_options, check_state
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -58,6 +58,8 @@ class Recipe:
 
 def param_groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Param groups from what torch.optim takes: tensors, (name, tensor) pairs, or dictionaries."""
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("parameters are in a set, whose order differs from rank to rank: give a list")
     given = list(params)
     if not given:
         raise ValueError("optimizer got an empty parameter list")
@@ -66,6 +68,8 @@ def param_groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
     groups = []
     for group in given:
         held = group["params"]
+        if isinstance(held, (set, frozenset)):
+            raise TypeError("parameters are in a set, whose order differs from rank to rank: give a list")
         held = [held] if isinstance(held, torch.Tensor) else list(held)
         held = [one[1] if isinstance(one, tuple) else one for one in held]
         groups.append({**group, "params": held})
@@ -97,13 +101,22 @@ def recipe_of(
             f"{owner}: LBFGS needs all parameters on one rank and evaluates its closure several times per step; use it "
             "with DistributedDataParallel"
         )
+    make = functools.partial(_make, optimizer_class, defaults)
+    first = next((one for group in groups for one in group["params"]), None)
+    known = type(sample) in _element_wise or first is None
+    changed = [] if known else changed_options(make, groups[0], first.dim())
+    if changed:
+        raise _C.UsageError(
+            f"{owner}: {type(sample).__name__} keeps {', '.join(changed)} in its param group, which would differ between the "
+            "ranks' parts; use it with DistributedDataParallel"
+        )
     resolved = [{**full, "params": group["params"]} for full, group in zip(sample.param_groups, groups, strict=True)]
     kind = type(sample)
     return Recipe(
         groups=resolved,
         defaults=sample.defaults,
         name=kind.__qualname__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__qualname__}",
-        make=functools.partial(_make, optimizer_class, defaults),
+        make=make,
         element_wise=kind in _element_wise if element_wise is None else element_wise,
     )
 
@@ -123,6 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._core = None  # add_param_group is the base class's until there is one
         super().__init__(recipe.groups, recipe.defaults)
         self._core = core
+        self._must_scale = False  # a loss scaler was asked for, and scale_loss() has not been called
         self._make = recipe.make
         self._known = [list(group["params"]) for group in self.param_groups]
         self.last_step: StepResult | None = None
@@ -133,9 +147,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._must_scale:
+            raise _C.UsageError(
+                f"{type(self).__name__}: with the option scaler, backward is optimizer.scale_loss(loss).backward(): the "
+                "gradients would be divided by a scale that the loss never had"
+            )
         self._push()
         self.last_step = StepResult(*self._core.step())
         return loss
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """UsageError: the state is spread over the ranks."""
+        raise _C.UsageError(
+            f"{type(self).__name__}: its state is spread over the ranks; read it with state_dict(), on every rank, and set "
+            "it with load_state_dict()"
+        )
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._core is not None:  # not the base class's constructor
+            raise _C.UsageError(f"{type(self).__name__}: its state is spread over the ranks; set it with load_state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients, reduced ones included."""

@@ -45,11 +45,13 @@ class FullyShardedOptimizer(ShardedOptimizer):
         options = {"clip_grad": clip_grad, "scaler": scaler}
         core = _C.FullyShardedOptimizerCore(model._core, *recipe.core_arguments(), recipe.element_wise, options)
         super().__init__(recipe, core)
+        self._must_scale = scaler is not None
         self._mirror = model._mirror
         self._parallel = model._core
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""
+        self._must_scale = False
         return self._core.scale_loss(loss)
 
     def _own_gradients(self) -> list[torch.Tensor] | None:

@@ -45,8 +45,8 @@ class LocalUpdates(torch.optim.Optimizer):
     optimizer.step()               # inner.step(), and an exchange if one is due
     optimizer.zero_grad()
 
-    param_groups and state are the inner optimizer's, so schedules work on either. Gradients are this rank's own: clip and
-    unscale them as in one process. Every rank must call step() equally often; a rank without a batch calls
+    param_groups and state are the inner optimizer's, so schedules work on either. Gradients are this rank's own: clip
+    them as in one process. A GradScaler is refused. Every rank must call step() equally often; a rank without a batch calls
     step(update=False). Options: every, outer, fragments, delay, alpha, warmup_steps, reset_optimizer, average_buffers,
     ignored, reduce_dtype as in the C++ library (local_sgd.h). The constructor is collective and broadcasts rank 0's values.
     """
@@ -63,6 +63,9 @@ class LocalUpdates(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         options["outer"] = {"kind": type(outer).__name__, **asdict(outer)}
         self._core = _C.LocalUpdates(mirror_of(module), optimizer, group_of(process_group), options)
+
+    # torch.amp.GradScaler then always calls step(), and says so by attributes.
+    _step_supports_amp_scaling = True
 
     # The base class keeps groups and state of its own; these are the inner optimizer's, also after it has loaded others.
 
@@ -89,6 +92,11 @@ class LocalUpdates(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, update: bool = True) -> Any:
         """A step of the inner optimizer, unless update is False, and an exchange if one is due. Returns the closure's
         result. Collective if an exchange is sent or applied."""
+        if hasattr(self, "found_inf"):
+            raise _C.UsageError(
+                "LocalUpdates: a GradScaler leaves steps out on one rank alone, and every rank must call step() equally often: "
+                "train in bfloat16, or scale the loss by a constant"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,6 +28,10 @@ _options = (
     "communication_hook",
     "bucket_size",
 )
+
+
+# Optimizers in use: two of them would move the same gradients.
+_optimizers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[DistributedOptimizer]] = weakref.WeakKeyDictionary()
 
 
 class DistributedOptimizer(ShardedOptimizer):
@@ -55,6 +61,13 @@ class DistributedOptimizer(ShardedOptimizer):
         **defaults: Any,
     ) -> None:
         options = {name: defaults.pop(name) for name in _options if name in defaults}
+        if module in _optimizers and _optimizers[module]() is not None:
+            gc.collect()  # schedules and optimizers refer to each other
+        if module in _optimizers and _optimizers[module]() is not None:
+            raise _C.UsageError(
+                "DistributedOptimizer: another one of this module is still in use (by a schedule, or under another name); "
+                "drop it first, or change its param_groups"
+            )
         mirror = mirror_of(module)
         ignored = set(options.get("ignored", ()))
         trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
@@ -64,7 +77,9 @@ class DistributedOptimizer(ShardedOptimizer):
             mirror, *recipe.core_arguments(), recipe.element_wise, group_of(process_group), options
         )
         super().__init__(recipe, core)
+        self._must_scale = options.get("scaler") is not None
         self._mirror = mirror
+        _optimizers[module] = weakref.ref(self)
 
     def step(self, closure: Any = None) -> Any:
         self._mirror.refresh()
@@ -86,6 +101,7 @@ class DistributedOptimizer(ShardedOptimizer):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""
+        self._must_scale = False
         return self._core.scale_loss(loss)
 
     def reduce_model_grads(self) -> None:

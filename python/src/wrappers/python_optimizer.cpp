@@ -74,6 +74,12 @@ class PythonState : public torch::optim::OptimizerParamState {
 
   std::unique_ptr<OptimizerParamState> clone() const override { return std::make_unique<PythonState>(*this); }
   bool is_loaded() const { return optimizer_ == nullptr; }
+  bool is_of(const SharedObject& optimizer) const { return optimizer_ == optimizer; }
+  // The dictionary of a Python optimizer, empty if it has none of this parameter. Call it with the lock.
+  py::dict entry() const {
+    const auto state = optimizer_->attr("state").cast<py::dict>();
+    return state.contains(*parameter_) ? state[*parameter_].cast<py::dict>() : py::dict();
+  }
 
   NamedState read() const {
     if (is_loaded()) return loaded_;
@@ -145,8 +151,7 @@ PythonOptions::PythonOptions(const py::dict& group, std::string optimizer) : opt
   for (const auto& [key, value] : group) {
     const auto name = key.cast<std::string>();
     if (about_computing.contains(name) || about_parameters.contains(name)) continue;
-    auto held = plain(value, name);
-    if (!as_in_libtorch(name, held, optimizer_)) values_[name] = std::move(held);
+    values_[name] = plain(value, name);
   }
 }
 
@@ -168,7 +173,9 @@ void PythonOptions::serialize(torch::serialize::InputArchive& archive) {
 }
 
 void PythonOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for (const auto& [name, value] : values_) archive.write(name, value);
+  for (const auto& [name, value] : values_) {
+    if (!as_in_libtorch(name, value, optimizer_)) archive.write(name, value);
+  }
 }
 
 double PythonOptions::get_lr() const {
@@ -272,7 +279,7 @@ void PythonOptimizer::read_state() {
   }
 }
 
-// State that C++ has set or dropped.
+// State that C++ has set, dropped, or taken over from another Python optimizer.
 void PythonOptimizer::write_state() {
   const auto state = python_->attr("state").cast<py::dict>();
   for (const auto& group : param_groups_) {
@@ -284,9 +291,13 @@ void PythonOptimizer::write_state() {
         continue;
       }
       const auto& held = static_cast<const PythonState&>(*found->second);
-      if (!held.is_loaded()) continue;
+      if (held.is_of(python_)) continue;
       const auto object = py::cast(parameter);
-      load_into(*python_, object, held.read());
+      if (held.is_loaded()) {
+        load_into(*python_, object, held.read());
+      } else {
+        state[object] = held.entry();  // of the optimizer that had this parameter before shares were made again
+      }
       found->second = std::make_unique<PythonState>(python_, share(object));
       if (std::find(known_.begin(), known_.end(), key) == known_.end()) known_.push_back(key);
     }
