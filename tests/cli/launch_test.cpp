@@ -311,11 +311,13 @@ TEST(Launch, ranks_that_write_to_a_terminal_that_stops_background_jobs_go_on) {
 }
 
 TEST(Launch, a_rank_that_is_stopped_is_named_and_ends_with_the_others) {
-  const auto ended =
-      run({"sh", "-c",
-           std::string(SHOAL) + " launch -n 2 --stop-grace 1 -- sh -c '[ $RANK = 1 ] && kill -STOP $$; sleep 60' & "
-                                "pid=$!; sleep 1; kill -INT $pid; wait $pid"},
-          20);
+  const TempFolder folder;
+  const auto about_to_stop = folder.file("about_to_stop");
+  const auto ended = run({"sh", "-c",
+                          std::string(SHOAL) + " launch -n 2 --stop-grace 1 -- sh -c '[ $RANK = 1 ] && : > " +
+                              about_to_stop + " && kill -STOP $$; sleep 60' & pid=$!; until [ -e " + about_to_stop +
+                              " ]; do sleep 0.1; done; sleep 1; kill -INT $pid; wait $pid"},
+                         30);
   EXPECT_EQ(ended.code, 130) << ended.output;
   EXPECT_TRUE(contains(ended, "shoal: rank 1 (pid ")) << ended.output;
   EXPECT_TRUE(contains(ended, ") was stopped by signal 19 (SIGSTOP); continue it with kill -CONT ")) << ended.output;

@@ -322,8 +322,11 @@ TEST_F(BEY09OnHost, names_unequal_parts_that_do_not_fit) {
   const auto group = fresh();
   const auto backend = make_backend(group);
   std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < group.size(); ++rank) outputs[0].push_back(at::zeros({rank + 1}));
-  std::vector<at::Tensor> mine{at::ones({group.rank() + (odd_one() ? 2 : 1)})};
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const bool larger = rank == group.rank() && odd_one();  // than the other ranks expect
+    outputs[0].push_back(at::zeros({rank + (larger ? 2 : 1)}));
+  }
+  std::vector<at::Tensor> mine{at::ones_like(outputs[0][group.rank()])};
   try {
     backend->allgather(outputs, mine, {})->wait(c10d::kUnsetTimeout);
     FAIL() << "nothing was thrown";
