@@ -77,9 +77,9 @@ class Room {
     for (int rank = 0; rank < placement_.size; ++rank) {
       const auto text = store_try_get(*store_, rank_key(rank));
       if (!text) {
-        throw UsageError(fmt::format(
-            "rejoin: rank {1} has never been part of the job at {0}; start all ranks without rejoin first",
-            store_name(placement_), rank));
+        throw UsageError(
+            fmt::format("rejoin: rank {1} has never been part of the job at {0}; start all ranks without rejoin first",
+                        store_name(placement_), rank));
       }
       const auto record = from_text(*text);
       if (record.size != placement_.size) {

@@ -146,7 +146,8 @@ Placement place_in_store(const c10::intrusive_ptr<c10d::Store>& store, const Wor
     throw UsageError("shoal::init with a store: options.rank and options.size are required");
   }
   if (options.rejoin) throw UsageError("shoal::init with a store: rejoin needs the store of shoal launch");
-  auto placement = find_placement({.rank = options.rank, .size = options.size}, [](const std::string&) { return std::nullopt; });
+  auto placement =
+      find_placement({.rank = options.rank, .size = options.size}, [](const std::string&) { return std::nullopt; });
   placement.address = describe_store(store);
   placement.port = 0;
   placement.store_is_served = true;
@@ -182,8 +183,9 @@ World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& opt
   if (state->local_size < state->placement.size) {
     const auto server = server_of(store);
     if (!server) {
-      throw UsageError("ranks on several hosts need a TCPStore (init_method env:// or tcp://): this rank does not know "
-                       "under which address the others reach it");
+      throw UsageError(
+          "ranks on several hosts need a TCPStore (init_method env:// or tcp://): this rank does not know "
+          "under which address the others reach it");
     }
     state->listen_address = address_towards(server->host, server->port);
   }
