@@ -15,7 +15,9 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -136,10 +138,16 @@ def outcome_of(where, code):
         pass
     try:
         with open(where + ".log") as file:
-            text = file.read()[:1500]
+            text = file.read()[-6000:]
     except OSError:
         text = ""
     return ("hang" if code is None else "crash", text)
+
+
+def write_native_stacks(pid, where):
+    """What every thread of a rank that hangs is doing."""
+    with open(where, "a") as file:
+        subprocess.run(["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt 12"], stdout=file, stderr=file, timeout=30)
 
 
 def run_test(module, name, port, arguments):
@@ -162,6 +170,8 @@ def run_test(module, name, port, arguments):
                         end = min(end, time.monotonic() + 15)
             time.sleep(0.005)
         for pid in set(pids) - set(codes):
+            if shutil.which("gdb"):
+                write_native_stacks(pid, f"{folder}/{pids.index(pid)}.log")
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         outcomes = [outcome_of(f"{folder}/{rank}", codes.get(pid)) for rank, pid in enumerate(pids)]
@@ -216,13 +226,15 @@ def main():
         results[name] = run_test(module, name, port, arguments)
         if results[name][0] != "skip":
             print(f"{name:<75} {results[name][0]} {time.monotonic() - start:.2f}", flush=True)
+        if results[name][0] in ("hang", "crash"):
+            print(results[name][1], flush=True)
         if arguments.out:
             with open(arguments.out, "w") as file:
                 json.dump(results, file, indent=1)
     counted = count(results)
     print(arguments.backend, counted, f"of {len(names)} in {time.monotonic() - begin:.0f} s")
     if arguments.at_least is not None and counted.get("pass", 0) < arguments.at_least:
-        sys.exit(f"only {counted.get('pass', 0)} tests pass; it were at least {arguments.at_least}")
+        sys.exit(f"only {counted.get('pass', 0)} tests pass; the gate is {arguments.at_least}")
 
 
 if __name__ == "__main__":
