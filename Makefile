@@ -52,11 +52,12 @@ asan tsan:
 docs:
 	@python3 scripts/docs/build.py --out $(BUILD)/docs
 
-# The Python package for this Python and its PyTorch, in dist/. The version of scikit-build-core is the one that the tests use.
+# The Python package for this Python and its PyTorch, in $(BUILD)/dist.
 wheel:
-	@scripts/setup
-	@.venv/bin/pip install --quiet 'scikit-build-core==1.1.2'
-	CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2} .venv/bin/pip wheel --no-build-isolation --no-deps -w dist .
+	@scripts/setup --wheel
+	@$(WITHOUT_TESTS)
+	@cmake --build $(BUILD) --target wheel
+	@ls $(BUILD)/dist/*.whl
 
 format:
 	git ls-files '*.h' '*.cpp' | xargs clang-format -i

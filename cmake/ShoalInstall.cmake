@@ -3,18 +3,28 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-set(objects)
-foreach(part base layout memory comm kernels_baseline kernels_avx2 module checkpoint optim engine strategy training planning loop)
-  if(TARGET shoal_${part})
-    list(APPEND objects $<TARGET_OBJECTS:shoal_${part}>)
-  endif()
-endforeach()
+# shoal_objects(RESULT part...): the objects of those layers that are there.
+function(shoal_objects result)
+  set(objects)
+  foreach(part IN LISTS ARGN)
+    if(TARGET shoal_${part})
+      list(APPEND objects $<TARGET_OBJECTS:shoal_${part}>)
+    endif()
+  endforeach()
+  set(${result} ${objects} PARENT_SCOPE)
+endfunction()
+shoal_objects(library_objects base layout memory comm kernels_baseline kernels_avx2 module checkpoint optim engine strategy
+  training planning loop)
+set(mpi no_mpi)
+if(TARGET shoal_mpi)
+  set(mpi mpi)
+endif()
 # The program is the file `shoal`, so the library's target is not.
-add_library(libshoal SHARED ${objects})
+add_library(libshoal SHARED ${library_objects} $<TARGET_OBJECTS:shoal_${mpi}>)
 target_link_libraries(libshoal PUBLIC shoal_flags ${TORCH_LIBRARIES}
   PRIVATE ZLIB::ZLIB OpenSSL::Crypto Threads::Threads $<TARGET_NAME_IF_EXISTS:MPI::MPI_CXX>)
 set_target_properties(libshoal PROPERTIES LINKER_LANGUAGE CXX OUTPUT_NAME shoal EXPORT_NAME shoal
-  VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+  LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/lib VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 add_library(shoal::shoal ALIAS libshoal)
 
 install(TARGETS libshoal shoal_flags EXPORT shoal
@@ -25,9 +35,7 @@ if(TARGET shoal_cli)
   install(TARGETS shoal_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 
-if(NOT SHOAL_INSTALLED_TORCH)
-  set(SHOAL_INSTALLED_TORCH ${TORCH_INSTALL_PREFIX})
-endif()
+set(SHOAL_INSTALLED_TORCH ${TORCH_INSTALL_PREFIX})
 configure_package_config_file(cmake/shoalConfig.cmake.in ${PROJECT_BINARY_DIR}/shoalConfig.cmake
   INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/shoal)
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/shoalConfigVersion.cmake COMPATIBILITY SameMinorVersion)

@@ -5,11 +5,11 @@ if(NOT CMAKE_BUILD_TYPE)
 endif()
 
 # libtorch: SHOAL_TORCH (variable or environment) names a folder with share/cmake/Torch; CMAKE_PREFIX_PATH works as
-# usual; otherwise the virtual environment that scripts/setup made.
+# usual; Python_EXECUTABLE names a Python whose PyTorch is taken; otherwise the virtual environment of scripts/setup.
 if(NOT SHOAL_TORCH AND DEFINED ENV{SHOAL_TORCH})
   set(SHOAL_TORCH $ENV{SHOAL_TORCH})
 endif()
-if(NOT SHOAL_TORCH AND SHOAL_WHEEL)
+if(NOT SHOAL_TORCH AND Python_EXECUTABLE)
   execute_process(COMMAND ${Python_EXECUTABLE} -c "import os, torch; print(os.path.dirname(torch.__file__))"
     OUTPUT_VARIABLE SHOAL_TORCH OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 endif()

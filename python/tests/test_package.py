@@ -1,9 +1,14 @@
-"""PY08, PY09: the wheel, in a fresh virtual environment without a compiler's help and without MPI."""
+"""PY08, PY09: the wheel of the build tree (SHOAL_BUILD, or build/) in a fresh virtual environment. Its programs run with a
+PATH that has nothing but that environment: no compiler and no mpirun."""
 
+import importlib.util
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import textwrap
 import zipfile
 from pathlib import Path
@@ -12,8 +17,9 @@ import pytest
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+BUILD = Path(os.environ.get("SHOAL_BUILD", REPOSITORY / "build"))
 
-PROGRAM = """
+SHORT = """
 import torch, torch.distributed as dist
 import shoal
 dist.init_process_group("shoal")
@@ -33,6 +39,75 @@ dist.destroy_process_group()
 """
 
 
+# A program as somebody writes it who has never seen shoal's documentation, but for the name of the backend.
+USUAL = """
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+import shoal  # noqa: F401
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        g = torch.Generator().manual_seed(index)
+        x = torch.randn(2, generator=g)
+        return x, (x[0] * x[1] > 0).long()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--save")
+    args = parser.parse_args()
+    dist.init_process_group(backend="shoal")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    rank = dist.get_rank()
+    torch.manual_seed(42 + rank)
+    model = DDP(nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)))
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+    dataset = Points()
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=20, sampler=sampler, num_workers=2, persistent_workers=True)
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        correct = torch.zeros(1)
+        for x, y in loader:
+            optimizer.zero_grad(set_to_none=True)
+            out = model(x)
+            loss = criterion(out, y)
+            loss.backward()
+            optimizer.step()
+            correct += (out.argmax(1) == y).sum()
+        scheduler.step()
+        dist.all_reduce(correct, op=dist.ReduceOp.SUM)
+        if rank == 0:
+            print(f"epoch {epoch} accuracy {correct.item() / len(dataset):.3f} local rank {local_rank}")
+    if rank == 0:
+        torch.save(model.module.state_dict(), args.save)
+    dist.barrier()
+    state = torch.load(args.save, map_location="cpu", weights_only=True)
+    same = all(torch.equal(state[name], value) for name, value in model.module.state_dict().items())
+    print(f"rank {rank} of {dist.get_world_size()}: saved what it has: {same}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
 def run(*command, **options):
     done = subprocess.run([str(each) for each in command], capture_output=True, text=True, timeout=280, **options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,11 +115,20 @@ def run(*command, **options):
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-    """The Python of a fresh virtual environment with the wheel; PyTorch comes from this one, so that nothing is downloaded."""
-    wheels = sorted(REPOSITORY.glob("dist/shoal-*.whl"), key=os.path.getmtime)
-    if not wheels:
-        pytest.skip("no wheel in dist/: make wheel")
+def wheel():
+    if importlib.util.find_spec("scikit_build_core") is None:
+        pytest.skip("no scikit-build-core: scripts/setup --tests installs it")
+    if not (BUILD / "build.ninja").is_file():
+        pytest.skip(f"{BUILD} is no build tree: make all, or set SHOAL_BUILD")
+    run("cmake", "--build", BUILD, "--target", "wheel")
+    (made,) = (BUILD / "dist").glob("shoal-*.whl")
+    return made
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory, wheel):
+    """A fresh virtual environment with the wheel: its Python, and environments of processes without and with the system's
+    programs. PyTorch comes from this Python, so that nothing is downloaded."""
     folder = tmp_path_factory.mktemp("venv")
     run(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
@@ -53,54 +137,107 @@ def environment(tmp_path_factory):
     for entry in Path(torch.__file__).parents[1].iterdir():
         if not (packages / entry.name).exists() and not entry.name.startswith(("shoal", "__editable__")):
             (packages / entry.name).symlink_to(entry)
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheels[-1], env=clean)
-    return python, clean, wheels[-1]
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, env=clean)
+    return python, {**clean, "PATH": str(folder / "bin")}, clean
 
 
-def test_PY09_the_wheel_is_small_and_names_its_torch(environment):
-    wheel = environment[2]
+@pytest.fixture(scope="session")
+def binaries(environment):
+    """The wheel's extension, library and program, as they are installed."""
+    python, bare, _ = environment
+    package = Path(run(python, "-c", "import shoal; print(shoal.__path__[0])", env=bare).strip())
+    found = [*package.glob("_C*.so"), *package.glob("lib/libshoal.so*"), package / "bin" / "shoal"]
+    assert len(found) == 3, found
+    return found
+
+
+def test_PY09_the_wheel_is_small_and_names_its_torch(wheel):
     assert wheel.stat().st_size < 10 << 20
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    assert f"cp3{sys.version_info.minor}-cp3{sys.version_info.minor}-linux" in wheel.name
     assert "Requires-Dist: torch==" + torch.__version__.split("+")[0] in metadata
     for part in ("shoal/lib/libshoal.so", "shoal/bin/shoal", "shoal/include/shoal/shoal.h", "lib/cmake/shoal/shoalConfig.cmake"):
         assert any(part in name for name in names), part
 
 
 def test_PY09_the_wheel_trains_on_two_ranks(environment, tmp_path):
-    python, clean, _ = environment
+    python, bare, _ = environment
     program = tmp_path / "train.py"
-    program.write_text(PROGRAM)
-    torchrun = run(python, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone", program, env=clean)
+    program.write_text(SHORT)
+    torchrun = run(python, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone", program, env=bare)
     assert torchrun.count("learned host") == 2
-    launched = run(python, "-m", "shoal", "launch", "-n", 2, "--", python, program, env=clean)
+    launched = run(python, "-m", "shoal", "launch", "-n", 2, "--", python, program, env=bare)
     assert launched.count("learned host") == 2
 
 
+def test_PY09_a_usual_program_runs_under_torchrun(environment, tmp_path):
+    python, bare, _ = environment
+    program = tmp_path / "train.py"
+    program.write_text(USUAL)
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    said = run(*torchrun, program, "--save", tmp_path / "model.pt", env=bare)
+    accuracies = [float(each) for each in re.findall(r"accuracy ([0-9.]+)", said)]
+    assert len(accuracies) == 5 and accuracies[-1] > 0.9 > accuracies[0], said
+    for rank in range(2):
+        assert f"rank {rank} of 2: saved what it has: True" in said
+
+
 def test_PY08_doctor_and_the_program_run(environment):
-    python, clean, _ = environment
-    assert "two ranks on this host communicate over: host" in run(python, "-m", "shoal", "doctor", env=clean)
-    assert "shoal" in run(python, "-m", "shoal", "--version", env=clean)
+    python, bare, _ = environment
+    assert "two ranks on this host communicate over: host" in run(python, "-m", "shoal", "doctor", env=bare)
+    assert "shoal" in run(python.parent / "shoal", "--version", env=bare)
 
 
-def test_PY09_libraries_need_no_mpi(environment):
-    python, clean, _ = environment
-    package = Path(run(python, "-c", "import shoal; print(shoal.__path__[0])", env=clean).strip())
-    for file in [*package.glob("_C*.so"), *package.glob("lib/libshoal.so"), package / "bin" / "shoal"]:
-        needed = run("readelf", "-d", file)
-        assert not any(word in needed for word in ("libmpi", "libcrypto", "libz.so")), needed
+def test_PY09_binaries_need_only_libtorch_and_the_language_runtimes(binaries):
+    allowed = re.compile(r"lib(shoal|torch|torch_cpu|torch_python|c10|stdc\+\+|gcc_s|m|c)\.so[.0-9]*|ld-linux[-\w]*\.so\.\d")
+    for file in binaries:
+        dynamic = run("readelf", "-dW", file)
+        needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+        assert needed and [name for name in needed if not allowed.fullmatch(name)] == []
+        (path,) = re.findall(r"\(RUNPATH\).*\[(.*)\]", dynamic)
+        assert all(entry.startswith("$ORIGIN/") for entry in path.split(":")), path
+
+
+def test_PY09_binaries_built_on_an_old_system_run_on_newer_ones(binaries):
+    def version(text):
+        return tuple(int(part) for part in text.split("."))
+
+    if version(platform.libc_ver()[1]) > (2, 36):
+        pytest.skip("built with a C library later than that of Debian 12")
+    for file in binaries:
+        symbols = run("readelf", "-VW", file)
+        assert max(map(version, re.findall(r"\bGLIBC_([0-9.]+)", symbols))) <= (2, 35)
+        assert max(map(version, re.findall(r"\bGLIBCXX_([0-9.]+)", symbols))) <= (3, 4, 30)
+
+
+def test_PY09_the_sdist_has_what_a_build_needs_and_no_more(wheel, tmp_path):
+    code = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, cwd=REPOSITORY)
+    (packed,) = tmp_path.glob("shoal-*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(tmp_path, filter="data")
+    sources = packed.with_suffix("").with_suffix("")
+    tops = {"CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "cmake", "include", "src", "python"}
+    assert {entry.name for entry in sources.iterdir()} == tops
+    assert packed.stat().st_size < 2 << 20
+    # What pyproject.toml asks of CMake; a build would take as long as that of the library.
+    options = ["-DSHOAL_BUILD_TESTS=OFF", "-DSHOAL_BUILD_BENCH=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
+    run("cmake", "-G", "Ninja", "-S", sources, "-B", tmp_path / "build", *options)
+    plan = run("ninja", "-C", tmp_path / "build", "-t", "commands", "wheel_files")
+    assert "-o wheel/shoal " in plan and "no_mpi" in plan, plan
 
 
 def test_PY09_another_torch_is_refused_with_both_versions(environment):
-    python, clean, _ = environment
+    python, bare, _ = environment
     code = "import torch; torch.__version__ = '9.9.1'\nimport shoal"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=clean, timeout=100)
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=bare, timeout=100)
     assert done.returncode != 0 and "but torch 9.9.1 is installed" in done.stderr
 
 
 def test_PY09_a_cpp_program_builds_against_the_wheel(environment, tmp_path):
-    python, clean, _ = environment
+    python, _, clean = environment
     if shutil.which("cmake") is None or shutil.which("g++") is None:
         pytest.skip("no compiler")
     (tmp_path / "CMakeLists.txt").write_text(

@@ -127,7 +127,7 @@ def mistakes(_root, build):
 
 
 def symbols(_root, build):
-    library = os.path.join(build, "libshoal.so")
+    library = os.path.join(build, "lib", "libshoal.so")
     listed = subprocess.run(["nm", "-DC", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     own = r"(vtable for |typeinfo (name )?for |(non-)?virtual thunk to |guard variable for )?shoal::"
     names = set(re.findall(r"^[0-9a-f]+ [TDBR] (.*)$", listed, re.M)) - {"__bss_start", "_edata", "_end"}
