@@ -157,6 +157,9 @@ class FullyShardedCore : public DataParallelCore {
 
  protected:
   TensorCast input_cast() const;
+  // Shards of this rank of the trainable parameters in the module's dtype, which 16-bit parameters have beside what the
+  // optimizer updates.
+  std::vector<at::Tensor> own_elements() const;
   void adopt_changes(bool training) override;
   void begin_pass(bool training) override;
   void end_pass(bool training) override;

@@ -15,7 +15,8 @@
 
 namespace shoal {
 
-// Communication of one rank, in the terms of GroupStatistics.
+// Communication of rank 0, in the terms of GroupStatistics. That of the others is equal, except that bytes differ where
+// compressed gradients go to owners of unequal shares.
 struct PlannedCalls {
   int64_t calls = 0;
   int64_t bytes = 0;

@@ -9,9 +9,9 @@
 
 #include <sstream>
 
-#include "planning/measured_step.h"
 #include "shoal/optim.h"
 #include "tests/planning/own_module.h"
+#include "tests/planning/planned_training.h"
 #include "tests/support/refusal.h"
 #include "tests/support/world.h"
 
@@ -31,73 +31,22 @@ std::shared_ptr<OwnModule> made() {
   return std::make_shared<OwnModule>();
 }
 
-// Those of `options` that the strategy has.
-StrategyOptions own(const std::string& strategy, StrategyOptions options) {
-  std::erase_if(options, [&](const auto& entry) { return !find_strategy(strategy).has(entry.first); });
-  return options;
-}
-
-void expect_training_does_what_was_planned(const OptimizerRecipe& recipe, const StrategyOptions& options) {
-  const auto& ranks = group();
-  const auto module = made();
-  const auto planned = plan(module, recipe,
-                            {.ranks = ranks.size(),
-                             .one_host = ranks.transport() == "host",
-                             .loss = [&] { return own_loss(*module, 0); },
-                             .training = {.options = options}});
-  ASSERT_EQ(planned.strategies.size(), plannable_strategies().size());
-  for (const auto& expected : planned.strategies) {
-    SCOPED_TRACE(expected.strategy);
-    const auto log = std::make_shared<CallLog>();
-    auto training = make_training(expected.strategy, made(), recipe, ranks.recorded(log),
-                                  {.options = own(expected.strategy, options)});
-    log->clear();
-    constexpr int steps = 4;
-    double grads_mib = 0;
-    for (int step = 0; step < steps; ++step) {
-      training->backward(own_loss(training, ranks.rank()));
-      EXPECT_TRUE(training->step());
-      if (step == 0) grads_mib = mebibytes(training->gradients());
-      training->zero_grad();
-    }
-    int64_t bytes = 0;
-    for (const auto& record : log->records()) bytes += record.bytes;
-    const auto calls = static_cast<int64_t>(log->records().size());
-    const int64_t plain = std::clamp<int64_t>(expected.plain_steps - 1, 0, steps - 1);
-    const auto total = [&](int64_t PlannedCalls::*part) {
-      return expected.first_step.*part + expected.rebuild.*part + plain * (expected.plain_step.*part) +
-             (steps - 1 - plain) * (expected.per_step.*part);
-    };
-    if (expected.gathers) {
-      EXPECT_LE(total(&PlannedCalls::calls), calls);
-      EXPECT_LE(total(&PlannedCalls::bytes), bytes);
-    } else {
-      EXPECT_EQ(total(&PlannedCalls::calls), calls);
-      EXPECT_EQ(total(&PlannedCalls::bytes), bytes);
-    }
-    const auto& memory = expected.ranks.at(ranks.rank());
-    const auto expect_near = [](double mib, int64_t planned_bytes, const char* what) {
-      const double expected_mib = static_cast<double>(planned_bytes) / (1 << 20);
-      EXPECT_NEAR(mib, expected_mib, 0.05 * expected_mib + 1e-3) << what;
-    };
-    expect_near(mebibytes(training->parameters()), memory.parameters, "parameters");
-    expect_near(grads_mib, memory.gradients, "gradients");
-    expect_near(state_mib(*training, *training.module()), memory.state, "state");
-    expect_near(mebibytes(training.module()->buffers()), memory.buffers, "buffers");
-  }
+void expect_own_training_does_what_was_planned(const OptimizerRecipe& recipe, const StrategyOptions& options) {
+  expect_training_does_what_was_planned(made, [](auto& model, int rank) { return own_loss(model, rank); }, recipe,
+                                        {.options = options});
 }
 
 TEST(OwnPlan, SCA03_BEY20_is_what_the_training_of_ones_own_module_does) {
-  expect_training_does_what_was_planned(optimizer_recipe<torch::optim::AdamW>(1e-3), {});
-  expect_training_does_what_was_planned(optimizer_recipe<FusedAdamW>(1e-3), small);
+  expect_own_training_does_what_was_planned(optimizer_recipe<torch::optim::AdamW>(1e-3), {});
+  expect_own_training_does_what_was_planned(optimizer_recipe<FusedAdamW>(1e-3), small);
 }
 
 TEST(OwnPlan, SCA03_follows_the_optimizer_and_the_options) {
   auto options = small;
   options["compress"] = "bf16";
-  expect_training_does_what_was_planned(
+  expect_own_training_does_what_was_planned(
       optimizer_recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9)), options);
-  expect_training_does_what_was_planned(optimizer_recipe<Adafactor>(1e-2), small);  // its state depends on shapes
+  expect_own_training_does_what_was_planned(optimizer_recipe<Adafactor>(1e-2), small);  // its state depends on shapes
 }
 
 TEST(OwnPlan, SCA03_leaves_the_module_and_the_random_numbers_as_they_were) {

@@ -226,6 +226,12 @@ std::vector<at::Tensor> FullyShardedCore::own_parameters() const {
   return list;
 }
 
+std::vector<at::Tensor> FullyShardedCore::own_elements() const {
+  std::vector<at::Tensor> list;
+  for (const auto& piece : shards_->module->pieces()) list.push_back(piece.elements);
+  return list;
+}
+
 std::vector<at::Tensor> FullyShardedCore::own_gradients() const {
   std::vector<at::Tensor> list;
   for (const auto& piece : shards_->module->pieces()) list.push_back(piece.sum);

@@ -87,7 +87,7 @@ FsdpTraining::FsdpTraining(const TrainingParts& parts, const Group& group, Shard
 }
 
 std::vector<at::Tensor> FsdpTraining::parameters() const {
-  return parallel_->shared() ? module_->parameters() : parallel_->own_parameters();
+  return parallel_->shared() ? module_->parameters() : parallel_->own_elements();
 }
 
 std::shared_ptr<void> FsdpTraining::full_parameters() {

@@ -9,8 +9,9 @@ namespace shoal {
 // FullyShardedCore with the functions that a wrapper's forward uses.
 class OpenFullyShardedCore : public OpenCore<FullyShardedCore> {
  public:
-  using OpenCore::OpenCore;
   using FullyShardedCore::input_cast;
+  using FullyShardedCore::own_elements;
+  using OpenCore::OpenCore;
 };
 
 class FsdpTraining : public WrappedTraining<OpenFullyShardedCore, TrainingCore> {
