@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -76,4 +80,19 @@ def _create_backend(options, backend_options: Options | None) -> dist.Backend:
     return _C.make_backend(group, options.timeout)
 
 
+def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=5), **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """init_method="shoal://": rank and size from whatever launcher there is (torchrun, shoal launch, mpirun, srun), and a
+    world of one rank without, as in a notebook. env:// knows the first two alone."""
+    if urlsplit(url) != urlsplit("shoal://"):
+        raise UsageError(f'init_method "{url}": "shoal://" takes rank and world_size from the launcher; give them with "tcp://"')
+    rank, size, address, port, source = _C.find_place()
+    if source == "RANK and WORLD_SIZE":
+        yield from dist.rendezvous("env://", timeout=timeout, **options)
+    elif size == 1:
+        yield dist.HashStore(), 0, 1
+    else:
+        yield from dist.rendezvous(f"tcp://{address}:{port}", rank, size, timeout=timeout, **options)
+
+
+dist.register_rendezvous_handler("shoal", _rendezvous)
 dist.Backend.register_backend("shoal", _create_backend, extended_api=True, devices=["cpu"])

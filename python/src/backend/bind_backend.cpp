@@ -7,6 +7,7 @@
 #include "backend/interrupts.h"
 #include "bindings.h"
 #include "comm/backend/backend.h"
+#include "comm/rendezvous/launch_environment.h"
 #include "shoal/error.h"
 #include "shoal/world.h"
 
@@ -29,6 +30,12 @@ Group join_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   return init(store, options).group();
 }
 
+// Rank, size, and the store's address and port, as the launcher says; and how it said so.
+auto find_place() {
+  auto place = find_placement({}, process_environment());
+  return std::make_tuple(place.rank, place.size, std::move(place.address), place.port, std::move(place.source));
+}
+
 }  // namespace
 
 void bind_backend(py::module_& module) {
@@ -46,6 +53,7 @@ void bind_backend(py::module_& module) {
       });
   module.def("join_world", &join_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("transport"), ReleaseGil());
+  module.def("find_place", &find_place);
   module.def("make_backend", &make_backend, py::arg("group"), py::arg("timeout"), ReleaseGil());
   module.def("group_of_backend", &group_of_backend, py::arg("backend"));
 }

@@ -1,0 +1,145 @@
+"""PY08: how programs are started, from the build tree: torchrun, shoal launch, mpirun, srun's variables, and alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal
+from shoal import __main__ as commands
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+import shoal
+dist.init_process_group("shoal", init_method=sys.argv[1] if len(sys.argv) > 1 else None)
+torch.manual_seed(dist.get_rank())
+model = shoal.nn.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+weights = [torch.zeros(1, 4) for _ in range(dist.get_world_size())]
+dist.all_gather(weights, model.module.weight.detach())
+same = all(torch.equal(weights[0], each) for each in weights)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: equal weights {same}", flush=True)
+dist.destroy_process_group()
+"""
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "SHOAL_")
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def environment(**more):
+    """This process's, without what a launcher has set."""
+    return {**{key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}, **more}
+
+
+def run(*command, code=0, env=None):
+    done = subprocess.run(
+        [str(each) for each in command], capture_output=True, text=True, timeout=100, env=env or environment(), check=False
+    )
+    assert (done.returncode == 0) == (code == 0), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def trained(said, ranks=2):
+    return [said.count(f"rank {rank} of {ranks}: equal weights True") for rank in range(ranks)] == [1] * ranks
+
+
+def test_PY08_torchrun(program):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert trained(run(*torchrun, program, "shoal://"))
+
+
+def test_PY08_shoal_launch(program):
+    assert trained(run(sys.executable, "-m", "shoal", "launch", "-n", 2, "--", sys.executable, program))
+
+
+def test_PY08_shoal_launch_ends_with_a_failed_ranks_code(tmp_path):
+    path = tmp_path / "fails.py"
+    path.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('out of coffee')\ntime.sleep(60)\n")
+    said = run(sys.executable, "-m", "shoal", "launch", "-n", 2, "--grace", 1, "--", sys.executable, path, code=1)
+    assert "out of coffee" in said
+
+
+def test_PY08_mpirun(program):
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun")
+    env = environment(
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        OMPI_MCA_rmaps_base_oversubscribe="1",
+        OMPI_MCA_hwloc_base_binding_policy="none",
+    )
+    assert trained(run("mpirun", "-n", 2, sys.executable, program, "shoal://", env=env))
+
+
+def test_PY08_tasks_of_srun_find_each_other_by_slurms_variables(program):
+    """As srun sets them for a step of two tasks on one node; srun itself needs a cluster."""
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, program, "shoal://"],
+            env=environment(**step, SLURM_PROCID=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert trained("".join(task.communicate(timeout=100)[0] for task in tasks))
+
+
+def test_PY08_a_process_alone_is_a_world_of_one(program):
+    assert trained(run(sys.executable, program, "shoal://"), ranks=1)
+    assert "RANK expected, but not set" in run(sys.executable, program, code=1)
+
+
+def test_PY08_a_notebook_makes_its_group_again_and_again(monkeypatch):
+    for key in [key for key in os.environ if key.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(key)
+    for _ in range(2):
+        dist.init_process_group("shoal", init_method="shoal://")
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [1, 1, 1] and dist.get_world_size() == 1
+        dist.destroy_process_group()
+
+
+def test_PY08_shoals_own_method_takes_no_ranks():
+    with pytest.raises(shoal.UsageError, match="from the launcher"):
+        dist.init_process_group("shoal", init_method="shoal://", rank=0, world_size=2)
+
+
+def test_PY08_doctor():
+    said = run(sys.executable, "-m", "shoal", "doctor")
+    assert "two ranks on this host communicate over: host" in said
+    assert f"installed torch {torch.__version__}" in said
+
+
+def test_PY08_doctor_tells_what_does_not_work(monkeypatch, capsys):
+    def fails(rank, store, pipe):
+        pipe.send("FAILED: the host has no shared memory")
+
+    monkeypatch.setattr(commands, "_rank", fails)
+    assert commands.doctor() == 1
+    assert "FAILED: the host has no shared memory" in capsys.readouterr().out
+
+
+def test_PY09_a_build_tree_has_no_files_for_cmake():
+    assert "this is a build tree, which has no files for CMake" in run(sys.executable, "-m", "shoal", "cmake-dir", code=1)
+
+
+def test_PY08_the_program_is_the_libraries():
+    assert "--strategy" in run(sys.executable, "-m", "shoal", "train", "--help")
