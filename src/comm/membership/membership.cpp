@@ -1,0 +1,127 @@
+#include "comm/membership/membership.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace shoal {
+namespace {
+
+using Sights = std::map<int, MemberSight>;
+
+bool contains(const MemberList& members, int member) {
+  return std::binary_search(members.begin(), members.end(), member);
+}
+
+MemberList common(const MemberList& a, const MemberList& b) {
+  MemberList both;
+  std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(both));
+  return both;
+}
+
+bool is_in(const Sights& others, int member, MemberSight::State state) {
+  const auto found = others.find(member);
+  return found != others.end() && found->second.state == state;
+}
+
+// The card of another member that is neither gone nor silent.
+const MemberCard* card_of(const Sights& others, int member) {
+  const auto found = others.find(member);
+  if (found == others.end() || found->second.state != MemberSight::State::present) return nullptr;
+  return found->second.card ? &*found->second.card : nullptr;
+}
+
+// Whether a member will not go on: it has ended, or it knows that it was left out.
+bool has_left(const Sights& others, int member) {
+  const auto found = others.find(member);
+  if (found == others.end()) return false;
+  const auto& [state, card] = found->second;
+  return state == MemberSight::State::gone || (card && card->members.empty());
+}
+
+uint64_t highest_number(const Sights& others) {
+  uint64_t highest = 0;
+  for (const auto& [member, sight] : others) {
+    if (sight.card) highest = std::max(highest, sight.card->number);
+  }
+  return highest;
+}
+
+}  // namespace
+
+Membership::Membership(int self, MemberCard first) : self_(self), card_(std::move(first)), base_(card_.members) {}
+
+Membership::Standing Membership::look(const Sights& others) {
+  if (card_.members.empty()) return join(others);
+  auto latest = card_;
+  // Newcomers that a member has admitted meanwhile.
+  for (const int member : card_.members) {
+    const auto* shown = card_of(others, member);
+    if (shown != nullptr && shown->grown > latest.grown && contains(shown->members, self_)) latest = *shown;
+  }
+  auto members = latest.members;
+  std::erase_if(members, [&](int member) { return is_in(others, member, MemberSight::State::gone); });
+  auto without_silent = members;
+  std::erase_if(without_silent, [&](int member) { return is_in(others, member, MemberSight::State::silent); });
+  const bool stuck = !has_majority(without_silent, others);
+  if (!stuck) members = std::move(without_silent);
+  for (const int member : latest.members) {
+    if (member == self_) continue;
+    // A list that is shorter than this one tells of members that are gone. One from before the last admission is short
+    // because it does not have the newcomers yet.
+    const auto* shown = card_of(others, member);
+    if (shown == nullptr || shown->members.empty() || shown->number < latest.grown) continue;
+    if (!contains(shown->members, self_)) {
+      card_.members.clear();
+      return Standing::left_out;
+    }
+    members = common(members, shown->members);
+  }
+  if (members != latest.members) {
+    card_ = {std::max(card_.number, highest_number(others)) + 1, latest.grown, std::move(members)};
+    return Standing::waiting;
+  }
+  card_ = std::move(latest);
+  for (const int member : card_.members) {
+    const auto* shown = card_of(others, member);
+    if (shown != nullptr) card_.number = std::max(card_.number, shown->number);
+  }
+  const bool same = std::all_of(card_.members.begin(), card_.members.end(), [&](int member) {
+    if (member == self_) return true;
+    const auto* shown = card_of(others, member);
+    return shown != nullptr && shown->number == card_.number && shown->members == card_.members;
+  });
+  if (!has_majority(card_.members, others)) return Standing::no_majority;
+  if (!same) return stuck ? Standing::no_majority : Standing::waiting;
+  base_ = card_.members;
+  return Standing::agreed;
+}
+
+void Membership::admit(const MemberList& newcomers, const Sights& others) {
+  card_.number = std::max(card_.number, highest_number(others)) + 1;
+  card_.grown = card_.number;
+  card_.members.insert(card_.members.end(), newcomers.begin(), newcomers.end());
+  std::sort(card_.members.begin(), card_.members.end());
+}
+
+// Members that are left out without proof of their end might form a generation of their own, unless this one has more
+// than half of the members, or half of them with the first one.
+bool Membership::has_majority(const MemberList& members, const Sights& others) const {
+  MemberList living;
+  std::copy_if(base_.begin(), base_.end(), std::back_inserter(living),
+               [&](int member) { return !has_left(others, member); });
+  const auto here = common(living, members);
+  return 2 * here.size() > living.size() || (2 * here.size() == living.size() && here.front() == living.front());
+}
+
+Membership::Standing Membership::join(const Sights& others) {
+  for (const auto& [member, sight] : others) {
+    const auto* shown = card_of(others, member);
+    if (shown == nullptr || !contains(shown->members, self_) || shown->number <= card_.number) continue;
+    card_ = *shown;
+    base_ = card_.members;
+  }
+  return Standing::waiting;
+}
+
+}  // namespace shoal

@@ -1,0 +1,297 @@
+// Membership, tried in every order of events: members read each other's cards one by one, die, stop and join at any
+// moment in between.
+
+#include "comm/membership/membership.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace shoal {
+namespace {
+
+using Standing = Membership::Standing;
+using Sights = std::map<int, MemberSight>;
+
+struct Events {
+  int founders = 3;
+  int newcomers = 0;
+  int deaths = 0;
+  int stops = 0;   // a stopped member takes no steps until it is continued
+  int admits = 0;  // times that newcomers may be admitted
+  int splits = 0;  // the network splits: members on two sides cannot see each other any more
+};
+
+struct Process {
+  explicit Process(Membership made) : membership(std::move(made)), shown(membership.card()) {}
+
+  Membership membership;
+  MemberCard shown;  // what others can read; written at once, some time after it was decided
+  Sights read{};     // what it has read of the others so far, in order
+  bool dead = false;
+  bool stopped = false;
+  MemberCard agreed{};  // the last generation that it went on with
+};
+
+struct State {
+  std::vector<Process> processes;
+  Events left;
+  MemberList apart{};                            // one side of a network that has split
+  std::map<uint64_t, MemberList> generations{};  // all that any process has gone on with
+};
+
+// All states that can be reached; `faults` are sentences about those that must not be.
+class Exploration {
+ public:
+  explicit Exploration(const Events& events) {
+    State first{{}, events};
+    MemberCard card;
+    for (int member = 0; member < events.founders; ++member) card.members.push_back(member);
+    for (int member = 0; member < events.founders; ++member) {
+      first.processes.emplace_back(Membership(member, card));
+      first.processes.back().agreed = card;
+    }
+    for (int newcomer = 0; newcomer < events.newcomers; ++newcomer) {
+      first.processes.emplace_back(Membership(events.founders + newcomer));
+    }
+    add(first);
+    while (!open_.empty() && faults.size() < 5) {
+      const auto state = std::move(open_.back());
+      open_.pop_back();
+      visit(state);
+    }
+  }
+
+  size_t states() const { return seen_.size(); }
+  size_t ends = 0;  // states in which nothing happens any more
+  std::vector<std::string> faults;
+
+ private:
+  static int size(const State& state) { return static_cast<int>(state.processes.size()); }
+
+  static std::string text(const MemberCard& card) {
+    std::string all = std::to_string(card.number) + "/" + std::to_string(card.grown) + ":";
+    for (const int member : card.members) all += std::to_string(member);
+    return all;
+  }
+
+  static std::string text(const State& state) {
+    std::string all = std::to_string(state.left.deaths) + std::to_string(state.left.stops) +
+                      std::to_string(state.left.admits) + " apart";
+    for (const int member : state.apart) all += std::to_string(member);
+    all += "\n";
+    for (const auto& process : state.processes) {
+      all += process.dead ? "dead " : process.stopped ? "stopped " : "";
+      all += text(process.shown) +
+             (process.shown == process.membership.card() ? "" : ">" + text(process.membership.card()));
+      all += " base ";
+      for (const int member : process.membership.base()) all += std::to_string(member);
+      all += " agreed " + text(process.agreed);
+      for (const auto& [other, sight] : process.read) {
+        all += " sees " + std::to_string(other) + "=" + std::to_string(static_cast<int>(sight.state)) +
+               (sight.card ? text(*sight.card) : "");
+      }
+      all += "\n";
+    }
+    for (const auto& [number, members] : state.generations) all += text({number, 0, members}) + " ";
+    return all;
+  }
+
+  void add(const State& state) {
+    if (seen_.insert(text(state)).second) open_.push_back(state);
+  }
+
+  void require(bool holds, const std::string& what, const State& state) {
+    if (!holds) faults.push_back(what + "\n" + text(state));
+  }
+
+  void visit(const State& state) {
+    for (int self = 0; self < size(state); ++self) {
+      const auto& process = state.processes[self];
+      if (process.dead) continue;
+      if (state.left.deaths > 0) {
+        auto next = state;
+        --next.left.deaths;
+        next.processes[self].dead = true;
+        next.processes[self].read.clear();
+        add(next);
+      }
+      if (process.stopped || state.left.stops > 0) {
+        auto next = state;
+        next.processes[self].stopped = !process.stopped;
+        if (!process.stopped) --next.left.stops;
+        add(next);
+      }
+      if (process.stopped) continue;
+      if (!(process.shown == process.membership.card())) {
+        auto next = state;
+        next.processes[self].shown = process.membership.card();
+        add(next);
+        continue;
+      }
+      read_next(state, self);
+    }
+    if (state.left.splits > 0) split(state);
+    if (state.apart.empty()) check(state);
+  }
+
+  void split(const State& state) {
+    for (int first = 0; first < size(state); ++first) {
+      for (int second = first; second < size(state); ++second) {
+        auto next = state;
+        --next.left.splits;
+        next.apart = {first};
+        if (second != first) next.apart.push_back(second);
+        add(next);
+      }
+    }
+  }
+
+  static bool is_apart(const State& state, int member) {
+    return std::find(state.apart.begin(), state.apart.end(), member) != state.apart.end();
+  }
+
+  // The next other process in order; after the last one, the member makes up its mind.
+  void read_next(const State& state, int self) {
+    const auto& process = state.processes[self];
+    int other = process.read.empty() ? 0 : process.read.rbegin()->first + 1;
+    if (other == self) ++other;
+    if (other >= size(state)) {
+      decide(state, self);
+      return;
+    }
+    if (is_apart(state, self) != is_apart(state, other)) {
+      auto next = state;
+      next.processes[self].read[other] = {MemberSight::State::silent, std::nullopt};
+      add(next);
+      return;
+    }
+    const auto& seen = state.processes[other];
+    const auto sight = [&](MemberSight::State as) {
+      auto next = state;
+      next.processes[self].read[other] = {as, seen.shown};
+      add(next);
+    };
+    sight(MemberSight::State::present);  // also of a process that has just died
+    if (seen.dead) sight(MemberSight::State::gone);
+    if (seen.stopped && !seen.dead) sight(MemberSight::State::silent);
+  }
+
+  void decide(const State& state, int self) {
+    auto next = state;
+    auto& process = next.processes[self];
+    const auto sights = std::exchange(process.read, {});
+    const auto standing = process.membership.look(sights);
+    if (standing == Standing::agreed) {
+      process.agreed = process.membership.card();
+      const auto [place, made] = next.generations.emplace(process.agreed.number, process.agreed.members);
+      require(made || place->second == process.agreed.members, "one number, two generations", next);
+      check_split(next, self);
+      admit(next, self, sights);
+    }
+    add(next);
+  }
+
+  // Two processes that go on must be on each other's way: apart, they would be two jobs.
+  void check_split(const State& state, int self) {
+    const auto& own = state.processes[self].agreed.members;
+    for (int other = 0; other < size(state); ++other) {
+      const auto& process = state.processes[other];
+      if (process.dead || process.membership.card().members.empty() || process.agreed.members.empty()) continue;
+      const bool meet = std::any_of(own.begin(), own.end(), [&](int member) {
+        const auto& theirs = process.agreed.members;
+        return std::find(theirs.begin(), theirs.end(), member) != theirs.end();
+      });
+      require(meet, "two generations without a common member", state);
+    }
+  }
+
+  void admit(const State& state, int self, const Sights& sights) {
+    const auto& card = state.processes[self].membership.card();
+    if (state.left.admits == 0 || card.members.front() != self) return;
+    MemberList asking;
+    for (const auto& [other, sight] : sights) {
+      if (sight.state == MemberSight::State::present && sight.card->members.empty()) asking.push_back(other);
+    }
+    if (asking.empty()) return;
+    auto next = state;
+    --next.left.admits;
+    next.processes[self].membership.admit(asking, sights);
+    add(next);
+  }
+
+  // If no process would change anything once all see what is true, all that live have agreed. Cards only grow, so the
+  // states would go on without end if members could keep each other busy for ever.
+  void check(const State& state) {
+    MemberList living;
+    bool any_member = false;  // a process that was in a generation once
+    for (int self = 0; self < size(state); ++self) {
+      const auto& process = state.processes[self];
+      if (process.dead) continue;
+      if (process.stopped || !process.read.empty() || !(process.shown == process.membership.card())) return;
+      auto membership = process.membership;
+      const auto standing = membership.look(truth_for(state, self));
+      if (!(membership.card() == process.membership.card())) return;
+      if (standing == Standing::agreed && !(process.agreed == membership.card())) return;
+      if (!process.shown.members.empty()) living.push_back(self);
+      any_member = any_member || !process.agreed.members.empty();
+    }
+    ++ends;
+    require(!living.empty() || !any_member, "nobody goes on", state);
+    for (const int self : living) {
+      const auto& process = state.processes[self];
+      require(process.agreed.members == living, "a member waits for ever", state);
+      require(process.agreed == process.shown, "a member goes on with another card than it shows", state);
+    }
+  }
+
+  static Sights truth_for(const State& state, int self) {
+    Sights sights;
+    for (int other = 0; other < size(state); ++other) {
+      if (other == self) continue;
+      const auto& process = state.processes[other];
+      sights[other] = {process.dead ? MemberSight::State::gone : MemberSight::State::present, process.shown};
+    }
+    return sights;
+  }
+
+  std::unordered_set<std::string> seen_;
+  std::vector<State> open_;
+};
+
+void explore(const Events& events) {
+  const Exploration exploration(events);
+  for (const auto& fault : exploration.faults) ADD_FAILURE() << fault;
+  std::printf("%zu states, %zu ends\n", exploration.states(), exploration.ends);
+  EXPECT_GT(exploration.ends, 1U);
+}
+
+TEST(Membership, ELA01_two_of_three_may_die_at_any_moment) {
+  explore({.founders = 3, .deaths = 2});
+}
+TEST(Membership, ELA01_one_of_two_may_die_at_any_moment) {
+  explore({.founders = 2, .deaths = 1});
+}
+TEST(Membership, ELA06_a_process_joins_two_and_two_of_them_die) {
+  explore({.founders = 2, .newcomers = 1, .deaths = 2, .admits = 2});
+}
+TEST(Membership, ELA08_a_member_stops_and_goes_on) {
+  explore({.founders = 3, .stops = 1});
+}
+TEST(Membership, ELA08_a_member_stops_and_another_dies) {
+  explore({.founders = 3, .deaths = 1, .stops = 1});
+}
+TEST(Membership, ELA10_the_network_splits_and_a_member_dies) {
+  explore({.founders = 3, .deaths = 1, .splits = 1});
+}
+TEST(Membership, ELA08_a_member_that_was_left_out_joins_again) {
+  explore({.founders = 3, .stops = 1, .admits = 1});
+}
+
+}  // namespace
+}  // namespace shoal
