@@ -49,6 +49,7 @@ class ShoalConan(ConanFile):
         toolchain = CMakeToolchain(self)
         toolchain.cache_variables["SHOAL_BUILD_TESTS"] = False
         toolchain.cache_variables["SHOAL_BUILD_BENCH"] = False
+        toolchain.cache_variables["SHOAL_BUILD_PYTHON"] = False
         toolchain.cache_variables["SHOAL_TORCH"] = str(self.options.torch)
         toolchain.generate()
         CMakeDeps(self).generate()
