@@ -1,0 +1,73 @@
+"""PY10: the extension's stub names everything that the extension has, and strictly typed programs can use the package."""
+
+import ast
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal import _C
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STUB = REPOSITORY / "python" / "shoal" / "_C.pyi"
+EXAMPLES = sorted((REPOSITORY / "examples" / "python").glob("*.py"))
+
+MISTAKES = """
+import torch
+import shoal
+net = torch.nn.Linear(1, 1)
+model = shoal.nn.DistributedDataParallel(net)
+norm: str = shoal.nn.FullyShardedDataParallel(net).clip_grad_norm_(1.0)
+shoal.checkpoint.save("run", model)
+shoal.distributed.group_of().size = 3
+shoal.checkpoint.load_latest("run", shoal.checkpoint.TrainingState(model)).step
+"""
+
+
+def members(names):
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_PY10_the_stub_names_what_the_extension_has():
+    nodes = ast.parse(STUB.read_text()).body
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    assert functions == {name for name in members(vars(_C)) if inspect.isroutine(getattr(_C, name))}
+    assert set(classes) == {name for name in members(vars(_C)) if inspect.isclass(getattr(_C, name))}
+    for name, node in classes.items():
+        methods = {entry.name for entry in node.body if isinstance(entry, ast.FunctionDef)}
+        methods |= {entry.target.id for entry in node.body if isinstance(entry, ast.AnnAssign)}
+        assert members(methods) == members(vars(getattr(_C, name))), name
+        assert [base.id for base in node.bases] == [
+            base.__name__ for base in getattr(_C, name).__bases__ if base.__module__ != "pybind11_builtins"
+        ]
+
+
+def mypy(*files):
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("no mypy: scripts/setup --tests installs it where it is to be had")
+    environment = {**os.environ, "MYPYPATH": str(Path(shoal.__file__).parent.parent)}
+    # Functions of PyTorch without types, such as Tensor.backward, are not a program's fault.
+    options = ["--strict", "--untyped-calls-exclude=torch", "--follow-imports=silent", "--no-incremental", "--cache-dir", os.devnull]
+    return subprocess.run(
+        [sys.executable, "-m", "mypy", *options, *map(str, files)],
+        capture_output=True, text=True, env=environment, timeout=280, check=False,
+    )  # fmt: skip
+
+
+def test_PY10_examples_are_strictly_typed():
+    done = mypy(*EXAMPLES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_PY10_mistakes_are_found_without_running(tmp_path):
+    path = tmp_path / "mistakes.py"
+    path.write_text(MISTAKES)
+    said = mypy(path).stdout
+    for line in (6, 7, 8, 9):
+        assert f"mistakes.py:{line}: error" in said, said
