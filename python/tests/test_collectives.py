@@ -301,3 +301,23 @@ def test_PY04_ranks_that_disagree_hear_the_same_sentence(call):
     errors = errors_on_ranks(call)
     said = [error.split(" (detected by")[0] for error in errors]
     assert said[0] == said[1] and said[0].startswith("DisagreeError: ranks called different operations"), errors
+
+
+def test_PY01_the_mean_of_integers_rounds_towards_zero():
+    """As NCCL's; Lightning's sync_dist asks for it."""
+
+    def rank(me):
+        whole = torch.tensor([[7, -7], [4, 1]])[:, me : me + 1]  # of other strides; the ranks have 7 and -7, 4 and 1
+        mine = [whole[0].clone(), whole[1].clone(), whole.clone().repeat(1, 2)[:, ::2]]
+        for tensor in mine:
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        part = torch.zeros(1, dtype=torch.int64)
+        dist.reduce_scatter(part, [torch.tensor([me]), torch.tensor([-1 - 2 * me])], op=dist.ReduceOp.AVG)
+        root = torch.tensor([5 + 2 * me])
+        dist.reduce(root, 0, op=dist.ReduceOp.AVG)
+        return [tensor.flatten().tolist() for tensor in mine], part.item(), root.item()
+
+    first, second = on_ranks(rank)
+    assert first[0] == second[0] == [[0], [2], [0, 2]]
+    assert (first[1], second[1]) == (0, -2)
+    assert first[2] == 6

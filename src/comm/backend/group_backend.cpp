@@ -55,8 +55,15 @@ class GroupBackend::Job {
            .timeout = timeout_});
   }
   void issue_reducing(Op op, const c10d::ReduceOp& reduce, Tensors inputs, Tensors outputs, int64_t peer = -1) {
+    auto operation = from_c10d(reduce);
+    const auto& result = outputs.empty() ? inputs[0] : outputs[0];
+    // A group has no mean of integers; c10d's backends round it.
+    if (operation == ReduceOp::avg && at::isIntegralType(result.scalar_type(), /*includeBool=*/false)) {
+      operation = ReduceOp::sum;
+      if (peer < 0 || peer == backend_.rank_) operands.divide_when_done(result, backend_.size_);
+    }
     start({.op = op,
-           .reduce = from_c10d(reduce),
+           .reduce = operation,
            .peer = static_cast<int>(peer),
            .factor = factor_of(reduce),
            .inputs = std::move(inputs),

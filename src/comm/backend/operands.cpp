@@ -54,6 +54,13 @@ at::Tensor Operands::in_out(const at::Tensor& tensor) {
   return copy;
 }
 
+void Operands::divide_when_done(const at::Tensor& result, int64_t divisor) {
+  finish_.insert(finish_.begin(), [result = result.detach(), divisor] {
+    const c10::NoGradGuard no_grad;
+    at::Tensor(result).div_(divisor, "trunc");
+  });
+}
+
 Tensors Operands::inputs(const Tensors& tensors) {
   Tensors list;
   for (const auto& tensor : tensors) list.push_back(input(tensor));

@@ -30,6 +30,9 @@ class Operands {
   void require_same_shape(const at::Tensor& part, const at::Tensor& other) const;
   [[noreturn]] void refuse(const std::string& why) const;
 
+  // Divides a result, rounding towards zero, before it is copied to its tensor.
+  void divide_when_done(const at::Tensor& result, int64_t divisor);
+
   // For Flight.
   Tensors take_kept() { return std::move(kept_); }
   std::vector<std::function<void()>> take_finish() { return std::move(finish_); }
