@@ -172,6 +172,16 @@ def test_PY09_the_wheel_trains_on_two_ranks(environment, tmp_path):
     assert launched.count("learned host") == 2
 
 
+def test_PY09_the_program_in_readme_runs_from_the_wheel(environment, tmp_path):
+    python, bare, _ = environment
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.S | re.M)
+    program = tmp_path / "train.py"
+    program.write_text(code)
+    said = run(python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program, env=bare)
+    losses = [float(each) for each in re.findall(r"loss ([0-9.]+) on 2 ranks", said)]
+    assert len(losses) == 2 and max(losses) < 30, said  # about 80 at first
+
+
 def test_PY09_a_usual_program_runs_under_torchrun(environment, tmp_path):
     python, bare, _ = environment
     program = tmp_path / "train.py"
