@@ -2,7 +2,7 @@
 
     python install_test.py REPOSITORY BUILD WORK
 
-Also configures README's second way, in which the program's project contains shoal.
+Also configures the way of docs/getting_started.md, in which the program's project contains shoal.
 """
 
 import os
@@ -44,7 +44,8 @@ def main():
     root, build, work = (os.path.abspath(path) for path in sys.argv[1:])
     shutil.rmtree(work, ignore_errors=True)
     program = next(block.code for block in docs.blocks(root, "README.md", "cpp") if "int main" in block.code)
-    package, content = (block.code for block in docs.blocks(root, "README.md", "cmake"))
+    (package,) = (block.code for block in docs.blocks(root, "README.md", "cmake"))
+    (content,) = (block.code for block in docs.blocks(root, "docs/getting_started.md", "cmake"))
     commands = next(block.code for block in docs.blocks(root, "README.md", "sh") if "cmake --install" in block.code)
 
     write(os.path.join(work, "program", "example.cpp"), program)
