@@ -12,6 +12,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/end_process.h"
 #include "base/environment.h"
 #include "base/printable.h"
 #include "cli/commands.h"
@@ -46,9 +47,7 @@ int require_printed(int code) {
   return code == 0 ? failed : code;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run(int argc, char** argv) {
   open_standard_streams();
   std::signal(SIGXFSZ, SIG_IGN);  // a file that exceeds a limit is an error with a name, as in Python
   std::vector<std::string> line(argv, argv + argc);
@@ -94,7 +93,11 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     complain(error.what());
   }
-  // Skips destructors: a failed group would wait for operations that never finish.
-  std::fflush(nullptr);
-  std::_Exit(failed);
+  return failed;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  shoal::end_process(run(argc, argv));
 }

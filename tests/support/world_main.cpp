@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/end_process.h"
 #include "base/environment.h"
 #include "launch/launcher.h"
 #include "shoal/error.h"
@@ -61,7 +62,9 @@ const World& world() {
 
 }  // namespace shoal::test
 
-int main(int argc, char** argv) {
+namespace {
+
+int run(int argc, char** argv) {
   std::vector<std::string> command(argv, argv + argc);
   int ranks = 1;
   for (int i = 1; i + 1 < argc; ++i) {
@@ -77,7 +80,12 @@ int main(int argc, char** argv) {
     return shoal::test::run_rank(command);
   } catch (const std::exception& error) {
     fmt::print(stderr, "error: {}\n", error.what());
-    std::fflush(nullptr);
-    std::_Exit(1);
+    return 1;
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  shoal::end_process(run(argc, argv));
 }

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "base/end_process.h"
 #include "checkpoint/format/safetensors.h"
 #include "cli/commands.h"
 #include "cli/telemetry/trace.h"
@@ -106,8 +107,7 @@ int train_rank(const TrainOptions& options) {
 
   const auto leave_interrupted = [](bool says, const std::string& what, const std::string& path) -> int {
     if (says) fmt::print(stderr, "interrupted{}\n", path.empty() ? "" : fmt::format("; {} in {}", what, path));
-    std::fflush(nullptr);
-    std::_Exit(interrupted_code);  // peers may have stopped one step earlier or later
+    end_process(interrupted_code);  // peers may have stopped one step earlier or later
   };
   try {
     Trainer trainer(options, world.group(), model, *feed);
