@@ -122,7 +122,7 @@ def save(run: str | Path, training: TrainingState, **options: Any) -> None:
 
 
 def save_async(run: str | Path, training: TrainingState, **options: Any) -> None:
-    """Saves in the background: returns when the values are copied."""
+    """Saves in the background: returns when the values are copied. Options as for save(). Collective."""
     training._before()
     training._core.save_async(str(run), options)
 

@@ -75,3 +75,27 @@ def test_PY10_mistakes_are_found_without_running(tmp_path):
     said = mypy(path).stdout
     for line in (6, 7, 8, 9):
         assert f"mistakes.py:{line}: error" in said, said
+
+
+def is_error(thing):
+    return inspect.isclass(thing) and issubclass(thing, shoal.Error)
+
+
+def test_PY10_what_is_public_has_a_docstring():
+    modules = (shoal, shoal.amp, shoal.checkpoint, shoal.distributed, shoal.nn, shoal.optim)
+    without = []
+    for module in modules:
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not (inspect.isclass(thing) or inspect.isfunction(thing)) or is_error(thing):
+                continue
+            if not thing.__doc__:
+                without.append(f"{module.__name__}.{name}")
+            if inspect.isclass(thing):
+                own = {key: value for key, value in vars(thing).items() if inspect.isfunction(value)}
+                without += [
+                    f"{module.__name__}.{name}.{key}"
+                    for key, value in own.items()
+                    if not key.startswith("_") and not inspect.getdoc(getattr(thing, key))
+                ]
+    assert without == []

@@ -118,6 +118,7 @@ class LocalUpdates(torch.optim.Optimizer):
             del scope
 
     def steps(self) -> int:
+        """Number of steps so far, the warm-up included."""
         return self._core.steps()
 
     def fragments(self) -> list[list[str]]:
