@@ -17,7 +17,8 @@ from ._C import (
     StepAbandoned,
     UsageError,
 )
-from . import amp, checkpoint, distributed, nn, optim
+from . import amp, checkpoint, distributed, hooks, nn, optim
+from .join import Join
 
 __all__ = [
     "CheckpointError",
@@ -26,12 +27,14 @@ __all__ = [
     "Error",
     "Group",
     "InputsExhausted",
+    "Join",
     "StepAbandoned",
     "UsageError",
     "amp",
     "__version__",
     "checkpoint",
     "distributed",
+    "hooks",
     "nn",
     "optim",
 ]

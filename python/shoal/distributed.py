@@ -14,7 +14,7 @@ import torch.distributed as dist
 from . import _C
 from ._C import Group, UsageError
 
-__all__ = ["Options", "group_of"]
+__all__ = ["Options", "group_of", "host_groups"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,12 @@ def group_of(process_group: dist.ProcessGroup | Group | None = None) -> Group:
             'own backend: init_process_group("shoal"), or "cpu:shoal,cuda:nccl"'
         )
     return group
+
+
+def host_groups(process_group: dist.ProcessGroup | Group | None = None, size: int | None = None) -> tuple[Group, Group]:
+    """(the ranks of this host, the ranks with this rank's index on all hosts). size: take so many consecutive ranks for a
+    host. Collective."""
+    return _C.host_groups(group_of(process_group), size)
 
 
 def _group_or_none(process_group: dist.ProcessGroup) -> Group | None:

@@ -4,5 +4,12 @@ from .ddp import DistributedDataParallel
 from .decentralized import DecentralizedDataParallel
 from .fsdp import FullyShardedDataParallel
 from .sharded_ddp import ShardedDataParallel
+from .sync_batch_norm import SyncBatchNorm
 
-__all__ = ["DecentralizedDataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"]
+__all__ = [
+    "DecentralizedDataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "ShardedDataParallel",
+    "SyncBatchNorm",
+]

@@ -43,6 +43,7 @@ class Wrapper(Wrapped):
     def __init__(self, module: torch.nn.Module, core: Any) -> None:
         super().__init__()
         self._core = core
+        self._accumulates = 0  # scopes of no_sync
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,9 +70,11 @@ class Wrapper(Wrapped):
             yield
             return
         scope = self._core.no_sync()
+        self._accumulates += 1
         try:
             yield
         finally:
+            self._accumulates -= 1
             scope.end()
 
     def backward(self, loss_sum: torch.Tensor, weight: float) -> None:

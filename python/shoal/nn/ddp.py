@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ from .. import _C
 from .._mirror import mirror_of
 from ..distributed import group_of
 from ._wrapper import Wrapper
+
+
+class _NoteLoad:
+    """Hook of modules that tells the wrapper of a load. A copy of the module has no wrapper."""
+
+    def __init__(self, model: DistributedDataParallel | None) -> None:
+        self._model = (lambda: None) if model is None else weakref.ref(model)
+
+    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
+        model = self._model()
+        if model is not None:
+            model._loaded = True
+
+    def __reduce__(self) -> Any:
+        return _NoteLoad, (None,)
 
 
 class DistributedDataParallel(Wrapper):
@@ -28,8 +44,37 @@ class DistributedDataParallel(Wrapper):
     describes them. An unknown option is a UsageError.
 
     The constructor is collective. It compares the models of all ranks (DisagreeError) and broadcasts rank 0's values.
+    If parameters are written without a backward, by load_state_dict() for example, the next forward compares the values of
+    all ranks.
     """
 
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:
-        core = _C.DistributedDataParallelCore(mirror_of(module), group_of(process_group), options)
-        super().__init__(module, core)
+        group = group_of(process_group)
+        super().__init__(module, _C.DistributedDataParallelCore(mirror_of(module), group, options))
+        self._group = group
+        ignored = set(options.get("ignored", ()))
+        self._watched = [one for one in module.named_parameters() if one[0] not in ignored]
+        self._seen = self._versions(), 0
+        self._loaded = False
+        for inside in module.modules():
+            inside.register_load_state_dict_post_hook(_NoteLoad(self))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled() and not self._accumulates:
+            self._compare_if_written()
+        return super().forward(*args, **kwargs)
+
+    def _versions(self) -> int:
+        return sum(parameter._version for _, parameter in self._watched)
+
+    def _compare_if_written(self) -> None:
+        """DisagreeError if parameters were written without a reduction since, and not with the same values on all ranks."""
+        versions, steps = self._seen
+        now = self._versions(), self._core.step()
+        if now[0] == versions and not self._loaded:
+            return
+        self._seen = now
+        if now[1] == steps or self._loaded:
+            self._loaded = False
+            items = [f"{name} with digest {_C.digest(parameter.detach()):x}" for name, parameter in self._watched]
+            _C.agree(self._group, "the parameters after load_state_dict(), or after gradients set by hand", items)

@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from .._mirror import mirror_of
 from ..distributed import group_of
-from ..optim._sharded import OptimizerClass, Recipe, param_groups_of, recipe_of
+from ..optim._recipe import OptimizerClass, Recipe, groups_of_module, recipe_of
 from ._wrapper import Wrapper
 
 _options = (
@@ -32,7 +32,17 @@ class Rates(torch.optim.Optimizer):
     """The param groups of a DecentralizedDataParallel, for schedules. Backward has made the step already."""
 
     def __init__(self, recipe: Recipe) -> None:
+        self._made = False
         super().__init__(recipe.groups, recipe.defaults)
+        self._made = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._made:
+            raise _C.UsageError(
+                "DecentralizedDataParallel: its parameters are those of the wrapped module, which backward updates; construct "
+                "it again with all param groups (params=...)"
+            )
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluates the closure, if there is one; backward updates the parameters."""
@@ -72,9 +82,7 @@ class DecentralizedDataParallel(Wrapper):
     ) -> None:
         options = {name: defaults.pop(name) for name in _options if name in defaults}
         mirror = mirror_of(module)
-        ignored = set(options.get("ignored", ()))
-        trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
-        groups = param_groups_of(trained if params is None else params)
+        groups = groups_of_module(module, params, options.get("ignored", ()))
         recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults)
         core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group_of(process_group), options)
         super().__init__(module, core)

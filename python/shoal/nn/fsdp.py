@@ -41,7 +41,9 @@ class FullyShardedDataParallel(Wrapper):
     ) -> None:
         mirror = mirror_of(module)
         options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
-        super().__init__(module, _C.FullyShardedCore(mirror, group_of(process_group), options))
+        group = group_of(process_group)
+        super().__init__(module, _C.FullyShardedCore(mirror, group, options))
+        self._group = group
         self._mirror = mirror
         self._param_dtype = options.get("param_dtype")
         self._by_parameter = options.get("shard_by_parameter", False)
@@ -57,6 +59,15 @@ class FullyShardedDataParallel(Wrapper):
         if self._param_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
         return super().forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the module inside, as in PyTorch; its parameters have the names of state_dict() here too."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -5,6 +5,7 @@ from .fsdp import FullyShardedOptimizer
 from .local_updates import Averaging, LocalUpdates, OuterNesterov, SlowMo
 from .megatron import DistributedOptimizer
 from .oss import OSS
+from .shard_gossip import ShardGossipOptimizer
 
 __all__ = [
     "Averaging",
@@ -13,6 +14,7 @@ __all__ = [
     "LocalUpdates",
     "OSS",
     "OuterNesterov",
+    "ShardGossipOptimizer",
     "ShardedOptimizer",
     "SlowMo",
     "StepResult",

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import _C
-from ._state import changed_options, check_state
+from ._recipe import Recipe
+from ._state import check_state, items_of
 
-OptimizerClass = Callable[..., torch.optim.Optimizer]
-
-# Optimizers that update each element by itself, so that a rank may update any range of a parameter.
-_element_wise = {
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-}
 # State that is one number even where the parameter is one element without dimensions.
 _scalars = {"step", "mu_product", "mu", "eta"}
 
@@ -42,89 +26,6 @@ class StepResult:
     num_zeros: int | None
 
 
-@dataclass
-class Recipe:
-    """An optimizer to be made of a rank's part of the param groups."""
-
-    groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-    name: str
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-    element_wise: bool
-
-    def core_arguments(self) -> tuple[list[dict[str, Any]], dict[str, Any], str, Any]:
-        return self.groups, self.defaults, self.name, self.make
-
-
-def param_groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Param groups from what torch.optim takes: tensors, (name, tensor) pairs, or dictionaries."""
-    if isinstance(params, (set, frozenset)):
-        raise TypeError("parameters are in a set, whose order differs from rank to rank: give a list")
-    given = list(params)
-    if not given:
-        raise ValueError("optimizer got an empty parameter list")
-    if not isinstance(given[0], dict):
-        given = [{"params": given}]
-    groups = []
-    for group in given:
-        held = group["params"]
-        if isinstance(held, (set, frozenset)):
-            raise TypeError("parameters are in a set, whose order differs from rank to rank: give a list")
-        held = [held] if isinstance(held, torch.Tensor) else list(held)
-        held = [one[1] if isinstance(one, tuple) else one for one in held]
-        groups.append({**group, "params": held})
-    return groups
-
-
-def _probe(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter without elements, of the same dtype, device and number of dimensions."""
-    return torch.nn.Parameter(torch.empty((0,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device))
-
-
-def recipe_of(
-    owner: str,
-    groups: list[dict[str, Any]],
-    optimizer_class: OptimizerClass,
-    defaults: dict[str, Any],
-    element_wise: bool | None = None,
-) -> Recipe:
-    """Resolves the groups' options as the class does, on an optimizer of parameters without elements."""
-    if isinstance(optimizer_class, torch.optim.Optimizer):
-        raise _C.UsageError(
-            f"{owner}: give the class of the optimizer and its arguments, such as torch.optim.AdamW, lr=1e-3, not an "
-            "optimizer that holds the parameters already"
-        )
-    probes = [{**group, "params": [_probe(one) for one in group["params"][:1]]} for group in groups]
-    sample = optimizer_class(probes, **defaults)
-    if isinstance(sample, torch.optim.LBFGS):
-        raise _C.UsageError(
-            f"{owner}: LBFGS needs all parameters on one rank and evaluates its closure several times per step; use it "
-            "with DistributedDataParallel"
-        )
-    make = functools.partial(_make, optimizer_class, defaults)
-    first = next((one for group in groups for one in group["params"]), None)
-    known = type(sample) in _element_wise or first is None
-    changed = [] if known else changed_options(make, groups[0], first.dim())
-    if changed:
-        raise _C.UsageError(
-            f"{owner}: {type(sample).__name__} keeps {', '.join(changed)} in its param group, which would differ between the "
-            "ranks' parts; use it with DistributedDataParallel"
-        )
-    resolved = [{**full, "params": group["params"]} for full, group in zip(sample.param_groups, groups, strict=True)]
-    kind = type(sample)
-    return Recipe(
-        groups=resolved,
-        defaults=sample.defaults,
-        name=kind.__qualname__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__qualname__}",
-        make=make,
-        element_wise=kind in _element_wise if element_wise is None else element_wise,
-    )
-
-
-def _make(optimizer_class: OptimizerClass, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> Any:
-    return optimizer_class(groups, **defaults)
-
-
 class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose param groups are those of the whole model, and whose state is spread over the ranks.
 
@@ -132,7 +33,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     optimizer of one process, or another strategy, loads it; it is collective.
     """
 
-    def __init__(self, recipe: Recipe, core: Any) -> None:
+    def __init__(self, recipe: Recipe, core: Any, group: _C.Group) -> None:
+        self._group = group
         self._core = None  # add_param_group is the base class's until there is one
         super().__init__(recipe.groups, recipe.defaults)
         self._core = core
@@ -153,6 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "gradients would be divided by a scale that the loss never had"
             )
         self._push()
+        self._check_gradients_by_hand()
         self.last_step = StepResult(*self._core.step())
         return loss
 
@@ -192,6 +95,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: param_groups have other parameters than at construction; construct it again"
             )
         self._core.read_options(self.param_groups)
+
+    def _check_gradients_by_hand(self) -> None:
+        """DisagreeError if gradients were set by hand, and differ between ranks. OSS cannot tell them from others."""
+        by_hand = self._core.gradients_by_hand() if isinstance(self._core, _C.ShardedOptimizerCore) else []
+        if by_hand:
+            names = self._names()
+            items = [f"the gradient of {names[number]} with digest {_C.digest(gradient):x}" for number, gradient in by_hand]
+            _C.agree(self._group, "gradients that were set by hand, which must be the same on every rank", items)
 
     def _check_local_state(self) -> None:
         """UsageError if this rank's part has the state of another optimizer."""
@@ -238,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the whole state, from this class, torch.optim, any strategy and number of ranks. Every rank must pass the
-        same."""
+        same (DisagreeError). Collective."""
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise ValueError(f"the state has {len(saved)} param groups, the optimizer {len(self.param_groups)}")
@@ -255,6 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for theirs, ours in zip(saved, self.param_groups, strict=True)
         ]
         check_state(self._make, groups, lambda parameter: past[id(parameter)])
+        _C.agree(self._group, f"the state that load_state_dict() of {type(self).__name__} was given", items_of(state_dict))
         named: dict[str, dict[str, Any]] = dict(state_dict.get("others", {}))
         for name, key, parameter in zip(self._names(), keys, parameters, strict=True):
             named[name] = _plain(state_dict["state"].get(key, {}), parameter)

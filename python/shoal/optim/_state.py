@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._C import UsageError
+from .._C import UsageError, digest
 
 
 def check_state(
@@ -62,3 +62,21 @@ def _kept(make: Callable[..., torch.optim.Optimizer], group: dict[str, Any], dim
     except Exception:  # of a class of the user's own
         return None
     return {key for key, value in optimizer.state[parameter].items() if value is not None}
+
+
+def items_of(state_dict: dict[str, Any]) -> list[str]:
+    """A state in the format of torch.optim as lines that are equal on ranks with an equal state."""
+    items = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        items += [f"param group {number}: {key} {value}" for key, value in sorted(group.items())]
+    for parameter, entry in state_dict["state"].items():
+        items += [f"{key} of parameter {parameter} {_in_words(value)}" for key, value in entry.items()]
+    return items
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    if value.dim() == 0:
+        return str(value.item())
+    return f"{list(value.shape)} with digest {digest(value):x}"

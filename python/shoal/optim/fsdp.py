@@ -9,7 +9,8 @@ import torch
 
 from .. import _C
 from ..nn.fsdp import FullyShardedDataParallel
-from ._sharded import OptimizerClass, ShardedOptimizer, param_groups_of, recipe_of
+from ._recipe import OptimizerClass, Recipe, param_groups_of, recipe_of
+from ._sharded import ShardedOptimizer
 
 
 class FullyShardedOptimizer(ShardedOptimizer):
@@ -35,16 +36,22 @@ class FullyShardedOptimizer(ShardedOptimizer):
         element_wise: bool | None = None,
         **defaults: Any,
     ) -> None:
-        if not isinstance(model, FullyShardedDataParallel):
-            raise _C.UsageError(
-                "FullyShardedOptimizer: its first argument is the FullyShardedDataParallel, not its parameters: "
-                "FullyShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)"
-            )
+        self._check_model(model)
         groups = param_groups_of(model.trainable_parameters() if params is None else params)
         recipe = recipe_of("FullyShardedOptimizer", groups, optimizer_class, defaults, element_wise)
         options = {"clip_grad": clip_grad, "scaler": scaler}
         core = _C.FullyShardedOptimizerCore(model._core, *recipe.core_arguments(), recipe.element_wise, options)
-        super().__init__(recipe, core)
+        self._adopt(model, recipe, core, scaler)
+
+    def _check_model(self, model: Any) -> None:
+        if not isinstance(model, FullyShardedDataParallel):
+            name = type(self).__name__
+            raise _C.UsageError(
+                f"{name}: its first argument is the FullyShardedDataParallel, not its parameters: {name}(model, ...)"
+            )
+
+    def _adopt(self, model: FullyShardedDataParallel, recipe: Recipe, core: Any, scaler: dict[str, Any] | None) -> None:
+        ShardedOptimizer.__init__(self, recipe, core, model._group)
         self._must_scale = scaler is not None
         self._mirror = model._mirror
         self._parallel = model._core

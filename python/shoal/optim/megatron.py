@@ -13,7 +13,8 @@ import torch
 from .. import _C
 from .._mirror import mirror_of
 from ..distributed import group_of
-from ._sharded import OptimizerClass, ShardedOptimizer, param_groups_of, recipe_of
+from ._recipe import OptimizerClass, groups_of_module, recipe_of
+from ._sharded import ShardedOptimizer
 from .fsdp import names_in
 
 _options = (
@@ -69,16 +70,14 @@ class DistributedOptimizer(ShardedOptimizer):
                 "drop it first, or change its param_groups"
             )
         mirror = mirror_of(module)
-        ignored = set(options.get("ignored", ()))
-        trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
-        groups = param_groups_of(trained if params is None else params)
+        groups = groups_of_module(module, params, options.get("ignored", ()))
         recipe = recipe_of("DistributedOptimizer", groups, optimizer_class, defaults, element_wise)
-        core = _C.DistributedOptimizerCore(
-            mirror, *recipe.core_arguments(), recipe.element_wise, group_of(process_group), options
-        )
-        super().__init__(recipe, core)
+        group = group_of(process_group)
+        core = _C.DistributedOptimizerCore(mirror, *recipe.core_arguments(), recipe.element_wise, group, options)
+        super().__init__(recipe, core, group)
         self._must_scale = options.get("scaler") is not None
         self._mirror = mirror
+        self._module = module
         _optimizers[module] = weakref.ref(self)
 
     def step(self, closure: Any = None) -> Any:

@@ -9,7 +9,8 @@ import torch
 
 from .. import _C
 from ..distributed import group_of
-from ._sharded import OptimizerClass, ShardedOptimizer, param_groups_of, recipe_of
+from ._recipe import OptimizerClass, param_groups_of, recipe_of
+from ._sharded import ShardedOptimizer
 
 _options = ("broadcast_buffer_size", "broadcast_fp16")
 
@@ -33,11 +34,16 @@ class OSS(ShardedOptimizer):
         recipe = recipe_of("OSS", param_groups_of(params), optimizer_class, defaults)
         self._recipe = (optimizer_class, defaults)
         self._reduced_to_owners = False  # by a ShardedDataParallel
-        super().__init__(recipe, _C.OSSCore(*recipe.core_arguments(), group_of(process_group), options))
+        group = group_of(process_group)
+        super().__init__(recipe, _C.OSSCore(*recipe.core_arguments(), group, options), group)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients to a total norm over all ranks' shares; returns the norm before. Collective."""
         return torch.tensor(self._core.clip_grad_norm(max_norm, norm_type))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops or zeroes the gradients."""
+        torch.optim.Optimizer.zero_grad(self, set_to_none)
 
     def refresh_trainable(self) -> None:
         """Adopts changes of requires_grad and balances the shares again. Collective."""

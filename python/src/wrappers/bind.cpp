@@ -2,28 +2,24 @@
 
 #include "bindings.h"
 #include "engine/gradients/autograd_error.h"
-#include "training/hook_text.h"
+#include "engine/sharded/changed_values.h"
+#include "shoal/group.h"
 
 namespace shoal::python {
 
-Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, py::object make) {
-  Recipe recipe{
-      .groups = {},
-      .defaults = std::make_unique<PythonOptions>(defaults, name),
-      .make = [made = share(std::move(make))](const ParamGroups& share) { return PythonOptimizer::make(share, made); }};
+Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, py::object make,
+                 std::shared_ptr<StepAgreement> agreement) {
+  Recipe recipe{.groups = {},
+                .defaults = std::make_unique<PythonOptions>(defaults, name),
+                .make = [made = share(std::move(make)), agreement = std::move(agreement)](const ParamGroups& share) {
+                  return PythonOptimizer::make(share, made, agreement);
+                }};
   for (const auto& entry : groups) {
     const auto group = entry.cast<py::dict>();
     recipe.groups.emplace_back(group["params"].cast<std::vector<at::Tensor>>(),
                                std::make_unique<PythonOptions>(group, name));
   }
   return recipe;
-}
-
-std::shared_ptr<CommunicationHook> hook_of(const py::object& hook) {
-  if (hook.is_none()) return nullptr;
-  if (py::isinstance<py::str>(hook)) return make_hook(hook.cast<std::string>());
-  throw UsageError(
-      "communication_hook: give the text of a hook: fp16, bf16, int8, powersgd:RANK[:START] or topk:FRACTION");
 }
 
 std::optional<GradScalerOptions> scaler_of(const py::object& options) {
@@ -107,7 +103,12 @@ void bind_wrappers(py::module_& module) {
         for (const auto& entry : mirror.named_parameters()) names.emplace_back(entry.key(), entry.value());
         return names;
       });
+  module.def("agree", [](const Group& group, const std::string& subject, const std::vector<std::string>& items) {
+    unlocked([&] { agree(group, subject, items); });
+  });
+  module.def("digest", [](const at::Tensor& tensor) { return unlocked([&] { return digest_of(tensor); }); });
   py::class_<Scope>(module, "Scope").def("end", &Scope::end);
+  bind_hooks(module);
   bind_sharded_optimizer(module);
   bind_ddp(module);
   bind_zero(module);
@@ -115,6 +116,9 @@ void bind_wrappers(py::module_& module) {
   bind_megatron(module);
   bind_local_updates(module);
   bind_decentralized(module);
+  bind_shard_gossip(module);
+  bind_join(module);
+  bind_sync_batch_norm(module);
   bind_checkpoint(module);
 }
 

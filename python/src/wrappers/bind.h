@@ -26,6 +26,10 @@ void bind_local_updates(py::module_& module);
 void bind_decentralized(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_sharded_optimizer(py::module_& module);
+void bind_hooks(py::module_& module);
+void bind_join(py::module_& module);
+void bind_shard_gossip(py::module_& module);
+void bind_sync_batch_norm(py::module_& module);
 
 // A Python optimizer to be made: its class, and how it is made of param groups.
 struct Recipe {
@@ -33,10 +37,12 @@ struct Recipe {
   std::unique_ptr<PythonOptions> defaults;
   ShardedOptimizerBase::Factory make;
 };
-// groups: param groups with all options; defaults: of the class `name`; make: takes a list of param groups.
-Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, py::object make);
+// groups: param groups with all options; defaults: of the class `name`; make: takes a list of param groups; agreement: on
+// each step, or none.
+Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::string& name, py::object make,
+                 std::shared_ptr<StepAgreement> agreement);
 
-// A communication hook by its text ("bf16", "powersgd:4"), or None.
+// A communication hook: an object, its text ("bf16", "powersgd:4"), or None.
 std::shared_ptr<CommunicationHook> hook_of(const py::object& hook);
 
 // A loss scaler's options by name, or None.

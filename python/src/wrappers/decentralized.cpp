@@ -80,7 +80,7 @@ void bind_decentralized(py::module_& module) {
       .def(py::init([](const std::shared_ptr<Mirror>& mirror, const py::list& groups, const py::dict& defaults,
                        const std::string& name, py::object make, const Group& group, const py::dict& given) {
         const auto options = options_of(given, group.size());
-        auto recipe = std::make_shared<Recipe>(recipe_of(groups, defaults, name, std::move(make)));
+        auto recipe = std::make_shared<Recipe>(recipe_of(groups, defaults, name, std::move(make), nullptr));
         return unlocked([&] { return Held<Core>(new Core(mirror, recipe, group, options)); });
       }))
       .def("read_options", [](Core& core, const py::list& groups) { core.read_options(groups); })

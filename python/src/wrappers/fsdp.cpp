@@ -118,7 +118,8 @@ void bind_fsdp(py::module_& module) {
       .def(py::init([](Core& core, const py::list& groups, const py::dict& defaults, const std::string& name,
                        py::object make, bool element_wise, const py::dict& given) {
              const auto options = optimizer_options(given);
-             auto recipe = recipe_of(groups, defaults, name, std::move(make));
+             auto recipe = recipe_of(groups, defaults, name, std::move(make),
+                                     std::make_shared<StepAgreement>(core.group(), "FullyShardedOptimizer"));
              return unlocked([&] {
                return Held<Optimizer>(new Optimizer(core, std::move(recipe.groups), std::move(recipe.defaults),
                                                     recipe.make, element_wise, options));

@@ -10,6 +10,8 @@ struct Local {
   std::shared_ptr<Mirror> mirror;
   std::unique_ptr<PythonOptimizer> optimizer;
   std::unique_ptr<LocalUpdates> updates;
+  StepAgreement agreement;
+  int64_t every;
 };
 
 // {"kind": "SlowMo", "slow_lr": 1.0, ...}
@@ -50,13 +52,18 @@ void bind_local_updates(py::module_& module) {
             auto inner = PythonOptimizer::over(std::move(optimizer));
             return unlocked([&] {
               auto updates = std::make_unique<LocalUpdates>(mirror, *inner, group, options);
-              return Held<Local>(new Local{std::move(mirror), std::move(inner), std::move(updates)});
+              return Held<Local>(new Local{
+                  std::move(mirror), std::move(inner), std::move(updates), {group, "LocalUpdates"}, options.every});
             });
           }))
       .def("step",
            [](Local& local, bool update) {
              local.mirror->refresh();
-             unlocked([&] { local.updates->step(update); });
+             local.optimizer->read();
+             unlocked([&] {
+               local.updates->step(update);
+               if (local.updates->steps() % local.every == 0) local.agreement.meet(local.optimizer->param_groups(), "");
+             });
            })
       .def("zero_grad", [](Local& local) { unlocked([&] { local.updates->zero_grad(); }); })
       .def(

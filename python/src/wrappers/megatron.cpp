@@ -31,7 +31,8 @@ void bind_megatron(py::module_& module) {
                        const std::string& name, py::object make, bool element_wise, const Group& group,
                        const py::dict& given) {
         const auto options = options_of(given);
-        auto recipe = recipe_of(groups, defaults, name, std::move(make));
+        auto recipe = recipe_of(groups, defaults, name, std::move(make),
+                                std::make_shared<StepAgreement>(group, "DistributedOptimizer"));
         return unlocked([&] {
           return Held<Core>(new Core({mirror}, std::move(recipe.groups), std::move(recipe.defaults), recipe.make,
                                      element_wise, group, options));

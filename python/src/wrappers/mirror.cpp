@@ -68,7 +68,9 @@ void Mirror::add(const py::object& module, const std::string& name, const std::s
     made->register_parameter(key, tensor, tensor.requires_grad());
     return tensor;
   });
-  slots(table("_buffers", "buffer"), [&](const std::string& key, const py::object& value) {
+  auto buffers = table("_buffers", "buffer");
+  walk.tables.back().transient = share(module.attr("_non_persistent_buffers_set"));
+  slots(std::move(buffers), [&](const std::string& key, const py::object& value) {
     return made->register_buffer(key, checked(value, full(key)));
   });
   slots(table("_modules", "module"), [&](const std::string& key, const py::object& value) {
@@ -91,6 +93,11 @@ std::shared_ptr<Mirror> Mirror::of(const py::object& module) {
   return made;
 }
 
+// Caches, such as masks, that a module keeps out of its state and makes when it needs them.
+bool Mirror::Table::leaves_alone(const py::handle& key) const {
+  return transient && PySet_Contains(transient->ptr(), key.ptr()) == 1;
+}
+
 void Mirror::refresh_table(Table& table) {
   auto* dict = table.dict->ptr();
   const auto refuse = [&](const py::handle& key, const char* what) {
@@ -100,17 +107,20 @@ void Mirror::refresh_table(Table& table) {
   for (auto& slot : table.slots) {
     auto* now = PyDict_GetItemWithError(dict, slot.key->ptr());
     if (now == slot.value->ptr()) continue;
+    if (table.leaves_alone(*slot.key) && !slot.tensor.defined()) continue;
     if (now == nullptr) refuse(*slot.key, "removed");
-    if (std::string_view(table.kind) != "buffer" || !slot.tensor.defined() || now == Py_None) {
-      refuse(*slot.key, "replaced by another object");
+    const bool buffer = std::string_view(table.kind) == "buffer";
+    if (buffer && !slot.tensor.defined()) {
+      refuse(*slot.key, "None when the module was wrapped, so that no rank synchronises or saves it");
     }
+    if (!buffer || now == Py_None) refuse(*slot.key, "replaced by another object");
     slot.tensor.set_data(checked(now, table.owner + slot.key->cast<std::string>()).detach());
     *slot.value = py::reinterpret_borrow<py::object>(now);
   }
   if (PyDict_Size(dict) == static_cast<Py_ssize_t>(table.slots.size())) return;
   for (const auto& [key, value] : table.dict->cast<py::dict>()) {
     const auto known = [&](const Slot& slot) { return slot.key->equal(key); };
-    if (std::none_of(table.slots.begin(), table.slots.end(), known)) refuse(key, "added");
+    if (!table.leaves_alone(key) && std::none_of(table.slots.begin(), table.slots.end(), known)) refuse(key, "added");
   }
 }
 

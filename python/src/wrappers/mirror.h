@@ -18,7 +18,8 @@ class Mirror : public torch::nn::Module {
   static std::shared_ptr<Mirror> of(const py::object& module);
 
   // Adopts buffers that Python has replaced (Module.to does so). UsageError, which names it, for a parameter, a buffer
-  // or a child that was added, removed or replaced: the wrappers know the old one. Call it with the lock.
+  // or a child that was added, removed or replaced: the wrappers know the old one. Buffers with persistent=False that
+  // were None or not there are the module's own affair. Call it with the lock.
   void refresh();
 
  private:
@@ -34,6 +35,9 @@ class Mirror : public torch::nn::Module {
     const char* kind;
     std::string owner;  // name of the module in its root, with a dot
     std::vector<Slot> slots{};
+    SharedObject transient{};  // of buffers: names of those that state_dict() leaves out
+    // Whether it may come and go when it was None, or not there, at construction.
+    bool leaves_alone(const py::handle& key) const;
   };
   struct Walk;
 

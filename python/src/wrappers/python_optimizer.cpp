@@ -4,6 +4,7 @@
 #include <torch/serialize.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 
 #include "shoal/detail/register_state.h"
@@ -12,58 +13,8 @@
 namespace shoal::python {
 namespace {
 
-// How an optimizer computes, which results and checkpoints do not depend on.
-const std::set<std::string> about_computing{"foreach", "capturable", "differentiable", "fused"};
-// Keys of a param group that are no options.
-const std::set<std::string> about_parameters{"params", "param_names", "initial_lr"};
-
-// Values that libtorch's optimizers do not have, where they mean what libtorch does.
-bool as_in_libtorch(const std::string& name, const c10::IValue& value, const std::string& optimizer) {
-  if (name == "maximize") return value.isBool() && !value.toBool();
-  if (name == "decoupled_weight_decay") return value.isBool() && value.toBool() == (optimizer == "AdamW");
-  return false;
-}
-
 // State that is one number also where the parameter is one.
 const std::set<std::string> scalars{"step", "mu_product", "mu", "eta"};
-
-c10::IValue plain(const py::handle& value, const std::string& name) {
-  if (value.is_none()) return {};
-  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
-  if (py::isinstance<py::float_>(value) || py::isinstance<py::int_>(value)) return value.cast<double>();
-  if (py::isinstance<py::str>(value)) return value.cast<std::string>();
-  if (py::isinstance<py::tuple>(value) || py::isinstance<py::list>(value)) {
-    std::vector<c10::IValue> elements;
-    for (const auto& element : value) elements.push_back(plain(element, name));
-    return c10::ivalue::Tuple::create(std::move(elements));
-  }
-  throw UsageError(
-      fmt::format("the optimizer's option {} is a {}; give a number, a boolean, a string, None or a tuple "
-                  "of them",
-                  name, Py_TYPE(value.ptr())->tp_name));
-}
-
-// `like`: the value that Python has, whose kind it gets; none: whole numbers are integers, which serve as floats too.
-py::object to_python(const c10::IValue& value, const py::handle& like) {
-  if (value.isNone()) return py::none();
-  if (value.isBool()) return py::bool_(value.toBool());
-  if (value.isString()) return py::str(value.toStringRef());
-  if (value.isInt()) return py::int_(value.toInt());
-  if (value.isDouble()) {
-    const auto number = value.toDouble();
-    const bool may_be_whole = !like || py::isinstance<py::int_>(like);
-    const bool whole = may_be_whole && number == static_cast<double>(static_cast<int64_t>(number));
-    if (whole) return py::int_(static_cast<int64_t>(number));
-    return py::float_(number);
-  }
-  const auto& elements = value.toTupleRef().elements();
-  py::list list;
-  for (size_t i = 0; i < elements.size(); ++i) {
-    const bool has = like && py::isinstance<py::sequence>(like) && py::len(like) == elements.size();
-    list.append(to_python(elements[i], has ? py::object(like[py::int_(i)]) : py::object()));
-  }
-  return py::isinstance<py::list>(like) ? py::object(list) : py::object(py::tuple(list));
-}
 
 // State of one parameter: that of a Python optimizer, or one that was loaded and which it does not have yet.
 class PythonState : public torch::optim::OptimizerParamState {
@@ -147,47 +98,6 @@ std::unique_ptr<PythonOptions> options_in(const py::object& optimizer, const py:
 
 }  // namespace
 
-PythonOptions::PythonOptions(const py::dict& group, std::string optimizer) : optimizer_(std::move(optimizer)) {
-  for (const auto& [key, value] : group) {
-    const auto name = key.cast<std::string>();
-    if (about_computing.contains(name) || about_parameters.contains(name)) continue;
-    values_[name] = plain(value, name);
-  }
-}
-
-std::string PythonOptions::type() const {
-  const std::set<std::string> in_libtorch{"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"};
-  if (in_libtorch.contains(optimizer_)) return fmt::format("torch::optim::{}Options", optimizer_);
-  return fmt::format("options of {} in Python", optimizer_);
-}
-
-void PythonOptions::write_to(const py::dict& group) const {
-  for (const auto& [name, value] : values_) {
-    const auto key = py::str(name);
-    group[key] = to_python(value, group.contains(key) ? py::object(group[key]) : py::object());
-  }
-}
-
-void PythonOptions::serialize(torch::serialize::InputArchive& archive) {
-  for (const auto& key : archive.keys()) archive.read(key, values_[key]);
-}
-
-void PythonOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for (const auto& [name, value] : values_) {
-    if (!as_in_libtorch(name, value, optimizer_)) archive.write(name, value);
-  }
-}
-
-double PythonOptions::get_lr() const {
-  const auto found = values_.find("lr");
-  if (found == values_.end() || !found->second.isDouble()) throw UsageError("the optimizer has no learning rate lr");
-  return found->second.toDouble();
-}
-
-void PythonOptions::set_lr(double lr) {
-  values_["lr"] = lr;
-}
-
 PythonOptimizer::PythonOptimizer(SharedObject python, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults)
     : Optimizer(ParamGroups(), std::move(defaults)), python_(std::move(python)), options_of_(options_of) {
   for (const auto& entry : python_->attr("param_groups")) {
@@ -197,7 +107,8 @@ PythonOptimizer::PythonOptimizer(SharedObject python, OptionsOf options_of, std:
   read_state();
 }
 
-std::unique_ptr<PythonOptimizer> PythonOptimizer::make(const ParamGroups& groups, const SharedObject& make) {
+std::unique_ptr<PythonOptimizer> PythonOptimizer::make(const ParamGroups& groups, const SharedObject& make,
+                                                       std::shared_ptr<StepAgreement> agreement) {
   const py::gil_scoped_acquire lock;
   py::list list;
   for (const auto& group : groups) {
@@ -210,8 +121,10 @@ std::unique_ptr<PythonOptimizer> PythonOptimizer::make(const ParamGroups& groups
   }
   auto python = (*make)(list);
   auto defaults = options_in(python, python.attr("defaults").cast<py::dict>());
-  return std::unique_ptr<PythonOptimizer>(
+  auto made = std::unique_ptr<PythonOptimizer>(
       new PythonOptimizer(share(std::move(python)), OptionsOf::libtorch, std::move(defaults)));
+  made->agreement_ = std::move(agreement);
+  return made;
 }
 
 std::unique_ptr<PythonOptimizer> PythonOptimizer::over(py::object optimizer) {
@@ -221,6 +134,32 @@ std::unique_ptr<PythonOptimizer> PythonOptimizer::over(py::object optimizer) {
 }
 
 at::Tensor PythonOptimizer::step(LossClosure) {
+  if (!agreement_) {
+    step_alone();
+    return {};
+  }
+  std::string failure;
+  try {
+    step_alone();
+  } catch (const std::exception& error) {
+    failure = error.what();
+    failure_ = std::current_exception();
+  }
+  try {
+    agreement_->meet(param_groups_, failure);
+  } catch (const CommError&) {
+    throw;
+  } catch (const Error&) {
+    if (!failure_) failure_ = std::current_exception();
+  }
+  return {};
+}
+
+void PythonOptimizer::raise_failure() {
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+void PythonOptimizer::step_alone() {
   const py::gil_scoped_acquire lock;
   if (options_of_ == OptionsOf::libtorch) {
     write_options();
@@ -232,7 +171,6 @@ at::Tensor PythonOptimizer::step(LossClosure) {
       std::all_of(param_groups_.begin(), param_groups_.end(), [](const auto& group) { return group.params().empty(); });
   if (!empty) python_->attr("step")();
   read_state();
-  return {};
 }
 
 void PythonOptimizer::read() {

@@ -3,42 +3,16 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <map>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "optim/named_options.h"
 #include "wrappers/gil.h"
+#include "wrappers/python_options.h"
+#include "wrappers/step_agreement.h"
 
 namespace shoal::python {
-
-using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-
-// Options of a param group by name: numbers, booleans, strings, None and tuples of them.
-class PythonOptions : public torch::optim::OptimizerCloneableOptions<PythonOptions>, public OptionsOfType {
- public:
-  using Values = std::map<std::string, c10::IValue>;
-
-  PythonOptions() = default;
-  // From a param group. `optimizer`: name of its class; in checkpoints, options of optimizers that libtorch has are of
-  // libtorch's type. UsageError for a value of another kind.
-  PythonOptions(const py::dict& group, std::string optimizer);
-
-  // Writes the options to a param group. Call it with the lock.
-  void write_to(const py::dict& group) const;
-  const std::string& optimizer() const { return optimizer_; }
-  std::string type() const override;
-
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override;
-  void set_lr(double lr) override;
-
- private:
-  Values values_;
-  std::string optimizer_;
-};
 
 // Who decides on options: the param groups of this object, or those of the Python optimizer.
 enum class OptionsOf { libtorch, python };
@@ -46,11 +20,15 @@ enum class OptionsOf { libtorch, python };
 class PythonOptimizer : public torch::optim::Optimizer {
  public:
   // `make` makes the Python optimizer from a list of param groups, which may have no parameters.
-  static std::unique_ptr<PythonOptimizer> make(const ParamGroups& groups, const SharedObject& make);
+  // `agreement`: of all ranks on each step, which is then collective; none: ranks step for themselves.
+  static std::unique_ptr<PythonOptimizer> make(const ParamGroups& groups, const SharedObject& make,
+                                               std::shared_ptr<StepAgreement> agreement = nullptr);
   // A Python optimizer that exists, over its own parameters. Call it with the lock.
   static std::unique_ptr<PythonOptimizer> over(py::object optimizer);
 
+  // With an agreement, an error of any rank waits for raise_failure(), so that all ranks can end their step alike.
   at::Tensor step(LossClosure closure = nullptr) override;
+  void raise_failure();
 
   // Copies the Python optimizer's options and state to this object's, and back. Call them with the lock.
   void read();
@@ -60,6 +38,7 @@ class PythonOptimizer : public torch::optim::Optimizer {
 
  private:
   PythonOptimizer(SharedObject python, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults);
+  void step_alone();
   void read_options();
   void write_options();
   void read_state();
@@ -67,6 +46,8 @@ class PythonOptimizer : public torch::optim::Optimizer {
 
   SharedObject python_;
   OptionsOf options_of_;
+  std::shared_ptr<StepAgreement> agreement_;
+  std::exception_ptr failure_;
   std::vector<void*> known_;  // parameters whose state was read or written
 };
 

@@ -1,3 +1,4 @@
+#include "engine/paging/operator_watch.h"
 #include "wrappers/bind.h"
 
 namespace shoal::python {
@@ -26,6 +27,21 @@ void write_options(ShardedOptimizerBase& optimizer, const py::list& groups) {
   }
 }
 
+// Gradients other than zero that are no stand-ins for reduced ones, under the numbers of their parameters.
+std::vector<std::pair<size_t, at::Tensor>> gradients_by_hand(const ShardedOptimizerCore& optimizer) {
+  std::vector<std::pair<size_t, at::Tensor>> found;
+  size_t number = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      const auto& gradient = parameter.grad();
+      const bool plain = gradient.defined() && !is_watchable(gradient);
+      if (plain && gradient.count_nonzero().item<int64_t>() > 0) found.emplace_back(number, gradient);
+      ++number;
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 void bind_sharded_optimizer(py::module_& module) {
@@ -33,6 +49,7 @@ void bind_sharded_optimizer(py::module_& module) {
       .def("step",
            [](ShardedOptimizerBase& optimizer) {
              const auto step = unlocked([&] { return optimizer.step(); });
+             local_of(optimizer).raise_failure();
              return py::make_tuple(step.updated, step.grad_norm, step.num_zeros);
            })
       .def("zero_grad", [](ShardedOptimizerBase& optimizer,
@@ -49,6 +66,7 @@ void bind_sharded_optimizer(py::module_& module) {
   py::class_<ShardedOptimizerCore, ShardedOptimizerBase, Held<ShardedOptimizerCore>>(module, "ShardedOptimizerCore")
       .def("scale_loss",
            [](const ShardedOptimizerCore& optimizer, const at::Tensor& loss) { return optimizer.scale_loss(loss); })
+      .def("gradients_by_hand", &gradients_by_hand)
       .def("scale",
            [](const ShardedOptimizerCore& optimizer) {
              const auto* scaler = optimizer.scaler();

@@ -49,7 +49,7 @@ void bind_zero(py::module_& module) {
       .def(py::init([](const py::list& groups, const py::dict& defaults, const std::string& name, py::object make,
                        const Group& group, const py::dict& given) {
         const auto options = oss_options(given);
-        auto recipe = recipe_of(groups, defaults, name, std::move(make));
+        auto recipe = recipe_of(groups, defaults, name, std::move(make), std::make_shared<StepAgreement>(group, "OSS"));
         return unlocked([&] {
           return Held<OSSCore>(
               new OSSCore(recipe.groups, std::move(recipe.defaults), std::move(recipe.make), group, options));

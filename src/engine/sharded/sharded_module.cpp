@@ -122,7 +122,7 @@ void ShardedModule::wait(const Label& label, bool at_first_touch) {
       first_touch_.arm(
           number, awaited[piece],
           fmt::format("parameter {} may miss updates of other ranks: operators wait for them automatically; call the "
-                      "optimizer's finish_param_sync() before torch::save and data_ptr()",
+                      "optimizer's finish_param_sync() before saving them or reading their memory (data_ptr)",
                       reducer_->gradients()[members[piece]].name));
     }
   }

@@ -257,8 +257,8 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
   const auto& shards = *parallel.shards_;
   if (!element_wise && !shards.options.shard_by_parameter) {
     throw UsageError(
-        "FullyShardedOptimizer: this optimizer is not element-wise (shoal::element_wise), so each rank must own whole "
-        "parameters; set FullyShardedDataParallelOptions::shard_by_parameter");
+        "FullyShardedOptimizer: this optimizer is not element-wise (element_wise), so each rank must own whole "
+        "parameters; set shard_by_parameter of the FullyShardedDataParallel");
   }
   if (!(options.clip_grad >= 0) || std::isinf(options.clip_grad)) {
     throw UsageError(

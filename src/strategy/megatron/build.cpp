@@ -82,7 +82,7 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
   options.validate();
   if (options.reuse_grad_buf_for_param_gather && !cut) {
     throw UsageError(
-        "DistributedOptimizer: reuse_grad_buf_for_param_gather needs an element-wise optimizer (shoal::element_wise); "
+        "DistributedOptimizer: reuse_grad_buf_for_param_gather needs an element-wise optimizer (element_wise); "
         "for others, a rank has memory only for the gradients of its own parameters. Unset it");
   }
   const auto ignored = ignored_by_chunk(chunks, options.ignored);

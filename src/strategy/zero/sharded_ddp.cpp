@@ -249,8 +249,8 @@ void ShardedDataParallelCore::share() {
         std::move(gradients),
         {.find_unused_parameters = options.find_unused_parameters,
          .about_sums =
-             "which ShardedDataParallel has reduced to its owner's rank only: clip with OSS::clip_grad_norm(), read it "
-             "on that rank (OSS::param_to_rank()), drop it with zero_grad(), update with OSS"},
+             "which ShardedDataParallel has reduced to its owner's rank only: clip with the clip_grad_norm() of OSS, read it "
+             "on that rank, drop it with zero_grad(), update with OSS"},
         std::move(reduction));
   }
   move_sums(state.group, *state.reducer, old_owners, sharding_->owners, left);

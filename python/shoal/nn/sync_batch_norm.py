@@ -1,0 +1,77 @@
+"""SyncBatchNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..distributed import group_of
+
+
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """Batch normalisation with statistics over the samples of all ranks, after torch.nn.SyncBatchNorm, for CPU tensors.
+
+    Input [n, c] or [n, c, ...]; ranks may have different numbers of samples. In training mode forward and backward are
+    collective. Double backward is refused.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._group = group_of(process_group)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise _C.UsageError(
+                f"SyncBatchNorm: the input is {list(input.shape)}; give [n, {self.num_features}, ...], with "
+                f"num_features={self.num_features} channels"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        return _C.sync_batch_norm(
+            input,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.num_batches_tracked,
+            self.eps,
+            self.momentum,
+            self.training,
+            self._group,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a SyncBatchNorm cannot be copied or pickled, since it holds a process group: save its state_dict()")
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+        """The module with a SyncBatchNorm for every batch norm in it, with the same parameters and buffers, as
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm. Call it before wrapping. Not collective."""
+        group = group_of(process_group)
+        if isinstance(module, torch.nn.modules.batchnorm._LazyNormBase):
+            raise _C.UsageError("convert_sync_batchnorm: a lazy batch norm has no shape yet: run the module once before")
+        made = module
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+            made = cls(
+                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, group
+            )
+            for table in (module._parameters, module._buffers):
+                for name, value in table.items():
+                    setattr(made, name, value)
+            made.train(module.training)
+        for name, child in module.named_children():
+            made.add_module(name, cls.convert_sync_batchnorm(child, group))
+        return made

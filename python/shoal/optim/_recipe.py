@@ -1,0 +1,123 @@
+"""An optimizer that each rank makes for its part of the param groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import _C
+from ._state import changed_options
+
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+# Optimizers that update each element by itself, so that a rank may update any range of a parameter.
+_element_wise = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+
+
+@dataclass
+class Recipe:
+    """An optimizer to be made of a rank's part of the param groups."""
+
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    name: str
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    element_wise: bool
+
+    def core_arguments(self) -> tuple[list[dict[str, Any]], dict[str, Any], str, Any]:
+        return self.groups, self.defaults, self.name, self.make
+
+
+def param_groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Param groups from what torch.optim takes: tensors, (name, tensor) pairs, or dictionaries."""
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("parameters are in a set, whose order differs from rank to rank: give a list")
+    given = list(params)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")
+    if not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        held = group["params"]
+        if isinstance(held, (set, frozenset)):
+            raise TypeError("parameters are in a set, whose order differs from rank to rank: give a list")
+        held = [held] if isinstance(held, torch.Tensor) else list(held)
+        held = [one[1] if isinstance(one, tuple) else one for one in held]
+        groups.append({**group, "params": held})
+    return groups
+
+
+def groups_of_module(
+    module: torch.nn.Module, params: Iterable[Any] | None, ignored: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Param groups that the user has given, or one of all parameters that are trained and not ignored (names)."""
+    if params is not None:
+        return param_groups_of(params)
+    left_out = set(ignored)
+    return param_groups_of(p for name, p in module.named_parameters() if p.requires_grad and name not in left_out)
+
+
+def _probe(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter without elements, of the same dtype, device and number of dimensions."""
+    return torch.nn.Parameter(torch.empty((0,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device))
+
+
+def recipe_of(
+    owner: str,
+    groups: list[dict[str, Any]],
+    optimizer_class: OptimizerClass,
+    defaults: dict[str, Any],
+    element_wise: bool | None = None,
+) -> Recipe:
+    """Resolves the groups' options as the class does, on an optimizer of parameters without elements."""
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        raise _C.UsageError(
+            f"{owner}: give the class of the optimizer and its arguments, such as torch.optim.AdamW, lr=1e-3, not an "
+            "optimizer that holds the parameters already"
+        )
+    probes = [{**group, "params": [_probe(one) for one in group["params"][:1]]} for group in groups]
+    sample = optimizer_class(probes, **defaults)
+    if isinstance(sample, torch.optim.LBFGS):
+        raise _C.UsageError(
+            f"{owner}: LBFGS needs all parameters on one rank and evaluates its closure several times per step; use it "
+            "with DistributedDataParallel"
+        )
+    make = functools.partial(_make, optimizer_class, defaults)
+    first = next((one for group in groups for one in group["params"]), None)
+    known = type(sample) in _element_wise or first is None
+    changed = [] if known else changed_options(make, groups[0], first.dim())
+    if changed:
+        raise _C.UsageError(
+            f"{owner}: {type(sample).__name__} keeps {', '.join(changed)} in its param group, which would differ between the "
+            "ranks' parts; use it with DistributedDataParallel"
+        )
+    resolved = [{**full, "params": group["params"]} for full, group in zip(sample.param_groups, groups, strict=True)]
+    kind = type(sample)
+    return Recipe(
+        groups=resolved,
+        defaults=sample.defaults,
+        name=kind.__qualname__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__qualname__}",
+        make=make,
+        element_wise=kind in _element_wise if element_wise is None else element_wise,
+    )
+
+
+def _make(optimizer_class: OptimizerClass, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> Any:
+    return optimizer_class(groups, **defaults)

@@ -1,0 +1,31 @@
+#pragma once
+// Agreement of all ranks on a step of an optimizer.
+
+#include <torch/optim/optimizer.h>
+
+#include <string>
+#include <vector>
+
+#include "shoal/group.h"
+
+namespace shoal::python {
+
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+// Compares the options of param groups over ranks, and tells all ranks if one has failed.
+class StepAgreement {
+ public:
+  // owner: the class of the optimizer, for errors.
+  StepAgreement(Group group, std::string owner) : group_(std::move(group)), owner_(std::move(owner)) {}
+
+  // groups: with PythonOptions. failure: what this rank's optimizer has raised; empty: nothing. StepAbandoned on ranks
+  // that have not failed if one has; DisagreeError on every rank if an option differs. Costs one all-gather of 8 bytes
+  // if ranks agree. Collective; call it without the lock.
+  void meet(const ParamGroups& groups, const std::string& failure) const;
+
+ private:
+  Group group_;
+  std::string owner_;
+};
+
+}  // namespace shoal::python

@@ -1,0 +1,239 @@
+"""What one rank does otherwise than the others: an error on every rank that names it, in every strategy."""
+
+import copy
+import pickle
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+import shoal
+from loops import assert_close, each_strategy, train_alone
+from ranks import errors_on_ranks, on_ranks
+from test_wrappers import RATES, STRATEGIES, losses_of, mean_loss
+
+OWN = {strategy: wrap for strategy, wrap in STRATEGIES.items() if strategy != "ddp"}  # with an optimizer of shoal
+
+
+def errors(wrap, act):
+    def on_rank(rank):
+        model, optimizer = wrap(models.make("gpt"), None, None)
+        losses_of(model, optimizer, "gpt", steps=1)
+        act(rank, model, optimizer)
+        losses_of(model, optimizer, "gpt", steps=2)
+
+    return errors_on_ranks(on_rank, timeout=30)
+
+
+@pytest.mark.parametrize("strategy", OWN)
+def test_PY06_options_that_differ_between_ranks_are_named(strategy):
+    def act(rank, model, optimizer):
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for loss in (1.0, 2.0 if rank == 1 else 0.5):
+            schedule.step(loss)
+
+    for error in errors(OWN[strategy], act):
+        assert "DisagreeError" in error, error
+        assert "rank 0 has param group 0: lr 0.003, rank 1 has param group 0: lr 0.0015; set the same" in error, error
+
+
+def test_PY06_options_that_differ_are_named_with_local_updates():
+    def on_rank(rank):
+        net = models.make("gpt")
+        optimizer = shoal.optim.LocalUpdates(net, torch.optim.SGD(net.parameters(), lr=0.1), every=2)
+        losses_of(net, optimizer, "gpt", steps=2)
+        optimizer.param_groups[0]["momentum"] = 0.5 * rank
+        losses_of(net, optimizer, "gpt", steps=2)
+
+    for error in errors_on_ranks(on_rank):
+        assert "DisagreeError: LocalUpdates: " in error and "momentum 0, rank 1 has param group 0: momentum 0.5" in error, error
+
+
+@pytest.mark.parametrize("strategy", OWN)
+def test_PY06_a_step_that_raises_on_one_rank_ends_on_all(strategy):
+    class Breaks(torch.optim.AdamW):
+        def step(self, closure=None):
+            if dist.get_rank() == 1 and any(state["step"] == 1 for state in self.state.values()):
+                raise ValueError("no more")
+            return super().step(closure)
+
+    def on_rank(rank):
+        net = models.make("gpt")
+        if strategy == "megatron":
+            model, optimizer = net, shoal.optim.DistributedOptimizer(net, Breaks, **RATES)
+        elif strategy == "fsdp":
+            model = shoal.nn.FullyShardedDataParallel(net, shard_by_parameter=True)
+            optimizer = shoal.optim.FullyShardedOptimizer(model, Breaks, **RATES)
+        else:
+            optimizer = shoal.optim.OSS(net.parameters(), Breaks, **RATES)
+            model = shoal.nn.DistributedDataParallel(net) if strategy == "zero1" else shoal.nn.ShardedDataParallel(net, optimizer)
+        losses_of(model, optimizer, "gpt", steps=1)
+        with pytest.raises((ValueError, shoal.StepAbandoned)) as raised:
+            losses_of(model, optimizer, "gpt", steps=1)
+        parameters = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+        first = parameters.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(parameters, first)
+        return f"{raised.type.__name__}: {raised.value}"
+
+    first, second = on_ranks(on_rank, timeout=30)
+    assert "StepAbandoned" in first and "the optimizer of rank 1 has failed in its step(): ValueError: no more" in first
+    assert second == "ValueError: no more"
+
+
+@pytest.mark.parametrize("strategy", OWN)
+def test_PY06_state_that_differs_or_is_loaded_on_one_rank_is_named(strategy):
+    def differs(rank, model, optimizer):
+        state = optimizer.state_dict()
+        if rank == 1:
+            state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] * 2
+        optimizer.load_state_dict(state)
+
+    for error in errors(OWN[strategy], differs):
+        assert "DisagreeError" in error and "rank 1 has exp_avg of parameter 0" in error, error
+
+    def alone(rank, model, optimizer):
+        state = optimizer.state_dict()
+        if rank == 1:
+            optimizer.load_state_dict(state)
+
+    assert all("DisagreeError" in error and "load_state_dict()" in error for error in errors(OWN[strategy], alone))
+
+
+def test_PY07_a_model_that_differs_or_is_loaded_on_one_rank_is_named():
+    def differs(rank, model, optimizer):
+        state = {name: value + rank for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+
+    for error in errors(STRATEGIES["ddp"], differs):
+        assert "DisagreeError" in error and "rank 1 has tokens.weight with digest" in error, error
+
+    def alone(rank, model, optimizer):
+        if rank == 1:
+            model.module.load_state_dict(models.make("gpt").state_dict())
+
+    assert all("DisagreeError" in error and "load_state_dict()" in error for error in errors(STRATEGIES["ddp"], alone))
+
+    def same(rank, model, optimizer):
+        net = copy.deepcopy(model.module)
+        pickle.loads(pickle.dumps(net)).load_state_dict(model.module.state_dict())
+        model.load_state_dict(model.state_dict())
+
+    assert errors(STRATEGIES["ddp"], same) == [None, None]
+
+
+def test_PY06_rates_are_tensors_or_numbers_of_numpy():
+    def trains(strategy, wrap):
+        for rate in (torch.tensor(3e-3, dtype=torch.float64), numpy.float64(3e-3), numpy.float32(3e-3), numpy.array(3e-3)):
+            model, optimizer = wrap(models.make("gpt"))
+            one = models.make("gpt")
+            alone = torch.optim.AdamW(one.parameters(), **RATES)
+            for group in (optimizer.param_groups[0], alone.param_groups[0]):
+                group["lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate
+            schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, alone)]
+            for _ in range(2):
+                assert_close(losses_of(model, optimizer, "gpt", steps=1), train_alone(one, alone, steps=1))
+                for schedule in schedules:
+                    schedule.step()
+            assert type(optimizer.param_groups[0]["lr"]) is type(alone.param_groups[0]["lr"])
+            assert float(optimizer.param_groups[0]["lr"]) == float(alone.param_groups[0]["lr"])
+
+    each_strategy(trains)
+
+
+def test_PY05_param_groups_of_a_decentralised_model_are_fixed():
+    def refuses(rank):
+        net = models.make("gpt")
+        model = shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, lr=0.1)
+        with pytest.raises(shoal.UsageError, match="construct it again with all param groups"):
+            model.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        assert len(model.optimizer.param_groups) == 1
+
+    on_ranks(refuses)
+
+
+class Masked(torch.nn.Module):
+    """A module that makes its mask when it first needs one."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        torch.manual_seed(1)
+        self.fc = torch.nn.Linear(4, 4)
+        self.register_buffer("mask", None, persistent=persistent)
+
+    def forward(self, x):
+        if self.mask is None or self.mask.shape[0] < len(x):
+            self.register_buffer("mask", torch.ones(len(x), 1), persistent="mask" not in self._non_persistent_buffers_set)
+        return self.fc(x) * self.mask[: len(x)]
+
+
+def test_PY05_a_buffer_that_was_none():
+    def trains(strategy, wrap):
+        for persistent in (False, True):
+            model, optimizer = wrap(Masked(persistent))
+
+            def step(size, model=model, optimizer=optimizer):
+                model(torch.ones(size, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            if persistent:
+                with pytest.raises(shoal.UsageError, match="the buffer mask was None when the module was wrapped"):
+                    step(2)
+                    step(2)
+            else:
+                for size in (2, 3, 3):
+                    step(size)
+
+    each_strategy(trains)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "megatron", "fsdp"])
+def test_PY05_gradients_that_are_set_by_hand(strategy):
+    """The same on every rank: they are the gradients. Others are named."""
+
+    def by_hand(model, optimizer, step, same):
+        inside = model.module if hasattr(model, "module") else model
+        x, y = models.batch("gpt", step, dist.get_rank())
+        parameters = list(inside.parameters())
+        gradients = torch.autograd.grad(models.loss_of(model(x), y), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if same:
+                dist.all_reduce(gradient)
+                gradient = gradient / 2
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def trains(rank):
+        one = models.make("gpt")
+        alone = models.adamw(one.parameters())
+        expected = train_alone(one, alone, steps=3)
+        model, optimizer = STRATEGIES[strategy](models.make("gpt"), None, None)
+        by_hand(model, optimizer, 0, same=True)
+        by_hand(model, optimizer, 1, same=True)
+        x, y = models.batch("gpt", 2, rank)
+        assert_close([mean_loss(models.loss_of(model(x), y))], expected[2:])
+        by_hand(model, optimizer, 2, same=False)
+        by_hand(model, optimizer, 3, same=False)
+
+    for error in errors_on_ranks(trains):
+        assert "DisagreeError" in error and "set by hand" in error and "tokens.weight with digest" in error, error
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_PY05_gradients_that_are_set_by_hand_are_dropped_by_oss(strategy):
+    def trains(rank):
+        model, optimizer = STRATEGIES[strategy](models.make("gpt"), None, None)
+        parameters = list(model.module.parameters())
+        x, y = models.batch("gpt", 0, 0)
+        gradients = torch.autograd.grad(models.loss_of(model(x), y), parameters)
+        for set_to_none in (False, True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.zero_grad(set_to_none)
+            assert all(one.grad is None if set_to_none else not one.grad.any() for one in parameters)
+
+    on_ranks(trains)

@@ -1,0 +1,121 @@
+"""Arguments of wrappers, and what may change after wrapping: it works, or one sentence says why not."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+import shoal
+from loops import assert_close, backward, each_strategy, train_alone
+from ranks import on_ranks
+from test_wrappers import losses_of
+
+
+def test_PY05_changes_of_the_module_and_copies_are_refused():
+    def refuses(strategy, wrap):
+        net = models.make("gpt")
+        model, optimizer = wrap(net)
+        losses_of(model, optimizer, "gpt", steps=1)
+        for copies in (copy.deepcopy, pickle.dumps):
+            for object in (model, optimizer):
+                if isinstance(object, shoal.optim.ShardedOptimizer) or object is model is not net:
+                    with pytest.raises(TypeError, match="cannot be (pickled|copied)"):
+                        copies(object)
+        net.extra = torch.nn.Linear(2, 2)
+        with pytest.raises(shoal.UsageError, match="the module extra was added; construct the wrapper after"):
+            losses_of(model, optimizer, "gpt", steps=1)
+        del net.extra
+        net.norm.weight = torch.nn.Parameter(torch.ones(16))
+        with pytest.raises(shoal.UsageError, match="the parameter norm.weight was replaced by another object"):
+            losses_of(model, optimizer, "gpt", steps=1)
+
+    each_strategy(refuses)
+
+
+def test_PY05_wrong_arguments_are_one_sentence():
+    def refuses(rank):
+        net = models.make("gpt")
+        with pytest.raises(shoal.UsageError, match="has no option find_unused; it has broadcast_buffers, find_unused_parameters"):
+            shoal.nn.DistributedDataParallel(net, find_unused=True)
+        with pytest.raises(shoal.UsageError, match="bucket_cap_mb is 'big', a str; give a number"):
+            shoal.nn.DistributedDataParallel(net, bucket_cap_mb="big")
+        with pytest.raises(shoal.UsageError, match="give the class of the optimizer"):
+            shoal.optim.OSS(net.parameters(), models.adamw(net.parameters()))
+        with pytest.raises(shoal.UsageError, match="LBFGS needs all parameters"):
+            shoal.optim.OSS(net.parameters(), torch.optim.LBFGS)
+        with pytest.raises(TypeError, match="momentum"):
+            shoal.optim.OSS(net.parameters(), torch.optim.AdamW, momentum=0.9)
+        with pytest.raises(shoal.UsageError, match="sparse gradients"):
+            shoal.nn.DistributedDataParallel(torch.nn.Embedding(3, 3, sparse=True))
+        model = shoal.nn.DistributedDataParallel(net)
+        with pytest.raises(shoal.UsageError, match="is a DistributedDataParallel already"):
+            shoal.nn.DistributedDataParallel(model)
+        with pytest.raises(shoal.UsageError, match="its first argument is the FullyShardedDataParallel"):
+            shoal.optim.FullyShardedOptimizer(net.parameters(), torch.optim.AdamW)
+
+    on_ranks(refuses)
+
+
+def test_PY05_wrap_policies_select_the_same_units():
+    def units(rank):
+        import functools
+
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        policies = [
+            models.Block,
+            [models.Block],
+            ["blocks.0", "blocks.1"],
+            lambda module: isinstance(module, models.Block),
+            ModuleWrapPolicy({models.Block}),
+            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={models.Block}),
+        ]
+        found = [shoal.nn.FullyShardedDataParallel(models.make("gpt"), auto_wrap_policy=one).units() for one in policies]
+        assert all(one == found[0] for one in found) and len(found[0]) == 3
+        by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=1000)
+        assert len(shoal.nn.FullyShardedDataParallel(models.make("gpt"), auto_wrap_policy=by_size).units()) > 1
+        with pytest.raises(shoal.UsageError, match="auto_wrap_policy 3: give a class of modules"):
+            shoal.nn.FullyShardedDataParallel(models.make("gpt"), auto_wrap_policy=3)
+
+    on_ranks(units)
+
+
+def test_PY05_frozen_parameters_and_other_dtypes():
+    def trains(strategy, wrap):
+        nets = [models.make("gpt"), models.make("gpt")]
+        for net in nets:
+            net.blocks[0].requires_grad_(False)
+        model, optimizer = wrap(nets[0])
+        assert_close(losses_of(model, optimizer, "gpt", steps=3), train_alone(nets[1], models.adamw(nets[1].parameters())))
+
+        net = models.make("cnn")
+        model, optimizer = wrap(net)
+        model.double()
+
+        def steps():
+            for step in range(2):
+                x, y = models.batch("cnn", step, dist.get_rank())
+                models.loss_of(model(x.double()), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        if strategy in {"megatron", "fsdp"}:
+            with pytest.raises(shoal.UsageError, match="Revert the change .module.to.dtype.., or wrap the module again"):
+                steps()
+            return
+        steps()
+        for name, tensor in net.state_dict().items():  # buffers differ: each rank's last batch has changed them
+            first = tensor.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, tensor) or "running" in name, name
+        before = net.body[1].running_mean.clone()
+        model(models.batch("cnn", 5, 0)[0].double())
+        dist.broadcast(before, 0)
+        after = net.body[1].running_mean.clone()
+        dist.broadcast(after, 0)
+        assert after.dtype == torch.float64 and torch.equal(after, net.body[1].running_mean)
+
+    each_strategy(trains)
