@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.algorithms
 
 import models
 import shoal
@@ -107,6 +108,8 @@ def test_PY05_join_ends_early_or_refuses():
             shoal.Join(model).next(True)
         with pytest.raises(shoal.UsageError, match=r"Join\(Linear\): give wrappers"):
             shoal.Join(torch.nn.Linear(2, 2))
+        with pytest.raises(shoal.UsageError, match=r"use shoal.Join\(model\), a loop"):
+            torch.distributed.algorithms.Join([model])
         synced = shoal.nn.SyncBatchNorm.convert_sync_batchnorm(models.make("cnn"))
         with pytest.raises(shoal.UsageError, match="SyncBatchNorm, whose forward communicates"):
             shoal.Join(shoal.nn.DistributedDataParallel(synced))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from .._mirror import Wrapped
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -85,6 +86,10 @@ class Wrapper(Wrapped):
     def abandon_step(self) -> None:
         """Ends a step that failed on this rank. The next forward does so by itself."""
         self._core.abandon_step()
+
+    def join_hook(self, **options: Any) -> Any:
+        """UsageError: of torch.distributed.algorithms.Join, which does not know the exchanges of this wrapper."""
+        raise _C.UsageError(f"{type(self).__name__}: use shoal.Join(model), a loop, instead of torch.distributed.algorithms.Join")
 
     def buckets(self) -> list[list[str]]:
         """Names of the parameters of each bucket, in the order in which buckets are reduced."""

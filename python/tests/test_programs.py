@@ -1,0 +1,162 @@
+"""Programs as other people write them, in their order of calls: what they train equals one process."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+from loops import each_strategy
+from ranks import on_ranks
+from test_wrappers import STRATEGIES, mean_loss
+
+MICROS, STEPS = 3, 4
+
+
+def rate_at(step):
+    if step < 2:
+        return 3e-3 * (step + 1) / 2
+    return 3e-4 + 0.5 * (1 + math.cos(math.pi * (step - 2) / STEPS)) * 2.7e-3
+
+
+def test_PY05_the_loop_of_nanogpt():
+    """Rates written to param_groups, accumulation whose last micro-batch alone reduces, clipping, evaluation in between."""
+
+    def alone():
+        net = models.make("gpt")
+        optimizer = models.adamw(net.parameters())
+        losses = []
+        for step in range(STEPS):
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(step)
+            for micro in range(MICROS):
+                for rank in range(2):
+                    x, y = models.batch("gpt", MICROS * step + micro, rank)
+                    loss = models.loss_of(net(x), y) / MICROS / 2
+                    loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            net.eval()
+            with torch.no_grad():
+                losses.append(models.loss_of(net(models.batch("gpt", 0, 5)[0]), models.batch("gpt", 0, 5)[1]).item())
+            net.train()
+        return losses
+
+    expected = alone()
+
+    def trains(strategy, wrap):
+        model, optimizer = wrap(models.make("gpt"))
+        if strategy == "megatron":
+            return  # clips by its option clip_grad
+        clip = getattr(optimizer, "clip_grad_norm", None) or getattr(model, "clip_grad_norm_", None)
+        losses = []
+        for step in range(STEPS):
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(step)
+            for micro in range(MICROS):
+                with model.no_sync() if micro < MICROS - 1 else contextlib.nullcontext():
+                    x, y = models.batch("gpt", MICROS * step + micro, dist.get_rank())
+                    loss = models.loss_of(model(x), y) / MICROS
+                    loss.backward()
+            clip(0.5) if clip else torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            model.eval()
+            with torch.no_grad():
+                x, y = models.batch("gpt", 0, 5)
+                losses.append(models.loss_of(model(x), y).item())
+            model.train()
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-6, (losses, expected)
+
+    each_strategy(trains)
+
+
+class Generator(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6))
+
+    def forward(self, z):
+        return self.body(z)
+
+
+class Discriminator(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LeakyReLU(0.2), torch.nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.body(x).squeeze(1)
+
+
+def gan_step(parts, step, rank):
+    """The order of PyTorch's DCGAN tutorial: the discriminator by a real and a fake batch with a backward each, then the
+    generator through the discriminator."""
+    generator, discriminator, for_generator, for_discriminator = parts
+    loss_fn = torch.nn.functional.binary_cross_entropy_with_logits
+    random = torch.Generator().manual_seed(100 * step + rank)
+    real, z = torch.randn(5, 6, generator=random) + 1, torch.randn(5, 4, generator=random)
+    fake = generator(z)
+    loss_real = loss_fn(discriminator(real), torch.ones(5))
+    loss_real.backward()
+    loss_fake = loss_fn(discriminator(fake.detach()), torch.zeros(5))
+    loss_fake.backward()
+    for_discriminator.step()
+    discriminator.zero_grad()
+    loss = loss_fn(discriminator(fake), torch.ones(5))
+    loss.backward()
+    for_generator.step()
+    generator.zero_grad()
+    discriminator.zero_grad()
+    return loss_real + loss_fake, loss
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_PY05_a_gan_with_two_optimizers(strategy):
+    def made():
+        torch.manual_seed(11)
+        return Generator(), Discriminator()
+
+    def alone():
+        """One process with the data of both ranks."""
+        nets = made()
+        optimizers = [models.adamw(net.parameters()) for net in nets]
+        found = []
+        loss_fn = torch.nn.functional.binary_cross_entropy_with_logits
+        for step in range(4):
+            data = []
+            for rank in range(2):
+                random = torch.Generator().manual_seed(100 * step + rank)
+                data.append((torch.randn(5, 6, generator=random) + 1, torch.randn(5, 4, generator=random)))
+            generator, discriminator = nets
+            fakes = [generator(z) for _, z in data]
+            first = sum(
+                loss_fn(discriminator(real), torch.ones(5)) + loss_fn(discriminator(fake.detach()), torch.zeros(5))
+                for (real, _), fake in zip(data, fakes, strict=True)
+            )
+            (first / 2).backward()
+            optimizers[1].step()
+            discriminator.zero_grad()
+            second = sum(loss_fn(discriminator(fake), torch.ones(5)) for fake in fakes)
+            (second / 2).backward()
+            optimizers[0].step()
+            generator.zero_grad()
+            discriminator.zero_grad()
+            found += [first.item() / 2, second.item() / 2]
+        return found
+
+    expected = alone()
+
+    def trains(rank):
+        wrap = STRATEGIES[strategy]
+        wrapped = [wrap(net, None, None) for net in made()]
+        parts = [model for model, _ in wrapped] + [optimizer for _, optimizer in wrapped]
+        found = []
+        for step in range(4):
+            found += [mean_loss(loss) for loss in gan_step(parts, step, rank)]
+        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-6, (found, expected)
+
+    on_ranks(trains)
