@@ -34,7 +34,8 @@ for _ in range(20):
     loss.backward()
     optimizer.step()
     first = first or loss.item()
-print("learned" if loss.item() < 0.2 * first else "failed", shoal.distributed.group_of().transport, flush=True)
+told = "learned" if loss.item() < 0.2 * first else "failed"
+print(f"{told} {shoal.distributed.group_of().transport}", flush=True)  # in one write: ranks share the output
 dist.destroy_process_group()
 """
 
