@@ -56,6 +56,7 @@ docs:
 wheel:
 	@scripts/setup --wheel
 	@$(WITHOUT_TESTS)
+	@$(CONFIGURE) >/dev/null  # an earlier one may not have found Python's headers
 	@cmake --build $(BUILD) --target wheel
 	@ls $(BUILD)/dist/*.whl
 

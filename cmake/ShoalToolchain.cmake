@@ -5,11 +5,12 @@ if(NOT CMAKE_BUILD_TYPE)
 endif()
 
 # libtorch: SHOAL_TORCH (variable or environment) names a folder with share/cmake/Torch; CMAKE_PREFIX_PATH works as
-# usual; Python_EXECUTABLE names a Python whose PyTorch is taken; otherwise the virtual environment of scripts/setup.
+# usual; Python_EXECUTABLE, given to this project, names a Python whose PyTorch is taken; otherwise the virtual
+# environment of scripts/setup. As a part of another project, whose find_package(Python) sets that variable, it does not count.
 if(NOT SHOAL_TORCH AND DEFINED ENV{SHOAL_TORCH})
   set(SHOAL_TORCH $ENV{SHOAL_TORCH})
 endif()
-if(NOT SHOAL_TORCH AND Python_EXECUTABLE)
+if(NOT SHOAL_TORCH AND PROJECT_IS_TOP_LEVEL AND SHOAL_BUILD_PYTHON AND Python_EXECUTABLE)
   execute_process(COMMAND ${Python_EXECUTABLE} -c "import os, torch; print(os.path.dirname(torch.__file__))"
     OUTPUT_VARIABLE SHOAL_TORCH OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 endif()
@@ -42,6 +43,7 @@ if(SHOAL_SANITIZE)
   target_compile_options(shoal_warnings INTERFACE -fsanitize=${SHOAL_SANITIZE} -fno-sanitize-recover=all
     -fno-omit-frame-pointer -g1)
   target_link_options(shoal_warnings INTERFACE -fsanitize=${SHOAL_SANITIZE})
+  target_compile_definitions(shoal_warnings INTERFACE SHOAL_SANITIZED)
 endif()
 if(SHOAL_FUZZ)
   if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")

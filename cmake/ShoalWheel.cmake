@@ -4,6 +4,9 @@
 find_library(SHOAL_STATIC_CRYPTO libcrypto.a)
 find_library(SHOAL_STATIC_ZLIB libz.a)
 if(NOT SHOAL_STATIC_CRYPTO OR NOT SHOAL_STATIC_ZLIB)
+  if(SKBUILD)
+    message(FATAL_ERROR "the wheel needs libcrypto.a and libz.a (Debian: libssl-dev zlib1g-dev)")
+  endif()
   message(STATUS "Python: no target `wheel`; it needs libcrypto.a and libz.a (Debian: libssl-dev zlib1g-dev)")
   return()
 endif()
@@ -49,6 +52,6 @@ add_custom_target(wheel
   COMMAND ${CMAKE_COMMAND} -E rm -rf ${staged} ${PROJECT_BINARY_DIR}/dist
   COMMAND ${CMAKE_COMMAND} --install ${PROJECT_BINARY_DIR} --component wheel --strip --prefix ${staged}/shoal
     > ${PROJECT_BINARY_DIR}/wheel/install.log
-  COMMAND ${Python_EXECUTABLE} -m pip wheel --quiet --no-build-isolation --no-deps -w ${PROJECT_BINARY_DIR}/dist
+  COMMAND ${Python_EXECUTABLE} -m pip wheel --quiet --no-index --disable-pip-version-check --no-build-isolation --no-deps -w ${PROJECT_BINARY_DIR}/dist
     -C wheel.cmake=false -C wheel.platlib=true -C sdist.inclusion-mode=manual -C wheel.packages=${staged}/shoal ${PROJECT_SOURCE_DIR}
   DEPENDS wheel_files VERBATIM)

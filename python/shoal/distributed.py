@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -97,7 +98,11 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=5), **options: 
     elif size == 1:
         yield dist.HashStore(), 0, 1
     else:
-        yield from dist.rendezvous(f"tcp://{address}:{port}", rank, size, timeout=timeout, **options)
+        here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size))
+        if here < size and "MASTER_ADDR" not in os.environ:
+            raise UsageError(f"{here} of {size} ranks are on this host: set MASTER_ADDR to the address of rank 0's host")
+        host = f"[{address}]" if ":" in address else address
+        yield from dist.rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout, **options)
 
 
 dist.register_rendezvous_handler("shoal", _rendezvous)

@@ -138,7 +138,8 @@ def outcome_of(where, code):
         pass
     try:
         with open(where + ".log") as file:
-            text = file.read()[-6000:]
+            text = file.read()
+            text = text if len(text) < 16000 else text[:8000] + "\n...\n" + text[-8000:]
     except OSError:
         text = ""
     return ("hang" if code is None else "crash", text)
@@ -146,8 +147,12 @@ def outcome_of(where, code):
 
 def write_native_stacks(pid, where):
     """What every thread of a rank that hangs is doing."""
+    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt 12"]
     with open(where, "a") as file:
-        subprocess.run(["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt 12"], stdout=file, stderr=file, timeout=30)
+        try:
+            subprocess.run(command, stdout=file, stderr=file, timeout=30, check=False)
+        except subprocess.TimeoutExpired:
+            file.write("gdb did not end\n")
 
 
 def run_test(module, name, port, arguments):

@@ -121,6 +121,9 @@ def wheel():
         pytest.skip("no scikit-build-core: scripts/setup --tests installs it")
     if not (BUILD / "build.ninja").is_file():
         pytest.skip(f"{BUILD} is no build tree: make all, or set SHOAL_BUILD")
+    known = subprocess.run(["ninja", "-C", str(BUILD), "-t", "query", "wheel"], capture_output=True, check=False)
+    if known.returncode != 0:
+        pytest.skip("this build has no target `wheel`: libcrypto.a or libz.a is missing, or there is no extension")
     run("cmake", "--build", BUILD, "--target", "wheel")
     (made,) = (BUILD / "dist").glob("shoal-*.whl")
     return made
@@ -228,7 +231,7 @@ def test_PY09_the_sdist_has_what_a_build_needs_and_no_more(wheel, tmp_path):
     run(sys.executable, "-c", code, cwd=REPOSITORY)
     (packed,) = tmp_path.glob("shoal-*.tar.gz")
     with tarfile.open(packed) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path)  # our own; older releases of 3.11 know no filter
     sources = packed.with_suffix("").with_suffix("")
     tops = {"CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "cmake", "include", "src", "python"}
     assert {entry.name for entry in sources.iterdir()} == tops

@@ -11,7 +11,7 @@ namespace shoal {
 // would wait for operations that never finish. Objects on the caller's stack are not destroyed either.
 [[noreturn]] inline void end_process(int code) {
   std::fflush(nullptr);
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef SHOAL_SANITIZED
   if (code == 0) std::exit(code);  // reports leaks
 #endif
   std::_Exit(code);
