@@ -1,6 +1,7 @@
 #include "comm/membership/membership.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <utility>
 
@@ -31,12 +32,13 @@ const MemberCard* card_of(const Sights& others, int member) {
   return found->second.card ? &*found->second.card : nullptr;
 }
 
-// Whether a member will not go on: it has ended, or it knows that it was left out.
-bool has_left(const Sights& others, int member) {
+// Whether a member will not go on: it has ended, or it knows that it was left out. An empty card from before the last
+// admission is that of a newcomer which has not seen the admission yet.
+bool has_left(const Sights& others, int member, uint64_t grown) {
   const auto found = others.find(member);
   if (found == others.end()) return false;
   const auto& [state, card] = found->second;
-  return state == MemberSight::State::gone || (card && card->members.empty());
+  return state == MemberSight::State::gone || (card && card->members.empty() && card->number >= grown);
 }
 
 uint64_t highest_number(const Sights& others) {
@@ -49,7 +51,8 @@ uint64_t highest_number(const Sights& others) {
 
 }  // namespace
 
-Membership::Membership(int self, MemberCard first) : self_(self), card_(std::move(first)), base_(card_.members) {}
+Membership::Membership(int self, MemberCard first)
+    : self_(self), card_(std::move(first)), base_(card_.members), grown_(card_.members) {}
 
 Membership::Standing Membership::look(const Sights& others) {
   if (card_.members.empty()) return join(others);
@@ -59,8 +62,9 @@ Membership::Standing Membership::look(const Sights& others) {
     const auto* shown = card_of(others, member);
     if (shown != nullptr && shown->grown > latest.grown && contains(shown->members, self_)) latest = *shown;
   }
+  if (latest.grown > card_.grown) adopt(latest);
   auto members = latest.members;
-  std::erase_if(members, [&](int member) { return is_in(others, member, MemberSight::State::gone); });
+  std::erase_if(members, [&](int member) { return has_left(others, member, latest.grown); });
   auto without_silent = members;
   std::erase_if(without_silent, [&](int member) { return is_in(others, member, MemberSight::State::silent); });
   const bool stuck = !has_majority(without_silent, others);
@@ -72,13 +76,14 @@ Membership::Standing Membership::look(const Sights& others) {
     const auto* shown = card_of(others, member);
     if (shown == nullptr || shown->members.empty() || shown->number < latest.grown) continue;
     if (!contains(shown->members, self_)) {
-      card_.members.clear();
+      card_ = {.number = std::max(card_.number, shown->number)};
       return Standing::left_out;
     }
     members = common(members, shown->members);
   }
   if (members != latest.members) {
-    card_ = {std::max(card_.number, highest_number(others)) + 1, latest.grown, std::move(members)};
+    const auto number = std::max(card_.number, highest_number(others)) + 1;
+    card_ = {number, latest.grown, std::move(members), std::move(latest.base)};
     return Standing::waiting;
   }
   card_ = std::move(latest);
@@ -93,33 +98,45 @@ Membership::Standing Membership::look(const Sights& others) {
   });
   if (!has_majority(card_.members, others)) return Standing::no_majority;
   if (!same) return stuck ? Standing::no_majority : Standing::waiting;
-  base_ = card_.members;
+  base_ = grown_ = card_.members;
   return Standing::agreed;
 }
 
 void Membership::admit(const MemberList& newcomers, const Sights& others) {
   card_.number = std::max(card_.number, highest_number(others)) + 1;
   card_.grown = card_.number;
+  card_.base = card_.members;
   card_.members.insert(card_.members.end(), newcomers.begin(), newcomers.end());
   std::sort(card_.members.begin(), card_.members.end());
+  adopt(card_);
+}
+
+void Membership::adopt(const MemberCard& grown) {
+  card_.grown = grown.grown;
+  base_ = grown.base;
+  grown_ = grown.members;
 }
 
 // Members that are left out without proof of their end might form a generation of their own, unless this one has more
 // than half of the members, or half of them with the first one.
 bool Membership::has_majority(const MemberList& members, const Sights& others) const {
-  MemberList living;
-  std::copy_if(base_.begin(), base_.end(), std::back_inserter(living),
-               [&](int member) { return !has_left(others, member); });
-  const auto here = common(living, members);
-  return 2 * here.size() > living.size() || (2 * here.size() == living.size() && here.front() == living.front());
+  const std::array lists{&base_, &grown_};
+  return std::all_of(lists.begin(), lists.end(), [&](const MemberList* list) {
+    MemberList living;
+    std::copy_if(list->begin(), list->end(), std::back_inserter(living),
+                 [&](int member) { return !has_left(others, member, card_.grown); });
+    const auto here = common(living, members);
+    if (2 * here.size() != living.size()) return 2 * here.size() > living.size();
+    return here.empty() || here.front() == living.front();
+  });
 }
 
 Membership::Standing Membership::join(const Sights& others) {
   for (const auto& [member, sight] : others) {
     const auto* shown = card_of(others, member);
-    if (shown == nullptr || !contains(shown->members, self_) || shown->number <= card_.number) continue;
+    if (shown == nullptr || !contains(shown->members, self_) || shown->grown <= card_.number) continue;
     card_ = *shown;
-    base_ = card_.members;
+    adopt(card_);
   }
   return Standing::waiting;
 }

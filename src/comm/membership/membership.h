@@ -20,6 +20,7 @@ struct MemberCard {
   uint64_t number = 0;  // only grows; two cards of one member with one number have the same list
   uint64_t grown = 0;   // number with which the list became longer the last time
   MemberList members{};
+  MemberList base{};  // the generation that the members of that time had agreed on before it became longer
   bool operator==(const MemberCard&) const = default;
 };
 
@@ -50,8 +51,11 @@ class Membership {
 
   // The card to show. Whoever reads it must see either all of it or the one before.
   const MemberCard& card() const { return card_; }
-  // Members of the last generation that this process has seen agreed, or was named for.
+  // Members of the last generation that this process knows to be agreed.
   const MemberList& base() const { return base_; }
+  // The list of the last admission; equal to base() once a generation is agreed. Another member may have seen it agreed
+  // before this one does, so going on without silent members takes a majority of both lists.
+  const MemberList& grown() const { return grown_; }
   // Takes note of what the other processes show, by member; may change the card.
   Standing look(const std::map<int, MemberSight>& others);
   // Adds processes that ask to join. Only for the first member of a generation that is agreed, between two steps.
@@ -59,11 +63,13 @@ class Membership {
 
  private:
   bool has_majority(const MemberList& members, const std::map<int, MemberSight>& others) const;
+  void adopt(const MemberCard& grown);
   Standing join(const std::map<int, MemberSight>& others);
 
   int self_;
   MemberCard card_;
   MemberList base_;
+  MemberList grown_;
 };
 
 }  // namespace shoal
