@@ -79,9 +79,9 @@ class Ranks:
 def on_ranks(function, ranks=2, timeout=60, init=None):
     """The results of function(rank) by rank, in processes of one process group. Failed if a rank raises."""
     outcomes = Ranks(function, ranks, init).outcomes(timeout)
-    for rank, outcome in enumerate(outcomes):
-        if not outcome[0]:
-            raise Failed(f"rank {rank}: {outcome[1]}\n{outcome[2]}")
+    bad = [f"rank {rank}: {outcome[1]}\n{outcome[2]}" for rank, outcome in enumerate(outcomes) if not outcome[0]]
+    if bad:
+        raise Failed("\n".join(bad))
     return [outcome[1] for outcome in outcomes]
 
 

@@ -224,7 +224,10 @@ bool PendingWork::wait_slice(Milliseconds limit) {
     return true;
   }
   if (const auto difference = stuck.look()) disagree(*difference);
-  if (const auto fault = world.liveness->check(group_->world_ranks)) {
+  // A message concerns its two ranks; others may have ended.
+  const bool of_two = is_message(call_) && call_.peer >= 0;
+  if (const auto fault =
+          world.liveness->check(of_two ? std::vector{group_->world_ranks[call_.peer]} : group_->world_ranks)) {
     if (waiting_->last_chance) fail(fault->world_rank, fault->text);
     waiting_->last_chance = true;
   }

@@ -212,6 +212,7 @@ void ShardGossipOptimizerCore::restore_own() {
 
 void ShardGossipOptimizerCore::hold_own() {
   const torch::NoGradGuard no_grad;
+  state().group.barrier(state().label("end of the mean")).wait();  // ranks of this host may still read it
   restore_own();
   state().publish();
 }
