@@ -94,7 +94,8 @@ class Group {
   // Exchanges parts: part r of input [size() * n] goes to rank r, and part r of output [size() * n] comes from rank r.
   Work all_to_all(at::Tensor output, at::Tensor input, Label label = {}) const;
   // Point-to-point messages. Messages between two ranks with the same tag arrive in order. tag >= 0. source: a rank, or
-  // any_source (on one host, or over Gloo alone).
+  // any_source (on one host, or over Gloo alone). The end of the group waits for up to 10 s until messages that were
+  // sent have been read.
   Work send(at::Tensor tensor, int destination, int tag = 0, Label label = {}) const;
   Work recv(at::Tensor tensor, int source, int tag = 0, Label label = {}) const;
   // The returned Work finishes once all ranks have called barrier().

@@ -98,3 +98,16 @@ def test_PY02_an_idle_rank_uses_no_processor_time():
 
     for used in on_ranks(run):
         assert used < 0.1
+
+
+def test_PY02_a_rank_may_end_right_after_its_last_message():
+    def run(rank):
+        if rank == 1:
+            dist.send(torch.full((300001,), 2.0), dst=0)
+            return
+        time.sleep(1.5)
+        received = torch.empty(300001)
+        dist.recv(received, src=1)
+        assert bool((received == 2).all())
+
+    on_ranks(run)

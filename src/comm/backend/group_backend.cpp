@@ -115,6 +115,11 @@ void GroupBackend::abort() {
   state_of(group_)->progress->failure.set("this rank has aborted the process group");
 }
 
+void GroupBackend::shutdown() {
+  const auto& state = *state_of(group_);
+  if (!state.world->is_forked_copy() && state.progress->failure.text().empty()) state.transport->await_readers();
+}
+
 at::Tensor GroupBackend::allocateTensor(long size, at::TensorOptions options) {  // NOLINT(google-runtime-int)
   return pool_->allocate(size, options);
 }

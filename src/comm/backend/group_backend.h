@@ -26,6 +26,8 @@ class GroupBackend : public c10d::Backend {
   c10d::ErrorType getError() override;
   // Ends all waits for operations in flight with an error, on this rank and then on the others.
   void abort() override;
+  // Of destroy_process_group(): the process may end now, and peers may not have read its last messages.
+  void shutdown() override;
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;  // NOLINT(google-runtime-int): c10d's

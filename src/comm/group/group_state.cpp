@@ -78,6 +78,21 @@ std::string who_may_be_late(const GroupState& group) {
       fmt::join(elsewhere, ", "));
 }
 
+// A message concerns its two ranks alone: others may have ended. One from any source may come from every rank that is
+// still there.
+std::optional<Fault> fault_of_peers(const GroupState& group, const Call& call) {
+  auto& liveness = *group.world->liveness;
+  if (!is_message(call)) return liveness.check(group.world_ranks);
+  if (call.peer >= 0) return liveness.check({group.world_ranks[call.peer]});
+  std::optional<Fault> fault;
+  for (const int rank : group.world_ranks) {
+    if (rank == group.world->placement.rank) continue;
+    fault = liveness.check({rank});
+    if (!fault) break;
+  }
+  return fault;
+}
+
 // True if this is the group's first failure.
 bool set_failure(const GroupState& state, const std::string& why) {
   if (auto* recorder = state.world->recorder.get()) recorder->failed(why);
@@ -224,10 +239,7 @@ bool PendingWork::wait_slice(Milliseconds limit) {
     return true;
   }
   if (const auto difference = stuck.look()) disagree(*difference);
-  // A message concerns its two ranks; others may have ended.
-  const bool of_two = is_message(call_) && call_.peer >= 0;
-  if (const auto fault =
-          world.liveness->check(of_two ? std::vector{group_->world_ranks[call_.peer]} : group_->world_ranks)) {
+  if (const auto fault = fault_of_peers(*group_, call_)) {
     if (waiting_->last_chance) fail(fault->world_rank, fault->text);
     waiting_->last_chance = true;
   }

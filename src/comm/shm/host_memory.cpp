@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <climits>
+#include <csignal>
 #include <random>
 
 #include "shoal/error.h"
@@ -63,6 +65,10 @@ std::byte* PeerMemory::at(const SharedPlace& place) {
 
 int PeerMemory::blamed() const {
   return page_->blamed.load() - 1;
+}
+
+bool PeerMemory::gone() const {
+  return kill(pid_, 0) != 0 && errno == ESRCH;
 }
 
 void PeerMemory::ring() const {

@@ -55,6 +55,8 @@ class PeerMemory {
   explicit PeerMemory(const PageAddress& address);
 
   std::byte* at(const SharedPlace& place);
+  // Whether its process has ended, as far as a signal can tell.
+  bool gone() const;
   // Wakes the peer, because something that it may wait for has happened.
   void ring() const;
   // The rank that the peer blamed; -1: none. Readable after the peer's death.

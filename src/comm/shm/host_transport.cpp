@@ -63,6 +63,7 @@ class SharedMemoryTransport : public Transport,
   ~SharedMemoryTransport() override {
     if (group_.memory->is_forked_copy()) return;  // the memory is the parent's
     group_.memory->detach(*this);
+    SharedMemoryTransport::await_readers();
     auto* memory = group_.memory.get();
     auto* block = &group_.control.block();
     auto buffers = mailboxes_.buffers();
@@ -129,6 +130,17 @@ class SharedMemoryTransport : public Transport,
     } catch (...) {
       failure_ = std::current_exception();  // a peer has gone; the others detect that by themselves
     }
+  }
+
+  // A message is sent once it lies in this process's memory, which ends with the process: a program may end right after
+  // its last message.
+  void await_readers() override {
+    const auto deadline = SteadyClock::now() + std::chrono::seconds(10);
+    const auto settled = [this] {
+      const std::lock_guard lock(mutex_);
+      return failure_ != nullptr || mailboxes_.all_read();
+    };
+    while (!settled() && SteadyClock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 
   // Rethrows the error that stopped the group.

@@ -47,6 +47,16 @@ std::vector<std::byte*> Mailboxes::buffers() const {
   return list;
 }
 
+bool Mailboxes::all_read() const {
+  for (int destination = 0; destination < static_cast<int>(outboxes_.size()); ++destination) {
+    if (outboxes_[destination].sent == 0 || !group_.peers[destination] || group_.peers[destination]->gone()) continue;
+    for (const auto& slot : group_.control.mailbox(group_.rank, destination).slots) {
+      if (slot.state.load(std::memory_order_acquire) != 0 && slot.window.kind != Window::in_header) return false;
+    }
+  }
+  return true;
+}
+
 std::vector<at::Tensor> Mailboxes::unread() const {
   std::vector<at::Tensor> tensors;
   for (const auto& outbox : outboxes_) {

@@ -33,6 +33,8 @@ class Mailboxes {
   void advance();
   // This rank's own buffers, which may be freed once no rank reads them.
   std::vector<std::byte*> buffers() const;
+  // Whether receivers that are still there have read all that lies in this process's memory.
+  bool all_read() const;
   // Tensors of messages that peers may still read.
   std::vector<at::Tensor> unread() const;
 

@@ -35,6 +35,8 @@ class Transport {
 
   virtual std::string name() const = 0;
   virtual std::unique_ptr<TransportWork> issue(const Call& call) = 0;
+  // Waits, for a limited time, until peers have read the messages that this process holds for them. Destruction does so, too.
+  virtual void await_readers() {}
   // Whether the destructor waits for operations in flight, which may never end once a peer has failed.
   virtual bool joins_threads() const { return false; }
   // Whether the transport detects different calls before any data are changed.
