@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <initializer_list>
 
+#include "base/environment.h"
+
 namespace shoal {
 
 // Ends the process with the exit code, after writing what is still in the buffers of C's streams. Destructors of static
@@ -13,8 +15,9 @@ namespace shoal {
 // success does run them: MPI is shut down at exit.
 [[noreturn]] inline void end_process(int code) {
   std::fflush(nullptr);
+  const auto environment = process_environment();
   for (const auto* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK"}) {
-    if (code == 0 && std::getenv(name) != nullptr) std::exit(code);
+    if (code == 0 && environment(name)) std::exit(code);
   }
 #ifdef SHOAL_SANITIZED
   if (code == 0) std::exit(code);  // reports leaks
