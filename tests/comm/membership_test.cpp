@@ -2,8 +2,7 @@
 // moment in between. Each case says how many: at most three members or two and a newcomer, two deaths, one stop, one
 // split of the network.
 //
-// Not covered: more of them, and a stop or a split together with an admission and a death (a stop can make two jobs
-// there, docs/adr/0021). A split does not heal. After a split only the lists are checked, not that somebody goes on.
+// Not covered: more of them. A split does not heal. After a split only the lists are checked, not that somebody goes on.
 
 #include "comm/membership/membership.h"
 
@@ -52,7 +51,7 @@ struct State {
 // All states that can be reached; `faults` are sentences about those that must not be.
 class Exploration {
  public:
-  explicit Exploration(const Events& events) {
+  explicit Exploration(const Events& events) : founders_(events.founders) {
     State first{{}, events};
     MemberCard card;
     for (int member = 0; member < events.founders; ++member) card.members.push_back(member);
@@ -205,8 +204,8 @@ class Exploration {
     add(next);
   }
 
-  // A generation works while all its members go on with it. Two that work must have a common member: apart, they would
-  // be two jobs.
+  // A generation works while all its members live and go on with it: without a dead one, its collectives fail. Two that
+  // work must have a common member: apart, they would be two jobs.
   void check_split(const State& state, int self) {
     const auto& own = state.processes[self].agreed;
     if (!works(state, own)) return;
@@ -223,7 +222,10 @@ class Exploration {
   static bool works(const State& state, const MemberCard& generation) {
     return !generation.members.empty() &&
            std::all_of(generation.members.begin(), generation.members.end(),
-                       [&](int member) { return state.processes[member].agreed.number == generation.number; });
+                       [&](int member) {
+                         const auto& process = state.processes[member];
+                         return !process.dead && process.agreed.number == generation.number;
+                       });
   }
 
   void admit(const State& state, int self, const Sights& sights) {
@@ -245,6 +247,10 @@ class Exploration {
   void check(const State& state) {
     MemberList living;
     bool any_member = false;  // a process that was in a generation once
+    // Of two founders one had begun to go on without the other, and has died: the job may be lost, or that of newcomers.
+    // Of three, somebody always goes on.
+    bool any_lost = false;
+    MemberList stuck;
     for (int self = 0; self < size(state); ++self) {
       const auto& process = state.processes[self];
       if (process.dead) continue;
@@ -253,16 +259,37 @@ class Exploration {
       const auto standing = membership.look(truth_for(state, self));
       if (!(membership.card() == process.membership.card())) return;
       if (standing == Standing::agreed && !(process.agreed == membership.card())) return;
+      any_lost = any_lost || (founders_ == 2 && was_left_by_the_dead(state, self));
+      if (standing == Standing::no_majority) {
+        stuck.push_back(self);
+        continue;
+      }
       if (!process.shown.members.empty()) living.push_back(self);
       any_member = any_member || !process.agreed.members.empty();
     }
     ++ends;
-    require(!living.empty() || !any_member, "nobody goes on", state);
+    require(stuck.empty() || any_lost, "a member has no majority", state);
+    require(!living.empty() || !any_member || any_lost, "nobody goes on", state);
     for (const int self : living) {
       const auto& process = state.processes[self];
       require(process.agreed.members == living, "a member waits for ever", state);
       require(process.agreed == process.shown, "a member goes on with another card than it shows", state);
     }
+  }
+
+  // Whether a member of its generation had begun to go on without it, or others had gone on, and have died since.
+  static bool was_left_by_the_dead(const State& state, int self) {
+    const auto& own = state.processes[self].agreed;
+    const auto lacks = [self](const MemberList& list) { return std::find(list.begin(), list.end(), self) == list.end(); };
+    const auto dead = [&](int member) { return state.processes[member].dead; };
+    const bool begun = std::any_of(own.members.begin(), own.members.end(), [&](int member) {
+      const auto& shown = state.processes[member].shown;
+      return dead(member) && shown.number > own.number && lacks(shown.members);
+    });
+    return begun || std::any_of(state.generations.begin(), state.generations.end(), [&](const auto& generation) {
+             const auto& [number, members] = generation;
+             return number > own.number && lacks(members) && std::all_of(members.begin(), members.end(), dead);
+           });
   }
 
   static Sights truth_for(const State& state, int self) {
@@ -275,6 +302,7 @@ class Exploration {
     return sights;
   }
 
+  int founders_;
   std::unordered_set<std::string> seen_;
   std::vector<State> open_;
 };
@@ -309,6 +337,12 @@ TEST(Membership, ELA08_a_member_that_was_left_out_joins_again) {
 }
 TEST(Membership, ELA08_a_member_stops_while_a_process_joins) {
   explore({.founders = 2, .newcomers = 1, .stops = 1, .admits = 1});
+}
+TEST(Membership, ELA08_a_member_stops_and_another_dies_while_a_process_joins) {
+  explore({.founders = 2, .newcomers = 1, .deaths = 1, .stops = 1, .admits = 1});
+}
+TEST(Membership, ELA10_the_network_splits_and_a_member_dies_while_a_process_joins) {
+  explore({.founders = 2, .newcomers = 1, .deaths = 1, .admits = 1, .splits = 1});
 }
 TEST(Membership, ELA10_the_network_splits_while_a_process_joins) {
   explore({.founders = 2, .newcomers = 1, .admits = 1, .splits = 1});

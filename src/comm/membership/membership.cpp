@@ -41,6 +41,20 @@ bool has_left(const Sights& others, int member, uint64_t grown) {
   return state == MemberSight::State::gone || (card && card->members.empty() && card->number >= grown);
 }
 
+// Whether a member that has ended may have gone on without this process, and have admitted others, before it ended: its
+// last card lacks this process, and no living member on that card goes on with this process. A card from before the last
+// admission lacks the newcomers only because it did not know them.
+bool ended_without(const Sights& others, int member, int self, uint64_t grown) {
+  const auto found = others.find(member);
+  if (found == others.end() || found->second.state != MemberSight::State::gone || !found->second.card) return false;
+  const auto& last = *found->second.card;
+  if (last.members.empty() || last.grown < grown || contains(last.members, self)) return false;
+  return std::none_of(last.members.begin(), last.members.end(), [&](int other) {
+    const auto* shown = card_of(others, other);
+    return shown != nullptr && contains(shown->members, self);
+  });
+}
+
 uint64_t highest_number(const Sights& others) {
   uint64_t highest = 0;
   for (const auto& [member, sight] : others) {
@@ -68,7 +82,8 @@ Membership::Standing Membership::look(const Sights& others) {
   auto without_silent = members;
   std::erase_if(without_silent, [&](int member) { return is_in(others, member, MemberSight::State::silent); });
   const bool stuck = !has_majority(without_silent, others);
-  if (!stuck) members = std::move(without_silent);
+  // A newcomer has nothing to go on with, so it does not leave out members that have.
+  if (!stuck && contains(base_, self_)) members = std::move(without_silent);
   for (const int member : latest.members) {
     if (member == self_) continue;
     // A list that is shorter than this one tells of members that are gone. One from before the last admission is short
@@ -80,6 +95,11 @@ Membership::Standing Membership::look(const Sights& others) {
       return Standing::left_out;
     }
     members = common(members, shown->members);
+  }
+  // A newcomer without any member that has the job's state asks again.
+  if (!contains(base_, self_) && common(members, base_).empty()) {
+    card_ = {.number = std::max(card_.number, highest_number(others))};
+    return Standing::left_out;
   }
   if (members != latest.members) {
     const auto number = std::max(card_.number, highest_number(others)) + 1;
@@ -118,13 +138,15 @@ void Membership::adopt(const MemberCard& grown) {
 }
 
 // Members that are left out without proof of their end might form a generation of their own, unless this one has more
-// than half of the members, or half of them with the first one.
+// than half of the members, or half of them with the first one. A member that ended after it had gone on without this
+// process still counts: whoever it has admitted may be at work.
 bool Membership::has_majority(const MemberList& members, const Sights& others) const {
   const std::array lists{&base_, &grown_};
   return std::all_of(lists.begin(), lists.end(), [&](const MemberList* list) {
     MemberList living;
-    std::copy_if(list->begin(), list->end(), std::back_inserter(living),
-                 [&](int member) { return !has_left(others, member, card_.grown); });
+    std::copy_if(list->begin(), list->end(), std::back_inserter(living), [&](int member) {
+      return !has_left(others, member, card_.grown) || ended_without(others, member, self_, card_.grown);
+    });
     const auto here = common(living, members);
     if (2 * here.size() != living.size()) return 2 * here.size() > living.size();
     return here.empty() || here.front() == living.front();

@@ -41,7 +41,7 @@ class Membership {
     waiting,      // for cards of other members; look again when something changes
     agreed,       // all members on the card show it: the card is a generation
     left_out,     // the others go on without this process; from now on it asks to join
-    no_majority,  // too many members are silent to go on without them
+    no_majority,  // too many members are silent to go on without them, or have ended after they had left this one out
   };
 
   // A member of the first generation.
