@@ -29,6 +29,7 @@ def test_PY01_a_process_group_of_another_backend_has_none():
     def refused(rank):
         with pytest.raises(shoal.UsageError, match='has backend "gloo" for CPU tensors'):
             shoal.distributed.group_of(dist.new_group(backend="gloo"))
+        dist.barrier()  # Gloo's rank that ends here would take along the one that is still connecting
 
     on_ranks(refused)
 
@@ -48,7 +49,8 @@ def test_PY08_ranks_of_torchrun_meet(tmp_path):
             tensor = torch.ones(4)
             dist.all_reduce(tensor)
             dist.barrier()
-            print("sum", int(tensor.sum()), shoal.distributed.group_of().transport, flush=True)
+            line = f"sum {int(tensor.sum())} {shoal.distributed.group_of().transport}\\n"
+            print(line, end="", flush=True)  # one write, so that the ranks' lines stay apart
             dist.destroy_process_group()
             """
         )

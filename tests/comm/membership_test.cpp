@@ -221,11 +221,10 @@ class Exploration {
 
   static bool works(const State& state, const MemberCard& generation) {
     return !generation.members.empty() &&
-           std::all_of(generation.members.begin(), generation.members.end(),
-                       [&](int member) {
-                         const auto& process = state.processes[member];
-                         return !process.dead && process.agreed.number == generation.number;
-                       });
+           std::all_of(generation.members.begin(), generation.members.end(), [&](int member) {
+             const auto& process = state.processes[member];
+             return !process.dead && process.agreed.number == generation.number;
+           });
   }
 
   void admit(const State& state, int self, const Sights& sights) {
@@ -280,7 +279,9 @@ class Exploration {
   // Whether a member of its generation had begun to go on without it, or others had gone on, and have died since.
   static bool was_left_by_the_dead(const State& state, int self) {
     const auto& own = state.processes[self].agreed;
-    const auto lacks = [self](const MemberList& list) { return std::find(list.begin(), list.end(), self) == list.end(); };
+    const auto lacks = [self](const MemberList& list) {
+      return std::find(list.begin(), list.end(), self) == list.end();
+    };
     const auto dead = [&](int member) { return state.processes[member].dead; };
     const bool begun = std::any_of(own.members.begin(), own.members.end(), [&](int member) {
       const auto& shown = state.processes[member].shown;
