@@ -204,7 +204,7 @@ std::string zip_of(const std::string& pickle) {
   const auto sizes = number(pickle.size(), 4) + number(pickle.size(), 4) + number(name.size(), 2) + number(0, 2);
   const auto local = "PK\x03\x04" + number(0, 2) + number(0, 2) + number(0, 2) + number(0, 8) + sizes + name + pickle;
   const auto entry =
-      "PK\x01\x02" + number(0, 4) + number(0, 2) + number(0, 2) + number(0, 8) + sizes + number(0, 14) + name;
+      "PK\x01\x02" + number(0, 4) + number(0, 2) + number(0, 2) + number(0, 8) + sizes + std::string(14, '\0') + name;
   return local + entry + "PK\x05\x06" + number(0, 4) + number(1, 2) + number(1, 2) + number(entry.size(), 4) +
          number(local.size(), 4) + number(0, 2);
 }
