@@ -267,8 +267,11 @@ void PendingWork::fail_from(const std::exception& error) {
   text = text.substr(0, text.find('\n'));
   auto& liveness = *group_->world->liveness;
   auto stuck = this->stuck();
-  for (const auto deadline = Clock::now() + Milliseconds(1500); Clock::now() < deadline;) {
+  // Ends with a look at the peers: the store's answer may take longer than all of this, if its server is stopped.
+  for (const auto deadline = Clock::now() + Milliseconds(1500);;) {
+    const bool last = Clock::now() >= deadline;
     if (const auto fault = liveness.check(group_->world_ranks)) fail(fault->world_rank, fault->text);
+    if (last) break;
     if (const auto difference = stuck.look_after_failure()) disagree(*difference);
     std::this_thread::sleep_for(Milliseconds(20));
   }

@@ -18,7 +18,22 @@ Liveness::Liveness(const Meeting& meeting, const Placement& placement, std::shar
       key_(meeting.failure_key),
       own_rank_(placement.rank),
       stopped_timeout_(stopped_timeout_seconds),
-      stopped_since_(meeting.peers.size()) {}
+      stopped_since_(meeting.peers.size()) {
+  open_peers();
+}
+
+// A peer that has ended can no longer be opened, and may have blamed another.
+void Liveness::open_peers() const {
+  if (!memory_) return;
+  const auto& peers = meeting_->peers;
+  for (const auto& peer : peers) {
+    if (&peer == &peers[own_rank_] || peer.host != peers[own_rank_].host) continue;
+    try {
+      memory_->peer(peer.page);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): it has ended already, or may not be opened
+    }
+  }
+}
 
 std::optional<Fault> Liveness::check(const std::vector<int>& world_ranks) {
   const auto& peers = meeting_->peers;

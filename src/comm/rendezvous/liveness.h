@@ -37,6 +37,7 @@ class Liveness {
   void stay_for_others() const;
 
  private:
+  void open_peers() const;
   // The rank that caused the end of `gone`; `gone` itself if it blamed nobody.
   int cause_of(int gone) const;
 

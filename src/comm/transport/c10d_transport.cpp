@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/without_sigpipe.h"
 #include "comm/shm/reduce/reduce_kernels.h"
 #include "shoal/error.h"
 
@@ -154,6 +155,7 @@ class C10dTransport : public Transport {
   c10::intrusive_ptr<c10d::Work> start(const Call& call) {
     auto inputs = flattened(call.inputs);
     auto outputs = flattened(call.outputs);
+    const WithoutSigpipe guard;  // Gloo writes on the calling thread if it can
     if (before_collective_ && call.op != Op::send && call.op != Op::recv) before_collective_(call);
     switch (call.op) {
       case Op::all_reduce:

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "base/without_sigpipe.h"
 #include "comm/agreement/fingerprint.h"
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
@@ -92,6 +93,7 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   try {
+    const WithoutSigpipe guard;  // for this thread while it connects, and for all of Gloo's
     watch_threads();
     world.released_groups->end_unreferenced(/*aside=*/thread_stays);
     auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);

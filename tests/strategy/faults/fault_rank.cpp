@@ -11,6 +11,9 @@
 
 #include <algorithm>
 #include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <stdexcept>
 #include <thread>
 
@@ -24,6 +27,21 @@ namespace shoal {
 namespace {
 
 const std::vector<std::string> metric_faults{"order", "size", "dtype", "maximum", "root", "skip", "extra"};
+
+// Returns when every thread of it has stopped: on a busy machine it may otherwise still see how this rank ends.
+void stop_launcher() {
+  const auto launcher = getppid();
+  kill(launcher, SIGSTOP);
+  const auto running = [&] {
+    for (const auto& thread : std::filesystem::directory_iterator(fmt::format("/proc/{}/task", launcher))) {
+      std::ifstream file(thread.path() / "stat");
+      const std::string stat{std::istreambuf_iterator<char>(file), {}};
+      if (stat.find(") T ") == std::string::npos) return true;
+    }
+    return false;
+  };
+  while (running()) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+}
 
 // Transport that dies inside the collective: after issue, before the wait.
 class DeadlyTransport : public Transport {
@@ -85,7 +103,7 @@ void train(const std::string& point, int victim, const std::string& transport, i
     if (now && point == "forward") std::raise(SIGKILL);
     if (now && point == "stop") std::raise(SIGSTOP);
     if (now && point == "launcher") {
-      kill(getppid(), SIGSTOP);
+      stop_launcher();
       std::raise(SIGKILL);
     }
     if (step == 3 && point == "long") {
