@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 import check
+import requirements
 
 PLANTED = [
     ("src/layout/flat_layout.cpp", '#include "shoal/group.h"\n', "upward include"),
@@ -28,6 +29,29 @@ PLANTED = [
 ]
 
 
+def check_requirements():
+    """A row counts as tested by the name of a test, in C++ or in Python, and by nothing else."""
+    names = {"tests/a_test.cpp": "TEST(Some, DDP01_works) {}\n  TEST_P(Some, BEY05_BEY06_work) {}\n// DDP02_is_spoken_of\n",
+             "python/tests/test_a.py": '"""PY02 is spoken of."""\ndef test_PY01_works():\n    pass\ndef PY02_helps():\n    pass\n'}
+    rows = {"DDP01": "done", "DDP02": "done", "BEY05": "done", "BEY06": "done; not on GPUs", "PY01": "done", "PY02": "done",
+            "PY03": "planned"}
+    with tempfile.TemporaryDirectory() as root:
+        for path, text in names.items():
+            os.makedirs(os.path.join(root, os.path.dirname(path)), exist_ok=True)
+            with open(os.path.join(root, path), "w", encoding="utf-8") as f:
+                f.write(text)
+
+        def found():
+            os.makedirs(os.path.join(root, "docs"), exist_ok=True)
+            with open(os.path.join(root, "docs", "requirements.md"), "w", encoding="utf-8") as f:
+                f.writelines("| %s | what it does | `name` | %s |\n" % row for row in rows.items())
+            return [line.split(" ")[0] + line[-8:] for line in requirements.violations(root)]
+
+        assert found() == ["DDP02 with it", "PY02 with it"], found()
+        del rows["PY01"]
+        assert len(found()) == 3, found()
+
+
 def main():
     root = sys.argv[1]
     for path, line, expected in PLANTED:
@@ -46,6 +70,7 @@ def main():
         with open(os.path.join(copy, "src/engine/buckets/bucket.cpp"), "a", encoding="utf-8") as f:
             f.write("\n// c10d and getenv may be spoken of\n")
         assert check.violations(copy) == [], check.violations(copy)
+    check_requirements()
     print("%d kinds of violation found" % len(PLANTED))
 
 

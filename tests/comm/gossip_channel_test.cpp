@@ -32,12 +32,13 @@ bool reads() {
   return group().rank() != source();
 }
 
-// All values of a version equal its number.
-void show(GossipChannel& channel, int64_t version) {
+// All values of a version equal its number. limit: how long readers of the version before the last are waited for,
+// which lose versions after it.
+void show(GossipChannel& channel, int64_t version, Limit limit = patience) {
   if (reads()) return;
   std::vector<int> readers(group().size() - 1);
   std::iota(readers.begin(), readers.end(), 0);
-  channel.draft(0, moment).fill_(static_cast<double>(version));
+  channel.draft(0, limit).fill_(static_cast<double>(version));
   channel.publish(0, version, readers);
 }
 
@@ -78,7 +79,9 @@ TEST_F(Channel, DEC01_a_version_is_read_by_all_that_wait_for_it) {
 }
 
 TEST_F(Channel, DEC17_who_has_found_a_newer_version_finds_the_one_it_wants_in_the_next_step) {
-  show_all(*channel, {1, 2, 3});
+  show_all(*channel, {1, 2});
+  // Nobody reads yet. The first two versions must have been sent after this time, or the third is not sent at all.
+  show(*channel, 3, std::chrono::seconds(1));
   meet();
   if (reads()) {
     // Over sockets the newest version may still be in flight, and versions that arrive together may replace earlier
@@ -106,7 +109,7 @@ TEST_F(Channel, DEC17_the_last_version_of_a_late_source_is_read_once_and_nobody_
   show_all(*channel, {3, 4});
   meet();
   if (reads()) {
-    while (read(*channel, 4, moment).arrival != Arrival::here) {
+    while (read(*channel, 4, moment).version != 4) {  // the third may arrive before the fourth
     }
     EXPECT_READ(read(*channel, 5, moment), late, 0);
   }
@@ -145,13 +148,13 @@ double seconds_since(Clock::time_point start) {
 TEST_F(Channel, DEC17_nobody_waits_for_a_source_that_does_not_go_on) {
   show(*channel, 1);
   if (reads()) EXPECT_READ(read(*channel, 1), here, 1);
+  EXPECT_FALSE(channel->stopped(source()).has_value());
   meet();
   const auto start = Clock::now();
   if (!reads()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     channel->stop(1, 7);
   } else {
-    EXPECT_FALSE(channel->stopped(source()).has_value());
     EXPECT_READ(read(*channel, 2), late, 0);
     EXPECT_LT(seconds_since(start), 5);
     const auto stop = channel->stopped(source());

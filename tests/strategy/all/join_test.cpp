@@ -10,7 +10,7 @@
 namespace shoal::test::join_test {
 namespace {
 
-TEST_P(JoinStrategies, BEY03_uneven_inputs_equal_one_process) {
+TEST_P(JoinStrategies, DDP13_BEY03_uneven_inputs_equal_one_process) {
   for (const bool by_initial : {true, false}) {
     auto training = make(GetParam());
     Join join({training}, {.divide_by_initial_world_size = by_initial});
