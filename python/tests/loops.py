@@ -1,5 +1,6 @@
 """What tests of loops share: all strategies on two ranks, and the same training in one process."""
 
+import torch
 import torch.distributed as dist
 
 import models
@@ -25,17 +26,17 @@ def each_strategy(test, transport="host"):
     on_ranks(on_rank)
 
 
-def train_alone(net, optimizer, steps=3, prepare=None, micros=1):
-    """One process with the batches of two ranks."""
+def train_alone(net, optimizer, steps=3, prepare=None, micros=1, ranks=2, first=0):
+    """One process with the batches of so many ranks."""
     losses = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         total = 0.0
         for micro in range(micros):
-            for rank in range(2):
+            for rank in range(ranks):
                 x, y = models.batch("gpt", micros * step + micro, rank)
                 loss = models.loss_of(net(x), y)
-                (loss / 2 / micros).backward()
-                total += loss.item() / 2
+                (loss / ranks / micros).backward()
+                total += loss.item() / ranks
         if prepare:
             prepare()
         optimizer.step()
@@ -44,9 +45,18 @@ def train_alone(net, optimizer, steps=3, prepare=None, micros=1):
     return losses
 
 
-def alone(steps=3):
+def alone(steps=3, ranks=2):
     net = models.make("gpt")
-    return train_alone(net, models.adamw(net.parameters()), steps), net
+    return train_alone(net, models.adamw(net.parameters()), steps, ranks=ranks), net
+
+
+def assert_same_parameters(net, expected, message=""):
+    """Leaves the bias of attention's keys out: its gradient is nothing but rounding errors, of which AdamW makes steps."""
+    for (name, parameter), one in zip(net.named_parameters(), expected, strict=True):
+        pair = [parameter.detach(), one.detach()]
+        if name.endswith("attention.bias"):
+            pair = [torch.cat([queries, values]) for queries, _, values in (whole.chunk(3) for whole in pair)]
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-5, msg=f"{message} {name}")
 
 
 def named(strategy, state):

@@ -169,6 +169,30 @@ class Masked(torch.nn.Module):
         return self.fc(x) * self.mask[: len(x)]
 
 
+def test_PY05_an_optimizer_that_differs_under_decentralised_training_is_named():
+    def differs(rank):
+        shoal.nn.DecentralizedDataParallel(models.make("gpt"), torch.optim.AdamW, lr=1e-3 * (rank + 1))
+
+    for error in errors_on_ranks(differs):
+        assert "DisagreeError" in error and "the optimizer of DecentralizedDataParallel" in error, error
+        assert "lr 0.001" in error and "lr 0.002" in error, error
+
+    def groups(rank):
+        net = models.make("gpt")
+        named = [parameter for _, parameter in net.named_parameters()]
+        shoal.nn.DecentralizedDataParallel(net, torch.optim.SGD, params=named[rank:] + named[:rank], lr=0.1)
+
+    for error in errors_on_ranks(groups):
+        assert "DisagreeError" in error and "param group 0: tokens.weight" in error, error
+
+    def topologies(rank):
+        topology = "ring" if rank else "complete"
+        shoal.nn.DecentralizedDataParallel(models.make("gpt"), torch.optim.SGD, topology=topology, lr=0.1)
+
+    for error in errors_on_ranks(topologies):
+        assert "DisagreeError: topology: " in error, error
+
+
 def test_PY05_a_buffer_that_was_none():
     def trains(strategy, wrap):
         for persistent in (False, True):

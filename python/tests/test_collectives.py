@@ -1,11 +1,9 @@
 """PY01: every collective of torch.distributed on CPU tensors."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
-import shoal
-from ranks import errors_on_ranks, on_ranks
+from ranks import on_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64]
 
@@ -184,123 +182,6 @@ def test_PY01_objects():
         assert objects == ["a", 5]
 
     on_ranks(run)
-
-
-def test_PY01_subgroups_destroy_and_again():
-    def run(rank):
-        for _ in range(3):
-            evens, odds = dist.new_group([0, 2]), dist.new_group([1, 3])
-            own = odds if rank % 2 else evens
-            tensor = torch.tensor([float(rank)])
-            dist.all_reduce(tensor, group=own)
-            assert tensor.item() == (4 if rank % 2 else 2)
-            # The members of a group that is made without the others.
-            pair = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
-            if pair is not None:
-                dist.broadcast(tensor, src=1, group=pair)
-                assert tensor.item() == 4
-                dist.destroy_process_group(pair)
-            dist.barrier()
-            dist.destroy_process_group(own)
-        dist.destroy_process_group()
-        store = dist.FileStore(run.store, 4)
-        for _ in range(2):
-            dist.init_process_group("cpu:shoal", store=store, rank=rank, world_size=4)
-            tensor = torch.ones(3)
-            dist.all_reduce(tensor)
-            assert tensor.sum() == 12
-            dist.destroy_process_group()
-
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        run.store = folder + "/again"
-        on_ranks(run, ranks=4)
-
-
-def test_PY01_one_rank():
-    def run(rank):
-        tensor = torch.arange(3.0)
-        dist.all_reduce(tensor)
-        outputs = [torch.empty(3)]
-        dist.all_gather(outputs, tensor)
-        dist.barrier()
-        assert outputs[0].tolist() == [0, 1, 2]
-        with pytest.raises(shoal.UsageError, match="nobody to receive from"):
-            dist.recv(tensor)
-
-    on_ranks(run, ranks=1)
-
-
-def test_PY01_debug_detail(monkeypatch):
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-
-    def run(rank):
-        dist.set_debug_level_from_env()
-        tensor = torch.ones(2)
-        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
-        assert tensor.tolist() == [2, 2] and shoal.distributed.group_of(dist.group.WORLD).size == 2
-
-    on_ranks(run)
-
-
-WRONG = {
-    "parts of another size": (
-        lambda r: dist.all_gather_into_tensor(torch.empty(5), torch.ones(2)),
-        "output must be size\\(\\) times the input",
-    ),
-    "too few outputs": (lambda r: dist.all_gather([torch.empty(2)], torch.ones(2)), "one for each of the group's 2"),
-    "another shape": (
-        lambda r: dist.all_gather([torch.empty(3, 2), torch.empty(3, 2)], torch.ones(2, 3)),
-        "has shape \\[3, 2\\], but its own tensor has shape \\[2, 3\\]",
-    ),
-    "another dtype": (
-        lambda r: dist.reduce_scatter_tensor(torch.empty(1, dtype=torch.float64), torch.ones(2)),
-        "tensors differ in dtype: (Double and Float|Float and Double)",
-    ),
-    "an unsupported reduction": (
-        lambda r: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND),
-        "band is not defined for Float",
-    ),
-    "a rank outside": (lambda r: dist.broadcast(torch.ones(2), src=5), "5"),
-    "to itself": (lambda r: dist.send(torch.ones(2), dst=r), "to itself|same"),
-    "uneven split": (lambda r: dist.all_to_all_single(torch.empty(3), torch.ones(3)), "divide equally"),
-    "sparse maximum": (
-        lambda r: dist.all_reduce(torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX),
-        "not reduced with max",
-    ),
-}
-
-
-def test_PY01_wrong_arguments_raise_before_anything_is_sent():
-    def run(rank):
-        for name, (call, text) in WRONG.items():
-            try:
-                with pytest.raises((RuntimeError, ValueError), match=text):
-                    call(rank)
-            except BaseException as error:
-                raise AssertionError(f"{name}: {error}") from error
-            tensor = torch.ones(2)
-            dist.all_reduce(tensor)
-            assert tensor.tolist() == [2, 2], name
-
-    on_ranks(run)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda r: dist.all_reduce(torch.ones(3 + r)),
-        lambda r: dist.all_reduce(torch.ones(3, dtype=torch.int32 if r else torch.float32)),
-        lambda r: dist.broadcast(torch.ones(3), src=r),
-        lambda r: dist.barrier() if r else dist.all_reduce(torch.ones(3)),
-        lambda r: dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2)) if r else dist.all_reduce(torch.ones(2)),
-    ],
-)
-def test_PY04_ranks_that_disagree_hear_the_same_sentence(call):
-    errors = errors_on_ranks(call)
-    said = [error.split(" (detected by")[0] for error in errors]
-    assert said[0] == said[1] and said[0].startswith("DisagreeError: ranks called different operations"), errors
 
 
 def test_PY01_the_mean_of_integers_rounds_towards_zero():

@@ -7,50 +7,40 @@ import torch.distributed.checkpoint as dcp
 
 import models
 import shoal
-from loops import PREFIXED, assert_close, named
+from loops import PREFIXED, assert_close, named, train_alone
 from ranks import on_ranks
 from test_wrappers import STRATEGIES, losses_of
 
 
-def whole_run(ranks, steps, first=0):
-    """One process with the batches of so many ranks; yields the model and optimizer after the steps."""
+def whole_run(ranks, steps):
+    """One process with the batches of so many ranks: its model and optimizer after the steps."""
     net = models.make("gpt")
     optimizer = models.adamw(net.parameters())
-    return net, optimizer, go_on(net, optimizer, ranks, steps, first)
+    train_alone(net, optimizer, steps, ranks=ranks)
+    return net, optimizer
 
 
-def go_on(net, optimizer, ranks, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        total = 0.0
-        for rank in range(ranks):
-            x, y = models.batch("gpt", step, rank)
-            loss = models.loss_of(net(x), y) / ranks
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
+def trained(steps):
+    """Each strategy with its model and optimizer after the steps."""
+    for strategy, wrap in STRATEGIES.items():
+        model, optimizer = wrap(models.make("gpt"), None, None)
+        losses_of(model, optimizer, "gpt", steps=steps)
+        yield strategy, model, optimizer
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_PY07_distributed_checkpoints_of_pytorch(tmp_path, ranks):
     """Saved by two ranks, loaded by two or three, into a training that has other values."""
-    net, optimizer, _ = whole_run(2, 3)
-    expected = go_on(net, optimizer, ranks, 3)
+    net, optimizer = whole_run(2, 3)
+    expected = train_alone(net, optimizer, 3, ranks=ranks)
 
     def saves(rank):
-        for strategy, wrap in STRATEGIES.items():
-            model, optimizer = wrap(models.make("gpt"), None, None)
-            losses_of(model, optimizer, "gpt", steps=3)
+        for strategy, model, optimizer in trained(3):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
             dcp.save(state, checkpoint_id=tmp_path / strategy)
 
     def loads(rank):
-        for strategy, wrap in STRATEGIES.items():
-            model, optimizer = wrap(models.make("gpt"), None, None)
-            losses_of(model, optimizer, "gpt", steps=1)
+        for strategy, model, optimizer in trained(1):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 0}
             dcp.load(state, checkpoint_id=tmp_path / strategy)
             assert state["step"] == 3
@@ -67,10 +57,8 @@ def test_PY07_state_dict_helpers_of_pytorch(tmp_path):
     from torch.distributed.checkpoint import state_dict as helpers
 
     def saves(rank):
-        for strategy, wrap in STRATEGIES.items():
-            model, optimizer = wrap(models.make("gpt"), None, None)
-            losses_of(model, optimizer, "gpt", steps=2)
-            expected, _, _ = whole_run(2, 2)
+        for strategy, model, _ in trained(2):
+            expected, _ = whole_run(2, 2)
             state = helpers.get_model_state_dict(model)
             for name, value in named(strategy, expected.state_dict()).items():
                 found = state.get(name, state.get(name.removeprefix("module.")))
@@ -81,19 +69,17 @@ def test_PY07_state_dict_helpers_of_pytorch(tmp_path):
 
 def test_PY07_safetensors_both_ways(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
-    expected, _, _ = whole_run(2, 2)
+    expected, _ = whole_run(2, 2)
 
     def exchanges(rank):
-        for strategy, wrap in STRATEGIES.items():
-            model, optimizer = wrap(models.make("gpt"), None, None)
-            losses_of(model, optimizer, "gpt", steps=2)
+        for strategy, model, _ in trained(2):
             state = {name.removeprefix("module."): value.contiguous().clone() for name, value in model.state_dict().items()}
             file = tmp_path / f"{strategy}.safetensors"
             if rank == 0:
                 safetensors.save_file(state, file)
             dist.barrier()
             loaded = safetensors.load_file(file)
-            fresh, _ = wrap(models.make("gpt"), None, None)
+            fresh, _ = STRATEGIES[strategy](models.make("gpt"), None, None)
             fresh.load_state_dict(named(strategy, loaded) if strategy in PREFIXED else loaded)
             for name, value in expected.state_dict().items():
                 assert torch.equal(loaded[name], value), (strategy, name)
@@ -121,7 +107,7 @@ def test_PY07_numpy_is_never_stale(transport):
             alone = models.adamw(one.parameters())
             for step in range(2):
                 losses_of(model, optimizer, "gpt", steps=1)
-                go_on(one, alone, 2, 1)
+                train_alone(one, alone, steps=1)
                 for (name, parameter), other in zip(net.named_parameters(), one.parameters(), strict=True):
                     assert (parameter.detach().numpy() == other.detach().numpy()).all(), (strategy, step, name)
             assert views.keys() == dict(net.named_parameters()).keys()

@@ -62,7 +62,7 @@ def losses_alone(name, ranks, autocast):
     return models.losses_alone(name, ranks, STEPS, autocast=autocast)[0]
 
 
-def losses_of(model, optimizer, name, autocast=False, steps=STEPS):
+def losses_of(model, optimizer, name, autocast=False, steps=STEPS, schedule=None):
     losses = []
     for step in range(steps):
         x, y = models.batch(name, step, dist.get_rank())
@@ -70,6 +70,8 @@ def losses_of(model, optimizer, name, autocast=False, steps=STEPS):
             loss = models.loss_of(model(x), y)
         loss.backward()
         optimizer.step()
+        if schedule:
+            schedule.step()
         optimizer.zero_grad()
         losses.append(mean_loss(loss))
     return losses

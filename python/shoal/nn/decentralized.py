@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._gossip import Gossip
 from .._mirror import mirror_of
+from .._words import in_words
 from ..distributed import group_of
 from ..optim._recipe import OptimizerClass, Recipe, groups_of_module, recipe_of
+from ..optim._state import names_in
 from ._wrapper import Wrapper
 
 _options = (
@@ -58,7 +61,16 @@ class Rates(torch.optim.Optimizer):
         raise _C.UsageError("DecentralizedDataParallel: load its state with shoal.checkpoint")
 
 
-class DecentralizedDataParallel(Wrapper):
+def _items(recipe: Recipe, mirror: Any) -> list[str]:
+    """The optimizer in words, for comparison over ranks."""
+    items = [recipe.name]
+    for number, group in enumerate(recipe.groups):
+        items += [f"param group {number}: {key} {in_words(value)}" for key, value in group.items() if key != "params"]
+        items += [f"param group {number}: {name}" for name in names_in(mirror, [group])]
+    return items
+
+
+class DecentralizedDataParallel(Gossip, Wrapper):
     """Decentralised training: every rank trains its own parameters and averages them with a few neighbours per step.
 
     model = shoal.nn.DecentralizedDataParallel(net, torch.optim.AdamW, topology="ring", lr=1e-3)
@@ -69,7 +81,8 @@ class DecentralizedDataParallel(Wrapper):
     Options: topology (a name, see `shoal topology --list`), topology_local_size, seed, clip_grad, scaler (a dictionary),
     average_buffers, ignored, neighbour_timeout_seconds, bucket_cap_mb, param_as_bucket_view, exchange_dtype as in the C++
     library (decentralized.h); other keyword arguments are those of the optimizer's class. params: param groups, or None for
-    all that require a gradient. The constructor is collective.
+    all that require a gradient. The constructor is collective, and compares options, optimizers and models of all ranks.
+    Rates may differ from then on: a rank updates its own parameters, by a rate that its own loss may have lowered.
     """
 
     def __init__(
@@ -84,9 +97,11 @@ class DecentralizedDataParallel(Wrapper):
         mirror = mirror_of(module)
         groups = groups_of_module(module, params, options.get("ignored", ()))
         recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults)
-        core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group_of(process_group), options)
+        group = group_of(process_group)
+        core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group, options)
         super().__init__(module, core)
         self.optimizer = Rates(recipe)
+        _C.agree(group, "the optimizer of DecentralizedDataParallel", _items(recipe, mirror))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._core.read_options(self.optimizer.param_groups)
@@ -95,19 +110,3 @@ class DecentralizedDataParallel(Wrapper):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""
         return self._core.scale_loss(loss)
-
-    def global_avg(self) -> None:
-        """Sets the parameters of all ranks to their mean. Collective."""
-        self._core.global_avg()
-
-    def consensus_distance(self) -> float:
-        """Root mean square distance of the ranks' parameters from their mean. Collective."""
-        return self._core.consensus_distance()
-
-    def pass_step(self) -> None:
-        """A step without a batch: averages and publishes, but does not update."""
-        self._core.pass_step()
-
-    def leave(self) -> None:
-        """Ends the training of this rank; its neighbours go on without it."""
-        self._core.leave()

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .._C import UsageError, digest
+from .._C import UsageError
+from .._words import in_words
 
 
 def check_state(
@@ -70,13 +71,13 @@ def items_of(state_dict: dict[str, Any]) -> list[str]:
     for number, group in enumerate(state_dict["param_groups"]):
         items += [f"param group {number}: {key} {value}" for key, value in sorted(group.items())]
     for parameter, entry in state_dict["state"].items():
-        items += [f"{key} of parameter {parameter} {_in_words(value)}" for key, value in entry.items()]
+        items += [f"{key} of parameter {parameter} {in_words(value)}" for key, value in entry.items()]
     return items
 
 
-def _in_words(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return str(value)
-    if value.dim() == 0:
-        return str(value.item())
-    return f"{list(value.shape)} with digest {digest(value):x}"
+def names_in(mirror: Any, groups: list[dict[str, Any]]) -> list[str]:
+    """Names of the groups' parameters; a tied one has its first."""
+    names: dict[int, str] = {}
+    for name, parameter in mirror.names():
+        names.setdefault(id(parameter), name)
+    return [names[id(parameter)] for group in groups for parameter in group["params"]]

@@ -11,6 +11,7 @@ from .. import _C
 from ..nn.fsdp import FullyShardedDataParallel
 from ._recipe import OptimizerClass, Recipe, param_groups_of, recipe_of
 from ._sharded import ShardedOptimizer
+from ._state import names_in
 
 
 class FullyShardedOptimizer(ShardedOptimizer):
@@ -38,10 +39,15 @@ class FullyShardedOptimizer(ShardedOptimizer):
     ) -> None:
         self._check_model(model)
         groups = param_groups_of(model.trainable_parameters() if params is None else params)
-        recipe = recipe_of("FullyShardedOptimizer", groups, optimizer_class, defaults, element_wise)
+        recipe = recipe_of(type(self).__name__, groups, optimizer_class, defaults, element_wise)
+        super().__init__(recipe, self._make_core(model, recipe, clip_grad, scaler), model._group)
+        self._must_scale = scaler is not None
+        self._mirror = model._mirror
+        self._parallel = model._core
+
+    def _make_core(self, model: FullyShardedDataParallel, recipe: Recipe, clip_grad: float, scaler: Any) -> Any:
         options = {"clip_grad": clip_grad, "scaler": scaler}
-        core = _C.FullyShardedOptimizerCore(model._core, *recipe.core_arguments(), recipe.element_wise, options)
-        self._adopt(model, recipe, core, scaler)
+        return _C.FullyShardedOptimizerCore(model._core, *recipe.core_arguments(), recipe.element_wise, options)
 
     def _check_model(self, model: Any) -> None:
         if not isinstance(model, FullyShardedDataParallel):
@@ -49,12 +55,6 @@ class FullyShardedOptimizer(ShardedOptimizer):
             raise _C.UsageError(
                 f"{name}: its first argument is the FullyShardedDataParallel, not its parameters: {name}(model, ...)"
             )
-
-    def _adopt(self, model: FullyShardedDataParallel, recipe: Recipe, core: Any, scaler: dict[str, Any] | None) -> None:
-        ShardedOptimizer.__init__(self, recipe, core, model._group)
-        self._must_scale = scaler is not None
-        self._mirror = model._mirror
-        self._parallel = model._core
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""
@@ -66,11 +66,3 @@ class FullyShardedOptimizer(ShardedOptimizer):
 
     def _names(self) -> list[str]:
         return names_in(self._mirror, self.param_groups)
-
-
-def names_in(mirror: Any, groups: list[dict[str, Any]]) -> list[str]:
-    """Names of the groups' parameters; a tied one has its first."""
-    names: dict[int, str] = {}
-    for name, parameter in mirror.names():
-        names.setdefault(id(parameter), name)
-    return [names[id(parameter)] for group in groups for parameter in group["params"]]

@@ -15,7 +15,7 @@ from .._mirror import mirror_of
 from ..distributed import group_of
 from ._recipe import OptimizerClass, groups_of_module, recipe_of
 from ._sharded import ShardedOptimizer
-from .fsdp import names_in
+from ._state import names_in
 
 _options = (
     "overlap_grad_reduce",

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .. import _C
+from .._gossip import Gossip
 from ..distributed import group_of
 from ..nn.fsdp import FullyShardedDataParallel
-from ._recipe import OptimizerClass, param_groups_of, recipe_of
+from ._recipe import OptimizerClass, Recipe
 from .fsdp import FullyShardedOptimizer
 
 _options = ("topology", "overlap", "neighbour_timeout_seconds", "bucket_cap_mb", "exchange_dtype")
 
 
-class ShardGossipOptimizer(FullyShardedOptimizer):
+class ShardGossipOptimizer(Gossip, FullyShardedOptimizer):
     """Decentralised training of hosts: the ranks of a host shard the model, and every rank averages its shards with the
     ranks of the same index on a few other hosts.
 
@@ -34,24 +35,16 @@ class ShardGossipOptimizer(FullyShardedOptimizer):
         across: Any,
         optimizer_class: OptimizerClass,
         params: Iterable[Any] | None = None,
-        *,
-        clip_grad: float = 0.0,
-        scaler: dict[str, Any] | None = None,
-        element_wise: bool | None = None,
-        **defaults: Any,
+        **options: Any,
     ) -> None:
-        self._check_model(model)
-        options = {name: defaults.pop(name) for name in _options if name in defaults}
-        groups = param_groups_of(model.trainable_parameters() if params is None else params)
-        recipe = recipe_of("ShardGossipOptimizer", groups, optimizer_class, defaults, element_wise)
-        core = _C.ShardGossipOptimizerCore(
-            model._core, group_of(across), *recipe.core_arguments(), recipe.element_wise, clip_grad, scaler, options
-        )
-        self._adopt(model, recipe, core, scaler)
+        self._across = group_of(across)
+        self._gossip = {name: options.pop(name) for name in _options if name in options}
+        super().__init__(model, optimizer_class, params, **options)
 
-    def global_avg(self) -> None:
-        """Sets the parameters of all hosts to their mean. Collective over all ranks."""
-        self._core.global_avg()
+    def _make_core(self, model: FullyShardedDataParallel, recipe: Recipe, clip_grad: float, scaler: Any) -> Any:
+        return _C.ShardGossipOptimizerCore(
+            model._core, self._across, *recipe.core_arguments(), recipe.element_wise, clip_grad, scaler, self._gossip
+        )
 
     @contextlib.contextmanager
     def mean_parameters(self) -> Iterator[None]:
@@ -61,15 +54,3 @@ class ShardGossipOptimizer(FullyShardedOptimizer):
             yield
         finally:
             self._core.hold_own()
-
-    def consensus_distance(self) -> float:
-        """Root mean square distance of the hosts' parameters from their mean. Collective over all ranks."""
-        return self._core.consensus_distance()
-
-    def pass_step(self) -> None:
-        """A step without an update: averages and publishes. Collective over the host."""
-        self._core.pass_step()
-
-    def leave(self) -> None:
-        """Ends the training of this rank; other hosts go on without its shards."""
-        self._core.leave()

@@ -55,15 +55,9 @@ FullyShardedDataParallelOptions options_of(const py::dict& given) {
 }
 
 SummonFullParamsOptions summon_options(const py::dict& given) {
-  SummonFullParamsOptions options;
-  Keywords(given, "summon_full_params")
-      .read("writeback", options.writeback)
-      .read("rank0_only", options.rank0_only)
-      .read("offload_to_cpu", options.offload_to_cpu)
-      .read("with_grads", options.with_grads)
-      .read("recurse", options.recurse)
-      .finish();
-  return options;
+  using O = SummonFullParamsOptions;
+  return options_from<O>(given, "summon_full_params", "writeback", &O::writeback, "rank0_only", &O::rank0_only,
+                         "offload_to_cpu", &O::offload_to_cpu, "with_grads", &O::with_grads, "recurse", &O::recurse);
 }
 
 FullyShardedOptimizerOptions optimizer_options(const py::dict& given) {

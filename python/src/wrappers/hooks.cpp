@@ -9,32 +9,20 @@ namespace {
 using Hook = std::shared_ptr<CommunicationHook>;
 
 QuantizeOptions quantize_options(const py::dict& given) {
-  QuantizeOptions options;
-  Keywords(given, "QuantizeHook").read("block", options.block).read("error_feedback", options.error_feedback).finish();
-  return options;
+  using O = QuantizeOptions;
+  return options_from<O>(given, "QuantizeHook", "block", &O::block, "error_feedback", &O::error_feedback);
 }
 
 TopKOptions topk_options(const py::dict& given) {
-  TopKOptions options;
-  Keywords(given, "TopKHook")
-      .read("fraction", options.fraction)
-      .read("error_feedback", options.error_feedback)
-      .finish();
-  return options;
+  using O = TopKOptions;
+  return options_from<O>(given, "TopKHook", "fraction", &O::fraction, "error_feedback", &O::error_feedback);
 }
 
 PowerSgdOptions powersgd_options(const py::dict& given) {
-  PowerSgdOptions options;
-  Keywords(given, "PowerSGDHook")
-      .read("rank", options.rank)
-      .read("start_iteration", options.start_iteration)
-      .read("min_compression_rate", options.min_compression_rate)
-      .read("error_feedback", options.error_feedback)
-      .read("warm_start", options.warm_start)
-      .read("batched", options.batched)
-      .read("seed", options.seed)
-      .finish();
-  return options;
+  using O = PowerSgdOptions;
+  return options_from<O>(given, "PowerSGDHook", "rank", &O::rank, "start_iteration", &O::start_iteration,
+                         "min_compression_rate", &O::min_compression_rate, "error_feedback", &O::error_feedback,
+                         "warm_start", &O::warm_start, "batched", &O::batched, "seed", &O::seed);
 }
 
 Hook carrier_of(const py::object& given) {

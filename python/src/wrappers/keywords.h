@@ -111,4 +111,23 @@ class Keywords {
   std::vector<std::string> names_;
 };
 
+template <class Options>
+void read_fields(Keywords& /*keywords*/, Options& /*options*/) {}
+
+template <class Options, class Owner, class T, class... Others>
+void read_fields(Keywords& keywords, Options& options, const char* name, T Owner::*field, Others... others) {
+  keywords.read(name, options.*field);
+  read_fields(keywords, options, others...);
+}
+
+// Options whose arguments all are fields: options_from<TopKOptions>(given, "TopKHook", "fraction", &TopKOptions::fraction).
+template <class Options, class... Fields>
+Options options_from(const py::dict& given, const char* owner, Fields... fields) {
+  Options options;
+  Keywords keywords(given, owner);
+  read_fields(keywords, options, fields...);
+  keywords.finish();
+  return options;
+}
+
 }  // namespace shoal::python

@@ -6,12 +6,9 @@ namespace shoal::python {
 namespace {
 
 OSSOptions oss_options(const py::dict& given) {
-  OSSOptions options;
-  Keywords(given, "OSS")
-      .read("broadcast_buffer_size", options.broadcast_buffer_size)
-      .read("broadcast_fp16", options.broadcast_fp16)
-      .finish();
-  return options;
+  using O = OSSOptions;
+  return options_from<O>(given, "OSS", "broadcast_buffer_size", &O::broadcast_buffer_size, "broadcast_fp16",
+                         &O::broadcast_fp16);
 }
 
 // Parameters under their numbers, since an optimizer knows no names.

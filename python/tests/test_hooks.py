@@ -1,0 +1,131 @@
+"""Communication hooks in Python, and averages of models beside them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+import shoal
+from loops import alone, assert_same_parameters
+from ranks import errors_on_ranks, on_ranks
+from test_wrappers import group_over, losses_of
+
+HOOKS = {
+    "bf16": (shoal.hooks.bf16_compress_hook, 2e-2),
+    "fp16": (shoal.hooks.fp16_compress_hook, 2e-2),
+    "int8": (lambda: shoal.hooks.int8_quantize_hook(block=64), 5e-2),
+    "topk": (lambda: shoal.hooks.topk_hook(fraction=1.0), 1e-6),
+    "powersgd": (lambda: shoal.hooks.power_sgd_hook(rank=37, start_iteration=1, min_compression_rate=0.01), 1e-3),
+    "late powersgd": (lambda: shoal.hooks.power_sgd_hook(start_iteration=10, carrier="bf16"), 2e-2),
+}
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "host"), (2, "host"), (2, "gloo"), (3, "host"), (4, "host")])
+def test_PY05_hooks_as_objects(ranks, transport):
+    expected = alone(ranks=ranks)[0]
+
+    def trains(rank):
+        for name, (hook, tolerance) in HOOKS.items():
+            net = models.make("gpt")
+            model = shoal.nn.DistributedDataParallel(net, group_over(transport), communication_hook=hook())
+            losses = losses_of(model, models.adamw(net.parameters()), "gpt", steps=3)
+            worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            assert worst < tolerance, (name, worst)
+
+    on_ranks(trains, ranks)
+
+
+def test_PY05_hooks_that_differ_or_are_no_hooks_are_refused():
+    def differs(rank):
+        hook = shoal.hooks.bf16_compress_hook() if rank else shoal.hooks.fp16_compress_hook()
+        shoal.nn.DistributedDataParallel(models.make("gpt"), communication_hook=hook)
+
+    assert all("DisagreeError" in error and "communication hook" in error for error in errors_on_ranks(differs))
+
+    def wrong(rank):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        with pytest.raises(shoal.UsageError, match="is a function: give a hook of shoal.hooks"):
+            shoal.nn.DistributedDataParallel(models.make("gpt"), communication_hook=default_hooks.bf16_compress_hook)
+        with pytest.raises(shoal.UsageError, match="PowerSGDHook has no option matrix_rank; it has rank, start_iteration"):
+            shoal.hooks.power_sgd_hook(matrix_rank=2)
+
+    on_ranks(wrong)
+
+
+def post_local_alone(ranks, start, period, steps):
+    """Models of subgroups of two ranks in one process: whole means before step `start`, means of subgroups from then on,
+    and every `period` steps the mean of all models."""
+    nets = [models.make("gpt") for _ in range(ranks // 2)]
+    optimizers = [models.adamw(net.parameters()) for net in nets]
+    averaged = []
+    for step in range(steps):
+        for number, net in enumerate(nets):
+            takes = range(ranks) if step < start else (2 * number, 2 * number + 1)
+            for rank in takes:
+                x, y = models.batch("gpt", step, rank)
+                (models.loss_of(net(x), y) / len(takes)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        averaged.append(step >= start and (step - start) % period == 0)
+        if averaged[-1]:
+            for parameters in zip(*(net.parameters() for net in nets)):
+                mean = sum(parameter.detach() for parameter in parameters) / len(nets)
+                for parameter in parameters:
+                    parameter.data.copy_(mean)
+    return nets, averaged
+
+
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+def test_PY05_post_local_sgd(transport):
+    """Two subgroups of two ranks, with averages after steps 2 and 5 of seven."""
+    start, period, steps = 2, 3, 7
+    nets, due = post_local_alone(4, start, period, steps)
+    assert due == [False, False, True, False, False, True, False]
+
+    def trains(rank):
+        group = group_over(transport)
+        inside, _ = shoal.distributed.host_groups(group, size=2)
+        net = models.make("gpt")
+        hook = shoal.hooks.post_local_sgd_hook(inside, start)
+        model = shoal.nn.DistributedDataParallel(net, group, communication_hook=hook)
+        optimizer = models.adamw(net.parameters())
+        averager = shoal.hooks.PeriodicModelAverager(period, start, group)
+        for step in range(steps):
+            x, y = models.batch("gpt", step, rank)
+            models.loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert averager.average_parameters(net.parameters()) == due[step], step
+        assert_same_parameters(net, nets[rank // 2].parameters())
+        assert any(not torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+    on_ranks(trains, 4)
+
+
+def test_PY05_pytorchs_own_averager_and_hook_run_on_the_backend():
+    """PyTorch's DDP with its post_localSGD_hook and its PeriodicModelAverager, over the backend."""
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    start, period, steps = 2, 3, 7
+    nets, _ = post_local_alone(4, start, period, steps)
+
+    def trains(rank):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        net = models.make("gpt")
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        state = post_local.PostLocalSGDState(dist.group.WORLD, groups[rank // 2], start_localSGD_iter=start)
+        model.register_comm_hook(state, post_local.post_localSGD_hook)
+        optimizer = models.adamw(net.parameters())
+        averager = PeriodicModelAverager(period, warmup_steps=start)
+        for step in range(steps):
+            x, y = models.batch("gpt", step, rank)
+            models.loss_of(model(x), y).backward()
+            optimizer.step()
+            averager.average_parameters(net.parameters())  # skips parameters without a gradient
+            optimizer.zero_grad()
+        assert_same_parameters(net, nets[rank // 2].parameters())
+
+    on_ranks(trains, 4)

@@ -1,0 +1,79 @@
+"""Join: ranks with different numbers of batches."""
+
+import pytest
+import torch
+import torch.distributed.algorithms
+
+import models
+import shoal
+from loops import assert_same_parameters
+from ranks import on_ranks
+from test_wrappers import STRATEGIES, group_over
+
+
+def batches_of(rank):
+    """Rank 0 has four batches, rank 1 has two, rank 2 has three, and rank 3 has none."""
+    return (4, 2, 3, 0)[rank]
+
+
+def joined_alone(divide_by_all, ranks):
+    """One process that takes what all ranks have."""
+    net = models.make("gpt")
+    optimizer = models.adamw(net.parameters())
+    for step in range(4):
+        takes = [rank for rank in range(ranks) if step < batches_of(rank)]
+        for rank in takes:
+            x, y = models.batch("gpt", step, rank)
+            (models.loss_of(net(x), y) / (ranks if divide_by_all else len(takes))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "host"), (2, "host"), (2, "gloo"), (3, "host"), (4, "host")])
+def test_PY05_join_with_different_numbers_of_batches(ranks, transport):
+    expected = {divide: [p.detach() for p in joined_alone(divide, ranks).parameters()] for divide in (True, False)}
+
+    def trains(rank):
+        group = group_over(transport)
+        for strategy, wrap in STRATEGIES.items():
+            for divide in (True, False):
+                net = models.make("gpt")
+                model, optimizer = wrap(net, group, None)
+                joined = optimizer if strategy == "megatron" else model
+                batches = iter([models.batch("gpt", step, rank) for step in range(batches_of(rank))])
+                with shoal.Join(joined, divide_by_initial_world_size=divide) as join:
+                    batch = next(batches, None)
+                    while join.next(batch is not None):
+                        if join.active:
+                            models.loss_of(model(batch[0]), batch[1]).backward()
+                            batch = next(batches, None)
+                        else:
+                            assert 0 < join.active_ranks < ranks
+                            join.shadow()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                assert_same_parameters(net, expected[divide], strategy)
+
+    on_ranks(trains, ranks)
+
+
+def test_PY05_join_ends_early_or_refuses():
+    def trains(rank):
+        model, _ = STRATEGIES["ddp"](models.make("gpt"), None, None)
+        with shoal.Join(model, throw_on_early_termination=True) as join:
+            assert join.next(True)
+            models.loss_of(model(models.batch("gpt", 0, rank)[0]), models.batch("gpt", 0, rank)[1]).backward()
+            with pytest.raises(shoal.InputsExhausted):
+                join.next(rank == 0)
+        with pytest.raises(shoal.UsageError, match="within `with shoal.Join"):
+            shoal.Join(model).next(True)
+        with pytest.raises(shoal.UsageError, match=r"Join\(Linear\): give wrappers"):
+            shoal.Join(torch.nn.Linear(2, 2))
+        with pytest.raises(shoal.UsageError, match=r"use shoal.Join\(model\), a loop"):
+            torch.distributed.algorithms.Join([model])
+        synced = shoal.nn.SyncBatchNorm.convert_sync_batchnorm(models.make("cnn"))
+        with pytest.raises(shoal.UsageError, match="SyncBatchNorm, whose forward communicates"):
+            shoal.Join(shoal.nn.DistributedDataParallel(synced))
+
+    on_ranks(trains)
