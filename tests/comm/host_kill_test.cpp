@@ -134,6 +134,47 @@ TEST(HostKill, a_rank_that_is_stopped_for_a_while_goes_on) {
   for (const auto& rank : ended) EXPECT_EQ(rank.text, "right");
 }
 
+// Starts a collective whose data pass through staging buffers, and returns it with what it writes.
+std::pair<Work, at::Tensor> start_staged(const Group& group, Op op) {
+  constexpr int64_t numel = 1000;
+  const auto one = at::full({numel}, group.rank() + 1.0);
+  auto all = at::full({numel * group.size()}, group.rank() + 1.0);
+  switch (op) {
+    case Op::all_gather:
+      return {group.all_gather(all, one), all};
+    case Op::reduce_scatter: {
+      auto part = at::empty({numel});
+      auto work = group.reduce_scatter(part, all);
+      return {std::move(work), part};
+    }
+    case Op::broadcast:
+      return {group.broadcast(one, 1), one};
+    case Op::reduce:
+      return {group.reduce(one, 0), one};
+    default:
+      return {group.all_reduce(one), one};
+  }
+}
+
+// Rank 1 ends as soon as its part of the collective is done, while rank 0 has yet to read what rank 1 gave.
+TEST(HostKill, a_rank_may_end_right_after_a_collective_that_others_still_carry_out) {
+  for (const auto op : {Op::all_gather, Op::reduce_scatter, Op::broadcast, Op::reduce, Op::all_reduce}) {
+    SCOPED_TRACE(static_cast<int>(op));
+    const auto ended = test::run_ranks(2, [op](const World& world) -> std::string {
+      const auto& group = world.group();
+      const bool late = group.rank() == 0;
+      if (late) std::this_thread::sleep_for(std::chrono::milliseconds(200));  // rank 1 has announced the call by then
+      auto [work, result] = start_staged(group, op);
+      std::this_thread::sleep_for(std::chrono::milliseconds(late ? 1200 : 600));
+      work.wait();
+      return fmt::format("{}", result[-1].item<double>());
+    });
+    const bool sums = op != Op::all_gather && op != Op::broadcast;
+    EXPECT_EQ(ended[0].text, sums ? "3" : "2");
+    EXPECT_EQ(ended[1].text.find("error"), std::string::npos) << ended[1].text;
+  }
+}
+
 TEST(HostKill, a_forked_child_may_not_use_its_parents_group) {
   const auto ended = test::run_ranks(2, [](const World& world) -> std::string {
     int ends[2];

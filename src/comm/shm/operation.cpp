@@ -117,6 +117,8 @@ void Operation::agree() {
     for (uint32_t part = 0; part < header.parts; ++part) {
       const auto& window = group_.control.windows(header)[part];
       staged_ = staged_ || window.kind == Window::staged;
+      // A rank whose part is done may end while this one still reads its stage: it can be opened only as long as it lives.
+      if (window.kind == Window::staged) group_.at(rank, {header.stage_arena, header.stage_offset});
       largest = std::max(largest, window.bytes);
     }
   }
