@@ -25,7 +25,7 @@ void for_tensors(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {
     if (value.toTensor().defined()) visit(value.toTensor());
   } else if (value.isTensorList()) {
-    for (const at::Tensor tensor : value.toTensorList()) visit(tensor);
+    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor);
   } else if (value.isOptionalTensorList()) {
     for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
       if (tensor && tensor->defined()) visit(*tensor);
@@ -38,7 +38,7 @@ c10::IValue with_tensors(const c10::IValue& value, const Replace& replace) {
   if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(replace(value.toTensor())) : value;
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
-    for (const at::Tensor tensor : value.toTensorList()) list.push_back(replace(tensor));
+    for (const at::Tensor& tensor : value.toTensorList()) list.push_back(replace(tensor));
     return list;
   }
   if (value.isOptionalTensorList()) {

@@ -17,6 +17,10 @@ struct Case {
   std::vector<std::string> options{};
 };
 
+void PrintTo(const Case& one, std::ostream* out) {
+  *out << one.strategy << one.suffix;
+}
+
 class Resume : public testing::TestWithParam<Case> {};
 
 std::vector<std::string> training(const std::string& strategy, const TempFolder& folder, int steps,
