@@ -8,8 +8,11 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
+#include "base/end_process.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -47,12 +50,28 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
   return list;
 }
 
+// Runs the body in the child, where the launcher's open files and signal handlers are of no use.
+[[noreturn]] void run_body(const std::function<int()>& body, const Variables& variables) {
+  close_range(STDERR_FILENO + 1, ~0U, 0);
+  for (int number = 1; number < NSIG; ++number) {
+    struct sigaction action {};
+    if (sigaction(number, nullptr, &action) == 0 && action.sa_handler != SIG_IGN) signal(number, SIG_DFL);
+  }
+  for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), /*replace=*/1);
+  int code = 1;
+  try {
+    code = body();
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "error: {}\n", error.what());
+  }
+  end_process(code);
+}
+
 }  // namespace
 
-Child start_child(int rank, const std::vector<std::string>& command, const Variables& variables,
-                  const Outlets& outlets) {
+Child start_child(int rank, const RankProgram& program, const Variables& variables, const Outlets& outlets) {
   const bool prefix = outlets.out != nullptr;
-  auto arguments = command;
+  auto arguments = program.command;
   auto environment = merged_environment(variables);
   const auto argv = pointers(arguments);
   const auto envp = pointers(environment);
@@ -60,9 +79,10 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
   const Pipe err = prefix ? make_pipe() : Pipe{};
   const Pipe failure = make_pipe();  // reports errno if exec fails; a successful exec closes it
   const pid_t parent = getpid();
+  if (program.body) std::fflush(nullptr);  // or the child would write it once more
   const pid_t pid = fork();
   if (pid == 0) {
-    // Only async-signal-safe calls from here on: other threads may hold locks.
+    // Only async-signal-safe calls up to exec: other threads may hold locks.
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);  // the launcher died before the line above
     setpgid(0, 0);
@@ -79,6 +99,7 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, nullptr);
+    if (program.body) run_body(program.body, variables);
     execvpe(argv[0], argv.data(), envp.data());
     const int error = errno;
     (void)!write(failure.write, &error, sizeof error);
@@ -101,7 +122,7 @@ Child start_child(int rank, const std::vector<std::string>& command, const Varia
   }
   if (failed) {
     if (pid > 0) waitpid(pid, nullptr, 0);
-    throw UsageError(fmt::format("cannot start '{}': {}", command.front(), std::strerror(error)));
+    throw UsageError(fmt::format("cannot start '{}': {}", program.body ? "a rank" : program.command.front(), std::strerror(error)));
   }
   return child;
 }

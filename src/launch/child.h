@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +13,12 @@
 namespace shoal {
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
+
+// What a rank runs: a command, or a function in a process forked from this one.
+struct RankProgram {
+  std::vector<std::string> command{};
+  std::function<int()> body{};  // returns the exit code
+};
 
 struct Child {
   int rank = 0;
@@ -27,11 +34,11 @@ struct Outlets {
   Outlet* err = nullptr;
 };
 
-// Starts the command with `variables` added to this process's environment, as the leader of its own process group, so
-// that signals also reach its descendants. The child dies with this process. With outlets its output comes through
+// Starts the program with `variables` added to this process's environment, as the leader of its own process group, so
+// that signals also reach its descendants. A body has none of this process's threads and open files, but the standard
+// streams. The child dies with this process. With outlets its output comes through
 // pipes. It cannot read the terminal, which would stop it (SIGTTIN): a terminal as standard input is replaced by an
 // empty one, and reading /dev/tty fails. UsageError names a program that cannot be executed.
-Child start_child(int rank, const std::vector<std::string>& command, const Variables& variables,
-                  const Outlets& outlets);
+Child start_child(int rank, const RankProgram& program, const Variables& variables, const Outlets& outlets);
 
 }  // namespace shoal

@@ -76,7 +76,7 @@ class Job {
     for (int rank = 0; rank < options_.ranks; ++rank) {
       const Outlets outlets{&out_, &err()};
       children_.push_back(
-          start_child(rank, options_.command, variables(rank), options_.prefix_output ? outlets : Outlets()));
+          start_child(rank, {options_.command, options_.body}, variables(rank), options_.prefix_output ? outlets : Outlets()));
       watcher_.add(children_.back().pid);
     }
     while (alive() > 0) step();
@@ -274,7 +274,8 @@ void LaunchOptions::validate() const {
   std::vector<std::string> faults;
   if (ranks < 1) faults.push_back(fmt::format("{} ranks: give at least 1", ranks));
   if (ranks > max_ranks) faults.push_back(fmt::format("{} ranks: give at most {}", ranks, max_ranks));
-  if (command.empty()) faults.emplace_back("no program to start");
+  if (command.empty() && !body) faults.emplace_back("no program to start");
+  if (!command.empty() && body) faults.emplace_back("a command and a body: give one of them");
   if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
   if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));
   if (!(grace_seconds >= 0)) faults.push_back(fmt::format("{} seconds of grace: give 0 or more", grace_seconds));

@@ -1,6 +1,7 @@
 #pragma once
 // Launcher of the ranks of a job on this host.
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -8,7 +9,10 @@ namespace shoal {
 
 struct LaunchOptions {
   int ranks = 2;
-  std::vector<std::string> command;   // program and arguments; looked up in PATH
+  std::vector<std::string> command{};  // program and arguments; looked up in PATH
+  // Instead of a command: runs in a process forked from this one, which saves loading libtorch per rank, and returns the
+  // exit code. Threads of this process do not exist there, and libraries have read their variables already.
+  std::function<int()> body{};
   std::string address = "127.0.0.1";  // address of the store
   int port = 0;                       // port of the store; 0: any free one
   int threads = 0;                    // OMP_NUM_THREADS of each rank; 0: the value in this process's environment, or

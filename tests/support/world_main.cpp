@@ -1,6 +1,6 @@
 // Main function of tests that run on several real processes. `TEST --ranks N [--transport T] [--check-agreement]
-// [--timeout SECONDS]` starts N copies of itself, as `mpirun -n N TEST` does. Each copy joins the world and runs the
-// whole suite, so that all ranks execute every test body together.
+// [--timeout SECONDS]` forks N ranks, as `mpirun -n N TEST` starts copies. Each rank joins the world and runs the whole
+// suite, so that all ranks execute every test body together.
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -71,13 +71,20 @@ int run(int argc, char** argv) {
     if (std::strcmp(argv[i], "--ranks") == 0)
       std::from_chars(argv[i + 1], argv[i + 1] + std::strlen(argv[i + 1]), ranks);
   }
+  const auto run_tests = [&] {
+    ::testing::InitGoogleTest(&argc, argv);
+    return shoal::test::run_rank(command);
+  };
   try {
     const auto environment = shoal::process_environment();
     if (!environment("RANK") && !environment("OMPI_COMM_WORLD_RANK") && !environment("PMI_RANK")) {
+#ifdef SHOAL_SANITIZED  // TSan does not follow a fork of a process with threads
       return shoal::launch({.ranks = ranks, .command = command, .threads = 1});
+#else
+      return shoal::launch({.ranks = ranks, .body = run_tests, .threads = 1});
+#endif
     }
-    ::testing::InitGoogleTest(&argc, argv);
-    return shoal::test::run_rank(command);
+    return run_tests();
   } catch (const std::exception& error) {
     fmt::print(stderr, "error: {}\n", error.what());
     return 1;

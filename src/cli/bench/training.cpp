@@ -104,7 +104,7 @@ Json run(const Contestant& contestant, const Scratch& scratch) {
   std::vector<std::string> command{"sh", "-c", "log=$1; shift; exec \"$@\" > \"$log\" 2>&1", "sh", log};
   command.insert(command.end(), contestant.command.begin(), contestant.command.end());
   command.insert(command.end(), {"--json", report});
-  const auto child = start_child(0, command, contestant.variables, Outlets());
+  const auto child = start_child(0, {.command = command}, contestant.variables, Outlets());
   int status = 0;
   waitpid(child.pid, &status, 0);
   std::ifstream file(report);
