@@ -68,3 +68,9 @@ def test_PY12_transformers_trainer(tmp_path):
     needs("transformers", "accelerate")
     ((first, last),) = re.findall(r"loss ([0-9.]+) to ([0-9.]+) on 2 ranks over host", run("with_transformers.py", TEXT, tmp_path))
     assert float(last) < 0.8 * float(first)
+
+
+def test_PY12_deepspeed():
+    needs("deepspeed", "hjson", "msgpack", "einops", "cpuinfo")
+    found = dict(re.findall(r"ZeRO-(\d): accuracy ([0-9.]+) on 2 ranks over host", run("with_deepspeed.py", 1, 2, 3)))
+    assert sorted(found) == ["1", "2", "3"] and min(map(float, found.values())) > 0.95, found
