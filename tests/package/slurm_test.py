@@ -1,8 +1,9 @@
 """A cluster of two Slurm nodes on this machine, and the jobs of examples/cluster/slurm.sh on it.
 
-    python slurm_test.py SHOAL EXAMPLES
+    python slurm_test.py SHOAL EXAMPLES [PYTHON PACKAGES]
 
-SHOAL is the program, EXAMPLES the folder examples/. Needs root and the Debian packages slurm-wlm and munge; ends with code
+SHOAL is the program, EXAMPLES the folder examples/, PYTHON an interpreter that finds the package shoal in the folder PACKAGES; a
+program in Python is tried with these. Needs root and the Debian packages slurm-wlm and munge; ends with code
 77 (skipped) without. The daemons have a network, a mount and a process namespace of their own, in which everything ends
 with this script; each node has process numbers of its own, so that shoal takes it for a host.
 """
@@ -22,6 +23,27 @@ NODES = {"shoal-a": "10.77.1.1", "shoal-b": "10.77.1.2"}
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munged", "mungekey", "unshare", "ip", "mount")
 INSIDE = "SHOAL_SLURM_TEST"
 TRAINING = ("--data", "reference", "--model", "gpt", "--size", "tiny", "--steps", "400", "--save-every", "20")
+
+# The backend of torch.distributed, with ranks from Slurm's variables.
+IN_PYTHON = """
+import torch
+import torch.distributed as dist
+import shoal
+dist.init_process_group("shoal", init_method="shoal://")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+weights = [torch.zeros(1, 4) for _ in range(dist.get_world_size())]
+dist.all_gather(weights, model.module.weight.detach())
+same = all(torch.equal(weights[0], each) for each in weights)
+transport = shoal.distributed.group_of().transport
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} over {transport}: equal weights {same}", flush=True)
+dist.destroy_process_group()
+"""
 
 CONFIGURATION = """
 ClusterName=shoal
@@ -166,6 +188,16 @@ class Test:
             environment = run("srun", "-N", 2, *options, "env")
             assert environment.count(source + "=") == 2, environment
 
+    def starts_programs_in_python(self, python, packages):
+        """On one node and on two."""
+        program = self.folder / "train.py"
+        program.write_text(IN_PYTHON)
+        environment = {**os.environ, "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"}
+        for option, transport in (("-n", "host"), ("-N", "gloo")):
+            out = run("srun", option, 2, python, program, env=environment)
+            for rank in range(2):
+                assert f"rank {rank} of 2 over {transport}: equal weights True" in out, out
+
     def ends_when_cancelled(self):
         job = self.begin("cancelled")
         run("scancel", job)
@@ -194,13 +226,15 @@ class Test:
         assert self.digest(name) == self.digest(whole), out
 
 
-def inside(examples):
+def inside(examples, in_python):
     with tempfile.TemporaryDirectory(prefix="shoal-slurm-") as name:
         cluster = Cluster(pathlib.Path(name))
         try:
             cluster.start()
             test = Test(cluster, examples)
             test.starts_with_and_without_pmi()
+            if in_python:
+                test.starts_programs_in_python(*in_python)
             job = test.submit("whole")
             cluster.end(job, "COMPLETED")
             test.ends_when_cancelled()
@@ -224,7 +258,7 @@ def inside(examples):
 def main():
     shoal, examples = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
     if INSIDE in os.environ:
-        inside(examples)
+        inside(examples, sys.argv[3:])
         return
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
