@@ -54,4 +54,5 @@ add_custom_target(wheel
     > ${PROJECT_BINARY_DIR}/wheel/install.log
   COMMAND ${Python_EXECUTABLE} -m pip wheel --quiet --no-index --disable-pip-version-check --no-build-isolation --no-deps -w ${PROJECT_BINARY_DIR}/dist
     -C wheel.cmake=false -C wheel.platlib=true -C sdist.inclusion-mode=manual -C wheel.packages=${staged}/shoal ${PROJECT_SOURCE_DIR}
+  COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/repair_wheel.py ${PROJECT_BINARY_DIR}/dist
   DEPENDS wheel_files VERBATIM)
