@@ -34,6 +34,10 @@ target_compile_options(shoal_warnings INTERFACE -Wall -Wextra -Wno-unused-parame
 target_include_directories(shoal_warnings INTERFACE ${PROJECT_SOURCE_DIR}/src)
 # libtorch's include folder holds another version of fmt than the system's library; used as headers, either one works.
 target_compile_definitions(shoal_warnings INTERFACE FMT_HEADER_ONLY)
+# Package managers keep headers in folders of their own. Folders that the compiler searches anyway are left out.
+target_include_directories(shoal_warnings SYSTEM INTERFACE
+  $<TARGET_PROPERTY:fmt::fmt,INTERFACE_INCLUDE_DIRECTORIES>
+  $<TARGET_PROPERTY:nlohmann_json::nlohmann_json,INTERFACE_INCLUDE_DIRECTORIES>)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   # GCC 12 warns of overruns inside its own std::string (GCC bugs 105329, 105651).
   target_compile_options(shoal_warnings INTERFACE -Wno-restrict -Wno-array-bounds -Wno-stringop-overflow)

@@ -1,4 +1,4 @@
-"""Conan recipe: conan create packaging/conan -o shoal/*:torch=/path/to/libtorch
+"""Conan recipe: conan create packaging/conan -o 'shoal/*:torch=/path/to/libtorch'
 
 libtorch is in no Conan registry; the option names its folder, the one that holds share/cmake/Torch."""
 
@@ -18,8 +18,8 @@ class ShoalConan(ConanFile):
     description = "Data-parallel training in C++ on libtorch"
     package_type = "shared-library"
     settings = "os", "arch", "compiler", "build_type"
-    options = {"torch": ["ANY"]}
-    default_options = {"torch": ""}
+    options = {"torch": ["ANY"], "mpi": [True, False]}
+    default_options = {"torch": "", "mpi": False}  # mpi: the transport of that name, with the system's MPI
     requires = "cli11/2.4.2", "fmt/10.2.1", "nlohmann_json/3.11.3", "openssl/[>=3 <4]", "zlib/[>=1.2.11 <2]"
 
     def set_version(self):
@@ -27,23 +27,28 @@ class ShoalConan(ConanFile):
         self.version = re.search(r"project\(shoal VERSION ([0-9.]+)", text).group(1)
 
     def system_requirements(self):
-        # Headers alone: libtorch has Gloo's code, and no registry of Conan's has the headers.
-        Apt(self).install(["libgloo-dev"])
+        # Of Gloo the headers alone: libtorch has the code, and no registry of Conan's has the headers.
+        Apt(self).install(["libgloo-dev"] + (["libopenmpi-dev"] if self.options.mpi else []))
 
     def validate(self):
         if self.settings.os != "Linux":
             raise ConanInvalidConfiguration("shoal runs on Linux only")
+        if str(self.settings.compiler.libcxx) == "libstdc++":
+            raise ConanInvalidConfiguration("libtorch has the C++11 ABI: set compiler.libcxx=libstdc++11")
         if not os.path.isdir(os.path.join(str(self.options.torch), "share", "cmake", "Torch")):
             raise ConanInvalidConfiguration(
                 f"option torch is '{self.options.torch}': give libtorch's folder, which holds share/cmake/Torch")
 
     def export_sources(self):
         root = os.path.join(self.recipe_folder, "..", "..")
-        for pattern in ("CMakeLists.txt", "LICENSE", "cmake/*", "include/*", "src/*"):
-            copy(self, pattern, root, self.export_sources_folder)
+        for name in ("CMakeLists.txt", "LICENSE"):
+            copy(self, name, root, self.export_sources_folder)
+        for folder in ("cmake", "include", "src"):
+            copy(self, "*", os.path.join(root, folder), os.path.join(self.export_sources_folder, folder))
 
     def layout(self):
-        cmake_layout(self)
+        self.folders.root = os.path.join("..", "..")  # where the sources are for `conan build packaging/conan`
+        cmake_layout(self, build_folder="build-conan")
 
     def generate(self):
         toolchain = CMakeToolchain(self)
@@ -51,6 +56,8 @@ class ShoalConan(ConanFile):
         toolchain.cache_variables["SHOAL_BUILD_BENCH"] = False
         toolchain.cache_variables["SHOAL_BUILD_PYTHON"] = False
         toolchain.cache_variables["SHOAL_TORCH"] = str(self.options.torch)
+        toolchain.cache_variables["CMAKE_DISABLE_FIND_PACKAGE_MPI"] = not self.options.mpi
+        toolchain.cache_variables["CMAKE_UNITY_BUILD"] = True  # half the time of a build from nothing
         toolchain.generate()
         CMakeDeps(self).generate()
 
