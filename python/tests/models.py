@@ -24,6 +24,13 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+def run_part(part, x, checkpointing):
+    """part(x), of which backward computes the activations again: "reentrant", or "plain" as PyTorch recommends it."""
+    if checkpointing is None:
+        return part(x)
+    return checkpoint(part, x, use_reentrant=checkpointing == "reentrant")
+
+
 class Gpt(nn.Module):
     """A GPT whose head is its embedding."""
 
@@ -39,8 +46,7 @@ class Gpt(nn.Module):
     def forward(self, x):
         h = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
         for block in self.blocks:
-            reentrant = self.checkpointing == "reentrant"
-            h = checkpoint(block, h, use_reentrant=reentrant) if self.checkpointing else block(h)
+            h = run_part(block, h, self.checkpointing)
         return {"logits": self.head(self.norm(h))}
 
 
@@ -51,9 +57,11 @@ class Cnn(nn.Module):
             nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU()
         )
         self.head = nn.Linear(6 * 2 * 2, 5)
+        self.checkpointing = checkpointing
 
     def forward(self, x):
-        return self.head(self.body(x).flatten(1))
+        h = self.body[:3](x)
+        return self.head(run_part(self.body[3:], h, self.checkpointing).flatten(1))
 
 
 class Lstm(nn.Module):
@@ -61,9 +69,12 @@ class Lstm(nn.Module):
         super().__init__()
         self.inner = nn.LSTM(6, 8, num_layers=2, batch_first=True)
         self.head = nn.Linear(8, 5)
+        self.checkpointing = checkpointing
 
     def forward(self, x):
-        hidden, _ = self.inner(x)
+        if self.checkpointing == "reentrant":
+            x = x.requires_grad_()  # backward reaches the part through its input alone
+        hidden = run_part(lambda each: self.inner(each)[0], x, self.checkpointing)
         return self.head(hidden[:, -1]), hidden
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import models
 import shoal
 from ranks import on_ranks
-from test_wrappers import RATES, losses_of, mean_loss
+from test_wrappers import MATRIX, RATES, group_over, losses_of, mean_loss
 
 
 def equal_on_ranks(net):
@@ -18,6 +18,71 @@ def equal_on_ranks(net):
         different += not torch.equal(first, parameter)
     dist.all_reduce(different)
     return different.item() == 0
+
+
+def simulated(strategy, name, autocast, steps):
+    """Mean losses of the ranks' models, all in one process, which become their mean when the strategy says so."""
+    nets = [models.make(name) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), **RATES) for net in nets]
+
+    @torch.no_grad()
+    def average():
+        for parameters in zip(*(net.parameters() for net in nets), strict=True):
+            mean = sum(parameters) / 2
+            for parameter in parameters:
+                parameter.copy_(mean)
+
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for rank, net in enumerate(nets):
+            x, y = models.batch(name, step, rank)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = models.loss_of(net(x), y)
+            loss.backward()
+            total += loss.item() / 2
+        if strategy == "decentralized":  # the values that were published after the last step
+            average()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if strategy == "shard_gossip" or (strategy == "local_updates" and step % 3 == 2):
+            average()
+        losses.append(total)
+    return losses
+
+
+def local_updates(net, group):
+    return net, shoal.optim.LocalUpdates(net, torch.optim.AdamW(net.parameters(), **RATES), group, every=3)
+
+
+def decentralized(net, group):
+    model = shoal.nn.DecentralizedDataParallel(net, torch.optim.AdamW, group, topology="complete", **RATES)
+    return model, model.optimizer
+
+
+def shard_gossip(net, group):
+    inside, across = shoal.distributed.host_groups(group, size=1)
+    model = shoal.nn.FullyShardedDataParallel(net, inside, auto_wrap_policy=models.Block if isinstance(net, models.Gpt) else None)
+    options = {"topology": "complete", "overlap": False}
+    return model, shoal.optim.ShardGossipOptimizer(model, across, torch.optim.AdamW, **options, **RATES)
+
+
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+@pytest.mark.parametrize("wrap", [local_updates, decentralized, shard_gossip])
+def test_PY05_losses_equal_a_simulation_in_one_process(wrap, transport):
+    strategy, steps = wrap.__name__, 8
+    expected = {(name, autocast): simulated(strategy, name, autocast, steps) for name, kind, autocast in MATRIX if kind is None}
+
+    def trains(rank):
+        group = group_over(transport)
+        for name, kind, autocast in MATRIX:
+            model, optimizer = wrap(models.make(name, kind), group)
+            losses = losses_of(model, optimizer, name, autocast, steps)
+            worst = max(abs(a - b) for a, b in zip(losses, expected[name, autocast], strict=True))
+            assert worst < 1e-6, (name, kind, autocast, worst)
+
+    on_ranks(trains)
 
 
 def test_PY05_local_updates_average_every_so_many_steps():
