@@ -11,7 +11,7 @@ SHARDED = {"zero2", "megatron", "fsdp"}  # strategies whose gradients lie on sev
 PREFIXED = {"ddp", "zero1", "zero2"}  # wrappers whose state_dict has the prefix of PyTorch's DDP
 
 
-def each_strategy(test, transport="host"):
+def each_strategy(test, transport="host", timeout=60):
     """Runs test(strategy, wrap) for all strategies on two ranks, all in the same processes."""
 
     def on_rank(rank):
@@ -23,7 +23,7 @@ def each_strategy(test, transport="host"):
                 raise AssertionError(f"{strategy}: {type(error).__name__}: {error}") from error
             dist.barrier()
 
-    on_ranks(on_rank)
+    on_ranks(on_rank, timeout=timeout)
 
 
 def train_alone(net, optimizer, steps=3, prepare=None, micros=1, ranks=2, first=0):

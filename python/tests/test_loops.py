@@ -1,5 +1,7 @@
 """Loops that a user of PyTorch pastes, in odd orders: each does what it says, or one sentence says what to do."""
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,11 +214,36 @@ def test_PY06_the_scaler_for_sharded_gradients():
     each_strategy(trains)
 
 
-def test_PY05_torch_compile():
+def test_PY06_a_param_group_is_added_or_the_error_says_what_to_do():
+    def trains(strategy, wrap):
+        net = models.make("gpt")
+        if strategy in {"zero1", "zero2"}:
+            inner = {id(parameter) for parameter in net.blocks.parameters()}
+            optimizer = shoal.optim.OSS(net.blocks.parameters(), torch.optim.AdamW, **RATES)
+            optimizer.add_param_group({"params": [each for each in net.parameters() if id(each) not in inner]})
+            assert len(optimizer.param_groups) == 2
+            sharded = strategy == "zero2"
+            model = shoal.nn.ShardedDataParallel(net, optimizer) if sharded else shoal.nn.DistributedDataParallel(net)
+            assert_close(losses_of(model, optimizer, "gpt", steps=3), alone()[0])
+        elif strategy != "ddp":  # whose optimizer is PyTorch's
+            _, optimizer = wrap(net)
+            with pytest.raises(shoal.UsageError, match="construct it again with all param groups"):
+                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+    each_strategy(trains)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_PY05_torch_compile(backend, tmp_path, monkeypatch):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("no g++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
     def trains(strategy, wrap):
         if strategy in {"ddp", "fsdp"}:
             torch._dynamo.reset()
             model, optimizer = wrap(models.make("gpt"))
-            assert_close(losses_of(torch.compile(model, backend="aot_eager"), optimizer, "gpt", steps=3), alone()[0])
+            assert_close(losses_of(torch.compile(model, backend=backend), optimizer, "gpt", steps=3), alone()[0])
 
-    each_strategy(trains)
+    each_strategy(trains, timeout=250)
