@@ -246,4 +246,13 @@ def test_PY05_torch_compile(backend, tmp_path, monkeypatch):
             model, optimizer = wrap(models.make("gpt"))
             assert_close(losses_of(torch.compile(model, backend=backend), optimizer, "gpt", steps=3), alone()[0])
 
+    def refuses(strategy, wrap):
+        if strategy == "fsdp":
+            torch._dynamo.reset()
+            model, optimizer = wrap(models.make("gpt"))
+            with pytest.raises(RuntimeError, match="is sharded and not in memory on this rank"):
+                losses_of(torch.compile(model, backend=backend), optimizer, "gpt", steps=1)
+
     each_strategy(trains, timeout=250)
+    if backend == "inductor":  # its code reads pages past the operators
+        each_strategy(refuses, "gloo", timeout=100)
