@@ -1,9 +1,9 @@
-"""The recipe in packaging/conan: a package of the build tree, and a program that is built with it and trains on two ranks.
+"""The recipe in packaging/conan: a package of the build tree, and a program that is built with it and runs on two ranks.
 
     python conan_test.py REPOSITORY BUILD WORK [CONAN]
 
-The recipe configures shoal anew, against packages that lie in folders of Conan's. What it packs comes from BUILD, as to compile it
-again takes as long as `make`. ConanCenter is not needed. Ends with code 77 (skipped) without conan.
+The recipe configures shoal anew, against packages that lie in folders of Conan's. What it packs comes from BUILD, as to
+compile it again takes as long as `make`. ConanCenter is not needed. Ends with code 77 (skipped) without conan.
 """
 
 import glob
