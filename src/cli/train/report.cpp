@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -111,6 +112,26 @@ Json timing(const std::vector<double>& step_ms) {
           {"load_1min", load[0]}};
 }
 
+// Means over the steps after the warm-up.
+Json counters_of_ranks(const Group& group, const std::vector<Counters>& steps) {
+  const auto mean = [&](const auto& field) {
+    std::vector<double> values;
+    for (const auto& step : steps) values.push_back(static_cast<double>(field(step)));
+    const auto steady = steady_part(std::move(values)).values;
+    return std::accumulate(steady.begin(), steady.end(), 0.0) / static_cast<double>(steady.size());
+  };
+  Json result;
+  const auto put = [&](const char* name, double value) {
+    for (const auto each : gathered(group, value)) result[name].push_back(rounded(each, 1e-3));
+  };
+  put("page_faults", mean([](const Counters& step) { return step.page_faults; }));
+  put("user_ms", mean([](const Counters& step) { return step.user_ms; }));
+  put("system_ms", mean([](const Counters& step) { return step.system_ms; }));
+  put("sleeps", mean([](const Counters& step) { return step.sleeps; }));
+  put("preemptions", mean([](const Counters& step) { return step.preemptions; }));
+  return result;
+}
+
 // Memory of the ranks by kind.
 Json parts_of_ranks(const Group& group, const TrainResult& result, const models::Model& model) {
   Json parts;
@@ -182,6 +203,7 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
                              {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},
                              {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps},
                              {"step_bytes", result.sent}};
+  report["counters_per_step"] = counters_of_ranks(group, result.counted);
   for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);
   if (result.logging) report["logging"] = Json::parse(to_json(*result.logging));
   report["memory"] = memory_of_ranks(group, memory);

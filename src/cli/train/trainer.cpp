@@ -238,6 +238,7 @@ TrainResult Trainer::run() {
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
     begin_epoch(number, first);
     feed_.prepare(number);
+    const auto before_step = process_counters();
     const auto start = Clock::now();
     result.lr.push_back(optimizer.param_groups().front().options().get_lr());
     result.loss.push_back(step(number, result));
@@ -245,6 +246,7 @@ TrainResult Trainer::run() {
     const std::chrono::duration<double> duration = Clock::now() - start;
     result.seconds += duration.count();
     result.step_ms.push_back(1e3 * duration.count());
+    result.counted.push_back(process_counters() - before_step);
     result.samples += samples_per_step;
     take_over();
     if (metrics.wanted()) metrics.write(metrics_of(number, first, result));

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/train/counters.h"
 #include "cli/train/evaluate.h"
 #include "cli/train/feed.h"
 #include "cli/train/meeting.h"
@@ -31,6 +32,7 @@ struct TrainResult {
   std::vector<double> wait_ms;    // part of step_ms spent waiting for communication
   std::vector<double> update_ms;  // part of step_ms spent in the optimizer's step
   std::vector<int64_t> sent;      // bytes of this rank's collectives, per step
+  std::vector<Counters> counted;  // of this rank, per step
   GroupStatistics communication;  // of the whole training
   double params_mib = 0;          // memory of this rank by kind, at the end of a step
   double grads_mib = 0;

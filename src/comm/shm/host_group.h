@@ -7,6 +7,7 @@
 
 #include "comm/shm/control_block.h"
 #include "comm/shm/host_memory.h"
+#include "shoal/telemetry.h"
 
 namespace shoal {
 
@@ -21,6 +22,7 @@ struct HostGroup {
   ControlLayout control;
   std::byte* stage = nullptr;  // staging buffer of this rank, two halves; allocated on first use
   uint64_t staged_rounds = 0;  // number of staged rounds so far, the same on all ranks
+  std::shared_ptr<Timeline> timeline{};
 
   std::byte* at(int of_rank, const SharedPlace& place) const {
     return of_rank == rank ? memory->at(place) : peers[of_rank]->at(place);

@@ -302,6 +302,7 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   control.block().opened.fetch_add(1);
   if (rank == 0) await_others(world, control, name, world_ranks);
   HostGroup group{name, rank, size, world.memory, std::move(memories), control};
+  group.timeline = world.options.timeline;
   return {std::make_shared<SharedMemoryTransport>(std::move(group), world_ranks, cores_suffice(world.local_size),
                                                   own_block),
           ""};

@@ -227,6 +227,9 @@ void Operation::reduce_range(std::vector<std::byte*> destinations, int part, int
 }
 
 void Operation::work(int64_t begin, int64_t end) {
+  if (plan_.work == Plan::Work::nothing) return;
+  const auto* name = plan_.work == Plan::Work::copy ? "copy" : "reduce";
+  const TimedScope scope(group_.timeline.get(), name, call_.label.step);
   switch (plan_.work) {
     case Plan::Work::nothing:
       return;

@@ -77,10 +77,12 @@ void Reducer::expect_backward() {
 }
 
 void Reducer::arriving(size_t gradient) {
+  const TimedScope scope(timeline_of(group_), "hook", steps_);
   accumulated_.sums().set_aside(gradient);
 }
 
 void Reducer::arrived(size_t gradient) {
+  const TimedScope scope(timeline_of(group_), "hook", steps_);
   accumulated_.note_arrival(gradient);
   running() ? count_arrival(gradient) : accumulated_.note_local(gradient);
 }
@@ -153,6 +155,7 @@ void Reducer::count_arrival(size_t gradient) {
 
 void Reducer::mark_ready(size_t gradient) {
   if (!buckets_.of(gradient).sparse()) {
+    const TimedScope scope(timeline_of(group_), "copy", steps_);
     step_->untouched[gradient] = accumulated_.hand_over(gradient, group_.size());
   }
   step_->schedule.mark_ready(gradient);

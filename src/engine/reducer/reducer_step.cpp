@@ -18,6 +18,7 @@ void Reducer::end_local_backward() {
 }
 
 void Reducer::end_backward() {
+  const TimedScope scope(timeline_of(group_), "hook", steps_);
   if (step_->from == Step::From::backward) {
     clock_.mark(StepClock::backward_ends, steps_);
     tracker_.require_all_arrivals();

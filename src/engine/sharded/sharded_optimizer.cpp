@@ -10,6 +10,7 @@
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "shoal/error.h"
+#include "shoal/telemetry.h"
 
 namespace shoal {
 
@@ -118,6 +119,7 @@ void ShardedOptimizerBase::update(bool finite) {
   if (finite) {
     copy_options(param_groups_, state.local->param_groups());
     const UnwatchedOperators own;  // its writes are the parameters' updates
+    const TimedScope scope(timeline_of(state.group), "update", state.steps);
     state.time(
         "optimizer-inner-step", 2, [&] { state.local->step(); }, &state.group);
   }

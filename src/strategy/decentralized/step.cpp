@@ -9,6 +9,7 @@
 
 #include "engine/gradients/gradient_norm.h"
 #include "shoal/error.h"
+#include "shoal/telemetry.h"
 #include "strategy/decentralized/state.h"
 
 namespace shoal {
@@ -77,6 +78,7 @@ void State::backward(const at::Tensor& loss_sum, double of_loss) {
 
 void State::arrived(size_t gradient) {
   if (tracker.phase() != Phase::running) return;
+  const TimedScope scope(timeline_of(group), "hook", step);
   tracker.count(gradient);
   if (buckets.empty()) return;
   const auto arrivals = tracker.arrivals()[gradient];
@@ -94,6 +96,7 @@ void State::arrived(size_t gradient) {
 }
 
 void State::end_backward() {
+  const TimedScope scope(timeline_of(group), "hook", step);
   clock.mark(StepClock::backward_ends, step);
   if (buckets.empty()) build_buckets(tracker.order());
   const bool finite = !updates_at_end() || unscale_and_clip();
@@ -189,6 +192,7 @@ void State::mix(size_t index) {
 
 void State::update(GossipBucket& bucket) {
   RECORD_USER_SCOPE("shoal::update");
+  const TimedScope scope(timeline_of(group), "update", step);
   if (weights == Weights::given && !updates_at_end()) {
     for (auto& gradient : gradients_of(bucket)) gradient.div_(*divisor);
   }

@@ -19,6 +19,7 @@ class ReplicatedTraining : public ScaledTraining {
  protected:
   // finite: whether gradients are finite.
   virtual void update(bool finite) {
+    const TimedScope scope(timeline_of(group_), "update");
     if (finite) optimizer_->step();
   }
 

@@ -29,6 +29,11 @@ TEST(Train, writes_a_report_of_the_reference_peers_shape) {
   for (const auto* field : {"rss_before_mib", "rss_peak_mib", "growth_mib", "pss_mib"}) {
     EXPECT_EQ(report["memory"][field].size(), 2U) << field;
   }
+  for (const auto* field : {"page_faults", "user_ms", "system_ms", "sleeps", "preemptions"}) {
+    EXPECT_EQ(report["counters_per_step"][field].size(), 2U) << field;
+  }
+  const auto processor_ms = [&](const char* field) { return report["counters_per_step"][field][0].get<double>(); };
+  EXPECT_GT(processor_ms("user_ms") + processor_ms("system_ms"), 0);
   EXPECT_EQ(report["params"].begin()->size(), 5U);
   EXPECT_EQ(report["params"]["wte.weight"]["shape"], (std::vector<int>{256, 64}));
 }
