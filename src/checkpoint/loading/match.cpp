@@ -31,7 +31,7 @@ std::string Match::describe() const {
   return text;
 }
 
-Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part,
+Match match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part,
             const std::string& prefix) {
   std::map<std::string, const WantedTensor*> left;
   for (const auto& tensor : wanted) left[tensor.name] = &tensor;
@@ -66,12 +66,12 @@ Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wan
   return result;
 }
 
-Match require_match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, bool partial,
+Match require_match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, bool partial,
                     const std::string& part, const std::string& prefix) {
   auto result = match(reader, wanted, part, prefix);
   const bool nothing = result.matching.empty() && !wanted.empty();
   if (partial ? result.wrong_shape.empty() && !nothing : result.exact()) return result;
-  throw UsageError(fmt::format("{} does not match this model: {}{}", reader.path().string(), result.describe(),
+  throw UsageError(fmt::format("{} does not match this model: {}{}", reader.name(), result.describe(),
                                partial || !result.wrong_shape.empty() ? "" : "; set partial to load what matches"));
 }
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/loading/reader.h"
+#include "checkpoint/loading/slice_reader.h"
 
 namespace shoal {
 
@@ -28,12 +28,12 @@ struct Match {
 };
 
 // Compares the tensors of one part of the checkpoint whose names begin with `prefix` with those that are wanted.
-Match match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part = "model",
+Match match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, const std::string& part = "model",
             const std::string& prefix = "");
 
 // The same; UsageError with all names unless the match is exact. partial (for fine-tuning): only if a shape is wrong or
 // nothing matches; missing tensors keep their values, extra ones are not read.
-Match require_match(const CheckpointReader& reader, const std::vector<WantedTensor>& wanted, bool partial,
+Match require_match(const SliceReader& reader, const std::vector<WantedTensor>& wanted, bool partial,
                     const std::string& part = "model", const std::string& prefix = "");
 
 }  // namespace shoal

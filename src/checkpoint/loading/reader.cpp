@@ -9,7 +9,6 @@
 #include "base/input_file.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/format/foreign_index.h"
-#include "checkpoint/loading/reorder.h"
 #include "checkpoint/loading/stored_files.h"
 #include "checkpoint/on_all_ranks.h"
 #include "checkpoint/saving/pieces.h"
@@ -76,102 +75,42 @@ std::pair<fs::path, CheckpointIndex> open_path(const fs::path& path) {
 
 }  // namespace
 
-struct CheckpointReader::State {
-  State(const fs::path& found, bool verify) : State(found, open_path(found), verify) {}
-  State(fs::path found, std::pair<fs::path, CheckpointIndex> opened, bool verify)
-      : path(std::move(found)),
-        folder(std::move(opened.first)),
-        index(std::move(opened.second)),
-        files(folder, index, verify) {}
+class CheckpointReader::Files : public SliceSource {
+ public:
+  Files(fs::path found, bool verify) : Files(found, open_path(found), verify) {}
 
-  void read(const StoredTensor& tensor, const Range& range, const Order& order, char* to) {
-    if (same_order(order, tensor.order)) return files.read(tensor, range, to);
-    read_reordered(tensor.shape, tensor.order, order, range, static_cast<int64_t>(c10::elementSize(tensor.dtype)), to,
-                   [&](const Range& stored, char* piece) { files.read(tensor, stored, piece); });
-  }
+  std::string name() const override { return path_.string(); }
+  const CheckpointIndex& index() const override { return index_; }
+  void read(const StoredTensor& tensor, const Range& range, char* to) override { files_.read(tensor, range, to); }
 
-  fs::path path;
-  fs::path folder;
-  CheckpointIndex index;
-  StoredFiles files;
+  const fs::path& path() const { return path_; }
+  const fs::path& folder() const { return folder_; }
+
+ private:
+  Files(fs::path found, std::pair<fs::path, CheckpointIndex> opened, bool verify)
+      : path_(std::move(found)),
+        folder_(std::move(opened.first)),
+        index_(std::move(opened.second)),
+        files_(folder_, index_, verify) {}
+
+  fs::path path_;
+  fs::path folder_;
+  CheckpointIndex index_;
+  StoredFiles files_;
 };
 
 CheckpointReader::CheckpointReader(const fs::path& path, bool verify)
-    : state_(std::make_unique<State>(find_checkpoint(path), verify)) {}
+    : CheckpointReader(std::make_shared<Files>(find_checkpoint(path), verify)) {}
 
-CheckpointReader::~CheckpointReader() = default;
-CheckpointReader::CheckpointReader(CheckpointReader&&) noexcept = default;
+CheckpointReader::CheckpointReader(std::shared_ptr<Files> files) : SliceReader(files), files_(std::move(files)) {}
 
 const fs::path& CheckpointReader::path() const {
-  return state_->path;
-}
-
-const CheckpointIndex& CheckpointReader::index() const {
-  return state_->index;
-}
-
-const StoredTensor& CheckpointReader::tensor(const std::string& name) const {
-  const auto found = index().tensors.find(name);
-  if (found == index().tensors.end()) throw UsageError(fmt::format("{} has no tensor {}", path().string(), name));
-  if (found->second.dtype == at::ScalarType::Undefined) {
-    throw UsageError(fmt::format("{}: tensor {} has a dtype that libtorch does not support", path().string(), name));
-  }
-  return found->second;
-}
-
-void CheckpointReader::read(const std::string& name, const Range& range, const at::Tensor& destination,
-                            const ReadOptions& options) const {
-  const auto& tensor = this->tensor(name);
-  if (range.begin < 0 || range.end < range.begin || range.end > tensor.numel() || destination.numel() != range.size() ||
-      !is_order(options.order, tensor.shape.size())) {
-    throw UsageError(fmt::format("reading {}:{} of tensor {} with {} elements into {}: that does not fit", range.begin,
-                                 range.end, name, tensor.numel(), destination.numel()));
-  }
-  const bool same_dtype = destination.scalar_type() == tensor.dtype;
-  if (!same_dtype && !options.convert) {
-    throw UsageError(fmt::format("{}: tensor {} is {}, but {} was requested; allow conversion", path().string(), name,
-                                 c10::toString(tensor.dtype), c10::toString(destination.scalar_type())));
-  }
-  const torch::NoGradGuard no_grad;
-  const auto widest =
-      std::max<int64_t>(destination.element_size(), static_cast<int64_t>(c10::elementSize(tensor.dtype)));
-  const auto most = piece_bytes / widest;
-  for_each_part(destination.detach(), [&](const at::Tensor& part, int64_t first) {
-    const auto begin = range.begin + first;
-    const bool contiguous = part.is_contiguous();
-    if (contiguous && part.is_cpu() && same_dtype) {
-      return state_->read(tensor, {begin, begin + part.numel()}, options.order, static_cast<char*>(part.data_ptr()));
-    }
-    const auto size = contiguous ? most : part.numel();  // non-contiguous parts are small
-    for (int64_t done = 0; done < part.numel(); done += size) {
-      const auto here = std::min(size, part.numel() - done);
-      const auto piece = at::empty({here}, tensor.dtype);
-      state_->read(tensor, {begin + done, begin + done + here}, options.order, static_cast<char*>(piece.data_ptr()));
-      if (contiguous) {
-        part.view({-1}).narrow(0, done, here).copy_(piece);
-      } else {
-        at::Tensor(part).copy_(piece.view(part.sizes()));
-      }
-    }
-  });
-}
-
-at::Tensor CheckpointReader::read(const std::string& name) const {
-  const auto& tensor = this->tensor(name);
-  at::Tensor whole;
-  try {
-    whole = at::empty(tensor.shape, tensor.dtype);
-  } catch (const c10::Error&) {
-    throw CheckpointError(fmt::format("{}: no memory for the {} elements of tensor {:.200} ({})", path().string(),
-                                      tensor.numel(), name, c10::toString(tensor.dtype)));
-  }
-  read(name, {0, tensor.numel()}, whole);
-  return whole;
+  return files_->path();
 }
 
 CheckpointReader::Verified CheckpointReader::verify() const {
   Verified verified;
-  StoredFiles files(state_->folder, index(), /*verify=*/true);
+  StoredFiles files(files_->folder(), index(), /*verify=*/true);
   std::vector<char> piece(piece_bytes);
   for (const auto& [name, tensor] : index().tensors) {
     if (tensor.dtype == at::ScalarType::Undefined) continue;

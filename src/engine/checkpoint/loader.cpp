@@ -23,15 +23,15 @@ namespace {
 
 // Checks the state's entries, which are no more trustworthy than the file.
 template <class Act>
-auto parsed(const CheckpointReader& reader, const char* entry, const Act& act) {
+auto parsed(const SliceReader& reader, const char* entry, const Act& act) {
   try {
     return act();
   } catch (const Json::exception&) {
     throw CheckpointError(
-        fmt::format("{}: the entry \"{}\" of its state was not written by shoal", reader.path().string(), entry));
+        fmt::format("{}: the entry \"{}\" of its state was not written by shoal", reader.name(), entry));
   } catch (const UsageError& error) {
     throw CheckpointError(
-        fmt::format("{}: the entry \"{}\" of its state does not fit: {}", reader.path().string(), entry, error.what()));
+        fmt::format("{}: the entry \"{}\" of its state does not fit: {}", reader.name(), entry, error.what()));
   }
 }
 
@@ -43,11 +43,10 @@ std::string listed(const std::vector<std::string>& all) {
                      all.size() > most ? fmt::format(" and {} more", all.size() - most) : "");
 }
 
-void check_trained(const CheckpointReader& reader, const std::set<std::string>& wanted) {
+void check_trained(const SliceReader& reader, const std::set<std::string>& wanted) {
   const auto& global = reader.index().global_state;
   if (!global.contains(names::trained)) {
-    throw UsageError(
-        fmt::format("{} holds no optimizer state; set model_only to load the model alone", reader.path().string()));
+    throw UsageError(fmt::format("{} holds no optimizer state; set model_only to load the model alone", reader.name()));
   }
   const auto stored =
       parsed(reader, names::trained, [&] { return global[names::trained].get<std::set<std::string>>(); });
@@ -61,12 +60,12 @@ void check_trained(const CheckpointReader& reader, const std::set<std::string>& 
   if (!extra.empty()) text += (text.empty() ? "" : "; ") + std::string("not trained here: ") + listed(extra);
   throw UsageError(
       fmt::format("{}: its optimizer state is for other parameters: {}; set model_only to load the model alone",
-                  reader.path().string(), text));
+                  reader.name(), text));
 }
 
 }  // namespace
 
-TrainingLoader::TrainingLoader(const CheckpointReader& reader, CheckpointView view, bool diverges, const Group& group,
+TrainingLoader::TrainingLoader(const SliceReader& reader, CheckpointView view, bool diverges, const Group& group,
                                bool exact, const LoadOptions& options)
     : reader_(reader),
       view_(std::move(view)),
@@ -131,10 +130,10 @@ at::Tensor TrainingLoader::read_field(const StatePiece& piece, const std::string
     return values;
   }
   if (!like_parameter) {
-    throw UsageError(fmt::format(
-        "{}: {} is [{}], its parameter [{}]: the state of an optimizer that needs whole "
-        "parameters, which ranks divide here",
-        reader_.path().string(), name, fmt::join(stored.shape, ", "), fmt::join(piece.parameter.sizes(), ", ")));
+    throw UsageError(
+        fmt::format("{}: {} is [{}], its parameter [{}]: the state of an optimizer that needs whole "
+                    "parameters, which ranks divide here",
+                    reader_.name(), name, fmt::join(stored.shape, ", "), fmt::join(piece.parameter.sizes(), ", ")));
   }
   auto values = at::empty({piece.range.size()}, options);
   read(name, piece.range, values, memory_order(piece.parameter));

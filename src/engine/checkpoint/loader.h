@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/loading/reader.h"
+#include "checkpoint/loading/slice_reader.h"
 #include "engine/checkpoint/contents.h"
 #include "engine/checkpoint/options.h"
 
@@ -18,7 +18,7 @@ namespace shoal {
 class TrainingLoader {
  public:
   // exact: the checkpoint was written by the same strategy with the same number of ranks.
-  TrainingLoader(const CheckpointReader& reader, CheckpointView view, bool diverges, const Group& group, bool exact,
+  TrainingLoader(const SliceReader& reader, CheckpointView view, bool diverges, const Group& group, bool exact,
                  const LoadOptions& options);
 
   // UsageError if the checkpoint does not fit.
@@ -52,7 +52,7 @@ class TrainingLoader {
   void restore(const std::vector<Schedule>& companions);
   void restore_random_numbers() const;
 
-  const CheckpointReader& reader_;
+  const SliceReader& reader_;
   CheckpointView view_;
   bool diverges_;
   int rank_;

@@ -1,12 +1,11 @@
+#include "engine/checkpoint/training_state.h"
+
 #include <fmt/format.h>
 #include <torch/utils.h>
-
-#include <optional>
 
 #include "checkpoint/folder.h"
 #include "checkpoint/loading/reader.h"
 #include "checkpoint/on_all_ranks.h"
-#include "checkpoint/saving/saver.h"
 #include "engine/checkpoint/loader.h"
 #include "engine/checkpoint/names.h"
 #include "shoal/error.h"
@@ -18,7 +17,7 @@ namespace names = checkpoint_names;
 namespace {
 
 // Carried state from an entry of the state, and from tensors whose names begin with `prefix`.
-Carried carried(const CheckpointReader& reader, const nlohmann::json& state, const std::string& prefix) {
+Carried carried(const SliceReader& reader, const nlohmann::json& state, const std::string& prefix) {
   Carried all;
   if (const auto found = state.find(names::carried); found != state.end()) all.values = *found;
   const auto& tensors = reader.index().tensors;
@@ -30,36 +29,20 @@ Carried carried(const CheckpointReader& reader, const nlohmann::json& state, con
 
 }  // namespace
 
-struct TrainingState::State {
-  std::shared_ptr<CheckpointSource> source;
-  Companions companions{};
-  std::unique_ptr<CheckpointSaver> saver{};
-  // Settings of the present saver.
-  std::optional<Group> group{};
-  std::filesystem::path run{};
-  int64_t keep_last = 0;
-  int64_t snapshot_mb = 0;
-
-  // Returns a saver for these options and the ranks that are still there. Collective.
-  CheckpointSaver& saver_for(const std::filesystem::path& folder, const SaveOptions& options) {
-    const auto now = source->group();
-    const bool fits = saver && group->name() == now.name() && group->size() == now.size() && run == folder &&
-                      keep_last == options.keep_last && snapshot_mb == options.snapshot_mb;
-    if (fits) return *saver;
-    if (saver) saver->wait();
-    group = now;
-    run = folder;
-    keep_last = options.keep_last;
-    snapshot_mb = options.snapshot_mb;
-    saver = std::make_unique<CheckpointSaver>(
-        now, folder, CheckpointSaverOptions{.keep_last = keep_last, .snapshot_mb = snapshot_mb});
-    return *saver;
-  }
-
-  CheckpointContents contents(const SaveOptions& options) const {
-    return contents_of(*source, *group, companions, options);
-  }
-};
+CheckpointSaver& TrainingState::State::saver_for(const std::filesystem::path& folder, const SaveOptions& options) {
+  const auto now = source->group();
+  const bool fits = saver && group->name() == now.name() && group->size() == now.size() && run == folder &&
+                    keep_last == options.keep_last && snapshot_mb == options.snapshot_mb;
+  if (fits) return *saver;
+  if (saver) saver->wait();
+  group = now;
+  run = folder;
+  keep_last = options.keep_last;
+  snapshot_mb = options.snapshot_mb;
+  saver = std::make_unique<CheckpointSaver>(now, folder,
+                                            CheckpointSaverOptions{.keep_last = keep_last, .snapshot_mb = snapshot_mb});
+  return *saver;
+}
 
 TrainingState::TrainingState(std::shared_ptr<CheckpointSource> source)
     : state_(std::make_unique<State>(State{.source = std::move(source)})) {}
@@ -110,19 +93,17 @@ void save_async(const std::filesystem::path& run, TrainingState& training, const
   saver.save_async(training.state().contents(options));
 }
 
-Loaded load(const std::filesystem::path& path, TrainingState& training, const LoadOptions& options) {
+Loaded load_from(const SliceReader& reader, CheckpointSource& source, const Companions& companions,
+                 const LoadOptions& options, const Together& together) {
   const torch::NoGradGuard no_grad;
-  training.wait();
-  auto& source = *training.state().source;
   const auto group = source.group();
-  const auto reader = open_checkpoint(group, path, options.verify);
   const auto& index = reader.index();
-  Loaded loaded{.path = reader.path(), .step = index.step, .strategy = index.strategy, .ranks = index.world_size};
+  Loaded loaded{.path = {}, .step = index.step, .strategy = index.strategy, .ranks = index.world_size};
   const bool whole = !options.partial && !options.model_only;
   const bool same_ranks = loaded.ranks == group.size() && static_cast<int>(index.rank_states.size()) == loaded.ranks;
   loaded.exact = whole && same_ranks && loaded.strategy == source.strategy();
   CarriedStates past;
-  on_all_ranks(group, "checkpoint", [&] {
+  together([&] {
     // Checks before begin_load(), which may change the training.
     TrainingLoader(reader, source.view(), source.peers().has_value(), group, loaded.exact, options).check();
     if (!whole || index.rank_states.empty()) return;
@@ -136,17 +117,28 @@ Loaded load(const std::filesystem::path& path, TrainingState& training, const Lo
   });
   source.begin_load(past);
   TrainingLoader loader(reader, source.view(), source.peers().has_value(), group, loaded.exact, options);
-  on_all_ranks(group, "checkpoint", [&] { loader.read_optimizers(); });
-  on_all_ranks(group, "checkpoint", [&] {
+  together([&] { loader.read_optimizers(); });
+  together([&] {
     loader.read_model();
-    loader.finish(training.state().companions);
+    loader.finish(companions);
   });
   source.end_load(past);
   loaded.differences = loader.differences();
   loaded.exact = loaded.exact && loaded.differences.empty();
+  return loaded;
+}
+
+Loaded load(const std::filesystem::path& path, TrainingState& training, const LoadOptions& options) {
+  training.wait();
+  auto& source = *training.state().source;
+  const auto group = source.group();
+  const auto reader = open_checkpoint(group, path, options.verify);
+  auto loaded = load_from(reader, source, training.state().companions, options,
+                          [&](const auto& work) { on_all_ranks(group, "checkpoint", work); });
+  loaded.path = reader.path();
   for (const auto& difference : loaded.differences) {
     const bool asked_for = !options.rates || !options.options;
-    if (!asked_for && group.rank() == 0) TORCH_WARN(reader.path().string(), ": ", difference);
+    if (!asked_for && group.rank() == 0) TORCH_WARN(reader.name(), ": ", difference);
   }
   return loaded;
 }
