@@ -121,6 +121,8 @@ class DecentralizedDataParallelCore {
   void backward(const at::Tensor& loss_sum, double weight);
   // `accumulate` false gives a scope without effect.
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
+  // See DataParallelCore.
+  std::string open_scope() const;
   // After an exception in forward, backward or a hook on this rank: makes the wrapper ready for the next step. The next
   // forward calls it by itself.
   void abandon_step();

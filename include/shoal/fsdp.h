@@ -142,6 +142,7 @@ class FullyShardedCore : public DataParallelCore {
   // within summon_full_params(). Collective.
   void unwrap();
 
+  std::string open_scope() const override;
   // Names of the parameters of each unit, including frozen ones, in the expected order of first use.
   std::vector<std::vector<std::string>> units() const;
   // True if parameters exist once per host, in shared memory.

@@ -84,6 +84,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   void backward(const at::Tensor& loss_sum, double weight);
   // Scope in which backward only accumulates into the gradient buffers.
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
+  // See DataParallelCore.
+  std::string open_scope() const;
   // Communication of a step for which this rank has no batch, in a Join scope. Does nothing if backward does not
   // reduce. step() must be called on every rank in any case. Collective.
   void shadow() override;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 namespace shoal {
@@ -26,8 +27,13 @@ class LambdaLR : public torch::optim::LRScheduler {
   int64_t position() const;
   // Throws UsageError for a negative position.
   void set_position(int64_t position);
+  // The same schedule at the same position, on another optimizer with as many param groups, whose rates it sets: for
+  // the new optimizer after Training::replan(). Does not use the former optimizer, which may be gone. Throws UsageError
+  // for another number of groups.
+  std::unique_ptr<LambdaLR> on(torch::optim::Optimizer& optimizer) const;
 
  private:
+  LambdaLR(torch::optim::Optimizer& optimizer, const LambdaLR& other);
   std::vector<double> get_lrs() override;
 
   Factor factor_;

@@ -101,14 +101,14 @@ OptimizerRecipe optimizer_recipe(const Defaults& defaults, decltype(OptimizerRec
 }
 
 struct TrainingOptions {
-  StrategyOptions options{};              // options of the strategy
-  double clip_grad = 0;                   // maximum norm of all gradients together; 0: no clipping
-  Precision precision{};                  // see precision_of(); the module already has its dtype
-  std::optional<WrapPolicy> units{};      // for strategies that shard by units; none: the module is one unit
+  StrategyOptions options{};          // options of the strategy
+  double clip_grad = 0;               // maximum norm of all gradients together; 0: no clipping
+  Precision precision{};              // see precision_of(); the module already has its dtype
+  std::optional<WrapPolicy> units{};  // for strategies that shard by units; none: the module is one unit
   // Only with Strategy::takes_schedule; otherwise make a schedule for optimizer().
   ScheduleOf schedule{};
-  uint64_t seed = 0;                      // for random topologies
-  std::vector<std::string> ignored{};     // names of parameters and buffers that shoal ignores
+  uint64_t seed = 0;                                        // for random topologies
+  std::vector<std::string> ignored{};                       // names of parameters and buffers that shoal ignores
   std::shared_ptr<CommunicationHook> communication_hook{};  // replaces the option compress, for strategies that have it
 };
 
@@ -122,6 +122,18 @@ struct TrainingParts {
   Group group;
   TrainingOptions options;
   OptionValues values;
+};
+
+// Result of Training::replan() and replan().
+struct Replanned {
+  std::string from;  // the strategies
+  std::string to;
+  int ranks_before = 0;
+  int ranks = 0;
+  double seconds = 0;  // duration on this rank
+  int64_t bytes = 0;   // that this rank has received of other ranks' parameters and state
+  // What did not go over, one sentence each, as in Loaded.
+  std::vector<std::string> differences{};
 };
 
 // Training of a module of any type under a strategy. Methods do what the methods of the strategy's wrapper and
@@ -145,6 +157,8 @@ class TrainingCore {
   virtual void zero_grad() { optimizer().zero_grad(); }
   // Call after an exception in a step; see DataParallelCore::abandon_step.
   virtual void abandon_step() {}
+  // Abandons a step that has failed on this rank, if there is one. Collective with the other ranks' step.
+  virtual void settle() {}
   // For Join.
   virtual Joinable& joinable();
 
@@ -188,6 +202,13 @@ class TrainingCore {
 
   const Strategy& strategy() const { return strategy_; }
   const Group& group() const { return group_; }
+  // What the training was made of.
+  const TrainingParts& parts() const { return *parts_; }
+
+  // For replan(). open_scope: a scope that refers to this training and has not ended, "no_sync()"; empty: none.
+  // updates_in_backward: backward has used the gradients that grad() shows.
+  virtual std::string open_scope() const { return {}; }
+  virtual bool updates_in_backward() const { return false; }
 
   // Called before and after the module's forward, as in DataParallelCore.
   virtual void before_forward() {}
@@ -208,6 +229,7 @@ class TrainingCore {
 
  private:
   at::DeviceType device_;
+  std::shared_ptr<const TrainingParts> parts_;
 };
 
 // Pace of ranks: which of them make steps together.
@@ -230,6 +252,7 @@ struct Strategy {
   bool takes_schedule = false;   // steps its optimizers itself, with a schedule
   bool takes_clip_grad = false;  // step() clips to clip_grad, as all of the library's own do
   bool takes_scaler = false;     // scale_loss() and step() use precision.scaler, as all of the library's own do
+  bool takes_deferred = false;   // materializes the parameters of a DeferredInit scope itself, part by part
   // Throws StrategyOptionError or UsageError for faults that are known before the ranks start. hosts: number of the
   // ranks' hosts; none: not known yet.
   std::function<void(const OptionValues& values, const TrainingOptions& options, int ranks, std::optional<int> hosts)>
@@ -262,6 +285,23 @@ std::unique_ptr<TrainingCore> make_training_core(const std::string& strategy, st
                                                  OptimizerRecipe recipe, const Group& group,
                                                  const TrainingOptions& options = {});
 
+// Implementation of replan() for a module of any type. core: nullptr on ranks that do not train; replaced in place.
+// options: none: options_for().
+Replanned replan_core(std::unique_ptr<TrainingCore>& core, const std::string& strategy,
+                      const std::shared_ptr<torch::nn::Module>& module, const OptimizerRecipe& recipe,
+                      const std::optional<Group>& group, const Group& everyone,
+                      const std::optional<TrainingOptions>& options);
+// The options for a strategy when none are given. Those of the same strategy stay; for another one, `options` and
+// communication_hook are left out, and precision is what precision_of() has for it under the same name (bf16_mixed: 16-bit
+// parameters with float32 main copies, or autocast). UsageError for a schedule that it does not take.
+TrainingOptions options_for(const TrainingCore& core, const std::string& strategy);
+
+namespace detail {
+
+[[noreturn]] void refuse_lost_training();
+
+}  // namespace detail
+
 // Training of a module, with its optimizer.
 //
 //   auto training = shoal::make_training(name, model, shoal::optimizer_recipe<shoal::FusedAdamW>(
@@ -279,11 +319,41 @@ class Training {
   Training(std::shared_ptr<Module> module, std::unique_ptr<TrainingCore> core)
       : module_(std::move(module)), core_(std::move(core)) {}
 
+  // Continues under another strategy, other options or another precision, between two steps, without a disk:
+  //
+  //   training.replan("fsdp");
+  //   schedule = schedule->on(training->optimizer());
+  //
+  // Call it after step() and zero_grad(), on all ranks. The module and its parameters remain the same objects; they are
+  // converted to the new precision's dtype. Ranks exchange what they hold in memory: parameters, float32 main copies,
+  // and the optimizer's whole state with the options of its param groups, learning rates included, as a load from a
+  // checkpoint would have them. The loss scaler's state and, if strategy and number of ranks stay, the strategy's own
+  // (order of buckets, communication hook) are included. Between strategies whose ranks have values of their own and
+  // others, the mean goes over.
+  //
+  // optimizer() is a new object, and so is everything else that the training handed out: a schedule, a TrainingState or
+  // a Join for the former one must not be used any more. LambdaLR::on() makes a schedule for the new optimizer.
+  //
+  // options: without them, see options_for(). recipe: without it, the same optimizer; another one must have the same
+  // kind of state. Memory: old state and new, a copy of this rank's share of the parameters, and a portion of 64 MiB.
+  //
+  // Throws on every rank: UsageError if there are gradients (in the middle of an accumulation, or before zero_grad()),
+  // within no_sync(), a Join or full_parameters(), for a strategy without a checkpoint state (`local`), and as
+  // make_training() and load(); DisagreeError for different arguments. The training then continues as before, but
+  // optimizer() may be a new object. CommError if a rank has died; the training is lost then. Collective.
+  Replanned replan(const std::string& strategy) { return replan_here(strategy, std::nullopt, core().parts().recipe); }
+  Replanned replan(const std::string& strategy, const TrainingOptions& options) {
+    return replan_here(strategy, options, core().parts().recipe);
+  }
+  Replanned replan(const std::string& strategy, const TrainingOptions& options, const OptimizerRecipe& recipe) {
+    return replan_here(strategy, options, recipe);
+  }
+
   // Return value of the module's own forward, if any.
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     return detail::with_cast_inputs<Module>(
-        std::index_sequence_for<Arguments...>(), core_->input_cast(),
+        std::index_sequence_for<Arguments...>(), core().input_cast(),
         [this](auto&&... inputs) { return forward_of_module(std::forward<decltype(inputs)>(inputs)...); },
         std::forward<Arguments>(arguments)...);
   }
@@ -295,10 +365,21 @@ class Training {
   }
 
   const std::shared_ptr<Module>& module() const { return module_; }
-  TrainingCore* operator->() const { return core_.get(); }
-  TrainingCore& operator*() const { return *core_; }
+  TrainingCore* operator->() const { return &core(); }
+  TrainingCore& operator*() const { return core(); }
+  // Gives up the typed part.
+  std::unique_ptr<TrainingCore> release() && { return std::move(core_); }
 
  private:
+  TrainingCore& core() const {
+    if (!core_) detail::refuse_lost_training();
+    return *core_;
+  }
+  Replanned replan_here(const std::string& strategy, const std::optional<TrainingOptions>& options,
+                        const OptimizerRecipe& recipe) {
+    const auto ranks = core().present().value_or(core().group());
+    return replan_core(core_, strategy, module_, recipe, ranks, ranks, options);
+  }
   template <class... Inputs>
   auto forward_of_module(Inputs&&... inputs) {
     return detail::forward_between([this] { core_->before_forward(); },
@@ -331,6 +412,46 @@ Training<Module> make_training(const std::string& strategy, const torch::nn::Mod
 template <detail::BareModule Bare, class... Rest>
 auto make_training(const std::string& strategy, Bare&& module, Rest&&... rest) {
   return make_training(strategy, detail::refuse_bare_module<Bare>(module), std::forward<Rest>(rest)...);
+}
+
+// Continues a training on other ranks, and under any strategy; see Training::replan().
+//
+//   const auto four = world.group();
+//   std::optional<shoal::Training<Net>> training = shoal::make_training("fsdp", model, recipe, four);
+//   ...
+//   std::optional<shoal::Group> three;  // rank 3 leaves
+//   if (four.rank() < 3) three = four.subgroup({0, 1, 2});
+//   shoal::replan(training, "fsdp", model, recipe, three, four);
+//
+// training: nothing on ranks that do not train yet; afterwards nothing on ranks that do not train any more. module: on
+// ranks that train, the training's; on others one of the same kind, whose values do not matter. group: the ranks that
+// continue; nothing on others. everyone: a group with all ranks that train before or after. Parameters of ranks that
+// leave have no values any more where their memory was the strategy's. Collective over `everyone`. Throws as
+// Training::replan(), on every rank; UsageError also for a `group`, or a training, with ranks that are not in
+// `everyone`.
+template <class Module>
+Replanned replan(std::optional<Training<Module>>& training, const std::string& strategy,
+                 const std::shared_ptr<Module>& module, const OptimizerRecipe& recipe,
+                 const std::optional<Group>& group, const Group& everyone, const TrainingOptions& options = {}) {
+  auto core = training ? std::move(*training).release() : nullptr;
+  const auto put_back = [&] {
+    training.reset();
+    if (core) training.emplace(module, std::move(core));
+  };
+  try {
+    auto done = replan_core(core, strategy, module, recipe, group, everyone, options);
+    put_back();
+    return done;
+  } catch (...) {
+    put_back();
+    throw;
+  }
+}
+template <class Module>
+Replanned replan(std::optional<Training<Module>>& training, const std::string& strategy,
+                 const torch::nn::ModuleHolder<Module>& module, const OptimizerRecipe& recipe,
+                 const std::optional<Group>& group, const Group& everyone, const TrainingOptions& options = {}) {
+  return replan(training, strategy, module.ptr(), recipe, group, everyone, options);
 }
 
 }  // namespace shoal

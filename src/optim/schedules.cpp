@@ -99,6 +99,20 @@ void LambdaLR::set_position(int64_t position) {
   step();
 }
 
+LambdaLR::LambdaLR(torch::optim::Optimizer& optimizer, const LambdaLR& other)
+    : LRScheduler(optimizer), factor_(other.factor_), base_rates_(other.base_rates_) {
+  Faults("LambdaLR")
+      .require(optimizer.param_groups().size() == base_rates_.size(), "param groups",
+               static_cast<double>(optimizer.param_groups().size()),
+               fmt::format("an optimizer with {}, as the schedule's own has", base_rates_.size()).c_str())
+      .raise();
+  set_position(other.position());
+}
+
+std::unique_ptr<LambdaLR> LambdaLR::on(torch::optim::Optimizer& optimizer) const {
+  return std::unique_ptr<LambdaLR>(new LambdaLR(optimizer, *this));
+}
+
 std::vector<double> LambdaLR::get_lrs() {
   auto rates = base_rates_;
   for (auto& rate : rates) rate *= factor_(step_count_);

@@ -7,6 +7,10 @@
 
 namespace shoal {
 
+// Checks the arguments of make_training(), and collects them. Throws its errors. Not collective.
+TrainingParts checked_parts(const std::string& strategy, std::shared_ptr<torch::nn::Module> module,
+                            OptimizerRecipe recipe, const Group& group, const TrainingOptions& options);
+
 // Without repetitions: libtorch lists a tied parameter under each of its names, which its optimizers refuse.
 std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors);
 
@@ -53,6 +57,14 @@ class WrappedTraining : public Base {
   }
   NoSync no_sync(bool accumulate) override { return wrapper().no_sync(accumulate); }
   void abandon_step() override { wrapper().abandon_step(); }
+  void settle() override {
+    if constexpr (std::is_base_of_v<Joinable, Core>) {
+      wrapper().settle();
+    } else {
+      wrapper().abandon_step();
+    }
+  }
+  std::string open_scope() const override { return wrapper().open_scope(); }
   std::optional<LoggingData> logging_data() const override { return wrapper().logging_data(); }
   std::vector<std::vector<std::string>> buckets() const override { return wrapper().buckets(); }
   void before_forward() override { wrapper().before_forward(); }

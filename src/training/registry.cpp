@@ -6,6 +6,7 @@
 
 #include "shoal/training.h"
 #include "training/builtin.h"
+#include "training/parts.h"
 
 namespace shoal {
 namespace {
@@ -125,19 +126,25 @@ Precision precision_of(const std::string& strategy, const std::string& name) {
   throw UsageError(fmt::format("unknown precision '{}'; choose from {}", name, fmt::join(precision_names(), ", ")));
 }
 
-std::unique_ptr<TrainingCore> make_training_core(const std::string& strategy, std::shared_ptr<torch::nn::Module> module,
-                                                 OptimizerRecipe recipe, const Group& group,
-                                                 const TrainingOptions& options) {
+TrainingParts checked_parts(const std::string& strategy, std::shared_ptr<torch::nn::Module> module,
+                            OptimizerRecipe recipe, const Group& group, const TrainingOptions& options) {
   const auto& chosen = find_strategy(strategy);
   check_arguments(chosen, recipe, options);
   auto values = option_values(chosen, options.options);
   if (chosen.check) chosen.check(values, options, group.size(), std::nullopt);
-  return chosen.make({.strategy = chosen,
-                      .module = std::move(module),
-                      .recipe = std::move(recipe),
-                      .group = group,
-                      .options = options,
-                      .values = std::move(values)});
+  return {.strategy = chosen,
+          .module = std::move(module),
+          .recipe = std::move(recipe),
+          .group = group,
+          .options = options,
+          .values = std::move(values)};
+}
+
+std::unique_ptr<TrainingCore> make_training_core(const std::string& strategy, std::shared_ptr<torch::nn::Module> module,
+                                                 OptimizerRecipe recipe, const Group& group,
+                                                 const TrainingOptions& options) {
+  const auto& chosen = find_strategy(strategy);
+  return chosen.make(checked_parts(strategy, std::move(module), std::move(recipe), group, options));
 }
 
 }  // namespace shoal

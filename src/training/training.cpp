@@ -44,7 +44,8 @@ TrainingCore::TrainingCore(const TrainingParts& parts)
       group_(parts.group),
       clip_grad_(parts.options.clip_grad),
       precision_(parts.options.precision),
-      device_(device_of(*parts.module)) {
+      device_(device_of(*parts.module)),
+      parts_(std::make_shared<const TrainingParts>(parts)) {
   if (!(clip_grad_ >= 0)) throw UsageError(fmt::format("clip_grad {}: give a norm, or 0 for none", clip_grad_));
 }
 

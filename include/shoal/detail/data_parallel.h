@@ -78,6 +78,8 @@ class DataParallelCore : public Joinable {
 
   const std::shared_ptr<torch::nn::Module>& module() const;
   const Group& group() const override;
+  // A scope of this wrapper that has not ended, "no_sync()"; empty: none.
+  virtual std::string open_scope() const;
 
   // For Join.
   void check_shadow() const override;

@@ -212,6 +212,11 @@ const Group& DataParallelCore::group() const {
   return state_->group;
 }
 
+std::string DataParallelCore::open_scope() const {
+  if (state_->no_sync_depth > 0) return "no_sync()";
+  return state_->reducer->join_state() ? "a Join" : "";
+}
+
 void DataParallelCore::check_shadow() const {
   check_forward_is_local(*state_->module);
 }

@@ -74,6 +74,10 @@ NoSync DecentralizedDataParallelCore::no_sync(bool accumulate) {
   return NoSync(accumulate ? &state_->no_sync_depth : nullptr);
 }
 
+std::string DecentralizedDataParallelCore::open_scope() const {
+  return state_->no_sync_depth > 0 ? "no_sync()" : "";
+}
+
 const Precision& DecentralizedDataParallelCore::precision() const {
   return state_->options.precision;
 }

@@ -138,6 +138,11 @@ NoSync FullyShardedCore::defer_all_reduce(bool defer) {
   return NoSync(defer ? &shards_->defer_depth : nullptr);
 }
 
+std::string FullyShardedCore::open_scope() const {
+  if (shards_->hold) return "full_parameters()";
+  return shards_->defer_depth > 0 ? "defer_all_reduce()" : DataParallelCore::open_scope();
+}
+
 double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
   if (norm_type == 0) {
     throw UsageError(

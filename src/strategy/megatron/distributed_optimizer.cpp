@@ -83,6 +83,11 @@ NoSync DistributedOptimizerCore::no_sync(bool accumulate) {
   return NoSync(accumulate ? &reduction_->no_sync_depth : nullptr);
 }
 
+std::string DistributedOptimizerCore::open_scope() const {
+  if (reduction_->no_sync_depth > 0) return "no_sync()";
+  return state().modules.front()->reducer().join_state() ? "a Join" : "";
+}
+
 void DistributedOptimizerCore::all_reduce_grads(const std::vector<at::Tensor>& parameters, const Group& group,
                                                 const std::string& name) {
   const auto& options = reduction_->options;

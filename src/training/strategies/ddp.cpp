@@ -41,6 +41,7 @@ class DdpInBackward : public Ddp {
   at::Tensor scale_loss(const at::Tensor& loss) const override { return inside_.scale_loss(loss); }
   bool step() override { return true; }
   void zero_grad() override {}
+  bool updates_in_backward() const override { return true; }
   std::optional<TrainingState> state() override {
     TrainingState state(parallel_, *optimizer_);
     if (auto* scaler = inside_.scaler()) state.with(*scaler);

@@ -26,7 +26,8 @@ OptimizerOfNamed optimizer_of_buckets(const TrainingParts& parts) {
   };
 }
 
-DecentralizedDataParallelOptions decentralized_options(const OptionValues& values, const TrainingOptions& options, int ranks) {
+DecentralizedDataParallelOptions decentralized_options(const OptionValues& values, const TrainingOptions& options,
+                                                       int ranks) {
   const auto local_size = static_cast<int>(values.integer("topology_local_size"));
   DecentralizedDataParallelOptions result{.topology = topology_of(values, options, ranks, local_size),
                                           .schedule = options.schedule,
@@ -65,8 +66,12 @@ class Decentralized : public WrappedTraining<OpenCore<DecentralizedDataParallelC
   std::shared_ptr<void> full_parameters() override {
     auto tensors = module_->parameters();
     for (const auto& buffer : module_->buffers()) tensors.push_back(buffer);
-    return std::make_shared<CommonValues>(CommonValues::Of::mean, tensors, parallel_.remaining());
+    auto mean = std::make_shared<CommonValues>(CommonValues::Of::mean, tensors, parallel_.remaining());
+    mean_ = mean;
+    return mean;
   }
+  std::string open_scope() const override { return mean_.expired() ? parallel_.open_scope() : "full_parameters()"; }
+  bool updates_in_backward() const override { return true; }
   bool has_whole_model() const override { return false; }
   std::optional<Group> present() override { return parallel_.remaining(); }
   int leader() const override { return first_of_those_left(parallel_.statistics()); }
@@ -78,6 +83,7 @@ class Decentralized : public WrappedTraining<OpenCore<DecentralizedDataParallelC
 
  private:
   mutable OpenCore<DecentralizedDataParallelCore> parallel_;
+  std::weak_ptr<CommonValues> mean_{};              // of full_parameters()
   std::unique_ptr<torch::optim::Optimizer> rates_;  // never steps
 };
 

@@ -39,6 +39,7 @@ Strategy fsdp_strategy(const std::string& name, const std::string& help, Shardin
           .options = std::move(options),
           .main_copies = true,
           .logging_data = true,
+          .takes_deferred = true,
           .check =
               [name, parts](const OptionValues& values, const TrainingOptions&, int, std::optional<int>) {
                 parts ? check_hook_of_parts(name, values) : static_cast<void>(hook_of(values, {}));

@@ -29,7 +29,12 @@ class HybridGossip : public FsdpTraining {
         inside_(hosts.inside) {}
 
   std::optional<TrainingState> state() override { return TrainingState(*parallel_, gossip(), group_); }
-  std::shared_ptr<void> full_parameters() override { return std::make_shared<Mean>(*this); }
+  std::shared_ptr<void> full_parameters() override {
+    auto mean = std::make_shared<Mean>(*this);
+    mean_ = mean;
+    return mean;
+  }
+  std::string open_scope() const override { return mean_.expired() ? FsdpTraining::open_scope() : "full_parameters()"; }
   bool has_whole_model() const override { return false; }
   std::optional<Group> bound() const override { return inside_; }
   std::optional<Group> present() override { return gossip().remaining(group_); }
@@ -87,6 +92,7 @@ class HybridGossip : public FsdpTraining {
   ShardGossipOptimizerCore& gossip() const { return static_cast<ShardGossipOptimizerCore&>(*optimizer_); }
 
   Group inside_;
+  std::weak_ptr<Mean> mean_{};  // of full_parameters()
 };
 
 // Without a number, the ranks of each host share a model.
@@ -96,7 +102,8 @@ std::unique_ptr<TrainingCore> make_hybrid_gossip(const TrainingParts& parts) {
                                         host_groups(parts.group, size > 1 ? std::optional<int>(size) : std::nullopt));
 }
 
-void check_hybrid_gossip(const OptionValues& values, const TrainingOptions& options, int ranks, std::optional<int> hosts) {
+void check_hybrid_gossip(const OptionValues& values, const TrainingOptions& options, int ranks,
+                         std::optional<int> hosts) {
   check_topology_options(values);
   check_hook_of_parts("hybrid_gossip", values);
   const auto size = static_cast<int>(values.integer("topology_local_size"));
@@ -123,6 +130,7 @@ std::vector<Strategy> hybrid_gossip_strategies() {
            .pace = Pace::own,
            .main_copies = true,
            .logging_data = true,
+           .takes_deferred = true,
            .check = check_hybrid_gossip,
            .make = make_hybrid_gossip}};
 }

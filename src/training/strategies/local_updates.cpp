@@ -34,13 +34,17 @@ class WithLocalUpdates : public ReplicatedTraining {
   void zero_grad() override { local_.zero_grad(); }
   std::optional<TrainingState> state() override { return scaled(TrainingState(local_)); }
   std::shared_ptr<void> full_parameters() override {
-    return std::make_shared<MeanParameters>(local_.mean_parameters());
+    auto mean = std::make_shared<MeanParameters>(local_.mean_parameters());
+    mean_ = mean;
+    return mean;
   }
+  std::string open_scope() const override { return mean_.expired() ? "" : "full_parameters()"; }
 
  private:
   void update(bool finite) override { local_.step(finite); }
 
   LocalUpdates local_;
+  std::weak_ptr<MeanParameters> mean_{};  // of full_parameters()
 };
 
 std::vector<StrategyOption> local_update_option_list() {
