@@ -59,7 +59,9 @@ TEST(Registry, defaults_are_values_that_are_accepted) {
 }
 
 TEST(Registry, a_foreign_option_is_refused_with_the_strategies_that_have_it) {
-  EXPECT_EQ(refusal([] { option_values(find_strategy("fsdp"), {{"sync_every", "5"}}); }),
+  EXPECT_EQ(refusal([] {
+              option_values(find_strategy("fsdp"), {{"sync_every", "5"}});
+            }),
             "sync_every: fsdp does not have it; it is for local_sgd, slowmo, diloco");
   EXPECT_EQ(refusal([] { option_values(find_strategy("fsdp"), {{"warp", "9"}}); }), "warp: no strategy has it");
 }

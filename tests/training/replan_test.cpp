@@ -467,7 +467,8 @@ TEST(Replan, BEY15_refusals_are_on_every_rank_and_change_nothing) {
 }
 
 // Beyond what the training has before: a copy of the rank's share of the parameters and the new state, which is two
-// shares; a unit of parameters is whole while it is sharded. Pages and buckets of the old strategy are gone by then.
+// shares; a unit of parameters is whole, and sent, while it is sharded. Pages and buckets of the old strategy are gone by
+// then.
 TEST(Replan, BEY15_memory_is_a_share_of_the_parameters_and_the_new_state) {
   constexpr int64_t hidden = 1024;
   constexpr double unit = hidden * hidden * sizeof(float);
@@ -485,7 +486,7 @@ TEST(Replan, BEY15_memory_is_a_share_of_the_parameters_and_the_new_state) {
   const auto before = meter.live();
   const auto done = training.replan("fsdp_grad_op", options);
   const auto extra = static_cast<double>(meter.peak() - before);
-  EXPECT_LT(extra, 3 * share + unit + (1 << 20)) << "share " << share << ", unit " << unit;
+  EXPECT_LT(extra, 3 * share + 2 * unit + (1 << 20)) << "share " << share << ", unit " << unit;
   EXPECT_GT(extra, share / 2) << "the meter measures";
   EXPECT_LE(done.bytes, 3 * bytes);
 }

@@ -25,9 +25,9 @@ const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
 // Several buckets, units and fragments of a small model; exchanges after every step that change nothing where ranks have
 // the same.
-const StrategyOptions small{{"bucket_cap_mb", "0.0005"}, {"first_bucket_mb", "0.0005"}, {"bucket_size", "100"},
-                            {"reduce_buffer_size", "100"}, {"unit_numel", "100"},        {"sync_every", "1"},
-                            {"outer_lr", "1"},             {"outer_momentum", "0"}};
+const StrategyOptions small{
+    {"bucket_cap_mb", "0.0005"}, {"first_bucket_mb", "0.0005"}, {"bucket_size", "100"}, {"reduce_buffer_size", "100"},
+    {"unit_numel", "100"},       {"sync_every", "1"},           {"outer_lr", "1"},      {"outer_momentum", "0"}};
 
 bool shares_batches(const Strategy& strategy) {
   return strategy.pace == Pace::common && !strategy.has("sync_every");
@@ -249,21 +249,20 @@ class Halving : public TrainingCore {
 };
 
 TEST(Training, a_programs_own_strategy_trains_by_its_name) {
-  register_strategy({.name = "halving",
-                     .help = "half the rate",
-                     .options = {{.name = "factor",
-                                  .type = StrategyOption::Type::number,
-                                  .default_value = "0.5",
-                                  .help = "of the rate"}},
-                     .pace = Pace::alone,
-                     .make = [](const TrainingParts& parts) { return std::make_unique<Halving>(parts); }});
+  register_strategy(
+      {.name = "halving",
+       .help = "half the rate",
+       .options =
+           {{.name = "factor", .type = StrategyOption::Type::number, .default_value = "0.5", .help = "of the rate"}},
+       .pace = Pace::alone,
+       .make = [](const TrainingParts& parts) { return std::make_unique<Halving>(parts); }});
   const auto all = [](const torch::nn::Module& module) {
     OptimizerRecipe::ParamGroups groups;
     groups.emplace_back(module.parameters());
     return groups;
   };
-  auto training = make_training("halving", seeded(3), optimizer_recipe<FusedSGD>(torch::optim::SGDOptions(0.1), all),
-                                group());
+  auto training =
+      make_training("halving", seeded(3), optimizer_recipe<FusedSGD>(torch::optim::SGDOptions(0.1), all), group());
   auto model = seeded(3);
   torch::optim::SGD optimizer(model->parameters(), 0.05);
   const auto x = whole_batch(0, 0);
@@ -314,7 +313,8 @@ TEST(Training, what_would_have_no_effect_is_refused) {
     EXPECT_THAT(refusal(name, {}, {}), testing::HasSubstr("lacks `make` or `defaults`")) << name;
   }
   for (const auto* name : {"decentralized", "local_sgd", "local"}) {
-    EXPECT_THAT(refusal(name, recipe, {.communication_hook = hook}), testing::HasSubstr("reduces no gradients")) << name;
+    EXPECT_THAT(refusal(name, recipe, {.communication_hook = hook}), testing::HasSubstr("reduces no gradients"))
+        << name;
   }
   EXPECT_THAT(refusal("ddp", recipe, {.options = {{"compress", "fp16"}}, .communication_hook = hook}),
               testing::HasSubstr("exclude each other"));
