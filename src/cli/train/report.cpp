@@ -88,6 +88,7 @@ Json config(const TrainOptions& options, const World& world) {
   if (options.decay_every) result["decay_every"] = *options.decay_every;
   if (options.decay_factor) result["decay_factor"] = *options.decay_factor;
   if (options.chosen().has("sync_every")) result["sync_every"] = options.values().integer("sync_every");
+  if (!options.replan.empty()) result["replan"] = options.replan;
   if (options.steps) result["steps"] = *options.steps;
   if (options.epochs) result["epochs"] = *options.epochs;
   return result;
@@ -205,6 +206,7 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
                              {"step_bytes", result.sent}};
   report["counters_per_step"] = counters_of_ranks(group, result.counted);
   for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);
+  if (!result.replans.empty()) report["replans"] = result.replans;
   if (result.logging) report["logging"] = Json::parse(to_json(*result.logging));
   report["memory"] = memory_of_ranks(group, memory);
   report["memory"]["params_mib"] = rounded(result.params_mib, 1e-3);

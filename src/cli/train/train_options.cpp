@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 
 #include "base/limits.h"
 #include "cli/strategies/optimizers.h"
@@ -50,7 +51,53 @@ void complete_saving(TrainOptions& options) {
   }
 }
 
+// Every option must belong to one of the strategies; each is checked on its own.
+void check_course(const TrainOptions& options) {
+  const auto course = options.course();
+  if (course.size() == 1) return in_words_of_the_command_line([&] { options.values(); });
+  for (const auto& [name, value] : options.strategy_options) {
+    const bool known = std::any_of(course.begin(), course.end(),
+                                   [&](const auto& entry) { return find_strategy(entry.second).has(name); });
+    if (!known) in_words_of_the_command_line([&] { option_values(options.chosen(), {{name, value}}); });
+  }
+  for (const auto& [step, name] : course) {
+    const auto under = options.under(name);
+    in_words_of_the_command_line([&] { under.values(); });
+    if (find_strategy(name).pace == Pace::common) continue;
+    throw UsageError(
+        fmt::format("--replan: ranks of {} do not make every step together; it is for strategies whose "
+                    "ranks do",
+                    name));
+  }
+}
+
 }  // namespace
+
+std::vector<std::pair<int64_t, std::string>> TrainOptions::course() const {
+  std::vector<std::pair<int64_t, std::string>> list{{0, strategy}};
+  const auto refuse = [&] {
+    throw UsageError(
+        fmt::format("--replan {}: give STEP:STRATEGY[,STEP:STRATEGY...] with ascending steps from 1", replan));
+  };
+  for (size_t begin = 0; !replan.empty() && begin <= replan.size();) {
+    const auto end = std::min(replan.find(',', begin), replan.size());
+    const auto colon = replan.find(':', begin);
+    if (colon == std::string::npos || colon > end) refuse();
+    int64_t step = 0;
+    const auto [rest, error] = std::from_chars(replan.data() + begin, replan.data() + colon, step);
+    if (error != std::errc() || rest != replan.data() + colon || step <= list.back().first) refuse();
+    list.emplace_back(step, replan.substr(colon + 1, end - colon - 1));
+    require_one_of("--replan", list.back().second, strategy_names());
+    begin = end + 1;
+  }
+  return list;
+}
+
+TrainOptions TrainOptions::under(const std::string& name) const {
+  auto options = *this;
+  options.strategy = name;
+  return options;
+}
 
 void TrainOptions::complete() {
   require_one_of("--strategy", strategy, strategy_names());
@@ -93,12 +140,16 @@ void TrainOptions::complete() {
   if (batch == 0) batch = reference_data() ? 4 : 64;
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
   check_logging_data(*this);
-  in_words_of_the_command_line([this] { values(); });
+  check_course(*this);
 }
 
 void TrainOptions::check_strategy(int on_ranks, std::optional<int> hosts) const {
-  const auto& check = chosen().check;
-  if (check) in_words_of_the_command_line([&] { check(values(), training_options(), on_ranks, hosts); });
+  for (const auto& [step, name] : course()) {
+    const auto under = this->under(name);
+    const auto& check = under.chosen().check;
+    if (!check) continue;
+    in_words_of_the_command_line([&] { check(under.values(), under.training_options(), on_ranks, hosts); });
+  }
 }
 
 std::string TrainOptions::compress() const {
@@ -111,6 +162,9 @@ TrainingOptions TrainOptions::training_options() const {
                            .precision = precision(),
                            .units = unit_policy(model),
                            .seed = seed};
+  if (!replan.empty()) {
+    std::erase_if(training.options, [this](const auto& entry) { return !chosen().has(entry.first); });
+  }
   const bool wide = chosen().main_copies && dtype.ends_with("_mixed") && chosen().has("grad_reduce_in_fp32");
   if (wide) training.options.try_emplace("grad_reduce_in_fp32", "true");
   return training;
@@ -129,6 +183,9 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--strategy", options.strategy, fmt::format("{}", fmt::join(strategy_names(), ", ")))
       ->capture_default_str();
   command.footer(list_of_strategies());
+  command.add_option(
+      "--replan", options.replan,
+      "STEP:STRATEGY[,STEP:STRATEGY...]: continue under another strategy after so many steps, from memory");
   command.add_option("--ranks", options.ranks, "number of processes to start (default: 2, or as set by the launcher)");
   command.add_option("--threads", options.threads,
                      "compute threads per rank (default: OMP_NUM_THREADS, else cores / ranks on this host)");
@@ -173,9 +230,10 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                      "on an interrupt");
   command.add_option("--save-every", options.save_every, "also save a checkpoint every N steps, in the background");
   command.add_option("--keep-last", options.keep_last, "keep the newest N checkpoints (default: all)");
-  command.add_option("--resume", options.resume,
-                     "resume from a checkpoint or the latest in a folder; latest: the latest in --save DIR, or step 0 if "
-                     "it has none yet");
+  command.add_option(
+      "--resume", options.resume,
+      "resume from a checkpoint or the latest in a folder; latest: the latest in --save DIR, or step 0 if "
+      "it has none yet");
   command.add_flag("--partial", options.partial,
                    "--resume loads only the parameters and buffers that the checkpoint has, and training begins at "
                    "step 0: for fine-tuning");

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "shoal/training.h"
 
@@ -45,6 +47,7 @@ struct TrainOptions {
   int timeout_seconds = 300;
   bool check_agreement = false;
   StrategyOptions strategy_options;  // those given on the command line
+  std::string replan;                // "STEP:STRATEGY,..."
   std::string flight_recorder;  // folder
   std::string metrics;          // file
   bool logging_data = false;    // print it at the end
@@ -62,6 +65,11 @@ struct TrainOptions {
   // The communication hook's text.
   std::string compress() const;
   TrainingOptions training_options() const;
+  // The strategies that training goes through, with the number of steps before each one; the first is `strategy`.
+  // UsageError for a --replan that does not have this form.
+  std::vector<std::pair<int64_t, std::string>> course() const;
+  // These options under another strategy of the course, which takes those of the strategies' options that it has.
+  TrainOptions under(const std::string& name) const;
   // Values of the strategy's options.
   OptionValues values() const { return option_values(chosen(), training_options().options); }
   at::ScalarType data_dtype() const { return dtype == "float64" ? at::kDouble : at::kFloat; }

@@ -37,15 +37,51 @@ TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) 
 }  // namespace
 
 Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed)
-    : options_(options),
+    : options_(options.under(options.strategy)),
+      all_options_(options),
+      course_(options.course()),
       group_(group),
       model_(std::move(model)),
       feed_(feed),
-      strategy_(make_training(options.strategy, model_, recipe_of(options), group, with_schedule(options, total_steps()))),
-      meeting_(*strategy_, group),
-      schedule_(make_schedule(options, strategy_->optimizer(), total_steps())),
-      training_(options.save.empty() && options.resume.empty() ? std::nullopt : strategy_->state()) {
-  if (training_ && schedule_) training_->with(*schedule_);
+      strategy_(
+          make_training(options.strategy, model_, recipe_of(options_), group, with_schedule(options_, total_steps()))),
+      meeting_(std::in_place, *strategy_, group),
+      schedule_(make_schedule(options_, strategy_->optimizer(), total_steps())) {
+  if (course_.back().first >= total_steps()) {
+    throw UsageError(fmt::format("--replan {}: training ends after step {}", options.replan, total_steps()));
+  }
+  make_state();
+}
+
+void Trainer::make_state() {
+  training_.reset();
+  if (options_.save.empty() && options_.resume.empty()) return;
+  auto state = strategy_->state();
+  if (!state) return;
+  training_.emplace(std::move(*state));
+  if (schedule_) training_->with(*schedule_);
+}
+
+std::optional<nlohmann::ordered_json> Trainer::replan(int64_t number) {
+  std::string due = options_.strategy;
+  for (const auto& [step, name] : course_) {
+    if (step <= number) due = name;
+  }
+  if (due == options_.strategy) return std::nullopt;
+  if (training_) training_->wait();
+  training_.reset();
+  meeting_.reset();
+  const auto before = options_.strategy;
+  options_ = all_options_.under(due);
+  const auto done = strategy_.replan(due, with_schedule(options_, total_steps()), recipe_of(options_));
+  if (schedule_) schedule_ = schedule_->on(strategy_->optimizer());
+  meeting_.emplace(*strategy_, group_);
+  make_state();
+  return nlohmann::ordered_json{{"step", number},
+                                {"replan", due},
+                                {"from", before},
+                                {"replan_seconds", done.seconds},
+                                {"replan_bytes", done.bytes}};
 }
 
 int64_t Trainer::total_steps() const {
@@ -88,8 +124,8 @@ int64_t Trainer::resume() {
   }
   // The command line, not the checkpoint, defines the options of param groups.
   const LoadOptions how{.rates = false, .options = false};
-  const auto found = options_.resume_if_any ? load_latest(options_.resume, *training_, how)
-                                            : load(options_.resume, *training_, how);
+  const auto found =
+      options_.resume_if_any ? load_latest(options_.resume, *training_, how) : load(options_.resume, *training_, how);
   if (!found) {
     if (group_.rank() == 0) fmt::print(stderr, "{} has no checkpoint yet: starting at step 0\n", options_.resume);
     return 0;
@@ -156,7 +192,7 @@ void Trainer::tolerate(const std::function<void()>& saving) {
 void Trainer::save_end(int64_t steps, TrainResult& result) {
   if (options_.save.empty() || !training_) return;
   try {
-    meeting_.together([&](const Group&) { save(steps, /*in_background=*/false); });
+    meeting_->together([&](const Group&) { save(steps, /*in_background=*/false); });
     result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
   } catch (const CommError& error) {
     if (in_step()) throw;
@@ -166,13 +202,14 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
 
 void Trainer::evaluate_model(int64_t epoch, ProgressBar& progress, TrainResult& result) {
   Evaluation evaluation;
-  meeting_.together([&](const Group& present) {
+  meeting_->together([&](const Group& present) {
     result.figures = exchange_figures(*strategy_);
     const auto whole = strategy_->full_parameters();
     // Batch norms' running means are evaluated as they are saved, with rank 0's values. Ranks that train independently
     // evaluate their own models.
     std::optional<CommonValues> buffers;
-    if (strategy_->strategy().pace != Pace::alone) buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
+    if (strategy_->strategy().pace != Pace::alone)
+      buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
     evaluation = evaluate(*model_, *feed_.test_data(), present, options_.precision());
   });
   result.eval.push_back(evaluation);
@@ -209,7 +246,6 @@ TrainResult Trainer::run() {
   const auto per_epoch = feed_.steps_per_epoch();
   const int64_t total = total_steps();
   const int64_t samples_per_step = options_.batch * options_.accumulate;
-  auto& optimizer = strategy_->optimizer();
   TrainResult result;
   const int64_t first = resume();
   const auto before = group_.statistics();
@@ -231,16 +267,26 @@ TrainResult Trainer::run() {
   for (; number < total && !result.stopped; ++number) {
     // Ranks that can go on without each other still make the first step together.
     const bool stops = is_interrupted(number) && (in_step() || number > first);
-    if (meeting_.meet(number, /*due=*/false, stops) == Meeting::Outcome::stop) {
+    if (meeting_->meet(number, /*due=*/false, stops) == Meeting::Outcome::stop) {
       result.stopped = true;
       break;
+    }
+    if (const auto line = replan(number)) {
+      result.replans.push_back(*line);
+      progress.clear();
+      if (reports) {
+        fmt::print(stderr, "step {}: {} -> {} in {:.3f} s, {:.1f} MiB received\n", number,
+                   (*line)["from"].get<std::string>(), options_.strategy, (*line)["replan_seconds"].get<double>(),
+                   static_cast<double>((*line)["replan_bytes"].get<int64_t>()) / (1 << 20));
+      }
+      if (metrics.wanted()) metrics.write(*line);
     }
     const int64_t epoch = per_epoch ? number / *per_epoch : 0;
     begin_epoch(number, first);
     feed_.prepare(number);
     const auto before_step = process_counters();
     const auto start = Clock::now();
-    result.lr.push_back(optimizer.param_groups().front().options().get_lr());
+    result.lr.push_back(strategy_->optimizer().param_groups().front().options().get_lr());
     result.loss.push_back(step(number, result));
     if (schedule_) schedule_->step();
     const std::chrono::duration<double> duration = Clock::now() - start;
@@ -258,7 +304,7 @@ TrainResult Trainer::run() {
     const bool evaluates = options_.eval && (epoch_ends || ends);
     const bool saves = is_due(number + 1) && !ends;
     if (!evaluates && !saves && !ends) continue;
-    const auto outcome = meeting_.meet(number + 1, /*due=*/true, !in_step() && interrupted != 0);
+    const auto outcome = meeting_->meet(number + 1, /*due=*/true, !in_step() && interrupted != 0);
     result.stopped = outcome == Meeting::Outcome::stop && !ends;
     if (outcome == Meeting::Outcome::go_on || result.stopped) continue;
     if (evaluates) {
@@ -273,13 +319,13 @@ TrainResult Trainer::run() {
     }
     if (!saves) continue;
     progress.clear();
-    tolerate([&] { meeting_.together([&](const Group&) { save(number + 1, /*in_background=*/true); }); });
+    tolerate([&] { meeting_->together([&](const Group&) { save(number + 1, /*in_background=*/true); }); });
   }
   if (training_) tolerate([&] { training_->wait(); });
   if (result.stopped) interrupted = 1;  // also if only a peer was interrupted
   result.params_mib = mebibytes(strategy_->parameters());
   result.state_mib = state_mib(*strategy_, *model_);
-  if (!result.stopped) meeting_.together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
+  if (!result.stopped) meeting_->together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
   result.logging = strategy_->logging_data();
   const auto after = group_.statistics();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};

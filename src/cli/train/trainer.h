@@ -44,6 +44,7 @@ struct TrainResult {
   double seconds = 0;                                   // without evaluation and saving
   int64_t samples = 0;                                  // of this rank
   bool stopped = false;                                 // after an interrupt
+  std::vector<nlohmann::ordered_json> replans;          // as in the metrics
   std::string checkpoint;                               // saved at the end; empty: none
 };
 
@@ -57,7 +58,7 @@ class Trainer {
   std::shared_ptr<void> full_parameters() { return strategy_->full_parameters(); }
   bool has_whole_model() const { return strategy_->has_whole_model(); }
   // See Meeting.
-  void together(const std::function<void(const Group& present)>& work) { meeting_.together(work); }
+  void together(const std::function<void(const Group& present)>& work) { meeting_->together(work); }
 
  private:
   double step(int64_t number, TrainResult& result);
@@ -70,6 +71,10 @@ class Trainer {
   int64_t total_steps() const;
   // Returns the first step.
   int64_t resume();
+  // Takes the state for checkpoints from the present strategy.
+  void make_state();
+  // Continues under the strategy that is due before this step; the line for the metrics, if there is one.
+  std::optional<nlohmann::ordered_json> replan(int64_t number);
   void begin_epoch(int64_t number, int64_t first);
   // Saves after `steps` steps. in_background: training goes on meanwhile.
   void save(int64_t steps, bool in_background);
@@ -79,12 +84,14 @@ class Trainer {
   void save_end(int64_t steps, TrainResult& result);
   void evaluate_model(int64_t epoch, ProgressBar& progress, TrainResult& result);
 
-  const TrainOptions& options_;
+  TrainOptions options_;  // under the present strategy
+  TrainOptions all_options_;
+  std::vector<std::pair<int64_t, std::string>> course_;
   Group group_;
   std::shared_ptr<models::Model> model_;
   Feed& feed_;
   Training<models::Model> strategy_;
-  Meeting meeting_;
+  std::optional<Meeting> meeting_;
   std::unique_ptr<LambdaLR> schedule_;
   std::optional<TrainingState> training_;
 };

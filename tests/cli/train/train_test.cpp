@@ -56,6 +56,51 @@ TEST(Train, respects_the_threads_that_the_environment_asks_for) {
   EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=2", {"--threads", "1"}), 1);
 }
 
+TEST(Train, ELA07_the_strategy_changes_between_two_steps) {
+  const TempFolder folder;
+  const std::vector<std::string> common{"--data",     "reference",   "--model",   "mlp",     "--ranks",
+                                        "2",          "--optimizer", "adamw",     "--steps", "8",
+                                        "--schedule", "cosine",      "--threads", "1"};
+  auto line = common;
+  line.insert(line.end(), {"--replan", "2:fsdp,4:megatron,6:zero1", "--unit-numel", "100", "--metrics",
+                           folder.file("metrics.jsonl"), "--save", folder.file("run")});
+  const auto changed = train(line);
+  const auto straight = train(common);
+  ASSERT_FALSE(changed.is_null() || straight.is_null());
+  EXPECT_EQ(changed["params"], straight["params"]) << "to the bit";
+  EXPECT_EQ(changed["lr"], straight["lr"]);
+  ASSERT_EQ(changed["replans"].size(), 3U);
+  EXPECT_EQ(changed["replans"][1]["replan"], "megatron");
+  EXPECT_EQ(changed["replans"][1]["from"], "fsdp");
+  EXPECT_GT(changed["replans"][1]["replan_bytes"], 0);
+  std::ifstream metrics(folder.file("metrics.jsonl"));
+  std::vector<int64_t> steps;
+  for (std::string text; std::getline(metrics, text);) {
+    const auto entry = json::parse(text);
+    if (entry.contains("replan")) steps.push_back(entry["step"]);
+  }
+  EXPECT_EQ(steps, (std::vector<int64_t>{2, 4, 6}));
+  const auto report = shoal({"top", "--once", folder.file("metrics.jsonl")});
+  EXPECT_EQ(report.code, 0) << report.output;
+}
+
+TEST(Train, ELA07_a_replan_that_cannot_be_is_refused) {
+  const auto refusal = [](const std::string& plan, std::vector<std::string> more = {}) {
+    std::vector<std::string> line{"train", "--data", "reference", "--ranks", "1", "--steps", "4", "--replan", plan};
+    line.insert(line.end(), more.begin(), more.end());
+    const auto ended = shoal(line);
+    EXPECT_NE(ended.code, 0);
+    return ended.output;
+  };
+  const auto has = [](const std::string& text, const char* part) { return text.find(part) != std::string::npos; };
+  EXPECT_TRUE(has(refusal("fsdp"), "--replan fsdp: give STEP:STRATEGY"));
+  EXPECT_TRUE(has(refusal("2:ddp,2:fsdp"), "ascending steps"));
+  EXPECT_TRUE(has(refusal("2:zero9"), "--replan zero9: not in this version"));
+  EXPECT_TRUE(has(refusal("4:fsdp"), "training ends after step 4"));
+  EXPECT_TRUE(has(refusal("2:decentralized"), "ranks of decentralized do not make every step together"));
+  EXPECT_TRUE(has(refusal("2:zero1", {"--unit-numel", "5"}), "--unit-numel: ddp does not have it"));
+}
+
 TEST(Train, saves_a_file_that_python_reads) {
   const TempFolder folder;
   const auto ended = shoal({"train", "--data", "reference", "--model", "cnn", "--steps", "2", "--ranks", "2", "--save",
