@@ -37,6 +37,13 @@ class CommError : public Error {
   int rank_;
 };
 
+// An elastic job that cannot go on: too few ranks are left, for example. The message says why. Thrown on every rank that
+// lives. Not a CommError, so that a loop which recovers from those does not try for ever.
+class JobLost : public Error {
+ public:
+  using Error::Error;
+};
+
 // A step that failed on one rank and was therefore abandoned on all of them. No rank has valid gradients. All ranks are
 // at the same step again: call zero_grad() and continue with the next one.
 class StepAbandoned : public Error {

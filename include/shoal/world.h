@@ -67,8 +67,10 @@ struct WorldOptions {
 };
 
 struct WorldState;
+struct WorldCell;
 
-// Handle on the job, cheap to copy. Groups keep alive what they need of it.
+// Handle on the job, cheap to copy. Groups keep alive what they need of it. In an elastic job (shoal/elastic.h) all
+// copies follow when ranks are lost: rank(), size() and group() are then those of the ranks that are left.
 class World {
  public:
   World(std::shared_ptr<WorldState> state, Group group);
@@ -106,10 +108,10 @@ class World {
   void manual_seed(uint64_t seed) const;
 
  private:
+  friend const std::shared_ptr<WorldCell>& cell_of(const World& world);
   static void print_line(const std::string& line);
 
-  std::shared_ptr<WorldState> state_;
-  Group group_;
+  std::shared_ptr<WorldCell> cell_;
 };
 
 // Connects this process to the other ranks of the job. Call it once per process. Collective over all ranks, except with

@@ -25,9 +25,10 @@ struct Events {
   int founders = 3;
   int newcomers = 0;
   int deaths = 0;
-  int stops = 0;   // a stopped member takes no steps until it is continued
-  int admits = 0;  // times that newcomers may be admitted
-  int splits = 0;  // the network splits: members on two sides cannot see each other any more
+  int stops = 0;     // a stopped member takes no steps until it is continued
+  int admits = 0;    // times that newcomers may be admitted
+  int renewals = 0;  // times that a member begins another generation because its communication has failed
+  int splits = 0;    // the network splits: members on two sides cannot see each other any more
 };
 
 struct Process {
@@ -87,7 +88,8 @@ class Exploration {
 
   static std::string text(const State& state) {
     std::string all = std::to_string(state.left.deaths) + std::to_string(state.left.stops) +
-                      std::to_string(state.left.admits) + std::to_string(state.left.splits) + " apart";
+                      std::to_string(state.left.admits) + std::to_string(state.left.renewals) +
+                      std::to_string(state.left.splits) + " apart";
     for (const int member : state.apart) all += std::to_string(member);
     all += "\n";
     for (const auto& process : state.processes) {
@@ -169,7 +171,8 @@ class Exploration {
     int other = process.read.empty() ? 0 : process.read.rbegin()->first + 1;
     if (other == self) ++other;
     if (other >= size(state)) {
-      decide(state, self);
+      decide(state, self, /*renew=*/false);
+      if (state.left.renewals > 0 && !process.agreed.members.empty()) decide(state, self, /*renew=*/true);
       return;
     }
     if (is_apart(state, self) != is_apart(state, other)) {
@@ -189,10 +192,14 @@ class Exploration {
     if (seen.stopped && !seen.dead) sight(MemberSight::State::silent);
   }
 
-  void decide(const State& state, int self) {
+  void decide(const State& state, int self, bool renew) {
     auto next = state;
     auto& process = next.processes[self];
     const auto sights = std::exchange(process.read, {});
+    if (renew && !process.membership.card().members.empty()) {
+      --next.left.renewals;
+      process.membership.renew(sights);
+    }
     const auto standing = process.membership.look(sights);
     if (standing == Standing::agreed) {
       process.agreed = process.membership.card();
@@ -320,6 +327,9 @@ TEST(Membership, ELA01_two_of_three_may_die_at_any_moment) {
 }
 TEST(Membership, ELA01_one_of_two_may_die_at_any_moment) {
   explore({.founders = 2, .deaths = 1});
+}
+TEST(Membership, ELA01_members_begin_another_generation_and_one_dies) {
+  explore({.founders = 3, .deaths = 1, .renewals = 1});
 }
 TEST(Membership, ELA06_a_process_joins_two_and_two_of_them_die) {
   explore({.founders = 2, .newcomers = 1, .deaths = 2, .admits = 2});

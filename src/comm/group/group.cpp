@@ -96,6 +96,8 @@ Work issue(const Group& group, Call call) {
                     state->name, state->world->pid));
   }
   check(call, group.rank(), group.size());
+  if (const auto ended = state->progress->ended.text(); !ended.empty()) throw GroupEnded(ended);
+  if (const auto& watch = state->world->watch; watch && watch->raised()) throw CommError(watch->why());
   const auto failure = state->progress->failure.text();
   if (!failure.empty()) {
     throw CommError(fmt::format("group '{}' cannot be used after an earlier failure: {}", state->name, failure));

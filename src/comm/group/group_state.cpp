@@ -48,6 +48,7 @@ std::shared_ptr<GroupState> make_group_state(std::shared_ptr<WorldState> world, 
   state->progress = std::make_shared<GroupProgress>();
   state->transport = choose_transport(*state->world, state->name, state->rank, state->world_ranks);
   state->progress->transport = state->transport;
+  state->world->groups.add(state->progress);
   const bool is_check = compares_calls(state->name);
   const bool compares_later = state->world_ranks.size() > 1 && !state->transport->checks_agreement() && !is_check;
   state->progress->calls = state->world->activity.add_group(state->name, compares_later);
@@ -215,6 +216,18 @@ Milliseconds PendingWork::timeout() const {
   return of_group > 0 ? Milliseconds(of_group) : std::chrono::seconds(group_->world->options.timeout_seconds);
 }
 
+void PendingWork::require_generation() {
+  const auto* watch = group_->world->watch.get();
+  if (watch == nullptr || !watch->raised()) return;
+  const int rank = watch->broken_by();
+  const auto why = watch->why();
+  set_failure(*group_, why);
+  const auto found = std::find(group_->world_ranks.begin(), group_->world_ranks.end(), rank);
+  throw CommError(fmt::format("{} (noticed by rank {} in group '{}', operation #{}: {})", why,
+                              group_->world->placement.rank, group_->name, number_, call_.describe()),
+                  found == group_->world_ranks.end() ? -1 : static_cast<int>(found - group_->world_ranks.begin()));
+}
+
 bool PendingWork::wait_slice(Milliseconds limit) {
   if (const auto failure = group_->progress->failure.text(); !failure.empty()) fail(-1, failure);
   auto& world = *group_->world;
@@ -238,6 +251,7 @@ bool PendingWork::wait_slice(Milliseconds limit) {
     stuck.finished();
     return true;
   }
+  require_generation();
   if (const auto difference = stuck.look()) disagree(*difference);
   if (const auto fault = fault_of_peers(*group_, call_)) {
     if (waiting_->last_chance) fail(fault->world_rank, fault->text);
@@ -262,6 +276,7 @@ StuckWait PendingWork::stuck() const {
 }
 
 void PendingWork::fail_from(const std::exception& error) {
+  require_generation();
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
   text = text.substr(0, text.find('\n'));
@@ -271,6 +286,7 @@ void PendingWork::fail_from(const std::exception& error) {
   for (const auto deadline = Clock::now() + Milliseconds(1500);;) {
     const bool last = Clock::now() >= deadline;
     if (const auto fault = liveness.check(group_->world_ranks)) fail(fault->world_rank, fault->text);
+    require_generation();
     if (last) break;
     if (const auto difference = stuck.look_after_failure()) disagree(*difference);
     std::this_thread::sleep_for(Milliseconds(20));
@@ -294,7 +310,8 @@ void PendingWork::fail(int rank, const std::string& why) {
   if (state.progress->failure.text().empty()) {
     if (const auto difference = stuck().told()) disagree(*difference);
   }
-  if (set_failure(state, why)) {
+  // In an elastic job this rank goes on, so others need not know why it has ended.
+  if (set_failure(state, why) && !state.world->watch) {
     state.world->liveness->publish(rank, why.rfind("rank ", 0) == 0 ? why : fmt::format("a rank failed: {}", why));
   }
   const auto found = std::find(state.world_ranks.begin(), state.world_ranks.end(), rank);

@@ -14,6 +14,7 @@
 #include "comm/agreement/call_history.h"
 #include "comm/telemetry/call_watch.h"
 #include "comm/transport/transport.h"
+#include "shoal/error.h"
 #include "shoal/group.h"
 
 namespace shoal {
@@ -43,6 +44,12 @@ class GroupFailure {
   std::string text_;
 };
 
+// A call of a group whose generation is over, in an elastic job.
+class GroupEnded : public CommError {
+ public:
+  using CommError::CommError;
+};
+
 // State shared by all handles of a group, recorded or not. One thread issues operations, but several may wait for them:
 // a backend's futures have a thread of their own.
 struct GroupProgress {
@@ -50,6 +57,7 @@ struct GroupProgress {
   std::atomic<double> waited_s = 0;
   std::atomic<int64_t> timeout_ms = 0;  // of an operation; 0: the world's
   GroupFailure failure;
+  GroupFailure ended;                         // in an elastic job: the generation of the group is over
   std::map<std::vector<int>, int> subgroups;  // number of groups made of these ranks, for names
   int gossip_channels = 0;                    // number of channels opened, for names
   int reducers = 0;                           // number of reducers made, for labels
@@ -114,6 +122,8 @@ class PendingWork {
   struct Waiting;
 
   void wait_to_the_end();
+  // CommError in an elastic job that has lost a rank.
+  void require_generation();
   // One slice of a wait, and the checks after it; true when finished.
   bool wait_slice(Milliseconds limit);
   StuckWait stuck() const;

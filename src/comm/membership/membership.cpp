@@ -122,6 +122,10 @@ Membership::Standing Membership::look(const Sights& others) {
   return Standing::agreed;
 }
 
+void Membership::renew(const Sights& others) {
+  card_.number = std::max(card_.number, highest_number(others)) + 1;
+}
+
 void Membership::admit(const MemberList& newcomers, const Sights& others) {
   card_.number = std::max(card_.number, highest_number(others)) + 1;
   card_.grown = card_.number;

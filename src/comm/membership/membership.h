@@ -41,7 +41,8 @@ class Membership {
     waiting,      // for cards of other members; look again when something changes
     agreed,       // all members on the card show it: the card is a generation
     left_out,     // the others go on without this process; from now on it asks to join
-    no_majority,  // too many members are silent to go on without them, or have ended after they had left this one out
+    no_majority,  // too many members are silent to go on without them, or have ended after they had left this one out;
+                  // also for a moment where another member knows of deaths that this one has not noticed yet
   };
 
   // A member of the first generation.
@@ -58,6 +59,8 @@ class Membership {
   const MemberList& grown() const { return grown_; }
   // Takes note of what the other processes show, by member; may change the card.
   Standing look(const std::map<int, MemberSight>& others);
+  // Begins another generation, of the same members unless some have ended: the present one was given up. `look` follows.
+  void renew(const std::map<int, MemberSight>& others);
   // Adds processes that ask to join. Only for the first member of a generation that is agreed, between two steps.
   void admit(const MemberList& newcomers, const std::map<int, MemberSight>& others);
 

@@ -46,7 +46,10 @@ std::string host_identity() {
 }
 
 ProcessId this_process() {
-  const int pid = getpid();
+  return process_of(getpid());
+}
+
+ProcessId process_of(int pid) {
   return {pid, read_stat(pid).start_time};
 }
 

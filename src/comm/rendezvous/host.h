@@ -18,6 +18,7 @@ struct ProcessId {
 enum class ProcessState { running, stopped, gone };
 
 ProcessId this_process();
+ProcessId process_of(int pid);  // the one that has this pid now
 ProcessState state_of(const ProcessId& process);
 
 }  // namespace shoal

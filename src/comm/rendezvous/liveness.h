@@ -28,6 +28,8 @@ class Liveness {
 
   // A fault of one of these ranks, if one shows now. A stopped peer counts as faulty after the timeout.
   std::optional<Fault> check(const std::vector<int>& world_ranks);
+  // From now on a stopped peer is waited for.
+  void wait_for_stopped() { stopped_timeout_ = std::chrono::hours(24 * 365); }
   // The first fault that any rank noticed.
   std::optional<Fault> first_failure();
   // world_rank: the culprit; -1: unknown.

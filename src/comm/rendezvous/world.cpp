@@ -33,16 +33,6 @@ std::string address_towards(const std::string& host, int port) {
   return own_address(socket).host();
 }
 
-void count_local_ranks(WorldState& state) {
-  const auto& peers = state.meeting.peers;
-  state.local_size = 0;
-  for (int rank = 0; rank < state.placement.size; ++rank) {
-    if (peers[rank].host != peers[state.placement.rank].host) continue;
-    if (rank == state.placement.rank) state.local_rank = state.local_size;
-    ++state.local_size;
-  }
-}
-
 std::unique_ptr<FlightRecorder> make_recorder(const WorldOptions& options, const Placement& placement) {
   const auto folder =
       options.flight_recorder ? options.flight_recorder : process_environment()("SHOAL_FLIGHT_RECORDER");
@@ -58,6 +48,26 @@ std::vector<ProcessId> processes(const Meeting& meeting) {
 
 }  // namespace
 
+void count_local_ranks(WorldState& state) {
+  const auto& peers = state.meeting.peers;
+  state.local_size = 0;
+  for (int rank = 0; rank < state.placement.size; ++rank) {
+    if (peers[rank].host != peers[state.placement.rank].host) continue;
+    if (rank == state.placement.rank) state.local_rank = state.local_size;
+    ++state.local_size;
+  }
+}
+
+Group make_world_group(const std::shared_ptr<WorldState>& state) {
+  std::vector<int> everyone(state->placement.size);
+  std::iota(everyone.begin(), everyone.end(), 0);
+  return Group(make_group_state(state, world_group_name, everyone));
+}
+
+const std::shared_ptr<WorldCell>& cell_of(const World& world) {
+  return world.cell_;
+}
+
 void WorldOptions::validate() const {
   std::vector<std::string> faults;
   if (rank.has_value() != size.has_value()) faults.emplace_back("rank and size: give both or neither");
@@ -72,35 +82,36 @@ void WorldOptions::validate() const {
   if (!faults.empty()) throw UsageError(fmt::format("world options: {}", fmt::join(faults, "; ")));
 }
 
-World::World(std::shared_ptr<WorldState> state, Group group) : state_(std::move(state)), group_(std::move(group)) {}
+World::World(std::shared_ptr<WorldState> state, Group group)
+    : cell_(std::make_shared<WorldCell>(WorldCell{std::move(state), std::move(group)})) {}
 
 int World::rank() const {
-  return state_->placement.rank;
+  return cell_->state->placement.rank;
 }
 int World::size() const {
-  return state_->placement.size;
+  return cell_->state->placement.size;
 }
 int World::local_rank() const {
-  return state_->local_rank;
+  return cell_->state->local_rank;
 }
 int World::local_size() const {
-  return state_->local_size;
+  return cell_->state->local_size;
 }
 const std::string& World::source() const {
-  return state_->placement.source;
+  return cell_->state->placement.source;
 }
 const Group& World::group() const {
-  return group_;
+  return cell_->group;
 }
 
 void World::barrier() const {
-  group_.barrier().wait();
+  group().barrier().wait();
 }
 double World::all_reduce(double value, ReduceOp op) const {
-  return group_.all_reduce(value, op);
+  return group().all_reduce(value, op);
 }
 std::vector<double> World::all_reduce(std::vector<double> values, ReduceOp op) const {
-  return group_.all_reduce(std::move(values), op);
+  return group().all_reduce(std::move(values), op);
 }
 
 void World::print_line(const std::string& line) {
@@ -135,9 +146,7 @@ std::shared_ptr<WorldState> enter_world(const WorldOptions& options, Placement p
 }
 
 World with_group(std::shared_ptr<WorldState> state) {
-  std::vector<int> everyone(state->placement.size);
-  std::iota(everyone.begin(), everyone.end(), 0);
-  Group group(make_group_state(state, world_group_name, everyone));
+  auto group = make_world_group(state);
   return {std::move(state), std::move(group)};
 }
 

@@ -63,6 +63,11 @@ std::byte* PeerMemory::at(const SharedPlace& place) {
   return arenas_[place.arena].data() + place.offset;
 }
 
+void PeerMemory::unmap_arenas() {
+  const std::lock_guard lock(mutex_);
+  arenas_.clear();
+}
+
 int PeerMemory::blamed() const {
   return page_->blamed.load() - 1;
 }
@@ -106,6 +111,24 @@ std::shared_ptr<PeerMemory> HostMemory::peer(const PageAddress& address) {
   auto& peer = peers_[address.nonce];
   if (!peer) peer = std::make_shared<PeerMemory>(address);
   return peer;
+}
+
+void HostMemory::keep_peers(const std::vector<PageAddress>& addresses) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(peers_, [&](const auto& peer) {
+    return std::none_of(addresses.begin(), addresses.end(),
+                        [&](const PageAddress& address) { return address.nonce == peer.first; });
+  });
+}
+
+void HostMemory::interrupt_by(std::shared_ptr<const Interruption> interruption) {
+  const std::lock_guard lock(interruption_mutex_);
+  interruption_ = std::move(interruption);
+}
+
+bool HostMemory::interrupted() const {
+  const std::lock_guard lock(interruption_mutex_);
+  return interruption_ && interruption_->raised();
 }
 
 void HostMemory::attach(Pollable& pollable) {
@@ -162,21 +185,32 @@ std::byte* HostMemory::allocate(size_t bytes) {
   return allocate_in(arenas_.back(), bytes);
 }
 
-void HostMemory::retire(std::function<bool()> bury) {
+void HostMemory::retire(std::function<bool()> bury, std::function<void()> unread) {
   {
     const std::lock_guard lock(graves_mutex_);
-    graves_.push_back(std::move(bury));
+    graves_.push_back({std::move(bury), std::move(unread)});
   }
   try_graves();
 }
 
+std::vector<HostMemory::Grave> HostMemory::take_graves() {
+  const std::lock_guard lock(graves_mutex_);
+  return std::exchange(graves_, {});
+}
+
+void HostMemory::free_retired() {
+  auto graves = take_graves();
+  std::erase_if(graves, [](const Grave& grave) {
+    if (grave.unread) grave.unread();
+    return grave.unread != nullptr;
+  });
+  const std::lock_guard lock(graves_mutex_);
+  graves_.insert(graves_.end(), graves.begin(), graves.end());
+}
+
 void HostMemory::try_graves() {
-  std::vector<std::function<bool()>> graves;
-  {
-    const std::lock_guard lock(graves_mutex_);
-    graves.swap(graves_);
-  }
-  std::erase_if(graves, [](const auto& bury) { return bury(); });
+  auto graves = take_graves();
+  std::erase_if(graves, [](const Grave& grave) { return grave.bury(); });
   const std::lock_guard lock(graves_mutex_);
   graves_.insert(graves_.end(), graves.begin(), graves.end());
 }

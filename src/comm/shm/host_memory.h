@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "comm/shm/memory_file.h"
+#include "comm/shm/notice.h"
 
 namespace shoal {
 
@@ -39,6 +40,7 @@ struct ProcessPage {
   std::atomic<uint32_t> arena_count;  // number of valid entries of `arenas`
   std::atomic<int32_t> blamed;        // world rank that caused this rank's failure, plus one; 0: none
   Arena arenas[max_arenas];
+  Notice notice;  // what the process shows its peers; see membership/board.h
 };
 
 // Address of a process's page; exchanged at the rendezvous.
@@ -55,12 +57,16 @@ class PeerMemory {
   explicit PeerMemory(const PageAddress& address);
 
   std::byte* at(const SharedPlace& place);
+  // For a peer that has ended and whose memory nobody uses any more.
+  void unmap_arenas();
   // Whether its process has ended, as far as a signal can tell.
   bool gone() const;
   // Wakes the peer, because something that it may wait for has happened.
   void ring() const;
   // The rank that the peer blamed; -1: none. Readable after the peer's death.
   int blamed() const;
+  // What the peer shows. Readable after its death.
+  Notice::Words notice() const { return page_->notice.read(); }
 
  private:
   int pid_;
@@ -75,6 +81,13 @@ class Pollable {
  public:
   virtual ~Pollable() = default;
   virtual void poll() noexcept = 0;
+};
+
+// Reason to end waits for peers early.
+class Interruption {
+ public:
+  virtual ~Interruption() = default;
+  virtual bool raised() const noexcept = 0;
 };
 
 // This process's shared memory, and access to that of its peers. Thread-safe.
@@ -92,6 +105,15 @@ class HostMemory {
 
   // Opens a peer's memory once and keeps it. Throws std::runtime_error if it cannot be opened.
   std::shared_ptr<PeerMemory> peer(const PageAddress& address);
+  // Forgets all peers but these. What still uses one keeps it mapped.
+  void keep_peers(const std::vector<PageAddress>& addresses);
+
+  // Replaces what this process shows its peers. For one thread at a time.
+  void show(const Notice::Words& words) { page_->notice.write(words); }
+
+  // Waits for peers end early while this is raised; nullptr: never.
+  void interrupt_by(std::shared_ptr<const Interruption> interruption);
+  bool interrupted() const;
 
   // poll() progresses all attached objects. A rank that waits for one group must progress the operations of all others,
   // because a peer may wait for those first.
@@ -104,8 +126,10 @@ class HostMemory {
   // Returns the memory to the system at once. No peer may use it any more.
   void free(std::byte* data);
   // Frees memory that peers may still read: calls `bury` now, and again at every allocation and free, until it returns
-  // true.
-  void retire(std::function<bool()> bury);
+  // true. unread: called instead by free_retired().
+  void retire(std::function<bool()> bury, std::function<void()> unread = {});
+  // Frees what was retired, because no peer reads it any more.
+  void free_retired();
   // Place of [data, data + bytes), if it lies within one block of this heap.
   std::optional<SharedPlace> locate(const void* data, size_t bytes) const;
   std::byte* at(const SharedPlace& place) const;
@@ -128,7 +152,12 @@ class HostMemory {
     std::map<size_t, size_t> free;  // offset -> bytes
     std::map<size_t, size_t> used;
   };
+  struct Grave {
+    std::function<bool()> bury;
+    std::function<void()> unread;
+  };
   std::byte* allocate_in(Arena& arena, size_t bytes);
+  std::vector<Grave> take_graves();
   void try_graves();
 
   const int pid_;  // a forked child has another pid
@@ -140,7 +169,9 @@ class HostMemory {
   std::map<uint64_t, std::shared_ptr<PeerMemory>> peers_;  // by nonce, because pids are reused
   std::vector<Arena> arenas_;
   std::mutex graves_mutex_;
-  std::vector<std::function<bool()>> graves_;  // functions of retire(), which may read peers' memory
+  std::vector<Grave> graves_;  // of retire(); their functions may read peers' memory
+  mutable std::mutex interruption_mutex_;
+  std::shared_ptr<const Interruption> interruption_;
 };
 
 }  // namespace shoal

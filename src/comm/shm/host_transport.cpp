@@ -75,19 +75,47 @@ class SharedMemoryTransport : public Transport,
       tensors.insert(tensors.end(), call.inputs.begin(), call.inputs.end());
       tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
     }
-    block->readers.fetch_sub(1);
-    memory->retire([memory, block, buffers, tensors] {
-      if (block->readers.load() != 0) return false;
+    const auto unread = [memory, buffers, tensors] {
       for (auto* buffer : buffers) memory->free(buffer);
+    };
+    const auto own_unread = [memory, own = own_block_] { memory->free(own); };
+    if (given_up_) {
+      // The block may be another rank's, and freed: its counters are of no use any more.
+      bury_unread(unread);
+      if (own_block_ != nullptr) bury_unread(own_unread);
+      return;
+    }
+    block->readers.fetch_sub(1);
+    const auto bury = [block, unread] {
+      if (block->readers.load() != 0) return false;
+      unread();
       block->users.fetch_sub(1);
       return true;
-    });
+    };
+    memory->retire(bury, unread);
     if (own_block_ == nullptr) return;
-    memory->retire([memory, block, own = own_block_] {
+    const auto bury_own = [block, own_unread] {
       if (block->users.load() != 0) return false;
-      memory->free(own);
+      own_unread();
       return true;
-    });
+    };
+    memory->retire(bury_own, own_unread);
+  }
+
+  void give_up(const std::string& why) override {
+    {
+      const std::lock_guard lock(mutex_);
+      given_up_ = true;
+      failure_ = std::make_exception_ptr(CommError(why));
+    }
+    group_.memory->wake();
+  }
+
+  void given_up_by_all() override {
+    const std::lock_guard lock(mutex_);
+    given_up_by_all_ = true;
+    operations_.clear();
+    announced_ = 0;
   }
 
   std::string name() const override { return "host"; }
@@ -150,7 +178,8 @@ class SharedMemoryTransport : public Transport,
   }
 
   bool wait(std::chrono::nanoseconds limit, const std::function<bool()>& finished) {
-    return wait_until(*group_.memory, may_spin_, limit, [&] { return finished() || failed(); });
+    return wait_until(*group_.memory, may_spin_, limit,
+                      [&] { return finished() || failed() || group_.memory->interrupted(); });
   }
 
   std::vector<int> missing(const Operation& operation) {
@@ -161,6 +190,14 @@ class SharedMemoryTransport : public Transport,
   }
 
  private:
+  void bury_unread(const std::function<void()>& unread) {
+    if (given_up_by_all_) {
+      unread();
+    } else {
+      group_.memory->retire([] { return false; }, unread);
+    }
+  }
+
   bool failed() {
     const std::lock_guard lock(mutex_);
     return failure_ != nullptr;
@@ -216,6 +253,8 @@ class SharedMemoryTransport : public Transport,
   uint64_t issued_ = 0;
   Mailboxes mailboxes_;
   std::exception_ptr failure_;
+  bool given_up_ = false;
+  bool given_up_by_all_ = false;
 };
 
 bool HostWork::done() {
@@ -251,6 +290,7 @@ void await_others(const WorldState& world, const ControlLayout& control, const s
   const auto limit = std::chrono::seconds(world.options.rendezvous_timeout_seconds);
   const auto deadline = std::chrono::steady_clock::now() + limit;
   while (control.block().opened.load() < world_ranks.size()) {
+    if (world.watch && world.watch->raised()) throw CommError(world.watch->why());
     if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
     if (std::chrono::steady_clock::now() > deadline) {
       throw CommError(
@@ -297,10 +337,18 @@ HostTransport make_host_transport(const WorldState& world, const std::string& na
   }
   SharedPlace place;
   std::sscanf(lines[0].c_str(), "%u %lu", &place.arena, &place.offset);  // NOLINT(cert-err34-c): written by ourselves
-  auto* base = rank == 0 ? own_block : open_block(world, *memories[0], place, world_ranks);
+  std::byte* base = nullptr;
+  try {
+    base = rank == 0 ? own_block : open_block(world, *memories[0], place, world_ranks);
+    const ControlLayout control(base, size);
+    control.block().opened.fetch_add(1);
+    if (rank == 0) await_others(world, control, name, world_ranks);
+  } catch (...) {
+    auto* memory = world.memory.get();
+    if (own_block != nullptr) memory->retire([] { return false; }, [memory, own_block] { memory->free(own_block); });
+    throw;
+  }
   const ControlLayout control(base, size);
-  control.block().opened.fetch_add(1);
-  if (rank == 0) await_others(world, control, name, world_ranks);
   HostGroup group{name, rank, size, world.memory, std::move(memories), control};
   group.timeline = world.options.timeline;
   return {std::make_shared<SharedMemoryTransport>(std::move(group), world_ranks, cores_suffice(world.local_size),

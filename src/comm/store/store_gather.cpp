@@ -20,6 +20,7 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
   for (size_t other = 0; other < world_ranks.size(); ++other) keys.push_back(key(other));
   const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
   for (int attempt = 0; !store.check(keys); ++attempt) {
+    if (world.watch && world.watch->raised()) throw CommError(world.watch->why());
     if (attempt % 100 == 99) {
       if (const auto fault = world.liveness->check(world_ranks)) throw CommError(fault->text);
       if (world.options.while_waiting) world.options.while_waiting();

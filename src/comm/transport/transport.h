@@ -41,6 +41,11 @@ class Transport {
   virtual bool joins_threads() const { return false; }
   // Whether the transport detects different calls before any data are changed.
   virtual bool checks_agreement() const { return false; }
+  // Stops at once and for good, as `why` says: operations in flight fail, and nothing is sent or received any more. For
+  // an elastic job, whose ranks give up all groups of a generation that has lost a rank.
+  virtual void give_up(const std::string& /*why*/) {}
+  // Called once all ranks that live have given up: memory of this transport may be freed and used again.
+  virtual void given_up_by_all() {}
   // Returns `numel` zeros; see Group::allocate.
   virtual at::Tensor allocate(int64_t numel, const at::TensorOptions& options);
 };

@@ -1,0 +1,218 @@
+#include "comm/membership/generations.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <future>
+#include <numeric>
+#include <thread>
+
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+constexpr uint64_t first_generation = 1;
+constexpr const char* loopback = "127.0.0.1";
+// Its server listens before its port is told, so that only the server's end makes this longer than an instant.
+constexpr int store_seconds = 5;
+constexpr int most_attempts = 5;  // to connect the same ranks
+
+MemberCard first_card(int ranks) {
+  MemberList members(static_cast<size_t>(ranks));
+  std::iota(members.begin(), members.end(), 0);
+  return {.number = first_generation, .members = std::move(members)};
+}
+
+}  // namespace
+
+Generations::Generations(const World& world)
+    : cell_(cell_of(world)),
+      peers_(cell_->state->meeting.peers),
+      board_(std::make_shared<Board>(cell_->state->memory, world.rank(), peers_)),
+      membership_(world.rank(), first_card(world.size())) {
+  auto& state = *cell_->state;
+  if (state.watch) throw UsageError("this world has an Elastic already");
+  if (state.options.rejoin) throw UsageError("Elastic: a rank that rejoins cannot train with DistributedDataParallel");
+  state.liveness->wait_for_stopped();
+  watch_ = std::make_shared<GenerationWatch>(board_, first_generation, membership_.card().members);
+  board_->show(membership_.card());
+  state.watch = watch_;
+  state.memory->interrupt_by(watch_);
+}
+
+Generations::~Generations() {
+  if (cell_->state->is_forked_copy()) {
+    new std::shared_ptr<Board>(board_);  // its thread is the parent's, and cannot be joined here
+    return;
+  }
+  board_->leave();
+}
+
+bool Generations::mends(const CommError& error) const {
+  return broken() || dynamic_cast<const GroupEnded*>(&error) == nullptr;
+}
+
+void Generations::recover(int min_ranks) {
+  give_up(*cell_->state);
+  MemberList tried;
+  for (int attempt = 1;; ++attempt) {
+    const auto card = agree(min_ranks);
+    free_former(card);
+    if (std::exchange(tried, card.members) != card.members) attempt = 1;
+    try {
+      make_world(card);
+      return;
+    } catch (const std::exception& error) {
+      // The store's client throws errors of libtorch if its server ends.
+      const bool connection =
+          dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const c10::Error*>(&error) != nullptr;
+      if (!connection && !watch_->raised()) throw;
+      give_up(*cell_->state);
+      if (watch_->raised() || attempt < most_attempts) continue;
+      throw JobLost(fmt::format("the {} ranks that are left could not connect in {} attempts: {}", card.members.size(),
+                                attempt, error.what()));
+    }
+  }
+}
+
+// Whoever shows this card has given up its groups, and so does not use the memory of any other rank.
+void Generations::free_former(const MemberCard& card) {
+  auto& memory = *cell_->state->memory;
+  for (const auto& group : former_) group->transport->given_up_by_all();
+  former_.clear();
+  memory.free_retired();
+  std::vector<PageAddress> pages;
+  for (const int member : card.members) pages.push_back(peers_[static_cast<size_t>(member)].page);
+  memory.keep_peers(pages);
+  for (int member = 0; member < static_cast<int>(peers_.size()); ++member) {
+    if (!std::binary_search(card.members.begin(), card.members.end(), member)) board_->unmap(member);
+  }
+}
+
+void Generations::give_up(WorldState& world) {
+  for (const auto& group : world.groups.living()) {
+    const auto why =
+        fmt::format("a group ended with generation {} of this elastic job; take world.group() again", number());
+    group->ended.set(why);
+    group->failure.set(why);
+    group->transport->give_up(why);
+    former_.push_back(group);
+  }
+}
+
+MemberCard Generations::agree(int min_ranks) {
+  const auto limit = std::chrono::seconds(cell_->state->options.timeout_seconds);
+  const auto deadline = SteadyClock::now() + limit;
+  // Nobody else has begun another generation: this rank does, because its communication has failed.
+  if (!watch_->raised()) membership_.renew(board_->look());
+  while (true) {
+    const auto seen = board_->bell();
+    const auto before = membership_.card();
+    const auto standing = membership_.look(board_->look());
+    const auto& card = membership_.card();
+    require_enough(static_cast<int>(card.members.size()), min_ranks);
+    if (!(board_->entry(board_->self()).card == card)) board_->show(card);
+    if (standing == Membership::Standing::agreed && card.number > number()) return card;
+    // Without a majority this rank waits as well: it has only not noticed yet which members have ended.
+    if (standing == Membership::Standing::left_out) {
+      throw JobLost("the other ranks of this elastic job go on without this one, which they take for dead");
+    }
+    if (SteadyClock::now() > deadline) lose_late(card);
+    if (before == card) board_->wait(seen);
+  }
+}
+
+void Generations::require_enough(int ranks, int min_ranks) const {
+  if (ranks >= min_ranks) return;
+  throw JobLost(
+      fmt::format("{} of {} ranks are left, and this elastic job needs min_ranks = {}: start it again from its last "
+                  "checkpoint",
+                  ranks, peers_.size(), min_ranks));
+}
+
+void Generations::lose_late(const MemberCard& card) const {
+  std::vector<std::string> late;
+  for (const int member : card.members) {
+    if (member == self() || board_->entry(member).card == card) continue;
+    late.push_back(fmt::format("{} (pid {})", member, board_->process(member).pid));
+  }
+  throw JobLost(
+      fmt::format("rank(s) {} of the first generation live, but have not come to the recovery within {} s: they are "
+                  "stopped, or compute without communicating",
+                  fmt::join(late, ", "), cell_->state->options.timeout_seconds));
+}
+
+void Generations::make_world(const MemberCard& card) {
+  const auto& former = *cell_->state;
+  auto state = std::make_shared<WorldState>();
+  state->options = former.options;
+  state->placement = former.placement;
+  state->memory = former.memory;
+  state->listen_address = loopback;
+  watch_ = std::make_shared<GenerationWatch>(board_, card.number, card.members);
+  state->watch = watch_;
+  state->memory->interrupt_by(watch_);
+  auto& placement = state->placement;
+  placement.rank = static_cast<int>(std::find(card.members.begin(), card.members.end(), self()) - card.members.begin());
+  placement.size = static_cast<int>(card.members.size());
+  placement.address = loopback;
+  placement.store_is_served = true;
+  auto& meeting = state->meeting;
+  meeting.prefix = fmt::format("shoal/{}/generation/{}", placement.generation, card.number);
+  meeting.failure_key = meeting.prefix + "/first_failure";
+  for (const int member : card.members) meeting.peers.push_back(peers_[static_cast<size_t>(member)]);
+  // From here on recover() gives up the new world if it fails.
+  auto former_cell = std::exchange(*cell_, {state, cell_->group});
+  if (placement.size > 1) connect_store(*state, card);
+  state->liveness =
+      std::make_unique<Liveness>(meeting, placement, state->memory, state->options.stopped_timeout_seconds);
+  state->liveness->wait_for_stopped();
+  count_local_ranks(*state);
+  cell_->group = make_world_group(state);
+}
+
+// A store of its own for each generation, on the lowest member: whoever held the former one may have ended.
+void Generations::connect_store(WorldState& world, const MemberCard& card) {
+  auto& placement = world.placement;
+  auto& meeting = world.meeting;
+  const int server = card.members.front();
+  if (server == self()) {
+    meeting.server = std::make_unique<StoreServer>(loopback, 0, placement.job);
+    board_->serve(card.number, meeting.server->port());
+  }
+  const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  while (true) {
+    const auto seen = board_->bell();
+    const auto entry = board_->entry(server);
+    placement.port = entry.store_port;
+    if (entry.store_of == card.number) break;
+    if (watch_->raised()) throw CommError(watch_->why());
+    if (SteadyClock::now() > deadline) {
+      throw CommError(fmt::format("rank 0 of generation {} serves no store after {} s", card.number,
+                                  world.options.rendezvous_timeout_seconds));
+    }
+    board_->wait(seen);
+  }
+  // On another thread, because c10d's client waits for seconds where its server ends while it connects.
+  std::packaged_task<StorePtr()> task([port = placement.port, job = placement.job] {
+    return shoal::connect_store(loopback, port, store_seconds, job);
+  });
+  auto connected = task.get_future();
+  std::thread(std::move(task)).detach();
+  while (connected.wait_for(std::chrono::milliseconds(2)) != std::future_status::ready) {
+    if (watch_->raised()) throw CommError(watch_->why());
+  }
+  meeting.store = connected.get();
+  meeting.store->set_limit(store_limit);
+}
+
+}  // namespace shoal
