@@ -67,7 +67,20 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   //   sampler.seek(batches_done * batch_size);
   void seek(size_t index);
 
-  // Epoch and index(). load() restores both, as set_epoch() and seek() do. A data loader advances its copy and not this
+  // Shares out the rest of the present epoch among other ranks, here and in copies: the first `taken` places of the
+  // epoch's common order are done, and rank r takes the places taken + r, taken + r + num_replicas, ... of it, so that
+  // every sample is taken once whatever the number of ranks was before. Padding and drop_last apply to the rest. Later
+  // epochs are shared out as a whole. For elastic jobs; index() and seek() count within the rest. UsageError as for the
+  // constructor.
+  void divide(size_t num_replicas, size_t rank, size_t taken = 0);
+  // Places of the present epoch's common order that are done once every rank has taken index() samples of it.
+  size_t taken() const { return divided_ == epoch_ ? first_ + index_ * num_replicas_ : 0; }
+  size_t size() const { return size_; }  // samples of the data set
+  size_t num_replicas() const { return num_replicas_; }
+  size_t rank() const { return rank_; }
+  const DistributedSamplerOptions& options() const { return options_; }
+
+  // Epoch, index() and the place of divide(). load() restores them, as set_epoch(), divide() and seek() do. A data loader advances its copy and not this
   // sampler: call seek(batches_done * batch_size) before saving.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
@@ -77,7 +90,17 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   std::vector<size_t> indices_;
   size_t unpadded_ = 0;
   size_t index_ = 0;
-  std::optional<std::pair<size_t, size_t>> begin_;  // of an epoch: behind so many samples
+  size_t divided_ = 0;  // epoch whose indices these are
+  size_t first_ = 0;    // place at which their division begins
+
+  // Where an epoch begins: its division at a place, and this rank behind so many samples of it.
+  struct Begin {
+    size_t epoch;
+    size_t first;
+    size_t index;
+  };
+  void check_ranks() const;
+  std::optional<Begin> begin_;
 };
 
 }  // namespace shoal

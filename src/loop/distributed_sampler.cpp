@@ -33,11 +33,15 @@ DistributedSampler::DistributedSampler(size_t size, size_t num_replicas, size_t 
                                        const DistributedSamplerOptions& options)
     : torch::data::samplers::DistributedSampler<>(size, num_replicas, rank, /*allow_duplicates=*/!options.drop_last),
       options_(options) {
-  if (rank >= num_replicas) throw UsageError(fmt::format("DistributedSampler: rank {} of {}", rank, num_replicas));
+  check_ranks();
   if (options.drop_last && !options.pad) {
     throw UsageError("DistributedSampler: drop_last with pad = false: give one of them");
   }
   DistributedSampler::reset();
+}
+
+void DistributedSampler::check_ranks() const {
+  if (rank_ >= num_replicas_) throw UsageError(fmt::format("DistributedSampler: rank {} of {}", rank_, num_replicas_));
 }
 
 DistributedSampler::DistributedSampler(size_t size, const Group& group, const DistributedSamplerOptions& options)
@@ -51,13 +55,17 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
                          ? at::randperm(count, at::detail::createCPUGenerator(options_.seed + epoch_), at::kLong)
                          : at::arange(count, at::kLong);
   const int64_t* shuffled = order.const_data_ptr<int64_t>();
+  divided_ = epoch_;
+  const bool here = begin_ && begin_->epoch == epoch_;
+  first_ = here ? std::min(begin_->first, size_) : 0;
+  const size_t end = first_ + places(size_ - first_, num_replicas_, options_);
   indices_.clear();
-  for (size_t place = rank_; place < places(size_, num_replicas_, options_); place += num_replicas_) {
+  unpadded_ = 0;
+  for (size_t place = first_ + rank_; place < end; place += num_replicas_) {
     if (place < size_) unpadded_ = indices_.size() + 1;
     indices_.push_back(static_cast<size_t>(shuffled[place % size_]));
   }
-  if (rank_ >= size_ || indices_.empty()) unpadded_ = 0;
-  index_ = begin_ && begin_->first == epoch_ ? std::min(begin_->second, indices_.size()) : 0;
+  index_ = here ? std::min(begin_->index, indices_.size()) : 0;
   begin_.reset();
 }
 
@@ -70,26 +78,40 @@ std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
   return batch;
 }
 
+void DistributedSampler::divide(size_t num_replicas, size_t rank, size_t taken) {
+  num_replicas_ = num_replicas;
+  rank_ = rank;
+  check_ranks();
+  begin_ = {epoch_, taken, 0};
+  reset();
+  begin_ = {epoch_, taken, 0};  // for copies
+}
+
 void DistributedSampler::seek(size_t index) {
-  begin_.reset();
+  const size_t first = begin_ && begin_->epoch == epoch_ ? begin_->first : 0;
+  begin_ = {epoch_, first, 0};
   reset();
   if (index > indices_.size()) {
     throw UsageError(
         fmt::format("DistributedSampler: cannot begin behind {} samples: this rank has {}", index, indices_.size()));
   }
   index_ = index;
-  begin_ = {epoch_, index};
+  begin_ = {epoch_, first, index};
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("epoch", at::tensor(static_cast<int64_t>(epoch_)), /*is_buffer=*/true);
   archive.write("index", at::tensor(static_cast<int64_t>(index_)), /*is_buffer=*/true);
+  archive.write("first", at::tensor(static_cast<int64_t>(first_)), /*is_buffer=*/true);
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   const auto epoch = read_count(archive, "epoch");
   const auto index = read_count(archive, "index");
+  auto first = at::zeros({}, at::kLong);
+  archive.try_read("first", first, /*is_buffer=*/true);  // archives of older versions have none
   set_epoch(epoch);
+  divide(num_replicas_, rank_, static_cast<size_t>(std::max<int64_t>(0, first.item<int64_t>())));
   seek(index);
 }
 

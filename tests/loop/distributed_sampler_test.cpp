@@ -223,5 +223,65 @@ TEST(DistributedSampler, refuses_impossible_options) {
   EXPECT_THROW(DistributedSampler(4, 2, 0, {.drop_last = true, .pad = false}), UsageError);
 }
 
+// The samples that ranks take in an epoch whose division changes: 4 ranks, then 3, then 1.
+TEST(DistributedSampler, ELA01_every_sample_once_whatever_the_number_of_ranks) {
+  for (const size_t size : {7U, 40U, 101U}) {
+    Indices seen;
+    size_t taken = 0;
+    for (const size_t ranks : {4U, 3U, 1U}) {
+      std::vector<DistributedSampler> copies;  // as data loaders make them
+      for (size_t rank = 0; rank < ranks; ++rank) {
+        DistributedSampler sampler(size, 4, 0, {.seed = 5});
+        sampler.set_epoch(2);
+        sampler.divide(ranks, rank, taken);
+        copies.push_back(sampler);
+        copies.back().reset();
+      }
+      for (int step = 0; ranks == 1 || step < 2; ++step) {
+        Indices of_step;
+        for (auto& copy : copies) {
+          const auto batch = copy.next(3);
+          if (batch) of_step.insert(of_step.end(), batch->begin(), batch->end());
+        }
+        if (of_step.empty()) break;
+        seen.insert(seen.end(), of_step.begin(), of_step.end());
+      }
+      taken = copies[0].taken();
+    }
+    EXPECT_EQ(distinct(seen).size(), size);
+    EXPECT_LT(seen.size(), size + 4) << "only the last division is padded";
+  }
+}
+
+TEST(DistributedSampler, ELA01_a_division_concerns_its_epoch_alone) {
+  DistributedSampler sampler(10, 2, 0, {.seed = 5});
+  sampler.divide(1, 0, 6);
+  sampler.reset();
+  EXPECT_EQ(sampler.num_samples(), 4U);
+  EXPECT_EQ(sampler.taken(), 6U);
+  sampler.set_epoch(1);
+  EXPECT_EQ(sampler.taken(), 0U);
+  sampler.reset();
+  EXPECT_EQ(sampler.num_samples(), 10U);
+  EXPECT_THROW(sampler.divide(2, 2), UsageError);
+}
+
+TEST(DistributedSampler, ELA01_a_division_is_saved_and_loaded) {
+  DistributedSampler sampler(20, 2, 1, {.seed = 5});
+  sampler.set_epoch(3);
+  sampler.divide(2, 1, 6);
+  sampler.seek(2);
+  std::stringstream stream;
+  torch::serialize::OutputArchive out;
+  sampler.save(out);
+  out.save_to(stream);
+  torch::serialize::InputArchive in;
+  in.load_from(stream);
+  DistributedSampler other(20, 2, 1, {.seed = 5});
+  other.load(in);
+  EXPECT_EQ(other.taken(), sampler.taken());
+  EXPECT_EQ(drain(other), drain(sampler));
+}
+
 }  // namespace
 }  // namespace shoal
