@@ -87,7 +87,7 @@ class Job {
     if (const int error = out_.error() != 0 ? out_.error() : err_.error(); error != 0 && !code_) {
       throw UsageError(fmt::format("cannot write the output of the ranks: {}", std::strerror(error)));
     }
-    return options_.keep_going && succeeded_ ? 0 : code_.value_or(0);
+    return succeeded_ && failures_end_nothing() ? 0 : code_.value_or(0);
   }
 
  private:
@@ -152,6 +152,11 @@ class Job {
     }
   }
 
+  // Whether the other ranks go on in spite of the failures so far.
+  bool failures_end_nothing() const {
+    return options_.keep_going || (options_.min_ranks > 0 && options_.ranks - failed_ >= options_.min_ranks);
+  }
+
   int64_t alive() const {
     return std::count_if(children_.begin(), children_.end(), [](const Child& child) { return child.running; });
   }
@@ -200,12 +205,15 @@ class Job {
       kill(-child.pid, SIGKILL);  // ends its descendants
       watcher_.remove(child.pid);
       succeeded_ = succeeded_ || status == 0;
-      if (status == 0 || (code_ && !options_.keep_going)) continue;
+      // After the failure that has ended the job, the others' are its consequences.
+      const bool consequence = code_ && !failures_end_nothing();
+      if (status != 0) ++failed_;
+      if (status == 0 || consequence) continue;
       if (!code_) code_ = exit_code(status);
       const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
-      if (!options_.keep_going) store_.report_failure(text);
+      if (!failures_end_nothing()) store_.report_failure(text);
       if (!interrupted_) say("{} (pid {})", text, child.pid);
-      if (!term_at_ && !options_.keep_going) term_at_ = after(options_.grace_seconds);
+      if (!term_at_ && !failures_end_nothing()) term_at_ = after(options_.grace_seconds);
     }
   }
 
@@ -262,6 +270,7 @@ class Job {
   StoreServer store_;
   std::vector<Child> children_;
   std::optional<int> code_;  // exit code of the first failure
+  int failed_ = 0;           // ranks
   bool succeeded_ = false;   // of any rank
   bool interrupted_ = false;
   std::optional<SteadyClock::time_point> term_at_;
@@ -276,6 +285,9 @@ void LaunchOptions::validate() const {
   if (ranks > max_ranks) faults.push_back(fmt::format("{} ranks: give at most {}", ranks, max_ranks));
   if (command.empty() && !body) faults.emplace_back("no program to start");
   if (!command.empty() && body) faults.emplace_back("a command and a body: give one of them");
+  if (min_ranks < 0 || min_ranks > ranks) {
+    faults.push_back(fmt::format("at least {} ranks of {}: give 1 to {}", min_ranks, ranks, ranks));
+  }
   if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
   if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));
   if (!(grace_seconds >= 0)) faults.push_back(fmt::format("{} seconds of grace: give 0 or more", grace_seconds));

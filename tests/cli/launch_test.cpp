@@ -54,6 +54,25 @@ TEST(Launch, a_signal_is_named) {
   EXPECT_TRUE(contains(ended, "rank 0 was killed by signal 9 (SIGKILL)")) << ended.output;
 }
 
+TEST(Launch, ELA01_an_elastic_job_goes_on_while_enough_ranks_are_left) {
+  const std::vector<std::string> command = {
+      "--grace", "0.5", "--", "sh", "-c", "[ $RANK = 1 ] && kill -9 $$; sleep 2; echo rank $RANK is done"};
+  const auto launch_elastic = [&](const std::string& least) {
+    std::vector<std::string> arguments = {"-n", "3", "--elastic", least};
+    arguments.insert(arguments.end(), command.begin(), command.end());
+    return launch(arguments);
+  };
+  const auto enough = launch_elastic("2");
+  EXPECT_EQ(enough.code, 0) << enough.output;
+  for (const auto* text : {"rank 1 was killed by signal 9", "rank 0 is done", "rank 2 is done"}) {
+    EXPECT_TRUE(contains(enough, text)) << enough.output;
+  }
+  const auto too_few = launch_elastic("3");
+  EXPECT_EQ(too_few.code, 128 + 9);
+  EXPECT_FALSE(contains(too_few, "is done")) << too_few.output;
+  EXPECT_TRUE(contains(launch({"-n", "2", "--elastic", "3", "--", "true"}), "at least 3 ranks of 2")) << "refused";
+}
+
 TEST(Launch, a_rank_killed_in_training_is_named_by_the_others_and_by_the_launcher) {
   for (const auto* point : {"forward", "backward", "all_reduce"}) {
     for (const auto* victim : {"0", "2"}) {

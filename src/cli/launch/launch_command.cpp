@@ -31,6 +31,9 @@ void add_launch_command(CLI::App& app, Action& chosen) {
                       "folder for the flight recorders, which keep each rank's last collectives; see shoal flight");
   command->add_flag("--keep-going", options->keep_going,
                     "keep the other ranks running when a rank fails (decentralized training continues without it)");
+  command->add_option("--elastic", options->min_ranks,
+                      "keep the other ranks running while at least so many have not failed (a program with "
+                      "shoal::Elastic goes on without them)");
   const auto json = std::make_shared<std::string>();
   command->add_option("--json", *json,
                       "write ranks, exit code and seconds as JSON to this file at the end; - is standard output");
