@@ -14,7 +14,7 @@ function(shoal_objects result)
   set(${result} ${objects} PARENT_SCOPE)
 endfunction()
 shoal_objects(library_objects base layout memory comm kernels_baseline kernels_avx2 module checkpoint optim engine strategy
-  training planning loop)
+  training planning loop elastic)
 set(mpi no_mpi)
 if(TARGET shoal_mpi)
   set(mpi mpi)

@@ -51,6 +51,12 @@ class DistributedDataParallelCore : public DataParallelCore {
   void check_optimizer(const torch::optim::Optimizer& optimizer) const;
   // Passes averaged gradients to the consumer, then frees them. Throws UsageError after the first step. Collective.
   void use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer);
+
+  // For Elastic. UsageError that names what cannot go on in another group.
+  void require_regroupable() const;
+  // Goes on in another group, whose ranks hold the same model, after `step` synchronising steps. The gradients of a step
+  // that was not finished are dropped by the caller. Collective over `group` with a communication hook.
+  void regroup(const Group& group, int64_t step);
 };
 
 // Wrapper for data-parallel training, after torch.nn.parallel.DistributedDataParallel. Works with any optimizer, which

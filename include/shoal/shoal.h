@@ -7,6 +7,7 @@
 #include "shoal/ddp.h"
 #include "shoal/decentralized.h"
 #include "shoal/deferred_init.h"
+#include "shoal/elastic.h"
 #include "shoal/error.h"
 #include "shoal/fsdp.h"
 #include "shoal/group.h"

@@ -11,16 +11,17 @@ import sys
 ORDER = ["base", "layout", "memory", "comm", "module", "checkpoint", "optim", "engine", "strategy", "training", "planning"]
 ALLOWED = {layer: set(ORDER[:i + 1]) for i, layer in enumerate(ORDER)}
 ALLOWED["loop"] = {"base", "comm", "loop"}
+ALLOWED["elastic"] = set(ORDER[:ORDER.index("strategy") + 1]) | {"loop", "elastic"}
 ALLOWED["launch"] = {"base", "comm", "launch"}
 ALLOWED["models"] = {"base", "models"}
 ALLOWED["data"] = {"base", "models", "data"}
-ALLOWED["cli"] = set(ORDER) | {"loop", "launch", "models", "data", "cli"}
+ALLOWED["cli"] = set(ORDER) | {"loop", "elastic", "launch", "models", "data", "cli"}
 # Public headers are flat. Each belongs to the lowest layer that may include it.
 HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm", "call_log": "comm", "group": "comm",
            "host_shared_buffer": "comm", "local_optimizer": "base", "telemetry": "comm", "world": "comm", "deferred_init": "module",
            "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim",
            "optimizer_state": "optim", "precision": "optim", "register_state": "optim", "schedules": "optim",
-           "data": "loop", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
+           "data": "loop", "elastic": "elastic", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
            "outputs": "engine", "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",
            "fsdp": "strategy", "local_sgd": "strategy", "megatron": "strategy", "optimizer_in_backward": "strategy",
            "shard_gossip": "strategy", "training": "training", "bench": "planning", "plan": "planning", "zero": "strategy"}

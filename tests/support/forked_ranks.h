@@ -24,9 +24,11 @@ struct RankEnded {
   std::chrono::steady_clock::time_point at{};
 };
 
-// Runs `body` on `size` ranks. `meanwhile` runs in the parent, and may start further ranks.
+// Runs `body` on `size` ranks. `meanwhile` runs in the parent, and may start further ranks. chosen: options of the world;
+// rank, size, address and timeouts are set here.
 inline std::vector<RankEnded> run_ranks(int size, const std::function<std::string(const World&)>& body,
-                                        const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
+                                        const std::function<void(const std::vector<pid_t>&)>& meanwhile = {},
+                                        const WorldOptions& chosen = {}) {
   const int port = free_port();
   std::vector<pid_t> pids;
   std::vector<int> pipes;
@@ -38,7 +40,7 @@ inline std::vector<RankEnded> run_ranks(int size, const std::function<std::strin
       std::string text;
       try {
         at::set_num_threads(1);
-        WorldOptions options;
+        WorldOptions options = chosen;
         options.rank = rank;
         options.size = size;
         options.address = "127.0.0.1";

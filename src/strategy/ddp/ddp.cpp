@@ -11,6 +11,7 @@
 #include "engine/wrapper/logging.h"
 #include "shoal/error.h"
 #include "shoal/hooks.h"
+#include "shoal/sync_batch_norm.h"
 
 namespace shoal {
 
@@ -128,6 +129,35 @@ void DistributedDataParallelCore::check_optimizer(const torch::optim::Optimizer&
 void DistributedDataParallelCore::use_up_gradients(const std::shared_ptr<GradientConsumer>& consumer) {
   if (step() > 0) throw UsageError("OptimizerInBackward: construct it before the first step");
   state().remake_reducer(consumer);
+}
+
+void DistributedDataParallelCore::require_regroupable() const {
+  const auto& now = state();
+  std::vector<std::string> faults;
+  if (now.consumer) faults.emplace_back("OptimizerInBackward changes parameters before a step can be undone");
+  if (now.buffers.hooked()) faults.emplace_back("a buffer_hook may keep its group");
+  const auto* hook = now.reducer->reduction().hook();
+  if (dynamic_cast<const PostLocalSgdHook*>(hook) != nullptr) {
+    faults.emplace_back("PostLocalSgdHook keeps groups of its own");
+  }
+  for (const auto& named : now.module->named_modules()) {
+    if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
+    faults.push_back(fmt::format("{} is a SyncBatchNorm, which keeps its group", named.key()));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("Elastic: {}", fmt::join(faults, "; ")));
+}
+
+void DistributedDataParallelCore::regroup(const Group& group, int64_t step) {
+  auto& now = state();
+  auto learnt = now.reducer->learnt_order();
+  if (learnt) learnt->from = 0;
+  now.group = group;
+  now.entered = false;
+  now.remake_reducer(nullptr);
+  if (auto* hook = now.reducer->reduction().hook()) hook->reset();
+  now.reducer->count_from(step);
+  // In the first step, some ranks may have learnt an order and others not.
+  if (step > 0) now.reducer->resume_from(learnt);
 }
 
 }  // namespace shoal

@@ -1,0 +1,135 @@
+#pragma once
+// Elastic training: ranks may die at any moment, and the others go on in memory, with the bits of the last complete step.
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shoal/data.h"
+#include "shoal/ddp.h"
+#include "shoal/error.h"
+#include "shoal/world.h"
+
+namespace shoal {
+
+// How the ranks of an elastic job have changed.
+struct ElasticChange {
+  uint64_t generation = 0;     // number of the present one; the first is 1
+  std::vector<int> lost{};     // ranks that have ended, by their number in the world before
+  int ranks = 0;               // ranks that go on
+  int64_t step = 0;            // complete steps
+  bool finished_step = false;  // the step in which a rank died was finished by those that are left; false: it is done
+                               // again, or nobody was in a step
+  double seconds = 0;          // from this rank's notice of the death until the others can go on
+
+  // "rank 1 of 4 has ended; 3 ranks go on after step 17, which they finished, 12 ms later"
+  std::string text() const;
+};
+
+struct ElasticOptions {
+  int min_ranks = 1;  // JobLost if fewer are left
+  // Called on each rank that is left, after the change. None: rank 0 writes a line to standard error.
+  std::function<void(const ElasticChange& change)> on_change{};
+
+  // Throws UsageError that lists all faults.
+  void validate(int ranks) const;
+};
+
+// Makes a loop with DistributedDataParallel outlive its ranks:
+//
+//   shoal::DistributedDataParallel parallel(model, world.group());
+//   torch::optim::AdamW optimizer(model->parameters());
+//   shoal::DistributedSampler sampler(dataset.size().value(), world.group());
+//   shoal::Elastic elastic(world, parallel, optimizer, sampler, {.min_ranks = 2});              // 1
+//   for (size_t epoch = 0; epoch < epochs; ++epoch) {
+//     sampler.set_epoch(epoch);
+//     while (elastic.in_epoch()) {                                                              // 2
+//       auto loader = torch::data::make_data_loader(dataset, sampler, 64);
+//       for (auto& batch : *loader) {
+//         const auto compute = [&] { cross_entropy(parallel.forward(batch.data), batch.target).backward(); };  // 3
+//         if (!elastic.step(batch.data.size(0), compute, [&] { optimizer.step(); })) break;     // 4
+//         optimizer.zero_grad();
+//         schedule.step();
+//       }
+//     }                                                                                         // 5
+//   }
+//
+// A rank that is killed, crashes or ends ends the communication of the others at once. They agree on who is left, and go
+// on as a smaller world: `world`, its copies, `parallel` and `sampler` are then those of the ranks that are left; nothing
+// is read from disk, and no process starts again. The step in which a rank died is finished if a rank may have finished
+// it, and otherwise undone and done again with the data divided anew. Parameters and optimizer state are in either case,
+// to the bit, those of the last complete step, whoever died and when. Nothing is copied: a rank updates only once all
+// ranks have their gradients, for which a step has one small all-reduce more.
+//
+// What a loop must keep to:
+// - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping, a loss
+//   scale, a moving average of the weights). `update` must not communicate. A step begins without gradients.
+// - Other communication of the ranks, such as an evaluation, runs in together(), or the loop catches CommError and calls
+//   recover().
+// - Handles on the former world's groups end (CommError): take world.group() again. That concerns MeanMetric,
+//   ProgressBar and hooks of one's own, which keep a group.
+//
+// The mean of gradients is over the ranks that are left: the global batch is smaller. Buffers are rank 0's, as ever: where
+// rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
+// back when a step is undone.
+//
+// A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds. All ranks run on one
+// host, on the CPU, over shared memory or Gloo. Errors: UsageError at construction names what is not supported (other
+// strategies than DistributedDataParallel, sharded optimizers, OptimizerInBackward, SyncBatchNorm); JobLost where the job
+// cannot go on. Not thread-safe: one thread trains.
+class Elastic {
+ public:
+  // The arguments must outlive this object. Collective; from its return on all ranks, ranks may die. Throws UsageError.
+  Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
+          DistributedSampler& sampler, const ElasticOptions& options = {});
+  // For a loop that divides its data itself, by world.rank() and world.size(), anew after each change.
+  Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
+          const ElasticOptions& options = {});
+  // This rank may end from now on without the others taking it for a failure. Not collective.
+  ~Elastic();
+  Elastic(const Elastic&) = delete;
+  Elastic& operator=(const Elastic&) = delete;
+
+  // True at the beginning of an epoch (after sampler.set_epoch()), and again after each change of the ranks while samples
+  // are left: the loop then makes a new loader, because a loader's threads have read ahead by the former division. False
+  // at the end of the epoch. Communicates nothing.
+  bool in_epoch();
+
+  // One step with `samples` samples of this rank's sampler. True if the step is complete on all ranks; false if it is not,
+  // because the ranks have changed: the loop leaves its loader, and in_epoch() says whether to make another. `compute` may
+  // run partly, and again for the same samples on any rank; `update` runs once per complete step. Collective.
+  bool step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update);
+
+  // Runs `work`, which communicates, and runs it again from its beginning whenever the ranks change in it; returns its
+  // result. For evaluation and other communication between steps. Collective.
+  template <class Work>
+  auto together(const Work& work) -> decltype(work()) {
+    while (true) {
+      try {
+        return work();
+      } catch (const CommError& error) {
+        recover_from(error);
+      }
+    }
+  }
+
+  // Makes the world of the ranks that are left. For a loop that catches CommError between steps itself. Collective over
+  // the ranks that are left.
+  void recover();
+
+  int64_t steps() const;        // complete steps since construction
+  uint64_t generation() const;  // 1, and more after each change of the ranks
+
+ private:
+  struct State;
+  // Rethrows an error that a recovery would not mend.
+  void recover_from(const CommError& error);
+
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,298 @@
+#include "shoal/elastic.h"
+
+#include <c10/util/Type.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <optional>
+#include <typeinfo>
+
+#include "comm/group/group_state.h"
+#include "comm/membership/generations.h"
+#include "elastic/step_copies.h"
+#include "shoal/detail/sharded_optimizer.h"
+
+namespace shoal {
+
+using SteadyClock = std::chrono::steady_clock;
+
+std::string ElasticChange::text() const {
+  const auto who = lost.empty()        ? std::string("no rank has ended")
+                   : lost.size() == 1U ? fmt::format("rank {} has ended", lost[0])
+                                       : fmt::format("ranks {} have ended", fmt::join(lost, ", "));
+  return fmt::format("{}; {} rank{} go{} on after step {}{}, {:.0f} ms later", who, ranks, ranks == 1 ? "" : "s",
+                     ranks == 1 ? "es" : "", step, finished_step ? ", which was finished" : "", seconds * 1e3);
+}
+
+void ElasticOptions::validate(int ranks) const {
+  if (min_ranks >= 1 && min_ranks <= ranks) return;
+  throw UsageError(fmt::format("ElasticOptions: min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
+}
+
+namespace {
+
+DistributedDataParallelCore& require_ddp(DataParallelCore& parallel) {
+  if (auto* ddp = dynamic_cast<DistributedDataParallelCore*>(&parallel)) {
+    ddp->require_regroupable();
+    return *ddp;
+  }
+  throw UsageError(
+      fmt::format("Elastic: {} is not supported yet, only DistributedDataParallel", parallel.logging_data().strategy));
+}
+
+void require_local(const torch::optim::Optimizer& optimizer) {
+  const auto* of = &optimizer;
+  if (dynamic_cast<const ShardedOptimizerBase*>(of) != nullptr) {
+    throw UsageError(
+        fmt::format("Elastic: {} is sharded over ranks, which is not supported yet: use an optimizer that is whole on "
+                    "each rank",
+                    c10::demangle(typeid(*of).name())));
+  }
+  if (dynamic_cast<const torch::optim::LBFGS*>(of) != nullptr) {
+    throw UsageError("Elastic: L-BFGS communicates in its step, by its closure, and cannot be finished after a death");
+  }
+}
+
+}  // namespace
+
+struct Elastic::State {
+  State(const World& of, DataParallelCore& wrapper, torch::optim::Optimizer& trained_by, DistributedSampler* divides,
+        const ElasticOptions& chosen)
+      : world(of),
+        parallel(require_ddp(wrapper)),
+        optimizer(trained_by),
+        sampler(divides),
+        options(chosen),
+        steps_before(wrapper.step()),
+        copies(*wrapper.module()) {
+    options.validate(world.size());
+    require_local(optimizer);
+    parallel.check_optimizer(optimizer);
+    require_sampler();
+    const auto transport = world.group().transport();
+    if (transport != "host" && transport != "gloo" && transport != "identity") {
+      throw UsageError(fmt::format("Elastic: transport {} is not supported: use host or gloo", transport));
+    }
+    agree(world.group(), "Elastic",
+          {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler"});
+    generations = std::make_unique<Generations>(world);
+  }
+
+  void require_sampler() const {
+    if (sampler == nullptr) return;
+    if (sampler->num_replicas() != static_cast<size_t>(world.size()) ||
+        sampler->rank() != static_cast<size_t>(world.rank())) {
+      throw UsageError(
+          fmt::format("Elastic: the sampler is rank {} of {}'s, and this is rank {} of {}: make it for "
+                      "world.group()",
+                      sampler->rank(), sampler->num_replicas(), world.rank(), world.size()));
+    }
+    if (!sampler->options().pad && !sampler->options().drop_last) {
+      throw UsageError("Elastic: ranks must have equally many samples: set the sampler's pad or drop_last");
+    }
+  }
+
+  bool begin_epoch() {
+    const bool inside = epoch && *epoch == sampler->epoch();
+    if (!inside) taken = sampler->taken();
+    const bool begins = !inside || outdated;
+    divide(taken);
+    outdated = false;
+    epoch = sampler->epoch();
+    if (begins && sampler->num_samples() > 0) return true;
+    epoch.reset();
+    divide(0);
+    return false;
+  }
+
+  void divide(size_t from) {
+    sampler->divide(static_cast<size_t>(world.size()), static_cast<size_t>(world.rank()), from);
+  }
+
+  void begin_step(int64_t count) {
+    samples = count;
+    ranks_of_step = world.size();
+    if (sampler != nullptr && (count < 1 || sampler->num_samples() < static_cast<size_t>(count))) {
+      throw UsageError(fmt::format("Elastic: {} samples in a step, and this rank has {}: give the size of its batch",
+                                   count, sampler->num_samples()));
+    }
+    optimizer.zero_grad();
+    copies.take();
+    in_step = true;
+  }
+
+  // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
+  void commit() {
+    has_gradients = true;
+    const auto count = static_cast<double>(samples);
+    const auto most =
+        world.group().all_reduce({count, -count}, ReduceOp::max, {parallel.step(), -1, "commit of the step"});
+    if (sampler == nullptr || most[0] == -most[1]) return;
+    throw UsageError(
+        fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
+                    "many, so give their loaders the same batch size",
+                    -most[1], most[0]));
+  }
+
+  void finish(const std::function<void()>& update) {
+    try {
+      update();
+    } catch (const CommError& error) {
+      throw UsageError(fmt::format(
+          "Elastic: the update communicated, and cannot be finished after a death: communicate in the step's "
+          "first function, or in together() ({})",
+          error.what()));
+    }
+    in_step = has_gradients = false;
+    ++done;
+    taken += static_cast<size_t>(samples * ranks_of_step);
+  }
+
+  void undo() {
+    if (!in_step) return;
+    copies.restore();
+    for (const auto& parameter : parallel.module()->parameters()) parameter.mutable_grad().reset();
+    in_step = has_gradients = false;
+  }
+
+  // update: of the step that was cut off; nullptr outside of one.
+  void recover(const std::function<void()>* update) {
+    const auto begin = SteadyClock::now();
+    const auto former = world.group();
+    const auto members = generations->members();
+    const auto done_before = done;
+    while (true) {
+      generations->recover(options.min_ranks);
+      try {
+        settle(update);
+        parallel.regroup(world.group(), steps_before + done);
+        break;
+      } catch (const CommError&) {
+        if (!generations->broken()) throw;
+      }
+    }
+    if (sampler != nullptr) {
+      outdated = true;
+      divide(epoch && *epoch == sampler->epoch() ? taken : 0);
+    }
+    ElasticChange change{.generation = generations->number(),
+                         .ranks = world.size(),
+                         .step = done,
+                         .finished_step = done > done_before,
+                         .seconds = std::chrono::duration<double>(SteadyClock::now() - begin).count()};
+    const auto& left = generations->members();
+    for (size_t rank = 0; rank < members.size(); ++rank) {
+      if (!std::binary_search(left.begin(), left.end(), members[rank])) change.lost.push_back(static_cast<int>(rank));
+    }
+    tell(change, former);
+  }
+
+  // Finishes the step if some rank may have finished it, which then all can; otherwise undoes it. Repeatable: a rank that
+  // has done so before another one died has what the others now decide on.
+  void settle(const std::function<void()>* update) {
+    const auto group = world.group();
+    const auto own = at::tensor({done, static_cast<int64_t>(has_gradients)}, at::kLong);
+    auto all = at::empty({group.size(), 2}, at::kLong);
+    group.all_gather(all.view({-1}), own, {-1, -1, "how far the ranks are"}).wait();
+    const auto furthest = all.select(1, 0).max().item<int64_t>();
+    const auto least = all.select(1, 0).min().item<int64_t>();
+    const bool all_can = all.select(1, 1).min().item<int64_t>() != 0;
+    const bool behind = done < furthest;
+    if (furthest - least > 1 || (behind && (!has_gradients || update == nullptr))) {
+      throw JobLost(
+          fmt::format("ranks have completed {} to {} steps, and cannot be brought to one: do all ranks call "
+                      "step() equally often?",
+                      least, furthest));
+    }
+    if (behind || (least == furthest && all_can && update != nullptr)) {
+      finish(*update);
+    } else {
+      undo();
+    }
+  }
+
+  void tell(const ElasticChange& change, const Group& former) const {
+    const auto text = change.text();
+    note(former, text);
+    if (options.on_change) {
+      options.on_change(change);
+    } else if (world.rank() == 0) {
+      fmt::print(stderr, "shoal: {}\n", text);
+    }
+  }
+
+  World world;
+  DistributedDataParallelCore& parallel;
+  torch::optim::Optimizer& optimizer;
+  DistributedSampler* sampler;
+  ElasticOptions options;
+  int64_t steps_before;
+  StepCopies copies;
+  std::unique_ptr<Generations> generations;
+
+  int64_t done = 0;
+  int64_t samples = 0;         // of this rank in the step
+  int64_t ranks_of_step = 0;   // ranks in the step
+  bool in_step = false;        // a step has begun and is neither finished nor undone
+  bool has_gradients = false;  // of the step, from all ranks
+  bool outdated = false;       // the loader's division is the former world's
+  size_t taken = 0;            // places of the epoch that complete steps have used
+  std::optional<size_t> epoch;
+};
+
+Elastic::Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
+                 DistributedSampler& sampler, const ElasticOptions& options)
+    : state_(std::make_unique<State>(world, parallel, optimizer, &sampler, options)) {}
+
+Elastic::Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
+                 const ElasticOptions& options)
+    : state_(std::make_unique<State>(world, parallel, optimizer, nullptr, options)) {}
+
+Elastic::~Elastic() = default;
+
+bool Elastic::in_epoch() {
+  if (state_->sampler == nullptr) throw UsageError("Elastic: in_epoch() needs a sampler: pass it to the constructor");
+  return state_->begin_epoch();
+}
+
+bool Elastic::step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update) {
+  auto& state = *state_;
+  if (state.outdated) return false;
+  state.begin_step(samples);
+  const auto before = state.done;
+  try {
+    compute();
+    state.commit();
+  } catch (const CommError& error) {
+    if (!state.generations->mends(error)) throw;
+    state.recover(&update);
+    return state.done > before;
+  }
+  state.finish(update);
+  return true;
+}
+
+void Elastic::recover() {
+  if (state_->in_step) throw UsageError("Elastic: recover() is called by step() itself");
+  state_->recover(nullptr);
+}
+
+void Elastic::recover_from(const CommError& error) {
+  if (!state_->generations->mends(error)) throw;
+  recover();
+}
+
+int64_t Elastic::steps() const {
+  return state_->done;
+}
+
+uint64_t Elastic::generation() const {
+  return state_->generations->number();
+}
+
+}  // namespace shoal

@@ -1,0 +1,154 @@
+// Ranks that are killed at any moment of an elastic training. The others go on; afterwards a judge repeats the training
+// in one process, step by step, and compares the bits of parameters and optimizer state.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cmath>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "base/environment.h"
+#include "tests/elastic/elastic_run.h"
+
+namespace shoal::elastic_kill_test {
+namespace {
+
+using test::Death;
+using test::Moment;
+
+int number(const char* variable, int otherwise) {
+  const auto text = process_environment()(variable);
+  return text ? std::stoi(*text) : otherwise;
+}
+
+// Checks that these ranks were killed and no others, that the others ended well, and what the judge says.
+void check(const std::vector<test::RankEnded>& ended, const std::vector<int>& may_be_killed, const test::Record& record,
+           int epochs, bool in_rank_order = true) {
+  int left = 0;
+  for (size_t rank = 0; rank < ended.size(); ++rank) {
+    const bool killed = WIFSIGNALED(ended[rank].status);
+    if (killed) {
+      EXPECT_EQ(WTERMSIG(ended[rank].status), SIGKILL) << "rank " << rank << " hung or crashed";
+      EXPECT_TRUE(std::count(may_be_killed.begin(), may_be_killed.end(), rank) == 1) << "rank " << rank;
+      continue;
+    }
+    ++left;
+    EXPECT_EQ(ended[rank].text, "") << "rank " << rank;
+    EXPECT_EQ(record.evaluations[rank].load(), epochs) << "rank " << rank;
+  }
+  if (left > 0) {
+    // In a process of its own, because one that has run backward must not fork.
+    const auto verdict =
+        test::run_ranks(1, [&](const World&) { return test::judge(record, epochs, in_rank_order); }).front();
+    EXPECT_TRUE(WIFEXITED(verdict.status));
+    EXPECT_EQ(verdict.text, "");
+  }
+  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "a process is left";
+}
+
+void die_at(int ranks, const std::vector<Death>& deaths, int epochs = 1, const WorldOptions& options = {}) {
+  const test::SharedRecord record;
+  const auto ended = test::run_ranks(
+      ranks, [&](const World& world) { return test::train(world, *record, epochs, deaths); }, {}, options);
+  std::vector<int> victims;
+  for (const auto& death : deaths) victims.push_back(death.rank);
+  check(ended, victims, *record, epochs, options.transport != "gloo");
+}
+
+TEST(ElasticKill, ELA01_ELA02_a_rank_ends_at_each_moment_of_a_step) {
+  for (const auto moment : {Moment::before_forward, Moment::after_forward, Moment::in_backward, Moment::before_commit,
+                            Moment::before_update, Moment::after_update, Moment::between_steps, Moment::evaluation}) {
+    for (const int victim : {0, 2}) {
+      SCOPED_TRACE(fmt::format("moment {}, rank {}", static_cast<int>(moment), victim));
+      die_at(3, {{victim, moment, moment == Moment::evaluation ? 1 : 5}});
+    }
+  }
+}
+
+TEST(ElasticKill, ELA01_ranks_end_in_the_first_step_and_one_is_left) {
+  die_at(2, {{0, Moment::in_backward, 1}});
+  die_at(3, {{0, Moment::before_commit, 1}, {1, Moment::in_backward, 2}});
+}
+
+TEST(ElasticKill, ELA01_ranks_end_in_different_epochs) {
+  die_at(4, {{1, Moment::in_backward, 4}, {0, Moment::before_commit, 25}, {3, Moment::in_backward, 45}}, 2);
+}
+
+// Gloo does not add in the order of ranks: the ranks' bits are compared with each other only.
+TEST(ElasticKill, ELA01_ELA02_over_gloo_on_one_host) {
+  WorldOptions options;
+  options.transport = "gloo";
+  for (const auto moment : {Moment::in_backward, Moment::before_commit, Moment::between_steps}) {
+    SCOPED_TRACE(static_cast<int>(moment));
+    die_at(3, {{0, moment, 5}}, 1, options);
+  }
+}
+
+TEST(ElasticKill, ELA01_ranks_end_while_others_recover) {
+  for (const auto moment : {Moment::on_notice, Moment::after_recovery}) {
+    SCOPED_TRACE(static_cast<int>(moment));
+    die_at(4, {{0, Moment::in_backward, 4}, {1, moment, 4}});
+    die_at(4, {{3, Moment::before_commit, 4}, {0, moment, 4}});
+  }
+}
+
+// Kills by the clock: SHOAL_KILLS trials, from SHOAL_SEED.
+TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {
+  const int trials = number("SHOAL_KILLS", 40);
+  const int seed = number("SHOAL_SEED", 1);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  std::vector<double> seconds;  // from a kill to the end of the next complete step
+  int kills = 0;
+  constexpr int epochs = 2;
+  for (int trial = 0; trial < trials && !testing::Test::HasFailure(); ++trial) {
+    const int ranks = 2 + static_cast<int>(random() % 3);
+    std::vector<int> victims(ranks);
+    std::iota(victims.begin(), victims.end(), 0);
+    std::shuffle(victims.begin(), victims.end(), random);
+    victims.resize(1 + random() % (ranks - 1));
+    std::vector<int> pauses;  // microseconds before each kill
+    for (size_t i = 0; i < victims.size(); ++i) {
+      const bool at_once = i > 0 && random() % 3 == 0;
+      const bool in_recovery = i > 0 && random() % 2 == 0;
+      pauses.push_back(at_once ? 0 : static_cast<int>(random() % (in_recovery ? 15'000 : 80'000)));
+    }
+    SCOPED_TRACE(fmt::format("seed {}, trial {}: of {} ranks, {} after {} us", seed, trial, ranks,
+                             fmt::join(victims, ", "), fmt::join(pauses, ", ")));
+    const test::SharedRecord record;
+    std::vector<double> killed_at;
+    const auto ended = test::run_ranks(
+        ranks, [&](const World& world) { return test::train(world, *record, epochs); },
+        [&](const std::vector<pid_t>& pids) {
+          const double deadline = test::now() + 20;
+          while (record->started < ranks && test::now() < deadline) usleep(200);
+          for (size_t i = 0; i < victims.size(); ++i) {
+            usleep(static_cast<useconds_t>(pauses[i]));
+            kill(pids[victims[i]], SIGKILL);
+            killed_at.push_back(test::now());
+          }
+        });
+    check(ended, victims, *record, epochs);
+    kills += static_cast<int>(
+        std::count_if(ended.begin(), ended.end(), [](const auto& one) { return WIFSIGNALED(one.status); }));
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (WIFSIGNALED(ended[rank].status)) continue;
+      const auto& list = record->complete[rank];
+      const auto next =
+          std::find_if(list.begin(), list.end(), [&](const auto& entry) { return entry.at > killed_at.back(); });
+      if (next != list.end()) seconds.push_back(next->at - killed_at.back());
+      break;
+    }
+  }
+  std::sort(seconds.begin(), seconds.end());
+  if (seconds.empty()) seconds.push_back(NAN);
+  fmt::print(
+      "{} trials, {} kills; from the last kill to the end of the next complete step: median {:.0f} ms, 90 % {:.0f} ms, "
+      "slowest {:.0f} ms\n",
+      trials, kills, seconds[seconds.size() / 2] * 1e3, seconds[seconds.size() * 9 / 10] * 1e3, seconds.back() * 1e3);
+  EXPECT_GT(kills, 0);
+}
+
+}  // namespace
+}  // namespace shoal::elastic_kill_test

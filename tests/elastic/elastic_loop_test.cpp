@@ -1,0 +1,216 @@
+// What an elastic loop may do, and what it is told.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <torch/data.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include <set>
+#include <thread>
+
+#include "shoal/fsdp.h"
+#include "shoal/metrics.h"
+#include "shoal/optimizer_in_backward.h"
+#include "shoal/sync_batch_norm.h"
+#include "shoal/zero.h"
+#include "tests/elastic/elastic_run.h"
+
+namespace shoal::elastic_loop_test {
+namespace {
+
+class Numbers : public torch::data::datasets::Dataset<Numbers> {
+ public:
+  torch::data::Example<> get(size_t index) override {
+    return {test::inputs_of({index})[0], at::tensor(static_cast<int64_t>(index))};
+  }
+  std::optional<size_t> size() const override { return 60; }
+};
+
+void expect_texts(const std::vector<test::RankEnded>& ended, const std::string& text, int except = -1) {
+  for (size_t rank = 0; rank < ended.size(); ++rank) {
+    if (static_cast<int>(rank) == except) continue;
+    EXPECT_TRUE(WIFEXITED(ended[rank].status)) << "rank " << rank;
+    EXPECT_NE(ended[rank].text.find(text), std::string::npos) << "rank " << rank << ": " << ended[rank].text;
+  }
+}
+
+// The loop of the header's comment, with a libtorch loader whose threads read ahead.
+TEST(ElasticLoop, ELA01_a_data_loader_with_threads) {
+  const test::SharedRecord record;
+  const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+    alarm(30);
+    auto model = std::make_shared<test::Net>();
+    DistributedDataParallel parallel(model, world.group());
+    torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.01));
+    auto dataset = Numbers();
+    DistributedSampler sampler(60, world.group());
+    std::string told;
+    const int self = world.rank();
+    Elastic elastic(world, parallel, optimizer, sampler,
+                    {.min_ranks = 2, .on_change = [&](const ElasticChange& change) { told = change.text(); }});
+    std::multiset<int64_t> seen;
+    for (size_t epoch = 0; epoch < 2; ++epoch) {
+      sampler.set_epoch(epoch);
+      while (elastic.in_epoch()) {
+        auto loader = torch::data::make_data_loader(dataset.map(torch::data::transforms::Stack<>()), sampler,
+                                                    torch::data::DataLoaderOptions(4).workers(2));
+        for (auto& batch : *loader) {
+          const auto compute = [&] {
+            if (self == 1 && elastic.steps() == 2) std::raise(SIGKILL);
+            optimizer.zero_grad();
+            test::loss_of(parallel.forward(batch.data), batch.data).backward();
+          };
+          if (!elastic.step(batch.data.size(0), compute, [&] { optimizer.step(); })) break;
+          auto all = at::empty({world.size() * batch.target.size(0)}, at::kLong);
+          elastic.together([&] { world.group().all_gather(all, batch.target.contiguous()).wait(); });
+          if (epoch > 0) continue;
+          for (int64_t i = 0; i < all.numel(); ++i) seen.insert(all[i].item<int64_t>());
+        }
+      }
+    }
+    // Two steps of 3 ranks and 4 samples, then 36 samples for 2 ranks.
+    if (seen.size() != 60 || std::set(seen.begin(), seen.end()).size() != 60) return "not every sample once";
+    if (elastic.steps() != 2 + 5 + 8 || elastic.generation() < 2) return fmt::format("{} steps", elastic.steps());
+    return told;
+  });
+  expect_texts(ended, "rank 1 has ended; 2 ranks go on after step 2,", 1);
+}
+
+TEST(ElasticLoop, ELA10_fewer_than_min_ranks_is_a_lost_job) {
+  const test::SharedRecord record;
+  const auto ended = test::run_ranks(3, [&](const World& world) {
+    return test::train(world, *record, 1, {{1, test::Moment::in_backward, 2}}, {.min_ranks = 3});
+  });
+  expect_texts(ended, "error: 2 of 3 ranks are left, and this elastic job needs min_ranks = 3", 1);
+}
+
+TEST(ElasticLoop, ELA01_a_former_group_names_its_end_and_does_not_disturb_the_others) {
+  const test::SharedRecord record;
+  const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+    const World copy = world;
+    const auto former = world.group();
+    const auto said = test::train(world, *record, 1, {{0, test::Moment::in_backward, 2}});
+    if (!said.empty()) return said;
+    if (copy.size() != 2 || copy.rank() != world.rank() || copy.local_size() != 2) return "the copy does not follow";
+    if (world.group().all_reduce(1.0) != 2) return "the new group does not work";
+    former.barrier().wait();
+    return "no error";
+  });
+  expect_texts(ended, "ended with generation 1 of this elastic job; take world.group() again", 0);
+}
+
+TEST(ElasticLoop, ELA08_a_rank_that_is_stopped_is_waited_for) {
+  const test::SharedRecord record;
+  const auto ended = test::run_ranks(
+      3,
+      [&](const World& world) {
+        return test::train(world, *record, 2, {{2, test::Moment::before_forward, 30}});
+      },
+      [&](const std::vector<pid_t>& pids) {
+        while (record->started < 3) usleep(1000);
+        kill(pids[1], SIGSTOP);
+        std::this_thread::sleep_for(std::chrono::seconds(6));  // more than WorldOptions::stopped_timeout_seconds
+        kill(pids[1], SIGCONT);
+      });
+  for (const int rank : {0, 1}) {
+    EXPECT_TRUE(WIFEXITED(ended[rank].status));
+    EXPECT_EQ(ended[rank].text, "");
+  }
+  const auto verdict = test::run_ranks(1, [&](const World&) { return test::judge(*record, 2); }).front();
+  EXPECT_EQ(verdict.text, "");
+}
+
+TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
+  const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
+    std::string all;
+    const auto note = [&](const auto& make) {
+      try {
+        make();
+        all += "no error\n";
+      } catch (const UsageError& error) {
+        all += std::string(error.what()) + "\n";
+      }
+    };
+    const auto net = [] { return std::make_shared<test::Net>(); };
+    using Adam = torch::optim::Adam;
+    const torch::optim::AdamOptions rate(0.01);
+    note([&] {
+      auto model = net();
+      FullyShardedDataParallel parallel(model, world.group());
+      Adam optimizer(model->parameters(), rate);
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      auto model = net();
+      OSS<Adam> optimizer(model->parameters(), rate, world.group());
+      ShardedDataParallel parallel(model, optimizer, world.group());
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      auto model = net();
+      OSS<Adam> optimizer(model->parameters(), rate, world.group());
+      DistributedDataParallel parallel(model, world.group());
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      auto model = net();
+      DistributedDataParallel parallel(model, world.group());
+      Adam optimizer(model->parameters(), rate);
+      OptimizerInBackward in_backward(parallel, optimizer);
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      torch::nn::Sequential model(torch::nn::Linear(4, 4),
+                                  SyncBatchNorm(torch::nn::BatchNormOptions(4), world.group()));
+      DistributedDataParallel parallel(model, world.group());
+      Adam optimizer(model->parameters(), rate);
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      auto model = net();
+      DistributedDataParallel parallel(model, world.group());
+      Adam optimizer(model->parameters(), rate);
+      Elastic elastic(world, parallel, optimizer, {.min_ranks = 3});
+    });
+    note([&] {
+      auto model = net();
+      DistributedDataParallel parallel(model, world.group());
+      Adam optimizer(model->parameters(), rate);
+      DistributedSampler sampler(60, 3, 0);
+      Elastic elastic(world, parallel, optimizer, sampler);
+    });
+    return all;
+  });
+  for (const auto* text : {"FullyShardedDataParallel is not supported yet", "ShardedDataParallel is not supported yet",
+                           "shoal::OSS<torch::optim::Adam", "OptimizerInBackward", "1 is a SyncBatchNorm",
+                           "min_ranks is 3: give 1 to 2", "the sampler is rank 0 of 3's"}) {
+    expect_texts(ended, text);
+  }
+  for (const auto& rank : ended) EXPECT_EQ(rank.text.find("no error"), std::string::npos) << rank.text;
+}
+
+TEST(ElasticLoop, ELA01_an_update_that_communicates_is_refused) {
+  const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+    alarm(30);
+    auto model = std::make_shared<test::Net>();
+    DistributedDataParallel parallel(model, world.group());
+    torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.01));
+    Elastic elastic(world, parallel, optimizer);
+    const auto x = test::inputs_of({1, 2});
+    while (elastic.steps() < 5) {
+      elastic.step(
+          2, [&] { test::loss_of(parallel.forward(x), x).backward(); },
+          [&] {
+            optimizer.step();
+            if (world.rank() == 1 && elastic.steps() == 2) std::raise(SIGKILL);
+            world.all_reduce(1.0);
+          });
+    }
+    return "no error";
+  });
+  expect_texts(ended, "the update communicated", 1);
+}
+
+}  // namespace
+}  // namespace shoal::elastic_loop_test
