@@ -77,6 +77,48 @@ TEST(ElasticLoop, ELA01_a_data_loader_with_threads) {
   expect_texts(ended, "rank 1 has ended; 2 ranks go on after step 2,", 1);
 }
 
+// Rank 1 has its gradients and fails before it knows that rank 0 went on to its update.
+TEST(ElasticLoop, ELA02_a_step_that_one_rank_has_completed_is_finished_by_the_others) {
+  const test::SharedRecord record;
+  static bool armed = false;
+  WorldOptions options;
+  options.while_waiting = [&] {
+    if (!armed) return;
+    while (record->evaluations[0] < 3) usleep(1000);
+    armed = false;
+    throw CommError("as if the wait for the commit had failed");
+  };
+  const auto body = [&](const World& world) -> std::string {
+    alarm(30);
+    auto model = std::make_shared<test::Net>();
+    DistributedDataParallel parallel(model, world.group());
+    torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.01));
+    bool finished = false;
+    Elastic elastic(world, parallel, optimizer,
+                    {.on_change = [&](const ElasticChange& change) { finished = change.finished_step; }});
+    const int rank = world.rank();
+    const auto x = test::inputs_of({1, 2});
+    int updates = 0;
+    while (elastic.steps() < 6) {
+      const auto compute = [&] {
+        test::loss_of(parallel.forward(x), x).backward();
+        if (elastic.steps() == 2 && rank == 0) usleep(400'000);  // rank 1 waits in the commit
+        armed = elastic.steps() == 2 && rank == 1;
+      };
+      elastic.step(2, compute, [&] {
+        optimizer.step();
+        ++updates;
+        if (rank == 0) record->evaluations[0] = updates;
+      });
+    }
+    if (finished != (rank == 1)) return "finished by the wrong rank";
+    return fmt::format("{} updates, {}", updates, test::hash_of(optimizer, *model));
+  };
+  const auto ended = test::run_ranks(2, body, {}, options);
+  expect_texts(ended, "6 updates, ");
+  EXPECT_EQ(ended[0].text, ended[1].text);
+}
+
 TEST(ElasticLoop, ELA10_fewer_than_min_ranks_is_a_lost_job) {
   const test::SharedRecord record;
   const auto ended = test::run_ranks(3, [&](const World& world) {
