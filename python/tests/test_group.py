@@ -1,15 +1,17 @@
 """The groups behind process groups."""
 
+import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shoal
-from ranks import on_ranks
+from ranks import Ranks, on_ranks
 
 
 def test_PY01_the_default_process_group_has_a_group():
@@ -37,6 +39,25 @@ def test_PY01_a_process_group_of_another_backend_has_none():
 def test_PY01_without_a_process_group_the_error_says_what_to_call():
     with pytest.raises(shoal.UsageError, match='call torch.distributed.init_process_group\\("shoal"\\) first'):
         shoal.distributed.group_of()
+
+
+def test_PY01_a_file_store_of_the_program_outlives_its_process_groups(tmp_path):
+    """A FileStore counts the stores that end, and removes its file after as many as there are ranks."""
+    path = str(tmp_path / "store")
+
+    def meets(rank):
+        store = dist.FileStore(path, 2)
+        for again in range(3):
+            dist.init_process_group("shoal", store=dist.PrefixStore(str(again), store), rank=rank, world_size=2)
+            dist.barrier()
+            dist.destroy_process_group()
+            time.sleep(0.3)  # the group's own use of the store ends in a thread
+            assert os.path.exists(path)
+        store.set(f"from {rank}", "here")
+        assert store.get(f"from {1 - rank}") == b"here"
+
+    outcomes = Ranks(meets, without_group=True).outcomes()
+    assert all(outcome[0] for outcome in outcomes), outcomes
 
 
 def test_PY08_ranks_of_torchrun_meet(tmp_path):

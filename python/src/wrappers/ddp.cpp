@@ -5,7 +5,7 @@
 namespace shoal::python {
 namespace {
 
-DistributedDataParallelOptions options_of(const py::dict& given) {
+DistributedDataParallelOptions ddp_options(const py::dict& given) {
   DistributedDataParallelOptions options;
   Keywords(given, "DistributedDataParallel")
       .read("broadcast_buffers", options.broadcast_buffers)
@@ -29,7 +29,7 @@ void bind_ddp(py::module_& module) {
   py::class_<DataParallelCore, Held<DataParallelCore>>(module, "DataParallelCore");
   py::class_<Core, DataParallelCore, Held<Core>> ddp(module, "DistributedDataParallelCore");
   ddp.def(py::init([](const std::shared_ptr<Mirror>& mirror, const Group& group, const py::dict& given) {
-    const auto options = options_of(given);
+    const auto options = ddp_options(given);
     return unlocked([&] { return Held<Core>(new Core(mirror, group, options)); });
   }));
   bind_parallel<Core>(ddp);

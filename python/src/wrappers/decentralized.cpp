@@ -8,7 +8,7 @@
 namespace shoal::python {
 namespace {
 
-DecentralizedDataParallelOptions options_of(const py::dict& given, int ranks) {
+DecentralizedDataParallelOptions decentralized_options(const py::dict& given, int ranks) {
   DecentralizedDataParallelOptions options;
   std::string topology = "one-peer-exp";
   int local_size = 1;
@@ -46,9 +46,9 @@ OptimizerOfNamed maker_of(std::shared_ptr<Recipe> recipe) {
   };
 }
 
-class Core : public OpenCore<DecentralizedDataParallelCore> {
+class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
  public:
-  Core(const std::shared_ptr<Mirror>& mirror, const std::shared_ptr<Recipe>& recipe, const Group& group,
+  DecentralizedCore(const std::shared_ptr<Mirror>& mirror, const std::shared_ptr<Recipe>& recipe, const Group& group,
        const DecentralizedDataParallelOptions& options)
       : OpenCore(mirror, maker_of(recipe), group, options), mirror_(mirror), recipe_(recipe) {}
   const std::shared_ptr<Mirror>& module() const { return mirror_; }
@@ -75,25 +75,25 @@ class Core : public OpenCore<DecentralizedDataParallelCore> {
 
 void bind_decentralized(py::module_& module) {
   py::class_<DecentralizedDataParallelCore, Held<DecentralizedDataParallelCore>>(module, "DecentralizedBase");
-  py::class_<Core, DecentralizedDataParallelCore, Held<Core>> bound(module, "DecentralizedDataParallelCore");
+  py::class_<DecentralizedCore, DecentralizedDataParallelCore, Held<DecentralizedCore>> bound(module, "DecentralizedDataParallelCore");
   bound
       .def(py::init([](const std::shared_ptr<Mirror>& mirror, const py::list& groups, const py::dict& defaults,
                        const std::string& name, py::object make, const Group& group, const py::dict& given) {
-        const auto options = options_of(given, group.size());
+        const auto options = decentralized_options(given, group.size());
         auto recipe = std::make_shared<Recipe>(recipe_of(groups, defaults, name, std::move(make), nullptr));
-        return unlocked([&] { return Held<Core>(new Core(mirror, recipe, group, options)); });
+        return unlocked([&] { return Held<DecentralizedCore>(new DecentralizedCore(mirror, recipe, group, options)); });
       }))
-      .def("read_options", [](Core& core, const py::list& groups) { core.read_options(groups); })
-      .def("scale_loss", [](const Core& core, const at::Tensor& loss) { return core.scale_loss(loss); })
-      .def("global_avg", [](Core& core) { unlocked([&] { core.global_avg(); }); })
-      .def("consensus_distance", [](Core& core) { return unlocked([&] { return core.consensus_distance(); }); })
-      .def("pass_step", [](Core& core) { unlocked([&] { core.pass(); }); })
-      .def("leave", [](Core& core) { unlocked([&] { core.leave(); }); })
-      .def("last_norm", [](const Core& core) { return core.last_norm(); })
-      .def("write_local", [](const Core& core) {
+      .def("read_options", [](DecentralizedCore& core, const py::list& groups) { core.read_options(groups); })
+      .def("scale_loss", [](const DecentralizedCore& core, const at::Tensor& loss) { return core.scale_loss(loss); })
+      .def("global_avg", [](DecentralizedCore& core) { unlocked([&] { core.global_avg(); }); })
+      .def("consensus_distance", [](DecentralizedCore& core) { return unlocked([&] { return core.consensus_distance(); }); })
+      .def("pass_step", [](DecentralizedCore& core) { unlocked([&] { core.pass(); }); })
+      .def("leave", [](DecentralizedCore& core) { unlocked([&] { core.leave(); }); })
+      .def("last_norm", [](const DecentralizedCore& core) { return core.last_norm(); })
+      .def("write_local", [](const DecentralizedCore& core) {
         for (auto* optimizer : core.optimizers()) static_cast<PythonOptimizer&>(*optimizer).write();
       });
-  bind_parallel<Core>(bound);
+  bind_parallel<DecentralizedCore>(bound);
 }
 
 }  // namespace shoal::python

@@ -6,7 +6,7 @@ namespace shoal::python {
 namespace {
 
 // FullyShardedCore with the functions that a wrapper's forward uses.
-using Core = OpenCore<FullyShardedCore>;
+using FsdpCore = OpenCore<FullyShardedCore>;
 
 const std::map<std::string, ShardingStrategy> strategies{
     {"full_shard", ShardingStrategy::full_shard},
@@ -29,7 +29,7 @@ ShardingStrategy strategy_of(const py::object& given) {
       fmt::format("FullyShardedDataParallel: sharding_strategy {}: choose from {}", text, fmt::join(names, ", ")));
 }
 
-FullyShardedDataParallelOptions options_of(const py::dict& given) {
+FullyShardedDataParallelOptions fsdp_options(const py::dict& given) {
   FullyShardedDataParallelOptions options;
   Keywords(given, "FullyShardedDataParallel")
       .with("sharding_strategy", [&](const py::object& value) { options.sharding_strategy = strategy_of(value); })
@@ -60,7 +60,7 @@ SummonFullParamsOptions summon_options(const py::dict& given) {
                          "offload_to_cpu", &O::offload_to_cpu, "with_grads", &O::with_grads, "recurse", &O::recurse);
 }
 
-FullyShardedOptimizerOptions optimizer_options(const py::dict& given) {
+FullyShardedOptimizerOptions fsdp_optimizer_options(const py::dict& given) {
   FullyShardedOptimizerOptions options;
   Keywords(given, "FullyShardedOptimizer")
       .read("clip_grad", options.clip_grad)
@@ -69,49 +69,49 @@ FullyShardedOptimizerOptions optimizer_options(const py::dict& given) {
   return options;
 }
 
-void bind_wrapper(py::module_& module) {
+void bind_fsdp_wrapper(py::module_& module) {
   py::class_<FullParameters, Held<FullParameters>>(module, "FullParameters");
   py::class_<FullyShardedCore, DataParallelCore, Held<FullyShardedCore>>(module, "FullyShardedBase");
-  py::class_<Core, FullyShardedCore, Held<Core>> fsdp(module, "FullyShardedCore");
+  py::class_<FsdpCore, FullyShardedCore, Held<FsdpCore>> fsdp(module, "FullyShardedCore");
   fsdp.def(py::init([](const std::shared_ptr<Mirror>& mirror, const Group& group, const py::dict& given) {
-        const auto options = options_of(given);
-        return unlocked([&] { return Held<Core>(new Core(mirror, group, options)); });
+        const auto options = fsdp_options(given);
+        return unlocked([&] { return Held<FsdpCore>(new FsdpCore(mirror, group, options)); });
       }))
-      .def("units", [](const Core& core) { return core.units(); })
-      .def("shared", [](const Core& core) { return core.shared(); })
+      .def("units", [](const FsdpCore& core) { return core.units(); })
+      .def("shared", [](const FsdpCore& core) { return core.shared(); })
       .def(
-          "defer_all_reduce", [](Core& core) { return std::make_unique<Scope>(core.defer_all_reduce()); },
+          "defer_all_reduce", [](FsdpCore& core) { return std::make_unique<Scope>(core.defer_all_reduce()); },
           py::keep_alive<0, 1>())
       .def("clip_grad_norm_",
-           [](Core& core, double max_norm, double norm_type) {
+           [](FsdpCore& core, double max_norm, double norm_type) {
              return unlocked([&] { return core.clip_grad_norm_(max_norm, norm_type); });
            })
       .def("full_state_dict",
-           [](const Core& core, std::optional<int> recipient) {
+           [](const FsdpCore& core, std::optional<int> recipient) {
              return unlocked([&] { return core.full_state_dict(recipient); });
            })
       .def(
           "summon_full_params",
-          [](Core& core, const py::dict& given) {
+          [](FsdpCore& core, const py::dict& given) {
             const auto options = summon_options(given);
             return unlocked([&] { return Held<FullParameters>(new FullParameters(core.summon_full_params(options))); });
           },
           py::keep_alive<0, 1>())
-      .def("unwrap", [](Core& core) { unlocked([&] { core.unwrap(); }); })
-      .def("own_parameters", [](const Core& core) { return core.own_parameters(); })
-      .def("own_gradients", [](const Core& core) { return core.own_gradients(); });
-  bind_parallel<Core>(fsdp);
+      .def("unwrap", [](FsdpCore& core) { unlocked([&] { core.unwrap(); }); })
+      .def("own_parameters", [](const FsdpCore& core) { return core.own_parameters(); })
+      .def("own_gradients", [](const FsdpCore& core) { return core.own_gradients(); });
+  bind_parallel<FsdpCore>(fsdp);
 }
 
 }  // namespace
 
 void bind_fsdp(py::module_& module) {
-  bind_wrapper(module);
+  bind_fsdp_wrapper(module);
   using Optimizer = FullyShardedOptimizerCore;
   py::class_<Optimizer, ShardedOptimizerCore, Held<Optimizer>>(module, "FullyShardedOptimizerCore")
-      .def(py::init([](Core& core, const py::list& groups, const py::dict& defaults, const std::string& name,
+      .def(py::init([](FsdpCore& core, const py::list& groups, const py::dict& defaults, const std::string& name,
                        py::object make, bool element_wise, const py::dict& given) {
-             const auto options = optimizer_options(given);
+             const auto options = fsdp_optimizer_options(given);
              auto recipe = recipe_of(groups, defaults, name, std::move(make),
                                      std::make_shared<StepAgreement>(core.group(), "FullyShardedOptimizer"));
              return unlocked([&] {

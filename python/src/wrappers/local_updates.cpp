@@ -23,7 +23,7 @@ std::variant<Averaging, SlowMo, OuterNesterov> outer_of(const py::dict& given) {
   return OuterNesterov{.lr = number("lr"), .momentum = number("momentum")};
 }
 
-LocalUpdatesOptions options_of(const py::dict& given) {
+LocalUpdatesOptions local_updates_options(const py::dict& given) {
   LocalUpdatesOptions options;
   Keywords(given, "LocalUpdates")
       .read("every", options.every)
@@ -48,7 +48,7 @@ void bind_local_updates(py::module_& module) {
   py::class_<Local, Held<Local>>(module, "LocalUpdates")
       .def(
           py::init([](std::shared_ptr<Mirror> mirror, py::object optimizer, const Group& group, const py::dict& given) {
-            const auto options = options_of(given);
+            const auto options = local_updates_options(given);
             auto inner = PythonOptimizer::over(std::move(optimizer));
             return unlocked([&] {
               auto updates = std::make_unique<LocalUpdates>(mirror, *inner, group, options);

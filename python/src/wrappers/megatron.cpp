@@ -5,7 +5,7 @@
 namespace shoal::python {
 namespace {
 
-DistributedOptimizerOptions options_of(const py::dict& given) {
+DistributedOptimizerOptions megatron_options(const py::dict& given) {
   DistributedOptimizerOptions options;
   Keywords(given, "DistributedOptimizer")
       .read("overlap_grad_reduce", options.overlap_grad_reduce)
@@ -30,7 +30,7 @@ void bind_megatron(py::module_& module) {
       .def(py::init([](const std::shared_ptr<Mirror>& mirror, const py::list& groups, const py::dict& defaults,
                        const std::string& name, py::object make, bool element_wise, const Group& group,
                        const py::dict& given) {
-        const auto options = options_of(given);
+        const auto options = megatron_options(given);
         auto recipe = recipe_of(groups, defaults, name, std::move(make),
                                 std::make_shared<StepAgreement>(group, "DistributedOptimizer"));
         return unlocked([&] {

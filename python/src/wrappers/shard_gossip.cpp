@@ -5,7 +5,7 @@
 namespace shoal::python {
 namespace {
 
-ShardGossipOptions options_of(const py::dict& given, int hosts) {
+ShardGossipOptions gossip_options(const py::dict& given, int hosts) {
   ShardGossipOptions options;
   Keywords(given, "ShardGossipOptimizer")
       .with("topology",
@@ -20,7 +20,7 @@ ShardGossipOptions options_of(const py::dict& given, int hosts) {
   return options;
 }
 
-FullyShardedOptimizerOptions optimizer_options(double clip_grad, const py::object& scaler) {
+FullyShardedOptimizerOptions gossip_optimizer_options(double clip_grad, const py::object& scaler) {
   FullyShardedOptimizerOptions options;
   options.clip_grad = clip_grad;
   options.scaler = scaler_of(scaler);
@@ -39,8 +39,8 @@ void bind_shard_gossip(py::module_& module) {
       .def(py::init([](FullyShardedCore& parallel, const Group& across, const py::list& groups,
                        const py::dict& defaults, const std::string& name, py::object make, bool element_wise,
                        double clip_grad, const py::object& scaler, const py::dict& given) {
-             const auto gossip = options_of(given, across.size());
-             const auto options = optimizer_options(clip_grad, scaler);
+             const auto gossip = gossip_options(given, across.size());
+             const auto options = gossip_optimizer_options(clip_grad, scaler);
              auto recipe = recipe_of(groups, defaults, name, std::move(make),
                                      std::make_shared<StepAgreement>(parallel.group(), "ShardGossipOptimizer"));
              return unlocked([&] {

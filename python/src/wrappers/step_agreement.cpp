@@ -12,7 +12,7 @@
 namespace shoal::python {
 namespace {
 
-const PythonOptions& options_of(const torch::optim::OptimizerParamGroup& group) {
+const PythonOptions& python_options_of(const torch::optim::OptimizerParamGroup& group) {
   return static_cast<const PythonOptions&>(group.options());
 }
 
@@ -36,7 +36,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 std::string options_in_words(const ParamGroups& groups) {
   std::string text;
   for (size_t number = 0; number < groups.size(); ++number) {
-    for (const auto& line : options_of(groups[number]).lines()) {
+    for (const auto& line : python_options_of(groups[number]).lines()) {
       text += fmt::format("param group {}: {}\n", number, printable(line));
     }
   }
@@ -48,7 +48,7 @@ std::string options_in_words(const ParamGroups& groups) {
 void StepAgreement::meet(const ParamGroups& groups, const std::string& failure) const {
   if (group_.size() == 1) return;
   uint64_t digest = failure.empty() ? 0 : 1 + static_cast<uint64_t>(group_.rank());
-  for (const auto& group : groups) digest = digest * 31 + options_of(group).digest();
+  for (const auto& group : groups) digest = digest * 31 + python_options_of(group).digest();
   const Label label{-1, -1, "options of the optimizer"};
   if (equal_on_all(group_, digest, label)) return;
   const auto failures = all_gather_text(group_, failure, label);

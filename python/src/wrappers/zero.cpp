@@ -21,7 +21,7 @@ class Numbered : public torch::nn::Module {
   }
 };
 
-ShardedDataParallelOptions wrapper_options(const py::dict& given) {
+ShardedDataParallelOptions sharded_ddp_options(const py::dict& given) {
   ShardedDataParallelOptions options;
   options.log_sizes = false;
   Keywords(given, "ShardedDataParallel")
@@ -85,7 +85,7 @@ void bind_zero(py::module_& module) {
   parallel
       .def(py::init([](const std::shared_ptr<Mirror>& mirror, const std::vector<OSSCore*>& optimizers,
                        const Group& group, const py::dict& given) {
-        const auto options = wrapper_options(given);
+        const auto options = sharded_ddp_options(given);
         return unlocked([&] { return Held<Core>(new Core(mirror, optimizers, group, options)); });
       }))
       .def("refresh_trainable", [](Core& core) { unlocked([&] { core.refresh_trainable(); }); })

@@ -34,8 +34,11 @@ std::string describe_store(const c10::intrusive_ptr<c10d::Store>& store) {
 
 StorePtr guard_store(const c10::intrusive_ptr<c10d::Store>& store, int timeout_seconds, const JobIdentity& job) {
   auto own = store;
+  // A FileStore removes its file once as many stores have ended as there are ranks. Clones count too: the file would go
+  // while others still use it, and what they make of a new one can be an endless read.
+  const bool one_per_rank = dynamic_cast<const c10d::FileStore*>(innermost(store).get()) != nullptr;
   try {
-    own = store->clone();
+    if (!one_per_rank) own = store->clone();
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): this kind of store has no clones
   }
   return c10::make_intrusive<DeadlineStore>(authenticated(std::move(own), job), describe_store(store),
