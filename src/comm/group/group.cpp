@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <set>
+#include <type_traits>
 
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
@@ -15,13 +16,20 @@
 namespace shoal {
 namespace {
 
-void require(bool condition, const Call& call, const std::string& what) {
-  if (!condition) throw UsageError(fmt::format("{}: {}", call.describe(), what));
+// what: a text, or a function that makes it, since valid calls must not pay for texts.
+template <class What>
+void require(bool condition, const Call& call, const What& what) {
+  if (condition) return;
+  if constexpr (std::is_invocable_v<What>) {
+    throw UsageError(fmt::format("{}: {}", call.describe(), what()));
+  } else {
+    throw UsageError(fmt::format("{}: {}", call.describe(), what));
+  }
 }
 
 void check(const Call& call, int rank, int size) {
-  for (const auto& tensors : {call.inputs, call.outputs}) {
-    for (const auto& tensor : tensors) {
+  for (const auto* tensors : {&call.inputs, &call.outputs}) {
+    for (const auto& tensor : *tensors) {
       require(tensor.defined() && tensor.is_contiguous(), call, "tensors must be defined and contiguous");
     }
   }
@@ -29,7 +37,7 @@ void check(const Call& call, int rank, int size) {
                         call.op == Op::scatter || call.op == Op::send || call.op == Op::recv;
   const bool from_any = call.op == Op::recv && call.peer == any_source;
   require(!has_peer || from_any || (call.peer >= 0 && call.peer < size), call,
-          fmt::format("rank {} is not in a group of {}", call.peer, size));
+          [&] { return fmt::format("rank {} is not in a group of {}", call.peer, size); });
   require(!from_any || size > 1, call, "a group of one rank has nobody to receive from");
   require((call.op != Op::send && call.op != Op::recv) || call.peer != rank, call,
           "a rank cannot send to itself: copy the tensor");
@@ -40,9 +48,10 @@ void check(const Call& call, int rank, int size) {
   const auto& first = call.inputs.empty() ? call.outputs : call.inputs;
   for (const auto* list : {&call.inputs, &call.outputs}) {
     for (const auto& tensor : *list) {
-      require(tensor.scalar_type() == first[0].scalar_type(), call,
-              fmt::format("tensors differ in dtype: {} and {}", toString(first[0].scalar_type()),
-                          toString(tensor.scalar_type())));
+      require(tensor.scalar_type() == first[0].scalar_type(), call, [&] {
+        return fmt::format("tensors differ in dtype: {} and {}", toString(first[0].scalar_type()),
+                           toString(tensor.scalar_type()));
+      });
       require(tensor.device() == first[0].device(), call, "tensors are on different devices");
     }
   }

@@ -1,34 +1,53 @@
 #include "engine/reducer/step_trailer.h"
 
+#include <ATen/Dispatch.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+
 namespace shoal {
+namespace {
+
+// Calls act(pointer to the elements) on memory of the CPU: one operator costs as much as a small model's whole trailer.
+template <class Act>
+void visit(const at::Tensor& memory, const Act& act) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, memory.scalar_type(), "StepTrailer",
+                                  [&] { act(memory.data_ptr<scalar_t>()); });
+}
+
+}  // namespace
 
 void StepTrailer::write(const std::vector<bool>& used, const std::vector<bool>& came, double weight) {
-  // Fills on the host and copies once, instead of one small operation per gradient.
-  auto values = at::empty({memory_.numel()}, at::kDouble);
-  auto* value = values.data_ptr<double>();
-  for (const auto gradient : of_) *value++ = used[gradient] ? 1 : came[gradient] ? came_alone : 0;
-  *value = weight;
-  memory_.copy_(values);
+  auto host = memory_.is_cpu() ? memory_ : at::empty({memory_.numel()}, memory_.options().device(at::kCPU));
+  visit(host, [&](auto* value) {
+    for (const auto gradient : of_) *value++ = used[gradient] ? 1 : came[gradient] ? came_alone : 0;
+    *value = weight;
+  });
+  if (!memory_.is_cpu()) memory_.copy_(host);
 }
 
 double StepTrailer::weight() const {
-  return memory_[memory_.numel() - 1].item<double>();
+  double weight = 0;
+  visit(memory_.cpu(), [&](const auto* value) { weight = value[of_.size()]; });
+  return weight;
 }
 
 bool StepTrailer::same_on_all(int ranks) const {
-  const auto flags = memory_.narrow(0, 0, memory_.numel() - 1);
-  return flags.eq(0).logical_or(flags.eq(ranks)).all().item<bool>();
+  bool same = true;
+  visit(memory_.cpu(), [&](const auto* value) {
+    const auto none_or_all = [&](double flag) { return flag == 0 || flag == ranks; };
+    same = std::all_of(value, value + of_.size(), none_or_all);
+  });
+  return same;
 }
 
 void StepTrailer::read(std::vector<bool>& used, std::vector<bool>& came) const {
-  const auto flags = memory_.to(at::kCPU, at::kDouble);
-  const auto* value = flags.data_ptr<double>();
-  for (const auto gradient : of_) {
-    used[gradient] = *value > 0.5;
-    came[gradient] = *value++ > 0;
-  }
+  visit(memory_.cpu(), [&](const auto* value) {
+    for (const auto gradient : of_) {
+      used[gradient] = *value > 0.5;
+      came[gradient] = *value++ > 0;
+    }
+  });
 }
 
 }  // namespace shoal
