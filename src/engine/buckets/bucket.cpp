@@ -2,7 +2,6 @@
 
 #include <torch/utils.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "engine/reducer/reduction_plan.h"
@@ -54,12 +53,13 @@ void Bucket::acquire(const Group& group, SpareMemory& spare) {
   if (sparse_) return;
   present_ = true;
   if (flat_.defined()) return;
-  memory_ = spare.take(group, std::max(numel(), least_numel_), options_.requires_grad(false));
-  flat_ = memory_.narrow(0, 0, numel());
+  const auto tail = with_trailer_ ? StepTrailer::numel(members_.size()) : 0;
+  memory_ = spare.take(group, payload_numel() + tail, options_.requires_grad(false));
+  flat_ = memory_.narrow(0, 0, payload_numel() + tail);
   for (size_t place = 0; place < members_.size(); ++place) {
     views_.push_back(view_like(flat_, layout_.range(place).begin, parameters_[place]));
   }
-  if (with_trailer_) trailer_ = StepTrailer(members_, flat_.narrow(0, payload_numel(), numel() - payload_numel()));
+  if (with_trailer_) trailer_ = StepTrailer(members_, flat_.narrow(0, payload_numel(), tail));
 }
 
 void Bucket::release(SpareMemory& spare, bool keep) {

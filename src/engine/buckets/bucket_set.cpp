@@ -28,8 +28,6 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
     buckets_.emplace_back(gradients_, members, group_, plan_, !apart);
   }
   mark_last();
-  spare_.clear();
-  share_memory();
   // Allocating and freeing shared memory takes about as long as a small model's whole step.
   constexpr int64_t small_bytes = 8 << 20;
   int64_t transient_bytes = 0;
@@ -41,23 +39,6 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
     trailer_ = StepTrailer(all, group_.allocate(StepTrailer::numel(all.size()), at::TensorOptions(at::kFloat)));
   }
   return old;
-}
-
-// Gives transient buckets of one kind equal memory, so that each fits all of them. What a bucket does not use of it has
-// no pages.
-void BucketSet::share_memory() {
-  constexpr int64_t most_unused_bytes = int64_t{16} << 20;
-  for (auto& bucket : buckets_) {
-    if (!bucket.transient()) continue;
-    int64_t least = 0;
-    for (const auto& other : buckets_) {
-      const bool alike = other.transient() && other.options().dtype() == bucket.options().dtype() &&
-                         other.options().device() == bucket.options().device();
-      const auto unused = (other.numel() - bucket.numel()) * static_cast<int64_t>(bucket.options().dtype().itemsize());
-      if (alike && unused <= most_unused_bytes) least = std::max(least, other.numel());
-    }
-    bucket.set_least_numel(least);
-  }
 }
 
 void BucketSet::set_frozen(std::vector<bool> frozen) {

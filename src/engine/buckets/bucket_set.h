@@ -50,16 +50,10 @@ class BucketSet {
   // Drops the gradients and frees the bucket's memory for the buckets that follow (see limit_spare()).
   void release(size_t index);
   void limit_spare(size_t most) { spare_.shrink(most); }
-  // Call at the end of a step: keeps what the next step begins with.
-  void end_step() { spare_.shrink(most_kept, most_kept_bytes); }
+  void drop_spare() { spare_.clear(); }
 
  private:
-  // Memory for a bucket that fills and one that is being reduced, which is what a step of ranks at one pace needs.
-  static constexpr size_t most_kept = 2;
-  static constexpr int64_t most_kept_bytes = int64_t{64} << 20;
-
   void mark_last();
-  void share_memory();
 
   const std::vector<Gradient>& gradients_;
   const Group& group_;

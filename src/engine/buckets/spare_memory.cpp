@@ -20,15 +20,4 @@ at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::Tensor
   return group.allocate(numel, options);
 }
 
-void SpareMemory::shrink(size_t most, int64_t most_bytes) {
-  shrink(most);
-  int64_t bytes = 0;
-  std::erase_if(spare_, [&](const at::Tensor& memory) {
-    const auto own = static_cast<int64_t>(memory.nbytes());
-    const bool too_many = bytes + own > most_bytes;
-    if (!too_many) bytes += own;
-    return too_many;
-  });
-}
-
 }  // namespace shoal

@@ -18,8 +18,6 @@ class SpareMemory {
   void put(at::Tensor memory) { spare_.push_back(std::move(memory)); }
   // Keeps at most `most` buffers.
   void shrink(size_t most) { spare_.resize(std::min(spare_.size(), most)); }
-  // The same, and at most this many bytes together.
-  void shrink(size_t most, int64_t most_bytes);
   void clear() { spare_.clear(); }
 
  private:

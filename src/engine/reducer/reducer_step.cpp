@@ -151,10 +151,7 @@ void Reducer::close_step() {
     accumulated_.forget();
   }
   accumulated_.unmark();
-  // A consumer uses gradients in backward so that none take memory after it. Where every bucket passes (FSDP), ranks
-  // have more of them in flight than is worth keeping.
-  const bool keeps_memory = !options_.consumer && !reduction_->plan().own_memory;
-  keeps_memory ? buckets_.end_step() : buckets_.limit_spare(0);
+  buckets_.drop_spare();
   ++steps_;
 }
 
