@@ -127,6 +127,22 @@ TEST(ElasticLoop, ELA10_fewer_than_min_ranks_is_a_lost_job) {
   expect_texts(ended, "error: 2 of 3 ranks are left, and this elastic job needs min_ranks = 3", 1);
 }
 
+// Rank 2 notices the death only after rank 0 has ended of it, and finds itself alone.
+TEST(ElasticLoop, ELA10_a_rank_that_notices_late_names_the_same_cause) {
+  const test::SharedRecord record;
+  const auto ended = test::run_ranks(
+      3, [&](const World& world) { return test::train(world, *record, 100, {}, {.min_ranks = 3}); },
+      [&](const std::vector<pid_t>& pids) {
+        while (record->complete[2].empty()) usleep(100);
+        kill(pids[2], SIGSTOP);
+        kill(pids[1], SIGKILL);
+        siginfo_t ended{};
+        waitid(P_PID, static_cast<id_t>(pids[0]), &ended, WEXITED | WNOWAIT);
+        kill(pids[2], SIGCONT);
+      });
+  expect_texts(ended, "error: 2 of 3 ranks are left, and this elastic job needs min_ranks = 3", 1);
+}
+
 TEST(ElasticLoop, ELA01_a_former_group_names_its_end_and_does_not_disturb_the_others) {
   const test::SharedRecord record;
   const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "shoal/error.h"
@@ -9,10 +10,10 @@
 namespace shoal {
 namespace {
 
-// An entry as words: number, grown, generation of the store, its port, left, members, base; lists as bits.
+// An entry as words: number, grown, generation of the store, its port, left, lost_with, members, base; lists as bits.
 constexpr size_t number_word = 0;
 constexpr size_t left_word = 4;
-constexpr size_t fixed_words = 5;
+constexpr size_t fixed_words = 6;
 constexpr size_t list_words = Board::most_members / 64;
 static_assert(fixed_words + 2 * list_words <= Notice::count);
 
@@ -29,8 +30,12 @@ MemberList read_list(const Notice::Words& words, size_t at) {
 }
 
 Notice::Words to_words(const BoardEntry& entry) {
-  Notice::Words words{entry.card.number, entry.card.grown, entry.store_of, static_cast<uint64_t>(entry.store_port),
-                      entry.left ? uint64_t{1} : 0};
+  Notice::Words words{entry.card.number,
+                      entry.card.grown,
+                      entry.store_of,
+                      static_cast<uint64_t>(entry.store_port),
+                      entry.left ? uint64_t{1} : 0,
+                      static_cast<uint64_t>(entry.lost_with)};
   write_list(words, fixed_words, entry.card.members);
   write_list(words, fixed_words + list_words, entry.card.base);
   return words;
@@ -43,7 +48,8 @@ BoardEntry from_words(const Notice::Words& words) {
                    .base = read_list(words, fixed_words + list_words)},
           .store_of = words[2],
           .store_port = static_cast<int>(words[3]),
-          .left = words[left_word] != 0};
+          .left = words[left_word] != 0,
+          .lost_with = static_cast<int>(words[5])};
 }
 
 }  // namespace
@@ -86,6 +92,19 @@ void Board::serve(uint64_t generation, int port) {
   own_.store_of = generation;
   own_.store_port = port;
   publish();
+}
+
+void Board::lose(int living) {
+  own_.lost_with = living;
+  publish();
+}
+
+int Board::lost_with() const {
+  int most = 0;
+  for (int member = 0; member < static_cast<int>(members_.size()); ++member) {
+    most = std::max(most, entry(member).lost_with);
+  }
+  return most;
 }
 
 void Board::leave() {

@@ -20,6 +20,7 @@ struct BoardEntry {
   uint64_t store_of = 0;  // number of the generation; 0: none
   int store_port = 0;
   bool left = false;
+  int lost_with = 0;  // members that it knew to live when it found them too few to go on; 0: it has not
 };
 
 // Lies in the pages of the members' own processes, which all others map, so that it outlives all of them: no server, and
@@ -36,12 +37,15 @@ class Board {
   // These wake the other members.
   void show(const MemberCard& card);
   void serve(uint64_t generation, int port);
+  void lose(int living);
   // This member takes no more part in recoveries. It may end at any time without having failed.
   void leave();
 
   BoardEntry entry(int member) const;
   // Whether a member has begun a generation after this one.
   bool is_beyond(int member, uint64_t generation) const;
+  // The most members that any member knew to live when it found them too few; 0: none has.
+  int lost_with() const;
   // Whether a member has ended before it had done with the job.
   bool failed(int member) const;
   bool gone(int member) const { return exits_->gone(static_cast<size_t>(member)); }

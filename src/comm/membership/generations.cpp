@@ -131,12 +131,14 @@ MemberCard Generations::agree(int min_ranks) {
   }
 }
 
+// Members that have found the job lost end, one after the other: the first one's count is the cause, and all name it.
 void Generations::require_enough(int ranks, int min_ranks) const {
   if (ranks >= min_ranks) return;
+  board_->lose(std::max(ranks, board_->lost_with()));
   throw JobLost(
       fmt::format("{} of {} ranks are left, and this elastic job needs min_ranks = {}: start it again from its last "
                   "checkpoint",
-                  ranks, peers_.size(), min_ranks));
+                  board_->lost_with(), peers_.size(), min_ranks));
 }
 
 void Generations::lose_late(const MemberCard& card) const {

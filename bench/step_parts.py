@@ -1,7 +1,7 @@
 """Where the time of a training step goes, under every strategy, beside what the machine's memory allows.
 
-    python bench/profile.py --shoal build/shoal                        # gpt small, 2 ranks, all strategies
-    python bench/profile.py --shoal build/shoal --model mlp --size tiny --steps 200 --json profile.json
+    python bench/step_parts.py --shoal build/shoal                        # gpt small, 2 ranks, all strategies
+    python bench/step_parts.py --shoal build/shoal --model mlp --size tiny --steps 200 --json profile.json
 
 All strategies take turns in every round. A round trains each of them twice: as it is, for the step's time and the kernel's
 counters, and with a trace, for the parts of the step. Before the rounds, as many processes as there are ranks measure at the same time what copying a byte and
