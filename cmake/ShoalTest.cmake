@@ -41,12 +41,14 @@ function(shoal_world_test name)
   endforeach()
 endfunction()
 
-# shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [SUITES suite...] [LABELS label...] [TIMEOUT seconds])
+# shoal_world_variant(NAME VARIANT WORLD 1 2 ... ARGS argument... [SUITES suite...] [DIVIDED] [LABELS label...] [TIMEOUT seconds])
 #
 # The same program once more with other arguments, as ctests NAME.VARIANT.worldN, `thorough` unless labelled otherwise; with
 # SUITES, these suites of it. --transport and --check-agreement are the world's options (see tests/support/world_main.cpp).
+# DIVIDED: the cases are divided among the world sizes, so that each runs once; without the variant each runs at all sizes.
+# Every exchange over sockets takes several times as long. To run all: NAME --ranks N argument...
 function(shoal_world_variant name variant)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;WORLD;ARGS;SUITES" ${ARGN})
+  cmake_parse_arguments(ARG "DIVIDED" "TIMEOUT" "LABELS;WORLD;ARGS;SUITES" ${ARGN})
   if(ARG_SUITES)
     list(TRANSFORM ARG_SUITES REPLACE "(.+)" "\\1.*:*/\\1.*" OUTPUT_VARIABLE patterns)
     string(JOIN ":" patterns ${patterns})
@@ -56,11 +58,18 @@ function(shoal_world_variant name variant)
     set(ARG_LABELS thorough)
   endif()
   shoal_test_defaults()
+  list(LENGTH ARG_WORLD parts)
+  set(part 0)
   foreach(ranks IN LISTS ARG_WORLD)
     add_test(NAME ${name}.${variant}.world${ranks} COMMAND ${name} --ranks ${ranks} ${ARG_ARGS})
     shoal_world_label(label ${ranks})
     set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
       LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors})
+    if(ARG_DIVIDED)
+      set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
+        ENVIRONMENT "GTEST_TOTAL_SHARDS=${parts};GTEST_SHARD_INDEX=${part}")
+    endif()
+    math(EXPR part "${part} + 1")
   endforeach()
 endfunction()
 

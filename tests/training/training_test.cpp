@@ -143,6 +143,29 @@ TEST_P(EveryStrategy, evaluates_every_sample_once_on_all_ranks) {
   EXPECT_LT(difference(whole(training), reference()), 1e-9) << "training goes on as if there had been no evaluation";
 }
 
+TEST_P(EveryStrategy, computes_in_the_dtype_that_is_asked_for) {
+  const auto& strategy = find_strategy(GetParam());
+  Variant chosen{strategy.name, {}};
+  add_known(chosen, small);
+  const auto in_float = [] {
+    auto model = seeded(3);
+    model->to(at::kFloat);
+    return model;
+  };
+  auto training = make_training(strategy.name, in_float(), optimizer_recipe<FusedSGD>(sgd), group_of(strategy),
+                                {.options = chosen.options, .precision = Precision::bf16_mixed()});
+  const auto output = training.forward(whole_batch(0, 0).to(at::kFloat));
+  EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+  training->backward(mean_loss(output.to(at::kFloat)));
+  EXPECT_TRUE(training->step());
+  const auto before = in_float()->parameters();
+  const auto after = whole(training);
+  for (size_t i = 0; i < after.size(); ++i) {
+    EXPECT_EQ(after[i].scalar_type(), at::kFloat);
+    EXPECT_FALSE(at::equal(after[i], before[i])) << i;
+  }
+}
+
 TEST_P(EveryStrategy, abandons_a_step_that_has_not_begun) {
   if (GetParam() == "megatron") GTEST_SKIP() << "collective with the other ranks' step";
   auto training = make();

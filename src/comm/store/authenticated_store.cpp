@@ -47,8 +47,8 @@ std::optional<std::vector<uint8_t>> AuthenticatedStore::opened(const std::string
   return value;
 }
 
-bool AuthenticatedStore::genuine(const std::string& key) {
-  const bool good = opened(key, store_->get(key)).has_value();
+bool AuthenticatedStore::genuine(const std::string& key, std::vector<uint8_t> value) {
+  const bool good = opened(key, std::move(value)).has_value();
   const std::lock_guard lock(mutex_);
   if (good) {
     forged_since_.erase(key);
@@ -92,8 +92,23 @@ bool AuthenticatedStore::deleteKey(const std::string& key) {
   return store_->deleteKey(key);
 }
 
+std::vector<std::vector<uint8_t>> AuthenticatedStore::multiGet(const std::vector<std::string>& keys) {
+  auto values = store_->multiGet(keys);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    auto value = opened(keys[i], std::move(values[i]));
+    if (!value) throw forgery_of(keys[i]);
+    values[i] = std::move(*value);
+  }
+  return values;
+}
+
 bool AuthenticatedStore::check(const std::vector<std::string>& keys) {
-  return store_->check(keys) && std::all_of(keys.begin(), keys.end(), [this](const auto& key) { return genuine(key); });
+  if (!store_->check(keys)) return false;
+  auto values = store_->multiGet(keys);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!genuine(keys[i], std::move(values[i]))) return false;
+  }
+  return true;
 }
 
 int64_t AuthenticatedStore::getNumKeys() {
@@ -106,7 +121,7 @@ void AuthenticatedStore::wait(const std::vector<std::string>& keys) {
 
 void AuthenticatedStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
   store_->wait(keys, timeout);
-  for (const auto& key : keys) get(key);
+  multiGet(keys);
 }
 
 c10::intrusive_ptr<c10d::Store> authenticated(c10::intrusive_ptr<c10d::Store> store, const JobIdentity& identity) {

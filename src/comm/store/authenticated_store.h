@@ -37,6 +37,7 @@ class AuthenticatedStore : public c10d::Store {
   std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
                                   const std::vector<uint8_t>& desired) override;
   std::vector<uint8_t> get(const std::string& key) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
   int64_t add(const std::string& key, int64_t value) override;
   bool deleteKey(const std::string& key) override;
   // ForgedValue if a forged value has been there for too long.
@@ -50,7 +51,7 @@ class AuthenticatedStore : public c10d::Store {
   std::vector<uint8_t> sealed(const std::string& key, const std::vector<uint8_t>& value) const;
   // Nothing if the value is not the job's.
   std::optional<std::vector<uint8_t>> opened(const std::string& key, std::vector<uint8_t> value) const;
-  bool genuine(const std::string& key);
+  bool genuine(const std::string& key, std::vector<uint8_t> value);
 
   c10::intrusive_ptr<c10d::Store> store_;
   const JobIdentity identity_;

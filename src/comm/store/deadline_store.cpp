@@ -135,6 +135,11 @@ std::vector<uint8_t> DeadlineStore::get(const std::string& key) {
   return call([key](c10d::Store& store) { return store.get(key); });
 }
 
+std::vector<std::vector<uint8_t>> DeadlineStore::multiGet(const std::vector<std::string>& keys) {
+  wait(keys);
+  return call([keys](c10d::Store& store) { return store.multiGet(keys); });
+}
+
 int64_t DeadlineStore::add(const std::string& key, int64_t value) {
   return call([=](c10d::Store& store) { return store.add(key, value); });
 }

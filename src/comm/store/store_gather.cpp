@@ -32,7 +32,7 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   std::vector<std::string> lines;
-  for (const auto& of : keys) lines.push_back(store_try_get(store, of).value_or(""));
+  for (const auto& value : store.multiGet(keys)) lines.emplace_back(value.begin(), value.end());
   return lines;
 }
 

@@ -15,9 +15,7 @@ class Megatron : public TrainingCore {
       : TrainingCore(parts),
         optimizer_({parts.module}, parts.recipe.groups ? groups_of(parts) : OptimizerRecipe::ParamGroups(),
                    parts.recipe.defaults->clone(), parts.recipe.make, parts.recipe.element_wise, parts.group,
-                   megatron_options(parts.values, parts.options)) {
-    precision_ = {};  // forward is the module's own
-  }
+                   megatron_options(parts.values, parts.options)) {}
 
   using TrainingCore::backward;
   void backward(const at::Tensor& loss_sum, double weight) override {
