@@ -1,6 +1,7 @@
 """Small models with what wrappers must get right: tied weights, buffers, several outputs, activation checkpoints."""
 
 import torch
+import torch._dynamo  # which a process's first optimizer imports: once for all ranks, not a second of each rank's time
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
