@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo  # which a rank's first optimizer would import
 
 import shoal
 from ranks import errors_on_ranks, on_ranks
