@@ -1,5 +1,5 @@
-"""PY10, PY12: the programs in examples/python, each on two ranks started by torchrun. Those whose package is not installed
-are skipped."""
+"""PY10, PY12: the programs in examples/python, each on two ranks, by torchrun or as torchrun starts them. Those whose package
+is not installed are skipped."""
 
 import importlib.util
 import re
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401: which a rank's first optimizer would import
+
+from forked import run_as_torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "python"
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # of the Debian package dataset-fashion-mnist
@@ -15,6 +18,10 @@ TEXT = Path("/usr/share/common-licenses/GPL-3")  # of the Debian package base-fi
 
 
 def run(name, *arguments):
+    return run_as_torchrun(EXAMPLES / name, *arguments)
+
+
+def run_by_torchrun(name, *arguments):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, str(EXAMPLES / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
@@ -27,16 +34,20 @@ def numbers(pattern, text):
 
 
 def needs(*packages):
+    """Imports them, once for all ranks."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"no {package}: pip install --no-deps {package}")
+    for package in packages:
+        importlib.import_module(package)
 
 
 @pytest.mark.parametrize("wrapper", ["torch", "shoal"])
 def test_ddp(wrapper):
     if not FASHION.is_dir():
         pytest.skip("no Fashion-MNIST: apt-get install dataset-fashion-mnist")
-    said = run("ddp.py", FASHION, "--wrapper", wrapper, "--images", 2000, "--epochs", 2)
+    start = run_by_torchrun if wrapper == "torch" else run
+    said = start("ddp.py", FASHION, "--wrapper", wrapper, "--images", 2000, "--epochs", 2)
     accuracies = numbers(r"accuracy ([0-9.]+) on 2 ranks", said)
     assert len(accuracies) == 2 and accuracies[-1] > 0.7, said
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
+from forked import run_all
 from shoal import __main__ as commands
 
 PROGRAM = """
@@ -19,11 +20,12 @@ import shoal
 dist.init_process_group("shoal", init_method=sys.argv[1] if len(sys.argv) > 1 else None)
 torch.manual_seed(dist.get_rank())
 model = shoal.nn.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     model(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    with torch.no_grad():  # an optimizer of torch.optim would import torch._dynamo first, for longer than all else takes
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+    model.zero_grad()
 weights = [torch.zeros(1, 4) for _ in range(dist.get_world_size())]
 dist.all_gather(weights, model.module.weight.detach())
 same = all(torch.equal(weights[0], each) for each in weights)
@@ -53,6 +55,13 @@ def run(*command, code=0, env=None):
     return done.stdout + done.stderr
 
 
+def run_forked(*arguments, code=0, env=None):
+    """As run(sys.executable, *arguments), without an interpreter of its own."""
+    codes, said = run_all([(arguments, env or environment())])
+    assert codes == [code], said
+    return said
+
+
 def trained(said, ranks=2):
     return [said.count(f"rank {rank} of {ranks}: equal weights True") for rank in range(ranks)] == [1] * ranks
 
@@ -69,7 +78,7 @@ def test_PY08_shoal_launch(program):
 def test_PY08_shoal_launch_ends_with_a_failed_ranks_code(tmp_path):
     path = tmp_path / "fails.py"
     path.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)\n")
-    said = run(sys.executable, "-m", "shoal", "launch", "-n", 2, "--grace", 1, "--", sys.executable, path, code=7)
+    said = run_forked("-m", "shoal", "launch", "-n", 2, "--grace", 1, "--", sys.executable, path, code=7)
     assert "rank 1 ended with exit code 7" in said
 
 
@@ -88,28 +97,14 @@ def test_PY08_mpirun(program):
 def test_PY08_tasks_of_srun_find_each_other_by_slurms_variables(program):
     """As srun sets them for a step of two tasks on one node; srun itself needs a cluster."""
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, program, "shoal://"],
-            env=environment(**step, SLURM_PROCID=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert trained("".join(task.communicate(timeout=100)[0] for task in tasks))
-        assert [task.returncode for task in tasks] == [0, 0]
-    finally:
-        for task in tasks:
-            task.kill()
-            task.wait()
+    tasks = [((program, "shoal://"), environment(**step, SLURM_PROCID=str(rank))) for rank in range(2)]
+    codes, said = run_all(tasks)
+    assert codes == [0, 0] and trained(said), said
 
 
 def test_PY08_a_process_alone_is_a_world_of_one(program):
     assert trained(run(sys.executable, program, "shoal://"), ranks=1)
-    assert "RANK expected, but not set" in run(sys.executable, program, code=1)
+    assert "RANK expected, but not set" in run_forked(program, code=1)
 
 
 def test_PY08_a_notebook_makes_its_group_again_and_again(monkeypatch):
@@ -129,7 +124,7 @@ def test_PY08_shoals_own_method_takes_no_ranks():
 
 
 def test_PY08_doctor():
-    said = run(sys.executable, "-m", "shoal", "doctor")
+    said = run_forked("-m", "shoal", "doctor")
     assert "two ranks on this host communicate over: host" in said
     assert f"installed torch {torch.__version__}" in said
 
@@ -144,8 +139,8 @@ def test_PY08_doctor_tells_what_does_not_work(monkeypatch, capsys):
 
 
 def test_PY09_a_build_tree_has_no_files_for_cmake():
-    assert "this is a build tree, which has no files for CMake" in run(sys.executable, "-m", "shoal", "cmake-dir", code=1)
+    assert "this is a build tree, which has no files for CMake" in run_forked("-m", "shoal", "cmake-dir", code=1)
 
 
 def test_PY08_the_program_is_the_libraries():
-    assert "--strategy" in run(sys.executable, "-m", "shoal", "train", "--help")
+    assert "--strategy" in run_forked("-m", "shoal", "train", "--help")
