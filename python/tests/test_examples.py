@@ -58,8 +58,8 @@ def test_fsdp_gpt_learns_and_goes_on_from_its_checkpoint(tmp_path):
     first = numbers(r"loss ([0-9.]+)", run("fsdp_gpt.py", TEXT, tmp_path, "--steps", 40))
     assert first[0] > 5 and first[-1] < 3.5, first
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("step-")] == ["step-40"]
-    said = run("fsdp_gpt.py", TEXT, tmp_path, "--steps", 60)
-    assert numbers(r"step (\d+)", said) == [40, 59], said
+    said = run("fsdp_gpt.py", TEXT, tmp_path, "--steps", 50)
+    assert numbers(r"step (\d+)", said) == [40, 49], said
     assert abs(numbers(r"step 40: loss ([0-9.]+)", said)[0] - first[-1]) < 0.3, said
     assert len(said.split("The ", 1)[1]) > 60
 
