@@ -94,8 +94,10 @@ def test_PY05_losses_equal_those_of_one_process(ranks, transport):
             assert sum(expected[-4:]) < sum(expected[:4])
             for strategy, wrap in STRATEGIES.items():
                 model, optimizer = wrap(models.make(name, kind), group, kind)
-                losses = losses_of(model, optimizer, name, autocast)
-                worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+                # What checkpointing or autocast does differently shows in each step; that all learn, in the plain model.
+                steps = 5 if kind or autocast else STEPS
+                losses = losses_of(model, optimizer, name, autocast, steps)
+                worst = max(abs(a - b) for a, b in zip(losses, expected[:steps], strict=True))
                 assert worst < 1e-6, (strategy, name, kind, autocast, worst)
 
     on_ranks(trains, ranks, timeout=200)
