@@ -11,11 +11,13 @@ data. Collectives are the median of 50 calls (4 MiB) or 1,000 (one element), aft
 
 import argparse
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import statistics
 import subprocess
-import sys
+import tempfile
 import time
 
 WARM_UP = 3
@@ -170,25 +172,49 @@ def run_collectives():
     return result
 
 
-def worker(options):
+def worker(variant, options, rank, store, answer):
+    """A rank of a variant in Python."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    backend = options.worker.split()[0].replace("python", "shoal")
-    if backend == "shoal":
-        import shoal  # noqa: F401
-    dist.init_process_group(backend)
-    if options.worker.endswith("collectives"):
-        answer = run_collectives()
+    backend = variant.split()[0].replace("python", "shoal")
+    dist.init_process_group(backend, init_method="file://" + store, rank=rank, world_size=options.ranks)
+    if variant.endswith("collectives"):
+        result = run_collectives()
     else:
-        times, loss = run_steps(options.worker, options)
-        answer = {"ms": statistics.median(times), "loss": loss}
-    if dist.get_rank() == 0:
-        with open(options.answer, "w") as file:
-            json.dump(answer, file)
+        times, loss = run_steps(variant, options)
+        result = {"ms": statistics.median(times), "loss": loss}
+    if rank == 0:
+        with open(answer, "w") as file:
+            json.dump(result, file)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_forked(variant, options, answer):
+    """Runs the ranks in processes forked from this one, which has imported PyTorch and does nothing else with it."""
+    import shoal  # noqa: F401: registers the backend
+    import torch._dynamo  # noqa: F401: which a process's first optimizer imports
+
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=worker, args=(variant, options, rank, folder + "/store", answer))
+            for rank in range(options.ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        end, running = time.monotonic() + 600, ranks
+        while running and not any(rank.exitcode for rank in ranks) and time.monotonic() < end:
+            multiprocessing.connection.wait([rank.sentinel for rank in running], end - time.monotonic())
+            running = [rank for rank in running if rank.is_alive()]
+        codes = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    if any(code != 0 for code in codes):
+        raise SystemExit("the ranks of %s ended with %s; None was still running" % (variant, codes))
 
 
 def call(command):
@@ -206,8 +232,7 @@ def measure(variant, options):
               "host", "--rounds", "1", "--steps", str(WARM_UP + options.steps), "--ranks", str(options.ranks), "--json", answer])
         with open(answer) as file:
             return {"ms": json.load(file)["train"][0]["median_ms_per_round"][0]}
-    call([options.shoal, "launch", "-n", str(options.ranks), "--", sys.executable, os.path.abspath(__file__), "--worker", variant,
-          "--answer", answer, *sizes, "--steps", str(options.steps)])
+    run_forked(variant, options, answer)
     with open(answer) as file:
         return json.load(file)
 
@@ -243,11 +268,7 @@ def main():
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--variants", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--json", default="python_steps.json", help="file for every run's figures")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        return worker(options)
     runs, collectives = {name: [] for name in options.variants}, {"gloo": [], "shoal": []}
     order = random.Random(1)
     for _ in range(options.rounds):
