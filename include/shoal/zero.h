@@ -13,6 +13,7 @@
 #include "shoal/detail/sharded_optimizer.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"
+#include "shoal/optim.h"
 #include "shoal/precision.h"
 
 namespace shoal {
@@ -40,8 +41,9 @@ struct ShareSizes {
 // Type-independent part of OSS. Use OSS.
 class OSSCore : public ShardedOptimizerBase {
  public:
+  // element_wise: shoal::element_wise of the local optimizer.
   OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
-          const Group& group, const OSSOptions& options);
+          bool element_wise, const Group& group, const OSSOptions& options);
 
   // A step for scaled losses: unscales this rank's gradients and checks them for inf and NaN. If no rank finds any,
   // clips them to `max_norm` (0: no clipping) and steps. Updates the scaler. Returns true if it stepped. Collective.
@@ -80,6 +82,19 @@ class OSSCore : public ShardedOptimizerBase {
   size_t param_to_index(const at::Tensor& parameter) const;  // index among the parameters of all param groups
   std::vector<at::Tensor> local_params() const;              // this rank's share
   ShareSizes share_sizes() const;
+
+  // For Elastic. UsageError that names what cannot outlive a rank.
+  void require_regroupable() const;
+  // From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves to memory
+  // that the ranks share. Collective.
+  void guard();
+  // Adopts changed values. Returns whether all ranks must map memory in commit(). Collective if values have changed.
+  bool prepare_commit();
+  // All ranks that live pass, or none does: CommError. Collective.
+  void commit(bool map);
+  // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete.
+  // If it fails, it may be called again with a further group. Collective over `group`.
+  void regroup(const Group& group);
 
   struct State;
 
@@ -124,8 +139,8 @@ class OSS : public OSSCore {
       : OSS(ParamGroups{torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults, group, options) {}
   template <class Defaults>
   OSS(const ParamGroups& groups, const Defaults& defaults, const Group& group, const OSSOptions& options = {})
-      : OSSCore(groups, detail::default_options<Local>(defaults), detail::local_optimizer_maker<Local>(defaults), group,
-                options) {}
+      : OSSCore(groups, detail::default_options<Local>(defaults), detail::local_optimizer_maker<Local>(defaults),
+                element_wise<Local>, group, options) {}
 };
 
 struct Gradient;
@@ -173,6 +188,11 @@ class ShardedDataParallelCore : public DataParallelCore {
   // hand. A rank without gradients contributes zeros; sums of earlier steps are kept and added to. Counts as a step,
   // also within no_sync. Throws UsageError within a backward. Collective.
   void reduce();
+
+  // For Elastic. UsageError that names what cannot go on in another group, and if `optimizer` is not this wrapper's only one.
+  void require_regroupable(const torch::optim::Optimizer& optimizer) const;
+  // Goes on in the group of its optimizer, after `step` synchronising steps. The caller has dropped gradients. Collective.
+  void regroup(int64_t step);
 
  protected:
   void prepare() override;

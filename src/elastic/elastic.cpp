@@ -1,21 +1,18 @@
 #include "shoal/elastic.h"
 
-#include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/optim/lbfgs.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <optional>
-#include <typeinfo>
 
 #include "comm/group/group_state.h"
 #include "comm/membership/generations.h"
+#include "elastic/elastic_parts.h"
 #include "elastic/step_copies.h"
-#include "shoal/detail/sharded_optimizer.h"
 
 namespace shoal {
 
@@ -34,45 +31,18 @@ void ElasticOptions::validate(int ranks) const {
   throw UsageError(fmt::format("ElasticOptions: min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
 }
 
-namespace {
-
-DistributedDataParallelCore& require_ddp(DataParallelCore& parallel) {
-  if (auto* ddp = dynamic_cast<DistributedDataParallelCore*>(&parallel)) {
-    ddp->require_regroupable();
-    return *ddp;
-  }
-  throw UsageError(
-      fmt::format("Elastic: {} is not supported yet, only DistributedDataParallel", parallel.logging_data().strategy));
-}
-
-void require_local(const torch::optim::Optimizer& optimizer) {
-  const auto* of = &optimizer;
-  if (dynamic_cast<const ShardedOptimizerBase*>(of) != nullptr) {
-    throw UsageError(
-        fmt::format("Elastic: {} is sharded over ranks, which is not supported yet: use an optimizer that is whole on "
-                    "each rank",
-                    c10::demangle(typeid(*of).name())));
-  }
-  if (dynamic_cast<const torch::optim::LBFGS*>(of) != nullptr) {
-    throw UsageError("Elastic: L-BFGS communicates in its step, by its closure, and cannot be finished after a death");
-  }
-}
-
-}  // namespace
-
 struct Elastic::State {
   State(const World& of, DataParallelCore& wrapper, torch::optim::Optimizer& trained_by, DistributedSampler* divides,
         const ElasticOptions& chosen)
       : world(of),
-        parallel(require_ddp(wrapper)),
+        parallel(wrapper),
+        parts(world, wrapper, trained_by),
         optimizer(trained_by),
         sampler(divides),
         options(chosen),
         steps_before(wrapper.step()),
         copies(*wrapper.module()) {
     options.validate(world.size());
-    require_local(optimizer);
-    parallel.check_optimizer(optimizer);
     require_sampler();
     const auto transport = world.group().transport();
     if (transport != "host" && transport != "gloo" && transport != "identity") {
@@ -81,6 +51,7 @@ struct Elastic::State {
     agree(world.group(), "Elastic",
           {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler"});
     generations = std::make_unique<Generations>(world);
+    parts.guard();
   }
 
   void require_sampler() const {
@@ -128,15 +99,18 @@ struct Elastic::State {
 
   // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
   void commit() {
-    has_gradients = true;
+    const bool map = parts.prepare_commit();
+    has_gradients = !parts.sharded();
     const auto count = static_cast<double>(samples);
-    const auto most =
-        world.group().all_reduce({count, -count}, ReduceOp::max, {parallel.step(), -1, "commit of the step"});
-    if (sampler == nullptr || most[0] == -most[1]) return;
-    throw UsageError(
-        fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
-                    "many, so give their loaders the same batch size",
-                    -most[1], most[0]));
+    const auto most = world.group().all_reduce({count, -count, map ? 1.0 : 0.0}, ReduceOp::max,
+                                               {parallel.step(), -1, "commit of the step"});
+    if (sampler != nullptr && most[0] != -most[1]) {
+      throw UsageError(
+          fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
+                      "many, so give their loaders the same batch size",
+                      -most[1], most[0]));
+    }
+    parts.commit(most[2] != 0);
   }
 
   void finish(const std::function<void()>& update) {
@@ -170,7 +144,7 @@ struct Elastic::State {
       generations->recover(options.min_ranks);
       try {
         settle(update);
-        parallel.regroup(world.group(), steps_before + done);
+        parts.regroup(world.group(), steps_before + done);
         break;
       } catch (const CommError&) {
         if (!generations->broken()) throw;
@@ -227,7 +201,8 @@ struct Elastic::State {
   }
 
   World world;
-  DistributedDataParallelCore& parallel;
+  DataParallelCore& parallel;
+  ElasticParts parts;
   torch::optim::Optimizer& optimizer;
   DistributedSampler* sampler;
   ElasticOptions options;

@@ -17,6 +17,8 @@ namespace {
 
 using test::Death;
 using test::Moment;
+using test::Sharding;
+using test::Trained;
 
 int number(const char* variable, int otherwise) {
   const auto text = process_environment()(variable);
@@ -25,7 +27,7 @@ int number(const char* variable, int otherwise) {
 
 // Checks that these ranks were killed and no others, that the others ended well, and what the judge says.
 void check(const std::vector<test::RankEnded>& ended, const std::vector<int>& may_be_killed, const test::Record& record,
-           int epochs, bool in_rank_order = true) {
+           int epochs, bool in_rank_order = true, const Trained& trained = {}) {
   int left = 0;
   for (size_t rank = 0; rank < ended.size(); ++rank) {
     const bool killed = WIFSIGNALED(ended[rank].status);
@@ -41,20 +43,25 @@ void check(const std::vector<test::RankEnded>& ended, const std::vector<int>& ma
   if (left > 0) {
     // In a process of its own, because one that has run backward must not fork.
     const auto verdict =
-        test::run_ranks(1, [&](const World&) { return test::judge(record, epochs, in_rank_order); }).front();
+        test::run_ranks(1, [&](const World&) { return test::judge(record, epochs, in_rank_order, trained); }).front();
     EXPECT_TRUE(WIFEXITED(verdict.status));
     EXPECT_EQ(verdict.text, "");
   }
   EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "a process is left";
 }
 
-void die_at(int ranks, const std::vector<Death>& deaths, int epochs = 1, const WorldOptions& options = {}) {
+void die_at(int ranks, const std::vector<Death>& deaths, int epochs = 1, const WorldOptions& options = {},
+            const Trained& trained = {}) {
   const test::SharedRecord record;
   const auto ended = test::run_ranks(
-      ranks, [&](const World& world) { return test::train(world, *record, epochs, deaths); }, {}, options);
+      ranks, [&](const World& world) { return test::train(world, *record, epochs, deaths, {}, trained); }, {}, options);
   std::vector<int> victims;
-  for (const auto& death : deaths) victims.push_back(death.rank);
-  check(ended, victims, *record, epochs, options.transport != "gloo");
+  for (const auto& death : deaths) {
+    victims.push_back(death.rank);
+    if (trained.sharding == Sharding::none) continue;
+    EXPECT_TRUE(WIFSIGNALED(ended[death.rank].status)) << "rank " << death.rank << " did not come to its end";
+  }
+  check(ended, victims, *record, epochs, options.transport != "gloo", trained);
 }
 
 TEST(ElasticKill, ELA01_ELA02_a_rank_ends_at_each_moment_of_a_step) {
@@ -94,9 +101,58 @@ TEST(ElasticKill, ELA01_ranks_end_while_others_recover) {
   }
 }
 
+std::string name_of(const Trained& trained) {
+  return fmt::format("ZeRO-{} with {}, width {}", trained.sharding == Sharding::zero1 ? 1 : 2, trained.optimizer,
+                     trained.width);
+}
+
+const std::vector<Trained> sharded = {{Sharding::zero1, "adamw"}, {Sharding::zero2, "adamw"}, {Sharding::zero2, "sgd"}};
+
+TEST(ElasticKill, ELA01_ELA02_ELA03_sharded_a_rank_ends_at_each_moment_of_a_step) {
+  for (const auto& trained : sharded) {
+    for (const auto moment :
+         {Moment::before_forward, Moment::in_backward, Moment::before_commit, Moment::before_update, Moment::in_update,
+          Moment::spoilt_update, Moment::in_last_chunk, Moment::after_update, Moment::between_steps}) {
+      const int victim = trained.sharding == Sharding::zero1 ? 2 : 0;
+      SCOPED_TRACE(fmt::format("{}, moment {}, rank {}", name_of(trained), static_cast<int>(moment), victim));
+      die_at(3, {{victim, moment, 5}}, 1, {}, trained);
+    }
+  }
+}
+
+// The optimizer has no state yet, and the last rank keeps it for itself.
+TEST(ElasticKill, ELA02_ELA03_sharded_ranks_end_in_the_update_of_the_first_step_and_one_is_left) {
+  for (const auto& trained : sharded) {
+    for (const auto moment : {Moment::in_update, Moment::spoilt_update, Moment::in_last_chunk}) {
+      SCOPED_TRACE(fmt::format("{}, moment {}", name_of(trained), static_cast<int>(moment)));
+      die_at(2, {{0, moment, 1}}, 1, {}, trained);
+      die_at(3, {{2, moment, 1}, {0, moment, 3}}, 1, {}, trained);
+    }
+  }
+}
+
+// Rank 0 finishes the share of rank 3, and ends in it; rank 1 finishes both.
+TEST(ElasticKill, ELA02_ELA03_sharded_the_rank_that_finishes_a_share_ends) {
+  for (const auto& trained : sharded) {
+    SCOPED_TRACE(name_of(trained));
+    die_at(4, {{3, Moment::spoilt_update, 4}, {0, Moment::finishing, 4}}, 1, {}, trained);
+    die_at(4, {{0, Moment::in_last_chunk, 4}, {3, Moment::in_last_chunk, 4}, {1, Moment::after_recovery, 4}}, 1, {},
+           trained);
+  }
+}
+
+TEST(ElasticKill, ELA02_ELA03_sharded_a_parameter_of_two_chunks_and_an_optimizer_that_is_not_element_wise) {
+  for (const auto& trained :
+       {Trained{Sharding::zero1, "adamw", 258}, {Sharding::zero2, "sgd", 258}, {Sharding::zero2, "lamb", 258}}) {
+    for (const int victim : {0, 1}) {
+      SCOPED_TRACE(fmt::format("{}, rank {}", name_of(trained), victim));
+      die_at(2, {{victim, Moment::spoilt_update, 3}}, 1, {}, trained);
+    }
+  }
+}
+
 // Kills by the clock: SHOAL_KILLS trials, from SHOAL_SEED.
-TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {
-  const int trials = number("SHOAL_KILLS", 40);
+void kill_at_random(const std::vector<Trained>& all, int trials) {
   const int seed = number("SHOAL_SEED", 1);
   std::mt19937 random(static_cast<unsigned>(seed));
   std::vector<double> seconds;  // from a kill to the end of the next complete step
@@ -114,12 +170,13 @@ TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {
       const bool in_recovery = i > 0 && random() % 2 == 0;
       pauses.push_back(at_once ? 0 : static_cast<int>(random() % (in_recovery ? 15'000 : 80'000)));
     }
+    const auto& trained = all[trial % all.size()];
     SCOPED_TRACE(fmt::format("seed {}, trial {}: of {} ranks, {} after {} us", seed, trial, ranks,
                              fmt::join(victims, ", "), fmt::join(pauses, ", ")));
     const test::SharedRecord record;
     std::vector<double> killed_at;
     const auto ended = test::run_ranks(
-        ranks, [&](const World& world) { return test::train(world, *record, epochs); },
+        ranks, [&](const World& world) { return test::train(world, *record, epochs, {}, {}, trained); },
         [&](const std::vector<pid_t>& pids) {
           const double deadline = test::now() + 20;
           while (record->started < ranks && test::now() < deadline) usleep(200);
@@ -129,7 +186,7 @@ TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {
             killed_at.push_back(test::now());
           }
         });
-    check(ended, victims, *record, epochs);
+    check(ended, victims, *record, epochs, true, trained);
     kills += static_cast<int>(
         std::count_if(ended.begin(), ended.end(), [](const auto& one) { return WIFSIGNALED(one.status); }));
     for (int rank = 0; rank < ranks; ++rank) {
@@ -148,6 +205,14 @@ TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {
       "slowest {:.0f} ms\n",
       trials, kills, seconds[seconds.size() / 2] * 1e3, seconds[seconds.size() * 9 / 10] * 1e3, seconds.back() * 1e3);
   EXPECT_GT(kills, 0);
+}
+
+TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {
+  kill_at_random({Trained()}, number("SHOAL_KILLS", 40));
+}
+
+TEST(ElasticKill, ELA01_ELA02_ELA03_sharded_ranks_end_at_random_moments) {
+  kill_at_random(sharded, number("SHOAL_KILLS", 24));
 }
 
 }  // namespace

@@ -202,12 +202,23 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     note([&] {
       auto model = net();
       OSS<Adam> optimizer(model->parameters(), rate, world.group());
-      ShardedDataParallel parallel(model, optimizer, world.group());
-      Elastic elastic(world, parallel, optimizer);
+      ShardedDataParallel parallel(model, optimizer, world.group(), {.log_sizes = false});
+      Adam other(model->parameters(), rate);
+      Elastic elastic(world, parallel, other);
     });
     note([&] {
       auto model = net();
-      OSS<Adam> optimizer(model->parameters(), rate, world.group());
+      OSS<Adam> first(model->first->parameters(), rate, world.group());
+      OSS<Adam> rest(
+          std::vector<torch::optim::OptimizerParamGroup>{torch::optim::OptimizerParamGroup(model->second->parameters()),
+                                                         torch::optim::OptimizerParamGroup(model->third->parameters())},
+          rate, world.group());
+      ShardedDataParallel parallel(model, {&first, &rest}, world.group(), {.log_sizes = false});
+      Elastic elastic(world, parallel, first);
+    });
+    note([&] {
+      auto model = net();
+      OSS<Adam> optimizer(model->parameters(), rate, world.group(), {.broadcast_fp16 = true});
       DistributedDataParallel parallel(model, world.group());
       Elastic elastic(world, parallel, optimizer);
     });
@@ -240,12 +251,65 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     return all;
   });
-  for (const auto* text : {"FullyShardedDataParallel is not supported yet", "ShardedDataParallel is not supported yet",
-                           "shoal::OSS<torch::optim::Adam", "OptimizerInBackward", "1 is a SyncBatchNorm",
-                           "min_ranks is 3: give 1 to 2", "the sampler is rank 0 of 3's"}) {
+  for (const auto* text :
+       {"FullyShardedDataParallel is not supported yet", "the optimizer is not the one of this ShardedDataParallel",
+        "with several optimizers", "broadcast_fp16 is not supported", "OptimizerInBackward", "1 is a SyncBatchNorm",
+        "min_ranks is 3: give 1 to 2", "the sampler is rank 0 of 3's"}) {
     expect_texts(ended, text);
   }
   for (const auto& rank : ended) EXPECT_EQ(rank.text.find("no error"), std::string::npos) << rank.text;
+}
+
+TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_name) {
+  const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
+    alarm(30);
+    auto net = std::make_shared<test::Net>();
+    net->third->bias.set_requires_grad(false);
+    OSS<torch::optim::Adam> optimizer(net->parameters(), torch::optim::AdamOptions(0.01), world.group());
+    DistributedDataParallel parallel(net, world.group());
+    Elastic elastic(world, parallel, optimizer);
+    const auto x = test::inputs_of({1, 2});
+    std::string all;
+    const auto expect = [&](const std::string& text, const std::function<void()>& act) {
+      try {
+        act();
+        all += "no error instead of: " + text + "\n";
+      } catch (const UsageError& error) {
+        if (std::string(error.what()).find(text) == std::string::npos) all += std::string(error.what()) + "\n";
+      }
+    };
+    const auto step = [&](const std::function<void()>& update) {
+      const auto compute = [&] {
+        test::loss_of(parallel.forward(x), x).backward();
+        optimizer.clip_grad_norm(0.1);
+      };
+      if (!elastic.step(2, compute, update)) all += "a step was not complete\n";
+    };
+    const auto usual = [&] { optimizer.step(); };
+    step(usual);
+    expect("is for the second function of Elastic::step()", usual);
+    expect("is for the second function of Elastic::step(), once in each step", [&] {
+      step([&] {
+        optimizer.step();
+        optimizer.step();
+      });
+    });
+    expect("clip with clip_grad_norm() in the first function", [&] {
+      step([&] {
+        GradScaler scaler;
+        optimizer.step(scaler);
+      });
+    });
+    step(usual);
+    net->third->bias.set_requires_grad(true);
+    expect("were unfrozen, converted or added", [&] { step(usual); });
+    net->third->bias.set_requires_grad(false);
+    step(usual);
+    optimizer.load_state_dict(*net, optimizer.state_dict(*net));
+    expect("was loaded or replaced", [&] { step(usual); });
+    return all + "end";
+  });
+  for (const auto& rank : ended) EXPECT_EQ(rank.text, "end");
 }
 
 TEST(ElasticLoop, ELA01_an_update_that_communicates_is_refused) {

@@ -6,8 +6,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/mman.h>
-#include <torch/nn/modules/linear.h>
-#include <torch/optim/adam.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 #include <unistd.h>
@@ -17,13 +15,14 @@
 #include <chrono>
 #include <csignal>
 #include <map>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "shoal/detail/optimizer_state.h"
 #include "shoal/elastic.h"
+#include "tests/elastic/elastic_training.h"
 #include "tests/support/forked_ranks.h"
 
 namespace shoal::test {
@@ -92,61 +91,6 @@ inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Uses random numbers in forward, and counts its forwards in a buffer.
-struct Net : torch::nn::Module {
-  Net() {
-    torch::manual_seed(7);
-    first = register_module("first", torch::nn::Linear(4, 24));
-    second = register_module("second", torch::nn::Linear(24, 24));
-    third = register_module("third", torch::nn::Linear(24, 1));
-    forwards = register_buffer("forwards", at::zeros({1}, at::kLong));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    forwards.add_(1);
-    const auto noisy = x + 0.01 * at::randn_like(x);
-    return third(at::tanh(second(at::tanh(first(noisy)))));
-  }
-  torch::nn::Linear first{nullptr}, second{nullptr}, third{nullptr};
-  at::Tensor forwards;
-};
-
-inline at::Tensor inputs_of(const std::vector<size_t>& samples) {
-  auto x = at::empty({static_cast<int64_t>(samples.size()), 4});
-  for (size_t i = 0; i < samples.size(); ++i) {
-    for (int j = 0; j < 4; ++j) {
-      x[static_cast<int64_t>(i)][j] = static_cast<double>((samples[i] * 37 + j * 11) % 101) / 50 - 1;
-    }
-  }
-  return x;
-}
-
-inline at::Tensor loss_of(const at::Tensor& y, const at::Tensor& x) {
-  return (y.squeeze(1) - x.sum(1)).square().mean();
-}
-
-class Hash {
- public:
-  void add(const at::Tensor& tensor) {
-    const auto flat = tensor.detach().contiguous();
-    const auto* bytes = static_cast<const unsigned char*>(flat.const_data_ptr());
-    for (size_t i = 0; i < flat.nbytes(); ++i) value = (value ^ bytes[i]) * 1099511628211U;
-  }
-  uint64_t value = 14695981039346656037U;
-};
-
-inline uint64_t hash_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
-  Hash hash;
-  for (const auto& parameter : module.parameters()) hash.add(parameter);
-  for (const auto& [name, state] : optimizer_state(optimizer, module)) {
-    for (const auto& [field, tensor] : state.tensors) hash.add(tensor);
-    for (const auto& [field, number] : state.numbers) hash.add(at::scalar_tensor(number, at::kDouble));
-  }
-  return hash.value;
-}
-
-constexpr uint64_t seed_of_ranks = 100;
-constexpr double learning_rate = 0.01;
-
 // Where in a step a rank is told to end.
 enum class Moment {
   before_forward,
@@ -154,6 +98,10 @@ enum class Moment {
   in_backward,
   before_commit,
   before_update,
+  in_update,      // sharded: in the second chunk that this rank updates, before the optimizer has changed it
+  spoilt_update,  // and after, with bytes of which nobody knows where they come from
+  in_last_chunk,  // sharded: as spoilt_update, in the last chunk of its share
+  finishing,      // sharded: as spoilt_update, in the first chunk of another rank's share
   after_update,
   between_steps,
   evaluation,
@@ -169,7 +117,7 @@ struct Death {
 
 // Repeats the training from the record in this process. Returns what is wrong with it; empty: nothing. in_rank_order:
 // whether the transport adds in the order of ranks, so that the bits can be compared.
-inline std::string judge(const Record& record, int epochs, bool in_rank_order = true) {
+inline std::string judge(const Record& record, int epochs, bool in_rank_order = true, const Trained& trained = {}) {
   struct Complete {
     const Entry* entry;
     uint64_t hash;
@@ -186,8 +134,11 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
       }
     }
   }
-  Net net;
-  torch::optim::Adam optimizer(net.parameters(), torch::optim::AdamOptions(learning_rate));
+  Net net(trained.width);
+  const auto made = with_optimizer(trained, [&]<class Local>(Local*, const auto& options) {
+    return std::unique_ptr<torch::optim::Optimizer>(std::make_unique<Local>(net.parameters(), options));
+  });
+  auto& optimizer = *made;
   auto generator = at::detail::getDefaultCPUGenerator();
   std::vector<at::Tensor> generators;
   for (int member = 0; member < most_ranks; ++member) {
@@ -249,15 +200,13 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
 
 // Trains, and dies as told. Returns "" where all is well.
 inline std::string train(const World& world, Record& record, int epochs, const std::vector<Death>& deaths = {},
-                         const ElasticOptions& chosen = {}) {
+                         const ElasticOptions& chosen = {}, const Trained& trained = {}) {
   alarm(30);  // a rank that hangs is ended by a signal, which the test sees
   const int self = world.rank();
-  auto net = std::make_shared<Net>();
-  DistributedDataParallelOptions small;
-  small.first_bucket_mb = 1e-3;  // several buckets
-  small.bucket_cap_mb = 1e-3;
-  DistributedDataParallel parallel(net, world.group(), small);
-  torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(learning_rate));
+  auto net = std::make_shared<Net>(trained.width);
+  const auto wrapped = wrap_as(trained, net, world.group());
+  auto& optimizer = *wrapped.optimizer;
+  auto* oss = wrapped.oss();
   DistributedSampler sampler(samples_of_epoch, world.group(), {.seed = 3});
   int64_t step = 1;  // the one that is computed
   const auto reached = [&](Moment moment) {
@@ -265,10 +214,25 @@ inline std::string train(const World& world, Record& record, int epochs, const s
       if (death.rank == self && death.moment == moment && death.step <= step) std::raise(SIGKILL);
     }
   };
+  int64_t chunk = 0;  // of this step's update
+  at_chunk = [&](torch::optim::Optimizer& local, bool after) {
+    const auto own = chunks_of(*oss, trained.optimizer != "lamb");
+    const auto second = std::min<int64_t>(2, own);
+    if (!after && ++chunk == second) reached(Moment::in_update);
+    for (const auto& [moment, when] :
+         {std::pair(Moment::spoilt_update, second), {Moment::in_last_chunk, own}, {Moment::finishing, own + 1}}) {
+      const bool dies = std::any_of(deaths.begin(), deaths.end(), [&, moment = moment](const Death& death) {
+        return death.rank == self && death.moment == moment && death.step <= step;
+      });
+      if (!after || !dies || chunk != when) continue;
+      spoil(local);
+      reached(moment);
+    }
+  };
   net->first->weight.register_hook([&](const at::Tensor&) { reached(Moment::in_backward); });
   auto options = chosen;
   if (!options.on_change) options.on_change = [&](const ElasticChange&) { reached(Moment::after_recovery); };
-  Elastic elastic(world, parallel, optimizer, sampler, options);
+  Elastic elastic(world, *wrapped.parallel, optimizer, sampler, options);
   world.manual_seed(seed_of_ranks);
   ++record.started;
   for (int epoch = 0; epoch < epochs; ++epoch) {
@@ -287,7 +251,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
           reached(Moment::before_forward);
           try {
             const auto x = inputs_of(*batch);
-            const auto y = parallel.forward(x);
+            const auto y = wrapped.forward(x);
             reached(Moment::after_forward);
             loss_of(y, x).backward();
           } catch (const CommError&) {
@@ -298,11 +262,16 @@ inline std::string train(const World& world, Record& record, int epochs, const s
         };
         const auto update = [&] {
           reached(Moment::before_update);
-          optimizer.step();
+          chunk = 0;
+          oss != nullptr ? oss->step() : optimizer.step();
           reached(Moment::after_update);
         };
         if (!elastic.step(static_cast<int64_t>(batch->size()), compute, update)) break;
-        entry.hash = hash_of(optimizer, *net);
+        if (oss == nullptr) {
+          entry.hash = hash_of(optimizer, *net);
+        } else {
+          entry.hash = hash_of(elastic.together([&] { return oss->state_dict(*net); }), *net);
+        }
         entry.at = now();
         record.complete[self].add(entry);
         optimizer.zero_grad();

@@ -48,8 +48,8 @@ void bind_zero(py::module_& module) {
         const auto options = oss_options(given);
         auto recipe = recipe_of(groups, defaults, name, std::move(make), std::make_shared<StepAgreement>(group, "OSS"));
         return unlocked([&] {
-          return Held<OSSCore>(
-              new OSSCore(recipe.groups, std::move(recipe.defaults), std::move(recipe.make), group, options));
+          return Held<OSSCore>(new OSSCore(recipe.groups, std::move(recipe.defaults), std::move(recipe.make),
+                                           /*element_wise=*/false, group, options));
         });
       }))
       .def("clip_grad_norm",

@@ -81,6 +81,10 @@ class GenerationWatch : public Interruption {
   int broken_by() const noexcept;
   // "rank 1 (pid 41) is gone: ..."; for a generation that no longer holds.
   std::string why() const;
+  // Whether a rank's process has ended: proven by the kernel, and for good.
+  bool ended(int rank) const noexcept { return board_->gone(members_[static_cast<size_t>(rank)]); }
+  // Whether a rank has begun a later generation, and so has given up this one.
+  bool left_behind(int rank) const noexcept { return board_->is_beyond(members_[static_cast<size_t>(rank)], number_); }
   uint64_t number() const { return number_; }
   const MemberList& members() const { return members_; }
 

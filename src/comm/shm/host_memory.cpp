@@ -50,17 +50,27 @@ PeerMemory::PeerMemory(const PageAddress& address)
   }
 }
 
-std::byte* PeerMemory::at(const SharedPlace& place) {
-  const std::lock_guard lock(mutex_);
-  while (arenas_.size() <= place.arena) {
+void PeerMemory::map_to(uint32_t arena) {
+  while (arenas_.size() <= arena) {
     const auto index = arenas_.size();
     if (index >= page_->arena_count.load(std::memory_order_acquire)) {
       throw std::runtime_error(fmt::format("process {} named an arena that it does not have", pid_));
     }
-    const auto& arena = page_->arenas[index];
-    arenas_.push_back(MemoryFile::open(pid_, arena.descriptor, arena.bytes));
+    const auto& next = page_->arenas[index];
+    arenas_.push_back(MemoryFile::open(pid_, next.descriptor, next.bytes));
   }
+}
+
+std::byte* PeerMemory::at(const SharedPlace& place) {
+  const std::lock_guard lock(mutex_);
+  map_to(place.arena);
   return arenas_[place.arena].data() + place.offset;
+}
+
+void PeerMemory::map_arenas() {
+  const std::lock_guard lock(mutex_);
+  const auto count = page_->arena_count.load(std::memory_order_acquire);
+  if (count > 0) map_to(count - 1);
 }
 
 void PeerMemory::unmap_arenas() {

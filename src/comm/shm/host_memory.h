@@ -57,6 +57,8 @@ class PeerMemory {
   explicit PeerMemory(const PageAddress& address);
 
   std::byte* at(const SharedPlace& place);
+  // Maps all arenas that the peer has at present, so that at() works after its death. std::runtime_error if it has ended.
+  void map_arenas();
   // For a peer that has ended and whose memory nobody uses any more.
   void unmap_arenas();
   // Whether its process has ended, as far as a signal can tell.
@@ -69,6 +71,9 @@ class PeerMemory {
   Notice::Words notice() const { return page_->notice.read(); }
 
  private:
+  // Maps arenas up to this one. mutex_ is held.
+  void map_to(uint32_t arena);
+
   int pid_;
   MemoryFile page_file_;
   ProcessPage* page_;
@@ -145,6 +150,7 @@ class HostMemory {
   void sleep(uint32_t seen, std::chrono::nanoseconds timeout);
 
   size_t bytes_in_use() const;
+  uint32_t arenas() const { return page_->arena_count.load(); }  // their number, which never falls
 
  private:
   struct Arena {

@@ -115,6 +115,13 @@ void ShardedOptimizerBase::adopt_changes() {
 // This rank's values change, and all ranks get them.
 void ShardedOptimizerBase::update(bool finite) {
   auto& state = *state_;
+  if (state.guarded) {
+    copy_options(param_groups_, state.local->param_groups());
+    const UnwatchedOperators own;
+    const TimedScope scope(timeline_of(state.group), "update", state.steps);
+    state.guarded->run();
+    return;
+  }
   state.await_readers();
   if (finite) {
     copy_options(param_groups_, state.local->param_groups());
@@ -161,6 +168,15 @@ ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double ma
 
 ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm) {
   state_->require_known(*this);
+  if (state_->guarded) {
+    state_->guarded->require_commit();
+    if (scaler != nullptr || max_norm > 0) {
+      throw UsageError(
+          state_->name +
+          ": a loss scaler and clipping communicate, which an update in an elastic job must not: clip with "
+          "clip_grad_norm() in the first function of Elastic::step()");
+    }
+  }
   ShardedStep result;
   state_->met = false;
   const auto whole = [&] {

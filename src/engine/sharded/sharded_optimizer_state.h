@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/elastic/guarded_update.h"
 #include "engine/sharded/sharded_state.h"
 #include "optim/param_groups.h"
 #include "shoal/detail/sharded_optimizer.h"
@@ -31,7 +32,8 @@ struct ShardedOptimizerBase::State {
   KnownParameters known{};
   int64_t steps = 0;
   std::optional<bool> finite{};  // no rank has inf or NaN in the gradients, which are unscaled; none: not asked yet
-  bool met = false;              // the step in progress has asked all ranks something, so that all are in it
+  std::unique_ptr<GuardedUpdate> guarded{};  // in an elastic job of several ranks
+  bool met = false;  // the step in progress has asked all ranks something, so that all are in it
 
   State(std::string name, Group group) : name(std::move(name)), group(std::move(group)) {}
   virtual ~State() = default;

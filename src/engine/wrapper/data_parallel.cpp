@@ -15,6 +15,7 @@
 #include "shoal/deferred_init.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
+#include "shoal/hooks.h"
 #include "shoal/sync_batch_norm.h"
 
 namespace shoal {
@@ -112,6 +113,19 @@ void DataParallelCore::State::require_shapes() const {
     throw UsageError(fmt::format("the shape of parameter {} has changed: {}; wrap the module after changing it",
                                  tensors.parameters[i].name, watch.describe(i)));
   }
+}
+
+void DataParallelCore::State::require_regroupable() const {
+  std::vector<std::string> faults;
+  if (buffers.hooked()) faults.emplace_back("a buffer_hook may keep its group");
+  if (dynamic_cast<const PostLocalSgdHook*>(reducer->reduction().hook()) != nullptr) {
+    faults.emplace_back("PostLocalSgdHook keeps groups of its own");
+  }
+  for (const auto& named : module->named_modules()) {
+    if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
+    faults.push_back(fmt::format("{} is a SyncBatchNorm, which keeps its group", named.key()));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("Elastic: {}", fmt::join(faults, "; ")));
 }
 
 void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,

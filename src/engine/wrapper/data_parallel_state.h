@@ -30,6 +30,8 @@ struct DataParallelCore::State {
 
   // Throws UsageError if the shape of a parameter has changed. Not collective.
   void require_shapes() const;
+  // UsageError that names what keeps the present group. For Elastic.
+  void require_regroupable() const;
   // Creates the reducer, or replaces it.
   void make_reducer(std::vector<Gradient> gradients, const ReducerOptions& options,
                     std::unique_ptr<GradientReduction> reduction);

@@ -11,7 +11,6 @@
 #include "engine/wrapper/logging.h"
 #include "shoal/error.h"
 #include "shoal/hooks.h"
-#include "shoal/sync_batch_norm.h"
 
 namespace shoal {
 
@@ -133,18 +132,8 @@ void DistributedDataParallelCore::use_up_gradients(const std::shared_ptr<Gradien
 
 void DistributedDataParallelCore::require_regroupable() const {
   const auto& now = state();
-  std::vector<std::string> faults;
-  if (now.consumer) faults.emplace_back("OptimizerInBackward changes parameters before a step can be undone");
-  if (now.buffers.hooked()) faults.emplace_back("a buffer_hook may keep its group");
-  const auto* hook = now.reducer->reduction().hook();
-  if (dynamic_cast<const PostLocalSgdHook*>(hook) != nullptr) {
-    faults.emplace_back("PostLocalSgdHook keeps groups of its own");
-  }
-  for (const auto& named : now.module->named_modules()) {
-    if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
-    faults.push_back(fmt::format("{} is a SyncBatchNorm, which keeps its group", named.key()));
-  }
-  if (!faults.empty()) throw UsageError(fmt::format("Elastic: {}", fmt::join(faults, "; ")));
+  if (now.consumer) throw UsageError("Elastic: OptimizerInBackward changes parameters before a step can be undone");
+  now.require_regroupable();
 }
 
 void DistributedDataParallelCore::regroup(const Group& group, int64_t step) {

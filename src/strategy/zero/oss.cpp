@@ -88,11 +88,12 @@ void OSSCore::State::adopt_values() {
 }
 
 OSSCore::OSSCore(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
-                 const Group& group, const OSSOptions& options)
+                 bool element_wise, const Group& group, const OSSOptions& options)
     : ShardedOptimizerBase(groups, std::move(defaults), std::move(make), [&] {
         options.validate();
         auto state = std::make_unique<State>("OSS", group);
         state->options = options;
+        state->element_wise = element_wise;
         return state;
       }()) {}
 

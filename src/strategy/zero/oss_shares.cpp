@@ -51,6 +51,9 @@ std::optional<int> OSSShares::owner_of(const at::Tensor& parameter) const {
 }
 
 ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
+  if (guarded) {
+    throw UsageError("OSS: parameters were unfrozen, converted or added, which is not supported in an elastic job");
+  }
   OSSShares made;
   std::unordered_map<const c10::TensorImpl*, size_t> seen;
   size_t index = 0;
@@ -159,7 +162,7 @@ void OSSCore::State::move_states(torch::optim::Optimizer& to) {
 
 // What is frozen lies apart, so that steps need not send it.
 void OSSCore::State::fill_buffers() {
-  buffers.clear();
+  const auto former = std::exchange(buffers, {});  // its parameters have moved when it is destroyed
   if (group.size() == 1) return;
   for (const bool trainable : {true, false}) {
     const auto places = places_where(shares, trainable);

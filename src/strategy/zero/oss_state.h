@@ -30,6 +30,7 @@ struct OSSShares {
 // Ownership by tensor.
 struct OSSCore::State : ShardedOptimizerBase::State {
   OSSOptions options{};
+  bool element_wise = false;  // the local optimizer
   OSSShares shares{};
   OSSShares next{};                                         // of the groups that shares_of() was asked about
   std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
@@ -60,6 +61,10 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.
   bool is_balanced() const;
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const;
+  // What each rank updates, in the order of its optimizer.
+  UpdateTargets targets(const ParamGroups& groups) const;
+  // Shares, buffers and local optimizer of `group`, without state. Collective.
+  void share_anew(const Group& group, const ParamGroups& groups, const torch::optim::OptimizerOptions& defaults);
   // For errors, such as "3 [16, 5]".
   std::string describe(const at::Tensor& parameter) const;
 

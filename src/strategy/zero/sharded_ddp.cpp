@@ -245,13 +245,12 @@ void ShardedDataParallelCore::share() {
       with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), hook, gradients, "ShardedDataParallel");
   {
     const Unfrozen hooked(gradients);
-    state.make_reducer(
-        std::move(gradients),
-        {.find_unused_parameters = options.find_unused_parameters,
-         .about_sums =
-             "which ShardedDataParallel has reduced to its owner's rank only: clip with the clip_grad_norm() of OSS, read it "
-             "on that rank, drop it with zero_grad(), update with OSS"},
-        std::move(reduction));
+    state.make_reducer(std::move(gradients),
+                       {.find_unused_parameters = options.find_unused_parameters,
+                        .about_sums = "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
+                                      "clip_grad_norm() of OSS, read it "
+                                      "on that rank, drop it with zero_grad(), update with OSS"},
+                       std::move(reduction));
   }
   move_sums(state.group, *state.reducer, old_owners, sharding_->owners, left);
   state.reducer->resume(left);
@@ -260,6 +259,26 @@ void ShardedDataParallelCore::share() {
   if (options.log_sizes && state.group.rank() == 0) {
     std::clog << describe_sizes(*state.reducer, owners, state.group.size()) << std::endl;
   }
+}
+
+void ShardedDataParallelCore::require_regroupable(const torch::optim::Optimizer& optimizer) const {
+  const auto& all = sharding_->optimizers;
+  if (all.size() > 1) throw UsageError("Elastic: a ShardedDataParallel with several optimizers is not supported");
+  if (static_cast<const torch::optim::Optimizer*>(all.front()) != &optimizer) {
+    throw UsageError("Elastic: the optimizer is not the one of this ShardedDataParallel");
+  }
+  state().require_regroupable();
+}
+
+void ShardedDataParallelCore::regroup(int64_t step) {
+  auto& state = this->state();
+  if (auto* hook = state.reducer->reduction().hook()) hook->reset();
+  state.group = sharding_->optimizers.front()->group();
+  state.entered = false;
+  state.reducer.reset();
+  sharding_->owners.clear();
+  share();
+  state.reducer->count_from(step);
 }
 
 void ShardedDataParallelCore::reduce() {

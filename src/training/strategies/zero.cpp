@@ -17,7 +17,8 @@ class Zero : public WrappedTraining<OpenCore<Core>, ScaledTraining> {
   template <class Make>
   Zero(const TrainingParts& parts, const Make& make)
       : WrappedTraining<OpenCore<Core>, ScaledTraining>(parts),
-        optimizer_(groups_of(parts), parts.recipe.defaults->clone(), parts.recipe.make, parts.group, OSSOptions()),
+        optimizer_(groups_of(parts), parts.recipe.defaults->clone(), parts.recipe.make, parts.recipe.element_wise,
+                   parts.group, OSSOptions()),
         parallel_(make(optimizer_)) {}
 
   bool step() override {

@@ -1,0 +1,79 @@
+#include "comm/membership/survivors.h"
+
+#include <fmt/format.h>
+
+#include <chrono>
+
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/shm/wait.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+using SteadyClock = std::chrono::steady_clock;
+
+Survivors::Survivors(const Group& group) : group_(group), world_(state_of(group)->world), watch_(world_->watch) {
+  if (!watch_) throw UsageError("the world of this group is not that of an elastic job");
+}
+
+bool Survivors::ended(int rank) const {
+  return watch_->ended(rank);
+}
+
+bool Survivors::absent(int rank) const {
+  return watch_->ended(rank) || watch_->left_behind(rank);
+}
+
+int Survivors::heir() const {
+  int rank = 0;
+  while (rank != group_.rank() && ended(rank)) ++rank;
+  return rank;
+}
+
+PeerMemory& Survivors::peer(int rank) const {
+  return *world_->memory->peer(world_->meeting.peers[static_cast<size_t>(rank)].page);
+}
+
+void Survivors::ring() const {
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (rank != group_.rank()) peer(rank).ring();
+  }
+}
+
+void Survivors::wait(const std::string& what, const std::function<bool()>& done) const {
+  constexpr auto slice = std::chrono::milliseconds(100);
+  const auto deadline = SteadyClock::now() + std::chrono::seconds(world_->options.timeout_seconds);
+  while (!wait_until(*world_->memory, cores_suffice(world_->local_size), slice, done)) {
+    if (world_->options.while_waiting) world_->options.while_waiting();
+    if (SteadyClock::now() < deadline) continue;
+    throw CommError(
+        fmt::format("{} has waited {} s for other ranks, which live: they are stopped, or do not call step()", what,
+                    world_->options.timeout_seconds));
+  }
+}
+
+std::optional<SharedPlace> Survivors::place_of(const void* data, size_t bytes) const {
+  return world_->memory->locate(data, bytes);
+}
+
+std::byte* Survivors::at(int rank, const SharedPlace& place) const {
+  return peer(rank).at(place);
+}
+
+uint32_t Survivors::arenas() const {
+  return world_->memory->arenas();
+}
+
+void Survivors::map_all() const {
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (rank == group_.rank()) continue;
+    try {
+      peer(rank).map_arenas();
+    } catch (const std::runtime_error& error) {
+      throw CommError(fmt::format("the memory of rank {} cannot be mapped: {}", rank, error.what()));
+    }
+  }
+}
+
+}  // namespace shoal

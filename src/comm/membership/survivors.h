@@ -1,0 +1,53 @@
+#pragma once
+// Ranks of an elastic job as they see each other through shared memory, without operations of a group.
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "comm/shm/host_memory.h"
+#include "shoal/group.h"
+
+namespace shoal {
+
+struct WorldState;
+class GenerationWatch;
+
+// Waits for words in shared memory that a death does not end: whoever waits decides what a death means. For the group of
+// all ranks of a generation, on one host.
+class Survivors {
+ public:
+  explicit Survivors(const Group& group);
+
+  // Whether the rank's process has ended. What it has written is complete then, and does not change any more.
+  bool ended(int rank) const;
+  // Whether the rank does nothing more in this generation: it has ended, or has given the generation up.
+  bool absent(int rank) const;
+  // The rank that acts for those that have ended: the lowest that lives. At any time, one at most takes itself for it.
+  int heir() const;
+
+  // Wakes the others.
+  void ring() const;
+  // Returns once `done`, which is asked when another rank has rung or ended. CommError that begins with `what` after the
+  // world's timeout.
+  void wait(const std::string& what, const std::function<bool()>& done) const;
+
+  // Place of this rank's memory for the others; nothing for memory that they cannot read.
+  std::optional<SharedPlace> place_of(const void* data, size_t bytes) const;
+  // Memory of another rank. Also after its death, for what was there at the last map_all() of this rank.
+  std::byte* at(int rank, const SharedPlace& place) const;
+  // Number of arenas that this rank has; it grows where memory is added that the others have not mapped.
+  uint32_t arenas() const;
+  // Maps all memory that the other ranks have at present. CommError if one of them has ended.
+  void map_all() const;
+
+ private:
+  PeerMemory& peer(int rank) const;
+
+  Group group_;
+  std::shared_ptr<WorldState> world_;
+  std::shared_ptr<GenerationWatch> watch_;
+};
+
+}  // namespace shoal

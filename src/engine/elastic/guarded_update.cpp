@@ -1,0 +1,184 @@
+#include "engine/elastic/guarded_update.h"
+
+#include <c10/util/Type.h>
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <typeinfo>
+#include <utility>
+
+#include "memory/views.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+bool lies_as(const at::Tensor& gradient, const at::Tensor& values) {
+  return gradient.scalar_type() == values.scalar_type() && gradient.sizes() == values.sizes() &&
+         gradient.strides() == at::IntArrayRef(dense_strides(values));
+}
+
+}  // namespace
+
+GuardedUpdate::GuardedUpdate(const Group& group, UpdateTargets targets, torch::optim::Optimizer& local, bool cuts)
+    : group_(group),
+      survivors_(group),
+      local_(local),
+      cuts_(cuts),
+      shared_(group, std::move(targets), cuts ? chunk_numel : INT64_MAX) {
+  const auto& of = local_;
+  if (!is_state_known(of)) {
+    throw UsageError(
+        fmt::format("Elastic: the state of {} is unknown; declare its fields with shoal::register_state "
+                    "(shoal/detail/register_state.h)",
+                    c10::demangle(typeid(of).name())));
+  }
+  const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())];
+  gradients_.resize(own.size());
+  copies_.resize(own.size());
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < own.size(); ++i) {
+    const auto found = local_.state().find(own[i].values.unsafeGetTensorImpl());
+    if (found == local_.state().end()) continue;
+    shared_.keep(group_.rank(), i, named_state(*found->second));
+    take_state(i);
+  }
+}
+
+void GuardedUpdate::take_state(size_t target) {
+  const auto state = shared_.state(group_.rank(), target);
+  if (!state) return;
+  const auto& values = shared_.targets()[static_cast<size_t>(group_.rank())][target].values;
+  local_.state()[values.unsafeGetTensorImpl()] = make_state(local_, *state);
+}
+
+void GuardedUpdate::adopt(const GuardedUpdate& former) {
+  const torch::NoGradGuard no_grad;
+  const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())];
+  for (size_t i = 0; i < own.size(); ++i) {
+    const auto before = former.shared_.find(own[i].values);
+    if (!before) throw UsageError("Elastic: a parameter is new, which is not supported");
+    const auto state = former.shared_.state(before->first, before->second);
+    if (!state) continue;
+    shared_.keep(group_.rank(), i, *state);
+    take_state(i);
+  }
+}
+
+void GuardedUpdate::release(const GuardedUpdate& former, torch::optim::Optimizer& local) {
+  const torch::NoGradGuard no_grad;
+  for (int rank = 0; rank < former.group_.size(); ++rank) {
+    const auto& targets = former.shared_.targets()[static_cast<size_t>(rank)];
+    for (size_t i = 0; i < targets.size(); ++i) {
+      auto state = former.shared_.state(rank, i);
+      if (!state) continue;
+      for (auto& [name, tensor] : state->tensors) tensor = tensor.clone();
+      local.state()[targets[i].values.unsafeGetTensorImpl()] = make_state(local, *state);
+    }
+  }
+}
+
+bool GuardedUpdate::prepare() {
+  const int self = group_.rank();
+  const auto& own = shared_.targets()[static_cast<size_t>(self)];
+  for (size_t i = 0; i < own.size(); ++i) {
+    require_own_state(i);
+    const auto& values = own[i].values;
+    auto gradient = values.grad();
+    auto& shown = shared_.gradient(self, i);
+    shown.present = gradient.defined();
+    gradients_[i].reset();
+    if (!shown.present) continue;
+    if (gradient.layout() != at::kStrided) throw UsageError("Elastic: sparse gradients are not supported here");
+    auto place = lies_as(gradient, values) ? survivors_.place_of(gradient.data_ptr(), gradient.nbytes()) : std::nullopt;
+    if (!place) {
+      if (!copies_[i].defined()) copies_[i] = group_.allocate(values.numel(), values.options().requires_grad(false));
+      const torch::NoGradGuard no_grad;
+      gradient = view_like(copies_[i], 0, values).copy_(gradient);
+      place = survivors_.place_of(gradient.data_ptr(), gradient.nbytes());
+    }
+    gradients_[i] = gradient.detach();
+    shown.place = *place;
+  }
+  const auto before = std::exchange(arenas_, survivors_.arenas());
+  return before != arenas_;
+}
+
+void GuardedUpdate::commit() {
+  const auto number = ++commits_;
+  shared_.record(group_.rank()).reached.store(number);
+  survivors_.ring();
+  int missing = -1;
+  const auto decided = [&] {
+    bool passed = true;
+    for (int rank = 0; rank < group_.size() && missing < 0; ++rank) {
+      const bool absent = survivors_.absent(rank);  // asked first: a rank that is absent and has not come never comes
+      if (shared_.record(rank).reached.load() >= number) continue;
+      passed = false;
+      if (absent) missing = rank;
+    }
+    return passed || missing >= 0;
+  };
+  survivors_.wait("the commit of a step", decided);
+  if (missing >= 0) throw CommError(fmt::format("rank {} has ended before the commit of the step", missing), missing);
+}
+
+void GuardedUpdate::seal() {
+  commit();
+  shared_.record(group_.rank()).updated.store(commits_);
+}
+
+void GuardedUpdate::require_own_state(size_t target) const {
+  const int self = group_.rank();
+  const auto kept = shared_.state(self, target);
+  const auto found =
+      local_.state().find(shared_.targets()[static_cast<size_t>(self)][target].values.unsafeGetTensorImpl());
+  bool same = kept.has_value() == (found != local_.state().end());
+  if (same && kept) {
+    const auto present = named_state(*found->second);
+    same = kept->numbers == present.numbers && kept->tensors.size() == present.tensors.size();
+    for (const auto& [name, tensor] : present.tensors) {
+      const auto place = kept->tensors.find(name);
+      same = same && place != kept->tensors.end() && place->second.const_data_ptr() == tensor.const_data_ptr();
+    }
+  }
+  if (same) return;
+  throw UsageError(
+      "Elastic: the state of the sharded optimizer was loaded or replaced, which is not supported here: load it before "
+      "Elastic is constructed");
+}
+
+void GuardedUpdate::require_commit() const {
+  if (commits_ > 0 && !is_updated(group_.rank())) return;
+  throw UsageError(
+      "Elastic: step() of the sharded optimizer is for the second function of Elastic::step(), once in each step");
+}
+
+void GuardedUpdate::run() {
+  require_commit();
+  const torch::NoGradGuard no_grad;
+  const int self = group_.rank();
+  update(self);
+  const auto every = [&](const auto& holds) {
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (!holds(rank)) return false;
+    }
+    return true;
+  };
+  while (!every([&](int rank) { return is_updated(rank); })) {
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (is_lost(rank) && survivors_.heir() == self) update(rank);
+    }
+    try {
+      survivors_.wait("the update of a step", [&] {
+        const bool rank_to_finish = survivors_.heir() == self && !every([&](int rank) { return !is_lost(rank); });
+        return rank_to_finish || every([&](int rank) { return is_updated(rank); });
+      });
+    } catch (const CommError& error) {
+      throw JobLost(error.what());
+    }
+  }
+  for (auto& gradient : gradients_) gradient.reset();
+}
+
+}  // namespace shoal

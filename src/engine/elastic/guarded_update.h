@@ -1,0 +1,95 @@
+#pragma once
+// Update of a sharded optimizer that the death of a rank does not cut off.
+
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <vector>
+
+#include "comm/membership/survivors.h"
+#include "engine/elastic/shared_state.h"
+#include "shoal/group.h"
+
+namespace shoal {
+
+// A step of all ranks of a host:
+//
+//   prepare()   each rank: its gradients lie where the others can read them
+//   commit()    all ranks that live pass, or none does: CommError
+//   run()       each rank updates its share; shares of ranks that have ended are finished by the lowest one that lives
+//
+// Before commit() has passed, no rank writes parameters or state. After it, nothing is undone. run() neither begins a
+// generation nor uses the group, so it ends alike on all ranks, whoever dies in it.
+//
+// A share is updated chunk by chunk. Before a chunk is changed, its bytes go to a scratch in shared memory and a mark
+// says so. Whoever finishes the share of a dead rank restores a chunk that is marked, and goes on with it in the dead
+// rank's record, so that it may die in turn. Chunks are borders for no bit of the result: an element-wise optimizer's
+// parameters are cut at multiples of 64 Ki elements, others are not cut.
+//
+// The optimizer's state lies in SharedState. What libtorch makes in its step moves there before the chunk is marked as
+// done.
+class GuardedUpdate {
+ public:
+  static constexpr int64_t chunk_numel = int64_t{64} << 10;
+
+  // targets: what each rank updates, this rank's in the order of the optimizer. cuts: the optimizer is element-wise.
+  // Takes over the state that `local` has. local: must outlive this object. Collective. UsageError for an optimizer
+  // whose state is unknown.
+  GuardedUpdate(const Group& group, UpdateTargets targets, torch::optim::Optimizer& local, bool cuts);
+
+  // State of a parameter from before a change of the ranks: of `values` in `former`, whoever owned it.
+  void adopt(const GuardedUpdate& former);
+  // The same for a single rank that is left, which needs no guard.
+  static void release(const GuardedUpdate& former, torch::optim::Optimizer& local);
+
+  // Before commit(). Returns whether the others must map memory of this rank, all of them in one map_all(), so that they
+  // can read it after its death. UsageError for state that was replaced, and sparse gradients.
+  bool prepare();
+  void map_all() const { survivors_.map_all(); }
+  void commit();
+  // A commit without an update, after construction and adopt(): from then on this object counts on all ranks, and the
+  // former one on none.
+  void seal();
+  // UsageError unless a commit has passed that was not followed by run() yet.
+  void require_commit() const;
+  void run();
+
+ private:
+  struct Chunk {
+    size_t target;
+    int64_t begin;  // elements
+    int64_t end;
+    bool last;  // of its target
+  };
+
+  const UpdateTarget& target(int rank, const Chunk& chunk) const {
+    return shared_.targets()[static_cast<size_t>(rank)][chunk.target];
+  }
+  void require_own_state(size_t target) const;
+  int64_t whole(const UpdateTarget& target) const;
+  std::vector<Chunk> chunks(int rank) const;
+  bool is_whole(int rank, const Chunk& chunk) const;
+  at::Tensor part(int rank, const Chunk& chunk, const at::Tensor& tensor) const;
+  std::vector<at::Tensor> saved_tensors(int rank, const Chunk& chunk) const;
+  void save(int rank, const Chunk& chunk) const;
+  void restore(int rank, const Chunk& chunk) const;
+  at::Tensor gradient(int rank, const Chunk& chunk) const;
+  void step(int rank, const Chunk& chunk);
+  void keep_state(int rank, const Chunk& chunk, const at::Tensor& piece);
+  void update(int rank);
+  void take_state(size_t target);
+  bool is_updated(int rank) const { return shared_.record(rank).updated.load() >= commits_; }
+  bool is_lost(int rank) const { return !is_updated(rank) && survivors_.ended(rank); }
+
+  Group group_;
+  Survivors survivors_;
+  torch::optim::Optimizer& local_;
+  bool cuts_;
+  SharedState shared_;
+  std::vector<at::Tensor> gradients_;  // by own target; undefined: none in this step
+  std::vector<at::Tensor> copies_;     // by own target, of gradients that the others cannot read where they are
+  int64_t commits_ = 0;
+  uint32_t arenas_ = 0;  // that the others have mapped
+};
+
+}  // namespace shoal

@@ -1,0 +1,94 @@
+// OSS in an elastic job: guarded steps, and the shares of ranks that have ended divided among those that are left.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "engine/elastic/guarded_update.h"
+#include "shoal/error.h"
+#include "strategy/zero/oss_state.h"
+
+namespace shoal {
+
+// A rank's optimizer has the parameters of a group in the order of the shares.
+UpdateTargets OSSCore::State::targets(const ParamGroups& groups) const {
+  std::unordered_map<const c10::TensorImpl*, size_t> numbers;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const auto& parameter : groups[number].params()) numbers[parameter.unsafeGetTensorImpl()] = number;
+  }
+  UpdateTargets targets(static_cast<size_t>(group.size()));
+  for (size_t i = 0; i < shares.parameters.size(); ++i) {
+    const auto& parameter = shares.parameters[i];
+    targets[static_cast<size_t>(shares.owners[i])].push_back({parameter, numbers.at(parameter.unsafeGetTensorImpl())});
+  }
+  return targets;
+}
+
+void OSSCore::State::share_anew(const Group& to, const ParamGroups& groups,
+                                const torch::optim::OptimizerOptions& defaults) {
+  group = to;
+  std::fill(shares.owners.begin(), shares.owners.end(), -1);
+  choose_owners(shares);
+  auto part = empty_like(groups);
+  const auto all = targets(groups);
+  for (const auto& target : all[static_cast<size_t>(group.rank())])
+    part[target.param_group].params().push_back(target.values);
+  local = make_local(make, part, defaults, name);
+  local->state().clear();  // some make it in their constructor
+  fill_buffers();
+  ++times_shared;
+}
+
+void OSSCore::require_regroupable() const {
+  if (state().options.broadcast_fp16) throw UsageError("Elastic: OSSOptions::broadcast_fp16 is not supported");
+  const auto& buffers = state().buffers;
+  if (!std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return buffer->shared(); })) {
+    throw UsageError(
+        "Elastic: OSS outlives its ranks only where they share its parameters: on the CPU of one host, over "
+        "the transport host");
+  }
+}
+
+void OSSCore::guard() {
+  auto& state = this->state();
+  if (state.group.size() == 1) return;
+  state.guarded =
+      std::make_unique<GuardedUpdate>(state.group, state.targets(param_groups_), *state.local, state.element_wise);
+  state.guarded->seal();
+}
+
+bool OSSCore::prepare_commit() {
+  auto& state = this->state();
+  if (!state.guarded) return false;
+  state.require_known(*this);
+  adopt_changes();
+  return state.guarded->prepare();
+}
+
+void OSSCore::commit(bool map) {
+  auto& state = this->state();
+  if (!state.guarded) return;
+  if (map) state.guarded->map_all();
+  state.guarded->commit();
+}
+
+void OSSCore::regroup(const Group& group) {
+  auto& state = this->state();
+  if (!state.guarded) {  // one rank, as before
+    state.group = group;
+    return;
+  }
+  state.share_anew(group, param_groups_, *defaults_);
+  // The former one counts, and its memory is only read, until all ranks have taken over what they own now.
+  if (group.size() == 1) {
+    GuardedUpdate::release(*state.guarded, *state.local);
+    state.guarded.reset();
+    return;
+  }
+  auto made = std::make_unique<GuardedUpdate>(group, state.targets(param_groups_), *state.local, state.element_wise);
+  made->adopt(*state.guarded);
+  made->seal();
+  state.guarded = std::move(made);
+}
+
+}  // namespace shoal
