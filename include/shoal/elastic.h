@@ -39,7 +39,7 @@ struct ElasticOptions {
   void validate(int ranks) const;
 };
 
-// Makes a loop with DistributedDataParallel outlive its ranks:
+// Makes a loop with DistributedDataParallel, or with OSS (ZeRO-1 and ZeRO-2), outlive its ranks:
 //
 //   shoal::DistributedDataParallel parallel(model, world.group());
 //   torch::optim::AdamW optimizer(model->parameters());
@@ -62,8 +62,15 @@ struct ElasticOptions {
 // on as a smaller world: `world`, its copies, `parallel` and `sampler` are then those of the ranks that are left; nothing
 // is read from disk, and no process starts again. The step in which a rank died is finished if a rank may have finished
 // it, and otherwise undone and done again with the data divided anew. Parameters and optimizer state are in either case,
-// to the bit, those of the last complete step, whoever died and when. Nothing is copied: a rank updates only once all
-// ranks have their gradients, for which a step has one small all-reduce more.
+// to the bit, those of the last complete step, whoever died and when: a rank updates only once all ranks have their
+// gradients, for which a step has one small all-reduce more.
+//
+// With OSS, under DistributedDataParallel or ShardedDataParallel, each rank updates its share, chunk by chunk, in memory
+// that the ranks share. If it dies in its update, the lowest rank that lives finishes the share with the same bits;
+// update() returns as if nothing had happened, and the ranks change in the next communication. The shares of those that
+// are left are then divided anew. A loop is the same, except that
+// - clip_grad_norm() of OSS and whatever else changes gradients belongs to `compute`, and step(scaler) is refused;
+// - which parameters are trainable stays as it was, and the optimizer's state is not loaded within the loop.
 //
 // What a loop must keep to:
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping, a loss
@@ -78,9 +85,9 @@ struct ElasticOptions {
 // back when a step is undone.
 //
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds. All ranks run on one
-// host, on the CPU, over shared memory or Gloo. Errors: UsageError at construction names what is not supported (other
-// strategies than DistributedDataParallel, sharded optimizers, OptimizerInBackward, SyncBatchNorm); JobLost where the job
-// cannot go on. Not thread-safe: one thread trains.
+// host, on the CPU, over shared memory or, without OSS, Gloo. Errors: UsageError at construction names what is not
+// supported (other strategies, other sharded optimizers than OSS, OptimizerInBackward, SyncBatchNorm); JobLost where the
+// job cannot go on. Not thread-safe: one thread trains.
 class Elastic {
  public:
   // The arguments must outlive this object. Collective; from its return on all ranks, ranks may die. Throws UsageError.

@@ -88,6 +88,8 @@ class OSSCore : public ShardedOptimizerBase {
   // From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves to memory
   // that the ranks share. Collective.
   void guard();
+  // Steps are as before Elastic from now on. Not collective.
+  void unguard();
   // Adopts changed values. Returns whether all ranks must map memory in commit(). Collective if values have changed.
   bool prepare_commit();
   // All ranks that live pass, or none does: CommError. Collective.

@@ -41,6 +41,10 @@ ElasticParts::ElasticParts(const World& world, DataParallelCore& parallel, torch
   throw UsageError("Elastic: the optimizer's group is not the world's: give it world.group()");
 }
 
+ElasticParts::~ElasticParts() {
+  if (oss_ != nullptr) oss_->unguard();
+}
+
 void ElasticParts::guard() {
   if (oss_ != nullptr) oss_->guard();
 }

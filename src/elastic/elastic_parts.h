@@ -15,6 +15,9 @@ class ElasticParts {
  public:
   // The arguments must outlive this object. UsageError names what is not supported.
   ElasticParts(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer);
+  ~ElasticParts();
+  ElasticParts(const ElasticParts&) = delete;
+  ElasticParts& operator=(const ElasticParts&) = delete;
 
   // Whether a rank updates only its share, so that a step that one rank has begun to update needs its commit() on all.
   bool sharded() const { return oss_ != nullptr; }

@@ -5,6 +5,7 @@
 #include <torch/data.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/utils/clip_grad.h>
 
 #include <set>
 #include <thread>
@@ -267,7 +268,8 @@ TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_na
     net->third->bias.set_requires_grad(false);
     OSS<torch::optim::Adam> optimizer(net->parameters(), torch::optim::AdamOptions(0.01), world.group());
     DistributedDataParallel parallel(net, world.group());
-    Elastic elastic(world, parallel, optimizer);
+    auto made = std::make_unique<Elastic>(world, parallel, optimizer);
+    auto& elastic = *made;
     const auto x = test::inputs_of({1, 2});
     std::string all;
     const auto expect = [&](const std::string& text, const std::function<void()>& act) {
@@ -300,6 +302,12 @@ TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_na
         optimizer.step(scaler);
       });
     });
+    expect("gradients were changed in the second function", [&] {
+      step([&] {
+        torch::nn::utils::clip_grad_norm_(net->parameters(), 0.01);
+        optimizer.step();
+      });
+    });
     step(usual);
     net->third->bias.set_requires_grad(true);
     expect("were unfrozen, converted or added", [&] { step(usual); });
@@ -307,6 +315,11 @@ TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_na
     step(usual);
     optimizer.load_state_dict(*net, optimizer.state_dict(*net));
     expect("was loaded or replaced", [&] { step(usual); });
+    made.reset();
+    optimizer.zero_grad();
+    test::loss_of(parallel.forward(x), x).backward();
+    optimizer.clip_grad_norm(0.1);
+    optimizer.step();
     return all + "end";
   });
   for (const auto& rank : ended) EXPECT_EQ(rank.text, "end");

@@ -45,11 +45,14 @@ void Survivors::wait(const std::string& what, const std::function<bool()>& done)
   constexpr auto slice = std::chrono::milliseconds(100);
   const auto deadline = SteadyClock::now() + std::chrono::seconds(world_->options.timeout_seconds);
   while (!wait_until(*world_->memory, cores_suffice(world_->local_size), slice, done)) {
-    if (world_->options.while_waiting) world_->options.while_waiting();
+    try {
+      if (world_->options.while_waiting) world_->options.while_waiting();
+    } catch (const CommError& error) {
+      throw JobLost(fmt::format("{}: {}", what, error.what()));
+    }
     if (SteadyClock::now() < deadline) continue;
-    throw CommError(
-        fmt::format("{} has waited {} s for other ranks, which live: they are stopped, or do not call step()", what,
-                    world_->options.timeout_seconds));
+    throw JobLost(fmt::format("{} has waited {} s for other ranks, which live: they are stopped, or do not call step()",
+                              what, world_->options.timeout_seconds));
   }
 }
 

@@ -29,8 +29,8 @@ class Survivors {
 
   // Wakes the others.
   void ring() const;
-  // Returns once `done`, which is asked when another rank has rung or ended. CommError that begins with `what` after the
-  // world's timeout.
+  // Returns once `done`, which is asked when another rank has rung or ended. JobLost that begins with `what` after the
+  // world's timeout: what this rank has written down counts for the others, so it must not go on in another generation.
   void wait(const std::string& what, const std::function<bool()>& done) const;
 
   // Place of this rank's memory for the others; nothing for memory that they cannot read.

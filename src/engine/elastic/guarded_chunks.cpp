@@ -119,7 +119,7 @@ void GuardedUpdate::restore(int rank, const Chunk& chunk) const {
 }
 
 at::Tensor GuardedUpdate::gradient(int rank, const Chunk& chunk) const {
-  if (rank == group_.rank()) return part(rank, chunk, gradients_[chunk.target]);
+  if (rank == group_.rank()) return part(rank, chunk, gradients_[chunk.target].read);
   const auto& values = target(rank, chunk).values;
   auto* data = survivors_.at(rank, shared_.gradient(rank, chunk.target).place);
   return part(rank, chunk, at::from_blob(data, values.sizes(), dense_strides(values), values.options()));

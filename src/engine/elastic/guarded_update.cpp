@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+#include <cstring>
 #include <typeinfo>
 #include <utility>
 
@@ -16,6 +18,17 @@ namespace {
 bool lies_as(const at::Tensor& gradient, const at::Tensor& values) {
   return gradient.scalar_type() == values.scalar_type() && gradient.sizes() == values.sizes() &&
          gradient.strides() == at::IntArrayRef(dense_strides(values));
+}
+
+// A few elements, which show what libtorch's clip_grad_norm_ does past the version: it multiplies all through data().
+at::Tensor sample_of(const at::Tensor& gradient) {
+  constexpr int64_t most = 64;
+  const auto flat = in_memory_order(gradient.detach());
+  return flat.slice(0, 0, flat.numel(), std::max<int64_t>(1, flat.numel() / most)).clone();
+}
+
+bool equal_bytes(const at::Tensor& a, const at::Tensor& b) {
+  return a.nbytes() == b.nbytes() && std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
 }  // namespace
@@ -85,9 +98,10 @@ bool GuardedUpdate::prepare() {
     require_own_state(i);
     const auto& values = own[i].values;
     auto gradient = values.grad();
+    const auto given = gradient;
     auto& shown = shared_.gradient(self, i);
     shown.present = gradient.defined();
-    gradients_[i].reset();
+    gradients_[i] = Gradient();
     if (!shown.present) continue;
     if (gradient.layout() != at::kStrided) throw UsageError("Elastic: sparse gradients are not supported here");
     auto place = lies_as(gradient, values) ? survivors_.place_of(gradient.data_ptr(), gradient.nbytes()) : std::nullopt;
@@ -97,7 +111,7 @@ bool GuardedUpdate::prepare() {
       gradient = view_like(copies_[i], 0, values).copy_(gradient);
       place = survivors_.place_of(gradient.data_ptr(), gradient.nbytes());
     }
-    gradients_[i] = gradient.detach();
+    gradients_[i] = {gradient.detach(), given, given._version(), sample_of(given)};
     shown.place = *place;
   }
   const auto before = std::exchange(arenas_, survivors_.arenas());
@@ -154,10 +168,26 @@ void GuardedUpdate::require_commit() const {
       "Elastic: step() of the sharded optimizer is for the second function of Elastic::step(), once in each step");
 }
 
+// Another rank would finish the update with the gradients of the commit, or with some that are half changed.
+void GuardedUpdate::require_committed_gradients() const {
+  const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())];
+  for (size_t i = 0; i < own.size(); ++i) {
+    const auto& given = gradients_[i].given;
+    const auto& now = own[i].values.grad();
+    if (!given.defined() && !now.defined()) continue;
+    const bool same = given.defined() && now.is_same(given) && now._version() == gradients_[i].version &&
+                      equal_bytes(sample_of(now), gradients_[i].sample);
+    if (same) continue;
+    throw UsageError(
+        "Elastic: gradients were changed in the second function of step(): clip and change them in the first one");
+  }
+}
+
 void GuardedUpdate::run() {
   require_commit();
   const torch::NoGradGuard no_grad;
   const int self = group_.rank();
+  require_committed_gradients();
   update(self);
   const auto every = [&](const auto& holds) {
     for (int rank = 0; rank < group_.size(); ++rank) {
@@ -169,16 +199,12 @@ void GuardedUpdate::run() {
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (is_lost(rank) && survivors_.heir() == self) update(rank);
     }
-    try {
-      survivors_.wait("the update of a step", [&] {
-        const bool rank_to_finish = survivors_.heir() == self && !every([&](int rank) { return !is_lost(rank); });
-        return rank_to_finish || every([&](int rank) { return is_updated(rank); });
-      });
-    } catch (const CommError& error) {
-      throw JobLost(error.what());
-    }
+    survivors_.wait("the update of a step", [&] {
+      const bool rank_to_finish = survivors_.heir() == self && !every([&](int rank) { return !is_lost(rank); });
+      return rank_to_finish || every([&](int rank) { return is_updated(rank); });
+    });
   }
-  for (auto& gradient : gradients_) gradient.reset();
+  for (auto& gradient : gradients_) gradient = Gradient();
 }
 
 }  // namespace shoal

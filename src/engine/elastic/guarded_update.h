@@ -55,6 +55,13 @@ class GuardedUpdate {
   void run();
 
  private:
+  // Of this step; undefined tensors: there is none.
+  struct Gradient {
+    at::Tensor read{};    // where the others can read it, too
+    at::Tensor given{};   // the caller's
+    int64_t version = 0;  // of its values, and some of them
+    at::Tensor sample{};
+  };
   struct Chunk {
     size_t target;
     int64_t begin;  // elements
@@ -66,6 +73,7 @@ class GuardedUpdate {
     return shared_.targets()[static_cast<size_t>(rank)][chunk.target];
   }
   void require_own_state(size_t target) const;
+  void require_committed_gradients() const;
   int64_t whole(const UpdateTarget& target) const;
   std::vector<Chunk> chunks(int rank) const;
   bool is_whole(int rank, const Chunk& chunk) const;
@@ -86,8 +94,8 @@ class GuardedUpdate {
   torch::optim::Optimizer& local_;
   bool cuts_;
   SharedState shared_;
-  std::vector<at::Tensor> gradients_;  // by own target; undefined: none in this step
-  std::vector<at::Tensor> copies_;     // by own target, of gradients that the others cannot read where they are
+  std::vector<Gradient> gradients_;  // by own target
+  std::vector<at::Tensor> copies_;   // by own target, of gradients that the others cannot read where they are
   int64_t commits_ = 0;
   uint32_t arenas_ = 0;  // that the others have mapped
 };

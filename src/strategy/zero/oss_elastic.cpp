@@ -57,6 +57,10 @@ void OSSCore::guard() {
   state.guarded->seal();
 }
 
+void OSSCore::unguard() {
+  state().guarded.reset();
+}
+
 bool OSSCore::prepare_commit() {
   auto& state = this->state();
   if (!state.guarded) return false;
