@@ -5,6 +5,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -57,6 +58,8 @@ class DistributedDataParallelCore : public DataParallelCore {
   // Goes on in another group, whose ranks hold the same model, after `step` synchronising steps. The gradients of a step
   // that was not finished are dropped by the caller. Collective over `group` with a communication hook.
   void regroup(const Group& group, int64_t step);
+  // Called before the first gradient of each backward; nullptr: nothing.
+  void before_backward(std::function<void()> listener);
 };
 
 // Wrapper for data-parallel training, after torch.nn.parallel.DistributedDataParallel. Works with any optimizer, which

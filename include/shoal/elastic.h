@@ -67,7 +67,9 @@ struct ElasticOptions {
 //
 // What a loop must keep to:
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping, a loss
-//   scale, a moving average of the weights). `update` must not communicate. A step begins without gradients.
+//   scale, a moving average of the weights). `update` must not communicate.
+// - Gradients do not accumulate over several calls of step(), because a step is undone as a whole: zero_grad() after each
+//   step() or at the beginning of `compute`. UsageError on all ranks if `compute` adds to a gradient that is not zero.
 // - Other communication of the ranks, such as an evaluation, runs in together(), or the loop catches CommError and calls
 //   recover().
 // - Handles on the former world's groups end (CommError): take world.group() again. That concerns MeanMetric,

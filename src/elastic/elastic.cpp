@@ -2,7 +2,6 @@
 
 #include <c10/util/Type.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/utils.h>
 
@@ -14,25 +13,13 @@
 
 #include "comm/group/group_state.h"
 #include "comm/membership/generations.h"
+#include "elastic/earlier_gradients.h"
 #include "elastic/step_copies.h"
 #include "shoal/detail/sharded_optimizer.h"
 
 namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
-
-std::string ElasticChange::text() const {
-  const auto who = lost.empty()        ? std::string("no rank has ended")
-                   : lost.size() == 1U ? fmt::format("rank {} has ended", lost[0])
-                                       : fmt::format("ranks {} have ended", fmt::join(lost, ", "));
-  return fmt::format("{}; {} rank{} go{} on after step {}{}, {:.0f} ms later", who, ranks, ranks == 1 ? "" : "s",
-                     ranks == 1 ? "es" : "", step, finished_step ? ", which was finished" : "", seconds * 1e3);
-}
-
-void ElasticOptions::validate(int ranks) const {
-  if (min_ranks >= 1 && min_ranks <= ranks) return;
-  throw UsageError(fmt::format("ElasticOptions: min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
-}
 
 namespace {
 
@@ -69,7 +56,8 @@ struct Elastic::State {
         sampler(divides),
         options(chosen),
         steps_before(wrapper.step()),
-        copies(*wrapper.module()) {
+        copies(*wrapper.module()),
+        earlier(*wrapper.module()) {
     options.validate(world.size());
     require_local(optimizer);
     parallel.check_optimizer(optimizer);
@@ -81,7 +69,11 @@ struct Elastic::State {
     agree(world.group(), "Elastic",
           {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler"});
     generations = std::make_unique<Generations>(world);
+    parallel.before_backward([this] { earlier.look(); });
   }
+  ~State() { parallel.before_backward(nullptr); }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
 
   void require_sampler() const {
     if (sampler == nullptr) return;
@@ -121,17 +113,19 @@ struct Elastic::State {
       throw UsageError(fmt::format("Elastic: {} samples in a step, and this rank has {}: give the size of its batch",
                                    count, sampler->num_samples()));
     }
-    optimizer.zero_grad();
+    earlier.begin_step();
     copies.take();
     in_step = true;
   }
 
   // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
   void commit() {
-    has_gradients = true;
+    earlier.look();
+    has_gradients = !earlier.found();
     const auto count = static_cast<double>(samples);
-    const auto most =
-        world.group().all_reduce({count, -count}, ReduceOp::max, {parallel.step(), -1, "commit of the step"});
+    const auto most = world.group().all_reduce({count, -count, has_gradients ? 0.0 : 1.0}, ReduceOp::max,
+                                               {parallel.step(), -1, "commit of the step"});
+    if (most[2] != 0) earlier.refuse();
     if (sampler == nullptr || most[0] == -most[1]) return;
     throw UsageError(
         fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
@@ -156,7 +150,9 @@ struct Elastic::State {
   void undo() {
     if (!in_step) return;
     copies.restore();
-    for (const auto& parameter : parallel.module()->parameters()) parameter.mutable_grad().reset();
+    if (!earlier.untouched()) {
+      for (const auto& parameter : parallel.module()->parameters()) parameter.mutable_grad().reset();
+    }
     in_step = has_gradients = false;
   }
 
@@ -233,6 +229,7 @@ struct Elastic::State {
   ElasticOptions options;
   int64_t steps_before;
   StepCopies copies;
+  EarlierGradients earlier;
   std::unique_ptr<Generations> generations;
 
   int64_t done = 0;
@@ -271,6 +268,7 @@ bool Elastic::step(int64_t samples, const std::function<void()>& compute, const 
   } catch (const CommError& error) {
     if (!state.generations->mends(error)) throw;
     state.recover(&update);
+    if (state.earlier.found()) state.earlier.refuse();
     return state.done > before;
   }
   state.finish(update);

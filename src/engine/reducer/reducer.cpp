@@ -102,6 +102,7 @@ void Reducer::prepare_sums(const std::string& who) {
 
 void Reducer::begin_backward() {
   check_last_step();
+  callbacks.before_backward();
   callbacks.before_writing();
   if (!weighted_backward_) adopt_changes();
   const bool in_backward = BackwardTracker::in_backward();

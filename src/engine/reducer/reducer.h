@@ -48,6 +48,8 @@ struct ReducerCallbacks {
   // two-stage reduction only and not delivered, but added to the sums of the next step that is not held back. Ranks
   // count it as a step; its weight and used gradients count in that later step.
   std::function<bool()> holds_back = [] { return false; };
+  // Called before the first gradient of each backward.
+  std::function<void()> before_backward = [] {};
   // Called before a backward or an abandoned step writes to buckets; other users of that memory must finish now.
   std::function<void()> before_writing = [] {};
   // Called after this rank has issued all buckets, before it waits for them.

@@ -123,6 +123,9 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(reduction));
   reducer->count_from(steps);
   reducer->callbacks.synchronises = [this] { return no_sync_depth == 0; };
+  reducer->callbacks.before_backward = [this] {
+    if (before_backward) before_backward();
+  };
   reducer->set_join_state(join_state);
   if (!buffers.hooked()) return;
   // Called late if a forward failed, or was never called.

@@ -147,6 +147,10 @@ void DistributedDataParallelCore::require_regroupable() const {
   if (!faults.empty()) throw UsageError(fmt::format("Elastic: {}", fmt::join(faults, "; ")));
 }
 
+void DistributedDataParallelCore::before_backward(std::function<void()> listener) {
+  state().before_backward = std::move(listener);
+}
+
 void DistributedDataParallelCore::regroup(const Group& group, int64_t step) {
   auto& now = state();
   auto learnt = now.reducer->learnt_order();
