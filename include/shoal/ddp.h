@@ -60,6 +60,10 @@ class DistributedDataParallelCore : public DataParallelCore {
   void regroup(const Group& group, int64_t step);
   // Called before the first gradient of each backward; nullptr: nothing.
   void before_backward(std::function<void()> listener);
+  // The factor of this rank's gradients in the mean, from now on, unless backwards have weights; none: 1 / ranks.
+  void set_share(std::optional<double> share);
+  // Gives all ranks rank 0's buffers, as a forward does that synchronises. Collective.
+  void sync_buffers();
 };
 
 // Wrapper for data-parallel training, after torch.nn.parallel.DistributedDataParallel. Works with any optimizer, which

@@ -32,6 +32,10 @@ struct ElasticChange {
 
 struct ElasticOptions {
   int min_ranks = 1;  // JobLost if fewer are left
+  // Samples of a step over all ranks, which ranks that are left keep up: they compute the shares of those that were lost,
+  // so that losses are those of a run in which nobody dies, but for the order of sums. A multiple of the ranks; needs a
+  // sampler, and loaders of Elastic::batch_size(). 0: the batch of each rank stays, and the global batch shrinks.
+  int64_t keep_global_batch = 0;
   // Called on each rank that is left, after the change. None: rank 0 writes a line to standard error.
   std::function<void(const ElasticChange& change)> on_change{};
 
@@ -75,7 +79,22 @@ struct ElasticOptions {
 // - Handles on the former world's groups end (CommError): take world.group() again. That concerns MeanMetric,
 //   ProgressBar and hooks of one's own, which keep a group.
 //
-// The mean of gradients is over the ranks that are left: the global batch is smaller. Buffers are rank 0's, as ever: where
+// The mean of gradients is over the ranks that are left: the global batch is smaller. With keep_global_batch it is not:
+//
+//   shoal::Elastic elastic(world, parallel, optimizer, sampler, {.keep_global_batch = 4 * 64});  // 4 ranks
+//   ...
+//       auto loader = torch::data::make_data_loader(dataset, sampler, elastic.batch_size());
+//       for (auto& batch : *loader) {
+//         const auto compute = [&](int64_t begin, int64_t end) {  // once for each share of the batch
+//           cross_entropy(parallel.forward(batch.data.slice(0, begin, end)), batch.target.slice(0, begin, end)).backward();
+//         };
+//
+// Each share of 64 samples is computed as on a rank of its own, with the same memory, the same random numbers of the CPU's
+// generator (seeded by step and share from rank 0's seed at construction) and rank 0's buffers, whoever computes it. A
+// `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
+// needs more memory, dropout draws other numbers, and a batch norm normalises over more samples.
+//
+// Buffers are rank 0's, as ever: where
 // rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
 // back when a step is undone.
 //
@@ -105,6 +124,13 @@ class Elastic {
   // because the ranks have changed: the loop leaves its loader, and in_epoch() says whether to make another. `compute` may
   // run partly, and again for the same samples on any rank; `update` runs once per complete step. Collective.
   bool step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update);
+  // The same with `compute` for the samples [begin, end) of this rank's: one share of the global batch after the other,
+  // all but the last one under no_sync(). The loss is the mean over these samples. Without keep_global_batch there is one
+  // share.
+  bool step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
+            const std::function<void()>& update);
+  // This rank's samples in a step with keep_global_batch; more once ranks are lost. For each loader, after in_epoch().
+  int64_t batch_size() const;
 
   // Runs `work`, which communicates, and runs it again from its beginning whenever the ranks change in it; returns its
   // result. For evaluation and other communication between steps. Collective.

@@ -14,6 +14,7 @@
 #include "comm/group/group_state.h"
 #include "comm/membership/generations.h"
 #include "elastic/earlier_gradients.h"
+#include "elastic/global_batch.h"
 #include "elastic/step_copies.h"
 #include "shoal/detail/sharded_optimizer.h"
 
@@ -57,7 +58,8 @@ struct Elastic::State {
         options(chosen),
         steps_before(wrapper.step()),
         copies(*wrapper.module()),
-        earlier(*wrapper.module()) {
+        earlier(*wrapper.module()),
+        batch(world, options.keep_global_batch, parallel, copies) {
     options.validate(world.size());
     require_local(optimizer);
     parallel.check_optimizer(optimizer);
@@ -67,7 +69,9 @@ struct Elastic::State {
       throw UsageError(fmt::format("Elastic: transport {} is not supported: use host or gloo", transport));
     }
     agree(world.group(), "Elastic",
-          {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler"});
+          {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler",
+           fmt::format("keep_global_batch {}", options.keep_global_batch)});
+    batch.choose_seed();
     generations = std::make_unique<Generations>(world);
     parallel.before_backward([this] { earlier.look(); });
   }
@@ -76,7 +80,10 @@ struct Elastic::State {
   State& operator=(const State&) = delete;
 
   void require_sampler() const {
-    if (sampler == nullptr) return;
+    if (sampler == nullptr) {
+      if (options.keep_global_batch == 0) return;
+      throw UsageError("Elastic: keep_global_batch needs a sampler: pass it to the constructor");
+    }
     if (sampler->num_replicas() != static_cast<size_t>(world.size()) ||
         sampler->rank() != static_cast<size_t>(world.rank())) {
       throw UsageError(
@@ -102,17 +109,12 @@ struct Elastic::State {
     return false;
   }
 
-  void divide(size_t from) {
-    sampler->divide(static_cast<size_t>(world.size()), static_cast<size_t>(world.rank()), from);
-  }
+  void divide(size_t from) { batch.divide(*sampler, from); }
 
   void begin_step(int64_t count) {
-    samples = count;
-    ranks_of_step = world.size();
-    if (sampler != nullptr && (count < 1 || sampler->num_samples() < static_cast<size_t>(count))) {
-      throw UsageError(fmt::format("Elastic: {} samples in a step, and this rank has {}: give the size of its batch",
-                                   count, sampler->num_samples()));
-    }
+    if (sampler != nullptr) batch.require(count, *sampler, taken);
+    samples = count / batch.own_shares();
+    places = samples * batch.shares();
     earlier.begin_step();
     copies.take();
     in_step = true;
@@ -143,17 +145,36 @@ struct Elastic::State {
           error.what()));
     }
     in_step = has_gradients = false;
+    parallel.set_share(std::nullopt);
     ++done;
-    taken += static_cast<size_t>(samples * ranks_of_step);
+    taken += static_cast<size_t>(places);
   }
 
   void undo() {
     if (!in_step) return;
     copies.restore();
+    parallel.set_share(std::nullopt);
     if (!earlier.untouched()) {
       for (const auto& parameter : parallel.module()->parameters()) parameter.mutable_grad().reset();
     }
     in_step = has_gradients = false;
+  }
+
+  bool step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
+    if (outdated) return false;
+    begin_step(count);
+    const auto before = done;
+    try {
+      compute();
+      commit();
+    } catch (const CommError& error) {
+      if (!generations->mends(error)) throw;
+      recover(&update);
+      if (earlier.found()) earlier.refuse();
+      return done > before;
+    }
+    finish(update);
+    return true;
   }
 
   // update: of the step that was cut off; nullptr outside of one.
@@ -230,11 +251,12 @@ struct Elastic::State {
   int64_t steps_before;
   StepCopies copies;
   EarlierGradients earlier;
+  GlobalBatch batch;
   std::unique_ptr<Generations> generations;
 
   int64_t done = 0;
-  int64_t samples = 0;         // of this rank in the step
-  int64_t ranks_of_step = 0;   // ranks in the step
+  int64_t samples = 0;         // of a share in the step
+  int64_t places = 0;          // of the epoch that the step takes
   bool in_step = false;        // a step has begun and is neither finished nor undone
   bool has_gradients = false;  // of the step, from all ranks
   bool outdated = false;       // the loader's division is the former world's
@@ -258,21 +280,18 @@ bool Elastic::in_epoch() {
 }
 
 bool Elastic::step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update) {
-  auto& state = *state_;
-  if (state.outdated) return false;
-  state.begin_step(samples);
-  const auto before = state.done;
-  try {
-    compute();
-    state.commit();
-  } catch (const CommError& error) {
-    if (!state.generations->mends(error)) throw;
-    state.recover(&update);
-    if (state.earlier.found()) state.earlier.refuse();
-    return state.done > before;
-  }
-  state.finish(update);
-  return true;
+  return state_->step(
+      samples, [&] { state_->batch.compute(state_->done, compute); }, update);
+}
+
+bool Elastic::step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
+                   const std::function<void()>& update) {
+  return state_->step(
+      samples, [&] { state_->batch.compute(state_->done, samples, compute); }, update);
+}
+
+int64_t Elastic::batch_size() const {
+  return state_->batch.own_size();
 }
 
 void Elastic::recover() {

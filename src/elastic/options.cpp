@@ -14,8 +14,17 @@ std::string ElasticChange::text() const {
 }
 
 void ElasticOptions::validate(int ranks) const {
-  if (min_ranks >= 1 && min_ranks <= ranks) return;
-  throw UsageError(fmt::format("ElasticOptions: min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
+  std::vector<std::string> faults;
+  if (min_ranks < 1 || min_ranks > ranks) {
+    faults.push_back(fmt::format("min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
+  }
+  if (keep_global_batch < 0 || keep_global_batch % ranks != 0) {
+    faults.push_back(
+        fmt::format("keep_global_batch is {}: give a multiple of {}, the number of ranks, or 0 for a batch that "
+                    "shrinks with the ranks",
+                    keep_global_batch, ranks));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("ElasticOptions: {}", fmt::join(faults, "; ")));
 }
 
 }  // namespace shoal

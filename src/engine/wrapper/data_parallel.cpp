@@ -126,6 +126,7 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   reducer->callbacks.before_backward = [this] {
     if (before_backward) before_backward();
   };
+  reducer->callbacks.share = [this] { return share; };
   reducer->set_join_state(join_state);
   if (!buffers.hooked()) return;
   // Called late if a forward failed, or was never called.

@@ -151,6 +151,15 @@ void DistributedDataParallelCore::before_backward(std::function<void()> listener
   state().before_backward = std::move(listener);
 }
 
+void DistributedDataParallelCore::set_share(std::optional<double> share) {
+  state().share = share;
+}
+
+void DistributedDataParallelCore::sync_buffers() {
+  auto& now = state();
+  now.buffers.before_forward(now.group, now.tensors.buffers, now.reducer->lead(), now.reducer->step());
+}
+
 void DistributedDataParallelCore::regroup(const Group& group, int64_t step) {
   auto& now = state();
   auto learnt = now.reducer->learnt_order();
