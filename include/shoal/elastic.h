@@ -18,16 +18,20 @@ namespace shoal {
 
 // How the ranks of an elastic job have changed.
 struct ElasticChange {
-  uint64_t generation = 0;     // number of the present one; the first is 1
-  std::vector<int> lost{};     // ranks that have ended, by their number in the world before
-  int ranks = 0;               // ranks that go on
-  int64_t step = 0;            // complete steps
+  uint64_t generation = 0;        // number of the present one; the first is 1
+  std::vector<int> lost{};        // ranks that have ended, by their number in the world before
+  std::vector<int> lost_first{};  // the same by their number at the start, which is the launcher's
+  int ranks = 0;                  // ranks that go on
+  int64_t step = 0;               // complete steps
   bool finished_step = false;  // the step in which a rank died was finished by those that are left; false: it is done
                                // again, or nobody was in a step
   double seconds = 0;          // from this rank's notice of the death until the others can go on
 
-  // "rank 1 of 4 has ended; 3 ranks go on after step 17, which they finished, 12 ms later"
+  // "rank 1 (2 at the start) has ended; 3 ranks go on after step 17, which was finished, 12 ms later"
   std::string text() const;
+  // The same as a line of a metrics file, which `shoal report` and `shoal top` read: {"step": 17, "event": text(),
+  // "generation": 2, "lost": [2], "ranks": 3, "finished_step": 1, "recovery_ms": 12.1}; `lost` as at the start.
+  std::string metrics_line() const;
 };
 
 struct ElasticOptions {
@@ -38,6 +42,8 @@ struct ElasticOptions {
   int64_t keep_global_batch = 0;
   // Called on each rank that is left, after the change. None: rank 0 writes a line to standard error.
   std::function<void(const ElasticChange& change)> on_change{};
+  // Metrics file to which rank 0 of those that are left appends metrics_line(). Empty: none.
+  std::string metrics{};
 
   // Throws UsageError that lists all faults.
   void validate(int ranks) const;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <optional>
 #include <typeinfo>
 
@@ -204,7 +205,9 @@ struct Elastic::State {
                          .seconds = std::chrono::duration<double>(SteadyClock::now() - begin).count()};
     const auto& left = generations->members();
     for (size_t rank = 0; rank < members.size(); ++rank) {
-      if (!std::binary_search(left.begin(), left.end(), members[rank])) change.lost.push_back(static_cast<int>(rank));
+      if (std::binary_search(left.begin(), left.end(), members[rank])) continue;
+      change.lost.push_back(static_cast<int>(rank));
+      change.lost_first.push_back(members[rank]);
     }
     tell(change, former);
   }
@@ -236,6 +239,11 @@ struct Elastic::State {
   void tell(const ElasticChange& change, const Group& former) const {
     const auto text = change.text();
     note(former, text);
+    if (world.rank() == 0 && !options.metrics.empty()) {
+      std::ofstream file(options.metrics, std::ios::app);
+      file << change.metrics_line() + '\n' << std::flush;
+      if (!file) fmt::print(stderr, "shoal: cannot write {}\n", options.metrics);
+    }
     if (options.on_change) {
       options.on_change(change);
     } else if (world.rank() == 0) {
