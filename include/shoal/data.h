@@ -54,7 +54,8 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
 
   // This rank's samples in an epoch; Python's len(sampler).
   size_t num_samples() const { return indices_.size(); }
-  // How many of them are no repetition; these come first. For evaluation, where each sample must count once.
+  // How many of them are no repetition; these come first (not with divide_shares()). For evaluation, where each sample
+  // must count once.
   size_t unpadded() const { return unpadded_; }
   // This rank's samples taken so far in this epoch. A data loader takes batches ahead of the loop.
   size_t index() const { return index_; }
@@ -73,8 +74,15 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
   // epochs are shared out as a whole. For elastic jobs; index() and seek() count within the rest. UsageError as for the
   // constructor.
   void divide(size_t num_replicas, size_t rank, size_t taken = 0);
-  // Places of the present epoch's common order that are done once every rank has taken index() samples of it.
-  size_t taken() const { return divided_ == epoch_ ? first_ + index_ * num_replicas_ : 0; }
+  // As divide(num_replicas, ...), with fewer ranks, which stand in for those that are missing: rank r has the shares of
+  // ranks r, r + ranks, r + 2 * ranks, ... below num_replicas. Its samples are, step by step, `batch` of each share in
+  // turn (fewer in the last step), so that the samples of a step over all ranks are those of num_replicas ranks.
+  void divide_shares(size_t num_replicas, size_t ranks, size_t rank, size_t batch, size_t taken = 0);
+  // Shares that this rank has: 1 without divide_shares().
+  size_t shares() const;
+  // Places of the present epoch's common order that are done once every rank has taken index() samples of it (with
+  // divide_shares(): of whole steps).
+  size_t taken() const { return divided_ == epoch_ ? first_ + index_ / shares() * num_replicas_ : 0; }
   size_t size() const { return size_; }  // samples of the data set
   size_t num_replicas() const { return num_replicas_; }
   size_t rank() const { return rank_; }
@@ -99,8 +107,15 @@ class DistributedSampler : public torch::data::samplers::DistributedSampler<> {
     size_t first;
     size_t index;
   };
+  // The ranks that there are, and the samples of a share in a step; none: num_replicas_ ranks.
+  struct StandsIn {
+    size_t ranks;
+    size_t batch;
+  };
   void check_ranks() const;
+  void begin_at(size_t taken);
   std::optional<Begin> begin_;
+  std::optional<StandsIn> stands_in_;
 };
 
 }  // namespace shoal

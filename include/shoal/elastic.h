@@ -18,22 +18,32 @@ namespace shoal {
 
 // How the ranks of an elastic job have changed.
 struct ElasticChange {
-  uint64_t generation = 0;     // number of the present one; the first is 1
-  std::vector<int> lost{};     // ranks that have ended, by their number in the world before
-  int ranks = 0;               // ranks that go on
-  int64_t step = 0;            // complete steps
+  uint64_t generation = 0;        // number of the present one; the first is 1
+  std::vector<int> lost{};        // ranks that have ended, by their number in the world before
+  std::vector<int> lost_first{};  // the same by their number at the start, which is the launcher's
+  int ranks = 0;                  // ranks that go on
+  int64_t step = 0;               // complete steps
   bool finished_step = false;  // the step in which a rank died was finished by those that are left; false: it is done
                                // again, or nobody was in a step
   double seconds = 0;          // from this rank's notice of the death until the others can go on
 
-  // "rank 1 of 4 has ended; 3 ranks go on after step 17, which they finished, 12 ms later"
+  // "rank 1 (2 at the start) has ended; 3 ranks go on after step 17, which was finished, 12 ms later"
   std::string text() const;
+  // The same as a line of a metrics file, which `shoal report` and `shoal top` read: {"step": 17, "event": text(),
+  // "generation": 2, "lost": [2], "ranks": 3, "finished_step": 1, "recovery_ms": 12.1}; `lost` as at the start.
+  std::string metrics_line() const;
 };
 
 struct ElasticOptions {
   int min_ranks = 1;  // JobLost if fewer are left
+  // Samples of a step over all ranks, which ranks that are left keep up: they compute the shares of those that were lost,
+  // so that losses are those of a run in which nobody dies, but for the order of sums. A multiple of the ranks; needs a
+  // sampler, and loaders of Elastic::batch_size(). 0: the batch of each rank stays, and the global batch shrinks.
+  int64_t keep_global_batch = 0;
   // Called on each rank that is left, after the change. None: rank 0 writes a line to standard error.
   std::function<void(const ElasticChange& change)> on_change{};
+  // Metrics file to which rank 0 of those that are left appends metrics_line(). Empty: none.
+  std::string metrics{};
 
   // Throws UsageError that lists all faults.
   void validate(int ranks) const;
@@ -74,13 +84,30 @@ struct ElasticOptions {
 //
 // What a loop must keep to:
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping, a loss
-//   scale, a moving average of the weights). `update` must not communicate. A step begins without gradients.
+//   scale, a moving average of the weights). `update` must not communicate.
+// - Gradients do not accumulate over several calls of step(), because a step is undone as a whole: zero_grad() after each
+//   step() or at the beginning of `compute`. UsageError on all ranks if `compute` adds to a gradient that is not zero.
 // - Other communication of the ranks, such as an evaluation, runs in together(), or the loop catches CommError and calls
 //   recover().
 // - Handles on the former world's groups end (CommError): take world.group() again. That concerns MeanMetric,
 //   ProgressBar and hooks of one's own, which keep a group.
 //
-// The mean of gradients is over the ranks that are left: the global batch is smaller. Buffers are rank 0's, as ever: where
+// The mean of gradients is over the ranks that are left: the global batch is smaller. With keep_global_batch it is not:
+//
+//   shoal::Elastic elastic(world, parallel, optimizer, sampler, {.keep_global_batch = 4 * 64});  // 4 ranks
+//   ...
+//       auto loader = torch::data::make_data_loader(dataset, sampler, elastic.batch_size());
+//       for (auto& batch : *loader) {
+//         const auto compute = [&](int64_t begin, int64_t end) {  // once for each share of the batch
+//           cross_entropy(parallel.forward(batch.data.slice(0, begin, end)), batch.target.slice(0, begin, end)).backward();
+//         };
+//
+// Each share of 64 samples is computed as on a rank of its own, with the same memory, the same random numbers of the CPU's
+// generator (seeded by step and share from rank 0's seed at construction) and rank 0's buffers, whoever computes it. A
+// `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
+// needs more memory, dropout draws other numbers, and a batch norm normalises over more samples.
+//
+// Buffers are rank 0's, as ever: where
 // rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
 // back when a step is undone.
 //
@@ -110,6 +137,13 @@ class Elastic {
   // because the ranks have changed: the loop leaves its loader, and in_epoch() says whether to make another. `compute` may
   // run partly, and again for the same samples on any rank; `update` runs once per complete step. Collective.
   bool step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update);
+  // The same with `compute` for the samples [begin, end) of this rank's: one share of the global batch after the other,
+  // all but the last one under no_sync(). The loss is the mean over these samples. Without keep_global_batch there is one
+  // share.
+  bool step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
+            const std::function<void()>& update);
+  // This rank's samples in a step with keep_global_batch; more once ranks are lost. For each loader, after in_epoch().
+  int64_t batch_size() const;
 
   // Runs `work`, which communicates, and runs it again from its beginning whenever the ranks change in it; returns its
   // result. For evaluation and other communication between steps. Collective.

@@ -1,35 +1,24 @@
 #include "shoal/elastic.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <optional>
 
 #include "comm/group/group_state.h"
 #include "comm/membership/generations.h"
+#include "elastic/earlier_gradients.h"
 #include "elastic/elastic_parts.h"
+#include "elastic/global_batch.h"
 #include "elastic/step_copies.h"
 
 namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
-
-std::string ElasticChange::text() const {
-  const auto who = lost.empty()        ? std::string("no rank has ended")
-                   : lost.size() == 1U ? fmt::format("rank {} has ended", lost[0])
-                                       : fmt::format("ranks {} have ended", fmt::join(lost, ", "));
-  return fmt::format("{}; {} rank{} go{} on after step {}{}, {:.0f} ms later", who, ranks, ranks == 1 ? "" : "s",
-                     ranks == 1 ? "es" : "", step, finished_step ? ", which was finished" : "", seconds * 1e3);
-}
-
-void ElasticOptions::validate(int ranks) const {
-  if (min_ranks >= 1 && min_ranks <= ranks) return;
-  throw UsageError(fmt::format("ElasticOptions: min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
-}
 
 struct Elastic::State {
   State(const World& of, DataParallelCore& wrapper, torch::optim::Optimizer& trained_by, DistributedSampler* divides,
@@ -41,21 +30,37 @@ struct Elastic::State {
         sampler(divides),
         options(chosen),
         steps_before(wrapper.step()),
-        copies(*wrapper.module()) {
+        copies(*wrapper.module()),
+        earlier(*wrapper.module()),
+        batch(world, options.keep_global_batch, parallel, parts.replicated(), copies) {
     options.validate(world.size());
+    if (options.keep_global_batch > 0 && parts.replicated() == nullptr) {
+      throw UsageError(
+          "Elastic: keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole on each "
+          "rank only");
+    }
     require_sampler();
     const auto transport = world.group().transport();
     if (transport != "host" && transport != "gloo" && transport != "identity") {
       throw UsageError(fmt::format("Elastic: transport {} is not supported: use host or gloo", transport));
     }
     agree(world.group(), "Elastic",
-          {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler"});
+          {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler",
+           fmt::format("keep_global_batch {}", options.keep_global_batch)});
+    batch.choose_seed();
     generations = std::make_unique<Generations>(world);
     parts.guard();
+    parallel.before_backward([this] { earlier.look(); });
   }
+  ~State() { parallel.before_backward(nullptr); }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
 
   void require_sampler() const {
-    if (sampler == nullptr) return;
+    if (sampler == nullptr) {
+      if (options.keep_global_batch == 0) return;
+      throw UsageError("Elastic: keep_global_batch needs a sampler: pass it to the constructor");
+    }
     if (sampler->num_replicas() != static_cast<size_t>(world.size()) ||
         sampler->rank() != static_cast<size_t>(world.rank())) {
       throw UsageError(
@@ -81,29 +86,27 @@ struct Elastic::State {
     return false;
   }
 
-  void divide(size_t from) {
-    sampler->divide(static_cast<size_t>(world.size()), static_cast<size_t>(world.rank()), from);
-  }
+  void divide(size_t from) { batch.divide(*sampler, from); }
 
   void begin_step(int64_t count) {
-    samples = count;
-    ranks_of_step = world.size();
-    if (sampler != nullptr && (count < 1 || sampler->num_samples() < static_cast<size_t>(count))) {
-      throw UsageError(fmt::format("Elastic: {} samples in a step, and this rank has {}: give the size of its batch",
-                                   count, sampler->num_samples()));
-    }
-    optimizer.zero_grad();
+    if (sampler != nullptr) batch.require(count, *sampler, taken);
+    samples = count / batch.own_shares();
+    places = samples * batch.shares();
+    earlier.begin_step();
     copies.take();
     in_step = true;
   }
 
   // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
   void commit() {
+    earlier.look();
     const bool map = parts.prepare_commit();
-    has_gradients = !parts.sharded();
+    has_gradients = !parts.sharded() && !earlier.found();
     const auto count = static_cast<double>(samples);
-    const auto most = world.group().all_reduce({count, -count, map ? 1.0 : 0.0}, ReduceOp::max,
-                                               {parallel.step(), -1, "commit of the step"});
+    const auto most =
+        world.group().all_reduce({count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0}, ReduceOp::max,
+                                 {parallel.step(), -1, "commit of the step"});
+    if (most[3] != 0) earlier.refuse();
     if (sampler != nullptr && most[0] != -most[1]) {
       throw UsageError(
           fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
@@ -123,15 +126,36 @@ struct Elastic::State {
           error.what()));
     }
     in_step = has_gradients = false;
+    batch.end_step();
     ++done;
-    taken += static_cast<size_t>(samples * ranks_of_step);
+    taken += static_cast<size_t>(places);
   }
 
   void undo() {
     if (!in_step) return;
     copies.restore();
-    for (const auto& parameter : parallel.module()->parameters()) parameter.mutable_grad().reset();
+    batch.end_step();
+    if (!earlier.untouched()) {
+      for (const auto& parameter : parallel.module()->parameters()) parameter.mutable_grad().reset();
+    }
     in_step = has_gradients = false;
+  }
+
+  bool step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
+    if (outdated) return false;
+    begin_step(count);
+    const auto before = done;
+    try {
+      compute();
+      commit();
+    } catch (const CommError& error) {
+      if (!generations->mends(error)) throw;
+      recover(&update);
+      if (earlier.found()) earlier.refuse();
+      return done > before;
+    }
+    finish(update);
+    return true;
   }
 
   // update: of the step that was cut off; nullptr outside of one.
@@ -161,7 +185,9 @@ struct Elastic::State {
                          .seconds = std::chrono::duration<double>(SteadyClock::now() - begin).count()};
     const auto& left = generations->members();
     for (size_t rank = 0; rank < members.size(); ++rank) {
-      if (!std::binary_search(left.begin(), left.end(), members[rank])) change.lost.push_back(static_cast<int>(rank));
+      if (std::binary_search(left.begin(), left.end(), members[rank])) continue;
+      change.lost.push_back(static_cast<int>(rank));
+      change.lost_first.push_back(members[rank]);
     }
     tell(change, former);
   }
@@ -193,6 +219,11 @@ struct Elastic::State {
   void tell(const ElasticChange& change, const Group& former) const {
     const auto text = change.text();
     note(former, text);
+    if (world.rank() == 0 && !options.metrics.empty()) {
+      std::ofstream file(options.metrics, std::ios::app);
+      file << change.metrics_line() + '\n' << std::flush;
+      if (!file) fmt::print(stderr, "shoal: cannot write {}\n", options.metrics);
+    }
     if (options.on_change) {
       options.on_change(change);
     } else if (world.rank() == 0) {
@@ -208,11 +239,13 @@ struct Elastic::State {
   ElasticOptions options;
   int64_t steps_before;
   StepCopies copies;
+  EarlierGradients earlier;
+  GlobalBatch batch;
   std::unique_ptr<Generations> generations;
 
   int64_t done = 0;
-  int64_t samples = 0;         // of this rank in the step
-  int64_t ranks_of_step = 0;   // ranks in the step
+  int64_t samples = 0;         // of a share in the step
+  int64_t places = 0;          // of the epoch that the step takes
   bool in_step = false;        // a step has begun and is neither finished nor undone
   bool has_gradients = false;  // of the step, from all ranks
   bool outdated = false;       // the loader's division is the former world's
@@ -236,20 +269,18 @@ bool Elastic::in_epoch() {
 }
 
 bool Elastic::step(int64_t samples, const std::function<void()>& compute, const std::function<void()>& update) {
-  auto& state = *state_;
-  if (state.outdated) return false;
-  state.begin_step(samples);
-  const auto before = state.done;
-  try {
-    compute();
-    state.commit();
-  } catch (const CommError& error) {
-    if (!state.generations->mends(error)) throw;
-    state.recover(&update);
-    return state.done > before;
-  }
-  state.finish(update);
-  return true;
+  return state_->step(
+      samples, [&] { state_->batch.compute(state_->done, compute); }, update);
+}
+
+bool Elastic::step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
+                   const std::function<void()>& update) {
+  return state_->step(
+      samples, [&] { state_->batch.compute(state_->done, samples, compute); }, update);
+}
+
+int64_t Elastic::batch_size() const {
+  return state_->batch.own_size();
 }
 
 void Elastic::recover() {

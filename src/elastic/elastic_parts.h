@@ -21,6 +21,8 @@ class ElasticParts {
 
   // Whether a rank updates only its share, so that a step that one rank has begun to update needs its commit() on all.
   bool sharded() const { return oss_ != nullptr; }
+  // The wrapper if each rank is whole; otherwise nullptr.
+  DistributedDataParallelCore* replicated() const { return sharded() ? nullptr : ddp_; }
   // Once the world is that of an elastic job. Collective.
   void guard();
   // Before and after the ranks have met with their gradients. The first returns whether `map` of the second must be true.

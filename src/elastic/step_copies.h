@@ -17,6 +17,13 @@ class StepCopies {
   // Restores what was taken.
   void restore() const;
 
+  // The same for the buffers alone.
+  void take_buffers();
+  void restore_buffers() const;
+  // Copies of the present buffers, and their way back.
+  std::vector<at::Tensor> present_buffers() const;
+  void set_buffers(const std::vector<at::Tensor>& values) const;
+
  private:
   std::vector<at::Tensor> buffers_;
   std::vector<at::Tensor> copies_;

@@ -61,9 +61,16 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
   const size_t end = first_ + places(size_ - first_, num_replicas_, options_);
   indices_.clear();
   unpadded_ = 0;
-  for (size_t place = first_ + rank_; place < end; place += num_replicas_) {
-    if (place < size_) unpadded_ = indices_.size() + 1;
-    indices_.push_back(static_cast<size_t>(shuffled[place % size_]));
+  const size_t block = stands_in_ ? stands_in_->batch * num_replicas_ : std::max<size_t>(1, end - first_);
+  const size_t stride = stands_in_ ? stands_in_->ranks : num_replicas_;
+  for (size_t begin = first_; begin < end; begin += block) {
+    const size_t block_end = std::min(end, begin + block);
+    for (size_t share = rank_; share < num_replicas_; share += stride) {
+      for (size_t place = begin + share; place < block_end; place += num_replicas_) {
+        if (place < size_) ++unpadded_;
+        indices_.push_back(static_cast<size_t>(shuffled[place % size_]));
+      }
+    }
   }
   index_ = here ? std::min(begin_->index, indices_.size()) : 0;
   begin_.reset();
@@ -81,7 +88,27 @@ std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
 void DistributedSampler::divide(size_t num_replicas, size_t rank, size_t taken) {
   num_replicas_ = num_replicas;
   rank_ = rank;
+  stands_in_.reset();
   check_ranks();
+  begin_at(taken);
+}
+
+void DistributedSampler::divide_shares(size_t num_replicas, size_t ranks, size_t rank, size_t batch, size_t taken) {
+  if (rank >= ranks || ranks > num_replicas || batch == 0) {
+    throw UsageError(fmt::format("DistributedSampler: rank {} of {} with {} shares of {} samples in a step", rank,
+                                 ranks, num_replicas, batch));
+  }
+  num_replicas_ = num_replicas;
+  rank_ = rank;
+  stands_in_ = {ranks, batch};
+  begin_at(taken);
+}
+
+size_t DistributedSampler::shares() const {
+  return stands_in_ ? (num_replicas_ - rank_ + stands_in_->ranks - 1) / stands_in_->ranks : 1;
+}
+
+void DistributedSampler::begin_at(size_t taken) {
   begin_ = {epoch_, taken, 0};
   reset();
   begin_ = {epoch_, taken, 0};  // for copies
@@ -111,7 +138,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   auto first = at::zeros({}, at::kLong);
   archive.try_read("first", first, /*is_buffer=*/true);  // archives of older versions have none
   set_epoch(epoch);
-  divide(num_replicas_, rank_, static_cast<size_t>(std::max<int64_t>(0, first.item<int64_t>())));
+  begin_at(static_cast<size_t>(std::max<int64_t>(0, first.item<int64_t>())));
   seek(index);
 }
 

@@ -75,8 +75,8 @@ TEST(AccumulatedGradients, what_is_dropped_is_not_of_the_next_step_nor_its_weigh
 TEST(AccumulatedGradients, handing_over_writes_this_ranks_part_of_the_mean) {
   WithGradients with;
   with.backward(0, 4);
-  EXPECT_FALSE(with.accumulated->hand_over(0, /*ranks=*/2).defined());
-  EXPECT_FALSE(with.accumulated->hand_over(1, /*ranks=*/2).defined());
+  EXPECT_FALSE(with.accumulated->hand_over(0, /*scale=*/0.5).defined());
+  EXPECT_FALSE(with.accumulated->hand_over(1, /*scale=*/0.5).defined());
   EXPECT_TRUE(at::equal((*with.buckets)[0].view(with.buckets->places()[0].index), at::full({2}, 2.0)));
   EXPECT_TRUE(at::equal((*with.buckets)[0].view(with.buckets->places()[1].index), at::zeros({2})));
 }
@@ -85,7 +85,7 @@ TEST(AccumulatedGradients, handing_over_keeps_what_this_rank_did_not_touch) {
   WithGradients with;
   with.backward(0, 4);
   with.accumulated->forget();  // the previous step took it; this one brings nothing
-  const auto untouched = with.accumulated->hand_over(0, /*ranks=*/2);
+  const auto untouched = with.accumulated->hand_over(0, /*scale=*/0.5);
   ASSERT_TRUE(untouched.defined());
   EXPECT_TRUE(at::equal(untouched, at::full({2}, 4.0)));
 }

@@ -283,5 +283,48 @@ TEST(DistributedSampler, ELA01_a_division_is_saved_and_loaded) {
   EXPECT_EQ(drain(other), drain(sampler));
 }
 
+// Two ranks for five, and later one: a step has the samples that it has with five ranks.
+TEST(DistributedSampler, ELA05_ranks_that_stand_in_for_others_take_the_same_steps) {
+  constexpr size_t all = 5, batch = 3;
+  for (const auto& options : {Options{.seed = 4}, Options{.seed = 4, .drop_last = true}}) {
+    for (const size_t ranks : {size_t{2}, size_t{1}}) {
+      for (const size_t taken : {size_t{0}, all * batch}) {
+        std::vector<DistributedSampler> whole, few;
+        for (size_t rank = 0; rank < all; ++rank) {
+          whole.emplace_back(52, all, rank, options);
+          whole.back().divide(all, rank, taken);
+        }
+        for (size_t rank = 0; rank < ranks; ++rank) {
+          few.emplace_back(52, all, rank, options);
+          few.back().divide_shares(all, ranks, rank, batch, taken);
+          EXPECT_EQ(few.back().shares(), ranks == 1 ? 5U : rank == 0 ? 3U : 2U);
+        }
+        size_t done = taken;
+        while (true) {
+          std::vector<std::optional<Indices>> shares(all);
+          for (size_t rank = 0; rank < all; ++rank) shares[rank] = whole[rank].next(batch);
+          for (size_t rank = 0; rank < ranks; ++rank) {
+            const auto own = few[rank].next(batch * few[rank].shares());
+            ASSERT_EQ(own.has_value(), shares[0].has_value());
+            if (!own) continue;
+            Indices expected;
+            for (size_t share = rank; share < all; share += ranks) {
+              expected.insert(expected.end(), shares[share]->begin(), shares[share]->end());
+            }
+            EXPECT_EQ(*own, expected);
+          }
+          if (!shares[0]) break;
+          done += shares[0]->size() * all;
+          EXPECT_EQ(few[0].taken(), done);
+        }
+      }
+    }
+  }
+  DistributedSampler sampler(52, 5, 0);
+  EXPECT_THROW(sampler.divide_shares(5, 6, 0, 3), UsageError);
+  EXPECT_THROW(sampler.divide_shares(5, 2, 2, 3), UsageError);
+  EXPECT_THROW(sampler.divide_shares(5, 2, 0, 0), UsageError);
+}
+
 }  // namespace
 }  // namespace shoal

@@ -5,6 +5,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <concepts>
+#include <functional>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -81,6 +82,8 @@ class DataParallelCore : public Joinable {
   // A scope of this wrapper that has not ended, "no_sync()"; empty: none.
   virtual std::string open_scope() const;
 
+  // For Elastic. Called before the first gradient of each backward; nullptr: nothing.
+  void before_backward(std::function<void()> listener);
   // For Join.
   void check_shadow() const override;
   void settle() override;

@@ -47,6 +47,10 @@ void add_metrics(Frame& frame, const fs::path& file) {
   if (!error) frame.age_s = std::chrono::duration<double>(fs::file_time_type::clock::now() - written).count();
   std::vector<const MetricsLine*> steps;
   for (const auto& line : lines) {
+    if (!line.event.empty()) {
+      frame.events.push_back(line);
+      continue;
+    }
     const bool evaluates = std::any_of(line.numbers.begin(), line.numbers.end(),
                                        [](const auto& entry) { return entry.first.starts_with("eval_"); });
     if (evaluates) {
@@ -137,6 +141,11 @@ std::vector<std::string> metrics_in_words(const Frame& frame, int width) {
       !line.empty()) {
     lines.push_back("loss " + line);
   }
+  constexpr size_t most_events = 4;
+  const auto shown = std::min(most_events, frame.events.size());
+  for (auto event = frame.events.end() - static_cast<std::ptrdiff_t>(shown); event != frame.events.end(); ++event) {
+    lines.push_back(fmt::format("after step {}: {}", event->step, event->event));
+  }
   if (!frame.evaluation.empty()) {
     auto line = fmt::format("evaluated after step {}:", frame.evaluated_step);
     for (const auto& [name, value] : frame.evaluation) line += fmt::format("   {} {:.4g}", name, value);
@@ -208,6 +217,7 @@ nlohmann::ordered_json to_json(const Frame& frame) {
     json["evaluation"] = {{"step", frame.evaluated_step}};
     for (const auto& [name, value] : frame.evaluation) json["evaluation"][name] = value;
   }
+  for (const auto& event : frame.events) json["events"].push_back(to_json(event));
   if (frame.ranks.empty()) return json;
   json["verdict"] = frame.verdict;
   json["ranks"] = Json::array();

@@ -23,6 +23,7 @@ struct Frame {
   DamagedLines damaged{};                                    // among the last ones
   std::vector<std::pair<std::string, double>> evaluation{};  // the last one
   int64_t evaluated_step = 0;
+  std::vector<MetricsLine> events{};  // of the last lines, such as the ends of ranks
   // Of the flight recorders.
   std::vector<RankView> ranks{};
   std::vector<std::string> verdict{};

@@ -66,7 +66,12 @@ MetricsLine parse_metrics_line(std::string_view text, const std::string& subject
                      (!step->is_number_unsigned() || step->get<uint64_t>() <= std::numeric_limits<int64_t>::max());
   if (!whole) refuse("the step is no whole number");
   MetricsLine line{.step = step->get<int64_t>()};
+  constexpr size_t longest_event = 1000;
   for (const auto& [name, value] : json.items()) {
+    if (name == "event" && value.is_string()) {
+      line.event = printable(value.get_ref<const std::string&>().substr(0, longest_event));
+      continue;
+    }
     const auto number = number_of(value);
     if (name == "step" || !number) continue;
     if (line.numbers.size() == most_numbers) refuse(fmt::format("more than {} numbers", most_numbers));
@@ -146,6 +151,12 @@ std::optional<double> MetricsLine::find(const std::string& name) const {
 
 double MetricsLine::number(const std::string& name) const {
   return find(name).value_or(std::numeric_limits<double>::quiet_NaN());
+}
+
+nlohmann::ordered_json to_json(const MetricsLine& event) {
+  nlohmann::ordered_json json{{"step", event.step}, {"event", event.event}};
+  for (const auto& [name, value] : event.numbers) json[name] = value;
+  return json;
 }
 
 std::string DamagedLines::in_words() const {

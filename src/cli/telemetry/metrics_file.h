@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <utility>
@@ -14,11 +15,15 @@ namespace shoal::cli {
 struct MetricsLine {
   int64_t step = 0;
   std::vector<std::pair<std::string, double>> numbers{};  // without the step; NaN for null
+  std::string event{};  // what happened after this step; then the numbers are about that. Empty: a line of metrics
 
   std::optional<double> find(const std::string& name) const;
   // NaN for what is not there.
   double number(const std::string& name) const;
 };
+
+// {"step": ..., "event": ..., and its numbers}
+nlohmann::ordered_json to_json(const MetricsLine& event);
 
 // Lines that are left out: those that are not JSON, have no step, are longer than 64 KiB, or have more than 64 numbers.
 struct DamagedLines {

@@ -112,6 +112,19 @@ std::string figures_section(const std::vector<RunReport>& runs) {
                       body);
 }
 
+// Such as the ends of ranks in an elastic job.
+std::string events_section(const RunReport& run) {
+  if (run.events.empty()) return "";
+  auto html = fmt::format("<h2>Events of {}</h2>", escaped(run.name));
+  const auto shown = static_cast<int64_t>(run.events.size());
+  if (run.event_count > shown) {
+    html += fmt::format("<p class=\"note\">The last {} of {}.</p>", shown, run.event_count);
+  }
+  std::string body;
+  for (const auto& event : run.events) body += table_row("td", {std::to_string(event.step), event.event}, {});
+  return html + framed_table(table_row("th", {"after step", "event"}, {}), body);
+}
+
 std::string ranks_section(const RunReport& run) {
   if (run.ranks.empty()) return "";
   auto html = fmt::format("<h2>Ranks of {}</h2>", escaped(run.name));
@@ -131,9 +144,11 @@ RunReport read_run(const std::string& place) {
   RunReport run{.name = printable(place)};
   const auto files = find_run(place);
   if (files.metrics) {
-    auto [series, damaged] = read_series(*files.metrics);
-    run.series = std::move(series);
-    run.damaged = std::move(damaged);
+    auto read = read_series(*files.metrics);
+    run.series = std::move(read.by_name);
+    run.damaged = std::move(read.damaged);
+    run.events = std::move(read.events);
+    run.event_count = read.event_count;
   }
   if (files.flights.empty()) return run;
   const auto flights = read_flights(files.flights);
@@ -147,6 +162,7 @@ std::string report_page(const std::vector<RunReport>& runs) {
   for (const auto& run : runs) {
     if (run.damaged.count > 0) body += fmt::format("<p class=\"note\">{}</p>", escaped(run.damaged.in_words()));
   }
+  for (const auto& run : runs) body += events_section(run);
   for (const auto& plot : metrics_plots(runs)) body += drawn_metrics(plot, runs);
   body += figures_section(runs);
   for (const auto& run : runs) body += ranks_section(run);
@@ -166,6 +182,7 @@ nlohmann::ordered_json to_json(const std::vector<RunReport>& runs) {
                                {"points", series.points()}};
     }
     if (run.damaged.count > 0) json["damaged_lines"] = {{"count", run.damaged.count}, {"first", run.damaged.first}};
+    for (const auto& event : run.events) json["events"].push_back(to_json(event));
     if (!run.verdict.empty()) json["verdict"] = run.verdict;
     list.push_back(std::move(json));
   }

@@ -14,7 +14,9 @@ namespace shoal::cli {
 struct RunReport {
   std::string name;
   std::map<std::string, Series> series{};
-  DamagedLines damaged{};  // of the metrics file
+  DamagedLines damaged{};             // of the metrics file
+  std::vector<MetricsLine> events{};  // the last ones
+  int64_t event_count = 0;
   std::vector<RankView> ranks{};
   std::vector<std::string> verdict{};  // of the flight recorders
 };

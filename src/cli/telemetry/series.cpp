@@ -49,11 +49,17 @@ std::vector<std::pair<double, double>> Series::points() const {
 }
 
 MetricsSeries read_series(const std::filesystem::path& metrics) {
-  constexpr size_t most_names = 100;
+  constexpr size_t most_names = 100, most_events = 100;
   MetricsSeries series;
   auto& all = series.by_name;
   double samples = 0, seconds = 0;
   series.damaged = read_metrics(metrics, [&](const MetricsLine& line) {
+    if (!line.event.empty()) {
+      ++series.event_count;
+      series.events.push_back(line);
+      if (series.events.size() > most_events) series.events.erase(series.events.begin());
+      return;
+    }
     for (const auto& [name, value] : line.numbers) {
       all[name].add(line.step, value);
       if (all.size() > most_names) {

@@ -43,6 +43,8 @@ class Series {
 struct MetricsSeries {
   std::map<std::string, Series> by_name;
   DamagedLines damaged;
+  std::vector<MetricsLine> events{};  // the last 100
+  int64_t event_count = 0;
 };
 // UsageError as read_metrics(), and for more than 100 names.
 MetricsSeries read_series(const std::filesystem::path& metrics);

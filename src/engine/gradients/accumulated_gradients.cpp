@@ -79,10 +79,9 @@ void AccumulatedGradients::lay_in_bucket(size_t gradient) {
   grad = view;
 }
 
-at::Tensor AccumulatedGradients::hand_over(size_t gradient, int ranks) {
+at::Tensor AccumulatedGradients::hand_over(size_t gradient, double scale) {
   const auto& view = buckets_.acquire(gradient);
   auto& grad = mutable_grad(gradient);
-  const double scale = 1.0 / ranks;
   sums_.set_aside(gradient);
   if (!grad.defined()) {
     view.zero_();
@@ -90,11 +89,11 @@ at::Tensor AccumulatedGradients::hand_over(size_t gradient, int ranks) {
   }
   if (same_view(grad, view)) {
     const auto untouched = own_.used[gradient] ? at::Tensor() : view.clone();
-    if (ranks > 1) at::Tensor(view).mul_(scale);
+    if (scale != 1) at::Tensor(view).mul_(scale);
     return untouched;
   }
   const auto dense = grad.is_sparse() ? grad.to_dense() : grad.detach();
-  if (ranks > 1 && dense.scalar_type() == view.scalar_type()) {
+  if (scale != 1 && dense.scalar_type() == view.scalar_type()) {
     auto out = view;
     at::mul_out(out, dense, at::scalar_tensor(scale, dense.options().dtype(at::kDouble)));
   } else {

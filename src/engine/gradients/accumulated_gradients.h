@@ -48,9 +48,9 @@ class AccumulatedGradients {
   void note_set();
   // After a local backward: replaces this rank's own gradients in grad() by stand-ins (EarlierSums::hide).
   void hide();
-  // Writes this rank's contribution to the mean (zeros if it has none) to the gradient's place in the bucket. Returns a
-  // copy of what lay there if that was neither this rank's own gradient nor a sum.
-  at::Tensor hand_over(size_t gradient, int ranks);
+  // Writes this rank's contribution to the mean, its gradient times `scale` (zeros if it has none), to the gradient's
+  // place in the bucket. Returns a copy of what lay there if that was neither this rank's own gradient nor a sum.
+  at::Tensor hand_over(size_t gradient, double scale);
   // The gradient's place in the bucket, for writing. Zeros if there is no gradient yet; it counts as used either way.
   at::Tensor local(size_t gradient);
   // Forgets this rank's own gradients, after a step reduced them or they were given up.

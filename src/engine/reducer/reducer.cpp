@@ -102,6 +102,7 @@ void Reducer::prepare_sums(const std::string& who) {
 
 void Reducer::begin_backward() {
   check_last_step();
+  callbacks.before_backward();
   callbacks.before_writing();
   if (!weighted_backward_) adopt_changes();
   const bool in_backward = BackwardTracker::in_backward();
@@ -156,7 +157,7 @@ void Reducer::count_arrival(size_t gradient) {
 void Reducer::mark_ready(size_t gradient) {
   if (!buckets_.of(gradient).sparse()) {
     const TimedScope scope(timeline_of(group_), "copy", steps_);
-    step_->untouched[gradient] = accumulated_.hand_over(gradient, group_.size());
+    step_->untouched[gradient] = accumulated_.hand_over(gradient, scale());
   }
   step_->schedule.mark_ready(gradient);
   issue_ready_buckets();
@@ -193,6 +194,11 @@ double Reducer::issued_weight() const {
   return join_state_->here ? 1.0 : 0.0;
 }
 
+double Reducer::scale() const {
+  const double equal = 1.0 / group_.size();
+  return accumulated_.weight() ? equal : callbacks.share().value_or(equal);
+}
+
 Label Reducer::label(size_t index) const {
   return {steps_, static_cast<int64_t>(index), whose_ + buckets_[index].names()};
 }
@@ -203,7 +209,9 @@ void Reducer::issue(size_t index) {
   if (bucket.sparse()) {
     const auto member = bucket.members().front();
     const auto& parameter = gradients_[member].parameter;
-    const auto grad = accumulated_.used()[member] && !entry_.failed ? parameter.grad() : at::Tensor();
+    auto grad = accumulated_.used()[member] && !entry_.failed ? parameter.grad() : at::Tensor();
+    const double factor = scale() * group_.size();  // sparse sums are divided by the number of ranks
+    if (grad.defined() && std::abs(factor - 1) > 1e-12) grad = grad * factor;
     step_->sparse[index] = all_reduce_sparse(group_, grad, parameter.sizes(), parameter.options().requires_grad(false),
                                              issued_weight(), label(index));
   } else {

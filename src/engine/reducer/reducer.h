@@ -48,6 +48,10 @@ struct ReducerCallbacks {
   // two-stage reduction only and not delivered, but added to the sums of the next step that is not held back. Ranks
   // count it as a step; its weight and used gradients count in that later step.
   std::function<bool()> holds_back = [] { return false; };
+  // Called before the first gradient of each backward.
+  std::function<void()> before_backward = [] {};
+  // The factor of this rank's gradients in the mean, in steps without weights; none: 1 / ranks.
+  std::function<std::optional<double>()> share = [] { return std::nullopt; };
   // Called before a backward or an abandoned step writes to buckets; other users of that memory must finish now.
   std::function<void()> before_writing = [] {};
   // Called after this rank has issued all buckets, before it waits for them.
@@ -72,8 +76,8 @@ struct ReducerCallbacks {
 // rank's part lies in the bucket (Bucket::kept), and grad() holds a stand-in. A sum that still exists when the next
 // step begins is set aside and added to the next sum (earlier_sums.h).
 //
-// Gradients are scaled by 1 / ranks before the reduction, so that 16-bit sums stay in range. The result is multiplied
-// by ranks / weight if weights were given.
+// Gradients are scaled by 1 / ranks (or ReducerCallbacks::share) before the reduction, so that 16-bit sums stay in range.
+// The result is multiplied by ranks / weight if weights were given.
 class Reducer : private BackwardListener {
  public:
   Reducer(std::vector<Gradient> gradients, const Group& group, const ReducerOptions& options,
@@ -200,6 +204,7 @@ class Reducer : private BackwardListener {
   void issue(size_t bucket);
   void issue_trailer();
   double issued_weight() const;
+  double scale() const;
   Label label(size_t bucket) const;
   void build(const std::vector<size_t>& order);
   void build_as_registered();

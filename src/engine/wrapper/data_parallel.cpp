@@ -137,11 +137,19 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(reduction));
   reducer->count_from(steps);
   reducer->callbacks.synchronises = [this] { return no_sync_depth == 0; };
+  reducer->callbacks.before_backward = [this] {
+    if (before_backward) before_backward();
+  };
+  reducer->callbacks.share = [this] { return share; };
   reducer->set_join_state(join_state);
   if (!buffers.hooked()) return;
   // Called late if a forward failed, or was never called.
   reducer->callbacks.before_writing = [this] { buffers.after_forward(); };
   reducer->callbacks.before_waiting = [this] { buffers.complete(); };
+}
+
+void DataParallelCore::before_backward(std::function<void()> listener) {
+  state_->before_backward = std::move(listener);
 }
 
 Reducer& reducer_of(DataParallelCore& parallel) {

@@ -24,6 +24,8 @@ struct DataParallelCore::State {
   // Set by strategies that can replace their reducer.
   std::function<void(const std::shared_ptr<GradientConsumer>&)> remake_reducer{};
   std::shared_ptr<GradientConsumer> consumer{};  // of the present reducer
+  std::function<void()> before_backward{};       // see ReducerCallbacks; empty: nothing
+  std::optional<double> share{};                 // see ReducerCallbacks
   LoggingData::Settings settings{};              // for logging
   int no_sync_depth = 0;
   bool entered = false;  // the running or last forward has entered a step that other ranks wait for

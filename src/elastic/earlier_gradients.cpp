@@ -1,0 +1,54 @@
+#include "elastic/earlier_gradients.h"
+
+#include <ATen/ops/linalg_vector_norm.h>
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <limits>
+
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+// A stand-in for a gradient that another rank owns has no values; its owner looks at them.
+bool is_stand_in(const at::Tensor& gradient) {
+  return gradient.has_storage() && gradient.numel() > 0 && gradient.storage().nbytes() == 0;
+}
+
+bool is_zero(const at::Tensor& gradient) {
+  const auto values = gradient.is_sparse() ? gradient._values() : gradient;
+  if (values.numel() == 0) return true;
+  return at::linalg_vector_norm(values, std::numeric_limits<double>::infinity()).item<double>() == 0;
+}
+
+}  // namespace
+
+void EarlierGradients::begin_step() {
+  there_ = !first_of_them().empty();
+  found_.clear();
+}
+
+void EarlierGradients::look() {
+  if (!std::exchange(there_, false)) return;
+  found_ = first_of_them();
+}
+
+void EarlierGradients::refuse() const {
+  throw UsageError(fmt::format(
+      "Elastic: compute added to gradients that {} had before step(){}. A step is undone as a whole when a rank dies: "
+      "run all micro-batches of a step in one compute, all but the last under no_sync(), and call zero_grad() after "
+      "each step() or at the beginning of compute",
+      found() ? "this rank" : "another rank", found() ? fmt::format(", that of {} among them", found_) : ""));
+}
+
+std::string EarlierGradients::first_of_them() const {
+  const torch::NoGradGuard no_grad;
+  for (const auto& parameter : parameters_) {
+    const auto& gradient = parameter.value().grad();
+    if (gradient.defined() && !is_stand_in(gradient) && !is_zero(gradient)) return parameter.key();
+  }
+  return "";
+}
+
+}  // namespace shoal

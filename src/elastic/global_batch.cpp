@@ -1,0 +1,119 @@
+#include "elastic/global_batch.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/full.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+// splitmix64, after Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).
+uint64_t mixed(uint64_t value) {
+  value += 0x9e3779b97f4a7c15U;
+  value = (value ^ (value >> 30U)) * 0xbf58476d1ce4e5b9U;
+  value = (value ^ (value >> 27U)) * 0x94d049bb133111ebU;
+  return value ^ (value >> 31U);
+}
+
+}  // namespace
+
+GlobalBatch::GlobalBatch(World world, int64_t size, DataParallelCore& parallel, DistributedDataParallelCore* replicated,
+                         StepCopies& copies)
+    : world_(std::move(world)),
+      size_(size),
+      first_ranks_(world_.size()),
+      parallel_(parallel),
+      replicated_(replicated),
+      copies_(copies) {}
+
+void GlobalBatch::choose_seed() {
+  if (size_ == 0) return;
+  auto seed = at::full({1}, static_cast<int64_t>(at::detail::getDefaultCPUGenerator().current_seed()), at::kLong);
+  world_.group().broadcast(seed, 0, {-1, -1, "Elastic's seed"}).wait();
+  seed_ = static_cast<uint64_t>(seed.item<int64_t>());
+}
+
+int64_t GlobalBatch::own_shares() const {
+  return (shares() - world_.rank() + world_.size() - 1) / world_.size();
+}
+
+int64_t GlobalBatch::own_size() const {
+  if (size_ > 0) return size_ / first_ranks_ * own_shares();
+  throw UsageError("Elastic: batch_size() is for keep_global_batch: set that option, or use the loader's own size");
+}
+
+void GlobalBatch::divide(DistributedSampler& sampler, size_t taken) {
+  const auto ranks = static_cast<size_t>(world_.size());
+  const auto rank = static_cast<size_t>(world_.rank());
+  divided_at_ = taken;
+  if (size_ == 0) return sampler.divide(ranks, rank, taken);
+  sampler.divide_shares(static_cast<size_t>(first_ranks_), ranks, rank, static_cast<size_t>(size_ / first_ranks_),
+                        taken);
+}
+
+void GlobalBatch::require(int64_t samples, const DistributedSampler& sampler, size_t taken) const {
+  const auto all = static_cast<int64_t>(sampler.num_samples());
+  if (size_ == 0) {
+    if (samples >= 1 && samples <= all) return;
+    throw UsageError(
+        fmt::format("Elastic: {} samples in a step, and this rank has {}: give the size of its batch", samples, all));
+  }
+  const auto done = static_cast<int64_t>(taken - divided_at_) / shares() * own_shares();
+  const auto expected = std::min(own_size(), all - done);
+  if (samples == expected && samples > 0) return;
+  throw UsageError(
+      fmt::format("Elastic: {} samples in a step, and with keep_global_batch = {} this rank has {}: make each loader "
+                  "with batch_size() samples, and call in_epoch() before",
+                  samples, size_, expected));
+}
+
+void GlobalBatch::weigh(double shares) {
+  if (size_ > 0) replicated_->set_share(shares / static_cast<double>(first_ranks_));
+}
+
+void GlobalBatch::end_step() {
+  if (replicated_ != nullptr) replicated_->set_share(std::nullopt);
+}
+
+void GlobalBatch::seed(int64_t step, int64_t share) const {
+  if (size_ == 0) return;
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  generator.set_current_seed(mixed(mixed(seed_ + static_cast<uint64_t>(step)) + static_cast<uint64_t>(share)));
+}
+
+void GlobalBatch::compute(int64_t step, const std::function<void()>& compute) {
+  weigh(static_cast<double>(own_shares()));
+  seed(step, world_.rank());
+  compute();
+}
+
+// Each share begins with the buffers that the step began with, and those of share 0 stay, as if each had its own rank.
+void GlobalBatch::compute(int64_t step, int64_t samples,
+                          const std::function<void(int64_t begin, int64_t end)>& compute) {
+  weigh(1);
+  if (shares() > world_.size()) {
+    replicated_->sync_buffers();
+    copies_.take_buffers();
+  }
+  const auto count = own_shares();
+  std::vector<at::Tensor> buffers;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i > 0) copies_.restore_buffers();
+    seed(step, world_.rank() + i * world_.size());
+    {
+      const auto scope = parallel_.no_sync(i + 1 < count);
+      compute(i * samples / count, (i + 1) * samples / count);
+    }
+    if (i == 0 && count > 1) buffers = copies_.present_buffers();
+  }
+  if (count > 1) copies_.set_buffers(buffers);
+}
+
+}  // namespace shoal

@@ -1,0 +1,58 @@
+#pragma once
+// The samples of a step, over all ranks, and this rank's part of them.
+
+#include <cstdint>
+#include <functional>
+
+#include "elastic/step_copies.h"
+#include "shoal/data.h"
+#include "shoal/ddp.h"
+#include "shoal/world.h"
+
+namespace shoal {
+
+// With a size, the global batch stays as ranks are lost: it has a share for each rank of the start, and a rank that is
+// left computes the shares of several. Each share weighs the same and has its own random numbers, whoever computes it.
+// Without a size every rank has one share, and the batch shrinks with the ranks.
+class GlobalBatch {
+ public:
+  // size: samples of a step; 0: none. replicated: the same wrapper, if each rank is whole; nullptr only without a size. The
+  // arguments must outlive this object.
+  GlobalBatch(World world, int64_t size, DataParallelCore& parallel, DistributedDataParallelCore* replicated,
+              StepCopies& copies);
+  // Takes rank 0's seed for the random numbers of steps. Collective.
+  void choose_seed();
+
+  // Shares of all ranks, and of this one.
+  int64_t shares() const { return size_ > 0 ? first_ranks_ : world_.size(); }
+  int64_t own_shares() const;
+  // This rank's samples in a step; UsageError without a size.
+  int64_t own_size() const;
+
+  // Gives the sampler this rank's shares of the epoch's rest, behind `taken` places.
+  void divide(DistributedSampler& sampler, size_t taken);
+  // UsageError if a step behind `taken` places does not have as many samples of this rank.
+  void require(int64_t samples, const DistributedSampler& sampler, size_t taken) const;
+
+  // compute() averages over this rank's shares at once, or gets the samples from `begin` to `end` of one share after the
+  // other. step: number of the step.
+  void compute(int64_t step, const std::function<void()>& compute);
+  void compute(int64_t step, int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute);
+  // After compute(), also one that failed.
+  void end_step();
+
+ private:
+  void weigh(double shares);
+  void seed(int64_t step, int64_t share) const;
+
+  World world_;
+  int64_t size_;
+  int64_t first_ranks_;
+  DataParallelCore& parallel_;
+  DistributedDataParallelCore* replicated_;
+  StepCopies& copies_;
+  uint64_t seed_ = 0;
+  size_t divided_at_ = 0;  // places of the epoch that were taken before the sampler's division
+};
+
+}  // namespace shoal

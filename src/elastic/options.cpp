@@ -1,0 +1,42 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "shoal/elastic.h"
+
+namespace shoal {
+
+std::string ElasticChange::text() const {
+  std::vector<std::string> ranks_lost;
+  for (size_t i = 0; i < lost.size(); ++i) {
+    const bool renumbered = i < lost_first.size() && lost_first[i] != lost[i];
+    ranks_lost.push_back(renumbered ? fmt::format("{} ({} at the start)", lost[i], lost_first[i])
+                                    : std::to_string(lost[i]));
+  }
+  const auto who = lost.empty() ? std::string("no rank has ended")
+                                : fmt::format("rank{} {} {} ended", lost.size() == 1 ? "" : "s",
+                                              fmt::join(ranks_lost, ", "), lost.size() == 1 ? "has" : "have");
+  return fmt::format("{}; {} rank{} go{} on after step {}{}, {:.0f} ms later", who, ranks, ranks == 1 ? "" : "s",
+                     ranks == 1 ? "es" : "", step, finished_step ? ", which was finished" : "", seconds * 1e3);
+}
+
+std::string ElasticChange::metrics_line() const {
+  return fmt::format(
+      R"({{"step":{},"event":"{}","generation":{},"lost":[{}],"ranks":{},"finished_step":{},"recovery_ms":{:.3f}}})",
+      step, text(), generation, fmt::join(lost_first, ","), ranks, finished_step ? 1 : 0, seconds * 1e3);
+}
+
+void ElasticOptions::validate(int ranks) const {
+  std::vector<std::string> faults;
+  if (min_ranks < 1 || min_ranks > ranks) {
+    faults.push_back(fmt::format("min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
+  }
+  if (keep_global_batch < 0 || keep_global_batch % ranks != 0) {
+    faults.push_back(
+        fmt::format("keep_global_batch is {}: give a multiple of {}, the number of ranks, or 0 for a batch that "
+                    "shrinks with the ranks",
+                    keep_global_batch, ranks));
+  }
+  if (!faults.empty()) throw UsageError(fmt::format("ElasticOptions: {}", fmt::join(faults, "; ")));
+}
+
+}  // namespace shoal

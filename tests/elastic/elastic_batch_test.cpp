@@ -1,0 +1,298 @@
+// A global batch that stays as ranks are lost: the losses of a run with ten kills beside those of a run without.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/dropout.h>
+
+#include <cmath>
+#include <set>
+
+#include "tests/elastic/elastic_run.h"
+
+namespace shoal::elastic_batch_test {
+namespace {
+
+constexpr int ranks = 12;
+constexpr size_t share = 3;          // samples of a rank in a step
+constexpr size_t samples = 17 * 12;  // five whole steps and one of two samples per rank
+constexpr int epochs = 3;
+constexpr int64_t steps = 6 * epochs;
+
+// What the shares of each step were, in memory that outlives the ranks.
+struct Shared {
+  struct Share {
+    int samples[share];
+    int count;
+    double loss;
+    int rank;
+  };
+  Share shares[steps][ranks];
+  double mean[steps];  // the running mean of a batch norm after each step
+};
+
+class Losses {
+ public:
+  Losses()
+      : shared_(static_cast<Shared*>(
+            mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
+    if (shared_ == MAP_FAILED) throw std::bad_alloc();
+  }
+  ~Losses() { munmap(shared_, sizeof(Shared)); }
+  Losses(const Losses&) = delete;
+  Losses& operator=(const Losses&) = delete;
+  Shared* operator->() const { return shared_; }
+
+  double loss(int64_t step) const {
+    double sum = 0;
+    for (const auto& one : shared_->shares[step]) sum += one.loss / ranks;
+    return sum;
+  }
+
+ private:
+  Shared* shared_;
+};
+
+// noisy: with dropout, a batch norm, whose statistics are those of a share, and a buffer that each forward changes and
+// uses.
+struct Model : torch::nn::Module {
+  explicit Model(bool noisy) {
+    torch::manual_seed(7);
+    // No bias before the norm: its gradient would be rounding errors alone, which Adam scales to whole steps.
+    first = register_module("first", torch::nn::Linear(torch::nn::LinearOptions(4, 16).bias(!noisy)));
+    second = register_module("second", torch::nn::Linear(16, 1));
+    if (!noisy) return;
+    norm = register_module("norm", torch::nn::BatchNorm1d(16));
+    dropout = register_module("dropout", torch::nn::Dropout(0.25));
+    level = register_buffer("level", at::ones({1}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    auto hidden = first(x);
+    if (norm) {
+      level.mul_(0.9).add_(0.1 * x.abs().mean());
+      hidden = dropout(norm(hidden)) * level.clone();
+    }
+    return second(at::tanh(hidden));
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  torch::nn::Dropout dropout{nullptr};
+  at::Tensor level;
+};
+
+enum class Compute { by_share, at_once, weighted };
+
+struct Run {
+  at::ScalarType dtype = at::kFloat;
+  bool noisy = false;
+  Compute compute = Compute::by_share;
+  std::vector<test::Death> deaths{};
+};
+
+std::string train(const World& world, Shared& record, const Run& run) {
+  alarm(60);
+  const int self = world.rank();
+  auto model = std::make_shared<Model>(run.noisy);
+  model->to(run.dtype);
+  DistributedDataParallel parallel(model, world.group());
+  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.02));
+  DistributedSampler sampler(samples, world.group(), {.seed = 3});
+  const auto quiet = [](const ElasticChange&) {};
+  Elastic elastic(world, parallel, optimizer, sampler,
+                  {.keep_global_batch = ranks * static_cast<int64_t>(share), .on_change = quiet});
+  const auto reached = [&](test::Moment moment) {
+    for (const auto& death : run.deaths) {
+      if (death.rank == self && death.moment == moment && death.step <= elastic.steps()) std::raise(SIGKILL);
+    }
+  };
+  model->first->weight.register_hook([&](const at::Tensor&) { reached(test::Moment::in_backward); });
+  for (int epoch = 0; epoch < epochs; ++epoch) {
+    sampler.set_epoch(static_cast<size_t>(epoch));
+    while (elastic.in_epoch()) {
+      auto division = sampler;  // as a data loader has one
+      division.reset();
+      while (const auto batch = division.next(static_cast<size_t>(elastic.batch_size()))) {
+        const auto step = elastic.steps();
+        const auto x = test::inputs_of(*batch).to(run.dtype);
+        const auto count = static_cast<int64_t>(batch->size() / division.shares());
+        const auto note = [&](int64_t begin, const at::Tensor& losses) {
+          auto& written = record.shares[step][world.rank() + begin / count * world.size()];
+          written = {.count = static_cast<int>(count), .loss = losses.mean().item<double>(), .rank = self};
+          for (int64_t i = 0; i < count; ++i) written.samples[i] = static_cast<int>((*batch)[begin + i]);
+        };
+        const auto losses_of = [&](int64_t begin, int64_t end) {
+          const auto part = x.slice(0, begin, end);
+          return (parallel.forward(part).squeeze(1) - part.sum(1)).square();
+        };
+        const auto update = [&] {
+          reached(test::Moment::before_update);
+          optimizer.step();
+        };
+        bool complete = false;
+        if (run.compute == Compute::at_once) {
+          complete = elastic.step(
+              x.size(0),
+              [&] {
+                const auto losses = losses_of(0, x.size(0));
+                for (int64_t begin = 0; begin < x.size(0); begin += count)
+                  note(begin, losses.detach().slice(0, begin, begin + count));
+                losses.mean().backward();
+                reached(test::Moment::before_commit);
+              },
+              update);
+        } else {
+          complete = elastic.step(
+              x.size(0),
+              [&](int64_t begin, int64_t end) {
+                const auto losses = losses_of(begin, end);
+                note(begin, losses.detach());
+                if (run.compute == Compute::weighted) {
+                  parallel.backward(losses.sum(), static_cast<double>(count));
+                } else {
+                  losses.mean().backward();
+                }
+                reached(test::Moment::before_commit);
+              },
+              update);
+        }
+        if (!complete) break;
+        if (model->norm && world.rank() == 0) record.mean[step] = model->norm->running_mean.sum().item<double>();
+        optimizer.zero_grad();
+      }
+    }
+  }
+  return elastic.steps() == steps ? "" : fmt::format("{} steps", elastic.steps());
+}
+
+// Ten ranks die, at three moments of their steps: every fifth of those that are left (rank 0 first), or the last one.
+std::vector<test::Death> ten_deaths(bool rank_0_too) {
+  const test::Moment moments[] = {test::Moment::in_backward, test::Moment::before_update, test::Moment::before_commit};
+  std::vector<test::Death> deaths;
+  for (int i = 0; i < 10; ++i) {
+    deaths.push_back({rank_0_too ? i * 5 % ranks : ranks - 1 - i, moments[i % 3], 2 + i * 3 / 2});
+  }
+  return deaths;
+}
+
+void train_all(const Run& run, const Losses& losses) {
+  const auto ended =
+      test::run_ranks(ranks, [&](const World& world) { return train(world, *losses.operator->(), run); });
+  size_t killed = 0;
+  for (const auto& rank : ended) {
+    if (WIFSIGNALED(rank.status)) {
+      EXPECT_EQ(WTERMSIG(rank.status), SIGKILL);
+      ++killed;
+    }
+    EXPECT_EQ(rank.text, "");
+  }
+  EXPECT_EQ(killed, run.deaths.size());
+}
+
+// Each sample of each epoch once, and shares of equal size.
+void expect_every_sample_once(const Losses& losses) {
+  for (int epoch = 0; epoch < epochs; ++epoch) {
+    std::multiset<int> seen;
+    for (int64_t step = 6 * epoch; step < 6 * (epoch + 1); ++step) {
+      for (const auto& one : losses->shares[step]) seen.insert(one.samples, one.samples + one.count);
+    }
+    EXPECT_EQ(seen.size(), samples) << "epoch " << epoch;
+    EXPECT_EQ(std::set(seen.begin(), seen.end()).size(), samples) << "epoch " << epoch;
+  }
+}
+
+void compare(const Losses& disturbed, const Losses& undisturbed, double bound) {
+  for (int64_t step = 0; step < steps; ++step) {
+    EXPECT_NEAR(disturbed.loss(step), undisturbed.loss(step), bound * (1 + undisturbed.loss(step))) << "step " << step;
+    EXPECT_NEAR(disturbed->mean[step], undisturbed->mean[step], bound * 10) << "step " << step;
+  }
+  EXPECT_LT(undisturbed.loss(steps - 2), 0.9 * undisturbed.loss(0)) << "it does not learn";
+}
+
+// Plain libtorch, one process, and the whole batch at once.
+std::vector<double> losses_of_one_process() {
+  Model model(/*noisy=*/false);
+  model.to(at::kDouble);
+  torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(0.02));
+  std::vector<double> losses;
+  for (int epoch = 0; epoch < epochs; ++epoch) {
+    DistributedSampler order(samples, 1, 0, {.seed = 3});
+    order.set_epoch(static_cast<size_t>(epoch));
+    order.reset();
+    while (const auto batch = order.next(ranks * share)) {
+      const auto x = test::inputs_of(*batch).to(at::kDouble);
+      const auto loss = (model.forward(x).squeeze(1) - x.sum(1)).square().mean();
+      losses.push_back(loss.item<double>());
+      optimizer.zero_grad();
+      loss.backward();
+      optimizer.step();
+    }
+  }
+  return losses;
+}
+
+TEST(ElasticBatch, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_in_float32) {
+  const Losses undisturbed, disturbed;
+  train_all({.noisy = true}, undisturbed);
+  train_all({.noisy = true, .deaths = ten_deaths(/*rank_0_too=*/false)}, disturbed);
+  expect_every_sample_once(undisturbed);
+  expect_every_sample_once(disturbed);
+  compare(disturbed, undisturbed, 1e-5);
+}
+
+// Three kills where a rank computes its shares at once, or gives them weights.
+TEST(ElasticBatch, ELA05_ten_kills_leave_the_losses_of_one_process_in_float64) {
+  for (const auto how : {Compute::by_share, Compute::at_once, Compute::weighted}) {
+    SCOPED_TRACE(static_cast<int>(how));
+    const Losses disturbed;
+    auto deaths = ten_deaths(/*rank_0_too=*/true);
+    if (how != Compute::by_share) deaths.resize(3);
+    train_all({.dtype = at::kDouble, .compute = how, .deaths = deaths}, disturbed);
+    expect_every_sample_once(disturbed);
+    const Losses expected;
+    // In a process of its own, because one that has run backward must not fork.
+    test::run_ranks(1, [&](const World&) {
+      const auto losses = losses_of_one_process();
+      for (size_t step = 0; step < losses.size(); ++step) {
+        for (auto& one : expected->shares[step]) one.loss = losses[step];
+      }
+      return std::string();
+    });
+    compare(disturbed, expected, 1e-12);
+  }
+}
+
+TEST(ElasticBatch, ELA05_what_does_not_fit_a_global_batch_is_refused) {
+  const auto refusal = [](int64_t batch, int64_t step, bool with_sampler) {
+    const auto ended = test::run_ranks(2, [&](const World& world) {
+      alarm(30);
+      torch::nn::Linear model(4, 1);
+      DistributedDataParallel parallel(model, world.group());
+      torch::optim::Adam optimizer(model->parameters());
+      DistributedSampler sampler(20, world.group());
+      const ElasticOptions options{.keep_global_batch = batch};
+      if (!with_sampler) {
+        Elastic elastic(world, parallel, optimizer, options);
+        return std::string("no error");
+      }
+      Elastic elastic(world, parallel, optimizer, sampler, options);
+      elastic.in_epoch();
+      if (step == 0) return fmt::format("{}", elastic.batch_size());
+      const auto x = at::ones({step, 4});
+      elastic.step(
+          step, [&] { parallel.forward(x).mean().backward(); }, [] {});
+      return std::string("no error");
+    });
+    EXPECT_EQ(ended[0].text, ended[1].text);
+    return ended[0].text;
+  };
+  EXPECT_NE(refusal(5, 1, true).find("keep_global_batch is 5: give a multiple of 2"), std::string::npos);
+  EXPECT_NE(refusal(8, 4, false).find("keep_global_batch needs a sampler"), std::string::npos);
+  EXPECT_NE(refusal(8, 3, true).find("3 samples in a step, and with keep_global_batch = 8 this rank has 4"),
+            std::string::npos);
+  EXPECT_EQ(refusal(8, 4, true), "no error");
+  EXPECT_EQ(refusal(8, 0, true), "4");
+  EXPECT_NE(refusal(0, 0, true).find("batch_size() is for keep_global_batch"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace shoal::elastic_batch_test

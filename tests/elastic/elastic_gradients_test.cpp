@@ -1,0 +1,177 @@
+// Gradients that are there when a step of an elastic loop begins, and gradients that accumulate within one.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include "tests/elastic/elastic_run.h"
+
+namespace shoal::elastic_gradients_test {
+namespace {
+
+using Samples = std::vector<size_t>;
+
+struct Trained {
+  explicit Trained(const World& world)
+      : model(std::make_shared<test::Net>()),
+        parallel(model, world.group()),
+        optimizer(model->parameters(), torch::optim::AdamOptions(0.01)) {
+    alarm(30);
+  }
+  void backward(const Samples& samples) {
+    const auto x = test::inputs_of(samples);
+    test::loss_of(parallel.forward(x), x).backward();
+  }
+  std::string hash() const { return fmt::format("{}", test::hash_of(optimizer, *model)); }
+
+  std::shared_ptr<test::Net> model;
+  DistributedDataParallel<test::Net> parallel;
+  torch::optim::Adam optimizer;
+};
+
+void expect_all(const std::vector<test::RankEnded>& ended, const std::string& text, int except = -1) {
+  for (size_t rank = 0; rank < ended.size(); ++rank) {
+    if (static_cast<int>(rank) == except) continue;
+    EXPECT_TRUE(WIFEXITED(ended[rank].status)) << "rank " << rank;
+    EXPECT_NE(ended[rank].text.find(text), std::string::npos) << "rank " << rank << ": " << ended[rank].text;
+  }
+}
+
+// Gradients that are dropped or zeroed, after a step or at the beginning of compute. Rank 2 dies on the way.
+TEST(ElasticGradients, ELA02_zero_grad_where_loops_have_it) {
+  constexpr int kinds = 4, steps = 3 * kinds, last_of_three = 6;
+  const auto at_the_end = [](int64_t step) { return step % 2 == 0; };
+  const auto to_none = [](int64_t step) { return step % kinds < 2; };
+  const auto ended = test::run_ranks(3, [&](const World& world) -> std::string {
+    const Samples own{static_cast<size_t>(world.rank()), 5};
+    const auto self = world.rank();
+    std::string expected;
+    {
+      Trained plain(world);
+      for (int64_t step = 0; step < last_of_three; ++step) {
+        torch::manual_seed(static_cast<uint64_t>(step));
+        plain.backward(own);
+        plain.optimizer.step();
+        plain.optimizer.zero_grad();
+      }
+      expected = plain.hash();
+    }
+    Trained trained(world);
+    Elastic elastic(world, trained.parallel, trained.optimizer);
+    while (elastic.steps() < steps) {
+      const auto step = elastic.steps();
+      if (step == last_of_three && trained.hash() != expected) return "the steps differ from a plain loop's";
+      const auto compute = [&] {
+        torch::manual_seed(static_cast<uint64_t>(step));
+        if (!at_the_end(step)) trained.optimizer.zero_grad(to_none(step));
+        if (self == 2 && step >= last_of_three) std::raise(SIGKILL);
+        trained.backward(own);
+      };
+      if (!elastic.step(2, compute, [&] { trained.optimizer.step(); })) continue;
+      if (at_the_end(step + 1)) trained.optimizer.zero_grad(to_none(step + 1));
+    }
+    return "same " + trained.hash();
+  });
+  expect_all(ended, "same ", 2);
+  EXPECT_EQ(ended[0].text, ended[1].text);
+}
+
+// Rank 2 dies between its two micro-batches.
+TEST(ElasticGradients, ELA02_micro_batches_of_one_step_equal_one_batch) {
+  const auto ended = test::run_ranks(3, [](const World& world) -> std::string {
+    alarm(30);
+    torch::nn::Linear model(4, 1);
+    DistributedDataParallel parallel(model, world.group());
+    torch::optim::Adam optimizer(model->parameters());
+    Elastic elastic(world, parallel, optimizer);
+    const auto self = world.rank();
+    const auto gradients_of = [&](const std::vector<Samples>& micro_batches) {
+      std::vector<at::Tensor> gradients;
+      const auto compute = [&] {
+        for (size_t i = 0; i < micro_batches.size(); ++i) {
+          if (i == 1 && self == 2) std::raise(SIGKILL);
+          const auto scope = parallel.no_sync(i + 1 < micro_batches.size());
+          const auto x = test::inputs_of(micro_batches[i]);
+          (test::loss_of(parallel.forward(x), x) / static_cast<double>(micro_batches.size())).backward();
+        }
+      };
+      const auto keep = [&] { gradients = {model->weight.grad().clone(), model->bias.grad().clone()}; };
+      while (!elastic.step(4, compute, keep)) continue;
+      optimizer.zero_grad();
+      return gradients;
+    };
+    const auto parts = gradients_of({{0, 1}, {2, 3}});
+    const auto together = gradients_of({{0, 1, 2, 3}});
+    if (world.size() != 2 || elastic.steps() != 2) return "rank 2 is alive";
+    for (size_t i = 0; i < parts.size(); ++i) {
+      if (!at::allclose(parts[i], together[i], 1e-5, 1e-7)) return fmt::format("gradient {} differs", i);
+      if (parts[i].abs().max().item<double>() == 0) return fmt::format("gradient {} is zero", i);
+    }
+    return "equal";
+  });
+  expect_all(ended, "equal", 2);
+}
+
+constexpr const char* refused = "call zero_grad() after each step() or at the beginning of compute";
+
+TEST(ElasticGradients, ELA02_gradients_from_before_a_step_are_refused_on_every_rank) {
+  for (const bool on_all : {true, false}) {
+    SCOPED_TRACE(on_all);
+    const auto ended = test::run_ranks(2, [&](const World& world) {
+      Trained trained(world);
+      Elastic elastic(world, trained.parallel, trained.optimizer);
+      for (int i = 0; i < 3; ++i) {
+        if (i == 1 && world.rank() == 1 && !on_all) trained.optimizer.zero_grad();
+        elastic.step(
+            1, [&] { trained.backward({1}); }, [&] {});
+      }
+      return std::string("no error");
+    });
+    expect_all(ended, refused);
+    EXPECT_NE(ended[0].text.find("this rank had before step(), that of first.weight among them"), std::string::npos)
+        << ended[0].text;
+    if (!on_all) {
+      EXPECT_NE(ended[1].text.find("another rank had"), std::string::npos) << ended[1].text;
+    }
+  }
+}
+
+// A backward outside of compute alone, which computes nothing.
+TEST(ElasticGradients, ELA02_a_backward_before_the_step_is_refused) {
+  const auto ended = test::run_ranks(2, [](const World& world) {
+    Trained trained(world);
+    Elastic elastic(world, trained.parallel, trained.optimizer);
+    trained.backward({1});
+    elastic.step(
+        1, [] {}, [&] { trained.optimizer.step(); });
+    return std::string("no error");
+  });
+  expect_all(ended, refused);
+}
+
+// The step is undone for the death, and its repetition must not lose them without a word either.
+TEST(ElasticGradients, ELA02_gradients_from_before_a_step_in_which_a_rank_dies_are_refused) {
+  for (const bool before_backward : {true, false}) {
+    SCOPED_TRACE(before_backward);
+    const auto ended = test::run_ranks(3, [&](const World& world) {
+      Trained trained(world);
+      Elastic elastic(world, trained.parallel, trained.optimizer);
+      const auto self = world.rank();
+      elastic.step(
+          1, [&] { trained.backward({1}); }, [] {});
+      const auto compute = [&] {
+        if (self == 0 && before_backward) std::raise(SIGKILL);
+        if (before_backward) world.all_reduce(1.0);
+        trained.model->first->weight.register_hook([&](const at::Tensor&) {
+          if (self == 0) std::raise(SIGKILL);
+        });
+        trained.backward({2});
+      };
+      for (int i = 0; i < 2; ++i) elastic.step(1, compute, [&] { trained.optimizer.step(); });
+      return std::string("no error");
+    });
+    expect_all(ended, refused, 0);
+  }
+}
+
+}  // namespace
+}  // namespace shoal::elastic_gradients_test
