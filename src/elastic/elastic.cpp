@@ -5,16 +5,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <fstream>
 #include <optional>
 
-#include "comm/group/group_state.h"
 #include "comm/membership/generations.h"
 #include "elastic/earlier_gradients.h"
 #include "elastic/elastic_parts.h"
 #include "elastic/global_batch.h"
 #include "elastic/step_copies.h"
+#include "elastic/told.h"
 
 namespace shoal {
 
@@ -39,7 +37,7 @@ struct Elastic::State {
           "Elastic: keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole on each "
           "rank only");
     }
-    require_sampler();
+    batch.require(sampler);
     const auto transport = world.group().transport();
     if (transport != "host" && transport != "gloo" && transport != "identity") {
       throw UsageError(fmt::format("Elastic: transport {} is not supported: use host or gloo", transport));
@@ -55,23 +53,6 @@ struct Elastic::State {
   ~State() { parallel.before_backward(nullptr); }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
-
-  void require_sampler() const {
-    if (sampler == nullptr) {
-      if (options.keep_global_batch == 0) return;
-      throw UsageError("Elastic: keep_global_batch needs a sampler: pass it to the constructor");
-    }
-    if (sampler->num_replicas() != static_cast<size_t>(world.size()) ||
-        sampler->rank() != static_cast<size_t>(world.rank())) {
-      throw UsageError(
-          fmt::format("Elastic: the sampler is rank {} of {}'s, and this is rank {} of {}: make it for "
-                      "world.group()",
-                      sampler->rank(), sampler->num_replicas(), world.rank(), world.size()));
-    }
-    if (!sampler->options().pad && !sampler->options().drop_last) {
-      throw UsageError("Elastic: ranks must have equally many samples: set the sampler's pad or drop_last");
-    }
-  }
 
   bool begin_epoch() {
     const bool inside = epoch && *epoch == sampler->epoch();
@@ -189,7 +170,7 @@ struct Elastic::State {
       change.lost.push_back(static_cast<int>(rank));
       change.lost_first.push_back(members[rank]);
     }
-    tell(change, former);
+    tell(change, options, world.rank(), former);
   }
 
   // Finishes the step if some rank may have finished it, which then all can; otherwise undoes it. Repeatable: a rank that
@@ -213,21 +194,6 @@ struct Elastic::State {
       finish(*update);
     } else {
       undo();
-    }
-  }
-
-  void tell(const ElasticChange& change, const Group& former) const {
-    const auto text = change.text();
-    note(former, text);
-    if (world.rank() == 0 && !options.metrics.empty()) {
-      std::ofstream file(options.metrics, std::ios::app);
-      file << change.metrics_line() + '\n' << std::flush;
-      if (!file) fmt::print(stderr, "shoal: cannot write {}\n", options.metrics);
-    }
-    if (options.on_change) {
-      options.on_change(change);
-    } else if (world.rank() == 0) {
-      fmt::print(stderr, "shoal: {}\n", text);
     }
   }
 

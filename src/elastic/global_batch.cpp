@@ -32,6 +32,22 @@ GlobalBatch::GlobalBatch(World world, int64_t size, DataParallelCore& parallel, 
       replicated_(replicated),
       copies_(copies) {}
 
+void GlobalBatch::require(const DistributedSampler* sampler) const {
+  if (sampler == nullptr) {
+    if (size_ == 0) return;
+    throw UsageError("Elastic: keep_global_batch needs a sampler: pass it to the constructor");
+  }
+  if (sampler->num_replicas() != static_cast<size_t>(world_.size()) ||
+      sampler->rank() != static_cast<size_t>(world_.rank())) {
+    throw UsageError(
+        fmt::format("Elastic: the sampler is rank {} of {}'s, and this is rank {} of {}: make it for world.group()",
+                    sampler->rank(), sampler->num_replicas(), world_.rank(), world_.size()));
+  }
+  if (!sampler->options().pad && !sampler->options().drop_last) {
+    throw UsageError("Elastic: ranks must have equally many samples: set the sampler's pad or drop_last");
+  }
+}
+
 void GlobalBatch::choose_seed() {
   if (size_ == 0) return;
   auto seed = at::full({1}, static_cast<int64_t>(at::detail::getDefaultCPUGenerator().current_seed()), at::kLong);

@@ -20,6 +20,8 @@ class GlobalBatch {
   // arguments must outlive this object.
   GlobalBatch(World world, int64_t size, DataParallelCore& parallel, DistributedDataParallelCore* replicated,
               StepCopies& copies);
+  // UsageError for a sampler that is not this world's, or gives ranks unequally many samples. nullptr: there is none.
+  void require(const DistributedSampler* sampler) const;
   // Takes rank 0's seed for the random numbers of steps. Collective.
   void choose_seed();
 

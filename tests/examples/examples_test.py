@@ -7,10 +7,12 @@ Ends with code 77 (skipped) where data or Python packages are missing.
 
 import argparse
 import gzip
+import json
 import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -41,6 +43,15 @@ def numbers(pattern, text):
 def check(holds, what):
     if not holds:
         sys.exit(f"failed: {what}")
+
+
+def rank_of(launcher, rank):
+    """The process of this rank."""
+    children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for child in children:
+        if f"RANK={rank}".encode() in pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    sys.exit(f"failed: no process of rank {rank} among {children}")
 
 
 class Test:
@@ -130,6 +141,38 @@ class Test:
         check(float(losses[0]) < 2.6, f"a loss below 2.6: {losses}")
         sent, every_step = numbers(r"([\d.]+) MB", output)
         check(0 < sent < every_step / 20, "less than a twentieth of the bytes is sent")
+
+    def elastic(self):
+        source = (EXAMPLES / "elastic/elastic.cpp").read_text()
+        numbered = re.findall(r"  // (\d)", source)
+        check(numbered == list("123456"), f"six lines make the loop elastic: {numbered}")
+        named = [line for line in source.split("int main")[1].splitlines() if "elastic" in line]
+        check(all(re.search(r"  // \d", line) for line in named), f"every line that names it is numbered: {named}")
+        folder = self.folder("elastic_runs")
+        last = {}
+        for victim in (None, 0, 1):
+            metrics = folder / f"{victim}.jsonl"
+            command = [self.prefix / "bin/shoal", "launch", "-n", "3", "--elastic", "1", "--", self.programs / "elastic/elastic",
+                       "60", metrics]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+                output = ""
+                for line in job.stdout:
+                    output += line
+                    if victim is not None and "epoch 5 on" in line:
+                        os.kill(rank_of(job.pid, victim), signal.SIGKILL)
+            print(output, flush=True)
+            check(job.returncode == 0, f"the job ends well: {job.returncode}")
+            ranks = 3 if victim is None else 2
+            check(f"epoch 60 on {ranks} rank(s)" in output, f"{ranks} ranks train to the end")
+            norms = numbers(r"norm of the parameters on rank \d: ([\d.]+)", output)
+            check(len(norms) == ranks and len(set(norms)) == 1, f"the ranks' parameters are equal: {norms}")
+            last[victim] = norms[0]
+            if victim is None:
+                continue
+            check(f"rank {victim} was killed by signal 9" in output, "the launcher says who has died")
+            event = json.loads(metrics.read_text())
+            check(event["lost"] == [victim] and event["ranks"] == 2, f"the metrics say who has died: {event}")
+        check(all(abs(norm - last[None]) < 1e-2 for norm in last.values()), f"the same training: {last}")
 
     def own_strategy(self):
         output = self.launch("own_strategy")

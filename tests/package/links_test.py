@@ -1,5 +1,5 @@
 """Every link of README and docs leads to a file of the repository, and to a heading that is there. Every source that
-they name exists.
+they name exists, and so does every message that the page for the person on call explains.
 
     python links_test.py REPOSITORY
 """
@@ -56,6 +56,20 @@ def missing_sources(root, pages, text_of):
                 yield "%s: there is no source %s" % (page, name)
 
 
+def unknown_messages(root, page):
+    """Messages in the first column of a table of which no part between numbers and names stands in the sources."""
+    texts = []
+    for name in sources(root):
+        if name.startswith("/src/") and name.endswith((".cpp", ".h")):
+            with open(root + name, encoding="utf-8") as file:
+                texts.append(file.read())
+    text = re.sub(r'"\s*\n\s*"', "", "".join(texts))
+    for message in re.findall(r"^\| `([^`]*)`", page, re.M):
+        parts = [part.strip() for part in re.split(r"\d+|\([^)]*\)|[;,]|\.\.\.", message)]
+        if not any(part in text for part in parts if len(part.split()) > 1):
+            yield "no source says: %s" % message
+
+
 def faults_are_found(root):
     """A page with faults on purpose."""
     text = "# A `b` c!\n[a](#a-b-c) [b](README.md) [c](#gone) [d](gone.md) `[e](gone.md)`\n```sh\n[f](gone.md)\n```\n"
@@ -63,6 +77,8 @@ def faults_are_found(root):
     assert found == ["page: page has no heading #gone", "page: there is no gone.md"], found
     found = list(missing_sources(root, ["page"], lambda _: "`gone.cpp` `fsdp.h` `package/links_test.py` `NAME.h`"))
     assert found == ["page: there is no source gone.cpp"], found
+    found = list(unknown_messages(root, "| `rank 2 has ended` |\n| `rank 2 has gone for a walk` |\n"))
+    assert found == ["no source says: rank 2 has gone for a walk"], found
 
 
 def main():
@@ -73,6 +89,7 @@ def main():
     found = list(faults(root, pages, functools.partial(docs.text_of, root)))
     pages.remove("CHANGELOG.md")  # names what there was
     found += missing_sources(root, pages, functools.partial(docs.text_of, root))
+    found += unknown_messages(root, docs.text_of(root, "docs/guides/on_call.md"))
     print("\n".join(found) or "%d pages: every link leads somewhere" % len(pages))
     sys.exit(1 if found else 0)
 

@@ -1,0 +1,12 @@
+#pragma once
+// How the end of ranks is told to people and programs.
+
+#include "shoal/elastic.h"
+
+namespace shoal {
+
+// Notes the change in the flight recorder of the former group, passes it to on_change, or says it on standard error, and
+// appends it to the metrics file. rank: of this process from now on; rank 0 speaks.
+void tell(const ElasticChange& change, const ElasticOptions& options, int rank, const Group& former);
+
+}  // namespace shoal
