@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/elastic/guarded_update.h"
 #include "engine/sharded/changed_values.h"
 #include "optim/state.h"
 #include "shoal/ddp.h"
@@ -170,7 +171,7 @@ inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, 
 
 // Number of chunks that a rank updates.
 inline int64_t chunks_of(const OSSCore& oss, bool cut) {
-  constexpr int64_t chunk = int64_t{64} << 10;
+  constexpr int64_t chunk = GuardedUpdate::chunk_numel;
   int64_t chunks = 0;
   for (const auto& parameter : oss.local_params()) chunks += cut ? (parameter.numel() + chunk - 1) / chunk : 1;
   return chunks;
