@@ -121,6 +121,50 @@ TEST(ElasticLoop, ELA02_a_step_that_one_rank_has_completed_is_finished_by_the_ot
   EXPECT_EQ(ended[0].text, ended[1].text);
 }
 
+// Rank 1 fails in the all-reduce before the commit, which rank 0 has passed.
+TEST(ElasticLoop, ELA02_ELA03_a_sharded_step_is_committed_on_all_ranks_or_on_none) {
+  const test::SharedRecord record;
+  static bool signals = false;
+  static bool fails = false;
+  WorldOptions options;
+  options.while_waiting = [&] {
+    if (std::exchange(signals, false)) record->evaluations[0] = 1;
+    if (!fails) return;
+    while (record->evaluations[0] == 0) usleep(1000);
+    fails = false;
+    throw CommError("as if the wait before the commit had failed");
+  };
+  const auto body = [&](const World& world) -> std::string {
+    alarm(30);
+    auto model = std::make_shared<test::Net>();
+    OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(0.01), world.group());
+    DistributedDataParallel parallel(model, world.group());
+    bool finished = false;
+    Elastic elastic(world, parallel, optimizer,
+                    {.on_change = [&](const ElasticChange& change) { finished = change.finished_step; }});
+    const int rank = world.rank();
+    const auto x = test::inputs_of({1, 2});
+    int updates = 0;
+    while (elastic.steps() < 6) {
+      const bool here = elastic.steps() == 2 && elastic.generation() == 1;
+      const auto compute = [&] {
+        test::loss_of(parallel.forward(x), x).backward();
+        if (here && rank == 0) usleep(400'000);  // rank 1 waits in the all-reduce
+        (rank == 0 ? signals : fails) = here;
+      };
+      elastic.step(2, compute, [&] {
+        optimizer.step();
+        ++updates;
+      });
+    }
+    if (finished || elastic.generation() == 1) return "the step was not undone";
+    return fmt::format("{} updates, {}", updates, test::hash_of(optimizer.state_dict(*model), *model));
+  };
+  const auto ended = test::run_ranks(2, body, {}, options);
+  expect_texts(ended, "6 updates, ");
+  EXPECT_EQ(ended[0].text, ended[1].text);
+}
+
 TEST(ElasticLoop, ELA10_fewer_than_min_ranks_is_a_lost_job) {
   const test::SharedRecord record;
   const auto ended = test::run_ranks(3, [&](const World& world) {
