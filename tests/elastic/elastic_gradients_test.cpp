@@ -135,6 +135,31 @@ TEST(ElasticGradients, ELA02_gradients_from_before_a_step_are_refused_on_every_r
   }
 }
 
+// Under ShardedDataParallel a gradient is with its owner alone, which tells the others.
+TEST(ElasticGradients, ELA02_with_oss_gradients_from_before_a_step_are_refused_on_every_rank) {
+  for (const bool zeroed : {true, false}) {
+    SCOPED_TRACE(zeroed);
+    const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
+      alarm(30);
+      auto model = std::make_shared<test::Net>();
+      OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(0.01), world.group());
+      ShardedDataParallel parallel(model, optimizer, world.group());
+      Elastic elastic(world, parallel, optimizer);
+      for (int i = 0; i < 3; ++i) {
+        const auto compute = [&] {
+          if (zeroed && i == 1) optimizer.zero_grad();
+          const auto x = test::inputs_of({1});
+          test::loss_of(parallel.forward(x), x).backward();
+        };
+        elastic.step(1, compute, [&] { optimizer.step(); });
+        if (zeroed && i == 1) optimizer.zero_grad();
+      }
+      return "no error";
+    });
+    expect_all(ended, zeroed ? "no error" : refused);
+  }
+}
+
 // A backward outside of compute alone, which computes nothing.
 TEST(ElasticGradients, ELA02_a_backward_before_the_step_is_refused) {
   const auto ended = test::run_ranks(2, [](const World& world) {

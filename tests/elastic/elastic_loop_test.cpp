@@ -290,6 +290,13 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     note([&] {
       auto model = net();
+      OSS<Adam> optimizer(model->parameters(), rate, world.group());
+      DistributedDataParallel parallel(model, world.group());
+      DistributedSampler sampler(60, world.group());
+      Elastic elastic(world, parallel, optimizer, sampler, {.keep_global_batch = 8});
+    });
+    note([&] {
+      auto model = net();
       DistributedDataParallel parallel(model, world.group());
       Adam optimizer(model->parameters(), rate);
       DistributedSampler sampler(60, 3, 0);
@@ -300,7 +307,9 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
   for (const auto* text :
        {"FullyShardedDataParallel is not supported yet", "the optimizer is not the one of this ShardedDataParallel",
         "with several optimizers", "broadcast_fp16 is not supported", "OptimizerInBackward", "1 is a SyncBatchNorm",
-        "min_ranks is 3: give 1 to 2", "the sampler is rank 0 of 3's"}) {
+        "min_ranks is 3: give 1 to 2",
+        "keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole",
+        "the sampler is rank 0 of 3's"}) {
     expect_texts(ended, text);
   }
   for (const auto& rank : ended) EXPECT_EQ(rank.text.find("no error"), std::string::npos) << rank.text;
@@ -327,6 +336,7 @@ TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_na
     };
     const auto step = [&](const std::function<void()>& update) {
       const auto compute = [&] {
+        optimizer.zero_grad();
         test::loss_of(parallel.forward(x), x).backward();
         optimizer.clip_grad_norm(0.1);
       };
