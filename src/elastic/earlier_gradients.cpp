@@ -13,7 +13,8 @@ namespace {
 
 // A stand-in for a gradient that another rank owns has no values; its owner looks at them.
 bool is_stand_in(const at::Tensor& gradient) {
-  return gradient.has_storage() && gradient.numel() > 0 && gradient.storage().nbytes() == 0;
+  if (!gradient.has_storage() || gradient.numel() == 0) return false;
+  return gradient.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() == nullptr;
 }
 
 bool is_zero(const at::Tensor& gradient) {

@@ -148,6 +148,7 @@ TEST(ElasticLoop, ELA02_ELA03_a_sharded_step_is_committed_on_all_ranks_or_on_non
     while (elastic.steps() < 6) {
       const bool here = elastic.steps() == 2 && elastic.generation() == 1;
       const auto compute = [&] {
+        optimizer.zero_grad();
         test::loss_of(parallel.forward(x), x).backward();
         if (here && rank == 0) usleep(400'000);  // rank 1 waits in the all-reduce
         (rank == 0 ? signals : fails) = here;
