@@ -26,7 +26,8 @@ struct BlockImpl : nn::Module {
     norm2 = register_module("norm2", nn::LayerNorm(nn::LayerNormOptions({width})));
     attention = register_module("attention", nn::Linear(width, 3 * width));
     projection = register_module("projection", nn::Linear(width, width));
-    mlp = register_module("mlp", nn::Sequential(nn::Linear(width, 4 * width), nn::GELU(), nn::Linear(4 * width, width)));
+    mlp =
+        register_module("mlp", nn::Sequential(nn::Linear(width, 4 * width), nn::GELU(), nn::Linear(4 * width, width)));
   }
 
   torch::Tensor forward(torch::Tensor x) {

@@ -145,7 +145,8 @@ int main(int argc, char** argv) {
       }
     }
     if (world.rank() == 0) {
-      std::printf("iteration %ld: mean length %.1f, %ld samples here, %.0f in all\n", iteration, length, samples, total);
+      std::printf("iteration %ld: mean length %.1f, %ld samples here, %.0f in all\n", iteration, length, samples,
+                  total);
     }
     if (length > 450) break;  // the same number on all ranks
   }

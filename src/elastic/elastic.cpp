@@ -84,9 +84,8 @@ struct Elastic::State {
     const bool map = parts.prepare_commit();
     has_gradients = !parts.sharded() && !earlier.found();
     const auto count = static_cast<double>(samples);
-    const auto most =
-        world.group().all_reduce({count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0}, ReduceOp::max,
-                                 {parallel.step(), -1, "commit of the step"});
+    const auto most = world.group().all_reduce({count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0},
+                                               ReduceOp::max, {parallel.step(), -1, "commit of the step"});
     if (most[3] != 0) earlier.refuse();
     if (sampler != nullptr && most[0] != -most[1]) {
       throw UsageError(

@@ -122,7 +122,8 @@ Child start_child(int rank, const RankProgram& program, const Variables& variabl
   }
   if (failed) {
     if (pid > 0) waitpid(pid, nullptr, 0);
-    throw UsageError(fmt::format("cannot start '{}': {}", program.body ? "a rank" : program.command.front(), std::strerror(error)));
+    throw UsageError(
+        fmt::format("cannot start '{}': {}", program.body ? "a rank" : program.command.front(), std::strerror(error)));
   }
   return child;
 }

@@ -75,8 +75,8 @@ class Job {
   int run() {
     for (int rank = 0; rank < options_.ranks; ++rank) {
       const Outlets outlets{&out_, &err()};
-      children_.push_back(
-          start_child(rank, {options_.command, options_.body}, variables(rank), options_.prefix_output ? outlets : Outlets()));
+      children_.push_back(start_child(rank, {options_.command, options_.body}, variables(rank),
+                                      options_.prefix_output ? outlets : Outlets()));
       watcher_.add(children_.back().pid);
     }
     while (alive() > 0) step();

@@ -11,7 +11,6 @@
 namespace shoal {
 namespace {
 
-
 template <class T>
 std::optional<T> parsed(const std::string& text) {
   T value{};

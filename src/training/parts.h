@@ -38,9 +38,9 @@ class ScaledTraining : public TrainingCore {
 template <class Core>
 class OpenCore : public Core {
  public:
-  using Core::Core;
   using Core::after_forward;
   using Core::before_forward;
+  using Core::Core;
   using Core::forward_failed;
   using Core::precision;
 };

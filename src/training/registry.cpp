@@ -15,9 +15,9 @@ namespace {
 std::list<Strategy>& registry() {
   static std::list<Strategy> all = [] {
     std::list<Strategy> list;
-    for (const auto& group : {ddp_strategies, zero_strategies, megatron_strategies, fsdp_strategies,
-                              local_update_strategies, decentralized_strategies, hybrid_gossip_strategies,
-                              strategies_without_exchange}) {
+    for (const auto& group :
+         {ddp_strategies, zero_strategies, megatron_strategies, fsdp_strategies, local_update_strategies,
+          decentralized_strategies, hybrid_gossip_strategies, strategies_without_exchange}) {
       for (auto& strategy : group()) {
         strategy.takes_clip_grad = strategy.takes_scaler = true;
         list.push_back(std::move(strategy));
@@ -105,9 +105,9 @@ OptionValues option_values(const Strategy& strategy, const StrategyOptions& opti
   for (const auto& [name, value] : options) {
     if (strategy.has(name)) continue;
     const auto others = strategies_with(name);
-    throw StrategyOptionError(
-        name, others.empty() ? fmt::format(": no strategy has it")
-                             : fmt::format(": {} does not have it; it is for {}", strategy.name, fmt::join(others, ", ")));
+    throw StrategyOptionError(name, others.empty() ? fmt::format(": no strategy has it")
+                                                   : fmt::format(": {} does not have it; it is for {}", strategy.name,
+                                                                 fmt::join(others, ", ")));
   }
   return {strategy.options, options};
 }

@@ -6,29 +6,27 @@
 
 namespace shoal {
 
-
 std::vector<StrategyOption> topology_option_list(const std::string& local_size_help, std::vector<std::string> dtypes) {
-  return {{.name = "topology",
-           .default_value = "one-peer-exp",
-           .help = "name of the topology; see shoal topology --list"},
-          {.name = "topology_file", .help = "read the topology from this JSON file instead"},
-          {.name = "topology_local_size",
-           .type = StrategyOption::Type::integer,
-           .default_value = "1",
-           .help = local_size_help,
-           .least = 1},
-          {.name = "exchange_dtype",
-           .default_value = "float32",
-           .help = "format of the exchange (compressed differences: int8, top_k, 1 % of the elements)",
-           .choices = std::move(dtypes)},
-          {.name = "neighbour_timeout",
-           .type = StrategyOption::Type::number,
-           .default_value = "5",
-           .help = "seconds after which a late neighbour is left out"},
-          {.name = "bucket_cap_mb",
-           .type = StrategyOption::Type::number,
-           .default_value = "25",
-           .help = "MiB of parameters per exchange"}};
+  return {
+      {.name = "topology", .default_value = "one-peer-exp", .help = "name of the topology; see shoal topology --list"},
+      {.name = "topology_file", .help = "read the topology from this JSON file instead"},
+      {.name = "topology_local_size",
+       .type = StrategyOption::Type::integer,
+       .default_value = "1",
+       .help = local_size_help,
+       .least = 1},
+      {.name = "exchange_dtype",
+       .default_value = "float32",
+       .help = "format of the exchange (compressed differences: int8, top_k, 1 % of the elements)",
+       .choices = std::move(dtypes)},
+      {.name = "neighbour_timeout",
+       .type = StrategyOption::Type::number,
+       .default_value = "5",
+       .help = "seconds after which a late neighbour is left out"},
+      {.name = "bucket_cap_mb",
+       .type = StrategyOption::Type::number,
+       .default_value = "25",
+       .help = "MiB of parameters per exchange"}};
 }
 
 void check_topology_options(const OptionValues& values) {

@@ -19,7 +19,8 @@ at::DeviceType device_of(const torch::nn::Module& module) {
 std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> list;
   for (const auto& tensor : tensors) {
-    const bool seen = std::any_of(list.begin(), list.end(), [&](const at::Tensor& other) { return other.is_same(tensor); });
+    const bool seen =
+        std::any_of(list.begin(), list.end(), [&](const at::Tensor& other) { return other.is_same(tensor); });
     if (!seen) list.push_back(tensor);
   }
   return list;

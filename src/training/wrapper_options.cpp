@@ -7,12 +7,12 @@
 
 namespace shoal {
 
-
 StrategyOption compress_option() {
   return {.name = "compress",
           .default_value = "none",
-          .help = "compression of gradients: none, fp16, bf16, int8, topk:FRACTION, powersgd:RANK[:START] (from step "
-                  "START on, default 10; not where ranks want parts of the sums)"};
+          .help =
+              "compression of gradients: none, fp16, bf16, int8, topk:FRACTION, powersgd:RANK[:START] (from step "
+              "START on, default 10; not where ranks want parts of the sums)"};
 }
 
 StrategyOption fp32_gradients_option(bool usual) {
@@ -40,7 +40,10 @@ std::vector<StrategyOption> ddp_option_list() {
            .type = StrategyOption::Type::number,
            .default_value = "25",
            .help = "MiB of gradients per all-reduce"},
-          {.name = "first_bucket_mb", .type = StrategyOption::Type::number, .default_value = "1", .help = "MiB of the first bucket"},
+          {.name = "first_bucket_mb",
+           .type = StrategyOption::Type::number,
+           .default_value = "1",
+           .help = "MiB of the first bucket"},
           {.name = "find_unused_parameters",
            .type = StrategyOption::Type::flag,
            .default_value = "false",

@@ -14,9 +14,9 @@
 namespace shoal::test {
 namespace {
 
+using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using nlohmann::json;
 
 constexpr int64_t plenty = int64_t{1} << 32;
 
@@ -37,8 +37,8 @@ TEST(StrictJson, reads_what_the_library_reads) {
 }
 
 TEST(StrictJson, one_sentence_says_what_is_wrong) {
-  EXPECT_THAT(said_of("{\"a\":]"), AllOf(HasSubstr("it: not JSON: near byte 6: syntax error"),
-                                            ::testing::Not(HasSubstr("json.exception"))));
+  EXPECT_THAT(said_of("{\"a\":]"),
+              AllOf(HasSubstr("it: not JSON: near byte 6: syntax error"), ::testing::Not(HasSubstr("json.exception"))));
   EXPECT_THAT(said_of(""), HasSubstr("it: not JSON: near byte 0"));
   EXPECT_THAT(said_of("[1e999]"), HasSubstr("it: not JSON: near byte 7: number overflow"));
   EXPECT_THAT(said_of("[1] 2"), HasSubstr("not JSON"));

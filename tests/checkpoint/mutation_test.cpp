@@ -253,8 +253,8 @@ TEST(Mutations, BEY05_every_damaged_file_is_refused_or_read_as_it_was) {
   for (const auto* name : {"run/step-5", "plain", "sharded"}) {
     const auto open = folder.path() / name;
     for (const auto& entry : fs::directory_iterator(open)) {
-      targets.push_back({open, entry.path(), bytes_of(entry.path()), contents(open).value(),
-                         name == std::string("run/step-5")});
+      targets.push_back(
+          {open, entry.path(), bytes_of(entry.path()), contents(open).value(), name == std::string("run/step-5")});
     }
   }
   Random random(5);

@@ -29,9 +29,10 @@ TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"launch", "--grace", "-1", "--", "true"}, "-1 seconds of grace: give 0 or more");
   expect_refused({"train", "--ranks", "3", "--transport", "nccl"},
                  "--transport nccl: not in this version; available: auto, host, gloo");
-  expect_refused({"train", "--strategy", "zero9"},
-                 "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, "
-                 "hybrid, hybrid_grad_op, fsdp_no_shard, local_sgd, slowmo, diloco, decentralized, hybrid_gossip, none, local");
+  expect_refused(
+      {"train", "--strategy", "zero9"},
+      "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, "
+      "hybrid, hybrid_grad_op, fsdp_no_shard, local_sgd, slowmo, diloco, decentralized, hybrid_gossip, none, local");
   expect_refused({"train", "--strategy", "decentralized", "--exchange-dtype", "int4"},
                  "--exchange-dtype int4: not in this version; available: float32");
   expect_refused({"train", "--strategy", "decentralized", "--neighbour-timeout", "0"},

@@ -90,7 +90,8 @@ TEST(Compress, DDP11_wrong_words_are_refused) {
   for (const auto* strategy : {"none", "diloco", "decentralized"}) {
     const auto ended = shoal({"train", "--strategy", strategy, "--compress", "bf16"});
     EXPECT_EQ(ended.code, 2) << ended.output;
-    EXPECT_NE(ended.output.find("--compress: " + std::string(strategy) + " does not have it"), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find("--compress: " + std::string(strategy) + " does not have it"), std::string::npos)
+        << ended.output;
   }
 }
 

@@ -40,7 +40,8 @@ TEST(Start, an_option_of_another_strategy_is_refused_with_those_that_have_it) {
   expect_refused(reference({"--topology", "nonsense"}),
                  "--topology: ddp does not have it; it is for decentralized, hybrid_gossip");
   expect_refused(reference({"--strategy", "local_sgd", "--outer-lr", "1"}), "it is for slowmo, diloco");
-  expect_refused(reference({"--strategy", "fsdp", "--static-graph"}), "--static-graph: fsdp does not have it; it is for ddp, zero1");
+  expect_refused(reference({"--strategy", "fsdp", "--static-graph"}),
+                 "--static-graph: fsdp does not have it; it is for ddp, zero1");
   expect_refused(reference({"--strategy", "zero2", "--bucket-cap-mb", "3"}), "it is for ddp, zero1, decentralized");
   expect_refused(reference({"--strategy", "zero1", "--optimizer-in-backward"}), "it is for ddp");
   expect_refused(reference({"--strategy", "none", "--ranks", "1", "--logging-data"}), "--logging-data");

@@ -81,7 +81,7 @@ class Trained {
   virtual Joinable& joinable() = 0;
   // Call before the module is used without this object; no effect for most strategies.
   virtual void unwrap() {}
-  virtual void abandon_step() = 0;                            // after an exception on this rank
+  virtual void abandon_step() = 0;                     // after an exception on this rank
   virtual std::unique_ptr<TrainingState> state() = 0;  // for checkpoints
   virtual OptimizerState optimizer_state() = 0;
   virtual void load_optimizer_state(const OptimizerState& state) = 0;

@@ -50,7 +50,8 @@ TEST_F(Idx, names_a_truncated_file_wherever_it_ends) {
 TEST_F(Idx, names_a_too_long_file) {
   auto bytes = good_;
   bytes.push_back(0);
-  EXPECT_THAT(error_of(folder_.write("long", bytes)), AllOf(HasSubstr("long"), HasSubstr("24 bytes, the file has more")));
+  EXPECT_THAT(error_of(folder_.write("long", bytes)),
+              AllOf(HasSubstr("long"), HasSubstr("24 bytes, the file has more")));
 }
 
 TEST_F(Idx, names_a_wrong_magic_number) {

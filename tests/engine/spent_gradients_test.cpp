@@ -64,12 +64,13 @@ TEST(SpentGradients, may_all_be_zeroed_and_all_be_dropped) {
 }
 
 TEST(SpentGradients, some_by_themselves_are_refused_once) {
-  for (const auto& act : std::vector<std::function<void(WithSpent&)>>{
-           [](WithSpent& with) { with.grad(1).zero_(); }, [](WithSpent& with) { with.grad(1).reset(); },
-           [](WithSpent& with) {
-             with.grad(1).zero_();
-             for (size_t i = 0; i < 3; ++i) with.grad(i).reset();
-           }}) {
+  for (const auto& act : std::vector<std::function<void(WithSpent&)>>{[](WithSpent& with) { with.grad(1).zero_(); },
+                                                                      [](WithSpent& with) { with.grad(1).reset(); },
+                                                                      [](WithSpent& with) {
+                                                                        with.grad(1).zero_();
+                                                                        for (size_t i = 0; i < 3; ++i)
+                                                                          with.grad(i).reset();
+                                                                      }}) {
     WithSpent with;
     with.leave();
     act(with);

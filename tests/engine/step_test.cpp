@@ -15,10 +15,8 @@ struct Training {
   at::Tensor a = at::ones({3}).set_requires_grad(true);
   at::Tensor b = at::ones({3}).set_requires_grad(true);
   Group group = dry_run_group(2);
-  Reducer reducer{{{"a", a}, {"b", b}},
-                  group,
-                  {.find_unused_parameters = true},
-                  std::make_unique<AllReduce>(group, BucketCaps{})};
+  Reducer reducer{
+      {{"a", a}, {"b", b}}, group, {.find_unused_parameters = true}, std::make_unique<AllReduce>(group, BucketCaps{})};
 
   at::Tensor gradient() {
     a.mutable_grad().reset();

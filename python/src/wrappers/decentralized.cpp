@@ -49,7 +49,7 @@ OptimizerOfNamed maker_of(std::shared_ptr<Recipe> recipe) {
 class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
  public:
   DecentralizedCore(const std::shared_ptr<Mirror>& mirror, const std::shared_ptr<Recipe>& recipe, const Group& group,
-       const DecentralizedDataParallelOptions& options)
+                    const DecentralizedDataParallelOptions& options)
       : OpenCore(mirror, maker_of(recipe), group, options), mirror_(mirror), recipe_(recipe) {}
   const std::shared_ptr<Mirror>& module() const { return mirror_; }
 
@@ -75,7 +75,8 @@ class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
 
 void bind_decentralized(py::module_& module) {
   py::class_<DecentralizedDataParallelCore, Held<DecentralizedDataParallelCore>>(module, "DecentralizedBase");
-  py::class_<DecentralizedCore, DecentralizedDataParallelCore, Held<DecentralizedCore>> bound(module, "DecentralizedDataParallelCore");
+  py::class_<DecentralizedCore, DecentralizedDataParallelCore, Held<DecentralizedCore>> bound(
+      module, "DecentralizedDataParallelCore");
   bound
       .def(py::init([](const std::shared_ptr<Mirror>& mirror, const py::list& groups, const py::dict& defaults,
                        const std::string& name, py::object make, const Group& group, const py::dict& given) {
@@ -86,7 +87,8 @@ void bind_decentralized(py::module_& module) {
       .def("read_options", [](DecentralizedCore& core, const py::list& groups) { core.read_options(groups); })
       .def("scale_loss", [](const DecentralizedCore& core, const at::Tensor& loss) { return core.scale_loss(loss); })
       .def("global_avg", [](DecentralizedCore& core) { unlocked([&] { core.global_avg(); }); })
-      .def("consensus_distance", [](DecentralizedCore& core) { return unlocked([&] { return core.consensus_distance(); }); })
+      .def("consensus_distance",
+           [](DecentralizedCore& core) { return unlocked([&] { return core.consensus_distance(); }); })
       .def("pass_step", [](DecentralizedCore& core) { unlocked([&] { core.pass(); }); })
       .def("leave", [](DecentralizedCore& core) { unlocked([&] { core.leave(); }); })
       .def("last_norm", [](const DecentralizedCore& core) { return core.last_norm(); })

@@ -44,10 +44,11 @@ SafetensorsEntry parse_entry(const nlohmann::json& json, const std::string& subj
   const JsonFields fields(json, subject, refuse_as<CheckpointError>);
   fields.only({"dtype", "shape", "data_offsets"});
   SafetensorsEntry entry{.dtype = find_safetensors_dtype(fields.text("dtype")), .shape = fields.numbers("shape")};
-  if (entry.dtype == nullptr) throw CheckpointError(fmt::format("{}: unknown dtype {:.200}", subject, fields.text("dtype")));
+  if (entry.dtype == nullptr)
+    throw CheckpointError(fmt::format("{}: unknown dtype {:.200}", subject, fields.text("dtype")));
   if (entry.shape.size() > most_dimensions) {
-    throw CheckpointError(fmt::format("{}: {} dimensions; at most {} are read", subject, entry.shape.size(),
-                                      most_dimensions));
+    throw CheckpointError(
+        fmt::format("{}: {} dimensions; at most {} are read", subject, entry.shape.size(), most_dimensions));
   }
   const auto offsets = fields.numbers("data_offsets");
   if (offsets.size() != 2 || offsets[1] < offsets[0]) {
@@ -75,8 +76,9 @@ void check_places(std::map<std::string, SafetensorsEntry>& tensors, int64_t data
   int64_t end = 0;
   for (const auto& [name, entry] : order) {
     if (entry->offset != end) {
-      throw CheckpointError(fmt::format("{}: tensor {:.200} begins at byte {} of the data, the one before it ends at {}",
-                                        subject, *name, entry->offset, end));
+      throw CheckpointError(
+          fmt::format("{}: tensor {:.200} begins at byte {} of the data, the one before it ends at {}", subject, *name,
+                      entry->offset, end));
     }
     if (entry->bytes > file_size - data_begin - end) {
       throw CheckpointError(fmt::format("{}: tensor {:.200} goes beyond the end of the file", subject, *name));

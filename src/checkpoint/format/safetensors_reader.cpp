@@ -53,7 +53,8 @@ SafetensorsHeader read_header(const InputFile& file) {
 
 }  // namespace
 
-SafetensorsReader::SafetensorsReader(const std::filesystem::path& path) : file_(path, refuse_as<CheckpointError>), header_(read_header(file_)) {}
+SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
+    : file_(path, refuse_as<CheckpointError>), header_(read_header(file_)) {}
 
 const SafetensorsEntry& SafetensorsReader::entry(const std::string& name) const {
   const auto found = header_.tensors.find(name);

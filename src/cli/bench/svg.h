@@ -21,7 +21,7 @@ struct Named {
 constexpr int undivided = -1;  // grey: a limit, or a whole without known parts
 
 struct Line {
-  Named name;  // dashed if grey
+  Named name;                                     // dashed if grey
   std::vector<std::pair<double, double>> points;  // ascending
 };
 

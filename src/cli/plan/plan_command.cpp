@@ -223,8 +223,7 @@ void add_plan_command(CLI::App& app, Action& chosen) {
       ->excludes(number)
       ->capture_default_str();
   command->add_option("--ranks", train.ranks, "default: 2");
-  command->add_option("--strategy", options->strategy,
-                      fmt::format("strategy: {}", fmt::join(plannable(), ", ")))
+  command->add_option("--strategy", options->strategy, fmt::format("strategy: {}", fmt::join(plannable(), ", ")))
       ->capture_default_str();
   command
       ->add_option("--dtype", train.dtype,

@@ -116,8 +116,8 @@ void check_logging_data(const TrainOptions& options) {
   for (const auto& name : strategy_names()) {
     if (find_strategy(name).logging_data) others.push_back(name);
   }
-  throw UsageError(fmt::format("--logging-data: {} does not have it; it is for {}", options.strategy,
-                               fmt::join(others, ", ")));
+  throw UsageError(
+      fmt::format("--logging-data: {} does not have it; it is for {}", options.strategy, fmt::join(others, ", ")));
 }
 
 }  // namespace shoal::cli

@@ -37,20 +37,20 @@ struct TrainOptions {
   bool eval = false;
   std::string save;
   int64_t save_every = 0;
-  int64_t keep_last = 0;  // number of checkpoints kept in `save`; 0: all
-  std::string resume;     // path, or "latest"
+  int64_t keep_last = 0;       // number of checkpoints kept in `save`; 0: all
+  std::string resume;          // path, or "latest"
   bool resume_if_any = false;  // with "latest": start at step 0 if there is no checkpoint yet
-  bool partial = false;   // load only the part of the model that the checkpoint has
-  std::string trace;      // folder
+  bool partial = false;        // load only the part of the model that the checkpoint has
+  std::string trace;           // folder
   std::string json;
   double clip = 0;  // maximum norm of the gradients; 0: no clipping
   int timeout_seconds = 300;
   bool check_agreement = false;
   StrategyOptions strategy_options;  // those given on the command line
   std::string replan;                // "STEP:STRATEGY,..."
-  std::string flight_recorder;  // folder
-  std::string metrics;          // file
-  bool logging_data = false;    // print it at the end
+  std::string flight_recorder;       // folder
+  std::string metrics;               // file
+  bool logging_data = false;         // print it at the end
 
   bool reference_data() const { return data == "reference"; }
   bool text_data() const { return data.rfind("text:", 0) == 0; }

@@ -96,8 +96,7 @@ void put_in_flight(std::shared_ptr<MpiOperation> operation) {
 bool any_in_flight() {
   auto& [mutex, operations] = in_flight();
   const std::lock_guard lock(mutex);
-  return std::any_of(operations.begin(), operations.end(),
-                     [](const auto& operation) { return !operation->abandoned; });
+  return std::any_of(operations.begin(), operations.end(), [](const auto& operation) { return !operation->abandoned; });
 }
 
 bool advance_all() {

@@ -52,7 +52,7 @@ struct MpiOperation {
   std::function<void()> finish = [] {};  // runs after all parts
   std::atomic<bool> finished = false;
   std::atomic<bool> abandoned = false;  // the group has failed: the operation may never finish, and nobody waits for it
-  std::exception_ptr failure;  // valid once finished
+  std::exception_ptr failure;           // valid once finished
 
   MpiPart& add(Lane lane = first) { return parts[lane].emplace_back(); }
 };

@@ -4,13 +4,13 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <torch/csrc/distributed/c10d/exception.h>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <future>
 #include <mutex>
 #include <thread>
-#include <torch/csrc/distributed/c10d/exception.h>
 
 namespace shoal {
 
@@ -165,9 +165,9 @@ void DeadlineStore::wait(const std::vector<std::string>& keys, const std::chrono
   constexpr std::chrono::microseconds longest(10'000);
   for (std::chrono::microseconds pause(200); !check(keys); pause = std::min(2 * pause, longest)) {
     if (SteadyClock::now() > deadline) {
-      C10_THROW_ERROR(DistStoreError, fmt::format("nobody has set {} in the store at {} within {} s",
-                                                  fmt::join(keys, ", "), name_,
-                                                  std::chrono::duration<double>(timeout).count()));
+      C10_THROW_ERROR(DistStoreError,
+                      fmt::format("nobody has set {} in the store at {} within {} s", fmt::join(keys, ", "), name_,
+                                  std::chrono::duration<double>(timeout).count()));
     }
     std::this_thread::sleep_for(pause);
   }

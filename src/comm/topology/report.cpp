@@ -95,9 +95,10 @@ TopologyReport Topology::report() const {
   constexpr int64_t most_ranks = 1024;
   constexpr int64_t most_work = int64_t{1} << 30;  // a minute
   if (size_ > most_ranks || int64_t{size_} * size_ * period() > most_work) {
-    throw UsageError(fmt::format("topology {}: {} ranks and {} rounds are too many for a report: at most {} ranks, and {} "
-                                 "for ranks x ranks x rounds",
-                                 name_, size_, period(), most_ranks, most_work));
+    throw UsageError(
+        fmt::format("topology {}: {} ranks and {} rounds are too many for a report: at most {} ranks, and {} "
+                    "for ranks x ranks x rounds",
+                    name_, size_, period(), most_ranks, most_work));
   }
   TopologyReport report;
   count_messages(*this, report);

@@ -16,12 +16,8 @@ Json to_json(const State& state) {
   for (const auto& entry : state.mixing.known().entries()) {
     known.push_back({entry.version, entry.weight, entry.overflowed});
   }
-  return {{"order", std::move(order)},
-          {"arrivals", state.expected},
-          {"step", state.step},
-          {"version", state.mixing.version()},
-          {"mass", state.mixing.mass()},
-          {"known", std::move(known)}};
+  return {{"order", std::move(order)},         {"arrivals", state.expected},  {"step", state.step},
+          {"version", state.mixing.version()}, {"mass", state.mixing.mass()}, {"known", std::move(known)}};
 }
 
 Standing parse_standing(const State& state, const Json& text) {

@@ -79,7 +79,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   SpentGradients spent;
   Mixing mixing;
   std::optional<GradScaler> scaler;
-  std::optional<CommonScale> scale;  // computes the state of `scaler`
+  std::optional<CommonScale> scale;       // computes the state of `scaler`
   std::optional<OptimizerState> pending;  // loaded before the optimizers exist
   std::vector<GossipBucket> buckets;
   std::vector<size_t> bucket_of;             // by gradient

@@ -25,10 +25,10 @@ std::vector<Group> scalar_groups(const Group& data_parallel, const std::optional
   const auto common = std::count_if(replicas.begin(), replicas.end(), [&](int rank) { return model.count(rank) > 0; });
   if (common == data_parallel.size()) return {*model_parallel};
   if (common == 1) return {data_parallel, *model_parallel};
-  throw UsageError(
-      fmt::format("DistributedOptimizer: model_parallel_group has {} of the {} data-parallel ranks; give the ranks that "
-                  "hold one replica of the model, this one among them, or all ranks of all replicas",
-                  common, data_parallel.size()));
+  throw UsageError(fmt::format(
+      "DistributedOptimizer: model_parallel_group has {} of the {} data-parallel ranks; give the ranks that "
+      "hold one replica of the model, this one among them, or all ranks of all replicas",
+      common, data_parallel.size()));
 }
 
 bool cover(const std::vector<Group>& scalars, const Group& sharers) {

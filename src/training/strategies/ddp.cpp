@@ -65,11 +65,12 @@ void check_ddp(const OptionValues& values, const TrainingOptions& options, int, 
 
 std::vector<Strategy> ddp_strategies() {
   auto options = ddp_option_list();
-  options.push_back({.name = "optimizer_in_backward",
-                     .help = "update each bucket's parameters during backward and free its gradients. With clipping and loss "
-                             "scaling: exact waits for the last gradient, stale uses the norm of the last step",
-                     .choices = {"exact", "stale", "per_bucket"},
-                     .alone = "exact"});
+  options.push_back(
+      {.name = "optimizer_in_backward",
+       .help = "update each bucket's parameters during backward and free its gradients. With clipping and loss "
+               "scaling: exact waits for the last gradient, stale uses the norm of the last step",
+       .choices = {"exact", "stale", "per_bucket"},
+       .alone = "exact"});
   return {{.name = "ddp",
            .help = "gradients are averaged during backward",
            .options = std::move(options),

@@ -34,18 +34,19 @@ Strategy fsdp_strategy(const std::string& name, const std::string& help, Shardin
                        .least = 0});
   }
   const bool parts = !hybrid && sharding != ShardingStrategy::no_shard;
-  return {.name = name,
-          .help = help,
-          .options = std::move(options),
-          .main_copies = true,
-          .logging_data = true,
-          .takes_deferred = true,
-          .check =
-              [name, parts](const OptionValues& values, const TrainingOptions&, int, std::optional<int>) {
-                parts ? check_hook_of_parts(name, values) : static_cast<void>(hook_of(values, {}));
-              },
-          .make = [sharding](
-                      const TrainingParts& made) { return std::make_unique<FsdpTraining>(made, made.group, sharding); }};
+  return {
+      .name = name,
+      .help = help,
+      .options = std::move(options),
+      .main_copies = true,
+      .logging_data = true,
+      .takes_deferred = true,
+      .check =
+          [name, parts](const OptionValues& values, const TrainingOptions&, int, std::optional<int>) {
+            parts ? check_hook_of_parts(name, values) : static_cast<void>(hook_of(values, {}));
+          },
+      .make =
+          [sharding](const TrainingParts& made) { return std::make_unique<FsdpTraining>(made, made.group, sharding); }};
 }
 
 }  // namespace
@@ -96,11 +97,14 @@ std::shared_ptr<void> FsdpTraining::full_parameters() {
 }
 
 std::vector<Strategy> fsdp_strategies() {
-  return {fsdp_strategy("fsdp", "parameters, gradients and optimizer state are sharded; a unit is whole while it is used", ShardingStrategy::full_shard),
-          fsdp_strategy("fsdp_grad_op", "fsdp with parameters that stay whole from forward to the end of backward", ShardingStrategy::shard_grad_op),
-          fsdp_strategy("hybrid", "fsdp on each host", ShardingStrategy::hybrid_shard),
-          fsdp_strategy("hybrid_grad_op", "fsdp_grad_op on each host", ShardingStrategy::hybrid_shard_grad_op),
-          fsdp_strategy("fsdp_no_shard", "fsdp without sharding", ShardingStrategy::no_shard)};
+  return {
+      fsdp_strategy("fsdp", "parameters, gradients and optimizer state are sharded; a unit is whole while it is used",
+                    ShardingStrategy::full_shard),
+      fsdp_strategy("fsdp_grad_op", "fsdp with parameters that stay whole from forward to the end of backward",
+                    ShardingStrategy::shard_grad_op),
+      fsdp_strategy("hybrid", "fsdp on each host", ShardingStrategy::hybrid_shard),
+      fsdp_strategy("hybrid_grad_op", "fsdp_grad_op on each host", ShardingStrategy::hybrid_shard_grad_op),
+      fsdp_strategy("fsdp_no_shard", "fsdp without sharding", ShardingStrategy::no_shard)};
 }
 
 }  // namespace shoal

@@ -7,9 +7,8 @@
 namespace shoal {
 namespace {
 
-
 LocalUpdatesOptions local_updates_options(const std::string& strategy, const OptionValues& values,
-                               const TrainingOptions& options) {
+                                          const TrainingOptions& options) {
   LocalUpdatesOptions local{.every = values.integer("sync_every"),
                             .fragments = static_cast<int>(values.integer("fragments")),
                             .delay = values.integer("sync_delay"),
@@ -29,7 +28,8 @@ class WithLocalUpdates : public ReplicatedTraining {
  public:
   explicit WithLocalUpdates(const TrainingParts& parts)
       : ReplicatedTraining(parts),
-        local_(parts.module, *optimizer_, parts.group, local_updates_options(parts.strategy.name, parts.values, parts.options)) {}
+        local_(parts.module, *optimizer_, parts.group,
+               local_updates_options(parts.strategy.name, parts.values, parts.options)) {}
 
   void zero_grad() override { local_.zero_grad(); }
   std::optional<TrainingState> state() override { return scaled(TrainingState(local_)); }
@@ -79,16 +79,22 @@ Strategy local_update_strategy(const std::string& name, const std::string& help,
 
 Strategy with_outer(const std::string& name, const std::string& help, const char* lr, const char* momentum) {
   auto options = local_update_option_list();
-  options.push_back({.name = "outer_lr", .type = StrategyOption::Type::number, .default_value = lr, .help = "learning rate of the outer optimizer"});
-  options.push_back(
-      {.name = "outer_momentum", .type = StrategyOption::Type::number, .default_value = momentum, .help = "momentum of the outer optimizer"});
+  options.push_back({.name = "outer_lr",
+                     .type = StrategyOption::Type::number,
+                     .default_value = lr,
+                     .help = "learning rate of the outer optimizer"});
+  options.push_back({.name = "outer_momentum",
+                     .type = StrategyOption::Type::number,
+                     .default_value = momentum,
+                     .help = "momentum of the outer optimizer"});
   return local_update_strategy(name, help, std::move(options));
 }
 
 }  // namespace
 
 std::vector<Strategy> local_update_strategies() {
-  return {local_update_strategy("local_sgd", "ranks exchange parameters every sync_every steps", local_update_option_list()),
+  return {local_update_strategy("local_sgd", "ranks exchange parameters every sync_every steps",
+                                local_update_option_list()),
           with_outer("slowmo", "local_sgd with momentum between exchanges", "1", "0.5"),
           with_outer("diloco", "local_sgd with Nesterov momentum between exchanges", "0.7", "0.9")};
 }

@@ -83,9 +83,9 @@ TEST_F(OutsideFiles, deep_nesting_is_refused) {
   refused({"topology", "--file", write("t.json", R"({"ranks": )" + deep)}, {"t.json", "nested deeper than 8"});
   refused({"trace", "merge", write("rank-0.json", R"({"traceEvents": [)" + deep), "-o", folder_.file("out")},
           {"rank-0.json", "nested deeper than 16"});
-  refused({"trace", "merge", trace(R"({"args": )" + deep + std::string(deep.size(), ']') + "}"), "-o",
-           folder_.file("out")},
-          {"rank-0.json", "nested deeper than 16"});
+  refused(
+      {"trace", "merge", trace(R"({"args": )" + deep + std::string(deep.size(), ']') + "}"), "-o", folder_.file("out")},
+      {"rank-0.json", "nested deeper than 16"});
   refused({"checkpoint", "inspect", write("index.json", R"({"format": )" + deep)}, {"index.json", "nested deeper"});
 }
 
@@ -120,8 +120,8 @@ TEST_F(OutsideFiles, times_of_a_trace_are_numbers) {
   refused_trace(R"({"ts": 1e999})", "not JSON");
   refused_trace(R"([1])", "traceEvents[0] is not an object");
   refused_trace(R"("ts")", "traceEvents[0] is not an object");
-  refused({"trace", "merge",
-           write("rank-0.json", R"({"traceEvents": [], "shoal": {"rank": 99999999999999999999}})"), "-o", "-"},
+  refused({"trace", "merge", write("rank-0.json", R"({"traceEvents": [], "shoal": {"rank": 99999999999999999999}})"),
+           "-o", "-"},
           {"rank-0.json"});
   refused({"trace", "merge", write("rank-0.json", R"({"traceEvents": [], "shoal": {"rank": 4294967296}})"), "-o", "-"},
           {"rank-0.json: rank 4294967296; ranks are 0 to 99999"});

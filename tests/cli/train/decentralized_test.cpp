@@ -44,9 +44,10 @@ TEST(Train, DEC01_the_report_has_the_digests_of_every_ranks_parameters_and_of_th
   for (const std::string topology : {"ring", "one-peer-exp"}) {
     const auto golden = golden::load(std::string(GOLDEN) + "/decentralized/" + topology + "_mlp_sgd_momentum_w4.json");
     const auto number = [&](const char* name) { return std::to_string(golden["config"][name].get<int>()); };
-    auto report = train({"--data", "reference", "--model", "mlp", "--strategy", "decentralized", "--topology", topology,
-                         "--optimizer", "sgd_momentum", "--threads", "1", "--ranks", number("world"), "--steps",
-                         number("steps"), "--batch", number("batch"), "--seed", number("seed")});
+    auto report = train({"--data",        "reference",  "--model",       "mlp",           "--strategy",
+                         "decentralized", "--topology", topology,        "--optimizer",   "sgd_momentum",
+                         "--threads",     "1",          "--ranks",       number("world"), "--steps",
+                         number("steps"), "--batch",    number("batch"), "--seed",        number("seed")});
     ASSERT_FALSE(report.is_null());
     const auto run = golden["peers"]["consecutive"];
     const auto ranks = report["params_per_rank"];
@@ -76,10 +77,26 @@ TEST(Train, DEC18_the_distance_to_the_mean_is_in_what_is_printed_in_metrics_and_
   const TempFolder folder;
   std::ofstream(folder.file("text")) << std::string(3000, 'a') + std::string(3000, 'b');
   for (const std::string strategy : {"decentralized", "hybrid_gossip"}) {
-    std::vector<std::string> line{"train",  "--data",     "text:" + folder.file("text"), "--model", "gpt", "--batch",
-                                  "2",      "--strategy", strategy,                      "--ranks", "4",   "--threads",
-                                  "1",      "--steps",    "4",                           "--eval",  "--metrics",
-                                  folder.file(strategy),  "--json",                      folder.file("report.json")};
+    std::vector<std::string> line{"train",
+                                  "--data",
+                                  "text:" + folder.file("text"),
+                                  "--model",
+                                  "gpt",
+                                  "--batch",
+                                  "2",
+                                  "--strategy",
+                                  strategy,
+                                  "--ranks",
+                                  "4",
+                                  "--threads",
+                                  "1",
+                                  "--steps",
+                                  "4",
+                                  "--eval",
+                                  "--metrics",
+                                  folder.file(strategy),
+                                  "--json",
+                                  folder.file("report.json")};
     if (strategy == "hybrid_gossip") line.insert(line.end(), {"--topology-local-size", "2"});
     const auto ended = shoal(line);
     ASSERT_EQ(ended.code, 0) << ended.output;
@@ -125,7 +142,9 @@ TEST(Train, DEC19_hybrid_gossip_of_one_host_is_fsdp_and_of_two_it_gossips) {
 TEST(Train, DEC19_hybrid_gossip_refuses_what_it_does_not_do) {
   const auto ended = shoal({"train", "--strategy", "hybrid_gossip", "--exchange-dtype", "int8"});
   EXPECT_NE(ended.code, 0);
-  EXPECT_NE(ended.output.find("--exchange-dtype int8: not in this version; available: float32, bf16"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("--exchange-dtype int8: not in this version; available: float32, bf16"),
+            std::string::npos)
+      << ended.output;
 }
 
 }  // namespace

@@ -135,7 +135,8 @@ void train_decentralized_zoo(at::ScalarType dtype, int micros, bool views, doubl
   SCOPED_TRACE("decentralized with " + std::to_string(micros) + " micro-batches");
   const auto topology = make_topology("ring", group().size());
   const auto defaults = torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01);
-  test::Simulation<ZooImpl> simulation(topology, [&] { return std::make_shared<ZooImpl>(dtype); }, defaults);
+  test::Simulation<ZooImpl> simulation(
+      topology, [&] { return std::make_shared<ZooImpl>(dtype); }, defaults);
   const auto model = std::make_shared<ZooImpl>(dtype);
   DecentralizedDataParallel<ZooImpl> parallel(
       model, optimizer_with<torch::optim::SGD>(defaults), group(),

@@ -71,7 +71,7 @@ struct Running {
   std::function<void(const at::Tensor& input)> step;  // forward, backward, update
   // State of the whole optimizer, by the strategy's own calls; collective.
   std::function<OptimizerState()> optimizer_state;
-  std::function<Tensors()> parameters;                // likewise
+  std::function<Tensors()> parameters;  // likewise
 
   ~Running() {
     step = nullptr, optimizer_state = nullptr, parameters = nullptr;
@@ -98,10 +98,9 @@ const inline auto adamw = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
 // Names that variant() knows, and: none (DistributedDataParallel, saved as a bare module), fsdp_b (bfloat16 parameters
 // with float32 main copies).
 inline const std::vector<std::string>& all_strategies() {
-  static const std::vector<std::string> names{"none",          "ddp",    "zero1",        "zero2",
-                                              "megatron",      "megatron_in_grads", "fsdp", "fsdp_b",
-                                              "fsdp_no_shard", "fsdp_hybrid", "decentralized", "diloco",
-                                              "shard_gossip"};
+  static const std::vector<std::string> names{
+      "none",   "ddp",           "zero1",       "zero2",         "megatron", "megatron_in_grads", "fsdp",
+      "fsdp_b", "fsdp_no_shard", "fsdp_hybrid", "decentralized", "diloco",   "shard_gossip"};
   return names;
 }
 
@@ -187,9 +186,9 @@ inline void start_registered(Running& running, const std::string& name, const st
                              const Group& group, const std::shared_ptr<CommunicationHook>& hook) {
   auto chosen = variant(name, group);
   add_known(chosen, {{"unit_numel", "20"}});
-  const auto training = std::make_shared<Training<Net>>(
-      make_training(chosen.strategy, model, optimizer_recipe<FusedAdamW>(adamw), group,
-                    {.options = chosen.options, .communication_hook = hook}));
+  const auto training =
+      std::make_shared<Training<Net>>(make_training(chosen.strategy, model, optimizer_recipe<FusedAdamW>(adamw), group,
+                                                    {.options = chosen.options, .communication_hook = hook}));
   running.wrapper = training;
   running.step = [raw = training.get()](const at::Tensor& input) {
     (*raw)->backward(raw->forward(input).pow(2).mean());

@@ -48,9 +48,8 @@ TEST(DdpIdioms, DDP08_a_gradient_penalty_is_right_with_and_without_static_graph)
       // A gradient of every parameter that is only inspected.
       torch::autograd::grad({mean_loss(parallel.forward(batch(group().rank(), step)))}, model->parameters());
       penalised(batch(group().rank(), step), [&](const auto& x) { return parallel.forward(x); }).backward();
-      reference_backward([&](int rank) {
-        return penalised(batch(rank, step), [&](const auto& x) { return reference->forward(x); });
-      });
+      reference_backward(
+          [&](int rank) { return penalised(batch(rank, step), [&](const auto& x) { return reference->forward(x); }); });
       // The last bias is in the loss's graph, but not in the penalty's.
       ASSERT_LT(difference(gradients(*model), gradients(*reference)), 1e-12) << fixed << " step " << step;
       EXPECT_EQ(parallel.step(), step + 1);

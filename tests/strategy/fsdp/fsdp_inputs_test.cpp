@@ -63,8 +63,8 @@ TEST(Fsdp, FSDP05_inputs_in_containers_and_structs_are_cast_and_the_callers_obje
     const std::optional<at::Tensor> maybe = x;
     const Sample sample{x, at::ones({3}, at::kLong), "first"};
     std::vector<at::Tensor> cache{x};
-    const auto sum = parallel.forward(x, list, map, std::tuple(x, std::pair(1, x)), maybe, sample, cache,
-                                      std::make_unique<int>(2));
+    const auto sum =
+        parallel.forward(x, list, map, std::tuple(x, std::pair(1, x)), maybe, sample, cache, std::make_unique<int>(2));
     EXPECT_EQ(parallel->others, 0);
     EXPECT_EQ(sum.scalar_type(), dtype.value_or(at::kFloat));
     EXPECT_EQ(sum.detach().to(at::kFloat).sum().item<float>(), 3 * (2 + 10));
@@ -88,7 +88,8 @@ struct WritesImpl : torch::nn::Module {
 };
 
 TEST(Fsdp, FSDP05_an_argument_that_forward_writes_to_is_the_callers) {
-  FullyShardedDataParallel<WritesImpl> parallel(std::make_shared<WritesImpl>(), group(), {.param_dtype = at::kBFloat16});
+  FullyShardedDataParallel<WritesImpl> parallel(std::make_shared<WritesImpl>(), group(),
+                                                {.param_dtype = at::kBFloat16});
   auto x = at::ones({3});
   parallel.forward(x).sum().backward();
   EXPECT_EQ(x.sum().item<float>(), 6);
