@@ -97,6 +97,7 @@ struct Elastic::State {
   }
 
   void finish(const std::function<void()>& update) {
+    batch.end_step();
     try {
       update();
     } catch (const CommError& error) {
@@ -106,7 +107,6 @@ struct Elastic::State {
           error.what()));
     }
     in_step = has_gradients = false;
-    batch.end_step();
     ++done;
     taken += static_cast<size_t>(places);
   }
@@ -133,6 +133,9 @@ struct Elastic::State {
       recover(&update);
       if (earlier.found()) earlier.refuse();
       return done > before;
+    } catch (...) {
+      batch.end_step();  // backwards outside of Elastic have their usual mean
+      throw;
     }
     finish(update);
     return true;

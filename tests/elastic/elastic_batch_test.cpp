@@ -294,5 +294,45 @@ TEST(ElasticBatch, ELA05_what_does_not_fit_a_global_batch_is_refused) {
   EXPECT_NE(refusal(0, 0, true).find("batch_size() is for keep_global_batch"), std::string::npos);
 }
 
+// Three ranks' shares on two: a plain backward after a step that the program's own exception ended is a mean over two.
+TEST(ElasticBatch, ELA05_an_exception_in_compute_leaves_no_shares_behind) {
+  const auto ended = test::run_ranks(3, [](const World& world) -> std::string {
+    alarm(30);
+    torch::nn::Linear model(4, 1);
+    DistributedDataParallel parallel(model, world.group());
+    torch::optim::Adam optimizer(model->parameters());
+    DistributedSampler sampler(60, world.group());
+    const auto self = world.rank();
+    const auto backward = [&] { parallel.forward(at::ones({1, 4})).sum().backward(); };
+    {
+      Elastic elastic(world, parallel, optimizer, sampler,
+                      {.keep_global_batch = 6, .on_change = [](const ElasticChange&) {}});
+      bool fails = false;
+      const auto compute = [&](int64_t, int64_t) {
+        if (self == 2) std::raise(SIGKILL);
+        if (fails) throw std::out_of_range("of the program");
+        backward();
+      };
+      while (elastic.steps() == 0) {
+        elastic.in_epoch();
+        elastic.step(elastic.batch_size(), compute, [] {});
+        optimizer.zero_grad();
+      }
+      elastic.in_epoch();
+      fails = true;
+      try {
+        elastic.step(elastic.batch_size(), compute, [] {});
+        return "no error";
+      } catch (const std::out_of_range&) {
+      }
+    }
+    optimizer.zero_grad();
+    backward();
+    return fmt::format("{}", model->bias.grad().item<float>());
+  });
+  EXPECT_EQ(ended[0].text, "1");
+  EXPECT_EQ(ended[1].text, "1");
+}
+
 }  // namespace
 }  // namespace shoal::elastic_batch_test
