@@ -11,6 +11,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/without_sigpipe.h"
 #include "comm/rendezvous/socket.h"
 #include "comm/store/authenticated_store.h"
 #include "comm/store/doorkeeper.h"
@@ -145,6 +146,7 @@ struct StoreServer::State {
 StoreServer::StoreServer(const std::string& address, int port, const JobIdentity& job)
     : state_(std::make_unique<State>()) {
   quiet_c10d();
+  const WithoutSigpipe guard;  // for the server's thread: libuv writes to clients that have ended
   auto listening = listen_for_ranks(address, port);
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(own_address(listening).port());
