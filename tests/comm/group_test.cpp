@@ -2,7 +2,9 @@
 
 #include "shoal/group.h"
 
+#include <csignal>
 #include <filesystem>
+#include <fstream>
 #include <iterator>
 #include <numeric>
 
@@ -309,6 +311,25 @@ TEST(Coalesce, sums_sparse_tensors_of_ranks_that_have_one) {
   EXPECT_DOUBLE_EQ(result.weight, 0.5 * ranks);
   EXPECT_TRUE(at::equal(result.sum.to_dense(), expected));
   EXPECT_FALSE(all_reduce_sparse(group(), {}, {6, 2}, at::TensorOptions(at::kFloat), 1, {}).sum.defined());
+}
+
+// Gloo writes without MSG_NOSIGNAL: in a thread that takes SIGPIPE, a rank that has ended would end this one without a word.
+TEST(Group, no_thread_of_gloo_takes_sigpipe) {
+  if (group().transport() != "gloo") GTEST_SKIP() << "over Gloo";
+  group().barrier().wait();
+  int threads = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
+    if (name.find("gloo") == std::string::npos) continue;
+    ++threads;
+    std::ifstream status(task.path() / "status");
+    std::string line;
+    while (std::getline(status, line) && line.rfind("SigBlk:", 0) != 0) continue;
+    const auto blocked = std::stoull(line.substr(line.find('\t') + 1), nullptr, 16);
+    EXPECT_NE(blocked & (1ULL << (SIGPIPE - 1)), 0U) << name;
+  }
+  EXPECT_GT(threads, 0);
 }
 
 }  // namespace

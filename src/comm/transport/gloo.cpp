@@ -86,6 +86,7 @@ void await_all(c10d::Store& store, int rank, int size) {
 
 std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size) {
   using c10d::ProcessGroupGloo;
+  const WithoutSigpipe guard;  // for this thread while it connects, and for all of Gloo's: the device has one
   auto options = ProcessGroupGloo::Options::create();
   options->devices.push_back(ProcessGroupGloo::createDeviceForHostname(world.listen_address));
   // Connecting has the rendezvous's deadline. Our own waits name the culprit; Gloo's deadline is a fallback.
@@ -93,7 +94,6 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/group/" + name, world.meeting.store);
   store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   try {
-    const WithoutSigpipe guard;  // for this thread while it connects, and for all of Gloo's
     watch_threads();
     world.released_groups->end_unreferenced(/*aside=*/thread_stays);
     auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
