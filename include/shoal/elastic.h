@@ -12,6 +12,7 @@
 #include "shoal/data.h"
 #include "shoal/ddp.h"
 #include "shoal/error.h"
+#include "shoal/megatron.h"
 #include "shoal/world.h"
 
 namespace shoal {
@@ -49,7 +50,7 @@ struct ElasticOptions {
   void validate(int ranks) const;
 };
 
-// Makes a loop with DistributedDataParallel, or with OSS (ZeRO-1 and ZeRO-2), outlive its ranks:
+// Makes a loop with DistributedDataParallel, with OSS (ZeRO-1 and ZeRO-2) or with DistributedOptimizer outlive its ranks:
 //
 //   shoal::DistributedDataParallel parallel(model, world.group());
 //   torch::optim::AdamW optimizer(model->parameters());
@@ -75,12 +76,17 @@ struct ElasticOptions {
 // to the bit, those of the last complete step, whoever died and when: a rank updates only once all ranks have their
 // gradients, for which a step has one small all-reduce more.
 //
-// With OSS, under DistributedDataParallel or ShardedDataParallel, each rank updates its share, chunk by chunk, in memory
-// that the ranks share. If it dies in its update, the lowest rank that lives finishes the share with the same bits;
-// update() returns as if nothing had happened, and the ranks change in the next communication. The shares of those that
-// are left are then divided anew. A loop is the same, except that
-// - clip_grad_norm() of OSS and whatever else changes gradients belongs to `compute`, and step(scaler) is refused;
+// With OSS, under DistributedDataParallel or ShardedDataParallel, and with DistributedOptimizer each rank updates its
+// share, chunk by chunk, in memory that the ranks share, with float32 copies of 16-bit parameters, too. If it dies in its
+// update, the lowest rank that lives finishes the share with the same bits; update() returns as if nothing had happened,
+// and the ranks change in the next communication. The shares of those that are left are then divided anew. A loop is the
+// same, except that
+// - clip_grad_norm() of OSS and whatever else changes gradients belongs to `compute`, and OSS's step(scaler) is refused;
 // - which parameters are trainable stays as it was, and the optimizer's state is not loaded within the loop.
+// DistributedOptimizer has no wrapper, and reduces, unscales and clips between `compute` and `update`, by its options:
+//
+//   shoal::DistributedOptimizer<torch::optim::AdamW> optimizer(model, 1e-3, world.group(), {.clip_grad = 1.0});
+//   shoal::Elastic elastic(world, optimizer, sampler);
 //
 // What a loop must keep to:
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping, a loss
@@ -112,9 +118,9 @@ struct ElasticOptions {
 // back when a step is undone.
 //
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds. All ranks run on one
-// host, on the CPU, over shared memory or, without OSS, Gloo. Errors: UsageError at construction names what is not
-// supported (other strategies, other sharded optimizers than OSS, OptimizerInBackward, SyncBatchNorm); JobLost where the
-// job cannot go on. Not thread-safe: one thread trains.
+// host, on the CPU, over shared memory or, without a sharded optimizer, Gloo. Errors: UsageError at construction names
+// what is not supported (other strategies, several model chunks, OptimizerInBackward, SyncBatchNorm); JobLost where the job
+// cannot go on. Not thread-safe: one thread trains.
 class Elastic {
  public:
   // The arguments must outlive this object. Collective; from its return on all ranks, ranks may die. Throws UsageError.
@@ -123,6 +129,10 @@ class Elastic {
   // For a loop that divides its data itself, by world.rank() and world.size(), anew after each change.
   Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
           const ElasticOptions& options = {});
+  // The same for DistributedOptimizer, which needs no wrapper.
+  Elastic(const World& world, DistributedOptimizerCore& optimizer, DistributedSampler& sampler,
+          const ElasticOptions& options = {});
+  Elastic(const World& world, DistributedOptimizerCore& optimizer, const ElasticOptions& options = {});
   // This rank may end from now on without the others taking it for a failure. Not collective.
   ~Elastic();
   Elastic(const Elastic&) = delete;

@@ -7,6 +7,7 @@
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -127,6 +128,17 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // Options and statistics of the optimizer on this rank; times of chunks are added up. Call it between steps. Not
   // collective.
   LoggingData logging_data() const;
+
+  // For Elastic. UsageError that names what cannot go on in another group.
+  void require_regroupable() const;
+  // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete,
+  // after `step` synchronising steps. Drops gradients. If it fails, it may be called again with a further group.
+  // Collective over `group`.
+  void regroup(const Group& group, int64_t step);
+  // Called before the first gradient of each backward; nullptr: nothing.
+  void before_backward(std::function<void()> listener);
+  int64_t synchronising_steps() const;
+  const Modules& modules() const;
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& optimizer);

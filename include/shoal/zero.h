@@ -85,15 +85,6 @@ class OSSCore : public ShardedOptimizerBase {
 
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
-  // From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves to memory
-  // that the ranks share. Collective.
-  void guard();
-  // Steps are as before Elastic from now on. Not collective.
-  void unguard();
-  // Adopts changed values. Returns whether all ranks must map memory in commit(). Collective if values have changed.
-  bool prepare_commit();
-  // All ranks that live pass, or none does: CommError. Collective.
-  void commit(bool map);
   // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete.
   // If it fails, it may be called again with a further group. Collective over `group`.
   void regroup(const Group& group);

@@ -11,7 +11,7 @@
 namespace shoal {
 namespace {
 
-// A stand-in for a gradient that another rank owns has no values; its owner looks at them.
+// A stand-in has no values: of a gradient that another rank owns, which looks at them, or of one that lies in a buffer.
 bool is_stand_in(const at::Tensor& gradient) {
   if (!gradient.has_storage() || gradient.numel() == 0) return false;
   return gradient.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() == nullptr;
@@ -47,7 +47,9 @@ std::string EarlierGradients::first_of_them() const {
   const torch::NoGradGuard no_grad;
   for (const auto& parameter : parameters_) {
     const auto& gradient = parameter.value().grad();
-    if (gradient.defined() && !is_stand_in(gradient) && !is_zero(gradient)) return parameter.key();
+    if (!gradient.defined()) continue;
+    const bool there = is_stand_in(gradient) ? parts_.stands_for_gradient(parameter.value()) : !is_zero(gradient);
+    if (there) return parameter.key();
   }
   return "";
 }

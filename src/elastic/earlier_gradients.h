@@ -5,13 +5,17 @@
 
 #include <string>
 
+#include "elastic/elastic_parts.h"
+
 namespace shoal {
 
 // Finds gradients that a step can neither keep apart from its own nor undo. Zeros are none, and neither are gradients
 // that the step's own zero_grad() drops before its first backward.
 class EarlierGradients {
  public:
-  explicit EarlierGradients(const torch::nn::Module& module) : parameters_(module.named_parameters()) {}
+  // parts: must outlive this object.
+  explicit EarlierGradients(const ElasticParts& parts)
+      : parts_(parts), parameters_(parts.module().named_parameters()) {}
 
   // Call when a step begins.
   void begin_step();
@@ -27,6 +31,7 @@ class EarlierGradients {
  private:
   std::string first_of_them() const;
 
+  const ElasticParts& parts_;
   torch::OrderedDict<std::string, at::Tensor> parameters_;
   bool there_ = false;
   std::string found_;  // name of a parameter

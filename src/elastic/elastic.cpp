@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <utility>
 
 #include "comm/membership/generations.h"
 #include "elastic/earlier_gradients.h"
@@ -19,20 +20,18 @@ namespace shoal {
 using SteadyClock = std::chrono::steady_clock;
 
 struct Elastic::State {
-  State(const World& of, DataParallelCore& wrapper, torch::optim::Optimizer& trained_by, DistributedSampler* divides,
+  State(const World& of, std::unique_ptr<ElasticParts> trained, DistributedSampler* divides,
         const ElasticOptions& chosen)
       : world(of),
-        parallel(wrapper),
-        parts(world, wrapper, trained_by),
-        optimizer(trained_by),
+        parts(std::move(trained)),
         sampler(divides),
         options(chosen),
-        steps_before(wrapper.step()),
-        copies(*wrapper.module()),
-        earlier(*wrapper.module()),
-        batch(world, options.keep_global_batch, parallel, parts.replicated(), copies) {
+        steps_before(parts->step()),
+        copies(parts->module()),
+        earlier(*parts),
+        batch(world, options.keep_global_batch, *parts, copies) {
     options.validate(world.size());
-    if (options.keep_global_batch > 0 && parts.replicated() == nullptr) {
+    if (options.keep_global_batch > 0 && parts->replicated() == nullptr) {
       throw UsageError(
           "Elastic: keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole on each "
           "rank only");
@@ -47,10 +46,10 @@ struct Elastic::State {
            fmt::format("keep_global_batch {}", options.keep_global_batch)});
     batch.choose_seed();
     generations = std::make_unique<Generations>(world);
-    parts.guard();
-    parallel.before_backward([this] { earlier.look(); });
+    parts->guard();
+    parts->before_backward([this] { earlier.look(); });
   }
-  ~State() { parallel.before_backward(nullptr); }
+  ~State() { parts->before_backward(nullptr); }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
@@ -81,11 +80,16 @@ struct Elastic::State {
   // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
   void commit() {
     earlier.look();
-    const bool map = parts.prepare_commit();
-    has_gradients = !parts.sharded() && !earlier.found();
+    bool map = false;
+    try {
+      map = parts->prepare_commit();
+    } catch (const UsageError&) {
+      if (!earlier.found()) throw;  // else all ranks are told what is wrong
+    }
+    has_gradients = !parts->sharded() && !earlier.found();
     const auto count = static_cast<double>(samples);
     const auto most = world.group().all_reduce({count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0},
-                                               ReduceOp::max, {parallel.step(), -1, "commit of the step"});
+                                               ReduceOp::max, {parts->step(), -1, "commit of the step"});
     if (most[3] != 0) earlier.refuse();
     if (sampler != nullptr && most[0] != -most[1]) {
       throw UsageError(
@@ -93,7 +97,7 @@ struct Elastic::State {
                       "many, so give their loaders the same batch size",
                       -most[1], most[0]));
     }
-    parts.commit(most[2] != 0);
+    parts->commit(most[2] != 0);
   }
 
   void finish(const std::function<void()>& update) {
@@ -116,7 +120,7 @@ struct Elastic::State {
     copies.restore();
     batch.end_step();
     if (!earlier.untouched()) {
-      for (const auto& parameter : parallel.module()->parameters()) parameter.mutable_grad().reset();
+      for (const auto& parameter : parts->module().parameters()) parameter.mutable_grad().reset();
     }
     in_step = has_gradients = false;
   }
@@ -151,7 +155,7 @@ struct Elastic::State {
       generations->recover(options.min_ranks);
       try {
         settle(update);
-        parts.regroup(world.group(), steps_before + done);
+        parts->regroup(world.group(), steps_before + done);
         break;
       } catch (const CommError&) {
         if (!generations->broken()) throw;
@@ -200,9 +204,7 @@ struct Elastic::State {
   }
 
   World world;
-  DataParallelCore& parallel;
-  ElasticParts parts;
-  torch::optim::Optimizer& optimizer;
+  std::unique_ptr<ElasticParts> parts;
   DistributedSampler* sampler;
   ElasticOptions options;
   int64_t steps_before;
@@ -223,11 +225,18 @@ struct Elastic::State {
 
 Elastic::Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
                  DistributedSampler& sampler, const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, parallel, optimizer, &sampler, options)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, parallel, optimizer), &sampler, options)) {}
 
 Elastic::Elastic(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer,
                  const ElasticOptions& options)
-    : state_(std::make_unique<State>(world, parallel, optimizer, nullptr, options)) {}
+    : state_(std::make_unique<State>(world, elastic_parts(world, parallel, optimizer), nullptr, options)) {}
+
+Elastic::Elastic(const World& world, DistributedOptimizerCore& optimizer, DistributedSampler& sampler,
+                 const ElasticOptions& options)
+    : state_(std::make_unique<State>(world, elastic_parts(world, optimizer), &sampler, options)) {}
+
+Elastic::Elastic(const World& world, DistributedOptimizerCore& optimizer, const ElasticOptions& options)
+    : state_(std::make_unique<State>(world, elastic_parts(world, optimizer), nullptr, options)) {}
 
 Elastic::~Elastic() = default;
 

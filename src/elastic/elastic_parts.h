@@ -1,41 +1,58 @@
 #pragma once
-// Wrapper and optimizer of an elastic training: what depends on the strategy.
+// What an elastic training trains: what depends on the strategy.
 
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
+#include <memory>
+
 #include "shoal/ddp.h"
+#include "shoal/detail/sharded_optimizer.h"
+#include "shoal/megatron.h"
 #include "shoal/world.h"
-#include "shoal/zero.h"
 
 namespace shoal {
 
-// DistributedDataParallel with an optimizer that is whole on each rank, or with OSS (ZeRO-1), or ShardedDataParallel with
-// OSS (ZeRO-2).
 class ElasticParts {
  public:
-  // The arguments must outlive this object. UsageError names what is not supported.
-  ElasticParts(const World& world, DataParallelCore& parallel, torch::optim::Optimizer& optimizer);
-  ~ElasticParts();
+  // sharded: the optimizer, if each rank updates only its share; otherwise nullptr.
+  explicit ElasticParts(ShardedOptimizerBase* sharded) : sharded_(sharded) {}
+  virtual ~ElasticParts();
   ElasticParts(const ElasticParts&) = delete;
   ElasticParts& operator=(const ElasticParts&) = delete;
 
-  // Whether a rank updates only its share, so that a step that one rank has begun to update needs its commit() on all.
-  bool sharded() const { return oss_ != nullptr; }
+  virtual torch::nn::Module& module() const = 0;
+  // Synchronising steps so far.
+  virtual int64_t step() const = 0;
+  // Called before the first gradient of each backward; nullptr: nothing.
+  virtual void before_backward(std::function<void()> listener) = 0;
+  virtual NoSync no_sync(bool accumulate) = 0;
   // The wrapper if each rank is whole; otherwise nullptr.
-  DistributedDataParallelCore* replicated() const { return sharded() ? nullptr : ddp_; }
+  virtual DistributedDataParallelCore* replicated() const { return nullptr; }
+  // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.
+  virtual bool stands_for_gradient(const at::Tensor& /*parameter*/) const { return false; }
+  // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.
+  virtual void regroup(const Group& group, int64_t step) = 0;
+
+  // Whether a step that one rank has begun to update needs its commit() on all.
+  bool sharded() const { return sharded_ != nullptr; }
   // Once the world is that of an elastic job. Collective.
   void guard();
   // Before and after the ranks have met with their gradients. The first returns whether `map` of the second must be true.
   // Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
   bool prepare_commit();
   void commit(bool map);
-  // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.
-  void regroup(const Group& group, int64_t step);
 
  private:
-  DistributedDataParallelCore* ddp_;
-  ShardedDataParallelCore* sharded_ddp_;
-  OSSCore* oss_;
+  ShardedOptimizerBase* sharded_;
 };
+
+// A wrapper and its optimizer: DistributedDataParallel with an optimizer that is whole on each rank, or with OSS (ZeRO-1),
+// or ShardedDataParallel with OSS (ZeRO-2). The arguments must outlive the result. UsageError names what is not supported.
+std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,
+                                            torch::optim::Optimizer& optimizer);
+// DistributedOptimizer, which has no wrapper.
+std::unique_ptr<ElasticParts> elastic_parts(const World& world, DistributedOptimizerCore& optimizer);
 
 }  // namespace shoal

@@ -23,14 +23,8 @@ uint64_t mixed(uint64_t value) {
 
 }  // namespace
 
-GlobalBatch::GlobalBatch(World world, int64_t size, DataParallelCore& parallel, DistributedDataParallelCore* replicated,
-                         StepCopies& copies)
-    : world_(std::move(world)),
-      size_(size),
-      first_ranks_(world_.size()),
-      parallel_(parallel),
-      replicated_(replicated),
-      copies_(copies) {}
+GlobalBatch::GlobalBatch(World world, int64_t size, ElasticParts& parts, StepCopies& copies)
+    : world_(std::move(world)), size_(size), first_ranks_(world_.size()), parts_(parts), copies_(copies) {}
 
 void GlobalBatch::require(const DistributedSampler* sampler) const {
   if (sampler == nullptr) {
@@ -90,11 +84,11 @@ void GlobalBatch::require(int64_t samples, const DistributedSampler& sampler, si
 }
 
 void GlobalBatch::weigh(double shares) {
-  if (size_ > 0) replicated_->set_share(shares / static_cast<double>(first_ranks_));
+  if (size_ > 0) parts_.replicated()->set_share(shares / static_cast<double>(first_ranks_));
 }
 
 void GlobalBatch::end_step() {
-  if (replicated_ != nullptr) replicated_->set_share(std::nullopt);
+  if (auto* replicated = parts_.replicated()) replicated->set_share(std::nullopt);
 }
 
 void GlobalBatch::seed(int64_t step, int64_t share) const {
@@ -115,7 +109,7 @@ void GlobalBatch::compute(int64_t step, int64_t samples,
                           const std::function<void(int64_t begin, int64_t end)>& compute) {
   weigh(1);
   if (shares() > world_.size()) {
-    replicated_->sync_buffers();
+    parts_.replicated()->sync_buffers();
     copies_.take_buffers();
   }
   const auto count = own_shares();
@@ -124,7 +118,7 @@ void GlobalBatch::compute(int64_t step, int64_t samples,
     if (i > 0) copies_.restore_buffers();
     seed(step, world_.rank() + i * world_.size());
     {
-      const auto scope = parallel_.no_sync(i + 1 < count);
+      const auto scope = parts_.no_sync(i + 1 < count);
       compute(i * samples / count, (i + 1) * samples / count);
     }
     if (i == 0 && count > 1) buffers = copies_.present_buffers();

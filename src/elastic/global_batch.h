@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <functional>
 
+#include "elastic/elastic_parts.h"
 #include "elastic/step_copies.h"
 #include "shoal/data.h"
-#include "shoal/ddp.h"
 #include "shoal/world.h"
 
 namespace shoal {
@@ -16,10 +16,8 @@ namespace shoal {
 // Without a size every rank has one share, and the batch shrinks with the ranks.
 class GlobalBatch {
  public:
-  // size: samples of a step; 0: none. replicated: the same wrapper, if each rank is whole; nullptr only without a size. The
-  // arguments must outlive this object.
-  GlobalBatch(World world, int64_t size, DataParallelCore& parallel, DistributedDataParallelCore* replicated,
-              StepCopies& copies);
+  // size: samples of a step; 0: none, as with parts of which each rank is not whole. The arguments must outlive this object.
+  GlobalBatch(World world, int64_t size, ElasticParts& parts, StepCopies& copies);
   // UsageError for a sampler that is not this world's, or gives ranks unequally many samples. nullptr: there is none.
   void require(const DistributedSampler* sampler) const;
   // Takes rank 0's seed for the random numbers of steps. Collective.
@@ -50,8 +48,7 @@ class GlobalBatch {
   World world_;
   int64_t size_;
   int64_t first_ranks_;
-  DataParallelCore& parallel_;
-  DistributedDataParallelCore* replicated_;
+  ElasticParts& parts_;
   StepCopies& copies_;
   uint64_t seed_ = 0;
   size_t divided_at_ = 0;  // places of the epoch that were taken before the sampler's division

@@ -11,22 +11,24 @@ namespace {
 using Samples = std::vector<size_t>;
 
 struct Trained {
-  explicit Trained(const World& world)
-      : model(std::make_shared<test::Net>()),
-        parallel(model, world.group()),
-        optimizer(model->parameters(), torch::optim::AdamOptions(0.01)) {
+  explicit Trained(const World& world, test::Sharding sharding = test::Sharding::none)
+      : model(std::make_shared<test::Net>()), wrapped(test::wrap_as({.sharding = sharding}, model, world.group())) {
     alarm(30);
   }
   void backward(const Samples& samples) {
     const auto x = test::inputs_of(samples);
-    test::loss_of(parallel.forward(x), x).backward();
+    test::loss_of(wrapped.forward(x), x).backward();
   }
-  std::string hash() const { return fmt::format("{}", test::hash_of(optimizer, *model)); }
+  // Collective with a sharded optimizer.
+  std::string hash() const { return fmt::format("{}", test::hash_of(wrapped.state(*model), *model)); }
 
   std::shared_ptr<test::Net> model;
-  DistributedDataParallel<test::Net> parallel;
-  torch::optim::Adam optimizer;
+  test::Wrapped wrapped;
+  torch::optim::Optimizer& optimizer = *wrapped.optimizer;
 };
+
+// Those that are told apart here: gradients in grad(), and in buffers.
+constexpr test::Sharding kinds_of_gradients[] = {test::Sharding::none, test::Sharding::megatron};
 
 void expect_all(const std::vector<test::RankEnded>& ended, const std::string& text, int except = -1) {
   for (size_t rank = 0; rank < ended.size(); ++rank) {
@@ -37,7 +39,7 @@ void expect_all(const std::vector<test::RankEnded>& ended, const std::string& te
 }
 
 // Gradients that are dropped or zeroed, after a step or at the beginning of compute. Rank 2 dies on the way.
-TEST(ElasticGradients, ELA02_zero_grad_where_loops_have_it) {
+void zero_grad_where_loops_have_it(test::Sharding sharding) {
   constexpr int kinds = 4, steps = 3 * kinds, last_of_three = 6;
   const auto at_the_end = [](int64_t step) { return step % 2 == 0; };
   const auto to_none = [](int64_t step) { return step % kinds < 2; };
@@ -46,33 +48,42 @@ TEST(ElasticGradients, ELA02_zero_grad_where_loops_have_it) {
     const auto self = world.rank();
     std::string expected;
     {
-      Trained plain(world);
+      Trained plain(world, sharding);
       for (int64_t step = 0; step < last_of_three; ++step) {
         torch::manual_seed(static_cast<uint64_t>(step));
         plain.backward(own);
-        plain.optimizer.step();
+        plain.wrapped.step();
         plain.optimizer.zero_grad();
       }
       expected = plain.hash();
     }
-    Trained trained(world);
-    Elastic elastic(world, trained.parallel, trained.optimizer);
+    Trained trained(world, sharding);
+    const auto made = trained.wrapped.elastic(world);
+    auto& elastic = *made;
+    const auto hash = [&] { return elastic.together([&] { return trained.hash(); }); };
     while (elastic.steps() < steps) {
       const auto step = elastic.steps();
-      if (step == last_of_three && trained.hash() != expected) return "the steps differ from a plain loop's";
+      if (step == last_of_three && hash() != expected) return "the steps differ from a plain loop's";
       const auto compute = [&] {
         torch::manual_seed(static_cast<uint64_t>(step));
         if (!at_the_end(step)) trained.optimizer.zero_grad(to_none(step));
         if (self == 2 && step >= last_of_three) std::raise(SIGKILL);
         trained.backward(own);
       };
-      if (!elastic.step(2, compute, [&] { trained.optimizer.step(); })) continue;
+      if (!elastic.step(2, compute, [&] { trained.wrapped.step(); })) continue;
       if (at_the_end(step + 1)) trained.optimizer.zero_grad(to_none(step + 1));
     }
-    return "same " + trained.hash();
+    return "same " + hash();
   });
   expect_all(ended, "same ", 2);
   EXPECT_EQ(ended[0].text, ended[1].text);
+}
+
+TEST(ElasticGradients, ELA02_zero_grad_where_loops_have_it) {
+  for (const auto sharding : kinds_of_gradients) {
+    SCOPED_TRACE(static_cast<int>(sharding));
+    zero_grad_where_loops_have_it(sharding);
+  }
 }
 
 // Rank 2 dies between its two micro-batches.
@@ -118,7 +129,8 @@ TEST(ElasticGradients, ELA02_gradients_from_before_a_step_are_refused_on_every_r
     SCOPED_TRACE(on_all);
     const auto ended = test::run_ranks(2, [&](const World& world) {
       Trained trained(world);
-      Elastic elastic(world, trained.parallel, trained.optimizer);
+      const auto made = trained.wrapped.elastic(world);
+      auto& elastic = *made;
       for (int i = 0; i < 3; ++i) {
         if (i == 1 && world.rank() == 1 && !on_all) trained.optimizer.zero_grad();
         elastic.step(
@@ -162,39 +174,44 @@ TEST(ElasticGradients, ELA02_with_oss_gradients_from_before_a_step_are_refused_o
 
 // A backward outside of compute alone, which computes nothing.
 TEST(ElasticGradients, ELA02_a_backward_before_the_step_is_refused) {
-  const auto ended = test::run_ranks(2, [](const World& world) {
-    Trained trained(world);
-    Elastic elastic(world, trained.parallel, trained.optimizer);
-    trained.backward({1});
-    elastic.step(
-        1, [] {}, [&] { trained.optimizer.step(); });
-    return std::string("no error");
-  });
-  expect_all(ended, refused);
+  for (const auto sharding : kinds_of_gradients) {
+    SCOPED_TRACE(static_cast<int>(sharding));
+    const auto ended = test::run_ranks(2, [&](const World& world) {
+      Trained trained(world, sharding);
+      const auto elastic = trained.wrapped.elastic(world);
+      trained.backward({1});
+      elastic->step(
+          1, [] {}, [&] { trained.wrapped.step(); });
+      return std::string("no error");
+    });
+    expect_all(ended, refused);
+  }
 }
 
 // The step is undone for the death, and its repetition must not lose them without a word either.
 TEST(ElasticGradients, ELA02_gradients_from_before_a_step_in_which_a_rank_dies_are_refused) {
-  for (const bool before_backward : {true, false}) {
-    SCOPED_TRACE(before_backward);
-    const auto ended = test::run_ranks(3, [&](const World& world) {
-      Trained trained(world);
-      Elastic elastic(world, trained.parallel, trained.optimizer);
-      const auto self = world.rank();
-      elastic.step(
-          1, [&] { trained.backward({1}); }, [] {});
-      const auto compute = [&] {
-        if (self == 0 && before_backward) std::raise(SIGKILL);
-        if (before_backward) world.all_reduce(1.0);
-        trained.model->first->weight.register_hook([&](const at::Tensor&) {
-          if (self == 0) std::raise(SIGKILL);
-        });
-        trained.backward({2});
-      };
-      for (int i = 0; i < 2; ++i) elastic.step(1, compute, [&] { trained.optimizer.step(); });
-      return std::string("no error");
-    });
-    expect_all(ended, refused, 0);
+  for (const auto sharding : kinds_of_gradients) {
+    for (const bool before_backward : {true, false}) {
+      SCOPED_TRACE(fmt::format("{}, {}", static_cast<int>(sharding), before_backward));
+      const auto ended = test::run_ranks(3, [&](const World& world) {
+        Trained trained(world, sharding);
+        const auto elastic = trained.wrapped.elastic(world);
+        const auto self = world.rank();
+        elastic->step(
+            1, [&] { trained.backward({1}); }, [] {});
+        const auto compute = [&] {
+          if (self == 0 && before_backward) std::raise(SIGKILL);
+          if (before_backward) world.all_reduce(1.0);
+          trained.model->first->weight.register_hook([&](const at::Tensor&) {
+            if (self == 0) std::raise(SIGKILL);
+          });
+          trained.backward({2});
+        };
+        for (int i = 0; i < 2; ++i) elastic->step(1, compute, [&] { trained.wrapped.step(); });
+        return std::string("no error");
+      });
+      expect_all(ended, refused, 0);
+    }
   }
 }
 

@@ -102,18 +102,25 @@ TEST(ElasticKill, ELA01_ranks_end_while_others_recover) {
 }
 
 std::string name_of(const Trained& trained) {
-  return fmt::format("ZeRO-{} with {}, width {}", trained.sharding == Sharding::zero1 ? 1 : 2, trained.optimizer,
-                     trained.width);
+  const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron"};
+  return fmt::format("{} with {}, width {}, {}", names[static_cast<int>(trained.sharding)], trained.optimizer,
+                     trained.width, c10::toString(trained.dtype));
 }
 
-const std::vector<Trained> sharded = {{Sharding::zero1, "adamw"}, {Sharding::zero2, "adamw"}, {Sharding::zero2, "sgd"}};
+const std::vector<Trained> sharded = {
+    {Sharding::zero1, "adamw"},
+    {Sharding::zero2, "adamw"},
+    {Sharding::zero2, "sgd"},
+    {.sharding = Sharding::megatron, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::megatron, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+    {.sharding = Sharding::megatron, .optimizer = "sgd", .dtype = at::kHalf, .overlap = false}};
 
 TEST(ElasticKill, ELA01_ELA02_ELA03_sharded_a_rank_ends_at_each_moment_of_a_step) {
   for (const auto& trained : sharded) {
     for (const auto moment :
          {Moment::before_forward, Moment::in_backward, Moment::before_commit, Moment::before_update, Moment::in_update,
           Moment::spoilt_update, Moment::in_last_chunk, Moment::after_update, Moment::between_steps}) {
-      const int victim = trained.sharding == Sharding::zero1 ? 2 : 0;
+      const int victim = trained.sharding == Sharding::zero1 || trained.has_copies() ? 2 : 0;
       SCOPED_TRACE(fmt::format("{}, moment {}, rank {}", name_of(trained), static_cast<int>(moment), victim));
       die_at(3, {{victim, moment, 5}}, 1, {}, trained);
     }
@@ -143,7 +150,12 @@ TEST(ElasticKill, ELA02_ELA03_sharded_the_rank_that_finishes_a_share_ends) {
 
 TEST(ElasticKill, ELA02_ELA03_sharded_a_parameter_of_two_chunks_and_an_optimizer_that_is_not_element_wise) {
   for (const auto& trained :
-       {Trained{Sharding::zero1, "adamw", 258}, {Sharding::zero2, "sgd", 258}, {Sharding::zero2, "lamb", 258}}) {
+       {Trained{Sharding::zero1, "adamw", 258},
+        {Sharding::zero2, "sgd", 258},
+        {Sharding::zero2, "lamb", 258},
+        {Sharding::megatron, "adamw", 600},
+        {Sharding::megatron, "lamb", 258},
+        {.sharding = Sharding::megatron, .optimizer = "adamw", .width = 600, .dtype = at::kBFloat16}}) {
     for (const int victim : {0, 1}) {
       SCOPED_TRACE(fmt::format("{}, rank {}", name_of(trained), victim));
       die_at(2, {{victim, Moment::spoilt_update, 3}}, 1, {}, trained);

@@ -271,6 +271,33 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     note([&] {
       auto model = net();
+      DistributedOptimizer<Adam> optimizer(model, rate, world.group(), {.reuse_grad_buf_for_param_gather = true});
+      Elastic elastic(world, optimizer);
+    });
+    note([&] {
+      const DistributedOptimizerCore::Modules chunks{net(), net()};
+      DistributedOptimizer<Adam> optimizer(chunks, rate, world.group());
+      Elastic elastic(world, optimizer);
+    });
+    note([&] {
+      auto model = net();
+      DistributedOptimizer<Adam> optimizer(model, rate, world.group(), {.model_parallel_group = world.group()});
+      Elastic elastic(world, optimizer);
+    });
+    note([&] {
+      auto model = net(), other = net();
+      DistributedOptimizer<Adam> optimizer(model, rate, world.group());
+      DistributedDataParallel parallel(other, world.group());
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      auto model = net();
+      DistributedOptimizer<Adam> optimizer(model, rate, world.group());
+      DistributedSampler sampler(60, world.group());
+      Elastic elastic(world, optimizer, sampler, {.keep_global_batch = 8});
+    });
+    note([&] {
+      auto model = net();
       DistributedDataParallel parallel(model, world.group());
       Adam optimizer(model->parameters(), rate);
       OptimizerInBackward in_backward(parallel, optimizer);
@@ -307,7 +334,9 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
   });
   for (const auto* text :
        {"FullyShardedDataParallel is not supported yet", "the optimizer is not the one of this ShardedDataParallel",
-        "with several optimizers", "broadcast_fp16 is not supported", "OptimizerInBackward", "1 is a SyncBatchNorm",
+        "with several optimizers", "broadcast_fp16 is not supported",
+        "reuse_grad_buf_for_param_gather leaves parameters", "of several chunks is not supported",
+        "model_parallel_group has ranks", "pass it without a wrapper", "OptimizerInBackward", "1 is a SyncBatchNorm",
         "min_ranks is 3: give 1 to 2",
         "keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole",
         "the sampler is rank 0 of 3's"}) {
@@ -379,6 +408,70 @@ TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_na
     return all + "end";
   });
   for (const auto& rank : ended) EXPECT_EQ(rank.text, "end");
+}
+
+TEST(ElasticLoop, ELA02_ELA03_what_an_update_by_range_must_not_do_is_refused_by_name) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    SCOPED_TRACE(c10::toString(dtype));
+    const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
+      alarm(30);
+      auto net = std::make_shared<test::Net>();
+      net->to_dtype(dtype);
+      const test::Trained trained{.sharding = test::Sharding::megatron, .optimizer = "adamw", .dtype = dtype};
+      const auto wrapped = test::wrap_as(trained, net, world.group());
+      auto made = wrapped.elastic(world);
+      const auto x = test::inputs_of({1, 2});
+      std::string all;
+      const auto expect = [&](const std::string& text, const std::function<void()>& act) {
+        try {
+          act();
+          all += "no error instead of: " + text + "\n";
+        } catch (const UsageError& error) {
+          if (std::string(error.what()).find(text) == std::string::npos) all += std::string(error.what()) + "\n";
+        }
+        wrapped.optimizer->zero_grad();
+      };
+      const auto compute = [&] { test::loss_of(wrapped.forward(x), x).backward(); };
+      const auto step = [&](const std::function<void()>& update) {
+        if (!made->step(2, compute, update)) all += "a step was not complete\n";
+        wrapped.optimizer->zero_grad();
+      };
+      const auto usual = [&] { wrapped.step(); };
+      step(usual);
+      expect("is for the second function of Elastic::step()", usual);
+      expect("is for the second function of Elastic::step(), once in each step", [&] {
+        step([&] {
+          usual();
+          usual();
+        });
+      });
+      for (const bool to_none : {true, false}) {
+        expect("gradients were changed in the second function", [&] {
+          step([&] {
+            wrapped.optimizer->zero_grad(to_none);
+            usual();
+          });
+        });
+      }
+      step(usual);
+      // Values that the program writes count, also in the copies that the optimizer updates.
+      const auto norm = [&] { return net->second->weight.norm().item<double>(); };
+      const auto before = norm();
+      {
+        const torch::NoGradGuard no_grad;
+        net->second->weight.mul_(4);
+      }
+      step(usual);
+      if (norm() < 3 * before) all += "a written value is lost\n";
+      wrapped.by_range()->load_state_dict(wrapped.by_range()->state_dict());
+      expect("was loaded or replaced", [&] { step(usual); });
+      made.reset();
+      compute();
+      usual();
+      return all + "end";
+    });
+    for (const auto& rank : ended) EXPECT_EQ(rank.text, "end");
+  }
 }
 
 TEST(ElasticLoop, ELA01_an_update_that_communicates_is_refused) {

@@ -21,6 +21,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/gradients/gradient_norm.h"
+#include "engine/sharded/sharded_state.h"
 #include "shoal/elastic.h"
 #include "tests/elastic/elastic_training.h"
 #include "tests/support/forked_ranks.h"
@@ -135,10 +137,25 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
     }
   }
   Net net(trained.width);
+  net.to_dtype(trained.dtype);
+  Net copies(trained.width);  // in float32, if the net is not: what the optimizer updates
+  copies.to_dtype(trained.dtype);
+  copies.to_dtype(at::kFloat);
+  auto& updated = trained.has_copies() ? copies : net;
+  GradScaler scaler(trained.scaler());
+  const bool scales = trained.dtype == at::kHalf;
   const auto made = with_optimizer(trained, [&]<class Local>(Local*, const auto& options) {
-    return std::unique_ptr<torch::optim::Optimizer>(std::make_unique<Local>(net.parameters(), options));
+    return std::unique_ptr<torch::optim::Optimizer>(std::make_unique<Local>(updated.parameters(), options));
   });
   auto& optimizer = *made;
+  const auto hash = [&] {
+    auto state = optimizer_state(optimizer, updated);
+    for (const auto& copy : copies.named_parameters()) {
+      if (trained.has_copies()) state[copy.key()].tensors["main_param"] = copy.value().detach();
+    }
+    if (scales) state[grad_scaler_key] = scaler_state(scaler);
+    return hash_of(state, net);
+  };
   auto generator = at::detail::getDefaultCPUGenerator();
   std::vector<at::Tensor> generators;
   for (int member = 0; member < most_ranks; ++member) {
@@ -165,22 +182,30 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
       std::vector<size_t> samples(begun->samples, begun->samples + begun->count);
       for (const auto sample : samples) ++seen[entry.epoch][static_cast<int>(sample)];
       generator.set_state(generators[member]);
-      const auto x = inputs_of(samples);
       net.zero_grad();
-      loss_of(net.forward(x), x).backward();
+      const auto parts = inputs_of(samples).chunk(trained.micro_batches);
+      for (const auto& x : parts) {
+        const auto loss = loss_of(net.forward(x.to(trained.dtype)), x) / static_cast<double>(parts.size());
+        (scales ? scaler.scale(loss) : loss).backward();
+      }
       generators[member] = generator.get_state();
       size_t i = 0;
       for (const auto& parameter : net.parameters()) {
-        const auto part = entry.ranks > 1 ? parameter.grad() * (1.0 / entry.ranks) : parameter.grad().clone();
+        const auto gradient = parameter.grad().to(trained.has_copies() ? at::kFloat : trained.dtype);
+        const auto part = entry.ranks > 1 ? gradient * (1.0 / entry.ranks) : gradient.clone();
         if (rank == 0) sums.push_back(part);
         if (rank > 0) sums[i].add_(part);
         ++i;
       }
     }
     size_t i = 0;
-    for (auto& parameter : net.parameters()) parameter.mutable_grad() = sums[i++];
-    optimizer.step();
-    if (in_rank_order && hash_of(optimizer, net) != complete.hash) {
+    for (auto& parameter : updated.parameters()) parameter.mutable_grad() = sums[i++];
+    const bool infinite = scales && scaler.unscale(sums);
+    if (trained.clip > 0 && !infinite) clip_to_norm(sums, local_norm(sums, 2), trained.clip);
+    if (!infinite) optimizer.step();
+    if (scales) scaler.update(infinite);
+    if (trained.has_copies()) net.round(copies);
+    if (in_rank_order && hash() != complete.hash) {
       return fmt::format(
           "after step {}, computed by {} ranks in generation {}, the state is not that of a run without "
           "deaths",
@@ -204,19 +229,20 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   alarm(30);  // a rank that hangs is ended by a signal, which the test sees
   const int self = world.rank();
   auto net = std::make_shared<Net>(trained.width);
+  net->to_dtype(trained.dtype);
   const auto wrapped = wrap_as(trained, net, world.group());
   auto& optimizer = *wrapped.optimizer;
-  auto* oss = wrapped.oss();
   DistributedSampler sampler(samples_of_epoch, world.group(), {.seed = 3});
   int64_t step = 1;  // the one that is computed
+  int64_t forwards = 0;
   const auto reached = [&](Moment moment) {
     for (const auto& death : deaths) {
       if (death.rank == self && death.moment == moment && death.step <= step) std::raise(SIGKILL);
     }
   };
   int64_t chunk = 0;  // of this step's update
+  int64_t own = 0;    // this rank's chunks
   at_chunk = [&](torch::optim::Optimizer& local, bool after) {
-    const auto own = chunks_of(*oss, trained.optimizer != "lamb");
     const auto second = std::min<int64_t>(2, own);
     if (!after && ++chunk == second) reached(Moment::in_update);
     for (const auto& [moment, when] :
@@ -232,7 +258,8 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   net->first->weight.register_hook([&](const at::Tensor&) { reached(Moment::in_backward); });
   auto options = chosen;
   if (!options.on_change) options.on_change = [&](const ElasticChange&) { reached(Moment::after_recovery); };
-  Elastic elastic(world, *wrapped.parallel, optimizer, sampler, options);
+  const auto made = wrapped.elastic(world, sampler, options);
+  auto& elastic = *made;
   world.manual_seed(seed_of_ranks);
   ++record.started;
   for (int epoch = 0; epoch < epochs; ++epoch) {
@@ -243,6 +270,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
       while (const auto batch = division.next(batch_size)) {
         Entry entry{.generation = elastic.generation(), .epoch = epoch, .count = static_cast<int>(batch->size())};
         std::copy(batch->begin(), batch->end(), entry.samples);
+        const auto parts = inputs_of(*batch).chunk(trained.micro_batches);
         const auto compute = [&] {
           entry.step = step;
           entry.ranks = world.size();
@@ -250,10 +278,12 @@ inline std::string train(const World& world, Record& record, int epochs, const s
           record.begun[self].add(entry);
           reached(Moment::before_forward);
           try {
-            const auto x = inputs_of(*batch);
-            const auto y = wrapped.forward(x);
-            reached(Moment::after_forward);
-            loss_of(y, x).backward();
+            for (size_t i = 0; i < parts.size(); ++i) {
+              const auto scope = wrapped.no_sync(i + 1 < parts.size());
+              const auto y = wrapped.forward(parts[i]);
+              reached(Moment::after_forward);
+              wrapped.backward(loss_of(y, parts[i]) / static_cast<double>(parts.size()));
+            }
           } catch (const CommError&) {
             reached(Moment::on_notice);
             throw;
@@ -263,19 +293,17 @@ inline std::string train(const World& world, Record& record, int epochs, const s
         const auto update = [&] {
           reached(Moment::before_update);
           chunk = 0;
-          oss != nullptr ? oss->step() : optimizer.step();
+          own = wrapped.share() != nullptr ? chunks_of(*wrapped.share(), trained.optimizer != "lamb") : 0;
+          wrapped.step();
           reached(Moment::after_update);
         };
         if (!elastic.step(static_cast<int64_t>(batch->size()), compute, update)) break;
-        if (oss == nullptr) {
-          entry.hash = hash_of(optimizer, *net);
-        } else {
-          entry.hash = hash_of(elastic.together([&] { return oss->state_dict(*net); }), *net);
-        }
+        entry.hash = hash_of(elastic.together([&] { return wrapped.state(*net); }), *net);
         entry.at = now();
         record.complete[self].add(entry);
         optimizer.zero_grad();
-        if (net->forwards.item<int64_t>() != step)
+        forwards += static_cast<int64_t>(parts.size());
+        if (net->forwards.item<int64_t>() != forwards)
           return fmt::format("{} forwards in {} steps", net->forwards.item<int64_t>(), step);
         if (elastic.steps() != step) return fmt::format("{} steps, not {}", elastic.steps(), step);
         ++step;

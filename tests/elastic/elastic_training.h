@@ -19,6 +19,8 @@
 #include "optim/state.h"
 #include "shoal/ddp.h"
 #include "shoal/detail/optimizer_state.h"
+#include "shoal/elastic.h"
+#include "shoal/megatron.h"
 #include "shoal/optim.h"
 #include "shoal/zero.h"
 
@@ -37,6 +39,16 @@ struct Net : torch::nn::Module {
     forwards.add_(1);
     const auto noisy = x + 0.01 * at::randn_like(x);
     return third(at::tanh(second(at::tanh(first(noisy)))));
+  }
+  void to_dtype(at::ScalarType dtype) {
+    for (auto layer : {first, second, third}) layer->to(dtype);
+  }
+  // Takes the parameters of `copies` in this net's dtype.
+  void round(const Net& copies) {
+    const torch::NoGradGuard no_grad;
+    const auto from = copies.parameters();
+    auto to = parameters();
+    for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
   }
   torch::nn::Linear first{nullptr}, second{nullptr}, third{nullptr};
   at::Tensor forwards;
@@ -79,13 +91,21 @@ inline uint64_t hash_of(const torch::optim::Optimizer& optimizer, const torch::n
 constexpr uint64_t seed_of_ranks = 100;
 constexpr double learning_rate = 0.01;
 
-enum class Sharding { none, zero1, zero2 };
+enum class Sharding { none, zero1, zero2, megatron };
 
 // What is trained, and how.
 struct Trained {
   Sharding sharding = Sharding::none;
   std::string optimizer = "adam";
   int64_t width = 24;  // of the net; 258: a matrix is updated in two chunks
+  at::ScalarType dtype =
+      at::kFloat;             // of the parameters; of 16 bits: with float32 copies, and a loss scaler for float16
+  bool overlap = true;        // gradients are reduced in backward; false: with megatron, in step()
+  int64_t micro_batches = 1;  // of a step
+  double clip = 0;            // norm to which the optimizer's option clips
+
+  bool has_copies() const { return c10::elementSize(dtype) < 4; }
+  GradScalerOptions scaler() const { return {.initial_scale = 65536, .growth_interval = 3}; }  // some steps overflow
 };
 
 // Calls `act` with a pointer to the optimizer's class and its options.
@@ -98,7 +118,7 @@ auto with_optimizer(const Trained& trained, const Act& act) {
   return act(static_cast<Adam*>(nullptr), AdamOptions(learning_rate));
 }
 
-// Called at each step of a local optimizer, which is a chunk of an update: before and after it.
+// Called at each step of a local optimizer, which is a chunk of an update: before and after it. Empty: nothing.
 inline std::function<void(torch::optim::Optimizer& local, bool after)> at_chunk;
 
 template <class Local>
@@ -106,9 +126,9 @@ class Chunked : public Local {
  public:
   using Local::Local;
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    at_chunk(*this, false);
+    if (at_chunk) at_chunk(*this, false);
     auto loss = Local::step(std::move(closure));
-    at_chunk(*this, true);
+    if (at_chunk) at_chunk(*this, true);
     return loss;
   }
 };
@@ -133,14 +153,58 @@ inline void spoil(torch::optim::Optimizer& local) {
   }
 }
 
-// A wrapper and its optimizer.
+// An optimizer, and its wrapper, if there is one.
 struct Wrapped {
   std::unique_ptr<torch::optim::Optimizer> optimizer;
-  std::unique_ptr<DataParallelCore> parallel;
-  std::function<at::Tensor(const at::Tensor&)> forward;
+  std::unique_ptr<DataParallelCore> parallel{};
+  std::function<at::Tensor(const at::Tensor&)> forward{};
 
   OSSCore* oss() const { return dynamic_cast<OSSCore*>(optimizer.get()); }
+  DistributedOptimizerCore* megatron() const { return dynamic_cast<DistributedOptimizerCore*>(optimizer.get()); }
+  // That of a strategy whose ranks own ranges.
+  ShardedOptimizerCore* by_range() const { return dynamic_cast<ShardedOptimizerCore*>(optimizer.get()); }
+  const torch::optim::Optimizer* share() const {
+    const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(optimizer.get());
+    return sharded != nullptr ? &sharded->local_optimizer() : nullptr;
+  }
+  void step() const {
+    if (oss() != nullptr) {
+      oss()->step();
+    } else if (by_range() != nullptr) {
+      by_range()->step();
+    } else {
+      optimizer->step();
+    }
+  }
+  void backward(const at::Tensor& loss) const {
+    (by_range() != nullptr ? by_range()->scale_loss(loss) : loss).backward();
+  }
+  // Of all ranks; collective if it is sharded.
+  OptimizerState state(const torch::nn::Module& module) const {
+    if (oss() != nullptr) return oss()->state_dict(module);
+    return by_range() != nullptr ? by_range()->state_dict() : optimizer_state(*optimizer, module);
+  }
+  // The arguments are those of Elastic beside what is trained.
+  template <class... Arguments>
+  std::unique_ptr<Elastic> elastic(const World& world, Arguments&&... arguments) const {
+    if (parallel) return std::make_unique<Elastic>(world, *parallel, *optimizer, std::forward<Arguments>(arguments)...);
+    return std::make_unique<Elastic>(world, *megatron(), std::forward<Arguments>(arguments)...);
+  }
+  NoSync no_sync(bool accumulate) const {
+    return parallel ? parallel->no_sync(accumulate) : megatron()->no_sync(accumulate);
+  }
 };
+
+// Several buckets, and sums in float32.
+inline DistributedOptimizerOptions megatron_options(const Trained& trained) {
+  DistributedOptimizerOptions options;
+  options.bucket_size = 256;
+  options.overlap_grad_reduce = trained.overlap;
+  options.grad_reduce_in_fp32 = trained.has_copies();
+  options.clip_grad = trained.clip;
+  if (trained.dtype == at::kHalf) options.scaler = trained.scaler();
+  return options;
+}
 
 inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, const Group& group) {
   return with_optimizer(trained, [&]<class Local>(Local*, const auto& options) {
@@ -149,6 +213,12 @@ inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, 
       wrapped.forward = [to = parallel.get()](const at::Tensor& x) { return to->forward(x); };
       wrapped.parallel = std::move(parallel);
     };
+    if (trained.sharding == Sharding::megatron) {
+      wrapped.optimizer =
+          std::make_unique<DistributedOptimizer<Chunked<Local>>>(net, options, group, megatron_options(trained));
+      wrapped.forward = [net, trained](const at::Tensor& x) { return net->forward(x.to(trained.dtype)); };
+      return wrapped;
+    }
     if (trained.sharding == Sharding::none) {
       wrapped.optimizer = std::make_unique<Local>(net->parameters(), options);
     } else {
@@ -170,10 +240,12 @@ inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, 
 }
 
 // Number of chunks that a rank updates.
-inline int64_t chunks_of(const OSSCore& oss, bool cut) {
+inline int64_t chunks_of(const torch::optim::Optimizer& share, bool cut) {
   constexpr int64_t chunk = GuardedUpdate::chunk_numel;
   int64_t chunks = 0;
-  for (const auto& parameter : oss.local_params()) chunks += cut ? (parameter.numel() + chunk - 1) / chunk : 1;
+  for (const auto& group : share.param_groups()) {
+    for (const auto& values : group.params()) chunks += cut ? (values.numel() + chunk - 1) / chunk : 1;
+  }
   return chunks;
 }
 

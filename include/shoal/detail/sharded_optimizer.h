@@ -15,6 +15,8 @@
 
 namespace shoal {
 
+class ShardedModule;
+
 // Result of an optimizer step.
 struct ShardedStep {
   bool updated = true;                // false: some rank found inf or NaN, and nothing was updated
@@ -55,6 +57,17 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   // The optimizer over what this rank owns, with its state.
   const torch::optim::Optimizer& local_optimizer() const;
 
+  // For Elastic. From now on a step is guarded against the death of ranks: prepare_commit(), commit(), step(). State moves
+  // to memory that the ranks share. Collective.
+  void guard();
+  // Steps are as before Elastic from now on. Not collective.
+  void unguard();
+  // All of a step that communicates: adopts changed values, and reduces, unscales, checks and clips the gradients. Returns
+  // whether all ranks must map memory in commit(). Collective.
+  bool prepare_commit();
+  // All ranks that live pass, or none does: CommError. Collective.
+  void commit(bool map);
+
  protected:
   // groups: param groups of the whole model. make: creates the optimizer for a rank's part of them. Collective.
   ShardedOptimizerBase(const ParamGroups& groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
@@ -71,11 +84,16 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void share(ParamGroups groups, size_t given);
   // Adopts parameters that the user has replaced or written since the last step; step() calls it first. Collective.
   void adopt_changes();
+  // For Elastic: goes on in the state's group, whose ranks own other shares, with the optimizer state of the former ones. If
+  // it fails, the former ones count, and it may be called again. Collective over the new group.
+  void take_over();
   State& state() const { return *state_; }
 
  private:
   void update(bool finite);
+  ShardedStep prepare_update(GradScaler* scaler, double max_norm);
   ShardedStep update_if_finite(GradScaler* scaler, double max_norm);
+  ShardedStep guarded_step(GradScaler* scaler, double max_norm);
 
   std::unique_ptr<State> state_;
 };
@@ -102,13 +120,22 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   // Loads the full state, which every rank passes, from any strategy and number of ranks. See load_optimizer_state.
   void load_state_dict(const OptimizerState& state);
 
+  // For Elastic: whether grad() of the parameter stands for a gradient in a buffer that has not been zeroed.
+  bool has_buffered_gradient(const at::Tensor& parameter) const;
+
  protected:
   // groups: param groups of the parameters in state's modules. Collective.
   ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
                        std::unique_ptr<State> state);
   State& state() const;
+  // For Elastic. UsageError that names what cannot outlive a rank.
+  void require_regroupable() const;
+  // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones. See
+  // take_over(). Collective over `group`.
+  void regroup(const Group& group, std::vector<std::shared_ptr<ShardedModule>> modules);
 
  private:
+  void connect_clipping();
   double clip_grad_norm(double max_norm, double norm_type);
 };
 

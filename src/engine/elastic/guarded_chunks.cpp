@@ -134,6 +134,13 @@ void GuardedUpdate::step(int rank, const Chunk& chunk) {
   }
   SingledOut(local_).step(target(rank, chunk).param_group, piece);
   keep_state(rank, chunk, piece);
+  round(rank, chunk, piece);
+}
+
+void GuardedUpdate::round(int rank, const Chunk& chunk, const at::Tensor& piece) const {
+  const auto& rounded = target(rank, chunk).rounded;
+  if (!rounded.defined()) return;
+  rounded.narrow(0, chunk.begin, chunk.end - chunk.begin).copy_(in_memory_order(piece.detach()));
 }
 
 // Moves what the optimizer has made into the slots. The state of a target counts once its last chunk is done.

@@ -65,32 +65,6 @@ void GuardedUpdate::take_state(size_t target) {
   local_.state()[values.unsafeGetTensorImpl()] = make_state(local_, *state);
 }
 
-void GuardedUpdate::adopt(const GuardedUpdate& former) {
-  const torch::NoGradGuard no_grad;
-  const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())];
-  for (size_t i = 0; i < own.size(); ++i) {
-    const auto before = former.shared_.find(own[i].values);
-    if (!before) throw UsageError("Elastic: a parameter is new, which is not supported");
-    const auto state = former.shared_.state(before->first, before->second);
-    if (!state) continue;
-    shared_.keep(group_.rank(), i, *state);
-    take_state(i);
-  }
-}
-
-void GuardedUpdate::release(const GuardedUpdate& former, torch::optim::Optimizer& local) {
-  const torch::NoGradGuard no_grad;
-  for (int rank = 0; rank < former.group_.size(); ++rank) {
-    const auto& targets = former.shared_.targets()[static_cast<size_t>(rank)];
-    for (size_t i = 0; i < targets.size(); ++i) {
-      auto state = former.shared_.state(rank, i);
-      if (!state) continue;
-      for (auto& [name, tensor] : state->tensors) tensor = tensor.clone();
-      local.state()[targets[i].values.unsafeGetTensorImpl()] = make_state(local, *state);
-    }
-  }
-}
-
 bool GuardedUpdate::prepare() {
   const int self = group_.rank();
   const auto& own = shared_.targets()[static_cast<size_t>(self)];
@@ -205,6 +179,12 @@ void GuardedUpdate::run() {
     });
   }
   for (auto& gradient : gradients_) gradient = Gradient();
+}
+
+void GuardedUpdate::skip() {
+  require_commit();
+  shared_.record(group_.rank()).updated.store(commits_);
+  survivors_.ring();
 }
 
 }  // namespace shoal

@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/membership/survivors.h"
@@ -27,7 +28,7 @@ namespace shoal {
 // parameters are cut at multiples of 64 Ki elements, others are not cut.
 //
 // The optimizer's state lies in SharedState. What libtorch makes in its step moves there before the chunk is marked as
-// done.
+// done. A target that is a float32 copy is rounded to its parameter's own elements before that, too.
 class GuardedUpdate {
  public:
   static constexpr int64_t chunk_numel = int64_t{64} << 10;
@@ -37,10 +38,14 @@ class GuardedUpdate {
   // whose state is unknown.
   GuardedUpdate(const Group& group, UpdateTargets targets, torch::optim::Optimizer& local, bool cuts);
 
-  // State of a parameter from before a change of the ranks: of `values` in `former`, whoever owned it.
+  // Own targets' state from before a change of the ranks, whoever owned which elements then. UsageError for state that is
+  // not element by element and would have to be cut.
   void adopt(const GuardedUpdate& former);
-  // The same for a single rank that is left, which needs no guard.
-  static void release(const GuardedUpdate& former, torch::optim::Optimizer& local);
+  // The same for a single rank that is left, which needs no guard. own: what its optimizer updates.
+  static void release(const GuardedUpdate& former, const std::vector<UpdateTarget>& own,
+                      torch::optim::Optimizer& local);
+  // Copies what the ranks of this object have updated to the values of `target`.
+  void copy_values(const UpdateTarget& target) const;
 
   // Before commit(). Returns whether the others must map memory of this rank, all of them in one map_all(), so that they
   // can read it after its death. UsageError for state that was replaced, and sparse gradients.
@@ -53,6 +58,8 @@ class GuardedUpdate {
   // UsageError unless a commit has passed that was not followed by run() yet.
   void require_commit() const;
   void run();
+  // In place of run(), on all ranks: nothing is updated in this step.
+  void skip();
 
  private:
   // Of this step; undefined tensors: there is none.
@@ -85,7 +92,11 @@ class GuardedUpdate {
   void step(int rank, const Chunk& chunk);
   void keep_state(int rank, const Chunk& chunk, const at::Tensor& piece);
   void update(int rank);
+  void round(int rank, const Chunk& chunk, const at::Tensor& piece) const;
   void take_state(size_t target);
+  template <class Visit>
+  void for_overlaps(const UpdateTarget& target, const Visit& visit) const;
+  std::optional<NamedState> state_of(const UpdateTarget& target) const;
   bool is_updated(int rank) const { return shared_.record(rank).updated.load() >= commits_; }
   bool is_lost(int rank) const { return !is_updated(rank) && survivors_.ended(rank); }
 

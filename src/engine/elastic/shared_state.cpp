@@ -89,15 +89,6 @@ StateEntry& SharedState::entry(int rank, size_t target) const {
   return reinterpret_cast<StateEntry*>(at(ranks_[static_cast<size_t>(rank)].entries))[target];
 }
 
-std::optional<std::pair<int, size_t>> SharedState::find(const at::Tensor& values) const {
-  for (size_t rank = 0; rank < targets_.size(); ++rank) {
-    for (size_t target = 0; target < targets_[rank].size(); ++target) {
-      if (targets_[rank][target].values.is_same(values)) return std::pair(static_cast<int>(rank), target);
-    }
-  }
-  return std::nullopt;
-}
-
 at::Tensor SharedState::slot(int rank, size_t target, int field, at::ScalarType dtype, at::IntArrayRef sizes) const {
   const auto& values = targets_[static_cast<size_t>(rank)][target].values;
   const auto room = slot_bytes(rank, target);

@@ -4,19 +4,27 @@
 #include <torch/optim/optimizer.h>
 
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "engine/elastic/update_record.h"
 #include "optim/state.h"
+#include "shoal/detail/range.h"
 #include "shoal/group.h"
 
 namespace shoal {
 
-// A tensor that a rank's optimizer updates.
+// A tensor that a rank's optimizer updates: a parameter, or the elements of it that the rank owns.
 struct UpdateTarget {
   at::Tensor values;       // in memory that all ranks of the host map; dense
   size_t param_group = 0;  // of the optimizer
+  at::Tensor parameter{};
+  Range range{};         // its elements, in memory order
+  at::Tensor rounded{};  // where `values` are float32 copies: the parameter's own elements, one-dimensional
+
+  // Whether both concern some element of one parameter.
+  bool overlaps(const UpdateTarget& other) const {
+    return parameter.is_same(other.parameter) && (range == other.range || !range.intersect(other.range).empty());
+  }
 };
 
 // By rank of the group.
@@ -37,8 +45,6 @@ class SharedState {
   StateEntry& entry(int rank, size_t target) const;
   std::byte* scratch(int rank) const { return at(ranks_[static_cast<size_t>(rank)].scratch); }
 
-  // Rank and number of the target with these values, if there is one.
-  std::optional<std::pair<int, size_t>> find(const at::Tensor& values) const;
   // The state's tensors, in their slots, and its numbers; nothing if there is none.
   std::optional<NamedState> state(int rank, size_t target) const;
   // A tensor in the slot of field `field`.

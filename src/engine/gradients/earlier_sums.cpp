@@ -242,6 +242,21 @@ void EarlierSums::resume(size_t gradient, const Left& left, bool here) {
   }
 }
 
+EarlierSums::Remains EarlierSums::remains(size_t gradient) const {
+  if (!grad(gradient).defined()) return Remains::nothing;
+  const bool zeroed = stands_in(gradient) && (zero_[gradient] || stand_ins_.zeroed(gradient));
+  return zeroed ? Remains::zeros : Remains::values;
+}
+
+void EarlierSums::leave(size_t gradient, Remains remains, const std::string& why) {
+  if (remains == Remains::nothing) return;
+  where_[gradient] = Where::part;
+  zero_[gradient] = remains == Remains::zeros;
+  spoilt_[gradient] = remains == Remains::zeros ? Spoilt::no : Spoilt::for_use;
+  why_spoilt_ = why;
+  stand_ins_.put(gradient);
+}
+
 void EarlierSums::hold(size_t index, const std::vector<bool>& used) {
   const auto& bucket = buckets_[index];
   if (!bucket.kept_range().empty()) {

@@ -65,6 +65,12 @@ class EarlierSums {
   bool is_sum(size_t gradient) const { return where_[gradient] != Where::none && !aside_[gradient]; }
   // Whether grad() holds a stand-in.
   bool stands_in(size_t gradient) const { return stand_ins_.present(gradient); }
+  // What there is of a gradient between steps, in grad() or behind its stand-in.
+  enum class Remains { nothing, zeros, values };
+  Remains remains(size_t gradient) const;
+  // Leaves that as a sum, for an object that replaces the one that had it and does not have its values: such a sum can
+  // only be dropped or zeroed. why: see spoil().
+  void leave(size_t gradient, Remains remains, const std::string& why);
   // Whether this rank's bucket holds a part of a sum.
   bool has_part(size_t gradient) const { return where_[gradient] == Where::part; }
   // Whether put_back() or write_zeroes() has anything to write.

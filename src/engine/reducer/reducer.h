@@ -103,6 +103,11 @@ class Reducer : private BackwardListener {
   // Whether a sum exists, after prepare_sums(). False: no rank used the gradient, or it was dropped.
   bool has_sum(size_t gradient) const { return accumulated_.sums().has_part(gradient); }
   // See EarlierSums.
+  using Remains = EarlierSums::Remains;
+  Remains remains(size_t gradient) const { return accumulated_.sums().remains(gradient); }
+  void leave(size_t gradient, Remains remains, const std::string& why) {
+    accumulated_.sums().leave(gradient, remains, why);
+  }
   void spoil_sums(std::string why, bool add_only = false) { accumulated_.sums().spoil(std::move(why), add_only); }
   void require_addable_sums() const { accumulated_.sums().require_addable(); }
   // Enters a step that the peers will finish or wait for; abandon() must follow if this rank does not finish it.

@@ -39,7 +39,7 @@ void ShardedModule::list_pieces(std::span<const at::Tensor> originals) {
     for (const auto& slice : bucket.layout().overlapping(kept)) {
       const auto& parameter = reducer_->gradients()[bucket.members()[slice.piece]].parameter;
       const auto elements = gathers_[number]->elements(slice);
-      const bool narrow = parameter.element_size() < static_cast<int64_t>(sizeof(float));
+      const bool narrow = has_copy(parameter);
       OwnedPiece piece{.gradient = bucket.members()[slice.piece],
                        .main = (narrow ? elements.to(at::kFloat) : elements).detach(),
                        .copied = narrow,

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/elastic/shared_state.h"
 #include "engine/paging/first_touch.h"
 #include "engine/reducer/reducer.h"
 #include "engine/sharded/parameter_gather.h"
@@ -38,6 +39,11 @@ struct OwnedPiece {
   // full precision.
   void take_back() const;
 };
+
+// Whether the optimizer updates float32 copies of the parameter's elements.
+inline bool has_copy(const at::Tensor& parameter) {
+  return parameter.element_size() < static_cast<int64_t>(sizeof(float));
+}
 
 // The reducer's buckets, the parameters in the same layout, and this rank's shards of both.
 class ShardedModule {
@@ -102,6 +108,17 @@ class ShardedModule {
   // Shards of all ranks, grouped by parameter; names begin with `prefix`.
   std::vector<StatePiece> state_pieces(const std::string& prefix) const;
 
+  // For elastic jobs, where parameters lie in memory that the ranks share. Moves the float32 copies there, once. Collective.
+  void share_copies();
+  // What the optimizer of a rank updates, without param groups: of this rank its pieces, of others after share_copies().
+  std::vector<UpdateTarget> targets(int rank) const;
+  // Leaves later backwards to a module that replaces this one. Returns what there was of gradients, and drops them.
+  const std::vector<Reducer::Remains>& retire();
+  // Leaves that in place of the former module, whose values are lost.
+  void resume(const std::vector<Reducer::Remains>& remains);
+  // Takes over what the optimizer updates from a module that is divided alike, so that the optimizer's tensors stay.
+  void keep_pieces(const ShardedModule& former);
+
  private:
   void list_pieces(std::span<const at::Tensor> originals);
 
@@ -123,6 +140,8 @@ class ShardedModule {
   KnownModule known_;
   bool converts_ = false;
   std::vector<OwnedPiece> pieces_;
+  std::vector<at::Tensor> copies_;  // by bucket: float32 copies of all ranks' elements; undefined: there are none
+  std::vector<Reducer::Remains> remains_;  // of gradients, when this module was retired
   bool lent_ = false;
   bool ended_ = false;
   Label awaited_;

@@ -115,13 +115,6 @@ void ShardedOptimizerBase::adopt_changes() {
 // This rank's values change, and all ranks get them.
 void ShardedOptimizerBase::update(bool finite) {
   auto& state = *state_;
-  if (state.guarded) {
-    copy_options(param_groups_, state.local->param_groups());
-    const UnwatchedOperators own;
-    const TimedScope scope(timeline_of(state.group), "update", state.steps);
-    state.guarded->run();
-    return;
-  }
   state.await_readers();
   if (finite) {
     copy_options(param_groups_, state.local->param_groups());
@@ -141,14 +134,13 @@ void ShardedOptimizerBase::update(bool finite) {
   }
 }
 
-ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double max_norm) {
+// The part of a step that reads and changes gradients.
+ShardedStep ShardedOptimizerBase::prepare_update(GradScaler* scaler, double max_norm) {
   auto& state = *state_;
-  const torch::NoGradGuard no_grad;
   ShardedStep result;
   {
     const auto gradients = state.unscaled_gradients(scaler);
     result.updated = *state.finite;
-    if (scaler != nullptr) scaler->update(!result.updated);
     if (result.updated && max_norm > 0) {
       state.time(
           "optimizer-clip-main-grad", 2, [&] { result.grad_norm = state.clip(gradients, max_norm); }, &state.group);
@@ -159,6 +151,14 @@ ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double ma
     result.num_zeros = state.count_zeros();
     state.met = true;
   }
+  return result;
+}
+
+ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double max_norm) {
+  auto& state = *state_;
+  const torch::NoGradGuard no_grad;
+  const auto result = prepare_update(scaler, max_norm);
+  if (scaler != nullptr) scaler->update(!result.updated);
   if (result.updated || moves_without_update()) update(result.updated);
   state.end_step(scaler != nullptr);
   state.finite.reset();
@@ -168,18 +168,13 @@ ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double ma
 
 ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm) {
   state_->require_known(*this);
-  if (state_->guarded) {
-    state_->guarded->require_commit();
-    if (scaler != nullptr || max_norm > 0) {
-      throw UsageError(
-          state_->name +
-          ": a loss scaler and clipping communicate, which an update in an elastic job must not: clip with "
-          "clip_grad_norm() in the first function of Elastic::step()");
-    }
-  }
   ShardedStep result;
   state_->met = false;
   const auto whole = [&] {
+    if (state_->guarded) {
+      result = guarded_step(scaler, max_norm);
+      return;
+    }
     state_->begin_step();
     adopt_changes();
     complete_gradients();
@@ -190,7 +185,7 @@ ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm)
 }
 
 ShardedStep ShardedOptimizerBase::step() {
-  return step_with(state_->scaler ? &*state_->scaler : nullptr, state_->clip_grad);
+  return step_with(state_->own_scaler(), state_->clip_grad);
 }
 
 at::Tensor ShardedOptimizerBase::step(LossClosure closure) {

@@ -28,11 +28,13 @@ struct ShardedOptimizerBase::State {
   std::vector<Group> scalar_groups{};
 
   Factory make{};
+  bool element_wise = false;                         // the local optimizer
   std::unique_ptr<torch::optim::Optimizer> local{};  // its param groups match the whole optimizer's
   KnownParameters known{};
   int64_t steps = 0;
   std::optional<bool> finite{};  // no rank has inf or NaN in the gradients, which are unscaled; none: not asked yet
   std::unique_ptr<GuardedUpdate> guarded{};  // in an elastic job of several ranks
+  std::optional<ShardedStep> prepared{};     // what a guarded step will return, if it is updated
   bool met = false;  // the step in progress has asked all ranks something, so that all are in it
 
   State(std::string name, Group group) : name(std::move(name)), group(std::move(group)) {}
@@ -58,6 +60,8 @@ struct ShardedOptimizerBase::State {
   // All ranks get what this one has updated. Collective.
   virtual void publish() = 0;
   virtual void end_step(bool /*scaled*/) {}
+  // What each rank updates, where all ranks share its memory. Moves there what does not lie there yet. Collective.
+  virtual UpdateTargets shared_targets(const ParamGroups& groups) = 0;
   // What to do instead of changing the param groups or adding parameters, for errors.
   virtual std::string advice_on_groups() const = 0;
   virtual std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const = 0;
@@ -80,6 +84,8 @@ struct ShardedOptimizerBase::State {
   // Values are about to change, which the other ranks may read until they enter their own step. What the step has asked
   // all ranks already has been such a meeting. Collective.
   void await_readers() const;
+
+  GradScaler* own_scaler() { return scaler ? &*scaler : nullptr; }
 
   OptimizerState gather(const std::vector<StatePiece>& pieces, std::optional<int> recipient) const;
   void load(const std::vector<StatePiece>& pieces, const OptimizerState& state);

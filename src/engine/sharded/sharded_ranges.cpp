@@ -94,7 +94,7 @@ std::vector<at::Tensor> ShardedOptimizerCore::State::take_gradients() {
     }
     if (!again || !grad.defined()) {
       grad = piece.sum.to(piece.main.scalar_type());
-    } else if (piece.sum.count_nonzero().item<int64_t>() == 0) {
+    } else if (piece.sum.count_nonzero().item<int64_t>() == 0 && grad.count_nonzero().item<int64_t>() != 0) {
       grad.zero_();  // zeroed since
     }
     list.push_back(grad);
@@ -159,8 +159,12 @@ std::string ShardedOptimizerCore::State::advice_on_adding(const std::vector<at::
 ShardedOptimizerCore::ShardedOptimizerCore(ParamGroups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
                                            Factory make, std::unique_ptr<State> state)
     : ShardedOptimizerBase(groups, std::move(defaults), std::move(make), std::move(state)) {
-  if (!this->state().scaler) return;
-  for (const auto& module : this->state().modules) {
+  connect_clipping();
+}
+
+void ShardedOptimizerCore::connect_clipping() {
+  if (!state().scaler) return;
+  for (const auto& module : state().modules) {
     module->clip_without_scale = [this](double max_norm, double norm_type) {
       return clip_grad_norm(max_norm, norm_type);
     };

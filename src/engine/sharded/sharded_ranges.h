@@ -30,6 +30,7 @@ struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
   bool shared() const override;
   void publish() override;
   void end_step(bool scaled) override;
+  UpdateTargets shared_targets(const ParamGroups& groups) override;
   std::string advice_on_groups() const override;
   std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const override;
 };

@@ -115,16 +115,21 @@ void DataParallelCore::State::require_shapes() const {
   }
 }
 
-void DataParallelCore::State::require_regroupable() const {
-  std::vector<std::string> faults;
-  if (buffers.hooked()) faults.emplace_back("a buffer_hook may keep its group");
-  if (dynamic_cast<const PostLocalSgdHook*>(reducer->reduction().hook()) != nullptr) {
-    faults.emplace_back("PostLocalSgdHook keeps groups of its own");
+std::vector<std::string> keepers_of_groups(const torch::nn::Module& module, const Reducer& reducer) {
+  std::vector<std::string> list;
+  if (dynamic_cast<const PostLocalSgdHook*>(reducer.reduction().hook()) != nullptr) {
+    list.emplace_back("PostLocalSgdHook keeps groups of its own");
   }
-  for (const auto& named : module->named_modules()) {
+  for (const auto& named : module.named_modules()) {
     if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
-    faults.push_back(fmt::format("{} is a SyncBatchNorm, which keeps its group", named.key()));
+    list.push_back(fmt::format("{} is a SyncBatchNorm, which keeps its group", named.key()));
   }
+  return list;
+}
+
+void DataParallelCore::State::require_regroupable() const {
+  auto faults = keepers_of_groups(*module, *reducer);
+  if (buffers.hooked()) faults.emplace_back("a buffer_hook may keep its group");
   if (!faults.empty()) throw UsageError(fmt::format("Elastic: {}", fmt::join(faults, "; ")));
 }
 

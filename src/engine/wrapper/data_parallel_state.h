@@ -39,6 +39,9 @@ struct DataParallelCore::State {
                     std::unique_ptr<GradientReduction> reduction);
 };
 
+// What of a module and the hook of its reducer keeps the present group, for errors.
+std::vector<std::string> keepers_of_groups(const torch::nn::Module& module, const Reducer& reducer);
+
 // The current reducer of a wrapper.
 Reducer& reducer_of(DataParallelCore& parallel);
 

@@ -275,6 +275,7 @@ std::unique_ptr<ShardedOptimizerCore::State> FullyShardedOptimizerCore::make_sta
   auto state = std::make_unique<State>("FullyShardedOptimizer", shards.groups.shard);
   state->everybody = shards.groups.all;
   state->modules = {shards.module};
+  state->element_wise = element_wise;
   state->clip_grad = options.clip_grad;
   // Pages are gathered on use. In shared memory torch::save and data_ptr() read, too, and those cannot wait.
   state->wait_at_first_touch = shards.pager != nullptr;

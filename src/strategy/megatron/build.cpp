@@ -104,6 +104,7 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
   }
   check_dtypes(trainable, options);
   auto state = std::make_unique<State>("DistributedOptimizer", group);
+  state->element_wise = cut;
   state->clip_grad = options.clip_grad;
   state->log_num_zeros_in_grad = options.log_num_zeros_in_grad;
   state->wait_at_first_touch = options.overlap_param_gather;
@@ -134,6 +135,9 @@ void DistributedOptimizerCore::connect_chunks() {
   const auto& chunks = state().modules;
   for (size_t number = 0; number < chunks.size(); ++number) {
     auto& reducer = chunks[number]->reducer();
+    reducer.callbacks.before_backward = [raw = reduction_.get()] {
+      if (raw->before_backward) raw->before_backward();
+    };
     reducer.callbacks.synchronises = [raw = reduction_.get()] {
       const bool now = raw->options.overlap_grad_reduce && raw->no_sync_depth == 0;
       if (!now) raw->reduced = false;

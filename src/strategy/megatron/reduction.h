@@ -1,6 +1,7 @@
 #pragma once
 // State of a DistributedOptimizer besides that of all sharded optimizers.
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@ struct DistributedOptimizerCore::Reduction {
   DistributedOptimizerOptions options;
   std::vector<std::vector<std::string>> ignored;  // by module
   DeclaredGradients declared{};
+  std::function<void()> before_backward{};  // empty: nothing
   int no_sync_depth = 0;
   bool reduced = false;  // without overlap: by reduce_model_grads() since the last step, and no backward here since
 

@@ -11,7 +11,7 @@
 namespace shoal {
 
 // A rank's optimizer has the parameters of a group in the order of the shares.
-UpdateTargets OSSCore::State::targets(const ParamGroups& groups) const {
+UpdateTargets OSSCore::State::shared_targets(const ParamGroups& groups) {
   std::unordered_map<const c10::TensorImpl*, size_t> numbers;
   for (size_t number = 0; number < groups.size(); ++number) {
     for (const auto& parameter : groups[number].params()) numbers[parameter.unsafeGetTensorImpl()] = number;
@@ -19,7 +19,11 @@ UpdateTargets OSSCore::State::targets(const ParamGroups& groups) const {
   UpdateTargets targets(static_cast<size_t>(group.size()));
   for (size_t i = 0; i < shares.parameters.size(); ++i) {
     const auto& parameter = shares.parameters[i];
-    targets[static_cast<size_t>(shares.owners[i])].push_back({parameter, numbers.at(parameter.unsafeGetTensorImpl())});
+    targets[static_cast<size_t>(shares.owners[i])].push_back(
+        {.values = parameter,
+         .param_group = numbers.at(parameter.unsafeGetTensorImpl()),
+         .parameter = parameter,
+         .range = {0, parameter.numel()}});
   }
   return targets;
 }
@@ -30,11 +34,10 @@ void OSSCore::State::share_anew(const Group& to, const ParamGroups& groups,
   std::fill(shares.owners.begin(), shares.owners.end(), -1);
   choose_owners(shares);
   auto part = empty_like(groups);
-  const auto all = targets(groups);
+  const auto all = shared_targets(groups);
   for (const auto& target : all[static_cast<size_t>(group.rank())])
     part[target.param_group].params().push_back(target.values);
   local = make_local(make, part, defaults, name);
-  local->state().clear();  // some make it in their constructor
   fill_buffers();
   ++times_shared;
 }
@@ -49,33 +52,6 @@ void OSSCore::require_regroupable() const {
   }
 }
 
-void OSSCore::guard() {
-  auto& state = this->state();
-  if (state.group.size() == 1) return;
-  state.guarded =
-      std::make_unique<GuardedUpdate>(state.group, state.targets(param_groups_), *state.local, state.element_wise);
-  state.guarded->seal();
-}
-
-void OSSCore::unguard() {
-  state().guarded.reset();
-}
-
-bool OSSCore::prepare_commit() {
-  auto& state = this->state();
-  if (!state.guarded) return false;
-  state.require_known(*this);
-  adopt_changes();
-  return state.guarded->prepare();
-}
-
-void OSSCore::commit(bool map) {
-  auto& state = this->state();
-  if (!state.guarded) return;
-  if (map) state.guarded->map_all();
-  state.guarded->commit();
-}
-
 void OSSCore::regroup(const Group& group) {
   auto& state = this->state();
   if (!state.guarded) {  // one rank, as before
@@ -83,16 +59,7 @@ void OSSCore::regroup(const Group& group) {
     return;
   }
   state.share_anew(group, param_groups_, *defaults_);
-  // The former one counts, and its memory is only read, until all ranks have taken over what they own now.
-  if (group.size() == 1) {
-    GuardedUpdate::release(*state.guarded, *state.local);
-    state.guarded.reset();
-    return;
-  }
-  auto made = std::make_unique<GuardedUpdate>(group, state.targets(param_groups_), *state.local, state.element_wise);
-  made->adopt(*state.guarded);
-  made->seal();
-  state.guarded = std::move(made);
+  take_over();
 }
 
 }  // namespace shoal

@@ -30,7 +30,6 @@ struct OSSShares {
 // Ownership by tensor.
 struct OSSCore::State : ShardedOptimizerBase::State {
   OSSOptions options{};
-  bool element_wise = false;  // the local optimizer
   OSSShares shares{};
   OSSShares next{};                                         // of the groups that shares_of() was asked about
   std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
@@ -51,6 +50,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   bool shared() const override;
   // Without what is frozen and has not changed.
   void publish() override;
+  // In the order of the ranks' optimizers.
+  UpdateTargets shared_targets(const ParamGroups& groups) override;
   std::string advice_on_groups() const override;
   std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const override;
 
@@ -61,8 +62,6 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.
   bool is_balanced() const;
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const;
-  // What each rank updates, in the order of its optimizer.
-  UpdateTargets targets(const ParamGroups& groups) const;
   // Shares, buffers and local optimizer of `group`, without state. Collective.
   void share_anew(const Group& group, const ParamGroups& groups, const torch::optim::OptimizerOptions& defaults);
   // For errors, such as "3 [16, 5]".

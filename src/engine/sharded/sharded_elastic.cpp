@@ -1,0 +1,159 @@
+// Sharded optimizers in elastic jobs: guarded steps, and the shares of ranks that have ended divided among those that are
+// left.
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/paging/operator_watch.h"
+#include "engine/sharded/sharded_ranges.h"
+#include "shoal/error.h"
+#include "shoal/telemetry.h"
+
+namespace shoal {
+
+void ShardedOptimizerBase::guard() {
+  auto& state = *state_;
+  if (state.group.size() == 1) return;
+  const torch::NoGradGuard no_grad;
+  state.guarded = std::make_unique<GuardedUpdate>(state.group, state.shared_targets(param_groups_), *state.local,
+                                                  state.element_wise);
+  state.guarded->seal();
+}
+
+void ShardedOptimizerBase::unguard() {
+  state_->guarded.reset();
+}
+
+bool ShardedOptimizerBase::prepare_commit() {
+  auto& state = *state_;
+  if (!state.guarded) return false;
+  const torch::NoGradGuard no_grad;
+  state.require_known(*this);
+  state.begin_step();
+  adopt_changes();
+  complete_gradients();
+  state.prepared = prepare_update(state.own_scaler(), state.clip_grad);
+  return state.guarded->prepare();
+}
+
+void ShardedOptimizerBase::commit(bool map) {
+  auto& state = *state_;
+  if (!state.guarded) return;
+  if (map) state.guarded->map_all();
+  state.guarded->commit();
+}
+
+// After the commit, on whose gradients all ranks have agreed.
+ShardedStep ShardedOptimizerBase::guarded_step(GradScaler* scaler, double max_norm) {
+  auto& state = *state_;
+  state.guarded->require_commit();
+  if (scaler != state.own_scaler() || max_norm != state.clip_grad) {
+    throw UsageError(state.name +
+                     ": a loss scaler and clipping communicate, which an update in an elastic job must not: clip with "
+                     "clip_grad_norm() in the first function of Elastic::step()");
+  }
+  const torch::NoGradGuard no_grad;
+  state.begin_step();
+  adopt_changes();
+  state.take_gradients();  // shows what has been dropped or zeroed since
+  const auto result = *state.prepared;
+  if (result.updated) {
+    copy_options(param_groups_, state.local->param_groups());
+    const UnwatchedOperators own;
+    const TimedScope scope(timeline_of(state.group), "update", state.steps);
+    state.time(
+        "optimizer-inner-step", 2, [&] { state.guarded->run(); }, nullptr);
+  } else {
+    state.guarded->skip();
+  }
+  if (scaler != nullptr) scaler->update(!result.updated);
+  state.end_step(scaler != nullptr);
+  state.finite.reset();
+  ++state.steps;
+  return result;
+}
+
+void ShardedOptimizerBase::take_over() {
+  auto& state = *state_;
+  const auto targets = state.shared_targets(param_groups_);
+  state.local->state().clear();  // some make it in their constructor
+  // The former one counts, and its memory is only read, until all ranks have taken over what they own now.
+  if (state.group.size() == 1) {
+    GuardedUpdate::release(*state.guarded, targets.front(), *state.local);
+    state.guarded.reset();
+    return;
+  }
+  auto made = std::make_unique<GuardedUpdate>(state.group, targets, *state.local, state.element_wise);
+  made->adopt(*state.guarded);
+  made->seal();
+  state.guarded = std::move(made);
+}
+
+// Copies of ranges that other ranks have now come from the former ranges, and then what the user has written meanwhile.
+UpdateTargets ShardedOptimizerCore::State::shared_targets(const ParamGroups& groups) {
+  std::unordered_map<const c10::TensorImpl*, size_t> numbers;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const auto& parameter : groups[number].params()) numbers[parameter.unsafeGetTensorImpl()] = number;
+  }
+  UpdateTargets targets(static_cast<size_t>(group.size()));
+  for (const auto& module : modules) {
+    module->wait_all();
+    module->share_copies();
+    for (int rank = 0; rank < group.size(); ++rank) {
+      for (auto& target : module->targets(rank)) {
+        target.param_group = numbers.at(target.parameter.unsafeGetTensorImpl());
+        targets[static_cast<size_t>(rank)].push_back(std::move(target));
+      }
+    }
+  }
+  return targets;
+}
+
+bool ShardedOptimizerCore::has_buffered_gradient(const at::Tensor& parameter) const {
+  for (const auto& module : state().modules) {
+    const auto& gradients = module->reducer().gradients();
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (gradients[i].parameter.is_same(parameter)) return module->reducer().remains(i) == Reducer::Remains::values;
+    }
+  }
+  return false;
+}
+
+void ShardedOptimizerCore::require_regroupable() const {
+  const auto& modules = state().modules;
+  if (std::all_of(modules.begin(), modules.end(), [](const auto& module) { return module->shared(); })) return;
+  throw UsageError(
+      fmt::format("Elastic: {} outlives its ranks only where they share its parameters: on the CPU of one host, over "
+                  "the transport host",
+                  state().name));
+}
+
+void ShardedOptimizerCore::regroup(const Group& group, std::vector<std::shared_ptr<ShardedModule>> modules) {
+  const torch::NoGradGuard no_grad;
+  auto& state = this->state();
+  const auto former = std::exchange(state.modules, std::move(modules));
+  state.group = group;
+  if (state.everybody) state.everybody = group;
+  if (!state.scalar_groups.empty()) state.scalar_groups = {group};
+  state.collected.reset();
+  state.finite.reset();
+  state.prepared.reset();
+  connect_clipping();
+  if (!state.guarded) {  // one rank, as before
+    for (size_t number = 0; number < former.size(); ++number) state.modules[number]->keep_pieces(*former[number]);
+    return;
+  }
+  for (const auto& module : state.modules) {
+    for (const auto& target : module->targets(group.rank())) {
+      if (target.rounded.defined()) state.guarded->copy_values(target);
+    }
+  }
+  state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.take_back(); });
+  state.local = make_local(state.make, state.shares_of(param_groups_), *defaults_, state.name);
+  take_over();
+}
+
+}  // namespace shoal

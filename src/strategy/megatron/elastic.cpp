@@ -1,0 +1,64 @@
+// DistributedOptimizer in an elastic job.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <utility>
+
+#include "engine/wrapper/data_parallel_state.h"
+#include "shoal/error.h"
+#include "strategy/megatron/chunk.h"
+#include "strategy/megatron/chunk_names.h"
+#include "strategy/megatron/reduction.h"
+
+namespace shoal {
+
+void DistributedOptimizerCore::require_regroupable() const {
+  const auto& options = reduction_->options;
+  if (reduction_->modules.size() > 1) {
+    throw UsageError("Elastic: a DistributedOptimizer of several chunks is not supported");
+  }
+  auto faults = keepers_of_groups(*reduction_->modules.front(), state().modules.front()->reducer());
+  if (options.reuse_grad_buf_for_param_gather) {
+    faults.emplace_back(
+        "reuse_grad_buf_for_param_gather leaves parameters in each rank's own memory, which ends with the rank: unset "
+        "it");
+  }
+  if (options.model_parallel_group) faults.emplace_back("model_parallel_group has ranks of other replicas' stages");
+  if (!reduction_->declared.empty()) faults.emplace_back("all_reduce_grads() keeps groups of its own");
+  if (!faults.empty()) throw UsageError(fmt::format("Elastic: DistributedOptimizer: {}", fmt::join(faults, "; ")));
+  ShardedOptimizerCore::require_regroupable();
+}
+
+// The former chunks keep their memory until the parameters have moved out of it.
+void DistributedOptimizerCore::regroup(const Group& group, int64_t step) {
+  const auto& modules = reduction_->modules;
+  std::vector<std::shared_ptr<ShardedModule>> made;
+  for (size_t number = 0; number < modules.size(); ++number) {
+    const auto& remains = state().modules[number]->retire();
+    made.push_back(make_chunk(reduction_->tensors(number), group, reduction_->options, state().element_wise,
+                              chunk_prefix(modules, number)));
+    made.back()->know(KnownModule(modules[number], state().name));
+    made.back()->resume(remains);
+    auto& reducer = made.back()->reducer();
+    if (auto* hook = reducer.reduction().hook()) hook->reset();
+    reducer.count_from(step);
+  }
+  reduction_->reduced = false;
+  ShardedOptimizerCore::regroup(group, std::move(made));
+  connect_chunks();
+}
+
+void DistributedOptimizerCore::before_backward(std::function<void()> listener) {
+  reduction_->before_backward = std::move(listener);
+}
+
+int64_t DistributedOptimizerCore::synchronising_steps() const {
+  return state().modules.front()->reducer().step();
+}
+
+const DistributedOptimizerCore::Modules& DistributedOptimizerCore::modules() const {
+  return reduction_->modules;
+}
+
+}  // namespace shoal
