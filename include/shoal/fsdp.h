@@ -156,6 +156,9 @@ class FullyShardedCore : public DataParallelCore {
   void release();
   std::vector<FullyShardedCore*> wrappers_within();
 
+  // For Elastic. UsageError that names what cannot go on in another group.
+  void require_regroupable();
+
  protected:
   TensorCast input_cast() const;
   // Shards of this rank of the trainable parameters in the module's dtype, which 16-bit parameters have beside what the
@@ -171,6 +174,8 @@ class FullyShardedCore : public DataParallelCore {
                                                              FullyShardedOptimizerCore& optimizer);
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,
                                                              ShardGossipOptimizerCore& optimizer, const Group& all);
+  void connect_reducer();
+  void regroup(const Group& group, int64_t step);
   // Full value of a parameter in the dtype that the optimizer updates. Collective.
   at::Tensor whole(const at::Tensor& parameter, const std::string& name) const;
 
@@ -269,6 +274,13 @@ class FullyShardedOptimizerCore : public ShardedOptimizerCore {
   FullyShardedOptimizerCore(FullyShardedCore& parallel, ParamGroups groups,
                             std::unique_ptr<torch::optim::OptimizerOptions> defaults, const Factory& make,
                             bool element_wise, const FullyShardedOptimizerOptions& options);
+
+  // For Elastic. UsageError unless it is this wrapper's optimizer and outlives ranks.
+  void require_regroupable(const FullyShardedCore& parallel) const;
+  // Goes on with its wrapper in another group, with the parameters and the state of the former one, all of whose guarded
+  // steps are complete, after `step` synchronising steps. Drops gradients. If it fails, it may be called again with a
+  // further group. Collective over `group`.
+  void regroup(FullyShardedCore& parallel, const Group& group, int64_t step);
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(FullyShardedCore& parallel,

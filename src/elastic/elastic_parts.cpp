@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "shoal/error.h"
+#include "shoal/fsdp.h"
+#include "shoal/shard_gossip.h"
 #include "shoal/zero.h"
 
 namespace shoal {
@@ -67,6 +69,23 @@ class WithShardedDDP : public Wrapped {
   OSSCore& oss_;
 };
 
+class WithFSDP : public Wrapped {
+ public:
+  WithFSDP(FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer)
+      : Wrapped(parallel, &optimizer), parallel_(parallel), optimizer_(optimizer) {
+    parallel.require_regroupable();
+    optimizer.require_regroupable(parallel);
+  }
+  bool stands_for_gradient(const at::Tensor& parameter) const override {
+    return optimizer_.has_buffered_gradient(parameter);
+  }
+  void regroup(const Group& group, int64_t step) override { optimizer_.regroup(parallel_, group, step); }
+
+ private:
+  FullyShardedCore& parallel_;
+  FullyShardedOptimizerCore& optimizer_;
+};
+
 class Megatron : public ElasticParts {
  public:
   explicit Megatron(DistributedOptimizerCore& optimizer) : ElasticParts(&optimizer), optimizer_(optimizer) {
@@ -85,20 +104,31 @@ class Megatron : public ElasticParts {
   DistributedOptimizerCore& optimizer_;
 };
 
-// Those that no wrapper has.
-void require_supported(const torch::optim::Optimizer& optimizer, bool oss) {
-  if (dynamic_cast<const DistributedOptimizerCore*>(&optimizer) != nullptr) {
-    throw UsageError("Elastic: DistributedOptimizer reduces gradients itself: pass it without a wrapper");
-  }
-  if (!oss && dynamic_cast<const ShardedOptimizerBase*>(&optimizer) != nullptr) {
-    throw UsageError(fmt::format(
-        "Elastic: {} is sharded over ranks, which is supported of OSS and DistributedOptimizer only: use one "
-        "of them, or an optimizer that is whole on each rank",
-        c10::demangle(typeid(optimizer).name())));
-  }
+[[noreturn]] void refuse_pair(const DataParallelCore& parallel, const torch::optim::Optimizer& optimizer) {
+  throw UsageError(
+      fmt::format("Elastic: {} with {} is not supported: use DistributedDataParallel with OSS or an optimizer that is "
+                  "whole on each rank, ShardedDataParallel with OSS, FullyShardedDataParallel with "
+                  "FullyShardedOptimizer, or DistributedOptimizer without a wrapper",
+                  parallel.logging_data().strategy, c10::demangle(typeid(optimizer).name())));
+}
+
+std::unique_ptr<ElasticParts> parts_of(DataParallelCore& parallel, torch::optim::Optimizer& optimizer) {
+  auto* sharded = dynamic_cast<ShardedOptimizerBase*>(&optimizer);
+  auto* oss = dynamic_cast<OSSCore*>(&optimizer);
   if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr) {
     throw UsageError("Elastic: L-BFGS communicates in its step, by its closure, and cannot be finished after a death");
   }
+  if (auto* ddp = dynamic_cast<DistributedDataParallelCore*>(&parallel)) {
+    if (sharded == oss) return std::make_unique<WithDDP>(*ddp, optimizer, oss);
+  } else if (auto* sharded_ddp = dynamic_cast<ShardedDataParallelCore*>(&parallel)) {
+    sharded_ddp->require_regroupable(optimizer);
+    return std::make_unique<WithShardedDDP>(*sharded_ddp, *oss);
+  } else if (auto* fsdp = dynamic_cast<FullyShardedCore*>(&parallel)) {
+    auto* fully_sharded = dynamic_cast<FullyShardedOptimizerCore*>(&optimizer);
+    const bool gossip = dynamic_cast<ShardGossipOptimizerCore*>(&optimizer) != nullptr;
+    if (fully_sharded != nullptr && !gossip) return std::make_unique<WithFSDP>(*fsdp, *fully_sharded);
+  }
+  refuse_pair(parallel, optimizer);
 }
 
 }  // namespace
@@ -121,23 +151,10 @@ void ElasticParts::commit(bool map) {
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,
                                             torch::optim::Optimizer& optimizer) {
-  auto* ddp = dynamic_cast<DistributedDataParallelCore*>(&parallel);
-  auto* sharded_ddp = dynamic_cast<ShardedDataParallelCore*>(&parallel);
-  auto* oss = dynamic_cast<OSSCore*>(&optimizer);
-  if (ddp == nullptr && sharded_ddp == nullptr) {
-    throw UsageError(
-        fmt::format("Elastic: {} is not supported yet, only DistributedDataParallel and ShardedDataParallel",
-                    parallel.logging_data().strategy));
+  auto parts = parts_of(parallel, optimizer);
+  if (const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(&optimizer)) {
+    require_group_of(world, sharded->group());
   }
-  require_supported(optimizer, oss != nullptr);
-  std::unique_ptr<ElasticParts> parts;
-  if (ddp != nullptr) {
-    parts = std::make_unique<WithDDP>(*ddp, optimizer, oss);
-  } else {
-    sharded_ddp->require_regroupable(optimizer);
-    parts = std::make_unique<WithShardedDDP>(*sharded_ddp, *oss);
-  }
-  if (oss != nullptr) require_group_of(world, oss->group());
   return parts;
 }
 

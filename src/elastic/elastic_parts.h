@@ -49,7 +49,8 @@ class ElasticParts {
 };
 
 // A wrapper and its optimizer: DistributedDataParallel with an optimizer that is whole on each rank, or with OSS (ZeRO-1),
-// or ShardedDataParallel with OSS (ZeRO-2). The arguments must outlive the result. UsageError names what is not supported.
+// ShardedDataParallel with OSS (ZeRO-2), or FullyShardedDataParallel with its optimizer. The arguments must outlive the
+// result. UsageError names what is not supported.
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,
                                             torch::optim::Optimizer& optimizer);
 // DistributedOptimizer, which has no wrapper.

@@ -28,7 +28,7 @@ struct Trained {
 };
 
 // Those that are told apart here: gradients in grad(), and in buffers.
-constexpr test::Sharding kinds_of_gradients[] = {test::Sharding::none, test::Sharding::megatron};
+constexpr test::Sharding kinds_of_gradients[] = {test::Sharding::none, test::Sharding::megatron, test::Sharding::fsdp};
 
 void expect_all(const std::vector<test::RankEnded>& ended, const std::string& text, int except = -1) {
   for (size_t rank = 0; rank < ended.size(); ++rank) {

@@ -248,6 +248,18 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     note([&] {
       auto model = net();
+      FullyShardedDataParallel parallel(model, world.group(), {.sharding_strategy = ShardingStrategy::no_shard});
+      FullyShardedOptimizer<Adam> optimizer(parallel, rate);
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      auto model = net(), other = net();
+      FullyShardedDataParallel parallel(model, world.group()), another(other, world.group());
+      FullyShardedOptimizer<Adam> optimizer(another, rate);
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      auto model = net();
       OSS<Adam> optimizer(model->parameters(), rate, world.group());
       ShardedDataParallel parallel(model, optimizer, world.group(), {.log_sizes = false});
       Adam other(model->parameters(), rate);
@@ -333,10 +345,12 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     return all;
   });
   for (const auto* text :
-       {"FullyShardedDataParallel is not supported yet", "the optimizer is not the one of this ShardedDataParallel",
-        "with several optimizers", "broadcast_fp16 is not supported",
-        "reuse_grad_buf_for_param_gather leaves parameters", "of several chunks is not supported",
-        "model_parallel_group has ranks", "pass it without a wrapper", "OptimizerInBackward", "1 is a SyncBatchNorm",
+       {"FullyShardedDataParallel with torch::optim::Adam is not supported",
+        "sharding_strategy no_shard is not supported", "the optimizer is not the one of this FullyShardedDataParallel",
+        "the optimizer is not the one of this ShardedDataParallel", "with several optimizers",
+        "broadcast_fp16 is not supported", "reuse_grad_buf_for_param_gather leaves parameters",
+        "of several chunks is not supported", "model_parallel_group has ranks",
+        "or DistributedOptimizer without a wrapper", "OptimizerInBackward", "1 is a SyncBatchNorm",
         "min_ranks is 3: give 1 to 2",
         "keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole",
         "the sampler is rank 0 of 3's"}) {
@@ -411,13 +425,13 @@ TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_na
 }
 
 TEST(ElasticLoop, ELA02_ELA03_what_an_update_by_range_must_not_do_is_refused_by_name) {
-  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    SCOPED_TRACE(c10::toString(dtype));
+  const auto refused = [](test::Sharding sharding, at::ScalarType dtype) {
+    SCOPED_TRACE(fmt::format("{}, {}", static_cast<int>(sharding), c10::toString(dtype)));
     const auto ended = test::run_ranks(2, [&](const World& world) -> std::string {
       alarm(30);
       auto net = std::make_shared<test::Net>();
-      net->to_dtype(dtype);
-      const test::Trained trained{.sharding = test::Sharding::megatron, .optimizer = "adamw", .dtype = dtype};
+      const test::Trained trained{.sharding = sharding, .optimizer = "adamw", .dtype = dtype};
+      net->to_dtype(trained.module_dtype());
       const auto wrapped = test::wrap_as(trained, net, world.group());
       auto made = wrapped.elastic(world);
       const auto x = test::inputs_of({1, 2});
@@ -453,6 +467,14 @@ TEST(ElasticLoop, ELA02_ELA03_what_an_update_by_range_must_not_do_is_refused_by_
           });
         });
       }
+      if (auto* parallel = dynamic_cast<FullyShardedCore*>(wrapped.parallel.get())) {
+        expect("gradients were changed in the second function", [&] {
+          step([&] {
+            parallel->clip_grad_norm_(1e-3);
+            usual();
+          });
+        });
+      }
       step(usual);
       // Values that the program writes count, also in the copies that the optimizer updates.
       const auto norm = [&] { return net->second->weight.norm().item<double>(); };
@@ -471,6 +493,9 @@ TEST(ElasticLoop, ELA02_ELA03_what_an_update_by_range_must_not_do_is_refused_by_
       return all + "end";
     });
     for (const auto& rank : ended) EXPECT_EQ(rank.text, "end");
+  };
+  for (const auto sharding : {test::Sharding::megatron, test::Sharding::fsdp}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) refused(sharding, dtype);
   }
 }
 

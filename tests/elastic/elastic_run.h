@@ -139,7 +139,7 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
   Net net(trained.width);
   net.to_dtype(trained.dtype);
   Net copies(trained.width);  // in float32, if the net is not: what the optimizer updates
-  copies.to_dtype(trained.dtype);
+  copies.to_dtype(trained.module_dtype());
   copies.to_dtype(at::kFloat);
   auto& updated = trained.has_copies() ? copies : net;
   GradScaler scaler(trained.scaler());
@@ -229,7 +229,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   alarm(30);  // a rank that hangs is ended by a signal, which the test sees
   const int self = world.rank();
   auto net = std::make_shared<Net>(trained.width);
-  net->to_dtype(trained.dtype);
+  net->to_dtype(trained.module_dtype());
   const auto wrapped = wrap_as(trained, net, world.group());
   auto& optimizer = *wrapped.optimizer;
   DistributedSampler sampler(samples_of_epoch, world.group(), {.seed = 3});

@@ -20,8 +20,10 @@
 #include "shoal/ddp.h"
 #include "shoal/detail/optimizer_state.h"
 #include "shoal/elastic.h"
+#include "shoal/fsdp.h"
 #include "shoal/megatron.h"
 #include "shoal/optim.h"
+#include "shoal/wrap_policy.h"
 #include "shoal/zero.h"
 
 namespace shoal::test {
@@ -91,7 +93,7 @@ inline uint64_t hash_of(const torch::optim::Optimizer& optimizer, const torch::n
 constexpr uint64_t seed_of_ranks = 100;
 constexpr double learning_rate = 0.01;
 
-enum class Sharding { none, zero1, zero2, megatron };
+enum class Sharding { none, zero1, zero2, megatron, fsdp };
 
 // What is trained, and how.
 struct Trained {
@@ -104,6 +106,8 @@ struct Trained {
   int64_t micro_batches = 1;  // of a step
   double clip = 0;            // norm to which the optimizer's option clips
 
+  // The dtype of the module that the strategy is given.
+  at::ScalarType module_dtype() const { return sharding == Sharding::fsdp ? at::kFloat : dtype; }
   bool has_copies() const { return c10::elementSize(dtype) < 4; }
   GradScalerOptions scaler() const { return {.initial_scale = 65536, .growth_interval = 3}; }  // some steps overflow
 };
@@ -206,6 +210,18 @@ inline DistributedOptimizerOptions megatron_options(const Trained& trained) {
   return options;
 }
 
+// A unit per layer, and sums in float32.
+template <class Local>
+FullyShardedDataParallelOptions fsdp_options(const Trained& trained) {
+  FullyShardedDataParallelOptions options;
+  options.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>();
+  options.shard_by_parameter = !element_wise<Local>;
+  if (!trained.has_copies()) return options;
+  options.param_dtype = trained.dtype;
+  options.reduce_dtype = at::kFloat;
+  return options;
+}
+
 inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, const Group& group) {
   return with_optimizer(trained, [&]<class Local>(Local*, const auto& options) {
     Wrapped wrapped;
@@ -217,6 +233,15 @@ inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, 
       wrapped.optimizer =
           std::make_unique<DistributedOptimizer<Chunked<Local>>>(net, options, group, megatron_options(trained));
       wrapped.forward = [net, trained](const at::Tensor& x) { return net->forward(x.to(trained.dtype)); };
+      return wrapped;
+    }
+    if (trained.sharding == Sharding::fsdp) {
+      auto parallel =
+          std::make_unique<FullyShardedDataParallel<Net>>(net, group, fsdp_options<Chunked<Local>>(trained));
+      FullyShardedOptimizerOptions chosen{.clip_grad = trained.clip};
+      if (trained.dtype == at::kHalf) chosen.scaler = trained.scaler();
+      wrapped.optimizer = std::make_unique<FullyShardedOptimizer<Chunked<Local>>>(*parallel, options, chosen);
+      keep(std::move(parallel));
       return wrapped;
     }
     if (trained.sharding == Sharding::none) {

@@ -152,8 +152,7 @@ void GuardedUpdate::require_committed_gradients() const {
     const bool same = given.defined() && now.is_same(given) && now._version() == gradients_[i].version &&
                       equal_bytes(sample_of(now), gradients_[i].sample);
     if (same) continue;
-    throw UsageError(
-        "Elastic: gradients were changed in the second function of step(): clip and change them in the first one");
+    throw UsageError(late_change);
   }
 }
 

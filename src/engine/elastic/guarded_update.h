@@ -32,6 +32,8 @@ namespace shoal {
 class GuardedUpdate {
  public:
   static constexpr int64_t chunk_numel = int64_t{64} << 10;
+  static constexpr const char* late_change =
+      "Elastic: gradients were changed in the second function of step(): clip and change them in the first one";
 
   // targets: what each rank updates, this rank's in the order of the optimizer. cuts: the optimizer is element-wise.
   // Takes over the state that `local` has. local: must outlive this object. Collective. UsageError for an optimizer

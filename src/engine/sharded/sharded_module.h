@@ -30,6 +30,7 @@ struct OwnedPiece {
   at::Tensor elements;  // the parameter's own elements, one-dimensional
   size_t bucket = 0;    // bucket of these elements
   Slice slice{};        // position in that bucket; in_piece: elements of the parameter, in memory order
+  int64_t taken = 0;    // version of `sum` when the optimizer took a copy of it
   bool counted = true;  // included in norms and counts; false: another rank, which holds the same parameter, includes
                         // it
 

@@ -94,8 +94,12 @@ std::vector<at::Tensor> ShardedOptimizerCore::State::take_gradients() {
     }
     if (!again || !grad.defined()) {
       grad = piece.sum.to(piece.main.scalar_type());
+      piece.taken = piece.sum._version();
     } else if (piece.sum.count_nonzero().item<int64_t>() == 0 && grad.count_nonzero().item<int64_t>() != 0) {
       grad.zero_();  // zeroed since
+    }
+    if (guarded && !grad.is_alias_of(piece.sum) && piece.taken != piece.sum._version()) {
+      throw UsageError(GuardedUpdate::late_change);
     }
     list.push_back(grad);
   });

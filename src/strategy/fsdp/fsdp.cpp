@@ -63,6 +63,10 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
       if (!taken(tensor)) take(tensor, {.by = this, .module = wrapped, .ignored = true});
     }
   }
+  connect_reducer();
+}
+
+void FullyShardedCore::connect_reducer() {
   state().reducer->callbacks.holds_back = [shards = shards_.get()] { return shards->defer_depth > 0; };
   state().reducer->callbacks.before_waiting = [pager = shards_->pager] {
     if (!pager) return;

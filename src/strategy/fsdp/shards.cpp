@@ -157,7 +157,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   if (!present && shards.options.byte_limit) check_byte_limit(shards.units, shards.options, shard.size());
   std::vector<at::Tensor> originals;
   if (shards.options.param_dtype) originals = narrow(state.tensors, *shards.options.param_dtype);
-  if (shards.options.buffer_dtype) {
+  if (shards.options.buffer_dtype && shards.buffer_dtypes.empty()) {
     shards.buffer_dtypes = convert_buffers(state.tensors, *shards.options.buffer_dtype);
   }
   std::unordered_map<const c10::TensorImpl*, int> unit_of;

@@ -1,0 +1,58 @@
+// FullyShardedDataParallel and its optimizer in an elastic job.
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "engine/sharded/sharded_ranges.h"
+#include "shoal/error.h"
+#include "strategy/fsdp/shards.h"
+
+namespace shoal {
+
+void FullyShardedCore::require_regroupable() {
+  state().require_regroupable();
+  const auto refuse = [](const std::string& fault) { throw UsageError("Elastic: FullyShardedDataParallel: " + fault); };
+  const auto strategy = shards_->options.sharding_strategy;
+  if (strategy != ShardingStrategy::full_shard && strategy != ShardingStrategy::shard_grad_op) {
+    refuse(
+        fmt::format("sharding_strategy {} is not supported: use full_shard or shard_grad_op", sharding_name(strategy)));
+  }
+  if (shards_->pager) {
+    refuse(
+        "its parameters outlive a rank only where ranks share them: on the CPU of one host, over the transport host");
+  }
+  if (!wrappers_within().empty()) {
+    refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");
+  }
+}
+
+// The former module keeps its memory until the parameters have moved out of it.
+void FullyShardedCore::regroup(const Group& group, int64_t step) {
+  const auto former = shards_->module;
+  const auto frozen = std::exchange(shards_->frozen, {});
+  const auto& remains = former->retire();
+  state().group = group;
+  state().entered = false;
+  shards_->groups = make_shard_groups(group, shards_->options);
+  shard_parameters(state(), *shards_);
+  shards_->module->resume(remains);
+  auto& reducer = shards_->module->reducer();
+  if (auto* hook = reducer.reduction().hook()) hook->reset();
+  reducer.count_from(step);
+  connect_reducer();
+}
+
+void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& parallel) const {
+  if (state().modules.front() != parallel.shards_->module) {
+    throw UsageError("Elastic: the optimizer is not the one of this FullyShardedDataParallel");
+  }
+  ShardedOptimizerCore::require_regroupable();
+}
+
+void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& group, int64_t step) {
+  parallel.regroup(group, step);
+  ShardedOptimizerCore::regroup(group, {parallel.shards_->module});
+}
+
+}  // namespace shoal
