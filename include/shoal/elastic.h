@@ -50,7 +50,8 @@ struct ElasticOptions {
   void validate(int ranks) const;
 };
 
-// Makes a loop with DistributedDataParallel, with OSS (ZeRO-1 and ZeRO-2) or with DistributedOptimizer outlive its ranks:
+// Makes a loop outlive its ranks, with DistributedDataParallel, OSS (ZeRO-1 and ZeRO-2), DistributedOptimizer or
+// FullyShardedDataParallel:
 //
 //   shoal::DistributedDataParallel parallel(model, world.group());
 //   torch::optim::AdamW optimizer(model->parameters());
@@ -76,14 +77,16 @@ struct ElasticOptions {
 // to the bit, those of the last complete step, whoever died and when: a rank updates only once all ranks have their
 // gradients, for which a step has one small all-reduce more.
 //
-// With OSS, under DistributedDataParallel or ShardedDataParallel, and with DistributedOptimizer each rank updates its
-// share, chunk by chunk, in memory that the ranks share, with float32 copies of 16-bit parameters, too. If it dies in its
-// update, the lowest rank that lives finishes the share with the same bits; update() returns as if nothing had happened,
-// and the ranks change in the next communication. The shares of those that are left are then divided anew. A loop is the
-// same, except that
-// - clip_grad_norm() of OSS and whatever else changes gradients belongs to `compute`, and OSS's step(scaler) is refused;
+// With OSS, under DistributedDataParallel or ShardedDataParallel, with DistributedOptimizer and with FullyShardedOptimizer
+// each rank updates its share, chunk by chunk, in memory that the ranks share, and so are float32 copies of 16-bit
+// parameters. If a rank dies in its update, the lowest one that lives finishes the share with the same bits; update()
+// returns as if nothing had happened, and the ranks change in the next communication. The shares of those that are left
+// are then divided anew. A loop is the same, except that
+// - clip_grad_norm() of OSS, clip_grad_norm_() of FullyShardedDataParallel and whatever else changes gradients belongs to
+//   `compute`, and OSS's step(scaler) is refused;
 // - which parameters are trainable stays as it was, and the optimizer's state is not loaded within the loop.
-// DistributedOptimizer has no wrapper, and reduces, unscales and clips between `compute` and `update`, by its options:
+// What DistributedOptimizer and FullyShardedOptimizer do by their options (loss scaler, clip_grad) comes between `compute`
+// and `update`. DistributedOptimizer has no wrapper:
 //
 //   shoal::DistributedOptimizer<torch::optim::AdamW> optimizer(model, 1e-3, world.group(), {.clip_grad = 1.0});
 //   shoal::Elastic elastic(world, optimizer, sampler);
@@ -119,8 +122,8 @@ struct ElasticOptions {
 //
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds. All ranks run on one
 // host, on the CPU, over shared memory or, without a sharded optimizer, Gloo. Errors: UsageError at construction names
-// what is not supported (other strategies, several model chunks, OptimizerInBackward, SyncBatchNorm); JobLost where the job
-// cannot go on. Not thread-safe: one thread trains.
+// what is not supported (other strategies, hybrid sharding, several model chunks, parameters that ranks do not share,
+// OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.
 class Elastic {
  public:
   // The arguments must outlive this object. Collective; from its return on all ranks, ranks may die. Throws UsageError.

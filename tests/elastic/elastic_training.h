@@ -204,6 +204,7 @@ inline DistributedOptimizerOptions megatron_options(const Trained& trained) {
   DistributedOptimizerOptions options;
   options.bucket_size = 256;
   options.overlap_grad_reduce = trained.overlap;
+  options.overlap_param_gather = !trained.overlap;
   options.grad_reduce_in_fp32 = trained.has_copies();
   options.clip_grad = trained.clip;
   if (trained.dtype == at::kHalf) options.scaler = trained.scaler();
@@ -217,6 +218,8 @@ FullyShardedDataParallelOptions fsdp_options(const Trained& trained) {
   options.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>();
   options.shard_by_parameter = !element_wise<Local>;
   if (!trained.has_copies()) return options;
+  options.sharding_strategy = ShardingStrategy::shard_grad_op;
+  options.buffer_dtype = at::kHalf;  // the net has none of floating point
   options.param_dtype = trained.dtype;
   options.reduce_dtype = at::kFloat;
   return options;

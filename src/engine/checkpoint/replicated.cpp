@@ -41,6 +41,8 @@ class WrappedSource : public ReplicatedSource {
   WrappedSource(DataParallelCore& parallel, torch::optim::Optimizer& optimizer)
       : ReplicatedSource("ddp", parallel.module(), optimizer, parallel.group()), parallel_(parallel) {}
 
+  // The wrapper's present one, which changes in an elastic job.
+  Group group() override { return parallel_.group(); }
   CarriedStates carried() override { return {.own = carried_by({&reducer_of(parallel_)}), .common = {}}; }
   void end_load(const CarriedStates& past) override { resume_from(group(), {&reducer_of(parallel_)}, past.own); }
 

@@ -124,6 +124,7 @@ bool ShardedOptimizerCore::has_buffered_gradient(const at::Tensor& parameter) co
 
 void ShardedOptimizerCore::require_regroupable() const {
   const auto& modules = state().modules;
+  if (state().group.size() == 1) return;
   if (std::all_of(modules.begin(), modules.end(), [](const auto& module) { return module->shared(); })) return;
   throw UsageError(
       fmt::format("Elastic: {} outlives its ranks only where they share its parameters: on the CPU of one host, over "

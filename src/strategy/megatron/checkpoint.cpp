@@ -11,7 +11,7 @@ class MegatronSource : public ShardedSource {
  public:
   MegatronSource(DistributedOptimizerCore& optimizer, ShardedOptimizerCore::State& state,
                  DistributedOptimizerCore::Modules modules)
-      : ShardedSource(optimizer, state), group_(state.group), modules_(std::move(modules)) {}
+      : ShardedSource(optimizer, state), group_(optimizer.group()), modules_(std::move(modules)) {}
 
   std::string strategy() const override { return "megatron"; }
   Group group() override { return group_; }
@@ -23,7 +23,7 @@ class MegatronSource : public ShardedSource {
     }
   }
 
-  Group group_;
+  const Group& group_;  // the optimizer's present one
   DistributedOptimizerCore::Modules modules_;
 };
 

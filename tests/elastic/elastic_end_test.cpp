@@ -1,0 +1,134 @@
+// What is left of a training after a rank has ended, and after the elastic job: checkpoints, plain steps, whole parameters.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include "shoal/checkpoint.h"
+#include "tests/elastic/elastic_run.h"
+#include "tests/support/temp_folder.h"
+
+namespace shoal::elastic_end_test {
+namespace {
+
+using test::Sharding;
+using test::Trained;
+
+struct Model {
+  Model(const Trained& trained, const Group& group, uint64_t seed) : net(std::make_shared<test::Net>()) {
+    torch::manual_seed(seed);
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : net->parameters()) parameter.uniform_(-0.3, 0.3);
+    net->second->bias.set_requires_grad(false);  // frozen
+    net->to_dtype(trained.module_dtype());
+    wrapped = test::wrap_as(trained, net, group);
+  }
+  void backward(int64_t step, int rank) const {
+    torch::manual_seed(static_cast<uint64_t>(step));
+    const auto x = test::inputs_of({static_cast<size_t>(step), static_cast<size_t>(rank)});
+    wrapped.backward(test::loss_of(wrapped.forward(x), x));
+  }
+  // Without Elastic.
+  std::string train(int64_t from, int64_t to, int rank) const {
+    for (auto step = from; step < to; ++step) {
+      backward(step, rank);
+      wrapped.step();
+      wrapped.optimizer->zero_grad();
+    }
+    return fmt::format("{}", test::hash_of(wrapped.state(*net), *net));
+  }
+  TrainingState training() const {
+    if (wrapped.megatron() != nullptr) return TrainingState(*wrapped.megatron());
+    if (auto* fsdp = dynamic_cast<FullyShardedCore*>(wrapped.parallel.get())) {
+      return TrainingState(*fsdp, dynamic_cast<FullyShardedOptimizerCore&>(*wrapped.optimizer));
+    }
+    if (wrapped.oss() != nullptr) return TrainingState(*wrapped.parallel, *wrapped.oss());
+    return TrainingState(dynamic_cast<DistributedDataParallelCore&>(*wrapped.parallel), *wrapped.optimizer);
+  }
+
+  std::shared_ptr<test::Net> net;
+  test::Wrapped wrapped;
+};
+
+// Rank 1 ends in step 3 of 5. The checkpoint of step 5 goes on as the training itself does after Elastic.
+std::string train(const World& world, const Trained& trained, const std::filesystem::path& folder) {
+  alarm(60);
+  const Model model(trained, world.group(), 1);
+  auto training = model.training();
+  {
+    const auto elastic = model.wrapped.elastic(world, ElasticOptions{.on_change = [](const ElasticChange&) {}});
+    const int self = world.rank();
+    while (elastic->steps() < 5) {
+      const auto step = elastic->steps();
+      const auto compute = [&] {
+        if (self == 1 && step == 3) std::raise(SIGKILL);
+        model.backward(step, world.rank());
+      };
+      if (!elastic->step(2, compute, [&] { model.wrapped.step(); })) continue;
+      model.wrapped.optimizer->zero_grad();
+    }
+    elastic->together([&] { save(folder, training, {.step = 5}); });
+  }
+  const auto plain = model.train(5, 8, world.rank());
+  const Model loaded(trained, world.group(), 2);
+  auto past = loaded.training();
+  load(folder, past);
+  if (loaded.train(5, 8, world.rank()) != plain) return "the checkpoint goes on otherwise";
+  if (auto* fsdp = dynamic_cast<FullyShardedCore*>(model.wrapped.parallel.get())) {
+    const auto whole = fsdp->full_state_dict();
+    fsdp->unwrap();
+    for (const auto& entry : model.net->named_parameters()) {
+      if (!at::equal(entry.value(), whole.at(entry.key()).to(entry.value().scalar_type()))) return entry.key();
+      if (entry.value().scalar_type() != at::kFloat) return entry.key() + " has another dtype";
+    }
+  }
+  return "same " + plain;
+}
+
+TEST(ElasticEnd, ELA02_checkpoints_and_plain_steps_after_the_loss_of_a_rank) {
+  for (const auto& trained :
+       {Trained(), Trained{Sharding::zero1}, Trained{Sharding::zero2}, Trained{Sharding::megatron},
+        Trained{.sharding = Sharding::megatron, .dtype = at::kBFloat16}, Trained{Sharding::fsdp},
+        Trained{.sharding = Sharding::fsdp, .dtype = at::kBFloat16}}) {
+    for (const int ranks : {2, 3}) {
+      SCOPED_TRACE(
+          fmt::format("{}, {}, {} ranks", static_cast<int>(trained.sharding), c10::toString(trained.dtype), ranks));
+      const test::TempFolder folder;
+      const auto ended =
+          test::run_ranks(ranks, [&](const World& world) { return train(world, trained, folder.path()); });
+      for (int rank = 0; rank < ranks; ++rank) {
+        if (rank == 1) continue;
+        EXPECT_TRUE(WIFEXITED(ended[rank].status)) << WTERMSIG(ended[rank].status);
+        EXPECT_EQ(ended[rank].text.find("same "), 0U) << ended[rank].text;
+        EXPECT_EQ(ended[rank].text, ended[0].text);
+      }
+    }
+  }
+}
+
+// A job of one rank has nobody to go on without, and may still ask for a new world.
+TEST(ElasticEnd, ELA01_one_rank_recovers_and_goes_on) {
+  for (const auto& trained : {Trained(), Trained{Sharding::zero2}, Trained{Sharding::megatron},
+                              Trained{.sharding = Sharding::megatron, .dtype = at::kBFloat16},
+                              Trained{.sharding = Sharding::fsdp, .dtype = at::kBFloat16}}) {
+    SCOPED_TRACE(fmt::format("{}, {}", static_cast<int>(trained.sharding), c10::toString(trained.dtype)));
+    const auto ended = test::run_ranks(1, [&](const World& world) -> std::string {
+      alarm(30);
+      const Model plain(trained, world.group(), 1);
+      const auto expected = plain.train(0, 4, 0);
+      const Model model(trained, world.group(), 1);
+      const auto elastic = model.wrapped.elastic(world, ElasticOptions{.on_change = [](const ElasticChange&) {}});
+      while (elastic->steps() < 4) {
+        elastic->step(
+            2, [&] { model.backward(elastic->steps(), 0); }, [&] { model.wrapped.step(); });
+        model.wrapped.optimizer->zero_grad();
+        if (elastic->steps() == 2) elastic->recover();
+      }
+      return fmt::format("{}", test::hash_of(model.wrapped.state(*model.net), *model.net)) == expected ? "same"
+                                                                                                       : "differs";
+    });
+    EXPECT_EQ(ended.front().text, "same");
+  }
+}
+
+}  // namespace
+}  // namespace shoal::elastic_end_test
