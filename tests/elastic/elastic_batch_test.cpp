@@ -22,7 +22,7 @@ constexpr int64_t steps = 6 * epochs;
 // What the shares of each step were, in memory that outlives the ranks.
 struct Shared {
   struct Share {
-    int samples[share];
+    int samples[share]{};
     int count;
     double loss;
     int rank;

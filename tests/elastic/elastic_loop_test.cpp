@@ -36,6 +36,17 @@ void expect_texts(const std::vector<test::RankEnded>& ended, const std::string& 
   }
 }
 
+// What is wrong with `act`, which must throw a UsageError with `text`; empty: nothing.
+std::string fault_of_refusal(const std::string& text, const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const UsageError& error) {
+    const std::string thrown = error.what();
+    return thrown.find(text) == std::string::npos ? thrown + "\n" : "";
+  }
+  return "no error instead of: " + text + "\n";
+}
+
 // The loop of the header's comment, with a libtorch loader whose threads read ahead.
 TEST(ElasticLoop, ELA01_a_data_loader_with_threads) {
   const test::SharedRecord record;
@@ -293,6 +304,19 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     note([&] {
       auto model = net();
+      DistributedOptimizer<Adam> optimizer(model, rate, world.group(), {.overlap_grad_reduce = false});
+      optimizer.all_reduce_grads({model->third->bias}, world.group());
+      Elastic elastic(world, optimizer);
+    });
+    note([&] {
+      auto model = net();
+      FullyShardedDataParallel<torch::nn::LinearImpl> inner(model->second.ptr(), world.group());
+      FullyShardedDataParallel parallel(model, world.group());
+      FullyShardedOptimizer<Adam> optimizer(parallel, rate);
+      Elastic elastic(world, parallel, optimizer);
+    });
+    note([&] {
+      auto model = net();
       DistributedOptimizer<Adam> optimizer(model, rate, world.group(), {.model_parallel_group = world.group()});
       Elastic elastic(world, optimizer);
     });
@@ -350,6 +374,7 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
         "the optimizer is not the one of this ShardedDataParallel", "with several optimizers",
         "broadcast_fp16 is not supported", "reuse_grad_buf_for_param_gather leaves parameters",
         "of several chunks is not supported", "model_parallel_group has ranks",
+        "all_reduce_grads() keeps groups of its own", "sub-modules with a wrapper of their own are not supported",
         "or DistributedOptimizer without a wrapper", "OptimizerInBackward", "1 is a SyncBatchNorm",
         "min_ranks is 3: give 1 to 2",
         "keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole",
@@ -357,6 +382,23 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     expect_texts(ended, text);
   }
   for (const auto& rank : ended) EXPECT_EQ(rank.text.find("no error"), std::string::npos) << rank.text;
+}
+
+// Without shared memory, what a rank owns ends with it.
+TEST(ElasticLoop, ELA01_sharded_optimizers_over_gloo_are_refused_by_name) {
+  for (const auto sharding :
+       {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::megatron, test::Sharding::fsdp}) {
+    SCOPED_TRACE(static_cast<int>(sharding));
+    WorldOptions options;
+    options.transport = "gloo";
+    const auto train = [&](const World& world) -> std::string {
+      alarm(30);
+      const auto net = std::make_shared<test::Net>();
+      const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());
+      return fault_of_refusal("over the transport host", [&] { wrapped.elastic(world); }) + "end";
+    };
+    for (const auto& rank : test::run_ranks(2, train, {}, options)) EXPECT_EQ(rank.text, "end");
+  }
 }
 
 TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_name) {
@@ -371,12 +413,7 @@ TEST(ElasticLoop, ELA02_ELA03_what_a_sharded_update_must_not_do_is_refused_by_na
     const auto x = test::inputs_of({1, 2});
     std::string all;
     const auto expect = [&](const std::string& text, const std::function<void()>& act) {
-      try {
-        act();
-        all += "no error instead of: " + text + "\n";
-      } catch (const UsageError& error) {
-        if (std::string(error.what()).find(text) == std::string::npos) all += std::string(error.what()) + "\n";
-      }
+      all += fault_of_refusal(text, act);
     };
     const auto step = [&](const std::function<void()>& update) {
       const auto compute = [&] {
@@ -437,12 +474,7 @@ TEST(ElasticLoop, ELA02_ELA03_what_an_update_by_range_must_not_do_is_refused_by_
       const auto x = test::inputs_of({1, 2});
       std::string all;
       const auto expect = [&](const std::string& text, const std::function<void()>& act) {
-        try {
-          act();
-          all += "no error instead of: " + text + "\n";
-        } catch (const UsageError& error) {
-          if (std::string(error.what()).find(text) == std::string::npos) all += std::string(error.what()) + "\n";
-        }
+        all += fault_of_refusal(text, act);
         wrapped.optimizer->zero_grad();
       };
       const auto compute = [&] { test::loss_of(wrapped.forward(x), x).backward(); };

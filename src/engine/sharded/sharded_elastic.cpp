@@ -92,7 +92,6 @@ void ShardedOptimizerBase::take_over() {
   state.guarded = std::move(made);
 }
 
-// Copies of ranges that other ranks have now come from the former ranges, and then what the user has written meanwhile.
 UpdateTargets ShardedOptimizerCore::State::shared_targets(const ParamGroups& groups) {
   std::unordered_map<const c10::TensorImpl*, size_t> numbers;
   for (size_t number = 0; number < groups.size(); ++number) {
@@ -147,6 +146,7 @@ void ShardedOptimizerCore::regroup(const Group& group, std::vector<std::shared_p
     for (size_t number = 0; number < former.size(); ++number) state.modules[number]->keep_pieces(*former[number]);
     return;
   }
+  // Float32 copies come from the former ranges first, and then from what the program has written to the parameters since.
   for (const auto& module : state.modules) {
     for (const auto& target : module->targets(group.rank())) {
       if (target.rounded.defined()) state.guarded->copy_values(target);
