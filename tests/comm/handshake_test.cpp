@@ -1,6 +1,6 @@
 // Handshake at the start of a connection.
 
-#include "comm/gossip/handshake.h"
+#include "comm/rendezvous/handshake.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

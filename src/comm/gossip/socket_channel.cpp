@@ -432,7 +432,7 @@ uint64_t random_key() {
 }
 
 Descriptor listen_in(const WorldState& world) {
-  return listen_for_gossip(world.listen_address.empty() ? "127.0.0.1" : world.listen_address);
+  return listen_for_peers(world.listen_address.empty() ? "127.0.0.1" : world.listen_address);
 }
 
 }  // namespace

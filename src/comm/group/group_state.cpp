@@ -293,6 +293,9 @@ void PendingWork::fail_from(const std::exception& error) {
   }
   if (dynamic_cast<const DisagreeError*>(&error) != nullptr) disagree(stuck.tell(text));
   if (const auto fault = liveness.first_failure()) fail(fault->world_rank, fault->text);
+  if (const auto* lost = dynamic_cast<const PeerLost*>(&error)) {
+    fail(lost->world_rank(), fmt::format("rank {} is gone: {}", lost->world_rank(), text));
+  }
   fail(-1,
        fmt::format("the {} transport failed and no rank of this host is gone ({})", group_->transport->name(), text));
 }

@@ -2,17 +2,13 @@
 // Plan of an operation: the windows that a rank exposes to its peers and those that it reads, in one form for all
 // collectives.
 
-#include <cstddef>
+#include <cstdint>
 #include <vector>
 
+#include "comm/transport/pieces.h"
 #include "shoal/detail/call.h"
 
 namespace shoal {
-
-struct Piece {
-  std::byte* data = nullptr;
-  int64_t bytes = 0;
-};
 
 // In every collective a rank exposes parts of its data and then does one kind of work on the peers' data.
 struct Plan {

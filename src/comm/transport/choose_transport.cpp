@@ -9,6 +9,7 @@
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/host_transport.h"
 #include "comm/store/store_gather.h"
+#include "comm/tcp/tcp_transport.h"
 #include "comm/transport/absent.h"
 #include "comm/transport/gloo.h"
 #include "comm/transport/identity.h"
@@ -18,7 +19,7 @@
 namespace shoal {
 namespace {
 
-// Hierarchical transport: host transports within hosts, Gloo between them; nullptr if hosts have different numbers of
+// Hierarchical transport: host transports within hosts, tcp between them; nullptr if hosts have different numbers of
 // ranks or some host cannot share memory.
 std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::string& name, int rank,
                                          const std::vector<int>& world_ranks) {
@@ -36,23 +37,25 @@ std::shared_ptr<Transport> make_spanning(const WorldState& world, const std::str
   const bool possible = parts.up && parts.down;
   const auto others = store_gather(world, name + "/spanning", world_ranks, rank, possible ? "yes" : "no");
   if (std::count(others.begin(), others.end(), "yes") != static_cast<int64_t>(others.size())) return nullptr;
-  parts.across = make_gloo_transport(world, fmt::format("{}/across/{}", name, grid->local), grid->host, grid->hosts);
-  parts.flat = make_gloo_transport(world, name + "/flat", rank, static_cast<int>(world_ranks.size()));
+  std::vector<int> across;
+  for (const auto& ranks : grid->ranks) across.push_back(world_ranks[ranks[grid->local]]);
+  parts.across = make_tcp_transport(world, fmt::format("{}/across/{}", name, grid->local), grid->host, across);
+  parts.flat = make_tcp_transport(world, name + "/flat", rank, world_ranks);
   return make_hierarchical_transport(std::move(parts));
 }
 
-// Shared memory on one host, the hierarchical transport over several, Gloo otherwise.
+// Shared memory on one host, the hierarchical transport over several, tcp otherwise.
 std::shared_ptr<Transport> make_fastest(const WorldState& world, const std::string& name, int rank,
                                         const std::vector<int>& world_ranks) {
   if (auto host = make_host_transport(world, name, rank, world_ranks).transport) return host;
   if (auto spanning = make_spanning(world, name, rank, world_ranks)) return spanning;
-  return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()));
+  return make_tcp_transport(world, name, rank, world_ranks);
 }
 
 }  // namespace
 
 std::vector<std::string> transport_names() {
-  std::vector<std::string> names = {"auto", "host", "gloo"};
+  std::vector<std::string> names = {"auto", "host", "tcp", "gloo"};
   if (mpi_is_built()) names.emplace_back("mpi");
   if (nccl_is_built()) names.emplace_back("nccl");
   return names;
@@ -65,6 +68,7 @@ std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::
   if (size == 1) return make_identity_transport();
   if (world.options.rejoin && name == world_group_name) return make_absent_transport();
   if (wanted == "mpi") return make_mpi_transport(world, world_ranks, rank);
+  if (wanted == "tcp") return make_tcp_transport(world, name, rank, world_ranks);
   if (wanted == "gloo") return make_gloo_transport(world, name, rank, size);
   if (wanted == "nccl") {
     return make_nccl_transport(world, name, rank, size, make_fastest(world, name, rank, world_ranks));
@@ -73,7 +77,7 @@ std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::
   auto host = make_host_transport(world, name, rank, world_ranks);
   if (host.transport) return host.transport;
   throw UsageError(
-      fmt::format("transport host cannot serve group '{}': {}; use transport auto or gloo", name, host.why_not));
+      fmt::format("transport host cannot serve group '{}': {}; use transport auto or tcp", name, host.why_not));
 }
 
 }  // namespace shoal

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,18 @@
 namespace shoal {
 
 using Milliseconds = std::chrono::milliseconds;
+
+// The connection to a rank has ended while something was still to come from it, or to go there.
+class PeerLost : public std::runtime_error {
+ public:
+  explicit PeerLost(int world_rank)
+      : std::runtime_error("the connection to rank " + std::to_string(world_rank) + " has ended"),
+        world_rank_(world_rank) {}
+  int world_rank() const { return world_rank_; }
+
+ private:
+  int world_rank_;
+};
 
 // One operation in flight inside a transport.
 class TransportWork {

@@ -120,10 +120,12 @@ void reduce(const Reduction& reduction) {
   const bool stream = destinations.size() == 1 &&
                       reduction.numel * static_cast<int64_t>(c10::elementSize(reduction.dtype)) >= streamed_bytes &&
                       std::find(sources.begin(), sources.end(), destinations[0]) == sources.end();
-  at::parallel_for(0, reduction.numel, grain, [&](int64_t begin, int64_t end) {
+  const auto run = [&](int64_t begin, int64_t end) {
     kernel({sources.data(), static_cast<int>(sources.size()), reduction.factors.data(), destinations.data(),
             static_cast<int>(destinations.size()), begin, end, stream});
-  });
+  };
+  if (reduction.one_thread) return run(0, reduction.numel);
+  at::parallel_for(0, reduction.numel, grain, run);
 }
 
 }  // namespace shoal

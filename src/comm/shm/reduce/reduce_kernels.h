@@ -17,6 +17,7 @@ struct Reduction {
   std::vector<double> factors;            // one per source for ReduceOp::premul_sum, else empty
   std::vector<std::byte*> destinations;   // all get the result; each may be one of the sources
   int64_t numel = 0;
+  bool one_thread = false;  // for a thread that works beside the computation
 };
 
 // 16-bit floating-point numbers are reduced in float32 and rounded once (to nearest even). avg divides the sum by the

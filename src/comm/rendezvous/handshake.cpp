@@ -1,4 +1,4 @@
-#include "comm/gossip/handshake.h"
+#include "comm/rendezvous/handshake.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -36,7 +36,7 @@ Mac Handshake::proof(Side of) const {
   const auto own = as_text(own_);
   const auto theirs = as_text(theirs_);
   const bool called = side_ == Side::called;
-  return job_->mac(of == Side::caller ? "gossip, caller" : "gossip, called",
+  return job_->mac(of == Side::caller ? "connection, caller" : "connection, called",
                    {channel_, called ? own : theirs, called ? theirs : own});
 }
 

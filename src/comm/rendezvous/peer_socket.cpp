@@ -1,0 +1,42 @@
+#include "comm/rendezvous/peer_socket.h"
+
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+
+#include <stdexcept>
+
+namespace shoal {
+
+Descriptor listen_for_peers(const std::string& address) {
+  return listen_on(resolve(address, 0), SOCK_STREAM | SOCK_NONBLOCK);
+}
+
+std::string place_of(const Descriptor& socket) {
+  const auto address = own_address(socket);
+  return fmt::format("{}:{}", address.host(), address.port());
+}
+
+Descriptor connect_to(const std::string& place) {
+  const auto colon = place.rfind(':');
+  const auto address = resolve(place.substr(0, colon), std::stoi(place.substr(colon + 1)));
+  auto connecting = make_socket(address, SOCK_STREAM | SOCK_NONBLOCK);
+  prepare(connecting);
+  if (!connect_to(connecting, address) && !came_too_early()) throw std::runtime_error("cannot connect to " + place);
+  return connecting;
+}
+
+void prepare(const Descriptor& socket) {
+  const auto set = [&](int level, int name, int value) {
+    setsockopt(socket.number(), level, name, &value, sizeof value);
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 5);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 10);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, 15000);
+  set(IPPROTO_TCP, TCP_NOTSENT_LOWAT, 256 << 10);  // bounds the data that wait in the kernel
+}
+
+}  // namespace shoal

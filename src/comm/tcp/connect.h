@@ -1,0 +1,22 @@
+#pragma once
+// Connections between all ranks of a group.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/tcp/link.h"
+
+namespace shoal {
+struct WorldState;
+}
+
+namespace shoal::tcp {
+
+// One connection to every other rank, by rank; nullptr for this one. Both ends of each have proved that they belong to the
+// job. Collective over `world_ranks`, of which `rank` is this rank's place. CommError if a rank is dead, cannot be reached
+// or does not arrive in time.
+std::vector<std::unique_ptr<Link>> connect_ranks(const WorldState& world, const std::string& group, int rank,
+                                                 const std::vector<int>& world_ranks);
+
+}  // namespace shoal::tcp

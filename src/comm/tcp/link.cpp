@@ -1,0 +1,116 @@
+#include "comm/tcp/link.h"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace shoal::tcp {
+namespace {
+constexpr size_t read_ahead = size_t{16} << 10;
+}
+
+void Link::put(Frame frame, std::string bytes, std::function<void()> sent) {
+  frame.bytes = bytes.size();
+  queue_.push_back({frame, std::move(bytes), nullptr, std::move(sent)});
+}
+
+void Link::put(Frame frame, const std::byte* data, std::function<void()> sent) {
+  queue_.push_back({frame, {}, data, std::move(sent)});
+}
+
+void Link::flush() {
+  while (!queue_.empty() && !broken_) {
+    auto& first = queue_.front();
+    const auto* data = first.data != nullptr ? static_cast<const void*>(first.data) : first.text.data();
+    iovec parts[2];
+    size_t count = 0;
+    if (sent_ < sizeof(Frame)) {
+      parts[count++] = {reinterpret_cast<char*>(&first.frame) + sent_, sizeof(Frame) - sent_};
+    }
+    const auto done = sent_ < sizeof(Frame) ? 0 : sent_ - sizeof(Frame);
+    if (first.frame.bytes > done) {
+      parts[count++] = {const_cast<char*>(static_cast<const char*>(data)) + done, first.frame.bytes - done};
+    }
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    const auto sent = sendmsg(socket_.number(), &message, MSG_NOSIGNAL);
+    if (sent < 0) {
+      broken_ = !came_too_early();
+      return;
+    }
+    sent_ += static_cast<size_t>(sent);
+    if (sent_ < sizeof(Frame) + first.frame.bytes) continue;
+    const auto callback = std::move(first.sent);
+    queue_.pop_front();
+    sent_ = 0;
+    if (callback) callback();
+  }
+}
+
+bool Link::receive(Receiver& to) {
+  while (true) {
+    if (!frame_) {
+      if (end_ - begin_ < sizeof(Frame)) {
+        if (!fill()) return true;
+        continue;
+      }
+      Frame frame;
+      std::memcpy(&frame, buffer_.data() + begin_, sizeof frame);
+      if (frame.magic != Frame::expected_magic) throw std::runtime_error("a peer has sent what is no frame");
+      const auto memory = to.accept(rank_, frame);
+      if (!memory) return false;
+      begin_ += sizeof frame;
+      frame_ = frame;
+      memory_ = *memory;
+      got_ = std::min<size_t>(frame.bytes, end_ - begin_);
+      std::memcpy(memory_, buffer_.data() + begin_, got_);
+      begin_ += got_;
+    }
+    while (got_ < frame_->bytes) {
+      if (!read_rest()) return true;
+    }
+    to.arrived(rank_, *std::exchange(frame_, std::nullopt));
+  }
+}
+
+// Reads into the buffer; false if nothing has come.
+bool Link::fill() {
+  if (ended_) return false;
+  buffer_.resize(read_ahead);
+  std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
+  end_ -= std::exchange(begin_, 0);
+  const auto got = recv(socket_.number(), buffer_.data() + end_, buffer_.size() - end_, 0);
+  if (got <= 0) {
+    ended_ = got == 0 || !came_too_early();
+    return false;
+  }
+  end_ += static_cast<size_t>(got);
+  return true;
+}
+
+// Reads what is left of the present frame's bytes and, with the same call, what follows them.
+bool Link::read_rest() {
+  if (ended_) return false;
+  begin_ = end_ = 0;
+  const size_t left = frame_->bytes - got_;
+  iovec parts[2] = {{memory_ + got_, left}, {buffer_.data(), buffer_.size()}};
+  const auto got = readv(socket_.number(), parts, 2);
+  if (got <= 0) {
+    ended_ = got == 0 || !came_too_early();
+    return false;
+  }
+  got_ += std::min(left, static_cast<size_t>(got));
+  end_ = static_cast<size_t>(got) > left ? static_cast<size_t>(got) - left : 0;
+  return true;
+}
+
+void Link::end() {
+  shutdown(socket_.number(), SHUT_WR);
+}
+
+}  // namespace shoal::tcp

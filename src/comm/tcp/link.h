@@ -1,0 +1,75 @@
+#pragma once
+// Connection to one rank: frames in both directions. Never waits.
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/rendezvous/socket.h"
+#include "comm/tcp/frame.h"
+
+namespace shoal::tcp {
+
+// Takes the frames of all links.
+class Receiver {
+ public:
+  virtual ~Receiver() = default;
+  // Memory for the bytes that follow a frame from `rank`; nothing if there is none yet: the frame is offered again in the
+  // next Link::receive(). Throws std::exception if the frame is not valid.
+  virtual std::optional<std::byte*> accept(int rank, const Frame& frame) = 0;
+  // The bytes are in that memory.
+  virtual void arrived(int rank, const Frame& frame) = 0;
+};
+
+class Link {
+ public:
+  // socket: connected and non-blocking; its peer is `rank`.
+  Link(Descriptor socket, int rank) : socket_(std::move(socket)), rank_(rank) {}
+
+  // Queues a frame with `bytes` of text.
+  void put(Frame frame, std::string bytes, std::function<void()> sent = nullptr);
+  // Queues a frame with data that stay where they are until `sent` is called: then the system has them.
+  void put(Frame frame, const std::byte* data, std::function<void()> sent);
+  // Sends what can be sent now.
+  void flush();
+  bool idle() const { return queue_.empty(); }
+
+  // Receives what has arrived. False if a frame has no memory yet.
+  bool receive(Receiver& to);
+
+  // The peer has ended the connection, or it is broken: nothing more comes.
+  bool ended() const { return ended_; }
+  // Nothing more can be sent.
+  bool broken() const { return broken_; }
+  // Tells the peer that nothing more comes, after what is queued.
+  void end();
+  const Descriptor& socket() const { return socket_; }
+
+ private:
+  struct Outgoing {
+    Frame frame;
+    std::string text;
+    const std::byte* data;
+    std::function<void()> sent;
+  };
+  bool fill();
+  bool read_rest();
+
+  Descriptor socket_;
+  int rank_;
+  std::deque<Outgoing> queue_;
+  size_t sent_ = 0;      // bytes of the first frame and of what follows it
+  bool broken_ = false;  // nothing more can be sent
+  bool ended_ = false;
+  std::vector<std::byte> buffer_;  // what was read ahead: [begin_, end_)
+  size_t begin_ = 0;
+  size_t end_ = 0;
+  std::optional<Frame> frame_{};  // whose bytes are being read
+  std::byte* memory_ = nullptr;   // for them
+  size_t got_ = 0;
+};
+
+}  // namespace shoal::tcp

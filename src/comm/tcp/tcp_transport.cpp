@@ -1,0 +1,416 @@
+#include "comm/tcp/tcp_transport.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+#include "base/printable.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/shm/reduce/reduce_kernels.h"
+#include "comm/tcp/collective.h"
+#include "comm/tcp/connect.h"
+#include "comm/tcp/messages.h"
+#include "comm/tcp/poller.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+using tcp::Collective;
+using tcp::Frame;
+using tcp::Kind;
+using tcp::Link;
+using tcp::Message;
+
+using SteadyClock = std::chrono::steady_clock;
+
+std::vector<const Descriptor*> sockets_of(const std::vector<std::unique_ptr<Link>>& links) {
+  std::vector<const Descriptor*> sockets;
+  for (const auto& link : links) sockets.push_back(link ? &link->socket() : nullptr);
+  return sockets;
+}
+
+// What all ranks have entered, or are about to.
+class Entries {
+ public:
+  explicit Entries(size_t ranks) : by_rank_(ranks) {}
+
+  // Number of the next entry of a rank.
+  uint64_t next(int rank) const { return first_ + by_rank_[rank].size(); }
+  bool full(int rank) const { return by_rank_[rank].size() >= most_ahead; }
+  void add(int rank, tcp::EntryBytes entry) { by_rank_[rank].push_back(std::move(entry)); }
+  bool has(int rank, uint64_t number) const { return number < next(rank); }
+  // The entries of all ranks for the oldest operation, which is then forgotten.
+  std::vector<tcp::EntryBytes> take() {
+    std::vector<tcp::EntryBytes> entries;
+    for (auto& list : by_rank_) {
+      entries.push_back(std::move(list.front()));
+      list.pop_front();
+    }
+    ++first_;
+    return entries;
+  }
+
+ private:
+  static constexpr size_t most_ahead = 1024;  // operations that a rank may be ahead of this one, before it is not heard
+  uint64_t first_ = 0;
+  std::vector<std::deque<tcp::EntryBytes>> by_rank_;
+};
+
+class TcpTransport;
+
+class TcpWork : public TransportWork {
+ public:
+  TcpWork(std::shared_ptr<TcpTransport> transport, std::shared_ptr<Collective> collective)
+      : transport_(std::move(transport)), collective_(std::move(collective)) {}
+  TcpWork(std::shared_ptr<TcpTransport> transport, std::shared_ptr<Message> message)
+      : transport_(std::move(transport)), message_(std::move(message)) {}
+
+  bool done() override;
+  bool wait_for(Milliseconds slice, Milliseconds remaining) override;
+  std::string waits_for() override;
+  int source() const override { return message_ ? message_->source : any_source; }
+
+ private:
+  bool finished() const { return collective_ ? collective_->finished() : message_->finished.load(); }
+
+  std::shared_ptr<TcpTransport> transport_;
+  std::shared_ptr<Collective> collective_;
+  std::shared_ptr<Message> message_;
+};
+
+class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTransport>, private tcp::Receiver {
+ public:
+  TcpTransport(std::vector<std::unique_ptr<Link>> links, int rank, std::vector<int> world_ranks)
+      : rank_(rank),
+        world_ranks_(std::move(world_ranks)),
+        links_(std::move(links)),
+        poller_(sockets_of(links_)),
+        messages_(links_, rank_, world_ranks_),
+        entries_(links_.size()),
+        heard_(links_.size()),
+        paused_(links_.size()) {
+    watch();
+    thread_ = std::make_unique<std::thread>([this] { run(); });
+  }
+
+  ~TcpTransport() override {
+    if (getpid() != pid_) {  // the thread is the parent's
+      static_cast<void>(thread_.release());
+      return;
+    }
+    TcpTransport::await_readers();
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    poller_.wake();
+    thread_->join();
+    for (const auto& link : links_) {
+      if (link) link->end();
+    }
+  }
+
+  std::string name() const override { return "tcp"; }
+  bool checks_agreement() const override { return true; }
+
+  std::unique_ptr<TransportWork> issue(const Call& call) override {
+    check(call);
+    const std::lock_guard lock(mutex_);
+    std::unique_ptr<TransportWork> work;
+    if (call.op == Op::send || call.op == Op::recv) {
+      std::shared_ptr<Message> message;
+      try_to([&] { message = messages_.start(call); });
+      if (!message) std::rethrow_exception(failure_);
+      work = std::make_unique<TcpWork>(shared_from_this(), std::move(message));
+    } else {
+      auto collective = std::make_shared<Collective>(call, issued_++, rank_, world_ranks_);
+      operations_.push_back(collective);
+      enter(collective);
+      work = std::make_unique<TcpWork>(shared_from_this(), std::move(collective));
+    }
+    advance();
+    return work;
+  }
+
+  void give_up(const std::string& why) override {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) fail(std::make_exception_ptr(CommError(why)));
+  }
+
+  // A send is finished once the system has the message.
+  void await_readers() override {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, std::chrono::seconds(10), [this] { return failure_ != nullptr || messages_.all_sent(); });
+  }
+
+  // Whether it has finished, or failed, which wait() tells.
+  bool over(const std::function<bool()>& finished) {
+    if (finished()) return true;
+    const std::lock_guard lock(mutex_);
+    return failure_ != nullptr;
+  }
+
+  bool wait(Milliseconds limit, const std::function<bool()>& finished) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, limit, [&] { return finished() || failure_ != nullptr; });
+    if (!finished() && failure_) std::rethrow_exception(failure_);
+    return finished();
+  }
+
+  // World ranks that have not called it.
+  std::vector<int> missing(const Collective& collective) {
+    const std::lock_guard lock(mutex_);
+    std::vector<int> ranks;
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+      if (!entries_.has(static_cast<int>(rank), collective.number())) ranks.push_back(world_ranks_[rank]);
+    }
+    return ranks;
+  }
+
+ private:
+  static void check(const Call& call) {
+    for (const auto* tensors : {&call.inputs, &call.outputs}) {
+      for (const auto& tensor : *tensors) {
+        if (tensor.is_cpu()) continue;
+        throw UsageError(
+            fmt::format("{}: the tcp transport supports CPU tensors only, but a tensor is on {}; move it to the CPU",
+                        call.describe(), tensor.device().str()));
+      }
+    }
+    if (call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter) require_reducible(call);
+  }
+
+  void run() {
+    while (true) {
+      const auto ready = poller_.wait();
+      const std::lock_guard lock(mutex_);
+      if (ending_) return;
+      for (const auto place : ready) {
+        links_[place]->flush();
+        hear(*links_[place], static_cast<int>(place));
+      }
+      advance();
+    }
+  }
+
+  template <class Work>
+  void try_to(const Work& work) {
+    if (failure_) return;
+    try {
+      work();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  }
+
+  void hear(Link& link, int rank) {
+    if (failure_ || link.ended()) return;
+    try_to([&] { paused_[rank] = !link.receive(*this); });
+  }
+
+  void enter(const std::shared_ptr<Collective>& collective) {
+    entries_.add(rank_, collective->entry(rank_));
+    for (size_t other = 0; other < links_.size(); ++other) {
+      if (!links_[other]) continue;
+      collective->on_its_way();
+      links_[other]->put({.kind = Kind::enter, .number = collective->number()},
+                         collective->entry(static_cast<int>(other)), [collective] { collective->sent(); });
+    }
+  }
+
+  // Everything that is possible now, after something has changed.
+  void advance() {
+    try_to([this] {
+      flush();
+      while (advance_first() || hear_paused()) {
+      }
+      require_peers();
+    });
+    flush();
+    watch();
+    changed_.notify_all();
+  }
+
+  void flush() {
+    for (auto& link : links_) {
+      if (link) link->flush();
+    }
+  }
+
+  // True if the first operation has ended, so that the next one may begin.
+  bool advance_first() {
+    if (operations_.empty()) return false;
+    auto& first = *operations_.front();
+    if (!first.begun()) {
+      for (size_t rank = 0; rank < links_.size(); ++rank) {
+        if (!entries_.has(static_cast<int>(rank), first.number())) return false;
+      }
+      first.begin(entries_.take());
+    }
+    for (size_t rank = 0; rank < links_.size(); ++rank) send_parts(static_cast<int>(rank));
+    if (!first.finished()) return false;
+    operations_.pop_front();
+    return true;
+  }
+
+  void send_parts(int rank) {
+    const auto first = operations_.front();
+    while (links_[rank] && links_[rank]->idle()) {
+      const auto segment = first->next_to(rank);
+      if (!segment) return;
+      links_[rank]->put({.kind = Kind::part, .number = first->number(), .bytes = static_cast<uint64_t>(segment->bytes)},
+                        segment->data, [first] { first->sent(); });
+      links_[rank]->flush();
+    }
+  }
+
+  // True if a frame that had no memory before has been read.
+  bool hear_paused() {
+    bool heard = false;
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+      if (!paused_[rank] || failure_) continue;
+      const auto before = frames_;
+      hear(*links_[rank], static_cast<int>(rank));
+      heard = heard || frames_ != before;
+    }
+    return heard;
+  }
+
+  // Fails if something is still to come from a rank, or to go there, that has ended.
+  void require_peers() {
+    const auto gone = [this](int rank) { return links_[rank] && links_[rank]->ended() && !paused_[rank]; };
+    int lost = messages_.needs_one_of(gone);
+    for (int rank = 0; lost < 0 && !operations_.empty() && rank < static_cast<int>(links_.size()); ++rank) {
+      const auto& first = *operations_.front();
+      const bool needed = first.begun() ? first.concerns(rank) : !entries_.has(rank, first.number());
+      if (needed && gone(rank)) lost = rank;
+    }
+    if (lost >= 0) throw PeerLost(world_ranks_[lost]);
+  }
+
+  // Stops for good. The others end their operations, too, once they hear of it.
+  void fail(std::exception_ptr why) {
+    failure_ = std::move(why);
+    try {
+      std::rethrow_exception(failure_);
+    } catch (const DisagreeError& error) {
+      for (auto& link : links_) {
+        if (link && !told_) link->put({.kind = Kind::fault}, std::string(error.what()).substr(0, most_text));
+      }
+    } catch (...) {  // a rank that has ended: the others see that by themselves
+    }
+  }
+
+  std::optional<std::byte*> accept(int rank, const Frame& frame) override {
+    const auto into_text = [&](size_t limit) {
+      if (frame.bytes > limit) throw std::runtime_error("a peer has sent more than is allowed");
+      heard_[rank].resize(frame.bytes);
+      return reinterpret_cast<std::byte*>(heard_[rank].data());
+    };
+    switch (frame.kind) {
+      case Kind::enter:
+        if (frame.number != entries_.next(rank))
+          throw std::runtime_error("a peer has sent an entry that is not its next");
+        if (entries_.full(rank)) return std::nullopt;
+        return into_text(sizeof(tcp::Entry) + 2 * links_.size() * sizeof(uint64_t) + tcp::bytes_with_entry);
+      case Kind::part: {
+        // A rank sends parts once all have entered, which it may know earlier than this one.
+        if (frame.number >= issued_) throw std::runtime_error("a peer has sent a part of what is not called");
+        if (operations_.empty() || frame.number < operations_.front()->number()) {
+          throw std::runtime_error("a peer has sent a part of what has ended");
+        }
+        auto& first = *operations_.front();
+        return frame.number == first.number() && first.begun() ? first.place_for(rank, frame.bytes) : std::nullopt;
+      }
+      case Kind::announce:
+      case Kind::ready:
+      case Kind::message:
+        return messages_.accept(rank, frame);
+      case Kind::fault:
+        return into_text(most_text);
+    }
+    throw std::runtime_error("a peer has sent a frame of no known kind");
+  }
+
+  void arrived(int rank, const Frame& frame) override {
+    ++frames_;
+    switch (frame.kind) {
+      case Kind::enter:
+        static_cast<void>(tcp::read_entry(heard_[rank], links_.size()));
+        entries_.add(rank, heard_[rank]);
+        return;
+      case Kind::part:
+        operations_.front()->received(rank);
+        return;
+      case Kind::announce:
+      case Kind::ready:
+      case Kind::message:
+        messages_.arrived(rank, frame);
+        return;
+      case Kind::fault:
+        told_ = true;
+        throw DisagreeError(printable(heard_[rank]));
+    }
+  }
+
+  void watch() {
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+      if (!links_[rank]) continue;
+      const auto& link = *links_[rank];
+      if (failure_ && link.idle()) links_[rank]->end();
+      poller_.watch(rank, !failure_ && !link.ended() && !paused_[rank], !link.idle() && !link.broken());
+    }
+  }
+
+  static constexpr size_t most_text = 4096;
+
+  const pid_t pid_ = getpid();
+  const int rank_;
+  const std::vector<int> world_ranks_;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::vector<std::unique_ptr<Link>> links_;  // by rank; nullptr: this one
+  tcp::Poller poller_;
+  tcp::Messages messages_;
+  Entries entries_;
+  std::deque<std::shared_ptr<Collective>> operations_;
+  uint64_t issued_ = 0;
+  uint64_t frames_ = 0;             // that have come
+  std::vector<std::string> heard_;  // by rank: bytes of the frame that is being read
+  std::vector<bool> paused_;        // by rank: its next frame has no memory yet
+  std::exception_ptr failure_;
+  bool told_ = false;  // the failure by another rank
+  bool ending_ = false;
+  std::unique_ptr<std::thread> thread_;  // last member: it uses all of the above
+};
+
+bool TcpWork::done() {
+  return transport_->over([this] { return finished(); });
+}
+
+bool TcpWork::wait_for(Milliseconds slice, Milliseconds) {
+  return transport_->wait(slice, [this] { return finished(); });
+}
+
+std::string TcpWork::waits_for() {
+  if (!collective_) return "";
+  const auto ranks = transport_->missing(*collective_);
+  return ranks.empty() ? "" : fmt::format("rank(s) {} have not called it", fmt::join(ranks, ", "));
+}
+
+}  // namespace
+
+std::shared_ptr<Transport> make_tcp_transport(const WorldState& world, const std::string& group, int rank,
+                                              const std::vector<int>& world_ranks) {
+  return std::make_shared<TcpTransport>(tcp::connect_ranks(world, group, rank, world_ranks), rank, world_ranks);
+}
+
+}  // namespace shoal
