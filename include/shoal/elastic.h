@@ -121,7 +121,7 @@ struct ElasticOptions {
 // back when a step is undone.
 //
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds. All ranks run on one
-// host, on the CPU, over shared memory or, without a sharded optimizer, Gloo. Errors: UsageError at construction names
+// host, on the CPU, over shared memory or, without a sharded optimizer, tcp or Gloo. Errors: UsageError at construction names
 // what is not supported (other strategies, hybrid sharding, several model chunks, parameters that ranks do not share,
 // OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.
 class Elastic {

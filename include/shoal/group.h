@@ -66,7 +66,7 @@ class Group {
   int rank() const;  // rank of this process in the group, 0 .. size() - 1
   int size() const;
   const std::string& name() const;
-  std::string transport() const;  // "host", "gloo", "mpi", "identity", ...
+  std::string transport() const;  // "host", "tcp", "host+tcp", "gloo", "mpi", "identity", ...
   int world_rank(int rank) const;
 
   // In-place reduction of `tensor` over all ranks.
@@ -94,7 +94,7 @@ class Group {
   // Exchanges parts: part r of input [size() * n] goes to rank r, and part r of output [size() * n] comes from rank r.
   Work all_to_all(at::Tensor output, at::Tensor input, Label label = {}) const;
   // Point-to-point messages. Messages between two ranks with the same tag arrive in order. tag >= 0. source: a rank, or
-  // any_source (on one host, or over Gloo alone). The end of the group waits for up to 10 s until messages that were
+  // any_source (on one host, or over tcp or Gloo alone). The end of the group waits for up to 10 s until messages that were
   // sent have been read.
   Work send(at::Tensor tensor, int destination, int tag = 0, Label label = {}) const;
   Work recv(at::Tensor tensor, int source, int tag = 0, Label label = {}) const;

@@ -32,12 +32,12 @@ struct WorldOptions {
   std::optional<int> port{};
 
   // Transport of collectives. "host": memory shared by the ranks; requires that all ranks run on one host as one user.
-  // "gloo": TCP. "auto": per group, "host" where possible; for several hosts with the same number of ranks (at least
-  // 2), "host+gloo", which uses shared memory within a host and Gloo between hosts, with every rank sending its own
-  // part; otherwise "gloo". "mpi": requires a build with MPI and a start by mpirun.
+  // "tcp": sockets. "auto": per group, "host" where possible; for several hosts with the same number of ranks (at least
+  // 2), "host+tcp", which uses shared memory within a host and tcp between hosts, with every rank sending its own
+  // part; otherwise "tcp". "gloo": PyTorch's. "mpi": requires a build with MPI and a start by mpirun.
   std::string transport = "auto";
 
-  // Compare the arguments of every collective over all ranks before it starts. The host transport always does this;
+  // Compare the arguments of every collective over all ranks before it starts. host and tcp always do this;
   // other transports pay a small all-gather per operation. If it is off, mismatched calls over Gloo end in a
   // DisagreeError within two seconds, and mismatched calls of equal size over MPI give wrong numbers.
   bool check_agreement = false;

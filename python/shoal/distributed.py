@@ -20,9 +20,9 @@ __all__ = ["Options", "group_of", "host_groups"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of the backend: init_process_group("shoal", pg_options=shoal.distributed.Options(transport="gloo")).
+    """Options of the backend: init_process_group("shoal", pg_options=shoal.distributed.Options(transport="tcp")).
 
-    transport: "auto", "host" (ranks of one host share memory) or "gloo" (TCP), as WorldOptions::transport in C++.
+    transport: "auto", "host" (ranks of one host share memory) "tcp" or "gloo", as WorldOptions::transport in C++.
     """
 
     transport: str = "auto"

@@ -65,7 +65,7 @@ def test_PY04_ranks_that_disagree_over_gloo():
 
 def test_PY01_wrong_options_are_refused():
     def run(rank):
-        with pytest.raises(shoal.UsageError, match="transport 'smoke' is not in this build; it has: auto, host, gloo"):
+        with pytest.raises(shoal.UsageError, match="transport 'smoke' is not in this build; it has: auto, host, tcp, gloo"):
             shoal._C.join_world(dist.HashStore(), 0, 1, dist.default_pg_timeout, "smoke")
 
     on_ranks(run, ranks=1)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "comm/membership/generations.h"
@@ -38,8 +39,9 @@ struct Elastic::State {
     }
     batch.require(sampler);
     const auto transport = world.group().transport();
-    if (transport != "host" && transport != "gloo" && transport != "identity") {
-      throw UsageError(fmt::format("Elastic: transport {} is not supported: use host or gloo", transport));
+    const std::set<std::string> supported{"host", "tcp", "gloo", "identity"};
+    if (supported.count(transport) == 0) {
+      throw UsageError(fmt::format("Elastic: transport {} is not supported: use host, tcp or gloo", transport));
     }
     agree(world.group(), "Elastic",
           {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler",

@@ -31,7 +31,7 @@ void require_file_size(std::size_t bytes) {
   if (limit >= bytes) return;
   throw UsageError(
       fmt::format("a file may have {} bytes here, and memory that ranks share has {} at least; raise the "
-                  "limit (ulimit -f), or use transport gloo",
+                  "limit (ulimit -f), or use transport tcp",
                   limit, bytes));
 }
 

@@ -28,7 +28,7 @@ TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"launch", "--stop-grace", "-1", "--", "true"}, "-1 seconds to stop in: give 0 or more");
   expect_refused({"launch", "--grace", "-1", "--", "true"}, "-1 seconds of grace: give 0 or more");
   expect_refused({"train", "--ranks", "3", "--transport", "nccl"},
-                 "--transport nccl: not in this version; available: auto, host, gloo");
+                 "--transport nccl: not in this version; available: auto, host, tcp, gloo");
   expect_refused(
       {"train", "--strategy", "zero9"},
       "--strategy zero9: not in this version; available: ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, "
@@ -123,6 +123,7 @@ TEST(Doctor, reports_as_text_and_as_json) {
   EXPECT_EQ(text.code, 0);
   EXPECT_NE(text.output.find("libtorch"), std::string::npos);
   const auto report = nlohmann::json::parse(shoal({"doctor", "--json", "-"}).output);
+  EXPECT_EQ(report["transports"]["tcp"], "yes");
   EXPECT_EQ(report["transports"]["gloo"], "yes");
   EXPECT_EQ(report["loopback"], "works");
   EXPECT_GE(report["cores"], 1);

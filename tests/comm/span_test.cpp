@@ -29,7 +29,7 @@ int64_t sent_bytes() {
 class Span : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (group().transport() != "host+gloo") GTEST_SKIP() << "not on two hosts, but over " << group().transport();
+    if (group().transport() != "host+tcp") GTEST_SKIP() << "not on two hosts, but over " << group().transport();
   }
 };
 

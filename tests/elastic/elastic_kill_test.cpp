@@ -85,12 +85,14 @@ TEST(ElasticKill, ELA01_ranks_end_in_different_epochs) {
 }
 
 // Gloo does not add in the order of ranks: the ranks' bits are compared with each other only.
-TEST(ElasticKill, ELA01_ELA02_over_gloo_on_one_host) {
-  WorldOptions options;
-  options.transport = "gloo";
-  for (const auto moment : {Moment::in_backward, Moment::before_commit, Moment::between_steps}) {
-    SCOPED_TRACE(static_cast<int>(moment));
-    die_at(3, {{0, moment, 5}}, 1, options);
+TEST(ElasticKill, ELA01_ELA02_over_sockets_on_one_host) {
+  for (const std::string transport : {"tcp", "gloo"}) {
+    WorldOptions options;
+    options.transport = transport;
+    for (const auto moment : {Moment::in_backward, Moment::before_commit, Moment::between_steps}) {
+      SCOPED_TRACE(transport + " " + std::to_string(static_cast<int>(moment)));
+      die_at(3, {{0, moment, 5}}, 1, options);
+    }
   }
 }
 

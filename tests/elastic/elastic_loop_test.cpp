@@ -385,12 +385,12 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
 }
 
 // Without shared memory, what a rank owns ends with it.
-TEST(ElasticLoop, ELA01_sharded_optimizers_over_gloo_are_refused_by_name) {
+TEST(ElasticLoop, ELA01_sharded_optimizers_over_sockets_are_refused_by_name) {
   for (const auto sharding :
        {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::megatron, test::Sharding::fsdp}) {
     SCOPED_TRACE(static_cast<int>(sharding));
     WorldOptions options;
-    options.transport = "gloo";
+    options.transport = "tcp";
     const auto train = [&](const World& world) -> std::string {
       alarm(30);
       const auto net = std::make_shared<test::Net>();

@@ -184,7 +184,7 @@ class Test:
     def starts_with_and_without_pmi(self):
         for options, source in (((), "SLURM_PROCID"), (("--mpi=pmi2",), "PMI_RANK")):
             out = self.srun(*options)
-            assert "on 2 rank(s)" in out and "gloo" in out, out
+            assert "on 2 rank(s)" in out and "tcp" in out, out
             environment = run("srun", "-N", 2, *options, "env")
             assert environment.count(source + "=") == 2, environment
 
@@ -193,7 +193,7 @@ class Test:
         program = self.folder / "train.py"
         program.write_text(IN_PYTHON)
         environment = {**os.environ, "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"}
-        for option, transport in (("-n", "host"), ("-N", "gloo")):
+        for option, transport in (("-n", "host"), ("-N", "tcp")):
             out = run("srun", option, 2, python, program, env=environment)
             for rank in range(2):
                 assert f"rank {rank} of 2 over {transport}: equal weights True" in out, out

@@ -64,7 +64,7 @@ def main():
     print("\n".join(outputs))
     if any(process.returncode != 0 for process in processes):
         sys.exit("failed: " + ", ".join(str(process.returncode) for process in processes))
-    if not any("on 4 rank(s), ddp, host+gloo" in output for output in outputs):
+    if not any("on 4 rank(s), ddp, host+tcp" in output for output in outputs):
         sys.exit("failed: no training on four ranks of two hosts")
 
 

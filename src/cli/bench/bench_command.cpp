@@ -105,7 +105,7 @@ void add_bench_command(CLI::App& app, const std::vector<std::string>& line, Acti
       ->capture_default_str();
   command
       ->add_option("--transports", collectives.transports,
-                   "host, gloo; in builds with MPI also mpi: mpirun -n 2 shoal bench --transports mpi,host,gloo")
+                   "host, tcp, gloo; in builds with MPI also mpi: mpirun -n 2 shoal bench --transports mpi,host,gloo")
       ->delimiter(',')
       ->capture_default_str();
   command

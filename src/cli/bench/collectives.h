@@ -11,7 +11,7 @@ struct CollectiveOptions {
   std::vector<std::string> ops = {"all_reduce", "reduce_scatter", "all_gather", "barrier"};
   std::vector<std::string> sizes = {"4", "64K", "1M", "16M", "64M"};
   std::vector<std::string> dtypes = {"float32"};
-  std::vector<std::string> transports = {"host", "gloo"};
+  std::vector<std::string> transports = {"host", "tcp", "gloo"};
   std::vector<std::string> buffers = {"shared", "once", "staged"};
   int rounds = 20;
 

@@ -74,8 +74,9 @@ Json examine() {
   report["shoal"] = SHOAL_VERSION;
   report["libtorch"] = TORCH_VERSION;
   report["transports"] = {
-      {"gloo", "yes"},
       {"host", host_transport()},
+      {"tcp", "yes"},
+      {"gloo", "yes"},
       {"mpi", mpi_is_built() ? "yes" : "not in this build: apt-get install libopenmpi-dev, and build again"},
       {"nccl", nccl_is_built() ? "yes" : "not in this build: it takes a CUDA libtorch"}};
   for (const auto* name : {"torchrun", "mpirun", "srun"}) {

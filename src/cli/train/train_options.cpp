@@ -192,7 +192,7 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--transport", options.transport, fmt::format("{}", fmt::join(transport_names(), ", ")))
       ->capture_default_str();
   command.add_flag("--check-agreement", options.check_agreement,
-                   "compare the arguments of every collective over ranks first, also over gloo");
+                   "compare the arguments of every collective over ranks first, also over gloo and mpi");
   command
       .add_option("--timeout", options.timeout_seconds, "timeout of an operation in seconds, while all ranks are alive")
       ->capture_default_str();

@@ -90,7 +90,7 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
   // Messages wait for their peer only, so they need no chain.
   std::unique_ptr<TransportWork> issue_message(const Call& call) {
     if (call.peer == any_source) {
-      throw UsageError("receive from any source: supported among ranks of one host, and over Gloo (transport gloo)");
+      throw UsageError("receive from any source: supported among ranks of one host, and over tcp (transport tcp)");
     }
     const auto [host, local] = parts_.grid.place[call.peer];
     if (host != parts_.grid.host) return parts_.flat->issue(call);

@@ -185,7 +185,7 @@ std::byte* HostMemory::allocate(size_t bytes) {
   } catch (const std::runtime_error& error) {
     throw UsageError(
         fmt::format("cannot get shared memory ({}); raise the limit on memory or descriptors, or use "
-                    "transport gloo",
+                    "transport tcp",
                     error.what()));
   }
   arena.free.emplace(0, total);

@@ -132,7 +132,7 @@ TEST_P(GossipFaults, BEY03_a_rank_with_fewer_batches_leaves_and_the_others_use_t
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, GossipFaults, testing::Values("host", "gloo"),
+INSTANTIATE_TEST_SUITE_P(Over, GossipFaults, testing::Values("host", "tcp"),
                          [](const auto& info) { return info.param == "host" ? "shared_memory" : "sockets"; });
 
 }  // namespace

@@ -66,7 +66,7 @@ TEST(Kill, a_stopped_rank_is_named_by_the_others) {
 
 // The store that it serves does not answer any more, either.
 TEST(Kill, a_stopped_rank_that_holds_the_store_is_named_by_the_others) {
-  for (const auto* transport : {"host", "gloo"}) {
+  for (const auto* transport : {"host", "tcp", "gloo"}) {
     SCOPED_TRACE(transport);
     auto commands = ranks(3, "stop", 0);
     for (auto& command : commands) command.arguments.emplace_back(transport);
