@@ -1,0 +1,136 @@
+// Groups over the tcp transport: what they hold, who may call them, and what a forked child does with them.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <torch/types.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+#include <random>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "comm/rendezvous/socket.h"
+#include "tests/support/world.h"
+
+namespace shoal::tcp_group_test {
+namespace {
+
+const Group& group() {
+  return test::world().group();
+}
+
+Group fresh() {
+  std::vector<int> everyone(group().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  return group().subgroup(everyone);
+}
+
+class TcpGroup : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (group().transport() != "tcp") GTEST_SKIP() << "over " << group().transport();
+  }
+};
+
+std::set<std::string> entries(const std::string& folder) {
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) names.insert(entry.path().filename());
+  return names;
+}
+
+TEST_F(TcpGroup, a_hundred_groups_leave_no_thread_and_no_descriptor) {
+  const auto cycle = [] {
+    const auto made = fresh();
+    auto tensor = at::ones({100000});
+    made.all_reduce(tensor).wait();
+    const int next = (made.rank() + 1) % made.size();
+    auto sent = made.send(tensor, next);
+    made.recv(at::empty_like(tensor), (made.rank() + made.size() - 1) % made.size()).wait();
+    sent.wait();
+  };
+  cycle();
+  const auto threads = entries("/proc/self/task").size();
+  const auto files = entries("/proc/self/fd").size();
+  for (int i = 0; i < 100; ++i) cycle();
+  EXPECT_LE(entries("/proc/self/task").size(), threads);
+  EXPECT_LE(entries("/proc/self/fd").size(), files);
+}
+
+// Ports on which this process listens.
+std::vector<int> own_ports() {
+  std::set<std::string> own;
+  std::error_code closed;
+  for (const auto& name : entries("/proc/self/fd"))
+    own.insert(std::filesystem::read_symlink("/proc/self/fd/" + name, closed));
+  std::vector<int> ports;
+  std::ifstream file("/proc/self/net/tcp");
+  std::string line;
+  std::getline(file, line);
+  while (std::getline(file, line)) {
+    std::istringstream words(line);
+    std::string number, local, remote, state, queues, timer, retransmits, user, timeout, inode;
+    words >> number >> local >> remote >> state >> queues >> timer >> retransmits >> user >> timeout >> inode;
+    if (state == "0A" && own.contains("socket:[" + inode + "]")) {
+      ports.push_back(std::stoi(local.substr(local.find(':') + 1), nullptr, 16));
+    }
+  }
+  return ports;
+}
+
+// While ranks connect, others of the machine call them as well, and say nothing, anything, or half of something.
+TEST_F(TcpGroup, strangers_are_not_taken_for_ranks) {
+  std::atomic<bool> over = false;
+  std::atomic<int> calls = 0;
+  std::thread strangers([&] {
+    std::vector<Descriptor> open;
+    std::mt19937 random(group().rank());
+    while (!over) {
+      for (const int port : own_ports()) {
+        const auto place = resolve("127.0.0.1", port);
+        auto caller = make_socket(place, SOCK_STREAM);
+        if (!connect_to(caller, place)) continue;
+        std::string said;
+        for (auto length = random() % 4 * 30; length > 0; --length) said += static_cast<char>(random());
+        [[maybe_unused]] const auto sent = send(caller.number(), said.data(), said.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        ++calls;
+        if (random() % 4 == 0 && open.size() < 200) open.push_back(std::move(caller));
+      }
+    }
+  });
+  for (int i = 0; i < 40; ++i) {
+    const auto made = fresh();
+    auto tensor = at::full({3}, made.rank());
+    made.all_reduce(tensor).wait();
+    EXPECT_EQ(tensor[0].item<int>(), made.size() * (made.size() - 1) / 2);
+  }
+  over = true;
+  strangers.join();
+  EXPECT_GT(calls, 10);
+}
+
+TEST_F(TcpGroup, a_forked_child_ends_without_the_parents_connections) {
+  auto made = std::make_unique<Group>(fresh());
+  auto before = at::ones({1000000});
+  made->all_reduce(before).wait();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    made.reset();
+    _exit(0);
+  }
+  auto after = at::ones({1000000});
+  made->all_reduce(after).wait();
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
+  made->barrier().wait();
+  EXPECT_TRUE(after.equal(before));
+}
+
+}  // namespace
+}  // namespace shoal::tcp_group_test

@@ -1,0 +1,285 @@
+// Collectives of the tcp transport without sockets: all ranks of a group in one thread, whose parts travel in any order.
+
+#include <gtest/gtest.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <numeric>
+#include <random>
+
+#include "comm/tcp/collective.h"
+#include "shoal/error.h"
+
+namespace shoal::tcp_test {
+namespace {
+
+using tcp::Collective;
+
+// Ranks of a group and what is on its way between them.
+class Ranks {
+ public:
+  Ranks(const std::vector<Call>& calls, uint64_t seed) : random_(seed) {
+    world_ranks_.resize(calls.size());
+    std::iota(world_ranks_.begin(), world_ranks_.end(), 10);
+    for (size_t rank = 0; rank < calls.size(); ++rank) {
+      ranks_.push_back(std::make_unique<Collective>(calls[rank], 0, static_cast<int>(rank), world_ranks_));
+    }
+    sent_.resize(calls.size());
+    wires_.resize(calls.size(), std::vector<std::deque<tcp::Segment>>(calls.size()));
+  }
+
+  // Bytes of data that each rank sends.
+  const std::vector<int64_t>& sent() const { return sent_; }
+
+  // What rank `to` is told by all when they enter.
+  std::vector<tcp::EntryBytes> entries(int to) {
+    std::vector<tcp::EntryBytes> list;
+    for (const auto& rank : ranks_) list.push_back(rank->entry(to));
+    return list;
+  }
+
+  // False if the ranks wait for each other.
+  bool run() {
+    std::vector<std::vector<tcp::EntryBytes>> all;
+    for (int rank = 0; rank < size(); ++rank) {
+      all.push_back(entries(rank));
+      for (int from = 0; from < size(); ++from) {
+        if (from != rank) sent_[from] += static_cast<int64_t>(tcp::read_entry(all[rank][from], all.size()).data);
+      }
+    }
+    for (int rank = 0; rank < size(); ++rank) ranks_[rank]->begin(all[rank]);
+    std::vector<std::pair<int, int>> pairs;
+    for (int from = 0; from < size(); ++from) {
+      for (int to = 0; to < size(); ++to) pairs.emplace_back(from, to);
+    }
+    for (bool moved = true; moved;) {
+      moved = false;
+      std::shuffle(pairs.begin(), pairs.end(), random_);
+      for (const auto& [from, to] : pairs) moved = (random_() % 2 == 0 ? send(from, to) : deliver(from, to)) || moved;
+      if (!moved) {  // nothing was possible in the way that was drawn
+        for (const auto& [from, to] : pairs) moved = send(from, to) || deliver(from, to) || moved;
+      }
+    }
+    return std::all_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return rank->finished(); });
+  }
+
+ private:
+  int size() const { return static_cast<int>(ranks_.size()); }
+
+  bool send(int from, int to) {
+    const auto segment = ranks_[from]->next_to(to);
+    if (!segment) return false;
+    sent_[from] += segment->bytes;
+    wires_[from][to].push_back(*segment);
+    return true;
+  }
+
+  // The memory of a segment is read when it arrives: a rank that overwrites it too early is found.
+  bool deliver(int from, int to) {
+    auto& wire = wires_[from][to];
+    if (wire.empty()) return false;
+    const auto place = ranks_[to]->place_for(from, static_cast<uint64_t>(wire.front().bytes));
+    if (!place) return false;
+    std::memcpy(*place, wire.front().data, wire.front().bytes);
+    wire.pop_front();
+    ranks_[to]->received(from);
+    ranks_[from]->sent();
+    return true;
+  }
+
+  std::mt19937_64 random_;
+  std::vector<int> world_ranks_;
+  std::vector<std::unique_ptr<Collective>> ranks_;
+  std::vector<int64_t> sent_;
+  std::vector<std::vector<std::deque<tcp::Segment>>> wires_;  // from, to
+};
+
+at::Tensor numbers(int64_t count, int rank, int part = 0) {
+  return at::arange(count, at::kDouble).mul_(0.001).sin_().add_(rank + 100 * part);
+}
+
+// Sizes in numbers of 8 bytes: with and without data in entries, fewer than there are ranks, several chunks.
+const std::vector<int64_t> counts{1, 3, 1000, 1024, 1025, 32768 * 2, 300001};
+
+// `check` gets the calls after the operation, and the bytes that each rank has sent.
+template <class Make, class Check>
+void for_all_sizes(const Make& make, const Check& check) {
+  for (int size = 2; size <= 5; ++size) {
+    for (const auto count : counts) {
+      for (uint64_t seed = 0; seed < 3; ++seed) {
+        SCOPED_TRACE(std::to_string(size) + " ranks, " + std::to_string(count) + " numbers, seed " +
+                     std::to_string(seed));
+        std::vector<Call> calls;
+        for (int rank = 0; rank < size; ++rank) calls.push_back(make(rank, size, count));
+        Ranks ranks(calls, seed);
+        ASSERT_TRUE(ranks.run()) << "ranks wait for each other";
+        check(calls, ranks.sent(), count);
+      }
+    }
+  }
+}
+
+at::Tensor sum_in_order(int size, int64_t count, int part = 0) {
+  auto sum = numbers(count, 0, part);
+  for (int rank = 1; rank < size; ++rank) sum.add_(numbers(count, rank, part));
+  return sum;
+}
+
+TEST(Tcp, all_reduce_adds_in_the_order_of_ranks_and_sends_twice_the_least_share) {
+  for_all_sizes(
+      [](int rank, int, int64_t count) { return Call{.op = Op::all_reduce, .inputs = {numbers(count, rank)}}; },
+      [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
+        const auto size = static_cast<int64_t>(calls.size());
+        const auto wanted = sum_in_order(static_cast<int>(size), count);
+        for (const auto& call : calls) EXPECT_TRUE(call.inputs[0].equal(wanted));
+        // Small tensors go to everybody. Shares of others differ by 64 bytes at most.
+        const double bytes = 8.0 * static_cast<double>(count);
+        const double each = bytes <= tcp::bytes_with_entry ? (size - 1) * bytes : 2 * (size - 1) * bytes / size;
+        for (const auto rank : sent) EXPECT_NEAR(rank, each, bytes <= tcp::bytes_with_entry ? 0 : 64 * size);
+      });
+}
+
+TEST(Tcp, reduce_leaves_the_sum_on_its_root) {
+  for_all_sizes(
+      [](int rank, int size, int64_t count) {
+        return Call{.op = Op::reduce, .peer = size - 1, .inputs = {numbers(count, rank)}};
+      },
+      [](const std::vector<Call>& calls, const std::vector<int64_t>&, int64_t count) {
+        EXPECT_TRUE(calls.back().inputs[0].equal(sum_in_order(static_cast<int>(calls.size()), count)));
+      });
+}
+
+TEST(Tcp, reduce_scatter_gives_each_rank_its_part_and_sends_each_part_once) {
+  for_all_sizes(
+      [](int rank, int size, int64_t count) {
+        std::vector<at::Tensor> parts;
+        for (int part = 0; part < size; ++part) parts.push_back(numbers(count, rank, part));
+        return Call{.op = Op::reduce_scatter, .inputs = {at::cat(parts)}, .outputs = {at::zeros({count}, at::kDouble)}};
+      },
+      [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
+        const auto size = static_cast<int>(calls.size());
+        for (int rank = 0; rank < size; ++rank) {
+          EXPECT_TRUE(calls[rank].outputs[0].equal(sum_in_order(size, count, rank)));
+          EXPECT_EQ(sent[rank], (size - 1) * count * 8);
+        }
+      });
+}
+
+TEST(Tcp, broadcast_copies_the_root_and_others_pass_it_on) {
+  for_all_sizes([](int rank, int,
+                   int64_t count) { return Call{.op = Op::broadcast, .peer = 1, .inputs = {numbers(count, rank)}}; },
+                [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
+                  for (const auto& call : calls) EXPECT_TRUE(call.inputs[0].equal(numbers(count, 1)));
+                  const auto size = static_cast<int64_t>(calls.size());
+                  if (count * 8 > tcp::bytes_with_entry) EXPECT_LE(sent[1], 2 * (size - 1) * (count * 8 / size + 64));
+                });
+}
+
+TEST(Tcp, gathers_scatters_and_exchanges_send_to_whom_it_concerns) {
+  for_all_sizes(
+      [](int rank, int size, int64_t count) {
+        return Call{.op = Op::all_gather,
+                    .inputs = {numbers(count, rank)},
+                    .outputs = {at::zeros({size * count}, at::kDouble)}};
+      },
+      [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
+        const auto size = static_cast<int>(calls.size());
+        for (int rank = 0; rank < size; ++rank) {
+          for (int from = 0; from < size; ++from) {
+            EXPECT_TRUE(calls[rank].outputs[0].narrow(0, from * count, count).equal(numbers(count, from)));
+          }
+          EXPECT_EQ(sent[rank], (size - 1) * count * 8);
+        }
+      });
+  // One tensor per rank, of sizes of their own: rank r sends p + 1 times `count` numbers to rank p.
+  for_all_sizes(
+      [](int rank, int size, int64_t count) {
+        Call call{.op = Op::all_to_all};
+        for (int other = 0; other < size; ++other) {
+          call.inputs.push_back(numbers((other + 1) * count, rank, other));
+          call.outputs.push_back(at::zeros({(rank + 1) * count}, at::kDouble));
+        }
+        return call;
+      },
+      [](const std::vector<Call>& calls, const std::vector<int64_t>&, int64_t count) {
+        for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
+          for (int from = 0; from < static_cast<int>(calls.size()); ++from) {
+            EXPECT_TRUE(calls[rank].outputs[from].equal(numbers((rank + 1) * count, from, rank)));
+          }
+        }
+      });
+  for_all_sizes(
+      [](int rank, int size, int64_t count) {
+        Call call{.op = Op::scatter, .peer = 0, .outputs = {at::zeros({count}, at::kDouble)}};
+        for (int other = 0; rank == 0 && other < size; ++other) call.inputs.push_back(numbers(count, 0, other));
+        return call;
+      },
+      [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
+        for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
+          EXPECT_TRUE(calls[rank].outputs[0].equal(numbers(count, 0, rank)));
+          EXPECT_TRUE(rank == 0 || sent[rank] == 0);
+        }
+      });
+}
+
+// Memory for values of others does not grow with the tensor.
+TEST(Tcp, a_rank_keeps_four_chunks_of_each_other_rank_at_most) {
+  const auto call = Call{.op = Op::all_reduce, .inputs = {at::zeros({8 << 20}, at::kFloat)}};
+  const auto schedule = tcp::make_schedule(call, 0, 4);
+  EXPECT_EQ(schedule.staging.nbytes(), size_t{3 * 4} << 18);
+}
+
+TEST(Tcp, different_calls_are_named_by_every_rank_before_data_change) {
+  std::vector<Call> calls;
+  for (int rank = 0; rank < 3; ++rank) {
+    calls.push_back({.op = Op::all_reduce, .inputs = {at::ones({rank == 2 ? 5 : 4})}, .label = {3, 0, "gradients"}});
+  }
+  Ranks ranks(calls, 0);
+  const std::vector<int> world_ranks{10, 11, 12};
+  std::vector<std::string> said;
+  for (int rank = 0; rank < 3; ++rank) {
+    auto own = Collective(calls[rank], 0, rank, world_ranks);
+    try {
+      own.begin(ranks.entries(rank));
+    } catch (const DisagreeError& error) {
+      said.emplace_back(error.what());
+    }
+    EXPECT_EQ(calls[rank].inputs[0].sum().item<int64_t>(), rank == 2 ? 5 : 4);
+  }
+  ASSERT_EQ(said.size(), 3U);
+  EXPECT_EQ(said, std::vector<std::string>(3, said[0]));
+  EXPECT_NE(said[0].find("12"), std::string::npos) << said[0];
+}
+
+// An entry that is damaged anywhere is refused, or is one that a rank might send.
+TEST(Tcp, damaged_entries_are_refused_and_parts_of_another_size_too) {
+  const Call call{.op = Op::all_reduce, .inputs = {numbers(100, 0)}};
+  const std::vector<int> world_ranks{10, 11};
+  const auto sound = Collective(call, 0, 0, world_ranks).entry(1);
+  std::mt19937 random(1);
+  int refused = 0;
+  for (int trial = 0; trial < 20000; ++trial) {
+    auto bytes = sound;
+    for (auto changes = random() % 4 + 1; changes > 0; --changes)
+      bytes[random() % sizeof(tcp::Entry)] ^= 1 << random() % 8;
+    if (random() % 4 == 0) bytes.resize(random() % bytes.size());
+    try {
+      const auto entry = tcp::read_entry(bytes, 2);
+      EXPECT_LE(entry.data, bytes.size());
+    } catch (const std::runtime_error&) {
+      ++refused;
+    }
+  }
+  EXPECT_GT(refused, 5000);
+  const Call large{.op = Op::all_reduce, .inputs = {numbers(10000, 0)}};
+  Ranks ranks({large, large}, 0);
+  auto own = Collective(large, 0, 0, world_ranks);
+  own.begin(ranks.entries(0));
+  EXPECT_THROW(own.place_for(1, 12345), std::runtime_error);
+  EXPECT_THROW(own.place_for(0, 40000), std::runtime_error) << "nothing comes from this rank itself";
+}
+
+}  // namespace
+}  // namespace shoal::tcp_test
