@@ -46,7 +46,7 @@ class Ranks {
     for (int rank = 0; rank < size(); ++rank) {
       all.push_back(entries(rank));
       for (int from = 0; from < size(); ++from) {
-        if (from != rank) sent_[from] += static_cast<int64_t>(tcp::read_entry(all[rank][from], all.size()).data);
+        if (from != rank) sent_[from] += static_cast<int64_t>(tcp::read_entry(all[rank][from], ranks_.size()).data);
       }
     }
     for (int rank = 0; rank < size(); ++rank) ranks_[rank]->begin(all[rank]);
@@ -96,6 +96,15 @@ class Ranks {
   std::vector<std::vector<std::deque<tcp::Segment>>> wires_;  // from, to
 };
 
+Call make_call(Op op, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs = {}, int peer = -1) {
+  Call call;
+  call.op = op;
+  call.peer = peer;
+  call.inputs = std::move(inputs);
+  call.outputs = std::move(outputs);
+  return call;
+}
+
 at::Tensor numbers(int64_t count, int rank, int part = 0) {
   return at::arange(count, at::kDouble).mul_(0.001).sin_().add_(rank + 100 * part);
 }
@@ -128,24 +137,22 @@ at::Tensor sum_in_order(int size, int64_t count, int part = 0) {
 }
 
 TEST(Tcp, all_reduce_adds_in_the_order_of_ranks_and_sends_twice_the_least_share) {
-  for_all_sizes(
-      [](int rank, int, int64_t count) { return Call{.op = Op::all_reduce, .inputs = {numbers(count, rank)}}; },
-      [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
-        const auto size = static_cast<int64_t>(calls.size());
-        const auto wanted = sum_in_order(static_cast<int>(size), count);
-        for (const auto& call : calls) EXPECT_TRUE(call.inputs[0].equal(wanted));
-        // Small tensors go to everybody. Shares of others differ by 64 bytes at most.
-        const double bytes = 8.0 * static_cast<double>(count);
-        const double each = bytes <= tcp::bytes_with_entry ? (size - 1) * bytes : 2 * (size - 1) * bytes / size;
-        for (const auto rank : sent) EXPECT_NEAR(rank, each, bytes <= tcp::bytes_with_entry ? 0 : 64 * size);
-      });
+  for_all_sizes([](int rank, int, int64_t count) { return make_call(Op::all_reduce, {numbers(count, rank)}); },
+                [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
+                  const auto size = static_cast<int64_t>(calls.size());
+                  const auto wanted = sum_in_order(static_cast<int>(size), count);
+                  for (const auto& call : calls) EXPECT_TRUE(call.inputs[0].equal(wanted));
+                  // Small tensors go to everybody. Shares of others differ by 64 bytes at most.
+                  const double bytes = 8.0 * static_cast<double>(count);
+                  const double each =
+                      bytes <= tcp::bytes_with_entry ? (size - 1) * bytes : 2 * (size - 1) * bytes / size;
+                  for (const auto rank : sent) EXPECT_NEAR(rank, each, bytes <= tcp::bytes_with_entry ? 0 : 64 * size);
+                });
 }
 
 TEST(Tcp, reduce_leaves_the_sum_on_its_root) {
   for_all_sizes(
-      [](int rank, int size, int64_t count) {
-        return Call{.op = Op::reduce, .peer = size - 1, .inputs = {numbers(count, rank)}};
-      },
+      [](int rank, int size, int64_t count) { return make_call(Op::reduce, {numbers(count, rank)}, {}, size - 1); },
       [](const std::vector<Call>& calls, const std::vector<int64_t>&, int64_t count) {
         EXPECT_TRUE(calls.back().inputs[0].equal(sum_in_order(static_cast<int>(calls.size()), count)));
       });
@@ -156,7 +163,7 @@ TEST(Tcp, reduce_scatter_gives_each_rank_its_part_and_sends_each_part_once) {
       [](int rank, int size, int64_t count) {
         std::vector<at::Tensor> parts;
         for (int part = 0; part < size; ++part) parts.push_back(numbers(count, rank, part));
-        return Call{.op = Op::reduce_scatter, .inputs = {at::cat(parts)}, .outputs = {at::zeros({count}, at::kDouble)}};
+        return make_call(Op::reduce_scatter, {at::cat(parts)}, {at::zeros({count}, at::kDouble)});
       },
       [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
         const auto size = static_cast<int>(calls.size());
@@ -168,21 +175,19 @@ TEST(Tcp, reduce_scatter_gives_each_rank_its_part_and_sends_each_part_once) {
 }
 
 TEST(Tcp, broadcast_copies_the_root_and_others_pass_it_on) {
-  for_all_sizes([](int rank, int,
-                   int64_t count) { return Call{.op = Op::broadcast, .peer = 1, .inputs = {numbers(count, rank)}}; },
+  for_all_sizes([](int rank, int, int64_t count) { return make_call(Op::broadcast, {numbers(count, rank)}, {}, 1); },
                 [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
                   for (const auto& call : calls) EXPECT_TRUE(call.inputs[0].equal(numbers(count, 1)));
                   const auto size = static_cast<int64_t>(calls.size());
-                  if (count * 8 > tcp::bytes_with_entry) EXPECT_LE(sent[1], 2 * (size - 1) * (count * 8 / size + 64));
+                  EXPECT_LE(sent[1], count * 8 > tcp::bytes_with_entry ? 2 * (size - 1) * (count * 8 / size + 64)
+                                                                       : (size - 1) * count * 8);
                 });
 }
 
 TEST(Tcp, gathers_scatters_and_exchanges_send_to_whom_it_concerns) {
   for_all_sizes(
       [](int rank, int size, int64_t count) {
-        return Call{.op = Op::all_gather,
-                    .inputs = {numbers(count, rank)},
-                    .outputs = {at::zeros({size * count}, at::kDouble)}};
+        return make_call(Op::all_gather, {numbers(count, rank)}, {at::zeros({size * count}, at::kDouble)});
       },
       [](const std::vector<Call>& calls, const std::vector<int64_t>& sent, int64_t count) {
         const auto size = static_cast<int>(calls.size());
@@ -196,7 +201,7 @@ TEST(Tcp, gathers_scatters_and_exchanges_send_to_whom_it_concerns) {
   // One tensor per rank, of sizes of their own: rank r sends p + 1 times `count` numbers to rank p.
   for_all_sizes(
       [](int rank, int size, int64_t count) {
-        Call call{.op = Op::all_to_all};
+        auto call = make_call(Op::all_to_all, {});
         for (int other = 0; other < size; ++other) {
           call.inputs.push_back(numbers((other + 1) * count, rank, other));
           call.outputs.push_back(at::zeros({(rank + 1) * count}, at::kDouble));
@@ -212,7 +217,7 @@ TEST(Tcp, gathers_scatters_and_exchanges_send_to_whom_it_concerns) {
       });
   for_all_sizes(
       [](int rank, int size, int64_t count) {
-        Call call{.op = Op::scatter, .peer = 0, .outputs = {at::zeros({count}, at::kDouble)}};
+        auto call = make_call(Op::scatter, {}, {at::zeros({count}, at::kDouble)}, 0);
         for (int other = 0; rank == 0 && other < size; ++other) call.inputs.push_back(numbers(count, 0, other));
         return call;
       },
@@ -226,7 +231,7 @@ TEST(Tcp, gathers_scatters_and_exchanges_send_to_whom_it_concerns) {
 
 // Memory for values of others does not grow with the tensor.
 TEST(Tcp, a_rank_keeps_four_chunks_of_each_other_rank_at_most) {
-  const auto call = Call{.op = Op::all_reduce, .inputs = {at::zeros({8 << 20}, at::kFloat)}};
+  const auto call = make_call(Op::all_reduce, {at::zeros({8 << 20}, at::kFloat)});
   const auto schedule = tcp::make_schedule(call, 0, 4);
   EXPECT_EQ(schedule.staging.nbytes(), size_t{3 * 4} << 18);
 }
@@ -234,7 +239,7 @@ TEST(Tcp, a_rank_keeps_four_chunks_of_each_other_rank_at_most) {
 TEST(Tcp, different_calls_are_named_by_every_rank_before_data_change) {
   std::vector<Call> calls;
   for (int rank = 0; rank < 3; ++rank) {
-    calls.push_back({.op = Op::all_reduce, .inputs = {at::ones({rank == 2 ? 5 : 4})}, .label = {3, 0, "gradients"}});
+    calls.push_back(make_call(Op::all_reduce, {at::ones({rank == 2 ? 5 : 4})}));
   }
   Ranks ranks(calls, 0);
   const std::vector<int> world_ranks{10, 11, 12};
@@ -255,7 +260,7 @@ TEST(Tcp, different_calls_are_named_by_every_rank_before_data_change) {
 
 // An entry that is damaged anywhere is refused, or is one that a rank might send.
 TEST(Tcp, damaged_entries_are_refused_and_parts_of_another_size_too) {
-  const Call call{.op = Op::all_reduce, .inputs = {numbers(100, 0)}};
+  const auto call = make_call(Op::all_reduce, {numbers(100, 0)});
   const std::vector<int> world_ranks{10, 11};
   const auto sound = Collective(call, 0, 0, world_ranks).entry(1);
   std::mt19937 random(1);
@@ -273,7 +278,7 @@ TEST(Tcp, damaged_entries_are_refused_and_parts_of_another_size_too) {
     }
   }
   EXPECT_GT(refused, 5000);
-  const Call large{.op = Op::all_reduce, .inputs = {numbers(10000, 0)}};
+  const auto large = make_call(Op::all_reduce, {numbers(10000, 0)});
   Ranks ranks({large, large}, 0);
   auto own = Collective(large, 0, 0, world_ranks);
   own.begin(ranks.entries(0));
