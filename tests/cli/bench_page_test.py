@@ -211,15 +211,15 @@ def training(shoal, window, folder, pictures):
     makers = ["shoal" if f["peer"] == "shoal" else "python" for f in figures]
     names = [f"{maker} {f['strategy']}" + ("" if f["transport"] == "none" else f" over {f['transport']}")
              for maker, f in zip(makers, figures)]
-    assert names == ["shoal local", "shoal ddp over host", "shoal ddp over gloo", "python local",
-                     "python ddp_view over gloo"], names
+    assert names == ["shoal local", "shoal ddp over host", "shoal ddp over tcp", "shoal ddp over gloo",
+                     "python local", "python ddp_view over gloo"], names
     assert seen["headings"] == ["Step time", "Memory per rank", "Bytes over TCP per step", "All figures"]
     times, memory, wire = seen["plots"]
     assert [t["text"] for t in times["texts"][:4]] == ["compute", "waiting for communication", "update", "other"]
     assert [t["text"] for t in memory["texts"][:4]] == ["parameters", "gradients", "optimizer state", "other"]
     assert [t["text"] for t in times["texts"][4::2]] == names
     assert [t["text"] for t in memory["texts"][4::2]] == names
-    assert [t["text"] for t in wire["texts"][::2]] == names[:3], "peers do not know"
+    assert [t["text"] for t in wire["texts"][::2]] == names[:4], "peers do not know"
     shown = {p["title"]: p["box"][2] - p["box"][0] for p in times["parts"]}
     lengths = []
     for called, figure in zip(names, figures):

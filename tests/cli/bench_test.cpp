@@ -82,8 +82,8 @@ TEST(Bench, mpi_without_mpirun_is_refused) {
 
 TEST(Bench, BEY20_strategies_are_measured_beside_compute_alone) {
   const TempFolder folder;
-  const auto ended = shoal({"bench", "--train", "--model", "mlp", "--steps", "20", "--rounds", "2", "--accumulate", "2",
-                            "--json", folder.file("bench.json")});
+  const auto ended = shoal({"bench", "--train", "--transports", "host,tcp", "--model", "mlp", "--steps", "20",
+                            "--rounds", "2", "--accumulate", "2", "--json", folder.file("bench.json")});
   ASSERT_EQ(ended.code, 0) << ended.output;
   const auto figures = read(folder.file("bench.json"))["train"];
   ASSERT_EQ(figures.size(), 3U) << "local, ddp over host, ddp over tcp";

@@ -118,6 +118,27 @@ TEST_F(TcpGroup, strangers_are_not_taken_for_ranks) {
   EXPECT_GT(calls, 10);
 }
 
+// The parts of one rank wait for those of another, while other connections are full, and emptied at any moment.
+TEST_F(TcpGroup, large_tensors_in_flight_together_arrive_whole) {
+  constexpr int64_t numel = 3 << 20;
+  for (int round = 0; round < 3; ++round) {
+    std::vector<at::Tensor> tensors;
+    std::vector<Work> works;
+    for (int root = 0; root < group().size(); ++root) {
+      tensors.push_back(at::full({numel + root}, group().rank() + 1, at::kFloat));
+      works.push_back(group().broadcast(tensors.back(), root));
+      tensors.push_back(at::full({numel + root}, group().rank() + 1, at::kFloat));
+      works.push_back(group().all_reduce(tensors.back()));
+    }
+    for (auto& work : works) work.wait();
+    const int sum = group().size() * (group().size() + 1) / 2;
+    for (int root = 0; root < group().size(); ++root) {
+      EXPECT_TRUE(tensors[2 * root].eq(root + 1).all().item<bool>());
+      EXPECT_TRUE(tensors[2 * root + 1].eq(sum).all().item<bool>());
+    }
+  }
+}
+
 TEST_F(TcpGroup, a_forked_child_ends_without_the_parents_connections) {
   auto made = std::make_unique<Group>(fresh());
   auto before = at::ones({1000000});

@@ -24,7 +24,9 @@ class Ranks {
     world_ranks_.resize(calls.size());
     std::iota(world_ranks_.begin(), world_ranks_.end(), 10);
     for (size_t rank = 0; rank < calls.size(); ++rank) {
-      ranks_.push_back(std::make_unique<Collective>(calls[rank], 0, static_cast<int>(rank), world_ranks_));
+      staging_.emplace_back(new std::byte[tcp::staging_bytes(static_cast<int>(calls.size()))]);
+      ranks_.push_back(
+          std::make_unique<Collective>(calls[rank], 0, static_cast<int>(rank), world_ranks_, staging_.back().get()));
     }
     sent_.resize(calls.size());
     wires_.resize(calls.size(), std::vector<std::deque<tcp::Segment>>(calls.size()));
@@ -91,6 +93,7 @@ class Ranks {
 
   std::mt19937_64 random_;
   std::vector<int> world_ranks_;
+  std::vector<std::unique_ptr<std::byte[]>> staging_;
   std::vector<std::unique_ptr<Collective>> ranks_;
   std::vector<int64_t> sent_;
   std::vector<std::vector<std::deque<tcp::Segment>>> wires_;  // from, to
@@ -229,11 +232,11 @@ TEST(Tcp, gathers_scatters_and_exchanges_send_to_whom_it_concerns) {
       });
 }
 
-// Memory for values of others does not grow with the tensor.
+// Memory for values of others does not grow with the tensor, and hardly with the number of ranks.
 TEST(Tcp, a_rank_keeps_four_chunks_of_each_other_rank_at_most) {
-  const auto call = make_call(Op::all_reduce, {at::zeros({8 << 20}, at::kFloat)});
-  const auto schedule = tcp::make_schedule(call, 0, 4);
-  EXPECT_EQ(schedule.staging.nbytes(), size_t{3 * 4} << 18);
+  EXPECT_EQ(tcp::staging_bytes(2), 4 << 18);
+  EXPECT_EQ(tcp::staging_bytes(4), 3 * 4 << 18);
+  EXPECT_LE(tcp::staging_bytes(100), 8 << 20);
 }
 
 TEST(Tcp, different_calls_are_named_by_every_rank_before_data_change) {
@@ -243,9 +246,10 @@ TEST(Tcp, different_calls_are_named_by_every_rank_before_data_change) {
   }
   Ranks ranks(calls, 0);
   const std::vector<int> world_ranks{10, 11, 12};
+  const std::unique_ptr<std::byte[]> staging(new std::byte[tcp::staging_bytes(3)]);
   std::vector<std::string> said;
   for (int rank = 0; rank < 3; ++rank) {
-    auto own = Collective(calls[rank], 0, rank, world_ranks);
+    auto own = Collective(calls[rank], 0, rank, world_ranks, staging.get());
     try {
       own.begin(ranks.entries(rank));
     } catch (const DisagreeError& error) {
@@ -262,7 +266,8 @@ TEST(Tcp, different_calls_are_named_by_every_rank_before_data_change) {
 TEST(Tcp, damaged_entries_are_refused_and_parts_of_another_size_too) {
   const auto call = make_call(Op::all_reduce, {numbers(100, 0)});
   const std::vector<int> world_ranks{10, 11};
-  const auto sound = Collective(call, 0, 0, world_ranks).entry(1);
+  const std::unique_ptr<std::byte[]> staging(new std::byte[tcp::staging_bytes(2)]);
+  const auto sound = Collective(call, 0, 0, world_ranks, staging.get()).entry(1);
   std::mt19937 random(1);
   int refused = 0;
   for (int trial = 0; trial < 20000; ++trial) {
@@ -280,7 +285,7 @@ TEST(Tcp, damaged_entries_are_refused_and_parts_of_another_size_too) {
   EXPECT_GT(refused, 5000);
   const auto large = make_call(Op::all_reduce, {numbers(10000, 0)});
   Ranks ranks({large, large}, 0);
-  auto own = Collective(large, 0, 0, world_ranks);
+  auto own = Collective(large, 0, 0, world_ranks, staging.get());
   own.begin(ranks.entries(0));
   EXPECT_THROW(own.place_for(1, 12345), std::runtime_error);
   EXPECT_THROW(own.place_for(0, 40000), std::runtime_error) << "nothing comes from this rank itself";

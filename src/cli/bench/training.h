@@ -11,7 +11,7 @@ namespace shoal::cli {
 
 struct TrainingBenchOptions {
   std::vector<std::string> strategies = {"local", "ddp"};
-  std::vector<std::string> transports = {"host", "tcp"};
+  std::vector<std::string> transports = {"host", "tcp", "gloo"};
   std::vector<std::string> peers = {"local", "ddp_view"};  // of peers.py, with peer_python
   std::string peer_python;                                 // interpreter that imports torch; empty: no peers
   std::string peer_script;                                 // peers.py

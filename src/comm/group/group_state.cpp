@@ -67,11 +67,16 @@ bool is_message(const Call& call) {
 }
 
 // Peers on this host are known to be alive; peers on other hosts, and the links to them, may not be.
-std::string who_may_be_late(const GroupState& group) {
+// missing: what the transport knows; may be empty.
+std::string who_may_be_late(const GroupState& group, const std::string& missing) {
   const auto& peers = group.world->meeting.peers;
   std::vector<int> elsewhere;
   for (const int rank : group.world_ranks) {
     if (peers[rank].host != peers[group.world->placement.rank].host) elsewhere.push_back(rank);
+  }
+  if (!missing.empty()) {
+    if (elsewhere.empty()) return missing;
+    return fmt::format("{}; rank(s) {} on other hosts may not be reached", missing, fmt::join(elsewhere, ", "));
   }
   if (elsewhere.empty()) return "a rank is late, or does not call the same operations";
   return fmt::format(
@@ -260,8 +265,7 @@ bool PendingWork::wait_slice(Milliseconds limit) {
   if (Clock::now() >= waiting_->deadline) {
     const auto missing = work_->waits_for();
     fail(-1, fmt::format("not finished within the timeout of {} s although no peer of this host is dead or stopped: {}",
-                         std::chrono::duration<double>(timeout()).count(),
-                         missing.empty() ? who_may_be_late(*group_) : missing));
+                         std::chrono::duration<double>(timeout()).count(), who_may_be_late(*group_, missing)));
   }
   return false;
 }

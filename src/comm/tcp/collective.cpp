@@ -32,12 +32,12 @@ Entry read_entry(const EntryBytes& bytes, size_t ranks) {
   return entry;
 }
 
-Collective::Collective(Call call, uint64_t number, int rank, const std::vector<int>& world_ranks)
+Collective::Collective(Call call, uint64_t number, int rank, const std::vector<int>& world_ranks, std::byte* staging)
     : call_(std::move(call)),
       number_(number),
       rank_(rank),
       world_ranks_(world_ranks),
-      schedule_(make_schedule(call_, rank, static_cast<int>(world_ranks.size()))),
+      schedule_(make_schedule(call_, rank, static_cast<int>(world_ranks.size()), staging)),
       factors_(world_ranks.size(), 1) {
   const bool lists = call_.inputs.size() > 1 || call_.outputs.size() > 1;
   if (!lists || call_.op == Op::gather || call_.op == Op::scatter) return;

@@ -21,7 +21,8 @@ using EntryBytes = std::string;
 
 class Collective {
  public:
-  Collective(Call call, uint64_t number, int rank, const std::vector<int>& world_ranks);
+  // staging: memory of staging_bytes() that no other operation uses while this one is under way.
+  Collective(Call call, uint64_t number, int rank, const std::vector<int>& world_ranks, std::byte* staging);
 
   uint64_t number() const { return number_; }
   // For rank `to`.

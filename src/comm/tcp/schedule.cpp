@@ -1,7 +1,5 @@
 #include "comm/tcp/schedule.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <numeric>
 
@@ -10,17 +8,13 @@
 namespace shoal::tcp {
 namespace {
 
-constexpr int64_t chunk = int64_t{256} << 10;
+// Bytes of a chunk: less in large groups, in which a rank gets chunks from many at once.
+int64_t chunk_bytes(int size) {
+  return std::clamp((int64_t{2} << 20) / (size - 1) / 4096 * 4096, int64_t{16} << 10, int64_t{256} << 10);
+}
+
 constexpr int64_t slots = 4;  // chunks from each rank that may wait to be reduced
 constexpr int64_t lag = 2;    // a reduced chunk is sent after this many later chunks that are not reduced yet
-
-int64_t chunks_of(const Piece& piece) {
-  return (piece.bytes + chunk - 1) / chunk;
-}
-
-Piece chunk_of(const Piece& piece, int64_t index) {
-  return {piece.data + index * chunk, std::min(chunk, piece.bytes - index * chunk)};
-}
 
 // The order of chunks on one connection: those to be reduced or passed on, and those that have been. Both ends use it.
 template <class First, class Second>
@@ -33,7 +27,8 @@ void interleave(int64_t firsts, int64_t seconds, const First& first, const Secon
 
 class Scheduler {
  public:
-  Scheduler(const Call& call, int rank, int size) : call_(call), rank_(rank), size_(size) {
+  Scheduler(const Call& call, int rank, int size, std::byte* staging)
+      : call_(call), rank_(rank), size_(size), chunk_(chunk_bytes(size)), staging_(staging) {
     made_.sends.resize(size);
     made_.receives.resize(size);
   }
@@ -77,6 +72,11 @@ class Scheduler {
   }
 
  private:
+  int64_t chunks_of(const Piece& piece) const { return (piece.bytes + chunk_ - 1) / chunk_; }
+  Piece chunk_of(const Piece& piece, int64_t index) const {
+    return {piece.data + index * chunk_, std::min(chunk_, piece.bytes - index * chunk_)};
+  }
+
   std::vector<Piece> nothing() const { return std::vector<Piece>(size_); }
   std::vector<Piece> to_one(int which, const Piece& piece) const {
     auto pieces = nothing();
@@ -137,11 +137,9 @@ class Scheduler {
   void reduce(const std::vector<Piece>& parts, const Piece& result, const std::vector<int>& targets) {
     const auto count = chunks_of(result);
     const auto used = std::min(count, slots);
-    made_.staging = at::empty({(size_ - 1) * used * std::min(chunk, result.bytes)}, at::kByte);
-    auto* staging = static_cast<std::byte*>(made_.staging.data_ptr());
     const auto slot = [&](int of, int64_t index) {
       const auto place = (of < rank_ ? of : of - 1) * used + index % slots;
-      return staging + place * std::min(chunk, result.bytes);
+      return staging_ + place * std::min(chunk_, result.bytes);
     };
     for (int64_t i = 0; i < count; ++i) {
       const auto destination = chunk_of(result, i);
@@ -200,13 +198,19 @@ class Scheduler {
   const Call& call_;
   const int rank_;
   const int size_;
+  const int64_t chunk_;
+  std::byte* const staging_;
   Schedule made_;
 };
 
 }  // namespace
 
-Schedule make_schedule(const Call& call, int rank, int size) {
-  return Scheduler(call, rank, size).make();
+int64_t staging_bytes(int size) {
+  return (size - 1) * slots * chunk_bytes(size);
+}
+
+Schedule make_schedule(const Call& call, int rank, int size, std::byte* staging) {
+  return Scheduler(call, rank, size, staging).make();
 }
 
 }  // namespace shoal::tcp

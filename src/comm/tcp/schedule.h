@@ -1,8 +1,6 @@
 #pragma once
 // What a rank sends and receives in a collective, and in which order.
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -47,9 +45,11 @@ struct Schedule {
   std::vector<Round> rounds;
   std::vector<std::pair<Piece, std::byte*>> copies;  // of this rank's own data, to be made at the beginning
   bool whole = false;  // each rank sends every other at most one segment, of at most bytes_with_entry
-  at::Tensor staging;  // memory of received values
 };
 
-Schedule make_schedule(const Call& call, int rank, int size);
+// Memory that a rank of a group needs for values of others which it reduces, in the operation that is under way.
+int64_t staging_bytes(int size);
+// staging: of staging_bytes(size).
+Schedule make_schedule(const Call& call, int rank, int size, std::byte* staging);
 
 }  // namespace shoal::tcp

@@ -18,6 +18,7 @@
 #include "comm/tcp/connect.h"
 #include "comm/tcp/messages.h"
 #include "comm/tcp/poller.h"
+#include "comm/tcp/schedule.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -91,6 +92,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   TcpTransport(std::vector<std::unique_ptr<Link>> links, int rank, std::vector<int> world_ranks)
       : rank_(rank),
         world_ranks_(std::move(world_ranks)),
+        staging_(new std::byte[tcp::staging_bytes(static_cast<int>(world_ranks_.size()))]),
         links_(std::move(links)),
         poller_(sockets_of(links_)),
         messages_(links_, rank_, world_ranks_),
@@ -131,7 +133,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       if (!message) std::rethrow_exception(failure_);
       work = std::make_unique<TcpWork>(shared_from_this(), std::move(message));
     } else {
-      auto collective = std::make_shared<Collective>(call, issued_++, rank_, world_ranks_);
+      auto collective = std::make_shared<Collective>(call, issued_++, rank_, world_ranks_, staging_.get());
       operations_.push_back(collective);
       enter(collective);
       work = std::make_unique<TcpWork>(shared_from_this(), std::move(collective));
@@ -229,12 +231,13 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   // Everything that is possible now, after something has changed.
   void advance() {
     try_to([this] {
-      flush();
-      while (advance_first() || hear_paused()) {
-      }
+      // A connection that has sent its last frame gets the next one here, or it would never be heard of again.
+      do {
+        flush();
+      } while (advance_first() || hear_paused());
       require_peers();
     });
-    flush();
+    if (failure_) flush();
     watch();
     changed_.notify_all();
   }
@@ -375,7 +378,8 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   const pid_t pid_ = getpid();
   const int rank_;
   const std::vector<int> world_ranks_;
-  std::mutex mutex_;  // guards what follows
+  const std::unique_ptr<std::byte[]> staging_;  // of the first operation; takes no pages before it is used
+  std::mutex mutex_;                            // guards what follows
   std::condition_variable changed_;
   std::vector<std::unique_ptr<Link>> links_;  // by rank; nullptr: this one
   tcp::Poller poller_;
