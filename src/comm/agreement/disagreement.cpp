@@ -85,8 +85,9 @@ std::string Disagreement::tell(const std::string& sentence) const {
 
 std::optional<std::string> Disagreement::look() {
   const auto& world = *group_.world;
-  if (!world.meeting.store || !group_.progress->calls->keeps()) return std::nullopt;
+  if (!world.meeting.store) return std::nullopt;
   if (auto text = told()) return text;
+  if (!group_.progress->calls->keeps()) return std::nullopt;
   const auto own = group_.progress->calls->last();
   show(world, group_.name, own, number_);
   const auto size = static_cast<int>(group_.world_ranks.size());

@@ -43,8 +43,7 @@ std::optional<std::string> StuckWait::look() {
   next_told_ = now + between_questions;
   if (!numbered_ || now < next_look_) return told();
   next_look_ = now + interval_;
-  // The first look after the post may come before the other ranks have posted theirs.
-  if (posted_) interval_ = std::min<Clock::duration>(2 * interval_, rarely);
+  interval_ = std::min<Clock::duration>(2 * interval_, rarely);
   return answer_of([&]() -> std::optional<std::string> {
     if (auto difference = disagreement_.look()) return difference;
     if (!std::exchange(posted_, true)) {
