@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, overload
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Store
 
 _Groups = list[dict[str, Any]]
 _Options = dict[str, Any]
@@ -51,18 +51,18 @@ class Group:
         """Name in errors and in the flight recorder."""
     @property
     def transport(self) -> str:
-        """ "host" (shared memory), "gloo", "hierarchical" or "identity" (a rank alone)."""
+        """ "host" (shared memory), "tcp", "host+tcp", "gloo" or "identity" (a rank alone)."""
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """The group of some of this group's ranks. Collective over those ranks."""
 
-def join_world(store: dist.Store, rank: int, size: int, timeout: timedelta, transport: str) -> Group:
+def join_world(store: Store, rank: int, size: int, timeout: timedelta, transport: str) -> Group:
     """The group of all ranks that call it with this store. Collective."""
 
 def find_place() -> tuple[int, int, str, int, str]:
     """Rank, size, and the store's address and port, as the launcher says; and how it said so ("alone": no launcher)."""
 
-def make_backend(group: Group, timeout: timedelta | None) -> dist.Backend: ...
-def group_of_backend(backend: dist.Backend) -> Group | None: ...
+def make_backend(group: Group, timeout: timedelta | None) -> Backend: ...
+def group_of_backend(backend: Backend) -> Group | None: ...
 
 def agree(group: Group, subject: str, items: Sequence[str]) -> None:
     """DisagreeError, which names the first item that differs, unless all ranks give the same. Collective."""
