@@ -14,6 +14,7 @@
 #include <optional>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "base/environment.h"
 #include "base/limits.h"
@@ -77,7 +78,7 @@ class Job {
       const Outlets outlets{&out_, &err()};
       children_.push_back(start_child(rank, {options_.command, options_.body}, variables(rank),
                                       options_.prefix_output ? outlets : Outlets()));
-      watcher_.add(children_.back().pid);
+      tell_watcher(&Watcher::add, children_.back().pid);
     }
     while (alive() > 0) step();
     forward_the_rest();
@@ -115,6 +116,12 @@ class Job {
       list.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
     }
     return list;
+  }
+
+  void tell_watcher(bool (Watcher::*tell)(pid_t) const, pid_t group) {
+    if ((watcher_.*tell)(group) || std::exchange(watcher_has_ended_, true)) return;
+    say("its process shoal-watcher has been killed; the ranks go on, but some may stay if this launcher is killed, "
+        "too");
   }
 
   Outlet& err() { return one_stream_ ? out_ : err_; }
@@ -203,7 +210,7 @@ class Job {
       }
       child.running = false;
       kill(-child.pid, SIGKILL);  // ends its descendants
-      watcher_.remove(child.pid);
+      tell_watcher(&Watcher::remove, child.pid);
       succeeded_ = succeeded_ || status == 0;
       // After the failure that has ended the job, the others' are its consequences.
       const bool consequence = code_ && !failures_end_nothing();
@@ -273,6 +280,7 @@ class Job {
   int failed_ = 0;           // ranks
   bool succeeded_ = false;   // of any rank
   bool interrupted_ = false;
+  bool watcher_has_ended_ = false;
   std::optional<SteadyClock::time_point> term_at_;
   std::optional<SteadyClock::time_point> kill_at_;
 };

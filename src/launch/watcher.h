@@ -12,19 +12,20 @@ namespace shoal {
 class Watcher {
  public:
   explicit Watcher(const std::string& job);
-  // Waits until everything is ended.
+  // Waits until everything is ended. Ends the processes of the job itself if the watcher cannot.
   ~Watcher();
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
 
-  // Registers and removes a rank's process group.
-  void add(pid_t group) const;
-  void remove(pid_t group) const;
+  // Registers and removes a rank's process group. False if the watcher has ended: somebody has killed it.
+  bool add(pid_t group) const;
+  bool remove(pid_t group) const;
 
  private:
-  void tell(pid_t group) const;
+  bool tell(pid_t group) const;
 
-  int pipe_ = -1;
+  const std::string job_;
+  int socket_ = -1;
   pid_t pid_ = -1;
 };
 

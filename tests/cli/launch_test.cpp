@@ -233,6 +233,23 @@ TEST(Launch, what_ranks_have_started_ends_with_the_job) {
   EXPECT_TRUE(living(pids).empty());
 }
 
+// Among others by the kernel, which is short of memory.
+TEST(Launch, a_job_whose_watcher_is_killed_goes_on_and_leaves_nothing) {
+  const TempFolder folder;
+  const auto pids = folder.file("pids");
+  const auto ended = launch({"-n", "2", "--", "sh", "-c",
+                             "setsid sh -c 'echo $$ >> " + pids +
+                                 "; exec sleep 300' & sleep 0.5; if [ $RANK = 0 ]; then "
+                                 "for child in $(cat /proc/$PPID/task/$PPID/children); do "
+                                 "grep -q shoal-watcher /proc/$child/comm && kill -9 $child; done; true; "
+                                 "else sleep 1; echo went on; fi"});
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended, "its process shoal-watcher has been killed")) << ended.output;
+  EXPECT_TRUE(contains(ended, "went on")) << ended.output;
+  EXPECT_EQ(pids_in(pids), 2U);
+  EXPECT_TRUE(living(pids).empty());
+}
+
 TEST(Launch, a_hangup_lets_the_ranks_save) {
   const auto ended = launch_and_signal("--stop-grace 0.5", "kill -HUP $pid");
   EXPECT_EQ(ended.code, 130) << ended.output;
