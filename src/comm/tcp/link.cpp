@@ -1,5 +1,7 @@
 #include "comm/tcp/link.h"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -11,7 +13,8 @@
 namespace shoal::tcp {
 namespace {
 constexpr size_t read_ahead = size_t{16} << 10;
-}
+constexpr size_t most_in_a_turn = size_t{1} << 20;
+}  // namespace
 
 void Link::put(Frame frame, std::string bytes, std::function<void()> sent) {
   frame.bytes = bytes.size();
@@ -53,8 +56,9 @@ void Link::flush() {
 }
 
 bool Link::receive(Receiver& to) {
-  while (true) {
+  for (size_t bytes = 0;;) {
     if (!frame_) {
+      if (bytes > most_in_a_turn) return false;
       if (end_ - begin_ < sizeof(Frame)) {
         if (!fill()) return true;
         continue;
@@ -74,6 +78,7 @@ bool Link::receive(Receiver& to) {
     while (got_ < frame_->bytes) {
       if (!read_rest()) return true;
     }
+    bytes += sizeof(Frame) + frame_->bytes;
     to.arrived(rank_, *std::exchange(frame_, std::nullopt));
   }
 }
@@ -107,6 +112,11 @@ bool Link::read_rest() {
   got_ += std::min(left, static_cast<size_t>(got));
   end_ = static_cast<size_t>(got) > left ? static_cast<size_t>(got) - left : 0;
   return true;
+}
+
+bool Link::unacknowledged() const {
+  int bytes = 0;
+  return ioctl(socket_.number(), SIOCOUTQ, &bytes) == 0 && bytes > 0;
 }
 
 void Link::end() {

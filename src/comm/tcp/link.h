@@ -37,7 +37,7 @@ class Link {
   void flush();
   bool idle() const { return queue_.empty(); }
 
-  // Receives what has arrived. False if a frame has no memory yet.
+  // Receives what has arrived. False if there may be more: a frame has no memory yet, or others should have their turn.
   bool receive(Receiver& to);
 
   // The peer has ended the connection, or it is broken: nothing more comes.
@@ -46,6 +46,8 @@ class Link {
   bool broken() const { return broken_; }
   // Tells the peer that nothing more comes, after what is queued.
   void end();
+  // Whether the peer's system does not have all that was sent.
+  bool unacknowledged() const;
   const Descriptor& socket() const { return socket_; }
 
  private:

@@ -118,6 +118,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
     for (const auto& link : links_) {
       if (link) link->end();
     }
+    if (!failure_) await_acknowledgements();
   }
 
   std::string name() const override { return "tcp"; }
@@ -232,9 +233,13 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   void advance() {
     try_to([this] {
       // A connection that has sent its last frame gets the next one here, or it would never be heard of again.
-      do {
+      bool more = true;
+      for (int turn = 0; more && turn < most_turns; ++turn) {
         flush();
-      } while (advance_first() || hear_paused());
+        more = advance_first();
+        more = hear_paused() || more;
+      }
+      if (more) poller_.wake();  // others want the lock, too
       require_peers();
     });
     if (failure_) flush();
@@ -248,7 +253,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
     }
   }
 
-  // True if the first operation has ended, so that the next one may begin.
+  // True if there is more to do: the first operation has ended, so that the next one may begin, or has more to send.
   bool advance_first() {
     if (operations_.empty()) return false;
     auto& first = *operations_.front();
@@ -258,24 +263,28 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       }
       first.begin(entries_.take());
     }
-    for (size_t rank = 0; rank < links_.size(); ++rank) send_parts(static_cast<int>(rank));
-    if (!first.finished()) return false;
+    bool more = false;
+    for (size_t rank = 0; rank < links_.size(); ++rank) more = send_parts(static_cast<int>(rank)) || more;
+    if (!first.finished()) return more;
     operations_.pop_front();
     return true;
   }
 
-  void send_parts(int rank) {
+  // True if more may be sent now: every rank gets its turn.
+  bool send_parts(int rank) {
     const auto first = operations_.front();
-    while (links_[rank] && links_[rank]->idle()) {
+    for (int sent = 0; links_[rank] && links_[rank]->idle(); ++sent) {
+      if (sent == most_parts_in_a_turn) return true;
       const auto segment = first->next_to(rank);
-      if (!segment) return;
+      if (!segment) return false;
       links_[rank]->put({.kind = Kind::part, .number = first->number(), .bytes = static_cast<uint64_t>(segment->bytes)},
                         segment->data, [first] { first->sent(); });
       links_[rank]->flush();
     }
+    return false;
   }
 
-  // True if a frame that had no memory before has been read.
+  // True if a frame that had no memory, or no turn, before has been read.
   bool hear_paused() {
     bool heard = false;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
@@ -364,6 +373,17 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
     }
   }
 
+  // Waits until the peers' systems have what this rank has sent. A socket that is closed while bytes of the peer are unread
+  // drops what is still to be sent.
+  void await_acknowledgements() const {
+    const auto deadline = SteadyClock::now() + std::chrono::seconds(10);
+    for (const auto& link : links_) {
+      while (link && !link->ended() && link->unacknowledged() && SteadyClock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+  }
+
   void watch() {
     for (size_t rank = 0; rank < links_.size(); ++rank) {
       if (!links_[rank]) continue;
@@ -374,6 +394,8 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   }
 
   static constexpr size_t most_text = 4096;
+  static constexpr int most_turns = 16;  // under one lock
+  static constexpr int most_parts_in_a_turn = 4;
 
   const pid_t pid_ = getpid();
   const int rank_;
@@ -389,7 +411,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   uint64_t issued_ = 0;
   uint64_t frames_ = 0;             // that have come
   std::vector<std::string> heard_;  // by rank: bytes of the frame that is being read
-  std::vector<bool> paused_;        // by rank: its next frame has no memory yet
+  std::vector<bool> paused_;        // by rank: its next frame has no memory yet, or has to wait for its turn
   std::exception_ptr failure_;
   bool told_ = false;  // the failure by another rank
   bool ending_ = false;
