@@ -66,8 +66,7 @@ class Job {
         id_(make_job_id()),
         watcher_(id_),
         secret_(process_environment()("SHOAL_SECRET").value_or(random_secret())),
-        store_(options.address, options.port,
-               JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(id_), secret_)) {}
+        place_(options.address, options.port) {}
 
   ~Job() { kill_all(SIGKILL, /*reap=*/true); }
   Job(const Job&) = delete;
@@ -80,6 +79,8 @@ class Job {
                                       options_.prefix_output ? outlets : Outlets()));
       tell_watcher(&Watcher::add, children_.back().pid);
     }
+    // Its threads begin once all ranks are forked: a lock that one of them held would stay locked in a forked rank.
+    store_.emplace(std::move(place_), JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(id_), secret_));
     while (alive() > 0) step();
     forward_the_rest();
     if (code_ && !interrupted_) print_verdict();
@@ -103,7 +104,7 @@ class Job {
                       {"LOCAL_WORLD_SIZE", ranks},
                       {"ROLE_WORLD_SIZE", ranks},
                       {"MASTER_ADDR", options_.address},
-                      {"MASTER_PORT", std::to_string(store_.port())},
+                      {"MASTER_PORT", std::to_string(place_.port())},
                       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                       {"TORCHELASTIC_RESTART_COUNT", "0"},
                       {"TORCHELASTIC_MAX_RESTARTS", "0"},
@@ -218,7 +219,7 @@ class Job {
       if (status == 0 || consequence) continue;
       if (!code_) code_ = exit_code(status);
       const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
-      if (!failures_end_nothing()) store_.report_failure(text);
+      if (!failures_end_nothing()) store_->report_failure(text);
       if (!interrupted_) say("{} (pid {})", text, child.pid);
       if (!term_at_ && !failures_end_nothing()) term_at_ = after(options_.grace_seconds);
     }
@@ -274,7 +275,8 @@ class Job {
   const std::string id_;
   const Watcher watcher_;  // made before there are threads
   const std::string secret_;
-  StoreServer store_;
+  StorePlace place_;
+  std::optional<StoreServer> store_;
   std::vector<Child> children_;
   std::optional<int> code_;  // exit code of the first failure
   int failed_ = 0;           // ranks

@@ -51,7 +51,7 @@ TEST(LaunchEnvironment, knows_what_the_launcher_calls_the_job) {
 // Two jobs of two ranks that were given the same port.
 TEST(Rendezvous, a_rank_of_another_job_is_refused_and_disturbs_nobody) {
   for (const bool served : {false, true}) {
-    auto launcher = std::make_unique<StoreServer>("127.0.0.1", 0, JobIdentity("night", ""));
+    auto launcher = std::make_unique<StoreServer>(StorePlace("127.0.0.1", 0), JobIdentity("night", ""));
     const int port = launcher->port();
     if (!served) launcher.reset();
     std::vector<Meeting> meetings(4);

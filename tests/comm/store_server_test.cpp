@@ -49,7 +49,7 @@ void ask_and_go(int port) {
 
 // SIGPIPE would end the process that serves the store, which is rank 0 or the launcher.
 TEST(StoreServer, outlives_ranks_that_end_before_they_have_their_answer) {
-  const StoreServer server(loopback, 0);
+  const StoreServer server(StorePlace(loopback, 0));
   for (int i = 0; i < 1500; ++i) ask_and_go(server.port());
   const auto store = connect_store(loopback, server.port(), 30);
   store_set(*store, "key", "value");

@@ -43,7 +43,7 @@ double gib(const std::string& folder) {
 
 std::string loopback() {
   try {
-    const StoreServer server("127.0.0.1", 0);
+    const StoreServer server(StorePlace("127.0.0.1", 0));
     return "works";
   } catch (const Error& error) {
     return error.what();

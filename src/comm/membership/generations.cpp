@@ -188,7 +188,7 @@ void Generations::connect_store(WorldState& world, const MemberCard& card) {
   auto& meeting = world.meeting;
   const int server = card.members.front();
   if (server == self()) {
-    meeting.server = std::make_unique<StoreServer>(loopback, 0, placement.job);
+    meeting.server = std::make_unique<StoreServer>(StorePlace(loopback, 0), placement.job);
     board_->serve(card.number, meeting.server->port());
   }
   const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);

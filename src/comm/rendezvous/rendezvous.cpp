@@ -286,7 +286,7 @@ Meeting meet(const Placement& placement, const PageAddress& page, int timeout_se
     return meeting;
   }
   if (placement.rank == 0 && !placement.store_is_served) {
-    meeting.server = std::make_unique<StoreServer>(placement.address, placement.port, placement.job);
+    meeting.server = std::make_unique<StoreServer>(StorePlace(placement.address, placement.port), placement.job);
   }
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
   enter(meeting, placement, page, timeout_seconds, &Room::enter);

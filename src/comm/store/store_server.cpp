@@ -143,17 +143,20 @@ struct StoreServer::State {
   c10::intrusive_ptr<c10d::Store> store;  // as the job's processes see it
 };
 
-StoreServer::StoreServer(const std::string& address, int port, const JobIdentity& job)
-    : state_(std::make_unique<State>()) {
+StorePlace::StorePlace(std::string address, int port)
+    : address_(std::move(address)),
+      listening_(listen_for_ranks(address_, port)),
+      port_(own_address(listening_).port()) {}
+
+StoreServer::StoreServer(StorePlace place, const JobIdentity& job) : state_(std::make_unique<State>()) {
   quiet_c10d();
   const WithoutSigpipe guard;  // for the server's thread: libuv writes to clients that have ended
-  auto listening = listen_for_ranks(address, port);
   c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(own_address(listening).port());
+  options.port = static_cast<uint16_t>(place.port());
   options.isServer = true;
   options.waitWorkers = false;
-  options.masterListenFd = listening.release();
-  state_->server = c10::make_intrusive<c10d::TCPStore>(address, options);
+  options.masterListenFd = place.take().release();
+  state_->server = c10::make_intrusive<c10d::TCPStore>(place.address(), options);
   state_->doorkeeper.emplace(this->port());
   state_->store = authenticated(state_->server, job);
   store_set(*state_->store, claim_key, job_claim(job));

@@ -3,19 +3,37 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "comm/rendezvous/job_identity.h"
+#include "comm/rendezvous/socket.h"
 
 namespace shoal {
 
-// Listens on `address` alone (a numeric address or a name of one of this host's interfaces) from construction to
-// destruction, and publishes the job's name in the store. port 0 takes any free port. UsageError names a port that is
-// in use. A store that the launcher hosts survives the death of any rank. Compatible with c10d's TCPStore, so that
+// Place of a store that is not served yet: whoever connects waits. Listens on `address` alone (a numeric address or a
+// name of one of this host's interfaces). port 0 takes any free port. UsageError names a port that is in use.
+class StorePlace {
+ public:
+  StorePlace(std::string address, int port);
+
+  const std::string& address() const { return address_; }
+  int port() const { return port_; }
+  // The listening socket, once.
+  Descriptor take() { return std::move(listening_); }
+
+ private:
+  std::string address_;
+  Descriptor listening_;
+  int port_;
+};
+
+// Serves the store at its place from construction to destruction, and publishes the job's name in it. Has threads from
+// then on: a process that forks ranks does so before. A store that the launcher hosts survives the death of any rank. Compatible with c10d's TCPStore, so that
 // Python ranks can join. Raises c10d's log level in this process, because messages from strangers are not worth
 // logging.
 class StoreServer {
  public:
-  StoreServer(const std::string& address, int port, const JobIdentity& job = {});
+  explicit StoreServer(StorePlace place, const JobIdentity& job = {});
   ~StoreServer();
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
