@@ -139,6 +139,24 @@ TEST_F(TcpGroup, large_tensors_in_flight_together_arrive_whole) {
   }
 }
 
+// As a loop over the gradients of a model with many parameters issues them.
+TEST_F(TcpGroup, fifteen_hundred_operations_in_flight_finish) {
+  constexpr int count = 1500;
+  for (const int64_t numel : {1, 5000}) {
+    std::vector<at::Tensor> tensors;
+    std::vector<Work> works;
+    for (int i = 0; i < count; ++i) {
+      tensors.push_back(at::full({numel}, group().rank() + i, at::kFloat));
+      works.push_back(group().all_reduce(tensors.back()));
+    }
+    for (auto& work : works) work.wait();
+    const int size = group().size();
+    for (int i = 0; i < count; ++i) {
+      ASSERT_TRUE(tensors[i].eq(size * (size - 1) / 2 + size * i).all().item<bool>()) << i;
+    }
+  }
+}
+
 TEST_F(TcpGroup, a_forked_child_ends_without_the_parents_connections) {
   auto made = std::make_unique<Group>(fresh());
   auto before = at::ones({1000000});

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -41,11 +42,17 @@ std::vector<const Descriptor*> sockets_of(const std::vector<std::unique_ptr<Link
 // What all ranks have entered, or are about to.
 class Entries {
  public:
+  // Operations that a rank has entered and not finished, at most. The sender keeps to this: a receiver that stopped
+  // reading entries could not read the parts of the oldest operation, which come behind them.
+  static constexpr size_t most_entered = 512;
+
   explicit Entries(size_t ranks) : by_rank_(ranks) {}
 
   // Number of the next entry of a rank.
   uint64_t next(int rank) const { return first_ + by_rank_[rank].size(); }
-  bool full(int rank) const { return by_rank_[rank].size() >= most_ahead; }
+  // True if another entry would be too many: its operations that are not finished begin at most `most_entered` after
+  // this rank's.
+  bool full(int rank) const { return by_rank_[rank].size() >= 2 * most_entered; }
   void add(int rank, tcp::EntryBytes entry) { by_rank_[rank].push_back(std::move(entry)); }
   bool has(int rank, uint64_t number) const { return number < next(rank); }
   // The entries of all ranks for the oldest operation, which is then forgotten.
@@ -60,7 +67,6 @@ class Entries {
   }
 
  private:
-  static constexpr size_t most_ahead = 1024;  // operations that a rank may be ahead of this one, before it is not heard
   uint64_t first_ = 0;
   std::vector<std::deque<tcp::EntryBytes>> by_rank_;
 };
@@ -136,7 +142,6 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
     } else {
       auto collective = std::make_shared<Collective>(call, issued_++, rank_, world_ranks_, staging_.get());
       operations_.push_back(collective);
-      enter(collective);
       work = std::make_unique<TcpWork>(shared_from_this(), std::move(collective));
     }
     advance();
@@ -171,9 +176,11 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   // World ranks that have not called it.
   std::vector<int> missing(const Collective& collective) {
     const std::lock_guard lock(mutex_);
+    // Whoever has not called the last one that this rank has entered has not called a later one.
+    const auto number = std::min(collective.number(), entries_.next(rank_) - 1);
     std::vector<int> ranks;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
-      if (!entries_.has(static_cast<int>(rank), collective.number())) ranks.push_back(world_ranks_[rank]);
+      if (!entries_.has(static_cast<int>(rank), number)) ranks.push_back(world_ranks_[rank]);
     }
     return ranks;
   }
@@ -219,6 +226,14 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
     try_to([&] { paused_[rank] = !link.receive(*this); });
   }
 
+  void enter_next() {
+    while (!operations_.empty()) {
+      const auto ahead = entries_.next(rank_) - operations_.front()->number();
+      if (ahead >= std::min(operations_.size(), Entries::most_entered)) return;
+      enter(operations_[ahead]);
+    }
+  }
+
   void enter(const std::shared_ptr<Collective>& collective) {
     entries_.add(rank_, collective->entry(rank_));
     for (size_t other = 0; other < links_.size(); ++other) {
@@ -235,6 +250,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       // A connection that has sent its last frame gets the next one here, or it would never be heard of again.
       bool more = true;
       for (int turn = 0; more && turn < most_turns; ++turn) {
+        enter_next();
         flush();
         more = advance_first();
         more = hear_paused() || more;
@@ -331,7 +347,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       case Kind::enter:
         if (frame.number != entries_.next(rank))
           throw std::runtime_error("a peer has sent an entry that is not its next");
-        if (entries_.full(rank)) return std::nullopt;
+        if (entries_.full(rank)) throw std::runtime_error("a peer has entered more operations than it may");
         return into_text(sizeof(tcp::Entry) + 2 * links_.size() * sizeof(uint64_t) + tcp::bytes_with_entry);
       case Kind::part: {
         // A rank sends parts once all have entered, which it may know earlier than this one.
