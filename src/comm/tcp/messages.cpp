@@ -42,8 +42,8 @@ std::byte* Messages::accept(int rank, const Frame& frame) {
     if (announced_.size() == most_announced) {
       throw std::runtime_error(fmt::format("{} messages have come that no receive asks for", most_announced));
     }
-    text_.resize(frame.bytes);
-    return reinterpret_cast<std::byte*>(text_.data());
+    texts_[rank].resize(frame.bytes);
+    return reinterpret_cast<std::byte*>(texts_[rank].data());
   }
   const auto& list = frame.kind == Kind::ready ? outgoing_ : incoming_;
   const auto found = list.find({rank, frame.number});
@@ -55,7 +55,7 @@ std::byte* Messages::accept(int rank, const Frame& frame) {
 
 void Messages::arrived(int rank, const Frame& frame) {
   if (frame.kind == Kind::announce) {
-    announced_.push_back({rank, frame, text_});
+    announced_.push_back({rank, frame, texts_[rank]});
     match();
   } else if (frame.kind == Kind::ready) {
     const auto message = outgoing_.extract({rank, frame.number}).mapped();

@@ -27,7 +27,7 @@ struct Message {
 class Messages {
  public:
   Messages(std::vector<std::unique_ptr<Link>>& links, int rank, const std::vector<int>& world_ranks)
-      : links_(links), rank_(rank), world_ranks_(world_ranks), sent_(links.size()) {}
+      : links_(links), rank_(rank), world_ranks_(world_ranks), sent_(links.size()), texts_(links.size()) {}
 
   // Throws DisagreeError as arrived() does.
   std::shared_ptr<Message> start(Call call);
@@ -59,7 +59,7 @@ class Messages {
   std::list<Announced> announced_;                    // by others, in the order of their arrival
   std::list<std::shared_ptr<Message>> receives_;      // without a message
   std::map<Key, std::shared_ptr<Message>> incoming_;  // with one, whose data have not come
-  std::string text_;                                  // of the announcement that is being read
+  std::vector<std::string> texts_;                    // by rank: of the announcement that is being read
 };
 
 template <class Gone>
