@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "comm/rendezvous/socket.h"
+#include "shoal/error.h"
 #include "tests/support/world.h"
 
 namespace shoal::tcp_group_test {
@@ -155,6 +156,42 @@ TEST_F(TcpGroup, fifteen_hundred_operations_in_flight_finish) {
       ASSERT_TRUE(tensors[i].eq(size * (size - 1) / 2 + size * i).all().item<bool>()) << i;
     }
   }
+}
+
+// The receiver finds the difference in its call, and its group ends with the exception.
+TEST_F(TcpGroup, both_ranks_name_a_message_that_does_not_fit_a_later_receive) {
+  if (group().rank() > 1) return;
+  std::string text;
+  try {
+    const auto pair = group().subgroup({0, 1});
+    if (group().rank() == 0) pair.send(at::ones({10}), 1).wait();
+    if (group().rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      pair.recv(at::zeros({11}), 0).wait();
+    }
+  } catch (const DisagreeError& error) {
+    text = error.what();
+  }
+  EXPECT_NE(text.find("rank 0 sends 40 bytes"), std::string::npos) << text;
+  EXPECT_NE(text.find("rank 1 expects 44 bytes"), std::string::npos) << text;
+}
+
+TEST_F(TcpGroup, a_rank_that_leaves_its_group_in_the_midst_of_a_message_is_missed) {
+  if (group().rank() > 1) return;
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    const auto pair = group().subgroup({0, 1});
+    const auto tensor = at::ones({32 << 20});
+    if (group().rank() == 0) {
+      EXPECT_THROW(pair.send(tensor, 1).wait(), CommError);
+    } else {
+      const auto received = pair.recv(tensor, 0);
+      throw std::runtime_error("something else");
+    }
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "something else");
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
 }
 
 TEST_F(TcpGroup, a_forked_child_ends_without_the_parents_connections) {

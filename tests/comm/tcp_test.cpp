@@ -1,6 +1,7 @@
 // Collectives of the tcp transport without sockets: all ranks of a group in one thread, whose parts travel in any order.
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -10,6 +11,8 @@
 #include <random>
 
 #include "comm/tcp/collective.h"
+#include "comm/tcp/link.h"
+#include "comm/tcp/messages.h"
 #include "shoal/error.h"
 
 namespace shoal::tcp_test {
@@ -289,6 +292,69 @@ TEST(Tcp, damaged_entries_are_refused_and_parts_of_another_size_too) {
   own.begin(ranks.entries(0));
   EXPECT_THROW(own.place_for(1, 12345), std::runtime_error);
   EXPECT_THROW(own.place_for(0, 40000), std::runtime_error) << "nothing comes from this rank itself";
+}
+
+// Both ends of a connection, of which one takes whatever comes.
+class Pair : public tcp::Receiver {
+ public:
+  Pair() {
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) != 0) throw std::runtime_error("pair");
+    here.emplace(Descriptor(ends[0]), 1);
+    there.emplace(Descriptor(ends[1]), 0);
+  }
+  std::optional<std::byte*> accept(int, const tcp::Frame& frame) override {
+    memory_.resize(frame.bytes);
+    return memory_.data();
+  }
+  void arrived(int, const tcp::Frame&) override { frames.push_back(memory_); }
+
+  std::optional<tcp::Link> here;
+  std::optional<tcp::Link> there;
+  std::vector<std::vector<std::byte>> frames;
+
+ private:
+  std::vector<std::byte> memory_;
+};
+
+// After a failure a caller may write to its tensors while a part of one is still to be sent.
+TEST(Tcp, what_a_caller_writes_after_a_failure_is_not_sent) {
+  for (const size_t bytes : {size_t{512} << 10, size_t{4} << 20}) {
+    Pair pair;
+    std::vector<std::byte> data(bytes, std::byte{1});
+    int sent = 0;
+    for (int i = 0; i < 2; ++i) {
+      pair.here->put({.kind = tcp::Kind::part, .bytes = bytes}, data.data(), [&] { ++sent; });
+    }
+    pair.here->flush();
+    ASSERT_EQ(sent, 0) << "the connection takes more than this test is made for";
+    pair.here->take_data_back();
+    std::fill(data.begin(), data.end(), std::byte{2});
+    pair.here->put({.kind = tcp::Kind::fault}, "why");
+    for (int i = 0; i < 1000; ++i) {
+      pair.here->flush();
+      pair.there->receive(pair);
+    }
+    const bool is_small = bytes < size_t{1} << 20;
+    ASSERT_EQ(pair.frames.size(), is_small ? 2U : 0U) << "a large frame is cut off, one that has not begun never sent";
+    EXPECT_NE(pair.there->ended(), is_small);
+    if (!is_small) continue;
+    EXPECT_EQ(pair.frames[0], std::vector<std::byte>(bytes, std::byte{1}));
+    EXPECT_EQ(pair.frames[1].size(), 3U) << "the sentence follows";
+  }
+}
+
+TEST(Tcp, announcements_of_several_ranks_may_be_half_read_at_once) {
+  std::vector<std::unique_ptr<tcp::Link>> links(3);
+  const std::vector<int> world_ranks{0, 1, 2};
+  tcp::Messages messages(links, 0, world_ranks);
+  const tcp::Frame ninety{.kind = tcp::Kind::announce, .bytes = 90};
+  const tcp::Frame more{.kind = tcp::Kind::announce, .bytes = 95};
+  auto* first = messages.accept(1, ninety);
+  auto* second = messages.accept(2, more);
+  std::memset(second, 'b', 95);
+  std::memset(first, 'a', 90);
+  EXPECT_EQ(std::count(second, second + 95, std::byte{'b'}), 95);
 }
 
 }  // namespace

@@ -55,6 +55,21 @@ void Link::flush() {
   }
 }
 
+void Link::take_data_back() {
+  constexpr uint64_t most_copied = uint64_t{1} << 20;  // more than a chunk
+  if (sent_ > 0 && queue_.front().data != nullptr) {
+    auto& first = queue_.front();
+    if (first.frame.bytes <= most_copied) {
+      first.text.assign(reinterpret_cast<const char*>(first.data), first.frame.bytes);
+      first.data = nullptr;
+    } else {
+      broken_ = true;
+      end();
+    }
+  }
+  std::erase_if(queue_, [](const Outgoing& one) { return one.data != nullptr; });
+}
+
 bool Link::receive(Receiver& to) {
   for (size_t bytes = 0;;) {
     if (!frame_) {

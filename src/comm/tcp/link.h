@@ -36,6 +36,9 @@ class Link {
   // Sends what can be sent now.
   void flush();
   bool idle() const { return queue_.empty(); }
+  // Reads no data of queued frames from now on: their memory is used for something else. Such frames are dropped. One
+  // that has been sent in part is sent from a copy if it is small, else the connection ends in the midst of it.
+  void take_data_back();
 
   // Receives what has arrived. False if there may be more: a frame has no memory yet, or others should have their turn.
   bool receive(Receiver& to);

@@ -137,7 +137,10 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
     if (call.op == Op::send || call.op == Op::recv) {
       std::shared_ptr<Message> message;
       try_to([&] { message = messages_.start(call); });
-      if (!message) std::rethrow_exception(failure_);
+      if (!message) {
+        advance();  // the others are told
+        std::rethrow_exception(failure_);
+      }
       work = std::make_unique<TcpWork>(shared_from_this(), std::move(message));
     } else {
       auto collective = std::make_shared<Collective>(call, issued_++, rank_, world_ranks_, staging_.get());
@@ -315,18 +318,26 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   // Fails if something is still to come from a rank, or to go there, that has ended.
   void require_peers() {
     const auto gone = [this](int rank) { return links_[rank] && links_[rank]->ended() && !paused_[rank]; };
-    int lost = messages_.needs_one_of(gone);
-    for (int rank = 0; lost < 0 && !operations_.empty() && rank < static_cast<int>(links_.size()); ++rank) {
+    const auto needed = [this](int rank) {
+      if (!links_[rank]->idle()) return true;
+      if (operations_.empty()) return false;
       const auto& first = *operations_.front();
-      const bool needed = first.begun() ? first.concerns(rank) : !entries_.has(rank, first.number());
-      if (needed && gone(rank)) lost = rank;
+      return first.begun() ? first.concerns(rank) : !entries_.has(rank, first.number());
+    };
+    int lost = messages_.needs_one_of(gone);
+    for (int rank = 0; lost < 0 && rank < static_cast<int>(links_.size()); ++rank) {
+      if (gone(rank) && needed(rank)) lost = rank;
     }
     if (lost >= 0) throw PeerLost(world_ranks_[lost]);
   }
 
-  // Stops for good. The others end their operations, too, once they hear of it.
+  // Stops for good. The others end their operations, too, once they hear of it. Callers may use their tensors again, so
+  // that no other rank may take what is in them for data of an operation.
   void fail(std::exception_ptr why) {
     failure_ = std::move(why);
+    for (auto& link : links_) {
+      if (link) link->take_data_back();
+    }
     try {
       std::rethrow_exception(failure_);
     } catch (const DisagreeError& error) {
