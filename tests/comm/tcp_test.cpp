@@ -1,6 +1,9 @@
 // Collectives of the tcp transport without sockets: all ranks of a group in one thread, whose parts travel in any order.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <torch/types.h>
 
@@ -9,6 +12,7 @@
 #include <deque>
 #include <numeric>
 #include <random>
+#include <thread>
 
 #include "comm/tcp/collective.h"
 #include "comm/tcp/link.h"
@@ -342,6 +346,45 @@ TEST(Tcp, what_a_caller_writes_after_a_failure_is_not_sent) {
     EXPECT_EQ(pair.frames[0], std::vector<std::byte>(bytes, std::byte{1}));
     EXPECT_EQ(pair.frames[1].size(), 3U) << "the sentence follows";
   }
+}
+
+// The system's own limit, which others have set on the socket, would end the connection.
+TEST(Tcp, a_peer_that_takes_no_data_for_a_while_is_waited_for) {
+  const Descriptor listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  ASSERT_EQ(bind(listener.number(), any, size), 0);
+  ASSERT_EQ(listen(listener.number(), 1), 0);
+  ASSERT_EQ(getsockname(listener.number(), any, &size), 0);
+  Descriptor sender(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int limit = 1000;
+  ASSERT_EQ(setsockopt(sender.number(), IPPROTO_TCP, TCP_USER_TIMEOUT, &limit, sizeof limit), 0);
+  ASSERT_EQ(connect(sender.number(), any, size), 0);
+  ASSERT_EQ(fcntl(sender.number(), F_SETFL, O_NONBLOCK), 0);
+  const Descriptor receiver(accept4(listener.number(), nullptr, nullptr, SOCK_CLOEXEC));
+
+  tcp::Link link(std::move(sender), 1);
+  const std::vector<std::byte> data(size_t{32} << 20, std::byte{1});
+  link.put({.kind = tcp::Kind::part, .bytes = data.size()}, data.data(), nullptr);
+  for (int i = 0; i < 40; ++i) {
+    link.flush();
+    link.look_at_peer();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  ASSERT_FALSE(link.idle()) << "the connection takes more than this test is made for";
+  EXPECT_FALSE(link.broken());
+  std::vector<std::byte> received(sizeof(tcp::Frame) + data.size());
+  size_t got = 0;
+  while (got < received.size() && !link.broken()) {
+    link.flush();
+    const auto bytes = recv(receiver.number(), received.data() + got, received.size() - got, MSG_DONTWAIT);
+    if (bytes > 0) got += static_cast<size_t>(bytes);
+  }
+  EXPECT_EQ(got, received.size());
+  EXPECT_TRUE(link.idle());
 }
 
 TEST(Tcp, announcements_of_several_ranks_may_be_half_read_at_once) {

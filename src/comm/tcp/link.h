@@ -1,6 +1,7 @@
 #pragma once
 // Connection to one rank: frames in both directions. Never waits.
 
+#include <chrono>
 #include <cstddef>
 #include <deque>
 #include <functional>
@@ -27,7 +28,7 @@ class Receiver {
 class Link {
  public:
   // socket: connected and non-blocking; its peer is `rank`.
-  Link(Descriptor socket, int rank) : socket_(std::move(socket)), rank_(rank) {}
+  Link(Descriptor socket, int rank);
 
   // Queues a frame with `bytes` of text.
   void put(Frame frame, std::string bytes, std::function<void()> sent = nullptr);
@@ -43,6 +44,9 @@ class Link {
   // Receives what has arrived. False if there may be more: a frame has no memory yet, or others should have their turn.
   bool receive(Receiver& to);
 
+  // Ends the connection if the peer's host has answered nothing for 15 s. One that answers, but takes no data, is waited
+  // for: the peer is stopped, or has no memory for the next frame yet. To be called every second or so.
+  void look_at_peer();
   // The peer has ended the connection, or it is broken: nothing more comes.
   bool ended() const { return ended_; }
   // Nothing more can be sent.
@@ -75,6 +79,7 @@ class Link {
   std::optional<Frame> frame_{};  // whose bytes are being read
   std::byte* memory_ = nullptr;   // for them
   size_t got_ = 0;
+  std::chrono::steady_clock::time_point answered_ = std::chrono::steady_clock::now();  // or was asked nothing
 };
 
 }  // namespace shoal::tcp

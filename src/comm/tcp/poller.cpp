@@ -41,9 +41,9 @@ void Poller::watch(size_t which, bool input, bool output) {
   watched = wanted;
 }
 
-std::vector<size_t> Poller::wait() const {
+std::vector<size_t> Poller::wait(std::chrono::milliseconds limit) const {
   epoll_event events[64];
-  const int count = epoll_wait(epoll_.number(), events, 64, -1);
+  const int count = epoll_wait(epoll_.number(), events, 64, static_cast<int>(limit.count()));
   if (count < 0 && errno != EINTR) fail("epoll_wait");
   std::vector<size_t> places;
   for (int i = 0; i < count; ++i) {

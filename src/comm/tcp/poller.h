@@ -1,6 +1,7 @@
 #pragma once
 // Waits for events of several sockets.
 
+#include <chrono>
 #include <vector>
 
 #include "comm/rendezvous/socket.h"
@@ -14,8 +15,9 @@ class Poller {
 
   // What to wait for at a socket. May be called while another thread waits.
   void watch(size_t which, bool input, bool output);
-  // Places of the sockets that have input or room for output, or are broken. Waits until there is one, or wake().
-  std::vector<size_t> wait() const;
+  // Places of the sockets that have input or room for output, or are broken. Waits until there is one, wake(), or the
+  // end of `limit`.
+  std::vector<size_t> wait(std::chrono::milliseconds limit) const;
   void wake() const;
 
  private:

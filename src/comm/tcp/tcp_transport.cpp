@@ -202,13 +202,21 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   }
 
   void run() {
+    constexpr std::chrono::seconds interval(1);
+    auto next_look = SteadyClock::now() + interval;
     while (true) {
-      const auto ready = poller_.wait();
+      const auto ready = poller_.wait(interval);
       const std::lock_guard lock(mutex_);
       if (ending_) return;
       for (const auto place : ready) {
         links_[place]->flush();
         hear(*links_[place], static_cast<int>(place));
+      }
+      if (SteadyClock::now() >= next_look) {
+        for (const auto& link : links_) {
+          if (link) link->look_at_peer();
+        }
+        next_look = SteadyClock::now() + interval;
       }
       advance();
     }
