@@ -1,6 +1,6 @@
 # The Python package as a wheel, from the objects of this build: the target `wheel` puts it into dist/ of the build folder. What
-# is in it needs no libraries but libtorch's and the C and C++ ones: no MPI, and the others are linked statically and kept
-# to itself. shoal/lib, shoal/bin and shoal/include lie in the package's folder, with libtorch beside it in torch/lib.
+# is in it needs no libraries but libtorch's and the C and C++ ones: the others are linked statically and kept to itself, and
+# the transport mpi lies in a library of its own, which is loaded where a program asks for it. shoal/lib, shoal/bin and shoal/include lie in the package's folder, with libtorch beside it in torch/lib.
 find_library(SHOAL_STATIC_CRYPTO libcrypto.a)
 find_library(SHOAL_STATIC_ZLIB libz.a)
 if(NOT SHOAL_STATIC_CRYPTO OR NOT SHOAL_STATIC_ZLIB)
@@ -11,7 +11,11 @@ if(NOT SHOAL_STATIC_CRYPTO OR NOT SHOAL_STATIC_ZLIB)
   return()
 endif()
 
-add_library(shoal_wheel_library SHARED EXCLUDE_FROM_ALL ${library_objects} $<TARGET_OBJECTS:shoal_no_mpi>)
+set(mpi shoal_no_mpi)
+if(TARGET shoal_mpi)
+  set(mpi shoal_loaded_mpi)
+endif()
+add_library(shoal_wheel_library SHARED EXCLUDE_FROM_ALL ${library_objects} $<TARGET_OBJECTS:${mpi}>)
 target_link_libraries(shoal_wheel_library PUBLIC shoal_flags ${TORCH_LIBRARIES}
   PRIVATE ${SHOAL_STATIC_ZLIB} ${SHOAL_STATIC_CRYPTO} Threads::Threads ${CMAKE_DL_LIBS})
 target_link_options(shoal_wheel_library PRIVATE LINKER:--exclude-libs,ALL)
@@ -19,6 +23,19 @@ target_link_options(shoal_wheel_library PRIVATE LINKER:--exclude-libs,ALL)
 set_target_properties(shoal_wheel_library PROPERTIES LINKER_LANGUAGE CXX OUTPUT_NAME shoal EXPORT_NAME shoal
   SUFFIX .so.${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
   LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/wheel INSTALL_RPATH "$ORIGIN/../../torch/lib")
+
+set(mpi_module)
+if(TARGET shoal_mpi)
+  set(mpi_module shoal_wheel_mpi)
+  add_library(shoal_wheel_mpi MODULE EXCLUDE_FROM_ALL $<TARGET_OBJECTS:shoal_mpi>
+    ${PROJECT_SOURCE_DIR}/src/comm/mpi/mpi_module.cpp)
+  target_link_options(shoal_wheel_mpi PRIVATE LINKER:--as-needed)
+  target_link_libraries(shoal_wheel_mpi PRIVATE shoal_wheel_library shoal_warnings MPI::MPI_CXX)
+  target_include_directories(shoal_wheel_mpi PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  set_target_properties(shoal_wheel_mpi PROPERTIES LINKER_LANGUAGE CXX OUTPUT_NAME shoal_mpi
+    LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/wheel INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+  install(TARGETS shoal_wheel_mpi LIBRARY DESTINATION lib COMPONENT wheel EXCLUDE_FROM_ALL)
+endif()
 
 shoal_objects(program_objects cli launch models data)
 add_executable(shoal_wheel_program EXCLUDE_FROM_ALL ${program_objects})
@@ -44,7 +61,7 @@ install(FILES ${package}/_version.py DESTINATION . ${part})
 install(DIRECTORY shoal/ DESTINATION . ${part} FILES_MATCHING PATTERN *.py PATTERN *.pyi PATTERN py.typed
   PATTERN __pycache__ EXCLUDE)
 
-add_custom_target(wheel_files DEPENDS shoal_wheel_library shoal_wheel_program shoal_python)
+add_custom_target(wheel_files DEPENDS shoal_wheel_library ${mpi_module} shoal_wheel_program shoal_python)
 # scikit-build-core writes the wheel's metadata and names the torch and the Python that it is for, as for a wheel that it
 # builds itself from the sources (`pip wheel .`, which makes the target above and installs the component).
 set(staged ${PROJECT_BINARY_DIR}/wheel/staged)

@@ -2,8 +2,8 @@
 
     python repair_wheel.py FOLDER
 
-auditwheel also puts libraries into a wheel that it needs from elsewhere; libtorch's are excepted, since the package torch has
-them."""
+auditwheel also puts libraries into a wheel that it needs from elsewhere; excepted are libtorch's, since the package torch has
+them, and MPI's, which is that of the machine."""
 
 import importlib.util
 import os
@@ -23,6 +23,7 @@ def main():
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     with tempfile.TemporaryDirectory(dir=folder) as repaired:
         command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch*.so", "--exclude", "libc10.so",
+                   "--exclude", "libmpi.so.*",
                    "--wheel-dir", repaired, wheel]
         done = subprocess.run(command, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               text=True, check=False)

@@ -22,7 +22,7 @@ __all__ = ["Options", "group_of", "host_groups"]
 class Options:
     """Options of the backend: init_process_group("shoal", pg_options=shoal.distributed.Options(transport="tcp")).
 
-    transport: "auto", "host" (ranks of one host share memory) "tcp" or "gloo", as WorldOptions::transport in C++.
+    transport: "auto", "host" (ranks of one host share memory), "tcp", "gloo" or "mpi", as WorldOptions::transport in C++.
     """
 
     transport: str = "auto"

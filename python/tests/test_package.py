@@ -39,6 +39,9 @@ print(f"{told} {shoal.distributed.group_of().transport}", flush=True)  # in one 
 dist.destroy_process_group()
 """
 
+OVER_MPI = SHORT.replace(
+    '("shoal")', '("shoal", init_method="shoal://", pg_options=shoal.distributed.Options(transport="mpi"))'
+)
 
 # A program as somebody writes it who has never seen shoal's documentation, but for the name of the backend.
 USUAL = """
@@ -213,6 +216,52 @@ def test_PY09_binaries_need_only_libtorch_and_the_language_runtimes(binaries):
         assert all(entry.startswith("$ORIGIN/") for entry in path.split(":")), path
 
 
+@pytest.fixture(scope="session")
+def mpi_library(binaries):
+    """The wheel's library for the transport mpi."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("no MPI: the wheel has none either")
+    (library,) = binaries[1].parent.glob("libshoal_mpi.so")
+    return library
+
+
+def test_PY09_mpi_is_loaded_when_it_is_asked_for(environment, mpi_library, tmp_path):
+    python, bare, _ = environment
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-dW", mpi_library))
+    assert sum(name.startswith("libmpi.so") for name in needed) == 1, needed
+    assert re.search(r"mpi +yes", run(python.parent / "shoal", "doctor", env=bare))
+    program = tmp_path / "short.py"
+    program.write_text(OVER_MPI)
+    env = bare | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+    }
+    said = run(shutil.which("mpirun"), "-n", 2, python, program, env=env)
+    assert said.count("learned mpi") == 2, said
+
+
+def test_PY09_a_machine_without_mpi_is_told_so_and_has_the_other_transports(environment, mpi_library, tmp_path):
+    python, bare, _ = environment
+    whole = mpi_library.read_bytes()
+    assert whole.count(b"libmpi.so.") == 1
+    mpi_library.write_bytes(whole.replace(b"libmpi.so.", b"libnot.so."))
+    try:
+        program = tmp_path / "short.py"
+        start = [str(part) for part in (python, "-m", "shoal", "launch", "-n", 2, "--", python, program)]
+        program.write_text(SHORT)
+        assert run(*start, env=bare).count("learned host") == 2
+        told = run(python.parent / "shoal", "doctor", env=bare)
+        assert "libnot.so." in told and "install Open MPI" in told, told
+        program.write_text(OVER_MPI)
+        asked = subprocess.run(start, env=bare, capture_output=True, text=True, timeout=100, check=False)
+        assert asked.returncode != 0
+        assert "transport mpi: libnot.so." in asked.stderr and "install Open MPI" in asked.stderr, asked.stderr
+    finally:
+        mpi_library.write_bytes(whole)
+
+
 def test_PY09_binaries_built_on_an_old_system_run_on_newer_ones(binaries):
     def version(text):
         return tuple(int(part) for part in text.split("."))
@@ -239,7 +288,8 @@ def test_PY09_the_sdist_has_what_a_build_needs_and_no_more(wheel, tmp_path):
     options = ["-DSHOAL_BUILD_TESTS=OFF", "-DSHOAL_BUILD_BENCH=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
     run("cmake", "-G", "Ninja", "-S", sources, "-B", tmp_path / "build", *options)
     plan = run("ninja", "-C", tmp_path / "build", "-t", "commands", "wheel_files")
-    assert "-o wheel/shoal " in plan and "no_mpi" in plan, plan
+    mpi = "loaded_mpi" if shutil.which("mpicxx") else "no_mpi"
+    assert "-o wheel/shoal " in plan and f"{mpi}.cpp" in plan, plan
 
 
 def test_PY09_another_torch_is_refused_with_both_versions(environment):

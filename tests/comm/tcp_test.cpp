@@ -371,7 +371,7 @@ TEST(Tcp, a_peer_that_takes_no_data_for_a_while_is_waited_for) {
   link.put({.kind = tcp::Kind::part, .bytes = data.size()}, data.data(), nullptr);
   for (int i = 0; i < 40; ++i) {
     link.flush();
-    link.look_at_peer();
+    link.look_at_peer(std::chrono::seconds(1));
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
   ASSERT_FALSE(link.idle()) << "the connection takes more than this test is made for";

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <csignal>
 #include <memory>
+#include <random>
 #include <sstream>
 #include <stdexcept>
 
@@ -115,16 +116,21 @@ Ended run(const std::vector<std::string>& arguments, double limit_seconds) {
   return run_together({{arguments, {}}}, limit_seconds).front();
 }
 
+// Below the ports that the system gives to outgoing connections: one of another test's would take it before it is used.
 int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  bind(fd, reinterpret_cast<sockaddr*>(&address), length);
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(fd);
-  return ntohs(address.sin_port);
+  std::random_device random;
+  std::uniform_int_distribution<int> ports(10000, 32000);
+  while (true) {
+    const int port = ports(random);
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(static_cast<uint16_t>(port));
+    const bool is_free = bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0;
+    close(fd);
+    if (is_free) return port;
+  }
 }
 
 }  // namespace shoal::test

@@ -77,7 +77,7 @@ Json examine() {
       {"host", host_transport()},
       {"tcp", "yes"},
       {"gloo", "yes"},
-      {"mpi", mpi_is_built() ? "yes" : "not in this build: apt-get install libopenmpi-dev, and build again"},
+      {"mpi", why_no_mpi().empty() ? "yes" : why_no_mpi()},
       {"nccl", nccl_is_built() ? "yes" : "not in this build: it takes a CUDA libtorch"}};
   for (const auto* name : {"torchrun", "mpirun", "srun"}) {
     const auto path = find_program(name);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "comm/transport/transport.h"
@@ -11,9 +12,17 @@ struct WorldState;
 
 // Whether this build includes MPI; without it, make_mpi_transport throws UsageError.
 bool mpi_is_built();
+// Why it cannot be used on this machine; empty if it can. May load MPI.
+std::string why_no_mpi();
 
 // MPI communicator of these world ranks. Collective over them. The first call initialises MPI unless the program has
 // done so, and finalises it at normal exit. UsageError if MPI gives this process another rank than the world does.
 std::shared_ptr<Transport> make_mpi_transport(const WorldState& world, const std::vector<int>& world_ranks, int rank);
 
+// The same in mpi.cpp alone, and as loaded_mpi.cpp finds it in a library.
+std::shared_ptr<Transport> connect_over_mpi(const WorldState& world, const std::vector<int>& world_ranks, int rank);
+
 }  // namespace shoal
+
+extern "C" void shoal_connect_over_mpi(const shoal::WorldState& world, const std::vector<int>& world_ranks, int rank,
+                                       std::shared_ptr<shoal::Transport>& made);

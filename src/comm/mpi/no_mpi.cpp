@@ -9,8 +9,12 @@ bool mpi_is_built() {
   return false;
 }
 
+std::string why_no_mpi() {
+  return "not in this build: install an MPI (Debian: libopenmpi-dev) and build again";
+}
+
 std::shared_ptr<Transport> make_mpi_transport(const WorldState&, const std::vector<int>&, int) {
-  throw UsageError("transport mpi is not in this build: install an MPI (libopenmpi-dev) and build again");
+  throw UsageError("transport mpi is " + why_no_mpi());
 }
 
 }  // namespace shoal

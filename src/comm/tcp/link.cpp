@@ -141,8 +141,7 @@ bool Link::unacknowledged() const {
   return ioctl(socket_.number(), SIOCOUTQ, &bytes) == 0 && bytes > 0;
 }
 
-void Link::look_at_peer() {
-  constexpr std::chrono::seconds limit(15);
+void Link::look_at_peer(std::chrono::seconds longest_silence) {
   constexpr int most_probes = 2;  // of a peer that takes no data; one may be on its way, or lost
   tcp_info info{};
   socklen_t size = sizeof info;
@@ -151,7 +150,7 @@ void Link::look_at_peer() {
   const std::chrono::milliseconds since_answer(info.tcpi_last_ack_recv);
   const bool asked = info.tcpi_unacked > 0 || info.tcpi_probes > most_probes;
   if (!asked || since_answer < now - answered_) answered_ = now;
-  if (now - answered_ > limit) ended_ = broken_ = true;
+  if (now - answered_ > longest_silence) ended_ = broken_ = true;
 }
 
 void Link::end() {

@@ -44,9 +44,9 @@ class Link {
   // Receives what has arrived. False if there may be more: a frame has no memory yet, or others should have their turn.
   bool receive(Receiver& to);
 
-  // Ends the connection if the peer's host has answered nothing for 15 s. One that answers, but takes no data, is waited
-  // for: the peer is stopped, or has no memory for the next frame yet. To be called every second or so.
-  void look_at_peer();
+  // Ends the connection if the peer's host has answered nothing for that long. One that answers, but takes no data, is
+  // waited for: the peer is stopped, or has no memory for the next frame yet. To be called every second or so.
+  void look_at_peer(std::chrono::seconds longest_silence);
   // The peer has ended the connection, or it is broken: nothing more comes.
   bool ended() const { return ended_; }
   // Nothing more can be sent.

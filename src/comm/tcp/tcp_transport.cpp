@@ -214,7 +214,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       }
       if (SteadyClock::now() >= next_look) {
         for (const auto& link : links_) {
-          if (link) link->look_at_peer();
+          if (link) link->look_at_peer(std::chrono::seconds(15));
         }
         next_look = SteadyClock::now() + interval;
       }
@@ -409,12 +409,13 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   }
 
   // Waits until the peers' systems have what this rank has sent. A socket that is closed while bytes of the peer are unread
-  // drops what is still to be sent.
+  // drops what is still to be sent. No long wait for a host that is gone.
   void await_acknowledgements() const {
     const auto deadline = SteadyClock::now() + std::chrono::seconds(10);
     for (const auto& link : links_) {
       while (link && !link->ended() && link->unacknowledged() && SteadyClock::now() < deadline) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        link->look_at_peer(std::chrono::seconds(2));
       }
     }
   }
