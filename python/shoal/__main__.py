@@ -1,6 +1,6 @@
 """python -m shoal COMMAND: the program `shoal` of the package, and what only Python knows.
 
-    python -m shoal doctor       what this installation consists of, and whether two ranks can communicate
+    python -m shoal doctor       what this installation consists of, whether two ranks can communicate, and the program's report
     python -m shoal cmake-dir    folder for CMAKE_PREFIX_PATH, so that find_package(shoal) finds the C++ library
     python -m shoal ...          everything else goes to the program: launch, train, plan, flight, --help
 """
@@ -56,8 +56,9 @@ def _rank(rank: int, store: str, pipe) -> None:
 
 
 def doctor() -> int:
-    """Prints what this installation consists of; 1 if ranks cannot communicate."""
+    """Prints what this installation consists of, and what the program says of the machine; 1 if ranks cannot communicate."""
     import multiprocessing
+    import subprocess
     import tempfile
 
     import torch
@@ -80,14 +81,15 @@ def doctor() -> int:
         for process in ranks:
             process.join(5)
             process.kill()
-    print("\n".join(sorted(set(answers))))
-    return int(any(answer.startswith("FAILED") for answer in answers))
+    print("\n".join(sorted(set(answers))), flush=True)
+    reported = subprocess.run([_program(), "doctor"], check=False).returncode
+    return int(any(answer.startswith("FAILED") for answer in answers) or reported != 0)
 
 
 def program() -> int:
     """The command `shoal`."""
     arguments = sys.argv[1:]
-    if arguments[:1] == ["doctor"]:
+    if arguments == ["doctor"]:  # with options, the program's own report
         return doctor()
     if arguments[:1] == ["cmake-dir"]:
         print(cmake_dir())

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_PY08_shoal_launch_ends_with_a_failed_ranks_code(tmp_path):
     assert "rank 1 ended with exit code 7" in said
 
 
-def test_PY08_mpirun(program):
+def mpirun(*command):
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun")
     env = environment(
@@ -91,7 +92,16 @@ def test_PY08_mpirun(program):
         OMPI_MCA_rmaps_base_oversubscribe="1",
         OMPI_MCA_hwloc_base_binding_policy="none",
     )
-    assert trained(run("mpirun", "-n", 2, sys.executable, program, "shoal://", env=env))
+    return run("mpirun", *command, env=env)
+
+
+def test_PY08_mpirun(program):
+    assert trained(mpirun("-n", 2, sys.executable, program, "shoal://"))
+
+
+def test_PY01_collectives_over_mpi():
+    program = Path(__file__).parent / "over_mpi.py"
+    assert mpirun("-n", 3, sys.executable, program).count("right") == 3
 
 
 def test_PY08_tasks_of_srun_find_each_other_by_slurms_variables(program):

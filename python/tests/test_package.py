@@ -2,6 +2,7 @@
 PATH that has nothing but that environment: no compiler and no mpirun."""
 
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -202,7 +203,9 @@ def test_PY09_a_usual_program_runs_under_torchrun(environment, tmp_path):
 
 def test_PY08_doctor_and_the_program_run(environment):
     python, bare, _ = environment
-    assert "two ranks on this host communicate over: host" in run(python, "-m", "shoal", "doctor", env=bare)
+    told = run(python, "-m", "shoal", "doctor", env=bare)
+    assert "two ranks on this host communicate over: host" in told and "dev_shm_gib" in told, told
+    assert json.loads(run(python, "-m", "shoal", "doctor", "--json", "-", env=bare))["transports"]["tcp"] == "yes"
     assert "shoal" in run(python.parent / "shoal", "--version", env=bare)
 
 
@@ -226,13 +229,13 @@ def mpi_library(binaries):
 
 
 def test_PY09_mpi_is_loaded_when_it_is_asked_for(environment, mpi_library, tmp_path):
-    python, bare, _ = environment
+    python, bare, clean = environment
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-dW", mpi_library))
     assert sum(name.startswith("libmpi.so") for name in needed) == 1, needed
-    assert re.search(r"mpi +yes", run(python.parent / "shoal", "doctor", env=bare))
+    assert re.search(r"mpi +yes", run(python, "-m", "shoal", "doctor", env=bare))
     program = tmp_path / "short.py"
     program.write_text(OVER_MPI)
-    env = bare | {
+    env = clean | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -252,7 +255,7 @@ def test_PY09_a_machine_without_mpi_is_told_so_and_has_the_other_transports(envi
         start = [str(part) for part in (python, "-m", "shoal", "launch", "-n", 2, "--", python, program)]
         program.write_text(SHORT)
         assert run(*start, env=bare).count("learned host") == 2
-        told = run(python.parent / "shoal", "doctor", env=bare)
+        told = run(python, "-m", "shoal", "doctor", env=bare)
         assert "libnot.so." in told and "install Open MPI" in told, told
         program.write_text(OVER_MPI)
         asked = subprocess.run(start, env=bare, capture_output=True, text=True, timeout=100, check=False)

@@ -83,12 +83,11 @@ class MpiTransport : public Transport {
 
  private:
   void start(const Call& call, MpiOperation& operation) {
-    const bool lists =
-        (call.inputs.size() > 1 && call.op != Op::scatter) || (call.outputs.size() > 1 && call.op != Op::gather);
-    if (lists || call.reduce == ReduceOp::premul_sum) {
-      throw UsageError(
-          fmt::format("{}: unequal parts and premul_sum are supported by the host transport only", call.describe()));
+    if (call.reduce == ReduceOp::premul_sum) {
+      throw UsageError(fmt::format("{}: premul_sum is not supported by transport mpi", call.describe()));
     }
+    const bool lists = call.inputs.size() > 1 || call.outputs.size() > 1;
+    if (lists && (call.op == Op::all_gather || call.op == Op::all_to_all)) return exchange_lists(call, operation);
     switch (call.op) {
       case Op::all_reduce:
       case Op::reduce:
@@ -127,8 +126,8 @@ class MpiTransport : public Transport {
 
   void reduce_scatter(const Call& call, MpiOperation& operation) {
     require_reducible(call);
-    const auto input = flat(call.inputs[0]);
     const auto output = flat(call.outputs[0]);
+    const auto input = call.inputs.size() > 1 ? joined(call, output.numel(), operation) : flat(call.inputs[0]);
     // A piece's result must not overwrite inputs of pieces that have not been sent.
     const auto target = output.is_alias_of(input) ? at::empty_like(output) : output;
     const int tag = next_tag();
@@ -138,6 +137,41 @@ class MpiTransport : public Transport {
                   operation);
     });
     if (!target.is_same(output)) operation.finish = [=] { output.copy_(target); };
+  }
+
+  static at::Tensor joined(const Call& call, int64_t numel, MpiOperation& operation) {
+    std::vector<at::Tensor> inputs;
+    for (const auto& input : call.inputs) {
+      inputs.push_back(flat(input));
+      if (input.numel() == numel) continue;
+      throw UsageError(fmt::format("{}: parts of different sizes are not supported by transport mpi", call.describe()));
+    }
+    operation.tensors.push_back(at::cat(inputs));
+    return operation.tensors.back();
+  }
+
+  // One tensor per rank, each of its own size.
+  void exchange_lists(const Call& call, MpiOperation& operation) {
+    MPI_Comm communicator = communicator_->get();
+    const int tag = next_tag();
+    const auto input_for = [&](int rank) { return call.inputs.size() > 1 ? call.inputs[rank] : call.inputs[0]; };
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto& output = call.outputs[rank];
+      const auto input = input_for(rank);
+      if (rank == rank_) {
+        flat(output).copy_(flat(input));
+        continue;
+      }
+      auto& incoming = operation.add();
+      const auto& to_come = incoming.count(static_cast<int64_t>(output.nbytes()));
+      check_mpi(
+          MPI_Irecv(output.data_ptr(), to_come.count, to_come.type, rank, tag, communicator, incoming.add_request()),
+          "MPI_Irecv");
+      auto& outgoing = operation.add();
+      const auto& to_go = outgoing.count(static_cast<int64_t>(input.nbytes()));
+      check_mpi(MPI_Isend(input.data_ptr(), to_go.count, to_go.type, rank, tag, communicator, outgoing.add_request()),
+                "MPI_Isend");
+    }
   }
 
   // Every rank receives all inputs and reduces them.
