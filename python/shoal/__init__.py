@@ -17,7 +17,7 @@ from ._C import (
     StepAbandoned,
     UsageError,
 )
-from . import amp, checkpoint, distributed, hooks, nn, optim
+from . import amp, checkpoint, distributed, hooks, launch, nn, optim
 from .join import Join
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "checkpoint",
     "distributed",
     "hooks",
+    "launch",
     "nn",
     "optim",
 ]

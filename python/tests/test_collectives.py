@@ -152,6 +152,7 @@ def test_PY01_messages():
         else:
             for _ in range(2):
                 dist.send(torch.full((big,), float(rank)), dst=2)
+        dist.barrier()  # or a receive from any source might take rank 1's next message before rank 0's last ones
         ops = [
             dist.P2POp(dist.isend, torch.full((3,), float(rank)), (rank + 1) % 3),
             dist.P2POp(dist.irecv, received := torch.empty(3), (rank + 2) % 3),

@@ -1,6 +1,7 @@
 """PY08: how programs are started, from the build tree: torchrun, shoal launch, mpirun, srun's variables, and alone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,58 @@ def test_PY08_a_notebook_makes_its_group_again_and_again(monkeypatch):
         dist.all_reduce(tensor)
         assert tensor.tolist() == [1, 1, 1] and dist.get_world_size() == 1
         dist.destroy_process_group()
+
+
+def trains_in_a_notebook(scale):
+    dist.init_process_group("shoal")
+    torch.manual_seed(0)
+    model = shoal.nn.FullyShardedDataParallel(torch.nn.Linear(4, 1))
+    data = [torch.full((4,), float(value)) for value in range(8)]
+    for x in torch.utils.data.DataLoader(data, batch_size=4, num_workers=1):
+        model(scale * x).square().mean().backward()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return dist.get_rank(), dist.get_world_size(), state
+
+
+def test_PY08_a_notebook_starts_ranks_again_and_again():
+    for ranks in (2, 3):
+        results = shoal.launch.notebook_launcher(trains_in_a_notebook, args=(2.0,), num_processes=ranks)
+        assert [result[:2] for result in results] == [(rank, ranks) for rank in range(ranks)]
+        for name, value in results[0][2].items():
+            assert all(torch.equal(value, result[2][name]) for result in results)
+
+
+def fails_in_a_notebook(how):
+    dist.init_process_group("shoal")
+    if dist.get_rank() == 1:
+        how()
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (lambda: 1 // 0, "rank 1 of 2 raised:.*ZeroDivisionError"),
+        (lambda: os.kill(os.getpid(), 9), "rank 1 of 2 was ended by signal 9 .SIGKILL."),
+        (lambda: os._exit(3), "rank 1 of 2 ended with exit code 3"),
+    ],
+)
+def test_PY08_a_notebook_is_told_which_rank_failed_and_none_is_left(how, told):
+    with pytest.raises(RuntimeError, match=re.compile(told, re.DOTALL)):
+        shoal.launch.notebook_launcher(fails_in_a_notebook, args=(how,))
+    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True, check=False)
+    assert [line for line in children.stdout.splitlines() if not line.startswith("ps ")] == []
+
+
+def test_PY08_a_notebook_with_a_group_is_told_to_destroy_it(tmp_path):
+    dist.init_process_group("shoal", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(shoal.UsageError, match="destroy_process_group"):
+            shoal.launch.notebook_launcher(print)
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(shoal.UsageError, match="num_processes 0"):
+        shoal.launch.notebook_launcher(print, num_processes=0)
 
 
 def test_PY08_shoals_own_method_takes_no_ranks():
