@@ -34,9 +34,9 @@ demo:
 	  '  $(BUILD)/shoal launch -n 2 -- PROGRAM                                                     a program of your own on 2 ranks' \
 	  '  README.md: 20 lines of code, and how to install the library'
 
-# World tests start several ranks each and count as two: with 5, those that wait have others beside them.
+# World tests start several ranks each and count as two: with 4, those that wait have others beside them.
 test: all
-	ctest --test-dir $(BUILD) --output-on-failure -j 5
+	ctest --test-dir $(BUILD) --output-on-failure -j 4
 
 fast: all
 	ctest --test-dir $(BUILD) --output-on-failure -j 4 -L fast
