@@ -1,6 +1,7 @@
 # The Python package as a wheel, from the objects of this build: the target `wheel` puts it into dist/ of the build folder. What
 # is in it needs no libraries but libtorch's and the C and C++ ones: the others are linked statically and kept to itself, and
-# the transport mpi lies in a library of its own, which is loaded where a program asks for it. shoal/lib, shoal/bin and shoal/include lie in the package's folder, with libtorch beside it in torch/lib.
+# the transport mpi lies in a library of its own, which is loaded where a program asks for it. shoal/lib, shoal/bin and
+# shoal/include lie in the package's folder, with libtorch beside it in torch/lib.
 find_library(SHOAL_STATIC_CRYPTO libcrypto.a)
 find_library(SHOAL_STATIC_ZLIB libz.a)
 if(NOT SHOAL_STATIC_CRYPTO OR NOT SHOAL_STATIC_ZLIB)

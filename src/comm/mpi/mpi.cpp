@@ -86,8 +86,13 @@ class MpiTransport : public Transport {
     if (call.reduce == ReduceOp::premul_sum) {
       throw UsageError(fmt::format("{}: premul_sum is not supported by transport mpi", call.describe()));
     }
-    const bool lists = call.inputs.size() > 1 || call.outputs.size() > 1;
-    if (lists && (call.op == Op::all_gather || call.op == Op::all_to_all)) return exchange_lists(call, operation);
+    if (call.outputs.size() > 1 && (call.op == Op::all_gather || call.op == Op::all_to_all)) {
+      return exchange_lists(call, operation);
+    }
+    const bool takes_inputs = call.op == Op::reduce_scatter || call.op == Op::scatter;
+    if ((call.inputs.size() > 1 && !takes_inputs) || (call.outputs.size() > 1 && call.op != Op::gather)) {
+      throw UsageError(fmt::format("{}: several tensors are not supported by transport mpi", call.describe()));
+    }
     switch (call.op) {
       case Op::all_reduce:
       case Op::reduce:
