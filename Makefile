@@ -36,7 +36,7 @@ demo:
 
 # World tests start several ranks each and count as two: with 4, those that wait have others beside them.
 test: all
-	ctest --test-dir $(BUILD) --output-on-failure -j 4
+	ctest --test-dir $(BUILD) --output-on-failure -j 4 || { scripts/failed_tests.py $(BUILD); exit 1; }
 
 fast: all
 	ctest --test-dir $(BUILD) --output-on-failure -j 4 -L fast

@@ -1,8 +1,10 @@
 // Gossip channels: the last rank shows versions of buffers, the others read them.
 
+#include <sys/time.h>
 #include <torch/types.h>
 
 #include <chrono>
+#include <csignal>
 #include <random>
 #include <thread>
 
@@ -76,6 +78,53 @@ TEST_F(Channel, DEC01_a_version_is_read_by_all_that_wait_for_it) {
     show(*channel, version);
     if (reads()) EXPECT_READ(read(*channel, version), here, version);
   }
+}
+
+// While it lives, this thread stands still for a moment every now and then, wherever it is.
+class Interruptions {
+ public:
+  Interruptions() {
+    struct sigaction pause {};
+    pause.sa_handler = [](int) { std::this_thread::sleep_for(std::chrono::microseconds(50)); };
+    pause.sa_flags = SA_RESTART;
+    sigaction(SIGALRM, &pause, &former_);
+    set(150);
+  }
+  ~Interruptions() {
+    set(0);
+    sigaction(SIGALRM, &former_, nullptr);
+  }
+  Interruptions(const Interruptions&) = delete;
+  Interruptions& operator=(const Interruptions&) = delete;
+
+ private:
+  static void set(int microseconds) {
+    const itimerval timer{.it_interval = {0, microseconds}, .it_value = {0, microseconds}};
+    setitimer(ITIMER_REAL, &timer, nullptr);
+  }
+  struct sigaction former_ {};
+};
+
+// A source may be one step ahead: it shows the next version while others look for this one. A rank that is interrupted in
+// its look must not find the next one instead.
+TEST_F(Channel, DEC01_a_source_that_is_a_step_ahead_changes_no_value) {
+  std::vector<int> others;
+  for (int rank = 0; rank < group().size(); ++rank) {
+    if (rank != group().rank()) others.push_back(rank);
+  }
+  // Without the second look, 40,000 steps of 4 ranks found a newer version 2 to 20 times.
+  const int64_t steps = channel->address().starts_with(shared_memory) ? 15'000 : 500;
+  int64_t newer = 0;
+  const auto no_use = [](const at::Tensor&) {};
+  {
+    const Interruptions interruptions;
+    for (int64_t version = 1; version <= steps; ++version) {
+      channel->draft(0, patience);
+      channel->publish(0, version, others);
+      for (const int other : others) newer += channel->read(0, version, other, patience, no_use).version - version;
+    }
+  }
+  EXPECT_EQ(newer, 0);
 }
 
 TEST_F(Channel, DEC17_who_has_found_a_newer_version_finds_the_one_it_wants_in_the_next_step) {

@@ -240,12 +240,18 @@ class SharedChannel : public GossipChannel {
     size_t index;
     int64_t version;
   };
-  // The oldest shown version that is at least `version`.
+  // The oldest shown version that is at least `version`. The source may show two versions between the looks at its slots, so
+  // that an older one appears in a slot after that slot was looked at. The search repeats until nothing older is found.
   std::optional<Found> find(size_t buffer, int64_t version, int source) const {
     std::optional<Found> found;
-    for (size_t index = 0; index < slots; ++index) {
-      const auto shown = layout_.slot(bases_[source], buffer, index).version.load(std::memory_order_acquire);
-      if (shown >= version && (!found || shown < found->version)) found = Found{index, shown};
+    for (bool look_again = true; look_again;) {
+      look_again = false;
+      for (size_t index = 0; index < slots; ++index) {
+        const auto shown = layout_.slot(bases_[source], buffer, index).version.load(std::memory_order_acquire);
+        if (shown < version || (found && shown >= found->version)) continue;
+        found = Found{index, shown};
+        look_again = true;
+      }
     }
     return found;
   }

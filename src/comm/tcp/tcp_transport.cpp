@@ -340,7 +340,8 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   }
 
   // Stops for good. The others end their operations, too, once they hear of it. Callers may use their tensors again, so
-  // that no other rank may take what is in them for data of an operation.
+  // that no other rank may take what is in them for data of an operation. A rank that was told of a fault tells it to all
+  // as well: otherwise its end might be seen before the word of the first one arrives.
   void fail(std::exception_ptr why) {
     failure_ = std::move(why);
     for (auto& link : links_) {
@@ -350,7 +351,7 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
       std::rethrow_exception(failure_);
     } catch (const DisagreeError& error) {
       for (auto& link : links_) {
-        if (link && !told_) link->put({.kind = Kind::fault}, std::string(error.what()).substr(0, most_text));
+        if (link) link->put({.kind = Kind::fault}, std::string(error.what()).substr(0, most_text));
       }
     } catch (...) {  // a rank that has ended: the others see that by themselves
     }
@@ -403,7 +404,6 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
         messages_.arrived(rank, frame);
         return;
       case Kind::fault:
-        told_ = true;
         throw DisagreeError(printable(heard_[rank]));
     }
   }
@@ -449,7 +449,6 @@ class TcpTransport : public Transport, public std::enable_shared_from_this<TcpTr
   std::vector<std::string> heard_;  // by rank: bytes of the frame that is being read
   std::vector<bool> paused_;        // by rank: its next frame has no memory yet, or has to wait for its turn
   std::exception_ptr failure_;
-  bool told_ = false;  // the failure by another rank
   bool ending_ = false;
   std::unique_ptr<std::thread> thread_;  // last member: it uses all of the above
 };
