@@ -11,6 +11,7 @@
 
 #include "shoal/data.h"
 #include "shoal/ddp.h"
+#include "shoal/detail/elastic_training.h"
 #include "shoal/error.h"
 #include "shoal/megatron.h"
 #include "shoal/world.h"
@@ -45,6 +46,8 @@ struct ElasticOptions {
   std::function<void(const ElasticChange& change)> on_change{};
   // Metrics file to which rank 0 of those that are left appends metrics_line(). Empty: none.
   std::string metrics{};
+  // Folder to which the program saves its checkpoints (shoal/checkpoint.h): JobLost names the last one in it. Empty: none.
+  std::string checkpoints{};
 
   // Throws UsageError that lists all faults.
   void validate(int ranks) const;
@@ -136,6 +139,19 @@ class Elastic {
   Elastic(const World& world, DistributedOptimizerCore& optimizer, DistributedSampler& sampler,
           const ElasticOptions& options = {});
   Elastic(const World& world, DistributedOptimizerCore& optimizer, const ElasticOptions& options = {});
+  // The same for a training of the registry (shoal/training.h) under one of elastic_strategies():
+  //
+  //   auto training = shoal::make_training("zero2", model, recipe, world.group(), {.clip_grad = 1.0});
+  //   shoal::Elastic elastic(world, *training, sampler);
+  //   elastic.step(batch.data.size(0), [&] { training->backward(cross_entropy(training.forward(x), y)); },
+  //                [&] { training->step(); });
+  //   training->zero_grad();
+  //
+  // Clipping by TrainingOptions::clip_grad comes between the two functions, where it communicates. replan() is not for a
+  // training that has an Elastic.
+  Elastic(const World& world, ElasticTraining& training, DistributedSampler& sampler,
+          const ElasticOptions& options = {});
+  Elastic(const World& world, ElasticTraining& training, const ElasticOptions& options = {});
   // This rank may end from now on without the others taking it for a failure. Not collective.
   ~Elastic();
   Elastic(const Elastic&) = delete;

@@ -19,6 +19,7 @@
 #include "shoal/checkpoint.h"
 #include "shoal/decentralized.h"
 #include "shoal/detail/data_parallel.h"
+#include "shoal/detail/elastic_training.h"
 #include "shoal/detail/inputs.h"
 #include "shoal/detail/local_optimizer.h"
 #include "shoal/detail/optimizer_state.h"
@@ -138,10 +139,10 @@ struct Replanned {
 
 // Training of a module of any type under a strategy. Methods do what the methods of the strategy's wrapper and
 // optimizer do; a method that the strategy does not have throws UsageError.
-class TrainingCore {
+class TrainingCore : public ElasticTraining {
  public:
   explicit TrainingCore(const TrainingParts& parts);
-  virtual ~TrainingCore() = default;
+  ~TrainingCore() override = default;
   TrainingCore(const TrainingCore&) = delete;
   TrainingCore& operator=(const TrainingCore&) = delete;
 
@@ -164,7 +165,7 @@ class TrainingCore {
 
   // The optimizer whose rates schedules change and steps use; for strategies that step their optimizers themselves, an
   // optimizer that shows the rates.
-  virtual torch::optim::Optimizer& optimizer() = 0;
+  torch::optim::Optimizer& optimizer() override = 0;
   // The optimizers that hold this rank's state.
   virtual std::vector<const torch::optim::Optimizer*> local_optimizers() const = 0;
   // State of the whole optimizer, by name. Collective if the state is sharded.
@@ -205,6 +206,9 @@ class TrainingCore {
   // What the training was made of.
   const TrainingParts& parts() const { return *parts_; }
 
+  // For Elastic.
+  void require_elastic() override;
+  void follow(const Group& group) override;
   // For replan(). open_scope: a scope that refers to this training and has not ended, "no_sync()"; empty: none.
   // updates_in_backward: backward has used the gradients that grad() shows.
   virtual std::string open_scope() const { return {}; }
@@ -252,6 +256,7 @@ struct Strategy {
   bool takes_schedule = false;   // steps its optimizers itself, with a schedule
   bool takes_clip_grad = false;  // step() clips to clip_grad, as all of the library's own do
   bool takes_scaler = false;     // scale_loss() and step() use precision.scaler, as all of the library's own do
+  bool elastic = false;          // shoal::Elastic (shoal/elastic.h) takes its training
   bool takes_deferred = false;   // materializes the parameters of a DeferredInit scope itself, part by part
   // Throws StrategyOptionError or UsageError for faults that are known before the ranks start. hosts: number of the
   // ranks' hosts; none: not known yet.
@@ -264,6 +269,8 @@ struct Strategy {
 
 // All strategies, in the order of help texts.
 std::vector<std::string> strategy_names();
+// Names of those that shoal::Elastic takes.
+std::vector<std::string> elastic_strategies();
 // UsageError, which lists all names, for an unknown one.
 const Strategy& find_strategy(const std::string& name);
 // Adds a strategy of the program's own. UsageError for a name that is taken, for a missing `make`, and for an option

@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "checkpoint/folder.h"
 #include "comm/membership/generations.h"
 #include "elastic/earlier_gradients.h"
 #include "elastic/elastic_parts.h"
@@ -20,11 +21,28 @@ namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
 
+namespace {
+
+// The sentence of a lost job, with its last checkpoint.
+std::string with_checkpoint(const std::string& lost, const std::string& folder) {
+  if (folder.empty()) return lost;
+  try {
+    if (!has_checkpoint(folder)) return fmt::format("{} ({} has none yet)", lost, folder);
+    return fmt::format("{} (the last checkpoint is {})", lost, find_checkpoint(folder).string());
+  } catch (const CheckpointError& error) {
+    return fmt::format("{} ({})", lost, error.what());
+  }
+}
+
+}  // namespace
+
 struct Elastic::State {
+  // of_registry: the training whose parts these are; nullptr: the caller made them.
   State(const World& of, std::unique_ptr<ElasticParts> trained, DistributedSampler* divides,
-        const ElasticOptions& chosen)
+        const ElasticOptions& chosen, ElasticTraining* of_registry = nullptr)
       : world(of),
         parts(std::move(trained)),
+        training(of_registry),
         sampler(divides),
         options(chosen),
         steps_before(parts->step()),
@@ -133,6 +151,7 @@ struct Elastic::State {
     const auto before = done;
     try {
       compute();
+      if (training != nullptr) training->prepare_step();
       commit();
     } catch (const CommError& error) {
       if (!generations->mends(error)) throw;
@@ -149,6 +168,14 @@ struct Elastic::State {
 
   // update: of the step that was cut off; nullptr outside of one.
   void recover(const std::function<void()>* update) {
+    try {
+      go_on(update);
+    } catch (const JobLost& lost) {
+      throw JobLost(with_checkpoint(lost.what(), options.checkpoints));
+    }
+  }
+
+  void go_on(const std::function<void()>* update) {
     const auto begin = SteadyClock::now();
     const auto former = world.group();
     const auto members = generations->members();
@@ -158,6 +185,7 @@ struct Elastic::State {
       try {
         settle(update);
         parts->regroup(world.group(), steps_before + done);
+        if (training != nullptr) training->follow(world.group());
         break;
       } catch (const CommError&) {
         if (!generations->broken()) throw;
@@ -207,6 +235,7 @@ struct Elastic::State {
 
   World world;
   std::unique_ptr<ElasticParts> parts;
+  ElasticTraining* training;
   DistributedSampler* sampler;
   ElasticOptions options;
   int64_t steps_before;
@@ -239,6 +268,13 @@ Elastic::Elastic(const World& world, DistributedOptimizerCore& optimizer, Distri
 
 Elastic::Elastic(const World& world, DistributedOptimizerCore& optimizer, const ElasticOptions& options)
     : state_(std::make_unique<State>(world, elastic_parts(world, optimizer), nullptr, options)) {}
+
+Elastic::Elastic(const World& world, ElasticTraining& training, DistributedSampler& sampler,
+                 const ElasticOptions& options)
+    : state_(std::make_unique<State>(world, elastic_parts(world, training), &sampler, options, &training)) {}
+
+Elastic::Elastic(const World& world, ElasticTraining& training, const ElasticOptions& options)
+    : state_(std::make_unique<State>(world, elastic_parts(world, training), nullptr, options, &training)) {}
 
 Elastic::~Elastic() = default;
 

@@ -164,4 +164,12 @@ std::unique_ptr<ElasticParts> elastic_parts(const World& world, DistributedOptim
   return parts;
 }
 
+std::unique_ptr<ElasticParts> elastic_parts(const World& world, ElasticTraining& training) {
+  training.require_elastic();
+  if (auto* optimizer = dynamic_cast<DistributedOptimizerCore*>(&training.optimizer())) {
+    return elastic_parts(world, *optimizer);
+  }
+  return elastic_parts(world, *training.data_parallel(), training.optimizer());
+}
+
 }  // namespace shoal

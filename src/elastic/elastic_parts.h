@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "shoal/ddp.h"
+#include "shoal/detail/elastic_training.h"
 #include "shoal/detail/sharded_optimizer.h"
 #include "shoal/megatron.h"
 #include "shoal/world.h"
@@ -55,5 +56,8 @@ std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore
                                             torch::optim::Optimizer& optimizer);
 // DistributedOptimizer, which has no wrapper.
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DistributedOptimizerCore& optimizer);
+
+// A training of the registry.
+std::unique_ptr<ElasticParts> elastic_parts(const World& world, ElasticTraining& training);
 
 }  // namespace shoal

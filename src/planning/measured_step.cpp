@@ -28,10 +28,17 @@ std::vector<at::Tensor> main_copies(const torch::optim::Optimizer& optimizer, co
 
 MeasuredStep measured_step(TrainingCore& training, int64_t number, int accumulate,
                            const std::function<at::Tensor(int micro)>& loss, bool gradients) {
+  const TimedScope whole(timeline_of(training.group()), "step", number);
+  auto step = measured_gradients(training, number, accumulate, loss);
+  measured_update(training, number, gradients, step);
+  return step;
+}
+
+MeasuredStep measured_gradients(TrainingCore& training, int64_t number, int accumulate,
+                                const std::function<at::Tensor(int micro)>& loss) {
   const auto& group = training.group();
   const auto before = group.statistics();
   auto* timeline = timeline_of(group);
-  const TimedScope whole(timeline, "step", number);
   MeasuredStep step;
   for (int micro = 0; micro < accumulate; ++micro) {
     const auto value = loss(micro);
@@ -40,15 +47,22 @@ MeasuredStep measured_step(TrainingCore& training, int64_t number, int accumulat
     training.backward(accumulate > 1 ? value / accumulate : value);
     step.loss += value.item<double>() / accumulate;
   }
-  step.wait_ms = 1e3 * (group.statistics().waited_s - before.waited_s);
-  const TimedScope scope(timeline, "optimizer", number);
+  const auto after = group.statistics();
+  step.wait_ms = 1e3 * (after.waited_s - before.waited_s);
+  step.bytes = after.bytes - before.bytes;
+  return step;
+}
+
+void measured_update(TrainingCore& training, int64_t number, bool gradients, MeasuredStep& step) {
+  const auto& group = training.group();
+  const auto before = group.statistics().bytes;
+  const TimedScope scope(timeline_of(group), "optimizer", number);
   const auto start = Clock::now();
   training.step();
   if (gradients) step.grads_mib = mebibytes(training.gradients());
   training.zero_grad();
   step.update_ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  step.bytes = group.statistics().bytes - before.bytes;
-  return step;
+  step.bytes += group.statistics().bytes - before;
 }
 
 double mebibytes(const std::vector<at::Tensor>& tensors) {

@@ -25,6 +25,10 @@ struct MeasuredStep {
 // group's timeline. gradients: whether to measure their memory. Collective as the training is.
 MeasuredStep measured_step(TrainingCore& training, int64_t number, int accumulate,
                            const std::function<at::Tensor(int micro)>& loss, bool gradients);
+// The two halves of it, for Elastic: gradients, and the optimizer.
+MeasuredStep measured_gradients(TrainingCore& training, int64_t number, int accumulate,
+                                const std::function<at::Tensor(int micro)>& loss);
+void measured_update(TrainingCore& training, int64_t number, bool gradients, MeasuredStep& step);
 
 // Each tensor counts once: libtorch lists a tied parameter under each of its names.
 double mebibytes(const std::vector<at::Tensor>& tensors);

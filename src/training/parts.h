@@ -55,6 +55,13 @@ class WrappedTraining : public Base {
   void backward(const at::Tensor& loss_sum, double weight) override {
     wrapper().backward(this->scale_loss(loss_sum), weight);
   }
+  DataParallelCore* data_parallel() override {
+    if constexpr (std::is_base_of_v<DataParallelCore, Core>) {
+      return &wrapper();
+    } else {
+      return nullptr;
+    }
+  }
   NoSync no_sync(bool accumulate) override { return wrapper().no_sync(accumulate); }
   void abandon_step() override { wrapper().abandon_step(); }
   void settle() override {

@@ -78,6 +78,14 @@ std::vector<std::string> strategy_names() {
   return names;
 }
 
+std::vector<std::string> elastic_strategies() {
+  std::vector<std::string> names;
+  for (const auto& strategy : registry()) {
+    if (strategy.elastic) names.push_back(strategy.name);
+  }
+  return names;
+}
+
 const Strategy& find_strategy(const std::string& name) {
   if (const auto* strategy = found(name)) return *strategy;
   throw UsageError(fmt::format("unknown strategy '{}'; choose from {}", name, fmt::join(strategy_names(), ", ")));

@@ -1,9 +1,11 @@
 #include "shoal/training.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "checkpoint/on_all_ranks.h"
 #include "engine/paging/operator_watch.h"
+#include "shoal/zero.h"
 #include "training/parts.h"
 
 namespace shoal {
@@ -48,6 +50,29 @@ TrainingCore::TrainingCore(const TrainingParts& parts)
       device_(device_of(*parts.module)),
       parts_(std::make_shared<const TrainingParts>(parts)) {
   if (!(clip_grad_ >= 0)) throw UsageError(fmt::format("clip_grad {}: give a norm, or 0 for none", clip_grad_));
+}
+
+void TrainingCore::require_elastic() {
+  if (!strategy_.elastic) {
+    throw UsageError(fmt::format("Elastic: strategy {} is not supported: take one of {}", strategy_.name,
+                                 fmt::join(elastic_strategies(), ", ")));
+  }
+  if (updates_in_backward()) {
+    throw UsageError(fmt::format(
+        "Elastic: strategy {} with optimizer_in_backward is not supported: leave that option out", strategy_.name));
+  }
+  if (precision_.scaler && dynamic_cast<const OSSCore*>(&optimizer()) != nullptr) {
+    throw UsageError(fmt::format(
+        "Elastic: strategy {} with a loss scaler is not supported: take ddp, megatron, fsdp or another precision",
+        strategy_.name));
+  }
+}
+
+void TrainingCore::follow(const Group& group) {
+  group_ = group;
+  auto parts = *parts_;
+  parts.group = group;
+  parts_ = std::make_shared<const TrainingParts>(std::move(parts));
 }
 
 void TrainingCore::lacks(const std::string& what) const {

@@ -21,7 +21,7 @@ HEADERS = {"error": "base", "range": "layout", "topology": "comm", "call": "comm
            "host_shared_buffer": "comm", "local_optimizer": "base", "telemetry": "comm", "world": "comm", "deferred_init": "module",
            "sync_batch_norm": "module", "wrap_policy": "module", "optim": "optim", "optimizer_base": "optim",
            "optimizer_state": "optim", "precision": "optim", "register_state": "optim", "schedules": "optim",
-           "data": "loop", "elastic": "elastic", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
+           "data": "loop", "elastic": "elastic", "metrics": "loop", "progress": "loop", "checkpoint": "engine", "data_parallel": "engine", "elastic_training": "engine", "hooks": "engine", "inputs": "engine", "join": "engine",
            "outputs": "engine", "sharded_optimizer": "engine", "ddp": "strategy", "decentralized": "strategy",
            "fsdp": "strategy", "local_sgd": "strategy", "megatron": "strategy", "optimizer_in_backward": "strategy",
            "shard_gossip": "strategy", "training": "training", "bench": "planning", "plan": "planning", "zero": "strategy"}

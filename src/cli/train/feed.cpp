@@ -32,6 +32,7 @@ class ReferenceFeed : public Feed {
   }
   data::Batch next(int64_t, int micro) override { return batches_.at(micro); }
   void skip(int64_t) override {}
+  void follow(int rank) override { rank_ = rank; }
   std::shared_ptr<data::Dataset> test_data() const override { return nullptr; }
 
  private:
@@ -51,13 +52,30 @@ class DatasetFeed : public Feed {
         sampler_(*train_->size(), static_cast<size_t>(ranks), static_cast<size_t>(rank), {.seed = options.seed}) {}
 
   std::optional<int64_t> steps_per_epoch() const override {
-    const auto samples = static_cast<int64_t>(sampler_.num_samples());
+    const auto ranks = static_cast<int64_t>(sampler_.num_replicas());
+    const auto samples = (static_cast<int64_t>(sampler_.size()) + ranks - 1) / ranks;  // of a whole epoch
     const auto batches = (samples + options_.batch - 1) / options_.batch;
     return std::max<int64_t>(1, batches / options_.accumulate);
   }
 
   void begin_epoch(int64_t epoch) override {
     sampler_.set_epoch(static_cast<size_t>(epoch));
+    open();
+  }
+
+  DistributedSampler* sampler() override { return &sampler_; }
+
+  void prepare_epoch(int64_t epoch, int64_t done) override {
+    sampler_.set_epoch(static_cast<size_t>(epoch));
+    if (done > 0) sampler_.seek(static_cast<size_t>(done * options_.accumulate * options_.batch));
+  }
+
+  int64_t steps_left() const override {
+    const auto samples = static_cast<int64_t>(sampler_.num_samples() - sampler_.index());
+    return (samples + options_.batch - 1) / options_.batch / options_.accumulate;
+  }
+
+  void open() override {
     loader_ = torch::data::make_data_loader(torch::data::datasets::SharedBatchDataset<data::Dataset>(train_), sampler_,
                                             torch::data::DataLoaderOptions(options_.batch));
     next_.emplace(loader_->begin());

@@ -6,6 +6,7 @@
 
 #include "cli/train/train_options.h"
 #include "data/dataset.h"
+#include "shoal/data.h"
 
 namespace shoal::cli {
 
@@ -22,6 +23,16 @@ class Feed {
   virtual data::Batch next(int64_t step, int micro) = 0;
   // Call right after begin_epoch: skips the batches of `steps` steps.
   virtual void skip(int64_t steps) = 0;
+  // For elastic training. The sampler whose data Elastic divides; nullptr: batches depend on rank and step alone.
+  virtual DistributedSampler* sampler() { return nullptr; }
+  // In place of begin_epoch() and skip(): prepare_epoch() sets the sampler, behind `done` steps of the epoch, open() reads
+  // by the sampler's present division.
+  virtual void prepare_epoch(int64_t /*epoch*/, int64_t /*done*/) {}
+  virtual void open() {}
+  // Whole steps in the sampler's present division.
+  virtual int64_t steps_left() const { return 0; }
+  // Goes on as another rank of fewer.
+  virtual void follow(int /*rank*/) {}
   // This rank's share of the test samples, in order; nullptr if there are none.
   virtual std::shared_ptr<data::Dataset> test_data() const = 0;
 };

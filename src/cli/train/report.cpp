@@ -193,7 +193,8 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
     report["params_per_rank"] = params_per_rank;
   }
   report["timing"] = timing(reduced(group, result.step_ms, ReduceOp::max));
-  report["timing"]["samples_per_second"] = rounded(static_cast<double>(result.samples * group.size()) / seconds, 0.1);
+  report["timing"]["samples_per_second"] =
+      rounded(static_cast<double>(options.elastic ? result.all_samples : result.samples * group.size()) / seconds, 0.1);
   const auto wait = steady_part(result.wait_ms).median();
   const auto update = steady_part(result.update_ms).median();
   report["timing"]["exposed_comm_ms"] = rounded(wait, 1e-3);
@@ -206,6 +207,9 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
                              {"step_bytes", result.sent}};
   report["counters_per_step"] = counters_of_ranks(group, result.counted);
   for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);
+  if (options.elastic) {
+    report["elastic"] = {{"min_ranks", *options.elastic}, {"ranks", group.size()}, {"changes", result.changes}};
+  }
   if (!result.replans.empty()) report["replans"] = result.replans;
   if (result.logging) report["logging"] = Json::parse(to_json(*result.logging));
   report["memory"] = memory_of_ranks(group, memory);

@@ -110,7 +110,8 @@ int train_rank(const TrainOptions& options) {
     end_process(interrupted_code);  // peers may have stopped one step earlier or later
   };
   try {
-    Trainer trainer(options, world.group(), model, *feed);
+    const int started = world.size();
+    Trainer trainer(options, world, model, *feed);
     const auto result = trainer.run();
     memory.peak = peak_resident_mib();
     memory.pss = proportional_mib();
@@ -127,6 +128,7 @@ int train_rank(const TrainOptions& options) {
         if (leads && !options.save.empty()) file = save_model(options, *model);
         if (!result.stopped) {
           report = make_report(options, world, present, *model, result, memory, params_per_rank);
+          report["config"]["world"] = started;
         }
       });
     }
@@ -141,6 +143,9 @@ int train_rank(const TrainOptions& options) {
       write_trace(options.trace, *world_options.timeline, world.rank(), clock);
     }
     return 0;
+  } catch (const JobLost& lost) {
+    if (options.save.empty()) throw;
+    throw JobLost(fmt::format("{}; the same command with --resume latest goes on from it", lost.what()));
   } catch (const Error& error) {
     // After an interrupt, peers may have ended first or be doing other things. All other errors are reported.
     const bool of_peers =
@@ -166,6 +171,9 @@ int ranks_of(const TrainOptions& options, const Placement& placement) {
 
 // Reports faults that every rank would find on its own, and those that would show only after training.
 void check_start(const TrainOptions& options, const Placement& placement, int ranks) {
+  if (options.elastic.value_or(0) > ranks) {
+    throw UsageError(fmt::format("--elastic {}: give at most {}, the ranks that start", *options.elastic, ranks));
+  }
   options.check_strategy(ranks, placement.source == "alone" ? std::optional(1) : std::nullopt);
   check_data(options);
   require_open_files(ranks);
@@ -184,7 +192,8 @@ int train(const TrainOptions& options, const Placement& placement, int ranks, co
                  .threads = threads_per_rank(options, ranks),
                  .prefix_output = false,
                  .flight_recorder = options.flight_recorder,
-                 .keep_going = options.chosen().pace == Pace::own});
+                 .keep_going = options.chosen().pace == Pace::own,
+                 .min_ranks = options.elastic.value_or(0)});
 }
 
 }  // namespace

@@ -71,6 +71,38 @@ void check_course(const TrainOptions& options) {
   }
 }
 
+// What goes on without ranks that have ended; the rest is refused before the ranks start.
+void check_elastic(const TrainOptions& options) {
+  if (!options.elastic) return;
+  require_at_least("--elastic", *options.elastic, 1);
+  if (options.ranks && *options.elastic > *options.ranks) {
+    throw UsageError(
+        fmt::format("--elastic {}: give at most --ranks {}, the ranks that start", *options.elastic, *options.ranks));
+  }
+  if (!options.chosen().elastic) {
+    throw UsageError(
+        fmt::format("--elastic: --strategy {} does not go on without a rank that has ended; take one of {}",
+                    options.strategy, fmt::join(elastic_strategies(), ", ")));
+  }
+  const auto refuse = [](const std::string& what, const std::string& why) {
+    throw UsageError(fmt::format("--elastic with {}: {}", what, why));
+  };
+  if (!options.replan.empty()) refuse("--replan", "a rank that ends in the change of strategy would end the training");
+  if (options.strategy == "ddp" && options.values().given("optimizer_in_backward")) {
+    refuse("--optimizer-in-backward", "a step whose updates have begun cannot be undone; leave one of them out");
+  }
+  const bool oss = options.strategy == "zero1" || options.strategy == "zero2";
+  if (oss && options.precision().scaler) {
+    refuse(fmt::format("--strategy {} --dtype {}", options.strategy, options.dtype),
+           "a loss scaler communicates in the update; take ddp, megatron or fsdp, or --dtype bf16_mixed");
+  }
+  const bool sockets = options.transport == "tcp" || options.transport == "gloo";
+  const bool memory = options.transport == "auto" || options.transport == "host";
+  if (memory || (sockets && options.strategy == "ddp")) return;
+  refuse(fmt::format("--strategy {} --transport {}", options.strategy, options.transport),
+         "take auto or host, or with ddp also tcp or gloo");
+}
+
 }  // namespace
 
 std::vector<std::pair<int64_t, std::string>> TrainOptions::course() const {
@@ -141,6 +173,7 @@ void TrainOptions::complete() {
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
   check_logging_data(*this);
   check_course(*this);
+  check_elastic(*this);
 }
 
 void TrainOptions::check_strategy(int on_ranks, std::optional<int> hosts) const {
@@ -187,6 +220,9 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       "--replan", options.replan,
       "STEP:STRATEGY[,STEP:STRATEGY...]: continue under another strategy after so many steps, from memory");
   command.add_option("--ranks", options.ranks, "number of processes to start (default: 2, or as set by the launcher)");
+  command.add_option("--elastic", options.elastic,
+                     fmt::format("the other ranks go on, in memory, when one ends, while so many are left; for {}",
+                                 fmt::join(elastic_strategies(), ", ")));
   command.add_option("--threads", options.threads,
                      "compute threads per rank (default: OMP_NUM_THREADS, else cores / ranks on this host)");
   command.add_option("--transport", options.transport, fmt::format("{}", fmt::join(transport_names(), ", ")))

@@ -47,6 +47,7 @@ struct TrainOptions {
   int timeout_seconds = 300;
   bool check_agreement = false;
   StrategyOptions strategy_options;  // those given on the command line
+  std::optional<int> elastic;        // ranks that must be left for the training to go on; none: all
   std::string replan;                // "STEP:STRATEGY,..."
   std::string flight_recorder;       // folder
   std::string metrics;               // file

@@ -7,7 +7,7 @@
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
 #include "cli/train/exchanges.h"
-#include "cli/train/metrics.h"
+#include "cli/train/loop.h"
 #include "models/loss.h"
 #include "planning/measured_step.h"
 #include "shoal/error.h"
@@ -36,21 +36,28 @@ TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) 
 
 }  // namespace
 
-Trainer::Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed)
+Trainer::Trainer(const TrainOptions& options, const World& world, std::shared_ptr<models::Model> model, Feed& feed)
     : options_(options.under(options.strategy)),
       all_options_(options),
       course_(options.course()),
-      group_(group),
+      world_(world),
+      group_(world.group()),
       model_(std::move(model)),
       feed_(feed),
       strategy_(
-          make_training(options.strategy, model_, recipe_of(options_), group, with_schedule(options_, total_steps()))),
-      meeting_(std::in_place, *strategy_, group),
+          make_training(options.strategy, model_, recipe_of(options_), group_, with_schedule(options_, total_steps()))),
+      meeting_(std::in_place, *strategy_, group_),
       schedule_(make_schedule(options_, strategy_->optimizer(), total_steps())) {
   if (course_.back().first >= total_steps()) {
     throw UsageError(fmt::format("--replan {}: training ends after step {}", options.replan, total_steps()));
   }
   make_state();
+  schedule_steps_ = total_steps();
+}
+
+void Trainer::together(const std::function<void(const Group& present)>& work) {
+  if (!elastic_) return meeting_->together(work);
+  elastic_->together([&] { work(group_); });
 }
 
 void Trainer::make_state() {
@@ -88,8 +95,8 @@ int64_t Trainer::total_steps() const {
   return options_.steps ? *options_.steps : *feed_.steps_per_epoch() * *options_.epochs;
 }
 
-// One optimizer step; returns the mean loss over its micro-batches.
-double Trainer::step(int64_t number, TrainResult& result) {
+std::optional<double> Trainer::step(int64_t number, TrainResult& result) {
+  if (elastic_) return elastic_step(number, result);
   const auto precision = options_.precision();
   const auto loss = [&](int micro) {
     const auto batch = feed_.next(number, micro);
@@ -144,7 +151,7 @@ int64_t Trainer::resume() {
         "--resume {}: the checkpoint is from step {}, but training ends after step {}; give more steps or epochs",
         loaded.path.string(), first, total_steps()));
   }
-  if (schedule_ && first != loaded.step) schedule_->set_position(first);
+  if (schedule_) schedule_->set_position(first);  // its own count is in steps of the ranks that it began with
   if (group_.rank() == 0) {
     fmt::print(stderr, "going on after step {} of {}{}\n", first, loaded.path.string(),
                loaded.exact ? "" : fmt::format(" ({} at {} ranks)", loaded.strategy, loaded.ranks));
@@ -166,6 +173,7 @@ void Trainer::save(int64_t steps, bool in_background) {
   nlohmann::json position = nlohmann::json::object();
   if (const auto per_epoch = feed_.steps_per_epoch()) position[steps_per_epoch] = *per_epoch;
   const SaveOptions now{.step = steps, .position = position.dump(), .keep_last = options_.keep_last};
+  if (in_background) last_saved_ = steps;
   in_background ? save_async(options_.save, *training_, now) : shoal::save(options_.save, *training_, now);
 }
 
@@ -192,7 +200,7 @@ void Trainer::tolerate(const std::function<void()>& saving) {
 void Trainer::save_end(int64_t steps, TrainResult& result) {
   if (options_.save.empty() || !training_) return;
   try {
-    meeting_->together([&](const Group&) { save(steps, /*in_background=*/false); });
+    together([&](const Group&) { save(steps, /*in_background=*/false); });
     result.checkpoint = fmt::format("{}/step-{}", options_.save, steps);
   } catch (const CommError& error) {
     if (in_step()) throw;
@@ -200,39 +208,70 @@ void Trainer::save_end(int64_t steps, TrainResult& result) {
   }
 }
 
-void Trainer::evaluate_model(int64_t epoch, ProgressBar& progress, TrainResult& result) {
-  Evaluation evaluation;
-  meeting_->together([&](const Group& present) {
-    result.figures = exchange_figures(*strategy_);
-    const auto whole = strategy_->full_parameters();
-    // Batch norms' running means are evaluated as they are saved, with rank 0's values. Ranks that train independently
-    // evaluate their own models.
-    std::optional<CommonValues> buffers;
-    if (strategy_->strategy().pace != Pace::alone)
-      buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
-    evaluation = evaluate(*model_, *feed_.test_data(), present, options_.precision());
-  });
-  result.eval.push_back(evaluation);
-  progress.clear();
-  if (!leads()) return;
-  fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %", epoch + 1, evaluation.loss, 100 * evaluation.accuracy);
-  for (const auto& [name, value] : result.figures) {
-    if (name == "consensus_distance") fmt::print(", consensus distance {:.3g}", value);
+Evaluation Trainer::evaluated(const Group& present, TrainResult& result) {
+  result.figures = exchange_figures(*strategy_);
+  const auto whole = strategy_->full_parameters();
+  // Batch norms' running means are evaluated as they are saved, with rank 0's values. Ranks that train independently
+  // evaluate their own models.
+  std::optional<CommonValues> buffers;
+  if (strategy_->strategy().pace != Pace::alone) {
+    buffers.emplace(CommonValues::Of::first_rank, model_->buffers(), present);
   }
-  fmt::print("\n");
-  std::fflush(stdout);
+  return evaluate(*model_, *feed_.test_data(), present, options_.precision());
 }
 
-nlohmann::ordered_json Trainer::metrics_of(int64_t number, int64_t first, const TrainResult& result) const {
-  nlohmann::ordered_json line{{"step", number},
+// After loop.number steps.
+void Trainer::tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainResult& result) {
+  result.eval.push_back(evaluation);
+  loop.progress.clear();
+  const auto last = loop.number - 1;
+  if (leads()) {
+    const auto per_epoch = feed_.steps_per_epoch();
+    fmt::print("epoch {}: test loss {:.4f}, accuracy {:.2f} %", (per_epoch ? last / *per_epoch : 0) + 1,
+               evaluation.loss, 100 * evaluation.accuracy);
+    for (const auto& [name, value] : result.figures) {
+      if (name == "consensus_distance") fmt::print(", consensus distance {:.3g}", value);
+    }
+    fmt::print("\n");
+    std::fflush(stdout);
+  }
+  take_over(loop);
+  nlohmann::ordered_json line{{"step", last},
+                              {"eval_loss", evaluation.loss},
+                              {"eval_accuracy", evaluation.accuracy},
+                              {"eval_count", evaluation.count}};
+  for (const auto& [name, value] : result.figures) line[name] = value;
+  loop.metrics.write(line);
+}
+
+bool Trainer::evaluates(int64_t steps) const {
+  const auto per_epoch = feed_.steps_per_epoch();
+  return options_.eval && ((per_epoch && steps % *per_epoch == 0) || steps >= total_steps());
+}
+
+// Takes over the reports if the leading rank has ended.
+void Trainer::take_over(Loop& loop) {
+  if (loop.reports || !leads()) return;
+  loop.reports = true;
+  loop.metrics = Metrics(options_.metrics, Metrics::Start::behind);
+  loop.progress.enable();
+}
+
+GroupStatistics Trainer::communication() const {
+  const auto now = group_.statistics();
+  return {ended_.calls + now.calls, ended_.bytes + now.bytes, ended_.waited_s + now.waited_s};
+}
+
+nlohmann::ordered_json Trainer::metrics_of(const Loop& loop, const TrainResult& result) const {
+  nlohmann::ordered_json line{{"step", loop.number},
                               {"seconds", result.seconds},
                               {"loss", result.loss.back()},
                               {"lr", result.lr.back()},
                               {"step_ms", result.step_ms.back()},
                               {"wait_ms", result.wait_ms.back()},
                               {"update_ms", result.update_ms.back()},
-                              {"samples", result.samples * group_.size()}};
-  if (!is_sampled(number - first)) return line;
+                              {"samples", result.all_samples}};
+  if (!is_sampled(loop.number - loop.first)) return line;
   if (const auto logging = strategy_->logging_data()) {
     line["forward_ms"] = logging->last.forward;
     line["backward_ms"] = logging->last.backward;
@@ -242,95 +281,109 @@ nlohmann::ordered_json Trainer::metrics_of(int64_t number, int64_t first, const 
   return line;
 }
 
-TrainResult Trainer::run() {
-  const auto per_epoch = feed_.steps_per_epoch();
+bool Trainer::train_step(Loop& loop, TrainResult& result) {
+  const auto number = loop.number;
+  elastic_ ? begin_epoch(loop) : begin_epoch(number, loop.first);
+  feed_.prepare(number);
+  const auto before_step = process_counters();
+  const auto start = Clock::now();
+  const auto lr = strategy_->optimizer().param_groups().front().options().get_lr();
+  const auto loss = step(number, result);
+  if (!loss) return false;
+  result.lr.push_back(lr);
+  result.loss.push_back(*loss);
+  if (schedule_ && elastic_) {
+    // By the part of the training that is done, because fewer ranks make more steps of an epoch.
+    schedule_->set_position((number + 1) * schedule_steps_ / total_steps());
+  } else if (schedule_) {
+    schedule_->step();
+  }
+  const std::chrono::duration<double> duration = Clock::now() - start;
+  result.seconds += duration.count();
+  result.step_ms.push_back(1e3 * duration.count());
+  result.counted.push_back(process_counters() - before_step);
+  result.samples += options_.batch * options_.accumulate;
+  result.all_samples += options_.batch * options_.accumulate * group_.size();
+  take_over(loop);
+  if (loop.metrics.wanted()) loop.metrics.write(metrics_of(loop, result));
+  loop.smooth_loss = number == loop.first ? *loss : 0.95 * loop.smooth_loss + 0.05 * *loss;
+  const auto missed = missed_exchanges(*strategy_);
+  loop.progress.update(1, fmt::format("loss {:.4f}{}{}", loop.smooth_loss, missed.empty() ? "" : "  ", missed));
+  ++loop.number;
+  return true;
+}
+
+void Trainer::train(Loop& loop, TrainResult& result) {
   const int64_t total = total_steps();
-  const int64_t samples_per_step = options_.batch * options_.accumulate;
-  TrainResult result;
-  const int64_t first = resume();
-  const auto before = group_.statistics();
-  const auto wire = loopback_bytes();
-  bool reports = group_.rank() == 0;
-  Metrics metrics(reports ? options_.metrics : "", first > 0 ? Metrics::Start::behind : Metrics::Start::anew);
-  ProgressBar progress(
-      total - first,
-      {.enabled = reports, .unit = "samples", .unit_scale = static_cast<double>(samples_per_step * group_.size())});
-  double smooth_loss = 0;
-  // Takes over the reports if the leading rank has ended.
-  const auto take_over = [&] {
-    if (reports || !leads()) return;
-    reports = true;
-    metrics = Metrics(options_.metrics, Metrics::Start::behind);
-    progress.enable();
-  };
-  int64_t number = first;
-  for (; number < total && !result.stopped; ++number) {
+  while (loop.number < total && !result.stopped) {
+    const auto number = loop.number;
     // Ranks that can go on without each other still make the first step together.
-    const bool stops = is_interrupted(number) && (in_step() || number > first);
+    const bool stops = is_interrupted(number) && (in_step() || number > loop.first);
     if (meeting_->meet(number, /*due=*/false, stops) == Meeting::Outcome::stop) {
       result.stopped = true;
       break;
     }
     if (const auto line = replan(number)) {
       result.replans.push_back(*line);
-      progress.clear();
-      if (reports) {
+      loop.progress.clear();
+      if (loop.reports) {
         fmt::print(stderr, "step {}: {} -> {} in {:.3f} s, {:.1f} MiB received\n", number,
                    (*line)["from"].get<std::string>(), options_.strategy, (*line)["replan_seconds"].get<double>(),
                    static_cast<double>((*line)["replan_bytes"].get<int64_t>()) / (1 << 20));
       }
-      if (metrics.wanted()) metrics.write(*line);
+      if (loop.metrics.wanted()) loop.metrics.write(*line);
     }
-    const int64_t epoch = per_epoch ? number / *per_epoch : 0;
-    begin_epoch(number, first);
-    feed_.prepare(number);
-    const auto before_step = process_counters();
-    const auto start = Clock::now();
-    result.lr.push_back(strategy_->optimizer().param_groups().front().options().get_lr());
-    result.loss.push_back(step(number, result));
-    if (schedule_) schedule_->step();
-    const std::chrono::duration<double> duration = Clock::now() - start;
-    result.seconds += duration.count();
-    result.step_ms.push_back(1e3 * duration.count());
-    result.counted.push_back(process_counters() - before_step);
-    result.samples += samples_per_step;
-    take_over();
-    if (metrics.wanted()) metrics.write(metrics_of(number, first, result));
-    smooth_loss = number == first ? result.loss.back() : 0.95 * smooth_loss + 0.05 * result.loss.back();
-    const auto missed = missed_exchanges(*strategy_);
-    progress.update(1, fmt::format("loss {:.4f}{}{}", smooth_loss, missed.empty() ? "" : "  ", missed));
-    const bool ends = number + 1 == total;
-    const bool epoch_ends = per_epoch && (number + 1) % *per_epoch == 0;
-    const bool evaluates = options_.eval && (epoch_ends || ends);
-    const bool saves = is_due(number + 1) && !ends;
-    if (!evaluates && !saves && !ends) continue;
-    const auto outcome = meeting_->meet(number + 1, /*due=*/true, !in_step() && interrupted != 0);
+    train_step(loop, result);
+    const bool ends = loop.number == total;
+    const bool saves = is_due(loop.number) && !ends;
+    if (!evaluates(loop.number) && !saves && !ends) continue;
+    const auto outcome = meeting_->meet(loop.number, /*due=*/true, !in_step() && interrupted != 0);
     result.stopped = outcome == Meeting::Outcome::stop && !ends;
     if (outcome == Meeting::Outcome::go_on || result.stopped) continue;
-    if (evaluates) {
-      evaluate_model(epoch, progress, result);
-      take_over();
-      nlohmann::ordered_json line{{"step", number},
-                                  {"eval_loss", result.eval.back().loss},
-                                  {"eval_accuracy", result.eval.back().accuracy},
-                                  {"eval_count", result.eval.back().count}};
-      for (const auto& [name, value] : result.figures) line[name] = value;
-      metrics.write(line);
+    if (evaluates(loop.number)) {
+      Evaluation evaluation;
+      meeting_->together([&](const Group& present) { evaluation = evaluated(present, result); });
+      tell_evaluation(loop, evaluation, result);
     }
     if (!saves) continue;
-    progress.clear();
-    tolerate([&] { meeting_->together([&](const Group&) { save(number + 1, /*in_background=*/true); }); });
+    loop.progress.clear();
+    tolerate([&] { meeting_->together([&](const Group&) { save(loop.number, /*in_background=*/true); }); });
   }
-  if (training_) tolerate([&] { training_->wait(); });
+}
+
+TrainResult Trainer::run() {
+  TrainResult result;
+  const int64_t first = resume();
+  make_elastic();
+  const auto before = communication();
+  const auto wire = loopback_bytes();
+  const bool reports = group_.rank() == 0;
+  const auto samples = static_cast<double>(options_.batch * options_.accumulate * group_.size());
+  Loop loop{
+      .first = first,
+      .number = first,
+      .reports = reports,
+      .metrics = Metrics(reports ? options_.metrics : "", first > 0 ? Metrics::Start::behind : Metrics::Start::anew),
+      .progress = ProgressBar(total_steps() - first, {.enabled = reports, .unit = "samples", .unit_scale = samples}),
+      .per_epoch = feed_.steps_per_epoch().value_or(0)};
+  elastic_ ? train_elastic(loop, result) : train(loop, result);
+  if (training_) {
+    tolerate([&] {
+      together([&](const Group&) {
+        if (training_) training_->wait();
+      });
+    });
+  }
   if (result.stopped) interrupted = 1;  // also if only a peer was interrupted
   result.params_mib = mebibytes(strategy_->parameters());
   result.state_mib = state_mib(*strategy_, *model_);
-  if (!result.stopped) meeting_->together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
+  if (!result.stopped) together([&](const Group&) { result.figures = exchange_figures(*strategy_); });
   result.logging = strategy_->logging_data();
-  const auto after = group_.statistics();
+  const auto after = communication();
   result.communication = {after.calls - before.calls, after.bytes - before.bytes, after.waited_s - before.waited_s};
   result.wire_bytes = loopback_bytes() - wire;
-  save_end(number, result);
+  save_end(loop.number, result);
+  if (elastic_) tell_changes(loop, result);
   return result;
 }
 

@@ -15,6 +15,7 @@
 #include "cli/train/meeting.h"
 #include "cli/train/train_options.h"
 #include "models/model.h"
+#include "shoal/elastic.h"
 #include "shoal/progress.h"
 #include "shoal/schedules.h"
 #include "shoal/training.h"
@@ -43,26 +44,47 @@ struct TrainResult {
   std::optional<LoggingData> logging;                   // of the wrapper, if there is one
   double seconds = 0;                                   // without evaluation and saving
   int64_t samples = 0;                                  // of this rank
+  int64_t all_samples = 0;                              // of all ranks that were there
   bool stopped = false;                                 // after an interrupt
   std::vector<nlohmann::ordered_json> replans;          // as in the metrics
+  std::vector<nlohmann::ordered_json> changes;          // of the ranks, as in the metrics
   std::string checkpoint;                               // saved at the end; empty: none
 };
 
 class Trainer {
  public:
-  Trainer(const TrainOptions& options, const Group& group, std::shared_ptr<models::Model> model, Feed& feed);
+  Trainer(const TrainOptions& options, const World& world, std::shared_ptr<models::Model> model, Feed& feed);
 
   // Trains to the end or until interrupted, starting where --resume says; saves checkpoints when due. Collective.
   TrainResult run();
   // See TrainingCore.
   std::shared_ptr<void> full_parameters() { return strategy_->full_parameters(); }
   bool has_whole_model() const { return strategy_->has_whole_model(); }
-  // See Meeting.
-  void together(const std::function<void(const Group& present)>& work) { meeting_->together(work); }
+  // See Meeting. Elastic training repeats the work whenever a rank has ended.
+  void together(const std::function<void(const Group& present)>& work);
 
  private:
-  double step(int64_t number, TrainResult& result);
-  nlohmann::ordered_json metrics_of(int64_t number, int64_t first, const TrainResult& result) const;
+  // What is due after a step, in this order.
+  enum class Stage { evaluation, save, step };
+  struct Loop;
+
+  // One optimizer step. Nothing, if it has to be done again because a rank has ended.
+  std::optional<double> step(int64_t number, TrainResult& result);
+  // The same with all that belongs to it; false: to be done again.
+  bool train_step(Loop& loop, TrainResult& result);
+  void train(Loop& loop, TrainResult& result);
+  // Elastic training (elastic_training.cpp). Ranks may notice an end in different stages; they go on with the first one.
+  void make_elastic();
+  void train_elastic(Loop& loop, TrainResult& result);
+  void run_stage(Loop& loop, TrainResult& result);
+  Stage stage_after(const Loop& loop) const;
+  bool agree_on_stage(Loop& loop);
+  bool attempt(const std::function<void()>& work);
+  void begin_epoch(Loop& loop);
+  void follow(const ElasticChange& change);
+  void tell_changes(Loop& loop, TrainResult& result);
+  std::optional<double> elastic_step(int64_t number, TrainResult& result);
+  nlohmann::ordered_json metrics_of(const Loop& loop, const TrainResult& result) const;
   // Whether this rank, or a rank that makes every step together with it, was interrupted before this step.
   bool is_interrupted(int64_t number) const;
   // Whether all ranks are always in the same step and end together.
@@ -82,11 +104,16 @@ class Trainer {
   // Reports what could not be saved.
   void tolerate(const std::function<void()>& saving);
   void save_end(int64_t steps, TrainResult& result);
-  void evaluate_model(int64_t epoch, ProgressBar& progress, TrainResult& result);
+  Evaluation evaluated(const Group& present, TrainResult& result);
+  void tell_evaluation(Loop& loop, const Evaluation& evaluation, TrainResult& result);
+  bool evaluates(int64_t steps) const;
+  void take_over(Loop& loop);
+  GroupStatistics communication() const;
 
   TrainOptions options_;  // under the present strategy
   TrainOptions all_options_;
   std::vector<std::pair<int64_t, std::string>> course_;
+  World world_;
   Group group_;
   std::shared_ptr<models::Model> model_;
   Feed& feed_;
@@ -94,6 +121,12 @@ class Trainer {
   std::optional<Meeting> meeting_;
   std::unique_ptr<LambdaLR> schedule_;
   std::optional<TrainingState> training_;
+  std::unique_ptr<Elastic> elastic_;
+  std::vector<ElasticChange> changes_;  // not told yet
+  std::string lost_save_;               // checkpoint that was being written when a rank ended
+  int64_t last_saved_ = 0;              // steps of the last one begun in the background
+  int64_t schedule_steps_ = 0;          // of the training, as the schedule counts them
+  GroupStatistics ended_{};             // communication in groups of ranks that have ended
 };
 
 }  // namespace shoal::cli

@@ -75,6 +75,7 @@ std::vector<Strategy> ddp_strategies() {
            .help = "gradients are averaged during backward",
            .options = std::move(options),
            .logging_data = true,
+           .elastic = true,
            .check = check_ddp,
            .make = make_ddp}};
 }

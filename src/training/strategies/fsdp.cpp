@@ -40,6 +40,7 @@ Strategy fsdp_strategy(const std::string& name, const std::string& help, Shardin
       .options = std::move(options),
       .main_copies = true,
       .logging_data = true,
+      .elastic = parts,
       .takes_deferred = true,
       .check =
           [name, parts](const OptionValues& values, const TrainingOptions&, int, std::optional<int>) {

@@ -65,6 +65,7 @@ std::vector<Strategy> megatron_strategies() {
            .options = megatron_option_list(),
            .main_copies = true,
            .logging_data = true,
+           .elastic = true,
            .check = check_megatron,
            .make = [](const TrainingParts& parts) { return std::make_unique<Megatron>(parts); }}};
 }

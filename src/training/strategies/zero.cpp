@@ -23,9 +23,13 @@ class Zero : public WrappedTraining<OpenCore<Core>, ScaledTraining> {
 
   bool step() override {
     if (this->scaler_) return optimizer_.step(*this->scaler_, this->clip_grad_);
-    if (this->clip_grad_ > 0) optimizer_.clip_grad_norm(this->clip_grad_);
+    if (!std::exchange(clipped_, false)) clip();
     optimizer_.step();
     return true;
+  }
+  void prepare_step() override {
+    clip();
+    clipped_ = true;
   }
   Joinable& joinable() override { return *parallel_; }
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
@@ -39,7 +43,12 @@ class Zero : public WrappedTraining<OpenCore<Core>, ScaledTraining> {
   OpenCore<Core>& wrapper() const override { return *parallel_; }
 
  private:
-  OSSCore optimizer_;  // must outlive the wrapper
+  void clip() {
+    if (this->clip_grad_ > 0) optimizer_.clip_grad_norm(this->clip_grad_);
+  }
+
+  bool clipped_ = false;  // by prepare_step()
+  OSSCore optimizer_;     // must outlive the wrapper
   std::unique_ptr<OpenCore<Core>> parallel_;
 };
 
@@ -65,6 +74,7 @@ std::vector<Strategy> zero_strategies() {
            .help = "ddp with sharded optimizer state",
            .options = ddp_option_list(),
            .logging_data = true,
+           .elastic = true,
            .check = [](const OptionValues& values, const TrainingOptions& options, int,
                        std::optional<int>) { ddp_options(values, options).validate(); },
            .make = make_zero1},
@@ -72,6 +82,7 @@ std::vector<Strategy> zero_strategies() {
            .help = "zero1 with sharded gradients",
            .options = zero2_option_list(),
            .logging_data = true,
+           .elastic = true,
            .check =
                [](const OptionValues& values, const TrainingOptions& options, int, std::optional<int>) {
                  check_hook_of_parts("zero2", values);

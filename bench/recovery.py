@@ -1,0 +1,125 @@
+"""What the death of a rank costs: from kill -9 to the end of the next complete step (ELA09), and what readiness for it costs.
+
+    python bench/recovery.py --shoal build/shoal --json recovery.json
+
+Trains with `shoal train --elastic 1`, kills one rank after the other run by run, at a random moment of a step, and reads from the metrics
+file when the next step is complete. The bound is 1.5 ordinary steps of the ranks that are left, plus 0.5 s. Then trains in pairs without and
+with --elastic, and compares the median steps and the memory of all ranks (PSS); bounds 1.01 and 1.05. Times depend on what else the machine
+does: the load is printed beside them.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+
+
+def command(options, folder, *more):
+    return [options.shoal, "train", "--data", "reference", "--model", options.model, "--size", options.size, "--ranks", str(options.ranks),
+            "--batch", str(options.batch), "--threads", "1", "--metrics", str(folder / "metrics.jsonl"), "--json", str(folder / "report.json"), *more]
+
+
+def steps_of(path):
+    """Lines of complete steps; the last line may still grow."""
+    text = path.read_text() if path.exists() else ""
+    return [line for line in map(json.loads, text[:text.rfind("\n") + 1].splitlines()) if "loss" in line]
+
+
+def ranks_of(launcher):
+    found = {}
+    for child in subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split():
+        try:
+            words = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for word in words:
+            if word.startswith(b"RANK="):
+                found[int(word[5:])] = int(child)
+    return found
+
+
+def kill_once(options, rank, random_source):
+    """Seconds from the kill to the end of the next complete step, and the ordinary step of those that are left."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        metrics = folder / "metrics.jsonl"
+        run = subprocess.Popen(command(options, folder, "--strategy", options.strategy, "--elastic", "1", "--steps", "1000000"),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 120
+            while len(steps_of(metrics)) < options.before:
+                if run.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit("the training did not begin")
+                time.sleep(0.005)
+            time.sleep(random_source.random() * steps_of(metrics)[-1]["step_ms"] / 1e3)
+            before = len(steps_of(metrics))
+            os.kill(ranks_of(run.pid)[rank], signal.SIGKILL)
+            killed = time.monotonic()
+            while len(steps_of(metrics)) <= before:
+                if run.poll() is not None or time.monotonic() - killed > 60:
+                    raise SystemExit("the training did not go on")
+                time.sleep(0.002)
+            recovered = time.monotonic() - killed
+            while len(steps_of(metrics)) < before + 1 + options.after:
+                time.sleep(0.01)
+            return recovered, statistics.median(step["step_ms"] for step in steps_of(metrics)[before + 1:]) / 1e3
+        finally:
+            run.send_signal(signal.SIGINT)
+            run.wait(60)
+
+
+def trained(options, strategy, *more):
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        subprocess.run(command(options, folder, "--strategy", strategy, "--steps", str(options.pair_steps), *more), check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        report = json.loads((folder / "report.json").read_text())
+        return report["timing"]["median_ms"], sum(report["memory"]["pss_mib"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shoal", required=True)
+    parser.add_argument("--json")
+    parser.add_argument("--model", default="gpt")
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--before", type=int, default=4, help="steps before each kill")
+    parser.add_argument("--after", type=int, default=4, help="steps after it, whose median is the ordinary step")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pair-steps", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    random_source = random.Random(options.seed)
+    result = {"config": vars(options), "kills": [], "pairs": {}, "load_1min": [os.getloadavg()[0]]}
+    for kill in range(options.kills):
+        recovered, step = kill_once(options, kill % options.ranks, random_source)
+        result["kills"].append({"rank": kill % options.ranks, "seconds": recovered, "step": step, "bound": 1.5 * step + 0.5})
+    for strategy in ("ddp", "zero2", "fsdp") if options.pairs else ():
+        pairs = [(trained(options, strategy), trained(options, strategy, "--elastic", "1")) for _ in range(options.pairs)]
+        result["pairs"][strategy] = {"time": statistics.median(b[0] / a[0] for a, b in pairs),
+                                     "memory": statistics.median(b[1] / a[1] for a, b in pairs), "runs": pairs}
+    result["load_1min"].append(os.getloadavg()[0])
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{options.model} {options.size}, {options.strategy}, {options.ranks} ranks, load {result['load_1min'][0]:.1f} to {result['load_1min'][1]:.1f}")
+    if result["kills"]:
+        seconds = statistics.median(kill["seconds"] for kill in result["kills"])
+        bound = statistics.median(kill["bound"] for kill in result["kills"])
+        step = statistics.median(kill["step"] for kill in result["kills"])
+        print(f"  kill to the next complete step, median of {len(result['kills'])}: {seconds:.3f} s; limit 1.5 x {step:.3f} s + 0.5 s = {bound:.3f} s")
+    for strategy, pair in result["pairs"].items():
+        print(f"  {strategy:6s} with --elastic: step x {pair['time']:.4f} (limit 1.01), memory x {pair['memory']:.4f} (limit 1.05)")
+
+
+if __name__ == "__main__":
+    main()

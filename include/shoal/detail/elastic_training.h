@@ -1,0 +1,26 @@
+#pragma once
+// Wrapper and optimizer in one object, as Elastic takes them.
+
+#include <torch/optim/optimizer.h>
+
+#include "shoal/detail/data_parallel.h"
+#include "shoal/group.h"
+
+namespace shoal {
+
+// Base of TrainingCore (shoal/training.h).
+class ElasticTraining {
+ public:
+  virtual ~ElasticTraining() = default;
+  // UsageError that names what cannot outlive a rank.
+  virtual void require_elastic() = 0;
+  // The wrapper; nullptr without one.
+  virtual DataParallelCore* data_parallel() { return nullptr; }
+  virtual torch::optim::Optimizer& optimizer() = 0;
+  // What a step communicates between gradients and update, which the update then leaves out. Collective.
+  virtual void prepare_step() {}
+  // The group that wrapper and optimizer are in now.
+  virtual void follow(const Group& group) = 0;
+};
+
+}  // namespace shoal

@@ -1,0 +1,166 @@
+// Training of `shoal train --elastic`, which goes on without ranks that have ended.
+
+#include <fmt/format.h>
+
+#include <filesystem>
+
+#include "checkpoint/folder.h"
+#include "cli/train/loop.h"
+#include "models/loss.h"
+#include "planning/measured_step.h"
+#include "shoal/error.h"
+#include "shoal/telemetry.h"
+
+namespace shoal::cli {
+
+void Trainer::make_elastic() {
+  if (!options_.elastic) return;
+  const ElasticOptions how{.min_ranks = *options_.elastic,
+                           .on_change = [this](const ElasticChange& change) { follow(change); },
+                           .checkpoints = options_.save};
+  auto* sampler = feed_.sampler();
+  elastic_ = sampler != nullptr ? std::make_unique<Elastic>(world_, *strategy_, *sampler, how)
+                                : std::make_unique<Elastic>(world_, *strategy_, how);
+}
+
+// Called in the recovery, when the failed work has been left and the world is new.
+void Trainer::follow(const ElasticChange& change) {
+  const auto former = group_.statistics();
+  ended_ = {ended_.calls + former.calls, ended_.bytes + former.bytes, ended_.waited_s + former.waited_s};
+  group_ = world_.group();
+  feed_.follow(group_.rank());
+  meeting_.emplace(*strategy_, group_);
+  make_state();  // waits for a save in the background, which ends with its group
+  std::error_code ignored;
+  const auto path = std::filesystem::path(options_.save) / step_name(last_saved_);
+  if (std::exchange(last_saved_, 0) > 0 && !std::filesystem::exists(path, ignored)) lost_save_ = path.string();
+  changes_.push_back(change);
+}
+
+// Steps are counted as the ranks that are left would have counted them from the start, as for a checkpoint that they
+// resume from.
+void Trainer::tell_changes(Loop& loop, TrainResult& result) {
+  if (changes_.empty()) return;
+  const auto per_epoch = feed_.steps_per_epoch();
+  if (per_epoch) {
+    const auto epoch = loop.number / loop.per_epoch;
+    const bool inside = loop.number % loop.per_epoch != 0;
+    const auto left = inside ? feed_.steps_left() : 0;
+    loop.number = inside ? (epoch + 1) * *per_epoch - left : epoch * *per_epoch;
+    if (inside && left == 0) loop.stage = stage_after(loop);
+    loop.per_epoch = *per_epoch;
+    loop.divided_anew = inside && left > 0;
+  }
+  take_over(loop);
+  loop.progress.clear();
+  for (auto& change : changes_) {
+    change.step = loop.number;
+    result.changes.push_back(nlohmann::ordered_json::parse(change.metrics_line()));
+    if (!loop.reports) continue;
+    fmt::print(stderr, "shoal: {}\n", change.text());
+    if (loop.metrics.wanted()) loop.metrics.write(result.changes.back());
+  }
+  changes_.clear();
+  if (loop.reports && !lost_save_.empty()) {
+    fmt::print(stderr, "shoal: checkpoint {} was not saved: a rank ended while it was written; training continues\n",
+               lost_save_);
+  }
+  lost_save_.clear();
+}
+
+// A collective may be complete on some ranks when it fails on others, so that these do what those have done already. Steps
+// are the same on all (Elastic), so the first of the stages is where all go on; to repeat one does no harm.
+bool Trainer::agree_on_stage(Loop& loop) {
+  bool stops = false;
+  elastic_->together([&] {
+    const auto standing = at::tensor({-static_cast<int64_t>(loop.stage), static_cast<int64_t>(interrupted)}, at::kLong);
+    group_.all_reduce(standing, ReduceOp::max, {loop.number, -1, "where ranks stand"}).wait();
+    loop.stage = static_cast<Stage>(-standing[0].item<int64_t>());
+    stops = standing[1].item<int64_t>() != 0;
+  });
+  return stops;
+}
+
+// Runs the work once. False: ranks have ended in it.
+bool Trainer::attempt(const std::function<void()>& work) {
+  bool begun = false;
+  return elastic_->together([&] {
+    if (std::exchange(begun, true)) return false;
+    work();
+    return true;
+  });
+}
+
+Trainer::Stage Trainer::stage_after(const Loop& loop) const {
+  if (evaluates(loop.number)) return Stage::evaluation;
+  return is_due(loop.number) && loop.number < total_steps() ? Stage::save : Stage::step;
+}
+
+void Trainer::run_stage(Loop& loop, TrainResult& result) {
+  if (loop.stage == Stage::step) {
+    if (train_step(loop, result)) loop.stage = stage_after(loop);
+    return;
+  }
+  if (loop.stage == Stage::evaluation) {
+    Evaluation evaluation;
+    if (!attempt([&] { evaluation = evaluated(group_, result); })) return;
+    if (std::exchange(loop.evaluated, elastic_->steps()) == elastic_->steps()) result.eval.pop_back();  // repeated
+    tell_evaluation(loop, evaluation, result);
+    const bool saves = is_due(loop.number) && loop.number < total_steps();
+    loop.stage = saves ? Stage::save : Stage::step;
+    return;
+  }
+  loop.progress.clear();
+  bool done = true;
+  tolerate([&] { done = attempt([&] { save(loop.number, /*in_background=*/true); }); });
+  if (done) loop.stage = Stage::step;
+}
+
+void Trainer::train_elastic(Loop& loop, TrainResult& result) {
+  while (!result.stopped) {
+    const bool stops = agree_on_stage(loop);
+    tell_changes(loop, result);
+    if (loop.stage == Stage::step && loop.number >= total_steps()) return;
+    result.stopped = stops && loop.stage == Stage::step;
+    if (!result.stopped) run_stage(loop, result);
+  }
+}
+
+void Trainer::begin_epoch(Loop& loop) {
+  if (loop.per_epoch == 0) return;
+  const bool anew = std::exchange(loop.divided_anew, false);
+  const auto done = loop.number % loop.per_epoch;
+  const bool begins = done == 0 || (loop.number == loop.first && elastic_->steps() == 0);
+  if (!begins && !anew) return;
+  if (!anew) feed_.prepare_epoch(loop.number / loop.per_epoch, done);
+  elastic_->in_epoch();
+  feed_.open();
+}
+
+std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result) {
+  std::vector<data::Batch> batches;
+  int64_t samples = 0;
+  for (int micro = 0; micro < options_.accumulate; ++micro) {
+    batches.push_back(feed_.next(number, micro));
+    samples += batches.back().data.size(0);
+  }
+  const auto precision = options_.precision();
+  const auto loss = [&](int micro) {
+    const auto& batch = batches[static_cast<size_t>(micro)];
+    const TimedScope scope(timeline_of(group_), "forward", number);
+    return models::loss_of(strategy_.forward(precision.input(batch.data)), batch.target);
+  };
+  const bool is_first = result.loss.empty();
+  MeasuredStep step;
+  const auto compute = [&] { step = measured_gradients(*strategy_, number, options_.accumulate, loss); };
+  const auto update = [&] { measured_update(*strategy_, number, /*gradients=*/is_first, step); };
+  const TimedScope whole(timeline_of(group_), "step", number);
+  if (!elastic_->step(samples, compute, update)) return std::nullopt;
+  if (is_first) result.grads_mib = step.grads_mib;
+  result.wait_ms.push_back(step.wait_ms);
+  result.update_ms.push_back(step.update_ms);
+  result.sent.push_back(step.bytes);
+  return step.loss;
+}
+
+}  // namespace shoal::cli

@@ -1,0 +1,24 @@
+#pragma once
+// Where a training stands.
+
+#include "cli/train/metrics.h"
+#include "cli/train/trainer.h"
+#include "shoal/progress.h"
+
+namespace shoal::cli {
+
+struct Trainer::Loop {
+  int64_t first;   // number of the first step
+  int64_t number;  // of the next step
+  bool reports;    // this rank tells how training goes
+  Metrics metrics;
+  ProgressBar progress;
+  double smooth_loss = 0;
+  // Elastic training.
+  Stage stage = Stage::step;
+  bool divided_anew = false;
+  int64_t per_epoch = 0;   // steps, with the present ranks
+  int64_t evaluated = -1;  // number of steps at the last evaluation
+};
+
+}  // namespace shoal::cli

@@ -1,0 +1,188 @@
+// `shoal train --elastic`: ranks are killed, and the others go on.
+
+#include <filesystem>
+#include <fstream>
+
+#include "tests/cli/shoal_program.h"
+
+namespace shoal::test::elastic_test {
+namespace {
+
+using Line = std::vector<std::string>;
+
+Line operator+(Line line, const Line& more) {
+  line.insert(line.end(), more.begin(), more.end());
+  return line;
+}
+
+class ElasticTrain : public testing::Test {
+ protected:
+  Line elastic(int ranks, int least) const {
+    return {"train",     "--elastic", std::to_string(least), "--ranks", std::to_string(ranks),
+            "--threads", "1",         "--metrics",           metrics(), "--save",
+            saved(),     "--json",    file("report.json")};
+  }
+  static Line reference() { return {"--data", "reference", "--model", "mlp"}; }
+  Line text() const {
+    std::ofstream out(file("text"), std::ios::binary);
+    uint32_t state = 1;
+    for (int i = 0; i < 6000; ++i) {
+      state = state * 1664525 + 1013904223;
+      out.put(static_cast<char>('a' + (state >> 24) % 26));
+    }
+    return {"--data", "text:" + file("text"), "--model", "gpt", "--batch", "2"};
+  }
+  std::string file(const std::string& name) const { return folder_.file(name); }
+  std::string metrics() const { return file("metrics.jsonl"); }
+  std::string saved() const { return file("run"); }
+
+  // Runs the program. Once its metrics have `lines` lines, the shell runs `then`, with the program's process in $pid.
+  Ended disturbed(const Line& line, int lines, const std::string& then) const {
+    std::string words = SHOAL;
+    for (const auto& word : line) words += " " + word;
+    return run({"sh", "-c",
+                words + " & pid=$!; until [ $(cat " + metrics() + " 2>/dev/null | wc -l) -ge " + std::to_string(lines) +
+                    " ] || ! kill -0 $pid 2>/dev/null; do sleep 0.01; done; " + then + "; wait $pid"},
+               100);
+  }
+  static std::string kill_rank(int rank) {
+    return "for child in $(cat /proc/$pid/task/*/children); do tr '\\0' '\\n' < /proc/$child/environ | grep -qx RANK=" +
+           std::to_string(rank) + " && kill -9 $child; done";
+  }
+  std::vector<nlohmann::json> lines_of_metrics() const {
+    std::ifstream in(metrics());
+    std::vector<nlohmann::json> list;
+    for (std::string line; std::getline(in, line);) list.push_back(nlohmann::json::parse(line));
+    return list;
+  }
+  // The end of a rank in the metrics; null, and a test failure, if there is not exactly one.
+  nlohmann::json event() const {
+    nlohmann::json found;
+    for (const auto& line : lines_of_metrics()) {
+      if (!line.contains("event")) continue;
+      EXPECT_TRUE(found.is_null()) << line;
+      found = line;
+    }
+    EXPECT_FALSE(found.is_null());
+    return found;
+  }
+
+  TempFolder folder_;
+};
+
+class ElasticStrategies : public ElasticTrain, public testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(All, ElasticStrategies,
+                         testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op"),
+                         [](const auto& info) { return info.param; });
+
+// The batches of reference data depend on step and rank alone, so a job that is stopped there and resumes with two ranks
+// does the same.
+TEST_P(ElasticStrategies, ELA01_ELA02_ELA11_goes_on_with_the_bits_of_a_job_that_resumes_with_fewer_ranks) {
+  const std::string strategy = GetParam();
+  const bool first = strategy == "ddp" || strategy == "zero2" || strategy == "fsdp";  // rank 0 is killed
+  const Line how = reference() + Line{"--strategy", strategy, "--clip", "0.5", "--accumulate", "2"};
+  const auto ended = disturbed(elastic(3, 2) + how + Line{"--steps", "400"}, 20, kill_rank(first ? 0 : 1));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto told = event();
+  ASSERT_FALSE(told.is_null()) << ended.output;
+  const int step = told["step"];
+  EXPECT_GE(step, 20);
+  EXPECT_EQ(told["lost"], nlohmann::json::array({first ? 0 : 1}));
+  EXPECT_NE(ended.output.find("2 ranks go on after step " + std::to_string(step)), std::string::npos) << ended.output;
+  const auto report = read(file("report.json"));
+  EXPECT_EQ(report["loss"].size(), 400U);
+  EXPECT_EQ(report["elastic"]["changes"].size(), 1U);
+  EXPECT_EQ(report["elastic"]["ranks"], 2);
+  int64_t steps = 0;
+  for (const auto& line : lines_of_metrics()) {
+    if (!line.contains("loss")) continue;
+    EXPECT_EQ(line["step"], steps++);
+  }
+  EXPECT_EQ(steps, 400);
+
+  const Line fixed{"train", "--threads", "1", "--save", file("again"), "--json", file("again.json")};
+  auto again = shoal(fixed + how + Line{"--ranks", "3", "--steps", std::to_string(step)});
+  ASSERT_EQ(again.code, 0) << again.output;
+  again = shoal(fixed + how + Line{"--ranks", "2", "--steps", "400", "--resume", "latest"});
+  ASSERT_EQ(again.code, 0) << again.output;
+  EXPECT_EQ(report["params"], read(file("again.json"))["params"]) << "after step " << step;
+}
+
+TEST_P(ElasticStrategies, ELA01_an_epoch_goes_on_with_checkpoints_evaluation_and_schedule) {
+  const std::string strategy = GetParam();
+  const Line how = text() + Line{"--strategy", strategy, "--eval", "--schedule", "cosine"};
+  const auto ended = disturbed(elastic(3, 1) + how + Line{"--epochs", "3", "--save-every", "4"}, 20,
+                               kill_rank(strategy == "ddp" || strategy == "fsdp" ? 0 : 2));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  ASSERT_FALSE(event().is_null());
+  const auto report = read(file("report.json"));
+  EXPECT_EQ(report["eval"].size(), 3U) << ended.output;
+  EXPECT_LT(report["lr"].back(), 1e-5) << "cosine comes down to 0 at the end";
+  int64_t last = -1;
+  for (const auto& line : lines_of_metrics()) {
+    if (!line.contains("loss")) continue;
+    EXPECT_GT(line["step"], last) << "steps are counted as by the ranks that are left";
+    last = line["step"];
+  }
+  EXPECT_TRUE(std::filesystem::exists(saved() + "/step-" + std::to_string(last + 1))) << last;
+  EXPECT_EQ(shoal({"checkpoint", "verify", saved()}).code, 0);
+  // The checkpoint is at the end of the third epoch of two ranks.
+  const auto more =
+      shoal(Line{"train", "--ranks", "2", "--save", saved(), "--resume", "latest", "--json", file("more.json")} + how +
+            Line{"--epochs", "4"});
+  EXPECT_EQ(more.code, 0) << more.output;
+  EXPECT_NE(more.output.find("going on after step " + std::to_string(last + 1) + " "), std::string::npos)
+      << more.output;
+  EXPECT_EQ(read(file("more.json"))["loss"].size(), static_cast<size_t>(last + 1) / 3);
+}
+
+TEST_F(ElasticTrain, ELA10_too_few_ranks_end_the_job_and_every_rank_names_the_last_checkpoint) {
+  const auto ended =
+      disturbed(elastic(3, 3) + reference() + Line{"--steps", "1000000", "--save-every", "5"}, 40, kill_rank(1));
+  EXPECT_EQ(ended.code, 137) << ended.output;
+  for (const std::string rank : {"0", "2"}) {
+    const std::string says = "rank " + rank +
+                             ": error: 2 of 3 ranks are left, and this elastic job needs min_ranks = 3: start it again "
+                             "from its last checkpoint (the last checkpoint is " +
+                             saved() + "/step-";
+    const auto place = ended.output.find("rank " + rank + ": error");
+    EXPECT_NE(ended.output.find(says), std::string::npos) << ended.output.substr(std::min(place, ended.output.size()));
+    EXPECT_NE(ended.output.find("; the same command with --resume latest goes on from it"), std::string::npos);
+  }
+}
+
+TEST_F(ElasticTrain, an_interrupt_after_a_death_leaves_a_checkpoint) {
+  const auto ended = disturbed(elastic(3, 1) + reference() + Line{"--steps", "1000000"}, 20,
+                               kill_rank(0) + "; sleep 1; kill -INT $pid");
+  EXPECT_EQ(ended.code, 130) << ended.output;
+  EXPECT_NE(ended.output.find("interrupted; checkpoint in " + saved() + "/step-"), std::string::npos) << ended.output;
+  EXPECT_EQ(shoal({"checkpoint", "verify", saved()}).code, 0);
+}
+
+TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
+  const auto refused = [](const Line& more, const std::string& says) {
+    const auto ended = shoal(Line{"train", "--ranks", "2", "--elastic", "1", "--data", "reference"} + more);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find(says), std::string::npos) << ended.output;
+  };
+  const std::string names = "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op";
+  for (const std::string strategy : {"hybrid", "fsdp_no_shard", "local_sgd", "decentralized", "local", "none"}) {
+    refused({"--strategy", strategy},
+            strategy == "none"
+                ? "--strategy none"
+                : "--strategy " + strategy + " does not go on without a rank that has ended; take one of " + names);
+  }
+  refused({"--replan", "3:fsdp"}, "--elastic with --replan");
+  refused({"--optimizer-in-backward"}, "--elastic with --optimizer-in-backward");
+  refused({"--strategy", "zero1", "--dtype", "fp16_mixed"}, "--elastic with --strategy zero1 --dtype fp16_mixed");
+  refused({"--strategy", "fsdp", "--transport", "tcp"}, "--elastic with --strategy fsdp --transport tcp");
+  refused({"--transport", "mpi"}, "--elastic with --strategy ddp --transport mpi");
+  for (const std::string least : {"0", "3"}) {
+    const auto ended = shoal({"train", "--ranks", "2", "--elastic", least, "--data", "reference"});
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find("--elastic " + least + ": give at "), std::string::npos) << ended.output;
+  }
+}
+
+}  // namespace
+}  // namespace shoal::test::elastic_test
