@@ -213,11 +213,12 @@ struct Elastic::State {
   // has done so before another one died has what the others now decide on.
   void settle(const std::function<void()>* update) {
     const auto group = world.group();
-    const auto own = at::tensor({done, static_cast<int64_t>(has_gradients)}, at::kLong);
-    auto all = at::empty({group.size(), 2}, at::kLong);
+    const auto own = at::tensor({done, static_cast<int64_t>(has_gradients), ended}, at::kLong);
+    auto all = at::empty({group.size(), 3}, at::kLong);
     group.all_gather(all.view({-1}), own, {-1, -1, "how far the ranks are"}).wait();
     const auto furthest = all.select(1, 0).max().item<int64_t>();
     const auto least = all.select(1, 0).min().item<int64_t>();
+    most_ended = all.select(1, 2).max().item<int64_t>();
     const bool all_can = all.select(1, 1).min().item<int64_t>() != 0;
     const bool behind = done < furthest;
     if (furthest - least > 1 || (behind && (!has_gradients || update == nullptr))) {
@@ -250,6 +251,8 @@ struct Elastic::State {
   bool in_step = false;        // a step has begun and is neither finished nor undone
   bool has_gradients = false;  // of the step, from all ranks
   bool outdated = false;       // the loader's division is the former world's
+  int64_t ended = 0;           // calls of together() that this rank has ended
+  int64_t most_ended = 0;      // the most of all ranks, at the last recovery
   size_t taken = 0;            // places of the epoch that complete steps have used
   std::optional<size_t> epoch;
 };
@@ -306,6 +309,19 @@ void Elastic::recover() {
 void Elastic::recover_from(const CommError& error) {
   if (!state_->generations->mends(error)) throw;
   recover();
+}
+
+void Elastic::end_together() {
+  state_->world.group().barrier().wait();
+  ++state_->ended;
+}
+
+bool Elastic::has_ended_elsewhere(bool has_result) {
+  if (state_->most_ended == state_->ended) return false;
+  if (!has_result)
+    throw UsageError("Elastic: ranks do not call together() equally often, or one of them calls recover()");
+  ++state_->ended;
+  return true;
 }
 
 int64_t Elastic::steps() const {
