@@ -70,8 +70,8 @@ struct NetImpl : torch::nn::Module {
   explicit NetImpl(at::ScalarType dtype) {
     const torch::NoGradGuard no_grad;
     for (int64_t i = 0; i < layers; ++i) {
-      const auto options = torch::nn::LinearOptions(1, 1).bias(false);  // random numbers for all take a tenth of the test
-      list.push_back(register_module(std::to_string(i), torch::nn::Linear(options)));
+      // Random numbers for all elements would take a tenth of the test.
+      list.push_back(register_module(std::to_string(i), torch::nn::Linear(torch::nn::LinearOptions(1, 1).bias(false))));
       list.back()->weight.set_data(at::eye(width));  // so that nothing vanishes on the way
     }
     to(dtype);
