@@ -357,6 +357,12 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     note([&] {
       auto model = net();
+      DistributedOptimizer<Adam> optimizer(model, rate, world.group(), {.overlap_grad_reduce = false});
+      Elastic elastic(world, optimizer);
+      optimizer.all_reduce_grads({model->third->bias}, world.group());
+    });
+    note([&] {
+      auto model = net();
       FullyShardedDataParallel<torch::nn::LinearImpl> inner(model->second.ptr(), world.group());
       FullyShardedDataParallel parallel(model, world.group());
       FullyShardedOptimizer<Adam> optimizer(parallel, rate);
@@ -421,9 +427,9 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
         "the optimizer is not the one of this ShardedDataParallel", "with several optimizers",
         "broadcast_fp16 is not supported", "reuse_grad_buf_for_param_gather leaves parameters",
         "of several chunks is not supported", "model_parallel_group has ranks",
-        "all_reduce_grads() keeps groups of its own", "sub-modules with a wrapper of their own are not supported",
-        "or DistributedOptimizer without a wrapper", "OptimizerInBackward", "1 is a SyncBatchNorm",
-        "min_ranks is 3: give 1 to 2",
+        "all_reduce_grads() keeps groups of its own", "which do not follow when",
+        "sub-modules with a wrapper of their own are not supported", "or DistributedOptimizer without a wrapper",
+        "OptimizerInBackward", "1 is a SyncBatchNorm", "min_ranks is 3: give 1 to 2",
         "keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole",
         "the sampler is rank 0 of 3's"}) {
     expect_texts(ended, text);
