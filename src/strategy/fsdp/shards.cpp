@@ -175,13 +175,15 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
     units.push_back(unit_of.at(gradient.parameter.unsafeGetTensorImpl()));
     parameters.push_back(gradient.parameter);
   }
+  const bool small = present && shard.size() > 1 && !groups.replicas && !shards.options.communication_hook;
+  const auto caps = unit_caps(small);
   std::unique_ptr<GradientReduction> reduction;
   if (shards.options.shard_by_parameter) {
     std::vector<int> owners(parameters.size(), -1);
     assign_owners(parameters, shard.size(), owners);
-    reduction = std::make_unique<ReduceUnitsToOwners>(groups, units, owners);
+    reduction = std::make_unique<ReduceUnitsToOwners>(groups, caps, units, owners);
   } else {
-    reduction = std::make_unique<ScatterUnits>(groups, units);
+    reduction = std::make_unique<ScatterUnits>(groups, caps, units);
   }
   reduction = with_hook(std::move(reduction), shards.options.communication_hook, gradients, "FullyShardedDataParallel");
   ReducerOptions reducer_options{

@@ -240,7 +240,8 @@ void ShardedDataParallelCore::share() {
   auto left = state.reducer ? state.reducer->left() : AccumulatedGradients::Left();
   const auto old_owners = std::exchange(sharding_->owners, owners_by_parameter(gradients, owners));
   const auto hook = options.reduce_fp16 ? std::make_shared<CompressHook>(at::kHalf) : options.communication_hook;
-  const auto caps = sharded_bucket_caps(gradients, options, state.group.size());
+  const bool small = state.group.transport() == "host" && !hook;
+  const auto caps = sharded_bucket_caps(gradients, options, state.group.size(), small);
   auto reduction =
       with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), hook, gradients, "ShardedDataParallel");
   {
