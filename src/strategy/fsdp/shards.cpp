@@ -15,6 +15,7 @@
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/fsdp/rank_groups.h"
+#include "strategy/small_buckets.h"
 
 namespace shoal {
 
@@ -191,7 +192,8 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       .about_sums =
           "which FullyShardedDataParallel has reduced to shards on the ranks: clip with clip_grad_norm_() of the "
           "wrapper or the optimizer's clip_grad, drop it with zero_grad(), update with FullyShardedOptimizer",
-      .accept_unused = true};
+      .accept_unused = true,
+      .limits = bucket_limits(small)};
   // Bounded, because a rank that waits gathers no pages, and the rank it waits for may need it to gather one.
   if (!present) reducer_options.limits.patience = std::chrono::seconds(2);
   state.make_reducer(std::move(gradients), reducer_options, std::move(reduction));

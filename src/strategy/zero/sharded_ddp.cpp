@@ -14,6 +14,7 @@
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"
+#include "strategy/small_buckets.h"
 #include "strategy/zero/bucket_caps.h"
 #include "strategy/zero/moved_sums.h"
 #include "strategy/zero/oss_state.h"
@@ -250,7 +251,8 @@ void ShardedDataParallelCore::share() {
                        {.find_unused_parameters = options.find_unused_parameters,
                         .about_sums = "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
                                       "clip_grad_norm() of OSS, read it "
-                                      "on that rank, drop it with zero_grad(), update with OSS"},
+                                      "on that rank, drop it with zero_grad(), update with OSS",
+                        .limits = bucket_limits(small)},
                        std::move(reduction));
   }
   move_sums(state.group, *state.reducer, old_owners, sharding_->owners, left);
