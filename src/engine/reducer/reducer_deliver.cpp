@@ -95,7 +95,9 @@ void Reducer::release_finished(bool all) {
     if (step_->early) take_early(*index);
     if (!buckets_[*index].transient() || buckets_.all_frozen(*index)) continue;
     buckets_.release(*index);
-    buckets_.limit_spare(step_->schedule.most_spare(step_->early));
+    // Gradients of a bucket may arrive before the last one of the bucket before. Where ranks share memory, that bucket's
+    // memory is worth keeping for the next time.
+    buckets_.limit_spare(step_->schedule.most_spare(step_->early || group_.transport() == "host"));
   }
 }
 

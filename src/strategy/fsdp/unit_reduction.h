@@ -36,7 +36,7 @@ inline BucketCaps unit_caps(bool small) {
   if (!small) return {.first_bytes = whole, .bytes = whole};
   return {.first_bytes = passing_bucket_bytes,
           .bytes = passing_bucket_bytes,
-          .most_numel = passing_bucket_bytes / static_cast<int64_t>(sizeof(float))};
+          .most_numel = passing_bucket_bytes / static_cast<int64_t>(sizeof(float)) / 4 * 5};  // a weight and its bias
 }
 
 // No bucket has gradients of two units; last unit first. Ranks of a shard group keep the sums. divided: unit, by gradient.

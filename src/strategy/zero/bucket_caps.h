@@ -19,9 +19,10 @@ inline BucketCaps sharded_bucket_caps(const std::vector<Gradient>& gradients, co
   }
   const auto most =
       small ? std::min(options.reduce_buffer_size, passing_bucket_bytes / element_bytes) : options.reduce_buffer_size;
+  const auto with_bias = small ? std::min(options.reduce_buffer_size, most / 4 * 5) : most;
   constexpr int64_t buckets_per_rank = 4;
   const auto cap = ranks == 1 ? 1 : std::clamp<int64_t>(numel / (buckets_per_rank * ranks), 1, most);
-  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes, .most_numel = most};
+  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes, .most_numel = with_bias};
 }
 
 }  // namespace shoal
