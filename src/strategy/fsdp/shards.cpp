@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "comm/group/hosts.h"
+#include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
 #include "memory/views.h"
@@ -15,7 +16,6 @@
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "strategy/fsdp/rank_groups.h"
-#include "strategy/small_buckets.h"
 
 namespace shoal {
 

@@ -7,6 +7,7 @@
 #include <iostream>
 #include <map>
 
+#include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
@@ -14,7 +15,6 @@
 #include "shoal/error.h"
 #include "shoal/group.h"
 #include "shoal/hooks.h"
-#include "strategy/small_buckets.h"
 #include "strategy/zero/bucket_caps.h"
 #include "strategy/zero/moved_sums.h"
 #include "strategy/zero/oss_state.h"
