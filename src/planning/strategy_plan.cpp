@@ -148,7 +148,8 @@ class Planner {
     }
     std::unique_ptr<GradientReduction> reduction;
     if (plan_.strategy == "zero2") {
-      const auto caps = sharded_bucket_caps(gradients_, zero2_options(parts_.values, parts_.options), ranks_);
+      const bool small = plan_.parameters_once && !hook;
+      const auto caps = sharded_bucket_caps(gradients_, zero2_options(parts_.values, parts_.options), ranks_, small);
       reduction = std::make_unique<ReduceToOwner>(group_, caps, owners_);
     } else {
       reduction = std::make_unique<AllReduce>(group_, bucket_caps(ddp_options(parts_.values, parts_.options)));
@@ -216,13 +217,15 @@ class Planner {
     std::vector<int> places(group_.size());
     std::iota(places.begin(), places.end(), 0);
     const ShardGroups groups{.all = group_, .shard = group_, .replicas = std::nullopt, .places = std::move(places)};
+    auto hook = make_started_hook(compress());
+    const auto caps = unit_caps(plan_.parameters_once && !hook);
     std::unique_ptr<GradientReduction> reduction;
     if (cut()) {
-      reduction = std::make_unique<ScatterUnits>(groups, units);
+      reduction = std::make_unique<ScatterUnits>(groups, caps, units);
     } else {
-      reduction = std::make_unique<ReduceUnitsToOwners>(groups, units, owners_);
+      reduction = std::make_unique<ReduceUnitsToOwners>(groups, caps, units, owners_);
     }
-    const auto buckets = add_reductions(std::move(reduction), make_started_hook(compress()), {}, calls);
+    const auto buckets = add_reductions(std::move(reduction), std::move(hook), {}, calls);
     add_meeting(calls);
     plan_.gathers = ranks_ > 1 && !plan_.parameters_once;
     for (auto& rank : plan_.ranks) rank.parameters = plan_.gathers ? 0 : rank.parameters;

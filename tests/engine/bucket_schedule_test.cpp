@@ -124,6 +124,18 @@ TEST(BucketSchedule, buckets_come_back_in_their_order_once_each) {
   EXPECT_EQ(finished, back);
 }
 
+TEST(BucketSchedule, a_bucket_that_has_come_back_is_not_waited_for) {
+  WithBuckets with;
+  BucketSchedule schedule(*with.buckets, {}, /*may_wait=*/true);
+  const auto start = std::chrono::steady_clock::now();
+  schedule.await_oldest(std::chrono::hours(1));  // none has left
+  schedule.set_sum(0, {.work = {}});
+  schedule.pass_next();
+  schedule.await_oldest(std::chrono::hours(1));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::minutes(1));
+  EXPECT_EQ(schedule.take_back(/*all=*/false), 0U);
+}
+
 TEST(BucketSchedule, spare_memory_is_for_those_that_may_yet_travel) {
   WithBuckets with;
   BucketSchedule schedule(*with.buckets, {.in_flight = 2}, /*may_wait=*/true);

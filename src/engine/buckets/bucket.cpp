@@ -42,7 +42,7 @@ Bucket::Bucket(const std::vector<Gradient>& gradients, std::vector<size_t> membe
   kept_range_ = plan.kept(*this, plan.place(group.rank()));
   transient_ = plan.own_memory || plan.consumed || (kept_range_.empty() && !plan.everywhere());
   if (plan.own_memory) {
-    kept_memory_ = group.allocate(kept_range_.size(), options_.requires_grad(false));
+    kept_memory_ = group.allocate(kept_range_.size(), options());
   } else if (!transient_) {
     SpareMemory none;
     acquire(group, none);
@@ -53,13 +53,12 @@ void Bucket::acquire(const Group& group, SpareMemory& spare) {
   if (sparse_) return;
   present_ = true;
   if (flat_.defined()) return;
-  const auto tail = with_trailer_ ? StepTrailer::numel(members_.size()) : 0;
-  memory_ = spare.take(group, payload_numel() + tail, options_.requires_grad(false));
-  flat_ = memory_.narrow(0, 0, payload_numel() + tail);
+  memory_ = spare.take(group, memory_numel(), options());
+  flat_ = memory_.narrow(0, 0, numel());
   for (size_t place = 0; place < members_.size(); ++place) {
     views_.push_back(view_like(flat_, layout_.range(place).begin, parameters_[place]));
   }
-  if (with_trailer_) trailer_ = StepTrailer(members_, flat_.narrow(0, payload_numel(), tail));
+  if (with_trailer_) trailer_ = StepTrailer(members_, flat_.narrow(0, payload_numel(), numel() - payload_numel()));
 }
 
 void Bucket::release(SpareMemory& spare, bool keep) {

@@ -1,6 +1,7 @@
 #pragma once
 // Bucket of gradients that are reduced together, and its memory.
 
+#include <algorithm>
 #include <vector>
 
 #include "engine/buckets/bucket_plan.h"
@@ -31,10 +32,16 @@ class Bucket {
   const std::string& names() const { return names_; }  // names of the first few, for labels
   const FlatLayout& layout() const { return layout_; }
   int64_t payload_numel() const { return layout_.size(); }
+  // Elements of the flat buffer, and of the memory that acquire() takes for it.
+  int64_t numel() const { return payload_numel() + (with_trailer_ ? StepTrailer::numel(members_.size()) : 0); }
+  int64_t memory_numel() const { return std::max(numel(), least_numel_); }
+  at::TensorOptions options() const { return options_.requires_grad(false); }
 
   // acquire() gives the bucket memory if it has none; release() takes it away, unless `keep`: then it stays for the
   // next step.
   void acquire(const Group& group, SpareMemory& spare);
+  // Makes acquire() take memory of at least this many elements, so that other buckets can use it afterwards.
+  void set_least_numel(int64_t numel) { least_numel_ = numel; }
   void release(SpareMemory& spare, bool keep);
 
   bool present() const { return present_; }
@@ -55,6 +62,7 @@ class Bucket {
   bool sparse_;
   bool last_ = false;
   bool with_trailer_;
+  int64_t least_numel_ = 0;
   std::string names_;
   std::vector<at::Tensor> parameters_;
   at::TensorOptions options_;

@@ -4,6 +4,13 @@
 #include <thread>
 
 namespace shoal {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+constexpr std::chrono::microseconds between_looks(50);
+
+}  // namespace
 
 BucketSchedule::BucketSchedule(const BucketSet& buckets, const Limits& limits, bool may_wait)
     : buckets_(buckets), limits_(limits), may_wait_(may_wait), ready_(buckets.places().size()), sums_(buckets.size()) {
@@ -31,6 +38,12 @@ std::optional<size_t> BucketSchedule::take_back(bool all) {
   return back_++;
 }
 
+void BucketSchedule::await_oldest(std::chrono::microseconds limit) {
+  if (back_ == next_ || !may_wait_) return;
+  const auto until = SteadyClock::now() + limit;
+  while (!sums_[back_].work.done() && SteadyClock::now() < until) std::this_thread::sleep_for(between_looks);
+}
+
 size_t BucketSchedule::most_spare(bool one_more) const {
   const size_t most = limits_.in_flight + (one_more ? 1 : 0);
   return most - std::min(in_flight_, most);
@@ -38,10 +51,10 @@ size_t BucketSchedule::most_spare(bool one_more) const {
 
 bool BucketSchedule::comes_in_time(Work& work) {
   if (!limits_.patience) return true;  // unlimited wait
-  const auto until = std::chrono::steady_clock::now() + *limits_.patience;
+  const auto until = SteadyClock::now() + *limits_.patience;
   while (may_wait_ && !work.done()) {
-    may_wait_ = std::chrono::steady_clock::now() < until;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    may_wait_ = SteadyClock::now() < until;
+    std::this_thread::sleep_for(between_looks);
   }
   return work.done();
 }

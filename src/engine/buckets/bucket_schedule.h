@@ -36,6 +36,8 @@ class BucketSchedule {
   // The oldest bucket that was issued and has been reduced since; each is returned once. Waits while more buckets are
   // in flight than the limit, which bounds memory. all: waits for every bucket.
   std::optional<size_t> take_back(bool all);
+  // Waits for the oldest bucket in flight, `limit` at most; none if ranks may use different gradients.
+  void await_oldest(std::chrono::microseconds limit);
   // Number of spare buffers worth keeping. one_more: for one more bucket, which fills while others are in flight.
   size_t most_spare(bool one_more) const;
 

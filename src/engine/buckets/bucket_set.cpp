@@ -33,12 +33,35 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
   int64_t transient_bytes = 0;
   for (const auto& bucket : buckets_) transient_bytes += bucket.transient() ? bucket.layout().bytes() : 0;
   keeps_transient_ = transient_bytes <= small_bytes;
+  if (!keeps_transient_ && group_.transport() == "host") make_memory_alike();
   if (apart) {
     std::vector<size_t> all(gradients_.size());
     std::iota(all.begin(), all.end(), 0);
     trailer_ = StepTrailer(all, group_.allocate(StepTrailer::numel(all.size()), at::TensorOptions(at::kFloat)));
   }
   return old;
+}
+
+// Gives transient buckets memory of one size, so that each of them can use what another has left. The part that a bucket
+// does not use has no pages.
+void BucketSet::make_memory_alike() {
+  for (auto& bucket : buckets_) {
+    if (!bucket.transient() || bucket.sparse()) continue;
+    int64_t least = 0;
+    for (const auto& other : buckets_) {
+      const bool alike = other.transient() && !other.sparse() && other.options().dtype() == bucket.options().dtype() &&
+                         other.options().device() == bucket.options().device();
+      const auto unused = (other.numel() - bucket.numel()) * static_cast<int64_t>(bucket.options().dtype().itemsize());
+      if (alike && unused <= passing_bucket_bytes) least = std::max(least, other.numel());
+    }
+    bucket.set_least_numel(least);
+  }
+}
+
+bool BucketSet::needs_fresh_memory(size_t gradient) const {
+  const auto& bucket = of(gradient);
+  return bucket.transient() && !bucket.sparse() && !bucket.flat().defined() &&
+         !spare_.fits(bucket.memory_numel(), bucket.options());
 }
 
 void BucketSet::set_frozen(std::vector<bool> frozen) {

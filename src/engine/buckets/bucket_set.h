@@ -51,9 +51,12 @@ class BucketSet {
   void release(size_t index);
   void limit_spare(size_t most) { spare_.shrink(most); }
   void drop_spare() { spare_.clear(); }
+  // Whether the gradient's bucket needs memory that neither it nor a bucket before it has left.
+  bool needs_fresh_memory(size_t gradient) const;
 
  private:
   void mark_last();
+  void make_memory_alike();
 
   const std::vector<Gradient>& gradients_;
   const Group& group_;

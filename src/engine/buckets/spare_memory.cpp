@@ -5,15 +5,18 @@
 
 namespace shoal {
 
-at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::TensorOptions& options) {
+std::vector<at::Tensor>::const_iterator SpareMemory::find(int64_t numel, const at::TensorOptions& options) const {
   // Not much larger than needed, because a larger buffer is soon needed by a larger bucket.
-  const auto fits = std::find_if(spare_.begin(), spare_.end(), [&](const at::Tensor& memory) {
+  return std::find_if(spare_.begin(), spare_.end(), [&](const at::Tensor& memory) {
     return memory.scalar_type() == options.dtype().toScalarType() && memory.device() == options.device() &&
            memory.numel() >= numel && memory.numel() <= numel + numel / 4;
   });
-  if (fits != spare_.end()) {
-    auto memory = std::move(*fits);
-    spare_.erase(fits);
+}
+
+at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::TensorOptions& options) {
+  if (const auto found = find(numel, options); found != spare_.end()) {
+    auto memory = *found;
+    spare_.erase(found);
     return memory;
   }
   spare_.clear();

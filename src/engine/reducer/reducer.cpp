@@ -156,6 +156,7 @@ void Reducer::count_arrival(size_t gradient) {
 
 void Reducer::mark_ready(size_t gradient) {
   if (!buckets_.of(gradient).sparse()) {
+    reuse_memory(gradient);
     const TimedScope scope(timeline_of(group_), "copy", steps_);
     step_->untouched[gradient] = accumulated_.hand_over(gradient, scale());
   }

@@ -221,6 +221,7 @@ class Reducer : private BackwardListener {
   void leave_parts(size_t bucket);
   void deliver_sparse(size_t bucket);
   void release_finished(bool all = false);
+  void reuse_memory(size_t gradient);
   bool knows_means_early() const;
   void take_early(size_t bucket);
   void take_all();

@@ -95,8 +95,23 @@ void Reducer::release_finished(bool all) {
     if (step_->early) take_early(*index);
     if (!buckets_[*index].transient() || buckets_.all_frozen(*index)) continue;
     buckets_.release(*index);
-    buckets_.limit_spare(step_->schedule.most_spare(step_->early));
+    // Gradients of a bucket may arrive before the last one of the bucket before. Where ranks share memory, that bucket's
+    // memory is worth keeping for the next time.
+    buckets_.limit_spare(step_->schedule.most_spare(step_->early || group_.transport() == "host"));
   }
+}
+
+// Fresh pages cost a rank more than a short wait for the bucket before, whose memory it can use again. Between ranks of one
+// pace that wait is short; else it lasts at most as long as the pages would take.
+void Reducer::reuse_memory(size_t gradient) {
+  if (step_->early || !buckets_.needs_fresh_memory(gradient) || group_.transport() != "host") return;
+  release_finished();
+  if (!buckets_.needs_fresh_memory(gradient)) return;
+  constexpr int64_t fresh_microseconds_per_mebibyte = 750;
+  const auto& bucket = buckets_.of(gradient);
+  const auto bytes = bucket.numel() * static_cast<int64_t>(bucket.options().dtype().itemsize());
+  step_->schedule.await_oldest(std::chrono::microseconds((bytes * fresh_microseconds_per_mebibyte) >> 20));
+  release_finished();
 }
 
 // Whether a reduced bucket suffices to compute its mean: the weight rides in it, in a dtype that can hold it.

@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "comm/group/hosts.h"
+#include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
 #include "memory/views.h"
@@ -175,13 +176,15 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
     units.push_back(unit_of.at(gradient.parameter.unsafeGetTensorImpl()));
     parameters.push_back(gradient.parameter);
   }
+  const bool small = present && shard.size() > 1 && !groups.replicas && !shards.options.communication_hook;
+  const auto caps = unit_caps(small);
   std::unique_ptr<GradientReduction> reduction;
   if (shards.options.shard_by_parameter) {
     std::vector<int> owners(parameters.size(), -1);
     assign_owners(parameters, shard.size(), owners);
-    reduction = std::make_unique<ReduceUnitsToOwners>(groups, units, owners);
+    reduction = std::make_unique<ReduceUnitsToOwners>(groups, caps, units, owners);
   } else {
-    reduction = std::make_unique<ScatterUnits>(groups, units);
+    reduction = std::make_unique<ScatterUnits>(groups, caps, units);
   }
   reduction = with_hook(std::move(reduction), shards.options.communication_hook, gradients, "FullyShardedDataParallel");
   ReducerOptions reducer_options{
@@ -189,7 +192,8 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       .about_sums =
           "which FullyShardedDataParallel has reduced to shards on the ranks: clip with clip_grad_norm_() of the "
           "wrapper or the optimizer's clip_grad, drop it with zero_grad(), update with FullyShardedOptimizer",
-      .accept_unused = true};
+      .accept_unused = true,
+      .limits = bucket_limits(small)};
   // Bounded, because a rank that waits gathers no pages, and the rank it waits for may need it to gather one.
   if (!present) reducer_options.limits.patience = std::chrono::seconds(2);
   state.make_reducer(std::move(gradients), reducer_options, std::move(reduction));

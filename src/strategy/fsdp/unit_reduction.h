@@ -29,12 +29,22 @@ struct ShardGroups {
   }
 };
 
-// One bucket per unit and dtype, last unit first; ranks of a shard group keep the sums. divided: unit, by gradient.
-inline ReductionPlan plan_units(ReductionPlan::Keeps keeps, const ShardGroups& groups, std::vector<int> divided) {
+// Sizes of the buckets of a unit: one bucket per dtype. small: ranks share memory, so that nothing is gathered unit by
+// unit, and no hook sums the buckets.
+inline BucketCaps unit_caps(bool small) {
   constexpr auto whole = std::numeric_limits<int64_t>::max();
+  if (!small) return {.first_bytes = whole, .bytes = whole};
+  return {.first_bytes = passing_bucket_bytes,
+          .bytes = passing_bucket_bytes,
+          .most_numel = passing_bucket_bytes / static_cast<int64_t>(sizeof(float)) / 4 * 5};  // a weight and its bias
+}
+
+// No bucket has gradients of two units; last unit first. Ranks of a shard group keep the sums. divided: unit, by gradient.
+inline ReductionPlan plan_units(ReductionPlan::Keeps keeps, const ShardGroups& groups, const BucketCaps& caps,
+                                std::vector<int> divided) {
   return {.hook_point = groups.hook_point(keeps == ReductionPlan::Keeps::owned ? SumFor::owner : SumFor::parts),
           .keeps = keeps,
-          .caps = {.first_bytes = whole, .bytes = whole},
+          .caps = caps,
           .follows_order = false,
           .divided = std::move(divided),
           .ranges = groups.shard.size(),
@@ -46,16 +56,16 @@ inline ReductionPlan plan_units(ReductionPlan::Keeps keeps, const ShardGroups& g
 class ScatterUnits : public ReduceScatter {
  public:
   // units: index of the unit, by gradient.
-  ScatterUnits(const ShardGroups& groups, const std::vector<int>& units)
-      : ReduceScatter(groups.shard, planned(groups, units)), groups_(groups) {}
+  ScatterUnits(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& units)
+      : ReduceScatter(groups.shard, planned(groups, caps, units)), groups_(groups) {}
 
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {
     return groups_.across_replicas(ReduceScatter::reduce(bucket, label), bucket, label);
   }
 
  private:
-  static ReductionPlan planned(const ShardGroups& groups, const std::vector<int>& units) {
-    auto plan = plan_units(ReductionPlan::Keeps::ranges, groups, units);
+  static ReductionPlan planned(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& units) {
+    auto plan = plan_units(ReductionPlan::Keeps::ranges, groups, caps, units);
     plan.own_memory = true;
     return plan;
   }
@@ -66,8 +76,9 @@ class ScatterUnits : public ReduceScatter {
 // Reduce to owners: every gradient has one owner, for optimizers that need whole parameters.
 class ReduceUnitsToOwners : public ReduceToOwner {
  public:
-  ReduceUnitsToOwners(const ShardGroups& groups, const std::vector<int>& units, const std::vector<int>& owners)
-      : ReduceToOwner(groups.shard, planned(groups, units, owners)), groups_(groups) {}
+  ReduceUnitsToOwners(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& units,
+                      const std::vector<int>& owners)
+      : ReduceToOwner(groups.shard, planned(groups, caps, units, owners)), groups_(groups) {}
 
   PendingExchange reduce(Bucket& bucket, const Label& label) const override {
     return groups_.across_replicas(ReduceToOwner::reduce(bucket, label), bucket, label);
@@ -75,11 +86,11 @@ class ReduceUnitsToOwners : public ReduceToOwner {
 
  private:
   // A bucket has one unit and one owner.
-  static ReductionPlan planned(const ShardGroups& groups, const std::vector<int>& units,
+  static ReductionPlan planned(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& units,
                                const std::vector<int>& owners) {
     std::vector<int> shares;
     for (size_t i = 0; i < units.size(); ++i) shares.push_back(units[i] * groups.shard.size() + owners[i]);
-    auto plan = plan_units(ReductionPlan::Keeps::owned, groups, std::move(shares));
+    auto plan = plan_units(ReductionPlan::Keeps::owned, groups, caps, std::move(shares));
     plan.owners = owners;
     return plan;
   }

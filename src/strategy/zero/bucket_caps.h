@@ -8,19 +8,21 @@
 
 namespace shoal {
 
-// One rank keeps everything: its gradients are not grouped.
+// One rank keeps everything: its gradients are not grouped. small: ranks share memory and no hook sums the buckets.
 inline BucketCaps sharded_bucket_caps(const std::vector<Gradient>& gradients, const ShardedDataParallelOptions& options,
-                                      int ranks) {
+                                      int ranks, bool small) {
   int64_t numel = 0;
   int64_t element_bytes = 1;
   for (const auto& gradient : gradients) {
     numel += gradient.parameter.numel();
     element_bytes = std::max<int64_t>(element_bytes, static_cast<int64_t>(c10::elementSize(gradient.dtype())));
   }
+  const auto most =
+      small ? std::min(options.reduce_buffer_size, passing_bucket_bytes / element_bytes) : options.reduce_buffer_size;
+  const auto with_bias = small ? std::min(options.reduce_buffer_size, most / 4 * 5) : most;
   constexpr int64_t buckets_per_rank = 4;
-  const auto cap =
-      ranks == 1 ? 1 : std::clamp<int64_t>(numel / (buckets_per_rank * ranks), 1, options.reduce_buffer_size);
-  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes, .most_numel = options.reduce_buffer_size};
+  const auto cap = ranks == 1 ? 1 : std::clamp<int64_t>(numel / (buckets_per_rank * ranks), 1, most);
+  return {.first_bytes = cap * element_bytes, .bytes = cap * element_bytes, .most_numel = with_bias};
 }
 
 }  // namespace shoal

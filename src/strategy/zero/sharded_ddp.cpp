@@ -7,6 +7,7 @@
 #include <iostream>
 #include <map>
 
+#include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
@@ -240,7 +241,8 @@ void ShardedDataParallelCore::share() {
   auto left = state.reducer ? state.reducer->left() : AccumulatedGradients::Left();
   const auto old_owners = std::exchange(sharding_->owners, owners_by_parameter(gradients, owners));
   const auto hook = options.reduce_fp16 ? std::make_shared<CompressHook>(at::kHalf) : options.communication_hook;
-  const auto caps = sharded_bucket_caps(gradients, options, state.group.size());
+  const bool small = state.group.transport() == "host" && !hook;
+  const auto caps = sharded_bucket_caps(gradients, options, state.group.size(), small);
   auto reduction =
       with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), hook, gradients, "ShardedDataParallel");
   {
@@ -249,7 +251,8 @@ void ShardedDataParallelCore::share() {
                        {.find_unused_parameters = options.find_unused_parameters,
                         .about_sums = "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
                                       "clip_grad_norm() of OSS, read it "
-                                      "on that rank, drop it with zero_grad(), update with OSS"},
+                                      "on that rank, drop it with zero_grad(), update with OSS",
+                        .limits = bucket_limits(small)},
                        std::move(reduction));
   }
   move_sums(state.group, *state.reducer, old_owners, sharding_->owners, left);

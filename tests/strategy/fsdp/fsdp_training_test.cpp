@@ -56,6 +56,57 @@ TEST(Fsdp, FSDP04_frozen_and_trainable_parameters_share_a_unit_and_groups_keep_t
   EXPECT_TRUE(at::equal(parallel->base->weight, make()->base->weight)) << "frozen";
 }
 
+// Three layers of 2.25 MiB.
+struct WideImpl : torch::nn::Module {
+  static constexpr int64_t width = 768;
+  WideImpl() {
+    for (int64_t i = 0; i < 3; ++i) {
+      const auto options = torch::nn::LinearOptions(width, width).bias(false);
+      layers.push_back(register_module(std::to_string(i), torch::nn::Linear(options)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : layers) x = torch::tanh(layer(x));
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+
+TEST(Fsdp, FSDP02_the_gradients_of_a_large_unit_are_reduced_in_parts_where_ranks_share_memory) {
+  const auto make = [] {
+    torch::manual_seed(3);
+    return std::make_shared<WideImpl>();
+  };
+  auto log = std::make_shared<CallLog>();
+  FullyShardedDataParallel<WideImpl> parallel(make(), group().recorded(log));
+  FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd);
+  ASSERT_EQ(parallel.units().size(), 1U);
+  DistributedDataParallel<WideImpl> ddp(make(), group());
+  torch::optim::SGD plain(ddp.module()->parameters(), sgd);
+  for (int64_t step = 0; step < 3; ++step) {
+    torch::manual_seed(10 * step + group().rank());
+    const auto x = at::randn({2, WideImpl::width});
+    log->clear();
+    parallel.forward(x).square().sum().backward();
+    const bool in_parts = group().size() > 1 && group().transport() == "host";
+    EXPECT_EQ(log->count(Op::reduce_scatter), in_parts ? 2 : 1);
+    optimizer.step();
+    optimizer.zero_grad();
+    ddp.forward(x).square().sum().backward();
+    plain.step();
+    plain.zero_grad();
+    for (size_t i = 0; i < 3; ++i) {
+      const auto& sharded = parallel.module()->layers[i]->weight;
+      const auto& whole = ddp.module()->layers[i]->weight;
+      if (group().transport() == "host") {
+        EXPECT_TRUE(at::equal(sharded, whole)) << "to the bit";
+      } else {
+        EXPECT_LT(difference({sharded}, {whole}), 1e-5);
+      }
+    }
+  }
+}
+
 TEST(Fsdp, FSDP05_parameters_of_16_bits_have_float32_copies_where_they_are_updated) {
   auto exact = seeded(1);
   exact->to(at::kFloat);

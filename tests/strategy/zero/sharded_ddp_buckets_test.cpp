@@ -104,6 +104,60 @@ TEST(ShardedDdp, SDP02_a_small_model_keeps_the_memory_of_buckets_on_their_way) {
   EXPECT_LT(difference(model->parameters(), reference.model()->parameters()), 1e-12);
 }
 
+TEST(ShardedDdp, SDP02_buckets_on_their_way_use_each_others_memory_though_their_sizes_differ) {
+  if (group().size() == 1 || group().transport() != "host") GTEST_SKIP() << "memory that ranks share";
+  std::shared_ptr<CountingTransport> transport;
+  const auto counted = with_transport(group(), [&](std::shared_ptr<Transport> inner) {
+    return transport = std::make_shared<CountingTransport>(std::move(inner));
+  });
+  torch::manual_seed(1);
+  torch::nn::Sequential model;
+  const auto add = [&](int64_t in, int64_t out) {
+    model->push_back(torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false)));
+  };
+  for (int64_t i = 0; i < 8; ++i) {
+    add(768, 768);
+    add(768, 384);
+    add(384, 768);
+  }
+  Sgd optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
+  // A gradient has a bucket of its own: buckets of several owners would fill at the same time.
+  ShardedDataParallel parallel(model, optimizer, counted, {.reduce_buffer_size = 1});
+  for (int number = 0; number < 4; ++number) {
+    transport->allocated = 0;
+    parallel.forward(at::ones({1, 768})).sum().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    if (number < 2) continue;  // buckets are rebuilt in the second step
+    EXPECT_GE(transport->allocated, 1) << "no memory stays from step to step";
+    EXPECT_LE(transport->allocated, 3) << "two buckets on their way, and one that fills";
+  }
+}
+
+TEST(ShardedDdp, SDP03_buckets_are_small_where_ranks_share_memory) {
+  torch::manual_seed(1);
+  torch::nn::Sequential model;
+  constexpr int64_t width = 512;  // 1 MiB a layer
+  for (int64_t i = 0; i < 48; ++i) {
+    model->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
+  }
+  const auto largest = [&](const ShardedDataParallelOptions& options) {
+    Sgd optimizer(model->parameters(), torch::optim::SGDOptions(0.1), group());
+    ShardedDataParallel parallel(model, optimizer, group(), options);
+    size_t most = 0;
+    for (const auto& bucket : parallel.buckets()) most = std::max(most, bucket.size());
+    return most;
+  };
+  if (group().size() == 1) {
+    EXPECT_EQ(largest({}), 1U) << "not grouped";
+    return;
+  }
+  const auto quarter = static_cast<size_t>(48 / group().size() / 4);
+  const bool shared = group().transport() == "host";
+  EXPECT_EQ(largest({}), shared ? std::min<size_t>(4, quarter) : quarter);
+  EXPECT_EQ(largest({.communication_hook = std::make_shared<SumHook>()}), quarter) << "the hook's buckets are large";
+}
+
 TEST(ShardedDdp, SDP03_buckets_hold_one_owners_gradients_up_to_the_cap) {
   auto log = std::make_shared<CallLog>();
   auto model = seeded(1);
