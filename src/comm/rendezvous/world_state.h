@@ -11,6 +11,7 @@
 #include "comm/agreement/activity.h"
 #include "comm/group/released_groups.h"
 #include "comm/membership/board.h"
+#include "comm/membership/join_board.h"
 #include "comm/rendezvous/liveness.h"
 #include "comm/rendezvous/rendezvous.h"
 #include "comm/telemetry/flight_recorder.h"
@@ -60,6 +61,7 @@ struct WorldState {
   std::shared_ptr<Progress> progress;  // of c10d backends; nullptr until one is made
   GroupList groups;
   std::shared_ptr<GenerationWatch> watch;  // of an elastic job; nullptr: a rank's failure ends the job
+  JoinPlace join{};  // of an elastic job
   int local_rank = 0;
   int local_size = 1;
 };
