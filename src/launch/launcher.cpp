@@ -18,6 +18,7 @@
 
 #include "base/environment.h"
 #include "base/limits.h"
+#include "comm/membership/join_board.h"
 #include "comm/rendezvous/job_identity.h"
 #include "comm/store/store_server.h"
 #include "comm/telemetry/verdict.h"
@@ -66,19 +67,21 @@ class Job {
         id_(make_job_id()),
         watcher_(id_),
         secret_(process_environment()("SHOAL_SECRET").value_or(random_secret())),
-        place_(options.address, options.port) {}
+        place_(options.address, options.port) {
+    if (options.most_ranks == 0) return;
+    try {
+      board_.emplace(id_, options.ranks);
+    } catch (const std::runtime_error& error) {
+      throw UsageError(fmt::format("--elastic with a number of ranks to grow to needs shared memory: {}", error.what()));
+    }
+  }
 
   ~Job() { kill_all(SIGKILL, /*reap=*/true); }
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
   int run() {
-    for (int rank = 0; rank < options_.ranks; ++rank) {
-      const Outlets outlets{&out_, &err()};
-      children_.push_back(start_child(rank, {options_.command, options_.body}, variables(rank),
-                                      options_.prefix_output ? outlets : Outlets()));
-      tell_watcher(&Watcher::add, children_.back().pid);
-    }
+    for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
     // Its threads begin once all ranks are forked: a lock that one of them held would stay locked in a forked rank.
     store_.emplace(std::move(place_), JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(id_), secret_));
     while (alive() > 0) step();
@@ -93,9 +96,39 @@ class Job {
   }
 
  private:
+  void start(int rank) {
+    const Outlets outlets{&out_, &err()};
+    children_.push_back(start_child(rank, {options_.command, options_.body}, variables(rank),
+                                    options_.prefix_output ? outlets : Outlets()));
+    tell_watcher(&Watcher::add, children_.back().pid);
+  }
+
+  // A process that is to join the job. why: it is started, for people. One that cannot be started costs the job nothing.
+  void start_newcomer(const std::string& why) {
+    if (alive() >= options_.most_ranks) {
+      say("no rank is added ({}): the job has {} processes, the most that --elastic allows", why, alive());
+      return;
+    }
+    if (next_rank_ == JoinBoard::most_members) {
+      say("no rank is added ({}): a job has {} processes at most in its life", why, next_rank_);
+      return;
+    }
+    try {
+      start(next_rank_);
+      say("rank {} (pid {}) is started to join the job ({})", next_rank_, children_.back().pid, why);
+      ++next_rank_;
+    } catch (const UsageError& error) {
+      say("no rank is added ({}): {}", why, error.what());
+    }
+  }
+
+  bool is_newcomer(const Child& child) const { return child.rank >= options_.ranks; }
+  // Whether the rank is one of the job's: a newcomer is once it was admitted.
+  bool belongs(const Child& child) const { return !is_newcomer(child) || board_->is_member(child.rank); }
+
   Variables variables(int rank) const {
     const auto number = std::to_string(rank);
-    const auto ranks = std::to_string(options_.ranks);
+    const auto ranks = std::to_string(std::max(options_.ranks, rank + 1));
     Variables list = {{"RANK", number},
                       {"LOCAL_RANK", number},
                       {"ROLE_RANK", number},
@@ -111,6 +144,8 @@ class Job {
                       {"TORCHELASTIC_RUN_ID", id_},
                       {"SHOAL_SECRET", secret_},
                       {job_variable, id_}};
+    if (board_) list.emplace_back(JoinBoard::variable, board_->address());
+    if (rank >= options_.ranks) list.emplace_back(JoinBoard::newcomer_variable, fmt::format("{} {}", rank, id_));
     if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
     if (options_.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
       const int threads = options_.threads > 0 ? options_.threads : threads_per_rank(options_.ranks);
@@ -162,7 +197,9 @@ class Job {
 
   // Whether the other ranks go on in spite of the failures so far.
   bool failures_end_nothing() const {
-    return options_.keep_going || (options_.min_ranks > 0 && options_.ranks - failed_ >= options_.min_ranks);
+    const auto standing = std::count_if(children_.begin(), children_.end(),
+                                        [&](const Child& child) { return !child.failed && belongs(child); });
+    return options_.keep_going || (options_.min_ranks > 0 && standing >= options_.min_ranks);
   }
 
   int64_t alive() const {
@@ -198,10 +235,35 @@ class Job {
     if (asked.to_stop > 0) interrupt(asked.to_stop);
     if (asked.who_waits) print_verdict();
     reap();
+    if (asked.more) add_rank();
+    end_late_newcomers();
     enforce_deadlines();
   }
 
+  void add_rank() {
+    if (!board_) return say("SIGUSR2 adds a rank to a job of --elastic MIN:MAX, which this is not");
+    if (ending()) return say("SIGUSR2 comes when the job ends: no rank is added");
+    start_newcomer("SIGUSR2; several that come together count once");
+  }
+
+  // Whether nobody needs to join any more.
+  bool ending() const { return interrupted_ || succeeded_ || term_at_ || !failures_end_nothing(); }
+
+  // Those that wait to join a job of which nobody runs any more.
+  void end_late_newcomers() {
+    const bool runs = std::any_of(children_.begin(), children_.end(),
+                                  [&](const Child& child) { return child.running && belongs(child); });
+    if (!board_ || runs) return;
+    for (auto& child : children_) {
+      if (!child.running || child.late) continue;
+      child.late = true;
+      kill(-child.pid, SIGKILL);
+      say("rank {} (pid {}) was to join a job that has ended", child.rank, child.pid);
+    }
+  }
+
   void reap() {
+    std::vector<int> replaced;
     for (auto& child : children_) {
       int status = 0;
       if (!child.running || waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) != child.pid) continue;
@@ -212,17 +274,32 @@ class Job {
       child.running = false;
       kill(-child.pid, SIGKILL);  // ends its descendants
       tell_watcher(&Watcher::remove, child.pid);
-      succeeded_ = succeeded_ || status == 0;
+      if (child.late) continue;
+      succeeded_ = succeeded_ || (status == 0 && belongs(child));
       // After the failure that has ended the job, the others' are its consequences.
       const bool consequence = code_ && !failures_end_nothing();
-      if (status != 0) ++failed_;
+      child.failed = status != 0;
       if (status == 0 || consequence) continue;
+      const auto text = fmt::format("rank {} {}{}", child.rank, describe_end(status),
+                                    belongs(child) ? "" : " before it had joined the job");
+      if (!belongs(child)) {
+        if (!interrupted_) say("{} (pid {})", text, child.pid);
+        replaced.push_back(child.rank);
+        continue;
+      }
       if (!code_) code_ = exit_code(status);
-      const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
       if (!failures_end_nothing()) store_->report_failure(text);
       if (!interrupted_) say("{} (pid {})", text, child.pid);
       if (!term_at_ && !failures_end_nothing()) term_at_ = after(options_.grace_seconds);
+      replaced.push_back(child.rank);
     }
+    for (const int rank : replaced) replace(rank);
+  }
+
+  void replace(int rank) {
+    if (!board_ || restarts_ == options_.max_restarts || ending()) return;
+    ++restarts_;
+    start_newcomer(fmt::format("in place of rank {}, restart {} of {}", rank, restarts_, options_.max_restarts));
   }
 
   // Reported, because the other ranks wait for it and nothing else would tell why.
@@ -276,10 +353,12 @@ class Job {
   const Watcher watcher_;  // made before there are threads
   const std::string secret_;
   StorePlace place_;
+  std::optional<JoinBoard> board_;  // of a job that newcomers may join
   std::optional<StoreServer> store_;
   std::vector<Child> children_;
+  int next_rank_ = options_.ranks;  // of a newcomer
+  int restarts_ = 0;
   std::optional<int> code_;  // exit code of the first failure
-  int failed_ = 0;           // ranks
   bool succeeded_ = false;   // of any rank
   bool interrupted_ = false;
   bool watcher_has_ended_ = false;
@@ -298,6 +377,14 @@ void LaunchOptions::validate() const {
   if (min_ranks < 0 || min_ranks > ranks) {
     faults.push_back(fmt::format("at least {} ranks of {}: give 1 to {}", min_ranks, ranks, ranks));
   }
+  if (most_ranks != 0 && (most_ranks < ranks || most_ranks > JoinBoard::most_members || min_ranks == 0)) {
+    faults.push_back(fmt::format("up to {} ranks in an elastic job that begins with {}: give {} to {}, and the least", most_ranks,
+                                 ranks, ranks, JoinBoard::most_members));
+  }
+  if (most_ranks != 0 && body) faults.emplace_back("newcomers of an elastic job need a command, not a body");
+  if (max_restarts < 0 || (max_restarts > 0 && most_ranks == 0)) {
+    faults.push_back(fmt::format("{} restarts: give 0 or more, and --elastic MIN:MAX", max_restarts));
+  }
   if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
   if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));
   if (!(grace_seconds >= 0)) faults.push_back(fmt::format("{} seconds of grace: give 0 or more", grace_seconds));
@@ -307,7 +394,7 @@ void LaunchOptions::validate() const {
 
 int launch(const LaunchOptions& options) {
   options.validate();
-  require_open_files(options.ranks);
+  require_open_files(std::max(options.ranks, options.most_ranks) + options.max_restarts);
   return Job(options).run();
 }
 

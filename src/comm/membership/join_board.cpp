@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "base/printable.h"
+#include "comm/rendezvous/rendezvous.h"
 #include "shoal/error.h"
 
 namespace shoal {

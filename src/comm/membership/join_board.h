@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "base/environment.h"
-#include "comm/rendezvous/rendezvous.h"
 #include "comm/shm/memory_file.h"
 
 namespace shoal {
 
 struct JoinPage;
+struct Peer;
 
 // Outlives every rank, because the launcher does. Each process has an entry under its number of member, which no other
 // process gets: 0 to first_ranks - 1 for the first ranks, then one for each newcomer. A newcomer's entry is its knock.

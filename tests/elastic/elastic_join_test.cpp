@@ -1,0 +1,439 @@
+// Processes that come to an elastic job. Afterwards a judge repeats the training in one process, step by step, with as
+// many ranks as there were, and compares the bits of parameters and optimizer state.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <numeric>
+#include <random>
+
+#include "base/environment.h"
+#include "shoal/schedules.h"
+#include "shoal/zero.h"
+#include "tests/elastic/elastic_join.h"
+
+namespace shoal::elastic_join_test {
+namespace {
+
+using test::Death;
+using test::JoinJob;
+using test::Moment;
+using test::Trained;
+
+int number(const char* variable, int otherwise) {
+  const auto text = process_environment()(variable);
+  return text ? std::stoi(*text) : otherwise;
+}
+
+// Until all of these have seen step `step` complete.
+bool reach(const test::Record& record, const std::vector<int>& members, int64_t step) {
+  return JoinJob::comes_true([&] {
+    return std::all_of(members.begin(), members.end(), [&](int member) {
+      const auto& list = record.complete[member];
+      return !list.empty() && (list.end() - 1)->step >= step;
+    });
+  });
+}
+
+void expect_good(JoinJob& job, const std::vector<int>& members, const test::Record& record, int epochs) {
+  for (const int member : members) {
+    const auto ended = job.end_of(member);
+    EXPECT_TRUE(WIFEXITED(ended.status)) << "member " << member << " hung or crashed: " << ended.status;
+    EXPECT_EQ(ended.text, "") << "member " << member;
+    EXPECT_EQ(record.evaluations[member].load(), epochs - record.first_epoch[member].load()) << "member " << member;
+  }
+}
+
+void change_from_4_to_3_to_4_to_2_to_6(const WorldOptions& options, const Trained& trained = {}) {
+  constexpr int epochs = 6;
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) { return test::train(world, *record, epochs, {}, {}, trained); };
+  record->last_step = 5;
+  JoinJob job(4, body, options);
+  ASSERT_TRUE(reach(*record, {0, 1, 2, 3}, 5));
+  job.signal(1, SIGKILL);
+  record->last_step = 10;
+  ASSERT_TRUE(reach(*record, {0, 2, 3}, 10));
+  const int first = job.add(body, options);
+  ASSERT_TRUE(job.comes_to_knock(first));
+  record->last_step = 15;
+  ASSERT_TRUE(reach(*record, {0, 2, 3, first}, 15));
+  job.signal(0, SIGKILL);
+  job.signal(first, SIGKILL);
+  record->last_step = 20;
+  ASSERT_TRUE(reach(*record, {2, 3}, 20));
+  std::vector<int> members{2, 3};
+  for (int i = 0; i < 4; ++i) members.push_back(job.add(body, options));
+  for (const int member : members) ASSERT_TRUE(job.comes_to_knock(member));
+  record->last_step = 0;
+  expect_good(job, members, *record, epochs);
+  EXPECT_EQ(test::sizes_of(*record), std::vector<int>({4, 3, 4, 2, 6}));
+  EXPECT_EQ(test::judged(*record, epochs, options.transport != "gloo", trained), "");
+}
+
+TEST(ElasticJoin, ELA06_ddp_from_4_to_3_to_4_to_2_to_6_ranks) {
+  change_from_4_to_3_to_4_to_2_to_6({});
+  change_from_4_to_3_to_4_to_2_to_6({}, {.optimizer = "sgd", .micro_batches = 2});
+}
+
+TEST(ElasticJoin, ELA06_ddp_over_tcp_and_gloo) {
+  for (const auto* transport : {"tcp", "gloo"}) {
+    SCOPED_TRACE(transport);
+    WorldOptions options;
+    options.transport = transport;
+    change_from_4_to_3_to_4_to_2_to_6(options);
+  }
+}
+
+TEST(ElasticJoin, ELA06_a_lone_rank_is_joined) {
+  constexpr int epochs = 2;
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) { return test::train(world, *record, epochs); };
+  record->last_step = 3;
+  JoinJob job(1, body);
+  ASSERT_TRUE(reach(*record, {0}, 3));
+  const int second = job.add(body);
+  ASSERT_TRUE(job.comes_to_knock(second));
+  record->last_step = 0;
+  expect_good(job, {0, second}, *record, epochs);
+  EXPECT_EQ(test::sizes_of(*record), std::vector<int>({1, 2}));
+  EXPECT_EQ(test::judged(*record, epochs), "");
+}
+
+// The newcomer is there before the first step.
+TEST(ElasticJoin, ELA06_a_newcomer_comes_before_the_first_step_and_rank_0_ends) {
+  constexpr int epochs = 1;
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) {
+    return test::train(world, *record, epochs, {{0, Moment::after_recovery, 1}});
+  };
+  record->last_step = -1;
+  JoinJob job(3, body);
+  const int newcomer = job.add(body);
+  ASSERT_TRUE(job.comes_to_knock(newcomer));
+  record->last_step = 0;
+  const auto first = job.end_of(0);
+  EXPECT_TRUE(WIFSIGNALED(first.status)) << "it ends after the admission";
+  expect_good(job, {1, 2, newcomer}, *record, epochs);
+  EXPECT_EQ(test::judged(*record, epochs), "");
+}
+
+// What a newcomer is that does not fit, and the part of its error that says why.
+struct Misfit {
+  const char* text;
+  std::function<std::string(const World&)> body;
+  const char* transport = "auto";
+};
+
+struct Parts {
+  explicit Parts(const World& world, int64_t width = 24, const DistributedDataParallelOptions& options = {})
+      : net(std::make_shared<test::Net>(width)), parallel(net, world.group(), options) {}
+  std::shared_ptr<test::Net> net;
+  DistributedDataParallel<test::Net> parallel;
+};
+
+std::vector<Misfit> misfits() {
+  using torch::optim::Adam;
+  using torch::optim::AdamOptions;
+  static GradScaler scaler;
+  const auto elastic = [](const World& world, Parts& parts, torch::optim::Optimizer& optimizer,
+                          const DistributedSamplerOptions& how = {.seed = 3}, const ElasticOptions& options = {}) {
+    DistributedSampler sampler(test::samples_of_epoch, world.group(), how);
+    const Elastic made(world, parts.parallel, optimizer, sampler, options);
+    return std::string("it was admitted");
+  };
+  std::vector<Misfit> list;
+  list.push_back({"param group 0: 6 parameters", [=](const World& world) {
+                    Parts parts(world);
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01).betas({0.8, 0.999}));
+                    return elastic(world, parts, optimizer);
+                  }});
+  list.push_back({"optimizer: torch::optim::SGD", [=](const World& world) {
+                    Parts parts(world);
+                    torch::optim::SGD optimizer(parts.net->parameters(), 0.01);
+                    return elastic(world, parts, optimizer);
+                  }});
+  list.push_back({"parameter second.weight float32 [32, 32]", [=](const World& world) {
+                    Parts parts(world, 32);
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
+                    return elastic(world, parts, optimizer);
+                  }});
+  list.push_back({"grad_reduce_in_fp32: yes", [=](const World& world) {
+                    Parts parts(world, 24, {.grad_reduce_in_fp32 = true});
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
+                    return elastic(world, parts, optimizer);
+                  }});
+  list.push_back({"sampler: 203 samples, seed 4", [=](const World& world) {
+                    Parts parts(world);
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
+                    return elastic(world, parts, optimizer, {.seed = 4});
+                  }});
+  list.push_back({"loss scaler: given (the job: loss scaler: none)", [=](const World& world) {
+                    Parts parts(world);
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
+                    return elastic(world, parts, optimizer, {.seed = 3}, {.scaler = &scaler});
+                  }});
+  list.push_back({"ElasticOptions::tensors[0]: Float [3]", [=](const World& world) {
+                    Parts parts(world);
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
+                    return elastic(world, parts, optimizer, {.seed = 3}, {.tensors = {at::zeros({3})}});
+                  }});
+  list.push_back({"transport: tcp (the job: transport: auto)",
+                  [=](const World& world) {
+                    Parts parts(world);
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
+                    return elastic(world, parts, optimizer);
+                  },
+                  "tcp"});
+  list.push_back({"cannot join a job like this one: its optimizer is sharded", [=](const World& world) {
+                    Parts parts(world);
+                    OSS<Adam> optimizer(parts.net->parameters(), AdamOptions(0.01), world.group());
+                    return elastic(world, parts, optimizer);
+                  }});
+  return list;
+}
+
+// The job goes on in its first generation: nobody has noticed them.
+TEST(ElasticJoin, ELA06_a_newcomer_that_does_not_fit_ends_alone) {
+  constexpr int epochs = 1;
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) { return test::train(world, *record, epochs); };
+  record->last_step = 4;
+  JoinJob job(2, body);
+  ASSERT_TRUE(reach(*record, {0, 1}, 4));
+  for (const auto& misfit : misfits()) {
+    WorldOptions options;
+    options.transport = misfit.transport;
+    const auto ended = job.end_of(job.add(misfit.body, options));
+    EXPECT_TRUE(WIFEXITED(ended.status));
+    EXPECT_NE(ended.text.find(misfit.text), std::string::npos) << misfit.text << ": " << ended.text;
+  }
+  record->last_step = 0;
+  expect_good(job, {0, 1}, *record, epochs);
+  for (const auto& entry : record->complete[0]) EXPECT_EQ(entry.generation, 1U);
+  EXPECT_EQ(test::judged(*record, epochs), "");
+}
+
+TEST(ElasticJoin, ELA06_a_job_that_cannot_be_joined_says_why) {
+  const test::SharedRecord record;
+  const auto train = [&](const World& world, const Trained& trained) {
+    return test::train(world, *record, 1, {}, {}, trained);
+  };
+  const auto plain = [&](const World& world) { return train(world, {}); };
+  const auto zero = [&](const World& world) { return train(world, {.sharding = test::Sharding::zero1}); };
+  record->last_step = 2;
+  JoinJob job(2, zero);
+  ASSERT_TRUE(reach(*record, {0, 1}, 2));
+  const auto ended = job.end_of(job.add(plain));
+  EXPECT_NE(ended.text.find("ranks cannot join this job: its optimizer is sharded"), std::string::npos) << ended.text;
+  record->last_step = 0;
+  expect_good(job, {0, 1}, *record, 1);
+}
+
+TEST(ElasticJoin, ELA06_the_learning_rate_a_scaler_and_tensors_of_the_program_come_with_the_state) {
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) -> std::string {
+    alarm(30);
+    auto net = std::make_shared<test::Net>();
+    DistributedDataParallel parallel(net, world.group());
+    torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(0.01));
+    CosineWithWarmup schedule(optimizer, {.total_steps = 100});
+    GradScaler scaler({.initial_scale = 4, .growth_interval = 3});
+    auto mean = at::zeros_like(net->first->weight);
+    const auto quiet = [](const ElasticChange&) {};
+    Elastic elastic(world, parallel, optimizer, {.scaler = &scaler, .tensors = {mean}, .on_change = quiet});
+    if (world.joining()) schedule.set_position(elastic.steps());
+    const auto x = test::inputs_of({1, 2});
+    while (elastic.steps() < 20) {
+      const auto before = elastic.steps();
+      while (record->last_step != 0 && before >= record->last_step) usleep(200);
+      const auto update = [&] {
+        scaler.unscale({net->first->weight.grad()});
+        optimizer.step();
+        scaler.update(false);
+        const torch::NoGradGuard no_grad;
+        mean.mul_(0.9).add_(net->first->weight, 0.1);
+      };
+      const auto compute = [&] { scaler.scale(test::loss_of(parallel.forward(x), x)).backward(); };
+      const bool complete = elastic.step(2, compute, update);
+      optimizer.zero_grad();
+      if (!complete) continue;
+      schedule.step();
+      if (elastic.steps() == 7) record->evaluations[world.rank()] = 7;
+    }
+    test::Hash hash;
+    hash.add(mean);
+    return fmt::format("{} {} {} {} on {}", hash.value, scaler.value(), scaler.state().good_steps,
+                       static_cast<torch::optim::AdamOptions&>(optimizer.param_groups()[0].options()).lr(), world.size());
+  };
+  record->last_step = 7;
+  JoinJob job(2, body);
+  ASSERT_TRUE(JoinJob::comes_true([&] { return record->evaluations[0] == 7 && record->evaluations[1] == 7; }));
+  const int newcomer = job.add(body);
+  ASSERT_TRUE(job.comes_to_knock(newcomer));
+  record->last_step = 0;
+  const auto first = job.end_of(0);
+  EXPECT_NE(first.text.find(" on 3"), std::string::npos) << first.text;
+  EXPECT_EQ(job.end_of(1).text, first.text);
+  EXPECT_EQ(job.end_of(newcomer).text, first.text);
+}
+
+// It has been admitted, and leaves at once.
+TEST(ElasticJoin, ELA06_a_newcomer_whose_loop_begins_elsewhere_is_refused) {
+  constexpr int epochs = 3;
+  for (const bool in_together : {false, true}) {
+    SCOPED_TRACE(in_together);
+    const test::SharedRecord record;
+    const auto body = [&](const World& world) { return test::train(world, *record, epochs); };
+    const auto wrong = [&](const World& world) -> std::string {
+      alarm(30);
+      const auto wrapped = test::wrap_as({}, std::make_shared<test::Net>(), world.group());
+      DistributedSampler sampler(test::samples_of_epoch, world.group(), {.seed = 3});
+      const auto elastic = wrapped.elastic(world, sampler);
+      std::string text;
+      try {
+        if (in_together) elastic->together([&] { return world.all_reduce(1.0); });
+        sampler.set_epoch(elastic->first_epoch() + 1);
+        elastic->in_epoch();
+      } catch (const UsageError& error) {
+        text = error.what();
+      }
+      usleep(500'000);  // it lives on, and keeps nobody
+      return text;
+    };
+    record->last_step = 20;  // in the second epoch
+    JoinJob job(2, body);
+    ASSERT_TRUE(reach(*record, {0, 1}, 20));
+    const int newcomer = job.add(wrong);
+    ASSERT_TRUE(job.comes_to_knock(newcomer));
+    record->last_step = 0;
+    const auto ended = job.end_of(newcomer);
+    const auto* text = in_together ? "calls together() before" : "the job is in epoch";
+    EXPECT_NE(ended.text.find(text), std::string::npos) << ended.text;
+    expect_good(job, {0, 1}, *record, epochs);
+    EXPECT_EQ(test::judged(*record, epochs), "");
+  }
+}
+
+// An entry whose memory cannot be opened, and one of a process that has ended.
+TEST(ElasticJoin, ELA06_entries_that_lead_nowhere_are_skipped) {
+  constexpr int epochs = 1;
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) { return test::train(world, *record, epochs); };
+  record->last_step = 3;
+  JoinJob job(2, body);
+  ASSERT_TRUE(reach(*record, {0, 1}, 3));
+  const pid_t other = fork();
+  if (other == 0) {
+    pause();
+    std::_Exit(0);
+  }
+  const int no_memory = job.take_number();
+  job.board().knock(no_memory, {.host = host_identity(), .process = process_of(other), .page = {other, 7, 1}});
+  const int gone = job.take_number();
+  job.board().knock(gone, {.host = host_identity(), .process = {1 << 21, 5}, .page = {1 << 21, 7, 1}});
+  const int good = job.add(body);
+  ASSERT_TRUE(job.comes_to_knock(good));
+  record->last_step = 0;
+  expect_good(job, {0, 1, good}, *record, epochs);
+  EXPECT_EQ(test::sizes_of(*record), std::vector<int>({2, 3}));
+  EXPECT_FALSE(job.board().refusal(no_memory).empty());
+  EXPECT_FALSE(job.board().refusal(gone).empty());
+  EXPECT_EQ(test::judged(*record, epochs), "");
+  kill(other, SIGKILL);
+  waitpid(other, nullptr, 0);
+}
+
+// A newcomer that gives up asks no more, and one whose job has ended is told so.
+TEST(ElasticJoin, ELA06_a_newcomer_gives_up) {
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) { return test::train(world, *record, 1); };
+  record->last_step = 3;
+  JoinJob job(2, body);
+  ASSERT_TRUE(reach(*record, {0, 1}, 3));
+  WorldOptions impatient;
+  impatient.while_waiting = [asked = 0]() mutable {
+    if (++asked == 5) throw std::runtime_error("enough");
+  };
+  const int newcomer = job.add(body, impatient);
+  EXPECT_NE(job.end_of(newcomer).text.find("enough"), std::string::npos);
+  EXPECT_TRUE(job.board().knocking().empty());
+  const int late = job.add(body);
+  ASSERT_TRUE(job.comes_to_knock(late));
+  job.signal(0, SIGKILL);
+  job.signal(1, SIGKILL);
+  const auto ended = job.end_of(late);
+  EXPECT_NE(ended.text.find("the job that this process was to join has ended"), std::string::npos) << ended.text;
+}
+
+enum class Fault { newcomer_is_killed, member_is_killed, newcomer_is_stopped };
+
+// One trial: a newcomer comes, and something happens to it or a member at a random moment from its start on.
+void join_with(Fault fault, int trial, std::mt19937& random) {
+  constexpr int epochs = 3;
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) {
+    return test::train(world, *record, epochs, {}, {.on_change = [](const ElasticChange&) { usleep(2000); }});
+  };
+  record->last_step = 3;
+  const int ranks = 2 + static_cast<int>(random() % 2);
+  JoinJob job(ranks, body);
+  std::vector<int> members(static_cast<size_t>(ranks));
+  std::iota(members.begin(), members.end(), 0);
+  ASSERT_TRUE(reach(*record, members, 3));
+  const int newcomer = job.add(body);
+  // Half of the trials begin with its knock, near the admission; the others anywhere in its start.
+  const bool near = trial % 2 == 0;
+  if (near) ASSERT_TRUE(job.comes_to_knock(newcomer));
+  record->last_step = 0;
+  const auto pause = static_cast<useconds_t>(random() % (near ? 15'000 : 60'000));
+  usleep(pause);
+  SCOPED_TRACE(fmt::format("trial {}: {} ranks, after {} us{}", trial, ranks, pause, near ? " from its knock" : ""));
+  if (fault == Fault::member_is_killed) {
+    const int victim = static_cast<int>(random() % static_cast<unsigned>(ranks));
+    job.signal(victim, SIGKILL);
+    std::erase(members, victim);
+    job.end_of(victim);
+  } else {
+    job.signal(newcomer, fault == Fault::newcomer_is_killed ? SIGKILL : SIGSTOP);
+  }
+  if (fault == Fault::newcomer_is_stopped) {
+    usleep(300'000);
+    // The job goes on without it, or waits for it as for any member; it must end in either case.
+    for (int i = 0; i < 120 && record->evaluations[members.front()] < epochs; ++i) usleep(100'000);
+    job.signal(newcomer, SIGCONT);
+  }
+  expect_good(job, members, *record, epochs);
+  const auto ended = job.end_of(newcomer);
+  if (fault != Fault::newcomer_is_killed) {
+    EXPECT_TRUE(WIFEXITED(ended.status)) << ended.status;
+    const bool good = ended.text.empty() || ended.text.find("has ended") != std::string::npos ||
+                      (fault == Fault::newcomer_is_stopped && ended.text.starts_with("error: "));
+    EXPECT_TRUE(good) << ended.text;
+  }
+  EXPECT_EQ(test::judged(*record, epochs), "");
+}
+
+void join_often_with(Fault fault, int trials) {
+  const int seed = number("SHOAL_SEED", 1);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  for (int trial = 0; trial < trials && !testing::Test::HasFailure(); ++trial) {
+    SCOPED_TRACE(fmt::format("seed {}", seed));
+    join_with(fault, trial, random);
+  }
+}
+
+TEST(ElasticJoin, ELA06_a_newcomer_is_killed_at_random_moments) {
+  join_often_with(Fault::newcomer_is_killed, number("SHOAL_KILLS", 20));
+}
+
+TEST(ElasticJoin, ELA06_a_member_is_killed_while_a_newcomer_joins) {
+  join_often_with(Fault::member_is_killed, number("SHOAL_KILLS", 20));
+}
+
+TEST(ElasticJoin, ELA06_a_newcomer_is_stopped_while_it_joins) {
+  join_often_with(Fault::newcomer_is_stopped, number("SHOAL_STOPS", 2));
+}
+
+}  // namespace
+}  // namespace shoal::elastic_join_test
