@@ -128,7 +128,7 @@ void Generations::give_up(WorldState& world) {
   for (const auto& group : world.groups.living()) {
     const auto why =
         fmt::format("a group ended with generation {} of this elastic job; take world.group() again", number());
-    group->ended.set(why);
+    if (!group->ended.set(why)) continue;  // before, by admit()
     group->failure.set(why);
     group->transport->give_up(why);
     former_.push_back(group);
