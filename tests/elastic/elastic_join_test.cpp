@@ -232,9 +232,14 @@ struct Misfit {
   const char* transport = "auto";
 };
 
+// As in the job, but for what the arguments say.
 struct Parts {
-  explicit Parts(const World& world, int64_t width = 24, const DistributedDataParallelOptions& options = {})
-      : net(std::make_shared<test::Net>(width)), parallel(net, world.group(), options) {}
+  explicit Parts(const World& world, int64_t width = 24, DistributedDataParallelOptions options = {})
+      : net(std::make_shared<test::Net>(width)), parallel(net, world.group(), small(options)) {}
+  static DistributedDataParallelOptions small(DistributedDataParallelOptions& options) {
+    options.first_bucket_mb = options.bucket_cap_mb = 1e-3;
+    return options;
+  }
   std::shared_ptr<test::Net> net;
   DistributedDataParallel<test::Net> parallel;
 };
@@ -260,7 +265,7 @@ std::vector<Misfit> misfits() {
                     torch::optim::SGD optimizer(parts.net->parameters(), 0.01);
                     return elastic(world, parts, optimizer);
                   }});
-  list.push_back({"parameter second.weight float32 [32, 32]", [=](const World& world) {
+  list.push_back({"parameter second.weight Float [32, 32]", [=](const World& world) {
                     Parts parts(world, 32);
                     Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
                     return elastic(world, parts, optimizer);
@@ -314,6 +319,7 @@ TEST(ElasticJoin, ELA06_a_newcomer_that_does_not_fit_ends_alone) {
     const auto ended = job.end_of(job.add(misfit.body, options));
     EXPECT_TRUE(WIFEXITED(ended.status));
     EXPECT_NE(ended.text.find(misfit.text), std::string::npos) << misfit.text << ": " << ended.text;
+    EXPECT_EQ(ended.text.find("bucket_cap_mb"), std::string::npos) << "named though it is equal: " << ended.text;
   }
   record->last_step = 0;
   expect_good(job, {0, 1}, *record, epochs);

@@ -269,7 +269,8 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   const auto made = wrapped.elastic(world, sampler, options);
   auto& elastic = *made;
   step = elastic.steps() + 1;
-  int64_t forwards = elastic.steps() * trained.micro_batches;
+  // A newcomer gets the buffer; a short batch has fewer parts.
+  int64_t forwards = trained.micro_batches == 1 ? elastic.steps() : net->forwards.item<int64_t>();
   world.manual_seed(seed_of_ranks);
   ++record.started;
   record.first_epoch[self] = static_cast<int>(elastic.first_epoch());
