@@ -30,7 +30,7 @@ struct ElasticChange {
   int64_t step = 0;               // complete steps
   bool finished_step = false;  // the step in which a rank died was finished by those that are left; false: it is done
                                // again, or nobody was in a step
-  double seconds = 0;          // from this rank's notice of the death, or the admission's begin, until the ranks can go on
+  double seconds = 0;  // from this rank's notice of the death, or the admission's begin, until the ranks can go on
 
   // "rank 1 (2 at the start) has ended; 3 ranks go on after step 17, which was finished, 12 ms later"
   std::string text() const;

@@ -27,7 +27,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr const char* cannot_give = "!";  // before the reason, in place of the state
-constexpr size_t most_differences = 6;  // that one error names
+constexpr size_t most_differences = 6;    // that one error names
 
 // Dtypes of 16 bits whose range asks for a loss scale.
 bool may_need_scaler(const LoggingData& data) {
@@ -90,7 +90,8 @@ Admission::Admission(ElasticParts& parts, const DistributedSampler* sampler, con
 std::string Admission::why_closed() const {
   if (of_registry_) return "it trains by a training of the registry (make_training), which cannot be joined yet";
   if (parts_.replicated() == nullptr) {
-    return "its optimizer is sharded, and only DistributedDataParallel with an optimizer that is whole on each rank can "
+    return "its optimizer is sharded, and only DistributedDataParallel with an optimizer that is whole on each rank "
+           "can "
            "be joined yet";
   }
   const auto& optimizer = *parts_.whole_optimizer();
@@ -130,7 +131,8 @@ std::vector<std::string> Admission::description() const {
   const auto& groups = optimizer.param_groups();
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto parameters = groups[i].params().size();
-    lines.push_back(fmt::format("param group {}: {} parameters, {}", i, parameters, fixed_options(groups[i].options())));
+    lines.push_back(
+        fmt::format("param group {}: {} parameters, {}", i, parameters, fixed_options(groups[i].options())));
   }
   for (size_t i = 0; i < options_.tensors.size(); ++i) {
     lines.push_back(fmt::format("ElasticOptions::tensors[{}]: {}", i, shape_of(options_.tensors[i])));
@@ -169,7 +171,8 @@ void Admission::require_alike(JoinBoard& board, int timeout_seconds, const std::
     const auto closed = board.why_closed();
     if (!closed.empty()) throw UsageError("Elastic: ranks cannot join this job: " + closed);
     if (std::chrono::steady_clock::now() > deadline) {
-      throw UsageError(fmt::format("Elastic: no rank of the job has constructed its Elastic within {} s", timeout_seconds));
+      throw UsageError(
+          fmt::format("Elastic: no rank of the job has constructed its Elastic within {} s", timeout_seconds));
     }
     if (while_waiting) while_waiting();
     std::this_thread::sleep_for(std::chrono::milliseconds(10));

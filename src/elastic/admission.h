@@ -18,11 +18,11 @@ namespace shoal {
 
 // Where the job is, between two steps.
 struct Position {
-  int64_t done = 0;          // complete steps
-  int64_t steps_before = 0;  // synchronising steps of the wrapper before those
-  size_t taken = 0;          // places of the epoch that complete steps have used
+  int64_t done = 0;               // complete steps
+  int64_t steps_before = 0;       // synchronising steps of the wrapper before those
+  size_t taken = 0;               // places of the epoch that complete steps have used
   std::optional<size_t> epoch{};  // in which the loop is; nothing: between two
-  size_t next_epoch = 0;     // the sampler's
+  size_t next_epoch = 0;          // the sampler's
 };
 
 // For DistributedDataParallel with an optimizer that is whole on each rank. A newcomer compares itself with the job before

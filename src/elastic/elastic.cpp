@@ -26,8 +26,9 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
   const auto& join = cell_of(world)->state->join;
   if (join.number) {
     auto checked = options;  // but for the global batch, which is the job's
-    if (options.keep_global_batch > 0) checked.keep_global_batch = std::max<int64_t>(options.shares, join.board->first_ranks());
-    if (options.keep_global_batch > 0 && options.shares == 0) checked.keep_global_batch = join.board->first_ranks();
+    if (options.keep_global_batch > 0) {
+      checked.keep_global_batch = options.shares > 0 ? options.shares : join.board->first_ranks();
+    }
     checked.validate(join.board->first_ranks());
   } else {
     options.validate(world.size());
@@ -73,9 +74,10 @@ void Elastic::State::require_supported() const {
 bool Elastic::State::begin_epoch() {
   if (!begun && sampler->epoch() != first_epoch) {
     generations->resign();
-    throw UsageError(fmt::format("Elastic: this newcomer's loop begins with epoch {}, and the job is in epoch {}: begin it "
-                                 "with first_epoch(), and call sampler.set_epoch() before in_epoch()",
-                                 sampler->epoch(), first_epoch));
+    throw UsageError(
+        fmt::format("Elastic: this newcomer's loop begins with epoch {}, and the job is in epoch {}: begin it "
+                    "with first_epoch(), and call sampler.set_epoch() before in_epoch()",
+                    sampler->epoch(), first_epoch));
   }
   begun = true;
   const bool inside = epoch && *epoch == sampler->epoch();

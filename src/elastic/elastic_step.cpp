@@ -28,9 +28,9 @@ void Elastic::State::commit() {
   const auto count = static_cast<double>(samples);
   const auto* joins = generations->joins();
   const bool knock = joins != nullptr && joins->anyone_knocks();
-  const auto most = world.group().all_reduce(
-      {count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0}, ReduceOp::max,
-      {parts->step(), -1, "commit of the step"});
+  const auto most =
+      world.group().all_reduce({count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0},
+                               ReduceOp::max, {parts->step(), -1, "commit of the step"});
   if (most[3] != 0) earlier.refuse();
   if (sampler != nullptr && most[0] != -most[1]) {
     throw UsageError(
@@ -47,10 +47,10 @@ void Elastic::State::finish(const std::function<void()>& update) {
   try {
     update();
   } catch (const CommError& error) {
-    throw UsageError(fmt::format(
-        "Elastic: the update communicated, and cannot be finished after a death: communicate in the step's "
-        "first function, or in together() ({})",
-        error.what()));
+    throw UsageError(
+        fmt::format("Elastic: the update communicated, and cannot be finished after a death: communicate in the step's "
+                    "first function, or in together() ({})",
+                    error.what()));
   }
   in_step = has_gradients = false;
   ++done;

@@ -28,7 +28,8 @@ std::string ElasticChange::text() const {
 std::string ElasticChange::metrics_line() const {
   return fmt::format(
       R"({{"step":{},"event":"{}","generation":{},"lost":[{}],"joined":[{}],"ranks":{},"finished_step":{},"recovery_ms":{:.3f}}})",
-      step, text(), generation, fmt::join(lost_first, ","), fmt::join(joined, ","), ranks, finished_step ? 1 : 0, seconds * 1e3);
+      step, text(), generation, fmt::join(lost_first, ","), fmt::join(joined, ","), ranks, finished_step ? 1 : 0,
+      seconds * 1e3);
 }
 
 void ElasticOptions::validate(int ranks) const {

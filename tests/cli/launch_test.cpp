@@ -79,10 +79,9 @@ TEST(Launch, ELA06_a_rank_is_started_in_place_of_a_failed_one_so_often) {
                              "[ -n \"$SHOAL_JOIN\" ] && { echo newcomer $RANK; exit 3; }; [ $RANK = 1 ] && kill -9 $$; "
                              "sleep 2; echo rank $RANK is done"});
   EXPECT_EQ(ended.code, 0) << ended.output;
-  for (const auto* text :
-       {"is started to join the job (in place of rank 1, restart 1 of 2)", "[2] newcomer 2",
-        "rank 2 ended with exit code 3 before it had joined the job", "(in place of rank 2, restart 2 of 2)",
-        "[3] newcomer 3", "rank 0 is done"}) {
+  for (const auto* text : {"is started to join the job (in place of rank 1, restart 1 of 2)", "[2] newcomer 2",
+                           "rank 2 ended with exit code 3 before it had joined the job",
+                           "(in place of rank 2, restart 2 of 2)", "[3] newcomer 3", "rank 0 is done"}) {
     EXPECT_TRUE(contains(ended, text)) << text << " in " << ended.output;
   }
   EXPECT_FALSE(contains(ended, "newcomer 4")) << ended.output;
@@ -102,9 +101,10 @@ TEST(Launch, ELA06_a_replacement_that_cannot_be_started_costs_the_job_nothing) {
 
 // The newcomer waits to join until the others have ended.
 TEST(Launch, ELA06_SIGUSR2_adds_a_rank_up_to_the_maximum) {
-  const auto ended = launch({"-n", "2", "--elastic", "1:3", "--", "sh", "-c",
-                             "[ $RANK = 2 ] && { echo newcomer of $WORLD_SIZE: $SHOAL_JOIN; sleep 50; }; "
-                             "[ $RANK = 0 ] && { kill -USR2 $PPID; sleep 1; kill -USR2 $PPID; }; sleep 2; echo rank $RANK is done"});
+  const auto ended =
+      launch({"-n", "2", "--elastic", "1:3", "--", "sh", "-c",
+              "[ $RANK = 2 ] && { echo newcomer of $WORLD_SIZE: $SHOAL_JOIN; sleep 50; }; "
+              "[ $RANK = 0 ] && { kill -USR2 $PPID; sleep 1; kill -USR2 $PPID; }; sleep 2; echo rank $RANK is done"});
   EXPECT_EQ(ended.code, 0) << ended.output;
   EXPECT_LT(ended.seconds, 20);
   for (const auto* text : {"is started to join the job (SIGUSR2; several that come together count once)",
@@ -122,10 +122,11 @@ TEST(Launch, ELA06_limits_of_an_elastic_job_are_checked) {
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:2000", "--", "true"}), "give 3 to 1024"));
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "x", "--", "true"}), "give MIN or MIN:MAX"));
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:", "--", "true"}), "give MIN or MIN:MAX"));
-  EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1", "--max-restarts", "2", "--", "true"}), "--elastic MIN:MAX"));
-  const auto files = run({"sh", "-c",
-                          std::string("ulimit -n 64; exec ") + SHOAL + " launch -n 2 --elastic 1:8 --max-restarts 20 -- true"},
-                         20);
+  EXPECT_TRUE(
+      contains(launch({"-n", "3", "--elastic", "1", "--max-restarts", "2", "--", "true"}), "--elastic MIN:MAX"));
+  const auto files = run(
+      {"sh", "-c", std::string("ulimit -n 64; exec ") + SHOAL + " launch -n 2 --elastic 1:8 --max-restarts 20 -- true"},
+      20);
   EXPECT_TRUE(contains(files, "28 ranks need 112 at least")) << files.output;
 }
 

@@ -90,7 +90,8 @@ TEST(JoinBoard, ELA06_an_address_that_leads_elsewhere_is_refused) {
 TEST(JoinBoard, ELA06_a_newcomer_is_told_what_is_wrong_with_its_environment) {
   const JoinBoard board("job", 2);
   const auto address = board.address();
-  const auto good = find_join(environment_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}, {"SHOAL_JOIN", "2 job"}}));
+  const auto good =
+      find_join(environment_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}, {"SHOAL_JOIN", "2 job"}}));
   EXPECT_EQ(good.number, 2);
   ASSERT_TRUE(good.board);
   const auto member = find_join(environment_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}}));
@@ -102,7 +103,8 @@ TEST(JoinBoard, ELA06_a_newcomer_is_told_what_is_wrong_with_its_environment) {
               std::string::npos)
         << text;
   }
-  EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_JOIN", "2 job"}}).find("SHOAL_ELASTIC is not set"), std::string::npos);
+  EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_JOIN", "2 job"}}).find("SHOAL_ELASTIC is not set"),
+            std::string::npos);
   EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", "z"}, {"SHOAL_JOIN", "2 job"}}).find("no address"),
             std::string::npos);
   for (const auto* text : {"1 job", "1024 job"}) {

@@ -377,7 +377,8 @@ TEST(ElasticJoin, ELA06_the_learning_rate_a_scaler_and_tensors_of_the_program_co
     test::Hash hash;
     hash.add(mean);
     return fmt::format("{} {} {} {} on {}", hash.value, scaler.value(), scaler.state().good_steps,
-                       static_cast<torch::optim::AdamOptions&>(optimizer.param_groups()[0].options()).lr(), world.size());
+                       static_cast<torch::optim::AdamOptions&>(optimizer.param_groups()[0].options()).lr(),
+                       world.size());
   };
   record->last_step = 7;
   JoinJob job(2, body);

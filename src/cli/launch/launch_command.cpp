@@ -57,10 +57,11 @@ void add_launch_command(CLI::App& app, Action& chosen) {
                     "keep the other ranks running when a rank fails (decentralized training continues without it)");
   const auto elastic = std::make_shared<std::string>();
   command
-      ->add_option("--elastic", *elastic,
-                   "keep the other ranks running while at least MIN have not failed (a program with shoal::Elastic goes "
-                   "on without them); with MAX, ranks may also join: in place of failed ones (--max-restarts), and one "
-                   "more for each SIGUSR2 to this launcher")
+      ->add_option(
+          "--elastic", *elastic,
+          "keep the other ranks running while at least MIN have not failed (a program with shoal::Elastic goes "
+          "on without them); with MAX, ranks may also join: in place of failed ones (--max-restarts), and one "
+          "more for each SIGUSR2 to this launcher")
       ->type_name("MIN[:MAX]");
   command->add_option("--max-restarts", options->max_restarts,
                       "with --elastic MIN:MAX, start a rank in place of one that has failed, so often in all");

@@ -102,7 +102,8 @@ void Generations::recover(int min_ranks) {
       give_up(*cell_->state);
       if (watch_->raised()) continue;
       // Nobody else has failed with it, so the job does not try again with it.
-      if (with_newcomers && drop_newcomers(fmt::format("the ranks could not connect with it: {}", error.what()))) continue;
+      if (with_newcomers && drop_newcomers(fmt::format("the ranks could not connect with it: {}", error.what())))
+        continue;
       if (attempt < most_attempts) continue;
       throw JobLost(fmt::format("the {} ranks that are left could not connect in {} attempts: {}", card.members.size(),
                                 attempt, error.what()));
@@ -154,9 +155,10 @@ MemberCard Generations::agree(int min_ranks) {
     if (card.members.empty()) {
       require_job();
       if (SteadyClock::now() > deadline) {
-        throw UsageError(fmt::format("no rank of the job has admitted this newcomer within {} s: ranks admit between two "
-                                     "calls of Elastic::step()",
-                                     limit.count()));
+        throw UsageError(
+            fmt::format("no rank of the job has admitted this newcomer within {} s: ranks admit between two "
+                        "calls of Elastic::step()",
+                        limit.count()));
       }
     } else {
       require_enough(static_cast<int>(card.members.size()), min_ranks);

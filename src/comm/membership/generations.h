@@ -102,9 +102,9 @@ class Generations {
   std::shared_ptr<Board> board_;
   std::shared_ptr<GenerationWatch> watch_;  // of the present generation
   Membership membership_;
-  MemberList complete_;     // members that have had the job's state
-  std::set<int> dropped_;   // newcomers that are left out
-  uint32_t changes_ = 0;    // of the table, that peers_ has
+  MemberList complete_;                                 // members that have had the job's state
+  std::set<int> dropped_;                               // newcomers that are left out
+  uint32_t changes_ = 0;                                // of the table, that peers_ has
   std::vector<std::shared_ptr<GroupProgress>> former_;  // groups that were given up
 };
 

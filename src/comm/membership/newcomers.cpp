@@ -57,7 +57,8 @@ void Generations::learn_of_newcomers() {
   for (size_t member = 0; member < known; ++member) {
     if (peers_[member].process.pid != 0) peers[member] = peers_[member];
   }
-  if (peers.size() < peers_.size()) peers.insert(peers.end(), peers_.begin() + static_cast<int64_t>(known), peers_.end());
+  if (peers.size() < peers_.size())
+    peers.insert(peers.end(), peers_.begin() + static_cast<int64_t>(known), peers_.end());
   peers_ = std::move(peers);
   // Another one, because threads that wait in the present generation read the former one.
   board_ = std::make_shared<Board>(cell_->state->memory, self(), peers_, board_.get());
@@ -96,7 +97,8 @@ bool Generations::admit(int most_ranks) {
         refuse({member}, "its memory cannot be opened, or it has ended");
       } else if (!room) {
         refuse({member}, fmt::format("its global batch is kept in {0} shares, so it has at most {0} ranks: give "
-                                     "ElasticOptions::shares more", most_ranks));
+                                     "ElasticOptions::shares more",
+                                     most_ranks));
       } else if (joins_->claim(member)) {
         admitted.push_back(member);
       }

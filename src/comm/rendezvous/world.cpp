@@ -183,7 +183,8 @@ World init(const WorldOptions& options) {
   auto own_place = find_placement(options, process_environment());
   if (join.number) {
     if (options.rejoin) {
-      throw UsageError("rejoin: this process is a newcomer of an elastic job (SHOAL_JOIN), which joins by shoal::Elastic");
+      throw UsageError(
+          "rejoin: this process is a newcomer of an elastic job (SHOAL_JOIN), which joins by shoal::Elastic");
     }
     own_place.rank = 0;
     own_place.size = 1;

@@ -61,7 +61,7 @@ struct WorldState {
   std::shared_ptr<Progress> progress;  // of c10d backends; nullptr until one is made
   GroupList groups;
   std::shared_ptr<GenerationWatch> watch;  // of an elastic job; nullptr: a rank's failure ends the job
-  JoinPlace join{};  // of an elastic job
+  JoinPlace join{};                        // of an elastic job
   int local_rank = 0;
   int local_size = 1;
 };
