@@ -117,6 +117,21 @@ TEST(Launch, ELA06_SIGUSR2_adds_a_rank_up_to_the_maximum) {
   EXPECT_TRUE(contains(shrinks_only, "SIGUSR2 adds a rank to a job of --elastic MIN:MAX")) << shrinks_only.output;
 }
 
+// A job that a newcomer starts is another one, which it does not join. shoal train joins none.
+TEST(Launch, ELA06_a_newcomer_starts_a_job_of_its_own) {
+  const TempFolder folder;
+  const std::string train = std::string(SHOAL) + " train --model mlp --data reference --steps 2";
+  const auto ended = launch(
+      {"-n", "1", "--elastic", "1:2", "--", "sh", "-c",
+       "if [ $RANK = 0 ]; then kill -USR2 $PPID; while ! [ -e $0 ]; do sleep 0.2; done; else " + std::string(SHOAL) +
+           " launch -n 2 -- " + train + " && echo nested job is done; " + train + "; touch $0; sleep 50; fi",
+       (folder.path() / "ended").string()},
+      120);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended, "nested job is done")) << ended.output;
+  EXPECT_TRUE(contains(ended, "shoal train cannot join a running job")) << ended.output;
+}
+
 TEST(Launch, ELA06_limits_of_an_elastic_job_are_checked) {
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:2", "--", "true"}), "give 3 to 1024")) << "fewer than begin";
   EXPECT_TRUE(contains(launch({"-n", "3", "--elastic", "1:2000", "--", "true"}), "give 3 to 1024"));

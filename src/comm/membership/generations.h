@@ -55,8 +55,8 @@ class Generations {
   bool admit(int most_ranks);
   // All ranks of the present generation have the job's state.
   void complete();
-  // After a failure without the death of a rank: leaves the newcomers out of the next generation. False: there are none,
-  // or this is one.
+  // After a failure that the watch does not explain: leaves the newcomers out of the next generation, unless a rank has
+  // ended. False: another generation would not help, because there are no newcomers, or this is one.
   bool drop_newcomers(const std::string& why);
   // This process takes no part from now on, and the others go on at once.
   void resign();

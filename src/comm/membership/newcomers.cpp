@@ -72,6 +72,12 @@ void Generations::refuse(const MemberList& newcomers, const std::string& why) {
 }
 
 bool Generations::drop_newcomers(const std::string& why) {
+  // The failure may come of a death of which the kernel's report has not arrived yet.
+  const auto& now = members();
+  const bool death = std::any_of(now.begin(), now.end(), [&](int member) {
+    return member != self() && state_of(board_->process(member)) == ProcessState::gone;
+  });
+  if (death) return true;
   if (is_newcomer() || !has_newcomers()) return false;
   refuse(newcomers_of(members()), why);
   return true;
