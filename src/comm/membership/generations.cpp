@@ -148,12 +148,11 @@ MemberCard Generations::agree(int min_ranks) {
     const auto before = membership_.card();
     const auto standing = membership_.look(look());
     const auto& card = membership_.card();
+    if (is_newcomer()) require_job();
     if (standing == Membership::Standing::left_out) {
-      if (is_newcomer()) require_job();
       throw JobLost("the other ranks of this elastic job go on without this one, which they take for dead");
     }
     if (card.members.empty()) {
-      require_job();
       if (SteadyClock::now() > deadline) {
         throw UsageError(
             fmt::format("no rank of the job has admitted this newcomer within {} s: ranks admit between two "
