@@ -1,17 +1,14 @@
 // Two spirals told apart by a small network, in an ordinary loop that goes on when ranks are killed, with the losses of a
-// run in which none is, and that further ranks may join. Seven lines, which are numbered, make it elastic; behind the number
-// is what a plain loop has there.
+// run in which none is. Six lines, which are numbered, make it elastic; behind the number is what a plain loop has there.
 //
 //   cmake -S . -B build -DCMAKE_PREFIX_PATH="SHOAL_PREFIX;LIBTORCH" && cmake --build build
 //   shoal launch -n 3 --elastic 1 -- build/elastic 500      # and meanwhile: kill -9 one of its processes
-//   shoal launch -n 3 --elastic 1:6 --max-restarts 9 -- build/elastic 500      # ... and kill -USR2 the launcher
 //
 // Arguments: epochs (50), file of metrics for `shoal report` (none).
 
 #include <shoal/shoal.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 
@@ -31,7 +28,7 @@ int main(int argc, char** argv) {
   const size_t epochs = argc > 1 ? std::stoul(argv[1]) : 50;
   const std::string metrics = argc > 2 ? argv[2] : "";
   const shoal::World world = shoal::init();
-  constexpr int64_t samples = 96, shares = 12;  // in a step of all ranks, of which there are never more than shares
+  const int64_t samples = 32 * world.size();  // in a step of all ranks
   torch::manual_seed(1);
 
   nn::Sequential model(nn::Linear(2, 64), nn::Tanh(), nn::Linear(64, 64), nn::Tanh(), nn::Linear(64, 2));
@@ -42,19 +39,18 @@ int main(int argc, char** argv) {
   const auto loss_of = [&](const torch::data::Example<>& batch) {
     return nn::functional::cross_entropy(parallel.forward(batch.data), batch.target);
   };
-  shoal::Elastic elastic(world, parallel, optimizer, sampler,
-                         {.keep_global_batch = samples, .shares = shares, .metrics = metrics});  // 1
+  shoal::Elastic elastic(world, parallel, optimizer, sampler, {.keep_global_batch = samples, .metrics = metrics});  // 1
 
-  for (size_t epoch = std::max<size_t>(1, elastic.first_epoch()); epoch <= epochs; ++epoch) {  // 2: epoch = 1
+  for (size_t epoch = 1; epoch <= epochs; ++epoch) {
     sampler.set_epoch(epoch);
-    while (elastic.in_epoch()) {                                                            // 3
-      auto loader = torch::data::make_data_loader(dataset, sampler, elastic.batch_size());  // 4: 32
+    while (elastic.in_epoch()) {                                                            // 2
+      auto loader = torch::data::make_data_loader(dataset, sampler, elastic.batch_size());  // 3: 32
       for (auto& batch : *loader) {
-        const auto compute = [&] { loss_of(batch).backward(); };  // 5: loss_of(batch).backward();
-        if (!elastic.step(batch.data.size(0), compute, [&] { optimizer.step(); })) break;  // 6: optimizer.step();
+        const auto compute = [&] { loss_of(batch).backward(); };  // 4: loss_of(batch).backward();
+        if (!elastic.step(batch.data.size(0), compute, [&] { optimizer.step(); })) break;  // 5: optimizer.step();
         optimizer.zero_grad();
       }
-    }  // 7
+    }  // 6
     if (world.rank() == 0) std::printf("epoch %zu on %d rank(s)\n", epoch, world.size());
     std::fflush(stdout);
   }
