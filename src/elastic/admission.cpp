@@ -15,10 +15,12 @@
 
 #include "base/printable.h"
 #include "comm/group/text.h"
+#include "engine/wrapper/data_parallel_state.h"
 #include "optim/named_options.h"
 #include "optim/state.h"
 #include "shoal/detail/optimizer_state.h"
 #include "shoal/error.h"
+#include "shoal/hooks.h"
 #include "shoal/precision.h"
 
 namespace shoal {
@@ -37,6 +39,14 @@ bool may_need_scaler(const LoggingData& data) {
            return setting.first == "precision" && setting.second.find("float16") != std::string::npos &&
                   setting.second.find("bfloat16") == std::string::npos;
          });
+}
+
+// Whether reset() drops all that the hook carries from step to step. PowerSgdHook counts steps, and hooks of a program's own
+// may do anything.
+bool begins_anew(const CommunicationHook& hook) {
+  const auto& type = typeid(hook);
+  return type == typeid(SumHook) || type == typeid(CompressHook) || type == typeid(QuantizeHook) ||
+         type == typeid(TopKHook);
 }
 
 std::string yes_or_no_scaler(const GradScaler* scaler) {
@@ -98,6 +108,11 @@ std::string Admission::why_closed() const {
   if (!is_state_known(optimizer)) {
     return fmt::format("the state of its optimizer {} is not registered (shoal::register_state)",
                        c10::demangle(typeid(optimizer).name()));
+  }
+  const auto* hook = reducer_of(*parts_.replicated()).reduction().hook();
+  if (hook != nullptr && !begins_anew(*hook)) {
+    return fmt::format("its communication hook, {}, may keep more from step to step than a change of the ranks drops",
+                       hook->name());
   }
   if (options_.scaler == nullptr && may_need_scaler(parts_.replicated()->logging_data())) {
     return "it trains in float16 without ElasticOptions::scaler, so the loss scale could not be given";

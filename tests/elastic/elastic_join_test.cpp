@@ -277,6 +277,11 @@ std::vector<Misfit> misfits() {
                     Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
                     return elastic(world, parts, optimizer);
                   }});
+  list.push_back({"cannot join a job like this one: its communication hook, powersgd", [=](const World& world) {
+                    Parts parts(world, 24, {.communication_hook = std::make_shared<PowerSgdHook>()});
+                    Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
+                    return elastic(world, parts, optimizer);
+                  }});
   list.push_back({"sampler: 203 samples, seed 4", [=](const World& world) {
                     Parts parts(world);
                     Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
