@@ -35,12 +35,11 @@ def ranks_of(launcher):
     found = {}
     for child in subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split():
         try:
-            words = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            name = pathlib.Path(f"/proc/{child}/comm").read_text().strip()
         except OSError:
             continue
-        for word in words:
-            if word.startswith(b"RANK="):
-                found[int(word[5:])] = int(child)
+        if name.startswith("shoal-rank-"):
+            found[int(name[11:])] = int(child)
     return found
 
 

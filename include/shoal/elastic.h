@@ -7,7 +7,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "shoal/data.h"
@@ -204,16 +207,28 @@ class Elastic {
   // This rank's samples in a step with keep_global_batch; more once ranks are lost. For each loader, after in_epoch().
   int64_t batch_size() const;
 
-  // Runs `work`, which communicates, and runs it again from its beginning whenever the ranks change in it; returns its
-  // result. For evaluation and other communication between steps. Collective.
+  // Runs `work`, which communicates, and runs it again from its beginning on all ranks whenever the ranks change in it;
+  // returns its result. Ends with a barrier, so that no rank goes on while another one runs it again. For evaluation and
+  // other communication between steps. Collective.
   template <class Work>
   auto together(const Work& work) -> decltype(work()) {
     require_begun();
-    while (true) {
-      try {
-        return work();
-      } catch (const CommError& error) {
-        recover_from(error);
+    if constexpr (std::is_void_v<decltype(work())>) {
+      together([&] {
+        work();
+        return true;
+      });
+    } else {
+      std::optional<decltype(work())> result;
+      while (true) {
+        try {
+          result.emplace(work());
+          end_together();
+          return std::move(*result);
+        } catch (const CommError& error) {
+          recover_from(error);
+          if (has_ended_elsewhere(result.has_value())) return std::move(*result);
+        }
       }
     }
   }
@@ -233,6 +248,9 @@ class Elastic {
   void require_begun() const;
   // Rethrows an error that a recovery would not mend.
   void recover_from(const CommError& error);
+  // What ranks do together ends with a barrier. Ranks that fail in it while others have passed it do not run it again.
+  void end_together();
+  bool has_ended_elsewhere(bool has_result);
 
   std::unique_ptr<State> state_;
 };

@@ -1,50 +1,26 @@
 // Program `shoal`. Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted.
 
-#include <c10/util/Exception.h>
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <csignal>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
 
 #include "base/end_process.h"
-#include "base/environment.h"
-#include "base/printable.h"
 #include "cli/commands.h"
+#include "cli/exit_code.h"
 #include "cli/train/check_values.h"
 #include "shoal/error.h"
 
 namespace {
 
-constexpr int failed = 1;
 constexpr int wrong_command_line = 2;
-
-void complain(const std::string& text) {
-  const auto environment = shoal::process_environment();
-  const auto rank = environment("RANK");
-  const bool several = rank && environment("WORLD_SIZE").value_or("1") != "1";
-  fmt::print(stderr, "{}error: {}\n", several ? "rank " + *rank + ": " : "",
-             shoal::printable(text.substr(0, text.find('\n'))));
-}
 
 // Opens closed standard streams: otherwise the next opened file would get their number, and output would go to it.
 void open_standard_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (fcntl(stream, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
-}
-
-// Flushes standard output, which may still be buffered.
-int require_printed(int code) {
-  const int error = std::fflush(stdout) != 0 ? errno : std::ferror(stdout) != 0 ? EIO : 0;
-  if (error == 0) return code;
-  complain(fmt::format("cannot write to standard output: {}", std::strerror(error)));
-  return code == 0 ? failed : code;
 }
 
 int run(int argc, char** argv) {
@@ -79,21 +55,14 @@ int run(int argc, char** argv) {
     return app.exit(help);
   } catch (const CLI::Error& error) {
     const auto unknown = shoal::cli::unknown_option(app, line);
-    complain((unknown.empty() ? error.what() : "there is no option " + unknown) +
-             " (shoal --help, shoal COMMAND --help)");
+    shoal::cli::complain((unknown.empty() ? error.what() : "there is no option " + unknown) +
+                         " (shoal --help, shoal COMMAND --help)");
     return wrong_command_line;
   } catch (const shoal::UsageError& error) {
-    complain(error.what());
+    shoal::cli::complain(error.what());
     return wrong_command_line;
   }
-  try {
-    return require_printed(chosen());
-  } catch (const c10::Error& error) {
-    complain(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    complain(error.what());
-  }
-  return failed;
+  return shoal::cli::exit_code_of(chosen);
 }
 
 }  // namespace

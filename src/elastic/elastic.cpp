@@ -154,6 +154,19 @@ void Elastic::require_begun() const {
       "in_epoch() first, or step() without a sampler");
 }
 
+void Elastic::end_together() {
+  state_->world.group().barrier().wait();
+  ++state_->ended;
+}
+
+bool Elastic::has_ended_elsewhere(bool has_result) {
+  if (state_->most_ended == state_->ended) return false;
+  if (!has_result)
+    throw UsageError("Elastic: ranks do not call together() equally often, or one of them calls recover()");
+  ++state_->ended;
+  return true;
+}
+
 size_t Elastic::first_epoch() const {
   return state_->first_epoch;
 }

@@ -84,8 +84,9 @@ void Elastic::State::go_on(const std::function<void()>* update) {
 std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   const auto group = world.group();
   const bool comes = generations->is_newcomer();
-  const auto own = at::tensor({done, static_cast<int64_t>(has_gradients), static_cast<int64_t>(comes)}, at::kLong);
-  auto all = at::empty({group.size(), 3}, at::kLong);
+  const auto own =
+      at::tensor({done, static_cast<int64_t>(has_gradients), static_cast<int64_t>(comes), ended}, at::kLong);
+  auto all = at::empty({group.size(), 4}, at::kLong);
   group.all_gather(all.view({-1}), own, {-1, -1, "how far the ranks are"}).wait();
   std::vector<bool> newcomers;
   for (int rank = 0; rank < group.size(); ++rank) newcomers.push_back(all[rank][2].item<int64_t>() != 0);
@@ -93,7 +94,11 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   if (old.size(0) == 0) {
     throw JobLost("all ranks that had the job's state have ended before they could give it to those that have joined");
   }
-  if (comes) return newcomers;
+  most_ended = old.select(1, 3).max().item<int64_t>();
+  if (comes) {
+    ended = most_ended;
+    return newcomers;
+  }
   const auto furthest = old.select(1, 0).max().item<int64_t>();
   const auto least = old.select(1, 0).min().item<int64_t>();
   const bool all_can = old.select(1, 1).min().item<int64_t>() != 0;

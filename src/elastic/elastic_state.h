@@ -74,7 +74,9 @@ struct Elastic::State {
   bool asked = false;          // processes ask to join, as all ranks know
   bool begun = true;           // this rank's loop, in a newcomer
   size_t first_epoch = 0;
-  size_t taken = 0;  // places of the epoch that complete steps have used
+  int64_t ended = 0;       // calls of together() that this rank has ended
+  int64_t most_ended = 0;  // the most of all ranks, at the last recovery
+  size_t taken = 0;        // places of the epoch that complete steps have used
   std::optional<size_t> epoch;
 };
 

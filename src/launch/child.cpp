@@ -51,7 +51,8 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
 }
 
 // Runs the body in the child, where the launcher's open files and signal handlers are of no use.
-[[noreturn]] void run_body(const std::function<int()>& body, const Variables& variables) {
+[[noreturn]] void run_body(int rank, const std::function<int()>& body, const Variables& variables) {
+  prctl(PR_SET_NAME, fmt::format("shoal-rank-{}", rank).c_str());
   close_range(STDERR_FILENO + 1, ~0U, 0);
   for (int number = 1; number < NSIG; ++number) {
     struct sigaction action {};
@@ -99,7 +100,7 @@ Child start_child(int rank, const RankProgram& program, const Variables& variabl
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, nullptr);
-    if (program.body) run_body(program.body, variables);
+    if (program.body) run_body(rank, program.body, variables);
     execvpe(argv[0], argv.data(), envp.data());
     const int error = errno;
     (void)!write(failure.write, &error, sizeof error);

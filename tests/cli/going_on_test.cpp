@@ -140,8 +140,8 @@ class GoingOn : public testing::TestWithParam<std::string> {
                120);
   }
   static std::string kill_rank(int rank) {
-    return "for child in $(cat /proc/$pid/task/*/children); do tr '\\0' '\\n' < /proc/$child/environ | grep -qx RANK=" +
-           std::to_string(rank) + " && kill -9 $child; done";
+    return "for child in $(cat /proc/$pid/task/*/children); do grep -qx shoal-rank-" + std::to_string(rank) +
+           " /proc/$child/comm && kill -9 $child; done";
   }
 
   std::vector<nlohmann::json> lines_of_metrics() const {

@@ -177,6 +177,53 @@ TEST(ElasticLoop, ELA02_ELA03_a_sharded_step_is_committed_on_all_ranks_or_on_non
   EXPECT_EQ(ended[0].text, ended[1].text);
 }
 
+// Rank 1 fails in its wait for rank 0: the first time when rank 0 has gone on, then in the middle of the work.
+TEST(ElasticLoop, ELA01_what_ranks_do_together_runs_again_on_all_of_them_or_on_none) {
+  const test::SharedRecord record;
+  static bool armed = false;
+  static int until = 0;
+  WorldOptions options;
+  options.while_waiting = [&] {
+    if (!armed) return;
+    while (record->evaluations[0] < until) usleep(1000);
+    armed = false;
+    throw CommError("as if the wait had failed");
+  };
+  const auto body = [&](const World& world) -> std::string {
+    alarm(30);
+    auto model = std::make_shared<test::Net>();
+    DistributedDataParallel parallel(model, world.group());
+    torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.01));
+    Elastic elastic(world, parallel, optimizer, {.on_change = [](const ElasticChange&) {}});
+    const int rank = world.rank();
+    int runs = 0;
+    const auto work = [&](bool fails_in_it) {
+      runs = 0;
+      return elastic.together([&] {
+        const bool is_first = runs++ == 0;
+        const auto fail_at = [&](int value) {
+          if (rank == 0) usleep(400'000);  // rank 1 waits
+          until = value;
+          armed = rank == 1;
+        };
+        if (is_first && fails_in_it) fail_at(2);
+        const auto sum = world.all_reduce(rank + 1.0);
+        if (is_first && fails_in_it && rank == 0) record->evaluations[0] = 2;
+        if (is_first && !fails_in_it) fail_at(1);  // in the barrier
+        return sum;
+      });
+    };
+    std::string told = fmt::format("{}", work(false));
+    if (rank == 0) record->evaluations[0] = 1;
+    told += fmt::format(" in {} run, ", runs);
+    elastic.together([&] { world.group().barrier().wait(); });
+    told += fmt::format("{}", work(true));
+    told += fmt::format(" in {} runs", runs);
+    return told + (elastic.generation() < 3 ? ", too few changes" : "");
+  };
+  for (const auto& rank : test::run_ranks(2, body, {}, options)) EXPECT_EQ(rank.text, "3 in 1 run, 3 in 2 runs");
+}
+
 TEST(ElasticLoop, ELA10_fewer_than_min_ranks_is_a_lost_job) {
   const test::SharedRecord record;
   const auto ended = test::run_ranks(3, [&](const World& world) {
@@ -310,6 +357,12 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     note([&] {
       auto model = net();
+      DistributedOptimizer<Adam> optimizer(model, rate, world.group(), {.overlap_grad_reduce = false});
+      Elastic elastic(world, optimizer);
+      optimizer.all_reduce_grads({model->third->bias}, world.group());
+    });
+    note([&] {
+      auto model = net();
       FullyShardedDataParallel<torch::nn::LinearImpl> inner(model->second.ptr(), world.group());
       FullyShardedDataParallel parallel(model, world.group());
       FullyShardedOptimizer<Adam> optimizer(parallel, rate);
@@ -374,9 +427,9 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
         "the optimizer is not the one of this ShardedDataParallel", "with several optimizers",
         "broadcast_fp16 is not supported", "reuse_grad_buf_for_param_gather leaves parameters",
         "of several chunks is not supported", "model_parallel_group has ranks",
-        "all_reduce_grads() keeps groups of its own", "sub-modules with a wrapper of their own are not supported",
-        "or DistributedOptimizer without a wrapper", "OptimizerInBackward", "1 is a SyncBatchNorm",
-        "min_ranks is 3: give 1 to 2",
+        "all_reduce_grads() keeps groups of its own", "which do not follow when",
+        "sub-modules with a wrapper of their own are not supported", "or DistributedOptimizer without a wrapper",
+        "OptimizerInBackward", "1 is a SyncBatchNorm", "min_ranks is 3: give 1 to 2",
         "keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole",
         "the sampler is rank 0 of 3's"}) {
     expect_texts(ended, text);

@@ -14,11 +14,11 @@
 #include "cli/bench/table.h"
 #include "cli/bench/training.h"
 #include "cli/commands.h"
+#include "cli/launch/ranks.h"
 #include "cli/machine.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
 #include "comm/rendezvous/launch_environment.h"
-#include "launch/launcher.h"
 #include "shoal/error.h"
 #include "shoal/training.h"
 
@@ -79,10 +79,9 @@ int bench(const BenchOptions& options, const Placement& placement, const std::ve
     return finish(options, "train", json_of(bench, options.training), bench.figures.table());
   }
   if (placement.source != "alone") return bench_rank(options, placement.rank);
-  return launch({.ranks = options.ranks.value_or(default_ranks),
-                 .command = line,
-                 .threads = options.threads,
-                 .prefix_output = false});
+  return launch_ranks(
+      {.ranks = options.ranks.value_or(default_ranks), .threads = options.threads, .prefix_output = false}, line,
+      [&options] { return bench_rank(options, find_placement({}, process_environment()).rank); });
 }
 
 }  // namespace

@@ -73,12 +73,11 @@ Json examine() {
   Json report;
   report["shoal"] = SHOAL_VERSION;
   report["libtorch"] = TORCH_VERSION;
-  report["transports"] = {
-      {"host", host_transport()},
-      {"tcp", "yes"},
-      {"gloo", "yes"},
-      {"mpi", why_no_mpi().empty() ? "yes" : why_no_mpi()},
-      {"nccl", nccl_is_built() ? "yes" : "not in this build: it takes a CUDA libtorch"}};
+  report["transports"] = {{"host", host_transport()},
+                          {"tcp", "yes"},
+                          {"gloo", "yes"},
+                          {"mpi", why_no_mpi().empty() ? "yes" : why_no_mpi()},
+                          {"nccl", nccl_is_built() ? "yes" : "not in this build: it takes a CUDA libtorch"}};
   for (const auto* name : {"torchrun", "mpirun", "srun"}) {
     const auto path = find_program(name);
     report["launchers"][name] = path.empty() ? "not in PATH; shoal launch needs none" : path;

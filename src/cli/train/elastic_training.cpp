@@ -56,8 +56,7 @@ void Trainer::tell_changes(Loop& loop, TrainResult& result) {
   for (auto& change : changes_) {
     change.step = loop.number;
     result.changes.push_back(nlohmann::ordered_json::parse(change.metrics_line()));
-    if (!loop.reports) continue;
-    fmt::print(stderr, "shoal: {}\n", change.text());
+    if (loop.reports) fmt::print(stderr, "shoal: {}\n", change.text());
     if (loop.metrics.wanted()) loop.metrics.write(result.changes.back());
   }
   changes_.clear();

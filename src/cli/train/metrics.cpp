@@ -2,20 +2,97 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+
 #include "shoal/error.h"
 
 namespace shoal::cli {
 
-Metrics::Metrics(const std::string& path, Start start) : path_(path) {
+namespace {
+
+// Ranks complete no step that the writer has not begun, so that it is behind by the lines of one step. Those of strategies
+// whose ranks do not wait for each other may be further apart.
+constexpr size_t most_kept = 32;
+constexpr int64_t most_read = 64 << 10;
+
+// The kind of a line and its number, which grows from line to line; the kind is empty where a line may be repeated.
+std::pair<std::string_view, int64_t> place_of(const nlohmann::ordered_json& line) {
+  for (const auto& [kind, number] : {std::pair{"loss", "step"}, {"eval_loss", "step"}, {"event", "generation"}}) {
+    if (line.contains(kind) && line.contains(number) && line[number].is_number_integer()) return {kind, line[number]};
+  }
+  return {"", 0};
+}
+
+// The complete lines at the end of the file, from `begin`, and the place behind the last of them.
+std::pair<std::string, int64_t> end_of(const std::string& path, int64_t begin) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  if (!file) return {"", begin};
+  const auto size = static_cast<int64_t>(file.tellg());
+  const auto from = std::max(std::min(begin, size), size - most_read);
+  std::string text(static_cast<size_t>(size - from), '\0');
+  file.seekg(from);
+  file.read(text.data(), size - from);
+  text.resize(static_cast<size_t>(file.gcount()));
+  const auto last = text.rfind('\n');
+  if (last == std::string::npos) return {"", from};
+  text.resize(last + 1);
+  return {text, from + static_cast<int64_t>(text.size())};
+}
+
+// Ends the file behind its last complete line.
+void cut(const std::string& path, int64_t end) {
+  std::error_code fault;
+  const auto size = std::filesystem::file_size(path, fault);
+  if (!fault && static_cast<int64_t>(size) > end)
+    std::filesystem::resize_file(path, static_cast<uintmax_t>(end), fault);
+}
+
+}  // namespace
+
+Metrics::Metrics(const std::string& path, Start start, bool writes) : path_(path), writes_(writes) {
   if (path_.empty()) return;
+  if (start == Start::behind) begin_ = end_of(path_, 0).second;
+  if (!writes_) return;
+  if (start == Start::behind) cut(path_, begin_);
   file_.open(path_, start == Start::anew ? std::ios::trunc : std::ios::app);
   if (!file_) throw UsageError(fmt::format("--metrics: cannot write {}", path_));
 }
 
 void Metrics::write(const nlohmann::ordered_json& line) {
   if (path_.empty()) return;
+  if (!writes_) {
+    kept_.push_back(line);
+    if (kept_.size() > most_kept) kept_.pop_front();
+    return;
+  }
+  const auto [kind, number] = place_of(line);
+  const auto former = last_former_.find(kind);
+  if (former == last_former_.end() || number > former->second) append(line);
+}
+
+void Metrics::append(const nlohmann::ordered_json& line) {
   file_ << line.dump() + '\n' << std::flush;
   if (!file_) throw UsageError(fmt::format("--metrics: cannot write {}: is the disk full?", path_));
+}
+
+void Metrics::take_over() {
+  if (path_.empty() || writes_) return;
+  const auto [text, end] = end_of(path_, begin_);
+  for (size_t at = 0; at < text.size();) {
+    const auto next = text.find('\n', at);
+    const auto line = nlohmann::ordered_json::parse(text.substr(at, next - at), nullptr, /*allow_exceptions=*/false);
+    at = next + 1;
+    if (!line.is_object()) continue;  // the end of a line
+    const auto [kind, number] = place_of(line);
+    if (!kind.empty()) last_former_[kind] = number;
+  }
+  cut(path_, end);
+  file_.open(path_, std::ios::app);
+  if (!file_) throw UsageError(fmt::format("--metrics: cannot write {}", path_));
+  writes_ = true;
+  for (const auto& line : std::exchange(kept_, {})) write(line);
 }
 
 }  // namespace shoal::cli

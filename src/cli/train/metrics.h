@@ -1,25 +1,40 @@
 #pragma once
 // Metrics file: one JSON object per line, for each step.
 
+#include <cstdint>
+#include <deque>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 
 namespace shoal::cli {
 
-// File that other programs may read while it grows: lines appear complete.
+// File that other programs may read while it grows: lines appear complete. One rank writes it; if that rank ends, another
+// one takes over, so that no line is missing and none is there twice.
 class Metrics {
  public:
-  // behind: appends, for a rank that takes over from one that has ended, and for a run that is resumed.
+  // behind: appends, for a run that is resumed. What a killed writer left of a line is cut off.
   enum class Start { anew, behind };
-  // Empty path: writes nothing. UsageError names a file that cannot be written.
-  explicit Metrics(const std::string& path, Start start = Start::anew);
+  // Empty path: writes nothing. writes: false on ranks that only keep their last lines until they take over. UsageError
+  // names a file that cannot be written.
+  explicit Metrics(const std::string& path, Start start = Start::anew, bool writes = true);
   bool wanted() const { return !path_.empty(); }
   void write(const nlohmann::ordered_json& line);
+  // Appends from now on, in place of a rank that has ended: first the kept lines that it has not written. Lines that it
+  // has written are left out.
+  void take_over();
 
  private:
+  void append(const nlohmann::ordered_json& line);
+
   std::string path_;
+  bool writes_;
+  int64_t begin_ = 0;  // bytes of former runs
   std::ofstream file_;
+  std::deque<nlohmann::ordered_json> kept_;          // the last lines of a rank that does not write
+  std::map<std::string_view, int64_t> last_former_;  // by kind of line: the last one of the rank that has ended
 };
 
 }  // namespace shoal::cli

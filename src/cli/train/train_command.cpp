@@ -11,13 +11,13 @@
 #include "base/end_process.h"
 #include "checkpoint/format/safetensors.h"
 #include "cli/commands.h"
+#include "cli/launch/ranks.h"
 #include "cli/telemetry/trace.h"
 #include "cli/train/memory.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/shm/host_memory.h"
-#include "launch/launcher.h"
 #include "launch/limits.h"
 #include "models/registry.h"
 #include "shoal/error.h"
@@ -191,13 +191,13 @@ void check_start(const TrainOptions& options, const Placement& placement, int ra
 
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
   if (placement.source != "alone" || ranks == 1) return train_rank(options);
-  return launch({.ranks = ranks,
-                 .command = line,
-                 .threads = threads_per_rank(options, ranks),
-                 .prefix_output = false,
-                 .flight_recorder = options.flight_recorder,
-                 .keep_going = options.chosen().pace == Pace::own,
-                 .min_ranks = options.elastic.value_or(0)});
+  return launch_ranks({.ranks = ranks,
+                       .threads = threads_per_rank(options, ranks),
+                       .prefix_output = false,
+                       .flight_recorder = options.flight_recorder,
+                       .keep_going = options.chosen().pace == Pace::own,
+                       .min_ranks = options.elastic.value_or(0)},
+                      line, [&options] { return train_rank(options); });
 }
 
 }  // namespace

@@ -84,7 +84,10 @@ std::optional<nlohmann::ordered_json> Trainer::replan(int64_t number) {
   if (schedule_) schedule_ = schedule_->on(strategy_->optimizer());
   meeting_.emplace(*strategy_, group_);
   make_state();
+  const auto text = fmt::format("{} -> {} in {:.3f} s, {:.1f} MiB received", before, due, done.seconds,
+                                static_cast<double>(done.bytes) / (1 << 20));
   return nlohmann::ordered_json{{"step", number},
+                                {"event", text},
                                 {"replan", due},
                                 {"from", before},
                                 {"replan_seconds", done.seconds},
@@ -253,7 +256,7 @@ bool Trainer::evaluates(int64_t steps) const {
 void Trainer::take_over(Loop& loop) {
   if (loop.reports || !leads()) return;
   loop.reports = true;
-  loop.metrics = Metrics(options_.metrics, Metrics::Start::behind);
+  loop.metrics.take_over();
   loop.progress.enable();
 }
 
@@ -327,9 +330,7 @@ void Trainer::train(Loop& loop, TrainResult& result) {
       result.replans.push_back(*line);
       loop.progress.clear();
       if (loop.reports) {
-        fmt::print(stderr, "step {}: {} -> {} in {:.3f} s, {:.1f} MiB received\n", number,
-                   (*line)["from"].get<std::string>(), options_.strategy, (*line)["replan_seconds"].get<double>(),
-                   static_cast<double>((*line)["replan_bytes"].get<int64_t>()) / (1 << 20));
+        fmt::print(stderr, "step {}: {}\n", number, (*line)["event"].get<std::string>());
       }
       if (loop.metrics.wanted()) loop.metrics.write(*line);
     }
@@ -354,16 +355,18 @@ void Trainer::train(Loop& loop, TrainResult& result) {
 TrainResult Trainer::run() {
   TrainResult result;
   const int64_t first = resume();
+  const bool reports = group_.rank() == 0;
+  // Before ranks may end, so that one that takes over finds no lines of a former run.
+  Metrics metrics(options_.metrics, first > 0 ? Metrics::Start::behind : Metrics::Start::anew, reports);
   make_elastic();
   const auto before = communication();
   const auto wire = loopback_bytes();
-  const bool reports = group_.rank() == 0;
   const auto samples = static_cast<double>(options_.batch * options_.accumulate * group_.size());
   Loop loop{
       .first = first,
       .number = first,
       .reports = reports,
-      .metrics = Metrics(reports ? options_.metrics : "", first > 0 ? Metrics::Start::behind : Metrics::Start::anew),
+      .metrics = std::move(metrics),
       .progress = ProgressBar(total_steps() - first, {.enabled = reports, .unit = "samples", .unit_scale = samples}),
       .per_epoch = feed_.steps_per_epoch().value_or(0)};
   elastic_ ? train_elastic(loop, result) : train(loop, result);

@@ -95,6 +95,11 @@ void DistributedOptimizerCore::all_reduce_grads(const std::vector<at::Tensor>& p
     throw UsageError(
         "DistributedOptimizer: all_reduce_grads must run before the reduction; set overlap_grad_reduce = false");
   }
+  if (reduction_->before_backward) {
+    throw UsageError(
+        "DistributedOptimizer: all_reduce_grads() keeps groups of its own, which do not follow when the ranks of an "
+        "Elastic change");
+  }
   auto found = find_all(state().modules, parameters, "all_reduce_grads");
   const bool scalars = options.clip_grad > 0 || options.scaler || options.log_num_zeros_in_grad;
   const bool covered = cover(state().groups_of_scalars(), group);

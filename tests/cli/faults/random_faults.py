@@ -48,7 +48,8 @@ def processes_of(folder):
         except (OSError, IndexError):
             continue
         if alive and environment.get("TMPDIR") == str(folder / "temporary"):
-            found[int(entry.name)] = environment.get("RANK")
+            forked = (entry / "comm").read_text().strip().partition("shoal-rank-")[2]  # its environment is the launcher's
+            found[int(entry.name)] = forked or environment.get("RANK")
     return found
 
 

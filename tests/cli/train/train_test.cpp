@@ -77,7 +77,10 @@ TEST(Train, ELA07_the_strategy_changes_between_two_steps) {
   std::vector<int64_t> steps;
   for (std::string text; std::getline(metrics, text);) {
     const auto entry = json::parse(text);
-    if (entry.contains("replan")) steps.push_back(entry["step"]);
+    if (!entry.contains("replan")) continue;
+    steps.push_back(entry["step"]);
+    // `shoal top` and `shoal report` show it as an event, and not as a step.
+    EXPECT_TRUE(entry["event"].get<std::string>().starts_with(entry["from"].get<std::string>() + " -> ")) << entry;
   }
   EXPECT_EQ(steps, (std::vector<int64_t>{2, 4, 6}));
   const auto report = shoal({"top", "--once", folder.file("metrics.jsonl")});

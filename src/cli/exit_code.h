@@ -1,0 +1,16 @@
+#pragma once
+// How a command's work ends: as an exit code, with one line on standard error for an error.
+
+#include <functional>
+#include <string>
+
+namespace shoal::cli {
+
+constexpr int failed = 1;
+
+// "rank 1: error: TEXT", the rank only where a launcher started several.
+void complain(const std::string& text);
+// Runs the work and returns its exit code; reports what it throws, and output that cannot be written.
+int exit_code_of(const std::function<int()>& work);
+
+}  // namespace shoal::cli

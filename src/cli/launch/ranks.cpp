@@ -1,0 +1,37 @@
+#include "cli/launch/ranks.h"
+
+#include <ATen/Parallel.h>
+
+#include <csignal>
+#include <filesystem>
+#include <iterator>
+#include <system_error>
+
+#include "cli/exit_code.h"
+
+namespace shoal::cli {
+
+namespace {
+
+bool has_one_thread() {
+  std::error_code unreadable;
+  const std::filesystem::directory_iterator tasks("/proc/self/task", unreadable);
+  return !unreadable && std::distance(begin(tasks), end(tasks)) == 1;
+}
+
+}  // namespace
+
+int launch_ranks(LaunchOptions how, const std::vector<std::string>& line, const std::function<int()>& rank) {
+  if (has_one_thread()) {
+    how.body = [&rank, threads = how.threads] {
+      std::signal(SIGXFSZ, SIG_IGN);                  // as in main()
+      if (threads > 0) at::set_num_threads(threads);  // OpenMP has read its variable already
+      return exit_code_of(rank);
+    };
+  } else {
+    how.command = line;
+  }
+  return launch(how);
+}
+
+}  // namespace shoal::cli
