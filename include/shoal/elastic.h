@@ -55,7 +55,8 @@ struct ElasticOptions {
   int64_t shares = 0;
   // Loss scaler that the loop uses with DistributedDataParallel; a newcomer gets its state. nullptr: none.
   GradScaler* scaler = nullptr;
-  // More state of the program that is equal on all ranks, which a newcomer gets: moving averages of parameters, for example.
+  // More state of the program that is equal on all ranks, which a newcomer gets, written in place: moving averages of
+  // parameters, for example, or buffers that the wrapper ignores.
   std::vector<at::Tensor> tensors{};
   // Called on each rank, after the change, but not on those that have come. None: rank 0 writes a line to standard error.
   std::function<void(const ElasticChange& change)> on_change{};
@@ -142,18 +143,22 @@ struct ElasticOptions {
 // step() returns false on the others. In the loop:
 // - for (size_t epoch = elastic.first_epoch(); ...), which is 0 in a job's first ranks; UsageError in a newcomer that begins
 //   in_epoch() with another epoch.
-// - A schedule keeps its own count: if (world.joining()) schedule.set_position(elastic.steps()), after the constructor.
+// - A schedule keeps its own count: if (world.joining()) schedule.set_position(elastic.steps()), after the constructor. In a
+//   job that was resumed, steps() counts from the resumption: add the steps before it. Learning rates that differ from rank
+//   to rank in a step make the newcomers leave.
 // - Nothing communicates between the constructor and in_epoch(), or the first step() without a sampler, because the other
-//   ranks do not come by there: together() is a UsageError in a newcomer until then.
+//   ranks do not make these calls: a UsageError in a newcomer.
+// - Batch size and learning rate do not follow from world.size(), which is 1 in a newcomer's constructors.
 // - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors, or begins
 //   anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
 // A newcomer that does not fit the job (model, optimizer and its options, transport, wrapper's options, sampler) gets a
 // UsageError that lists what differs, and so does one of a job that cannot be joined: a sharded optimizer, a training of
 // the registry, optimizer state that is not registered, float16 without ElasticOptions::scaler. The job does not notice
-// it; one that dies while it joins costs it a recovery. One generation is tried with a newcomer, not several.
+// it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError
+// whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again. A newcomer that
+// fails is not tried again.
 //
-// Buffers are rank 0's, as ever: where
-// rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
+// Buffers are rank 0's, as ever: where rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
 // back when a step is undone.
 //
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds. All ranks run on one
@@ -228,6 +233,9 @@ class Elastic {
         } catch (const CommError& error) {
           recover_from(error);
           if (has_ended_elsewhere(result.has_value())) return std::move(*result);
+        } catch (const DisagreeError& error) {
+          recover_from(error);
+          if (has_ended_elsewhere(result.has_value())) return std::move(*result);
         }
       }
     }
@@ -248,6 +256,8 @@ class Elastic {
   void require_begun() const;
   // Rethrows an error that a recovery would not mend.
   void recover_from(const CommError& error);
+  void recover_from(const DisagreeError& error);
+  void recover_or_leave(const std::string& why);
   // What ranks do together ends with a barrier. Ranks that fail in it while others have passed it do not run it again.
   void end_together();
   bool has_ended_elsewhere(bool has_result);

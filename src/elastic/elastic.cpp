@@ -45,8 +45,9 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
   }
   generations = std::make_unique<Generations>(world);
   if (generations->is_newcomer()) {
-    begun = false;
+    begun = proven = false;
     recover(nullptr);
+    cell_of(world)->state->withheld = true;
   }
   parts->guard();
   parts->before_backward([this] { earlier.look(); });
@@ -55,6 +56,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
 
 Elastic::State::~State() {
   parts->before_backward(nullptr);
+  if (generations->is_on_trial() && !begun) generations->resign();
 }
 
 void Elastic::State::require_supported() const {
@@ -79,7 +81,7 @@ bool Elastic::State::begin_epoch() {
                     "with first_epoch(), and call sampler.set_epoch() before in_epoch()",
                     sampler->epoch(), first_epoch));
   }
-  begun = true;
+  begin_loop();
   const bool inside = epoch && *epoch == sampler->epoch();
   if (!inside) taken = sampler->taken();
   const bool begins = !inside || outdated;
@@ -143,7 +145,22 @@ void Elastic::recover() {
 
 void Elastic::recover_from(const CommError& error) {
   if (!state_->generations->mends(error)) throw;
-  recover();
+  recover_or_leave(error.what());
+}
+
+void Elastic::recover_from(const DisagreeError& error) {
+  if (!state_->generations->has_trial()) throw;
+  recover_or_leave(error.what());
+}
+
+void Elastic::recover_or_leave(const std::string& why) {
+  try {
+    const bool newcomers_fail = state_->blame_newcomers(why);
+    if (!newcomers_fail && state_->generations->is_on_trial() && !state_->generations->broken()) throw;
+    recover();
+  } catch (...) {
+    state_->rethrow_from_trial();
+  }
 }
 
 void Elastic::require_begun() const {
@@ -168,6 +185,13 @@ bool Elastic::has_ended_elsewhere(bool has_result) {
 }
 
 size_t Elastic::first_epoch() const {
+  if (state_->sampler == nullptr && state_->generations->is_on_trial()) {
+    state_->generations->resign();
+    throw UsageError(
+        "Elastic: first_epoch() in a newcomer needs a sampler, by which the job counts epochs: pass it to the "
+        "constructor, "
+        "or count by steps()");
+  }
   return state_->first_epoch;
 }
 

@@ -52,7 +52,8 @@ void Elastic::State::go_on(const std::function<void()>* update) {
       if (std::find(newcomers.begin(), newcomers.end(), true) != newcomers.end()) share(newcomers);
       parts->regroup(world.group(), steps_before + done);
       if (training != nullptr) training->follow(world.group());
-      generations->complete();
+      generations->complete(trial);
+      begin_trial();
       break;
     } catch (const CommError& error) {
       if (!generations->broken() && !generations->drop_newcomers(error.what())) throw;
@@ -84,9 +85,10 @@ void Elastic::State::go_on(const std::function<void()>* update) {
 std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   const auto group = world.group();
   const bool comes = generations->is_newcomer();
-  const auto own =
-      at::tensor({done, static_cast<int64_t>(has_gradients), static_cast<int64_t>(comes), ended}, at::kLong);
-  auto all = at::empty({group.size(), 4}, at::kLong);
+  const auto own = at::tensor(
+      {done, static_cast<int64_t>(has_gradients), static_cast<int64_t>(comes), ended, static_cast<int64_t>(proven)},
+      at::kLong);
+  auto all = at::empty({group.size(), 5}, at::kLong);
   group.all_gather(all.view({-1}), own, {-1, -1, "how far the ranks are"}).wait();
   std::vector<bool> newcomers;
   for (int rank = 0; rank < group.size(); ++rank) newcomers.push_back(all[rank][2].item<int64_t>() != 0);
@@ -95,13 +97,20 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
     throw JobLost("all ranks that had the job's state have ended before they could give it to those that have joined");
   }
   most_ended = old.select(1, 3).max().item<int64_t>();
+  const auto furthest = old.select(1, 0).max().item<int64_t>();
+  const auto least = old.select(1, 0).min().item<int64_t>();
+  const bool all_can = old.select(1, 1).min().item<int64_t>() != 0;
+  const bool finishes = least == furthest && all_can && update != nullptr;
+  trial.clear();
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const bool passed = furthest > least || finishes || all[rank][4].item<int64_t>() != 0;
+    if (newcomers[static_cast<size_t>(rank)] || !passed)
+      trial.push_back(generations->members()[static_cast<size_t>(rank)]);
+  }
   if (comes) {
     ended = most_ended;
     return newcomers;
   }
-  const auto furthest = old.select(1, 0).max().item<int64_t>();
-  const auto least = old.select(1, 0).min().item<int64_t>();
-  const bool all_can = old.select(1, 1).min().item<int64_t>() != 0;
   const bool behind = done < furthest;
   if (furthest - least > 1 || (behind && (!has_gradients || update == nullptr))) {
     throw JobLost(
@@ -109,7 +118,7 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
                     "step() equally often?",
                     least, furthest));
   }
-  if (behind || (least == furthest && all_can && update != nullptr)) {
+  if (behind || finishes) {
     finish(*update);
   } else {
     undo();
@@ -125,6 +134,8 @@ bool Elastic::State::admit() {
   } catch (const CommError& error) {
     if (!generations->mends(error)) throw;
   }
+  // A newcomer has no gradients, and zeros that zero_grad(false) has left would be gradients to an optimizer.
+  for (const auto& parameter : parts->module().parameters()) parameter.mutable_grad().reset();
   recover(nullptr);
   return true;
 }

@@ -37,7 +37,25 @@ struct Elastic::State {
   // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
   void commit();
   void finish(const std::function<void()>& update);
+  bool try_step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
   void undo();
+
+  // elastic_trial.cpp: a newcomer is on trial until its first complete step. What fails until then is put down to it.
+  // In a newcomer, its groups communicate from here on.
+  void begin_loop();
+  // Compares what ranks may set for themselves. UsageError on all ranks; none has the step's gradients then.
+  void compare_in_trial();
+  // Learning rate of each param group, and minus it.
+  std::vector<double> rates() const;
+  void require_equal_rates(const std::vector<double>& own, const std::vector<double>& most);
+  bool is_one_of(const MemberList& members) const;
+  // Between steps, or when one has failed: whether newcomers are dropped, so that a recovery helps.
+  bool blame_newcomers(const std::string& why);
+  // Rethrows the present exception; on trial, this rank leaves the job, with a UsageError.
+  [[noreturn]] void rethrow_from_trial();
+  // For ranks whose job has given them its state.
+  void begin_trial();
+  void end_trial();
 
   // elastic_recovery.cpp
   // update: of the step that was cut off; nullptr outside of one.
@@ -74,9 +92,13 @@ struct Elastic::State {
   bool asked = false;          // processes ask to join, as all ranks know
   bool begun = true;           // this rank's loop, in a newcomer
   size_t first_epoch = 0;
-  int64_t ended = 0;       // calls of together() that this rank has ended
-  int64_t most_ended = 0;  // the most of all ranks, at the last recovery
-  size_t taken = 0;        // places of the epoch that complete steps have used
+  bool proven = true;         // this rank has completed a step with others; false: a newcomer
+  bool rates_differ = false;  // from rank to rank, as all ranks have found in this step
+  MemberList trial;           // members of the present generation that have not, as all ranks know
+  double step_seconds = 0;    // the longest complete step so far
+  int64_t ended = 0;          // calls of together() that this rank has ended
+  int64_t most_ended = 0;     // the most of all ranks, at the last recovery
+  size_t taken = 0;           // places of the epoch that complete steps have used
   std::optional<size_t> epoch;
 };
 

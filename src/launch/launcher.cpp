@@ -103,21 +103,24 @@ class Job {
   }
 
   // A process that is to join the job. why: it is started, for people. One that cannot be started costs the job nothing.
-  void start_newcomer(const std::string& why) {
+  // Whether it is started.
+  bool start_newcomer(const std::string& why) {
     if (alive() >= options_.most_ranks) {
       say("no rank is added ({}): the job has {} processes, the most that --elastic allows", why, alive());
-      return;
+      return false;
     }
     if (next_rank_ == JoinBoard::most_members) {
       say("no rank is added ({}): a job has {} processes at most in its life", why, next_rank_);
-      return;
+      return false;
     }
     try {
       start(next_rank_);
       say("rank {} (pid {}) is started to join the job ({})", next_rank_, children_.back().pid, why);
       ++next_rank_;
+      return true;
     } catch (const UsageError& error) {
       say("no rank is added ({}): {}", why, error.what());
+      return false;
     }
   }
 
@@ -278,6 +281,9 @@ class Job {
       // After the failure that has ended the job, the others' are its consequences.
       const bool consequence = code_ && !failures_end_nothing();
       child.failed = status != 0;
+      if (status == 0 && !belongs(child) && !ending()) {
+        say("rank {} (pid {}) ended, and has not joined the job", child.rank, child.pid);
+      }
       if (status == 0 || consequence) continue;
       const auto text = fmt::format("rank {} {}{}", child.rank, describe_end(status),
                                     belongs(child) ? "" : " before it had joined the job");
@@ -297,8 +303,23 @@ class Job {
 
   void replace(int rank) {
     if (!board_ || restarts_ == options_.max_restarts || ending()) return;
-    ++restarts_;
-    start_newcomer(fmt::format("in place of rank {}, restart {} of {}", rank, restarts_, options_.max_restarts));
+    if (failed_joins() >= most_failed_joins) {
+      say("rank {} is not replaced: the last {} ranks that were started ended before they had joined the job", rank,
+          most_failed_joins);
+      return;
+    }
+    const auto why = fmt::format("in place of rank {}, restart {} of {}", rank, restarts_ + 1, options_.max_restarts);
+    if (start_newcomer(why)) ++restarts_;
+  }
+
+  // How many of the last newcomers ended without having joined, in a row.
+  int failed_joins() const {
+    int count = 0;
+    for (auto child = children_.rbegin(); child != children_.rend() && is_newcomer(*child); ++child) {
+      if (belongs(*child)) break;
+      if (!child->running) ++count;
+    }
+    return count;
   }
 
   // Reported, because the other ranks wait for it and nothing else would tell why.
@@ -343,6 +364,8 @@ class Job {
     return count < years ? std::optional(SteadyClock::now() + seconds(count)) : std::nullopt;
   }
 
+  static constexpr int most_failed_joins = 3;  // in a row, before no rank is replaced any more
+
   const LaunchOptions& options_;
   Signals signals_;
   Outlet out_{STDOUT_FILENO};
@@ -369,7 +392,8 @@ class Job {
 
 int launch(const LaunchOptions& options) {
   options.validate();
-  require_open_files(std::max(options.ranks, options.most_ranks) + options.max_restarts);
+  const int restarts = std::min(options.max_restarts, JoinBoard::most_members);  // there are no more numbers
+  require_open_files(std::max(options.ranks, options.most_ranks) + restarts);
   return Job(options).run();
 }
 

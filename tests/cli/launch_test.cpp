@@ -87,6 +87,20 @@ TEST(Launch, ELA06_a_rank_is_started_in_place_of_a_failed_one_so_often) {
   EXPECT_FALSE(contains(ended, "newcomer 4")) << ended.output;
 }
 
+TEST(Launch, ELA06_no_rank_is_replaced_after_three_in_a_row_that_have_not_joined) {
+  const auto ended = launch({"-n", "2", "--elastic", "1:3", "--max-restarts", "9", "--", "sh", "-c",
+                             "[ -n \"$SHOAL_JOIN\" ] && { echo newcomer $RANK; exit 3; }; [ $RANK = 1 ] && kill -9 $$; "
+                             "sleep 2; echo rank $RANK is done"});
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended, "newcomer 4")) << ended.output;
+  EXPECT_TRUE(contains(ended, "rank 4 is not replaced: the last 3 ranks that were started")) << ended.output;
+  EXPECT_FALSE(contains(ended, "newcomer 5")) << ended.output;
+  const auto quiet = launch({"-n", "2", "--elastic", "1:3", "--max-restarts", "1", "--", "sh", "-c",
+                             "[ -n \"$SHOAL_JOIN\" ] && exit 0; [ $RANK = 1 ] && kill -9 $$; sleep 1"});
+  EXPECT_EQ(quiet.code, 0) << quiet.output;
+  EXPECT_TRUE(contains(quiet, "ended, and has not joined the job")) << quiet.output;
+}
+
 TEST(Launch, ELA06_a_replacement_that_cannot_be_started_costs_the_job_nothing) {
   const TempFolder folder;
   const auto program = (folder.path() / "program").string();

@@ -25,8 +25,6 @@ constexpr const char* loopback = "127.0.0.1";
 // Its server listens before its port is told, so that only the server's end makes this longer than an instant.
 constexpr int store_seconds = 5;
 constexpr int most_attempts = 5;  // to connect the same ranks
-// For a newcomer to show that it has seen its admission. It does nothing else meanwhile.
-constexpr auto newcomer_patience = std::chrono::seconds(10);
 
 MemberCard first_card(int ranks) {
   MemberList members(static_cast<size_t>(ranks));
@@ -76,7 +74,8 @@ Generations::~Generations() {
     new std::shared_ptr<Board>(board_);  // its thread is the parent's, and cannot be joined here
     return;
   }
-  is_newcomer() ? resign() : board_->leave();
+  const bool fails = is_on_trial() && std::uncaught_exceptions() > 0;
+  is_newcomer() || fails ? resign() : board_->leave();
 }
 
 bool Generations::mends(const CommError& error) const {
@@ -139,7 +138,7 @@ void Generations::give_up(WorldState& world) {
 MemberCard Generations::agree(int min_ranks) {
   const auto limit = std::chrono::seconds(cell_->state->options.timeout_seconds);
   const auto deadline = SteadyClock::now() + limit;
-  const auto patience = SteadyClock::now() + newcomer_patience;
+  const auto patience = SteadyClock::now() + patience_;
   // Nobody has begun another generation: this rank does, because its communication has failed.
   const bool begun = membership_.card().members.empty() || membership_.card().number > number();
   if (!begun && !watch_->raised()) membership_.renew(look());
@@ -149,6 +148,7 @@ MemberCard Generations::agree(int min_ranks) {
     const auto standing = membership_.look(look());
     const auto& card = membership_.card();
     if (is_newcomer()) require_job();
+    require_not_refused();
     if (standing == Membership::Standing::left_out) {
       throw JobLost("the other ranks of this elastic job go on without this one, which they take for dead");
     }

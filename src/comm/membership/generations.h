@@ -53,11 +53,22 @@ class Generations {
   // True: recover() must follow. Refused are processes that cannot be reached, and more than there may be ranks.
   // Collective over the members.
   bool admit(int most_ranks);
-  // All ranks of the present generation have the job's state.
-  void complete();
-  // After a failure that the watch does not explain: leaves the newcomers out of the next generation, unless a rank has
-  // ended. False: another generation would not help, because there are no newcomers, or this is one.
+  // All ranks of the present generation have the job's state. on_trial: those that have not completed a step with the
+  // others yet, equal on all that have.
+  void complete(MemberList on_trial = {});
+  // They have.
+  void end_trial() { trial_.clear(); }
+  bool has_trial() const { return !trial_.empty(); }
+  bool is_on_trial() const;
+  // How long others wait for one that is on trial, or a newcomer, to show that it has seen a change of the ranks.
+  void set_patience(std::chrono::milliseconds patience) { patience_ = patience; }
+  // Members of the present generation that have come to the job.
+  MemberList have_come() const;
+  // After a failure that no rank's end explains: leaves newcomers and those on trial out of the next generation. True also
+  // if a rank has ended. False: another generation would not help, because there are none, or this is one.
   bool drop_newcomers(const std::string& why);
+  // Leaves these out of the next generation.
+  void drop(const MemberList& newcomers, const std::string& why) { refuse(newcomers, why); }
   // This process takes no part from now on, and the others go on at once.
   void resign();
 
@@ -79,9 +90,12 @@ class Generations {
   std::map<int, MemberSight> look();
   void learn_of_newcomers();
   MemberList newcomers_of(const MemberList& members) const;
+  // Newcomers and members on trial, to which failures are put down.
+  MemberList suspects_of(const MemberList& members) const;
   void refuse(const MemberList& newcomers, const std::string& why);
   void drop_late(const MemberCard& card);
   void require_job() const;
+  void require_not_refused() const;
   void wait_for_the_first() const;
   void connect_store(WorldState& world, const MemberCard& card);
 
@@ -102,8 +116,10 @@ class Generations {
   std::shared_ptr<Board> board_;
   std::shared_ptr<GenerationWatch> watch_;  // of the present generation
   Membership membership_;
-  MemberList complete_;                                 // members that have had the job's state
-  std::set<int> dropped_;                               // newcomers that are left out
+  MemberList complete_;    // members that have had the job's state
+  MemberList trial_;       // those of them that have not completed a step
+  std::set<int> dropped_;  // newcomers that are left out
+  std::chrono::milliseconds patience_{10'000};
   uint32_t changes_ = 0;                                // of the table, that peers_ has
   std::vector<std::shared_ptr<GroupProgress>> former_;  // groups that were given up
 };

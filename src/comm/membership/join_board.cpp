@@ -20,7 +20,7 @@ namespace {
 constexpr uint64_t board_magic = 0x314e494f4a4c4148;  // "HALJOIN1"
 constexpr const char* job_of_process = "SHOAL_JOB";
 
-enum Entry : uint32_t { none, member, knocks, claimed, withdrawn, refused };
+enum Entry : uint32_t { none, writing, member, knocks, claimed, withdrawn, refusing, refused };
 
 template <size_t room>
 void copy_text(char (&target)[room], const std::string& text) {
@@ -134,14 +134,18 @@ void JoinBoard::enter(int number, const Peer& peer) {
 }
 
 void JoinBoard::knock(int number, const Peer& peer) {
-  if (slot_of(*page_, number).entry.load() != none) {
+  uint32_t was = none;
+  if (!slot_of(*page_, number).entry.compare_exchange_strong(was, writing)) {
     throw UsageError(fmt::format("number {} of this elastic job was used before: a process joins once", number));
   }
   write_entry(*page_, number, peer, knocks);
 }
 
 bool JoinBoard::withdraw(int number) {
-  return slot_of(*page_, number).entry.exchange(withdrawn) != claimed;
+  auto& entry = slot_of(*page_, number).entry;
+  auto was = entry.load();
+  while (was != refusing && was != refused && !entry.compare_exchange_weak(was, withdrawn)) continue;
+  return was != claimed;
 }
 
 bool JoinBoard::claim(int number) {
@@ -157,13 +161,18 @@ void JoinBoard::release(int number) {
 
 void JoinBoard::refuse(int number, const std::string& why) {
   auto& slot = slot_of(*page_, number);
-  if (slot.entry.load() == refused) return;
+  auto was = slot.entry.load();
+  do {
+    if (was == refusing || was == refused) return;  // by another member, which writes its reason
+  } while (!slot.entry.compare_exchange_weak(was, refusing));
   copy_text(slot.refusal, why);
   slot.entry.store(refused);
 }
 
 void JoinBoard::admitted(int number) {
-  slot_of(*page_, number).entry.store(member);
+  auto& entry = slot_of(*page_, number).entry;
+  auto was = entry.load();
+  while ((was == knocks || was == claimed) && !entry.compare_exchange_weak(was, member)) continue;
 }
 
 bool JoinBoard::anyone_knocks() const {
@@ -185,9 +194,16 @@ std::vector<int> JoinBoard::knocking() const {
   return list;
 }
 
+bool JoinBoard::is_refused(int number) const {
+  const auto entry = slot_of(*page_, number).entry.load();
+  return entry == refusing || entry == refused;
+}
+
 std::string JoinBoard::refusal(int number) const {
   const auto& slot = slot_of(*page_, number);
-  return slot.entry.load() == refused ? text_of(slot.refusal) : "";
+  const auto entry = slot.entry.load();
+  if (entry == refusing) return "its reason is not written yet";
+  return entry == refused ? text_of(slot.refusal) : "";
 }
 
 bool JoinBoard::is_member(int number) const {
@@ -201,7 +217,7 @@ std::vector<Peer> JoinBoard::peers() const {
     const auto& slot = page_->slots[number];
     auto& peer = list[number];
     peer.host = host;
-    if (slot.entry.load() == none) continue;
+    if (const auto entry = slot.entry.load(); entry == none || entry == writing) continue;
     peer.process = {slot.pid, slot.start_time};
     peer.page = {slot.pid, slot.descriptor, slot.nonce};
   }

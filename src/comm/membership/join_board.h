@@ -56,6 +56,8 @@ class JoinBoard {
   // Whether somebody asks, as far as it is known without looking whether they live.
   bool anyone_knocks() const;
   std::vector<int> knocking() const;
+  // Whether members go on without it, also after it has had the job's state.
+  bool is_refused(int number) const;
   // Why a newcomer was refused; empty: it was not.
   std::string refusal(int number) const;
   // Whether the process is a member, or was one.

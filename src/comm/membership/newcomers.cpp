@@ -38,6 +38,23 @@ MemberList Generations::newcomers_of(const MemberList& members) const {
   return list;
 }
 
+MemberList Generations::suspects_of(const MemberList& members) const {
+  auto list = newcomers_of(members);
+  std::set_intersection(members.begin(), members.end(), trial_.begin(), trial_.end(), std::back_inserter(list));
+  return list;
+}
+
+bool Generations::is_on_trial() const {
+  return std::binary_search(trial_.begin(), trial_.end(), self());
+}
+
+MemberList Generations::have_come() const {
+  MemberList list;
+  const auto come = [&](int member) { return joins_ && member >= joins_->first_ranks(); };
+  std::copy_if(members().begin(), members().end(), std::back_inserter(list), come);
+  return list;
+}
+
 // Looks again if a process has come meanwhile, whose number a card may have.
 std::map<int, MemberSight> Generations::look() {
   std::map<int, MemberSight> sights;
@@ -45,7 +62,11 @@ std::map<int, MemberSight> Generations::look() {
     learn_of_newcomers();
     sights = board_->look();
   } while (joins_ && joins_->changes() != changes_);
-  for (const int member : dropped_) sights[member].state = MemberSight::State::gone;
+  for (auto& [member, sight] : sights) {
+    // Whoever drops one says so in the table, so that all go on without it.
+    const bool refused = joins_ && member >= joins_->first_ranks() && joins_->is_refused(member);
+    if (refused || dropped_.contains(member)) sight.state = MemberSight::State::gone;
+  }
   return sights;
 }
 
@@ -78,15 +99,16 @@ bool Generations::drop_newcomers(const std::string& why) {
     return member != self() && state_of(board_->process(member)) == ProcessState::gone;
   });
   if (death) return true;
-  if (is_newcomer() || !has_newcomers()) return false;
-  refuse(newcomers_of(members()), why);
+  const auto suspects = suspects_of(members());
+  if (is_newcomer() || is_on_trial() || suspects.empty()) return false;
+  refuse(suspects, why);
   return true;
 }
 
 void Generations::drop_late(const MemberCard& card) {
-  if (is_newcomer()) return;
-  for (const int member : newcomers_of(card.members)) {
-    if (!(board_->entry(member).card == card)) refuse({member}, "it did not answer its admission: was it stopped?");
+  if (is_newcomer() || is_on_trial()) return;
+  for (const int member : suspects_of(card.members)) {
+    if (!(board_->entry(member).card == card)) refuse({member}, "it did not answer: was it stopped?");
   }
 }
 
@@ -138,8 +160,9 @@ void Generations::wait_for_the_first() const {
   }
 }
 
-void Generations::complete() {
+void Generations::complete(MemberList on_trial) {
   complete_ = members();
+  trial_ = std::move(on_trial);
   cell_->state->liveness->wait_for_stopped();
   if (knock_.number) joins_->admitted(*std::exchange(knock_.number, std::nullopt));
 }
@@ -153,6 +176,8 @@ void Generations::resign() {
       membership_.look(look());
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+  } else if (joins_ && self() >= joins_->first_ranks()) {
+    joins_->withdraw(self());
   }
   if (membership_.card().members.empty()) return;
   auto latest = membership_.card().number;
@@ -160,9 +185,13 @@ void Generations::resign() {
   board_->show({.number = latest + 1});
 }
 
+void Generations::require_not_refused() const {
+  if (!joins_ || self() < joins_->first_ranks() || !joins_->is_refused(self())) return;
+  throw UsageError("the job has refused this newcomer: " + joins_->refusal(self()));
+}
+
 void Generations::require_job() const {
-  const auto refusal = joins_->refusal(self());
-  if (!refusal.empty()) throw UsageError("the job has refused this newcomer: " + refusal);
+  require_not_refused();
   const auto closed = joins_->why_closed();
   if (!closed.empty()) throw UsageError("ranks cannot join this job: " + closed);
   for (int member = 0; member < static_cast<int>(peers_.size()); ++member) {

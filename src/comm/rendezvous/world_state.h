@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -62,6 +63,7 @@ struct WorldState {
   GroupList groups;
   std::shared_ptr<GenerationWatch> watch;  // of an elastic job; nullptr: a rank's failure ends the job
   JoinPlace join{};                        // of an elastic job
+  std::atomic<bool> withheld = false;      // a newcomer's loop has not begun, where the other ranks communicate next
   int local_rank = 0;
   int local_size = 1;
 };
