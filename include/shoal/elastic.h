@@ -1,5 +1,6 @@
 #pragma once
-// Elastic training: ranks may die at any moment, and the others go on in memory, with the bits of the last complete step.
+// Elastic training: ranks may die at any moment, and the others go on in memory, with the bits of the last complete step;
+// and ranks may come.
 
 #include <torch/optim/optimizer.h>
 
@@ -17,6 +18,7 @@
 #include "shoal/detail/elastic_training.h"
 #include "shoal/error.h"
 #include "shoal/megatron.h"
+#include "shoal/precision.h"
 #include "shoal/world.h"
 
 namespace shoal {
@@ -25,17 +27,19 @@ namespace shoal {
 struct ElasticChange {
   uint64_t generation = 0;        // number of the present one; the first is 1
   std::vector<int> lost{};        // ranks that have ended, by their number in the world before
-  std::vector<int> lost_first{};  // the same by their number at the start, which is the launcher's
+  std::vector<int> lost_first{};  // the same by the launcher's number, which is that at the start
+  std::vector<int> joined{};      // ranks that have come, by the launcher's number
   int ranks = 0;                  // ranks that go on
   int64_t step = 0;               // complete steps
   bool finished_step = false;  // the step in which a rank died was finished by those that are left; false: it is done
                                // again, or nobody was in a step
-  double seconds = 0;          // from this rank's notice of the death until the others can go on
+  double seconds = 0;  // from this rank's notice of the death, or the admission's begin, until the ranks can go on
 
   // "rank 1 (2 at the start) has ended; 3 ranks go on after step 17, which was finished, 12 ms later"
   std::string text() const;
   // The same as a line of a metrics file, which `shoal report` and `shoal top` read: {"step": 17, "event": text(),
-  // "generation": 2, "lost": [2], "ranks": 3, "finished_step": 1, "recovery_ms": 12.1}; `lost` as at the start.
+  // "generation": 2, "lost": [2], "joined": [], "ranks": 3, "finished_step": 1, "recovery_ms": 12.1}; `lost` and `joined`
+  // by the launcher's numbers.
   std::string metrics_line() const;
 };
 
@@ -43,16 +47,25 @@ struct ElasticOptions {
   int min_ranks = 1;  // JobLost if fewer are left
   // Samples of a step over all ranks, which ranks that are left keep up: they compute the shares of those that were lost,
   // so that losses are those of a run in which nobody dies, but for the order of sums. A multiple of the ranks; needs a
-  // sampler, and loaders of Elastic::batch_size(). 0: the batch of each rank stays, and the global batch shrinks.
+  // sampler, and loaders of Elastic::batch_size(). 0: the batch of each rank stays, and the global batch shrinks and grows
+  // with the ranks. A newcomer gets the job's, and must only have one if the job has.
   int64_t keep_global_batch = 0;
-  // Called on each rank that is left, after the change. None: rank 0 writes a line to standard error.
+  // Shares into which keep_global_batch is divided, at least as many as there will ever be ranks: more are not admitted. 0:
+  // the ranks at the start.
+  int64_t shares = 0;
+  // Loss scaler that the loop uses with DistributedDataParallel; a newcomer gets its state. nullptr: none.
+  GradScaler* scaler = nullptr;
+  // More state of the program that is equal on all ranks, which a newcomer gets, written in place: moving averages of
+  // parameters, for example, or buffers that the wrapper ignores.
+  std::vector<at::Tensor> tensors{};
+  // Called on each rank, after the change, but not on those that have come. None: rank 0 writes a line to standard error.
   std::function<void(const ElasticChange& change)> on_change{};
   // Metrics file to which rank 0 of those that are left appends metrics_line(). Empty: none.
   std::string metrics{};
   // Folder to which the program saves its checkpoints (shoal/checkpoint.h): JobLost names the last one in it. Empty: none.
   std::string checkpoints{};
 
-  // Throws UsageError that lists all faults.
+  // Throws UsageError that lists all faults. ranks: at the start of the job.
   void validate(int ranks) const;
 };
 
@@ -122,8 +135,30 @@ struct ElasticOptions {
 // `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
 // needs more memory, dropout draws other numbers, and a batch norm normalises over more samples.
 //
-// Buffers are rank 0's, as ever: where
-// rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
+// Ranks may come, with DistributedDataParallel and an optimizer that is whole on each rank: `shoal launch --elastic
+// MIN:MAX` starts lost ranks again and takes more. Such a process runs the same program; world.joining() is true in it. It
+// constructs model, wrapper, optimizer, schedule and sampler alone, as a world of one rank, without the former ranks'
+// checkpoint. The constructor of Elastic waits until the others are between two steps, and gives it their parameters,
+// buffers, optimizer state, learning rates, loss scale and place in the epoch; then the ranks change as after a death, and
+// step() returns false on the others. In the loop:
+// - for (size_t epoch = elastic.first_epoch(); ...), which is 0 in a job's first ranks; UsageError in a newcomer that begins
+//   in_epoch() with another epoch.
+// - A schedule keeps its own count: if (world.joining()) schedule.set_position(elastic.steps()), after the constructor. In a
+//   job that was resumed, steps() counts from the resumption: add the steps before it. Learning rates that differ from rank
+//   to rank in a step make the newcomers leave.
+// - Nothing communicates between the constructor and in_epoch(), or the first step() without a sampler, because the other
+//   ranks do not make these calls: a UsageError in a newcomer.
+// - Batch size and learning rate do not follow from world.size(), which is 1 in a newcomer's constructors.
+// - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors, or begins
+//   anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
+// A newcomer that does not fit the job (model, optimizer and its options, transport, wrapper's options, sampler) gets a
+// UsageError that lists what differs, and so does one of a job that cannot be joined: a sharded optimizer, a training of
+// the registry, optimizer state that is not registered, float16 without ElasticOptions::scaler. The job does not notice
+// it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError
+// whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again. A newcomer that
+// fails is not tried again.
+//
+// Buffers are rank 0's, as ever: where rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
 // back when a step is undone.
 //
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds. All ranks run on one
@@ -182,6 +217,7 @@ class Elastic {
   // other communication between steps. Collective.
   template <class Work>
   auto together(const Work& work) -> decltype(work()) {
+    require_begun();
     if constexpr (std::is_void_v<decltype(work())>) {
       together([&] {
         work();
@@ -197,6 +233,9 @@ class Elastic {
         } catch (const CommError& error) {
           recover_from(error);
           if (has_ended_elsewhere(result.has_value())) return std::move(*result);
+        } catch (const DisagreeError& error) {
+          recover_from(error);
+          if (has_ended_elsewhere(result.has_value())) return std::move(*result);
         }
       }
     }
@@ -206,13 +245,19 @@ class Elastic {
   // the ranks that are left.
   void recover();
 
-  int64_t steps() const;        // complete steps since construction
+  // The epoch with which this rank's loop over epochs begins: 0, or the job's present one in a process that has come to it.
+  size_t first_epoch() const;
+  int64_t steps() const;        // complete steps of the job since its beginning
   uint64_t generation() const;  // 1, and more after each change of the ranks
 
  private:
   struct State;
+  // UsageError in a newcomer whose loop has not begun.
+  void require_begun() const;
   // Rethrows an error that a recovery would not mend.
   void recover_from(const CommError& error);
+  void recover_from(const DisagreeError& error);
+  void recover_or_leave(const std::string& why);
   // What ranks do together ends with a barrier. Ranks that fail in it while others have passed it do not run it again.
   void end_together();
   bool has_ended_elsewhere(bool has_result);

@@ -70,7 +70,7 @@ struct WorldState;
 struct WorldCell;
 
 // Handle on the job, cheap to copy. Groups keep alive what they need of it. In an elastic job (shoal/elastic.h) all
-// copies follow when ranks are lost: rank(), size() and group() are then those of the ranks that are left.
+// copies follow when ranks are lost or come: rank(), size() and group() are then those of the ranks that there are.
 class World {
  public:
   World(std::shared_ptr<WorldState> state, Group group);
@@ -79,6 +79,10 @@ class World {
   int size() const;
   int local_rank() const;  // rank among the ranks of this host
   int local_size() const;
+  // Whether this process has come to an elastic job that was running already (shoal launch --elastic MIN:MAX). Until the
+  // constructor of shoal::Elastic has returned, it is alone: rank() and local_rank() are 0, size() and local_size() 1, in
+  // the world's group, too. So it constructs model, wrapper and optimizer as any rank does.
+  bool joining() const;
   const std::string& source() const;  // origin of rank and size: "options", "RANK and WORLD_SIZE", "alone", ...
   const Group& group() const;         // the group of all ranks
 
@@ -103,8 +107,9 @@ class World {
   }
 
   // Seeds libtorch's generators on all devices with `seed` + rank: every rank has random numbers of its own, the same in
-  // every run. For dropout, augmentation and noise. torch::manual_seed(seed) gives all ranks the same numbers. Not
-  // collective.
+  // every run. For dropout, augmentation and noise. torch::manual_seed(seed) gives all ranks the same numbers. In a
+  // process that has come to an elastic job its number among all processes of the job counts, which no other one gets.
+  // Not collective.
   void manual_seed(uint64_t seed) const;
 
  private:

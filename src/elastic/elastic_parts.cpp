@@ -37,12 +37,13 @@ class Wrapped : public ElasticParts {
 class WithDDP : public Wrapped {
  public:
   WithDDP(DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
-      : Wrapped(parallel, oss), parallel_(parallel), oss_(oss) {
+      : Wrapped(parallel, oss), parallel_(parallel), optimizer_(optimizer), oss_(oss) {
     parallel.require_regroupable();
     parallel.check_optimizer(optimizer);
     if (oss_ != nullptr) oss_->require_regroupable();
   }
   DistributedDataParallelCore* replicated() const override { return oss_ != nullptr ? nullptr : &parallel_; }
+  torch::optim::Optimizer* whole_optimizer() const override { return oss_ != nullptr ? nullptr : &optimizer_; }
   void regroup(const Group& group, int64_t step) override {
     if (oss_ != nullptr) oss_->regroup(group);
     parallel_.regroup(group, step);
@@ -50,6 +51,7 @@ class WithDDP : public Wrapped {
 
  private:
   DistributedDataParallelCore& parallel_;
+  torch::optim::Optimizer& optimizer_;
   OSSCore* oss_;
 };
 

@@ -31,6 +31,8 @@ class ElasticParts {
   virtual NoSync no_sync(bool accumulate) = 0;
   // The wrapper if each rank is whole; otherwise nullptr.
   virtual DistributedDataParallelCore* replicated() const { return nullptr; }
+  // Its optimizer; nullptr where replicated() is.
+  virtual torch::optim::Optimizer* whole_optimizer() const { return nullptr; }
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.
   virtual bool stands_for_gradient(const at::Tensor& /*parameter*/) const { return false; }
   // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.

@@ -23,8 +23,18 @@ uint64_t mixed(uint64_t value) {
 
 }  // namespace
 
-GlobalBatch::GlobalBatch(World world, int64_t size, ElasticParts& parts, StepCopies& copies)
-    : world_(std::move(world)), size_(size), first_ranks_(world_.size()), parts_(parts), copies_(copies) {}
+GlobalBatch::GlobalBatch(World world, int64_t size, int64_t shares, ElasticParts& parts, StepCopies& copies)
+    : world_(std::move(world)),
+      size_(size),
+      first_shares_(shares > 0 ? shares : world_.size()),
+      parts_(parts),
+      copies_(copies) {}
+
+void GlobalBatch::adopt(int64_t size, int64_t shares, uint64_t seed) {
+  size_ = size;
+  first_shares_ = shares;
+  seed_ = seed;
+}
 
 void GlobalBatch::require(const DistributedSampler* sampler) const {
   if (sampler == nullptr) {
@@ -54,7 +64,7 @@ int64_t GlobalBatch::own_shares() const {
 }
 
 int64_t GlobalBatch::own_size() const {
-  if (size_ > 0) return size_ / first_ranks_ * own_shares();
+  if (size_ > 0) return size_ / first_shares_ * own_shares();
   throw UsageError("Elastic: batch_size() is for keep_global_batch: set that option, or use the loader's own size");
 }
 
@@ -63,7 +73,7 @@ void GlobalBatch::divide(DistributedSampler& sampler, size_t taken) {
   const auto rank = static_cast<size_t>(world_.rank());
   divided_at_ = taken;
   if (size_ == 0) return sampler.divide(ranks, rank, taken);
-  sampler.divide_shares(static_cast<size_t>(first_ranks_), ranks, rank, static_cast<size_t>(size_ / first_ranks_),
+  sampler.divide_shares(static_cast<size_t>(first_shares_), ranks, rank, static_cast<size_t>(size_ / first_shares_),
                         taken);
 }
 
@@ -84,7 +94,7 @@ void GlobalBatch::require(int64_t samples, const DistributedSampler& sampler, si
 }
 
 void GlobalBatch::weigh(double shares) {
-  if (size_ > 0) parts_.replicated()->set_share(shares / static_cast<double>(first_ranks_));
+  if (size_ > 0) parts_.replicated()->set_share(shares / static_cast<double>(first_shares_));
 }
 
 void GlobalBatch::end_step() {

@@ -11,20 +11,27 @@
 
 namespace shoal {
 
-// With a size, the global batch stays as ranks are lost: it has a share for each rank of the start, and a rank that is
-// left computes the shares of several. Each share weighs the same and has its own random numbers, whoever computes it.
+// With a size, the global batch stays as ranks are lost and come: it has a share for each rank of the start, or as many as
+// the options say, and each rank computes one or several. Each share weighs the same and has its own random numbers, whoever computes it.
 // Without a size every rank has one share, and the batch shrinks with the ranks.
 class GlobalBatch {
  public:
-  // size: samples of a step; 0: none, as with parts of which each rank is not whole. The arguments must outlive this object.
-  GlobalBatch(World world, int64_t size, ElasticParts& parts, StepCopies& copies);
+  // size: samples of a step; 0: none, as with parts of which each rank is not whole. shares: 0: one for each rank of now.
+  // The arguments must outlive this object.
+  GlobalBatch(World world, int64_t size, int64_t shares, ElasticParts& parts, StepCopies& copies);
   // UsageError for a sampler that is not this world's, or gives ranks unequally many samples. nullptr: there is none.
   void require(const DistributedSampler* sampler) const;
+  // Samples of a step; 0: none that is kept.
+  int64_t size() const { return size_; }
+  int64_t first_shares() const { return first_shares_; }
+  uint64_t first_seed() const { return seed_; }
+  // Those of the job that this process has come to.
+  void adopt(int64_t size, int64_t shares, uint64_t seed);
   // Takes rank 0's seed for the random numbers of steps. Collective.
   void choose_seed();
 
   // Shares of all ranks, and of this one.
-  int64_t shares() const { return size_ > 0 ? first_ranks_ : world_.size(); }
+  int64_t shares() const { return size_ > 0 ? first_shares_ : world_.size(); }
   int64_t own_shares() const;
   // This rank's samples in a step; UsageError without a size.
   int64_t own_size() const;
@@ -47,7 +54,7 @@ class GlobalBatch {
 
   World world_;
   int64_t size_;
-  int64_t first_ranks_;
+  int64_t first_shares_;
   ElasticParts& parts_;
   StepCopies& copies_;
   uint64_t seed_ = 0;

@@ -12,17 +12,24 @@ std::string ElasticChange::text() const {
     ranks_lost.push_back(renumbered ? fmt::format("{} ({} at the start)", lost[i], lost_first[i])
                                     : std::to_string(lost[i]));
   }
-  const auto who = lost.empty() ? std::string("no rank has ended")
-                                : fmt::format("rank{} {} {} ended", lost.size() == 1 ? "" : "s",
-                                              fmt::join(ranks_lost, ", "), lost.size() == 1 ? "has" : "have");
+  auto who = lost.empty() ? std::string("no rank has ended")
+                          : fmt::format("rank{} {} {} ended", lost.size() == 1 ? "" : "s", fmt::join(ranks_lost, ", "),
+                                        lost.size() == 1 ? "has" : "have");
+  if (!joined.empty()) {
+    const auto come = fmt::format("{} {} joined (number {} of the launcher)",
+                                  joined.size() == 1 ? "a rank" : fmt::format("{} ranks", joined.size()),
+                                  joined.size() == 1 ? "has" : "have", fmt::join(joined, ", "));
+    who = lost.empty() ? come : who + ", " + come;
+  }
   return fmt::format("{}; {} rank{} go{} on after step {}{}, {:.0f} ms later", who, ranks, ranks == 1 ? "" : "s",
                      ranks == 1 ? "es" : "", step, finished_step ? ", which was finished" : "", seconds * 1e3);
 }
 
 std::string ElasticChange::metrics_line() const {
   return fmt::format(
-      R"({{"step":{},"event":"{}","generation":{},"lost":[{}],"ranks":{},"finished_step":{},"recovery_ms":{:.3f}}})",
-      step, text(), generation, fmt::join(lost_first, ","), ranks, finished_step ? 1 : 0, seconds * 1e3);
+      R"({{"step":{},"event":"{}","generation":{},"lost":[{}],"joined":[{}],"ranks":{},"finished_step":{},"recovery_ms":{:.3f}}})",
+      step, text(), generation, fmt::join(lost_first, ","), fmt::join(joined, ","), ranks, finished_step ? 1 : 0,
+      seconds * 1e3);
 }
 
 void ElasticOptions::validate(int ranks) const {
@@ -30,11 +37,14 @@ void ElasticOptions::validate(int ranks) const {
   if (min_ranks < 1 || min_ranks > ranks) {
     faults.push_back(fmt::format("min_ranks is {}: give 1 to {}, the number of ranks", min_ranks, ranks));
   }
-  if (keep_global_batch < 0 || keep_global_batch % ranks != 0) {
+  if (shares < 0 || (shares > 0 && (shares < ranks || keep_global_batch == 0))) {
     faults.push_back(
-        fmt::format("keep_global_batch is {}: give a multiple of {}, the number of ranks, or 0 for a batch that "
+        fmt::format("shares is {}: give 0, or with keep_global_batch at least {}, the number of ranks", shares, ranks));
+  } else if (keep_global_batch < 0 || keep_global_batch % (shares > 0 ? shares : ranks) != 0) {
+    faults.push_back(
+        fmt::format("keep_global_batch is {}: give a multiple of {}, the number of {}, or 0 for a batch that "
                     "shrinks with the ranks",
-                    keep_global_batch, ranks));
+                    keep_global_batch, shares > 0 ? shares : ranks, shares > 0 ? "shares" : "ranks"));
   }
   if (!faults.empty()) throw UsageError(fmt::format("ElasticOptions: {}", fmt::join(faults, "; ")));
 }

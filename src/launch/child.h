@@ -25,6 +25,8 @@ struct Child {
   pid_t pid = -1;
   bool running = false;
   bool stopped = false;  // by a signal, until it is continued
+  bool failed = false;
+  bool late = false;  // it was to join a job that has ended meanwhile
   std::vector<LinePipe> pipes{};
 };
 

@@ -1,7 +1,6 @@
 #include "launch/launcher.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -17,7 +16,7 @@
 #include <utility>
 
 #include "base/environment.h"
-#include "base/limits.h"
+#include "comm/membership/join_board.h"
 #include "comm/rendezvous/job_identity.h"
 #include "comm/store/store_server.h"
 #include "comm/telemetry/verdict.h"
@@ -66,19 +65,22 @@ class Job {
         id_(make_job_id()),
         watcher_(id_),
         secret_(process_environment()("SHOAL_SECRET").value_or(random_secret())),
-        place_(options.address, options.port) {}
+        place_(options.address, options.port) {
+    if (options.most_ranks == 0) return;
+    try {
+      board_.emplace(id_, options.ranks);
+    } catch (const std::runtime_error& error) {
+      throw UsageError(
+          fmt::format("--elastic with a number of ranks to grow to needs shared memory: {}", error.what()));
+    }
+  }
 
   ~Job() { kill_all(SIGKILL, /*reap=*/true); }
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
   int run() {
-    for (int rank = 0; rank < options_.ranks; ++rank) {
-      const Outlets outlets{&out_, &err()};
-      children_.push_back(start_child(rank, {options_.command, options_.body}, variables(rank),
-                                      options_.prefix_output ? outlets : Outlets()));
-      tell_watcher(&Watcher::add, children_.back().pid);
-    }
+    for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
     // Its threads begin once all ranks are forked: a lock that one of them held would stay locked in a forked rank.
     store_.emplace(std::move(place_), JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(id_), secret_));
     while (alive() > 0) step();
@@ -93,9 +95,42 @@ class Job {
   }
 
  private:
+  void start(int rank) {
+    const Outlets outlets{&out_, &err()};
+    children_.push_back(start_child(rank, {options_.command, options_.body}, variables(rank),
+                                    options_.prefix_output ? outlets : Outlets()));
+    tell_watcher(&Watcher::add, children_.back().pid);
+  }
+
+  // A process that is to join the job. why: it is started, for people. One that cannot be started costs the job nothing.
+  // Whether it is started.
+  bool start_newcomer(const std::string& why) {
+    if (alive() >= options_.most_ranks) {
+      say("no rank is added ({}): the job has {} processes, the most that --elastic allows", why, alive());
+      return false;
+    }
+    if (next_rank_ == JoinBoard::most_members) {
+      say("no rank is added ({}): a job has {} processes at most in its life", why, next_rank_);
+      return false;
+    }
+    try {
+      start(next_rank_);
+      say("rank {} (pid {}) is started to join the job ({})", next_rank_, children_.back().pid, why);
+      ++next_rank_;
+      return true;
+    } catch (const UsageError& error) {
+      say("no rank is added ({}): {}", why, error.what());
+      return false;
+    }
+  }
+
+  bool is_newcomer(const Child& child) const { return child.rank >= options_.ranks; }
+  // Whether the rank is one of the job's: a newcomer is once it was admitted.
+  bool belongs(const Child& child) const { return !is_newcomer(child) || board_->is_member(child.rank); }
+
   Variables variables(int rank) const {
     const auto number = std::to_string(rank);
-    const auto ranks = std::to_string(options_.ranks);
+    const auto ranks = std::to_string(std::max(options_.ranks, rank + 1));
     Variables list = {{"RANK", number},
                       {"LOCAL_RANK", number},
                       {"ROLE_RANK", number},
@@ -111,6 +146,8 @@ class Job {
                       {"TORCHELASTIC_RUN_ID", id_},
                       {"SHOAL_SECRET", secret_},
                       {job_variable, id_}};
+    if (board_) list.emplace_back(JoinBoard::variable, board_->address());
+    if (rank >= options_.ranks) list.emplace_back(JoinBoard::newcomer_variable, fmt::format("{} {}", rank, id_));
     if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
     if (options_.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
       const int threads = options_.threads > 0 ? options_.threads : threads_per_rank(options_.ranks);
@@ -162,7 +199,9 @@ class Job {
 
   // Whether the other ranks go on in spite of the failures so far.
   bool failures_end_nothing() const {
-    return options_.keep_going || (options_.min_ranks > 0 && options_.ranks - failed_ >= options_.min_ranks);
+    const auto standing = std::count_if(children_.begin(), children_.end(),
+                                        [&](const Child& child) { return !child.failed && belongs(child); });
+    return options_.keep_going || (options_.min_ranks > 0 && standing >= options_.min_ranks);
   }
 
   int64_t alive() const {
@@ -198,10 +237,35 @@ class Job {
     if (asked.to_stop > 0) interrupt(asked.to_stop);
     if (asked.who_waits) print_verdict();
     reap();
+    if (asked.more) add_rank();
+    end_late_newcomers();
     enforce_deadlines();
   }
 
+  void add_rank() {
+    if (!board_) return say("SIGUSR2 adds a rank to a job of --elastic MIN:MAX, which this is not");
+    if (ending()) return say("SIGUSR2 comes when the job ends: no rank is added");
+    start_newcomer("SIGUSR2; several that come together count once");
+  }
+
+  // Whether nobody needs to join any more.
+  bool ending() const { return interrupted_ || succeeded_ || term_at_ || !failures_end_nothing(); }
+
+  // Those that wait to join a job of which nobody runs any more.
+  void end_late_newcomers() {
+    const bool runs = std::any_of(children_.begin(), children_.end(),
+                                  [&](const Child& child) { return child.running && belongs(child); });
+    if (!board_ || runs) return;
+    for (auto& child : children_) {
+      if (!child.running || child.late) continue;
+      child.late = true;
+      kill(-child.pid, SIGKILL);
+      say("rank {} (pid {}) was to join a job that has ended", child.rank, child.pid);
+    }
+  }
+
   void reap() {
+    std::vector<int> replaced;
     for (auto& child : children_) {
       int status = 0;
       if (!child.running || waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) != child.pid) continue;
@@ -212,17 +276,50 @@ class Job {
       child.running = false;
       kill(-child.pid, SIGKILL);  // ends its descendants
       tell_watcher(&Watcher::remove, child.pid);
-      succeeded_ = succeeded_ || status == 0;
+      if (child.late) continue;
+      succeeded_ = succeeded_ || (status == 0 && belongs(child));
       // After the failure that has ended the job, the others' are its consequences.
       const bool consequence = code_ && !failures_end_nothing();
-      if (status != 0) ++failed_;
+      child.failed = status != 0;
+      if (status == 0 && !belongs(child) && !ending()) {
+        say("rank {} (pid {}) ended, and has not joined the job", child.rank, child.pid);
+      }
       if (status == 0 || consequence) continue;
+      const auto text = fmt::format("rank {} {}{}", child.rank, describe_end(status),
+                                    belongs(child) ? "" : " before it had joined the job");
+      if (!belongs(child)) {
+        if (!interrupted_) say("{} (pid {})", text, child.pid);
+        replaced.push_back(child.rank);
+        continue;
+      }
       if (!code_) code_ = exit_code(status);
-      const auto text = fmt::format("rank {} {}", child.rank, describe_end(status));
       if (!failures_end_nothing()) store_->report_failure(text);
       if (!interrupted_) say("{} (pid {})", text, child.pid);
       if (!term_at_ && !failures_end_nothing()) term_at_ = after(options_.grace_seconds);
+      replaced.push_back(child.rank);
     }
+    for (const int rank : replaced) replace(rank);
+  }
+
+  void replace(int rank) {
+    if (!board_ || restarts_ == options_.max_restarts || ending()) return;
+    if (failed_joins() >= most_failed_joins) {
+      say("rank {} is not replaced: the last {} ranks that were started ended before they had joined the job", rank,
+          most_failed_joins);
+      return;
+    }
+    const auto why = fmt::format("in place of rank {}, restart {} of {}", rank, restarts_ + 1, options_.max_restarts);
+    if (start_newcomer(why)) ++restarts_;
+  }
+
+  // How many of the last newcomers ended without having joined, in a row.
+  int failed_joins() const {
+    int count = 0;
+    for (auto child = children_.rbegin(); child != children_.rend() && is_newcomer(*child); ++child) {
+      if (belongs(*child)) break;
+      if (!child->running) ++count;
+    }
+    return count;
   }
 
   // Reported, because the other ranks wait for it and nothing else would tell why.
@@ -267,6 +364,8 @@ class Job {
     return count < years ? std::optional(SteadyClock::now() + seconds(count)) : std::nullopt;
   }
 
+  static constexpr int most_failed_joins = 3;  // in a row, before no rank is replaced any more
+
   const LaunchOptions& options_;
   Signals signals_;
   Outlet out_{STDOUT_FILENO};
@@ -276,10 +375,12 @@ class Job {
   const Watcher watcher_;  // made before there are threads
   const std::string secret_;
   StorePlace place_;
+  std::optional<JoinBoard> board_;  // of a job that newcomers may join
   std::optional<StoreServer> store_;
   std::vector<Child> children_;
+  int next_rank_ = options_.ranks;  // of a newcomer
+  int restarts_ = 0;
   std::optional<int> code_;  // exit code of the first failure
-  int failed_ = 0;           // ranks
   bool succeeded_ = false;   // of any rank
   bool interrupted_ = false;
   bool watcher_has_ended_ = false;
@@ -289,25 +390,10 @@ class Job {
 
 }  // namespace
 
-void LaunchOptions::validate() const {
-  std::vector<std::string> faults;
-  if (ranks < 1) faults.push_back(fmt::format("{} ranks: give at least 1", ranks));
-  if (ranks > max_ranks) faults.push_back(fmt::format("{} ranks: give at most {}", ranks, max_ranks));
-  if (command.empty() && !body) faults.emplace_back("no program to start");
-  if (!command.empty() && body) faults.emplace_back("a command and a body: give one of them");
-  if (min_ranks < 0 || min_ranks > ranks) {
-    faults.push_back(fmt::format("at least {} ranks of {}: give 1 to {}", min_ranks, ranks, ranks));
-  }
-  if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
-  if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));
-  if (!(grace_seconds >= 0)) faults.push_back(fmt::format("{} seconds of grace: give 0 or more", grace_seconds));
-  if (!(stop_seconds >= 0)) faults.push_back(fmt::format("{} seconds to stop in: give 0 or more", stop_seconds));
-  if (!faults.empty()) throw UsageError(fmt::format("launch: {}", fmt::join(faults, "; ")));
-}
-
 int launch(const LaunchOptions& options) {
   options.validate();
-  require_open_files(options.ranks);
+  const int restarts = std::min(options.max_restarts, JoinBoard::most_members);  // there are no more numbers
+  require_open_files(std::max(options.ranks, options.most_ranks) + restarts);
   return Job(options).run();
 }
 

@@ -22,6 +22,8 @@ struct LaunchOptions {
   bool keep_going = false;            // a rank's failure does not end the others
   int min_ranks = 0;                  // of an elastic job: the others go on while so many ranks have not failed; 0: a
                                       // rank's failure ends the others
+  int most_ranks = 0;                 // of an elastic job that newcomers may join, while it runs; 0: nobody can
+  int max_restarts = 0;               // ranks that are started in place of failed ones, with most_ranks
   double grace_seconds = 6;           // time for the others to report what they noticed, after the first failure
   double stop_seconds = 120;          // time for the ranks to save their state, after SIGINT, SIGTERM or SIGHUP;
                                       // infinity: no limit
@@ -34,7 +36,10 @@ struct LaunchOptions {
 // death closes it. The ranks share a secret (SHOAL_SECRET): the one in this process's environment, else a new one.
 // Blocks until all ranks have ended. Neither the ranks nor their descendants are left behind, whatever happens to this
 // process (watcher.h). The first rank that fails is named on standard error; the others get the grace time, then
-// SIGTERM, then SIGKILL; with keep_going they run on, with min_ranks as long as enough are left. A rank that a signal has
+// SIGTERM, then SIGKILL; with keep_going they run on, with min_ranks as long as enough are left. With most_ranks, a
+// process that is to join the job (SHOAL_JOIN, see World::joining()) is started in place of a rank that has failed, and on
+// SIGUSR2, with the next free number as its rank; what becomes of it does not concern the job until it is admitted.
+// A rank that a signal has
 // stopped is named, too. Returns 0, or the first failure's exit code (128 + number for a signal; with keep_going only if
 // all have failed, with min_ranks only if too few were left), or 130 after SIGINT,
 // SIGTERM or SIGHUP (unless nohup has it ignored): the first of these reaches the ranks as SIGINT and starts the stop

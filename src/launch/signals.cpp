@@ -4,11 +4,13 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <initializer_list>
+
 namespace shoal {
 
 Signals::Signals() {
   sigemptyset(&set_);
-  for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGCHLD}) sigaddset(&set_, signal);
+  for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGCHLD}) sigaddset(&set_, signal);
   struct sigaction hangup {};
   const bool nohup = sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_IGN;
   if (!nohup) sigaddset(&set_, SIGHUP);
@@ -27,6 +29,7 @@ Signals::Asked Signals::asked() {
   while (read(fd_, &info, sizeof info) == sizeof info) {
     asked.to_stop += info.ssi_signo == SIGINT || info.ssi_signo == SIGTERM || info.ssi_signo == SIGHUP ? 1 : 0;
     asked.who_waits = asked.who_waits || info.ssi_signo == SIGUSR1;
+    asked.more = asked.more || info.ssi_signo == SIGUSR2;
   }
   return asked;
 }

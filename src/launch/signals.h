@@ -5,7 +5,7 @@
 
 namespace shoal {
 
-// SIGINT, SIGTERM, SIGHUP (unless nohup has it ignored), SIGUSR1 and SIGCHLD as a descriptor to poll; the destructor
+// SIGINT, SIGTERM, SIGHUP (unless nohup has it ignored), SIGUSR1, SIGUSR2 and SIGCHLD as a descriptor to poll; the destructor
 // restores the former handling. Use it on one thread, before there are others.
 class Signals {
  public:
@@ -19,6 +19,7 @@ class Signals {
   struct Asked {
     int to_stop = 0;
     bool who_waits = false;
+    bool more = false;  // at least once: the system does not count signals that come together
   };
   Asked asked();
 

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "base/environment.h"
 #include "engine/gradients/gradient_norm.h"
 #include "engine/sharded/sharded_state.h"
 #include "shoal/elastic.h"
@@ -30,6 +31,7 @@
 namespace shoal::test {
 
 constexpr int most_ranks = 6;
+constexpr int most_members = 16;  // processes in the life of a job
 constexpr int most_entries = 1000;
 constexpr size_t samples_of_epoch = 203;  // no multiple of anything
 constexpr size_t batch_size = 4;
@@ -64,12 +66,14 @@ class EntryList {
   Entry entries_[most_entries];
 };
 
-// Shared by all ranks and their parent; by rank of the first generation.
+// Shared by all ranks and their parent; by rank of the first generation, and by the number of a newcomer.
 struct Record {
   std::atomic<int> started;
-  EntryList begun[most_ranks];
-  EntryList complete[most_ranks];
-  std::atomic<int> evaluations[most_ranks];
+  std::atomic<int64_t> last_step;  // that ranks may compute so far; 0: any
+  EntryList begun[most_members];
+  EntryList complete[most_members];
+  std::atomic<int> evaluations[most_members];
+  std::atomic<int> first_epoch[most_members];
 };
 
 class SharedRecord {
@@ -91,6 +95,11 @@ class SharedRecord {
 
 inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// This process among those of the job.
+inline int member_number(const World& world) {
+  return world.joining() ? std::stoi(process_environment()("SHOAL_JOIN").value()) : world.rank();
 }
 
 // Where in a step a rank is told to end.
@@ -158,7 +167,7 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
   };
   auto generator = at::detail::getDefaultCPUGenerator();
   std::vector<at::Tensor> generators;
-  for (int member = 0; member < most_ranks; ++member) {
+  for (int member = 0; member < most_members; ++member) {
     torch::manual_seed(seed_of_ranks + static_cast<uint64_t>(member));
     generators.push_back(generator.get_state());
   }
@@ -171,7 +180,7 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
     for (int rank = 0; rank < entry.ranks; ++rank) {
       const Entry* begun = nullptr;
       int member = 0;
-      for (int other = 0; other < most_ranks; ++other) {
+      for (int other = 0; other < most_members; ++other) {
         for (const auto& one : record.begun[other]) {
           if (one.step != step || one.generation != entry.generation || one.rank != rank) continue;
           begun = &one;
@@ -227,14 +236,13 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
 inline std::string train(const World& world, Record& record, int epochs, const std::vector<Death>& deaths = {},
                          const ElasticOptions& chosen = {}, const Trained& trained = {}) {
   alarm(30);  // a rank that hangs is ended by a signal, which the test sees
-  const int self = world.rank();
+  const int self = member_number(world);
   auto net = std::make_shared<Net>(trained.width);
   net->to_dtype(trained.module_dtype());
   const auto wrapped = wrap_as(trained, net, world.group());
   auto& optimizer = *wrapped.optimizer;
   DistributedSampler sampler(samples_of_epoch, world.group(), {.seed = 3});
   int64_t step = 1;  // the one that is computed
-  int64_t forwards = 0;
   const auto reached = [&](Moment moment) {
     for (const auto& death : deaths) {
       if (death.rank == self && death.moment == moment && death.step <= step) std::raise(SIGKILL);
@@ -260,9 +268,13 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   if (!options.on_change) options.on_change = [&](const ElasticChange&) { reached(Moment::after_recovery); };
   const auto made = wrapped.elastic(world, sampler, options);
   auto& elastic = *made;
+  step = elastic.steps() + 1;
+  // A newcomer gets the buffer; a short batch has fewer parts.
+  int64_t forwards = trained.micro_batches == 1 ? elastic.steps() : net->forwards.item<int64_t>();
   world.manual_seed(seed_of_ranks);
   ++record.started;
-  for (int epoch = 0; epoch < epochs; ++epoch) {
+  record.first_epoch[self] = static_cast<int>(elastic.first_epoch());
+  for (auto epoch = static_cast<int>(elastic.first_epoch()); epoch < epochs; ++epoch) {
     sampler.set_epoch(static_cast<size_t>(epoch));
     while (elastic.in_epoch()) {
       auto division = sampler;  // as a data loader has one
@@ -276,6 +288,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
           entry.ranks = world.size();
           entry.rank = world.rank();
           record.begun[self].add(entry);
+          while (record.last_step != 0 && step > record.last_step) usleep(200);
           reached(Moment::before_forward);
           try {
             for (size_t i = 0; i < parts.size(); ++i) {

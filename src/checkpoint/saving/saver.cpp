@@ -6,6 +6,8 @@
 #include <numeric>
 
 #include "checkpoint/saving/save_job.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
 
@@ -48,6 +50,13 @@ struct CheckpointSaver::State {
 CheckpointSaver::CheckpointSaver(const Group& group, std::filesystem::path root,
                                  const CheckpointSaverOptions& options) {
   options.validate();
+  const auto& world = *state_of(group)->world;
+  if (world.join.number && !world.watch) {
+    throw UsageError(
+        "a newcomer saves a checkpoint before the elastic job has admitted it, which would replace the job's: save "
+        "after "
+        "the constructor of Elastic, in the loop");
+  }
   agree(group, "checkpoint", {fmt::format("snapshot_mb {}", options.snapshot_mb)});
   state_ = std::make_unique<State>(group, std::move(root), options);
 }

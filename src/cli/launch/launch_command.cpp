@@ -1,13 +1,37 @@
+#include <fmt/format.h>
+
+#include <charconv>
 #include <chrono>
 #include <memory>
 #include <string>
+#include <system_error>
 
 #include "cli/commands.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
 #include "launch/launcher.h"
+#include "shoal/error.h"
 
 namespace shoal::cli {
+namespace {
+
+int to_count(const std::string& text, const std::string& whole) {
+  int count = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
+  if (error != std::errc() || end != text.data() + text.size() || count < 1) {
+    throw UsageError(fmt::format("--elastic {}: give MIN or MIN:MAX, numbers of ranks", whole));
+  }
+  return count;
+}
+
+void read_elastic(const std::string& text, LaunchOptions& options) {
+  if (text.empty()) return;
+  const auto colon = text.find(':');
+  options.min_ranks = to_count(text.substr(0, colon), text);
+  if (colon != std::string::npos) options.most_ranks = to_count(text.substr(colon + 1), text);
+}
+
+}  // namespace
 
 void add_launch_command(CLI::App& app, Action& chosen) {
   auto* command = app.add_subcommand("launch", "start N ranks of a program on this host");
@@ -31,14 +55,22 @@ void add_launch_command(CLI::App& app, Action& chosen) {
                       "folder for the flight recorders, which keep each rank's last collectives; see shoal flight");
   command->add_flag("--keep-going", options->keep_going,
                     "keep the other ranks running when a rank fails (decentralized training continues without it)");
-  command->add_option("--elastic", options->min_ranks,
-                      "keep the other ranks running while at least so many have not failed (a program with "
-                      "shoal::Elastic goes on without them)");
+  const auto elastic = std::make_shared<std::string>();
+  command
+      ->add_option(
+          "--elastic", *elastic,
+          "keep the other ranks running while at least MIN have not failed (a program with shoal::Elastic goes "
+          "on without them); with MAX, ranks may also join: in place of failed ones (--max-restarts), and one "
+          "more for each SIGUSR2 to this launcher")
+      ->type_name("MIN[:MAX]");
+  command->add_option("--max-restarts", options->max_restarts,
+                      "with --elastic MIN:MAX, start a rank in place of one that has failed, so often in all");
   const auto json = std::make_shared<std::string>();
   command->add_option("--json", *json,
                       "write ranks, exit code and seconds as JSON to this file at the end; - is standard output");
   command->add_option("program", options->command, "program and its arguments, after --")->required();
-  command->callback([options, json, &chosen] {
+  command->callback([options, elastic, json, &chosen] {
+    read_elastic(*elastic, *options);
     options->validate();
     require_writable_file("--json", *json);
     chosen = [options, json] {

@@ -94,6 +94,10 @@ int train_rank(const TrainOptions& options) {
   if (!options.flight_recorder.empty()) world_options.flight_recorder = options.flight_recorder;
   if (!options.trace.empty()) world_options.timeline = std::make_shared<Timeline>();
   const auto world = init(world_options);
+  if (world.joining()) {  // before it opens any file as rank 0
+    throw UsageError(
+        "shoal train cannot join a running job (SHOAL_JOIN): start it with shoal launch --elastic MIN, without MAX");
+  }
   const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
   stop_at_the_end_of_the_step();

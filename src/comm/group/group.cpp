@@ -105,6 +105,12 @@ Work issue(const Group& group, Call call) {
                     state->name, state->world->pid));
   }
   check(call, group.rank(), group.size());
+  if (state->world->withheld.load(std::memory_order_relaxed)) {
+    throw UsageError(
+        fmt::format("{} in a newcomer to an elastic job before its loop begins: the other ranks are in theirs, so call "
+                    "in_epoch() before, or step() without a sampler",
+                    call.describe()));
+  }
   if (const auto ended = state->progress->ended.text(); !ended.empty()) throw GroupEnded(ended);
   if (const auto& watch = state->world->watch; watch && watch->raised()) throw CommError(watch->why());
   const auto failure = state->progress->failure.text();

@@ -60,9 +60,7 @@ Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Pee
     throw UsageError(fmt::format("an elastic job has at most {} ranks, not {}", most_members, members.size()));
   }
   if (!memory_) throw UsageError("an elastic job needs memory that its ranks share, and this system gave none");
-  std::vector<ProcessId> processes;
   for (size_t member = 0; member < members.size(); ++member) {
-    processes.push_back(members[member].process);
     if (static_cast<int>(member) == self) continue;
     if (members[member].host != members[static_cast<size_t>(self)].host) {
       throw UsageError(fmt::format("rank {} is on another host: an elastic job runs on one host so far", member));
@@ -73,6 +71,27 @@ Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Pee
       throw UsageError(fmt::format("the memory of rank {} cannot be shared: {}", member, error.what()));
     }
   }
+  watch_exits();
+}
+
+Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former)
+    : memory_(std::move(memory)), self_(self), members_(members), pages_(members.size()) {
+  for (size_t member = 0; member < members.size(); ++member) {
+    if (static_cast<int>(member) == self) continue;
+    if (former != nullptr && member < former->pages_.size()) pages_[member] = former->pages_[member];
+    if (pages_[member] || members[member].page.descriptor < 0) continue;
+    try {
+      pages_[member] = memory_->peer(members[member].page);
+    } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): it counts as gone
+    }
+  }
+  if (former != nullptr) own_ = former->own_;
+  watch_exits();
+}
+
+void Board::watch_exits() {
+  std::vector<ProcessId> processes;
+  for (const auto& member : members_) processes.push_back(member.process);
   exits_ = std::make_unique<PeerExit>(processes, [memory = memory_] { memory->wake(); });
 }
 
@@ -113,7 +132,9 @@ void Board::leave() {
 }
 
 BoardEntry Board::entry(int member) const {
-  return member == self_ ? own_ : from_words(pages_[static_cast<size_t>(member)]->notice());
+  if (member == self_) return own_;
+  const auto& page = pages_[static_cast<size_t>(member)];
+  return page ? from_words(page->notice()) : BoardEntry{};
 }
 
 void Board::unmap(int member) {

@@ -32,6 +32,9 @@ class Board {
   // members: the processes by number of member. UsageError if one of them runs on another host or its memory cannot be
   // opened. rung: called on some thread when a member has ended.
   Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members);
+  // The same members and others, whose numbers may have gaps. A process that cannot be opened, because it has ended or
+  // shows nothing, counts as gone. former: this process's board so far; nullptr: it is a newcomer.
+  Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former);
 
   int self() const { return self_; }
   // These wake the other members.
@@ -48,7 +51,12 @@ class Board {
   int lost_with() const;
   // Whether a member has ended before it had done with the job.
   bool failed(int member) const;
-  bool gone(int member) const { return exits_->gone(static_cast<size_t>(member)); }
+  bool gone(int member) const {
+    return exits_->gone(static_cast<size_t>(member)) || (member != self_ && !pages_[static_cast<size_t>(member)]);
+  }
+  bool knows(int member) const {
+    return member == self_ || (static_cast<size_t>(member) < pages_.size() && pages_[static_cast<size_t>(member)]);
+  }
   const ProcessId& process(int member) const { return members_[static_cast<size_t>(member)].process; }
   // Returns the memory of a member that has ended to the system, except for what it shows.
   void unmap(int member);
@@ -61,6 +69,7 @@ class Board {
 
  private:
   void publish();
+  void watch_exits();
 
   std::shared_ptr<HostMemory> memory_;
   int self_;

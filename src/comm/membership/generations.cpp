@@ -32,19 +32,39 @@ MemberCard first_card(int ranks) {
   return {.number = first_generation, .members = std::move(members)};
 }
 
+std::vector<Peer> first_peers(const WorldState& state) {
+  return state.join.number ? state.join.board->peers() : state.meeting.peers;
+}
+
+std::shared_ptr<Board> first_board(const WorldState& state, const std::vector<Peer>& peers) {
+  if (state.join.number) return std::make_shared<Board>(state.memory, *state.join.number, peers, nullptr);
+  return std::make_shared<Board>(state.memory, state.placement.rank, peers);
+}
+
+Membership first_membership(const WorldState& state) {
+  if (state.join.number) return Membership(*state.join.number);
+  return {state.placement.rank, first_card(state.placement.size)};
+}
+
 }  // namespace
 
 Generations::Generations(const World& world)
     : cell_(cell_of(world)),
-      peers_(cell_->state->meeting.peers),
-      board_(std::make_shared<Board>(cell_->state->memory, world.rank(), peers_)),
-      membership_(world.rank(), first_card(world.size())) {
+      joins_(cell_->state->join.board),
+      knock_(*cell_->state),
+      peers_(first_peers(*cell_->state)),
+      board_(first_board(*cell_->state, peers_)),
+      membership_(first_membership(*cell_->state)) {
   auto& state = *cell_->state;
-  if (state.watch) throw UsageError("this world has an Elastic already");
   if (state.options.rejoin) throw UsageError("Elastic: a rank that rejoins cannot train with DistributedDataParallel");
-  state.liveness->wait_for_stopped();
-  watch_ = std::make_shared<GenerationWatch>(board_, first_generation, membership_.card().members);
-  board_->show(membership_.card());
+  const auto& card = membership_.card();
+  complete_ = card.members;
+  if (!knock_.number) {
+    state.liveness->wait_for_stopped();
+    if (joins_) joins_->enter(self(), peers_[static_cast<size_t>(self())]);
+    board_->show(card);
+  }
+  watch_ = std::make_shared<GenerationWatch>(board_, card.number, card.members);
   state.watch = watch_;
   state.memory->interrupt_by(watch_);
 }
@@ -54,7 +74,8 @@ Generations::~Generations() {
     new std::shared_ptr<Board>(board_);  // its thread is the parent's, and cannot be joined here
     return;
   }
-  board_->leave();
+  const bool fails = is_on_trial() && std::uncaught_exceptions() > 0;
+  is_newcomer() || fails ? resign() : board_->leave();
 }
 
 bool Generations::mends(const CommError& error) const {
@@ -75,9 +96,14 @@ void Generations::recover(int min_ranks) {
       // The store's client throws errors of libtorch if its server ends.
       const bool connection =
           dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const c10::Error*>(&error) != nullptr;
-      if (!connection && !watch_->raised()) throw;
+      const bool with_newcomers = !is_newcomer() && has_newcomers();
+      if (!connection && !watch_->raised() && !with_newcomers) throw;
       give_up(*cell_->state);
-      if (watch_->raised() || attempt < most_attempts) continue;
+      if (watch_->raised()) continue;
+      // Nobody else has failed with it, so the job does not try again with it.
+      if (with_newcomers && drop_newcomers(fmt::format("the ranks could not connect with it: {}", error.what())))
+        continue;
+      if (attempt < most_attempts) continue;
       throw JobLost(fmt::format("the {} ranks that are left could not connect in {} attempts: {}", card.members.size(),
                                 attempt, error.what()));
     }
@@ -102,7 +128,7 @@ void Generations::give_up(WorldState& world) {
   for (const auto& group : world.groups.living()) {
     const auto why =
         fmt::format("a group ended with generation {} of this elastic job; take world.group() again", number());
-    group->ended.set(why);
+    if (!group->ended.set(why)) continue;  // before, by admit()
     group->failure.set(why);
     group->transport->give_up(why);
     former_.push_back(group);
@@ -112,22 +138,37 @@ void Generations::give_up(WorldState& world) {
 MemberCard Generations::agree(int min_ranks) {
   const auto limit = std::chrono::seconds(cell_->state->options.timeout_seconds);
   const auto deadline = SteadyClock::now() + limit;
-  // Nobody else has begun another generation: this rank does, because its communication has failed.
-  if (!watch_->raised()) membership_.renew(board_->look());
+  const auto patience = SteadyClock::now() + patience_;
+  // Nobody has begun another generation: this rank does, because its communication has failed.
+  const bool begun = membership_.card().members.empty() || membership_.card().number > number();
+  if (!begun && !watch_->raised()) membership_.renew(look());
   while (true) {
     const auto seen = board_->bell();
     const auto before = membership_.card();
-    const auto standing = membership_.look(board_->look());
+    const auto standing = membership_.look(look());
     const auto& card = membership_.card();
-    require_enough(static_cast<int>(card.members.size()), min_ranks);
-    if (!(board_->entry(board_->self()).card == card)) board_->show(card);
-    if (standing == Membership::Standing::agreed && card.number > number()) return card;
-    // Without a majority this rank waits as well: it has only not noticed yet which members have ended.
+    if (is_newcomer()) require_job();
+    require_not_refused();
     if (standing == Membership::Standing::left_out) {
       throw JobLost("the other ranks of this elastic job go on without this one, which they take for dead");
     }
-    if (SteadyClock::now() > deadline) lose_late(card);
+    if (card.members.empty()) {
+      if (SteadyClock::now() > deadline) {
+        throw UsageError(
+            fmt::format("no rank of the job has admitted this newcomer within {} s: ranks admit between two "
+                        "calls of Elastic::step()",
+                        limit.count()));
+      }
+    } else {
+      require_enough(static_cast<int>(card.members.size()), min_ranks);
+      if (!(board_->entry(board_->self()).card == card)) board_->show(card);
+      if (standing == Membership::Standing::agreed && card.number > number()) return card;
+      // Without a majority this rank waits as well: it has only not noticed yet which members have ended.
+      if (SteadyClock::now() > patience) drop_late(card);
+      if (SteadyClock::now() > deadline) lose_late(card);
+    }
     if (before == card) board_->wait(seen);
+    if (card.members.empty() && cell_->state->options.while_waiting) cell_->state->options.while_waiting();
   }
 }
 
@@ -157,6 +198,7 @@ void Generations::make_world(const MemberCard& card) {
   const auto& former = *cell_->state;
   auto state = std::make_shared<WorldState>();
   state->options = former.options;
+  state->join = former.join;
   state->placement = former.placement;
   state->memory = former.memory;
   state->listen_address = loopback;
@@ -177,7 +219,8 @@ void Generations::make_world(const MemberCard& card) {
   if (placement.size > 1) connect_store(*state, card);
   state->liveness =
       std::make_unique<Liveness>(meeting, placement, state->memory, state->options.stopped_timeout_seconds);
-  state->liveness->wait_for_stopped();
+  // A newcomer that is stopped is not waited for; see complete().
+  if (newcomers_of(card.members).empty()) state->liveness->wait_for_stopped();
   count_local_ranks(*state);
   cell_->group = make_world_group(state);
 }

@@ -1,10 +1,15 @@
 #pragma once
-// Generations of an elastic job: the world is made anew, of those that live, each time a rank has ended.
+// Generations of an elastic job: the world is made anew, of those that live, each time a rank has ended or comes.
 
+#include <chrono>
+#include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
 
 #include "comm/membership/board.h"
+#include "comm/membership/join_board.h"
 #include "comm/membership/membership.h"
 #include "shoal/error.h"
 #include "shoal/world.h"
@@ -12,6 +17,7 @@
 namespace shoal {
 
 struct GroupProgress;
+struct WorldState;
 
 // Runs Membership with the board, and gives the copies of a World its new content. Not thread-safe: for the thread that
 // trains.
@@ -19,8 +25,11 @@ class Generations {
  public:
   // From now on, waits in the world's groups end at once when a rank has ended, and stopped ranks are waited for. The
   // world and its ranks are the first generation. UsageError where ranks do not share memory.
+  //
+  // In a newcomer: asks the job to join. It has no generation until recover() returns, and asks no more from its
+  // destructor on.
   explicit Generations(const World& world);
-  // This rank takes no more part.
+  // This rank takes no more part. One without the job's state is left out by the others.
   ~Generations();
   Generations(const Generations&) = delete;
   Generations& operator=(const Generations&) = delete;
@@ -34,10 +43,41 @@ class Generations {
   const MemberList& members() const { return watch_->members(); }
   int self() const { return board_->self(); }
 
+  // The table of the job's processes; nullptr: nobody can join.
+  JoinBoard* joins() const { return joins_.get(); }
+  // Whether this process does not have the job's state yet.
+  bool is_newcomer() const;
+  // Whether the present generation has ranks without the job's state.
+  bool has_newcomers() const { return !newcomers_of(members()).empty(); }
+  // Between two steps: begins a generation with the processes that ask to join. False: none does, and nothing has changed.
+  // True: recover() must follow. Refused are processes that cannot be reached, and more than there may be ranks.
+  // Collective over the members.
+  bool admit(int most_ranks);
+  // All ranks of the present generation have the job's state. on_trial: those that have not completed a step with the
+  // others yet, equal on all that have.
+  void complete(MemberList on_trial = {});
+  // They have.
+  void end_trial() { trial_.clear(); }
+  bool has_trial() const { return !trial_.empty(); }
+  bool is_on_trial() const;
+  // How long others wait for one that is on trial, or a newcomer, to show that it has seen a change of the ranks.
+  void set_patience(std::chrono::milliseconds patience) { patience_ = patience; }
+  // Members of the present generation that have come to the job.
+  MemberList have_come() const;
+  // After a failure that no rank's end explains: leaves newcomers and those on trial out of the next generation. True also
+  // if a rank has ended. False: another generation would not help, because there are none, or this is one.
+  bool drop_newcomers(const std::string& why);
+  // Leaves these out of the next generation.
+  void drop(const MemberList& newcomers, const std::string& why) { refuse(newcomers, why); }
+  // This process takes no part from now on, and the others go on at once.
+  void resign();
+
   // Gives up all groups of the world, agrees with the others that live on who goes on, and makes their world. Begins
   // again if one of them ends meanwhile. Afterwards no process that lives uses memory of the former groups. JobLost if
   // fewer than `min_ranks` are left, or if one that lives does not come within the world's timeout. Collective over
   // those that live.
+  //
+  // In a newcomer: waits for members to admit it, for the world's timeout. UsageError if they refuse it, or have ended.
   void recover(int min_ranks);
 
  private:
@@ -47,13 +87,40 @@ class Generations {
   void require_enough(int ranks, int min_ranks) const;
   [[noreturn]] void lose_late(const MemberCard& card) const;
   void make_world(const MemberCard& card);
+  std::map<int, MemberSight> look();
+  void learn_of_newcomers();
+  MemberList newcomers_of(const MemberList& members) const;
+  // Newcomers and members on trial, to which failures are put down.
+  MemberList suspects_of(const MemberList& members) const;
+  void refuse(const MemberList& newcomers, const std::string& why);
+  void drop_late(const MemberCard& card);
+  void require_job() const;
+  void require_not_refused() const;
+  void wait_for_the_first() const;
   void connect_store(WorldState& world, const MemberCard& card);
 
+  // Withdraws a newcomer's knock if the constructor fails.
+  struct Knock {
+    explicit Knock(const WorldState& state);
+    ~Knock();
+    Knock(const Knock&) = delete;
+    Knock& operator=(const Knock&) = delete;
+    std::shared_ptr<JoinBoard> board{};
+    std::optional<int> number{};  // nothing: this is no newcomer, or a member by now
+  };
+
   std::shared_ptr<WorldCell> cell_;
+  std::shared_ptr<JoinBoard> joins_;
+  Knock knock_;
   std::vector<Peer> peers_;  // by member
   std::shared_ptr<Board> board_;
   std::shared_ptr<GenerationWatch> watch_;  // of the present generation
   Membership membership_;
+  MemberList complete_;    // members that have had the job's state
+  MemberList trial_;       // those of them that have not completed a step
+  std::set<int> dropped_;  // newcomers that are left out
+  std::chrono::milliseconds patience_{10'000};
+  uint32_t changes_ = 0;                                // of the table, that peers_ has
   std::vector<std::shared_ptr<GroupProgress>> former_;  // groups that were given up
 };
 

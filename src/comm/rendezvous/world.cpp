@@ -33,7 +33,10 @@ std::string address_towards(const std::string& host, int port) {
   return own_address(socket).host();
 }
 
-std::unique_ptr<FlightRecorder> make_recorder(const WorldOptions& options, const Placement& placement) {
+// A newcomer has none: its group of one rank has nothing to record, and those that follow are not recorded on any rank.
+std::unique_ptr<FlightRecorder> make_recorder(const WorldOptions& options, const Placement& placement,
+                                              const JoinPlace& join) {
+  if (join.number) return nullptr;
   const auto folder =
       options.flight_recorder ? options.flight_recorder : process_environment()("SHOAL_FLIGHT_RECORDER");
   if (!folder) return nullptr;
@@ -97,6 +100,9 @@ int World::local_rank() const {
 int World::local_size() const {
   return cell_->state->local_size;
 }
+bool World::joining() const {
+  return cell_->state->join.number.has_value();
+}
 const std::string& World::source() const {
   return cell_->state->placement.source;
 }
@@ -120,7 +126,7 @@ void World::print_line(const std::string& line) {
 }
 
 void World::manual_seed(uint64_t seed) const {
-  at::manual_seed(seed + static_cast<uint64_t>(rank()));
+  at::manual_seed(seed + static_cast<uint64_t>(cell_->state->join.number.value_or(rank())));
 }
 
 namespace {
@@ -128,15 +134,17 @@ namespace {
 using Meet = std::function<Meeting(const Placement&, const PageAddress&)>;
 
 // The world of a process whose place in the job is known. meet: meets the other ranks.
-std::shared_ptr<WorldState> enter_world(const WorldOptions& options, Placement placement, const Meet& meet) {
+std::shared_ptr<WorldState> enter_world(const WorldOptions& options, Placement placement, const Meet& meet,
+                                        JoinPlace join = {}) {
   auto state = std::make_shared<WorldState>();
+  state->join = std::move(join);
   state->options = options;
   state->placement = std::move(placement);
   try {
     state->memory = std::make_shared<HostMemory>();
   } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport reports it on use
   }
-  state->recorder = make_recorder(options, state->placement);
+  state->recorder = make_recorder(options, state->placement, state->join);
   state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{});
   state->liveness =
       std::make_unique<Liveness>(state->meeting, state->placement, state->memory, options.stopped_timeout_seconds);
@@ -171,10 +179,25 @@ World init(const WorldOptions& options) {
   options.validate();
   quiet_c10d();
   const auto how = options.rejoin ? meet_again : meet;
-  auto state = enter_world(options, find_placement(options, process_environment()),
-                           [&](const Placement& placement, const PageAddress& page) {
-                             return how(placement, page, options.rendezvous_timeout_seconds);
-                           });
+  auto join = find_join(process_environment());
+  auto own_place = find_placement(options, process_environment());
+  if (join.number) {
+    if (options.rejoin) {
+      throw UsageError(
+          "rejoin: this process is a newcomer of an elastic job (SHOAL_JOIN), which joins by shoal::Elastic");
+    }
+    own_place.rank = 0;
+    own_place.size = 1;
+    own_place.source = JoinBoard::newcomer_variable;
+  } else if (join.board && join.board->first_ranks() != own_place.size) {
+    join = {};  // another world than the job's
+  }
+  auto state = enter_world(
+      options, std::move(own_place),
+      [&](const Placement& placement, const PageAddress& page) {
+        return how(placement, page, options.rendezvous_timeout_seconds);
+      },
+      std::move(join));
   if (state->placement.size > 1) {
     state->listen_address = address_towards(state->placement.address, state->placement.port);
   }

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -11,6 +12,7 @@
 #include "comm/agreement/activity.h"
 #include "comm/group/released_groups.h"
 #include "comm/membership/board.h"
+#include "comm/membership/join_board.h"
 #include "comm/rendezvous/liveness.h"
 #include "comm/rendezvous/rendezvous.h"
 #include "comm/telemetry/flight_recorder.h"
@@ -60,6 +62,8 @@ struct WorldState {
   std::shared_ptr<Progress> progress;  // of c10d backends; nullptr until one is made
   GroupList groups;
   std::shared_ptr<GenerationWatch> watch;  // of an elastic job; nullptr: a rank's failure ends the job
+  JoinPlace join{};                        // of an elastic job
+  std::atomic<bool> withheld = false;      // a newcomer's loop has not begun, where the other ranks communicate next
   int local_rank = 0;
   int local_size = 1;
 };

@@ -1,0 +1,203 @@
+// Admission of processes that come to an elastic job.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "comm/group/group_state.h"
+#include "comm/membership/generations.h"
+#include "comm/rendezvous/world_state.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+using SteadyClock = std::chrono::steady_clock;
+
+Generations::Knock::Knock(const WorldState& state) {
+  if (state.watch) throw UsageError("this world has an Elastic already");
+  if (!state.join.number) return;
+  if (!state.memory) throw UsageError("an elastic job needs memory that its ranks share, and this system gave none");
+  board = state.join.board;
+  board->knock(*state.join.number, state.meeting.peers.front());
+  number = state.join.number;
+}
+
+Generations::Knock::~Knock() {
+  if (number) board->withdraw(*number);
+}
+
+bool Generations::is_newcomer() const {
+  return !std::binary_search(complete_.begin(), complete_.end(), self());
+}
+
+MemberList Generations::newcomers_of(const MemberList& members) const {
+  MemberList list;
+  std::set_difference(members.begin(), members.end(), complete_.begin(), complete_.end(), std::back_inserter(list));
+  return list;
+}
+
+MemberList Generations::suspects_of(const MemberList& members) const {
+  auto list = newcomers_of(members);
+  std::set_intersection(members.begin(), members.end(), trial_.begin(), trial_.end(), std::back_inserter(list));
+  return list;
+}
+
+bool Generations::is_on_trial() const {
+  return std::binary_search(trial_.begin(), trial_.end(), self());
+}
+
+MemberList Generations::have_come() const {
+  MemberList list;
+  const auto come = [&](int member) { return joins_ && member >= joins_->first_ranks(); };
+  std::copy_if(members().begin(), members().end(), std::back_inserter(list), come);
+  return list;
+}
+
+// Looks again if a process has come meanwhile, whose number a card may have.
+std::map<int, MemberSight> Generations::look() {
+  std::map<int, MemberSight> sights;
+  do {
+    learn_of_newcomers();
+    sights = board_->look();
+  } while (joins_ && joins_->changes() != changes_);
+  for (auto& [member, sight] : sights) {
+    // Whoever drops one says so in the table, so that all go on without it.
+    const bool refused = joins_ && member >= joins_->first_ranks() && joins_->is_refused(member);
+    if (refused || dropped_.contains(member)) sight.state = MemberSight::State::gone;
+  }
+  return sights;
+}
+
+void Generations::learn_of_newcomers() {
+  if (!joins_ || joins_->changes() == changes_) return;
+  changes_ = joins_->changes();
+  auto peers = joins_->peers();
+  const auto known = std::min(peers.size(), peers_.size());
+  for (size_t member = 0; member < known; ++member) {
+    if (peers_[member].process.pid != 0) peers[member] = peers_[member];
+  }
+  if (peers.size() < peers_.size())
+    peers.insert(peers.end(), peers_.begin() + static_cast<int64_t>(known), peers_.end());
+  peers_ = std::move(peers);
+  // Another one, because threads that wait in the present generation read the former one.
+  board_ = std::make_shared<Board>(cell_->state->memory, self(), peers_, board_.get());
+}
+
+void Generations::refuse(const MemberList& newcomers, const std::string& why) {
+  for (const int member : newcomers) {
+    dropped_.insert(member);
+    if (joins_) joins_->refuse(member, why);
+  }
+}
+
+bool Generations::drop_newcomers(const std::string& why) {
+  // The failure may come of a death of which the kernel's report has not arrived yet.
+  const auto& now = members();
+  const bool death = std::any_of(now.begin(), now.end(), [&](int member) {
+    return member != self() && state_of(board_->process(member)) == ProcessState::gone;
+  });
+  if (death) return true;
+  const auto suspects = suspects_of(members());
+  if (is_newcomer() || is_on_trial() || suspects.empty()) return false;
+  refuse(suspects, why);
+  return true;
+}
+
+void Generations::drop_late(const MemberCard& card) {
+  if (is_newcomer() || is_on_trial()) return;
+  for (const int member : suspects_of(card.members)) {
+    if (!(board_->entry(member).card == card)) refuse({member}, "it did not answer: was it stopped?");
+  }
+}
+
+bool Generations::admit(int most_ranks) {
+  MemberList admitted;
+  const auto group = cell_->group;
+  if (joins_ && group.rank() == 0) {
+    learn_of_newcomers();
+    for (const int member : joins_->knocking()) {
+      if (dropped_.contains(member)) continue;
+      const bool reached = board_->knows(member) && !board_->gone(member);
+      const bool room = group.size() + static_cast<int>(admitted.size()) < most_ranks;
+      if (!reached) {
+        refuse({member}, "its memory cannot be opened, or it has ended");
+      } else if (!room) {
+        refuse({member}, fmt::format("its global batch is kept in {0} shares, so it has at most {0} ranks: give "
+                                     "ElasticOptions::shares more",
+                                     most_ranks));
+      } else if (joins_->claim(member)) {
+        admitted.push_back(member);
+      }
+    }
+  }
+  // Behind this, all members have come to the same place between two steps, and see the entries of those that come.
+  try {
+    const auto most = group.all_reduce(std::vector<double>{static_cast<double>(admitted.size())}, ReduceOp::max);
+    if (most[0] == 0) return false;
+  } catch (const CommError&) {
+    for (const int member : admitted) joins_->release(member);
+    throw;
+  }
+  if (group.rank() != 0) {
+    wait_for_the_first();
+    return true;
+  }
+  give_up(*cell_->state);  // before the card says so
+  membership_.admit(admitted, look());
+  board_->show(membership_.card());
+  return true;
+}
+
+// Its card says who comes. If it ends, the others recover without newcomers.
+void Generations::wait_for_the_first() const {
+  const auto deadline = SteadyClock::now() + std::chrono::seconds(cell_->state->options.timeout_seconds);
+  while (true) {
+    const auto seen = board_->bell();
+    if (watch_->raised() || SteadyClock::now() > deadline) return;
+    board_->wait(seen);
+  }
+}
+
+void Generations::complete(MemberList on_trial) {
+  complete_ = members();
+  trial_ = std::move(on_trial);
+  cell_->state->liveness->wait_for_stopped();
+  if (knock_.number) joins_->admitted(*std::exchange(knock_.number, std::nullopt));
+}
+
+// A card without members says that this process knows that it is left out.
+void Generations::resign() {
+  if (knock_.number) {
+    const bool claimed = !joins_->withdraw(*std::exchange(knock_.number, std::nullopt));
+    const auto limit = SteadyClock::now() + std::chrono::seconds(2);
+    while (claimed && membership_.card().members.empty() && SteadyClock::now() < limit) {
+      membership_.look(look());
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } else if (joins_ && self() >= joins_->first_ranks()) {
+    joins_->withdraw(self());
+  }
+  if (membership_.card().members.empty()) return;
+  auto latest = membership_.card().number;
+  for (const auto& [member, sight] : board_->look()) latest = std::max(latest, sight.card ? sight.card->number : 0);
+  board_->show({.number = latest + 1});
+}
+
+void Generations::require_not_refused() const {
+  if (!joins_ || self() < joins_->first_ranks() || !joins_->is_refused(self())) return;
+  throw UsageError("the job has refused this newcomer: " + joins_->refusal(self()));
+}
+
+void Generations::require_job() const {
+  require_not_refused();
+  const auto closed = joins_->why_closed();
+  if (!closed.empty()) throw UsageError("ranks cannot join this job: " + closed);
+  for (int member = 0; member < static_cast<int>(peers_.size()); ++member) {
+    if (member != self() && joins_->is_member(member) && !board_->gone(member) && !board_->entry(member).left) return;
+  }
+  throw UsageError("the job that this process was to join has ended");
+}
+
+}  // namespace shoal

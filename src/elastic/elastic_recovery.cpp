@@ -1,0 +1,162 @@
+// What ranks do when others have ended or come.
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+
+#include "checkpoint/folder.h"
+#include "elastic/elastic_state.h"
+#include "elastic/told.h"
+
+namespace shoal {
+
+using SteadyClock = std::chrono::steady_clock;
+
+namespace {
+
+// The sentence of a lost job, with its last checkpoint.
+std::string with_checkpoint(const std::string& lost, const std::string& folder) {
+  if (folder.empty()) return lost;
+  try {
+    if (!has_checkpoint(folder)) return fmt::format("{} ({} has none yet)", lost, folder);
+    return fmt::format("{} (the last checkpoint is {})", lost, find_checkpoint(folder).string());
+  } catch (const CheckpointError& error) {
+    return fmt::format("{} ({})", lost, error.what());
+  }
+}
+
+}  // namespace
+
+void Elastic::State::recover(const std::function<void()>* update) {
+  try {
+    go_on(update);
+  } catch (const JobLost& lost) {
+    throw JobLost(with_checkpoint(lost.what(), options.checkpoints));
+  }
+}
+
+void Elastic::State::go_on(const std::function<void()>* update) {
+  const auto begin = SteadyClock::now();
+  const auto former = world.group();
+  const auto members = generations->members();
+  const auto done_before = done;
+  const bool comes = generations->is_newcomer();
+  asked = false;
+  while (true) {
+    generations->recover(options.min_ranks);
+    try {
+      const auto newcomers = settle(update);
+      if (std::find(newcomers.begin(), newcomers.end(), true) != newcomers.end()) share(newcomers);
+      parts->regroup(world.group(), steps_before + done);
+      if (training != nullptr) training->follow(world.group());
+      generations->complete(trial);
+      begin_trial();
+      break;
+    } catch (const CommError& error) {
+      if (!generations->broken() && !generations->drop_newcomers(error.what())) throw;
+    } catch (const DisagreeError& error) {
+      if (!generations->drop_newcomers(error.what())) throw;
+    }
+  }
+  open_for_newcomers();
+  if (sampler != nullptr) {
+    outdated = true;
+    divide(epoch && *epoch == sampler->epoch() ? taken : 0);
+  }
+  if (comes) return;
+  ElasticChange change{.generation = generations->number(),
+                       .ranks = world.size(),
+                       .step = done,
+                       .finished_step = done > done_before,
+                       .seconds = std::chrono::duration<double>(SteadyClock::now() - begin).count()};
+  const auto& left = generations->members();
+  for (size_t rank = 0; rank < members.size(); ++rank) {
+    if (std::binary_search(left.begin(), left.end(), members[rank])) continue;
+    change.lost.push_back(static_cast<int>(rank));
+    change.lost_first.push_back(members[rank]);
+  }
+  std::set_difference(left.begin(), left.end(), members.begin(), members.end(), std::back_inserter(change.joined));
+  tell(change, options, world.rank(), former);
+}
+
+std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
+  const auto group = world.group();
+  const bool comes = generations->is_newcomer();
+  const auto own = at::tensor(
+      {done, static_cast<int64_t>(has_gradients), static_cast<int64_t>(comes), ended, static_cast<int64_t>(proven)},
+      at::kLong);
+  auto all = at::empty({group.size(), 5}, at::kLong);
+  group.all_gather(all.view({-1}), own, {-1, -1, "how far the ranks are"}).wait();
+  std::vector<bool> newcomers;
+  for (int rank = 0; rank < group.size(); ++rank) newcomers.push_back(all[rank][2].item<int64_t>() != 0);
+  const auto old = all.index({all.select(1, 2) == 0});
+  if (old.size(0) == 0) {
+    throw JobLost("all ranks that had the job's state have ended before they could give it to those that have joined");
+  }
+  most_ended = old.select(1, 3).max().item<int64_t>();
+  const auto furthest = old.select(1, 0).max().item<int64_t>();
+  const auto least = old.select(1, 0).min().item<int64_t>();
+  const bool all_can = old.select(1, 1).min().item<int64_t>() != 0;
+  const bool finishes = least == furthest && all_can && update != nullptr;
+  trial.clear();
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const bool passed = furthest > least || finishes || all[rank][4].item<int64_t>() != 0;
+    if (newcomers[static_cast<size_t>(rank)] || !passed)
+      trial.push_back(generations->members()[static_cast<size_t>(rank)]);
+  }
+  if (comes) {
+    ended = most_ended;
+    return newcomers;
+  }
+  const bool behind = done < furthest;
+  if (furthest - least > 1 || (behind && (!has_gradients || update == nullptr))) {
+    throw JobLost(
+        fmt::format("ranks have completed {} to {} steps, and cannot be brought to one: do all ranks call "
+                    "step() equally often?",
+                    least, furthest));
+  }
+  if (behind || finishes) {
+    finish(*update);
+  } else {
+    undo();
+  }
+  return newcomers;
+}
+
+bool Elastic::State::admit() {
+  asked = false;
+  const auto most = options.keep_global_batch > 0 ? batch.shares() : JoinBoard::most_members;
+  try {
+    if (!generations->admit(static_cast<int>(most))) return false;
+  } catch (const CommError& error) {
+    if (!generations->mends(error)) throw;
+  }
+  // A newcomer has no gradients, and zeros that zero_grad(false) has left would be gradients to an optimizer.
+  for (const auto& parameter : parts->module().parameters()) parameter.mutable_grad().reset();
+  recover(nullptr);
+  return true;
+}
+
+void Elastic::State::share(const std::vector<bool>& newcomers) {
+  const bool comes = generations->is_newcomer();
+  Position position{.done = done, .steps_before = steps_before, .taken = taken, .epoch = epoch};
+  if (sampler != nullptr) position.next_epoch = sampler->epoch();
+  admission.share(world.group(), newcomers, position);
+  if (!comes) return;
+  done = position.done;
+  steps_before = position.steps_before;
+  taken = position.taken;
+  epoch = position.epoch;
+  first_epoch = position.next_epoch;
+}
+
+void Elastic::State::open_for_newcomers() const {
+  auto* joins = generations->joins();
+  if (joins == nullptr || world.rank() != 0 || joins->description() || !joins->why_closed().empty()) return;
+  admission.publish(*joins);
+}
+
+}  // namespace shoal

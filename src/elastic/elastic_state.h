@@ -1,0 +1,105 @@
+#pragma once
+// State of an elastic training, and what its steps and recoveries do with it.
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "comm/membership/generations.h"
+#include "elastic/admission.h"
+#include "elastic/earlier_gradients.h"
+#include "elastic/elastic_parts.h"
+#include "elastic/global_batch.h"
+#include "elastic/step_copies.h"
+#include "shoal/elastic.h"
+
+namespace shoal {
+
+struct Elastic::State {
+  // of_registry: the training whose parts these are; nullptr: the caller made them. Collective; in a newcomer, over the
+  // ranks that it comes to.
+  State(const World& of, std::unique_ptr<ElasticParts> trained, DistributedSampler* divides,
+        const ElasticOptions& chosen, ElasticTraining* of_registry = nullptr);
+  ~State();
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  // elastic.cpp
+  void require_supported() const;
+  bool begin_epoch();
+  void divide(size_t from) { batch.divide(*sampler, from); }
+
+  // elastic_step.cpp
+  bool step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
+  void begin_step(int64_t count);
+  // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
+  void commit();
+  void finish(const std::function<void()>& update);
+  bool try_step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
+  void undo();
+
+  // elastic_trial.cpp: a newcomer is on trial until its first complete step. What fails until then is put down to it.
+  // In a newcomer, its groups communicate from here on.
+  void begin_loop();
+  // Compares what ranks may set for themselves. UsageError on all ranks; none has the step's gradients then.
+  void compare_in_trial();
+  // Learning rate of each param group, and minus it.
+  std::vector<double> rates() const;
+  void require_equal_rates(const std::vector<double>& own, const std::vector<double>& most);
+  bool is_one_of(const MemberList& members) const;
+  // Between steps, or when one has failed: whether newcomers are dropped, so that a recovery helps.
+  bool blame_newcomers(const std::string& why);
+  // Rethrows the present exception; on trial, this rank leaves the job, with a UsageError.
+  [[noreturn]] void rethrow_from_trial();
+  // For ranks whose job has given them its state.
+  void begin_trial();
+  void end_trial();
+
+  // elastic_recovery.cpp
+  // update: of the step that was cut off; nullptr outside of one.
+  void recover(const std::function<void()>* update);
+  void go_on(const std::function<void()>* update);
+  // Finishes the step if some rank may have finished it, which then all can; otherwise undoes it. Repeatable: a rank that
+  // has done so before another one died has what the others now decide on. Returns by rank who has come without the job's
+  // state.
+  std::vector<bool> settle(const std::function<void()>* update);
+  // Takes in the processes that ask to join, between two steps. False: there are none any more. Collective.
+  bool admit();
+  // Gives newcomers the job's state, or takes it.
+  void share(const std::vector<bool>& newcomers);
+  void open_for_newcomers() const;
+
+  World world;
+  std::unique_ptr<ElasticParts> parts;
+  ElasticTraining* training;
+  DistributedSampler* sampler;
+  ElasticOptions options;
+  int64_t steps_before;
+  StepCopies copies;
+  EarlierGradients earlier;
+  GlobalBatch batch;
+  Admission admission;
+  std::unique_ptr<Generations> generations;
+
+  int64_t done = 0;
+  int64_t samples = 0;         // of a share in the step
+  int64_t places = 0;          // of the epoch that the step takes
+  bool in_step = false;        // a step has begun and is neither finished nor undone
+  bool has_gradients = false;  // of the step, from all ranks
+  bool outdated = false;       // the loader's division is the former world's
+  bool asked = false;          // processes ask to join, as all ranks know
+  bool begun = true;           // this rank's loop, in a newcomer
+  size_t first_epoch = 0;
+  bool proven = true;         // this rank has completed a step with others; false: a newcomer
+  bool rates_differ = false;  // from rank to rank, as all ranks have found in this step
+  MemberList trial;           // members of the present generation that have not, as all ranks know
+  double step_seconds = 0;    // the longest complete step so far
+  int64_t ended = 0;          // calls of together() that this rank has ended
+  int64_t most_ended = 0;     // the most of all ranks, at the last recovery
+  size_t taken = 0;           // places of the epoch that complete steps have used
+  std::optional<size_t> epoch;
+};
+
+}  // namespace shoal

@@ -1,0 +1,121 @@
+// A step: gradients, commit, update.
+
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "elastic/elastic_state.h"
+
+namespace shoal {
+
+void Elastic::State::begin_step(int64_t count) {
+  if (sampler != nullptr) batch.require(count, *sampler, taken);
+  samples = count / batch.own_shares();
+  places = samples * batch.shares();
+  earlier.begin_step();
+  copies.take();
+  in_step = true;
+}
+
+void Elastic::State::commit() {
+  earlier.look();
+  bool map = false;
+  try {
+    map = parts->prepare_commit();
+  } catch (const UsageError&) {
+    if (!earlier.found()) throw;  // else all ranks are told what is wrong
+  }
+  has_gradients = !parts->sharded() && !earlier.found();
+  const auto count = static_cast<double>(samples);
+  const auto* joins = generations->joins();
+  const bool knock = joins != nullptr && joins->anyone_knocks();
+  std::vector<double> values{count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0};
+  const auto fixed = static_cast<int64_t>(values.size());
+  // A newcomer's schedule may be at another place than the others'.
+  const auto own_rates = generations->have_come().empty() ? std::vector<double>() : rates();
+  values.insert(values.end(), own_rates.begin(), own_rates.end());
+  const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "commit of the step"});
+  if (most[3] != 0) earlier.refuse();
+  if (sampler != nullptr && most[0] != -most[1]) {
+    throw UsageError(
+        fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
+                    "many, so give their loaders the same batch size",
+                    -most[1], most[0]));
+  }
+  require_equal_rates(own_rates, {most.begin() + fixed, most.end()});
+  parts->commit(most[2] != 0);
+  asked = most[4] != 0;
+}
+
+void Elastic::State::finish(const std::function<void()>& update) {
+  batch.end_step();
+  try {
+    update();
+  } catch (const CommError& error) {
+    throw UsageError(
+        fmt::format("Elastic: the update communicated, and cannot be finished after a death: communicate in the step's "
+                    "first function, or in together() ({})",
+                    error.what()));
+  }
+  in_step = has_gradients = false;
+  end_trial();
+  ++done;
+  taken += static_cast<size_t>(places);
+}
+
+void Elastic::State::undo() {
+  if (!in_step) return;
+  copies.restore();
+  batch.end_step();
+  if (!earlier.untouched()) {
+    for (const auto& parameter : parts->module().parameters()) parameter.mutable_grad().reset();
+  }
+  in_step = has_gradients = false;
+}
+
+bool Elastic::State::step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
+  if (outdated) return false;
+  begin_loop();
+  try {
+    if (asked && admit()) return false;
+    return try_step(count, compute, update);
+  } catch (...) {
+    rethrow_from_trial();
+  }
+}
+
+bool Elastic::State::try_step(int64_t count, const std::function<void()>& compute,
+                              const std::function<void()>& update) {
+  const auto before = done;
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    begin_step(count);
+    compute();
+    if (training != nullptr) training->prepare_step();
+    if (generations->has_trial()) compare_in_trial();
+    commit();
+  } catch (const CommError& error) {
+    if (!generations->mends(error)) throw;
+    blame_newcomers(error.what());
+    recover(&update);
+    if (earlier.found()) earlier.refuse();
+    return done > before;
+  } catch (const Error& error) {
+    batch.end_step();  // backwards outside of Elastic have their usual mean
+    const bool of_ranks = dynamic_cast<const UsageError*>(&error) || dynamic_cast<const DisagreeError*>(&error);
+    if (!of_ranks || !blame_newcomers(error.what())) throw;
+    recover(&update);
+    return done > before;
+  } catch (...) {
+    batch.end_step();
+    throw;
+  }
+  finish(update);
+  step_seconds =
+      std::max(step_seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  return true;
+}
+
+}  // namespace shoal

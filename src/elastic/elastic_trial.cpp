@@ -1,0 +1,127 @@
+// The first steps of a rank that has come to the job.
+
+#include <fmt/format.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "elastic/elastic_state.h"
+#include "optim/named_options.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+
+// For a newcomer to be where the others are, beside the time that their steps take.
+constexpr Milliseconds patience(10'000);
+
+// 0: the world's limit.
+void limit_waits(const Group& group, Milliseconds limit) {
+  auto& progress = *state_of(group)->progress;
+  progress.timeout_ms = limit.count();
+  if (progress.checks) progress.checks->progress->timeout_ms = limit.count();
+}
+
+}  // namespace
+
+void Elastic::State::begin_loop() {
+  begun = true;
+  cell_of(world)->state->withheld = false;
+}
+
+// A newcomer's own waits have the world's limit, because it cannot tell whether another one is late.
+void Elastic::State::begin_trial() {
+  const auto limit = patience + Milliseconds(static_cast<int64_t>(2000 * step_seconds));
+  generations->set_patience(limit);
+  const auto world_limit = std::chrono::seconds(cell_of(world)->state->options.timeout_seconds);
+  if (generations->has_trial() && proven) limit_waits(world.group(), std::min<Milliseconds>(limit, world_limit));
+}
+
+void Elastic::State::end_trial() {
+  if (!generations->has_trial()) return;
+  generations->end_trial();
+  proven = true;
+  limit_waits(world.group(), Milliseconds(0));
+}
+
+std::vector<double> Elastic::State::rates() const {
+  std::vector<double> list;
+  const auto* optimizer = parts->whole_optimizer();
+  if (optimizer == nullptr) return list;
+  for (const auto& group : optimizer->param_groups()) {
+    const auto named = named_options(group.options());
+    const double rate = named.contains("lr") && named["lr"].is_number() ? named["lr"].get<double>() : 0;
+    list.insert(list.end(), {rate, -rate});
+  }
+  return list;
+}
+
+bool Elastic::State::is_one_of(const MemberList& members) const {
+  return std::binary_search(members.begin(), members.end(), generations->self());
+}
+
+void Elastic::State::compare_in_trial() {
+  const auto own = rates();
+  std::vector<double> values{static_cast<double>(samples), -static_cast<double>(samples)};
+  values.insert(values.end(), own.begin(), own.end());
+  const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "first step of a newcomer"});
+  if (sampler != nullptr && most[0] != -most[1]) {
+    throw UsageError(fmt::format(
+        "Elastic: with a newcomer, ranks have {} to {} samples in one step, and this one has {}: a batch size "
+        "that follows from the number of ranks must not differ in a rank that comes",
+        -most[1], most[0], samples));
+  }
+  require_equal_rates(own, {most.begin() + 2, most.end()});
+}
+
+void Elastic::State::require_equal_rates(const std::vector<double>& own, const std::vector<double>& most) {
+  for (size_t i = 0; i + 1 < own.size(); i += 2) {
+    if (most[i] == -most[i + 1]) continue;
+    rates_differ = true;
+    throw UsageError(fmt::format(
+        "Elastic: ranks have learning rates from {} to {} in param group {}, and this one has {}: a newcomer "
+        "gets the job's at first, and its schedule must be brought to the job's position, for example by "
+        "schedule.set_position(elastic.steps())",
+        -most[i + 1], most[i], i / 2, own[i]));
+  }
+}
+
+// All ranks know of rates that differ; those of the first ranks count.
+bool Elastic::State::blame_newcomers(const std::string& why) {
+  if (rates_differ && !generations->has_trial()) {
+    const auto come = generations->have_come();
+    if (come.size() == generations->members().size() || is_one_of(come)) return false;
+    rates_differ = false;
+    generations->drop(come, why);
+    return true;
+  }
+  if (!generations->has_trial() || !generations->drop_newcomers(why)) return false;
+  rates_differ = false;
+  return true;
+}
+
+void Elastic::State::rethrow_from_trial() {
+  const auto come = generations->have_come();
+  const bool is_wrong = rates_differ && is_one_of(come) && come.size() < generations->members().size();
+  if (!generations->is_on_trial() && !is_wrong) throw;
+  generations->resign();
+  try {
+    throw;
+  } catch (const UsageError&) {
+    throw;
+  } catch (const JobLost&) {
+    throw;
+  } catch (const Error& error) {
+    throw UsageError(fmt::format(
+        "Elastic: this newcomer leaves the job, because it failed before its first step with the others was "
+        "complete: {}",
+        error.what()));
+  }
+}
+
+}  // namespace shoal

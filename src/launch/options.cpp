@@ -1,0 +1,38 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <string>
+#include <vector>
+
+#include "base/limits.h"
+#include "comm/membership/join_board.h"
+#include "launch/launcher.h"
+#include "shoal/error.h"
+
+namespace shoal {
+
+void LaunchOptions::validate() const {
+  std::vector<std::string> faults;
+  if (ranks < 1) faults.push_back(fmt::format("{} ranks: give at least 1", ranks));
+  if (ranks > max_ranks) faults.push_back(fmt::format("{} ranks: give at most {}", ranks, max_ranks));
+  if (command.empty() && !body) faults.emplace_back("no program to start");
+  if (!command.empty() && body) faults.emplace_back("a command and a body: give one of them");
+  if (min_ranks < 0 || min_ranks > ranks) {
+    faults.push_back(fmt::format("at least {} ranks of {}: give 1 to {}", min_ranks, ranks, ranks));
+  }
+  if (most_ranks != 0 && (most_ranks < ranks || most_ranks > JoinBoard::most_members || min_ranks == 0)) {
+    faults.push_back(fmt::format("up to {} ranks in an elastic job that begins with {}: give {} to {}, and the least",
+                                 most_ranks, ranks, ranks, JoinBoard::most_members));
+  }
+  if (most_ranks != 0 && body) faults.emplace_back("newcomers of an elastic job need a command, not a body");
+  if (max_restarts < 0 || (max_restarts > 0 && most_ranks == 0)) {
+    faults.push_back(fmt::format("{} restarts: give 0 or more, and --elastic MIN:MAX", max_restarts));
+  }
+  if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
+  if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));
+  if (!(grace_seconds >= 0)) faults.push_back(fmt::format("{} seconds of grace: give 0 or more", grace_seconds));
+  if (!(stop_seconds >= 0)) faults.push_back(fmt::format("{} seconds to stop in: give 0 or more", stop_seconds));
+  if (!faults.empty()) throw UsageError(fmt::format("launch: {}", fmt::join(faults, "; ")));
+}
+
+}  // namespace shoal

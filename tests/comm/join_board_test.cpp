@@ -1,0 +1,127 @@
+// The table in which newcomers of an elastic job and its members find each other.
+
+#include "comm/membership/join_board.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <map>
+
+#include "comm/rendezvous/rendezvous.h"
+#include "shoal/error.h"
+
+namespace shoal::join_board_test {
+namespace {
+
+Environment environment_of(const std::map<std::string, std::string>& variables) {
+  return [variables](const std::string& name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::nullopt : std::optional(found->second);
+  };
+}
+
+Peer own_peer() {
+  return {.host = host_identity(), .process = this_process(), .page = {getpid(), 5, 77}};
+}
+
+std::string refusal_of(const std::map<std::string, std::string>& variables) {
+  try {
+    find_join(environment_of(variables));
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(JoinBoard, ELA06_entries_are_seen_through_another_mapping) {
+  JoinBoard board("job/1", 2);
+  JoinBoard seen(board.address());
+  EXPECT_EQ(seen.job(), "job/1");
+  EXPECT_EQ(seen.first_ranks(), 2);
+  board.enter(0, own_peer());
+  EXPECT_FALSE(board.anyone_knocks());
+  seen.knock(3, own_peer());
+  EXPECT_TRUE(board.anyone_knocks());
+  EXPECT_EQ(board.knocking(), std::vector<int>({3}));
+  EXPECT_THROW(seen.knock(3, own_peer()), UsageError) << "a number is for one process";
+  EXPECT_THROW(seen.knock(JoinBoard::most_members, own_peer()), UsageError);
+  const auto peers = board.peers();
+  ASSERT_EQ(peers.size(), 4U);
+  EXPECT_EQ(peers[0].process.pid, getpid());
+  EXPECT_EQ(peers[1].process.pid, 0) << "has not come";
+  EXPECT_EQ(peers[3].page.nonce, 77U);
+  EXPECT_TRUE(board.claim(3));
+  EXPECT_TRUE(board.claim(3)) << "by another member, after the death of the first";
+  EXPECT_FALSE(seen.withdraw(3)) << "it is being admitted";
+  EXPECT_FALSE(board.anyone_knocks());
+  EXPECT_FALSE(board.claim(3));
+  board.refuse(2, "no room\n");
+  EXPECT_EQ(seen.refusal(2).substr(0, 7), "no room");
+}
+
+TEST(JoinBoard, ELA06_a_description_is_bounded) {
+  JoinBoard board("", 1);
+  JoinBoard seen(board.address());
+  EXPECT_FALSE(seen.description());
+  board.publish(std::string(JoinBoard::most_text + 1, 'x'));
+  EXPECT_FALSE(seen.description());
+  EXPECT_NE(seen.why_closed(), "");
+  JoinBoard other("", 1);
+  other.publish("a\nb\n");
+  other.publish("c\n");
+  EXPECT_EQ(JoinBoard(other.address()).description(), "a\nb\n");
+}
+
+TEST(JoinBoard, ELA06_an_address_that_leads_elsewhere_is_refused) {
+  const JoinBoard board("job", 1);
+  const auto address = board.address();
+  EXPECT_THROW(JoinBoard(std::string("nonsense")), UsageError);
+  EXPECT_THROW(JoinBoard("1 2"), UsageError);
+  EXPECT_THROW(JoinBoard("-5 2 3 job"), UsageError);
+  EXPECT_THROW(JoinBoard("999999999 2 3 job"), std::runtime_error);
+  const auto file = MemoryFile::create(4096);  // too small, and without a board
+  EXPECT_THROW(JoinBoard(std::to_string(getpid()) + " " + std::to_string(file.descriptor()) + " 0 job"),
+               std::runtime_error);
+  const auto empty = MemoryFile::create(4 << 20);
+  EXPECT_THROW(JoinBoard(std::to_string(getpid()) + " " + std::to_string(empty.descriptor()) + " 0 job"),
+               std::runtime_error);
+}
+
+TEST(JoinBoard, ELA06_a_newcomer_is_told_what_is_wrong_with_its_environment) {
+  const JoinBoard board("job", 2);
+  const auto address = board.address();
+  const auto good =
+      find_join(environment_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}, {"SHOAL_JOIN", "2 job"}}));
+  EXPECT_EQ(good.number, 2);
+  ASSERT_TRUE(good.board);
+  const auto member = find_join(environment_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}}));
+  EXPECT_FALSE(member.number);
+  EXPECT_TRUE(member.board);
+  for (const auto* text : {"x", "-3 job", "", "two job"}) {
+    if (*text == 0) continue;  // an Environment has no empty variables
+    EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}, {"SHOAL_JOIN", text}}).find("SHOAL_JOIN='"),
+              std::string::npos)
+        << text;
+  }
+  EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_JOIN", "2 job"}}).find("SHOAL_ELASTIC is not set"),
+            std::string::npos);
+  EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", "z"}, {"SHOAL_JOIN", "2 job"}}).find("no address"),
+            std::string::npos);
+  for (const auto* text : {"1 job", "1024 job"}) {
+    EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}, {"SHOAL_JOIN", text}}).find("2 to 1023"),
+              std::string::npos)
+        << text;
+  }
+}
+
+// A job that a rank of this one starts is another one.
+TEST(JoinBoard, ELA06_variables_of_an_enclosing_job_do_not_count) {
+  const JoinBoard board("job", 2);
+  const auto nested =
+      find_join(environment_of({{"SHOAL_JOB", "job/7"}, {"SHOAL_ELASTIC", board.address()}, {"SHOAL_JOIN", "2 job"}}));
+  EXPECT_FALSE(nested.number);
+  EXPECT_FALSE(nested.board);
+}
+
+}  // namespace
+}  // namespace shoal::join_board_test

@@ -1,0 +1,137 @@
+#pragma once
+// Jobs of a test that newcomers join: forked ranks, as of run_ranks(), and a table as a launcher holds it.
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "comm/membership/join_board.h"
+#include "tests/elastic/elastic_run.h"
+
+namespace shoal::test {
+
+class JoinJob {
+ public:
+  using Body = std::function<std::string(const World&)>;
+
+  // Starts the first ranks.
+  JoinJob(int ranks, const Body& body, const WorldOptions& options = {})
+      : board_("", ranks), port_(free_port()), next_(ranks) {
+    setenv(JoinBoard::variable, board_.address().c_str(), 1);
+    for (int rank = 0; rank < ranks; ++rank) {
+      auto own = options;
+      own.rank = rank;
+      own.size = ranks;
+      own.address = "127.0.0.1";
+      own.port = port_;
+      start(rank, body, own);
+    }
+  }
+  ~JoinJob() {
+    for (auto& [number, process] : processes_) {
+      if (process.pid > 0) ::kill(process.pid, SIGKILL);
+      if (process.pid > 0) waitpid(process.pid, nullptr, 0);
+    }
+    unsetenv(JoinBoard::variable);
+  }
+  JoinJob(const JoinJob&) = delete;
+  JoinJob& operator=(const JoinJob&) = delete;
+
+  JoinBoard& board() { return board_; }
+
+  // Starts a newcomer; returns its number.
+  int add(const Body& body, const WorldOptions& options = {}) {
+    const int number = next_++;
+    setenv(JoinBoard::newcomer_variable, std::to_string(number).c_str(), 1);
+    start(number, body, options);
+    unsetenv(JoinBoard::newcomer_variable);
+    return number;
+  }
+  // A number for an entry that the test makes itself.
+  int take_number() { return next_++; }
+  pid_t pid(int number) const { return processes_.at(number).pid; }
+  void signal(int number, int signal) const { ::kill(pid(number), signal); }
+
+  // Whether the newcomer asks to join, or is a member; false after 20 s.
+  bool comes_to_knock(int number) {
+    return comes_true([&] {
+      const auto list = board_.knocking();
+      return std::count(list.begin(), list.end(), number) > 0 || board_.is_member(number);
+    });
+  }
+  static bool comes_true(const std::function<bool()>& condition) {
+    for (int i = 0; i < 40'000; ++i) {
+      if (condition()) return true;
+      usleep(500);
+    }
+    return false;
+  }
+
+  // Waits until the process has ended.
+  RankEnded end_of(int number) {
+    auto& process = processes_.at(number);
+    RankEnded ended;
+    waitpid(process.pid, &ended.status, 0);
+    process.pid = -1;
+    char buffer[4096];
+    const auto length = read(process.pipe, buffer, sizeof buffer);
+    ended.text.assign(buffer, std::max<ssize_t>(0, length));
+    close(process.pipe);
+    return ended;
+  }
+
+ private:
+  struct Process {
+    pid_t pid = -1;
+    int pipe = -1;
+  };
+
+  void start(int number, const Body& body, WorldOptions options) {
+    int ends[2];
+    if (pipe(ends) != 0) std::abort();
+    const pid_t pid = fork();
+    if (pid == 0) {
+      std::string text;
+      try {
+        at::set_num_threads(1);
+        options.timeout_seconds = 60;
+        options.rendezvous_timeout_seconds = 60;
+        text = body(init(options));
+      } catch (const std::exception& error) {
+        text = fmt::format("error: {}", error.what());
+      }
+      [[maybe_unused]] const auto written = write(ends[1], text.data(), text.size());
+      std::_Exit(0);
+    }
+    close(ends[1]);
+    processes_[number] = {pid, ends[0]};
+  }
+
+  JoinBoard board_;
+  int port_;
+  int next_;
+  std::map<int, Process> processes_;
+};
+
+// What is wrong with a training that `judge` repeats, in a process of its own, because one that has run backward must not
+// fork.
+inline std::string judged(const Record& record, int epochs, bool in_rank_order = true, const Trained& trained = {}) {
+  const auto verdict =
+      run_ranks(1, [&](const World&) { return judge(record, epochs, in_rank_order, trained); }).front();
+  return WIFEXITED(verdict.status) ? verdict.text : "the judge has crashed";
+}
+
+// Numbers of ranks in the order of steps, without repetitions.
+inline std::vector<int> sizes_of(const Record& record) {
+  std::map<int64_t, int> by_step;
+  for (const auto& list : record.complete) {
+    for (const auto& entry : list) by_step[entry.step] = entry.ranks;
+  }
+  std::vector<int> sizes;
+  for (const auto& [step, ranks] : by_step) {
+    if (sizes.empty() || sizes.back() != ranks) sizes.push_back(ranks);
+  }
+  return sizes;
+}
+
+}  // namespace shoal::test
