@@ -56,7 +56,8 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
 
 Elastic::State::~State() {
   parts->before_backward(nullptr);
-  if (generations->is_on_trial() && !begun) generations->resign();
+  const bool copied = cell_of(world)->state->is_forked_copy();
+  if (!copied && generations->is_on_trial() && !begun) generations->resign();
 }
 
 void Elastic::State::require_supported() const {

@@ -59,6 +59,25 @@ TEST(JoinBoard, ELA06_entries_are_seen_through_another_mapping) {
   EXPECT_EQ(seen.refusal(2).substr(0, 7), "no room");
 }
 
+TEST(JoinBoard, ELA06_a_refusal_stays_whatever_the_newcomer_does_and_has_the_first_reason) {
+  JoinBoard board("job/1", 2);
+  board.knock(3, own_peer());
+  EXPECT_TRUE(board.claim(3));
+  board.refuse(3, "first");
+  board.refuse(3, "second");
+  board.admitted(3);
+  EXPECT_FALSE(board.is_member(3));
+  EXPECT_TRUE(board.withdraw(3));
+  EXPECT_TRUE(board.is_refused(3));
+  EXPECT_EQ(board.refusal(3), "first");
+  board.knock(4, own_peer());
+  EXPECT_TRUE(board.claim(4));
+  board.admitted(4);
+  EXPECT_TRUE(board.is_member(4));
+  board.withdraw(4);
+  EXPECT_FALSE(board.is_member(4)) << "it has left before its first step";
+}
+
 TEST(JoinBoard, ELA06_a_description_is_bounded) {
   JoinBoard board("", 1);
   JoinBoard seen(board.address());

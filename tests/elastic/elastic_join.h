@@ -99,6 +99,7 @@ class JoinJob {
         text = body(init(options));
       } catch (const std::exception& error) {
         text = fmt::format("error: {}", error.what());
+        fmt::print(stderr, "member {}: {}\n", number, text);  // for a test that fails before it waits for this process
       }
       [[maybe_unused]] const auto written = write(ends[1], text.data(), text.size());
       std::_Exit(0);

@@ -4,12 +4,14 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <filesystem>
 #include <numeric>
 #include <random>
 #include <set>
 
 #include "base/environment.h"
 #include "comm/rendezvous/rendezvous.h"
+#include "shoal/checkpoint.h"
 #include "shoal/schedules.h"
 #include "shoal/zero.h"
 #include "tests/elastic/elastic_join.h"
@@ -497,6 +499,28 @@ TEST(ElasticJoin, ELA06_a_newcomer_that_goes_wrong_before_its_first_complete_ste
     EXPECT_EQ(test::sizes_of(*record), std::vector<int>({3}));
     EXPECT_EQ(test::judged(*record, epochs), "");
   }
+}
+
+// Rank 0 of one would replace the job's checkpoint.
+TEST(ElasticJoin, ELA06_a_newcomer_does_not_save_before_it_is_admitted) {
+  const test::SharedRecord record;
+  const test::TempFolder folder;
+  const auto body = [&](const World& world) { return test::train(world, *record, 1); };
+  record->last_step = 2;
+  JoinJob job(2, body);
+  ASSERT_TRUE(reach(*record, {0, 1}, 2));
+  const auto ended = job.end_of(job.add([&](const World& world) -> std::string {
+    Parts parts(world);
+    torch::optim::Adam optimizer(parts.net->parameters(), torch::optim::AdamOptions(0.01));
+    TrainingState state(parts.parallel, optimizer);
+    save(folder.path() / "run", state);
+    return "it has saved";
+  }));
+  EXPECT_NE(ended.text.find("saves a checkpoint before the elastic job has admitted it"), std::string::npos)
+      << ended.text;
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "run"));
+  record->last_step = 0;
+  expect_good(job, {0, 1}, *record, 1);
 }
 
 // As a program does that loads weights at its start.
