@@ -93,9 +93,10 @@ void Generations::recover(int min_ranks) {
       make_world(card);
       return;
     } catch (const std::exception& error) {
-      // The store's client throws errors of libtorch if its server ends.
-      const bool connection =
-          dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const c10::Error*>(&error) != nullptr;
+      // The store's client throws errors of libtorch if its server ends, and a UsageError if that cuts its greeting off.
+      const bool connection = dynamic_cast<const CommError*>(&error) != nullptr ||
+                              dynamic_cast<const UsageError*>(&error) != nullptr ||
+                              dynamic_cast<const c10::Error*>(&error) != nullptr;
       const bool with_newcomers = !is_newcomer() && has_newcomers();
       if (!connection && !watch_->raised() && !with_newcomers) throw;
       give_up(*cell_->state);
