@@ -22,8 +22,9 @@ using SteadyClock = std::chrono::steady_clock;
 
 constexpr uint64_t first_generation = 1;
 constexpr const char* loopback = "127.0.0.1";
-// Its server listens before its port is told, so that only the server's end makes this longer than an instant.
-constexpr int store_seconds = 5;
+// Its server listens before its port is told, so that only the server's end makes this longer than an instant, or the name
+// service: libtorch's client asks it for the server's name, which takes 5 s where a query is lost.
+constexpr int store_seconds = 8;
 constexpr int most_attempts = 5;  // to connect the same ranks
 
 MemberCard first_card(int ranks) {
@@ -101,8 +102,9 @@ void Generations::recover(int min_ranks) {
       if (!connection && !watch_->raised() && !with_newcomers) throw;
       give_up(*cell_->state);
       if (watch_->raised()) continue;
-      // Nobody else has failed with it, so the job does not try again with it.
-      if (with_newcomers && drop_newcomers(fmt::format("the ranks could not connect with it: {}", error.what())))
+      // A newcomer that all others cannot connect with twice is left out.
+      if (with_newcomers && attempt > 1 &&
+          drop_newcomers(fmt::format("the ranks could not connect with it: {}", error.what())))
         continue;
       if (attempt < most_attempts) continue;
       throw JobLost(fmt::format("the {} ranks that are left could not connect in {} attempts: {}", card.members.size(),
