@@ -6,6 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    # Without AVX-512, oneDNN has no LSTM in bfloat16, and PyTorch raises an error under autocast. Its own kernels have one.
+    torch.backends.mkldnn.set_flags(False)
+
 
 class Block(nn.Module):
     def __init__(self, width, heads):
