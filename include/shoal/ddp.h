@@ -61,14 +61,6 @@ class DistributedDataParallelCore : public DataParallelCore {
   // Goes on in another group, whose ranks hold the same model, after `step` synchronising steps. The gradients of a step
   // that was not finished are dropped by the caller. Collective over `group` with a communication hook.
   void regroup(const Group& group, int64_t step);
-  // Names and tensors that all ranks hold alike: parameters, then buffers, without ignored ones.
-  std::vector<std::pair<std::string, at::Tensor>> tensors() const;
-  // Kind, name, dtype and shape of each of them, as ranks compare them.
-  std::vector<std::string> description_of_tensors() const;
-  // Order of gradients that buckets follow; empty: none was learnt. The second is for the next regroup(), and the same on
-  // all ranks.
-  std::vector<size_t> learnt_order() const;
-  void follow_order(const std::vector<size_t>& order);
   // The factor of this rank's gradients in the mean, from now on, unless backwards have weights; none: 1 / ranks.
   void set_share(std::optional<double> share);
   // Gives all ranks rank 0's buffers, as a forward does that synchronises. Collective.

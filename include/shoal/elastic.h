@@ -135,10 +135,10 @@ struct ElasticOptions {
 // `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
 // needs more memory, dropout draws other numbers, and a batch norm normalises over more samples.
 //
-// Ranks may come, with DistributedDataParallel and an optimizer that is whole on each rank: `shoal launch --elastic
-// MIN:MAX` starts lost ranks again and takes more. Such a process runs the same program; world.joining() is true in it. It
-// constructs model, wrapper, optimizer, schedule and sampler alone, as a world of one rank, without the former ranks'
-// checkpoint. The constructor of Elastic waits until the others are between two steps, and gives it their parameters,
+// Ranks may come: `shoal launch --elastic MIN:MAX` starts lost ranks again and takes more. Such a process runs the same
+// program; world.joining() is true in it. It constructs model, wrapper, optimizer, schedule and sampler alone, as a world of
+// one rank, without the former ranks' checkpoint; so it holds whole parameters and optimizer state until it has joined, with
+// a sharded strategy, too. The constructor of Elastic waits until the others are between two steps, and gives it their parameters,
 // buffers, optimizer state, learning rates, loss scale and place in the epoch; then the ranks change as after a death, and
 // step() returns false on the others. In the loop:
 // - for (size_t epoch = elastic.first_epoch(); ...), which is 0 in a job's first ranks; UsageError in a newcomer that begins
@@ -152,8 +152,8 @@ struct ElasticOptions {
 // - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors, or begins
 //   anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
 // A newcomer that does not fit the job (model, optimizer and its options, transport, wrapper's options, sampler) gets a
-// UsageError that lists what differs, and so does one of a job that cannot be joined: a sharded optimizer, a training of
-// the registry, optimizer state that is not registered, float16 without ElasticOptions::scaler. The job does not notice
+// UsageError that lists what differs, and so does one of a job that cannot be joined: a sharded optimizer over sockets,
+// optimizer state that is not registered, a hook with memory of its own, float16 without a loss scaler. The job does not notice
 // it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError
 // whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again. A newcomer that
 // fails is not tried again.
@@ -245,6 +245,9 @@ class Elastic {
   // the ranks that are left.
   void recover();
 
+  // A newcomer's loop begins: for one that communicates, in together(), before its first in_epoch() or step(), as the others
+  // do when the ranks have changed. Elsewhere it does nothing.
+  void begin_loop();
   // The epoch with which this rank's loop over epochs begins: 0, or the job's present one in a process that has come to it.
   size_t first_epoch() const;
   int64_t steps() const;        // complete steps of the job since its beginning

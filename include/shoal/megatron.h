@@ -69,6 +69,8 @@ struct ParameterRange {
 };
 
 class CheckpointSource;
+class Reducer;
+struct ModuleTensors;
 
 // Type-independent part of DistributedOptimizer. Use DistributedOptimizer.
 class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
@@ -137,7 +139,9 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   void regroup(const Group& group, int64_t step);
   // Called before the first gradient of each backward; nullptr: nothing.
   void before_backward(std::function<void()> listener);
-  int64_t synchronising_steps() const;
+  // The single chunk's: gradients, parameters and buffers, module.
+  Reducer& reducer() const;
+  ModuleTensors tensors() const;
   const Modules& modules() const;
 
  private:

@@ -58,6 +58,7 @@ class GradScaler {
   // the range of float32 and above min_scale.
   void update(bool found_inf_anywhere);
 
+  const GradScalerOptions& options() const { return options_; }
   GradScalerState state() const { return state_; }
   // Restores the state. Throws UsageError for a scale that is not positive and finite and for negative counts.
   void load(const GradScalerState& state);

@@ -209,6 +209,7 @@ class TrainingCore : public ElasticTraining {
   // For Elastic.
   void require_elastic() override;
   void follow(const Group& group) override;
+  std::vector<std::string> description() const override;
   // For replan(). open_scope: a scope that refers to this training and has not ended, "no_sync()"; empty: none.
   // updates_in_backward: backward has used the gradients that grad() shows.
   virtual std::string open_scope() const { return {}; }

@@ -85,9 +85,9 @@ class OSSCore : public ShardedOptimizerBase {
 
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
-  // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete.
-  // If it fails, it may be called again with a further group. Collective over `group`.
-  void regroup(const Group& group);
+  // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete,
+  // after `step` steps. If it fails, it may be called again with a further group. Collective over `group`.
+  void regroup(const Group& group, int64_t step);
 
   struct State;
 

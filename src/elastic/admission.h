@@ -1,17 +1,14 @@
 #pragma once
-// What a process that comes to an elastic job must have in common with it, and what it gets of it.
+// What a process that comes to an elastic job gets of it.
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "comm/membership/join_board.h"
 #include "elastic/elastic_parts.h"
 #include "elastic/global_batch.h"
-#include "shoal/data.h"
-#include "shoal/detail/optimizer_state.h"
+#include "elastic/join_terms.h"
 #include "shoal/elastic.h"
 
 namespace shoal {
@@ -25,39 +22,27 @@ struct Position {
   size_t next_epoch = 0;          // the sampler's
 };
 
-// For DistributedDataParallel with an optimizer that is whole on each rank. A newcomer compares itself with the job before
-// it asks to join, so that one that does not fit ends alone, and once more with what it gets, as options may have changed
-// meanwhile.
+// Gives newcomers the job's state, which a lone process takes before it is made one of the job's ranks.
 class Admission {
  public:
-  // The arguments must outlive this object. sampler: nullptr: there is none.
-  Admission(ElasticParts& parts, const DistributedSampler* sampler, const ElasticOptions& options, GlobalBatch& batch,
-            const std::string& transport, bool of_registry);
-
-  // Says in the job's table what newcomers must have in common with this member, or why none can join.
-  void publish(JoinBoard& board) const;
-  // In a newcomer: waits for what members have said, and compares it with this process. Calls while_waiting about every 10
-  // ms. UsageError that lists what differs, or says why nobody can join.
-  void require_alike(JoinBoard& board, int timeout_seconds, const std::function<void()>& while_waiting) const;
+  // The arguments must outlive this object.
+  Admission(ElasticParts& parts, const JoinTerms& terms, const ElasticOptions& options, GlobalBatch& batch);
 
   // Gives the newcomers among the ranks, in rank order, the state of rank 0, which is no newcomer, and `position`.
   // Collective. UsageError in a newcomer whose options differ; CommError on all other ranks if the state cannot be given.
   void share(const Group& group, const std::vector<bool>& newcomers, Position& position) const;
 
  private:
-  std::string why_closed() const;
-  std::vector<std::string> description() const;
-  void require_alike(const std::string& job) const;
-  std::string state_text(const Position& position, const OptimizerState& whole) const;
+  std::string state_text(const Position& position) const;
   std::vector<at::Tensor> plain_tensors() const;
+  std::vector<size_t> learnt_order() const;
+  void follow_order(const std::vector<size_t>& order) const;
   void take(const std::string& text, const Group& group, Position& position) const;
 
   ElasticParts& parts_;
-  const DistributedSampler* sampler_;
+  const JoinTerms& terms_;
   const ElasticOptions& options_;
   GlobalBatch& batch_;
-  std::string transport_;
-  bool of_registry_;
 };
 
 }  // namespace shoal

@@ -22,7 +22,8 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
       copies(parts->module()),
       earlier(*parts),
       batch(world, options.keep_global_batch, options.shares, *parts, copies),
-      admission(*parts, sampler, options, batch, cell_of(world)->state->options.transport, training != nullptr) {
+      terms(*parts, sampler, options, training, cell_of(world)->state->options.transport),
+      admission(*parts, terms, options, batch) {
   const auto& join = cell_of(world)->state->join;
   if (join.number) {
     auto checked = options;  // but for the global batch, which is the job's
@@ -36,7 +37,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
   require_supported();
   if (join.number) {
     const auto& waits = cell_of(world)->state->options;
-    admission.require_alike(*join.board, waits.timeout_seconds, waits.while_waiting);
+    terms.require_alike(*join.board, waits.timeout_seconds, waits.while_waiting);
   } else {
     agree(world.group(), "Elastic",
           {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler",
@@ -164,12 +165,16 @@ void Elastic::recover_or_leave(const std::string& why) {
   }
 }
 
+void Elastic::begin_loop() {
+  state_->begin_loop();
+}
+
 void Elastic::require_begun() const {
   if (state_->begun) return;
   state_->generations->resign();
   throw UsageError(
       "Elastic: this newcomer calls together() before the other ranks come by there: they are in the loop, so call "
-      "in_epoch() first, or step() without a sampler");
+      "in_epoch() first, or step() without a sampler, or begin_loop() if they do call together() when the ranks change");
 }
 
 void Elastic::end_together() {

@@ -7,6 +7,9 @@
 #include <typeinfo>
 #include <utility>
 
+#include "engine/sharded/sharded_state.h"
+#include "engine/wrapper/data_parallel_state.h"
+#include "optim/state.h"
 #include "shoal/error.h"
 #include "shoal/fsdp.h"
 #include "shoal/shard_gossip.h"
@@ -22,47 +25,51 @@ void require_group_of(const World& world, const Group& group) {
 
 class Wrapped : public ElasticParts {
  public:
-  Wrapped(DataParallelCore& parallel, ShardedOptimizerBase* sharded) : ElasticParts(sharded), parallel_(parallel) {}
+  Wrapped(DataParallelCore& parallel, torch::optim::Optimizer& optimizer, ShardedOptimizerBase* sharded)
+      : ElasticParts(sharded), parallel_(parallel), optimizer_(optimizer) {}
 
   torch::nn::Module& module() const override { return *parallel_.module(); }
   int64_t step() const override { return parallel_.step(); }
   void before_backward(std::function<void()> listener) override { parallel_.before_backward(std::move(listener)); }
   NoSync no_sync(bool accumulate) override { return parallel_.no_sync(accumulate); }
+  torch::optim::Optimizer& optimizer() const override { return optimizer_; }
+  Reducer& reducer() const override { return reducer_of(parallel_); }
+  ModuleTensors tensors() const override { return tensors_of(parallel_); }
+  LoggingData logging_data() const override { return parallel_.logging_data(); }
 
  private:
   DataParallelCore& parallel_;
+  torch::optim::Optimizer& optimizer_;
 };
 
 // An optimizer that is whole on each rank, or OSS.
 class WithDDP : public Wrapped {
  public:
   WithDDP(DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
-      : Wrapped(parallel, oss), parallel_(parallel), optimizer_(optimizer), oss_(oss) {
+      : Wrapped(parallel, optimizer, oss), parallel_(parallel), oss_(oss) {
     parallel.require_regroupable();
     parallel.check_optimizer(optimizer);
     if (oss_ != nullptr) oss_->require_regroupable();
   }
   DistributedDataParallelCore* replicated() const override { return oss_ != nullptr ? nullptr : &parallel_; }
-  torch::optim::Optimizer* whole_optimizer() const override { return oss_ != nullptr ? nullptr : &optimizer_; }
   void regroup(const Group& group, int64_t step) override {
-    if (oss_ != nullptr) oss_->regroup(group);
+    if (oss_ != nullptr) oss_->regroup(group, step);
     parallel_.regroup(group, step);
   }
 
  private:
   DistributedDataParallelCore& parallel_;
-  torch::optim::Optimizer& optimizer_;
   OSSCore* oss_;
 };
 
 class WithShardedDDP : public Wrapped {
  public:
   WithShardedDDP(ShardedDataParallelCore& parallel, OSSCore& oss)
-      : Wrapped(parallel, &oss), parallel_(parallel), oss_(oss) {
+      : Wrapped(parallel, oss, &oss), parallel_(parallel), oss_(oss) {
     oss.require_regroupable();
   }
   void regroup(const Group& group, int64_t step) override {
-    oss_.regroup(group);
+    oss_.regroup(group, step);
     parallel_.regroup(step);
   }
 
@@ -74,7 +81,7 @@ class WithShardedDDP : public Wrapped {
 class WithFSDP : public Wrapped {
  public:
   WithFSDP(FullyShardedCore& parallel, FullyShardedOptimizerCore& optimizer)
-      : Wrapped(parallel, &optimizer), parallel_(parallel), optimizer_(optimizer) {
+      : Wrapped(parallel, optimizer, &optimizer), parallel_(parallel), optimizer_(optimizer) {
     parallel.require_regroupable();
     optimizer.require_regroupable(parallel);
   }
@@ -94,9 +101,13 @@ class Megatron : public ElasticParts {
     optimizer.require_regroupable();
   }
   torch::nn::Module& module() const override { return *optimizer_.modules().front(); }
-  int64_t step() const override { return optimizer_.synchronising_steps(); }
+  int64_t step() const override { return optimizer_.reducer().step(); }
   void before_backward(std::function<void()> listener) override { optimizer_.before_backward(std::move(listener)); }
   NoSync no_sync(bool accumulate) override { return optimizer_.no_sync(accumulate); }
+  torch::optim::Optimizer& optimizer() const override { return optimizer_; }
+  Reducer& reducer() const override { return optimizer_.reducer(); }
+  ModuleTensors tensors() const override { return optimizer_.tensors(); }
+  LoggingData logging_data() const override { return optimizer_.logging_data(); }
   bool stands_for_gradient(const at::Tensor& parameter) const override {
     return optimizer_.has_buffered_gradient(parameter);
   }
@@ -149,6 +160,28 @@ bool ElasticParts::prepare_commit() {
 
 void ElasticParts::commit(bool map) {
   if (sharded_ != nullptr) sharded_->commit(map);
+}
+
+void ElasticParts::visit_state(
+    const std::function<void(const std::string& name, const NamedState& state)>& visit) const {
+  if (sharded_ != nullptr) return sharded_->visit_state(module(), visit);
+  const auto& states = optimizer().state();
+  for (const auto& piece : pieces_of(optimizer(), module())) {
+    const auto found = states.find(piece.updated.unsafeGetTensorImpl());
+    visit(piece.name, found != states.end() ? named_state(*found->second) : NamedState());
+  }
+}
+
+void ElasticParts::take_state(const OptimizerState& whole) const {
+  sharded_ != nullptr ? sharded_->take_state(module(), whole) : load_optimizer_state(optimizer(), module(), whole);
+}
+
+std::vector<std::string> ElasticParts::description() const {
+  return sharded_ != nullptr ? sharded_->description() : std::vector<std::string>();
+}
+
+bool ElasticParts::has_scaler() const {
+  return sharded_ != nullptr && sharded_->has_scaler();
 }
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,

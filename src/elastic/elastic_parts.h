@@ -6,11 +6,16 @@
 
 #include <functional>
 #include <memory>
+#include <string>
+#include <vector>
 
+#include "engine/reducer/reducer.h"
+#include "module/walk.h"
 #include "shoal/ddp.h"
 #include "shoal/detail/elastic_training.h"
 #include "shoal/detail/sharded_optimizer.h"
 #include "shoal/megatron.h"
+#include "shoal/telemetry.h"
 #include "shoal/world.h"
 
 namespace shoal {
@@ -29,10 +34,13 @@ class ElasticParts {
   // Called before the first gradient of each backward; nullptr: nothing.
   virtual void before_backward(std::function<void()> listener) = 0;
   virtual NoSync no_sync(bool accumulate) = 0;
+  virtual torch::optim::Optimizer& optimizer() const = 0;
+  virtual Reducer& reducer() const = 0;
+  // Parameters and buffers that all ranks hold alike.
+  virtual ModuleTensors tensors() const = 0;
+  virtual LoggingData logging_data() const = 0;
   // The wrapper if each rank is whole; otherwise nullptr.
   virtual DistributedDataParallelCore* replicated() const { return nullptr; }
-  // Its optimizer; nullptr where replicated() is.
-  virtual torch::optim::Optimizer* whole_optimizer() const { return nullptr; }
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.
   virtual bool stands_for_gradient(const at::Tensor& /*parameter*/) const { return false; }
   // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.
@@ -46,6 +54,16 @@ class ElasticParts {
   // Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
   bool prepare_commit();
   void commit(bool map);
+
+  // Between two steps: the optimizer's state by parameter, whoever owns it, one after the other. Tensors may be shared with
+  // the state.
+  void visit_state(const std::function<void(const std::string& name, const NamedState& state)>& visit) const;
+  // In a process that comes to the job: takes all of that. UsageError for state that does not fit.
+  void take_state(const OptimizerState& whole) const;
+  // Options of a sharded optimizer that ranks must have in common.
+  std::vector<std::string> description() const;
+  // Whether the optimizer has a loss scaler of its own.
+  bool has_scaler() const;
 
  private:
   ShardedOptimizerBase* sharded_;

@@ -64,6 +64,7 @@ void Elastic::State::go_on(const std::function<void()>* update) {
   open_for_newcomers();
   if (sampler != nullptr) {
     outdated = true;
+    if (comes) sampler->set_epoch(first_epoch);
     divide(epoch && *epoch == sampler->epoch() ? taken : 0);
   }
   if (comes) return;
@@ -156,7 +157,7 @@ void Elastic::State::share(const std::vector<bool>& newcomers) {
 void Elastic::State::open_for_newcomers() const {
   auto* joins = generations->joins();
   if (joins == nullptr || world.rank() != 0 || joins->description() || !joins->why_closed().empty()) return;
-  admission.publish(*joins);
+  terms.publish(*joins);
 }
 
 }  // namespace shoal

@@ -80,6 +80,7 @@ struct Elastic::State {
   StepCopies copies;
   EarlierGradients earlier;
   GlobalBatch batch;
+  JoinTerms terms;
   Admission admission;
   std::unique_ptr<Generations> generations;
 

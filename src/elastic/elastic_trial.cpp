@@ -51,9 +51,7 @@ void Elastic::State::end_trial() {
 
 std::vector<double> Elastic::State::rates() const {
   std::vector<double> list;
-  const auto* optimizer = parts->whole_optimizer();
-  if (optimizer == nullptr) return list;
-  for (const auto& group : optimizer->param_groups()) {
+  for (const auto& group : parts->optimizer().param_groups()) {
     const auto named = named_options(group.options());
     const double rate = named.contains("lr") && named["lr"].is_number() ? named["lr"].get<double>() : 0;
     list.insert(list.end(), {rate, -rate});

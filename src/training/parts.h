@@ -24,6 +24,7 @@ class ScaledTraining : public TrainingCore {
     if (precision_.scaler) scaler_.emplace(*precision_.scaler);
   }
   at::Tensor scale_loss(const at::Tensor& loss) const override { return scaler_ ? scaler_->scale(loss) : loss; }
+  GradScaler* loss_scaler() override { return scaler_ ? &*scaler_ : nullptr; }
 
  protected:
   TrainingState scaled(TrainingState state) {

@@ -5,6 +5,7 @@
 
 #include "checkpoint/on_all_ranks.h"
 #include "engine/paging/operator_watch.h"
+#include "engine/wrapper/logging.h"
 #include "shoal/zero.h"
 #include "training/parts.h"
 
@@ -73,6 +74,11 @@ void TrainingCore::follow(const Group& group) {
   auto parts = *parts_;
   parts.group = group;
   parts_ = std::make_shared<const TrainingParts>(std::move(parts));
+}
+
+std::vector<std::string> TrainingCore::description() const {
+  return {"strategy of the registry: " + strategy_.name, fmt::format("clip_grad: {}", clip_grad_),
+          fmt::format("precision: {}", in_words(precision_))};
 }
 
 void TrainingCore::lacks(const std::string& what) const {

@@ -1,9 +1,14 @@
 #pragma once
 // Jobs of a test that newcomers join: forked ranks, as of run_ranks(), and a table as a launcher holds it.
 
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "comm/membership/join_board.h"
 #include "tests/elastic/elastic_run.h"
@@ -134,5 +139,63 @@ inline std::vector<int> sizes_of(const Record& record) {
   }
   return sizes;
 }
+
+// Until all of these have seen step `step` complete.
+inline bool reach(const Record& record, const std::vector<int>& members, int64_t step) {
+  return JoinJob::comes_true([&] {
+    return std::all_of(members.begin(), members.end(), [&](int member) {
+      const auto& list = record.complete[member];
+      return !list.empty() && (list.end() - 1)->step >= step;
+    });
+  });
+}
+
+inline void expect_good(JoinJob& job, const std::vector<int>& members, const Record& record, int epochs) {
+  for (const int member : members) {
+    const auto ended = job.end_of(member);
+    EXPECT_TRUE(WIFEXITED(ended.status)) << "member " << member << " hung or crashed: " << ended.status;
+    EXPECT_EQ(ended.text, "") << "member " << member;
+    EXPECT_EQ(record.evaluations[member].load(), epochs - record.first_epoch[member].load()) << "member " << member;
+  }
+}
+
+inline void change_from_4_to_3_to_4_to_2_to_6(const WorldOptions& options, const Trained& trained = {}) {
+  constexpr int epochs = 6;
+  const SharedRecord record;
+  const auto body = [&](const World& world) { return train(world, *record, epochs, {}, {}, trained); };
+  record->last_step = 5;
+  JoinJob job(4, body, options);
+  ASSERT_TRUE(reach(*record, {0, 1, 2, 3}, 5));
+  job.signal(1, SIGKILL);
+  record->last_step = 10;
+  ASSERT_TRUE(reach(*record, {0, 2, 3}, 10));
+  const int first = job.add(body, options);
+  ASSERT_TRUE(job.comes_to_knock(first));
+  record->last_step = 15;
+  ASSERT_TRUE(reach(*record, {0, 2, 3, first}, 15));
+  job.signal(0, SIGKILL);
+  job.signal(first, SIGKILL);
+  record->last_step = 20;
+  ASSERT_TRUE(reach(*record, {2, 3}, 20));
+  std::vector<int> members{2, 3};
+  for (int i = 0; i < 4; ++i) members.push_back(job.add(body, options));
+  for (const int member : members) ASSERT_TRUE(job.comes_to_knock(member));
+  record->last_step = 0;
+  expect_good(job, members, *record, epochs);
+  EXPECT_EQ(sizes_of(*record), std::vector<int>({4, 3, 4, 2, 6}));
+  EXPECT_EQ(judged(*record, epochs, options.transport != "gloo", trained), "");
+}
+
+// As in the job, but for what the arguments say.
+struct JoinParts {
+  explicit JoinParts(const World& world, int64_t width = 24, DistributedDataParallelOptions options = {})
+      : net(std::make_shared<Net>(width)), parallel(net, world.group(), small(options)) {}
+  static DistributedDataParallelOptions small(DistributedDataParallelOptions& options) {
+    options.first_bucket_mb = options.bucket_cap_mb = 1e-3;
+    return options;
+  }
+  std::shared_ptr<Net> net;
+  DistributedDataParallel<Net> parallel;
+};
 
 }  // namespace shoal::test

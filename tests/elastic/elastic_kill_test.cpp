@@ -18,6 +18,8 @@ namespace {
 
 using test::Death;
 using test::Moment;
+using test::name_of;
+using test::sharded;
 using test::Sharding;
 using test::Trained;
 
@@ -103,22 +105,6 @@ TEST(ElasticKill, ELA01_ranks_end_while_others_recover) {
     die_at(4, {{3, Moment::before_commit, 4}, {0, moment, 4}});
   }
 }
-
-std::string name_of(const Trained& trained) {
-  const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron", "FSDP"};
-  return fmt::format("{} with {}, width {}, {}", names[static_cast<int>(trained.sharding)], trained.optimizer,
-                     trained.width, c10::toString(trained.dtype));
-}
-
-const std::vector<Trained> sharded = {
-    {Sharding::zero1, "adamw"},
-    {Sharding::zero2, "adamw"},
-    {Sharding::zero2, "sgd"},
-    {.sharding = Sharding::megatron, .optimizer = "adamw", .micro_batches = 2},
-    {.sharding = Sharding::megatron, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
-    {.sharding = Sharding::megatron, .optimizer = "sgd", .dtype = at::kHalf, .overlap = false},
-    {.sharding = Sharding::fsdp, .optimizer = "sgd", .micro_batches = 2},
-    {.sharding = Sharding::fsdp, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3}};
 
 TEST(ElasticKill, ELA01_ELA02_ELA03_sharded_a_rank_ends_at_each_moment_of_a_step) {
   const std::set<Moment> without_copies{Moment::before_forward, Moment::before_commit, Moment::between_steps};

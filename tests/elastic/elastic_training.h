@@ -1,6 +1,7 @@
 #pragma once
 // What the tests of elastic training train: a small net, its optimizers, and their wrappers.
 
+#include <fmt/format.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -111,6 +112,23 @@ struct Trained {
   bool has_copies() const { return c10::elementSize(dtype) < 4; }
   GradScalerOptions scaler() const { return {.initial_scale = 65536, .growth_interval = 3}; }  // some steps overflow
 };
+
+inline std::string name_of(const Trained& trained) {
+  const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron", "FSDP"};
+  return fmt::format("{} with {}, width {}, {}", names[static_cast<int>(trained.sharding)], trained.optimizer,
+                     trained.width, c10::toString(trained.dtype));
+}
+
+// All sharded strategies, with micro-batches, main copies, a loss scaler and clipping among them.
+inline const std::vector<Trained> sharded = {
+    {Sharding::zero1, "adamw"},
+    {Sharding::zero2, "adamw"},
+    {Sharding::zero2, "sgd"},
+    {.sharding = Sharding::megatron, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::megatron, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+    {.sharding = Sharding::megatron, .optimizer = "sgd", .dtype = at::kHalf, .overlap = false},
+    {.sharding = Sharding::fsdp, .optimizer = "sgd", .micro_batches = 2},
+    {.sharding = Sharding::fsdp, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3}};
 
 // Calls `act` with a pointer to the optimizer's class and its options.
 template <class Act>

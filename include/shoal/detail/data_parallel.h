@@ -21,6 +21,7 @@
 namespace shoal {
 
 class Reducer;
+struct ModuleTensors;
 
 // Scope in which backward only accumulates gradients on this rank; the first backward after the scope reduces them.
 // Move-only. Must not outlive its wrapper.
@@ -110,7 +111,8 @@ class DataParallelCore : public Joinable {
   const State& state() const { return *state_; }
 
  private:
-  friend Reducer& reducer_of(DataParallelCore& parallel);  // for checkpoints
+  friend Reducer& reducer_of(DataParallelCore& parallel);  // for checkpoints and Elastic
+  friend const ModuleTensors& tensors_of(DataParallelCore& parallel);
   std::unique_ptr<State> state_;
 };
 

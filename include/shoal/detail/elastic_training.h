@@ -3,8 +3,12 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <string>
+#include <vector>
+
 #include "shoal/detail/data_parallel.h"
 #include "shoal/group.h"
+#include "shoal/precision.h"
 
 namespace shoal {
 
@@ -17,6 +21,10 @@ class ElasticTraining {
   // The wrapper; nullptr without one.
   virtual DataParallelCore* data_parallel() { return nullptr; }
   virtual torch::optim::Optimizer& optimizer() = 0;
+  // Its loss scaler, unless the optimizer has one; nullptr: none.
+  virtual GradScaler* loss_scaler() { return nullptr; }
+  // What ranks must have in common beside wrapper and optimizer, one line each.
+  virtual std::vector<std::string> description() const = 0;
   // What a step communicates between gradients and update, which the update then leaves out. Collective.
   virtual void prepare_step() {}
   // The group that wrapper and optimizer are in now.

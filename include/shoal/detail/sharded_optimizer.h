@@ -67,6 +67,15 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   bool prepare_commit();
   // All ranks that live pass, or none does: CommError. Collective.
   void commit(bool map);
+  // Options that ranks must have in common, beside those of the param groups: one line each.
+  std::vector<std::string> description() const;
+  bool has_scaler() const;
+  // Between two guarded steps: what state_dict() has, one parameter after the other, whoever owns it. Tensors may be shared
+  // with the state. Not collective.
+  void visit_state(const torch::nn::Module& module,
+                   const std::function<void(const std::string& name, const NamedState& state)>& visit);
+  // In a process that comes to the job, and is alone so far: takes that state. UsageError as for load_state_dict().
+  void take_state(const torch::nn::Module& module, const OptimizerState& whole);
 
  protected:
   // groups: param groups of the whole model. make: creates the optimizer for a rank's part of them. Collective.
@@ -84,9 +93,9 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void share(ParamGroups groups, size_t given);
   // Adopts parameters that the user has replaced or written since the last step; step() calls it first. Collective.
   void adopt_changes();
-  // For Elastic: goes on in the state's group, whose ranks own other shares, with the optimizer state of the former ones. If
-  // it fails, the former ones count, and it may be called again. Collective over the new group.
-  void take_over();
+  // For Elastic: goes on in the state's group, whose ranks own other shares, with the optimizer state of the former ones,
+  // after `step` steps. If it fails, the former ones count, and it may be called again. Collective over the new group.
+  void take_over(int64_t step);
   State& state() const { return *state_; }
 
  private:
@@ -130,9 +139,9 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   State& state() const;
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
-  // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones. See
-  // take_over(). Collective over `group`.
-  void regroup(const Group& group, std::vector<std::shared_ptr<ShardedModule>> modules);
+  // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones, after
+  // `step` steps. See take_over(). Collective over `group`.
+  void regroup(const Group& group, std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step);
 
  private:
   void connect_clipping();

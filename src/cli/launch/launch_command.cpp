@@ -1,12 +1,11 @@
 #include <fmt/format.h>
 
-#include <charconv>
 #include <chrono>
 #include <memory>
 #include <string>
-#include <system_error>
 
 #include "cli/commands.h"
+#include "cli/launch/elastic_range.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
 #include "launch/launcher.h"
@@ -15,20 +14,11 @@
 namespace shoal::cli {
 namespace {
 
-int to_count(const std::string& text, const std::string& whole) {
-  int count = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-  if (error != std::errc() || end != text.data() + text.size() || count < 1) {
-    throw UsageError(fmt::format("--elastic {}: give MIN or MIN:MAX, numbers of ranks", whole));
-  }
-  return count;
-}
-
 void read_elastic(const std::string& text, LaunchOptions& options) {
   if (text.empty()) return;
-  const auto colon = text.find(':');
-  options.min_ranks = to_count(text.substr(0, colon), text);
-  if (colon != std::string::npos) options.most_ranks = to_count(text.substr(colon + 1), text);
+  const auto range = elastic_range(text);
+  options.min_ranks = range.least;
+  options.most_ranks = range.most;
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
-// Training of `shoal train --elastic`, which goes on without ranks that have ended.
+// Training of `shoal train --elastic`, which goes on without ranks that have ended, and which ranks may join.
 
 #include <fmt/format.h>
 
 #include <filesystem>
 
 #include "checkpoint/folder.h"
+#include "cli/strategies/schedules.h"
 #include "cli/train/loop.h"
 #include "models/loss.h"
 #include "planning/measured_step.h"
@@ -16,6 +17,7 @@ namespace shoal::cli {
 void Trainer::make_elastic() {
   if (!options_.elastic) return;
   const ElasticOptions how{.min_ranks = *options_.elastic,
+                           .tensors = {position_},
                            .on_change = [this](const ElasticChange& change) { follow(change); },
                            .checkpoints = options_.save};
   auto* sampler = feed_.sampler();
@@ -27,30 +29,59 @@ void Trainer::make_elastic() {
 void Trainer::follow(const ElasticChange& change) {
   const auto former = group_.statistics();
   ended_ = {ended_.calls + former.calls, ended_.bytes + former.bytes, ended_.waited_s + former.waited_s};
-  group_ = world_.group();
-  feed_.follow(group_.rank());
-  meeting_.emplace(*strategy_, group_);
-  make_state();  // waits for a save in the background, which ends with its group
+  enter_world();
   std::error_code ignored;
   const auto path = std::filesystem::path(options_.save) / step_name(last_saved_);
   if (std::exchange(last_saved_, 0) > 0 && !std::filesystem::exists(path, ignored)) lost_save_ = path.string();
   changes_.push_back(change);
 }
 
-// Steps are counted as the ranks that are left would have counted them from the start, as for a checkpoint that they
-// resume from.
+void Trainer::enter_world() {
+  group_ = world_.group();
+  feed_.follow(group_.rank());
+  meeting_.emplace(*strategy_, group_);
+  make_state();  // waits for a save in the background, which ends with its group
+}
+
+// Steps are counted as the present ranks would have counted them from the start, as for a checkpoint that they resume from.
+void Trainer::divide_anew(Loop& loop) {
+  const auto per_epoch = feed_.steps_per_epoch();
+  if (!per_epoch) return;
+  const auto epoch = loop.number / loop.per_epoch;
+  const bool inside = loop.number % loop.per_epoch != 0;
+  const auto left = inside ? feed_.steps_left() : 0;
+  loop.number = inside ? (epoch + 1) * *per_epoch - left : epoch * *per_epoch;
+  if (inside && left == 0) loop.stage = stage_after(loop);
+  loop.per_epoch = *per_epoch;
+  loop.divided_anew = inside && left > 0;
+}
+
+void Trainer::join(Loop& loop) {
+  const auto next = position_.accessor<int64_t, 1>();
+  loop.number = next[0];
+  loop.per_epoch = next[1];
+  if (schedule_) {
+    // It is as long as the job's, whose rates the optimizer has.
+    schedule_steps_ = next[2];
+    auto& groups = strategy_->optimizer().param_groups();
+    std::vector<double> present;
+    for (size_t i = 0; i < groups.size(); ++i) {
+      present.push_back(groups[i].options().get_lr());
+      groups[i].options().set_lr(base_rates_[i]);
+    }
+    schedule_ = make_schedule(options_, strategy_->optimizer(), schedule_steps_);
+    for (size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(present[i]);
+  }
+  enter_world();
+  elastic_->begin_loop();
+  divide_anew(loop);
+  loop.first = loop.number;
+  loop.progress.clear();
+}
+
 void Trainer::tell_changes(Loop& loop, TrainResult& result) {
   if (changes_.empty()) return;
-  const auto per_epoch = feed_.steps_per_epoch();
-  if (per_epoch) {
-    const auto epoch = loop.number / loop.per_epoch;
-    const bool inside = loop.number % loop.per_epoch != 0;
-    const auto left = inside ? feed_.steps_left() : 0;
-    loop.number = inside ? (epoch + 1) * *per_epoch - left : epoch * *per_epoch;
-    if (inside && left == 0) loop.stage = stage_after(loop);
-    loop.per_epoch = *per_epoch;
-    loop.divided_anew = inside && left > 0;
-  }
+  divide_anew(loop);
   take_over(loop);
   loop.progress.clear();
   for (auto& change : changes_) {

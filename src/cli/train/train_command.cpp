@@ -16,6 +16,7 @@
 #include "cli/train/memory.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
+#include "comm/membership/join_board.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/shm/host_memory.h"
 #include "launch/limits.h"
@@ -94,9 +95,8 @@ int train_rank(const TrainOptions& options) {
   if (!options.flight_recorder.empty()) world_options.flight_recorder = options.flight_recorder;
   if (!options.trace.empty()) world_options.timeline = std::make_shared<Timeline>();
   const auto world = init(world_options);
-  if (world.joining()) {  // before it opens any file as rank 0
-    throw UsageError(
-        "shoal train cannot join a running job (SHOAL_JOIN): start it with shoal launch --elastic MIN, without MAX");
+  if (world.joining() && !options.elastic) {  // before it opens any file as rank 0
+    throw UsageError("shoal train joins a running job (SHOAL_JOIN) only with --elastic MIN, as its ranks have it");
   }
   const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
@@ -162,7 +162,8 @@ int train_rank(const TrainOptions& options) {
 // Number of ranks. UsageError if the command line contradicts the launcher.
 int ranks_of(const TrainOptions& options, const Placement& placement) {
   const bool started = placement.source != "alone";
-  if (started && options.ranks && *options.ranks != placement.size) {
+  const bool joins = process_environment()(JoinBoard::newcomer_variable).has_value();
+  if (started && !joins && options.ranks && *options.ranks != placement.size) {
     throw UsageError(fmt::format("--ranks {} contradicts the world of {} that {} describe", *options.ranks,
                                  placement.size, placement.source));
   }
@@ -190,14 +191,18 @@ void check_start(const TrainOptions& options, const Placement& placement, int ra
 }
 
 int train(const TrainOptions& options, const Placement& placement, int ranks, const std::vector<std::string>& line) {
-  if (placement.source != "alone" || ranks == 1) return train_rank(options);
-  return launch_ranks({.ranks = ranks,
-                       .threads = threads_per_rank(options, ranks),
-                       .prefix_output = false,
-                       .flight_recorder = options.flight_recorder,
-                       .keep_going = options.chosen().pace == Pace::own,
-                       .min_ranks = options.elastic.value_or(0)},
-                      line, [&options] { return train_rank(options); });
+  if (placement.source != "alone" || (ranks == 1 && options.elastic_most == 0)) return train_rank(options);
+  LaunchOptions how{.ranks = ranks,
+                    .threads = threads_per_rank(options, ranks),
+                    .prefix_output = false,
+                    .flight_recorder = options.flight_recorder,
+                    .keep_going = options.chosen().pace == Pace::own,
+                    .min_ranks = options.elastic.value_or(0),
+                    .most_ranks = options.elastic_most,
+                    .max_restarts = options.max_restarts};
+  if (options.elastic_most == 0) return launch_ranks(how, line, [&options] { return train_rank(options); });
+  how.command = line;  // newcomers do not start as forks
+  return launch(how);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <charconv>
 
 #include "base/limits.h"
+#include "cli/launch/elastic_range.h"
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
 #include "cli/strategies/strategy_options.h"
@@ -73,6 +74,9 @@ void check_course(const TrainOptions& options) {
 
 // What goes on without ranks that have ended; the rest is refused before the ranks start.
 void check_elastic(const TrainOptions& options) {
+  if (options.max_restarts != 0 && options.elastic_most == 0) {
+    throw UsageError("--max-restarts: give --elastic MIN:MAX, so that ranks may join");
+  }
   if (!options.elastic) return;
   require_at_least("--elastic", *options.elastic, 1);
   if (options.ranks && *options.elastic > *options.ranks) {
@@ -220,9 +224,20 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       "--replan", options.replan,
       "STEP:STRATEGY[,STEP:STRATEGY...]: continue under another strategy after so many steps, from memory");
   command.add_option("--ranks", options.ranks, "number of processes to start (default: 2, or as set by the launcher)");
-  command.add_option("--elastic", options.elastic,
-                     fmt::format("the other ranks go on, in memory, when one ends, while so many are left; for {}",
-                                 fmt::join(elastic_strategies(), ", ")));
+  command
+      .add_option_function<std::string>(
+          "--elastic",
+          [&options](const std::string& text) {
+            const auto range = elastic_range(text);
+            options.elastic = range.least;
+            options.elastic_most = range.most;
+          },
+          fmt::format("the other ranks go on, in memory, when one ends, while so many are left; with MAX, ranks may join, "
+                      "too: in place of failed ones (--max-restarts), and one more for each SIGUSR2; for {}",
+                      fmt::join(elastic_strategies(), ", ")))
+      ->type_name("MIN[:MAX]");
+  command.add_option("--max-restarts", options.max_restarts,
+                     "with --elastic MIN:MAX, start a rank in place of one that has failed, so often in all");
   command.add_option("--threads", options.threads,
                      "compute threads per rank (default: OMP_NUM_THREADS, else cores / ranks on this host)");
   command.add_option("--transport", options.transport, fmt::format("{}", fmt::join(transport_names(), ", ")))

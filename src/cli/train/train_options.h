@@ -48,6 +48,8 @@ struct TrainOptions {
   bool check_agreement = false;
   StrategyOptions strategy_options;  // those given on the command line
   std::optional<int> elastic;        // ranks that must be left for the training to go on; none: all
+  int elastic_most = 0;              // ranks to which it may grow; 0: none can join
+  int max_restarts = 0;              // ranks that are started in place of failed ones, with elastic_most
   std::string replan;                // "STEP:STRATEGY,..."
   std::string flight_recorder;       // folder
   std::string metrics;               // file

@@ -34,6 +34,12 @@ TrainingOptions with_schedule(const TrainOptions& options, int64_t total_steps) 
   return training;
 }
 
+std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<double> rates;
+  for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
+  return rates;
+}
+
 }  // namespace
 
 Trainer::Trainer(const TrainOptions& options, const World& world, std::shared_ptr<models::Model> model, Feed& feed)
@@ -47,6 +53,7 @@ Trainer::Trainer(const TrainOptions& options, const World& world, std::shared_pt
       strategy_(
           make_training(options.strategy, model_, recipe_of(options_), group_, with_schedule(options_, total_steps()))),
       meeting_(std::in_place, *strategy_, group_),
+      base_rates_(rates_of(strategy_->optimizer())),
       schedule_(make_schedule(options_, strategy_->optimizer(), total_steps())) {
   if (course_.back().first >= total_steps()) {
     throw UsageError(fmt::format("--replan {}: training ends after step {}", options.replan, total_steps()));
@@ -126,7 +133,7 @@ bool Trainer::is_interrupted(int64_t number) const {
 }
 
 int64_t Trainer::resume() {
-  if (options_.resume.empty()) return 0;
+  if (options_.resume.empty() || world_.joining()) return 0;
   if (options_.partial) {
     const auto found = load(options_.resume, *training_, {.partial = true});
     if (group_.rank() == 0) fmt::print(stderr, "starting with what {} has of the model\n", found.path.string());
@@ -286,6 +293,7 @@ nlohmann::ordered_json Trainer::metrics_of(const Loop& loop, const TrainResult& 
 
 bool Trainer::train_step(Loop& loop, TrainResult& result) {
   const auto number = loop.number;
+  if (elastic_) position_.copy_(at::tensor({number, loop.per_epoch, schedule_steps_}, at::kLong));
   elastic_ ? begin_epoch(loop) : begin_epoch(number, loop.first);
   feed_.prepare(number);
   const auto before_step = process_counters();
@@ -355,9 +363,10 @@ void Trainer::train(Loop& loop, TrainResult& result) {
 TrainResult Trainer::run() {
   TrainResult result;
   const int64_t first = resume();
-  const bool reports = group_.rank() == 0;
+  const bool joins = world_.joining();
+  const bool reports = group_.rank() == 0 && !joins;
   // Before ranks may end, so that one that takes over finds no lines of a former run.
-  Metrics metrics(options_.metrics, first > 0 ? Metrics::Start::behind : Metrics::Start::anew, reports);
+  Metrics metrics(options_.metrics, first > 0 || joins ? Metrics::Start::behind : Metrics::Start::anew, reports);
   make_elastic();
   const auto before = communication();
   const auto wire = loopback_bytes();
@@ -369,6 +378,7 @@ TrainResult Trainer::run() {
       .metrics = std::move(metrics),
       .progress = ProgressBar(total_steps() - first, {.enabled = reports, .unit = "samples", .unit_scale = samples}),
       .per_epoch = feed_.steps_per_epoch().value_or(0)};
+  if (joins) join(loop);
   elastic_ ? train_elastic(loop, result) : train(loop, result);
   if (training_) {
     tolerate([&] {

@@ -83,6 +83,10 @@ class Trainer {
   void begin_epoch(Loop& loop);
   void follow(const ElasticChange& change);
   void tell_changes(Loop& loop, TrainResult& result);
+  // In a process that comes to a running job: where the job is.
+  void join(Loop& loop);
+  void enter_world();
+  void divide_anew(Loop& loop);
   std::optional<double> elastic_step(int64_t number, TrainResult& result);
   nlohmann::ordered_json metrics_of(const Loop& loop, const TrainResult& result) const;
   // Whether this rank, or a rank that makes every step together with it, was interrupted before this step.
@@ -119,6 +123,7 @@ class Trainer {
   Feed& feed_;
   Training<models::Model> strategy_;
   std::optional<Meeting> meeting_;
+  std::vector<double> base_rates_;  // of the optimizer's param groups, without the schedule
   std::unique_ptr<LambdaLR> schedule_;
   std::optional<TrainingState> training_;
   std::unique_ptr<Elastic> elastic_;
@@ -126,6 +131,7 @@ class Trainer {
   std::string lost_save_;               // checkpoint that was being written when a rank ended
   int64_t last_saved_ = 0;              // steps of the last one begun in the background
   int64_t schedule_steps_ = 0;          // of the training, as the schedule counts them
+  at::Tensor position_ = at::zeros({3}, at::kLong);  // for newcomers: next step, steps of an epoch, schedule_steps_
   GroupStatistics ended_{};             // communication in groups of ranks that have ended
 };
 

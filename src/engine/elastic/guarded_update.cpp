@@ -65,6 +65,28 @@ void GuardedUpdate::take_state(size_t target) {
   local_.state()[values.unsafeGetTensorImpl()] = make_state(local_, *state);
 }
 
+void GuardedUpdate::adopt(const HeldState& former) {
+  const torch::NoGradGuard no_grad;
+  const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())];
+  for (size_t i = 0; i < own.size(); ++i) {
+    const auto state = former.state_of(own[i]);
+    if (!state) continue;
+    shared_.keep(group_.rank(), i, *state);
+    take_state(i);
+  }
+}
+
+void GuardedUpdate::release(const HeldState& former, const std::vector<UpdateTarget>& own,
+                            torch::optim::Optimizer& local) {
+  const torch::NoGradGuard no_grad;
+  for (const auto& target : own) {
+    auto state = former.state_of(target);
+    if (!state) continue;
+    for (auto& [name, tensor] : state->tensors) tensor = tensor.clone();
+    local.state()[target.values.unsafeGetTensorImpl()] = make_state(local, *state);
+  }
+}
+
 bool GuardedUpdate::prepare() {
   const int self = group_.rank();
   const auto& own = shared_.targets()[static_cast<size_t>(self)];

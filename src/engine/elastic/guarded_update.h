@@ -42,12 +42,11 @@ class GuardedUpdate {
 
   // Own targets' state from before a change of the ranks, whoever owned which elements then. UsageError for state that is
   // not element by element and would have to be cut.
-  void adopt(const GuardedUpdate& former);
+  void adopt(const HeldState& former);
   // The same for a single rank that is left, which needs no guard. own: what its optimizer updates.
-  static void release(const GuardedUpdate& former, const std::vector<UpdateTarget>& own,
-                      torch::optim::Optimizer& local);
-  // Copies what the ranks of this object have updated to the values of `target`.
-  void copy_values(const UpdateTarget& target) const;
+  static void release(const HeldState& former, const std::vector<UpdateTarget>& own, torch::optim::Optimizer& local);
+  // What the ranks of this object have updated, and their state.
+  const HeldState& held() const { return shared_; }
 
   // Before commit(). Returns whether the others must map memory of this rank, all of them in one map_all(), so that they
   // can read it after its death. UsageError for state that was replaced, and sparse gradients.
@@ -96,9 +95,6 @@ class GuardedUpdate {
   void update(int rank);
   void round(int rank, const Chunk& chunk, const at::Tensor& piece) const;
   void take_state(size_t target);
-  template <class Visit>
-  void for_overlaps(const UpdateTarget& target, const Visit& visit) const;
-  std::optional<NamedState> state_of(const UpdateTarget& target) const;
   bool is_updated(int rank) const { return shared_.record(rank).updated.load() >= commits_; }
   bool is_lost(int rank) const { return !is_updated(rank) && survivors_.ended(rank); }
 

@@ -6,47 +6,29 @@
 #include <optional>
 #include <vector>
 
+#include "engine/elastic/held_state.h"
 #include "engine/elastic/update_record.h"
-#include "optim/state.h"
-#include "shoal/detail/range.h"
 #include "shoal/group.h"
 
 namespace shoal {
 
-// A tensor that a rank's optimizer updates: a parameter, or the elements of it that the rank owns.
-struct UpdateTarget {
-  at::Tensor values;       // in memory that all ranks of the host map; dense
-  size_t param_group = 0;  // of the optimizer
-  at::Tensor parameter{};
-  Range range{};         // its elements, in memory order
-  at::Tensor rounded{};  // where `values` are float32 copies: the parameter's own elements, one-dimensional
-
-  // Whether both concern some element of one parameter.
-  bool overlaps(const UpdateTarget& other) const {
-    return parameter.is_same(other.parameter) && (range == other.range || !range.intersect(other.range).empty());
-  }
-};
-
-// By rank of the group.
-using UpdateTargets = std::vector<std::vector<UpdateTarget>>;
-
 // For each rank an UpdateRecord and a scratch, for each target an entry and slots for its state. Every rank writes its
 // own part; that of a rank which has ended is written by its heir. The memory outlives each of the ranks, and takes pages
 // only where it is written: a slot has room for any state up to 8 bytes per element.
-class SharedState {
+class SharedState : public HeldState {
  public:
   // scratch_numel: the most elements of a target that are saved at once. Collective. UsageError if ranks do not share
   // memory.
   SharedState(const Group& group, UpdateTargets targets, int64_t scratch_numel);
 
-  const UpdateTargets& targets() const { return targets_; }
+  const UpdateTargets& targets() const override { return targets_; }
   UpdateRecord& record(int rank) const;
   GradientPlace& gradient(int rank, size_t target) const;
   StateEntry& entry(int rank, size_t target) const;
   std::byte* scratch(int rank) const { return at(ranks_[static_cast<size_t>(rank)].scratch); }
 
   // The state's tensors, in their slots, and its numbers; nothing if there is none.
-  std::optional<NamedState> state(int rank, size_t target) const;
+  std::optional<NamedState> state(int rank, size_t target) const override;
   // A tensor in the slot of field `field`.
   at::Tensor slot(int rank, size_t target, int field, at::ScalarType dtype, at::IntArrayRef sizes) const;
   // Number of the field of this name: one that there is, or a new one. Counts `fresh` up with a new one.

@@ -9,6 +9,8 @@
 
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/sharded_ranges.h"
+#include "engine/wrapper/logging.h"
+#include "memory/views.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
 
@@ -16,7 +18,7 @@ namespace shoal {
 
 void ShardedOptimizerBase::guard() {
   auto& state = *state_;
-  if (state.group.size() == 1) return;
+  if (state.group.size() == 1 || state.guarded) return;  // one that has come is guarded since
   const torch::NoGradGuard no_grad;
   state.guarded = std::make_unique<GuardedUpdate>(state.group, state.shared_targets(param_groups_), *state.local,
                                                   state.element_wise);
@@ -76,20 +78,65 @@ ShardedStep ShardedOptimizerBase::guarded_step(GradScaler* scaler, double max_no
   return result;
 }
 
-void ShardedOptimizerBase::take_over() {
+const HeldState& ShardedOptimizerBase::State::held(const ParamGroups& groups) {
+  if (guarded) return guarded->held();
+  if (!alone) alone = std::make_unique<LoneState>(shared_targets(groups), local);
+  return *alone;
+}
+
+void ShardedOptimizerBase::take_over(int64_t step) {
   auto& state = *state_;
   const auto targets = state.shared_targets(param_groups_);
   state.local->state().clear();  // some make it in their constructor
-  // The former one counts, and its memory is only read, until all ranks have taken over what they own now.
+  state.steps = step;
+  // The former ones count, and their memory is only read, until all ranks have taken over what they own now.
+  const auto& former = state.held(param_groups_);
   if (state.group.size() == 1) {
-    GuardedUpdate::release(*state.guarded, targets.front(), *state.local);
+    GuardedUpdate::release(former, targets.front(), *state.local);
     state.guarded.reset();
-    return;
+  } else {
+    auto made = std::make_unique<GuardedUpdate>(state.group, targets, *state.local, state.element_wise);
+    made->adopt(former);
+    made->seal();
+    state.guarded = std::move(made);
   }
-  auto made = std::make_unique<GuardedUpdate>(state.group, targets, *state.local, state.element_wise);
-  made->adopt(*state.guarded);
-  made->seal();
-  state.guarded = std::move(made);
+  state.alone.reset();
+}
+
+std::vector<std::string> ShardedOptimizerBase::description() const {
+  const auto& state = *state_;
+  return {fmt::format("clip_grad: {}", state.clip_grad),
+          fmt::format("log_num_zeros_in_grad: {}", state.log_num_zeros_in_grad),
+          fmt::format("the optimizer's loss scaler: {}", in_words(state.scaler ? &*state.scaler : nullptr))};
+}
+
+bool ShardedOptimizerBase::has_scaler() const {
+  return state_->scaler.has_value();
+}
+
+void ShardedOptimizerBase::visit_state(
+    const torch::nn::Module& module,
+    const std::function<void(const std::string& name, const NamedState& state)>& visit) {
+  const torch::NoGradGuard no_grad;
+  auto& state = *state_;
+  const auto& held = state.held(param_groups_);
+  std::string last;
+  for (const auto& piece : state.pieces(module)) {
+    if (std::exchange(last, piece.name) == piece.name) continue;
+    UpdateTarget whole{.values = piece.parameter, .parameter = piece.parameter, .range = {0, piece.parameter.numel()}};
+    auto named = held.state_of(whole).value_or(NamedState());
+    if (held.has_copies_of(piece.parameter)) {
+      whole.values = at::empty_strided(piece.parameter.sizes(), dense_strides(piece.parameter), at::kFloat);
+      held.copy_values(whole);
+      named.tensors[main_param] = whole.values;
+    }
+    visit(piece.name, named);
+  }
+  if (state.scaler) visit(grad_scaler_key, scaler_state(*state.scaler));
+}
+
+void ShardedOptimizerBase::take_state(const torch::nn::Module& module, const OptimizerState& whole) {
+  state_->load(state_->pieces(module), whole);
 }
 
 UpdateTargets ShardedOptimizerCore::State::shared_targets(const ParamGroups& groups) {
@@ -131,9 +178,12 @@ void ShardedOptimizerCore::require_regroupable() const {
                   state().name));
 }
 
-void ShardedOptimizerCore::regroup(const Group& group, std::vector<std::shared_ptr<ShardedModule>> modules) {
+void ShardedOptimizerCore::regroup(const Group& group, std::vector<std::shared_ptr<ShardedModule>> modules,
+                                   int64_t step) {
   const torch::NoGradGuard no_grad;
   auto& state = this->state();
+  const bool stays_alone = group.size() == 1 && !state.guarded && !state.alone;
+  const auto* held = stays_alone ? nullptr : &state.held(param_groups_);
   const auto former = std::exchange(state.modules, std::move(modules));
   state.group = group;
   if (state.everybody) state.everybody = group;
@@ -142,19 +192,20 @@ void ShardedOptimizerCore::regroup(const Group& group, std::vector<std::shared_p
   state.finite.reset();
   state.prepared.reset();
   connect_clipping();
-  if (!state.guarded) {  // one rank, as before
+  if (stays_alone) {
+    state.steps = step;
     for (size_t number = 0; number < former.size(); ++number) state.modules[number]->keep_pieces(*former[number]);
     return;
   }
   // Float32 copies come from the former ranges first, and then from what the program has written to the parameters since.
   for (const auto& module : state.modules) {
     for (const auto& target : module->targets(group.rank())) {
-      if (target.rounded.defined()) state.guarded->copy_values(target);
+      if (target.rounded.defined()) held->copy_values(target);
     }
   }
   state.for_pieces([](ShardedModule&, OwnedPiece& piece) { piece.take_back(); });
   state.local = make_local(state.make, state.shares_of(param_groups_), *defaults_, state.name);
-  take_over();
+  take_over(step);
 }
 
 }  // namespace shoal

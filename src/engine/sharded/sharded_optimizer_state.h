@@ -29,11 +29,12 @@ struct ShardedOptimizerBase::State {
 
   Factory make{};
   bool element_wise = false;                         // the local optimizer
-  std::unique_ptr<torch::optim::Optimizer> local{};  // its param groups match the whole optimizer's
+  std::shared_ptr<torch::optim::Optimizer> local{};  // its param groups match the whole optimizer's
   KnownParameters known{};
   int64_t steps = 0;
   std::optional<bool> finite{};  // no rank has inf or NaN in the gradients, which are unscaled; none: not asked yet
   std::unique_ptr<GuardedUpdate> guarded{};  // in an elastic job of several ranks
+  std::unique_ptr<LoneState> alone{};        // of one rank whose job has just changed to several, until all have theirs
   std::optional<ShardedStep> prepared{};     // what a guarded step will return, if it is updated
   bool met = false;  // the step in progress has asked all ranks something, so that all are in it
 
@@ -62,10 +63,14 @@ struct ShardedOptimizerBase::State {
   virtual void end_step(bool /*scaled*/) {}
   // What each rank updates, where all ranks share its memory. Moves there what does not lie there yet. Collective.
   virtual UpdateTargets shared_targets(const ParamGroups& groups) = 0;
+  // Pieces of all ranks, those of a parameter one after the other; `module` may name them.
+  virtual std::vector<StatePiece> pieces(const torch::nn::Module& module) const = 0;
   // What to do instead of changing the param groups or adding parameters, for errors.
   virtual std::string advice_on_groups() const = 0;
   virtual std::string advice_on_adding(const std::vector<at::Tensor>& parameters) const = 0;
 
+  // In an elastic job: what all ranks have updated, and their state. A lone rank's, unlike others', is that at the first call.
+  const HeldState& held(const ParamGroups& groups);
   Label label(const std::string& what) const { return {steps, -1, what}; }
   template <class Act>
   void time(const char* what, int level, const Act& act, const Group* meet = nullptr) const {

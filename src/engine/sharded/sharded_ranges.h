@@ -21,6 +21,7 @@ struct ShardedOptimizerCore::State : ShardedOptimizerBase::State {
   void prepare_gradients();
   // Pieces of all ranks; with several modules, names begin with "chunk0.", "chunk1.", ...
   std::vector<StatePiece> state_pieces() const;
+  std::vector<StatePiece> pieces(const torch::nn::Module& /*module*/) const override { return state_pieces(); }
 
   ParamGroups shares_of(const ParamGroups& groups) override;
   void adopt_values() override;

@@ -17,8 +17,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr const char* main_param = "main_param";
-
 // What the owner keeps of a piece; its tensors as they are.
 NamedState own_state(const StatePiece& piece, const torch::optim::Optimizer& local) {
   NamedState named;

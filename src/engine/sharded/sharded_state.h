@@ -14,6 +14,9 @@
 
 namespace shoal {
 
+// Name under which OptimizerState has the float32 copy of a 16-bit parameter.
+inline constexpr const char* main_param = "main_param";
+
 // A piece of a parameter and its state. All ranks list all pieces in one order, those of a parameter together.
 struct StatePiece {
   std::string name;      // of the parameter

@@ -161,6 +161,10 @@ Reducer& reducer_of(DataParallelCore& parallel) {
   return *parallel.state().reducer;
 }
 
+const ModuleTensors& tensors_of(DataParallelCore& parallel) {
+  return parallel.state().tensors;
+}
+
 DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 // The reducer may outlive the wrapper, because an optimizer may share it.

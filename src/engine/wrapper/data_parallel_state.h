@@ -44,6 +44,8 @@ std::vector<std::string> keepers_of_groups(const torch::nn::Module& module, cons
 
 // The current reducer of a wrapper.
 Reducer& reducer_of(DataParallelCore& parallel);
+// The parameters and buffers that it has, without ignored ones.
+const ModuleTensors& tensors_of(DataParallelCore& parallel);
 
 enum class Deferred { materialize, keep };
 

@@ -113,6 +113,15 @@ std::string to_table(const LoggingData& data) {
   return table;
 }
 
+std::string in_words(const GradScaler* scaler) {
+  if (scaler == nullptr) return "none";
+  const auto& options = scaler->options();
+  if (!options.dynamic) return "constant";
+  return fmt::format("grows by {} after {} steps, shrinks by {} after {} of inf or NaN, to {} at least",
+                     options.growth_factor, options.growth_interval, options.backoff_factor, options.hysteresis,
+                     options.min_scale);
+}
+
 std::string in_words(const Precision& precision) {
   return fmt::format("parameters {}, computes in {}, scaler {}", c10::toString(precision.parameters),
                      c10::toString(precision.compute.value_or(precision.parameters)),

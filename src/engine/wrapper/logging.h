@@ -18,5 +18,7 @@ void add_steps(LoggingData& data, const Reducer& reducer);
 // Texts of settings.
 std::string yes_or_no(bool value);
 std::string in_words(const Precision& precision);
+// Its options; nullptr: "none".
+std::string in_words(const GradScaler* scaler);
 
 }  // namespace shoal

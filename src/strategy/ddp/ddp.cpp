@@ -145,28 +145,6 @@ void DistributedDataParallelCore::sync_buffers() {
   now.buffers.before_forward(now.group, now.tensors.buffers, now.reducer->lead(), now.reducer->step());
 }
 
-std::vector<std::pair<std::string, at::Tensor>> DistributedDataParallelCore::tensors() const {
-  std::vector<std::pair<std::string, at::Tensor>> list;
-  for (const auto* kind : {&state().tensors.parameters, &state().tensors.buffers}) {
-    for (const auto& entry : *kind) list.emplace_back(entry.name, entry.tensor);
-  }
-  return list;
-}
-
-std::vector<std::string> DistributedDataParallelCore::description_of_tensors() const {
-  return state().tensors.describe();
-}
-
-std::vector<size_t> DistributedDataParallelCore::learnt_order() const {
-  const auto learnt = state().reducer->learnt_order();
-  return learnt ? learnt->order : std::vector<size_t>();
-}
-
-void DistributedDataParallelCore::follow_order(const std::vector<size_t>& order) {
-  using Learnt = BucketOrder::Learnt;
-  state().reducer->resume_from(order.empty() ? std::nullopt : std::optional(Learnt{order, 0}));
-}
-
 void DistributedDataParallelCore::regroup(const Group& group, int64_t step) {
   auto& now = state();
   auto learnt = now.reducer->learnt_order();

@@ -52,7 +52,7 @@ void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& para
 
 void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& group, int64_t step) {
   parallel.regroup(group, step);
-  ShardedOptimizerCore::regroup(group, {parallel.shards_->module});
+  ShardedOptimizerCore::regroup(group, {parallel.shards_->module}, step);
 }
 
 }  // namespace shoal

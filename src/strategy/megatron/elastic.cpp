@@ -45,7 +45,7 @@ void DistributedOptimizerCore::regroup(const Group& group, int64_t step) {
     reducer.count_from(step);
   }
   reduction_->reduced = false;
-  ShardedOptimizerCore::regroup(group, std::move(made));
+  ShardedOptimizerCore::regroup(group, std::move(made), step);
   connect_chunks();
 }
 
@@ -53,8 +53,12 @@ void DistributedOptimizerCore::before_backward(std::function<void()> listener) {
   reduction_->before_backward = std::move(listener);
 }
 
-int64_t DistributedOptimizerCore::synchronising_steps() const {
-  return state().modules.front()->reducer().step();
+Reducer& DistributedOptimizerCore::reducer() const {
+  return state().modules.front()->reducer();
+}
+
+ModuleTensors DistributedOptimizerCore::tensors() const {
+  return reduction_->tensors(0);
 }
 
 const DistributedOptimizerCore::Modules& DistributedOptimizerCore::modules() const {

@@ -52,14 +52,16 @@ void OSSCore::require_regroupable() const {
   }
 }
 
-void OSSCore::regroup(const Group& group) {
+void OSSCore::regroup(const Group& group, int64_t step) {
   auto& state = this->state();
-  if (!state.guarded) {  // one rank, as before
+  if (group.size() == 1 && !state.guarded && !state.alone) {  // as before
     state.group = group;
+    state.steps = step;
     return;
   }
+  state.held(param_groups_);
   state.share_anew(group, param_groups_, *defaults_);
-  take_over();
+  take_over(step);
 }
 
 }  // namespace shoal

@@ -61,7 +61,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   bool lacks_trainable(const ParamGroups& groups) const;
   // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.
   bool is_balanced() const;
-  std::vector<StatePiece> pieces(const torch::nn::Module& module) const;
+  std::vector<StatePiece> pieces(const torch::nn::Module& module) const override;
   // Shares, buffers and local optimizer of `group`, without state. Collective.
   void share_anew(const Group& group, const ParamGroups& groups, const torch::optim::OptimizerOptions& defaults);
   // For errors, such as "3 [16, 5]".

@@ -17,11 +17,12 @@ Line operator+(Line line, const Line& more) {
 
 class ElasticTrain : public testing::Test {
  protected:
-  Line elastic(int ranks, int least) const {
-    return {"train",     "--elastic", std::to_string(least), "--ranks", std::to_string(ranks),
-            "--threads", "1",         "--metrics",           metrics(), "--save",
+  Line elastic(int ranks, const std::string& range) const {
+    return {"train",     "--elastic", range,       "--ranks", std::to_string(ranks),
+            "--threads", "1",         "--metrics", metrics(), "--save",
             saved(),     "--json",    file("report.json")};
   }
+  Line elastic(int ranks, int least) const { return elastic(ranks, std::to_string(least)); }
   static Line reference() { return {"--data", "reference", "--model", "mlp"}; }
   Line text() const {
     std::ofstream out(file("text"), std::ios::binary);
@@ -48,6 +49,15 @@ class ElasticTrain : public testing::Test {
   static std::string kill_rank(int rank) {
     return "for child in $(cat /proc/$pid/task/*/children); do grep -qx shoal-rank-" + std::to_string(rank) +
            " /proc/$child/comm && kill -9 $child; done";
+  }
+  // Of a job that may grow, whose ranks are not forks: one of those that run, and a line of the metrics.
+  static std::string kill_one(int place) {
+    return "kill -9 $(for child in $(cat /proc/$pid/task/*/children); do grep -qx shoal /proc/$child/comm && echo $child; "
+           "done | sed -n " +
+           std::to_string(place) + "p)";
+  }
+  std::string await_line(const std::string& pattern) const {
+    return "until grep -q '" + pattern + "' " + metrics() + " || ! kill -0 $pid 2>/dev/null; do sleep 0.01; done";
   }
   std::vector<nlohmann::json> lines_of_metrics() const {
     std::ifstream in(metrics());
@@ -136,6 +146,43 @@ TEST_P(ElasticStrategies, ELA01_an_epoch_goes_on_with_checkpoints_evaluation_and
   EXPECT_EQ(read(file("more.json"))["loss"].size(), static_cast<size_t>(last + 1) / 3);
 }
 
+TEST_P(ElasticStrategies, ELA06_a_rank_joins_and_the_bits_are_those_of_a_job_that_resumes_with_more_ranks) {
+  const std::string strategy = GetParam();
+  const Line how = reference() + Line{"--strategy", strategy, "--clip", "0.5"};
+  const auto ended = disturbed(elastic(2, "2:3") + how + Line{"--steps", "5000"}, 1, "kill -USR2 $pid");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto told = event();
+  ASSERT_FALSE(told.is_null()) << ended.output;
+  EXPECT_EQ(told["joined"], nlohmann::json::array({2}));
+  EXPECT_EQ(told["ranks"], 3);
+  const int step = told["step"];
+  const auto report = read(file("report.json"));
+  EXPECT_EQ(report["loss"].size(), 5000U);
+  EXPECT_EQ(report["elastic"]["ranks"], 3);
+
+  const Line fixed{"train", "--threads", "1", "--save", file("again"), "--json", file("again.json")};
+  auto again = shoal(fixed + how + Line{"--ranks", "2", "--steps", std::to_string(step)});
+  ASSERT_EQ(again.code, 0) << again.output;
+  again = shoal(fixed + how + Line{"--ranks", "3", "--steps", "5000", "--resume", "latest"});
+  ASSERT_EQ(again.code, 0) << again.output;
+  EXPECT_EQ(report["params"], read(file("again.json"))["params"]) << "after step " << step;
+}
+
+TEST_P(ElasticStrategies, ELA06_a_rank_is_replaced_in_an_epoch_with_checkpoints_evaluation_and_schedule) {
+  const std::string strategy = GetParam();
+  const Line how = text() + Line{"--strategy", strategy, "--eval", "--schedule", "cosine", "--epochs", "12"};
+  const auto ended = disturbed(elastic(2, "1:2") + how + Line{"--save-every", "40", "--max-restarts", "1"}, 10,
+                               kill_one(strategy == "ddp" || strategy == "fsdp" ? 1 : 2) + "; " + await_line("joined\":\\[2"));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto report = read(file("report.json"));
+  ASSERT_EQ(report["elastic"]["changes"].size(), 2U) << ended.output;
+  EXPECT_EQ(report["elastic"]["changes"][1]["joined"], nlohmann::json::array({2}));
+  EXPECT_EQ(report["elastic"]["ranks"], 2);
+  EXPECT_EQ(report["eval"].size(), 12U) << ended.output;
+  EXPECT_LT(report["lr"].back(), 1e-5) << "cosine comes down to 0 at the end";
+  EXPECT_EQ(shoal({"checkpoint", "verify", saved()}).code, 0);
+}
+
 TEST_F(ElasticTrain, ELA10_too_few_ranks_end_the_job_and_every_rank_names_the_last_checkpoint) {
   const auto ended =
       disturbed(elastic(3, 3) + reference() + Line{"--steps", "1000000", "--save-every", "5"}, 40, kill_rank(1));
@@ -172,6 +219,7 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
                 ? "--strategy none"
                 : "--strategy " + strategy + " does not go on without a rank that has ended; take one of " + names);
   }
+  refused({"--max-restarts", "2"}, "--max-restarts: give --elastic MIN:MAX");
   refused({"--replan", "3:fsdp"}, "--elastic with --replan");
   refused({"--optimizer-in-backward"}, "--elastic with --optimizer-in-backward");
   refused({"--strategy", "zero1", "--dtype", "fp16_mixed"}, "--elastic with --strategy zero1 --dtype fp16_mixed");

@@ -1,11 +1,11 @@
-// State and values of a guarded update that another one takes over, whose ranks own other elements.
+#include "engine/elastic/held_state.h"
 
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <utility>
 
-#include "engine/elastic/guarded_update.h"
 #include "memory/views.h"
 #include "shoal/error.h"
 
@@ -38,36 +38,36 @@ void copy_elements(const NamedState& from, const UpdateTarget& source, NamedStat
 }  // namespace
 
 template <class Visit>
-void GuardedUpdate::for_overlaps(const UpdateTarget& target, const Visit& visit) const {
-  bool found = false;
-  for (int rank = 0; rank < group_.size(); ++rank) {
-    const auto& targets = shared_.targets()[static_cast<size_t>(rank)];
-    for (size_t i = 0; i < targets.size(); ++i) {
-      if (!targets[i].overlaps(target)) continue;
+void HeldState::for_overlaps(const UpdateTarget& target, const Visit& visit) const {
+  bool found = target.range.empty();  // ranges of no elements belong to nobody
+  for (size_t rank = 0; rank < targets().size(); ++rank) {
+    const auto& list = targets()[rank];
+    for (size_t i = 0; i < list.size(); ++i) {
+      if (!list[i].overlaps(target)) continue;
       found = true;
-      visit(targets[i], rank, i);
+      visit(list[i], static_cast<int>(rank), i);
     }
   }
   if (!found) throw UsageError("Elastic: a parameter is new, which is not supported");
 }
 
 // All elements of a parameter have been updated equally often, whoever owned them.
-std::optional<NamedState> GuardedUpdate::state_of(const UpdateTarget& target) const {
+std::optional<NamedState> HeldState::state_of(const UpdateTarget& target) const {
   std::optional<NamedState> found;
   for_overlaps(target, [&](const UpdateTarget& source, int rank, size_t i) {
-    auto state = shared_.state(rank, i);
-    if (!state) return;
+    auto held = state(rank, i);
+    if (!held) return;
     if (source.range == target.range) {
-      found = std::move(state);
+      found = std::move(held);
       return;
     }
     if (!found) found.emplace();
-    copy_elements(*state, source, *found, target);
+    copy_elements(*held, source, *found, target);
   });
   return found;
 }
 
-void GuardedUpdate::copy_values(const UpdateTarget& target) const {
+void HeldState::copy_values(const UpdateTarget& target) const {
   const torch::NoGradGuard no_grad;
   const auto to = target.values.detach();
   for_overlaps(target, [&](const UpdateTarget& source, int, size_t) {
@@ -76,26 +76,19 @@ void GuardedUpdate::copy_values(const UpdateTarget& target) const {
   });
 }
 
-void GuardedUpdate::adopt(const GuardedUpdate& former) {
-  const torch::NoGradGuard no_grad;
-  const auto& own = shared_.targets()[static_cast<size_t>(group_.rank())];
-  for (size_t i = 0; i < own.size(); ++i) {
-    const auto state = former.state_of(own[i]);
-    if (!state) continue;
-    shared_.keep(group_.rank(), i, *state);
-    take_state(i);
-  }
+bool HeldState::has_copies_of(const at::Tensor& parameter) const {
+  return std::any_of(targets().begin(), targets().end(), [&](const auto& list) {
+    return std::any_of(list.begin(), list.end(), [&](const UpdateTarget& target) {
+      return target.rounded.defined() && target.parameter.is_same(parameter);
+    });
+  });
 }
 
-void GuardedUpdate::release(const GuardedUpdate& former, const std::vector<UpdateTarget>& own,
-                            torch::optim::Optimizer& local) {
-  const torch::NoGradGuard no_grad;
-  for (const auto& target : own) {
-    auto state = former.state_of(target);
-    if (!state) continue;
-    for (auto& [name, tensor] : state->tensors) tensor = tensor.clone();
-    local.state()[target.values.unsafeGetTensorImpl()] = make_state(local, *state);
-  }
+std::optional<NamedState> LoneState::state(int rank, size_t target) const {
+  const auto& values = targets_[static_cast<size_t>(rank)][target].values;
+  const auto found = local_->state().find(values.unsafeGetTensorImpl());
+  if (found == local_->state().end()) return std::nullopt;
+  return named_state(*found->second);
 }
 
 }  // namespace shoal

@@ -1,0 +1,191 @@
+#include "elastic/join_terms.h"
+
+#include <c10/util/Type.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <chrono>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <thread>
+#include <typeinfo>
+
+#include "base/printable.h"
+#include "engine/wrapper/logging.h"
+#include "optim/named_options.h"
+#include "optim/state.h"
+#include "shoal/error.h"
+#include "shoal/hooks.h"
+
+namespace shoal {
+namespace {
+
+constexpr size_t most_differences = 6;  // that one error names
+
+// Dtypes of 16 bits whose range asks for a loss scale.
+bool may_need_scaler(const LoggingData& data) {
+  const auto half = [](const std::string& name) { return name.find("Half") != std::string::npos; };
+  return std::any_of(data.dtypes.begin(), data.dtypes.end(), half) ||
+         std::any_of(data.settings.begin(), data.settings.end(), [](const auto& setting) {
+           return setting.first == "precision" && setting.second.find("float16") != std::string::npos &&
+                  setting.second.find("bfloat16") == std::string::npos;
+         });
+}
+
+// Whether reset() drops all that the hook carries from step to step. PowerSgdHook counts steps, and hooks of a program's own
+// may do anything.
+bool begins_anew(const CommunicationHook& hook) {
+  const auto& type = typeid(hook);
+  return type == typeid(SumHook) || type == typeid(CompressHook) || type == typeid(QuantizeHook) ||
+         type == typeid(TopKHook);
+}
+
+// A lone newcomer has other values of these than ranks beside others.
+bool follows_ranks(const std::string& setting) {
+  return setting == "shard_size" || setting == "parameters_once_per_host";
+}
+
+// Without the learning rate, which a newcomer gets.
+std::string fixed_options(const torch::optim::OptimizerOptions& options) {
+  auto named = named_options(options);
+  named.erase("lr");
+  return named.dump();
+}
+
+std::string shape_of(const at::Tensor& tensor) {
+  return fmt::format("{} [{}]", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "));
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  for (size_t begin = 0; begin < text.size();) {
+    const auto end = std::min(text.find('\n', begin), text.size());
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return lines;
+}
+
+}  // namespace
+
+JoinTerms::JoinTerms(const ElasticParts& parts, const DistributedSampler* sampler, const ElasticOptions& options,
+                     ElasticTraining* training, const std::string& transport)
+    : parts_(parts), sampler_(sampler), options_(options), training_(training), transport_(transport) {}
+
+GradScaler* JoinTerms::scaler() const {
+  if (options_.scaler != nullptr || training_ == nullptr) return options_.scaler;
+  return training_->loss_scaler();
+}
+
+std::string JoinTerms::why_closed() const {
+  if (parts_.sharded() && (transport_ == "tcp" || transport_ == "gloo")) {
+    return fmt::format("its optimizer is sharded, which needs the transport host, and its transport is {}", transport_);
+  }
+  const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(&parts_.optimizer());
+  const auto& optimizer = sharded != nullptr ? sharded->local_optimizer() : parts_.optimizer();
+  if (!is_state_known(optimizer)) {
+    return fmt::format("the state of its optimizer {} is not registered (shoal::register_state)",
+                       c10::demangle(typeid(optimizer).name()));
+  }
+  const auto* hook = parts_.reducer().reduction().hook();
+  if (hook != nullptr && !begins_anew(*hook)) {
+    return fmt::format("its communication hook, {}, may keep more from step to step than a change of the ranks drops",
+                       hook->name());
+  }
+  if (scaler() == nullptr && !parts_.has_scaler() && may_need_scaler(parts_.logging_data())) {
+    return "it trains in float16 without ElasticOptions::scaler, so the loss scale could not be given";
+  }
+  return "";
+}
+
+std::vector<std::string> JoinTerms::lines() const {
+  const auto data = parts_.logging_data();
+  std::vector<std::string> lines{
+      fmt::format("libtorch: {}", TORCH_VERSION),
+      fmt::format("transport: {}", transport_),
+      fmt::format("strategy: {}", data.strategy),
+      fmt::format("module: {}", data.module),
+      fmt::format("min_ranks: {}", options_.min_ranks),
+      fmt::format("keep_global_batch: {}", options_.keep_global_batch > 0 ? "yes" : "no"),
+      fmt::format("loss scaler: {}", in_words(scaler())),
+  };
+  if (sampler_ == nullptr) {
+    lines.emplace_back("sampler: none");
+  } else {
+    const auto& how = sampler_->options();
+    lines.push_back(fmt::format("sampler: {} samples, seed {}, shuffle {}, drop_last {}, pad {}", sampler_->size(),
+                                how.seed, how.shuffle, how.drop_last, how.pad));
+  }
+  for (const auto& [name, value] : data.settings) {
+    if (!follows_ranks(name)) lines.push_back(fmt::format("{}: {}", name, value));
+  }
+  const auto& optimizer = parts_.optimizer();
+  lines.push_back(fmt::format("optimizer: {}", c10::demangle(typeid(optimizer).name())));
+  if (const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(&optimizer)) {
+    const auto& local = sharded->local_optimizer();
+    lines.push_back(fmt::format("optimizer of a share: {}", c10::demangle(typeid(local).name())));
+  }
+  const auto append = [&](const std::vector<std::string>& more) {
+    lines.insert(lines.end(), more.begin(), more.end());
+  };
+  append(parts_.description());
+  if (training_ != nullptr) append(training_->description());
+  const auto& groups = optimizer.param_groups();
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto parameters = groups[i].params().size();
+    lines.push_back(
+        fmt::format("param group {}: {} parameters, {}", i, parameters, fixed_options(groups[i].options())));
+  }
+  for (size_t i = 0; i < options_.tensors.size(); ++i) {
+    lines.push_back(fmt::format("ElasticOptions::tensors[{}]: {}", i, shape_of(options_.tensors[i])));
+  }
+  append(parts_.tensors().describe());
+  for (auto& line : lines) std::replace(line.begin(), line.end(), '\n', ' ');
+  return lines;
+}
+
+std::string JoinTerms::text() const {
+  return fmt::format("{}\n", fmt::join(lines(), "\n"));
+}
+
+void JoinTerms::publish(JoinBoard& board) const {
+  const auto why = why_closed();
+  why.empty() ? board.publish(text()) : board.close(why);
+}
+
+void JoinTerms::require_alike(const std::string& job) const {
+  const auto theirs = lines_of(job);
+  const auto own = lines();
+  std::vector<std::string> differences;
+  for (size_t i = 0; i < std::max(theirs.size(), own.size()); ++i) {
+    const auto here = i < own.size() ? own[i] : "nothing more";
+    const auto there = i < theirs.size() ? printable(theirs[i]) : "nothing more";
+    if (here != there) differences.push_back(fmt::format("{} (the job: {})", here, there));
+  }
+  if (differences.empty()) return;
+  const auto more = differences.size() > most_differences ? differences.size() - most_differences : 0;
+  differences.resize(differences.size() - more);
+  throw UsageError(fmt::format("Elastic: this process cannot join the job, because it differs: {}{}",
+                               fmt::join(differences, "; "), more > 0 ? fmt::format("; and {} more", more) : ""));
+}
+
+void JoinTerms::require_alike(JoinBoard& board, int timeout_seconds, const std::function<void()>& while_waiting) const {
+  const auto own = why_closed();
+  if (!own.empty()) throw UsageError("Elastic: a process cannot join a job like this one: " + own);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout_seconds);
+  while (!board.description()) {
+    const auto closed = board.why_closed();
+    if (!closed.empty()) throw UsageError("Elastic: ranks cannot join this job: " + closed);
+    if (std::chrono::steady_clock::now() > deadline) {
+      throw UsageError(
+          fmt::format("Elastic: no rank of the job has constructed its Elastic within {} s", timeout_seconds));
+    }
+    if (while_waiting) while_waiting();
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  require_alike(*board.description());
+}
+
+}  // namespace shoal

@@ -1,0 +1,47 @@
+#pragma once
+// What a process that comes to an elastic job must have in common with it.
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/membership/join_board.h"
+#include "elastic/elastic_parts.h"
+#include "shoal/data.h"
+#include "shoal/elastic.h"
+
+namespace shoal {
+
+// A newcomer compares itself with the job before it asks to join, so that one that does not fit ends alone, and once more
+// with what it gets, as options may have changed meanwhile.
+class JoinTerms {
+ public:
+  // The arguments must outlive this object. sampler, training: nullptr: there is none. transport: of WorldOptions.
+  JoinTerms(const ElasticParts& parts, const DistributedSampler* sampler, const ElasticOptions& options,
+            ElasticTraining* training, const std::string& transport);
+
+  // Says in the job's table what newcomers must have in common with this member, or why none can join.
+  void publish(JoinBoard& board) const;
+  // In a newcomer: waits for what members have said, and compares it with this process. Calls while_waiting about every 10
+  // ms. UsageError that lists what differs, or says why nobody can join.
+  void require_alike(JoinBoard& board, int timeout_seconds, const std::function<void()>& while_waiting) const;
+  // The same with the text of a member, as text() has it.
+  void require_alike(const std::string& job) const;
+
+  // Line by line what must be equal; a line begins with what it is about.
+  std::string text() const;
+  // The loss scaler beside the optimizer; nullptr: none.
+  GradScaler* scaler() const;
+
+ private:
+  std::string why_closed() const;
+  std::vector<std::string> lines() const;
+
+  const ElasticParts& parts_;
+  const DistributedSampler* sampler_;
+  const ElasticOptions& options_;
+  ElasticTraining* training_;
+  std::string transport_;
+};
+
+}  // namespace shoal

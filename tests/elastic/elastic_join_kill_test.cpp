@@ -1,0 +1,98 @@
+// Ranks that are killed or stopped at random moments while processes come to an elastic job.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <random>
+
+#include "base/environment.h"
+#include "tests/elastic/elastic_join.h"
+
+namespace shoal::elastic_join_kill_test {
+namespace {
+
+using test::expect_good;
+using test::JoinJob;
+using test::reach;
+
+int number(const char* variable, int otherwise) {
+  const auto text = process_environment()(variable);
+  return text ? std::stoi(*text) : otherwise;
+}
+
+
+enum class Fault { newcomer_is_killed, member_is_killed, newcomer_is_stopped };
+
+// One trial: a newcomer comes, and something happens to it or a member at a random moment from its start on.
+void join_with(Fault fault, int trial, std::mt19937& random) {
+  constexpr int epochs = 3;
+  const auto trained = trial % 3 == 0 ? test::Trained() : test::sharded[static_cast<size_t>(trial) % test::sharded.size()];
+  SCOPED_TRACE(test::name_of(trained));
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) {
+    return test::train(world, *record, epochs, {}, {.on_change = [](const ElasticChange&) { usleep(2000); }}, trained);
+  };
+  record->last_step = 3;
+  const int ranks = 2 + static_cast<int>(random() % 2);
+  JoinJob job(ranks, body);
+  std::vector<int> members(static_cast<size_t>(ranks));
+  std::iota(members.begin(), members.end(), 0);
+  ASSERT_TRUE(reach(*record, members, 3));
+  const int newcomer = job.add(body);
+  // Half of the trials begin with its knock, near the admission; the others anywhere in its start.
+  const bool near = trial % 2 == 0;
+  if (near) {
+    ASSERT_TRUE(job.comes_to_knock(newcomer));
+  }
+  record->last_step = 0;
+  const auto pause = static_cast<useconds_t>(random() % (near ? 15'000 : 60'000));
+  usleep(pause);
+  SCOPED_TRACE(fmt::format("trial {}: {} ranks, after {} us{}", trial, ranks, pause, near ? " from its knock" : ""));
+  if (fault == Fault::member_is_killed) {
+    const int victim = static_cast<int>(random() % static_cast<unsigned>(ranks));
+    job.signal(victim, SIGKILL);
+    std::erase(members, victim);
+    job.end_of(victim);
+  } else {
+    job.signal(newcomer, fault == Fault::newcomer_is_killed ? SIGKILL : SIGSTOP);
+  }
+  if (fault == Fault::newcomer_is_stopped) {
+    usleep(300'000);
+    // The job goes on without it, or waits for it as for any member; it must end in either case.
+    for (int i = 0; i < 120 && record->evaluations[members.front()] < epochs; ++i) usleep(100'000);
+    job.signal(newcomer, SIGCONT);
+  }
+  expect_good(job, members, *record, epochs);
+  const auto ended = job.end_of(newcomer);
+  if (fault != Fault::newcomer_is_killed) {
+    EXPECT_TRUE(WIFEXITED(ended.status)) << ended.status;
+    const bool good = ended.text.empty() || ended.text.find("has ended") != std::string::npos ||
+                      (fault == Fault::newcomer_is_stopped && ended.text.starts_with("error: "));
+    EXPECT_TRUE(good) << ended.text;
+  }
+  EXPECT_EQ(test::judged(*record, epochs, true, trained), "");
+}
+
+void join_often_with(Fault fault, int trials) {
+  const int seed = number("SHOAL_SEED", 1);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  for (int trial = 0; trial < trials && !testing::Test::HasFailure(); ++trial) {
+    SCOPED_TRACE(fmt::format("seed {}", seed));
+    join_with(fault, trial, random);
+  }
+}
+
+TEST(ElasticJoin, ELA06_a_newcomer_is_killed_at_random_moments) {
+  join_often_with(Fault::newcomer_is_killed, number("SHOAL_KILLS", 20));
+}
+
+TEST(ElasticJoin, ELA06_a_member_is_killed_while_a_newcomer_joins) {
+  join_often_with(Fault::member_is_killed, number("SHOAL_KILLS", 20));
+}
+
+TEST(ElasticJoin, ELA06_a_newcomer_is_stopped_while_it_joins) {
+  join_often_with(Fault::newcomer_is_stopped, number("SHOAL_STOPS", 2));
+}
+
+}  // namespace
+}  // namespace shoal::elastic_join_kill_test
