@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "comm/group/text.h"
@@ -22,10 +23,10 @@ void send_to(const Group& group, int to, const at::Tensor& tensor) {
   group.send(tensor.detach().cpu().contiguous().view({-1}), to, 0, {-1, -1, "state for a newcomer"}).wait();
 }
 
-void receive(const Group& group, const at::Tensor& tensor) {
+void receive(const Group& group, int from, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
   auto values = at::empty({tensor.numel()}, at::TensorOptions(tensor.scalar_type()));
-  group.recv(values, 0, 0, {-1, -1, "state for a newcomer"}).wait();
+  group.recv(values, from, 0, {-1, -1, "state for a newcomer"}).wait();
   at::Tensor(tensor.detach()).copy_(values.view(tensor.sizes()));
 }
 
@@ -85,10 +86,10 @@ std::vector<at::Tensor> Admission::plain_tensors() const {
   return list;
 }
 
-void Admission::take(const std::string& text, const Group& group, Position& position) const {
+void Admission::take(const std::string& text, const Group& group, int from, Position& position) const {
   const auto json = Json::parse(text);
   terms_.require_alike(json.at("terms").get<std::string>());
-  for (const auto& tensor : plain_tensors()) receive(group, tensor);
+  for (const auto& tensor : plain_tensors()) receive(group, from, tensor);
   OptimizerState whole;
   for (const auto& one : json.at("state")) {  // in the order in which they are sent
     auto& state = whole[one.at("name").get<std::string>()];
@@ -96,7 +97,7 @@ void Admission::take(const std::string& text, const Group& group, Position& posi
     for (const auto& [field, like] : one.at("tensors").items()) {
       const auto dtype = static_cast<at::ScalarType>(like.at(0).get<int>());
       auto values = at::empty(like.at(1).get<std::vector<int64_t>>(), at::TensorOptions(dtype));
-      receive(group, values);
+      receive(group, from, values);
       state.tensors[field] = values;
     }
   }
@@ -121,28 +122,31 @@ void Admission::take(const std::string& text, const Group& group, Position& posi
 void Admission::share(const Group& group, const std::vector<bool>& newcomers, Position& position) const {
   const torch::NoGradGuard no_grad;
   const auto rank = static_cast<size_t>(group.rank());
+  // A newcomer that has been long in coming may have a lower number than all members.
+  const auto giver = static_cast<size_t>(std::find(newcomers.begin(), newcomers.end(), false) - newcomers.begin());
+  const int from = static_cast<int>(giver);
   std::string own;
-  if (rank == 0) {
+  if (rank == giver) {
     try {
       own = state_text(position);
     } catch (const std::exception& error) {  // which must not cost the job
       own = cannot_give + std::string(error.what());
     }
   }
-  const auto text = broadcast_text(group, own, 0, {-1, -1, "state for a newcomer"});
+  const auto text = broadcast_text(group, own, from, {-1, -1, "state for a newcomer"});
   if (text.starts_with(cannot_give)) {
     if (newcomers[rank]) throw UsageError("Elastic: the job has no state to give: " + text.substr(1));
     throw CommError("the state cannot be given: " + text.substr(1));
   }
   if (newcomers[rank]) {
-    take(text, group, position);
+    take(text, group, from, position);
   } else {
     // All ranks go on with the order of one, as after a death.
     follow_order(Json::parse(text).at("order").get<std::vector<size_t>>());
   }
-  if (rank == 0) {
+  if (rank == giver) {
     const auto send = [&](const at::Tensor& tensor) {
-      for (size_t to = 1; to < newcomers.size(); ++to) {
+      for (size_t to = 0; to < newcomers.size(); ++to) {
         if (newcomers[to]) send_to(group, static_cast<int>(to), tensor);
       }
     };

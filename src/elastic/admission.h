@@ -28,7 +28,7 @@ class Admission {
   // The arguments must outlive this object.
   Admission(ElasticParts& parts, const JoinTerms& terms, const ElasticOptions& options, GlobalBatch& batch);
 
-  // Gives the newcomers among the ranks, in rank order, the state of rank 0, which is no newcomer, and `position`.
+  // Gives the newcomers among the ranks, in rank order, the state of the lowest other one, and its `position`.
   // Collective. UsageError in a newcomer whose options differ; CommError on all other ranks if the state cannot be given.
   void share(const Group& group, const std::vector<bool>& newcomers, Position& position) const;
 
@@ -37,7 +37,7 @@ class Admission {
   std::vector<at::Tensor> plain_tensors() const;
   std::vector<size_t> learnt_order() const;
   void follow_order(const std::vector<size_t>& order) const;
-  void take(const std::string& text, const Group& group, Position& position) const;
+  void take(const std::string& text, const Group& group, int from, Position& position) const;
 
   ElasticParts& parts_;
   const JoinTerms& terms_;

@@ -46,7 +46,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
   }
   generations = std::make_unique<Generations>(world);
   if (generations->is_newcomer()) {
-    begun = proven = false;
+    begun = in_place = proven = false;
     recover(nullptr);
     cell_of(world)->state->withheld = true;
   }
@@ -76,13 +76,14 @@ void Elastic::State::require_supported() const {
 }
 
 bool Elastic::State::begin_epoch() {
-  if (!begun && sampler->epoch() != first_epoch) {
+  if (!in_place && sampler->epoch() != first_epoch) {
     generations->resign();
     throw UsageError(
         fmt::format("Elastic: this newcomer's loop begins with epoch {}, and the job is in epoch {}: begin it "
                     "with first_epoch(), and call sampler.set_epoch() before in_epoch()",
                     sampler->epoch(), first_epoch));
   }
+  in_place = true;
   begin_loop();
   const bool inside = epoch && *epoch == sampler->epoch();
   if (!inside) taken = sampler->taken();
@@ -174,7 +175,8 @@ void Elastic::require_begun() const {
   state_->generations->resign();
   throw UsageError(
       "Elastic: this newcomer calls together() before the other ranks come by there: they are in the loop, so call "
-      "in_epoch() first, or step() without a sampler, or begin_loop() if they do call together() when the ranks change");
+      "in_epoch() first, or step() without a sampler, or begin_loop() if they do call together() when the ranks "
+      "change");
 }
 
 void Elastic::end_together() {

@@ -49,7 +49,10 @@ void Elastic::State::go_on(const std::function<void()>* update) {
     generations->recover(options.min_ranks);
     try {
       const auto newcomers = settle(update);
-      if (std::find(newcomers.begin(), newcomers.end(), true) != newcomers.end()) share(newcomers);
+      if (std::find(newcomers.begin(), newcomers.end(), true) != newcomers.end()) {
+        share(newcomers);
+        begin_admission();
+      }
       parts->regroup(world.group(), steps_before + done);
       if (training != nullptr) training->follow(world.group());
       generations->complete(trial);
@@ -59,6 +62,8 @@ void Elastic::State::go_on(const std::function<void()>* update) {
       if (!generations->broken() && !generations->drop_newcomers(error.what())) throw;
     } catch (const DisagreeError& error) {
       if (!generations->drop_newcomers(error.what())) throw;
+    } catch (const UsageError& error) {  // of an optimizer whose state cannot be divided among more ranks
+      if (comes || !generations->has_newcomers() || !generations->drop_newcomers(error.what())) throw;
     }
   }
   open_for_newcomers();

@@ -53,6 +53,8 @@ struct Elastic::State {
   bool blame_newcomers(const std::string& why);
   // Rethrows the present exception; on trial, this rank leaves the job, with a UsageError.
   [[noreturn]] void rethrow_from_trial();
+  // While newcomers get the state, the others wait for them for a limited time.
+  void begin_admission();
   // For ranks whose job has given them its state.
   void begin_trial();
   void end_trial();
@@ -92,6 +94,7 @@ struct Elastic::State {
   bool outdated = false;       // the loader's division is the former world's
   bool asked = false;          // processes ask to join, as all ranks know
   bool begun = true;           // this rank's loop, in a newcomer
+  bool in_place = true;        // this rank's sampler is in the job's epoch, in a newcomer
   size_t first_epoch = 0;
   bool proven = true;         // this rank has completed a step with others; false: a newcomer
   bool rates_differ = false;  // from rank to rank, as all ranks have found in this step

@@ -20,6 +20,9 @@ using Milliseconds = std::chrono::milliseconds;
 // For a newcomer to be where the others are, beside the time that their steps take.
 constexpr Milliseconds patience(10'000);
 
+// For a newcomer to take its share of parameters and state. A process that is stopped must not keep the others longer.
+constexpr Milliseconds patience_in_regroup(30'000);
+
 // 0: the world's limit.
 void limit_waits(const Group& group, Milliseconds limit) {
   auto& progress = *state_of(group)->progress;
@@ -32,6 +35,12 @@ void limit_waits(const Group& group, Milliseconds limit) {
 void Elastic::State::begin_loop() {
   begun = true;
   cell_of(world)->state->withheld = false;
+}
+
+void Elastic::State::begin_admission() {
+  const auto world_limit = std::chrono::seconds(cell_of(world)->state->options.timeout_seconds);
+  const auto limit = patience_in_regroup + Milliseconds(static_cast<int64_t>(2000 * step_seconds));
+  if (proven) limit_waits(world.group(), std::min<Milliseconds>(limit, world_limit));
 }
 
 // A newcomer's own waits have the world's limit, because it cannot tell whether another one is late.

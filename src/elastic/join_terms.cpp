@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <thread>
@@ -29,8 +30,7 @@ bool may_need_scaler(const LoggingData& data) {
   const auto half = [](const std::string& name) { return name.find("Half") != std::string::npos; };
   return std::any_of(data.dtypes.begin(), data.dtypes.end(), half) ||
          std::any_of(data.settings.begin(), data.settings.end(), [](const auto& setting) {
-           return setting.first == "precision" && setting.second.find("float16") != std::string::npos &&
-                  setting.second.find("bfloat16") == std::string::npos;
+           return setting.first == "precision" && setting.second.find("Half") != std::string::npos;
          });
 }
 
@@ -110,6 +110,7 @@ std::vector<std::string> JoinTerms::lines() const {
       fmt::format("min_ranks: {}", options_.min_ranks),
       fmt::format("keep_global_batch: {}", options_.keep_global_batch > 0 ? "yes" : "no"),
       fmt::format("loss scaler: {}", in_words(scaler())),
+      fmt::format("communication hook: {}", data.communication_hook),
   };
   if (sampler_ == nullptr) {
     lines.emplace_back("sampler: none");
@@ -133,10 +134,15 @@ std::vector<std::string> JoinTerms::lines() const {
   append(parts_.description());
   if (training_ != nullptr) append(training_->description());
   const auto& groups = optimizer.param_groups();
+  std::map<const c10::TensorImpl*, std::string> names;
+  for (const auto& entry : parts_.tensors().parameters) names[entry.tensor.unsafeGetTensorImpl()] = entry.name;
   for (size_t i = 0; i < groups.size(); ++i) {
-    const auto parameters = groups[i].params().size();
+    const auto& parameters = groups[i].params();
     lines.push_back(
-        fmt::format("param group {}: {} parameters, {}", i, parameters, fixed_options(groups[i].options())));
+        fmt::format("param group {}: {} parameters, {}", i, parameters.size(), fixed_options(groups[i].options())));
+    std::vector<std::string> list;
+    for (const auto& parameter : parameters) list.push_back(names[parameter.unsafeGetTensorImpl()]);
+    lines.push_back(fmt::format("parameters of group {}: {}", i, fmt::join(list, ", ")));
   }
   for (size_t i = 0; i < options_.tensors.size(); ++i) {
     lines.push_back(fmt::format("ElasticOptions::tensors[{}]: {}", i, shape_of(options_.tensors[i])));

@@ -20,13 +20,13 @@ int number(const char* variable, int otherwise) {
   return text ? std::stoi(*text) : otherwise;
 }
 
-
 enum class Fault { newcomer_is_killed, member_is_killed, newcomer_is_stopped };
 
 // One trial: a newcomer comes, and something happens to it or a member at a random moment from its start on.
 void join_with(Fault fault, int trial, std::mt19937& random) {
   constexpr int epochs = 3;
-  const auto trained = trial % 3 == 0 ? test::Trained() : test::sharded[static_cast<size_t>(trial) % test::sharded.size()];
+  const auto trained =
+      trial % 3 == 0 ? test::Trained() : test::sharded[static_cast<size_t>(trial) % test::sharded.size()];
   SCOPED_TRACE(test::name_of(trained));
   const test::SharedRecord record;
   const auto body = [&](const World& world) {

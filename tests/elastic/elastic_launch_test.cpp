@@ -11,13 +11,17 @@
 namespace shoal::elastic_launch_test {
 namespace {
 
-// Runs `meanwhile`, lines of a shell in which $pid is the launcher and ranks_of_it lists its ranks, beside the launcher.
-test::Ended launch_program(const std::string& epochs, const std::string& metrics, const std::string& meanwhile) {
+// Runs `meanwhile`, lines of a shell in which $pid is the launcher and ranks_of_it lists its ranks, beside the launcher, from
+// the first epoch's end on.
+test::Ended launch_program(const std::string& epochs, const test::TempFolder& folder, const std::string& meanwhile) {
+  const auto output = folder.file("output");
   const std::string script = std::string(SHOAL) + " launch -n 3 --elastic 1:5 --max-restarts 9 -- " + JOIN_PROGRAM +
-                             " " + epochs + " " + metrics +
-                             " & pid=$!; ranks_of_it() { for child in $(cat /proc/$pid/task/$pid/children); do "
-                             "grep -q join_program /proc/$child/comm && echo $child; done; }; " +
-                             meanwhile + " wait $pid; echo code $?";
+                             " " + epochs + " " + folder.file("metrics.jsonl") + " > " + output +
+                             " 2>&1 & pid=$!; ranks_of_it() { for child in $(cat /proc/$pid/task/$pid/children); do "
+                             "grep -q join_program /proc/$child/comm && echo $child; done; }; "
+                             "until grep -q 'epoch 0 on' " +
+                             output + " || ! kill -0 $pid; do sleep 0.02; done; " + meanwhile +
+                             " wait $pid; echo code $?; cat " + output;
   return test::run({"sh", "-c", script}, 120);
 }
 
@@ -32,8 +36,8 @@ std::set<std::string> norms_in(const std::string& output) {
 // As a user does it: kill -9 and SIGUSR2 while a program trains.
 TEST(ElasticJoin, ELA06_a_program_under_the_launcher_ends_with_the_parameters_of_a_run_without_changes) {
   const test::TempFolder folder;
-  const auto plain = launch_program("150", folder.file("plain.jsonl"), "");
-  const auto changed = launch_program("150", folder.file("changed.jsonl"),
+  const auto plain = launch_program("150", folder, "");
+  const auto changed = launch_program("150", folder,
                                       "for i in 2 1 3; do sleep 1; kill -9 $(ranks_of_it | sed -n ${i}p); sleep 0.6; "
                                       "kill -USR2 $pid; done; kill -0 $pid || echo too early;");
   for (const auto* ended : {&plain, &changed}) {

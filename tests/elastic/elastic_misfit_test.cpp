@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <map>
 
@@ -44,6 +45,13 @@ std::vector<Misfit> misfits() {
                     Adam optimizer(parts.net->parameters(), AdamOptions(0.01).betas({0.8, 0.999}));
                     return elastic(world, parts, optimizer);
                   }});
+  list.push_back({"parameters of group 0: third.bias, ", [=](const World& world) {
+                    JoinParts parts(world);
+                    auto parameters = parts.net->parameters();
+                    std::reverse(parameters.begin(), parameters.end());
+                    Adam optimizer(parameters, AdamOptions(0.01));
+                    return elastic(world, parts, optimizer);
+                  }});
   list.push_back({"optimizer: torch::optim::SGD", [=](const World& world) {
                     JoinParts parts(world);
                     torch::optim::SGD optimizer(parts.net->parameters(), 0.01);
@@ -69,7 +77,7 @@ std::vector<Misfit> misfits() {
                     Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
                     return elastic(world, parts, optimizer, {.seed = 4});
                   }});
-  list.push_back({"loss scaler: given (the job: loss scaler: none)", [=](const World& world) {
+  list.push_back({"to 1 at least (the job: loss scaler: none)", [=](const World& world) {
                     JoinParts parts(world);
                     Adam optimizer(parts.net->parameters(), AdamOptions(0.01));
                     return elastic(world, parts, optimizer, {.seed = 3}, {.scaler = &scaler});
@@ -145,10 +153,12 @@ TEST(ElasticJoin, ELA06_a_newcomer_with_other_options_of_a_sharded_optimizer_end
   record->last_step = 2;
   JoinJob job(2, body);
   ASSERT_TRUE(reach(*record, {0, 1}, 2));
-  const auto clipped = job.end_of(job.add([&](const World& world) { return test::train(world, *record, 1, {}, {}, other); }));
+  const auto clipped =
+      job.end_of(job.add([&](const World& world) { return test::train(world, *record, 1, {}, {}, other); }));
   EXPECT_NE(clipped.text.find("clip_grad: 0.3 (the job: clip_grad: 0)"), std::string::npos) << clipped.text;
   other = {.sharding = test::Sharding::zero1, .optimizer = "adamw"};
-  const auto zero = job.end_of(job.add([&](const World& world) { return test::train(world, *record, 1, {}, {}, other); }));
+  const auto zero =
+      job.end_of(job.add([&](const World& world) { return test::train(world, *record, 1, {}, {}, other); }));
   EXPECT_NE(zero.text.find("(the job: strategy: DistributedOptimizer)"), std::string::npos) << zero.text;
   record->last_step = 0;
   expect_good(job, {0, 1}, *record, 1);
@@ -158,8 +168,10 @@ TEST(ElasticJoin, ELA06_a_newcomer_with_other_options_of_a_sharded_optimizer_end
 // It has been admitted, and leaves at once.
 TEST(ElasticJoin, ELA06_a_newcomer_whose_loop_begins_elsewhere_is_refused) {
   constexpr int epochs = 3;
-  for (const bool in_together : {false, true}) {
-    SCOPED_TRACE(in_together);
+  enum class How { in_epoch, after_begin_loop, in_together };
+  for (const auto how : {How::in_epoch, How::after_begin_loop, How::in_together}) {
+    SCOPED_TRACE(static_cast<int>(how));
+    const bool in_together = how == How::in_together;
     const test::SharedRecord record;
     const auto body = [&](const World& world) { return test::train(world, *record, epochs); };
     const auto wrong = [&](const World& world) -> std::string {
@@ -170,6 +182,7 @@ TEST(ElasticJoin, ELA06_a_newcomer_whose_loop_begins_elsewhere_is_refused) {
       std::string text;
       try {
         if (in_together) elastic->together([&] { return world.all_reduce(1.0); });
+        if (how == How::after_begin_loop) elastic->begin_loop();
         sampler.set_epoch(elastic->first_epoch() + 1);
         elastic->in_epoch();
       } catch (const UsageError& error) {

@@ -44,7 +44,8 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("rank", &Group::rank, "Rank of this process in the group.")
       .def_property_readonly("size", &Group::size, "Number of ranks.")
       .def_property_readonly("name", &Group::name)
-      .def_property_readonly("transport", &Group::transport, "\"host\", \"tcp\", \"host+tcp\", \"gloo\", \"identity\", ...")
+      .def_property_readonly("transport", &Group::transport,
+                             "\"host\", \"tcp\", \"host+tcp\", \"gloo\", \"identity\", ...")
       .def("subgroup", &Group::subgroup, py::arg("ranks"), ReleaseGil(),
            "The group of some of this group's ranks. Collective over those ranks.")
       .def("__repr__", [](const Group& group) {

@@ -13,9 +13,10 @@ namespace {
 int to_count(const std::string& text, const std::string& whole) {
   int count = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-  if (error != std::errc() || end != text.data() + text.size() || count < 1) {
+  if (error != std::errc() || end != text.data() + text.size()) {
     throw UsageError(fmt::format("--elastic {}: give MIN or MIN:MAX, numbers of ranks", whole));
   }
+  if (count < 1) throw UsageError(fmt::format("--elastic {}: give at least 1 rank", whole));
   return count;
 }
 

@@ -56,7 +56,7 @@ void Trainer::divide_anew(Loop& loop) {
   loop.divided_anew = inside && left > 0;
 }
 
-void Trainer::join(Loop& loop) {
+void Trainer::join(Loop& loop, TrainResult& result) {
   const auto next = position_.accessor<int64_t, 1>();
   loop.number = next[0];
   loop.per_epoch = next[1];
@@ -72,16 +72,18 @@ void Trainer::join(Loop& loop) {
     schedule_ = make_schedule(options_, strategy_->optimizer(), schedule_steps_);
     for (size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(present[i]);
   }
+  started_ = static_cast<int>(next[3]);
+  result.missed = elastic_->steps();
   enter_world();
   elastic_->begin_loop();
-  divide_anew(loop);
-  loop.first = loop.number;
-  loop.progress.clear();
+  loop.has_come = true;
 }
 
 void Trainer::tell_changes(Loop& loop, TrainResult& result) {
-  if (changes_.empty()) return;
+  const bool comes = std::exchange(loop.has_come, false);
+  if (changes_.empty() && !comes) return;
   divide_anew(loop);
+  if (comes) loop.first = loop.number;
   take_over(loop);
   loop.progress.clear();
   for (auto& change : changes_) {
@@ -92,7 +94,8 @@ void Trainer::tell_changes(Loop& loop, TrainResult& result) {
   }
   changes_.clear();
   if (loop.reports && !lost_save_.empty()) {
-    fmt::print(stderr, "shoal: checkpoint {} was not saved: a rank ended while it was written; training continues\n",
+    fmt::print(stderr,
+               "shoal: checkpoint {} was not saved: the ranks changed while it was written; training continues\n",
                lost_save_);
   }
   lost_save_.clear();

@@ -19,6 +19,7 @@ struct Trainer::Loop {
   bool divided_anew = false;
   int64_t per_epoch = 0;   // steps, with the present ranks
   int64_t evaluated = -1;  // number of steps at the last evaluation
+  bool has_come = false;   // to a running job, whose steps it still counts by its former ranks
 };
 
 }  // namespace shoal::cli

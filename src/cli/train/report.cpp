@@ -61,6 +61,39 @@ std::vector<double> gathered(const Group& group, double value) {
   return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
 }
 
+// Values of the steps of all ranks, some of which came later: those that have none of a step have 0.
+class Steps {
+ public:
+  // missed: steps before this rank came. Collective.
+  Steps(const Group& group, int64_t missed, size_t own) : group_(group), missed_(static_cast<size_t>(missed)) {
+    std::vector<double> made(missed_, 0);
+    made.resize(missed_ + own, 1);
+    ranks_ = reduced(group_, made, ReduceOp::sum);
+    while (first_ < ranks_.size() && ranks_[first_] == 0) ++first_;
+  }
+  // Steps that no rank has made which is left.
+  size_t first() const { return first_; }
+  std::vector<double> mean(const std::vector<double>& own) const {
+    auto values = all(own, ReduceOp::sum);
+    for (size_t i = 0; i < values.size(); ++i) values[i] /= ranks_[first_ + i];
+    return values;
+  }
+  std::vector<double> most(const std::vector<double>& own) const { return all(own, ReduceOp::max); }
+
+ private:
+  std::vector<double> all(const std::vector<double>& own, ReduceOp op) const {
+    std::vector<double> values(missed_, 0);
+    values.insert(values.end(), own.begin(), own.end());
+    values = reduced(group_, values, op);
+    return {values.begin() + static_cast<int64_t>(first_), values.end()};
+  }
+
+  const Group& group_;
+  size_t missed_;
+  size_t first_ = 0;
+  std::vector<double> ranks_;  // that have made the step
+};
+
 double rounded(double value, double unit) {
   return std::round(value / unit) * unit;
 }
@@ -94,8 +127,9 @@ Json config(const TrainOptions& options, const World& world) {
   return result;
 }
 
-// Values after the warm-up.
+// Values after the warm-up; 0 on a rank that came when all was done.
 Samples steady_part(std::vector<double> values) {
+  if (values.empty()) values.push_back(0);
   if (values.size() > warm_up) values.erase(values.begin(), values.begin() + warm_up);
   return {std::move(values)};
 }
@@ -178,21 +212,20 @@ Json digests_of_ranks(const Group& group, const models::Model& model) {
 
 Json make_report(const TrainOptions& options, const World& world, const Group& group, models::Model& model,
                  const TrainResult& result, const MemoryUse& memory, const Json& params_per_rank) {
-  auto loss = reduced(group, result.loss, ReduceOp::sum);
-  for (auto& value : loss) value /= group.size();
+  const Steps steps_of_ranks(group, result.missed, result.loss.size());
   const auto seconds = reduced(group, {result.seconds}, ReduceOp::max).front();
   Json report;
   report["config"] = config(options, world);
   report["versions"] = {{"shoal", SHOAL_VERSION}, {"libtorch", TORCH_VERSION}};
-  report["loss"] = loss;
-  report["lr"] = result.lr;
+  report["loss"] = steps_of_ranks.mean(result.loss);
+  report["lr"] = steps_of_ranks.most(result.lr);
   report["params"] = digests(model.named_parameters());
   report["buffers"] = digests(model.named_buffers());
   if (!params_per_rank.is_null()) {
     report["params_mean"] = std::exchange(report["params"], params_per_rank.front());
     report["params_per_rank"] = params_per_rank;
   }
-  report["timing"] = timing(reduced(group, result.step_ms, ReduceOp::max));
+  report["timing"] = timing(steps_of_ranks.most(result.step_ms));
   report["timing"]["samples_per_second"] =
       rounded(static_cast<double>(options.elastic ? result.all_samples : result.samples * group.size()) / seconds, 0.1);
   const auto wait = steady_part(result.wait_ms).median();
@@ -200,7 +233,7 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   report["timing"]["exposed_comm_ms"] = rounded(wait, 1e-3);
   report["timing"]["update_ms"] = rounded(update, 1e-3);
   report["timing"]["compute_ms"] = rounded(steady_part(result.step_ms).median() - wait - update, 1e-3);
-  const auto steps = static_cast<double>(result.step_ms.size());
+  const auto steps = static_cast<double>(std::max<size_t>(1, result.step_ms.size()));
   report["communication"] = {{"collectives_per_step", static_cast<double>(result.communication.calls) / steps},
                              {"bytes_per_step", static_cast<double>(result.communication.bytes) / steps},
                              {"wire_bytes_per_step", static_cast<double>(result.wire_bytes) / steps},
@@ -208,7 +241,10 @@ Json make_report(const TrainOptions& options, const World& world, const Group& g
   report["counters_per_step"] = counters_of_ranks(group, result.counted);
   for (const auto& [name, value] : result.figures) report["strategy"][name] = gathered(group, value);
   if (options.elastic) {
-    report["elastic"] = {{"min_ranks", *options.elastic}, {"ranks", group.size()}, {"changes", result.changes}};
+    report["elastic"] = {{"min_ranks", *options.elastic},
+                         {"ranks", group.size()},
+                         {"steps_before", steps_of_ranks.first()},  // the first one in the lists
+                         {"changes", result.changes}};
   }
   if (!result.replans.empty()) report["replans"] = result.replans;
   if (result.logging) report["logging"] = Json::parse(to_json(*result.logging));

@@ -114,7 +114,6 @@ int train_rank(const TrainOptions& options) {
     end_process(interrupted_code);  // peers may have stopped one step earlier or later
   };
   try {
-    const int started = world.size();
     Trainer trainer(options, world, model, *feed);
     const auto result = trainer.run();
     memory.peak = peak_resident_mib();
@@ -132,7 +131,7 @@ int train_rank(const TrainOptions& options) {
         if (leads && !options.save.empty()) file = save_model(options, *model);
         if (!result.stopped) {
           report = make_report(options, world, present, *model, result, memory, params_per_rank);
-          report["config"]["world"] = started;
+          report["config"]["world"] = trainer.started();
         }
       });
     }

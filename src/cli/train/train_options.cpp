@@ -232,9 +232,10 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
             options.elastic = range.least;
             options.elastic_most = range.most;
           },
-          fmt::format("the other ranks go on, in memory, when one ends, while so many are left; with MAX, ranks may join, "
-                      "too: in place of failed ones (--max-restarts), and one more for each SIGUSR2; for {}",
-                      fmt::join(elastic_strategies(), ", ")))
+          fmt::format(
+              "the other ranks go on, in memory, when one ends, while so many are left; with MAX, ranks may join, "
+              "too: in place of failed ones (--max-restarts), and one more for each SIGUSR2; for {}",
+              fmt::join(elastic_strategies(), ", ")))
       ->type_name("MIN[:MAX]");
   command.add_option("--max-restarts", options.max_restarts,
                      "with --elastic MIN:MAX, start a rank in place of one that has failed, so often in all");

@@ -60,6 +60,7 @@ Trainer::Trainer(const TrainOptions& options, const World& world, std::shared_pt
   }
   make_state();
   schedule_steps_ = total_steps();
+  started_ = group_.size();
 }
 
 void Trainer::together(const std::function<void(const Group& present)>& work) {
@@ -293,7 +294,7 @@ nlohmann::ordered_json Trainer::metrics_of(const Loop& loop, const TrainResult& 
 
 bool Trainer::train_step(Loop& loop, TrainResult& result) {
   const auto number = loop.number;
-  if (elastic_) position_.copy_(at::tensor({number, loop.per_epoch, schedule_steps_}, at::kLong));
+  if (elastic_) position_.copy_(at::tensor({number, loop.per_epoch, schedule_steps_, int64_t{started_}}, at::kLong));
   elastic_ ? begin_epoch(loop) : begin_epoch(number, loop.first);
   feed_.prepare(number);
   const auto before_step = process_counters();
@@ -378,7 +379,7 @@ TrainResult Trainer::run() {
       .metrics = std::move(metrics),
       .progress = ProgressBar(total_steps() - first, {.enabled = reports, .unit = "samples", .unit_scale = samples}),
       .per_epoch = feed_.steps_per_epoch().value_or(0)};
-  if (joins) join(loop);
+  if (joins) join(loop, result);
   elastic_ ? train_elastic(loop, result) : train(loop, result);
   if (training_) {
     tolerate([&] {

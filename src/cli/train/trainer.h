@@ -45,6 +45,7 @@ struct TrainResult {
   double seconds = 0;                                   // without evaluation and saving
   int64_t samples = 0;                                  // of this rank
   int64_t all_samples = 0;                              // of all ranks that were there
+  int64_t missed = 0;                                   // steps of the job before this rank came
   bool stopped = false;                                 // after an interrupt
   std::vector<nlohmann::ordered_json> replans;          // as in the metrics
   std::vector<nlohmann::ordered_json> changes;          // of the ranks, as in the metrics
@@ -62,6 +63,8 @@ class Trainer {
   bool has_whole_model() const { return strategy_->has_whole_model(); }
   // See Meeting. Elastic training repeats the work whenever a rank has ended.
   void together(const std::function<void(const Group& present)>& work);
+  // Ranks at the start of the job.
+  int started() const { return started_; }
 
  private:
   // What is due after a step, in this order.
@@ -84,7 +87,7 @@ class Trainer {
   void follow(const ElasticChange& change);
   void tell_changes(Loop& loop, TrainResult& result);
   // In a process that comes to a running job: where the job is.
-  void join(Loop& loop);
+  void join(Loop& loop, TrainResult& result);
   void enter_world();
   void divide_anew(Loop& loop);
   std::optional<double> elastic_step(int64_t number, TrainResult& result);
@@ -131,8 +134,10 @@ class Trainer {
   std::string lost_save_;               // checkpoint that was being written when a rank ended
   int64_t last_saved_ = 0;              // steps of the last one begun in the background
   int64_t schedule_steps_ = 0;          // of the training, as the schedule counts them
-  at::Tensor position_ = at::zeros({3}, at::kLong);  // for newcomers: next step, steps of an epoch, schedule_steps_
-  GroupStatistics ended_{};             // communication in groups of ranks that have ended
+  int started_ = 1;                     // ranks at the start of the job
+  // For newcomers: next step, steps of an epoch, schedule_steps_, started_.
+  at::Tensor position_ = at::zeros({4}, at::kLong);
+  GroupStatistics ended_{};  // communication in groups of ranks that have ended
 };
 
 }  // namespace shoal::cli

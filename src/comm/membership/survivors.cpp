@@ -27,7 +27,7 @@ bool Survivors::absent(int rank) const {
 
 int Survivors::heir() const {
   int rank = 0;
-  while (rank != group_.rank() && ended(rank)) ++rank;
+  while (rank != group_.rank() && absent(rank)) ++rank;
   return rank;
 }
 
@@ -42,9 +42,21 @@ void Survivors::ring() const {
 }
 
 void Survivors::wait(const std::string& what, const std::function<bool()>& done) const {
+  wait_for(what, done, std::chrono::milliseconds::max());
+}
+
+bool Survivors::wait_in_time(const std::string& what, const std::function<bool()>& done) const {
+  const auto limit = state_of(group_)->progress->timeout_ms.load();
+  return wait_for(what, done, limit > 0 ? std::chrono::milliseconds(limit) : std::chrono::milliseconds::max());
+}
+
+bool Survivors::wait_for(const std::string& what, const std::function<bool()>& done,
+                         std::chrono::milliseconds limit) const {
   constexpr auto slice = std::chrono::milliseconds(100);
-  const auto deadline = SteadyClock::now() + std::chrono::seconds(world_->options.timeout_seconds);
+  const auto begin = SteadyClock::now();
+  const auto deadline = begin + std::chrono::seconds(world_->options.timeout_seconds);
   while (!wait_until(*world_->memory, cores_suffice(world_->local_size), slice, done)) {
+    if (SteadyClock::now() - begin > limit) return false;
     try {
       if (world_->options.while_waiting) world_->options.while_waiting();
     } catch (const CommError& error) {
@@ -54,6 +66,7 @@ void Survivors::wait(const std::string& what, const std::function<bool()>& done)
     throw JobLost(fmt::format("{} has waited {} s for other ranks, which live: they are stopped, or do not call step()",
                               what, world_->options.timeout_seconds));
   }
+  return true;
 }
 
 std::optional<SharedPlace> Survivors::place_of(const void* data, size_t bytes) const {

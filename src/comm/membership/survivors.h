@@ -1,6 +1,7 @@
 #pragma once
 // Ranks of an elastic job as they see each other through shared memory, without operations of a group.
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -24,7 +25,7 @@ class Survivors {
   bool ended(int rank) const;
   // Whether the rank does nothing more in this generation: it has ended, or has given the generation up.
   bool absent(int rank) const;
-  // The rank that acts for those that have ended: the lowest that lives. At any time, one at most takes itself for it.
+  // The rank that acts for those that are absent: the lowest that is not. At any time, one at most takes itself for it.
   int heir() const;
 
   // Wakes the others.
@@ -32,6 +33,8 @@ class Survivors {
   // Returns once `done`, which is asked when another rank has rung or ended. JobLost that begins with `what` after the
   // world's timeout: what this rank has written down counts for the others, so it must not go on in another generation.
   void wait(const std::string& what, const std::function<bool()>& done) const;
+  // The same, but false after the time that waits in the group are limited to, if that is shorter.
+  bool wait_in_time(const std::string& what, const std::function<bool()>& done) const;
 
   // Place of this rank's memory for the others; nothing for memory that they cannot read.
   std::optional<SharedPlace> place_of(const void* data, size_t bytes) const;
@@ -44,6 +47,7 @@ class Survivors {
 
  private:
   PeerMemory& peer(int rank) const;
+  bool wait_for(const std::string& what, const std::function<bool()>& done, std::chrono::milliseconds limit) const;
 
   Group group_;
   std::shared_ptr<WorldState> world_;

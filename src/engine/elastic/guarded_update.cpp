@@ -114,23 +114,36 @@ bool GuardedUpdate::prepare() {
   return before != arenas_;
 }
 
+// One word in shared memory has the verdict, so that all ranks have the same one, also where one of them waits no longer for a
+// rank that comes late after all.
 void GuardedUpdate::commit() {
   const auto number = ++commits_;
   shared_.record(group_.rank()).reached.store(number);
   survivors_.ring();
+  auto& verdict = shared_.record(0).verdict;
+  const auto failed = 2 * number;
+  const auto decide = [&](bool passes) {
+    auto before = verdict.load();
+    while (before < failed && !verdict.compare_exchange_weak(before, failed + (passes ? 1 : 0))) {
+    }
+    survivors_.ring();
+  };
   int missing = -1;
   const auto decided = [&] {
-    bool passed = true;
+    bool all = true;
     for (int rank = 0; rank < group_.size() && missing < 0; ++rank) {
       const bool absent = survivors_.absent(rank);  // asked first: a rank that is absent and has not come never comes
       if (shared_.record(rank).reached.load() >= number) continue;
-      passed = false;
+      all = false;
       if (absent) missing = rank;
     }
-    return passed || missing >= 0;
+    if (verdict.load() < failed && (all || missing >= 0)) decide(all);
+    return verdict.load() >= failed;
   };
-  survivors_.wait("the commit of a step", decided);
+  if (!survivors_.wait_in_time("the commit of a step", decided)) decide(false);
+  if (verdict.load() > failed) return;
   if (missing >= 0) throw CommError(fmt::format("rank {} has ended before the commit of the step", missing), missing);
+  throw CommError("a rank has not come to the commit of the step in time");
 }
 
 void GuardedUpdate::seal() {

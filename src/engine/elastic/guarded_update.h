@@ -96,7 +96,7 @@ class GuardedUpdate {
   void round(int rank, const Chunk& chunk, const at::Tensor& piece) const;
   void take_state(size_t target);
   bool is_updated(int rank) const { return shared_.record(rank).updated.load() >= commits_; }
-  bool is_lost(int rank) const { return !is_updated(rank) && survivors_.ended(rank); }
+  bool is_lost(int rank) const { return !is_updated(rank) && survivors_.absent(rank); }
 
   Group group_;
   Survivors survivors_;

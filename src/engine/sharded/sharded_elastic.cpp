@@ -86,6 +86,12 @@ const HeldState& ShardedOptimizerBase::State::held(const ParamGroups& groups) {
 
 void ShardedOptimizerBase::take_over(int64_t step) {
   auto& state = *state_;
+  if (state.group.size() > 1 && !state.shared()) {
+    throw UsageError(
+        fmt::format("Elastic: {} outlives its ranks only where they share its parameters: on the CPU of one host, over "
+                    "the transport host",
+                    state.name));
+  }
   const auto targets = state.shared_targets(param_groups_);
   state.local->state().clear();  // some make it in their constructor
   state.steps = step;

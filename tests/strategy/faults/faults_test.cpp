@@ -246,7 +246,8 @@ TEST_P(Faults, BEY10_a_backward_after_one_that_failed_is_refused_until_the_step_
 
 TEST_P(Faults, dropping_a_strategy_removes_its_hooks) {
   const bool pairs = GetParam().starts_with("fsdp_hybrid") && group().size() % 2 == 0;
-  const bool pages = group().size() > 1 && group().transport() != "host" && (GetParam() == "fsdp" || GetParam() == "fsdp_grad_op" || pairs);
+  const bool pages = group().size() > 1 && group().transport() != "host" &&
+                     (GetParam() == "fsdp" || GetParam() == "fsdp_grad_op" || pairs);
   if (pages) GTEST_SKIP() << "the parameters of a wrapper that has gone are on all ranks in parts";
   auto model = (torch::manual_seed(1), std::make_shared<FaultyImpl>());
   auto log = std::make_shared<CallLog>();

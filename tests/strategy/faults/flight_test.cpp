@@ -109,7 +109,8 @@ TEST_P(Flights, a_step_that_was_given_up_is_a_remark) {
   EXPECT_EQ(sentences[1], "rank 1 gave up step 3");
 }
 
-INSTANTIATE_TEST_SUITE_P(, Flights, ::testing::Values("host", "tcp", "gloo"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Flights, ::testing::Values("host", "tcp", "gloo"),
+                         [](const auto& info) { return info.param; });
 
 // Records of a run without faults: one per collective, all finished, in the order of their numbers.
 TEST(Flight, every_operation_begins_and_ends) {
