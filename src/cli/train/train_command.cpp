@@ -96,7 +96,7 @@ int train_rank(const TrainOptions& options) {
   if (!options.trace.empty()) world_options.timeline = std::make_shared<Timeline>();
   const auto world = init(world_options);
   if (world.joining() && !options.elastic) {  // before it opens any file as rank 0
-    throw UsageError("shoal train joins a running job (SHOAL_JOIN) only with --elastic MIN, as its ranks have it");
+    throw UsageError("shoal train cannot join a running job (SHOAL_JOIN) without --elastic MIN, which its ranks have");
   }
   const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);

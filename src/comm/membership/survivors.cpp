@@ -42,21 +42,21 @@ void Survivors::ring() const {
 }
 
 void Survivors::wait(const std::string& what, const std::function<bool()>& done) const {
-  wait_for(what, done, std::chrono::milliseconds::max());
+  wait_until_then(what, done, SteadyClock::time_point::max());
 }
 
 bool Survivors::wait_in_time(const std::string& what, const std::function<bool()>& done) const {
   const auto limit = state_of(group_)->progress->timeout_ms.load();
-  return wait_for(what, done, limit > 0 ? std::chrono::milliseconds(limit) : std::chrono::milliseconds::max());
+  const auto end = limit > 0 ? SteadyClock::now() + std::chrono::milliseconds(limit) : SteadyClock::time_point::max();
+  return wait_until_then(what, done, end);
 }
 
-bool Survivors::wait_for(const std::string& what, const std::function<bool()>& done,
-                         std::chrono::milliseconds limit) const {
+bool Survivors::wait_until_then(const std::string& what, const std::function<bool()>& done,
+                                std::chrono::steady_clock::time_point end) const {
   constexpr auto slice = std::chrono::milliseconds(100);
-  const auto begin = SteadyClock::now();
-  const auto deadline = begin + std::chrono::seconds(world_->options.timeout_seconds);
+  const auto deadline = SteadyClock::now() + std::chrono::seconds(world_->options.timeout_seconds);
   while (!wait_until(*world_->memory, cores_suffice(world_->local_size), slice, done)) {
-    if (SteadyClock::now() - begin > limit) return false;
+    if (SteadyClock::now() > end) return false;
     try {
       if (world_->options.while_waiting) world_->options.while_waiting();
     } catch (const CommError& error) {

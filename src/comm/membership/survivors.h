@@ -47,7 +47,8 @@ class Survivors {
 
  private:
   PeerMemory& peer(int rank) const;
-  bool wait_for(const std::string& what, const std::function<bool()>& done, std::chrono::milliseconds limit) const;
+  bool wait_until_then(const std::string& what, const std::function<bool()>& done,
+                       std::chrono::steady_clock::time_point end) const;
 
   Group group_;
   std::shared_ptr<WorldState> world_;
