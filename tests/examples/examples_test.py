@@ -28,8 +28,9 @@ def skip(reason):
 
 
 def run(*command, **options):
+    # A sample of a language model may have any byte.
     result = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            check=False, **options)
+                            errors="replace", check=False, **options)
     print(result.stdout, flush=True)
     if result.returncode != 0:
         sys.exit(f"exit code {result.returncode}: {' '.join(map(str, command))}")
