@@ -138,9 +138,9 @@ struct ElasticOptions {
 // Ranks may come: `shoal launch --elastic MIN:MAX` starts lost ranks again and takes more. Such a process runs the same
 // program; world.joining() is true in it. It constructs model, wrapper, optimizer, schedule and sampler alone, as a world of
 // one rank, without the former ranks' checkpoint; so it holds whole parameters and optimizer state until it has joined, with
-// a sharded strategy, too. The constructor of Elastic waits until the others are between two steps, and gives it their parameters,
-// buffers, optimizer state, learning rates, loss scale and place in the epoch; then the ranks change as after a death, and
-// step() returns false on the others. In the loop:
+// a sharded strategy, too. The constructor of Elastic waits until the others are between two steps, and gives it their
+// parameters, buffers, optimizer state, learning rates, loss scale and place in the epoch; then the ranks change as after a
+// death, and step() returns false on the others. In the loop:
 // - for (size_t epoch = elastic.first_epoch(); ...), which is 0 in a job's first ranks; UsageError in a newcomer that begins
 //   in_epoch() with another epoch.
 // - A schedule keeps its own count: if (world.joining()) schedule.set_position(elastic.steps()), after the constructor. In a
@@ -155,7 +155,8 @@ struct ElasticOptions {
 // UsageError that lists what differs, and so does one of a job that cannot be joined: a sharded optimizer over sockets,
 // optimizer state that is not registered, a hook with memory of its own, float16 without a loss scaler. The job does not notice
 // it; one that dies while it joins costs it a recovery. Until its first complete step, a newcomer leaves with a UsageError
-// whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again. A newcomer that
+// whatever fails, or when the others have waited for it for 10 s and two steps, and they do that step again; one that is
+// stopped in its first update() of a sharded optimizer is waited for as any rank. A newcomer that
 // fails is not tried again.
 //
 // Buffers are rank 0's, as ever: where rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set

@@ -5,7 +5,6 @@
 
 #include <random>
 
-#include "base/environment.h"
 #include "tests/elastic/elastic_join.h"
 
 namespace shoal::elastic_join_kill_test {
@@ -13,12 +12,8 @@ namespace {
 
 using test::expect_good;
 using test::JoinJob;
+using test::number_of;
 using test::reach;
-
-int number(const char* variable, int otherwise) {
-  const auto text = process_environment()(variable);
-  return text ? std::stoi(*text) : otherwise;
-}
 
 enum class Fault { newcomer_is_killed, member_is_killed, newcomer_is_stopped };
 
@@ -74,7 +69,7 @@ void join_with(Fault fault, int trial, std::mt19937& random) {
 }
 
 void join_often_with(Fault fault, int trials) {
-  const int seed = number("SHOAL_SEED", 1);
+  const int seed = number_of("SHOAL_SEED", 1);
   std::mt19937 random(static_cast<unsigned>(seed));
   for (int trial = 0; trial < trials && !testing::Test::HasFailure(); ++trial) {
     SCOPED_TRACE(fmt::format("seed {}", seed));
@@ -83,15 +78,15 @@ void join_often_with(Fault fault, int trials) {
 }
 
 TEST(ElasticJoin, ELA06_a_newcomer_is_killed_at_random_moments) {
-  join_often_with(Fault::newcomer_is_killed, number("SHOAL_KILLS", 20));
+  join_often_with(Fault::newcomer_is_killed, number_of("SHOAL_KILLS", 20));
 }
 
 TEST(ElasticJoin, ELA06_a_member_is_killed_while_a_newcomer_joins) {
-  join_often_with(Fault::member_is_killed, number("SHOAL_KILLS", 20));
+  join_often_with(Fault::member_is_killed, number_of("SHOAL_KILLS", 20));
 }
 
 TEST(ElasticJoin, ELA06_a_newcomer_is_stopped_while_it_joins) {
-  join_often_with(Fault::newcomer_is_stopped, number("SHOAL_STOPS", 2));
+  join_often_with(Fault::newcomer_is_stopped, number_of("SHOAL_STOPS", 2));
 }
 
 }  // namespace

@@ -10,7 +10,6 @@
 #include <set>
 #include <thread>
 
-#include "base/environment.h"
 #include "tests/elastic/elastic_run.h"
 
 namespace shoal::elastic_kill_test {
@@ -19,14 +18,10 @@ namespace {
 using test::Death;
 using test::Moment;
 using test::name_of;
+using test::number_of;
 using test::sharded;
 using test::Sharding;
 using test::Trained;
-
-int number(const char* variable, int otherwise) {
-  const auto text = process_environment()(variable);
-  return text ? std::stoi(*text) : otherwise;
-}
 
 // Checks that these ranks were killed and no others, that the others ended well, and what the judge says.
 void check(const std::vector<test::RankEnded>& ended, const std::vector<int>& may_be_killed, const test::Record& record,
@@ -160,7 +155,7 @@ TEST(ElasticKill, ELA02_ELA03_sharded_a_parameter_of_two_chunks_and_an_optimizer
 
 // Kills by the clock: SHOAL_KILLS trials, from SHOAL_SEED.
 void kill_at_random(const std::vector<Trained>& all, int trials) {
-  const int seed = number("SHOAL_SEED", 1);
+  const int seed = number_of("SHOAL_SEED", 1);
   std::mt19937 random(static_cast<unsigned>(seed));
   std::vector<double> seconds;  // from a kill to the end of the next complete step
   int kills = 0;
@@ -215,11 +210,11 @@ void kill_at_random(const std::vector<Trained>& all, int trials) {
 }
 
 TEST(ElasticKill, ELA01_ELA02_ranks_end_at_random_moments) {
-  kill_at_random({Trained()}, number("SHOAL_KILLS", 40));
+  kill_at_random({Trained()}, number_of("SHOAL_KILLS", 40));
 }
 
 TEST(ElasticKill, ELA01_ELA02_ELA03_sharded_ranks_end_at_random_moments) {
-  kill_at_random(sharded, number("SHOAL_KILLS", 24));
+  kill_at_random(sharded, number_of("SHOAL_KILLS", 24));
 }
 
 }  // namespace

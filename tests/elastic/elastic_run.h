@@ -97,6 +97,12 @@ inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// Number in a variable of the environment.
+inline int number_of(const char* variable, int otherwise) {
+  const auto text = process_environment()(variable);
+  return text ? std::stoi(*text) : otherwise;
+}
+
 // This process among those of the job.
 inline int member_number(const World& world) {
   return world.joining() ? std::stoi(process_environment()("SHOAL_JOIN").value()) : world.rank();
