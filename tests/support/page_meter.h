@@ -17,9 +17,11 @@ constexpr bool counts_freed_memory = true;
 constexpr bool counts_freed_memory = false;
 #endif
 
-// Makes large blocks come from the system and go back to it, so that freed memory does not count.
+// Returns memory that malloc has free, which it would otherwise hand out again without new pages, and makes large blocks
+// go back when they are freed.
 inline void return_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, 1 << 16);
+  malloc_trim(0);
 }
 
 // Bytes of pages with the process's own data, and its share of pages that it shares with other processes; without the

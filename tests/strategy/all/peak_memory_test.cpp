@@ -1,7 +1,6 @@
 // Peak memory of a rank in a step, under every strategy and in every dtype, compared with the published formulas: by
 // libtorch's allocator and the ranks' shared memory, and by the kernel's count of pages.
 
-#include <malloc.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
@@ -101,14 +100,9 @@ void settle() {
   for (int meeting = 0; meeting < 2; ++meeting) world().group().barrier().wait();
 }
 
-int64_t free_in_malloc() {
-  return static_cast<int64_t>(mallinfo2().fordblks);
-}
-
 struct Use {
   double peak = 0;   // maximum bytes in the third step, by allocators
   double pages = 0;  // bytes at the end of the step's backward, by the kernel
-  double grown = 0;  // the same, plus memory that malloc had free before and has used since
 };
 
 Use train(const std::string& strategy, const Case& it) {
@@ -116,8 +110,8 @@ Use train(const std::string& strategy, const Case& it) {
   warm_up(it.precision);
   world().group().broadcast(at::zeros({1000}), 0).wait();  // makes the staging buffer, which is never freed
   settle();
+  test::return_freed_memory();
   const auto before = handed_out();
-  const auto free_before = free_in_malloc();
   const auto pages_before = test::proportional_bytes();
   auto model = std::make_shared<NetImpl>(it.precision.parameters);
   // At most four buckets of other owners are in flight.
@@ -135,10 +129,7 @@ Use train(const std::string& strategy, const Case& it) {
     peak = 0;
     training.forward(x).sum().backward();
     settle();
-    if (step == 2) {
-      use.pages = static_cast<double>(test::proportional_bytes() - pages_before);
-      use.grown = use.pages + static_cast<double>(free_before - free_in_malloc());
-    }
+    if (step == 2) use.pages = static_cast<double>(test::proportional_bytes() - pages_before);
     world().group().barrier().wait();
     meter.reset_peak();
     const auto shared = handed_out() - meter.live();
@@ -160,7 +151,6 @@ class PeakMemory : public testing::TestWithParam<std::pair<std::string, Sharded>
 
 TEST_P(PeakMemory, BEY11_peak_of_a_step_is_the_formulas_within_5_percent) {
   const auto [strategy, sharded] = GetParam();
-  test::return_freed_memory();
   for (const auto& it : cases(strategy == "megatron" || strategy == "fsdp")) {
     SCOPED_TRACE(strategy + ", " + it.name);
     const int ranks = world().size();
@@ -196,7 +186,6 @@ Sharing sharing_of(const std::string& strategy) {
 
 TEST_P(OneCopy, BEY17_all_ranks_together_grow_by_one_copy_of_the_parameters) {
   const auto sharing = sharing_of(GetParam());
-  test::return_freed_memory();
   for (const auto& it : cases(GetParam().starts_with("megatron") || GetParam().starts_with("fsdp"))) {
     if (it.name != "float32" && it.name != "bf16") continue;
     SCOPED_TRACE(GetParam() + ", " + it.name);
@@ -205,7 +194,7 @@ TEST_P(OneCopy, BEY17_all_ranks_together_grow_by_one_copy_of_the_parameters) {
     const auto copies = [&](int sharers) { return static_cast<double>(ranks) / sharers; };
     const double all = whole.parameters * copies(sharing.parameters) + whole.gradients * copies(sharing.gradients) +
                        whole.state * copies(sharing.state);
-    const double grown = mean_over_ranks(train(GetParam(), it).grown) * ranks;
+    const double grown = mean_over_ranks(train(GetParam(), it).pages) * ranks;
     EXPECT_GE(grown, 0.95 * all);
     EXPECT_LE(grown, 1.05 * all + about_a_parameter * layers * ranks);
   }
