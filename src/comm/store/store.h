@@ -26,6 +26,18 @@ auto within(std::chrono::milliseconds limit, Work work) -> std::optional<decltyp
   return result.get();
 }
 
+// The same, but returns nothing once `given_up`, which is asked every 2 ms, says so.
+template <class GivenUp, class Work>
+auto unless(const GivenUp& given_up, Work work) -> std::optional<decltype(work())> {
+  std::packaged_task<decltype(work())()> task(std::move(work));
+  auto result = task.get_future();
+  std::thread(std::move(task)).detach();
+  while (result.wait_for(std::chrono::milliseconds(2)) != std::future_status::ready) {
+    if (given_up()) return std::nullopt;
+  }
+  return result.get();
+}
+
 std::optional<std::string> store_try_get(c10d::Store& store, const std::string& key);
 void store_set(c10d::Store& store, const std::string& key, const std::string& value);
 // Sets the key unless the job has set it already; returns its value.

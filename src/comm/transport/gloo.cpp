@@ -21,6 +21,7 @@
 #include "comm/agreement/fingerprint.h"
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
+#include "comm/store/store.h"
 #include "comm/transport/c10d_transport.h"
 #include "shoal/error.h"
 
@@ -82,11 +83,25 @@ void await_all(c10d::Store& store, int rank, int size) {
   store.wait({all});
 }
 
+// Gloo waits for ranks that do not come until its deadline. In an elastic job they are not waited for.
+c10::intrusive_ptr<TaggedGloo> connect(const WorldState& world, const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                       int size, const c10::intrusive_ptr<c10d::ProcessGroupGloo::Options>& options) {
+  const auto work = [store, rank, size, options] {
+    auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
+    await_all(*store, rank, size);
+    return connected;
+  };
+  if (!world.watch) return work();
+  const auto connected = unless([&] { return world.watch->raised(); }, work);
+  if (!connected) throw CommError(world.watch->why());
+  return *connected;
+}
+
 }  // namespace
 
 std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const std::string& name, int rank, int size) {
   using c10d::ProcessGroupGloo;
-  const WithoutSigpipe guard;  // for this thread while it connects, and for all of Gloo's: the device has one
+  const WithoutSigpipe guard;  // for the thread that connects, and for all of Gloo's: the device has one
   auto options = ProcessGroupGloo::Options::create();
   options->devices.push_back(ProcessGroupGloo::createDeviceForHostname(world.listen_address));
   // Connecting has the rendezvous's deadline. Our own waits name the culprit; Gloo's deadline is a fallback.
@@ -96,8 +111,7 @@ std::shared_ptr<Transport> make_gloo_transport(const WorldState& world, const st
   try {
     watch_threads();
     world.released_groups->end_unreferenced(/*aside=*/thread_stays);
-    auto connected = c10::make_intrusive<TaggedGloo>(store, rank, size, options);
-    await_all(*store, rank, size);
+    const auto connected = connect(world, store, rank, size, options);
     std::function<void(const Call&)> tag;  // none for groups that compare calls, whose ranks may call different things
     if (!compares_calls(name)) tag = [gloo = connected.get()](const Call& call) { gloo->tag_next(call); };
     auto transport = make_c10d_transport("gloo", connected, tag);
