@@ -1,10 +1,12 @@
 // Chunks of a guarded update: saved, changed, restored.
 
+#include <c10/util/accumulate.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "engine/elastic/guarded_update.h"
@@ -73,28 +75,43 @@ bool GuardedUpdate::is_whole(int rank, const Chunk& chunk) const {
   return chunk.end - chunk.begin == target(rank, chunk).values.numel();
 }
 
-// The chunk's elements of a tensor that lies as the target's values do.
-at::Tensor GuardedUpdate::part(int rank, const Chunk& chunk, const at::Tensor& tensor) const {
-  if (is_whole(rank, chunk)) return tensor.detach();
-  if (tensor.numel() != target(rank, chunk).values.numel()) {
-    throw UsageError(
-        fmt::format("Elastic: an element-wise optimizer (shoal::element_wise) keeps {} elements for a "
-                    "parameter of {}",
-                    tensor.numel(), target(rank, chunk).values.numel()));
-  }
-  return in_memory_order(tensor.detach()).narrow(0, chunk.begin, chunk.end - chunk.begin);
+void GuardedUpdate::require_elements(const UpdateTarget& target, int64_t numel) {
+  if (numel == target.values.numel()) return;
+  throw UsageError(
+      fmt::format("Elastic: an element-wise optimizer (shoal::element_wise) keeps {} elements for a parameter of {}",
+                  numel, target.values.numel()));
 }
 
-std::vector<at::Tensor> GuardedUpdate::saved_tensors(int rank, const Chunk& chunk) const {
-  std::vector<at::Tensor> tensors{part(rank, chunk, target(rank, chunk).values)};
+// A tensor that lies as the target's values do, as it is if one chunk has all of it, and flat otherwise.
+at::Tensor GuardedUpdate::prepared(int rank, const Chunk& chunk, const at::Tensor& tensor) const {
+  if (is_whole(rank, chunk)) return tensor.detach();
+  require_elements(target(rank, chunk), tensor.numel());
+  return in_memory_order(tensor);
+}
+
+// The chunk's elements of a prepared tensor.
+at::Tensor GuardedUpdate::part(int rank, const Chunk& chunk, const at::Tensor& tensor) const {
+  return is_whole(rank, chunk) ? tensor : tensor.narrow(0, chunk.begin, chunk.end - chunk.begin);
+}
+
+// Calls `copy` with the place and size of all that the chunk changes. No tensors: they would take longer than the bytes.
+template <class Copy>
+void GuardedUpdate::for_each_saved(int rank, const Chunk& chunk, const Copy& copy) const {
+  const bool whole = is_whole(rank, chunk);
+  const auto add = [&](void* data, int64_t numel, size_t element) {
+    if (!whole) require_elements(target(rank, chunk), numel);
+    const auto begin = static_cast<size_t>(whole ? 0 : chunk.begin);
+    const auto count = static_cast<size_t>(whole ? numel : chunk.end - chunk.begin);
+    copy(static_cast<std::byte*>(data) + begin * element, count * element);
+  };
+  const auto& values = target(rank, chunk).values;
+  add(values.data_ptr(), values.numel(), values.element_size());
   const auto& entry = shared_.entry(rank, chunk.target);
   for (int f = 0; entry.exists && f < entry.tensors; ++f) {
     const auto& field = entry.fields[f];
-    const auto slot = shared_.slot(rank, chunk.target, f, static_cast<at::ScalarType>(field.dtype),
-                                   at::IntArrayRef(field.sizes, static_cast<size_t>(field.dims)));
-    tensors.push_back(part(rank, chunk, slot));
+    const auto numel = c10::multiply_integers(at::IntArrayRef(field.sizes, static_cast<size_t>(field.dims)));
+    add(shared_.slot_data(rank, chunk.target, f), numel, c10::elementSize(static_cast<at::ScalarType>(field.dtype)));
   }
-  return tensors;
 }
 
 // The entry comes first, because it says which tensors follow.
@@ -102,35 +119,46 @@ void GuardedUpdate::save(int rank, const Chunk& chunk) const {
   auto* to = shared_.scratch(rank);
   std::memcpy(to, &shared_.entry(rank, chunk.target), sizeof(StateEntry));
   to += sizeof(StateEntry);
-  for (const auto& tensor : saved_tensors(rank, chunk)) {
-    std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
-    to += tensor.nbytes();
-  }
+  for_each_saved(rank, chunk, [&](const std::byte* data, size_t bytes) {
+    std::memcpy(to, data, bytes);
+    to += bytes;
+  });
 }
 
 void GuardedUpdate::restore(int rank, const Chunk& chunk) const {
   const auto* from = shared_.scratch(rank);
   std::memcpy(&shared_.entry(rank, chunk.target), from, sizeof(StateEntry));
   from += sizeof(StateEntry);
-  for (const auto& tensor : saved_tensors(rank, chunk)) {
-    std::memcpy(tensor.data_ptr(), from, tensor.nbytes());
-    from += tensor.nbytes();
-  }
+  for_each_saved(rank, chunk, [&](std::byte* data, size_t bytes) {
+    std::memcpy(data, from, bytes);
+    from += bytes;
+  });
 }
 
 at::Tensor GuardedUpdate::gradient(int rank, const Chunk& chunk) const {
-  if (rank == group_.rank()) return part(rank, chunk, gradients_[chunk.target].read);
+  if (rank == group_.rank()) return gradients_[chunk.target].read;
   const auto& values = target(rank, chunk).values;
   auto* data = survivors_.at(rank, shared_.gradient(rank, chunk.target).place);
-  return part(rank, chunk, at::from_blob(data, values.sizes(), dense_strides(values), values.options()));
+  return at::from_blob(data, values.sizes(), dense_strides(values), values.options());
 }
 
-void GuardedUpdate::step(int rank, const Chunk& chunk) {
-  auto piece = part(rank, chunk, target(rank, chunk).values);
-  piece.mutable_grad() = gradient(rank, chunk);
-  if (auto state = shared_.state(rank, chunk.target)) {
-    for (auto& [name, tensor] : state->tensors) tensor = part(rank, chunk, tensor);
-    local_.state()[piece.unsafeGetTensorImpl()] = make_state(local_, *state);
+GuardedUpdate::Prepared GuardedUpdate::tensors_of(int rank, const Chunk& chunk) const {
+  Prepared all{.values = prepared(rank, chunk, target(rank, chunk).values),
+               .gradient = prepared(rank, chunk, gradient(rank, chunk)),
+               .state = shared_.state(rank, chunk.target)};
+  if (all.state) {
+    for (auto& [name, tensor] : all.state->tensors) tensor = prepared(rank, chunk, tensor);
+  }
+  return all;
+}
+
+void GuardedUpdate::step(int rank, const Chunk& chunk, const Prepared& all) {
+  auto piece = part(rank, chunk, all.values);
+  piece.mutable_grad() = part(rank, chunk, all.gradient);
+  if (all.state) {
+    auto state = *all.state;
+    for (auto& [name, tensor] : state.tensors) tensor = part(rank, chunk, tensor);
+    local_.state()[piece.unsafeGetTensorImpl()] = make_state(local_, state);
   }
   SingledOut(local_).step(target(rank, chunk).param_group, piece);
   keep_state(rank, chunk, piece);
@@ -149,13 +177,19 @@ void GuardedUpdate::keep_state(int rank, const Chunk& chunk, const at::Tensor& p
   if (found == local_.state().end()) return;
   const auto named = named_state(*found->second);
   local_.state().erase(found);
+  const bool whole = is_whole(rank, chunk);
   std::vector<SharedState::Described> fields;
   int fresh = 0;
   for (const auto& [name, tensor] : named.tensors) {
     const int field = shared_.field_of(rank, chunk.target, name, fresh);
-    auto sizes = is_whole(rank, chunk) ? tensor.sizes().vec() : target(rank, chunk).values.sizes().vec();
-    const auto slot = part(rank, chunk, shared_.slot(rank, chunk.target, field, tensor.scalar_type(), sizes));
-    if (slot.const_data_ptr() != tensor.const_data_ptr()) slot.copy_(tensor);
+    const auto begin = static_cast<size_t>(whole ? 0 : chunk.begin) * tensor.element_size();
+    const bool in_place = shared_.slot_data(rank, chunk.target, field) + begin == tensor.const_data_ptr();
+    if (in_place && !chunk.last) continue;
+    auto sizes = whole ? tensor.sizes().vec() : target(rank, chunk).values.sizes().vec();
+    if (!in_place) {
+      const auto slot = shared_.slot(rank, chunk.target, field, tensor.scalar_type(), sizes);
+      part(rank, chunk, prepared(rank, chunk, slot)).copy_(tensor);
+    }
     fields.push_back({field, name, tensor.scalar_type(), std::move(sizes)});
   }
   if (chunk.last) shared_.describe(rank, chunk.target, fields, named.numbers);
@@ -173,11 +207,15 @@ void GuardedUpdate::update(int rank) {
     restore(rank, list[static_cast<size_t>(mark / 2)]);
     write_mark(record.mark, --mark);
   }
+  std::optional<size_t> of;
+  Prepared all;
   for (auto k = mark / 2; k < static_cast<int64_t>(list.size()); ++k) {
     const auto& chunk = list[static_cast<size_t>(k)];
+    if (of != chunk.target) all = tensors_of(rank, chunk);
+    of = chunk.target;
     save(rank, chunk);
     write_mark(record.mark, 2 * k + 1);
-    step(rank, chunk);
+    step(rank, chunk, all);
     write_mark(record.mark, 2 * k + 2);
     if (chunk.last && rank == group_.rank()) take_state(chunk.target);
   }

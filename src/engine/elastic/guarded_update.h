@@ -77,6 +77,13 @@ class GuardedUpdate {
     bool last;  // of its target
   };
 
+  // Tensors of a target, of which a chunk is a part.
+  struct Prepared {
+    at::Tensor values{};
+    at::Tensor gradient{};
+    std::optional<NamedState> state{};
+  };
+
   const UpdateTarget& target(int rank, const Chunk& chunk) const {
     return shared_.targets()[static_cast<size_t>(rank)][chunk.target];
   }
@@ -85,12 +92,17 @@ class GuardedUpdate {
   int64_t whole(const UpdateTarget& target) const;
   std::vector<Chunk> chunks(int rank) const;
   bool is_whole(int rank, const Chunk& chunk) const;
+  // UsageError unless the optimizer keeps as many elements as the target has.
+  static void require_elements(const UpdateTarget& target, int64_t numel);
+  at::Tensor prepared(int rank, const Chunk& chunk, const at::Tensor& tensor) const;
   at::Tensor part(int rank, const Chunk& chunk, const at::Tensor& tensor) const;
-  std::vector<at::Tensor> saved_tensors(int rank, const Chunk& chunk) const;
+  template <class Copy>
+  void for_each_saved(int rank, const Chunk& chunk, const Copy& copy) const;
   void save(int rank, const Chunk& chunk) const;
   void restore(int rank, const Chunk& chunk) const;
   at::Tensor gradient(int rank, const Chunk& chunk) const;
-  void step(int rank, const Chunk& chunk);
+  Prepared tensors_of(int rank, const Chunk& chunk) const;
+  void step(int rank, const Chunk& chunk, const Prepared& all);
   void keep_state(int rank, const Chunk& chunk, const at::Tensor& piece);
   void update(int rank);
   void round(int rank, const Chunk& chunk, const at::Tensor& piece) const;

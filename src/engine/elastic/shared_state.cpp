@@ -101,7 +101,7 @@ at::Tensor SharedState::slot(int rank, size_t target, int field, at::ScalarType 
                     "parameter, which is not supported",
                     numel));
   }
-  auto* data = at(ranks_[static_cast<size_t>(rank)].slots[target] + field * room);
+  auto* data = slot_data(rank, target, field);
   const auto keep = [memory = memory_](void*) {};
   if (sizes == values.sizes()) return at::from_blob(data, sizes, dense_strides(values), keep, options);
   return at::from_blob(data, sizes, keep, options);

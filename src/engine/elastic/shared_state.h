@@ -29,6 +29,10 @@ class SharedState : public HeldState {
 
   // The state's tensors, in their slots, and its numbers; nothing if there is none.
   std::optional<NamedState> state(int rank, size_t target) const override;
+  // The memory of field `field`.
+  std::byte* slot_data(int rank, size_t target, int field) const {
+    return at(ranks_[static_cast<size_t>(rank)].slots[target] + field * slot_bytes(rank, target));
+  }
   // A tensor in the slot of field `field`.
   at::Tensor slot(int rank, size_t target, int field, at::ScalarType dtype, at::IntArrayRef sizes) const;
   // Number of the field of this name: one that there is, or a new one. Counts `fresh` up with a new one.
