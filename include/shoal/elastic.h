@@ -45,6 +45,13 @@ struct ElasticChange {
 
 struct ElasticOptions {
   int min_ranks = 1;  // JobLost if fewer are left
+  // A rank that lives but does nothing (stopped by a signal, in an endless loop) is killed (SIGKILL) by those that wait for it, and
+  // they go on as after any death. They first wait this long in a collective, give up the step, and wait as long again: a rank
+  // that answers by then stays, the step is done again, and the limit is doubled, so that ranks which are merely slow come
+  // through. Not where fewer than min_ranks would be left, and not for a debugger. Longer than a step, an evaluation or
+  // whatever one rank does alone; less than WorldOptions::timeout_seconds. 0: late ranks are waited for for timeout_seconds,
+  // after which the job is lost.
+  double straggler_seconds = 0;
   // Samples of a step over all ranks, which ranks that are left keep up: they compute the shares of those that were lost,
   // so that losses are those of a run in which nobody dies, but for the order of sums. A multiple of the ranks; needs a
   // sampler, and loaders of Elastic::batch_size(). 0: the batch of each rank stays, and the global batch shrinks and grows
@@ -162,7 +169,8 @@ struct ElasticOptions {
 // Buffers are rank 0's, as ever: where rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
 // back when a step is undone.
 //
-// A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds. All ranks run on one
+// A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds; with straggler_seconds it is
+// killed before, and `shoal launch --max-restarts` starts another one in its place. All ranks run on one
 // host, on the CPU, over shared memory or, without a sharded optimizer, tcp or Gloo. Errors: UsageError at construction names
 // what is not supported (other strategies, hybrid sharding, several model chunks, parameters that ranks do not share,
 // OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <set>
 #include <utility>
 
@@ -40,17 +42,20 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
     terms.require_alike(*join.board, waits.timeout_seconds, waits.while_waiting);
   } else {
     agree(world.group(), "Elastic",
-          {fmt::format("min_ranks {}", options.min_ranks), sampler ? "a sampler" : "no sampler",
+          {fmt::format("min_ranks {}, straggler_seconds {}", options.min_ranks, options.straggler_seconds),
+           sampler ? "a sampler" : "no sampler",
            fmt::format("keep_global_batch {}, shares {}", options.keep_global_batch, options.shares)});
     batch.choose_seed();
   }
-  generations = std::make_unique<Generations>(world);
+  longest_wait = std::chrono::milliseconds(static_cast<int64_t>(std::ceil(1000 * options.straggler_seconds)));
+  generations = std::make_unique<Generations>(world, StragglerRule{longest_wait, options.min_ranks});
   if (generations->is_newcomer()) {
     begun = in_place = proven = false;
     recover(nullptr);
     cell_of(world)->state->withheld = true;
   }
   parts->guard();
+  if (longest_wait.count() > 0) limit_waits();
   parts->before_backward([this] { earlier.look(); });
   open_for_newcomers();
 }
@@ -66,6 +71,10 @@ void Elastic::State::require_supported() const {
     throw UsageError(
         "Elastic: keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole on each "
         "rank only");
+  }
+  if (options.straggler_seconds >= cell_of(world)->state->options.timeout_seconds) {
+    throw UsageError(fmt::format("Elastic: straggler_seconds is {}: give less than the world's timeout_seconds, {}",
+                                 options.straggler_seconds, cell_of(world)->state->options.timeout_seconds));
   }
   batch.require(sampler);
   const auto transport = world.group().transport();

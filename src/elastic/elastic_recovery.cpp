@@ -17,6 +17,8 @@ using SteadyClock = std::chrono::steady_clock;
 
 namespace {
 
+constexpr int most_late_recoveries = 5;  // one after the other
+
 // The sentence of a lost job, with its last checkpoint.
 std::string with_checkpoint(const std::string& lost, const std::string& folder) {
   if (folder.empty()) return lost;
@@ -45,8 +47,11 @@ void Elastic::State::go_on(const std::function<void()>* update) {
   const auto done_before = done;
   const bool comes = generations->is_newcomer();
   asked = false;
+  int late = 0;
   while (true) {
     generations->recover(options.min_ranks);
+    // Newcomers get the state within the world's limit.
+    if (longest_wait.count() > 0 && !generations->has_newcomers()) limit_waits();
     try {
       const auto newcomers = settle(update);
       if (std::find(newcomers.begin(), newcomers.end(), true) != newcomers.end()) {
@@ -59,7 +64,10 @@ void Elastic::State::go_on(const std::function<void()>* update) {
       begin_trial();
       break;
     } catch (const CommError& error) {
-      if (!generations->broken() && !generations->drop_newcomers(error.what())) throw;
+      const bool mended = generations->broken() || generations->drop_newcomers(error.what());
+      // Whoever stands still in the recovery is killed in the next one.
+      if (!mended && (!proven || longest_wait.count() == 0 || ++late == most_late_recoveries)) throw;
+      if (!mended) wait_longer();
     } catch (const DisagreeError& error) {
       if (!generations->drop_newcomers(error.what())) throw;
     } catch (const UsageError& error) {  // of an optimizer whose state cannot be divided among more ranks
@@ -85,6 +93,11 @@ void Elastic::State::go_on(const std::function<void()>* update) {
     change.lost_first.push_back(members[rank]);
   }
   std::set_difference(left.begin(), left.end(), members.begin(), members.end(), std::back_inserter(change.joined));
+  // A rank was late, and has come after all.
+  if (longest_wait.count() > 0 && left == members && !generations->has_trial()) {
+    wait_longer();
+    limit_waits();
+  }
   tell(change, options, world.rank(), former);
 }
 

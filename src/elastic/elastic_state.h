@@ -1,6 +1,7 @@
 #pragma once
 // State of an elastic training, and what its steps and recoveries do with it.
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -53,6 +54,10 @@ struct Elastic::State {
   bool blame_newcomers(const std::string& why);
   // Rethrows the present exception; on trial, this rank leaves the job, with a UsageError.
   [[noreturn]] void rethrow_from_trial();
+  // Of this rank in the world's group: to longest_wait, or, where newcomers are waited for, to `for_newcomers` if that is more.
+  void limit_waits(std::chrono::milliseconds for_newcomers = {});
+  // A rank was late, and may only be slow.
+  void wait_longer();
   // While newcomers get the state, the others wait for them for a limited time.
   void begin_admission();
   // For ranks whose job has given them its state.
@@ -96,13 +101,14 @@ struct Elastic::State {
   bool begun = true;           // this rank's loop, in a newcomer
   bool in_place = true;        // this rank's sampler is in the job's epoch, in a newcomer
   size_t first_epoch = 0;
-  bool proven = true;         // this rank has completed a step with others; false: a newcomer
-  bool rates_differ = false;  // from rank to rank, as all ranks have found in this step
-  MemberList trial;           // members of the present generation that have not, as all ranks know
-  double step_seconds = 0;    // the longest complete step so far
-  int64_t ended = 0;          // calls of together() that this rank has ended
-  int64_t most_ended = 0;     // the most of all ranks, at the last recovery
-  size_t taken = 0;           // places of the epoch that complete steps have used
+  bool proven = true;                        // this rank has completed a step with others; false: a newcomer
+  bool rates_differ = false;                 // from rank to rank, as all ranks have found in this step
+  MemberList trial;                          // members of the present generation that have not, as all ranks know
+  double step_seconds = 0;                   // the longest complete step so far
+  std::chrono::milliseconds longest_wait{};  // for a late rank; 0: the world's limit
+  int64_t ended = 0;                         // calls of together() that this rank has ended
+  int64_t most_ended = 0;                    // the most of all ranks, at the last recovery
+  size_t taken = 0;                          // places of the epoch that complete steps have used
   std::optional<size_t> epoch;
 };
 

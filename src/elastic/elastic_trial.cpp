@@ -23,13 +23,6 @@ constexpr Milliseconds patience(10'000);
 // For a newcomer to take its share of parameters and state. A process that is stopped must not keep the others longer.
 constexpr Milliseconds patience_in_regroup(30'000);
 
-// 0: the world's limit.
-void limit_waits(const Group& group, Milliseconds limit) {
-  auto& progress = *state_of(group)->progress;
-  progress.timeout_ms = limit.count();
-  if (progress.checks) progress.checks->progress->timeout_ms = limit.count();
-}
-
 }  // namespace
 
 void Elastic::State::begin_loop() {
@@ -37,25 +30,37 @@ void Elastic::State::begin_loop() {
   cell_of(world)->state->withheld = false;
 }
 
-void Elastic::State::begin_admission() {
-  const auto world_limit = std::chrono::seconds(cell_of(world)->state->options.timeout_seconds);
-  const auto limit = patience_in_regroup + Milliseconds(static_cast<int64_t>(2000 * step_seconds));
-  if (proven) limit_waits(world.group(), std::min<Milliseconds>(limit, world_limit));
+// A newcomer's own waits have the world's limit, because it cannot tell whether another one is late.
+void Elastic::State::limit_waits(Milliseconds for_newcomers) {
+  if (!proven) return;
+  const Milliseconds world_limit(std::chrono::seconds(cell_of(world)->state->options.timeout_seconds));
+  const auto limit = std::max(std::min(for_newcomers, world_limit), longest_wait);
+  auto& progress = *state_of(world.group())->progress;
+  progress.timeout_ms = limit.count();  // 0: the world's limit
+  if (progress.checks) progress.checks->progress->timeout_ms = limit.count();
 }
 
-// A newcomer's own waits have the world's limit, because it cannot tell whether another one is late.
+void Elastic::State::wait_longer() {
+  const Milliseconds world_limit(std::chrono::seconds(cell_of(world)->state->options.timeout_seconds));
+  longest_wait = std::min(2 * longest_wait, world_limit);
+  generations->set_straggler_limit(longest_wait);
+}
+
+void Elastic::State::begin_admission() {
+  limit_waits(patience_in_regroup + Milliseconds(static_cast<int64_t>(2000 * step_seconds)));
+}
+
 void Elastic::State::begin_trial() {
   const auto limit = patience + Milliseconds(static_cast<int64_t>(2000 * step_seconds));
   generations->set_patience(limit);
-  const auto world_limit = std::chrono::seconds(cell_of(world)->state->options.timeout_seconds);
-  if (generations->has_trial() && proven) limit_waits(world.group(), std::min<Milliseconds>(limit, world_limit));
+  if (generations->has_trial()) limit_waits(limit);
 }
 
 void Elastic::State::end_trial() {
   if (!generations->has_trial()) return;
   generations->end_trial();
   proven = true;
-  limit_waits(world.group(), Milliseconds(0));
+  limit_waits();
 }
 
 std::vector<double> Elastic::State::rates() const {

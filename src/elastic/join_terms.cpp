@@ -108,6 +108,7 @@ std::vector<std::string> JoinTerms::lines() const {
       fmt::format("strategy: {}", data.strategy),
       fmt::format("module: {}", data.module),
       fmt::format("min_ranks: {}", options_.min_ranks),
+      fmt::format("straggler_seconds: {}", options_.straggler_seconds),
       fmt::format("keep_global_batch: {}", options_.keep_global_batch > 0 ? "yes" : "no"),
       fmt::format("loss scaler: {}", in_words(scaler())),
       fmt::format("communication hook: {}", data.communication_hook),

@@ -46,6 +46,8 @@ void ElasticOptions::validate(int ranks) const {
                     "shrinks with the ranks",
                     keep_global_batch, shares > 0 ? shares : ranks, shares > 0 ? "shares" : "ranks"));
   }
+  if (!(straggler_seconds >= 0))
+    faults.push_back(fmt::format("straggler_seconds is {}: give 0 or more", straggler_seconds));
   if (!faults.empty()) throw UsageError(fmt::format("ElasticOptions: {}", fmt::join(faults, "; ")));
 }
 

@@ -2,7 +2,6 @@
 // in one process, step by step, and compares the bits of parameters and optimizer state.
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
 #include <cmath>
 #include <numeric>
@@ -10,57 +9,19 @@
 #include <set>
 #include <thread>
 
-#include "tests/elastic/elastic_run.h"
+#include "tests/elastic/elastic_deaths.h"
 
 namespace shoal::elastic_kill_test {
 namespace {
 
-using test::Death;
+using test::check;
+using test::die_at;
 using test::Moment;
 using test::name_of;
 using test::number_of;
 using test::sharded;
 using test::Sharding;
 using test::Trained;
-
-// Checks that these ranks were killed and no others, that the others ended well, and what the judge says.
-void check(const std::vector<test::RankEnded>& ended, const std::vector<int>& may_be_killed, const test::Record& record,
-           int epochs, bool in_rank_order = true, const Trained& trained = {}) {
-  int left = 0;
-  for (size_t rank = 0; rank < ended.size(); ++rank) {
-    const bool killed = WIFSIGNALED(ended[rank].status);
-    if (killed) {
-      EXPECT_EQ(WTERMSIG(ended[rank].status), SIGKILL) << "rank " << rank << " hung or crashed";
-      EXPECT_TRUE(std::count(may_be_killed.begin(), may_be_killed.end(), rank) == 1) << "rank " << rank;
-      continue;
-    }
-    ++left;
-    EXPECT_EQ(ended[rank].text, "") << "rank " << rank;
-    EXPECT_EQ(record.evaluations[rank].load(), epochs) << "rank " << rank;
-  }
-  if (left > 0) {
-    // In a process of its own, because one that has run backward must not fork.
-    const auto verdict =
-        test::run_ranks(1, [&](const World&) { return test::judge(record, epochs, in_rank_order, trained); }).front();
-    EXPECT_TRUE(WIFEXITED(verdict.status));
-    EXPECT_EQ(verdict.text, "");
-  }
-  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "a process is left";
-}
-
-void die_at(int ranks, const std::vector<Death>& deaths, int epochs = 1, const WorldOptions& options = {},
-            const Trained& trained = {}) {
-  const test::SharedRecord record;
-  const auto ended = test::run_ranks(
-      ranks, [&](const World& world) { return test::train(world, *record, epochs, deaths, {}, trained); }, {}, options);
-  std::vector<int> victims;
-  for (const auto& death : deaths) {
-    victims.push_back(death.rank);
-    if (trained.sharding == Sharding::none) continue;
-    EXPECT_TRUE(WIFSIGNALED(ended[death.rank].status)) << "rank " << death.rank << " did not come to its end";
-  }
-  check(ended, victims, *record, epochs, options.transport != "gloo", trained);
-}
 
 TEST(ElasticKill, ELA01_ELA02_a_rank_ends_at_each_moment_of_a_step) {
   for (const auto moment : {Moment::before_forward, Moment::after_forward, Moment::in_backward, Moment::before_commit,
@@ -94,10 +55,14 @@ TEST(ElasticKill, ELA01_ELA02_over_sockets_on_one_host) {
 }
 
 TEST(ElasticKill, ELA01_ranks_end_while_others_recover) {
-  for (const auto moment : {Moment::on_notice, Moment::after_recovery}) {
-    SCOPED_TRACE(static_cast<int>(moment));
-    die_at(4, {{0, Moment::in_backward, 4}, {1, moment, 4}});
-    die_at(4, {{3, Moment::before_commit, 4}, {0, moment, 4}});
+  for (const std::string transport : {"host", "tcp", "gloo"}) {
+    WorldOptions options;
+    options.transport = transport;
+    for (const auto moment : {Moment::on_notice, Moment::after_recovery}) {
+      SCOPED_TRACE(transport + " " + std::to_string(static_cast<int>(moment)));
+      die_at(4, {{0, Moment::in_backward, 4}, {1, moment, 4}}, 1, options);
+      die_at(4, {{3, Moment::before_commit, 4}, {0, moment, 4}}, 1, options);
+    }
   }
 }
 

@@ -130,6 +130,7 @@ struct Death {
   int rank = -1;  // of the first generation
   Moment moment = Moment::before_forward;
   int64_t step = 0;
+  int signal = SIGKILL;  // SIGSTOP: it stands still, and must be killed by the others
 };
 
 // Repeats the training from the record in this process. Returns what is wrong with it; empty: nothing. in_rank_order:
@@ -251,7 +252,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   int64_t step = 1;  // the one that is computed
   const auto reached = [&](Moment moment) {
     for (const auto& death : deaths) {
-      if (death.rank == self && death.moment == moment && death.step <= step) std::raise(SIGKILL);
+      if (death.rank == self && death.moment == moment && death.step <= step) std::raise(death.signal);
     }
   };
   int64_t chunk = 0;  // of this step's update

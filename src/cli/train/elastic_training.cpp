@@ -17,6 +17,7 @@ namespace shoal::cli {
 void Trainer::make_elastic() {
   if (!options_.elastic) return;
   const ElasticOptions how{.min_ranks = *options_.elastic,
+                           .straggler_seconds = options_.straggler_seconds.value_or(0),
                            .tensors = {position_},
                            .on_change = [this](const ElasticChange& change) { follow(change); },
                            .checkpoints = options_.save};

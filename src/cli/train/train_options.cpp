@@ -77,6 +77,13 @@ void check_elastic(const TrainOptions& options) {
   if (options.max_restarts != 0 && options.elastic_most == 0) {
     throw UsageError("--max-restarts: give --elastic MIN:MAX, so that ranks may join");
   }
+  if (options.straggler_seconds) {
+    if (!options.elastic) throw UsageError("--straggler-seconds: give --elastic, so that the others can go on");
+    if (!(*options.straggler_seconds > 0 && *options.straggler_seconds < options.timeout_seconds)) {
+      throw UsageError(fmt::format("--straggler-seconds {}: give more than 0 and less than --timeout {}",
+                                   *options.straggler_seconds, options.timeout_seconds));
+    }
+  }
   if (!options.elastic) return;
   require_at_least("--elastic", *options.elastic, 1);
   if (options.ranks && *options.elastic > *options.ranks) {
@@ -237,6 +244,8 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
               "too: in place of failed ones (--max-restarts), and one more for each SIGUSR2; for {}",
               fmt::join(elastic_strategies(), ", ")))
       ->type_name("MIN[:MAX]");
+  command.add_option("--straggler-seconds", options.straggler_seconds,
+                     "with --elastic, kill a rank that the others have waited for twice as long, so that they go on");
   command.add_option("--max-restarts", options.max_restarts,
                      "with --elastic MIN:MAX, start a rank in place of one that has failed, so often in all");
   command.add_option("--threads", options.threads,

@@ -189,4 +189,12 @@ std::string GenerationWatch::why() const {
   return fmt::format("rank {} (pid {}) has given up generation {}", rank, pid, number_);
 }
 
+void GenerationWatch::end(int member) const {
+  if (!board_->end(member)) return;
+  fmt::print(
+      stderr,
+      "shoal: rank {} (pid {}; the launcher's number) is killed: the others have waited for it for more than {} s\n",
+      member, board_->process(member).pid, std::chrono::duration<double>(stragglers_.limit).count());
+}
+
 }  // namespace shoal

@@ -1,6 +1,7 @@
 #pragma once
 // Board of an elastic job on one host: what its members show each other in shared memory, and who of them has ended.
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -57,6 +58,8 @@ class Board {
   bool knows(int member) const {
     return member == self_ || (static_cast<size_t>(member) < pages_.size() && pages_[static_cast<size_t>(member)]);
   }
+  // Kills another member, as PeerExit does. For the thread that trains.
+  bool end(int member) const { return exits_->end(static_cast<size_t>(member)); }
   const ProcessId& process(int member) const { return members_[static_cast<size_t>(member)].process; }
   // Returns the memory of a member that has ended to the system, except for what it shows.
   void unmap(int member);
@@ -79,11 +82,18 @@ class Board {
   std::unique_ptr<PeerExit> exits_;
 };
 
+// When ranks that live and do nothing are killed.
+struct StragglerRule {
+  std::chrono::milliseconds limit{};  // how long the others wait for one; 0: they do not kill
+  int min_ranks = 1;                  // nor where fewer would be left
+};
+
 // Whether a generation still holds: none of its members has ended or given it up. Thread-safe.
 class GenerationWatch : public Interruption {
  public:
-  GenerationWatch(std::shared_ptr<const Board> board, uint64_t number, MemberList members)
-      : board_(std::move(board)), number_(number), members_(std::move(members)) {}
+  GenerationWatch(std::shared_ptr<const Board> board, uint64_t number, MemberList members,
+                  StragglerRule stragglers = {})
+      : board_(std::move(board)), number_(number), members_(std::move(members)), stragglers_(stragglers) {}
 
   bool raised() const noexcept override { return broken_by() >= 0; }
   // The rank at fault; -1: none.
@@ -96,11 +106,17 @@ class GenerationWatch : public Interruption {
   bool left_behind(int rank) const noexcept { return board_->is_beyond(members_[static_cast<size_t>(rank)], number_); }
   uint64_t number() const { return number_; }
   const MemberList& members() const { return members_; }
+  // These are for the thread that trains.
+  const StragglerRule& stragglers() const { return stragglers_; }
+  void set_straggler_limit(std::chrono::milliseconds limit) { stragglers_.limit = limit; }
+  // Kills a member that is late, and says so.
+  void end(int member) const;
 
  private:
   std::shared_ptr<const Board> board_;
   uint64_t number_;
   MemberList members_;
+  StragglerRule stragglers_;
 };
 
 }  // namespace shoal

@@ -7,9 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
-#include <future>
 #include <numeric>
-#include <thread>
 
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
@@ -22,9 +20,10 @@ using SteadyClock = std::chrono::steady_clock;
 
 constexpr uint64_t first_generation = 1;
 constexpr const char* loopback = "127.0.0.1";
-// Its server listens before its port is told, so that only the server's end makes this longer than an instant, or the name
-// service: libtorch's client asks it for the server's name, which takes 5 s where a query is lost.
-constexpr int store_seconds = 8;
+// Its server listens before its port is told, so that only the server's end makes this longer than an instant, which the
+// watch reports, or the name service: libtorch's client, to which half of this is left, asks it for the server's name, and
+// that takes 5 to 10 s where queries are lost.
+constexpr int store_seconds = 30;
 constexpr int most_attempts = 5;  // to connect the same ranks
 
 MemberCard first_card(int ranks) {
@@ -49,13 +48,14 @@ Membership first_membership(const WorldState& state) {
 
 }  // namespace
 
-Generations::Generations(const World& world)
+Generations::Generations(const World& world, StragglerRule stragglers)
     : cell_(cell_of(world)),
       joins_(cell_->state->join.board),
       knock_(*cell_->state),
       peers_(first_peers(*cell_->state)),
       board_(first_board(*cell_->state, peers_)),
-      membership_(first_membership(*cell_->state)) {
+      membership_(first_membership(*cell_->state)),
+      stragglers_(stragglers) {
   auto& state = *cell_->state;
   if (state.options.rejoin) throw UsageError("Elastic: a rank that rejoins cannot train with DistributedDataParallel");
   const auto& card = membership_.card();
@@ -65,7 +65,7 @@ Generations::Generations(const World& world)
     if (joins_) joins_->enter(self(), peers_[static_cast<size_t>(self())]);
     board_->show(card);
   }
-  watch_ = std::make_shared<GenerationWatch>(board_, card.number, card.members);
+  watch_ = std::make_shared<GenerationWatch>(board_, card.number, card.members, stragglers_);
   state.watch = watch_;
   state.memory->interrupt_by(watch_);
 }
@@ -142,6 +142,7 @@ MemberCard Generations::agree(int min_ranks) {
   const auto limit = std::chrono::seconds(cell_->state->options.timeout_seconds);
   const auto deadline = SteadyClock::now() + limit;
   const auto patience = SteadyClock::now() + patience_;
+  Patience with_stragglers(stragglers_.limit);
   // Nobody has begun another generation: this rank does, because its communication has failed.
   const bool begun = membership_.card().members.empty() || membership_.card().number > number();
   if (!begun && !watch_->raised()) membership_.renew(look());
@@ -168,6 +169,8 @@ MemberCard Generations::agree(int min_ranks) {
       if (standing == Membership::Standing::agreed && card.number > number()) return card;
       // Without a majority this rank waits as well: it has only not noticed yet which members have ended.
       if (SteadyClock::now() > patience) drop_late(card);
+      if (!(before == card)) with_stragglers.restart();  // as all have to answer anew
+      end_stragglers(card, with_stragglers);
       if (SteadyClock::now() > deadline) lose_late(card);
     }
     if (before == card) board_->wait(seen);
@@ -183,6 +186,27 @@ void Generations::require_enough(int ranks, int min_ranks) const {
       fmt::format("{} of {} ranks are left, and this elastic job needs min_ranks = {}: start it again from its last "
                   "checkpoint",
                   board_->lost_with(), peers_.size(), min_ranks));
+}
+
+void Generations::set_straggler_limit(std::chrono::milliseconds limit) {
+  stragglers_.limit = limit;
+  watch_->set_straggler_limit(limit);
+}
+
+// Not newcomers and those on trial, which are dropped instead.
+void Generations::end_stragglers(const MemberCard& card, Patience& patience) const {
+  if (is_newcomer() || is_on_trial() || !patience.over()) return;
+  const auto suspects = suspects_of(card.members);
+  MemberList present, late;
+  for (const int member : card.members) {
+    const auto entry = board_->entry(member);
+    if (std::binary_search(suspects.begin(), suspects.end(), member) || board_->gone(member) || entry.left) continue;
+    (member != self() && entry.card.number < card.number ? late : present).push_back(member);
+  }
+  if (static_cast<int>(present.size()) < stragglers_.min_ranks) return;
+  const auto place = std::find(present.begin(), present.end(), self()) - present.begin();
+  if (!patience.over(turn_to_kill(static_cast<size_t>(place)))) return;
+  for (const int member : late) watch_->end(member);
 }
 
 void Generations::lose_late(const MemberCard& card) const {
@@ -205,7 +229,7 @@ void Generations::make_world(const MemberCard& card) {
   state->placement = former.placement;
   state->memory = former.memory;
   state->listen_address = loopback;
-  watch_ = std::make_shared<GenerationWatch>(board_, card.number, card.members);
+  watch_ = std::make_shared<GenerationWatch>(board_, card.number, card.members, stragglers_);
   state->watch = watch_;
   state->memory->interrupt_by(watch_);
   auto& placement = state->placement;
@@ -250,16 +274,13 @@ void Generations::connect_store(WorldState& world, const MemberCard& card) {
     }
     board_->wait(seen);
   }
-  // On another thread, because c10d's client waits for seconds where its server ends while it connects.
-  std::packaged_task<StorePtr()> task([port = placement.port, job = placement.job] {
-    return shoal::connect_store(loopback, port, store_seconds, job);
-  });
-  auto connected = task.get_future();
-  std::thread(std::move(task)).detach();
-  while (connected.wait_for(std::chrono::milliseconds(2)) != std::future_status::ready) {
-    if (watch_->raised()) throw CommError(watch_->why());
-  }
-  meeting.store = connected.get();
+  // c10d's client waits for seconds where its server ends while it connects.
+  const auto store = unless([this] { return watch_->raised(); },
+                            [port = placement.port, job = placement.job] {
+                              return shoal::connect_store(loopback, port, store_seconds, job);
+                            });
+  if (!store) throw CommError(watch_->why());
+  meeting.store = *store;
   meeting.store->set_limit(store_limit);
 }
 

@@ -11,6 +11,7 @@
 #include "comm/membership/board.h"
 #include "comm/membership/join_board.h"
 #include "comm/membership/membership.h"
+#include "comm/membership/patience.h"
 #include "shoal/error.h"
 #include "shoal/world.h"
 
@@ -28,7 +29,9 @@ class Generations {
   //
   // In a newcomer: asks the job to join. It has no generation until recover() returns, and asks no more from its
   // destructor on.
-  explicit Generations(const World& world);
+  //
+  // stragglers: when ranks that do not come to a recovery are killed.
+  explicit Generations(const World& world, StragglerRule stragglers = {});
   // This rank takes no more part. One without the job's state is left out by the others.
   ~Generations();
   Generations(const Generations&) = delete;
@@ -62,6 +65,8 @@ class Generations {
   bool is_on_trial() const;
   // How long others wait for one that is on trial, or a newcomer, to show that it has seen a change of the ranks.
   void set_patience(std::chrono::milliseconds patience) { patience_ = patience; }
+  // From now on.
+  void set_straggler_limit(std::chrono::milliseconds limit);
   // Members of the present generation that have come to the job.
   MemberList have_come() const;
   // After a failure that no rank's end explains: leaves newcomers and those on trial out of the next generation. True also
@@ -94,6 +99,7 @@ class Generations {
   MemberList suspects_of(const MemberList& members) const;
   void refuse(const MemberList& newcomers, const std::string& why);
   void drop_late(const MemberCard& card);
+  void end_stragglers(const MemberCard& card, Patience& patience) const;
   void require_job() const;
   void require_not_refused() const;
   void wait_for_the_first() const;
@@ -120,6 +126,7 @@ class Generations {
   MemberList trial_;       // those of them that have not completed a step
   std::set<int> dropped_;  // newcomers that are left out
   std::chrono::milliseconds patience_{10'000};
+  StragglerRule stragglers_;
   uint32_t changes_ = 0;                                // of the table, that peers_ has
   std::vector<std::shared_ptr<GroupProgress>> former_;  // groups that were given up
 };

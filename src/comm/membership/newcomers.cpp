@@ -41,6 +41,7 @@ MemberList Generations::newcomers_of(const MemberList& members) const {
 MemberList Generations::suspects_of(const MemberList& members) const {
   auto list = newcomers_of(members);
   std::set_intersection(members.begin(), members.end(), trial_.begin(), trial_.end(), std::back_inserter(list));
+  std::sort(list.begin(), list.end());
   return list;
 }
 
@@ -153,9 +154,10 @@ bool Generations::admit(int most_ranks) {
 // Its card says who comes. If it ends, the others recover without newcomers.
 void Generations::wait_for_the_first() const {
   const auto deadline = SteadyClock::now() + std::chrono::seconds(cell_->state->options.timeout_seconds);
+  Patience patience(stragglers_.limit);
   while (true) {
     const auto seen = board_->bell();
-    if (watch_->raised() || SteadyClock::now() > deadline) return;
+    if (watch_->raised() || SteadyClock::now() > deadline || patience.over()) return;
     board_->wait(seen);
   }
 }

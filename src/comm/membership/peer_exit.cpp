@@ -61,6 +61,20 @@ PeerExit::~PeerExit() {
   thread_.join();
 }
 
+bool PeerExit::end(size_t index) {
+  auto& one = watched_[index];
+  if (one.gone || one.killed) return false;
+#ifdef SYS_pidfd_send_signal
+  if (one.descriptor.open()) {
+    one.killed = syscall(SYS_pidfd_send_signal, one.descriptor.number(), SIGKILL, nullptr, 0) == 0;
+    return one.killed;
+  }
+#endif
+  // Another process may have its pid by now.
+  one.killed = state_of(one.process) != ProcessState::gone && kill(one.process.pid, SIGKILL) == 0;
+  return one.killed;
+}
+
 void PeerExit::run() {
   while (true) {
     std::vector<pollfd> waits = {{stop_.number(), POLLIN, 0}};

@@ -3,8 +3,11 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <iterator>
+#include <set>
 
 #include "comm/group/group_state.h"
+#include "comm/membership/patience.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/wait.h"
 #include "shoal/error.h"
@@ -41,8 +44,27 @@ void Survivors::ring() const {
   }
 }
 
-void Survivors::wait(const std::string& what, const std::function<bool()>& done) const {
-  wait_until_then(what, done, SteadyClock::time_point::max());
+void Survivors::wait(const std::string& what, const std::function<bool()>& done,
+                     const std::function<bool(int rank)>& late) const {
+  Patience patience(watch_->stragglers().limit);
+  wait_until_then(what, done, SteadyClock::time_point::max(), [&] { end_stragglers(late, patience); });
+}
+
+void Survivors::end_stragglers(const std::function<bool(int rank)>& late, Patience& patience) const {
+  if (!patience.over()) return;
+  std::set<int> debtors, present;
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (late(rank)) debtors.insert(absent(rank) ? heir() : rank);
+  }
+  debtors.erase(group_.rank());
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    if (!absent(rank) && !debtors.contains(rank)) present.insert(rank);
+  }
+  if (static_cast<int>(present.size()) < watch_->stragglers().min_ranks) return;
+  const auto place = std::distance(present.begin(), present.find(group_.rank()));
+  if (!patience.over(turn_to_kill(static_cast<size_t>(place)))) return;
+  for (const int rank : debtors) watch_->end(watch_->members()[static_cast<size_t>(rank)]);
+  patience.restart();  // for the next heir
 }
 
 bool Survivors::wait_in_time(const std::string& what, const std::function<bool()>& done) const {
@@ -52,11 +74,12 @@ bool Survivors::wait_in_time(const std::string& what, const std::function<bool()
 }
 
 bool Survivors::wait_until_then(const std::string& what, const std::function<bool()>& done,
-                                std::chrono::steady_clock::time_point end) const {
+                                std::chrono::steady_clock::time_point end, const std::function<void()>& look) const {
   constexpr auto slice = std::chrono::milliseconds(100);
   const auto deadline = SteadyClock::now() + std::chrono::seconds(world_->options.timeout_seconds);
   while (!wait_until(*world_->memory, cores_suffice(world_->local_size), slice, done)) {
     if (SteadyClock::now() > end) return false;
+    if (look) look();
     try {
       if (world_->options.while_waiting) world_->options.while_waiting();
     } catch (const CommError& error) {

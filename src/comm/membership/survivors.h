@@ -14,6 +14,7 @@ namespace shoal {
 
 struct WorldState;
 class GenerationWatch;
+class Patience;
 
 // Waits for words in shared memory that a death does not end: whoever waits decides what a death means. For the group of
 // all ranks of a generation, on one host.
@@ -32,7 +33,10 @@ class Survivors {
   void ring() const;
   // Returns once `done`, which is asked when another rank has rung or ended. JobLost that begins with `what` after the
   // world's timeout: what this rank has written down counts for the others, so it must not go on in another generation.
-  void wait(const std::string& what, const std::function<bool()>& done) const;
+  // late: whether a rank's part is waited for. By the rule for stragglers, the rank that owes it is killed: itself, or the heir if
+  // it is absent.
+  void wait(const std::string& what, const std::function<bool()>& done,
+            const std::function<bool(int rank)>& late) const;
   // The same, but false after the time that waits in the group are limited to, if that is shorter.
   bool wait_in_time(const std::string& what, const std::function<bool()>& done) const;
 
@@ -47,8 +51,10 @@ class Survivors {
 
  private:
   PeerMemory& peer(int rank) const;
+  // look: called about every 100 ms.
   bool wait_until_then(const std::string& what, const std::function<bool()>& done,
-                       std::chrono::steady_clock::time_point end) const;
+                       std::chrono::steady_clock::time_point end, const std::function<void()>& look = {}) const;
+  void end_stragglers(const std::function<bool(int rank)>& late, Patience& patience) const;
 
   Group group_;
   std::shared_ptr<WorldState> world_;

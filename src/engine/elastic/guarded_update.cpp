@@ -207,10 +207,13 @@ void GuardedUpdate::run() {
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (is_lost(rank) && survivors_.heir() == self) update(rank);
     }
-    survivors_.wait("the update of a step", [&] {
-      const bool rank_to_finish = survivors_.heir() == self && !every([&](int rank) { return !is_lost(rank); });
-      return rank_to_finish || every([&](int rank) { return is_updated(rank); });
-    });
+    survivors_.wait(
+        "the update of a step",
+        [&] {
+          const bool rank_to_finish = survivors_.heir() == self && !every([&](int rank) { return !is_lost(rank); });
+          return rank_to_finish || every([&](int rank) { return is_updated(rank); });
+        },
+        [&](int rank) { return !is_updated(rank); });
   }
   for (auto& gradient : gradients_) gradient = Gradient();
 }

@@ -185,6 +185,20 @@ TEST_P(ElasticStrategies, ELA06_a_rank_is_replaced_in_an_epoch_with_checkpoints_
   EXPECT_EQ(shoal({"checkpoint", "verify", saved()}).code, 0);
 }
 
+TEST_F(ElasticTrain, ELA08_a_rank_that_is_stopped_is_killed_and_replaced) {
+  const Line how = text() + Line{"--strategy", "zero2", "--eval", "--epochs", "4", "--straggler-seconds", "2"};
+  const auto ended =
+      disturbed(elastic(2, "1:2") + how + Line{"--max-restarts", "1"}, 10,
+                "stopped=$(" + ranks() + " | sed -n 2p); kill -STOP $stopped; sleep 20; kill -CONT $stopped");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("is killed: the others have waited for it for more than 2 s"), std::string::npos)
+      << ended.output;
+  const auto report = read(file("report.json"));
+  ASSERT_EQ(report["elastic"]["changes"].size(), 2U) << ended.output;
+  EXPECT_EQ(report["elastic"]["changes"][1]["joined"], nlohmann::json::array({2}));
+  EXPECT_EQ(report["eval"].size(), 4U) << ended.output;
+}
+
 TEST_F(ElasticTrain, ELA10_too_few_ranks_end_the_job_and_every_rank_names_the_last_checkpoint) {
   const auto ended =
       disturbed(elastic(3, 3) + reference() + Line{"--steps", "1000000", "--save-every", "5"}, 40, kill_rank(1));
@@ -222,6 +236,8 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
                 : "--strategy " + strategy + " does not go on without a rank that has ended; take one of " + names);
   }
   refused({"--max-restarts", "2"}, "--max-restarts: give --elastic MIN:MAX");
+  refused({"--straggler-seconds", "300"}, "--straggler-seconds 300: give more than 0 and less than --timeout 300");
+  refused({"--straggler-seconds", "-1"}, "--straggler-seconds -1: give more than 0");
   refused({"--replan", "3:fsdp"}, "--elastic with --replan");
   refused({"--optimizer-in-backward"}, "--elastic with --optimizer-in-backward");
   refused({"--strategy", "zero1", "--dtype", "fp16_mixed"}, "--elastic with --strategy zero1 --dtype fp16_mixed");

@@ -1,0 +1,39 @@
+#pragma once
+// Time that a process has waited.
+
+#include <algorithm>
+#include <chrono>
+
+namespace shoal {
+
+// A pause in which the process stood still itself, because it was stopped or the host asleep, counts as a moment: otherwise the
+// first one to wake up would take all others for late.
+class Patience {
+ public:
+  // 0: it never ends.
+  explicit Patience(std::chrono::milliseconds limit) : limit_(limit) {}
+
+  void restart() { *this = Patience(limit_); }
+  // Whether it has ended, `more` ago. To be asked every 100 ms.
+  bool over(std::chrono::milliseconds more = {}) {
+    constexpr std::chrono::milliseconds longest(250);
+    const auto now = Clock::now();
+    waited_ += std::min<Clock::duration>(now - seen_, longest);
+    seen_ = now;
+    return limit_.count() > 0 && waited_ > limit_ + more;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  std::chrono::milliseconds limit_;
+  Clock::duration waited_{};
+  Clock::time_point seen_ = Clock::now();
+};
+
+// Who kills those that are late: the present ones, one after the other, as the first may be stopped by now.
+inline std::chrono::milliseconds turn_to_kill(size_t place) {
+  return std::chrono::milliseconds(300) * place;
+}
+
+}  // namespace shoal
