@@ -121,7 +121,7 @@ set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CON
 
 macro(shoal_world_label result ranks)
   set(${result} "${ARG_LABELS}")
-  set(processors 2)
+  set(processors 3)
   if(${ranks} EQUAL 1)
     set(processors 1)
   endif()

@@ -54,22 +54,29 @@ def check_requirements():
 
 def main():
     root = sys.argv[1]
-    for path, line, expected in PLANTED:
-        with tempfile.TemporaryDirectory() as copy:
-            for top in ("include", "src"):
-                shutil.copytree(os.path.join(root, top), os.path.join(copy, top))
-            target = os.path.join(copy, path)
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            with open(target, "a", encoding="utf-8") as f:
-                f.write("\n" + line)
-            found = check.violations(copy)
-            assert any(expected in v for v in found), "%s in %s was not found: %s" % (expected, path, found)
     with tempfile.TemporaryDirectory() as copy:
         for top in ("include", "src"):
             shutil.copytree(os.path.join(root, top), os.path.join(copy, top))
-        with open(os.path.join(copy, "src/engine/buckets/bucket.cpp"), "a", encoding="utf-8") as f:
-            f.write("\n// c10d and getenv may be spoken of\n")
-        assert check.violations(copy) == [], check.violations(copy)
+
+        def found_with(path, line):
+            target = os.path.join(copy, path)
+            before = open(target, encoding="utf-8").read() if os.path.exists(target) else None
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            with open(target, "w", encoding="utf-8") as f:
+                f.write((before or "") + "\n" + line)
+            found = check.violations(copy)
+            if before is None:
+                os.remove(target)
+            else:
+                with open(target, "w", encoding="utf-8") as f:
+                    f.write(before)
+            return found
+
+        for path, line, expected in PLANTED:
+            found = found_with(path, line)
+            assert any(expected in v for v in found), "%s in %s was not found: %s" % (expected, path, found)
+        found = found_with("src/engine/buckets/bucket.cpp", "// c10d and getenv may be spoken of\n")
+        assert found == [], found
     check_requirements()
     print("%d kinds of violation found" % len(PLANTED))
 
