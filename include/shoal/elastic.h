@@ -49,7 +49,7 @@ struct ElasticOptions {
   // they go on as after any death. They first wait this long in a collective, give up the step, and wait as long again: a rank
   // that answers by then stays, the step is done again, and the limit is doubled, so that ranks which are merely slow come
   // through. Not where fewer than min_ranks would be left, and not for a debugger. Longer than a step, an evaluation or
-  // whatever one rank does alone; less than WorldOptions::timeout_seconds. 0: late ranks are waited for for timeout_seconds,
+  // whatever one rank does alone; less than half of WorldOptions::timeout_seconds. 0: late ranks are waited for for timeout_seconds,
   // after which the job is lost.
   double straggler_seconds = 0;
   // Samples of a step over all ranks, which ranks that are left keep up: they compute the shares of those that were lost,

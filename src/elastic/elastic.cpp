@@ -72,9 +72,10 @@ void Elastic::State::require_supported() const {
         "Elastic: keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole on each "
         "rank only");
   }
-  if (options.straggler_seconds >= cell_of(world)->state->options.timeout_seconds) {
-    throw UsageError(fmt::format("Elastic: straggler_seconds is {}: give less than the world's timeout_seconds, {}",
-                                 options.straggler_seconds, cell_of(world)->state->options.timeout_seconds));
+  if (2 * options.straggler_seconds >= cell_of(world)->state->options.timeout_seconds) {
+    throw UsageError(
+        fmt::format("Elastic: straggler_seconds is {}: give less than half of the world's timeout_seconds, {}",
+                    options.straggler_seconds, cell_of(world)->state->options.timeout_seconds));
   }
   batch.require(sampler);
   const auto transport = world.group().transport();

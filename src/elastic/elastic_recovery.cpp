@@ -17,7 +17,7 @@ using SteadyClock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr int most_late_recoveries = 5;  // one after the other
+constexpr int most_late_recoveries = 5;  // of one change of the ranks
 
 // The sentence of a lost job, with its last checkpoint.
 std::string with_checkpoint(const std::string& lost, const std::string& folder) {
@@ -48,8 +48,10 @@ void Elastic::State::go_on(const std::function<void()>* update) {
   const bool comes = generations->is_newcomer();
   asked = false;
   int late = 0;
+  bool with_newcomers = false;
   while (true) {
     generations->recover(options.min_ranks);
+    with_newcomers = with_newcomers || generations->has_newcomers();
     // Newcomers get the state within the world's limit.
     if (longest_wait.count() > 0 && !generations->has_newcomers()) limit_waits();
     try {
@@ -94,7 +96,7 @@ void Elastic::State::go_on(const std::function<void()>* update) {
   }
   std::set_difference(left.begin(), left.end(), members.begin(), members.end(), std::back_inserter(change.joined));
   // A rank was late, and has come after all.
-  if (longest_wait.count() > 0 && left == members && !generations->has_trial()) {
+  if (longest_wait.count() > 0 && left == members && !with_newcomers && !generations->has_trial()) {
     wait_longer();
     limit_waits();
   }
@@ -104,11 +106,13 @@ void Elastic::State::go_on(const std::function<void()>* update) {
 std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   const auto group = world.group();
   const bool comes = generations->is_newcomer();
-  const auto own = at::tensor(
-      {done, static_cast<int64_t>(has_gradients), static_cast<int64_t>(comes), ended, static_cast<int64_t>(proven)},
-      at::kLong);
-  auto all = at::empty({group.size(), 5}, at::kLong);
+  const auto own = at::tensor({done, static_cast<int64_t>(has_gradients), static_cast<int64_t>(comes), ended,
+                               static_cast<int64_t>(proven), static_cast<int64_t>(longest_wait.count())},
+                              at::kLong);
+  auto all = at::empty({group.size(), own.numel()}, at::kLong);
   group.all_gather(all.view({-1}), own, {-1, -1, "how far the ranks are"}).wait();
+  longest_wait = std::chrono::milliseconds(all.select(1, 5).max().item<int64_t>());
+  generations->set_straggler_limit(longest_wait);
   std::vector<bool> newcomers;
   for (int rank = 0; rank < group.size(); ++rank) newcomers.push_back(all[rank][2].item<int64_t>() != 0);
   const auto old = all.index({all.select(1, 2) == 0});

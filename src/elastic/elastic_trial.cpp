@@ -42,7 +42,8 @@ void Elastic::State::limit_waits(Milliseconds for_newcomers) {
 
 void Elastic::State::wait_longer() {
   const Milliseconds world_limit(std::chrono::seconds(cell_of(world)->state->options.timeout_seconds));
-  longest_wait = std::min(2 * longest_wait, world_limit);
+  // The job is lost at the world's limit, before which a rank must have been killed.
+  longest_wait = std::max(longest_wait, std::min(2 * longest_wait, 2 * world_limit / 5));
   generations->set_straggler_limit(longest_wait);
 }
 

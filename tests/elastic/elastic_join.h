@@ -104,8 +104,9 @@ class JoinJob {
         text = body(init(options));
       } catch (const std::exception& error) {
         text = fmt::format("error: {}", error.what());
-        fmt::print(stderr, "member {}: {}\n", number, text);  // for a test that fails before it waits for this process
       }
+      // For a test that fails before it waits for this process.
+      if (!text.empty()) fmt::print(stderr, "member {}: {}\n", number, text);
       [[maybe_unused]] const auto written = write(ends[1], text.data(), text.size());
       std::_Exit(0);
     }

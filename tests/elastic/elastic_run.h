@@ -19,6 +19,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/environment.h"
@@ -330,11 +331,13 @@ inline std::string train(const World& world, Record& record, int epochs, const s
         reached(Moment::between_steps);
       }
     }
-    const auto sum = elastic.together([&] {
+    // Whoever has ended it before a rank ended keeps its result.
+    const auto [sum, ranks] = elastic.together([&] {
       reached(Moment::evaluation);
-      return world.all_reduce(1.0);
+      const int present = world.size();
+      return std::pair(world.all_reduce(1.0), present);
     });
-    if (sum != world.size()) return fmt::format("{} ranks of {} in an evaluation", sum, world.size());
+    if (sum != ranks) return fmt::format("{} ranks of {} in an evaluation", sum, ranks);
     ++record.evaluations[self];
   }
   return "";

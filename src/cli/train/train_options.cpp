@@ -79,8 +79,8 @@ void check_elastic(const TrainOptions& options) {
   }
   if (options.straggler_seconds) {
     if (!options.elastic) throw UsageError("--straggler-seconds: give --elastic, so that the others can go on");
-    if (!(*options.straggler_seconds > 0 && *options.straggler_seconds < options.timeout_seconds)) {
-      throw UsageError(fmt::format("--straggler-seconds {}: give more than 0 and less than --timeout {}",
+    if (!(*options.straggler_seconds > 0 && 2 * *options.straggler_seconds < options.timeout_seconds)) {
+      throw UsageError(fmt::format("--straggler-seconds {}: give more than 0 and less than half of --timeout {}",
                                    *options.straggler_seconds, options.timeout_seconds));
     }
   }

@@ -190,7 +190,7 @@ std::string GenerationWatch::why() const {
 }
 
 void GenerationWatch::end(int member) const {
-  if (!board_->end(member)) return;
+  if (board_->entry(member).left || !board_->end(member)) return;
   fmt::print(
       stderr,
       "shoal: rank {} (pid {}; the launcher's number) is killed: the others have waited for it for more than {} s\n",

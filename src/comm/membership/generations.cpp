@@ -140,7 +140,7 @@ void Generations::give_up(WorldState& world) {
 
 MemberCard Generations::agree(int min_ranks) {
   const auto limit = std::chrono::seconds(cell_->state->options.timeout_seconds);
-  const auto deadline = SteadyClock::now() + limit;
+  auto deadline = SteadyClock::now() + limit;
   const auto patience = SteadyClock::now() + patience_;
   Patience with_stragglers(stragglers_.limit);
   // Nobody has begun another generation: this rank does, because its communication has failed.
@@ -169,7 +169,10 @@ MemberCard Generations::agree(int min_ranks) {
       if (standing == Membership::Standing::agreed && card.number > number()) return card;
       // Without a majority this rank waits as well: it has only not noticed yet which members have ended.
       if (SteadyClock::now() > patience) drop_late(card);
-      if (!(before == card)) with_stragglers.restart();  // as all have to answer anew
+      if (stragglers_.limit.count() > 0 && !(before == card)) {  // all have to answer anew
+        with_stragglers.restart();
+        deadline = SteadyClock::now() + limit;
+      }
       end_stragglers(card, with_stragglers);
       if (SteadyClock::now() > deadline) lose_late(card);
     }
@@ -198,12 +201,15 @@ void Generations::end_stragglers(const MemberCard& card, Patience& patience) con
   if (is_newcomer() || is_on_trial() || !patience.over()) return;
   const auto suspects = suspects_of(card.members);
   MemberList present, late;
+  int answered = 0;
   for (const int member : card.members) {
     const auto entry = board_->entry(member);
-    if (std::binary_search(suspects.begin(), suspects.end(), member) || board_->gone(member) || entry.left) continue;
-    (member != self() && entry.card.number < card.number ? late : present).push_back(member);
+    if (board_->gone(member) || entry.left) continue;
+    const bool is_late = member != self() && entry.card.number < card.number;
+    answered += is_late ? 0 : 1;
+    if (!std::binary_search(suspects.begin(), suspects.end(), member)) (is_late ? late : present).push_back(member);
   }
-  if (static_cast<int>(present.size()) < stragglers_.min_ranks) return;
+  if (answered < stragglers_.min_ranks) return;
   const auto place = std::find(present.begin(), present.end(), self()) - present.begin();
   if (!patience.over(turn_to_kill(static_cast<size_t>(place)))) return;
   for (const int member : late) watch_->end(member);

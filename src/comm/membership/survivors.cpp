@@ -2,9 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <set>
+#include <utility>
 
 #include "comm/group/group_state.h"
 #include "comm/membership/patience.h"
@@ -46,25 +48,36 @@ void Survivors::ring() const {
 
 void Survivors::wait(const std::string& what, const std::function<bool()>& done,
                      const std::function<bool(int rank)>& late) const {
-  Patience patience(watch_->stragglers().limit);
-  wait_until_then(what, done, SteadyClock::time_point::max(), [&] { end_stragglers(late, patience); });
+  // Twice, as elsewhere ranks wait in a collective first and then in the recovery.
+  Patience patience(2 * watch_->stragglers().limit);
+  std::map<int, int> before;
+  wait_until_then(what, done, SteadyClock::time_point::max(), [&] {
+    const auto owed = debtors(late);
+    if (std::exchange(before, owed) != owed)
+      patience.restart();  // somebody else has to do it now, and has its own time
+    std::set<int> patient;
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      const bool owes = std::any_of(owed.begin(), owed.end(), [&](const auto& debt) { return debt.second == rank; });
+      if (!absent(rank) && !owes) patient.insert(rank);
+    }
+    const auto place = static_cast<size_t>(std::distance(patient.begin(), patient.find(group_.rank())));
+    const bool enough = static_cast<int>(patient.size()) >= watch_->stragglers().min_ranks;
+    if (enough && patience.over(turn_to_kill(place))) end_stragglers(owed);
+  });
 }
 
-void Survivors::end_stragglers(const std::function<bool(int rank)>& late, Patience& patience) const {
-  if (!patience.over()) return;
-  std::set<int> debtors, present;
+std::map<int, int> Survivors::debtors(const std::function<bool(int rank)>& late) const {
+  std::map<int, int> owed;
   for (int rank = 0; rank < group_.size(); ++rank) {
-    if (late(rank)) debtors.insert(absent(rank) ? heir() : rank);
+    if (late(rank)) owed[rank] = absent(rank) ? heir() : rank;
   }
-  debtors.erase(group_.rank());
-  for (int rank = 0; rank < group_.size(); ++rank) {
-    if (!absent(rank) && !debtors.contains(rank)) present.insert(rank);
+  return owed;
+}
+
+void Survivors::end_stragglers(const std::map<int, int>& owed) const {
+  for (const auto& [rank, debtor] : owed) {
+    if (debtor != group_.rank()) watch_->end(watch_->members()[static_cast<size_t>(debtor)]);
   }
-  if (static_cast<int>(present.size()) < watch_->stragglers().min_ranks) return;
-  const auto place = std::distance(present.begin(), present.find(group_.rank()));
-  if (!patience.over(turn_to_kill(static_cast<size_t>(place)))) return;
-  for (const int rank : debtors) watch_->end(watch_->members()[static_cast<size_t>(rank)]);
-  patience.restart();  // for the next heir
 }
 
 bool Survivors::wait_in_time(const std::string& what, const std::function<bool()>& done) const {

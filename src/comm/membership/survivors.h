@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,7 +15,6 @@ namespace shoal {
 
 struct WorldState;
 class GenerationWatch;
-class Patience;
 
 // Waits for words in shared memory that a death does not end: whoever waits decides what a death means. For the group of
 // all ranks of a generation, on one host.
@@ -33,8 +33,8 @@ class Survivors {
   void ring() const;
   // Returns once `done`, which is asked when another rank has rung or ended. JobLost that begins with `what` after the
   // world's timeout: what this rank has written down counts for the others, so it must not go on in another generation.
-  // late: whether a rank's part is waited for. By the rule for stragglers, the rank that owes it is killed: itself, or the heir if
-  // it is absent.
+  // late: whether a rank's part is waited for. By the rule for stragglers, the rank that owes it is killed after twice the limit:
+  // itself, or the heir if it is absent.
   void wait(const std::string& what, const std::function<bool()>& done,
             const std::function<bool(int rank)>& late) const;
   // The same, but false after the time that waits in the group are limited to, if that is shorter.
@@ -54,7 +54,9 @@ class Survivors {
   // look: called about every 100 ms.
   bool wait_until_then(const std::string& what, const std::function<bool()>& done,
                        std::chrono::steady_clock::time_point end, const std::function<void()>& look = {}) const;
-  void end_stragglers(const std::function<bool(int rank)>& late, Patience& patience) const;
+  // By rank whose part is missing, who owes it: the rank, or the heir of one that is absent.
+  std::map<int, int> debtors(const std::function<bool(int rank)>& late) const;
+  void end_stragglers(const std::map<int, int>& owed) const;
 
   Group group_;
   std::shared_ptr<WorldState> world_;

@@ -236,7 +236,8 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
                 : "--strategy " + strategy + " does not go on without a rank that has ended; take one of " + names);
   }
   refused({"--max-restarts", "2"}, "--max-restarts: give --elastic MIN:MAX");
-  refused({"--straggler-seconds", "300"}, "--straggler-seconds 300: give more than 0 and less than --timeout 300");
+  refused({"--straggler-seconds", "150"},
+          "--straggler-seconds 150: give more than 0 and less than half of --timeout 300");
   refused({"--straggler-seconds", "-1"}, "--straggler-seconds -1: give more than 0");
   refused({"--replan", "3:fsdp"}, "--elastic with --replan");
   refused({"--optimizer-in-backward"}, "--elastic with --optimizer-in-backward");
