@@ -37,7 +37,7 @@ function(shoal_world_test name)
     add_test(NAME ${name}.world${ranks} COMMAND ${name} --ranks ${ranks})
     shoal_world_label(label ${ranks})
     set_tests_properties(${name}.world${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors})
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40)
   endforeach()
 endfunction()
 
@@ -64,7 +64,7 @@ function(shoal_world_variant name variant)
     add_test(NAME ${name}.${variant}.world${ranks} COMMAND ${name} --ranks ${ranks} ${ARG_ARGS})
     shoal_world_label(label ${ranks})
     set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors})
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40)
     if(ARG_DIVIDED)
       set_tests_properties(${name}.${variant}.world${ranks} PROPERTIES
         ENVIRONMENT "GTEST_TOTAL_SHARDS=${parts};GTEST_SHARD_INDEX=${part}")
@@ -87,7 +87,7 @@ function(shoal_runs_with_mpi name)
       COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}> --transport mpi ${ARG_ARGS})
     shoal_world_label(label ${ranks})
     set_tests_properties(${name}.mpi${ranks} PROPERTIES
-      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
+      LABELS "${label}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${processors} COST 40 ENVIRONMENT "${SHOAL_MPIRUN_ENVIRONMENT}")
   endforeach()
 endfunction()
 
@@ -119,6 +119,7 @@ endfunction()
 set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none)
 
+# Busy tests begin first (COST), so that those which wait run beside them.
 macro(shoal_world_label result ranks)
   set(${result} "${ARG_LABELS}")
   set(processors 3)
