@@ -28,6 +28,9 @@ target_include_directories(shoal_flags INTERFACE
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
 # libtorch's own headers change the layout of at::RecordFunction without NDEBUG; the binary is built with it.
 target_compile_definitions(shoal_flags INTERFACE NDEBUG)
+# PyTorch's wheels export parts of another version's std::filesystem (PyTorch issue 133437), which crash in programs that
+# find them before those of their own libstdc++.
+target_link_options(shoal_flags INTERFACE LINKER:--push-state,--no-as-needed,-lstdc++,--pop-state)
 
 add_library(shoal_warnings INTERFACE)
 target_compile_options(shoal_warnings INTERFACE -Wall -Wextra -Wno-unused-parameter)
