@@ -35,6 +35,8 @@ struct WorldOptions {
   // "tcp": sockets. "auto": per group, "host" where possible; for several hosts with the same number of ranks (at least
   // 2), "host+tcp", which uses shared memory within a host and tcp between hosts, with every rank sending its own
   // part; otherwise "tcp". "gloo": PyTorch's. "mpi": requires a build with MPI and a start by mpirun.
+  // Tensors on GPUs: "auto" takes NCCL if this build has it and every rank of a host can have a GPU of its own. Otherwise,
+  // and with the others, they travel as copies in the CPU's memory. "nccl": NCCL for them, "auto" for tensors on the CPU.
   std::string transport = "auto";
 
   // Compare the arguments of every collective over all ranks before it starts. host and tcp always do this;

@@ -78,6 +78,12 @@ void Elastic::State::require_supported() const {
                     options.straggler_seconds, cell_of(world)->state->options.timeout_seconds));
   }
   batch.require(sampler);
+  for (const auto& entry : parts->module().named_parameters()) {
+    if (entry.value().is_cpu()) continue;
+    throw UsageError(fmt::format(
+        "Elastic: parameter {} is on {}; only modules on the CPU are supported, whose memory outlives a rank",
+        entry.key(), entry.value().device().str()));
+  }
   const auto transport = world.group().transport();
   const std::set<std::string> supported{"host", "tcp", "gloo", "identity"};
   if (supported.count(transport) == 0) {

@@ -11,12 +11,18 @@
 
 namespace shoal::test {
 
+// Device of the tests' models and batches: of the option --device, see world_main.cpp.
+inline at::Device& test_device() {
+  static at::Device device = at::kCPU;
+  return device;
+}
+
 struct MlpImpl : torch::nn::Module {
   explicit MlpImpl(int64_t in = 12, int64_t hidden = 16, int64_t out = 5, at::ScalarType dtype = at::kDouble) {
     first = register_module("first", torch::nn::Linear(in, hidden));
     second = register_module("second", torch::nn::Linear(hidden, hidden));
     third = register_module("third", torch::nn::Linear(hidden, out));
-    to(dtype);
+    to(test_device(), dtype);
   }
   at::Tensor forward(at::Tensor x) { return third(torch::tanh(second(torch::tanh(first(x))))); }
 
@@ -36,7 +42,7 @@ inline at::Tensor mean_loss(const at::Tensor& output) {
 // Inputs of one rank in one step and micro-batch; the same in every call.
 inline at::Tensor batch(int rank, int64_t step, int64_t micro = 0, int64_t samples = 4, int64_t in = 12) {
   auto generator = at::detail::createCPUGenerator(1000003 * step + 1009 * micro + rank + 1);
-  return at::randn({samples, in}, generator, at::kDouble);
+  return at::randn({samples, in}, generator, at::kDouble).to(test_device());
 }
 
 // Largest difference between two lists of tensors, relative to the largest element.
@@ -44,8 +50,8 @@ inline double difference(const std::vector<at::Tensor>& a, const std::vector<at:
   double worst = a.size() == b.size() ? 0 : INFINITY;
   for (size_t i = 0; i < a.size() && i < b.size(); ++i) {
     if (a[i].numel() == 0) continue;
-    const auto x = a[i].detach().to(at::kDouble);
-    const auto y = b[i].detach().to(at::kDouble);
+    const auto x = a[i].detach().to(at::kCPU, at::kDouble);
+    const auto y = b[i].detach().to(at::kCPU, at::kDouble);
     const double scale = std::max(1e-30, y.abs().max().item<double>());
     worst = std::max(worst, (x - y).abs().max().item<double>() / scale);
   }

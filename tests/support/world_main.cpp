@@ -1,5 +1,5 @@
 // Main function of tests that run on several real processes. `TEST --ranks N [--transport T] [--check-agreement]
-// [--timeout SECONDS]` forks N ranks, as `mpirun -n N TEST` starts copies. Each rank joins the world and runs the whole
+// [--timeout SECONDS] [--device cuda]` forks N ranks, as `mpirun -n N TEST` starts copies. Each rank joins the world and runs the whole
 // suite, so that all ranks execute every test body together.
 
 #include <ATen/Parallel.h>
@@ -14,6 +14,7 @@
 #include "base/environment.h"
 #include "launch/launcher.h"
 #include "shoal/error.h"
+#include "tests/support/models.h"
 #include "tests/support/world.h"
 
 namespace shoal::test {
@@ -40,6 +41,7 @@ int run_rank(const std::vector<std::string>& arguments) {
     if (arguments[i] == "--transport" && i + 1 < arguments.size()) options.transport = arguments[i + 1];
     if (arguments[i] == "--timeout" && i + 1 < arguments.size()) options.timeout_seconds = std::stoi(arguments[i + 1]);
     if (arguments[i] == "--check-agreement") options.check_agreement = true;
+    if (arguments[i] == "--device" && i + 1 < arguments.size()) test_device() = at::Device(arguments[i + 1]);
   }
   joined() = std::make_unique<World>(init(options));
   if (joined()->rank() > 0) {

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "base/printable.h"
+#include "comm/rendezvous/gpus.h"
 #include "comm/store/authenticated_store.h"
 #include "shoal/error.h"
 
@@ -24,8 +25,8 @@ struct Record {
 
 std::string to_text(const Record& record) {
   const auto& peer = record.peer;
-  return fmt::format("{} {} {} {} {} {}", record.size, peer.process.pid, peer.process.start_time, peer.page.descriptor,
-                     peer.page.nonce, peer.host);
+  return fmt::format("{} {} {} {} {} {} {}", record.size, peer.process.pid, peer.process.start_time,
+                     peer.page.descriptor, peer.page.nonce, peer.host, peer.gpus);
 }
 
 Record from_text(const std::string& text) {
@@ -33,7 +34,7 @@ Record from_text(const std::string& text) {
   Record record;
   auto& peer = record.peer;
   in >> record.size >> peer.process.pid >> peer.process.start_time >> peer.page.descriptor >> peer.page.nonce >>
-      peer.host;
+      peer.host >> peer.gpus;
   peer.page.pid = peer.process.pid;
   return record;
 }
@@ -59,7 +60,7 @@ class Room {
 
   Present enter() {
     require_same_job();
-    const Record own{placement_.size, {host_identity(), this_process(), page_}};
+    const Record own{placement_.size, {host_identity(), this_process(), page_, visible_gpus()}};
     const auto job = job_key();
     const auto visit = count_visit();
     if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
@@ -95,7 +96,7 @@ class Room {
           "rejoin: rank {} is still running (pid {}); end it first, or give this process the rank that died",
           placement_.rank, own.process.pid));
     }
-    own = {host_identity(), this_process(), page_};
+    own = {host_identity(), this_process(), page_, visible_gpus()};
     store_set(*store_, rank_key(placement_.rank), to_text({placement_.size, own}));
     return present_;
   }
@@ -282,7 +283,7 @@ void enter(Meeting& meeting, const Placement& placement, const PageAddress& page
 Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds) {
   Meeting meeting;
   if (placement.size == 1) {
-    meeting.peers.push_back({host_identity(), this_process(), page});
+    meeting.peers.push_back({host_identity(), this_process(), page, visible_gpus()});
     return meeting;
   }
   if (placement.rank == 0 && !placement.store_is_served) {

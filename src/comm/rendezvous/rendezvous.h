@@ -17,7 +17,8 @@ namespace shoal {
 struct Peer {
   std::string host;  // host_identity()
   ProcessId process;
-  PageAddress page;  // address of its shared memory; descriptor -1: it has none
+  PageAddress page;    // address of its shared memory; descriptor -1: it has none
+  std::string gpus{};  // visible_gpus()
 };
 
 struct Meeting {

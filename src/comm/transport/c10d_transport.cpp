@@ -3,6 +3,8 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "base/without_sigpipe.h"
 #include "comm/shm/reduce/reduce_kernels.h"
@@ -68,6 +70,35 @@ class C10dWork : public TransportWork {
   std::vector<at::Tensor> outputs_;
 };
 
+// For NCCL, which ends its communicators if a wait with a limit is too short.
+class PolledWork : public TransportWork {
+ public:
+  PolledWork(c10::intrusive_ptr<c10d::Work> work, const Call& call)
+      : work_(std::move(work)), inputs_(call.inputs), outputs_(call.outputs) {}
+
+  bool done() override { return work_->isCompleted(); }
+
+  bool wait_for(Milliseconds slice, Milliseconds) override {
+    constexpr int brief_looks = 200;
+    const auto until = std::chrono::steady_clock::now() + slice;
+    for (int look = 0; !work_->isCompleted(); ++look) {
+      if (std::chrono::steady_clock::now() >= until) return false;
+      if (look < brief_looks) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
+    work_->wait();  // it is over: this throws its failure, if any, and releases memory
+    return true;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<at::Tensor> inputs_;
+  std::vector<at::Tensor> outputs_;
+};
+
 // Reduction of received parts: every rank has received all ranks' values of its own part, and reduces them in rank
 // order.
 class AddReceived : public TransportWork {
@@ -107,6 +138,7 @@ class C10dTransport : public Transport {
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     const bool equal_parts = call.op == Op::reduce_scatter && call.inputs.size() == 1 && call.outputs[0].numel() > 0;
     if (equal_parts && name_ == "gloo") return scatter_and_add(call);
+    if (name_ == "nccl") return std::make_unique<PolledWork>(start(call), call);
     return std::make_unique<C10dWork>(start(call), call);
   }
 

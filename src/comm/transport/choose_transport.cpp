@@ -1,19 +1,23 @@
 #include "comm/transport/choose_transport.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 
 #include "comm/hierarchical/hierarchical.h"
 #include "comm/mpi/mpi.h"
+#include "comm/rendezvous/gpus.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/shm/host_transport.h"
 #include "comm/store/store_gather.h"
 #include "comm/tcp/tcp_transport.h"
 #include "comm/transport/absent.h"
+#include "comm/transport/by_device.h"
 #include "comm/transport/gloo.h"
 #include "comm/transport/identity.h"
 #include "comm/transport/nccl.h"
+#include "comm/transport/staged.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -52,6 +56,20 @@ std::shared_ptr<Transport> make_fastest(const WorldState& world, const std::stri
   return make_tcp_transport(world, name, rank, world_ranks);
 }
 
+// Transport of tensors of the CPU.
+std::shared_ptr<Transport> make_cpu_transport(const WorldState& world, const std::string& name, int rank,
+                                              const std::vector<int>& world_ranks) {
+  const auto& wanted = world.options.transport;
+  if (wanted == "mpi") return make_mpi_transport(world, world_ranks, rank);
+  if (wanted == "tcp") return make_tcp_transport(world, name, rank, world_ranks);
+  if (wanted == "gloo") return make_gloo_transport(world, name, rank, static_cast<int>(world_ranks.size()));
+  if (wanted != "host") return make_fastest(world, name, rank, world_ranks);
+  auto host = make_host_transport(world, name, rank, world_ranks);
+  if (host.transport) return host.transport;
+  throw UsageError(
+      fmt::format("transport host cannot serve group '{}': {}; use transport auto or tcp", name, host.why_not));
+}
+
 }  // namespace
 
 std::vector<std::string> transport_names() {
@@ -67,17 +85,16 @@ std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::
   const auto size = static_cast<int>(world_ranks.size());
   if (size == 1) return make_identity_transport();
   if (world.options.rejoin && name == world_group_name) return make_absent_transport();
-  if (wanted == "mpi") return make_mpi_transport(world, world_ranks, rank);
-  if (wanted == "tcp") return make_tcp_transport(world, name, rank, world_ranks);
-  if (wanted == "gloo") return make_gloo_transport(world, name, rank, size);
+  auto cpu = make_cpu_transport(world, name, rank, world_ranks);
   if (wanted == "nccl") {
-    return make_nccl_transport(world, name, rank, size, make_fastest(world, name, rank, world_ranks));
+    return make_transport_by_device("nccl", make_nccl_transport(world, name, rank, size), std::move(cpu));
   }
-  if (wanted != "host") return make_fastest(world, name, rank, world_ranks);
-  auto host = make_host_transport(world, name, rank, world_ranks);
-  if (host.transport) return host.transport;
-  throw UsageError(
-      fmt::format("transport host cannot serve group '{}': {}; use transport auto or tcp", name, host.why_not));
+  const auto cpu_name = cpu->name();
+  if (wanted == "auto" && nccl_is_built() && gpu_for_each_rank(world.meeting.peers)) {
+    return make_transport_by_device(cpu_name, make_nccl_transport(world, name, rank, size), std::move(cpu));
+  }
+  if (!at::getAccelerator(/*checked=*/false)) return cpu;
+  return make_transport_by_device(cpu_name, make_staged_transport(cpu), cpu);
 }
 
 }  // namespace shoal

@@ -1,5 +1,6 @@
 // Substitute for nccl.cpp if libtorch has no CUDA or CMake finds no NCCL.
 
+#include "comm/rendezvous/gpus.h"
 #include "comm/transport/nccl.h"
 #include "shoal/error.h"
 
@@ -9,8 +10,11 @@ bool nccl_is_built() {
   return false;
 }
 
-std::shared_ptr<Transport> make_nccl_transport(const WorldState&, const std::string&, int, int,
-                                               const std::shared_ptr<Transport>&) {
+std::string visible_gpus() {
+  return "";
+}
+
+std::shared_ptr<Transport> make_nccl_transport(const WorldState&, const std::string&, int, int) {
   throw UsageError(
       "transport nccl is not in this build: build with a CUDA libtorch and the NCCL headers it was made with");
 }
