@@ -127,7 +127,7 @@ TEST_P(EveryStrategy, evaluates_every_sample_once_on_all_ranks) {
     const torch::NoGradGuard no_grad;
     size_t counted = 0;
     while (const auto indices = sampler.next(2)) {
-      const auto rows = at::tensor(std::vector<int64_t>(indices->begin(), indices->end()));
+      const auto rows = at::tensor(std::vector<int64_t>(indices->begin(), indices->end())).to(test_device());
       auto output = training.forward(data.index_select(0, rows));
       const auto here = std::min(indices->size(), sampler.unpadded() - counted);
       counted += here;

@@ -40,7 +40,7 @@ std::map<std::string, Names> known_values() {
       {"--strategy", strategy_names()},   {"--strategies", strategy_names()}, {"--model", models::model_names()},
       {"--size", model_size_names()},     {"--transport", transport_names()}, {"--transports", transport_names()},
       {"--optimizer", optimizer_names()}, {"--schedule", schedule_names()},   {"--dtype", precision_names()},
-      {"--topology", topology_names()},   {"--init", {"torch", "reference"}}};
+      {"--topology", topology_names()},   {"--init", {"torch", "reference"}}, {"--device", {"cpu", "cuda"}}};
   for (const auto& strategy : strategy_names()) {
     for (const auto& option : find_strategy(strategy).options) {
       auto name = "--" + option.name;

@@ -10,7 +10,8 @@ namespace shoal::cli {
 Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& group, const Precision& precision) {
   constexpr size_t batch_size = 256;
   const torch::NoGradGuard no_grad;
-  const Precision::Scope scope(precision, at::kCPU);
+  const auto device = model.parameters().front().device();
+  const Precision::Scope scope(precision, device.type());
   const bool training = model.is_training();
   model.eval();
   DistributedSampler sampler(*samples.size(), group, {.shuffle = false, .pad = false});
@@ -19,9 +20,10 @@ Evaluation evaluate(models::Model& model, data::Dataset& samples, const Group& g
   int64_t count = 0;
   while (const auto indices = sampler.next(batch_size)) {
     const auto batch = samples.get_batch(*indices);
-    const auto logits = model.forward(precision.input(batch.data));
-    loss += models::loss_of(logits, batch.target).item<double>() * static_cast<double>(batch.target.numel());
-    right += logits.argmax(-1).eq(batch.target).sum().item<int64_t>();
+    const auto target = batch.target.to(device);
+    const auto logits = model.forward(precision.input(batch.data.to(device)));
+    loss += models::loss_of(logits, target).item<double>() * static_cast<double>(target.numel());
+    right += logits.argmax(-1).eq(target).sum().item<int64_t>();
     count += batch.target.numel();
   }
   model.train(training);

@@ -102,6 +102,7 @@ Json config(const TrainOptions& options, const World& world) {
   Json result = {{"peer", "shoal"},
                  {"strategy", options.strategy},
                  {"transport", world.group().transport()},
+                 {"device", options.device},
                  {"model", options.model},
                  {"size", options.size},
                  {"data", options.data},

@@ -13,6 +13,7 @@
 #include "cli/commands.h"
 #include "cli/launch/ranks.h"
 #include "cli/telemetry/trace.h"
+#include "cli/train/device.h"
 #include "cli/train/memory.h"
 #include "cli/train/report.h"
 #include "cli/writable.h"
@@ -101,12 +102,14 @@ int train_rank(const TrainOptions& options) {
   const auto clock = options.trace.empty() ? Clock::duration(0) : clock_offset(world.group());
   if (const int threads = threads_per_rank(options, world.local_size()); threads > 0) at::set_num_threads(threads);
   stop_at_the_end_of_the_step();
-  const auto feed = make_feed(options, world.rank(), world.size());
+  const auto device = use_device(options.device, world.local_rank());
+  const auto feed = on_device(make_feed(options, world.rank(), world.size()), device);
   load_libraries(options);
   MemoryUse memory{.before = resident_mib()};
   const auto init = options.init == "reference" ? models::Init::reference : models::Init::torch;
   const auto model = models::make_model(options.model, options.size, init, options.seed, options.data_dtype());
   options.precision().convert(*model);
+  model->to(device);
   reset_peak();
 
   const auto leave_interrupted = [](bool says, const std::string& what, const std::string& path) -> int {

@@ -12,6 +12,7 @@
 #include "cli/strategies/schedules.h"
 #include "cli/strategies/strategy_options.h"
 #include "cli/strategies/units.h"
+#include "cli/train/device.h"
 #include "comm/transport/transport.h"
 #include "models/registry.h"
 #include "shoal/error.h"
@@ -98,6 +99,8 @@ void check_elastic(const TrainOptions& options) {
   const auto refuse = [](const std::string& what, const std::string& why) {
     throw UsageError(fmt::format("--elastic with {}: {}", what, why));
   };
+  if (options.device != "cpu")
+    refuse("--device " + options.device, "only what lies in the CPU's memory outlives a rank");
   if (!options.replan.empty()) refuse("--replan", "a rank that ends in the change of strategy would end the training");
   if (options.strategy == "ddp" && options.values().given("optimizer_in_backward")) {
     refuse("--optimizer-in-backward", "a step whose updates have begun cannot be undone; leave one of them out");
@@ -184,6 +187,7 @@ void TrainOptions::complete() {
   if (!(clip >= 0)) throw UsageError(fmt::format("--clip {}: give a norm, or 0 for none", clip));
   check_logging_data(*this);
   check_course(*this);
+  check_device(device);
   check_elastic(*this);
 }
 
@@ -250,6 +254,10 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                      "with --elastic MIN:MAX, start a rank in place of one that has failed, so often in all");
   command.add_option("--threads", options.threads,
                      "compute threads per rank (default: OMP_NUM_THREADS, else cores / ranks on this host)");
+  command
+      .add_option("--device", options.device,
+                  "cpu, cuda (each rank the next GPU of its host) or cuda:N (for all ranks)")
+      ->capture_default_str();
   command.add_option("--transport", options.transport, fmt::format("{}", fmt::join(transport_names(), ", ")))
       ->capture_default_str();
   command.add_flag("--check-agreement", options.check_agreement,

@@ -20,6 +20,7 @@ struct TrainOptions {
   std::string strategy = "ddp";
   std::optional<int> ranks;  // default: the environment's, else 2
   int threads = 0;           // per rank; 0: cores / ranks
+  std::string device = "cpu";
   std::string transport = "auto";
   std::string optimizer = "adamw";
   std::optional<double> lr;

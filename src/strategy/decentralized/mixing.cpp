@@ -295,7 +295,7 @@ bool Mixing::mix_into(size_t buffer, const at::Tensor& values) {
   const auto [neighbour, weight] = sources.front();
   const int rank = now_.members[neighbour];
   const auto [arrival, version] = read(buffer, rank, [&, weight = weight](const at::Tensor& theirs) {
-    at::Tensor(values).lerp_(theirs.narrow(0, 0, values.numel()), weight);
+    at::Tensor(values).lerp_(theirs.narrow(0, 0, values.numel()).to(values.device()), weight);
   });
   if (arrival == Arrival::gone) {
     remove_lost({rank});

@@ -244,6 +244,7 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
   refused({"--strategy", "zero1", "--dtype", "fp16_mixed"}, "--elastic with --strategy zero1 --dtype fp16_mixed");
   refused({"--strategy", "fsdp", "--transport", "tcp"}, "--elastic with --strategy fsdp --transport tcp");
   refused({"--transport", "mpi"}, "--elastic with --strategy ddp --transport mpi");
+  refused({"--device", "cuda"}, "--elastic with --device cuda");
   for (const std::string least : {"0", "3"}) {
     const auto ended = shoal({"train", "--ranks", "2", "--elastic", least, "--data", "reference"});
     EXPECT_EQ(ended.code, 2) << ended.output;
