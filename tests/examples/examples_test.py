@@ -66,7 +66,7 @@ class Test:
         shutil.rmtree(self.prefix, ignore_errors=True)
         run("cmake", "--install", self.options.build, "--prefix", self.prefix)
         run("cmake", "-G", "Ninja", "-S", EXAMPLES, "-B", self.programs, "-DCMAKE_BUILD_TYPE=Release",
-            "-DCMAKE_CXX_FLAGS_RELEASE=-O0", f"-DCMAKE_PREFIX_PATH={self.prefix};{self.options.torch}")
+            "-DCMAKE_CXX_FLAGS_RELEASE=-O0 --param=ggc-min-heapsize=1048576", f"-DCMAKE_PREFIX_PATH={self.prefix};{self.options.torch}")
         run("cmake", "--build", self.programs)
 
     def launch(self, name, *arguments):
