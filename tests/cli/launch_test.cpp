@@ -215,12 +215,16 @@ TEST(Launch, ranks_that_ignore_sigterm_are_killed) {
   EXPECT_LT(ended.seconds, 10);
 }
 
-// Launches ranks that ignore SIGINT, and a shell that sends `signals` to the launcher.
+// Launches ranks that ignore SIGINT, and a shell that sends `signals` to the launcher once they run: a shell's background
+// process ignores SIGINT until it asks for it.
 Ended launch_and_signal(const std::string& options, const std::string& signals) {
+  const TempFolder folder;
+  const auto log = folder.file("log");
   return run({"sh", "-c",
               std::string(SHOAL) + " launch -n 2 " + options +
-                  " -- sh -c 'trap \"echo asked\" INT; echo ready; while :; do sleep 0.1; done' & pid=$!; sleep 1; " +
-                  signals + "; wait $pid"},
+                  " -- sh -c 'trap \"echo asked\" INT; echo ready; while :; do sleep 0.1; done' > " + log +
+                  " 2>&1 & pid=$!; until [ $(grep -c ready " + log + ") = 2 ]; do sleep 0.1; done; " + signals +
+                  "; wait $pid; code=$?; cat " + log + "; exit $code"},
              30);
 }
 
