@@ -35,13 +35,14 @@ struct WorldOptions {
   // "tcp": sockets. "auto": per group, "host" where possible; for several hosts with the same number of ranks (at least
   // 2), "host+tcp", which uses shared memory within a host and tcp between hosts, with every rank sending its own
   // part; otherwise "tcp". "gloo": PyTorch's. "mpi": requires a build with MPI and a start by mpirun.
-  // Tensors on GPUs: "auto" takes NCCL if this build has it and every rank of a host can have a GPU of its own. Otherwise,
-  // and with the others, they travel as copies in the CPU's memory. "nccl": NCCL for them, "auto" for tensors on the CPU.
+  // Collectives on tensors of GPUs: "auto" takes NCCL if this build has it and each rank can have one of the GPUs that its
+  // host's ranks see. Otherwise, and with the others, they travel as copies in the CPU's memory, as messages always do.
+  // "nccl": NCCL for them, "auto" for tensors on the CPU.
   std::string transport = "auto";
 
   // Compare the arguments of every collective over all ranks before it starts. host and tcp always do this;
-  // other transports pay a small all-gather per operation. If it is off, mismatched calls over Gloo end in a
-  // DisagreeError within two seconds, and mismatched calls of equal size over MPI give wrong numbers.
+  // other transports, NCCL among them, pay a small all-gather per operation. If it is off, mismatched calls over Gloo end in a
+  // DisagreeError within two seconds, and mismatched calls of equal size over MPI and NCCL give wrong numbers.
   bool check_agreement = false;
 
   // Folder for the flight recorder: a file per rank with its last collectives, which survives a crash of the process.

@@ -78,11 +78,13 @@ void Elastic::State::require_supported() const {
                     options.straggler_seconds, cell_of(world)->state->options.timeout_seconds));
   }
   batch.require(sampler);
-  for (const auto& entry : parts->module().named_parameters()) {
-    if (entry.value().is_cpu()) continue;
-    throw UsageError(fmt::format(
-        "Elastic: parameter {} is on {}; only modules on the CPU are supported, whose memory outlives a rank",
-        entry.key(), entry.value().device().str()));
+  for (const auto& list : {parts->module().named_parameters(), parts->module().named_buffers()}) {
+    for (const auto& entry : list) {
+      if (!entry.value().defined() || entry.value().is_cpu()) continue;
+      throw UsageError(
+          fmt::format("Elastic: {} is on {}; only modules on the CPU are supported, whose memory outlives a rank",
+                      entry.key(), entry.value().device().str()));
+    }
   }
   const auto transport = world.group().transport();
   const std::set<std::string> supported{"host", "tcp", "gloo", "identity"};

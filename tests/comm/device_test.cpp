@@ -2,9 +2,14 @@
 // tensors are on the CPU, and the transport treats them as those of a device.
 
 #include <chrono>
+#include <numeric>
+#include <optional>
 #include <thread>
 
+#include "comm/group/group_state.h"
 #include "comm/rendezvous/gpus.h"
+#include "comm/transport/by_device.h"
+#include "comm/transport/recording.h"
 #include "comm/transport/staged.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
@@ -22,10 +27,6 @@ const Group& device_group() {
   static const Group staged = test::with_transport(
       group(), [](std::shared_ptr<Transport> below) { return make_staged_transport(std::move(below)); });
   return test_device().is_cpu() ? staged : group();
-}
-
-bool over_nccl() {
-  return !test_device().is_cpu() && group().size() > 1 && (group().transport() == "nccl");
 }
 
 // Element i of rank r's input: different on every rank and at every index.
@@ -75,19 +76,13 @@ TEST(Device, all_reduce_by_every_operation) {
   EXPECT_NEAR(reduced(ReduceOp::avg), (ranks + 1) / 2.0, 1e-12);
 }
 
-TEST(Device, bitwise_operations_work_or_are_refused_by_name) {
-  auto tensor = at::full({3}, 1 << group().rank(), at::kInt).to(test_device());
-  if (!over_nccl()) {
-    device_group().all_reduce(tensor, ReduceOp::bor).wait();
-    EXPECT_EQ(tensor[0].item<int>(), (1 << group().size()) - 1);
-    return;
-  }
-  try {
-    device_group().all_reduce(tensor, ReduceOp::bor).wait();
-    FAIL() << "not refused";
-  } catch (const UsageError& error) {
-    EXPECT_NE(std::string(error.what()).find("bor"), std::string::npos) << error.what();
-  }
+TEST(Device, what_nccl_does_not_know_goes_by_copies) {
+  auto bits = at::full({3}, 1 << group().rank(), at::kInt).to(test_device());
+  device_group().all_reduce(bits, ReduceOp::bor).wait();
+  EXPECT_SAME(bits, at::full({3}, (1 << group().size()) - 1, at::kInt));
+  auto small = at::ones({3}, at::kShort).to(test_device());
+  device_group().all_reduce(small).wait();
+  EXPECT_SAME(small, at::full({3}, group().size(), at::kShort));
 }
 
 TEST(Device, part_of_a_tensor) {
@@ -163,13 +158,26 @@ TEST(Device, gather_scatter_and_all_to_all) {
   }
 }
 
-TEST(Device, messages) {
-  if (group().size() == 1) return;
-  if (group().rank() == 0) device_group().send(own(5), 1).wait();
-  if (group().rank() == 1) {
-    auto tensor = empty(5);
-    device_group().recv(tensor, 0).wait();
-    EXPECT_SAME(tensor, input(0, 5));
+TEST(Device, messages_by_tag_around_a_ring_and_from_any_source) {
+  const int ranks = group().size();
+  if (ranks == 1) return;
+  const int next = (group().rank() + 1) % ranks;
+  const int before = (group().rank() + ranks - 1) % ranks;
+  auto first = device_group().send(own(5), next, /*tag=*/1);
+  auto second = device_group().send(own(5) + 1000, next, /*tag=*/2);
+  auto other = empty(5);
+  auto tensor = empty(5);
+  device_group().recv(other, before, /*tag=*/2).wait();
+  device_group().recv(tensor, before, /*tag=*/1).wait();
+  EXPECT_SAME(other, input(before, 5) + 1000);
+  EXPECT_SAME(tensor, input(before, 5));
+  first.wait();
+  second.wait();
+  if (group().rank() > 0) device_group().send(own(5), 0).wait();
+  for (int from = 1; group().rank() == 0 && from < ranks; ++from) {
+    auto work = device_group().recv(tensor, any_source);
+    work.wait();
+    EXPECT_SAME(tensor, input(work.source(), 5));
   }
   device_group().barrier().wait();
 }
@@ -215,6 +223,75 @@ TEST(Device, allocates_zeros) {
   EXPECT_SAME(memory, at::zeros({33}));
 }
 
+// A transport of devices, for whose tensors those of float64 stand.
+struct Sides {
+  Sides(std::string address, std::function<bool(const Call&)> takes) {
+    const auto fresh = group().subgroup([] {
+      std::vector<int> everyone(static_cast<size_t>(group().size()));
+      std::iota(everyone.begin(), everyone.end(), 0);
+      return everyone;
+    }());
+    auto cpu = state_of(fresh)->transport;
+    below = std::make_shared<CallLog>();
+    const auto make = [this, cpu] {
+      ++made;
+      return make_recording_transport(cpu, below, "devices");
+    };
+    const auto is_double = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kDouble; };
+    state_of(fresh)->progress->transport = make_transport_by_device(
+        cpu->name(), cpu, {make, std::move(takes), [address](const Call&) { return address; }, is_double});
+    handle = test::with_transport(fresh, [&](const auto&) { return state_of(fresh)->progress->transport; });
+  }
+
+  int made = 0;
+  std::shared_ptr<CallLog> below;
+  std::optional<Group> handle;
+};
+
+TEST(ByDevice, collectives_go_by_the_transport_of_devices_which_is_made_once_and_all_else_by_copies) {
+  if (group().size() == 1 || !test_device().is_cpu()) return;
+  Sides sides("gpu of rank " + std::to_string(group().rank()),
+              [](const Call& call) { return call.reduce != ReduceOp::max; });
+  const auto sum = [&](at::ScalarType dtype, ReduceOp op) {
+    auto tensor = input(group().rank(), 9, dtype);
+    sides.handle->all_reduce(tensor, op).wait();
+    return tensor;
+  };
+  EXPECT_TRUE(at::equal(sum(at::kFloat, ReduceOp::sum), sum_of(9)));
+  EXPECT_EQ(sides.made, 0) << "tensors of the CPU";
+  EXPECT_TRUE(at::equal(sum(at::kDouble, ReduceOp::max), input(group().size() - 1, 9, at::kDouble)));
+  EXPECT_EQ(sides.made, 0) << "it does not take them";
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(sum(at::kDouble, ReduceOp::sum), sum_of(9, at::kDouble)));
+  EXPECT_EQ(sides.made, 1);
+  EXPECT_EQ(sides.below->count(Op::all_reduce), 3);
+  EXPECT_FALSE(sides.handle->name().empty());
+}
+
+TEST(ByDevice, ranks_that_share_a_gpu_are_refused_by_name_on_every_rank) {
+  if (group().size() == 1 || !test_device().is_cpu()) return;
+  const bool shares = group().rank() == 0 || group().rank() == group().size() - 1;
+  Sides sides(shares ? "0000:3C:00.0 of host a" : "gpu of rank " + std::to_string(group().rank()),
+              [](const Call&) { return true; });
+  for (int i = 0; i < 2; ++i) {
+    try {
+      auto tensor = own(3, at::kDouble);
+      sides.handle->all_reduce(tensor).wait();
+      FAIL() << "not refused";
+    } catch (const UsageError& error) {
+      const auto ranks = "ranks 0 and " + std::to_string(group().size() - 1) + " have their tensors on one GPU";
+      EXPECT_NE(std::string(error.what()).find(ranks), std::string::npos) << error.what();
+    }
+  }
+  EXPECT_EQ(sides.made, 0);
+}
+
+TEST(ByDevice, a_rank_whose_tensor_is_on_the_cpu_is_named) {
+  if (group().size() == 1 || !test_device().is_cpu() || group().transport() == "gloo") return;
+  Sides sides("gpu of rank " + std::to_string(group().rank()), [](const Call&) { return true; });
+  auto tensor = own(3, group().rank() == 0 ? at::kDouble : at::kFloat);
+  EXPECT_THROW(sides.handle->all_reduce(tensor).wait(), DisagreeError);
+}
+
 Peer peer(const std::string& host, const std::string& gpus) {
   Peer one{host, {}, {}};
   one.gpus = gpus;
@@ -227,6 +304,9 @@ TEST(GpuForEachRank, counts_what_the_ranks_of_a_host_see_together) {
   EXPECT_FALSE(gpu_for_each_rank({peer("a", "0"), peer("a", "0")})) << "they share one";
   EXPECT_FALSE(gpu_for_each_rank({peer("a", "0,1"), peer("a", "0,1"), peer("a", "0,1")}));
   EXPECT_FALSE(gpu_for_each_rank({peer("a", "0"), peer("b", "")})) << "the second host has none";
+  EXPECT_FALSE(gpu_for_each_rank({peer("a", "0,1"), peer("a", "")})) << "a rank sees none";
+  EXPECT_FALSE(gpu_for_each_rank({peer("a", "0"), peer("a", "0"), peer("a", "0,1,2")})) << "two see but one";
+  EXPECT_TRUE(gpu_for_each_rank({peer("a", "0,1"), peer("a", "0"), peer("a", "1,2")}));
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ TEST(Rendezvous, a_rank_of_another_job_is_refused_and_disturbs_nobody) {
         placement.store_is_served = served;
         placement.job = JobIdentity(job, "");
         try {
-          meeting = meet(placement, {}, 20);
+          meeting = meet(placement, {}, "", 20);
         } catch (const Error& error) {
           return error.what();
         }

@@ -32,24 +32,19 @@ class FeedOnDevice : public Feed {
 }  // namespace
 
 void check_device(const std::string& text) {
-  const auto number = text.rfind("cuda:", 0) == 0 ? text.substr(5) : "0";
-  const bool is_number =
-      !number.empty() && number.size() <= 3 && number.find_first_not_of("0123456789") == std::string::npos;
-  if (text != "cpu" && text != "cuda" && (text.rfind("cuda:", 0) != 0 || !is_number)) {
-    throw UsageError(fmt::format("--device {}: cpu, cuda or cuda:NUMBER", text));
-  }
+  if (text != "cpu" && text != "cuda") throw UsageError(fmt::format("--device {}: cpu or cuda", text));
 }
 
 at::Device use_device(const std::string& text, int local_rank) {
   at::Device device(text);
   if (device.is_cpu()) return device;
-  const int count =
-      c10::impl::hasDeviceGuardImpl(device.type()) ? c10::impl::VirtualGuardImpl(device.type()).deviceCount() : 0;
-  if (count == 0 || device.index() >= count) {
-    throw UsageError(fmt::format("--device {}: this process sees {} CUDA devices{}", text, count,
-                                 count == 0 ? "; it takes a GPU and a CUDA build of libtorch" : ""));
+  const bool knows = c10::impl::hasDeviceGuardImpl(device.type());
+  const int count = knows ? c10::impl::VirtualGuardImpl(device.type()).deviceCount() : 0;
+  if (count == 0) {
+    throw UsageError(
+        fmt::format("--device {}: this process sees no GPU; it takes one, and a CUDA build of libtorch", text));
   }
-  if (!device.has_index()) device.set_index(static_cast<at::DeviceIndex>(local_rank % count));
+  device.set_index(static_cast<at::DeviceIndex>(local_rank % count));
   c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
   return device;
 }

@@ -10,11 +10,11 @@
 
 namespace shoal::cli {
 
-// UsageError for a text that names no device; asks for no device yet.
+// UsageError unless it is "cpu" or "cuda"; asks for no device yet.
 void check_device(const std::string& text);
 
-// Device of a rank, which becomes the current one. "cuda" without a number: that of the rank among its host's ranks, in
-// turn where there are fewer GPUs. UsageError if this process sees no such device.
+// Device of a rank, which becomes the current one: each rank of a host has the next GPU, in turn where there are fewer.
+// UsageError if this process sees none.
 at::Device use_device(const std::string& text, int local_rank);
 
 // The same batches on this device.

@@ -256,7 +256,7 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
                      "compute threads per rank (default: OMP_NUM_THREADS, else cores / ranks on this host)");
   command
       .add_option("--device", options.device,
-                  "cpu, cuda (each rank the next GPU of its host) or cuda:N (for all ranks)")
+                  "cpu or cuda: each rank takes the next GPU of its host, in turn where there are fewer")
       ->capture_default_str();
   command.add_option("--transport", options.transport, fmt::format("{}", fmt::join(transport_names(), ", ")))
       ->capture_default_str();

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "comm/group/group_state.h"
+#include "comm/group/text.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/transport/recording.h"
 #include "shoal/error.h"
@@ -75,6 +76,17 @@ bool is_empty(const Call& call) {
          std::all_of(call.outputs.begin(), call.outputs.end(), empty);
 }
 
+// Not in logs: it is no call of the program.
+void introduce(const std::shared_ptr<GroupState>& state, const Call& call) {
+  auto& transport = *state->progress->transport;
+  const auto own = transport.introduction(call);
+  if (!own) return;
+  auto plain = std::make_shared<GroupState>(*state);
+  plain->transport = state->progress->transport;
+  plain->logs.clear();
+  transport.introduced(call, all_gather_text(Group(std::move(plain)), *own, {-1, -1, "the first collective on a GPU"}));
+}
+
 }  // namespace
 
 Group::Group(std::shared_ptr<GroupState> state) : state_(std::move(state)) {}
@@ -119,6 +131,7 @@ Work issue(const Group& group, Call call) {
   }
   std::erase_if(state->progress->left_behind, [](const auto& work) { return work->done(); });
   if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip the call
+  introduce(state, call);
   const CallWatch watch(*state, call);
   check_agreement(state, call);
   return Work(std::make_unique<PendingWork>(state, std::move(call), watch));

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "base/printable.h"
-#include "comm/rendezvous/gpus.h"
 #include "comm/store/authenticated_store.h"
 #include "shoal/error.h"
 
@@ -55,12 +54,16 @@ struct Present {
 // One attempt to meet. Every failure is published, so that all ranks report the same sentence.
 class Room {
  public:
-  Room(Placement placement, const PageAddress& page, StorePtr store, int timeout_seconds)
-      : placement_(std::move(placement)), page_(page), store_(std::move(store)), timeout_(timeout_seconds) {}
+  Room(Placement placement, const PageAddress& page, std::string gpus, StorePtr store, int timeout_seconds)
+      : placement_(std::move(placement)),
+        page_(page),
+        gpus_(std::move(gpus)),
+        store_(std::move(store)),
+        timeout_(timeout_seconds) {}
 
   Present enter() {
     require_same_job();
-    const Record own{placement_.size, {host_identity(), this_process(), page_, visible_gpus()}};
+    const Record own{placement_.size, {host_identity(), this_process(), page_, gpus_}};
     const auto job = job_key();
     const auto visit = count_visit();
     if (visit > 1) refuse_duplicate(own, fmt::format("{}/{}", job, visit - 1));
@@ -96,7 +99,7 @@ class Room {
           "rejoin: rank {} is still running (pid {}); end it first, or give this process the rank that died",
           placement_.rank, own.process.pid));
     }
-    own = {host_identity(), this_process(), page_, visible_gpus()};
+    own = {host_identity(), this_process(), page_, gpus_};
     store_set(*store_, rank_key(placement_.rank), to_text({placement_.size, own}));
     return present_;
   }
@@ -251,6 +254,7 @@ class Room {
 
   const Placement placement_;
   const PageAddress page_;
+  const std::string gpus_;
   const StorePtr store_;
   const int timeout_;
   Present present_;
@@ -263,10 +267,10 @@ CommError lost_store(const Placement& placement) {
                    0);
 }
 
-void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, int timeout_seconds,
-           Present (Room::*how)()) {
+void enter(Meeting& meeting, const Placement& placement, const PageAddress& page, const std::string& gpus,
+           int timeout_seconds, Present (Room::*how)()) {
   try {
-    Room room(placement, page, meeting.store, timeout_seconds);
+    Room room(placement, page, gpus, meeting.store, timeout_seconds);
     auto present = (room.*how)();
     meeting.prefix = std::move(present.prefix);
     meeting.failure_key = first_failure_key(placement.generation);
@@ -280,30 +284,31 @@ void enter(Meeting& meeting, const Placement& placement, const PageAddress& page
 
 }  // namespace
 
-Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds) {
+Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds) {
   Meeting meeting;
   if (placement.size == 1) {
-    meeting.peers.push_back({host_identity(), this_process(), page, visible_gpus()});
+    meeting.peers.push_back({host_identity(), this_process(), page, gpus});
     return meeting;
   }
   if (placement.rank == 0 && !placement.store_is_served) {
     meeting.server = std::make_unique<StoreServer>(StorePlace(placement.address, placement.port), placement.job);
   }
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
-  enter(meeting, placement, page, timeout_seconds, &Room::enter);
+  enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter);
   return meeting;
 }
 
-Meeting meet_in(const StorePtr& store, const Placement& placement, const PageAddress& page, int timeout_seconds) {
+Meeting meet_in(const StorePtr& store, const Placement& placement, const PageAddress& page, const std::string& gpus,
+                int timeout_seconds) {
   Meeting meeting;
   meeting.store = store;
-  enter(meeting, placement, page, timeout_seconds, &Room::enter);
+  enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter);
   // Not the launcher's key: the same store may serve another world afterwards.
   meeting.failure_key = meeting.prefix + "/first_failure";
   return meeting;
 }
 
-Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds) {
+Meeting meet_again(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds) {
   if (placement.size == 1) throw UsageError("rejoin: the world has only one rank, so there is no job to rejoin");
   if (placement.rank == 0 && !placement.store_is_served) {
     throw UsageError(
@@ -312,7 +317,7 @@ Meeting meet_again(const Placement& placement, const PageAddress& page, int time
   }
   Meeting meeting;
   meeting.store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
-  enter(meeting, placement, page, timeout_seconds, &Room::enter_again);
+  enter(meeting, placement, page, gpus, timeout_seconds, &Room::enter_again);
   return meeting;
 }
 

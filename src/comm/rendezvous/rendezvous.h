@@ -18,7 +18,7 @@ struct Peer {
   std::string host;  // host_identity()
   ProcessId process;
   PageAddress page;    // address of its shared memory; descriptor -1: it has none
-  std::string gpus{};  // visible_gpus()
+  std::string gpus{};  // visible_gpus(), if they decide on the transport
 };
 
 struct Meeting {
@@ -29,12 +29,13 @@ struct Meeting {
   std::vector<Peer> peers;              // by world rank
 };
 
-// Collective over the job. Throws as shoal::init does. page: of this process.
-Meeting meet(const Placement& placement, const PageAddress& page, int timeout_seconds);
+// Collective over the job. Throws as shoal::init does. page, gpus: of this process, for the others.
+Meeting meet(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds);
 // As meet(), in a store that the program gave.
-Meeting meet_in(const StorePtr& store, const Placement& placement, const PageAddress& page, int timeout_seconds);
+Meeting meet_in(const StorePtr& store, const Placement& placement, const PageAddress& page, const std::string& gpus,
+                int timeout_seconds);
 // Replaces a dead process in a job whose ranks have already met. Throws as shoal::init does.
-Meeting meet_again(const Placement& placement, const PageAddress& page, int timeout_seconds);
+Meeting meet_again(const Placement& placement, const PageAddress& page, const std::string& gpus, int timeout_seconds);
 // The process that now has a rank's place, if the store knows.
 std::optional<Peer> present_peer(const Meeting& meeting, int rank);
 

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "comm/group/group_state.h"
+#include "comm/rendezvous/gpus.h"
 #include "comm/rendezvous/socket.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/store/given_store.h"
@@ -131,7 +132,7 @@ void World::manual_seed(uint64_t seed) const {
 
 namespace {
 
-using Meet = std::function<Meeting(const Placement&, const PageAddress&)>;
+using Meet = std::function<Meeting(const Placement&, const PageAddress&, const std::string& gpus)>;
 
 // The world of a process whose place in the job is known. meet: meets the other ranks.
 std::shared_ptr<WorldState> enter_world(const WorldOptions& options, Placement placement, const Meet& meet,
@@ -145,7 +146,9 @@ std::shared_ptr<WorldState> enter_world(const WorldOptions& options, Placement p
   } catch (const std::runtime_error&) {  // NOLINT(bugprone-empty-catch): the host transport reports it on use
   }
   state->recorder = make_recorder(options, state->placement, state->join);
-  state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{});
+  const bool gpus_decide = state->placement.size > 1 && options.transport == "auto";
+  state->meeting = meet(state->placement, state->memory ? state->memory->address() : PageAddress{},
+                        gpus_decide ? visible_gpus() : "");
   state->liveness =
       std::make_unique<Liveness>(state->meeting, state->placement, state->memory, options.stopped_timeout_seconds);
   if (state->recorder) state->recorder->join(processes(state->meeting));
@@ -194,8 +197,8 @@ World init(const WorldOptions& options) {
   }
   auto state = enter_world(
       options, std::move(own_place),
-      [&](const Placement& placement, const PageAddress& page) {
-        return how(placement, page, options.rendezvous_timeout_seconds);
+      [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
+        return how(placement, page, gpus, options.rendezvous_timeout_seconds);
       },
       std::move(join));
   if (state->placement.size > 1) {
@@ -207,10 +210,10 @@ World init(const WorldOptions& options) {
 World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& options) {
   options.validate();
   const int limit = options.rendezvous_timeout_seconds;
-  auto state =
-      enter_world(options, place_in_store(store, options), [&](const Placement& placement, const PageAddress& page) {
-        return meet_in(guard_store(store, limit, placement.job), placement, page, limit);
-      });
+  auto state = enter_world(options, place_in_store(store, options),
+                           [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
+                             return meet_in(guard_store(store, limit, placement.job), placement, page, gpus, limit);
+                           });
   state->listen_address = "127.0.0.1";
   if (state->local_size < state->placement.size) {
     const auto server = server_of(store);

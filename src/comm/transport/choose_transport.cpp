@@ -1,6 +1,5 @@
 #include "comm/transport/choose_transport.h"
 
-#include <ATen/DeviceAccelerator.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,7 +16,6 @@
 #include "comm/transport/gloo.h"
 #include "comm/transport/identity.h"
 #include "comm/transport/nccl.h"
-#include "comm/transport/staged.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -86,15 +84,14 @@ std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::
   if (size == 1) return make_identity_transport();
   if (world.options.rejoin && name == world_group_name) return make_absent_transport();
   auto cpu = make_cpu_transport(world, name, rank, world_ranks);
-  if (wanted == "nccl") {
-    return make_transport_by_device("nccl", make_nccl_transport(world, name, rank, size), std::move(cpu));
-  }
   const auto cpu_name = cpu->name();
-  if (wanted == "auto" && nccl_is_built() && gpu_for_each_rank(world.meeting.peers)) {
-    return make_transport_by_device(cpu_name, make_nccl_transport(world, name, rank, size), std::move(cpu));
+  if (wanted == "nccl") {
+    return make_transport_by_device("nccl", std::move(cpu), nccl_side(world, name, rank, size));
   }
-  if (!at::getAccelerator(/*checked=*/false)) return cpu;
-  return make_transport_by_device(cpu_name, make_staged_transport(cpu), cpu);
+  // A generation of an elastic job may have newcomers, whose GPUs the others do not know.
+  const bool is_elastic = world.watch || world.join.board;
+  const bool nccl = wanted == "auto" && nccl_is_built() && !is_elastic && gpu_for_each_rank(world.meeting.peers);
+  return make_transport_by_device(cpu_name, std::move(cpu), nccl ? nccl_side(world, name, rank, size) : DeviceSide{});
 }
 
 }  // namespace shoal

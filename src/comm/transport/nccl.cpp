@@ -8,10 +8,13 @@
 
 #include <torch/csrc/cuda/nccl.h>
 #include <cstdlib>
+#include <exception>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <utility>
 
+#include "base/environment.h"
 #include "comm/rendezvous/gpus.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/transport/c10d_transport.h"
@@ -34,11 +37,18 @@ std::string reason_of(const c10::Error& error) {
 }
 
 // libtorch's classes contain NCCL's, which grow from version to version: with others of them, memory would be overwritten.
-void require_same_version() {
+std::pair<uint64_t, uint64_t> loaded_version() {
   const auto loaded = torch::cuda::nccl::version();
-  const auto major = loaded >> 32;
-  const auto minor = (loaded >> 16) & 0xffff;
-  if (major == NCCL_MAJOR && minor == NCCL_MINOR) return;
+  return {loaded >> 32, (loaded >> 16) & 0xffff};
+}
+
+bool same_version() {
+  return loaded_version() == std::pair<uint64_t, uint64_t>(NCCL_MAJOR, NCCL_MINOR);
+}
+
+void require_same_version() {
+  if (same_version()) return;
+  const auto [major, minor] = loaded_version();
   throw UsageError(fmt::format(
       "transport nccl: shoal was built with the headers of NCCL {}.{}, but libtorch has NCCL {}.{}; build with "
       "the headers of that version (CMake's SHOAL_NCCL_INCLUDE)",
@@ -50,8 +60,14 @@ class Nccl : public Transport {
   explicit Nccl(c10::intrusive_ptr<ProcessGroupNCCL> backend)
       : backend_(std::move(backend)), transport_(make_c10d_transport("nccl", backend_)) {}
 
-  // Ends NCCL's threads in order: a peer may still read what this rank has sent it.
+  // Ends NCCL's threads in order: a peer may still read what this rank has sent it. With an exception on its way, peers may
+  // be anywhere, and the process is about to end.
   ~Nccl() override {
+    if (std::uncaught_exceptions() > 0) {
+      transport_.reset();
+      static_cast<void>(backend_.release());
+      return;
+    }
     try {
       backend_->shutdown();
     } catch (const std::exception& error) {
@@ -63,35 +79,63 @@ class Nccl : public Transport {
   bool joins_threads() const override { return true; }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
-    require_possible(call);
     try {
       return transport_->issue(call);
     } catch (const c10::Error& error) {
-      const auto reason = reason_of(error);
-      if (reason.find("Duplicate GPU") != std::string::npos) {
-        throw UsageError(
-            fmt::format("{}: NCCL needs a GPU of its own for each rank; move each rank's module to the device (CUDA, "
-                        "world.local_rank()), or use transport host or tcp for ranks that share one: {}",
-                        call.describe(), reason));
-      }
-      throw std::runtime_error(reason);
+      throw std::runtime_error("NCCL: " + reason_of(error));
     }
   }
 
  private:
-  static void require_possible(const Call& call) {
-    if (call.op == Op::recv && call.peer == any_source) {
-      throw UsageError(fmt::format("{}: NCCL cannot receive from any source; name the sender", call.describe()));
-    }
-    const bool bits = call.reduce == ReduceOp::band || call.reduce == ReduceOp::bor || call.reduce == ReduceOp::bxor;
-    if (bits || call.reduce == ReduceOp::premul_sum) {
-      throw UsageError(fmt::format("{}: NCCL cannot reduce by {}; move the tensor to the CPU, or use transport tcp",
-                                   call.describe(), to_string(call.reduce)));
-    }
-  }
-
   c10::intrusive_ptr<ProcessGroupNCCL> backend_;
   std::shared_ptr<Transport> transport_;
+};
+
+const at::Tensor& first_tensor(const Call& call) {
+  return call.inputs.empty() ? call.outputs.front() : call.inputs.front();
+}
+
+bool takes(const Call& call) {
+  const auto& tensor = first_tensor(call);
+  if (!tensor.is_cuda()) return false;
+  switch (tensor.scalar_type()) {
+    case at::kByte:
+    case at::kChar:
+    case at::kInt:
+    case at::kLong:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+      break;
+    default:
+      return false;
+  }
+  const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
+  return !reduces || call.reduce == ReduceOp::sum || call.reduce == ReduceOp::avg || call.reduce == ReduceOp::min ||
+         call.reduce == ReduceOp::max || call.reduce == ReduceOp::product;
+}
+
+std::string gpu_address(int device) {
+  char address[32] = "";
+  return cudaDeviceGetPCIBusId(address, sizeof address, device) == cudaSuccess ? address : "";
+}
+
+// Scope in which an environment variable has a value, if it has none.
+class WithDefault {
+ public:
+  WithDefault(const char* name, const char* value) : name_(name), sets_(!process_environment()(name)) {
+    if (sets_) setenv(name, value, /*overwrite=*/1);
+  }
+  ~WithDefault() {
+    if (sets_) unsetenv(name_);
+  }
+  WithDefault(const WithDefault&) = delete;
+  WithDefault& operator=(const WithDefault&) = delete;
+
+ private:
+  const char* name_;
+  bool sets_;
 };
 
 }  // namespace
@@ -102,30 +146,35 @@ bool nccl_is_built() {
 
 std::string visible_gpus() {
   int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) return "";
+  if (!same_version() || cudaGetDeviceCount(&count) != cudaSuccess) return "";
   std::string list;
-  for (int device = 0; device < count; ++device) {
-    char address[32] = "";
-    if (cudaDeviceGetPCIBusId(address, sizeof address, device) != cudaSuccess) continue;
-    list += (list.empty() ? "" : ",") + std::string(address);
-  }
+  for (int device = 0; device < count; ++device) list += (list.empty() ? "" : ",") + gpu_address(device);
   return list;
 }
 
-std::shared_ptr<Transport> make_nccl_transport(const WorldState& world, const std::string& name, int rank, int size) {
-  require_same_version();
-  // Our own waits name the culprit. NCCL's watchdog is a fallback, which frees the GPU: by default it ends the process,
-  // also for a peer's death that our wait is about to report.
-  setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/0);
-  auto options = ProcessGroupNCCL::Options::create();
-  options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
-  auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/nccl/" + name, world.meeting.store);
-  store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
-  try {
-    return std::make_shared<Nccl>(c10::make_intrusive<ProcessGroupNCCL>(store, rank, size, options));
-  } catch (const c10::Error& error) {
-    throw UsageError(fmt::format("transport nccl cannot serve group '{}': {}", name, reason_of(error)));
-  }
+DeviceSide nccl_side(const WorldState& world, const std::string& name, int rank, int size) {
+  const auto make = [&world, name, rank, size]() -> std::shared_ptr<Transport> {
+    require_same_version();
+    // Our own waits name the culprit. NCCL's watchdog is a fallback, which frees the GPU: by default it ends the process,
+    // also for a peer's death that our wait is about to report.
+    const WithDefault ends_communicators_alone("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2");
+    auto options = ProcessGroupNCCL::Options::create();
+    options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
+    auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/nccl/" + name, world.meeting.store);
+    store->setTimeout(std::chrono::seconds(world.options.rendezvous_timeout_seconds));
+    try {
+      return std::make_shared<Nccl>(c10::make_intrusive<ProcessGroupNCCL>(store, rank, size, options));
+    } catch (const c10::Error& error) {
+      throw UsageError(fmt::format("transport nccl cannot serve group '{}': {}", name, reason_of(error)));
+    }
+  };
+  // NCCL_HOSTID is NCCL's own way to tell hosts apart.
+  const auto address = [&world](const Call& call) {
+    const auto& here = world.meeting.peers[static_cast<size_t>(world.placement.rank)].host;
+    return fmt::format("{} of host {}", gpu_address(first_tensor(call).get_device()),
+                       process_environment()("NCCL_HOSTID").value_or(here));
+  };
+  return {.make = make, .takes = takes, .address = address};
 }
 
 }  // namespace shoal

@@ -1,19 +1,19 @@
 #pragma once
 
-#include <memory>
 #include <string>
 
-#include "comm/transport/transport.h"
+#include "comm/transport/by_device.h"
 
 namespace shoal {
 
 struct WorldState;
 
-// Whether this build includes NCCL; without it, make_nccl_transport throws UsageError.
+// Whether this build includes NCCL; without it, nccl_side throws UsageError.
 bool nccl_is_built();
 
-// NCCL, for CUDA tensors only; each rank needs a GPU of its own. Connects at the first operation on each device.
-// UsageError if this process sees no GPU.
-std::shared_ptr<Transport> make_nccl_transport(const WorldState& world, const std::string& name, int rank, int size);
+// NCCL for collectives on CUDA tensors; each rank needs a GPU of its own. Connects at the first of them on each device.
+// UsageError if this process sees no GPU, or if libtorch has another version of NCCL than the headers. `world` must live
+// as long as the group.
+DeviceSide nccl_side(const WorldState& world, const std::string& name, int rank, int size);
 
 }  // namespace shoal

@@ -14,7 +14,7 @@ std::string visible_gpus() {
   return "";
 }
 
-std::shared_ptr<Transport> make_nccl_transport(const WorldState&, const std::string&, int, int) {
+DeviceSide nccl_side(const WorldState&, const std::string&, int, int) {
   throw UsageError(
       "transport nccl is not in this build: build with a CUDA libtorch and the NCCL headers it was made with");
 }

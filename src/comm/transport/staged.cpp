@@ -50,11 +50,6 @@ class Staged : public Transport {
   explicit Staged(std::shared_ptr<Transport> cpu_side) : cpu_side_(std::move(cpu_side)) {}
 
   std::string name() const override { return cpu_side_->name(); }
-  void await_readers() override { cpu_side_->await_readers(); }
-  bool joins_threads() const override { return cpu_side_->joins_threads(); }
-  bool checks_agreement() const override { return cpu_side_->checks_agreement(); }
-  void give_up(const std::string& why) override { cpu_side_->give_up(why); }
-  void given_up_by_all() override { cpu_side_->given_up_by_all(); }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     const bool in_place =

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -47,6 +48,11 @@ class Transport {
   virtual ~Transport() = default;
 
   virtual std::string name() const = 0;
+  // For transports that connect at a first call, and without a deadline. What this rank has to tell the others before this
+  // call is issued; nothing for most calls. introduced() then gets the texts of all ranks, by rank, and may throw
+  // UsageError, on all of them.
+  virtual std::optional<std::string> introduction(const Call& /*call*/) { return std::nullopt; }
+  virtual void introduced(const Call& /*call*/, const std::vector<std::string>& /*texts*/) {}
   virtual std::unique_ptr<TransportWork> issue(const Call& call) = 0;
   // Waits, for a limited time, until peers have read the messages that this process holds for them. Destruction does so, too.
   virtual void await_readers() {}

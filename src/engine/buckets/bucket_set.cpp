@@ -33,7 +33,8 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
   int64_t transient_bytes = 0;
   for (const auto& bucket : buckets_) transient_bytes += bucket.transient() ? bucket.layout().bytes() : 0;
   keeps_transient_ = transient_bytes <= small_bytes;
-  if (!keeps_transient_ && group_.transport() == "host") make_memory_alike();
+  const bool on_cpu = buckets_.empty() || buckets_.front().options().device().is_cpu();
+  if (!keeps_transient_ && group_.transport() == "host" && on_cpu) make_memory_alike();
   if (apart) {
     std::vector<size_t> all(gradients_.size());
     std::iota(all.begin(), all.end(), 0);

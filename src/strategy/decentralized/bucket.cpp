@@ -65,7 +65,6 @@ void GossipBucket::adopt() {
 
 // Computed as x + (others - (1 - own) x), because rounded weights do not sum to 1, and equal ranks would drift.
 void GossipBucket::mix(double own, at::Tensor& others) {
-  others = others.to(members_.front().parameter.device());
   if (flat_.defined()) {
     flat_.add_(others.sub_(flat_, 1 - own));
     return;

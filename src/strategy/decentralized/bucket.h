@@ -27,6 +27,8 @@ class GossipBucket {
   void adopt();
   // x <- own * x + others [numel()]. Overwrites `others`.
   void mix(double own, at::Tensor& others);
+  // Where its parameters are; neighbours exchange memory of the CPU.
+  at::Device device() const { return members_.front().parameter.device(); }
   // flat [numel()] <- scale * x, except the gaps.
   void write_to(const at::Tensor& flat, double scale = 1) const;
   // x <- flat.

@@ -179,6 +179,7 @@ void State::mix(size_t index) {
   if (!options.pre_average_hook && bucket.flat().defined() && mixing.mix_into(index, bucket.flat())) return;
   auto [own, others] = mixing.gather(index);
   if (!others.defined()) return;
+  others = others.to(bucket.device());
   if (options.pre_average_hook) {
     options.pre_average_hook({.optimizer = *bucket.optimizer,
                               .parameters = bucket.members(),

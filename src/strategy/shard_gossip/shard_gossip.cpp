@@ -136,7 +136,9 @@ void ShardGossipOptimizerCore::end_gradients() {
 void ShardGossipOptimizerCore::mix() {
   for (size_t i = 0; i < gossip_->buckets.size(); ++i) {
     auto [own, others] = gossip_->mixing.gather(i);
-    if (others.defined()) gossip_->buckets[i].mix(own, others);
+    if (!others.defined()) continue;
+    others = others.to(gossip_->buckets[i].device());
+    gossip_->buckets[i].mix(own, others);
   }
 }
 
