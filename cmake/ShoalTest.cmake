@@ -115,9 +115,10 @@ function(shoal_fuzz name)
   set_tests_properties(${name}_replay PROPERTIES LABELS thorough)
 endfunction()
 
-# Open MPI: more ranks than cores, as root, and not bound to cores that another test's ranks are bound to as well.
+# Open MPI: more ranks than cores, as root, not bound to cores that another test's ranks are bound to as well, and waits that
+# give way to other tests.
 set(SHOAL_MPIRUN_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-  OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none)
+  OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none OMPI_MCA_mpi_yield_when_idle=1)
 
 # Busy tests begin first (COST), so that those which wait run beside them.
 macro(shoal_world_label result ranks)
