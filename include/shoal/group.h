@@ -55,10 +55,10 @@ struct GroupStatistics {
   double waited_s = 0;  // total time that threads have spent in Work::wait
 };
 
-// Set of ranks that communicate, like c10d::ProcessGroup. Cheap to copy; copies refer to the same group. All ranks of
-// the group must call the same collectives in the same order. Collectives are asynchronous: wait for the returned Work
-// before you read or write the tensors. Tensors must be contiguous (UsageError otherwise). A group of one rank runs the
-// same code with an identity transport. Thread-safety: the caller must serialise calls on one group.
+// Set of ranks that communicate, like c10d::ProcessGroup. Cheap to copy; copies refer to the same group. All ranks must call
+// the same collectives in the same order. They are asynchronous, but for a group's first over NCCL: wait for the returned
+// Work before you read or write the tensors, which must be contiguous (UsageError). A group of one rank runs the same code
+// with an identity transport. Thread-safety: the caller must serialise calls on one group.
 class Group {
  public:
   explicit Group(std::shared_ptr<GroupState> state);

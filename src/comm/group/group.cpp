@@ -76,7 +76,7 @@ bool is_empty(const Call& call) {
          std::all_of(call.outputs.begin(), call.outputs.end(), empty);
 }
 
-// Not in logs: it is no call of the program.
+// Neither logged nor counted: it is no call of the program.
 void introduce(const std::shared_ptr<GroupState>& state, const Call& call) {
   auto& transport = *state->progress->transport;
   const auto own = transport.introduction(call);
@@ -84,7 +84,10 @@ void introduce(const std::shared_ptr<GroupState>& state, const Call& call) {
   auto plain = std::make_shared<GroupState>(*state);
   plain->transport = state->progress->transport;
   plain->logs.clear();
-  transport.introduced(call, all_gather_text(Group(std::move(plain)), *own, {-1, -1, "the first collective on a GPU"}));
+  const auto counted = state->progress->issued;
+  const auto all = all_gather_text(Group(std::move(plain)), *own, {-1, -1, "the first collective on a GPU"});
+  state->progress->issued = counted;
+  transport.introduced(call, all);
 }
 
 }  // namespace

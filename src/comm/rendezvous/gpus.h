@@ -11,7 +11,7 @@ namespace shoal {
 // PCI addresses of the CUDA devices that this process sees, joined by commas; empty without any, or without CUDA.
 std::string visible_gpus();
 
-// Whether every host's ranks see at least as many GPUs together as they are. peers: all ranks of the job.
+// Whether each rank can have one of the GPUs that it sees for itself. peers: all ranks of the job.
 bool gpu_for_each_rank(const std::vector<Peer>& peers);
 
 }  // namespace shoal

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
+#include <optional>
 #include <utility>
 
 #include "comm/transport/staged.h"
@@ -38,8 +38,13 @@ class ByDevice : public Transport {
 
   std::optional<std::string> introduction(const Call& call) override {
     if (!is_for_devices(call)) return std::nullopt;
-    const auto address = device_side_.address(call);
-    return introduced_.count(address) > 0 ? std::nullopt : std::optional(address);
+    auto address = device_side_.address(call);
+    if (!address_) return address;
+    if (*address_ == address) return std::nullopt;
+    throw UsageError(
+        fmt::format("{}: the tensors are on GPU {}, and those of this rank's earlier collectives in this group "
+                    "were on {}; keep one GPU per rank and group, or make a subgroup for the other",
+                    call.describe(), address, *address_));
   }
 
   void introduced(const Call& call, const std::vector<std::string>& addresses) override {
@@ -53,7 +58,7 @@ class ByDevice : public Transport {
           "by which ranks may share a GPU",
           call.describe(), other->second, rank, addresses[rank]));
     }
-    introduced_.insert(device_side_.address(call));
+    address_ = device_side_.address(call);
   }
 
   std::unique_ptr<TransportWork> issue(const Call& call) override {
@@ -83,7 +88,7 @@ class ByDevice : public Transport {
   std::shared_ptr<Transport> staged_;
   DeviceSide device_side_;
   std::shared_ptr<Transport> devices_;
-  std::set<std::string> introduced_;
+  std::optional<std::string> address_;  // of this rank's device, which the others know
 };
 
 }  // namespace

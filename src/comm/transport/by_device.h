@@ -14,7 +14,7 @@ namespace shoal {
 struct DeviceSide {
   std::function<std::shared_ptr<Transport>()> make{};  // none: copies alone
   std::function<bool(const Call&)> takes{};
-  // Address of the device of the call's tensors; no two ranks may have the same.
+  // Address of the device of the call's tensors; no two ranks may have the same, and a rank has one.
   std::function<std::string(const Call&)> address{};
   std::function<bool(const at::Tensor&)> on_device = [](const at::Tensor& tensor) { return !tensor.is_cpu(); };
 };

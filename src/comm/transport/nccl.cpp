@@ -9,6 +9,7 @@
 #include <torch/csrc/cuda/nccl.h>
 #include <cstdlib>
 #include <exception>
+#include <mutex>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
@@ -61,7 +62,7 @@ class Nccl : public Transport {
       : backend_(std::move(backend)), transport_(make_c10d_transport("nccl", backend_)) {}
 
   // Ends NCCL's threads in order: a peer may still read what this rank has sent it. With an exception on its way, peers may
-  // be anywhere, and the process is about to end.
+  // be anywhere, and an end in order would wait for them: what NCCL has stays until the process ends.
   ~Nccl() override {
     if (std::uncaught_exceptions() > 0) {
       transport_.reset();
@@ -111,9 +112,18 @@ bool takes(const Call& call) {
     default:
       return false;
   }
-  const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
-  return !reduces || call.reduce == ReduceOp::sum || call.reduce == ReduceOp::avg || call.reduce == ReduceOp::min ||
-         call.reduce == ReduceOp::max || call.reduce == ReduceOp::product;
+  if (call.op != Op::all_reduce && call.op != Op::reduce && call.op != Op::reduce_scatter) return true;
+  switch (call.reduce) {
+    case ReduceOp::sum:
+    case ReduceOp::min:
+    case ReduceOp::max:
+    case ReduceOp::product:
+      return true;
+    case ReduceOp::avg:  // of integers, NCCL has one and the others have none
+      return tensor.is_floating_point();
+    default:
+      return false;
+  }
 }
 
 std::string gpu_address(int device) {
@@ -121,22 +131,12 @@ std::string gpu_address(int device) {
   return cudaDeviceGetPCIBusId(address, sizeof address, device) == cudaSuccess ? address : "";
 }
 
-// Scope in which an environment variable has a value, if it has none.
-class WithDefault {
- public:
-  WithDefault(const char* name, const char* value) : name_(name), sets_(!process_environment()(name)) {
-    if (sets_) setenv(name, value, /*overwrite=*/1);
-  }
-  ~WithDefault() {
-    if (sets_) unsetenv(name_);
-  }
-  WithDefault(const WithDefault&) = delete;
-  WithDefault& operator=(const WithDefault&) = delete;
-
- private:
-  const char* name_;
-  bool sets_;
-};
+// Our own waits name the culprit. libtorch's watchdog is a fallback, which frees the GPU: by default it ends the process, also
+// for a peer's death that our wait is about to report. Once, and before NCCL's threads read the environment.
+void end_communicators_alone() {
+  static std::once_flag once;
+  std::call_once(once, [] { setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/0); });
+}
 
 }  // namespace
 
@@ -148,16 +148,16 @@ std::string visible_gpus() {
   int count = 0;
   if (!same_version() || cudaGetDeviceCount(&count) != cudaSuccess) return "";
   std::string list;
-  for (int device = 0; device < count; ++device) list += (list.empty() ? "" : ",") + gpu_address(device);
+  for (int device = 0; device < count; ++device) {
+    if (const auto address = gpu_address(device); !address.empty()) list += (list.empty() ? "" : ",") + address;
+  }
   return list;
 }
 
 DeviceSide nccl_side(const WorldState& world, const std::string& name, int rank, int size) {
+  require_same_version();
+  end_communicators_alone();
   const auto make = [&world, name, rank, size]() -> std::shared_ptr<Transport> {
-    require_same_version();
-    // Our own waits name the culprit. NCCL's watchdog is a fallback, which frees the GPU: by default it ends the process,
-    // also for a peer's death that our wait is about to report.
-    const WithDefault ends_communicators_alone("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2");
     auto options = ProcessGroupNCCL::Options::create();
     options->timeout = std::chrono::seconds(world.options.timeout_seconds + 30);
     auto store = c10::make_intrusive<c10d::PrefixStore>(world.meeting.prefix + "/nccl/" + name, world.meeting.store);

@@ -11,8 +11,8 @@ struct WorldState;
 // Whether this build includes NCCL; without it, nccl_side throws UsageError.
 bool nccl_is_built();
 
-// NCCL for collectives on CUDA tensors; each rank needs a GPU of its own. Connects at the first of them on each device.
-// UsageError if this process sees no GPU, or if libtorch has another version of NCCL than the headers. `world` must live
+// NCCL for collectives on CUDA tensors; each rank needs a GPU of its own. It is made and connects at the first of them.
+// UsageError if libtorch has another version of NCCL than the headers. `world` must live
 // as long as the group.
 DeviceSide nccl_side(const WorldState& world, const std::string& name, int rank, int size);
 
