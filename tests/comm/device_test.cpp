@@ -225,7 +225,10 @@ TEST(Device, allocates_zeros) {
 
 // A transport of devices, for whose tensors those of float64 stand.
 struct Sides {
-  Sides(std::string address, std::function<bool(const Call&)> takes) {
+  Sides(const std::string& address, std::function<bool(const Call&)> takes)
+      : Sides([address] { return address; }, std::move(takes)) {}
+
+  Sides(std::function<std::string()> address, std::function<bool(const Call&)> takes) {
     const auto fresh = group().subgroup([] {
       std::vector<int> everyone(static_cast<size_t>(group().size()));
       std::iota(everyone.begin(), everyone.end(), 0);
@@ -239,7 +242,7 @@ struct Sides {
     };
     const auto is_double = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kDouble; };
     state_of(fresh)->progress->transport = make_transport_by_device(
-        cpu->name(), cpu, {make, std::move(takes), [address](const Call&) { return address; }, is_double});
+        cpu->name(), cpu, {make, std::move(takes), [address](const Call&) { return address(); }, is_double});
     handle = test::with_transport(fresh, [&](const auto&) { return state_of(fresh)->progress->transport; });
   }
 
@@ -289,7 +292,29 @@ TEST(ByDevice, a_rank_whose_tensor_is_on_the_cpu_is_named) {
   if (group().size() == 1 || !test_device().is_cpu() || group().transport() == "gloo") return;
   Sides sides("gpu of rank " + std::to_string(group().rank()), [](const Call&) { return true; });
   auto tensor = own(3, group().rank() == 0 ? at::kDouble : at::kFloat);
-  EXPECT_THROW(sides.handle->all_reduce(tensor).wait(), DisagreeError);
+  try {
+    sides.handle->all_reduce(tensor).wait();
+    FAIL() << "ranks called different things";
+  } catch (const DisagreeError& error) {
+    EXPECT_NE(std::string(error.what()).find("the first collective on a GPU"), std::string::npos) << error.what();
+  }
+}
+
+TEST(ByDevice, a_rank_that_changes_its_gpu_is_refused_with_both) {
+  if (group().size() == 1 || !test_device().is_cpu()) return;
+  const auto gpu = std::make_shared<std::string>("first of rank " + std::to_string(group().rank()));
+  Sides sides([gpu] { return *gpu; }, [](const Call&) { return true; });
+  auto tensor = own(3, at::kDouble);
+  sides.handle->all_reduce(tensor).wait();
+  *gpu = "second";
+  try {
+    sides.handle->all_reduce(tensor).wait();
+    FAIL() << "not refused";
+  } catch (const UsageError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("on GPU second"), std::string::npos) << text;
+    EXPECT_NE(text.find("first of rank"), std::string::npos) << text;
+  }
 }
 
 Peer peer(const std::string& host, const std::string& gpus) {
