@@ -17,6 +17,7 @@
 #include "shoal/ddp.h"
 #include "shoal/detail/elastic_training.h"
 #include "shoal/error.h"
+#include "shoal/local_sgd.h"
 #include "shoal/megatron.h"
 #include "shoal/precision.h"
 #include "shoal/world.h"
@@ -186,6 +187,9 @@ class Elastic {
   Elastic(const World& world, DistributedOptimizerCore& optimizer, DistributedSampler& sampler,
           const ElasticOptions& options = {});
   Elastic(const World& world, DistributedOptimizerCore& optimizer, const ElasticOptions& options = {});
+  // The same for LocalUpdates, whose step() is the update.
+  Elastic(const World& world, LocalUpdates& updates, DistributedSampler& sampler, const ElasticOptions& options = {});
+  Elastic(const World& world, LocalUpdates& updates, const ElasticOptions& options = {});
   // The same for a training of the registry (shoal/training.h) under one of elastic_strategies():
   //
   //   auto training = shoal::make_training("zero2", model, recipe, world.group(), {.clip_grad = 1.0});

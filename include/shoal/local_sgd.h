@@ -161,6 +161,7 @@ class LocalUpdates {
 
  private:
   friend std::shared_ptr<CheckpointSource> checkpoint_source(LocalUpdates& updates);
+  friend State& state_of(LocalUpdates& updates);
   std::unique_ptr<State> state_;
 };
 

@@ -36,7 +36,8 @@ Admission::Admission(ElasticParts& parts, const JoinTerms& terms, const ElasticO
     : parts_(parts), terms_(terms), options_(options), batch_(batch) {}
 
 std::vector<size_t> Admission::learnt_order() const {
-  const auto learnt = parts_.reducer().learnt_order();
+  const auto* reducer = parts_.reducer();
+  const auto learnt = reducer != nullptr ? reducer->learnt_order() : std::nullopt;
   return learnt ? learnt->order : std::vector<size_t>();
 }
 
@@ -44,7 +45,7 @@ std::vector<size_t> Admission::learnt_order() const {
 void Admission::follow_order(const std::vector<size_t>& order) const {
   if (order.empty() && learnt_order().empty()) return;
   using Learnt = BucketOrder::Learnt;
-  parts_.reducer().resume_from(order.empty() ? std::nullopt : std::optional(Learnt{order, 0}));
+  parts_.reducer()->resume_from(order.empty() ? std::nullopt : std::optional(Learnt{order, 0}));
 }
 
 // Everything but the values of tensors.
@@ -52,6 +53,7 @@ std::string Admission::state_text(const Position& position) const {
   Json json;
   json["terms"] = terms_.text();
   json["done"] = position.done;
+  json["changes"] = position.changes;
   json["steps_before"] = position.steps_before;
   json["taken"] = position.taken;
   json["inside"] = position.epoch.has_value();
@@ -112,6 +114,7 @@ void Admission::take(const std::string& text, const Group& group, int from, Posi
   batch_.adopt(batch.at("size"), batch.at("shares"), batch.at("seed"));
   follow_order(json.at("order").get<std::vector<size_t>>());
   position.done = json.at("done");
+  position.changes = json.at("changes");
   position.steps_before = json.at("steps_before");
   position.taken = json.at("taken");
   position.next_epoch = json.at("epoch");
@@ -155,6 +158,7 @@ void Admission::share(const Group& group, const std::vector<bool>& newcomers, Po
       for (const auto& [field, tensor] : state.tensors) send(tensor);
     });
   }
+  parts_.give_rest(group, newcomers);
   // Whoever fails with the state has told the others by now.
   group.all_reduce(std::vector<double>{1.0}, ReduceOp::sum, {-1, -1, "all ranks have the state"});
 }

@@ -16,6 +16,7 @@ namespace shoal {
 // Where the job is, between two steps.
 struct Position {
   int64_t done = 0;               // complete steps
+  int64_t changes = 0;            // and exchanges after them
   int64_t steps_before = 0;       // synchronising steps of the wrapper before those
   size_t taken = 0;               // places of the epoch that complete steps have used
   std::optional<size_t> epoch{};  // in which the loop is; nothing: between two

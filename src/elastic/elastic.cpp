@@ -130,6 +130,12 @@ Elastic::Elastic(const World& world, DistributedOptimizerCore& optimizer, Distri
 Elastic::Elastic(const World& world, DistributedOptimizerCore& optimizer, const ElasticOptions& options)
     : state_(std::make_unique<State>(world, elastic_parts(world, optimizer), nullptr, options)) {}
 
+Elastic::Elastic(const World& world, LocalUpdates& updates, DistributedSampler& sampler, const ElasticOptions& options)
+    : state_(std::make_unique<State>(world, elastic_parts(world, updates), &sampler, options)) {}
+
+Elastic::Elastic(const World& world, LocalUpdates& updates, const ElasticOptions& options)
+    : state_(std::make_unique<State>(world, elastic_parts(world, updates), nullptr, options)) {}
+
 Elastic::Elastic(const World& world, ElasticTraining& training, DistributedSampler& sampler,
                  const ElasticOptions& options)
     : state_(std::make_unique<State>(world, elastic_parts(world, training), &sampler, options, &training)) {}

@@ -33,7 +33,7 @@ class Wrapped : public ElasticParts {
   void before_backward(std::function<void()> listener) override { parallel_.before_backward(std::move(listener)); }
   NoSync no_sync(bool accumulate) override { return parallel_.no_sync(accumulate); }
   torch::optim::Optimizer& optimizer() const override { return optimizer_; }
-  Reducer& reducer() const override { return reducer_of(parallel_); }
+  Reducer* reducer() const override { return &reducer_of(parallel_); }
   ModuleTensors tensors() const override { return tensors_of(parallel_); }
   LoggingData logging_data() const override { return parallel_.logging_data(); }
 
@@ -105,7 +105,7 @@ class Megatron : public ElasticParts {
   void before_backward(std::function<void()> listener) override { optimizer_.before_backward(std::move(listener)); }
   NoSync no_sync(bool accumulate) override { return optimizer_.no_sync(accumulate); }
   torch::optim::Optimizer& optimizer() const override { return optimizer_; }
-  Reducer& reducer() const override { return optimizer_.reducer(); }
+  Reducer* reducer() const override { return &optimizer_.reducer(); }
   ModuleTensors tensors() const override { return optimizer_.tensors(); }
   LoggingData logging_data() const override { return optimizer_.logging_data(); }
   bool stands_for_gradient(const at::Tensor& parameter) const override {
@@ -201,6 +201,7 @@ std::unique_ptr<ElasticParts> elastic_parts(const World& world, DistributedOptim
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, ElasticTraining& training) {
   training.require_elastic();
+  if (auto* updates = training.local_updates()) return elastic_parts(world, *updates);
   if (auto* optimizer = dynamic_cast<DistributedOptimizerCore*>(&training.optimizer())) {
     return elastic_parts(world, *optimizer);
   }

@@ -14,6 +14,7 @@
 #include "shoal/ddp.h"
 #include "shoal/detail/elastic_training.h"
 #include "shoal/detail/sharded_optimizer.h"
+#include "shoal/local_sgd.h"
 #include "shoal/megatron.h"
 #include "shoal/telemetry.h"
 #include "shoal/world.h"
@@ -35,7 +36,8 @@ class ElasticParts {
   virtual void before_backward(std::function<void()> listener) = 0;
   virtual NoSync no_sync(bool accumulate) = 0;
   virtual torch::optim::Optimizer& optimizer() const = 0;
-  virtual Reducer& reducer() const = 0;
+  // Of gradients; nullptr: none that has a memory.
+  virtual Reducer* reducer() const = 0;
   // Parameters and buffers that all ranks hold alike.
   virtual ModuleTensors tensors() const = 0;
   virtual LoggingData logging_data() const = 0;
@@ -49,17 +51,30 @@ class ElasticParts {
   // Whether a step that one rank has begun to update needs its commit() on all.
   bool sharded() const { return sharded_ != nullptr; }
   // Once the world is that of an elastic job. Collective.
-  void guard();
+  virtual void guard();
   // Before and after the ranks have met with their gradients. The first returns whether `map` of the second must be true.
   // Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
-  bool prepare_commit();
+  virtual bool prepare_commit();
   void commit(bool map);
+  // Whether a step's gradients are of all ranks.
+  virtual bool reduces() const { return true; }
+  // Around the update.
+  virtual void begin_update() {}
+  virtual void end_update() {}
+
+  // What ranks exchange after an update, once all have the means: the first communicates and may be repeated, the second
+  // changes values. Both until nothing is due.
+  virtual bool exchange_due() const { return false; }
+  virtual void exchange() {}
+  virtual void apply_exchange() {}
 
   // Between two steps: the optimizer's state by parameter, whoever owns it, one after the other. Tensors may be shared with
   // the state.
-  void visit_state(const std::function<void(const std::string& name, const NamedState& state)>& visit) const;
+  virtual void visit_state(const std::function<void(const std::string& name, const NamedState& state)>& visit) const;
   // In a process that comes to the job: takes all of that. UsageError for state that does not fit.
-  void take_state(const OptimizerState& whole) const;
+  virtual void take_state(const OptimizerState& whole) const;
+  // Gives newcomers among the group's ranks what is neither one rank's nor equal on all. Collective.
+  virtual void give_rest(const Group& /*group*/, const std::vector<bool>& /*newcomers*/) {}
   // Options of a sharded optimizer that ranks must have in common.
   std::vector<std::string> description() const;
   // Whether the optimizer has a loss scaler of its own.
@@ -76,6 +91,9 @@ std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore
                                             torch::optim::Optimizer& optimizer);
 // DistributedOptimizer, which has no wrapper.
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DistributedOptimizerCore& optimizer);
+
+// LocalUpdates, which has no wrapper either, and an optimizer that is whole on each rank.
+std::unique_ptr<ElasticParts> elastic_parts(const World& world, LocalUpdates& updates);
 
 // A training of the registry.
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, ElasticTraining& training);

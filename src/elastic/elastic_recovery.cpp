@@ -106,7 +106,7 @@ void Elastic::State::go_on(const std::function<void()>* update) {
 std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   const auto group = world.group();
   const bool comes = generations->is_newcomer();
-  const auto own = at::tensor({done, static_cast<int64_t>(has_gradients), static_cast<int64_t>(comes), ended,
+  const auto own = at::tensor({changes, static_cast<int64_t>(ready), static_cast<int64_t>(comes), ended,
                                static_cast<int64_t>(proven), static_cast<int64_t>(longest_wait.count())},
                               at::kLong);
   auto all = at::empty({group.size(), own.numel()}, at::kLong);
@@ -122,7 +122,7 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   most_ended = old.select(1, 3).max().item<int64_t>();
   const auto furthest = old.select(1, 0).max().item<int64_t>();
   const auto least = old.select(1, 0).min().item<int64_t>();
-  const bool all_can = old.select(1, 1).min().item<int64_t>() != 0;
+  const bool all_can = old.select(1, 1).min().item<int64_t>() == static_cast<int64_t>(Ready::yes);
   const bool finishes = least == furthest && all_can && update != nullptr;
   trial.clear();
   for (int rank = 0; rank < group.size(); ++rank) {
@@ -134,8 +134,8 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
     ended = most_ended;
     return newcomers;
   }
-  const bool behind = done < furthest;
-  if (furthest - least > 1 || (behind && (!has_gradients || update == nullptr))) {
+  const bool behind = changes < furthest;
+  if (furthest - least > 1 || (behind && (ready == Ready::no || update == nullptr))) {
     throw JobLost(
         fmt::format("ranks have completed {} to {} steps, and cannot be brought to one: do all ranks call "
                     "step() equally often?",
@@ -165,11 +165,12 @@ bool Elastic::State::admit() {
 
 void Elastic::State::share(const std::vector<bool>& newcomers) {
   const bool comes = generations->is_newcomer();
-  Position position{.done = done, .steps_before = steps_before, .taken = taken, .epoch = epoch};
+  Position position{.done = done, .changes = changes, .steps_before = steps_before, .taken = taken, .epoch = epoch};
   if (sampler != nullptr) position.next_epoch = sampler->epoch();
   admission.share(world.group(), newcomers, position);
   if (!comes) return;
   done = position.done;
+  changes = position.changes;
   steps_before = position.steps_before;
   taken = position.taken;
   epoch = position.epoch;

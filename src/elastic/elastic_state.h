@@ -18,6 +18,13 @@
 
 namespace shoal {
 
+// Of a step, or the exchange after it, that other ranks may have been cut off in.
+enum class Ready {
+  no,
+  if_another_has,  // nothing is missing here, but a rank that has ended may have added nothing: finished if some rank has
+  yes,             // what all ranks add has come
+};
+
 struct Elastic::State {
   // of_registry: the training whose parts these are; nullptr: the caller made them. Collective; in a newcomer, over the
   // ranks that it comes to.
@@ -35,9 +42,11 @@ struct Elastic::State {
   // elastic_step.cpp
   bool step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
   void begin_step(int64_t count);
+  void exchange();
   // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
   void commit();
   void finish(const std::function<void()>& update);
+  void finish_step(const std::function<void()>& update);
   bool try_step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
   void undo();
 
@@ -92,14 +101,15 @@ struct Elastic::State {
   std::unique_ptr<Generations> generations;
 
   int64_t done = 0;
-  int64_t samples = 0;         // of a share in the step
-  int64_t places = 0;          // of the epoch that the step takes
-  bool in_step = false;        // a step has begun and is neither finished nor undone
-  bool has_gradients = false;  // of the step, from all ranks
-  bool outdated = false;       // the loader's division is the former world's
-  bool asked = false;          // processes ask to join, as all ranks know
-  bool begun = true;           // this rank's loop, in a newcomer
-  bool in_place = true;        // this rank's sampler is in the job's epoch, in a newcomer
+  int64_t changes = 0;      // steps and exchanges that this rank has finished
+  int64_t samples = 0;      // of a share in the step
+  int64_t places = 0;       // of the epoch that the step takes
+  bool in_step = false;     // a step has begun and is neither finished nor undone
+  Ready ready = Ready::no;  // the step in which this rank is, or the exchange after it
+  bool outdated = false;    // the loader's division is the former world's
+  bool asked = false;       // processes ask to join, as all ranks know
+  bool begun = true;        // this rank's loop, in a newcomer
+  bool in_place = true;     // this rank's sampler is in the job's epoch, in a newcomer
   size_t first_epoch = 0;
   bool proven = true;                        // this rank has completed a step with others; false: a newcomer
   bool rates_differ = false;                 // from rank to rank, as all ranks have found in this step

@@ -27,7 +27,7 @@ void Elastic::State::commit() {
   } catch (const UsageError&) {
     if (!earlier.found()) throw;  // else all ranks are told what is wrong
   }
-  has_gradients = !parts->sharded() && !earlier.found();
+  if (!parts->sharded() && !earlier.found()) ready = parts->reduces() ? Ready::yes : Ready::if_another_has;
   const auto count = static_cast<double>(samples);
   const auto* joins = generations->joins();
   const bool knock = joins != nullptr && joins->anyone_knocks();
@@ -50,7 +50,14 @@ void Elastic::State::commit() {
 }
 
 void Elastic::State::finish(const std::function<void()>& update) {
+  in_step ? finish_step(update) : update();
+  ready = Ready::no;
+  ++changes;
+}
+
+void Elastic::State::finish_step(const std::function<void()>& update) {
   batch.end_step();
+  parts->begin_update();
   try {
     update();
   } catch (const CommError& error) {
@@ -59,20 +66,22 @@ void Elastic::State::finish(const std::function<void()>& update) {
                     "first function, or in together() ({})",
                     error.what()));
   }
-  in_step = has_gradients = false;
+  parts->end_update();
+  in_step = false;
   end_trial();
   ++done;
   taken += static_cast<size_t>(places);
 }
 
 void Elastic::State::undo() {
+  ready = Ready::no;
   if (!in_step) return;
   copies.restore();
   batch.end_step();
   if (!earlier.untouched()) {
     for (const auto& parameter : parts->module().parameters()) parameter.mutable_grad().reset();
   }
-  in_step = has_gradients = false;
+  in_step = false;
 }
 
 bool Elastic::State::step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
@@ -80,10 +89,26 @@ bool Elastic::State::step(int64_t count, const std::function<void()>& compute, c
   begin_loop();
   try {
     if (asked && admit()) return false;
-    return try_step(count, compute, update);
+    const bool complete = try_step(count, compute, update);
+    while (parts->exchange_due()) exchange();
+    return complete;
   } catch (...) {
     rethrow_from_trial();
   }
+}
+
+// Of parameters, after a step: either every rank can apply it or no rank has.
+void Elastic::State::exchange() {
+  const std::function<void()> apply = [this] { parts->apply_exchange(); };
+  try {
+    parts->exchange();
+    ready = Ready::yes;
+    world.group().barrier().wait();
+  } catch (const CommError& error) {
+    if (!generations->mends(error)) throw;
+    return recover(&apply);
+  }
+  finish(apply);
 }
 
 bool Elastic::State::try_step(int64_t count, const std::function<void()>& compute,

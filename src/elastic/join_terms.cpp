@@ -89,7 +89,8 @@ std::string JoinTerms::why_closed() const {
     return fmt::format("the state of its optimizer {} is not registered (shoal::register_state)",
                        c10::demangle(typeid(optimizer).name()));
   }
-  const auto* hook = parts_.reducer().reduction().hook();
+  const auto* reducer = parts_.reducer();
+  const auto* hook = reducer != nullptr ? reducer->reduction().hook() : nullptr;
   if (hook != nullptr && !begins_anew(*hook)) {
     return fmt::format("its communication hook, {}, may keep more from step to step than a change of the ranks drops",
                        hook->name());

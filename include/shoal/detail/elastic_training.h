@@ -12,6 +12,8 @@
 
 namespace shoal {
 
+class LocalUpdates;
+
 // Base of TrainingCore (shoal/training.h).
 class ElasticTraining {
  public:
@@ -21,6 +23,8 @@ class ElasticTraining {
   // The wrapper; nullptr without one.
   virtual DataParallelCore* data_parallel() { return nullptr; }
   virtual torch::optim::Optimizer& optimizer() = 0;
+  // Where ranks exchange parameters; nullptr: they reduce gradients.
+  virtual LocalUpdates* local_updates() { return nullptr; }
   // Its loss scaler, unless the optimizer has one; nullptr: none.
   virtual GradScaler* loss_scaler() { return nullptr; }
   // What ranks must have in common beside wrapper and optimizer, one line each.

@@ -146,11 +146,7 @@ LocalUpdates::State::State(std::shared_ptr<torch::nn::Module> of, torch::optim::
   agree(group, "the options of LocalUpdates", lines);
   for (const auto& entry : trainable) exchanged.insert(entry.tensor.unsafeGetTensorImpl());
   fragments = make_fragments(trainable, optimizer, options);
-  std::vector<at::Tensor> parameters;
-  for (const auto& fragment : fragments) {
-    for (const auto& piece : fragment.pieces()) parameters.push_back(piece.parameter);
-  }
-  watch = ParameterWatch(std::move(parameters), ParameterWatch::Versions::counted);
+  watch = ParameterWatch(parameters(), ParameterWatch::Versions::counted);
   set_steps(0);
 }
 

@@ -46,16 +46,15 @@ at::Tensor adopted(const at::Tensor& from, at::ScalarType dtype, const Fragment:
 
 }  // namespace
 
-OptimizerState LocalUpdates::State::named_state() {
-  auto& state = *this;
-  const bool slow = std::holds_alternative<SlowMo>(state.options.outer);
+OptimizerState LocalUpdates::State::named_state(bool in_flight) {
+  const bool slow = std::holds_alternative<SlowMo>(options.outer);
   OptimizerState whole;
-  for (auto& fragment : state.fragments) {
-    const bool under_way = !fragment.mean().empty();
-    const auto& mean = fragment.mean().wait();
+  for (auto& fragment : fragments) {
+    const bool under_way = in_flight && !fragment.mean().empty();
+    const auto mean = under_way ? fragment.mean().wait() : std::vector<at::Tensor>();
     for (size_t i = 0; i < fragment.pieces().size(); ++i) {
       const auto& piece = fragment.pieces()[i];
-      Entry entry{state.steps, piece.anchor, piece.momentum, under_way ? mean[i] : at::Tensor(), piece.rate};
+      Entry entry{steps, piece.anchor, piece.momentum, under_way ? mean[i] : at::Tensor(), piece.rate};
       detail::StateReader reader;
       visit(entry, piece, under_way, slow, reader);
       whole[piece.name] = std::move(reader.named);
@@ -74,6 +73,7 @@ void LocalUpdates::State::start_afresh() {
     }
   }
   set_steps(0);
+  steps_exchanged = 0;
   watch.note();
 }
 
@@ -88,30 +88,35 @@ OptimizerState LocalUpdates::state_dict() {
 
 void LocalUpdates::load_state_dict(const OptimizerState& whole) {
   const torch::NoGradGuard no_grad;
-  auto& state = *state_;
-  const bool slow = std::holds_alternative<SlowMo>(state.options.outer);
+  state_->load(whole, /*in_flight=*/true);
+  state_->restored = true;
+}
+
+void LocalUpdates::State::load(const OptimizerState& whole, bool in_flight) {
+  const bool slow = std::holds_alternative<SlowMo>(options.outer);
   std::map<std::string, Entry> entries;
-  std::optional<int64_t> steps;
-  for (const auto& fragment : state.fragments) {
+  std::optional<int64_t> loaded;
+  for (const auto& fragment : fragments) {
     for (const auto& piece : fragment.pieces()) {
       const auto found = whole.find(piece.name);
       if (found == whole.end()) {
         throw UsageError(fmt::format("LocalUpdates: the state has no entry for parameter {}", piece.name));
       }
       const auto number = found->second.numbers.find("step");
-      if (number != found->second.numbers.end() && !steps) steps = static_cast<int64_t>(number->second);
+      if (number != found->second.numbers.end() && !loaded) loaded = static_cast<int64_t>(number->second);
       auto& entry = entries[piece.name];
       detail::StateWriter writer(found->second, "parameter " + piece.name + " of LocalUpdates with these options");
-      visit(entry, piece, fragment.under_way(steps.value_or(0) - state.options.warmup_steps), slow, writer);
+      const bool under_way = in_flight && fragment.under_way(loaded.value_or(0) - options.warmup_steps);
+      visit(entry, piece, under_way, slow, writer);
       writer.finish();
-      if (entry.steps != *steps || *steps < 0) {
+      if (entry.steps != *loaded || *loaded < 0) {
         throw UsageError(fmt::format("LocalUpdates: the state of parameter {} is from step {}, others from step {}",
-                                     piece.name, entry.steps, *steps));
+                                     piece.name, entry.steps, *loaded));
       }
       const auto outer = widened(piece.parameter.scalar_type());
       entry.anchor = adopted(entry.anchor, outer, piece, "anchor");
       entry.momentum = adopted(entry.momentum, outer, piece, "momentum_buffer");
-      entry.in_flight = adopted(entry.in_flight, state.options.reduce_dtype.value_or(outer), piece, "in_flight");
+      entry.in_flight = adopted(entry.in_flight, options.reduce_dtype.value_or(outer), piece, "in_flight");
     }
   }
   for (const auto& [name, entry] : whole) {
@@ -119,21 +124,21 @@ void LocalUpdates::load_state_dict(const OptimizerState& whole) {
     throw UsageError(
         fmt::format("LocalUpdates: the state has an entry for {}, which is not a trainable parameter", name));
   }
-  for (auto& fragment : state.fragments) {
-    std::vector<at::Tensor> in_flight;
+  for (auto& fragment : fragments) {
+    std::vector<at::Tensor> sent;
     for (auto& piece : fragment.pieces()) {
       const auto& entry = entries.at(piece.name);
       piece.anchor = entry.anchor;
       piece.momentum = entry.momentum;
       piece.rate = entry.rate;
-      if (entry.in_flight.defined()) in_flight.push_back(entry.in_flight);
+      if (entry.in_flight.defined()) sent.push_back(entry.in_flight);
     }
     fragment.mean().wait();  // finish the exchange that began before
-    fragment.mean() = Mean(std::move(in_flight));
+    fragment.mean() = Mean(std::move(sent));
   }
-  state.set_steps(*steps);
-  state.restored = true;
-  state.watch.note();
+  set_steps(*loaded);
+  steps_exchanged = steps;
+  watch.note();
 }
 
 }  // namespace shoal

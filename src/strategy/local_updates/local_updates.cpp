@@ -98,21 +98,55 @@ void State::set_steps(int64_t number) {
   }
 }
 
-void State::end_step() {
+void State::count_step() {
   set_steps(steps + 1);
+  if (steps == options.warmup_steps) {
+    for (auto& fragment : fragments) fragment.anchor();
+  }
+  if (!exchange_due()) steps_exchanged = steps;
+}
+
+bool State::exchange_due() const {
+  if (steps_exchanged == steps) return false;
+  const auto step = steps - options.warmup_steps;
+  const auto is_due = [&](const Fragment& part) { return part.due(step) || part.due(step - options.delay); };
+  return std::any_of(fragments.begin(), fragments.end(), is_due) ||
+         (steps % options.every == 0 && !averaged_buffers().empty());
+}
+
+void State::exchange() {
   const auto step = steps - options.warmup_steps;
   for (size_t i = 0; i < fragments.size(); ++i) {
-    auto& fragment = fragments[i];
-    if (step == 0) fragment.anchor();
-    if (fragment.due(step)) {
-      fragment.send(group, optimizer, {steps, static_cast<int64_t>(i), "parameters, or their movement"});
-    }
+    if (fragments[i].due(step)) fragments[i].send(group, optimizer, sent_as(steps, i));
+  }
+  for (auto& fragment : fragments) {
+    if (fragment.due(step - options.delay)) fragment.mean().wait();
+  }
+  if (steps % options.every != 0) return;
+  buffer_mean = mean_of(averaged_buffers(), {steps, -1, "buffers"});
+  buffer_mean.wait();
+}
+
+void State::apply_exchange() {
+  const auto step = steps - options.warmup_steps;
+  for (auto& fragment : fragments) {
     if (fragment.due(step - options.delay)) fragment.apply(optimizer);
   }
-  if (!options.average_buffers || steps % options.every != 0) return;
-  const auto buffers = averaged_buffers();
-  auto mean = mean_of(buffers, {steps, -1, "buffers"});
-  for (size_t i = 0; i < buffers.size(); ++i) at::Tensor(buffers[i]).copy_(mean.wait()[i]);
+  if (steps % options.every == 0) {
+    const auto buffers = averaged_buffers();
+    const auto& values = buffer_mean.wait();
+    for (size_t i = 0; i < buffers.size(); ++i) at::Tensor(buffers[i]).copy_(values[i]);
+    buffer_mean = {};
+  }
+  steps_exchanged = steps;
+}
+
+std::vector<at::Tensor> State::parameters() const {
+  std::vector<at::Tensor> list;
+  for (const auto& fragment : fragments) {
+    for (const auto& piece : fragment.pieces()) list.push_back(piece.parameter);
+  }
+  return list;
 }
 
 std::vector<at::Tensor> State::averaged_buffers() const {
@@ -140,11 +174,16 @@ LocalUpdates::~LocalUpdates() {
 
 void LocalUpdates::step(bool update) {
   auto& state = *state_;
+  if (state.turn == State::Turn::no_step) {
+    throw UsageError(
+        "LocalUpdates: with Elastic, step() is called once in the second function of each Elastic::step(), and nowhere "
+        "else");
+  }
   state.check_trainable();
   if (state.reducer && state.reducer->broken()) {
     throw UsageError("LocalUpdates: backward failed on this rank, so the step counts on no rank: call zero_grad()");
   }
-  state.adopt_changes();
+  if (state.turn == State::Turn::free) state.adopt_changes();
   try {
     if (update) state.optimizer.step();
   } catch (...) {
@@ -152,7 +191,13 @@ void LocalUpdates::step(bool update) {
     throw;
   }
   const torch::NoGradGuard no_grad;
-  state.end_step();
+  state.count_step();
+  if (state.turn == State::Turn::one_step) {
+    state.turn = State::Turn::no_step;
+  } else if (state.exchange_due()) {
+    state.exchange();
+    state.apply_exchange();
+  }
   state.watch.note();
 }
 
@@ -165,9 +210,7 @@ MeanParameters LocalUpdates::mean_parameters() {
   const torch::NoGradGuard no_grad;
   auto& state = *state_;
   auto list = state.averaged_buffers();
-  for (const auto& fragment : state.fragments) {
-    for (const auto& piece : fragment.pieces()) list.push_back(piece.parameter);
-  }
+  for (const auto& parameter : state.parameters()) list.push_back(parameter);
   auto mean = state.mean_of(list, {state.steps, -1, "mean parameters"});
   const auto& values = mean.wait();
   const bool untouched = !state.watch.changed();  // by the caller

@@ -16,6 +16,11 @@ namespace shoal {
 // One line per option, for agree().
 std::vector<std::string> describe(const LocalUpdatesOptions& options);
 
+// Of the message that sends a fragment after a step.
+inline Label sent_as(int64_t step, size_t fragment) {
+  return {step, static_cast<int64_t>(fragment), "parameters, or their movement"};
+}
+
 struct LocalUpdates::State {
   State(std::shared_ptr<torch::nn::Module> of, torch::optim::Optimizer& inner, const Group& over, ModuleTensors walked,
         const LocalUpdatesOptions& chosen);
@@ -24,16 +29,32 @@ struct LocalUpdates::State {
   void check_trainable() const;
   // Call before a step: handles parameters that the caller replaced or wrote since the last one.
   void adopt_changes();
-  // Runs the exchanges that are due after a step, and counts the step.
-  void end_step();
-  // See state_dict(); the tensors are this object's own and valid until the next step.
-  OptimizerState named_state();
+  // After the optimizer's step.
+  void count_step();
+  // Exchanges after a step, in two parts. The first communicates and changes no values, so that it may be run again; the
+  // second applies what has come.
+  bool exchange_due() const;
+  void exchange();
+  void apply_exchange();
+  // See state_dict(); the tensors are this object's own and valid until the next step. in_flight: whether exchanges in
+  // flight belong to it, which are then waited for.
+  OptimizerState named_state(bool in_flight = true);
+  // See load_state_dict().
+  void load(const OptimizerState& whole, bool in_flight);
   // Restarts from the parameters' present values, as after construction. Waits for exchanges in flight.
   void start_afresh();
   // Sets the number of steps; creates the reducer in the warm-up, and removes it afterwards.
   void set_steps(int64_t number);
   Mean mean_of(const std::vector<at::Tensor>& tensors, const Label& label) const;
   std::vector<at::Tensor> averaged_buffers() const;
+  // Parameters that are exchanged, fragment by fragment.
+  std::vector<at::Tensor> parameters() const;
+
+  // For Elastic. Goes on in another group; an exchange that is in flight is sent again, with the present values. It may be
+  // called again if it fails. Collective.
+  void regroup(const Group& to);
+  // Gives newcomers among the group's ranks the mean of the others' parameters. Collective.
+  void give_mean(const Group& to, const std::vector<bool>& newcomers);
 
   std::shared_ptr<torch::nn::Module> module;
   torch::optim::Optimizer& optimizer;
@@ -44,10 +65,16 @@ struct LocalUpdates::State {
   ModuleTensors tensors;
   std::set<const c10::TensorImpl*> exchanged;
   std::vector<Fragment> fragments;
+  Mean buffer_mean{};     // of an exchange that has not been applied
   ParameterWatch watch;   // watches the fragments' parameters, in their order
   bool restored = false;  // the parameters' values belong to a loaded state
   int64_t steps = 0;
+  int64_t steps_exchanged = 0;  // steps whose exchanges have been applied
+  // Who runs exchanges: step(), or Elastic, which allows one step() in each of its own.
+  enum class Turn { free, one_step, no_step } turn = Turn::free;
   std::unique_ptr<Reducer> reducer;  // exists in the warm-up only
 };
+
+LocalUpdates::State& state_of(LocalUpdates& updates);
 
 }  // namespace shoal

@@ -32,6 +32,7 @@ class WithLocalUpdates : public ReplicatedTraining {
                local_updates_options(parts.strategy.name, parts.values, parts.options)) {}
 
   void zero_grad() override { local_.zero_grad(); }
+  LocalUpdates* local_updates() override { return &local_; }
   std::optional<TrainingState> state() override { return scaled(TrainingState(local_)); }
   std::shared_ptr<void> full_parameters() override {
     auto mean = std::make_shared<MeanParameters>(local_.mean_parameters());
@@ -72,6 +73,7 @@ Strategy local_update_strategy(const std::string& name, const std::string& help,
   return {.name = name,
           .help = help,
           .options = std::move(options),
+          .elastic = true,
           .check = [name](const OptionValues& values, const TrainingOptions& chosen, int,
                           std::optional<int>) { local_updates_options(name, values, chosen).validate(); },
           .make = [](const TrainingParts& parts) { return std::make_unique<WithLocalUpdates>(parts); }};

@@ -1,0 +1,431 @@
+#pragma once
+// A small elastic training under LocalUpdates whose ranks write down their values, and its repetition in one process: a
+// replica of each rank, and the outer optimizers of the papers.
+
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <map>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shoal/elastic.h"
+#include "shoal/local_sgd.h"
+#include "tests/elastic/elastic_run.h"
+
+namespace shoal::test {
+
+constexpr int local_values = 4 * 3 + 3 + 3 + 1;  // parameters of LocalNet
+constexpr size_t local_samples = 101;            // of an epoch
+constexpr int most_local_entries = 200;
+
+struct LocalNet : torch::nn::Module {
+  LocalNet() {
+    torch::manual_seed(7);
+    first = register_module("first", torch::nn::Linear(4, 3));
+    second = register_module("second", torch::nn::Linear(3, 1));
+    steps = register_buffer("steps", at::zeros({1}, at::kDouble));
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    steps.add_(1);
+    return second(at::tanh(first(x)));
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  at::Tensor steps;
+};
+
+inline at::Tensor local_loss(LocalNet& net, const std::vector<size_t>& samples) {
+  const auto x = inputs_of(samples).to(at::kDouble);
+  return loss_of(net.forward(x), x);
+}
+
+inline at::Tensor flat(const LocalNet& net) {
+  std::vector<at::Tensor> list;
+  for (const auto& parameter : net.parameters()) list.push_back(parameter.detach().flatten());
+  return at::cat(list);
+}
+
+inline void assign(LocalNet& net, const at::Tensor& values) {
+  const torch::NoGradGuard no_grad;
+  int64_t offset = 0;
+  for (auto& parameter : net.parameters()) {
+    parameter.copy_(values.slice(0, offset, offset + parameter.numel()).view(parameter.sizes()));
+    offset += parameter.numel();
+  }
+}
+
+// A rank began to compute a step, or saw it complete.
+struct LocalEntry {
+  int64_t step = 0;
+  uint64_t generation = 0;
+  int ranks = 0;
+  int rank = 0;
+  int count = 0;
+  int samples[batch_size] = {};
+  double values[local_values] = {};  // parameters after a complete step
+  uint64_t common = 0;               // digest of what all ranks have in common
+};
+
+struct LocalList {
+  std::atomic<int> count;
+  LocalEntry entries[most_local_entries];
+
+  void add(const LocalEntry& entry) {
+    if (count == most_local_entries) throw std::runtime_error("the list of entries is full");
+    entries[count] = entry;
+    ++count;
+  }
+  const LocalEntry* begin() const { return entries; }
+  const LocalEntry* end() const { return entries + count.load(); }
+};
+
+struct LocalRecord {
+  std::atomic<int> started;
+  std::atomic<int64_t> last_step;  // that ranks may compute so far; 0: any
+  std::atomic<int> fragment_of[local_values];
+  LocalList begun[most_members];
+  LocalList complete[most_members];
+};
+
+class SharedLocalRecord {
+ public:
+  SharedLocalRecord()
+      : record_(static_cast<LocalRecord*>(
+            mmap(nullptr, sizeof(LocalRecord), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
+    if (record_ == MAP_FAILED) throw std::bad_alloc();
+  }
+  ~SharedLocalRecord() { munmap(record_, sizeof(LocalRecord)); }
+  SharedLocalRecord(const SharedLocalRecord&) = delete;
+  SharedLocalRecord& operator=(const SharedLocalRecord&) = delete;
+  LocalRecord* operator->() const { return record_; }
+  LocalRecord& operator*() const { return *record_; }
+
+ private:
+  LocalRecord* record_;
+};
+
+inline void note_fragments(const LocalNet& net, const LocalUpdates& local, LocalRecord& record) {
+  const auto fragments = local.fragments();
+  int64_t at = 0;
+  for (const auto& parameter : net.named_parameters()) {
+    int number = 0;
+    while (std::count(fragments[number].begin(), fragments[number].end(), parameter.key()) == 0) ++number;
+    for (int64_t i = 0; i < parameter.value().numel(); ++i) record.fragment_of[at++] = number;
+  }
+}
+
+// Trains for one epoch, and dies as told. Returns "" where all is well.
+inline std::string train_locally(const World& world, LocalRecord& record, const LocalUpdatesOptions& how,
+                                 const std::vector<Death>& deaths = {}, const ElasticOptions& chosen = {}) {
+  alarm(30);
+  const int self = member_number(world);
+  auto net = std::make_shared<LocalNet>();
+  torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(learning_rate));
+  LocalUpdates local(net, optimizer, world.group(), how);
+  DistributedSampler sampler(local_samples, world.group(), {.seed = 3});
+  int64_t step = 1;
+  const auto reached = [&](Moment moment) {
+    for (const auto& death : deaths) {
+      if (death.rank == self && death.moment == moment && death.step <= step) std::raise(death.signal);
+    }
+  };
+  net->second->weight.register_hook([&](const at::Tensor&) { reached(Moment::in_backward); });
+  auto options = chosen;
+  if (!options.on_change) options.on_change = [&](const ElasticChange&) { reached(Moment::after_recovery); };
+  Elastic elastic(world, local, sampler, options);
+  step = elastic.steps() + 1;
+  note_fragments(*net, local, record);
+  ++record.started;
+  for (auto epoch = elastic.first_epoch(); epoch < 1; ++epoch) {
+    sampler.set_epoch(epoch);
+    while (elastic.in_epoch()) {
+      auto division = sampler;
+      division.reset();
+      while (const auto batch = division.next(batch_size)) {
+        LocalEntry entry{.generation = elastic.generation(), .count = static_cast<int>(batch->size())};
+        std::copy(batch->begin(), batch->end(), entry.samples);
+        const auto compute = [&] {
+          entry.step = step;
+          entry.ranks = world.size();
+          entry.rank = world.rank();
+          record.begun[self].add(entry);
+          while (record.last_step != 0 && step > record.last_step) usleep(200);
+          reached(Moment::before_forward);
+          local_loss(*net, *batch).backward();
+          reached(Moment::before_commit);
+        };
+        const auto update = [&] {
+          reached(Moment::before_update);
+          local.step();
+          reached(Moment::after_update);
+        };
+        if (!elastic.step(static_cast<int64_t>(batch->size()), compute, update)) break;
+        const auto values = flat(*net);
+        std::copy_n(values.data_ptr<double>(), local_values, entry.values);
+        // What is in flight may be sent again to other ranks meanwhile.
+        Hash hash;
+        for (const auto& [name, state] : elastic.together([&] { return local.state_dict(); })) {
+          for (const auto& [field, tensor] : state.tensors) {
+            if (field != "in_flight") hash.add(tensor);
+          }
+        }
+        entry.common = hash.value;
+        record.complete[self].add(entry);
+        local.zero_grad();
+        if (elastic.steps() != step || local.steps() != step) {
+          return fmt::format("{} and {} steps, not {}", elastic.steps(), local.steps(), step);
+        }
+        ++step;
+        reached(Moment::between_steps);
+      }
+    }
+  }
+  const auto own = flat(*net);
+  const bool agree = elastic.together([&] {
+    const auto mean = local.mean_parameters();
+    reached(Moment::evaluation);
+    const auto most = flat(*net);
+    world.group().all_reduce(most, ReduceOp::max).wait();
+    return most.equal(flat(*net));
+  });
+  if (!agree) return "the mean of the parameters differs from rank to rank";
+  return own.equal(flat(*net)) ? "" : "the parameters are not back after the evaluation";
+}
+
+// The repetition. Values of ranks are those of their replicas to 1e-12.
+class LocalJudge {
+ public:
+  LocalJudge(const LocalRecord& record, const LocalUpdatesOptions& how)
+      : record_(record), how_(how), flying_(how.fragments) {
+    for (int i = 0; i < local_values; ++i) fragment_of_.push_back(record.fragment_of[i]);
+  }
+
+  // What is wrong; empty: nothing.
+  std::string verdict() {
+    std::map<int64_t, std::map<int, const LocalEntry*>> steps;
+    for (int member = 0; member < most_members; ++member) {
+      for (const auto& entry : record_.complete[member]) steps[entry.step][member] = &entry;
+    }
+    int64_t expected = 1;
+    for (const auto& [step, complete] : steps) {
+      if (step != expected++) return fmt::format("nobody saw step {} complete", expected - 1);
+      const auto fault = repeat(step, complete);
+      if (!fault.empty()) return fault;
+    }
+    if (seen_.size() != local_samples) return fmt::format("{} of {} samples were seen", seen_.size(), local_samples);
+    int repeated = 0;
+    for (const auto& [sample, times] : seen_) repeated += times - 1;
+    return repeated < most_ranks ? "" : fmt::format("{} samples were repeated", repeated);
+  }
+
+  // Exchanges over the ranks of the step, and over fewer because one died in them.
+  int whole = 0;
+  int smaller = 0;
+
+ private:
+  struct Replica {
+    LocalNet net;
+    std::unique_ptr<torch::optim::Adam> optimizer;
+  };
+  struct Common {
+    at::Tensor theta, momentum;
+  };
+
+  Replica& make(int member) {
+    auto& replica = replicas_[member];
+    replica.optimizer =
+        std::make_unique<torch::optim::Adam>(replica.net.parameters(), torch::optim::AdamOptions(learning_rate));
+    return replica;
+  }
+
+  std::string repeat(int64_t step, const std::map<int, const LocalEntry*>& complete) {
+    const auto& first = *complete.begin()->second;
+    for (const auto& [member, entry] : complete) {
+      if (entry->generation != first.generation || entry->ranks != first.ranks) {
+        return fmt::format("step {} was computed in different generations", step);
+      }
+      if (entry->common != first.common) return fmt::format("ranks differ in common values after step {}", step);
+    }
+    std::vector<int> members;
+    std::vector<const LocalEntry*> begun;
+    for (int rank = 0; rank < first.ranks; ++rank) {
+      for (int member = 0; member < most_members; ++member) {
+        for (const auto& one : record_.begun[member]) {
+          if (one.step != step || one.generation != first.generation || one.rank != rank) continue;
+          members.push_back(member);
+          begun.push_back(&one);
+        }
+      }
+      if (static_cast<int>(members.size()) != rank + 1)
+        return fmt::format("rank {} did not compute step {}", rank, step);
+    }
+    follow(step, members, first.generation);
+    for (size_t rank = 0; rank < members.size(); ++rank) {
+      const auto* entry = begun[rank];
+      std::vector<size_t> samples(entry->samples, entry->samples + entry->count);
+      for (const auto sample : samples) ++seen_[static_cast<int>(sample)];
+      local_loss(replicas_.at(members[rank]).net, samples).backward();
+    }
+    if (step <= how_.warmup_steps) average_gradients(members);
+    for (const int member : members) {
+      replicas_.at(member).optimizer->step();
+      replicas_.at(member).optimizer->zero_grad();
+    }
+    if (step == how_.warmup_steps) common_.theta = flat(replicas_.at(members[0]).net);
+    return exchange(step, members, complete);
+  }
+
+  // The ranks of a step: newcomers begin with the mean and the optimizer of the lowest rank, and what is in flight is sent
+  // again.
+  void follow(int64_t step, const std::vector<int>& members, uint64_t generation) {
+    if (generation == generation_) return;
+    const bool begins = generation_ == 0;
+    generation_ = generation;
+    if (step == 1) common_.theta = flat(LocalNet());
+    if (step == 1) common_.momentum = at::zeros_like(common_.theta);
+    std::vector<int> old;
+    for (const int member : members) {
+      if (replicas_.contains(member)) old.push_back(member);
+    }
+    const auto mean = old.empty() ? at::Tensor() : mean_of(old);
+    for (const int member : members) {
+      if (replicas_.contains(member)) continue;
+      auto& replica = make(member);
+      if (begins) continue;
+      assign(replica.net, mean);
+      const auto giver = replicas_.at(old.front()).net.parameters();
+      const auto own = replica.net.parameters();
+      auto& states = replicas_.at(old.front()).optimizer->state();
+      for (size_t i = 0; i < own.size(); ++i) {
+        const auto found = states.find(giver[i].unsafeGetTensorImpl());
+        if (found == states.end()) continue;
+        const auto& from = static_cast<torch::optim::AdamParamState&>(*found->second);
+        auto copy = std::make_unique<torch::optim::AdamParamState>();
+        copy->step(from.step());
+        copy->exp_avg(from.exp_avg().clone());
+        copy->exp_avg_sq(from.exp_avg_sq().clone());
+        replica.optimizer->state()[own[i].unsafeGetTensorImpl()] = std::move(copy);
+      }
+    }
+    for (auto& sent : flying_) {
+      if (sent.defined()) sent = mean_of(members);
+    }
+  }
+
+  at::Tensor mean_of(const std::vector<int>& members) {
+    auto sum = at::zeros({local_values}, at::kDouble);
+    for (const int member : members) sum += flat(replicas_.at(member).net);
+    return sum / static_cast<double>(members.size());
+  }
+
+  void average_gradients(const std::vector<int>& members) {
+    for (size_t i = 0; i < replicas_.at(members[0]).net.parameters().size(); ++i) {
+      at::Tensor sum;
+      for (const int member : members) {
+        const auto& gradient = replicas_.at(member).net.parameters()[i].grad();
+        sum = sum.defined() ? sum + gradient : gradient.clone();
+      }
+      for (const int member : members) {
+        replicas_.at(member).net.parameters()[i].mutable_grad() = sum / static_cast<double>(members.size());
+      }
+    }
+  }
+
+  // `applied`: the part of the model that the mean is of.
+  Common outer(const at::Tensor& mean, const at::Tensor& applied) const {
+    auto next = Common{common_.theta.clone(), common_.momentum.clone()};
+    const auto difference = common_.theta - mean;
+    if (std::holds_alternative<Averaging>(how_.outer)) {
+      next.theta = mean;
+    } else if (const auto* slow = std::get_if<SlowMo>(&how_.outer)) {
+      next.momentum = slow->slow_momentum * common_.momentum + difference / learning_rate;
+      next.theta = common_.theta - slow->slow_lr * learning_rate * next.momentum;
+    } else {
+      const auto& nesterov = std::get<OuterNesterov>(how_.outer);
+      next.momentum = nesterov.momentum * common_.momentum + difference;
+      next.theta = common_.theta - nesterov.lr * (difference + nesterov.momentum * next.momentum);
+    }
+    return {at::where(applied, next.theta, common_.theta), at::where(applied, next.momentum, common_.momentum)};
+  }
+
+  at::Tensor blended(const Common& next, const at::Tensor& own, const at::Tensor& applied) const {
+    const double alpha = how_.alpha.value_or(how_.delay > 0 ? 0.5 : 0.0);
+    return at::where(applied, alpha * own + (1 - alpha) * next.theta, own);
+  }
+
+  bool is_due(int64_t since_warmup, int number) const {
+    const int64_t first = (number + 1) * how_.every / how_.fragments;
+    return since_warmup >= first && (since_warmup - first) % how_.every == 0;
+  }
+
+  std::string exchange(int64_t step, const std::vector<int>& members,
+                       const std::map<int, const LocalEntry*>& complete) {
+    const auto since = step - how_.warmup_steps;
+    for (int number = 0; number < how_.fragments; ++number) {
+      if (is_due(since, number)) flying_[number] = mean_of(members);
+    }
+    auto arrived = at::zeros({local_values}, at::kDouble);
+    auto applied = at::zeros({local_values}, at::kBool);
+    for (int number = 0; number < how_.fragments; ++number) {
+      if (!is_due(since - how_.delay, number)) continue;
+      for (int i = 0; i < local_values; ++i) {
+        if (fragment_of_[i] != number) continue;
+        applied[i] = true;
+        arrived[i] = flying_[number][i];
+      }
+      flying_[number] = at::Tensor();
+    }
+    // All that a death in the exchange allows: the mean that had been sent, or one over those that live and perhaps others.
+    std::vector<at::Tensor> means{arrived};
+    for (unsigned mask = 1; applied.any().item<bool>() && mask < (1U << members.size()); ++mask) {
+      std::vector<int> some;
+      for (size_t i = 0; i < members.size(); ++i) {
+        if ((mask >> i & 1U) != 0) some.push_back(members[i]);
+      }
+      const bool has_all = std::all_of(complete.begin(), complete.end(), [&](const auto& one) {
+        return std::count(some.begin(), some.end(), one.first) > 0;
+      });
+      if (has_all && some.size() < members.size()) means.push_back(mean_of(some));
+    }
+    for (const auto& mean : means) {
+      const auto next = outer(mean, applied);
+      const bool fits = std::all_of(complete.begin(), complete.end(), [&](const auto& one) {
+        const auto seen = at::tensor(at::ArrayRef<double>(one.second->values, local_values), at::kDouble);
+        return at::allclose(blended(next, flat(replicas_.at(one.first).net), applied), seen, 1e-12, 1e-12);
+      });
+      if (!fits) continue;
+      for (const int member : members) {
+        auto& net = replicas_.at(member).net;
+        assign(net, blended(next, flat(net), applied));
+      }
+      common_ = next;
+      if (applied.any().item<bool>()) ++(&mean == &means.front() ? whole : smaller);
+      return "";
+    }
+    return fmt::format("after step {} of {} ranks in generation {}, the values are not those of the repetition", step,
+                       members.size(), generation_);
+  }
+
+  const LocalRecord& record_;
+  LocalUpdatesOptions how_;
+  std::vector<int> fragment_of_{};
+  std::vector<at::Tensor> flying_;  // mean of each fragment that is in flight
+  std::map<int, Replica> replicas_{};
+  std::map<int, int> seen_{};
+  Common common_{};
+  uint64_t generation_ = 0;
+};
+
+}  // namespace shoal::test
