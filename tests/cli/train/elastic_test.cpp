@@ -83,6 +83,12 @@ INSTANTIATE_TEST_SUITE_P(All, ElasticStrategies,
                          testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op"),
                          [](const auto& info) { return info.param; });
 
+// And a strategy whose ranks differ, so that fewer ranks cannot have the bits of more.
+class ElasticEpochs : public ElasticTrain, public testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(All, ElasticEpochs,
+                         testing::Values("ddp", "zero1", "zero2", "megatron", "fsdp", "fsdp_grad_op", "diloco"),
+                         [](const auto& info) { return info.param; });
+
 // The batches of reference data depend on step and rank alone, so a job that is stopped there and resumes with two ranks
 // does the same.
 TEST_P(ElasticStrategies, ELA01_ELA02_ELA11_goes_on_with_the_bits_of_a_job_that_resumes_with_fewer_ranks) {
@@ -116,7 +122,7 @@ TEST_P(ElasticStrategies, ELA01_ELA02_ELA11_goes_on_with_the_bits_of_a_job_that_
   EXPECT_EQ(report["params"], read(file("again.json"))["params"]) << "after step " << step;
 }
 
-TEST_P(ElasticStrategies, ELA01_an_epoch_goes_on_with_checkpoints_evaluation_and_schedule) {
+TEST_P(ElasticEpochs, ELA01_an_epoch_goes_on_with_checkpoints_evaluation_and_schedule) {
   const std::string strategy = GetParam();
   const Line how = text() + Line{"--strategy", strategy, "--eval", "--schedule", "cosine"};
   const auto ended = disturbed(elastic(3, 1) + how + Line{"--epochs", "3", "--save-every", "4"}, 20,
@@ -169,7 +175,7 @@ TEST_P(ElasticStrategies, ELA06_a_rank_joins_and_the_bits_are_those_of_a_job_tha
   EXPECT_EQ(report["params"], read(file("again.json"))["params"]) << "after step " << step;
 }
 
-TEST_P(ElasticStrategies, ELA06_a_rank_is_replaced_in_an_epoch_with_checkpoints_evaluation_and_schedule) {
+TEST_P(ElasticEpochs, ELA06_a_rank_is_replaced_in_an_epoch_with_checkpoints_evaluation_and_schedule) {
   const std::string strategy = GetParam();
   const Line how = text() + Line{"--strategy", strategy, "--eval", "--schedule", "cosine", "--epochs", "4"};
   const std::string place = strategy == "ddp" || strategy == "fsdp" ? "1" : "2";
@@ -228,8 +234,8 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
     EXPECT_EQ(ended.code, 2) << ended.output;
     EXPECT_NE(ended.output.find(says), std::string::npos) << ended.output;
   };
-  const std::string names = "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op";
-  for (const std::string strategy : {"hybrid", "fsdp_no_shard", "local_sgd", "decentralized", "local", "none"}) {
+  const std::string names = "ddp, zero1, zero2, megatron, fsdp, fsdp_grad_op, local_sgd, slowmo, diloco";
+  for (const std::string strategy : {"hybrid", "fsdp_no_shard", "hybrid_gossip", "decentralized", "local", "none"}) {
     refused({"--strategy", strategy},
             strategy == "none"
                 ? "--strategy none"
