@@ -1,9 +1,11 @@
 """What the death of a rank costs: from kill -9 to the end of the next complete step (ELA09), and what readiness for it costs.
 
     python bench/recovery.py --shoal build/shoal --json recovery.json
+    python bench/recovery.py --shoal build/shoal --peer-torchrun VENV/bin/torchrun --peer-models REFERENCE --pairs 0
 
 Trains with `shoal train --elastic 1`, kills one rank after the other run by run, at a random moment of a step, and reads from the metrics
-file when the next step is complete. The bound is 1.5 ordinary steps of the ranks that are left, plus 0.5 s. Then trains in pairs without and
+file when the next step is complete; with --peer-torchrun, in turn, the same for PyTorch's DistributedDataParallel over Gloo, which torchrun
+starts again from a checkpoint of every step (restarted_training.py). The bound is 1.5 ordinary steps of the ranks that are left, plus 0.5 s. Then trains in pairs without and
 with --elastic, and compares the median steps and the memory of all ranks (PSS); bounds 1.01 and 1.05. Times depend on what else the machine
 does: the load is printed beside them.
 """
@@ -31,8 +33,18 @@ def steps_of(path):
     return [line for line in map(json.loads, text[:text.rfind("\n") + 1].splitlines()) if "loss" in line]
 
 
-def ranks_of(launcher):
-    found = {}
+def shoal_job(options, folder):
+    return command(options, folder, "--strategy", options.strategy, "--elastic", "1", "--steps", "1000000")
+
+
+def torchrun_job(options, folder):
+    return [options.peer_torchrun, "--nproc-per-node", str(options.ranks), "--max-restarts", "100", "--monitor-interval", "0.1", "--master-port",
+            "0", str(pathlib.Path(__file__).with_name("restarted_training.py")), "--models", options.peer_models, "--folder", str(folder),
+            "--model", options.model, "--size", options.size, "--batch", str(options.batch)]
+
+
+def ranks_of(launcher, folder):
+    found = {int(path.name[5:]): int(path.read_text()) for path in folder.glob("rank-*")}
     for child in subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split():
         try:
             name = pathlib.Path(f"/proc/{child}/comm").read_text().strip()
@@ -43,13 +55,12 @@ def ranks_of(launcher):
     return found
 
 
-def kill_once(options, rank, random_source):
-    """Seconds from the kill to the end of the next complete step, and the ordinary step of those that are left."""
+def kill_once(options, job, rank, random_source):
+    """Seconds from the kill to the end of the next complete step, and the ordinary step afterwards."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         metrics = folder / "metrics.jsonl"
-        run = subprocess.Popen(command(options, folder, "--strategy", options.strategy, "--elastic", "1", "--steps", "1000000"),
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = subprocess.Popen(job(options, folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 120
             while len(steps_of(metrics)) < options.before:
@@ -58,7 +69,7 @@ def kill_once(options, rank, random_source):
                 time.sleep(0.005)
             time.sleep(random_source.random() * steps_of(metrics)[-1]["step_ms"] / 1e3)
             before = len(steps_of(metrics))
-            os.kill(ranks_of(run.pid)[rank], signal.SIGKILL)
+            os.kill(ranks_of(run.pid, folder)[rank], signal.SIGKILL)
             killed = time.monotonic()
             while len(steps_of(metrics)) <= before:
                 if run.poll() is not None or time.monotonic() - killed > 60:
@@ -97,12 +108,17 @@ def main():
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--pair-steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--peer-torchrun", help="torchrun of an environment with torch and numpy")
+    parser.add_argument("--peer-models", help="folder of the reference's models.py")
     options = parser.parse_args()
     random_source = random.Random(options.seed)
-    result = {"config": vars(options), "kills": [], "pairs": {}, "load_1min": [os.getloadavg()[0]]}
+    result = {"config": vars(options), "kills": {}, "pairs": {}, "load_1min": [os.getloadavg()[0]]}
+    jobs = {"shoal": shoal_job} | ({"torchrun": torchrun_job} if options.peer_torchrun else {})
     for kill in range(options.kills):
-        recovered, step = kill_once(options, kill % options.ranks, random_source)
-        result["kills"].append({"rank": kill % options.ranks, "seconds": recovered, "step": step, "bound": 1.5 * step + 0.5})
+        for name, job in jobs.items():
+            recovered, step = kill_once(options, job, kill % options.ranks, random_source)
+            kills = result["kills"].setdefault(name, [])
+            kills.append({"rank": kill % options.ranks, "seconds": recovered, "step": step, "bound": 1.5 * step + 0.5})
     for strategy in ("ddp", "zero2", "fsdp") if options.pairs else ():
         pairs = [(trained(options, strategy), trained(options, strategy, "--elastic", "1")) for _ in range(options.pairs)]
         result["pairs"][strategy] = {"time": statistics.median(b[0] / a[0] for a, b in pairs),
@@ -111,11 +127,9 @@ def main():
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
     print(f"{options.model} {options.size}, {options.strategy}, {options.ranks} ranks, load {result['load_1min'][0]:.1f} to {result['load_1min'][1]:.1f}")
-    if result["kills"]:
-        seconds = statistics.median(kill["seconds"] for kill in result["kills"])
-        bound = statistics.median(kill["bound"] for kill in result["kills"])
-        step = statistics.median(kill["step"] for kill in result["kills"])
-        print(f"  kill to the next complete step, median of {len(result['kills'])}: {seconds:.3f} s; limit 1.5 x {step:.3f} s + 0.5 s = {bound:.3f} s")
+    for name, kills in result["kills"].items():
+        seconds, bound, step = (statistics.median(kill[key] for kill in kills) for key in ("seconds", "bound", "step"))
+        print(f"  {name}: kill to the next complete step, median of {len(kills)}: {seconds:.3f} s; limit 1.5 x {step:.3f} s + 0.5 s = {bound:.3f} s")
     for strategy, pair in result["pairs"].items():
         print(f"  {strategy:6s} with --elastic: step x {pair['time']:.4f} (limit 1.01), memory x {pair['memory']:.4f} (limit 1.05)")
 

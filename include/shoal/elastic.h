@@ -77,8 +77,8 @@ struct ElasticOptions {
   void validate(int ranks) const;
 };
 
-// Makes a loop outlive its ranks, with DistributedDataParallel, OSS (ZeRO-1 and ZeRO-2), DistributedOptimizer or
-// FullyShardedDataParallel:
+// Makes a loop outlive its ranks, with DistributedDataParallel, OSS (ZeRO-1 and ZeRO-2), DistributedOptimizer,
+// FullyShardedDataParallel or LocalUpdates (local SGD, SlowMo, DiLoCo):
 //
 //   shoal::DistributedDataParallel parallel(model, world.group());
 //   torch::optim::AdamW optimizer(model->parameters());
@@ -117,6 +117,22 @@ struct ElasticOptions {
 //
 //   shoal::DistributedOptimizer<torch::optim::AdamW> optimizer(model, 1e-3, world.group(), {.clip_grad = 1.0});
 //   shoal::Elastic elastic(world, optimizer, sampler);
+//
+// Nor has LocalUpdates, whose step() is the second function:
+//
+//   shoal::LocalUpdates local(model, optimizer, world.group(), {.every = 500, .outer = shoal::OuterNesterov{}});
+//   shoal::Elastic elastic(world, local, sampler);
+//   ...
+//         const auto compute = [&] { cross_entropy(model->forward(batch.data), batch.target).backward(); };
+//         if (!elastic.step(batch.data.size(0), compute, [&] { local.step(); })) break;
+//         local.zero_grad();
+//
+// Exchanges come after it, within Elastic::step(). One in which a rank dies is finished if it may be finished on some
+// rank, and otherwise done again over those that are left; one that is on its way (`delay`) is sent again, with the present
+// values. Each rank has theta and its momentum, so they survive. What a dead rank has trained since its last exchange was
+// in its own parameters alone, and is lost; its samples of these steps count as taken. A newcomer begins with the mean of
+// the parameters, and with the buffers and the optimizer state of one rank. Ranks wait for each other in the commit of each
+// step.
 //
 // What a loop must keep to:
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping, a loss
@@ -246,9 +262,11 @@ class Elastic {
         } catch (const CommError& error) {
           recover_from(error);
           if (has_ended_elsewhere(result.has_value())) return std::move(*result);
+          result.reset();  // a scope ends before the next attempt
         } catch (const DisagreeError& error) {
           recover_from(error);
           if (has_ended_elsewhere(result.has_value())) return std::move(*result);
+          result.reset();  // a scope ends before the next attempt
         }
       }
     }

@@ -58,12 +58,13 @@ class ElasticParts {
   void commit(bool map);
   // Whether a step's gradients are of all ranks.
   virtual bool reduces() const { return true; }
-  // Around the update.
-  virtual void begin_update() {}
-  virtual void end_update() {}
+  // Scope of the update; nothing if none is needed. After an update that returned, check_update() throws UsageError if it
+  // left out what it must do.
+  virtual std::shared_ptr<void> begin_update() { return nullptr; }
+  virtual void check_update() const {}
 
-  // What ranks exchange after an update, once all have the means: the first communicates and may be repeated, the second
-  // changes values. Both until nothing is due.
+  // What ranks exchange after an update. exchange() communicates, changes nothing, and may be repeated; apply_exchange(),
+  // once all ranks have come so far, changes values and does not communicate.
   virtual bool exchange_due() const { return false; }
   virtual void exchange() {}
   virtual void apply_exchange() {}
@@ -73,6 +74,8 @@ class ElasticParts {
   virtual void visit_state(const std::function<void(const std::string& name, const NamedState& state)>& visit) const;
   // In a process that comes to the job: takes all of that. UsageError for state that does not fit.
   virtual void take_state(const OptimizerState& whole) const;
+  // Before processes are admitted, between two steps. Collective over the members.
+  virtual void prepare_admission() {}
   // Gives newcomers among the group's ranks what is neither one rank's nor equal on all. Collective.
   virtual void give_rest(const Group& /*group*/, const std::vector<bool>& /*newcomers*/) {}
   // Options of a sharded optimizer that ranks must have in common.

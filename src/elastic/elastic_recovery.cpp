@@ -136,10 +136,10 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
   }
   const bool behind = changes < furthest;
   if (furthest - least > 1 || (behind && (ready == Ready::no || update == nullptr))) {
-    throw JobLost(
-        fmt::format("ranks have completed {} to {} steps, and cannot be brought to one: do all ranks call "
-                    "step() equally often?",
-                    least, furthest));
+    throw JobLost(fmt::format(
+        "ranks have completed {} to {} steps and exchanges, and cannot be brought to one: do all ranks call "
+        "step() equally often?",
+        least, furthest));
   }
   if (behind || finishes) {
     finish(*update);
@@ -153,6 +153,7 @@ bool Elastic::State::admit() {
   asked = false;
   const auto most = options.keep_global_batch > 0 ? batch.shares() : JoinBoard::most_members;
   try {
+    parts->prepare_admission();
     if (!generations->admit(static_cast<int>(most))) return false;
   } catch (const CommError& error) {
     if (!generations->mends(error)) throw;

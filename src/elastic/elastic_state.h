@@ -18,11 +18,11 @@
 
 namespace shoal {
 
-// Of a step, or the exchange after it, that other ranks may have been cut off in.
+// Whether this rank can finish the step, or the exchange after it, in which a death has cut it off.
 enum class Ready {
   no,
-  if_another_has,  // nothing is missing here, but a rank that has ended may have added nothing: finished if some rank has
-  yes,             // what all ranks add has come
+  if_another_has,  // its own gradients are there, and say nothing of other ranks: it does if another rank has finished the step
+  yes,             // it has what comes from all ranks
 };
 
 struct Elastic::State {

@@ -11,6 +11,7 @@
 namespace shoal {
 
 void Elastic::State::begin_step(int64_t count) {
+  ready = Ready::no;
   if (sampler != nullptr) batch.require(count, *sampler, taken);
   samples = count / batch.own_shares();
   places = samples * batch.shares();
@@ -57,7 +58,7 @@ void Elastic::State::finish(const std::function<void()>& update) {
 
 void Elastic::State::finish_step(const std::function<void()>& update) {
   batch.end_step();
-  parts->begin_update();
+  const auto turn = parts->begin_update();
   try {
     update();
   } catch (const CommError& error) {
@@ -66,7 +67,7 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
                     "first function, or in together() ({})",
                     error.what()));
   }
-  parts->end_update();
+  parts->check_update();
   in_step = false;
   end_trial();
   ++done;

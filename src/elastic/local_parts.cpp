@@ -18,20 +18,20 @@ namespace {
 // Before the name of a parameter: what all ranks have in common of it, beside the inner optimizer's state.
 constexpr const char* common_state = "LocalUpdates of ";
 
-class WithLocalUpdates : public ElasticParts {
+class LocalParts : public ElasticParts {
  public:
-  explicit WithLocalUpdates(LocalUpdates& updates) : ElasticParts(nullptr), updates_(state_of(updates)) {
+  explicit LocalParts(LocalUpdates& updates) : ElasticParts(nullptr), updates_(state_of(updates)) {
     for (const auto& named : updates_.module->named_modules()) {
       if (named.value()->as<SyncBatchNorm>() == nullptr) continue;
       throw UsageError(fmt::format("Elastic: {} is a SyncBatchNorm, which keeps its group", named.key()));
     }
   }
-  ~WithLocalUpdates() override {
+  ~LocalParts() override {
     before_backward(nullptr);
-    updates_.turn = Turn::free;
+    if (guards_) updates_.turn = Turn::free;
   }
-  WithLocalUpdates(const WithLocalUpdates&) = delete;
-  WithLocalUpdates& operator=(const WithLocalUpdates&) = delete;
+  LocalParts(const LocalParts&) = delete;
+  LocalParts& operator=(const LocalParts&) = delete;
 
   torch::nn::Module& module() const override { return *updates_.module; }
   int64_t step() const override { return updates_.steps; }
@@ -55,6 +55,7 @@ class WithLocalUpdates : public ElasticParts {
     hooks_.clear();
     if (!listener) return;
     for (const auto& parameter : updates_.parameters()) {
+      if (!parameter.requires_grad()) continue;
       hooks_.emplace_back(parameter, parameter.register_hook([listener](const at::Tensor&) { listener(); }));
     }
   }
@@ -64,22 +65,23 @@ class WithLocalUpdates : public ElasticParts {
     updates_.adopt_changes();
     updates_.watch.note();
     updates_.turn = Turn::no_step;
+    guards_ = true;
   }
   bool prepare_commit() override {
     updates_.adopt_changes();
     return false;
   }
   bool reduces() const override { return updates_.reducer != nullptr; }
-  void begin_update() override {
+  std::shared_ptr<void> begin_update() override {
     before_ = updates_.steps;
     updates_.turn = Turn::one_step;
+    return {&updates_.turn, [](void* turn) { *static_cast<Turn*>(turn) = Turn::no_step; }};
   }
-  void end_update() override {
-    updates_.turn = Turn::no_step;
+  void check_update() const override {
     if (updates_.steps == before_ + 1) return;
     throw UsageError(
         "Elastic: the second function of step() did not call step() of LocalUpdates, without which ranks exchange "
-        "nothing: call it there, in place of the optimizer's");
+        "nothing: call it there, in place of the optimizer's, and step(false) for gradients that cannot be used");
   }
 
   bool exchange_due() const override { return updates_.exchange_due(); }
@@ -108,6 +110,10 @@ class WithLocalUpdates : public ElasticParts {
     ElasticParts::take_state(inner);
     updates_.load(common, /*in_flight=*/false);
   }
+  void prepare_admission() override {
+    updates_.adopt_changes();
+    updates_.changes_shared = true;
+  }
   void give_rest(const Group& group, const std::vector<bool>& newcomers) override {
     updates_.give_mean(group, newcomers);
   }
@@ -118,6 +124,7 @@ class WithLocalUpdates : public ElasticParts {
   LocalUpdates::State& updates_;
   std::vector<std::pair<at::Tensor, unsigned>> hooks_{};
   int64_t before_ = 0;
+  bool guards_ = false;
 };
 
 }  // namespace
@@ -126,7 +133,7 @@ std::unique_ptr<ElasticParts> elastic_parts(const World& world, LocalUpdates& up
   if (state_of(updates).group.name() != world.group().name()) {
     throw UsageError("Elastic: the group of LocalUpdates is not the world's: give it world.group()");
   }
-  return std::make_unique<WithLocalUpdates>(updates);
+  return std::make_unique<LocalParts>(updates);
 }
 
 }  // namespace shoal

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <csignal>
 #include <map>
 #include <memory>
@@ -30,8 +31,9 @@ constexpr int local_values = 4 * 3 + 3 + 3 + 1;  // parameters of LocalNet
 constexpr size_t local_samples = 101;            // of an epoch
 constexpr int most_local_entries = 200;
 
+// Each rank counts its forwards in steps of its own, so that a mean of buffers can be told from a rank's.
 struct LocalNet : torch::nn::Module {
-  LocalNet() {
+  explicit LocalNet(int member = 0) : number(1 + member) {
     torch::manual_seed(7);
     first = register_module("first", torch::nn::Linear(4, 3));
     second = register_module("second", torch::nn::Linear(3, 1));
@@ -39,12 +41,28 @@ struct LocalNet : torch::nn::Module {
     to(at::kDouble);
   }
   at::Tensor forward(const at::Tensor& x) {
-    steps.add_(1);
+    steps.add_(number);
     return second(at::tanh(first(x)));
   }
   torch::nn::Linear first{nullptr}, second{nullptr};
   at::Tensor steps;
+  int number;
 };
+
+// What a schedule makes of the learning rate in a step.
+inline double local_rate(int64_t step) {
+  return learning_rate * std::pow(0.97, static_cast<double>(step));
+}
+
+inline void set_rate(torch::optim::Optimizer& optimizer, int64_t step) {
+  for (auto& group : optimizer.param_groups()) group.options().set_lr(local_rate(step));
+}
+
+// What a program may do to the parameters between two steps.
+inline void write(LocalNet& net) {
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : net.parameters()) parameter.mul_(0.99);
+}
 
 inline at::Tensor local_loss(LocalNet& net, const std::vector<size_t>& samples) {
   const auto x = inputs_of(samples).to(at::kDouble);
@@ -75,7 +93,8 @@ struct LocalEntry {
   int count = 0;
   int samples[batch_size] = {};
   double values[local_values] = {};  // parameters after a complete step
-  uint64_t common = 0;               // digest of what all ranks have in common
+  double buffer = 0;
+  uint64_t common = 0;  // digest of what all ranks have in common
 };
 
 struct LocalList {
@@ -126,14 +145,20 @@ inline void note_fragments(const LocalNet& net, const LocalUpdates& local, Local
   }
 }
 
+// writes: changes the parameters between steps.
+struct LocalMethod {
+  LocalUpdatesOptions options{};
+  bool writes = false;
+};
+
 // Trains for one epoch, and dies as told. Returns "" where all is well.
-inline std::string train_locally(const World& world, LocalRecord& record, const LocalUpdatesOptions& how,
+inline std::string train_locally(const World& world, LocalRecord& record, const LocalMethod& method,
                                  const std::vector<Death>& deaths = {}, const ElasticOptions& chosen = {}) {
   alarm(30);
   const int self = member_number(world);
-  auto net = std::make_shared<LocalNet>();
+  auto net = std::make_shared<LocalNet>(self);
   torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(learning_rate));
-  LocalUpdates local(net, optimizer, world.group(), how);
+  LocalUpdates local(net, optimizer, world.group(), method.options);
   DistributedSampler sampler(local_samples, world.group(), {.seed = 3});
   int64_t step = 1;
   const auto reached = [&](Moment moment) {
@@ -146,6 +171,7 @@ inline std::string train_locally(const World& world, LocalRecord& record, const 
   if (!options.on_change) options.on_change = [&](const ElasticChange&) { reached(Moment::after_recovery); };
   Elastic elastic(world, local, sampler, options);
   step = elastic.steps() + 1;
+  set_rate(optimizer, elastic.steps());
   note_fragments(*net, local, record);
   ++record.started;
   for (auto epoch = elastic.first_epoch(); epoch < 1; ++epoch) {
@@ -182,8 +208,11 @@ inline std::string train_locally(const World& world, LocalRecord& record, const 
           }
         }
         entry.common = hash.value;
+        entry.buffer = net->steps.item<double>();
         record.complete[self].add(entry);
         local.zero_grad();
+        set_rate(optimizer, step);
+        if (method.writes) write(*net);
         if (elastic.steps() != step || local.steps() != step) {
           return fmt::format("{} and {} steps, not {}", elastic.steps(), local.steps(), step);
         }
@@ -207,8 +236,8 @@ inline std::string train_locally(const World& world, LocalRecord& record, const 
 // The repetition. Values of ranks are those of their replicas to 1e-12.
 class LocalJudge {
  public:
-  LocalJudge(const LocalRecord& record, const LocalUpdatesOptions& how)
-      : record_(record), how_(how), flying_(how.fragments) {
+  LocalJudge(const LocalRecord& record, const LocalMethod& method)
+      : record_(record), how_(method.options), writes_(method.writes), flying_(how_.fragments), rates_(how_.fragments) {
     for (int i = 0; i < local_values; ++i) fragment_of_.push_back(record.fragment_of[i]);
   }
 
@@ -230,21 +259,22 @@ class LocalJudge {
     return repeated < most_ranks ? "" : fmt::format("{} samples were repeated", repeated);
   }
 
-  // Exchanges over the ranks of the step, and over fewer because one died in them.
+  // Exchanges over the ranks of the step, and over fewer of them, because one died before its end.
   int whole = 0;
   int smaller = 0;
 
  private:
   struct Replica {
+    explicit Replica(int member) : net(member) {}
     LocalNet net;
-    std::unique_ptr<torch::optim::Adam> optimizer;
+    std::unique_ptr<torch::optim::Adam> optimizer{};
   };
   struct Common {
     at::Tensor theta, momentum;
   };
 
   Replica& make(int member) {
-    auto& replica = replicas_[member];
+    auto& replica = replicas_.try_emplace(member, member).first->second;
     replica.optimizer =
         std::make_unique<torch::optim::Adam>(replica.net.parameters(), torch::optim::AdamOptions(learning_rate));
     return replica;
@@ -278,13 +308,25 @@ class LocalJudge {
       for (const auto sample : samples) ++seen_[static_cast<int>(sample)];
       local_loss(replicas_.at(members[rank]).net, samples).backward();
     }
+    if (writes_ && step > 1) adopt(members);
     if (step <= how_.warmup_steps) average_gradients(members);
     for (const int member : members) {
+      set_rate(*replicas_.at(member).optimizer, step - 1);
       replicas_.at(member).optimizer->step();
       replicas_.at(member).optimizer->zero_grad();
     }
     if (step == how_.warmup_steps) common_.theta = flat(replicas_.at(members[0]).net);
-    return exchange(step, members, complete);
+    const auto fault = exchange(step, members, complete);
+    for (const int member : members) {
+      if (writes_) write(replicas_.at(member).net);
+    }
+    return fault;
+  }
+
+  // Parameters were written: theta is their mean, and what is in flight is not applied.
+  void adopt(const std::vector<int>& members) {
+    common_.theta = mean_of(members);
+    for (auto& sent : flying_) sent = at::Tensor();
   }
 
   // The ranks of a step: newcomers begin with the mean and the optimizer of the lowest rank, and what is in flight is sent
@@ -305,6 +347,7 @@ class LocalJudge {
       auto& replica = make(member);
       if (begins) continue;
       assign(replica.net, mean);
+      replica.net.steps.copy_(replicas_.at(old.front()).net.steps);
       const auto giver = replicas_.at(old.front()).net.parameters();
       const auto own = replica.net.parameters();
       auto& states = replicas_.at(old.front()).optimizer->state();
@@ -343,15 +386,15 @@ class LocalJudge {
     }
   }
 
-  // `applied`: the part of the model that the mean is of.
-  Common outer(const at::Tensor& mean, const at::Tensor& applied) const {
+  // `applied`: the part of the model that the mean is of. rate: of each element, when it was sent.
+  Common outer(const at::Tensor& mean, const at::Tensor& applied, const at::Tensor& rate) const {
     auto next = Common{common_.theta.clone(), common_.momentum.clone()};
     const auto difference = common_.theta - mean;
     if (std::holds_alternative<Averaging>(how_.outer)) {
       next.theta = mean;
     } else if (const auto* slow = std::get_if<SlowMo>(&how_.outer)) {
-      next.momentum = slow->slow_momentum * common_.momentum + difference / learning_rate;
-      next.theta = common_.theta - slow->slow_lr * learning_rate * next.momentum;
+      next.momentum = slow->slow_momentum * common_.momentum + difference / rate;
+      next.theta = common_.theta - slow->slow_lr * rate * next.momentum;
     } else {
       const auto& nesterov = std::get<OuterNesterov>(how_.outer);
       next.momentum = nesterov.momentum * common_.momentum + difference;
@@ -370,26 +413,11 @@ class LocalJudge {
     return since_warmup >= first && (since_warmup - first) % how_.every == 0;
   }
 
-  std::string exchange(int64_t step, const std::vector<int>& members,
-                       const std::map<int, const LocalEntry*>& complete) {
-    const auto since = step - how_.warmup_steps;
-    for (int number = 0; number < how_.fragments; ++number) {
-      if (is_due(since, number)) flying_[number] = mean_of(members);
-    }
-    auto arrived = at::zeros({local_values}, at::kDouble);
-    auto applied = at::zeros({local_values}, at::kBool);
-    for (int number = 0; number < how_.fragments; ++number) {
-      if (!is_due(since - how_.delay, number)) continue;
-      for (int i = 0; i < local_values; ++i) {
-        if (fragment_of_[i] != number) continue;
-        applied[i] = true;
-        arrived[i] = flying_[number][i];
-      }
-      flying_[number] = at::Tensor();
-    }
-    // All that a death in the exchange allows: the mean that had been sent, or one over those that live and perhaps others.
-    std::vector<at::Tensor> means{arrived};
-    for (unsigned mask = 1; applied.any().item<bool>() && mask < (1U << members.size()); ++mask) {
+  // Subsets of the members that have all of those who saw the step complete: over which of them an exchange may have been.
+  static std::vector<std::vector<int>> possible(const std::vector<int>& members,
+                                                const std::map<int, const LocalEntry*>& complete) {
+    std::vector<std::vector<int>> list;
+    for (unsigned mask = (1U << members.size()) - 1; mask > 0; --mask) {
       std::vector<int> some;
       for (size_t i = 0; i < members.size(); ++i) {
         if ((mask >> i & 1U) != 0) some.push_back(members[i]);
@@ -397,21 +425,59 @@ class LocalJudge {
       const bool has_all = std::all_of(complete.begin(), complete.end(), [&](const auto& one) {
         return std::count(some.begin(), some.end(), one.first) > 0;
       });
-      if (has_all && some.size() < members.size()) means.push_back(mean_of(some));
+      if (has_all) list.push_back(std::move(some));
     }
-    for (const auto& mean : means) {
-      const auto next = outer(mean, applied);
+    return list;
+  }
+
+  at::Tensor buffer_of(const std::vector<int>& members) const {
+    auto sum = at::zeros({1}, at::kDouble);
+    for (const int member : members) sum += replicas_.at(member).net.steps;
+    return sum / static_cast<double>(members.size());
+  }
+
+  std::string exchange(int64_t step, const std::vector<int>& members,
+                       const std::map<int, const LocalEntry*>& complete) {
+    const auto since = step - how_.warmup_steps;
+    const bool buffers = how_.average_buffers && step % how_.every == 0;
+    for (int number = 0; number < how_.fragments; ++number) {
+      if (!is_due(since, number)) continue;
+      flying_[number] = mean_of(members);
+      rates_[number] = local_rate(step - 1);
+    }
+    auto arrived = at::zeros({local_values}, at::kDouble);
+    auto applied = at::zeros({local_values}, at::kBool);
+    auto rate = at::ones({local_values}, at::kDouble);
+    for (int number = 0; number < how_.fragments; ++number) {
+      if (!is_due(since - how_.delay, number) || !flying_[number].defined()) continue;
+      for (int i = 0; i < local_values; ++i) {
+        if (fragment_of_[i] != number) continue;
+        applied[i] = true;
+        arrived[i] = flying_[number][i];
+        rate[i] = rates_[number];
+      }
+      flying_[number] = at::Tensor();
+    }
+    const bool exchanges = buffers || applied.any().item<bool>();
+    for (const auto& some : possible(members, complete)) {
+      if (!exchanges && some.size() < members.size()) break;
+      const auto next = outer(some.size() == members.size() ? arrived : mean_of(some), applied, rate);
+      const auto buffer = buffer_of(some);
       const bool fits = std::all_of(complete.begin(), complete.end(), [&](const auto& one) {
+        auto& net = replicas_.at(one.first).net;
         const auto seen = at::tensor(at::ArrayRef<double>(one.second->values, local_values), at::kDouble);
-        return at::allclose(blended(next, flat(replicas_.at(one.first).net), applied), seen, 1e-12, 1e-12);
+        const auto expected = (buffers ? buffer : net.steps).template item<double>();
+        return std::abs(expected - one.second->buffer) < 1e-9 &&
+               at::allclose(blended(next, flat(net), applied), seen, 1e-12, 1e-12);
       });
       if (!fits) continue;
       for (const int member : members) {
         auto& net = replicas_.at(member).net;
         assign(net, blended(next, flat(net), applied));
+        if (buffers) net.steps.copy_(buffer);
       }
       common_ = next;
-      if (applied.any().item<bool>()) ++(&mean == &means.front() ? whole : smaller);
+      if (exchanges) ++(some.size() == members.size() ? whole : smaller);
       return "";
     }
     return fmt::format("after step {} of {} ranks in generation {}, the values are not those of the repetition", step,
@@ -420,8 +486,10 @@ class LocalJudge {
 
   const LocalRecord& record_;
   LocalUpdatesOptions how_;
+  bool writes_;
   std::vector<int> fragment_of_{};
   std::vector<at::Tensor> flying_;  // mean of each fragment that is in flight
+  std::vector<double> rates_;       // the learning rate when it was sent first
   std::map<int, Replica> replicas_{};
   std::map<int, int> seen_{};
   Common common_{};

@@ -187,9 +187,15 @@ std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result)
   const bool is_first = result.loss.empty();
   MeasuredStep step;
   const auto compute = [&] { step = measured_gradients(*strategy_, number, options_.accumulate, loss); };
-  const auto update = [&] { measured_update(*strategy_, number, /*gradients=*/is_first, step); };
+  const auto group = group_;
+  int64_t sent = 0;  // until the end of the update, which an exchange may follow
+  const auto update = [&] {
+    measured_update(*strategy_, number, /*gradients=*/is_first, step);
+    sent = group.statistics().bytes;
+  };
   const TimedScope whole(timeline_of(group_), "step", number);
   if (!elastic_->step(samples, compute, update)) return std::nullopt;
+  step.bytes += group.statistics().bytes - sent;
   if (is_first) result.grads_mib = step.grads_mib;
   result.wait_ms.push_back(step.wait_ms);
   result.update_ms.push_back(step.update_ms);

@@ -19,15 +19,14 @@ struct Entry {
   double rate = 0;
 };
 
-// Visits the fields that a piece's entry has.
+// Visits the fields that a piece's entry has. rate: whether a learning rate is one of them.
 template <class Field>
-void visit(Entry& entry, const Fragment::Piece& piece, bool under_way, bool slow, Field& field) {
+void visit(Entry& entry, const Fragment::Piece& piece, bool under_way, bool rate, Field& field) {
   field("step", entry.steps);
   if (piece.anchor.defined()) field("anchor", entry.anchor);
   if (piece.momentum.defined()) field("momentum_buffer", entry.momentum);
-  if (!under_way) return;
-  field("in_flight", entry.in_flight);
-  if (slow) field("rate", entry.rate);
+  if (under_way) field("in_flight", entry.in_flight);
+  if (rate) field("rate", entry.rate);
 }
 
 // A copy in the layout of the piece's parameter.
@@ -56,7 +55,7 @@ OptimizerState LocalUpdates::State::named_state(bool in_flight) {
       const auto& piece = fragment.pieces()[i];
       Entry entry{steps, piece.anchor, piece.momentum, under_way ? mean[i] : at::Tensor(), piece.rate};
       detail::StateReader reader;
-      visit(entry, piece, under_way, slow, reader);
+      visit(entry, piece, under_way, slow && (under_way || !in_flight), reader);
       whole[piece.name] = std::move(reader.named);
     }
   }
@@ -107,7 +106,7 @@ void LocalUpdates::State::load(const OptimizerState& whole, bool in_flight) {
       auto& entry = entries[piece.name];
       detail::StateWriter writer(found->second, "parameter " + piece.name + " of LocalUpdates with these options");
       const bool under_way = in_flight && fragment.under_way(loaded.value_or(0) - options.warmup_steps);
-      visit(entry, piece, under_way, slow, writer);
+      visit(entry, piece, under_way, slow && (under_way || !in_flight), writer);
       writer.finish();
       if (entry.steps != *loaded || *loaded < 0) {
         throw UsageError(fmt::format("LocalUpdates: the state of parameter {} is from step {}, others from step {}",
@@ -133,7 +132,7 @@ void LocalUpdates::State::load(const OptimizerState& whole, bool in_flight) {
       piece.rate = entry.rate;
       if (entry.in_flight.defined()) sent.push_back(entry.in_flight);
     }
-    fragment.mean().wait();  // finish the exchange that began before
+    if (in_flight) fragment.mean().wait();  // finish the exchange that began before
     fragment.mean() = Mean(std::move(sent));
   }
   set_steps(*loaded);

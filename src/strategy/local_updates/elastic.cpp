@@ -3,6 +3,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "strategy/local_updates/state.h"
 
@@ -15,10 +16,11 @@ void LocalUpdates::State::regroup(const Group& to) {
   set_steps(steps);
   if (reducer) reducer->count_from(steps);
   buffer_mean = {};
+  if (std::exchange(changes_shared, false)) watch.note();
   const auto step = steps_exchanged - options.warmup_steps;
   for (size_t i = 0; i < fragments.size(); ++i) {
     fragments[i].mean() = {};
-    if (fragments[i].under_way(step)) fragments[i].send(group, optimizer, sent_as(steps, i));
+    if (fragments[i].under_way(step)) fragments[i].send(group, sent_as(steps, i));
   }
 }
 

@@ -54,16 +54,18 @@ void Fragment::anchor() {
   }
 }
 
-void Fragment::send(const Group& group, const torch::optim::Optimizer& optimizer, const Label& label) {
+void Fragment::note_rates(const torch::optim::Optimizer& optimizer) {
+  if (!std::holds_alternative<SlowMo>(options_.outer)) return;
+  for (auto& piece : pieces_) piece.rate = optimizer.param_groups()[piece.param_group].options().get_lr();
+}
+
+void Fragment::send(const Group& group, const Label& label) {
   std::vector<at::Tensor> parameters;
   std::vector<at::ScalarType> dtypes;
   for (auto& piece : pieces_) {
     piece.passed = false;
     parameters.push_back(piece.parameter);
     dtypes.push_back(options_.reduce_dtype.value_or(widened(piece.parameter.scalar_type())));
-    if (std::holds_alternative<SlowMo>(options_.outer)) {
-      piece.rate = optimizer.param_groups()[piece.param_group].options().get_lr();
-    }
   }
   const auto write = [this](size_t i, at::Tensor& out) {
     const auto& piece = pieces_[i];

@@ -47,8 +47,10 @@ bool equal_everywhere(const Group& group, const std::vector<at::Tensor>& tensors
 }  // namespace
 
 void State::adopt_changes() {
-  const bool belongs = std::exchange(restored, false);
-  if (!watch.changed()) return;
+  if (!watch.changed()) {
+    restored = false;
+    return;
+  }
   const torch::NoGradGuard no_grad;
   std::vector<Fragment::Piece*> changed;
   std::vector<std::string> names;
@@ -68,9 +70,10 @@ void State::adopt_changes() {
       values.push_back(piece.parameter);
     }
   }
+  if (std::exchange(restored, false)) return watch.note();
   const bool keeps_none =
       std::none_of(changed.begin(), changed.end(), [](auto* piece) { return piece->anchor.defined(); });
-  if (belongs || changed.empty() || (keeps_none && options.delay == 0 && !reducer)) return;
+  if (changed.empty() || (keeps_none && options.delay == 0 && !reducer)) return;
   const Label label{steps, -1, "replaced parameters"};
   agree(group, "the parameters that were loaded, replaced or written since the last step of LocalUpdates", names);
   const bool equal = equal_everywhere(group, values, label);
@@ -117,7 +120,9 @@ bool State::exchange_due() const {
 void State::exchange() {
   const auto step = steps - options.warmup_steps;
   for (size_t i = 0; i < fragments.size(); ++i) {
-    if (fragments[i].due(step)) fragments[i].send(group, optimizer, sent_as(steps, i));
+    if (!fragments[i].due(step)) continue;
+    fragments[i].note_rates(optimizer);
+    fragments[i].send(group, sent_as(steps, i));
   }
   for (auto& fragment : fragments) {
     if (fragment.due(step - options.delay)) fragment.mean().wait();

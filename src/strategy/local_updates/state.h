@@ -37,7 +37,7 @@ struct LocalUpdates::State {
   void exchange();
   void apply_exchange();
   // See state_dict(); the tensors are this object's own and valid until the next step. in_flight: whether exchanges in
-  // flight belong to it, which are then waited for.
+  // flight belong to it, which are then waited for; a newcomer gets none, but the learning rates that belong to them.
   OptimizerState named_state(bool in_flight = true);
   // See load_state_dict().
   void load(const OptimizerState& whole, bool in_flight);
@@ -65,9 +65,10 @@ struct LocalUpdates::State {
   ModuleTensors tensors;
   std::set<const c10::TensorImpl*> exchanged;
   std::vector<Fragment> fragments;
-  Mean buffer_mean{};     // of an exchange that has not been applied
-  ParameterWatch watch;   // watches the fragments' parameters, in their order
-  bool restored = false;  // the parameters' values belong to a loaded state
+  Mean buffer_mean{};           // of an exchange that has not been applied
+  ParameterWatch watch;         // watches the fragments' parameters, in their order
+  bool restored = false;        // the parameters' values belong to a loaded state
+  bool changes_shared = false;  // before an admission: newcomers get the changed parameters, and what follows from them
   int64_t steps = 0;
   int64_t steps_exchanged = 0;  // steps whose exchanges have been applied
   // Who runs exchanges: step(), or Elastic, which allows one step() in each of its own.

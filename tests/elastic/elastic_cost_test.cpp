@@ -1,0 +1,110 @@
+// What readiness for a death costs in a step: messages and memory, beside the same training without Elastic.
+
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+
+#include <sstream>
+
+#include "shoal/elastic.h"
+#include "shoal/optim.h"
+#include "shoal/training.h"
+#include "tests/support/forked_ranks.h"
+#include "tests/support/page_meter.h"
+
+namespace shoal::elastic_cost_test {
+namespace {
+
+constexpr int64_t layers = 24;
+constexpr int64_t width = 512;
+constexpr int ranks = 2;
+
+struct StackImpl : torch::nn::Module {
+  StackImpl() {
+    torch::manual_seed(1);
+    for (int64_t i = 0; i < layers; ++i) {
+      list.push_back(register_module(std::to_string(i), torch::nn::Linear(width, width)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : list) x = layer(x);
+    return x;
+  }
+  std::vector<torch::nn::Linear> list;
+};
+TORCH_MODULE(Stack);
+
+struct Cost {
+  int64_t calls = 0;  // of a rank, in the measured steps
+  int64_t sent = 0;   // bytes
+  int64_t pages = 0;  // bytes of all ranks after them, by the kernel's count
+};
+
+constexpr int measured_steps = 8;
+
+std::string measure(const World& world, const std::string& strategy, bool elastic) {
+  alarm(120);
+  test::return_freed_memory();
+  const auto before = test::proportional_bytes();
+  auto training = make_training(strategy, Stack(), optimizer_recipe<FusedAdamW>(1e-3), world.group());
+  std::optional<Elastic> guard;
+  if (elastic) guard.emplace(world, *training);
+  const auto x = at::ones({2, width});
+  const auto step = [&] {
+    const auto compute = [&] { training.forward(x).sum().backward(); };
+    const auto update = [&] { training->step(); };
+    if (guard) {
+      guard->step(1, compute, update);
+    } else {
+      compute();
+      update();
+    }
+    training->zero_grad();
+  };
+  for (int i = 0; i < 4; ++i) step();
+  const auto start = world.group().statistics();
+  for (int i = 0; i < measured_steps; ++i) step();
+  const auto end = world.group().statistics();
+  world.barrier();
+  malloc_trim(0);
+  const auto pages = test::proportional_bytes() - before;
+  world.barrier();  // pages that ranks share are divided among those that live
+  if (guard && guard->steps() != 4 + measured_steps) return "Elastic has not counted all steps";
+  return fmt::format("{} {} {}", end.calls - start.calls, end.bytes - start.bytes, pages);
+}
+
+Cost cost_of(const std::string& strategy, bool elastic) {
+  Cost all;
+  const auto ended = test::run_ranks(ranks, [&](const World& world) { return measure(world, strategy, elastic); });
+  for (const auto& rank : ended) {
+    Cost one;
+    std::istringstream(rank.text) >> one.calls >> one.sent >> one.pages;
+    EXPECT_GT(one.pages, 0) << rank.text;
+    all.calls = std::max(all.calls, one.calls);
+    all.sent = std::max(all.sent, one.sent);
+    all.pages += one.pages;
+  }
+  return all;
+}
+
+class ElasticCost : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, ElasticCost, testing::ValuesIn(elastic_strategies()),
+                         [](const auto& info) { return info.param; });
+
+// The commit of a step sends a few numbers, of sharded strategies in place of those that an update sends otherwise. Parameters, state and gradients stay where they are.
+TEST_P(ElasticCost, ELA03_a_step_sends_no_more_than_its_commit_and_memory_is_within_5_percent) {
+  const auto plain = cost_of(GetParam(), false);
+  const auto guarded = cost_of(GetParam(), true);
+  EXPECT_LE(guarded.calls - plain.calls, 2 * measured_steps);
+  EXPECT_LE(guarded.sent - plain.sent, 200 * measured_steps);
+  const auto parameters = static_cast<double>(4 * layers * width * (width + 1));
+  EXPECT_GT(static_cast<double>(plain.pages), 2 * parameters) << "parameters and state were counted";
+  if (test::counts_freed_memory) return;
+  const double ratio = static_cast<double>(guarded.pages) / static_cast<double>(plain.pages);
+  fmt::print("{}: memory {:.1f} MiB without, {:.1f} MiB with Elastic, {:.3f} times\n", GetParam(),
+             static_cast<double>(plain.pages) / (1 << 20), static_cast<double>(guarded.pages) / (1 << 20), ratio);
+  EXPECT_LE(ratio, 1.05);
+}
+
+}  // namespace
+}  // namespace shoal::elastic_cost_test
