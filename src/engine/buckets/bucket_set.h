@@ -65,7 +65,7 @@ class BucketSet {
   std::vector<Place> places_;  // by gradient
   std::vector<bool> frozen_;   // by gradient
   StepTrailer trailer_;
-  SpareMemory spare_;
+  SpareMemory spare_{/*most_times=*/4};
   bool keeps_transient_ = false;
 };
 

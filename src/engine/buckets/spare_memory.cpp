@@ -6,11 +6,14 @@
 namespace shoal {
 
 std::vector<at::Tensor>::const_iterator SpareMemory::find(int64_t numel, const at::TensorOptions& options) const {
-  // Not much larger than needed, because a larger buffer is soon needed by a larger bucket.
-  return std::find_if(spare_.begin(), spare_.end(), [&](const at::Tensor& memory) {
-    return memory.scalar_type() == options.dtype().toScalarType() && memory.device() == options.device() &&
-           memory.numel() >= numel && memory.numel() <= numel + numel / 4;
-  });
+  const auto most = static_cast<int64_t>(most_times_ * static_cast<double>(numel));
+  auto best = spare_.end();
+  for (auto it = spare_.begin(); it != spare_.end(); ++it) {
+    const bool fits = it->scalar_type() == options.dtype().toScalarType() && it->device() == options.device() &&
+                      it->numel() >= numel && it->numel() <= most;
+    if (fits && (best == spare_.end() || it->numel() < best->numel())) best = it;
+  }
+  return best;
 }
 
 at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::TensorOptions& options) {

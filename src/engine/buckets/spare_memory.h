@@ -12,7 +12,11 @@ namespace shoal {
 
 class SpareMemory {
  public:
-  // Returns [numel] with stale values. If nothing fits, frees all spare buffers before it allocates, so that memory
+  // most_times: a spare buffer may be so many times as large as what is needed. A larger one is soon needed by a larger
+  // bucket or page; but where sizes alternate, too small a number makes all memory fresh.
+  explicit SpareMemory(double most_times = 1.25) : most_times_(most_times) {}
+
+  // Returns at least [numel] with stale values, the smallest buffer that fits. If nothing fits, frees all spare buffers before it allocates, so that memory
   // never exceeds what was in use at once.
   at::Tensor take(const Group& group, int64_t numel, const at::TensorOptions& options);
   // Whether take() would return a spare buffer.
@@ -25,7 +29,8 @@ class SpareMemory {
  private:
   std::vector<at::Tensor>::const_iterator find(int64_t numel, const at::TensorOptions& options) const;
 
-  std::vector<at::Tensor> spare_;
+  double most_times_;
+  std::vector<at::Tensor> spare_{};
 };
 
 }  // namespace shoal
