@@ -1,12 +1,12 @@
 """What the death of a rank costs: from kill -9 to the end of the next complete step (ELA09), and what readiness for it costs.
 
     python bench/recovery.py --shoal build/shoal --json recovery.json
-    python bench/recovery.py --shoal build/shoal --peer-torchrun VENV/bin/torchrun --peer-models REFERENCE --pairs 0
+    python bench/recovery.py --shoal build/shoal --pairs 0 --peers torchrun torchft --peer-python PYTHON --peer-models REFERENCE
 
 Trains with `shoal train --elastic 1`, kills one rank after the other run by run, at a random moment of a step, and reads from the metrics
-file when the next step is complete; with --peer-torchrun, in turn, the same for PyTorch's DistributedDataParallel over Gloo, which torchrun
-starts again from a checkpoint of every step (restarted_training.py). The bound is 1.5 ordinary steps of the ranks that are left, plus 0.5 s. Then trains in pairs without and
-with --elastic, and compares the median steps and the memory of all ranks (PSS); bounds 1.01 and 1.05. Times depend on what else the machine
+file when the next step that was begun without it is complete. Peers take turns: PyTorch's DistributedDataParallel over Gloo, which torchrun starts again from a
+checkpoint of every step (restarted_training.py), and torchft (torchft_training.py). The bound is 1.5 ordinary steps of the ranks that are
+left, plus 0.5 s. Then trains in pairs without and with --elastic, and compares the median steps and the memory of all ranks (PSS); bounds 1.01 and 1.05. Times depend on what else the machine
 does: the load is printed beside them.
 """
 
@@ -27,10 +27,23 @@ def command(options, folder, *more):
             "--batch", str(options.batch), "--threads", "1", "--metrics", str(folder / "metrics.jsonl"), "--json", str(folder / "report.json"), *more]
 
 
-def steps_of(path):
-    """Lines of complete steps; the last line may still grow."""
+def lines_of(path):
     text = path.read_text() if path.exists() else ""
-    return [line for line in map(json.loads, text[:text.rfind("\n") + 1].splitlines()) if "loss" in line]
+    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]  # the last line may still grow
+
+
+def steps_of(path):
+    """Lines of complete steps."""
+    return [line for line in lines_of(path) if "loss" in line]
+
+
+def steps_after_change(path, ranks):
+    """Those that were begun without the rank that ended: after shoal's event, after torchrun's restart, of torchft's smaller quorum."""
+    lines = lines_of(path)
+    events = [number for number, line in enumerate(lines) if "event" in line]
+    if events:
+        return [line for line in lines[events[0]:] if "loss" in line]
+    return [line for line in lines if line.get("attempt", 0) > 0 or line.get("ranks", ranks) < ranks]
 
 
 def shoal_job(options, folder):
@@ -38,9 +51,15 @@ def shoal_job(options, folder):
 
 
 def torchrun_job(options, folder):
-    return [options.peer_torchrun, "--nproc-per-node", str(options.ranks), "--max-restarts", "100", "--monitor-interval", "0.1", "--master-port",
-            "0", str(pathlib.Path(__file__).with_name("restarted_training.py")), "--models", options.peer_models, "--folder", str(folder),
+    # Without this variable the restarted ranks read their predecessors' addresses in the agent's store, and hang (pytorch#135712).
+    return ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", options.peer_python, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--max-restarts", "100", "--monitor-interval", "0.1", "--standalone",
+            str(pathlib.Path(__file__).with_name("restarted_training.py")), "--models", options.peer_models, "--folder", str(folder),
             "--model", options.model, "--size", options.size, "--batch", str(options.batch)]
+
+
+def torchft_job(options, folder):
+    return [options.peer_python, str(pathlib.Path(__file__).with_name("torchft_training.py")), "--ranks", str(options.ranks), "--models",
+            options.peer_models, "--folder", str(folder), "--model", options.model, "--size", options.size, "--batch", str(options.batch)]
 
 
 def ranks_of(launcher, folder):
@@ -65,20 +84,19 @@ def kill_once(options, job, rank, random_source):
             deadline = time.monotonic() + 120
             while len(steps_of(metrics)) < options.before:
                 if run.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("the training did not begin")
+                    raise SystemExit(f"{job.__name__}: the training did not begin")
                 time.sleep(0.005)
             time.sleep(random_source.random() * steps_of(metrics)[-1]["step_ms"] / 1e3)
-            before = len(steps_of(metrics))
             os.kill(ranks_of(run.pid, folder)[rank], signal.SIGKILL)
             killed = time.monotonic()
-            while len(steps_of(metrics)) <= before:
-                if run.poll() is not None or time.monotonic() - killed > 60:
-                    raise SystemExit("the training did not go on")
+            recovered = None
+            while len(steps_after_change(metrics, options.ranks)) < 1 + options.after:
+                if run.poll() is not None or time.monotonic() - killed > 120:
+                    raise SystemExit(f"{job.__name__}: the training did not go on")
+                if recovered is None and steps_after_change(metrics, options.ranks):
+                    recovered = time.monotonic() - killed
                 time.sleep(0.002)
-            recovered = time.monotonic() - killed
-            while len(steps_of(metrics)) < before + 1 + options.after:
-                time.sleep(0.01)
-            return recovered, statistics.median(step["step_ms"] for step in steps_of(metrics)[before + 1:]) / 1e3
+            return recovered, statistics.median(step["step_ms"] for step in steps_after_change(metrics, options.ranks)[1:]) / 1e3
         finally:
             run.send_signal(signal.SIGINT)
             run.wait(60)
@@ -108,12 +126,13 @@ def main():
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--pair-steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--peer-torchrun", help="torchrun of an environment with torch and numpy")
+    parser.add_argument("--peers", nargs="*", default=[], choices=["torchrun", "torchft"])
+    parser.add_argument("--peer-python", help="Python with torch, numpy, and torchft-nightly for torchft")
     parser.add_argument("--peer-models", help="folder of the reference's models.py")
     options = parser.parse_args()
     random_source = random.Random(options.seed)
     result = {"config": vars(options), "kills": {}, "pairs": {}, "load_1min": [os.getloadavg()[0]]}
-    jobs = {"shoal": shoal_job} | ({"torchrun": torchrun_job} if options.peer_torchrun else {})
+    jobs = {"shoal": shoal_job} | {name: {"torchrun": torchrun_job, "torchft": torchft_job}[name] for name in options.peers}
     for kill in range(options.kills):
         for name, job in jobs.items():
             recovered, step = kill_once(options, job, kill % options.ranks, random_source)

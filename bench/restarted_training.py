@@ -58,7 +58,8 @@ def main():
             step += 1
             if rank == 0:
                 save(options.folder, model, optimizer, step)
-                metrics.write(json.dumps({"step": step, "loss": loss.item(), "step_ms": 1e3 * (time.monotonic() - begin)}) + "\n")
+                metrics.write(json.dumps({"step": step, "loss": loss.item(), "step_ms": 1e3 * (time.monotonic() - begin),
+                                          "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains over slow links: every strategy on the same hosts, in network namespaces, one rank each.
+r"""Trains over slow links: every strategy on the same hosts, in network namespaces, one rank each.
 
     python bench/slow_links.py --shoal build/shoal --rate 100mbit --hosts 4
 
@@ -6,6 +6,11 @@ Trains each variant three times: as it is, with one host at a quarter of the spe
 time), and with one host killed after --kill-step steps. Prints the table of docs/decentralized.md: step time (mean over all steps
 but the first ones (--skip), from the start of one to that of the next), time to the wanted test accuracy (training alone, without start and evaluation), bytes that a
 rank has sent. Needs root, for the namespaces. About --epochs times 4 minutes a variant and condition.
+
+    python bench/slow_links.py --shoal build/shoal --rate 10gbit --hosts 2 --transport tcp --model gpt --size small --data reference \
+        --batch 4 --steps 8 --skip 3 --condition none --rounds 7 --peer-python PYTHON --peer-script REFERENCE/peers.py local fsdp fsdp2_full
+
+With --rounds, the variants take turns, and the table has medians over the rounds. Other names than those of the variants are peers.
 """
 
 import argparse
@@ -13,6 +18,7 @@ import json
 import os
 import pathlib
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +28,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" 
 from hosts import Hosts  # noqa: E402
 
 VARIANTS = {
+    "local": ["--strategy", "local"],
+    "zero1": ["--strategy", "zero1"],
+    "zero2": ["--strategy", "zero2"],
+    "megatron": ["--strategy", "megatron"],
+    "fsdp": ["--strategy", "fsdp"],
+    "fsdp-bf16": ["--strategy", "fsdp", "--dtype", "bf16_mixed"],
     "ddp": ["--strategy", "ddp"],
     "ddp-bf16": ["--strategy", "ddp", "--compress", "bf16"],
     "ddp-powersgd": ["--strategy", "ddp", "--compress", "powersgd:4:2"],
@@ -78,7 +90,7 @@ def measure(options, hosts, name, condition):
     with tempfile.TemporaryDirectory() as folder:
         report, metrics = pathlib.Path(folder) / "report.json", pathlib.Path(folder) / "metrics.jsonl"
         command = [options.shoal, "train", "--model", options.model, "--size", options.size, "--data", options.data,
-                   "--transport", "gloo", "--batch", str(options.batch), *([] if options.data == "reference" else ["--eval"]), "--lr", str(options.lr), "--schedule", options.schedule,
+                   "--transport", options.transport, "--batch", str(options.batch), *([] if options.data == "reference" else ["--eval"]), "--lr", str(options.lr), "--schedule", options.schedule,
                    *(["--steps", str(options.steps)] if options.steps else ["--epochs", str(options.epochs)]),
                    "--json", str(report), "--metrics", str(metrics), *VARIANTS[name]]
         if "decentralized" in VARIANTS[name]:
@@ -112,6 +124,35 @@ def measure(options, hosts, name, condition):
                 "per_step_mb": max(sent) / 1e6 / len(timing["step_ms"]), "strategy": result.get("strategy", {})}
 
 
+# Runs a peer's worker of the reference on each host; the hosts share a file as their store.
+PEER = """import sys
+sys.path.insert(0, sys.argv[1])
+import peers
+options = peers.parser().parse_args(sys.argv[4:])
+peers.worker(int(sys.argv[2]), options, sys.argv[3])
+"""
+
+
+def measure_peer(options, hosts, name):
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--peer", name, "--model", options.model, "--size", options.size, "--batch", str(options.batch), "--steps", str(options.steps),
+                     "--impl", "fused", "--world", str(options.hosts), "--optimizer", "adamw"]
+        program = pathlib.Path(folder) / "worker.py"
+        program.write_text(PEER)
+        before = [sent_bytes(hosts, host) for host in range(options.hosts)]
+        processes = [hosts.start(host, 1, ["env", f"GLOO_SOCKET_IFNAME={hosts.links[host]}", "OMP_NUM_THREADS=1", options.peer_python, str(program),
+                                           str(pathlib.Path(options.peer_script).parent), str(host), folder, *arguments])
+                     for host in range(options.hosts)]
+        codes = [process.wait(options.limit) for process in processes]
+        reports = sorted(pathlib.Path(folder).glob("*.json"))
+        if any(codes) or not reports:
+            return {"name": name, "condition": "none", "codes": codes}
+        times = json.loads(reports[0].read_text())["step_ms"]
+        sent = max(sent_bytes(hosts, host) - old for host, old in enumerate(before)) / 1e6
+        return {"name": name, "condition": "none", "step_ms": sum(times[options.skip:]) / (len(times) - options.skip), "accuracy": None,
+                "reached_s": None, "sent_mb": sent, "per_step_mb": sent / len(times)}
+
+
 def row(result):
     head = f"| {result['name']} | {dict(none='', slow='a host at 1/4', kill='a host killed')[result['condition']]} | "
     if "step_ms" not in result:
@@ -141,15 +182,24 @@ def main():
     parser.add_argument("--kill-step", type=int, default=50, help="after so many steps a host is killed, under that condition")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a run may take")
     parser.add_argument("--json")
-    parser.add_argument("variants", nargs="*", default=list(VARIANTS), help=", ".join(VARIANTS))
+    parser.add_argument("--transport", default="gloo")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--peer-python", help="Python with torch and the peers")
+    parser.add_argument("--peer-script", help="path of the reference's peers.py")
+    parser.add_argument("variants", nargs="*", default=list(VARIANTS)[6:], help=", ".join(VARIANTS))
     options = parser.parse_args()
     results = []
     print(f"| | condition | ms per step | seconds to {options.accuracy:.0%} | accuracy, % | MB per step |\n|---|---|---|---|---|---|")
     with Hosts(options.hosts, options.rate) as hosts:
-        for name in options.variants:
-            for condition in options.condition or CONDITIONS:
-                results.append(measure(options, hosts, name, condition))
+        for name in options.variants * options.rounds:
+            for condition in (options.condition or CONDITIONS) if name in VARIANTS else ["none"]:
+                results.append(measure(options, hosts, name, condition) if name in VARIANTS else measure_peer(options, hosts, name))
                 print(row(results[-1]), flush=True)
+    if options.rounds > 1:
+        print(f"\nmedians of {options.rounds} rounds")
+        for name in options.variants:
+            complete = [result for result in results if result["name"] == name and "step_ms" in result]
+            print(row({**complete[0], "step_ms": statistics.median(result["step_ms"] for result in complete)}) if complete else f"| {name} | failed |")
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
 

@@ -53,7 +53,8 @@ void BucketSet::make_memory_alike() {
       const bool alike = other.transient() && !other.sparse() && other.options().dtype() == bucket.options().dtype() &&
                          other.options().device() == bucket.options().device();
       const auto unused = (other.numel() - bucket.numel()) * static_cast<int64_t>(bucket.options().dtype().itemsize());
-      if (alike && unused <= passing_bucket_bytes) least = std::max(least, other.numel());
+      const bool near = unused <= passing_bucket_bytes || other.numel() <= most_times_larger * bucket.numel();
+      if (alike && near) least = std::max(least, other.numel());
     }
     bucket.set_least_numel(least);
   }

@@ -65,7 +65,9 @@ class BucketSet {
   std::vector<Place> places_;  // by gradient
   std::vector<bool> frozen_;   // by gradient
   StepTrailer trailer_;
-  SpareMemory spare_{/*most_times=*/4};
+  // Larger buffers than these are not used by smaller buckets, which would keep the largest of a model in memory.
+  static constexpr int64_t most_times_larger = 4;
+  SpareMemory spare_{most_times_larger};
   bool keeps_transient_ = false;
 };
 
