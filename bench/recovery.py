@@ -37,9 +37,10 @@ def steps_of(path):
     return [line for line in lines_of(path) if "loss" in line]
 
 
-def steps_after_change(path, ranks):
-    """Those that were begun without the rank that ended: after shoal's event, after torchrun's restart, of torchft's smaller quorum."""
-    lines = lines_of(path)
+def steps_after_change(path, ranks, before):
+    """Those that were begun without the rank that ended: after shoal's event, after torchrun's restart, of torchft's smaller quorum.
+    before: lines at the kill; torchft's first quorums are small, too."""
+    lines = lines_of(path)[before:]
     events = [number for number, line in enumerate(lines) if "event" in line]
     if events:
         return [line for line in lines[events[0]:] if "loss" in line]
@@ -87,16 +88,17 @@ def kill_once(options, job, rank, random_source):
                     raise SystemExit(f"{job.__name__}: the training did not begin")
                 time.sleep(0.005)
             time.sleep(random_source.random() * steps_of(metrics)[-1]["step_ms"] / 1e3)
+            before = len(lines_of(metrics))
             os.kill(ranks_of(run.pid, folder)[rank], signal.SIGKILL)
             killed = time.monotonic()
             recovered = None
-            while len(steps_after_change(metrics, options.ranks)) < 1 + options.after:
+            while len(steps_after_change(metrics, options.ranks, before)) < 1 + options.after:
                 if run.poll() is not None or time.monotonic() - killed > 120:
                     raise SystemExit(f"{job.__name__}: the training did not go on")
-                if recovered is None and steps_after_change(metrics, options.ranks):
+                if recovered is None and steps_after_change(metrics, options.ranks, before):
                     recovered = time.monotonic() - killed
                 time.sleep(0.002)
-            return recovered, statistics.median(step["step_ms"] for step in steps_after_change(metrics, options.ranks)[1:]) / 1e3
+            return recovered, statistics.median(step["step_ms"] for step in steps_after_change(metrics, options.ranks, before)[1:]) / 1e3
         finally:
             run.send_signal(signal.SIGINT)
             run.wait(60)
