@@ -37,6 +37,11 @@ def steps_of(path):
     return [line for line in lines_of(path) if "loss" in line]
 
 
+def full_steps(path, ranks):
+    """Those of all ranks; torchft's first quorums may be smaller."""
+    return [step for step in steps_of(path) if step.get("ranks", ranks) == ranks]
+
+
 def steps_after_change(path, ranks, before):
     """Those that were begun without the rank that ended: after shoal's event, after torchrun's restart, of torchft's smaller quorum.
     before: lines at the kill; torchft's first quorums are small, too."""
@@ -83,7 +88,7 @@ def kill_once(options, job, rank, random_source):
         run = subprocess.Popen(job(options, folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 120
-            while len(steps_of(metrics)) < options.before:
+            while len(full_steps(metrics, options.ranks)) < options.before:
                 if run.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit(f"{job.__name__}: the training did not begin")
                 time.sleep(0.005)

@@ -10,7 +10,7 @@ rank has sent. Needs root, for the namespaces. About --epochs times 4 minutes a 
     python bench/slow_links.py --shoal build/shoal --rate 10gbit --hosts 2 --transport tcp --model gpt --size small --data reference \
         --batch 4 --steps 8 --skip 3 --condition none --rounds 7 --peer-python PYTHON --peer-script REFERENCE/peers.py local fsdp fsdp2_full
 
-With --rounds, the variants take turns, and the table has medians over the rounds. Other names than those of the variants are peers.
+With --rounds, the variants take turns, and a second table has the medians of step times. Other names than those of the variants are peers.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def measure_peer(options, hosts, name):
         reports = sorted(pathlib.Path(folder).glob("*.json"))
         if any(codes) or not reports:
             return {"name": name, "condition": "none", "codes": codes}
-        times = json.loads(reports[0].read_text())["step_ms"]
+        times = [max(step) for step in zip(*(json.loads(report.read_text())["step_ms"] for report in reports))]
         sent = max(sent_bytes(hosts, host) - old for host, old in enumerate(before)) / 1e6
         return {"name": name, "condition": "none", "step_ms": sum(times[options.skip:]) / (len(times) - options.skip), "accuracy": None,
                 "reached_s": None, "sent_mb": sent, "per_step_mb": sent / len(times)}
@@ -196,10 +196,10 @@ def main():
                 results.append(measure(options, hosts, name, condition) if name in VARIANTS else measure_peer(options, hosts, name))
                 print(row(results[-1]), flush=True)
     if options.rounds > 1:
-        print(f"\nmedians of {options.rounds} rounds")
-        for name in options.variants:
-            complete = [result for result in results if result["name"] == name and "step_ms" in result]
-            print(row({**complete[0], "step_ms": statistics.median(result["step_ms"] for result in complete)}) if complete else f"| {name} | failed |")
+        print(f"\nmilliseconds per step: medians of {options.rounds} rounds; the rest: the first round")
+        for case in dict.fromkeys((result["name"], result["condition"]) for result in results):
+            complete = [result for result in results if (result["name"], result["condition"]) == case and "step_ms" in result]
+            print(row({**complete[0], "step_ms": statistics.median(result["step_ms"] for result in complete)}) if complete else f"| {case} | failed |")
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
 

@@ -21,7 +21,8 @@ namespace shoal {
 // Whether this rank can finish the step, or the exchange after it, in which a death has cut it off.
 enum class Ready {
   no,
-  if_another_has,  // its own gradients are there, and say nothing of other ranks: it does if another rank has finished the step
+  // It has its own gradients, which say nothing of other ranks: if another rank has finished the step.
+  if_another_has,
   yes,             // it has what comes from all ranks
 };
 

@@ -1,5 +1,5 @@
-// LocalUpdates as an elastic training takes it. Ranks update alone. What they exchange after some steps communicates first
-// and changes values once all ranks have the means.
+// LocalUpdates as an elastic training takes it. Ranks update alone. What they exchange after some steps communicates
+// first, and changes values once all ranks have the means.
 
 #include <fmt/format.h>
 
@@ -68,6 +68,7 @@ class LocalParts : public ElasticParts {
     guards_ = true;
   }
   bool prepare_commit() override {
+    updates_.changes_shared = false;
     updates_.adopt_changes();
     return false;
   }

@@ -51,6 +51,9 @@ TEST(SpareMemory, the_smallest_buffer_that_fits_is_taken_and_none_that_is_much_t
   EXPECT_EQ(spare.take(group, 24, at::kFloat).numel(), 60) << "4 times 24 are 96";
   EXPECT_FALSE(spare.fits(24, at::kFloat));
   EXPECT_EQ(spare.take(group, 24, at::kFloat).numel(), 24);
+  spare.put(at::empty({300}));
+  EXPECT_FALSE(spare.fits(70, at::kFloat)) << "a buffer for 290 does not serve 70, whatever a fresh one would have";
+  EXPECT_EQ(spare.take(group, 70, at::kFloat, 290).numel(), 290);
   EXPECT_FALSE(spare.fits(100, at::kFloat)) << "what did not fit was freed before memory was allocated";
 }
 

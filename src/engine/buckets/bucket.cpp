@@ -53,7 +53,7 @@ void Bucket::acquire(const Group& group, SpareMemory& spare) {
   if (sparse_) return;
   present_ = true;
   if (flat_.defined()) return;
-  memory_ = spare.take(group, memory_numel(), options());
+  memory_ = spare.take(group, numel(), options(), least_numel_);
   flat_ = memory_.narrow(0, 0, numel());
   for (size_t place = 0; place < members_.size(); ++place) {
     views_.push_back(view_like(flat_, layout_.range(place).begin, parameters_[place]));

@@ -32,15 +32,14 @@ class Bucket {
   const std::string& names() const { return names_; }  // names of the first few, for labels
   const FlatLayout& layout() const { return layout_; }
   int64_t payload_numel() const { return layout_.size(); }
-  // Elements of the flat buffer, and of the memory that acquire() takes for it.
+  // Elements of the flat buffer.
   int64_t numel() const { return payload_numel() + (with_trailer_ ? StepTrailer::numel(members_.size()) : 0); }
-  int64_t memory_numel() const { return std::max(numel(), least_numel_); }
   at::TensorOptions options() const { return options_.requires_grad(false); }
 
   // acquire() gives the bucket memory if it has none; release() takes it away, unless `keep`: then it stays for the
   // next step.
   void acquire(const Group& group, SpareMemory& spare);
-  // Makes acquire() take memory of at least this many elements, so that other buckets can use it afterwards.
+  // Makes acquire() take fresh memory of at least this many elements, so that other buckets can use it afterwards.
   void set_least_numel(int64_t numel) { least_numel_ = numel; }
   void release(SpareMemory& spare, bool keep);
 

@@ -34,7 +34,9 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
   for (const auto& bucket : buckets_) transient_bytes += bucket.transient() ? bucket.layout().bytes() : 0;
   keeps_transient_ = transient_bytes <= small_bytes;
   const bool on_cpu = buckets_.empty() || buckets_.front().options().device().is_cpu();
-  if (!keeps_transient_ && group_.transport() == "host" && on_cpu) make_memory_alike();
+  const bool alike = !keeps_transient_ && group_.transport() == "host" && on_cpu;
+  spare_ = alike ? SpareMemory(most_times_larger) : SpareMemory();
+  if (alike) make_memory_alike();
   if (apart) {
     std::vector<size_t> all(gradients_.size());
     std::iota(all.begin(), all.end(), 0);
@@ -63,7 +65,7 @@ void BucketSet::make_memory_alike() {
 bool BucketSet::needs_fresh_memory(size_t gradient) const {
   const auto& bucket = of(gradient);
   return bucket.transient() && !bucket.sparse() && !bucket.flat().defined() &&
-         !spare_.fits(bucket.memory_numel(), bucket.options());
+         !spare_.fits(bucket.numel(), bucket.options());
 }
 
 void BucketSet::set_frozen(std::vector<bool> frozen) {

@@ -16,14 +16,14 @@ std::vector<at::Tensor>::const_iterator SpareMemory::find(int64_t numel, const a
   return best;
 }
 
-at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::TensorOptions& options) {
+at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::TensorOptions& options, int64_t fresh_numel) {
   if (const auto found = find(numel, options); found != spare_.end()) {
     auto memory = *found;
     spare_.erase(found);
     return memory;
   }
   spare_.clear();
-  return group.allocate(numel, options);
+  return group.allocate(std::max(numel, fresh_numel), options);
 }
 
 }  // namespace shoal

@@ -16,9 +16,9 @@ class SpareMemory {
   // bucket or page; but where sizes alternate, too small a number makes all memory fresh.
   explicit SpareMemory(double most_times = 1.25) : most_times_(most_times) {}
 
-  // Returns at least [numel] with stale values, the smallest buffer that fits. If nothing fits, frees all spare buffers before it allocates, so that memory
-  // never exceeds what was in use at once.
-  at::Tensor take(const Group& group, int64_t numel, const at::TensorOptions& options);
+  // Returns at least [numel] with stale values, the smallest buffer that fits. If nothing fits, frees all spare buffers
+  // before it allocates `fresh_numel` (0: numel), so that memory never exceeds what was in use at once.
+  at::Tensor take(const Group& group, int64_t numel, const at::TensorOptions& options, int64_t fresh_numel = 0);
   // Whether take() would return a spare buffer.
   bool fits(int64_t numel, const at::TensorOptions& options) const { return find(numel, options) != spare_.end(); }
   void put(at::Tensor memory) { spare_.push_back(std::move(memory)); }

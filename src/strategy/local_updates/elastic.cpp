@@ -1,9 +1,9 @@
 // LocalUpdates when the ranks change.
 
+#include <ATen/ops/full.h>
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "strategy/local_updates/state.h"
 
@@ -16,7 +16,11 @@ void LocalUpdates::State::regroup(const Group& to) {
   set_steps(steps);
   if (reducer) reducer->count_from(steps);
   buffer_mean = {};
-  if (std::exchange(changes_shared, false)) watch.note();
+  // Only if all have adopted the changes: a death may have cut some off in that.
+  auto adopted = at::full({1}, static_cast<int64_t>(changes_shared || !watch.changed()), at::kLong);
+  group.all_reduce(adopted, ReduceOp::min, {steps, -1, "parameters that newcomers have as well"}).wait();
+  if (adopted.item<int64_t>() == 1) watch.note();
+  changes_shared = false;
   const auto step = steps_exchanged - options.warmup_steps;
   for (size_t i = 0; i < fragments.size(); ++i) {
     fragments[i].mean() = {};

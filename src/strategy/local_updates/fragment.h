@@ -31,8 +31,8 @@ class Fragment {
 
   // theta <- x.
   void anchor();
-  // Before send(), but not before a repetition of it: takes the inner optimizer's learning rates, which a schedule may have
-  // changed on some ranks since.
+  // Before send(), but not before a repetition of it: takes the inner optimizer's learning rates, which a schedule may
+  // have changed on some ranks since.
   void note_rates(const torch::optim::Optimizer& optimizer);
   void send(const Group& group, const Label& label);
   // Waits for the exchange, and applies it.

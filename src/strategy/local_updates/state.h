@@ -31,8 +31,8 @@ struct LocalUpdates::State {
   void adopt_changes();
   // After the optimizer's step.
   void count_step();
-  // Exchanges after a step, in two parts. The first communicates and changes no values, so that it may be run again; the
-  // second applies what has come.
+  // Exchanges after a step, in two parts. The first communicates and changes no values, so that it may be run again;
+  // the second applies what has come.
   bool exchange_due() const;
   void exchange();
   void apply_exchange();
@@ -50,8 +50,8 @@ struct LocalUpdates::State {
   // Parameters that are exchanged, fragment by fragment.
   std::vector<at::Tensor> parameters() const;
 
-  // For Elastic. Goes on in another group; an exchange that is in flight is sent again, with the present values. It may be
-  // called again if it fails. Collective.
+  // For Elastic. Goes on in another group; an exchange that is in flight is sent again, with the present values. It may
+  // be called again if it fails. Collective.
   void regroup(const Group& to);
   // Gives newcomers among the group's ranks the mean of the others' parameters. Collective.
   void give_mean(const Group& to, const std::vector<bool>& newcomers);
