@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <torch/optim/adam.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <string>
@@ -37,6 +38,7 @@ int main(int argc, char** argv) {
       }
     }
     if (world.rank() == 0) std::printf("epoch %zu on %d rank(s)\n", epoch, world.size());
+    usleep(40'000);  // so that the job does not end before ranks have come, on a quiet machine
     std::fflush(stdout);
   }
   double norm = 0;
