@@ -37,24 +37,29 @@ int fresh_buffers(SpareMemory spare, const std::vector<int64_t>& sizes, int64_t*
 TEST(SpareMemory, sizes_that_alternate_use_each_others_memory) {
   const std::vector<int64_t> sizes{4096, 4096, 1024, 3072};
   int64_t most = 0;
-  EXPECT_EQ(fresh_buffers(SpareMemory(4), sizes, &most), 0);
+  EXPECT_EQ(fresh_buffers(SpareMemory(4, true), sizes, &most), 0);
   EXPECT_LE(most, 3 * 4096) << "three of the largest";
   EXPECT_GT(fresh_buffers(SpareMemory(), sizes, &most), 4) << "with buffers that fit closely, most are fresh";
 }
 
 TEST(SpareMemory, the_smallest_buffer_that_fits_is_taken_and_none_that_is_much_too_large) {
   const Group group = dry_run_group(2);
-  SpareMemory spare(4);
+  SpareMemory spare(4, /*keeps_larger=*/true);
   for (const int64_t numel : {100, 30, 60}) spare.put(at::empty({numel}));
   EXPECT_FALSE(spare.fits(20, at::kDouble));
   EXPECT_EQ(spare.take(group, 20, at::kFloat).numel(), 30);
   EXPECT_EQ(spare.take(group, 24, at::kFloat).numel(), 60) << "4 times 24 are 96";
   EXPECT_FALSE(spare.fits(24, at::kFloat));
   EXPECT_EQ(spare.take(group, 24, at::kFloat).numel(), 24);
+  EXPECT_TRUE(spare.fits(100, at::kFloat)) << "a small need leaves what is too large for it";
+  EXPECT_EQ(spare.take(group, 400, at::kFloat).numel(), 400);
+  EXPECT_FALSE(spare.fits(100, at::kFloat)) << "a large one frees what does not fit";
   spare.put(at::empty({300}));
-  EXPECT_FALSE(spare.fits(70, at::kFloat)) << "a buffer for 290 does not serve 70, whatever a fresh one would have";
+  EXPECT_FALSE(spare.fits(70, at::kFloat)) << "a buffer for 300 does not serve 70, whatever a fresh one would have";
   EXPECT_EQ(spare.take(group, 70, at::kFloat, 290).numel(), 290);
-  EXPECT_FALSE(spare.fits(100, at::kFloat)) << "what did not fit was freed before memory was allocated";
+  spare.put(at::empty({500}));
+  spare.shrink(1);
+  EXPECT_EQ(spare.take(group, 290, at::kFloat).numel(), 500) << "the largest stays";
 }
 
 }  // namespace

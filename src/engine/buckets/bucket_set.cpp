@@ -35,7 +35,7 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
   keeps_transient_ = transient_bytes <= small_bytes;
   const bool on_cpu = buckets_.empty() || buckets_.front().options().device().is_cpu();
   const bool alike = !keeps_transient_ && group_.transport() == "host" && on_cpu;
-  spare_ = alike ? SpareMemory(most_times_larger) : SpareMemory();
+  spare_ = alike ? SpareMemory(most_times_larger, /*keeps_larger=*/true) : SpareMemory();
   if (alike) make_memory_alike();
   if (apart) {
     std::vector<size_t> all(gradients_.size());

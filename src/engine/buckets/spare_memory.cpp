@@ -16,13 +16,23 @@ std::vector<at::Tensor>::const_iterator SpareMemory::find(int64_t numel, const a
   return best;
 }
 
+void SpareMemory::shrink(size_t most) {
+  if (spare_.size() <= most) return;
+  std::stable_sort(spare_.begin(), spare_.end(), [](const auto& a, const auto& b) { return a.nbytes() > b.nbytes(); });
+  spare_.resize(most);
+}
+
 at::Tensor SpareMemory::take(const Group& group, int64_t numel, const at::TensorOptions& options, int64_t fresh_numel) {
   if (const auto found = find(numel, options); found != spare_.end()) {
     auto memory = *found;
     spare_.erase(found);
     return memory;
   }
-  spare_.clear();
+  // What is too small for any of them takes less memory than one, and leaves them for those that follow.
+  const bool leaves = keeps_larger_ && std::all_of(spare_.begin(), spare_.end(), [&](const at::Tensor& memory) {
+                        return static_cast<double>(memory.numel()) > most_times_ * static_cast<double>(numel);
+                      });
+  if (!leaves) spare_.clear();
   return group.allocate(std::max(numel, fresh_numel), options);
 }
 
