@@ -21,9 +21,9 @@ namespace shoal {
 // Whether this rank can finish the step, or the exchange after it, in which a death has cut it off.
 enum class Ready {
   no,
-  // It has its own gradients, which say nothing of other ranks: if another rank has finished the step.
+  // It has its own gradients, which say nothing of other ranks: it can if another rank has finished the step.
   if_another_has,
-  yes,             // it has what comes from all ranks
+  yes,  // It has what comes from all ranks.
 };
 
 struct Elastic::State {

@@ -14,7 +14,7 @@
 #include "shoal/training.h"
 #include "tests/elastic/elastic_deaths.h"
 #include "tests/elastic/elastic_join.h"
-#include "tests/elastic/elastic_local.h"
+#include "tests/elastic/elastic_local_judge.h"
 
 namespace shoal::elastic_local_test {
 namespace {

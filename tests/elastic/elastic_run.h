@@ -77,22 +77,26 @@ struct Record {
   std::atomic<int> first_epoch[most_members];
 };
 
-class SharedRecord {
+// Zeros at first, in memory that the ranks and their parent share.
+template <class Content>
+class InSharedMemory {
  public:
-  SharedRecord()
-      : record_(static_cast<Record*>(
-            mmap(nullptr, sizeof(Record), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
-    if (record_ == MAP_FAILED) throw std::bad_alloc();
+  InSharedMemory()
+      : content_(static_cast<Content*>(
+            mmap(nullptr, sizeof(Content), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
+    if (content_ == MAP_FAILED) throw std::bad_alloc();
   }
-  ~SharedRecord() { munmap(record_, sizeof(Record)); }
-  SharedRecord(const SharedRecord&) = delete;
-  SharedRecord& operator=(const SharedRecord&) = delete;
-  Record* operator->() const { return record_; }
-  Record& operator*() const { return *record_; }
+  ~InSharedMemory() { munmap(content_, sizeof(Content)); }
+  InSharedMemory(const InSharedMemory&) = delete;
+  InSharedMemory& operator=(const InSharedMemory&) = delete;
+  Content* operator->() const { return content_; }
+  Content& operator*() const { return *content_; }
 
  private:
-  Record* record_;
+  Content* content_;
 };
+
+using SharedRecord = InSharedMemory<Record>;
 
 inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
