@@ -332,5 +332,44 @@ TEST(Group, no_thread_of_gloo_takes_sigpipe) {
   EXPECT_GT(threads, 0);
 }
 
+// Small whole numbers, so that sums are exact in every dtype and order.
+at::Tensor whole_numbers(int rank, at::ScalarType dtype) {
+  return (at::arange(7, at::kLong).add(rank) % 3).to(dtype);
+}
+
+TEST(Group, tensors_of_every_dtype_are_reduced_and_moved) {
+  const auto& group = test::group();
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar,
+                           at::kByte, at::kBool}) {
+    SCOPED_TRACE(toString(dtype));
+    auto sum = whole_numbers(0, dtype), most = sum.clone();
+    for (int rank = 1; rank < group.size(); ++rank) {
+      sum = sum + whole_numbers(rank, dtype);
+      most = at::maximum(most, whole_numbers(rank, dtype));
+    }
+    const auto own = whole_numbers(group.rank(), dtype);
+    auto values = own.clone();
+    group.all_reduce(values).wait();
+    EXPECT_TRUE(at::equal(values, sum));
+    values = own.clone();
+    group.all_reduce(values, ReduceOp::max).wait();
+    EXPECT_TRUE(at::equal(values, most));
+    values = own.clone();
+    group.reduce(values, 0).wait();
+    EXPECT_TRUE(group.rank() != 0 || at::equal(values, sum));
+    auto part = at::zeros({7}, dtype);
+    group.reduce_scatter(part, own.repeat({group.size()})).wait();
+    EXPECT_TRUE(at::equal(part, sum));
+    values = own.clone();
+    group.broadcast(values, group.size() - 1).wait();
+    EXPECT_TRUE(at::equal(values, whole_numbers(group.size() - 1, dtype)));
+    auto all = at::zeros({7 * group.size()}, dtype);
+    group.all_gather(all, own).wait();
+    for (int rank = 0; rank < group.size(); ++rank) {
+      EXPECT_TRUE(at::equal(all.slice(0, 7 * rank, 7 * (rank + 1)), whole_numbers(rank, dtype)));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace shoal::group_test

@@ -12,9 +12,9 @@ namespace {
 
 using Plan = std::vector<std::vector<size_t>>;
 
-std::vector<Gradient> three(at::ScalarType dtype = at::kFloat) {
+std::vector<Gradient> three(const at::TensorOptions& options = at::kFloat) {
   std::vector<Gradient> list;
-  for (const auto* name : {"a", "b", "c"}) list.push_back({name, at::ones({10}, dtype)});
+  for (const auto* name : {"a", "b", "c"}) list.push_back({name, at::ones({10}, options)});
   return list;
 }
 
@@ -67,6 +67,10 @@ TEST(ReductionPlan, the_trailer_rides_only_where_it_gets_everywhere_exactly) {
   auto plan = AllReduce(group, {}).plan();
   EXPECT_FALSE(plan.trailer_apart(three()));
   EXPECT_TRUE(plan.trailer_apart(three(at::kBFloat16))) << "16 bits cannot count";
+  EXPECT_TRUE(plan.trailer_apart(three(at::kMeta))) << "the CPU would wait for the device";
+  plan.consumed = true;
+  EXPECT_FALSE(plan.trailer_apart(three(at::kMeta))) << "an update within backward needs the weight at once";
+  plan.consumed = false;
   plan.trailer_rides = false;
   EXPECT_TRUE(plan.trailer_apart(three())) << "a hook may round";
   EXPECT_TRUE(ReduceScatter(group, {}).plan().trailer_apart(three())) << "parts do not reach everybody";

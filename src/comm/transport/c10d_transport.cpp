@@ -99,6 +99,26 @@ class PolledWork : public TransportWork {
   std::vector<at::Tensor> outputs_;
 };
 
+// Of a tensor in another dtype, whose values are copied back.
+class ConvertedWork : public TransportWork {
+ public:
+  ConvertedWork(std::unique_ptr<TransportWork> work, at::Tensor converted, at::Tensor tensor)
+      : work_(std::move(work)), converted_(std::move(converted)), tensor_(std::move(tensor)) {}
+
+  bool done() override { return work_->done(); }
+
+  bool wait_for(Milliseconds slice, Milliseconds remaining) override {
+    if (!work_->wait_for(slice, remaining)) return false;
+    if (converted_.defined()) tensor_.copy_(std::exchange(converted_, {}));
+    return true;
+  }
+
+ private:
+  std::unique_ptr<TransportWork> work_;
+  at::Tensor converted_;
+  at::Tensor tensor_;
+};
+
 // Reduction of received parts: every rank has received all ranks' values of its own part, and reduces them in rank
 // order.
 class AddReceived : public TransportWork {
@@ -138,6 +158,7 @@ class C10dTransport : public Transport {
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     const bool equal_parts = call.op == Op::reduce_scatter && call.inputs.size() == 1 && call.outputs[0].numel() > 0;
     if (equal_parts && name_ == "gloo") return scatter_and_add(call);
+    if ((call.op == Op::all_reduce || call.op == Op::reduce) && lacks(call.inputs[0])) return reduce_as_int(call);
     if (name_ == "nccl") return std::make_unique<PolledWork>(start(call), call);
     return std::make_unique<C10dWork>(start(call), call);
   }
@@ -157,6 +178,16 @@ class C10dTransport : public Transport {
                                          call.outputs[0].view({-1}), backend_->getSize(), call.reduce);
   }
 
+  // libtorch's Gloo has no int16. It travels as bytes.
+  bool lacks(const at::Tensor& tensor) const { return name_ == "gloo" && tensor.scalar_type() == at::kShort; }
+
+  std::unique_ptr<TransportWork> reduce_as_int(const Call& call) {
+    const auto tensor = normal(call.inputs[0]);
+    Call wide = call;
+    wide.inputs = {tensor.to(at::kInt)};
+    return std::make_unique<ConvertedWork>(std::make_unique<C10dWork>(start(wide), wide), wide.inputs[0], tensor);
+  }
+
   template <class Options>
   static Options with_reduce(const Call& call) {
     Options options;
@@ -172,9 +203,12 @@ class C10dTransport : public Transport {
   }
 
   // Flat, because backends compare shapes, which collectives here do not care about.
-  static std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> flattened(const std::vector<at::Tensor>& tensors) const {
     std::vector<at::Tensor> flat;
-    for (const auto& tensor : tensors) flat.push_back(tensor.is_inference() ? normal(tensor) : tensor.view({-1}));
+    for (const auto& tensor : tensors) {
+      flat.push_back(tensor.is_inference() ? normal(tensor) : tensor.view({-1}));
+      if (lacks(tensor)) flat.back() = flat.back().view(at::kByte);
+    }
     return flat;
   }
 

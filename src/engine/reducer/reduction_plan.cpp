@@ -31,7 +31,12 @@ bool ReductionPlan::trailer_apart(const std::vector<Gradient>& gradients) const 
   const bool exact = std::any_of(gradients.begin(), gradients.end(), [](const Gradient& gradient) {
     return gradient.sparse || c10::elementSize(gradient.dtype()) >= 4;
   });
-  return !everywhere() || !trailer_rides || !exact;
+  // To write or read a trailer on a device, the CPU waits for the device. Sums that are consumed within the step need their
+  // weight at once.
+  const bool waits = !consumed && std::any_of(gradients.begin(), gradients.end(), [](const Gradient& gradient) {
+    return !gradient.parameter.device().is_cpu();
+  });
+  return !everywhere() || !trailer_rides || !exact || waits;
 }
 
 FlatLayout scatter_layout(std::span<const int64_t> numels, size_t element_bytes, int ranks) {

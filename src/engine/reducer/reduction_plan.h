@@ -57,8 +57,8 @@ struct ReductionPlan {
   Range kept(const Bucket& bucket, int place) const;
   // Whether a place keeps the whole sum of a bucket; also valid for a sparse gradient's bucket, which has no elements.
   bool keeps_whole(const Bucket& bucket, int place) const;
-  // Whether the trailer needs a small collective of its own at the end of a step: buckets do not carry it, or all
-  // gradients have 16 bits, which cannot hold a weight exactly.
+  // Whether the trailer needs a small collective of its own, on the CPU, at the end of a step: buckets do not carry it, all
+  // gradients have 16 bits, which cannot hold a weight exactly, or some are on a device.
   bool trailer_apart(const std::vector<Gradient>& gradients) const;
 };
 

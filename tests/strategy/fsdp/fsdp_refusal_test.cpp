@@ -19,13 +19,19 @@ std::string refused(const std::shared_ptr<MlpImpl>& module, const Options& optio
 
 TEST(Fsdp, FSDP13_the_module_is_where_the_device_option_says_or_an_error_says_why_not) {
   const auto model = make_mlp();
-  FullyShardedDataParallel<MlpImpl> parallel(model, group(), {.device = at::Device("cpu")});
+  model->to(at::kCPU);
+  FullyShardedDataParallel<MlpImpl> parallel(model, group(), {.device = test_device()});
   FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd);
   parallel.forward(batch(group().rank(), 0)).sum().backward();
   optimizer.step();
-  for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.device().is_cpu());
+  for (const auto& parameter : model->parameters()) EXPECT_EQ(parameter.device().type(), test_device().type());
 
+  if (!test_device().is_cpu()) {
+    EXPECT_THAT(refused(make_mlp(), {.device = at::Device("cpu")}),
+                testing::AllOf(testing::HasSubstr("is on cuda:0"), testing::HasSubstr("is cpu")));
+  }
   const auto stays = make_mlp();
+  stays->to(at::kCPU);
   EXPECT_THAT(refused(stays, {.device = at::Device("meta")}), testing::HasSubstr("device meta"));
   if (!torch::cuda::is_available()) {
     EXPECT_THAT(refused(stays, {.device = at::Device("cuda")}), testing::HasSubstr("device cuda"));
