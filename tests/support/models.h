@@ -17,6 +17,11 @@ inline at::Device& test_device() {
   return device;
 }
 
+// Collectives of a step of DistributedDataParallel beside its buckets': on a device, flags and weight travel apart.
+inline int64_t trailers_apart() {
+  return test_device().is_cpu() ? 0 : 1;
+}
+
 struct MlpImpl : torch::nn::Module {
   explicit MlpImpl(int64_t in = 12, int64_t hidden = 16, int64_t out = 5, at::ScalarType dtype = at::kDouble) {
     first = register_module("first", torch::nn::Linear(in, hidden));
