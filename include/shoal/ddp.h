@@ -61,10 +61,6 @@ class DistributedDataParallelCore : public DataParallelCore {
   // Goes on in another group, whose ranks hold the same model, after `step` synchronising steps. The gradients of a step
   // that was not finished are dropped by the caller. Collective over `group` with a communication hook.
   void regroup(const Group& group, int64_t step);
-  // The factor of this rank's gradients in the mean, from now on, unless backwards have weights; none: 1 / ranks.
-  void set_share(std::optional<double> share);
-  // Gives all ranks rank 0's buffers, as a forward does that synchronises. Collective.
-  void sync_buffers();
 };
 
 // Wrapper for data-parallel training, after torch.nn.parallel.DistributedDataParallel. Works with any optimizer, which

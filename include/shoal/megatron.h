@@ -139,6 +139,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   void regroup(const Group& group, int64_t step);
   // Called before the first gradient of each backward; nullptr: nothing.
   void before_backward(std::function<void()> listener);
+  // The factor of this rank's gradients in the mean, from now on; none: 1 / ranks.
+  void set_share(std::optional<double> share);
   // The single chunk's: gradients, parameters and buffers, module.
   Reducer& reducer() const;
   ModuleTensors tensors() const;

@@ -45,7 +45,7 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
           {fmt::format("min_ranks {}, straggler_seconds {}", options.min_ranks, options.straggler_seconds),
            sampler ? "a sampler" : "no sampler",
            fmt::format("keep_global_batch {}, shares {}", options.keep_global_batch, options.shares)});
-    batch.choose_seed();
+    batch.begin();
   }
   longest_wait = std::chrono::milliseconds(static_cast<int64_t>(std::ceil(1000 * options.straggler_seconds)));
   generations = std::make_unique<Generations>(world, StragglerRule{longest_wait, options.min_ranks});
@@ -67,10 +67,10 @@ Elastic::State::~State() {
 }
 
 void Elastic::State::require_supported() const {
-  if (options.keep_global_batch > 0 && parts->replicated() == nullptr) {
+  if (options.keep_global_batch > 0 && !parts->reduces()) {
     throw UsageError(
-        "Elastic: keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole on each "
-        "rank only");
+        "Elastic: keep_global_batch is for a mean of gradients over all ranks, and each rank of LocalUpdates updates "
+        "with its own: leave the option out");
   }
   if (2 * options.straggler_seconds >= cell_of(world)->state->options.timeout_seconds) {
     throw UsageError(

@@ -35,6 +35,7 @@ class Wrapped : public ElasticParts {
   torch::optim::Optimizer& optimizer() const override { return optimizer_; }
   Reducer* reducer() const override { return &reducer_of(parallel_); }
   ModuleTensors tensors() const override { return tensors_of(parallel_); }
+  void set_share(std::optional<double> share) override { shoal::set_share(parallel_, share); }
   LoggingData logging_data() const override { return parallel_.logging_data(); }
 
  private:
@@ -51,7 +52,6 @@ class WithDDP : public Wrapped {
     parallel.check_optimizer(optimizer);
     if (oss_ != nullptr) oss_->require_regroupable();
   }
-  DistributedDataParallelCore* replicated() const override { return oss_ != nullptr ? nullptr : &parallel_; }
   void regroup(const Group& group, int64_t step) override {
     if (oss_ != nullptr) oss_->regroup(group, step);
     parallel_.regroup(group, step);
@@ -107,6 +107,7 @@ class Megatron : public ElasticParts {
   torch::optim::Optimizer& optimizer() const override { return optimizer_; }
   Reducer* reducer() const override { return &optimizer_.reducer(); }
   ModuleTensors tensors() const override { return optimizer_.tensors(); }
+  void set_share(std::optional<double> share) override { optimizer_.set_share(share); }
   LoggingData logging_data() const override { return optimizer_.logging_data(); }
   bool stands_for_gradient(const at::Tensor& parameter) const override {
     return optimizer_.has_buffered_gradient(parameter);

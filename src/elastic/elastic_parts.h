@@ -41,8 +41,9 @@ class ElasticParts {
   // Parameters and buffers that all ranks hold alike.
   virtual ModuleTensors tensors() const = 0;
   virtual LoggingData logging_data() const = 0;
-  // The wrapper if each rank is whole; otherwise nullptr.
-  virtual DistributedDataParallelCore* replicated() const { return nullptr; }
+  // The factor of this rank's gradients in the mean, from now on, unless backwards have weights; none: 1 / ranks. Nothing
+  // where each rank has a mean of its own (reduces()).
+  virtual void set_share(std::optional<double> share) = 0;
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.
   virtual bool stands_for_gradient(const at::Tensor& /*parameter*/) const { return false; }
   // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.

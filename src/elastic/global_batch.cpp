@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "module/sync.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -52,8 +53,9 @@ void GlobalBatch::require(const DistributedSampler* sampler) const {
   }
 }
 
-void GlobalBatch::choose_seed() {
+void GlobalBatch::begin() {
   if (size_ == 0) return;
+  share_buffers();
   auto seed = at::full({1}, static_cast<int64_t>(at::detail::getDefaultCPUGenerator().current_seed()), at::kLong);
   world_.group().broadcast(seed, 0, {-1, -1, "Elastic's seed"}).wait();
   seed_ = static_cast<uint64_t>(seed.item<int64_t>());
@@ -94,11 +96,16 @@ void GlobalBatch::require(int64_t samples, const DistributedSampler& sampler, si
 }
 
 void GlobalBatch::weigh(double shares) {
-  if (size_ > 0) parts_.replicated()->set_share(shares / static_cast<double>(first_shares_));
+  if (size_ > 0) parts_.set_share(shares / static_cast<double>(first_shares_));
 }
 
 void GlobalBatch::end_step() {
-  if (auto* replicated = parts_.replicated()) replicated->set_share(std::nullopt);
+  parts_.set_share(std::nullopt);
+}
+
+// Rank 0's, which are those of share 0.
+void GlobalBatch::share_buffers() {
+  if (size_ > 0) sync_buffers(world_.group(), parts_.tensors().buffers, 0, parts_.step());
 }
 
 void GlobalBatch::seed(int64_t step, int64_t share) const {
@@ -112,16 +119,14 @@ void GlobalBatch::compute(int64_t step, const std::function<void()>& compute) {
   weigh(static_cast<double>(own_shares()));
   seed(step, world_.rank());
   compute();
+  share_buffers();
 }
 
-// Each share begins with the buffers that the step began with, and those of share 0 stay, as if each had its own rank.
+// Each share begins with the buffers that the step began with, which are equal on all ranks. Those of share 0 stay: all ranks
+// have them before the commit, so that none is needed for them.
 void GlobalBatch::compute(int64_t step, int64_t samples,
                           const std::function<void(int64_t begin, int64_t end)>& compute) {
   weigh(1);
-  if (shares() > world_.size()) {
-    parts_.replicated()->sync_buffers();
-    copies_.take_buffers();
-  }
   const auto count = own_shares();
   std::vector<at::Tensor> buffers;
   for (int64_t i = 0; i < count; ++i) {
@@ -134,6 +139,7 @@ void GlobalBatch::compute(int64_t step, int64_t samples,
     if (i == 0 && count > 1) buffers = copies_.present_buffers();
   }
   if (count > 1) copies_.set_buffers(buffers);
+  share_buffers();
 }
 
 }  // namespace shoal

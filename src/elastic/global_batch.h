@@ -16,7 +16,7 @@ namespace shoal {
 // Without a size every rank has one share, and the batch shrinks with the ranks.
 class GlobalBatch {
  public:
-  // size: samples of a step; 0: none, as with parts of which each rank is not whole. shares: 0: one for each rank of now.
+  // size: samples of a step; 0: none. shares: 0: one for each rank of now.
   // The arguments must outlive this object.
   GlobalBatch(World world, int64_t size, int64_t shares, ElasticParts& parts, StepCopies& copies);
   // UsageError for a sampler that is not this world's, or gives ranks unequally many samples. nullptr: there is none.
@@ -27,8 +27,8 @@ class GlobalBatch {
   uint64_t first_seed() const { return seed_; }
   // Those of the job that this process has come to.
   void adopt(int64_t size, int64_t shares, uint64_t seed);
-  // Takes rank 0's seed for the random numbers of steps. Collective.
-  void choose_seed();
+  // Takes rank 0's seed for the random numbers of steps, and its buffers. Collective.
+  void begin();
 
   // Shares of all ranks, and of this one.
   int64_t shares() const { return size_ > 0 ? first_shares_ : world_.size(); }
@@ -50,6 +50,7 @@ class GlobalBatch {
 
  private:
   void weigh(double shares);
+  void share_buffers();
   void seed(int64_t step, int64_t share) const;
 
   World world_;

@@ -40,6 +40,7 @@ class LocalParts : public ElasticParts {
   // That of the warm-up begins anew at each change of the ranks.
   Reducer* reducer() const override { return nullptr; }
   ModuleTensors tensors() const override { return updates_.tensors; }
+  void set_share(std::optional<double> /*share*/) override {}
 
   LoggingData logging_data() const override {
     LoggingData::Settings settings;

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "tests/elastic/elastic_run.h"
+#include "tests/elastic/elastic_training.h"
 
 namespace shoal::elastic_batch_test {
 namespace {
@@ -84,6 +85,7 @@ enum class Compute { by_share, at_once, weighted };
 
 struct Run {
   at::ScalarType dtype = at::kFloat;
+  test::Sharding sharding = test::Sharding::none;
   bool noisy = false;
   Compute compute = Compute::by_share;
   std::vector<test::Death> deaths{};
@@ -94,12 +96,12 @@ std::string train(const World& world, Shared& record, const Run& run) {
   const int self = world.rank();
   auto model = std::make_shared<Model>(run.noisy);
   model->to(run.dtype);
-  DistributedDataParallel parallel(model, world.group());
-  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.02));
+  const auto wrapped = test::wrap_as({.sharding = run.sharding, .dtype = run.dtype}, model, world.group());
   DistributedSampler sampler(samples, world.group(), {.seed = 3});
   const auto quiet = [](const ElasticChange&) {};
-  Elastic elastic(world, parallel, optimizer, sampler,
-                  {.keep_global_batch = ranks * static_cast<int64_t>(share), .on_change = quiet});
+  const auto made = wrapped.elastic(
+      world, sampler, ElasticOptions{.keep_global_batch = ranks * static_cast<int64_t>(share), .on_change = quiet});
+  auto& elastic = *made;
   const auto reached = [&](test::Moment moment) {
     for (const auto& death : run.deaths) {
       if (death.rank == self && death.moment == moment && death.step <= elastic.steps()) std::raise(SIGKILL);
@@ -122,11 +124,11 @@ std::string train(const World& world, Shared& record, const Run& run) {
         };
         const auto losses_of = [&](int64_t begin, int64_t end) {
           const auto part = x.slice(0, begin, end);
-          return (parallel.forward(part).squeeze(1) - part.sum(1)).square();
+          return (wrapped.forward(part).squeeze(1) - part.sum(1)).square();
         };
         const auto update = [&] {
           reached(test::Moment::before_update);
-          optimizer.step();
+          wrapped.step();
         };
         bool complete = false;
         if (run.compute == Compute::at_once) {
@@ -147,7 +149,7 @@ std::string train(const World& world, Shared& record, const Run& run) {
                 const auto losses = losses_of(begin, end);
                 note(begin, losses.detach());
                 if (run.compute == Compute::weighted) {
-                  parallel.backward(losses.sum(), static_cast<double>(count));
+                  wrapped.weighted_backward(losses.sum(), static_cast<double>(count));
                 } else {
                   losses.mean().backward();
                 }
@@ -157,20 +159,18 @@ std::string train(const World& world, Shared& record, const Run& run) {
         }
         if (!complete) break;
         if (model->norm && world.rank() == 0) record.mean[step] = model->norm->running_mean.sum().item<double>();
-        optimizer.zero_grad();
+        wrapped.optimizer->zero_grad();
       }
     }
   }
   return elastic.steps() == steps ? "" : fmt::format("{} steps", elastic.steps());
 }
 
-// Ten ranks die, at three moments of their steps: every fifth of those that are left (rank 0 first), or the last one.
-std::vector<test::Death> ten_deaths(bool rank_0_too) {
+// Ten ranks die, at three moments of their steps: every fifth of those that are left, rank 0 first.
+std::vector<test::Death> ten_deaths() {
   const test::Moment moments[] = {test::Moment::in_backward, test::Moment::before_update, test::Moment::before_commit};
   std::vector<test::Death> deaths;
-  for (int i = 0; i < 10; ++i) {
-    deaths.push_back({rank_0_too ? i * 5 % ranks : ranks - 1 - i, moments[i % 3], 2 + i * 3 / 2});
-  }
+  for (int i = 0; i < 10; ++i) deaths.push_back({i * 5 % ranks, moments[i % 3], 2 + i * 3 / 2});
   return deaths;
 }
 
@@ -212,7 +212,7 @@ void compare(const Losses& disturbed, const Losses& undisturbed, double bound) {
 std::vector<double> losses_of_one_process() {
   Model model(/*noisy=*/false);
   model.to(at::kDouble);
-  torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(0.02));
+  torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(test::learning_rate));
   std::vector<double> losses;
   for (int epoch = 0; epoch < epochs; ++epoch) {
     DistributedSampler order(samples, 1, 0, {.seed = 3});
@@ -230,23 +230,25 @@ std::vector<double> losses_of_one_process() {
   return losses;
 }
 
-TEST(ElasticBatch, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_in_float32) {
+class EveryStrategy : public ::testing::TestWithParam<test::Sharding> {};
+
+TEST_P(EveryStrategy, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_in_float32) {
   const Losses undisturbed, disturbed;
-  train_all({.noisy = true}, undisturbed);
-  train_all({.noisy = true, .deaths = ten_deaths(/*rank_0_too=*/false)}, disturbed);
+  train_all({.sharding = GetParam(), .noisy = true}, undisturbed);
+  train_all({.sharding = GetParam(), .noisy = true, .deaths = ten_deaths()}, disturbed);
   expect_every_sample_once(undisturbed);
   expect_every_sample_once(disturbed);
   compare(disturbed, undisturbed, 1e-5);
 }
 
 // Three kills where a rank computes its shares at once, or gives them weights.
-TEST(ElasticBatch, ELA05_ten_kills_leave_the_losses_of_one_process_in_float64) {
+TEST_P(EveryStrategy, ELA05_ten_kills_leave_the_losses_of_one_process_in_float64) {
   for (const auto how : {Compute::by_share, Compute::at_once, Compute::weighted}) {
     SCOPED_TRACE(static_cast<int>(how));
     const Losses disturbed;
-    auto deaths = ten_deaths(/*rank_0_too=*/true);
+    auto deaths = ten_deaths();
     if (how != Compute::by_share) deaths.resize(3);
-    train_all({.dtype = at::kDouble, .compute = how, .deaths = deaths}, disturbed);
+    train_all({.dtype = at::kDouble, .sharding = GetParam(), .compute = how, .deaths = deaths}, disturbed);
     expect_every_sample_once(disturbed);
     const Losses expected;
     // In a process of its own, because one that has run backward must not fork.
@@ -260,6 +262,11 @@ TEST(ElasticBatch, ELA05_ten_kills_leave_the_losses_of_one_process_in_float64) {
     compare(disturbed, expected, 1e-12);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(ElasticBatch, EveryStrategy,
+                         ::testing::Values(test::Sharding::none, test::Sharding::zero1, test::Sharding::zero2,
+                                           test::Sharding::megatron, test::Sharding::fsdp),
+                         [](const auto& info) { return test::short_name(info.param); });
 
 TEST(ElasticBatch, ELA05_what_does_not_fit_a_global_batch_is_refused) {
   const auto refusal = [](int64_t batch, int64_t step, bool with_sampler) {

@@ -113,6 +113,12 @@ struct Trained {
   GradScalerOptions scaler() const { return {.initial_scale = 65536, .growth_interval = 3}; }  // some steps overflow
 };
 
+// For names of tests.
+inline std::string short_name(Sharding sharding) {
+  const char* names[] = {"ddp", "zero1", "zero2", "megatron", "fsdp"};
+  return names[static_cast<int>(sharding)];
+}
+
 inline std::string name_of(const Trained& trained) {
   const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron", "FSDP"};
   return fmt::format("{} with {}, width {}, {}", names[static_cast<int>(trained.sharding)], trained.optimizer,
@@ -201,6 +207,9 @@ struct Wrapped {
   void backward(const at::Tensor& loss) const {
     (by_range() != nullptr ? by_range()->scale_loss(loss) : loss).backward();
   }
+  void weighted_backward(const at::Tensor& sum, double weight) const {
+    parallel ? parallel->backward(sum, weight) : megatron()->backward(sum, weight);
+  }
   // Of all ranks; collective if it is sharded.
   OptimizerState state(const torch::nn::Module& module) const {
     if (oss() != nullptr) return oss()->state_dict(module);
@@ -243,7 +252,8 @@ FullyShardedDataParallelOptions fsdp_options(const Trained& trained) {
   return options;
 }
 
-inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, const Group& group) {
+template <class Module>
+Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, const Group& group) {
   return with_optimizer(trained, [&]<class Local>(Local*, const auto& options) {
     Wrapped wrapped;
     const auto keep = [&](auto parallel) {
@@ -258,7 +268,7 @@ inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, 
     }
     if (trained.sharding == Sharding::fsdp) {
       auto parallel =
-          std::make_unique<FullyShardedDataParallel<Net>>(net, group, fsdp_options<Chunked<Local>>(trained));
+          std::make_unique<FullyShardedDataParallel<Module>>(net, group, fsdp_options<Chunked<Local>>(trained));
       FullyShardedOptimizerOptions chosen{.clip_grad = trained.clip};
       if (trained.dtype == at::kHalf) chosen.scaler = trained.scaler();
       wrapped.optimizer = std::make_unique<FullyShardedOptimizer<Chunked<Local>>>(*parallel, options, chosen);
@@ -274,12 +284,12 @@ inline Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Net>& net, 
       ShardedDataParallelOptions small;
       small.reduce_buffer_size = 256;  // several buckets
       small.log_sizes = false;
-      keep(std::make_unique<ShardedDataParallel<Net>>(net, *wrapped.oss(), group, small));
+      keep(std::make_unique<ShardedDataParallel<Module>>(net, *wrapped.oss(), group, small));
     } else {
       DistributedDataParallelOptions small;
       small.first_bucket_mb = 1e-3;
       small.bucket_cap_mb = 1e-3;
-      keep(std::make_unique<DistributedDataParallel<Net>>(net, group, small));
+      keep(std::make_unique<DistributedDataParallel<Module>>(net, group, small));
     }
     return wrapped;
   });

@@ -165,6 +165,10 @@ const ModuleTensors& tensors_of(DataParallelCore& parallel) {
   return parallel.state().tensors;
 }
 
+void set_share(DataParallelCore& parallel, std::optional<double> share) {
+  parallel.state().share = share;
+}
+
 DataParallelCore::DataParallelCore(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 // The reducer may outlive the wrapper, because an optimizer may share it.

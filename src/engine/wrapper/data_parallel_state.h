@@ -46,6 +46,8 @@ std::vector<std::string> keepers_of_groups(const torch::nn::Module& module, cons
 Reducer& reducer_of(DataParallelCore& parallel);
 // The parameters and buffers that it has, without ignored ones.
 const ModuleTensors& tensors_of(DataParallelCore& parallel);
+// See ReducerCallbacks::share. For Elastic.
+void set_share(DataParallelCore& parallel, std::optional<double> share);
 
 enum class Deferred { materialize, keep };
 

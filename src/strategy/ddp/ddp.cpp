@@ -136,15 +136,6 @@ void DistributedDataParallelCore::require_regroupable() const {
   now.require_regroupable();
 }
 
-void DistributedDataParallelCore::set_share(std::optional<double> share) {
-  state().share = share;
-}
-
-void DistributedDataParallelCore::sync_buffers() {
-  auto& now = state();
-  now.buffers.before_forward(now.group, now.tensors.buffers, now.reducer->lead(), now.reducer->step());
-}
-
 void DistributedDataParallelCore::regroup(const Group& group, int64_t step) {
   auto& now = state();
   auto learnt = now.reducer->learnt_order();

@@ -138,6 +138,7 @@ void DistributedOptimizerCore::connect_chunks() {
     reducer.callbacks.before_backward = [raw = reduction_.get()] {
       if (raw->before_backward) raw->before_backward();
     };
+    reducer.callbacks.share = [raw = reduction_.get()] { return raw->share; };
     reducer.callbacks.synchronises = [raw = reduction_.get()] {
       const bool now = raw->options.overlap_grad_reduce && raw->no_sync_depth == 0;
       if (!now) raw->reduced = false;

@@ -53,6 +53,10 @@ void DistributedOptimizerCore::before_backward(std::function<void()> listener) {
   reduction_->before_backward = std::move(listener);
 }
 
+void DistributedOptimizerCore::set_share(std::optional<double> share) {
+  reduction_->share = share;
+}
+
 Reducer& DistributedOptimizerCore::reducer() const {
   return state().modules.front()->reducer();
 }

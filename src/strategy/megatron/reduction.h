@@ -2,6 +2,7 @@
 // State of a DistributedOptimizer besides that of all sharded optimizers.
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@ struct DistributedOptimizerCore::Reduction {
   std::vector<std::vector<std::string>> ignored;  // by module
   DeclaredGradients declared{};
   std::function<void()> before_backward{};  // empty: nothing
+  std::optional<double> share{};            // see ReducerCallbacks
   int no_sync_depth = 0;
   bool reduced = false;  // without overlap: by reduce_model_grads() since the last step, and no backward here since
 
