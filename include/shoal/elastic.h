@@ -155,7 +155,8 @@ struct ElasticOptions {
 //         };
 //
 // Each share of 64 samples is computed as on a rank of its own, with the same memory, the same random numbers of the CPU's
-// generator (seeded by step and share from rank 0's seed at construction) and rank 0's buffers, whoever computes it. A
+// generator (seeded by step and share from rank 0's seed at construction) and the buffers that share 0 of the step before left,
+// whoever computes it. All strategies but LocalUpdates, whose ranks have no gradients in common (UsageError). A
 // `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
 // needs more memory, dropout draws other numbers, and a batch norm normalises over more samples.
 //

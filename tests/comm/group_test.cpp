@@ -339,8 +339,8 @@ at::Tensor whole_numbers(int rank, at::ScalarType dtype) {
 
 TEST(Group, tensors_of_every_dtype_are_reduced_and_moved) {
   const auto& group = test::group();
-  for (const auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar,
-                           at::kByte, at::kBool}) {
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort,
+                           at::kChar, at::kByte, at::kBool}) {
     SCOPED_TRACE(toString(dtype));
     auto sum = whole_numbers(0, dtype), most = sum.clone();
     for (int rank = 1; rank < group.size(); ++rank) {

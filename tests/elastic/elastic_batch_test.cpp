@@ -230,9 +230,9 @@ std::vector<double> losses_of_one_process() {
   return losses;
 }
 
-class EveryStrategy : public ::testing::TestWithParam<test::Sharding> {};
+class ElasticKeptBatch : public ::testing::TestWithParam<test::Sharding> {};
 
-TEST_P(EveryStrategy, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_in_float32) {
+TEST_P(ElasticKeptBatch, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_in_float32) {
   const Losses undisturbed, disturbed;
   train_all({.sharding = GetParam(), .noisy = true}, undisturbed);
   train_all({.sharding = GetParam(), .noisy = true, .deaths = ten_deaths()}, disturbed);
@@ -242,7 +242,7 @@ TEST_P(EveryStrategy, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_in_
 }
 
 // Three kills where a rank computes its shares at once, or gives them weights.
-TEST_P(EveryStrategy, ELA05_ten_kills_leave_the_losses_of_one_process_in_float64) {
+TEST_P(ElasticKeptBatch, ELA05_ten_kills_leave_the_losses_of_one_process_in_float64) {
   for (const auto how : {Compute::by_share, Compute::at_once, Compute::weighted}) {
     SCOPED_TRACE(static_cast<int>(how));
     const Losses disturbed;
@@ -263,7 +263,7 @@ TEST_P(EveryStrategy, ELA05_ten_kills_leave_the_losses_of_one_process_in_float64
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(ElasticBatch, EveryStrategy,
+INSTANTIATE_TEST_SUITE_P(EveryStrategy, ElasticKeptBatch,
                          ::testing::Values(test::Sharding::none, test::Sharding::zero1, test::Sharding::zero2,
                                            test::Sharding::megatron, test::Sharding::fsdp),
                          [](const auto& info) { return test::short_name(info.param); });

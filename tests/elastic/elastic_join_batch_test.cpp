@@ -35,17 +35,18 @@ class SharedWhole {
   Whole* whole_;
 };
 
-std::string train_whole(const World& world, Whole& whole) {
+std::string train_whole(const World& world, Whole& whole, test::Sharding sharding) {
   alarm(60);
   auto& record = whole.record;
   const int self = test::member_number(world);
   auto net = std::make_shared<test::Net>();
   net->to(at::kDouble);
-  DistributedDataParallel parallel(net, world.group());
-  torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(0.01));
+  const auto wrapped = test::wrap_as({.sharding = sharding, .dtype = at::kDouble}, net, world.group());
   DistributedSampler sampler(whole_samples, world.group(), {.seed = 3});
   const auto quiet = [](const ElasticChange&) {};
-  Elastic elastic(world, parallel, optimizer, sampler, {.keep_global_batch = 36, .shares = 12, .on_change = quiet});
+  const auto made =
+      wrapped.elastic(world, sampler, ElasticOptions{.keep_global_batch = 36, .shares = 12, .on_change = quiet});
+  auto& elastic = *made;
   const auto seen = test::inputs_of({1, 2, 3}).to(at::kDouble);
   for (auto epoch = elastic.first_epoch(); epoch < whole_epochs; ++epoch) {
     sampler.set_epoch(epoch);
@@ -57,10 +58,10 @@ std::string train_whole(const World& world, Whole& whole) {
         const auto compute = [&](int64_t begin, int64_t end) {
           while (record.last_step != 0 && elastic.steps() >= record.last_step) usleep(200);
           const auto share = x.slice(0, begin, end);
-          test::loss_of(parallel.forward(share), share).backward();
+          test::loss_of(wrapped.forward(share), share).backward();
         };
-        if (!elastic.step(x.size(0), compute, [&] { optimizer.step(); })) break;
-        optimizer.zero_grad();
+        if (!elastic.step(x.size(0), compute, [&] { wrapped.step(); })) break;
+        wrapped.optimizer->zero_grad();
         for (const auto sample : *batch) ++whole.taken[epoch][sample];
         const torch::NoGradGuard no_grad;
         const auto hidden = at::tanh(net->second(at::tanh(net->first(seen))));
@@ -72,14 +73,15 @@ std::string train_whole(const World& world, Whole& whole) {
   return "";
 }
 
-TEST(ElasticJoin, ELA05_ELA06_the_losses_are_those_of_ranks_that_do_not_change) {
+class ElasticJoinBatch : public ::testing::TestWithParam<test::Sharding> {};
+
+TEST_P(ElasticJoinBatch, ELA05_ELA06_the_losses_are_those_of_ranks_that_do_not_change) {
   const SharedWhole plain;
-  for (const auto& ended : test::run_ranks(2, [&](const World& world) { return train_whole(world, *plain); })) {
-    EXPECT_EQ(ended.text, "");
-  }
+  const auto undisturbed = [&](const World& world) { return train_whole(world, *plain, GetParam()); };
+  for (const auto& ended : test::run_ranks(2, undisturbed)) EXPECT_EQ(ended.text, "");
   const SharedWhole changed;
   auto& record = (*changed).record;
-  const auto body = [&](const World& world) { return train_whole(world, *changed); };
+  const auto body = [&](const World& world) { return train_whole(world, *changed, GetParam()); };
   record.last_step = 3;
   JoinJob job(4, body);
   ASSERT_TRUE(reach(record, {0, 1, 2, 3}, 3));
@@ -115,6 +117,11 @@ TEST(ElasticJoin, ELA05_ELA06_the_losses_are_those_of_ranks_that_do_not_change) 
     for (const auto& times : epoch) EXPECT_EQ(times.load(), 1);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(EveryStrategy, ElasticJoinBatch,
+                         ::testing::Values(test::Sharding::none, test::Sharding::zero1, test::Sharding::zero2,
+                                           test::Sharding::megatron, test::Sharding::fsdp),
+                         [](const auto& info) { return test::short_name(info.param); });
 
 }  // namespace
 }  // namespace shoal::elastic_join_batch_test

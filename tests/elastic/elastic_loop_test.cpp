@@ -381,12 +381,6 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     note([&] {
       auto model = net();
-      DistributedOptimizer<Adam> optimizer(model, rate, world.group());
-      DistributedSampler sampler(60, world.group());
-      Elastic elastic(world, optimizer, sampler, {.keep_global_batch = 8});
-    });
-    note([&] {
-      auto model = net();
       DistributedDataParallel parallel(model, world.group());
       Adam optimizer(model->parameters(), rate);
       OptimizerInBackward in_backward(parallel, optimizer);
@@ -407,13 +401,6 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
     });
     note([&] {
       auto model = net();
-      OSS<Adam> optimizer(model->parameters(), rate, world.group());
-      DistributedDataParallel parallel(model, world.group());
-      DistributedSampler sampler(60, world.group());
-      Elastic elastic(world, parallel, optimizer, sampler, {.keep_global_batch = 8});
-    });
-    note([&] {
-      auto model = net();
       DistributedDataParallel parallel(model, world.group());
       Adam optimizer(model->parameters(), rate);
       DistributedSampler sampler(60, 3, 0);
@@ -429,9 +416,7 @@ TEST(ElasticLoop, ELA01_what_is_not_supported_is_refused_by_name) {
         "of several chunks is not supported", "model_parallel_group has ranks",
         "all_reduce_grads() keeps groups of its own", "which do not follow when",
         "sub-modules with a wrapper of their own are not supported", "or DistributedOptimizer without a wrapper",
-        "OptimizerInBackward", "1 is a SyncBatchNorm", "min_ranks is 3: give 1 to 2",
-        "keep_global_batch is supported with DistributedDataParallel and an optimizer that is whole",
-        "the sampler is rank 0 of 3's"}) {
+        "OptimizerInBackward", "1 is a SyncBatchNorm", "min_ranks is 3: give 1 to 2", "the sampler is rank 0 of 3's"}) {
     expect_texts(ended, text);
   }
   for (const auto& rank : ended) EXPECT_EQ(rank.text.find("no error"), std::string::npos) << rank.text;

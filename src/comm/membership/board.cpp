@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-// An entry as words: number, grown, generation of the store, its port, left, lost_with, members, base; lists as bits.
+// An entry as words: number, grown, generation of the store, its descriptor, left, lost_with, members, base; lists as bits.
 constexpr size_t number_word = 0;
 constexpr size_t left_word = 4;
 constexpr size_t fixed_words = 6;
@@ -33,7 +33,7 @@ Notice::Words to_words(const BoardEntry& entry) {
   Notice::Words words{entry.card.number,
                       entry.card.grown,
                       entry.store_of,
-                      static_cast<uint64_t>(entry.store_port),
+                      static_cast<uint64_t>(entry.store_descriptor),
                       entry.left ? uint64_t{1} : 0,
                       static_cast<uint64_t>(entry.lost_with)};
   write_list(words, fixed_words, entry.card.members);
@@ -47,7 +47,7 @@ BoardEntry from_words(const Notice::Words& words) {
                    .members = read_list(words, fixed_words),
                    .base = read_list(words, fixed_words + list_words)},
           .store_of = words[2],
-          .store_port = static_cast<int>(words[3]),
+          .store_descriptor = static_cast<int>(words[3]),
           .left = words[left_word] != 0,
           .lost_with = static_cast<int>(words[5])};
 }
@@ -107,9 +107,9 @@ void Board::show(const MemberCard& card) {
   publish();
 }
 
-void Board::serve(uint64_t generation, int port) {
+void Board::serve(uint64_t generation, int descriptor) {
   own_.store_of = generation;
-  own_.store_port = port;
+  own_.store_descriptor = descriptor;
   publish();
 }
 

@@ -20,10 +20,6 @@ using SteadyClock = std::chrono::steady_clock;
 
 constexpr uint64_t first_generation = 1;
 constexpr const char* loopback = "127.0.0.1";
-// Its server listens before its port is told, so that only the server's end makes this longer than an instant, which the
-// watch reports, or the name service: libtorch's client, to which half of this is left, asks it for the server's name, and
-// that takes 5 to 10 s where queries are lost.
-constexpr int store_seconds = 30;
 constexpr int most_attempts = 5;  // to connect the same ranks
 
 MemberCard first_card(int ranks) {
@@ -94,10 +90,9 @@ void Generations::recover(int min_ranks) {
       make_world(card);
       return;
     } catch (const std::exception& error) {
-      // The store's client throws errors of libtorch if its server ends, and a UsageError if that cuts its greeting off.
-      const bool connection = dynamic_cast<const CommError*>(&error) != nullptr ||
-                              dynamic_cast<const UsageError*>(&error) != nullptr ||
-                              dynamic_cast<const c10::Error*>(&error) != nullptr;
+      // Gloo throws errors of libtorch.
+      const bool connection =
+          dynamic_cast<const CommError*>(&error) != nullptr || dynamic_cast<const c10::Error*>(&error) != nullptr;
       const bool with_newcomers = !is_newcomer() && has_newcomers();
       if (!connection && !watch_->raised() && !with_newcomers) throw;
       give_up(*cell_->state);
@@ -258,36 +253,39 @@ void Generations::make_world(const MemberCard& card) {
   cell_->group = make_world_group(state);
 }
 
-// A store of its own for each generation, on the lowest member: whoever held the former one may have ended.
+// A store of its own for each generation, in memory that the lowest member makes: whoever made the former one may have
+// ended, and keys of a generation that failed must not be taken for this one's.
 void Generations::connect_store(WorldState& world, const MemberCard& card) {
-  auto& placement = world.placement;
   auto& meeting = world.meeting;
-  const int server = card.members.front();
-  if (server == self()) {
-    meeting.server = std::make_unique<StoreServer>(StorePlace(loopback, 0), placement.job);
-    board_->serve(card.number, meeting.server->port());
+  const int maker = card.members.front();
+  c10::intrusive_ptr<MemoryStore> store;
+  if (maker == self()) {
+    store = c10::make_intrusive<MemoryStore>();
+    board_->serve(card.number, store->descriptor());
+  } else {
+    store = open_store(maker, card.number, std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   }
-  const auto deadline = SteadyClock::now() + std::chrono::seconds(world.options.rendezvous_timeout_seconds);
+  meeting.store = c10::make_intrusive<DeadlineStore>(store, fmt::format("member {}", maker), store_limit);
+}
+
+c10::intrusive_ptr<MemoryStore> Generations::open_store(int maker, uint64_t number, std::chrono::seconds limit) const {
+  const auto deadline = SteadyClock::now() + limit;
   while (true) {
     const auto seen = board_->bell();
-    const auto entry = board_->entry(server);
-    placement.port = entry.store_port;
-    if (entry.store_of == card.number) break;
+    const auto entry = board_->entry(maker);
     if (watch_->raised()) throw CommError(watch_->why());
+    try {
+      if (entry.store_of == number) {
+        return c10::make_intrusive<MemoryStore>(board_->process(maker).pid, entry.store_descriptor);
+      }
+    } catch (const std::runtime_error& error) {
+      throw CommError(fmt::format("the store of generation {} cannot be opened: {}", number, error.what()));
+    }
     if (SteadyClock::now() > deadline) {
-      throw CommError(fmt::format("rank 0 of generation {} serves no store after {} s", card.number,
-                                  world.options.rendezvous_timeout_seconds));
+      throw CommError(fmt::format("rank 0 of generation {} has made no store after {} s", number, limit.count()));
     }
     board_->wait(seen);
   }
-  // c10d's client waits for seconds where its server ends while it connects.
-  const auto store = unless([this] { return watch_->raised(); },
-                            [port = placement.port, job = placement.job] {
-                              return shoal::connect_store(loopback, port, store_seconds, job);
-                            });
-  if (!store) throw CommError(watch_->why());
-  meeting.store = *store;
-  meeting.store->set_limit(store_limit);
 }
 
 }  // namespace shoal

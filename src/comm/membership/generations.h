@@ -11,6 +11,7 @@
 #include "comm/membership/board.h"
 #include "comm/membership/join_board.h"
 #include "comm/membership/membership.h"
+#include "comm/membership/memory_store.h"
 #include "comm/membership/patience.h"
 #include "shoal/error.h"
 #include "shoal/world.h"
@@ -104,6 +105,7 @@ class Generations {
   void require_not_refused() const;
   void wait_for_the_first() const;
   void connect_store(WorldState& world, const MemberCard& card);
+  c10::intrusive_ptr<MemoryStore> open_store(int maker, uint64_t number, std::chrono::seconds limit) const;
 
   // Withdraws a newcomer's knock if the constructor fails.
   struct Knock {
