@@ -108,7 +108,7 @@ TEST(Ddp, DDP04_buckets_leave_before_backward_ends) {
     mean_loss(parallel.forward(batch(group().rank(), step))).backward();
     const auto records = log->records();
     const auto reductions = log->count(Op::all_reduce);
-    EXPECT_EQ(reductions, static_cast<int64_t>(parallel.buckets().size()) + trailers_apart());
+    EXPECT_EQ(reductions, static_cast<int64_t>(parallel.buckets().size()) + test::trailers_apart());
     EXPECT_GE(reductions, 3);
     const auto first = std::find_if(records.begin(), records.end(),
                                     [](const CallRecord& record) { return record.op == Op::all_reduce; });
@@ -192,7 +192,7 @@ TEST(Ddp, DDP07_no_sync_accumulates_and_equals_one_big_batch) {
       for (int micro = 0; micro < 3; ++micro) {
         const auto local = parallel.no_sync(micro < 2);
         (mean_loss(parallel.forward(batch(group().rank(), step, micro))) / 3).backward();
-        EXPECT_EQ(log->count(Op::all_reduce), micro < 2 ? 0 : 1 + trailers_apart());
+        EXPECT_EQ(log->count(Op::all_reduce), micro < 2 ? 0 : 1 + test::trailers_apart());
       }
       optimizer.step();
       oracle_step(reference, reference_optimizer, step, 3);
@@ -211,7 +211,7 @@ TEST(Ddp, DDP07_no_sync_ends_with_its_scope_also_by_an_exception) {
   } catch (const std::runtime_error&) {
   }
   mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
-  EXPECT_EQ(log->count(Op::all_reduce), 1 + trailers_apart());
+  EXPECT_EQ(log->count(Op::all_reduce), 1 + test::trailers_apart());
 }
 
 TEST(Ddp, BEY19_the_first_step_is_a_real_step) {
