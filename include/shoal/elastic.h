@@ -110,7 +110,7 @@ struct ElasticOptions {
 // returns as if nothing had happened, and the ranks change in the next communication. The shares of those that are left
 // are then divided anew. A loop is the same, except that
 // - clip_grad_norm() of OSS, clip_grad_norm_() of FullyShardedDataParallel and whatever else changes gradients belongs to
-//   `compute`, and OSS's step(scaler) is refused;
+//   `compute`, or to `prepare` where that is called for one share after the other, and OSS's step(scaler) is refused;
 // - which parameters are trainable stays as it was, and the optimizer's state is not loaded within the loop.
 // What DistributedOptimizer and FullyShardedOptimizer do by their options (loss scaler, clip_grad) comes between `compute`
 // and `update`. DistributedOptimizer has no wrapper:
@@ -154,7 +154,7 @@ struct ElasticOptions {
 //           cross_entropy(parallel.forward(batch.data.slice(0, begin, end)), batch.target.slice(0, begin, end)).backward();
 //         };
 //
-// Each share of 64 samples is computed as on a rank of its own, with the same memory, the same random numbers of the CPU's
+// Each share of 64 samples is computed as on a rank of its own, with the same memory for activations, the same random numbers of the CPU's
 // generator (seeded by step and share from rank 0's seed at construction) and the buffers that share 0 of the step before left,
 // whoever computes it. All strategies but LocalUpdates, whose ranks have no gradients in common (UsageError). A
 // `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
@@ -184,8 +184,8 @@ struct ElasticOptions {
 // stopped in its first update() of a sharded optimizer is waited for as any rank. A newcomer that
 // fails is not tried again.
 //
-// Buffers are rank 0's, as ever: where rank 0 has died, running statistics go on from those of the next rank. Random numbers of the CPU's generator are set
-// back when a step is undone.
+// Buffers are rank 0's, as ever: where rank 0 has died, running statistics go on from those of the next rank, unless
+// keep_global_batch has given all ranks the same. Random numbers of the CPU's generator are set back when a step is undone.
 //
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds; with straggler_seconds it is
 // killed before, and `shoal launch --max-restarts` starts another one in its place. All ranks run on one
@@ -239,6 +239,10 @@ class Elastic {
   // share.
   bool step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
             const std::function<void()>& update);
+  // The same with `prepare`, once on every rank after all of its shares, before the ranks agree that the step is complete. It
+  // may communicate: clipping belongs there, since within `compute` there are the gradients of some of the shares.
+  bool step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
+            const std::function<void()>& prepare, const std::function<void()>& update);
   // This rank's samples in a step with keep_global_batch; more once ranks are lost. For each loader, after in_epoch().
   int64_t batch_size() const;
 

@@ -158,6 +158,8 @@ class FullyShardedCore : public DataParallelCore {
 
   // For Elastic. UsageError that names what cannot go on in another group.
   void require_regroupable();
+  // While true, clipping is refused: gradients are those of some of a rank's shares.
+  void compute_shares(bool now);
 
  protected:
   TensorCast input_cast() const;

@@ -67,7 +67,7 @@ Elastic::State::~State() {
 }
 
 void Elastic::State::require_supported() const {
-  if (options.keep_global_batch > 0 && !parts->reduces()) {
+  if (options.keep_global_batch > 0 && !parts->takes_shares()) {
     throw UsageError(
         "Elastic: keep_global_batch is for a mean of gradients over all ranks, and each rank of LocalUpdates updates "
         "with its own: leave the option out");
@@ -157,8 +157,17 @@ bool Elastic::step(int64_t samples, const std::function<void()>& compute, const 
 
 bool Elastic::step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
                    const std::function<void()>& update) {
-  return state_->step(
-      samples, [&] { state_->batch.compute(state_->done, samples, compute); }, update);
+  return step(
+      samples, compute, [] {}, update);
+}
+
+bool Elastic::step(int64_t samples, const std::function<void(int64_t begin, int64_t end)>& compute,
+                   const std::function<void()>& prepare, const std::function<void()>& update) {
+  const auto whole = [&] {
+    state_->batch.compute(state_->done, samples, compute);
+    prepare();
+  };
+  return state_->step(samples, whole, update);
 }
 
 int64_t Elastic::batch_size() const {

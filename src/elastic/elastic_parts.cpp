@@ -88,6 +88,10 @@ class WithFSDP : public Wrapped {
   bool stands_for_gradient(const at::Tensor& parameter) const override {
     return optimizer_.has_buffered_gradient(parameter);
   }
+  void compute_shares(bool now) override {
+    parallel_.compute_shares(now);
+    Wrapped::compute_shares(now);
+  }
   void regroup(const Group& group, int64_t step) override { optimizer_.regroup(parallel_, group, step); }
 
  private:
@@ -153,6 +157,10 @@ ElasticParts::~ElasticParts() {
 
 void ElasticParts::guard() {
   if (sharded_ != nullptr) sharded_->guard();
+}
+
+void ElasticParts::compute_shares(bool now) {
+  if (sharded_ != nullptr) sharded_->compute_shares(now);
 }
 
 bool ElasticParts::prepare_commit() {

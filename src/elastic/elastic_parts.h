@@ -41,9 +41,10 @@ class ElasticParts {
   // Parameters and buffers that all ranks hold alike.
   virtual ModuleTensors tensors() const = 0;
   virtual LoggingData logging_data() const = 0;
-  // The factor of this rank's gradients in the mean, from now on, unless backwards have weights; none: 1 / ranks. Nothing
-  // where each rank has a mean of its own (reduces()).
+  // The factor of this rank's gradients in the mean, from now on, unless backwards have weights; none: 1 / ranks.
   virtual void set_share(std::optional<double> share) = 0;
+  // False: ranks have no mean in common, and set_share() does nothing.
+  virtual bool takes_shares() const { return true; }
   // Whether grad() of the parameter, a tensor without memory, stands for a gradient that has not been zeroed.
   virtual bool stands_for_gradient(const at::Tensor& /*parameter*/) const { return false; }
   // Goes on in another group, after `step` complete steps. It may be called again if it fails. Collective.
@@ -53,6 +54,8 @@ class ElasticParts {
   bool sharded() const { return sharded_ != nullptr; }
   // Once the world is that of an elastic job. Collective.
   virtual void guard();
+  // While true, what needs all shares of a rank is refused.
+  virtual void compute_shares(bool now);
   // Before and after the ranks have met with their gradients. The first returns whether `map` of the second must be true.
   // Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
   virtual bool prepare_commit();

@@ -48,6 +48,7 @@ struct Elastic::State {
   void commit();
   void finish(const std::function<void()>& update);
   void finish_step(const std::function<void()>& update);
+  void leave_step();
   bool try_step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
   void undo();
 

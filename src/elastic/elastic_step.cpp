@@ -1,5 +1,6 @@
 // A step: gradients, commit, update.
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <torch/utils.h>
 
@@ -56,8 +57,9 @@ void Elastic::State::finish(const std::function<void()>& update) {
   ++changes;
 }
 
+// A sum may be made in the update where this rank is alone; it is over shares as well.
 void Elastic::State::finish_step(const std::function<void()>& update) {
-  batch.end_step();
+  const auto end = c10::make_scope_exit([this] { batch.end_step(); });
   const auto turn = parts->begin_update();
   try {
     update();
@@ -83,6 +85,13 @@ void Elastic::State::undo() {
     for (const auto& parameter : parts->module().parameters()) parameter.mutable_grad().reset();
   }
   in_step = false;
+}
+
+// For an exception that the program may catch: backwards outside of Elastic have their usual mean, and a step that follows
+// begins with the buffers that all ranks have in common.
+void Elastic::State::leave_step() {
+  batch.end_step();
+  if (in_step && options.keep_global_batch > 0) copies.restore_buffers();
 }
 
 bool Elastic::State::step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
@@ -129,13 +138,13 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
     if (earlier.found()) earlier.refuse();
     return done > before;
   } catch (const Error& error) {
-    batch.end_step();  // backwards outside of Elastic have their usual mean
+    leave_step();
     const bool of_ranks = dynamic_cast<const UsageError*>(&error) || dynamic_cast<const DisagreeError*>(&error);
     if (!of_ranks || !blame_newcomers(error.what())) throw;
     recover(&update);
     return done > before;
   } catch (...) {
-    batch.end_step();
+    leave_step();
     throw;
   }
   finish(update);

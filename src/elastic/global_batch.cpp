@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/full.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -127,6 +128,8 @@ void GlobalBatch::compute(int64_t step, const std::function<void()>& compute) {
 void GlobalBatch::compute(int64_t step, int64_t samples,
                           const std::function<void(int64_t begin, int64_t end)>& compute) {
   weigh(1);
+  parts_.compute_shares(size_ > 0);
+  const auto end = c10::make_scope_exit([this] { parts_.compute_shares(false); });
   const auto count = own_shares();
   std::vector<at::Tensor> buffers;
   for (int64_t i = 0; i < count; ++i) {

@@ -41,6 +41,7 @@ class LocalParts : public ElasticParts {
   Reducer* reducer() const override { return nullptr; }
   ModuleTensors tensors() const override { return updates_.tensors; }
   void set_share(std::optional<double> /*share*/) override {}
+  bool takes_shares() const override { return false; }
 
   LoggingData logging_data() const override {
     LoggingData::Settings settings;

@@ -64,6 +64,8 @@ std::string describe_tensor(const char* kind, const NamedTensor& entry) {
                           fmt::join(tensor.sizes(), ", "));
   if (!tensor.is_contiguous()) text += fmt::format(" strides [{}]", fmt::join(tensor.strides(), ", "));
   if (is_deferred(tensor)) text += " deferred";
+  if (!tensor.is_cpu() && !tensor.is_meta())
+    text += " on " + c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
   if (!entry.aliases.empty()) text += fmt::format(" also {}", fmt::join(entry.aliases, ", "));
   return text;
 }

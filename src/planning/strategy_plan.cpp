@@ -275,7 +275,9 @@ class Planner {
     const auto after = group_.statistics();
     calls.calls += after.calls - before.calls;
     calls.bytes += after.bytes - before.bytes;
-    if (apart) calls.add(StepTrailer::numel(gradients_.size()) * static_cast<int64_t>(sizeof(float)));
+    if (apart)
+      calls.add(StepTrailer::numel(gradients_.size()) *
+                static_cast<int64_t>(c10::elementSize(ReductionPlan::trailer_dtype(gradients_))));
     return buckets;
   }
 

@@ -4,12 +4,14 @@
 #include <sys/wait.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/dropout.h>
+#include <torch/nn/utils/clip_grad.h>
 
 #include <cmath>
 #include <set>
 
 #include "tests/elastic/elastic_run.h"
 #include "tests/elastic/elastic_training.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::elastic_batch_test {
 namespace {
@@ -88,6 +90,9 @@ struct Run {
   test::Sharding sharding = test::Sharding::none;
   bool noisy = false;
   Compute compute = Compute::by_share;
+  std::string optimizer = "adam";
+  bool overlap = true;  // see test::Trained
+  double clip = 0;      // norm to which gradients are clipped after all shares; 0: not
   std::vector<test::Death> deaths{};
 };
 
@@ -96,7 +101,12 @@ std::string train(const World& world, Shared& record, const Run& run) {
   const int self = world.rank();
   auto model = std::make_shared<Model>(run.noisy);
   model->to(run.dtype);
-  const auto wrapped = test::wrap_as({.sharding = run.sharding, .dtype = run.dtype}, model, world.group());
+  const auto wrapped = test::wrap_as({.sharding = run.sharding,
+                                      .optimizer = run.optimizer,
+                                      .dtype = run.dtype,
+                                      .overlap = run.overlap,
+                                      .clip = run.sharding == test::Sharding::megatron ? run.clip : 0},
+                                     model, world.group());
   DistributedSampler sampler(samples, world.group(), {.seed = 3});
   const auto quiet = [](const ElasticChange&) {};
   const auto made = wrapped.elastic(
@@ -130,6 +140,9 @@ std::string train(const World& world, Shared& record, const Run& run) {
           reached(test::Moment::before_update);
           wrapped.step();
         };
+        const auto prepare = [&] {
+          if (run.clip > 0) wrapped.clip(*model, run.clip);
+        };
         bool complete = false;
         if (run.compute == Compute::at_once) {
           complete = elastic.step(
@@ -155,7 +168,7 @@ std::string train(const World& world, Shared& record, const Run& run) {
                 }
                 reached(test::Moment::before_commit);
               },
-              update);
+              prepare, update);
         }
         if (!complete) break;
         if (model->norm && world.rank() == 0) record.mean[step] = model->norm->running_mean.sum().item<double>();
@@ -166,11 +179,11 @@ std::string train(const World& world, Shared& record, const Run& run) {
   return elastic.steps() == steps ? "" : fmt::format("{} steps", elastic.steps());
 }
 
-// Ten ranks die, at three moments of their steps: every fifth of those that are left, rank 0 first.
-std::vector<test::Death> ten_deaths() {
+// Ranks die, at three moments of their steps: every fifth of those that are left, rank 0 first.
+std::vector<test::Death> deaths_of(int count) {
   const test::Moment moments[] = {test::Moment::in_backward, test::Moment::before_update, test::Moment::before_commit};
   std::vector<test::Death> deaths;
-  for (int i = 0; i < 10; ++i) deaths.push_back({i * 5 % ranks, moments[i % 3], 2 + i * 3 / 2});
+  for (int i = 0; i < count; ++i) deaths.push_back({i * 5 % ranks, moments[i % 3], 2 + i * 5 / 4});
   return deaths;
 }
 
@@ -209,10 +222,13 @@ void compare(const Losses& disturbed, const Losses& undisturbed, double bound) {
 }
 
 // Plain libtorch, one process, and the whole batch at once.
-std::vector<double> losses_of_one_process() {
+std::vector<double> losses_of_one_process(const Run& run) {
   Model model(/*noisy=*/false);
   model.to(at::kDouble);
-  torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(test::learning_rate));
+  const auto made = test::with_optimizer({.optimizer = run.optimizer}, [&]<class Local>(Local*, const auto& options) {
+    return std::unique_ptr<torch::optim::Optimizer>(std::make_unique<Local>(model.parameters(), options));
+  });
+  auto& optimizer = *made;
   std::vector<double> losses;
   for (int epoch = 0; epoch < epochs; ++epoch) {
     DistributedSampler order(samples, 1, 0, {.seed = 3});
@@ -224,10 +240,26 @@ std::vector<double> losses_of_one_process() {
       losses.push_back(loss.item<double>());
       optimizer.zero_grad();
       loss.backward();
+      if (run.clip > 0) torch::nn::utils::clip_grad_norm_(model.parameters(), run.clip);
       optimizer.step();
     }
   }
   return losses;
+}
+
+void expect_losses_of_one_process(const Run& run) {
+  const Losses disturbed, expected;
+  train_all(run, disturbed);
+  expect_every_sample_once(disturbed);
+  // In a process of its own, because one that has run backward must not fork.
+  test::run_ranks(1, [&](const World&) {
+    const auto losses = losses_of_one_process(run);
+    for (size_t step = 0; step < losses.size(); ++step) {
+      for (auto& one : expected->shares[step]) one.loss = losses[step];
+    }
+    return std::string();
+  });
+  compare(disturbed, expected, 1e-12);
 }
 
 class ElasticKeptBatch : public ::testing::TestWithParam<test::Sharding> {};
@@ -235,7 +267,7 @@ class ElasticKeptBatch : public ::testing::TestWithParam<test::Sharding> {};
 TEST_P(ElasticKeptBatch, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_in_float32) {
   const Losses undisturbed, disturbed;
   train_all({.sharding = GetParam(), .noisy = true}, undisturbed);
-  train_all({.sharding = GetParam(), .noisy = true, .deaths = ten_deaths()}, disturbed);
+  train_all({.sharding = GetParam(), .noisy = true, .deaths = deaths_of(10)}, disturbed);
   expect_every_sample_once(undisturbed);
   expect_every_sample_once(disturbed);
   compare(disturbed, undisturbed, 1e-5);
@@ -245,22 +277,44 @@ TEST_P(ElasticKeptBatch, ELA05_ten_kills_leave_the_losses_of_an_undisturbed_run_
 TEST_P(ElasticKeptBatch, ELA05_ten_kills_leave_the_losses_of_one_process_in_float64) {
   for (const auto how : {Compute::by_share, Compute::at_once, Compute::weighted}) {
     SCOPED_TRACE(static_cast<int>(how));
-    const Losses disturbed;
-    auto deaths = ten_deaths();
-    if (how != Compute::by_share) deaths.resize(3);
-    train_all({.dtype = at::kDouble, .sharding = GetParam(), .compute = how, .deaths = deaths}, disturbed);
-    expect_every_sample_once(disturbed);
-    const Losses expected;
-    // In a process of its own, because one that has run backward must not fork.
-    test::run_ranks(1, [&](const World&) {
-      const auto losses = losses_of_one_process();
-      for (size_t step = 0; step < losses.size(); ++step) {
-        for (auto& one : expected->shares[step]) one.loss = losses[step];
-      }
-      return std::string();
-    });
-    compare(disturbed, expected, 1e-12);
+    const int deaths = how == Compute::by_share ? 10 : 3;
+    expect_losses_of_one_process(
+        {.dtype = at::kDouble, .sharding = GetParam(), .compute = how, .deaths = deaths_of(deaths)});
   }
+}
+
+// SGD and no clipping, because Adam and clipping hide a factor of the gradients.
+TEST_P(ElasticKeptBatch, ELA05_sgd_and_clipping_after_all_shares_are_those_of_one_process_down_to_one_rank) {
+  std::vector<std::pair<double, bool>> cases{{0, true}, {0.7, true}};  // norm, overlap
+  if (GetParam() == test::Sharding::megatron) cases.emplace_back(0, false);
+  for (const auto& [clip, overlap] : cases) {
+    SCOPED_TRACE(::testing::Message() << "clip " << clip << ", overlap " << overlap);
+    expect_losses_of_one_process({.dtype = at::kDouble,
+                                  .sharding = GetParam(),
+                                  .optimizer = "sgd",
+                                  .overlap = overlap,
+                                  .clip = clip,
+                                  .deaths = deaths_of(11)});
+  }
+}
+
+// It would fail at the first death alone.
+TEST_P(ElasticKeptBatch, ELA05_clipping_within_a_share_is_refused_before_a_rank_dies) {
+  if (GetParam() == test::Sharding::none || GetParam() == test::Sharding::megatron) GTEST_SKIP() << "they have no call";
+  const auto ended = test::run_ranks(2, [&](const World& world) {
+    alarm(30);
+    auto model = std::make_shared<Model>(/*noisy=*/false);
+    const auto wrapped = test::wrap_as({.sharding = GetParam()}, model, world.group());
+    DistributedSampler sampler(20, world.group());
+    const auto elastic = wrapped.elastic(world, sampler, ElasticOptions{.keep_global_batch = 4});
+    elastic->in_epoch();
+    const auto compute = [&](int64_t, int64_t) {
+      wrapped.forward(at::ones({2, 4})).mean().backward();
+      wrapped.clip(*model, 1);
+    };
+    return test::refusal([&] { elastic->step(2, compute, [&] { wrapped.step(); }); });
+  });
+  for (const auto& rank : ended) EXPECT_NE(rank.text.find("third argument of step()"), std::string::npos) << rank.text;
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryStrategy, ElasticKeptBatch,

@@ -358,13 +358,22 @@ TEST(ElasticLocal, ELA12_an_update_that_is_not_that_of_LocalUpdates_is_refused) 
     }
     local.zero_grad();
     local.step();  // without Elastic it communicates again
-    texts += refusal([&] { Elastic(world, local, {.keep_global_batch = 4}); });
+    auto other = std::make_shared<test::LocalNet>();
+    torch::optim::Adam of_other(other->parameters(), torch::optim::AdamOptions(0.01));
+    LocalUpdates warming(other, of_other, world.group(), {.every = 2, .warmup_steps = 2});
+    for (auto* updates : {&local, &warming}) {
+      if (refusal([&] { Elastic(world, *updates, {.keep_global_batch = 4}); }).find("keep_global_batch is for") ==
+          std::string::npos) {
+        texts += "a kept batch was not refused";
+      }
+    }
     return texts;
   });
   for (const auto& one : ended) {
-    for (const auto* text : {"did not call step() of LocalUpdates", "and nowhere else", "keep_global_batch"}) {
+    for (const auto* text : {"did not call step() of LocalUpdates", "and nowhere else"}) {
       EXPECT_NE(one.text.find(text), std::string::npos) << text << " in " << one.text;
     }
+    EXPECT_EQ(one.text.find("not refused"), std::string::npos) << one.text;
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -209,6 +210,16 @@ struct Wrapped {
   }
   void weighted_backward(const at::Tensor& sum, double weight) const {
     parallel ? parallel->backward(sum, weight) : megatron()->backward(sum, weight);
+  }
+  // Megatron's optimizer has an option for it.
+  void clip(const torch::nn::Module& module, double norm) const {
+    if (oss() != nullptr) {
+      oss()->clip_grad_norm(norm);
+    } else if (auto* fsdp = dynamic_cast<FullyShardedCore*>(parallel.get())) {
+      fsdp->clip_grad_norm_(norm);
+    } else if (parallel) {
+      torch::nn::utils::clip_grad_norm_(module.parameters(), norm);
+    }
   }
   // Of all ranks; collective if it is sharded.
   OptimizerState state(const torch::nn::Module& module) const {

@@ -68,6 +68,8 @@ TEST(ReductionPlan, the_trailer_rides_only_where_it_gets_everywhere_exactly) {
   EXPECT_FALSE(plan.trailer_apart(three()));
   EXPECT_TRUE(plan.trailer_apart(three(at::kBFloat16))) << "16 bits cannot count";
   EXPECT_TRUE(plan.trailer_apart(three(at::kMeta))) << "the CPU would wait for the device";
+  EXPECT_EQ(ReductionPlan::trailer_dtype(three()), at::kFloat);
+  EXPECT_EQ(ReductionPlan::trailer_dtype(three(at::kDouble)), at::kDouble) << "a weight of 0.1 must not be rounded";
   plan.consumed = true;
   EXPECT_FALSE(plan.trailer_apart(three(at::kMeta))) << "an update within backward needs the weight at once";
   plan.consumed = false;

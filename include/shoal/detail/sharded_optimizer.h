@@ -62,6 +62,8 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void guard();
   // Steps are as before Elastic from now on. Not collective.
   void unguard();
+  // While true, clipping is refused: gradients are those of some of a rank's shares.
+  void compute_shares(bool now);
   // All of a step that communicates: adopts changed values, and reduces, unscales, checks and clips the gradients. Returns
   // whether all ranks must map memory in commit(). Collective.
   bool prepare_commit();

@@ -10,10 +10,10 @@
 namespace shoal {
 namespace {
 
-// An entry as words: number, grown, generation of the store, its descriptor, left, lost_with, members, base; lists as bits.
+// An entry as words: number, grown, generation of the store, its descriptor, left, lost_with, its nonce, members, base; lists as bits.
 constexpr size_t number_word = 0;
 constexpr size_t left_word = 4;
-constexpr size_t fixed_words = 6;
+constexpr size_t fixed_words = 7;
 constexpr size_t list_words = Board::most_members / 64;
 static_assert(fixed_words + 2 * list_words <= Notice::count);
 
@@ -35,7 +35,8 @@ Notice::Words to_words(const BoardEntry& entry) {
                       entry.store_of,
                       static_cast<uint64_t>(entry.store_descriptor),
                       entry.left ? uint64_t{1} : 0,
-                      static_cast<uint64_t>(entry.lost_with)};
+                      static_cast<uint64_t>(entry.lost_with),
+                      entry.store_nonce};
   write_list(words, fixed_words, entry.card.members);
   write_list(words, fixed_words + list_words, entry.card.base);
   return words;
@@ -48,6 +49,7 @@ BoardEntry from_words(const Notice::Words& words) {
                    .base = read_list(words, fixed_words + list_words)},
           .store_of = words[2],
           .store_descriptor = static_cast<int>(words[3]),
+          .store_nonce = words[6],
           .left = words[left_word] != 0,
           .lost_with = static_cast<int>(words[5])};
 }
@@ -107,9 +109,10 @@ void Board::show(const MemberCard& card) {
   publish();
 }
 
-void Board::serve(uint64_t generation, int descriptor) {
+void Board::serve(uint64_t generation, int descriptor, uint64_t nonce) {
   own_.store_of = generation;
   own_.store_descriptor = descriptor;
+  own_.store_nonce = nonce;
   publish();
 }
 

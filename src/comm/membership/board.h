@@ -15,11 +15,12 @@
 
 namespace shoal {
 
-// What a member shows: its card, the store that it serves for a generation, and whether it has done with the job.
+// What a member shows: its card, the store that it has made for a generation, and whether it has done with the job.
 struct BoardEntry {
   MemberCard card{};
   uint64_t store_of = 0;     // number of the generation; 0: none
   int store_descriptor = 0;  // of its memory, in the member's process
+  uint64_t store_nonce = 0;
   bool left = false;
   int lost_with = 0;  // members that it knew to live when it found them too few to go on; 0: it has not
 };
@@ -40,7 +41,7 @@ class Board {
   int self() const { return self_; }
   // These wake the other members.
   void show(const MemberCard& card);
-  void serve(uint64_t generation, int descriptor);
+  void serve(uint64_t generation, int descriptor, uint64_t nonce);
   void lose(int living);
   // This member takes no more part in recoveries. It may end at any time without having failed.
   void leave();

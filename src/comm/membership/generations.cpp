@@ -261,11 +261,11 @@ void Generations::connect_store(WorldState& world, const MemberCard& card) {
   c10::intrusive_ptr<MemoryStore> store;
   if (maker == self()) {
     store = c10::make_intrusive<MemoryStore>();
-    board_->serve(card.number, store->descriptor());
+    board_->serve(card.number, store->descriptor(), store->nonce());
   } else {
     store = open_store(maker, card.number, std::chrono::seconds(world.options.rendezvous_timeout_seconds));
   }
-  meeting.store = c10::make_intrusive<DeadlineStore>(store, fmt::format("member {}", maker), store_limit);
+  meeting.store = c10::make_intrusive<DeadlineStore>(store, "shared memory", store_limit);
 }
 
 c10::intrusive_ptr<MemoryStore> Generations::open_store(int maker, uint64_t number, std::chrono::seconds limit) const {
@@ -274,12 +274,8 @@ c10::intrusive_ptr<MemoryStore> Generations::open_store(int maker, uint64_t numb
     const auto seen = board_->bell();
     const auto entry = board_->entry(maker);
     if (watch_->raised()) throw CommError(watch_->why());
-    try {
-      if (entry.store_of == number) {
-        return c10::make_intrusive<MemoryStore>(board_->process(maker).pid, entry.store_descriptor);
-      }
-    } catch (const std::runtime_error& error) {
-      throw CommError(fmt::format("the store of generation {} cannot be opened: {}", number, error.what()));
+    if (entry.store_of == number) {
+      return c10::make_intrusive<MemoryStore>(board_->process(maker).pid, entry.store_descriptor, entry.store_nonce);
     }
     if (SteadyClock::now() > deadline) {
       throw CommError(fmt::format("rank 0 of generation {} has made no store after {} s", number, limit.count()));

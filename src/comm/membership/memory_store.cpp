@@ -11,7 +11,8 @@
 #include <chrono>
 #include <cstring>
 #include <new>
-#include <system_error>
+#include <random>
+#include <stdexcept>
 #include <thread>
 
 #include "shoal/error.h"
@@ -33,8 +34,21 @@ size_t bytes_of(size_t key, size_t value) {
   return (bytes + alignof(Record) - 1) / alignof(Record) * alignof(Record);
 }
 
+[[noreturn]] void fail(const std::string& why) {
+  throw CommError("the job's store in shared memory: " + why);
+}
+
 void require(int error, const char* what) {
-  if (error != 0) throw std::system_error(error, std::generic_category(), what);
+  if (error != 0) fail(fmt::format("{}: {}", what, std::strerror(error)));
+}
+
+template <class Open>
+MemoryFile opened(const Open& open) {
+  try {
+    return open();
+  } catch (const std::runtime_error& error) {
+    fail(error.what());
+  }
 }
 
 [[noreturn]] void throw_missing(const std::vector<std::string>& keys) {
@@ -44,6 +58,7 @@ void require(int error, const char* what) {
 }  // namespace
 
 struct MemoryStore::Header {
+  uint64_t nonce;
   pthread_mutex_t mutex;
   std::atomic<uint64_t> moves;  // the log is in half moves % 2
 };
@@ -57,24 +72,23 @@ struct MemoryStore::Half {
 // Excludes other threads and processes. The system gives a turn whose owner has ended to the next one.
 class MemoryStore::Turn {
  public:
-  explicit Turn(MemoryStore& store) : mutex_(store.header().mutex) {
-    const int error = pthread_mutex_lock(&mutex_);
-    if (error == EOWNERDEAD) {
-      pthread_mutex_consistent(&mutex_);
-    } else {
-      require(error, "the job's store");
-    }
-    store.catch_up();
-  }
-  ~Turn() { pthread_mutex_unlock(&mutex_); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  explicit Turn(MemoryStore& store) : lock_(store.header().mutex) { store.catch_up(); }
 
  private:
-  pthread_mutex_t& mutex_;
+  struct Lock {
+    explicit Lock(pthread_mutex_t& of) : mutex(of) {
+      const int error = pthread_mutex_lock(&mutex);
+      require(error == EOWNERDEAD ? pthread_mutex_consistent(&mutex) : error, "pthread_mutex_lock");
+    }
+    ~Lock() { pthread_mutex_unlock(&mutex); }
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
+    pthread_mutex_t& mutex;
+  };
+  Lock lock_;
 };
 
-MemoryStore::MemoryStore(size_t bytes) : file_(MemoryFile::create(bytes)) {
+MemoryStore::MemoryStore(size_t bytes) : file_(opened([bytes] { return MemoryFile::create(bytes); })) {
   pthread_mutexattr_t attributes;
   require(pthread_mutexattr_init(&attributes), "pthread_mutexattr_init");
   pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
@@ -83,9 +97,18 @@ MemoryStore::MemoryStore(size_t bytes) : file_(MemoryFile::create(bytes)) {
   const int error = pthread_mutex_init(&made->mutex, &attributes);
   pthread_mutexattr_destroy(&attributes);
   require(error, "pthread_mutex_init");
+  std::random_device random;
+  made->nonce = uint64_t{random()} << 32 | random();
 }
 
-MemoryStore::MemoryStore(int pid, int descriptor, size_t bytes) : file_(MemoryFile::open(pid, descriptor, bytes)) {}
+MemoryStore::MemoryStore(int pid, int descriptor, uint64_t nonce, size_t bytes)
+    : file_(opened([=] { return MemoryFile::open(pid, descriptor, bytes); })) {
+  if (header().nonce != nonce) fail(fmt::format("process {} has closed it", pid));
+}
+
+uint64_t MemoryStore::nonce() const {
+  return header().nonce;
+}
 
 MemoryStore::~MemoryStore() = default;
 
@@ -118,14 +141,16 @@ void MemoryStore::catch_up() {
 void MemoryStore::read_records() {
   const auto& log = half(moves_);
   const auto used = log.used.load();
-  const auto damaged = [] { return CommError("the job's store in shared memory is damaged"); };
-  if (used > room()) throw damaged();
+  const auto require_whole = [](bool whole) {
+    if (!whole) fail("it is damaged");
+  };
+  require_whole(used <= room());
   while (read_ < used) {
     Record record{};
-    if (used - read_ < sizeof record) throw damaged();
+    require_whole(used - read_ >= sizeof record);
     std::memcpy(&record, log.records + read_, sizeof record);
     const size_t value = record.value_bytes == removed ? 0 : record.value_bytes;
-    if (bytes_of(record.key_bytes, value) > used - read_) throw damaged();
+    require_whole(bytes_of(record.key_bytes, value) <= used - read_);
     const auto* begin = reinterpret_cast<const uint8_t*>(log.records + read_ + sizeof record);
     const std::string key(begin, begin + record.key_bytes);
     if (record.value_bytes == removed) {
@@ -154,8 +179,10 @@ void MemoryStore::write(const std::string& key, const std::vector<uint8_t>* valu
   const auto bytes = bytes_of(key.size(), value != nullptr ? value->size() : 0);
   if (half(moves_).used.load() + bytes > room()) move_to_other_half();
   if (half(moves_).used.load() + bytes > room()) {
-    throw CommError(
-        fmt::format("the job's store is full: {} keys, and {} has {} bytes more", values_.size(), key, bytes));
+    fail(fmt::format(
+        "it is full: {} keys, and {} needs {} bytes more; it has an entry for each rank of each group, so make "
+        "fewer groups, once",
+        values_.size(), key, bytes));
   }
   write_into(half(moves_), key, value);
   read_records();

@@ -17,14 +17,16 @@ namespace shoal {
 // than half of the file, or if the memory is damaged.
 class MemoryStore : public c10d::Store {
  public:
-  // bytes: of the file; pages take memory once they are written.
+  // bytes: of the file; pages take memory once they are written. CommError if the system has none.
   explicit MemoryStore(size_t bytes = default_bytes);
-  // That of another process; std::runtime_error says why it cannot be opened.
-  MemoryStore(int pid, int descriptor, size_t bytes = default_bytes);
+  // That of another process; CommError says why it cannot be opened.
+  MemoryStore(int pid, int descriptor, uint64_t nonce, size_t bytes = default_bytes);
   ~MemoryStore() override;
 
-  // For the constructor of others, as long as this object lives.
+  // For the constructor of others, as long as this object lives. The nonce proves that they have opened this memory and not
+  // another file that has its number since.
   int descriptor() const { return file_.descriptor(); }
+  uint64_t nonce() const;
 
   c10::intrusive_ptr<c10d::Store> clone() override;
   using c10d::Store::compareSet;
@@ -43,7 +45,7 @@ class MemoryStore : public c10d::Store {
   bool hasExtendedApi() const override { return false; }
 
  private:
-  static constexpr size_t default_bytes = 16 << 20;
+  static constexpr size_t default_bytes = 64 << 20;
   struct Header;
   struct Half;
   class Turn;

@@ -78,10 +78,10 @@ auto DeadlineStore::call(Work work) {
   using Result = decltype(work(std::declval<c10d::Store&>()));
   const auto limit = limit_.load();
   const auto unreachable = [&] {
-    return StoreUnreachable(
-        fmt::format("the job's store at {} does not answer within {} s: the process that holds it (rank 0 or the "
-                    "launcher) is stopped, or its host cannot be reached",
-                    name_, std::chrono::duration<double>(limit).count()));
+    return StoreUnreachable(fmt::format(
+        "the job's store at {} does not answer within {} s: the process that holds it (rank 0 or the launcher; in "
+        "an elastic job any rank) is stopped, or its host cannot be reached",
+        name_, std::chrono::duration<double>(limit).count()));
   };
   if (client_->overdue > 0) throw unreachable();
   if (getpid() != pid_) {

@@ -158,7 +158,8 @@ class C10dTransport : public Transport {
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     const bool equal_parts = call.op == Op::reduce_scatter && call.inputs.size() == 1 && call.outputs[0].numel() > 0;
     if (equal_parts && name_ == "gloo") return scatter_and_add(call);
-    if ((call.op == Op::all_reduce || call.op == Op::reduce) && lacks(call.inputs[0])) return reduce_as_int(call);
+    const bool reduces = call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter;
+    if (reduces && lacks(call.inputs[0])) return reduce_as_int(call);
     if (name_ == "nccl") return std::make_unique<PolledWork>(start(call), call);
     return std::make_unique<C10dWork>(start(call), call);
   }
@@ -182,10 +183,13 @@ class C10dTransport : public Transport {
   bool lacks(const at::Tensor& tensor) const { return name_ == "gloo" && tensor.scalar_type() == at::kShort; }
 
   std::unique_ptr<TransportWork> reduce_as_int(const Call& call) {
-    const auto tensor = normal(call.inputs[0]);
     Call wide = call;
-    wide.inputs = {tensor.to(at::kInt)};
-    return std::make_unique<ConvertedWork>(std::make_unique<C10dWork>(start(wide), wide), wide.inputs[0], tensor);
+    for (auto& input : wide.inputs) input = normal(input).to(at::kInt);
+    const bool in_place = call.outputs.empty();
+    if (!in_place) wide.outputs = {normal(call.outputs[0]).to(at::kInt)};
+    return std::make_unique<ConvertedWork>(std::make_unique<C10dWork>(start(wide, call), wide),
+                                           in_place ? wide.inputs[0] : wide.outputs[0],
+                                           normal(in_place ? call.inputs[0] : call.outputs[0]));
   }
 
   template <class Options>
@@ -218,11 +222,14 @@ class C10dTransport : public Transport {
     return at::empty({0}, tensor.options()).set_(tensor.storage(), tensor.storage_offset(), {tensor.numel()}, {1});
   }
 
-  c10::intrusive_ptr<c10d::Work> start(const Call& call) {
+  c10::intrusive_ptr<c10d::Work> start(const Call& call) { return start(call, call); }
+
+  // asked: the call as other ranks know it.
+  c10::intrusive_ptr<c10d::Work> start(const Call& call, const Call& asked) {
     auto inputs = flattened(call.inputs);
     auto outputs = flattened(call.outputs);
     const WithoutSigpipe guard;  // Gloo writes on the calling thread if it can
-    if (before_collective_ && call.op != Op::send && call.op != Op::recv) before_collective_(call);
+    if (before_collective_ && call.op != Op::send && call.op != Op::recv) before_collective_(asked);
     switch (call.op) {
       case Op::all_reduce:
         return backend_->allreduce(inputs, with_reduce<c10d::AllreduceOptions>(call));

@@ -40,7 +40,8 @@ std::vector<Bucket> BucketSet::build(const std::vector<size_t>& order) {
   if (apart) {
     std::vector<size_t> all(gradients_.size());
     std::iota(all.begin(), all.end(), 0);
-    trailer_ = StepTrailer(all, group_.allocate(StepTrailer::numel(all.size()), at::TensorOptions(at::kFloat)));
+    const auto dtype = ReductionPlan::trailer_dtype(gradients_);
+    trailer_ = StepTrailer(all, group_.allocate(StepTrailer::numel(all.size()), dtype));
   }
   return old;
 }

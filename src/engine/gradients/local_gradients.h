@@ -16,5 +16,7 @@ bool has_local_gradient(const at::Tensor& parameter);
 // UsageError if it has one. For optimizers that give all ranks the same result, which a rank's own gradient would
 // break. who: the optimizer's class.
 void require_no_local_gradient(const at::Tensor& parameter, const std::string& who, const std::string& name);
+// UsageError for clipping while Elastic computes one share of a rank's batch after the other.
+[[noreturn]] void refuse_to_clip_shares();
 
 }  // namespace shoal

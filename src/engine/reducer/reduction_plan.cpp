@@ -39,6 +39,12 @@ bool ReductionPlan::trailer_apart(const std::vector<Gradient>& gradients) const 
   return !everywhere() || !trailer_rides || !exact || waits;
 }
 
+at::ScalarType ReductionPlan::trailer_dtype(const std::vector<Gradient>& gradients) {
+  const bool wide = std::any_of(gradients.begin(), gradients.end(),
+                                [](const Gradient& gradient) { return gradient.dtype() == at::kDouble; });
+  return wide ? at::kDouble : at::kFloat;
+}
+
 FlatLayout scatter_layout(std::span<const int64_t> numels, size_t element_bytes, int ranks) {
   constexpr int64_t aligned_elements = 64;
   return {numels, element_bytes, aligned_elements * static_cast<int64_t>(element_bytes), ranks};

@@ -60,6 +60,8 @@ struct ReductionPlan {
   // Whether the trailer needs a small collective of its own, on the CPU, at the end of a step: buckets do not carry it, all
   // gradients have 16 bits, which cannot hold a weight exactly, or some are on a device.
   bool trailer_apart(const std::vector<Gradient>& gradients) const;
+  // Of a trailer apart: one that holds weights as exactly as the gradients.
+  static at::ScalarType trailer_dtype(const std::vector<Gradient>& gradients);
 };
 
 // Layout of a flat buffer that splits into equal ranges for the ranks; ranges begin at the same elements in every dtype

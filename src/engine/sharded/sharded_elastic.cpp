@@ -29,6 +29,10 @@ void ShardedOptimizerBase::unguard() {
   state_->guarded.reset();
 }
 
+void ShardedOptimizerBase::compute_shares(bool now) {
+  state_->computes_shares = now;
+}
+
 bool ShardedOptimizerBase::prepare_commit() {
   auto& state = *state_;
   if (!state.guarded) return false;

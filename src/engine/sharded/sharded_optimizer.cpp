@@ -7,6 +7,7 @@
 
 #include "checkpoint/on_all_ranks.h"
 #include "engine/gradients/gradient_norm.h"
+#include "engine/gradients/local_gradients.h"
 #include "engine/paging/operator_watch.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "shoal/error.h"
@@ -43,6 +44,7 @@ std::vector<at::Tensor> ShardedOptimizerBase::State::unscaled_gradients(const Gr
 
 double ShardedOptimizerBase::State::clip(const std::vector<at::Tensor>& gradients, double max_norm,
                                          double norm_type) const {
+  if (computes_shares) refuse_to_clip_shares();
   const auto norm = global_norm(counted_gradients(), norm_type, groups_of_scalars(), label("norm of the gradients"));
   clip_to_norm(gradients, norm, max_norm);
   return norm;

@@ -36,6 +36,7 @@ struct ShardedOptimizerBase::State {
   std::unique_ptr<GuardedUpdate> guarded{};  // in an elastic job of several ranks
   std::unique_ptr<LoneState> alone{};        // of one rank whose job has just changed to several, until all have theirs
   std::optional<ShardedStep> prepared{};     // what a guarded step will return, if it is updated
+  bool computes_shares = false;              // Elastic computes one share of the batch after the other
   bool met = false;  // the step in progress has asked all ranks something, so that all are in it
 
   State(std::string name, Group group) : name(std::move(name)), group(std::move(group)) {}

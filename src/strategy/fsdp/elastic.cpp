@@ -27,6 +27,10 @@ void FullyShardedCore::require_regroupable() {
   }
 }
 
+void FullyShardedCore::compute_shares(bool now) {
+  shards_->computes_shares = now;
+}
+
 // The former module keeps its memory until the parameters have moved out of it.
 void FullyShardedCore::regroup(const Group& group, int64_t step) {
   const auto former = shards_->module;

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "engine/gradients/gradient_norm.h"
+#include "engine/gradients/local_gradients.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/logging.h"
 #include "engine/wrapper/normal_mode.h"
@@ -153,6 +154,7 @@ double FullyShardedCore::clip_grad_norm_(double max_norm, double norm_type) {
         "FullyShardedDataParallel: clip_grad_norm_ with norm type 0, the number of gradients, of which each rank has "
         "parts; give a positive norm type, or infinity");
   }
+  if (shards_->computes_shares) refuse_to_clip_shares();
   auto& module = *shards_->module;
   module.serve_readers();
   if (module.clip_without_scale) return module.clip_without_scale(max_norm, norm_type);
