@@ -51,7 +51,7 @@ std::ostream& operator<<(std::ostream& out, const Cost& cost) {
 Cost of_backward(const std::string& strategy) {
   constexpr int64_t flags_and_weights = (even_gradients + even_gradients) * 8;  // in three buckets, in their dtype
   if (strategy == "ddp" || strategy == "zero1") return {even_gradients, even_payload + flags_and_weights};
-  return {even_gradients + 1, even_payload + (even_gradients + 1) * 4};  // reduced apart, in float32
+  return {even_gradients + 1, even_payload + (even_gradients + 1) * 8};  // reduced apart, in float64
 }
 
 bool of_gradients(const CallRecord& record) {

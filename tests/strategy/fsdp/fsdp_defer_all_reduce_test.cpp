@@ -70,7 +70,7 @@ struct Trained {
 class Deferred : public testing::TestWithParam<bool> {};
 
 TEST_P(Deferred, BEY08_gradients_cross_between_hosts_once_a_step) {
-  constexpr int64_t facts = (even_gradients + 1) * 4;  // of every backward that communicates, in float32
+  constexpr int64_t facts = (even_gradients + 1) * 8;  // of every backward that communicates, in float64
   for (const int64_t micros : {1, 2, 4, 8}) {
     Trained at_end(GetParam()), each(GetParam()), deferred(GetParam());
     at_end.train(Way::at_end, micros);
