@@ -4,7 +4,8 @@ recovery.py starts it, in an environment with torchft-nightly:
 
     python bench/torchft_training.py --ranks 4 --models REFERENCE --folder FOLDER
 
-This process is the lighthouse, with torchft's own times, and starts the ranks, each of which is a replica. Each rank writes its process id to
+This process is the lighthouse, which waits for ranks to join for a second in place of a tenth, since ranks that share cores come too late for
+each other otherwise, and starts the ranks, each of which is a replica. Each rank writes its process id to
 the folder; the first of those that take part writes a line of metrics after each step.
 """
 
@@ -73,7 +74,7 @@ def train(options):
 def launch(options):
     from torchft.coordination import LighthouseServer
 
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
     ranks = [subprocess.Popen([sys.executable, *sys.argv, "--rank", str(rank), "--lighthouse", lighthouse.address()]) for rank in range(options.ranks)]
     try:
         for rank in ranks:
