@@ -154,9 +154,10 @@ struct ElasticOptions {
 //           cross_entropy(parallel.forward(batch.data.slice(0, begin, end)), batch.target.slice(0, begin, end)).backward();
 //         };
 //
-// Each share of 64 samples is computed as on a rank of its own, with the same memory for activations, the same random numbers of the CPU's
-// generator (seeded by step and share from rank 0's seed at construction) and the buffers that share 0 of the step before left,
-// whoever computes it. All strategies but LocalUpdates, whose ranks have no gradients in common (UsageError). A
+// Each share of 64 samples is computed as on a rank of its own, with the same memory for activations, the same random
+// numbers of the CPU's generator (seeded by step and share from rank 0's seed at construction) and the buffers that share 0
+// of the step before left, whoever computes it. A rank with several shares holds its whole gradients until the last one
+// (no_sync()), whatever the strategy. Not for LocalUpdates, whose ranks have no gradients in common (UsageError). A
 // `compute` without arguments is called once, for the whole batch of a rank, which is then the mean of several shares: it
 // needs more memory, dropout draws other numbers, and a batch norm normalises over more samples.
 //

@@ -88,9 +88,12 @@ TEST(MemoryStore, is_full_with_an_error_and_stays_whole) {
   EXPECT_THROW(fill(), CommError);
   EXPECT_GT(keys, 10);
   EXPECT_EQ(store.getNumKeys(), keys);
-  EXPECT_EQ(opened(store, small)->get("3"), value);
-  EXPECT_TRUE(store.deleteKey("3"));
+  const auto other = opened(store, small);
+  EXPECT_EQ(other->get("3"), value);
+  for (int key = keys - 1; key >= 0; --key) EXPECT_TRUE(store.deleteKey(std::to_string(key)));
+  EXPECT_EQ(other->getNumKeys(), 0);
   store.set("more", value);
+  EXPECT_EQ(other->get("more"), value);
 }
 
 // Calls act(store) in a process of its own, which ends with this one.

@@ -177,7 +177,11 @@ void MemoryStore::write_into(Half& half, const std::string& key, const std::vect
 // value: nullptr removes the key.
 void MemoryStore::write(const std::string& key, const std::vector<uint8_t>* value) {
   const auto bytes = bytes_of(key.size(), value != nullptr ? value->size() : 0);
-  if (half(moves_).used.load() + bytes > room()) move_to_other_half();
+  if (half(moves_).used.load() + bytes > room()) {
+    if (value == nullptr) values_.erase(key);
+    move_to_other_half();
+    if (value == nullptr) return;
+  }
   if (half(moves_).used.load() + bytes > room()) {
     fail(fmt::format(
         "it is full: {} keys, and {} needs {} bytes more; it has an entry for each rank of each group, so make "
