@@ -12,7 +12,8 @@ StepCopies::StepCopies(const torch::nn::Module& module) : buffers_(module.buffer
 }
 
 void StepCopies::take() {
-  take_buffers();
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < buffers_.size(); ++i) copies_[i].copy_(buffers_[i]);
   auto generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard lock(generator.mutex());
   generator_ = generator.get_state();
@@ -23,11 +24,6 @@ void StepCopies::restore() const {
   auto generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard lock(generator.mutex());
   generator.set_state(generator_);
-}
-
-void StepCopies::take_buffers() {
-  const torch::NoGradGuard no_grad;
-  for (size_t i = 0; i < buffers_.size(); ++i) copies_[i].copy_(buffers_[i]);
 }
 
 void StepCopies::restore_buffers() const {

@@ -17,8 +17,7 @@ class StepCopies {
   // Restores what was taken.
   void restore() const;
 
-  // The same for the buffers alone.
-  void take_buffers();
+  // Restores the buffers alone.
   void restore_buffers() const;
   // Copies of the present buffers, and their way back.
   std::vector<at::Tensor> present_buffers() const;

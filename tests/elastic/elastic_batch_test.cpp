@@ -32,29 +32,15 @@ struct Shared {
   };
   Share shares[steps][ranks];
   double mean[steps];  // the running mean of a batch norm after each step
-};
-
-class Losses {
- public:
-  Losses()
-      : shared_(static_cast<Shared*>(
-            mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
-    if (shared_ == MAP_FAILED) throw std::bad_alloc();
-  }
-  ~Losses() { munmap(shared_, sizeof(Shared)); }
-  Losses(const Losses&) = delete;
-  Losses& operator=(const Losses&) = delete;
-  Shared* operator->() const { return shared_; }
 
   double loss(int64_t step) const {
     double sum = 0;
-    for (const auto& one : shared_->shares[step]) sum += one.loss / ranks;
+    for (const auto& one : shares[step]) sum += one.loss / ranks;
     return sum;
   }
-
- private:
-  Shared* shared_;
 };
+
+using Losses = test::InSharedMemory<Shared>;
 
 // noisy: with dropout, a batch norm, whose statistics are those of a share, and a buffer that each forward changes and
 // uses.
@@ -188,8 +174,7 @@ std::vector<test::Death> deaths_of(int count) {
 }
 
 void train_all(const Run& run, const Losses& losses) {
-  const auto ended =
-      test::run_ranks(ranks, [&](const World& world) { return train(world, *losses.operator->(), run); });
+  const auto ended = test::run_ranks(ranks, [&](const World& world) { return train(world, *losses, run); });
   size_t killed = 0;
   for (const auto& rank : ended) {
     if (WIFSIGNALED(rank.status)) {
@@ -215,10 +200,11 @@ void expect_every_sample_once(const Losses& losses) {
 
 void compare(const Losses& disturbed, const Losses& undisturbed, double bound) {
   for (int64_t step = 0; step < steps; ++step) {
-    EXPECT_NEAR(disturbed.loss(step), undisturbed.loss(step), bound * (1 + undisturbed.loss(step))) << "step " << step;
+    EXPECT_NEAR(disturbed->loss(step), undisturbed->loss(step), bound * (1 + undisturbed->loss(step)))
+        << "step " << step;
     EXPECT_NEAR(disturbed->mean[step], undisturbed->mean[step], bound * 10) << "step " << step;
   }
-  EXPECT_LT(undisturbed.loss(steps - 2), 0.9 * undisturbed.loss(0)) << "it does not learn";
+  EXPECT_LT(undisturbed->loss(steps - 2), 0.9 * undisturbed->loss(0)) << "it does not learn";
 }
 
 // Plain libtorch, one process, and the whole batch at once.

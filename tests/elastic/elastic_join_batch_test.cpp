@@ -19,21 +19,7 @@ struct Whole {
   std::atomic<int> taken[whole_epochs][whole_samples];
 };
 
-class SharedWhole {
- public:
-  SharedWhole()
-      : whole_(static_cast<Whole*>(
-            mmap(nullptr, sizeof(Whole), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
-    if (whole_ == MAP_FAILED) throw std::bad_alloc();
-  }
-  ~SharedWhole() { munmap(whole_, sizeof(Whole)); }
-  SharedWhole(const SharedWhole&) = delete;
-  SharedWhole& operator=(const SharedWhole&) = delete;
-  Whole& operator*() const { return *whole_; }
-
- private:
-  Whole* whole_;
-};
+using SharedWhole = test::InSharedMemory<Whole>;
 
 std::string train_whole(const World& world, Whole& whole, test::Sharding sharding) {
   alarm(60);
@@ -80,7 +66,7 @@ TEST_P(ElasticJoinBatch, ELA05_ELA06_the_losses_are_those_of_ranks_that_do_not_c
   const auto undisturbed = [&](const World& world) { return train_whole(world, *plain, GetParam()); };
   for (const auto& ended : test::run_ranks(2, undisturbed)) EXPECT_EQ(ended.text, "");
   const SharedWhole changed;
-  auto& record = (*changed).record;
+  auto& record = changed->record;
   const auto body = [&](const World& world) { return train_whole(world, *changed, GetParam()); };
   record.last_step = 3;
   JoinJob job(4, body);
@@ -103,7 +89,7 @@ TEST_P(ElasticJoinBatch, ELA05_ELA06_the_losses_are_those_of_ranks_that_do_not_c
   for (const int member : members) EXPECT_EQ(job.end_of(member).text, "") << "member " << member;
   EXPECT_EQ(test::sizes_of(record), std::vector<int>({4, 3, 4, 2, 6}));
   std::map<int64_t, double> expected;
-  for (const auto& entry : (*plain).record.complete[0]) expected[entry.step] = entry.at;
+  for (const auto& entry : plain->record.complete[0]) expected[entry.step] = entry.at;
   EXPECT_EQ(expected.size(), 5U * whole_epochs);
   int64_t last = 0;
   for (const auto& list : record.complete) {
@@ -113,7 +99,7 @@ TEST_P(ElasticJoinBatch, ELA05_ELA06_the_losses_are_those_of_ranks_that_do_not_c
     }
   }
   EXPECT_EQ(last, 5 * whole_epochs);
-  for (const auto& epoch : (*changed).taken) {
+  for (const auto& epoch : changed->taken) {
     for (const auto& times : epoch) EXPECT_EQ(times.load(), 1);
   }
 }
