@@ -53,6 +53,10 @@ struct ElasticOptions {
   // whatever one rank does alone; less than half of WorldOptions::timeout_seconds. 0: late ranks are waited for for timeout_seconds,
   // after which the job is lost.
   double straggler_seconds = 0;
+  // On several hosts: a host of which nothing is heard for so long (it is down, or cut off) is lost, and the ranks on it are left
+  // out, if those of the other hosts are more than half of all, or half with the first one: otherwise two parts of a network
+  // that is cut might both go on. Its ranks get JobLost if they come back. At least 0.5.
+  double silent_host_seconds = 10;
   // Samples of a step over all ranks, which ranks that are left keep up: they compute the shares of those that were lost,
   // so that losses are those of a run in which nobody dies, but for the order of sums. A multiple of the ranks; needs a
   // sampler, and loaders of Elastic::batch_size(). 0: the batch of each rank stays, and the global batch shrinks and grows
@@ -189,9 +193,15 @@ struct ElasticOptions {
 // keep_global_batch has given all ranks the same. Random numbers of the CPU's generator are set back when a step is undone.
 //
 // A rank that is stopped by a signal, or late, is waited for, for WorldOptions::timeout_seconds; with straggler_seconds it is
-// killed before, and `shoal launch --max-restarts` starts another one in its place. All ranks run on one
-// host, on the CPU, over shared memory or, without a sharded optimizer, tcp or Gloo. Errors: UsageError at construction names
-// what is not supported (other strategies, hybrid sharding, several model chunks, parameters that ranks do not share,
+// killed before, and `shoal launch --max-restarts` starts another one in its place.
+//
+// All ranks compute on the CPU, over shared memory or, without a sharded optimizer, tcp or Gloo. They run on one host; or
+// on several, with an optimizer that is whole on each rank or with LocalUpdates, where each rank has all of the state, so that
+// a host may be lost with all of its ranks. Hosts agree through the job's store: if it is lost, the job is (JobLost). So let it
+// be held by `shoal launch --nodes` or torchrun, or rank 0, which holds it otherwise, must live. With several hosts nobody can
+// join and straggler_seconds is refused.
+//
+// Errors: UsageError at construction names what is not supported (other strategies, hybrid sharding, several model chunks, parameters that ranks do not share,
 // OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.
 class Elastic {
  public:

@@ -12,6 +12,13 @@
 #include "elastic/elastic_state.h"
 
 namespace shoal {
+namespace {
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(1000 * seconds)));
+}
+
+}  // namespace
 
 Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, DistributedSampler* divides,
                       const ElasticOptions& chosen, ElasticTraining* of_registry)
@@ -42,13 +49,15 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
     terms.require_alike(*join.board, waits.timeout_seconds, waits.while_waiting);
   } else {
     agree(world.group(), "Elastic",
-          {fmt::format("min_ranks {}, straggler_seconds {}", options.min_ranks, options.straggler_seconds),
+          {fmt::format("min_ranks {}, straggler_seconds {}, silent_host_seconds {}", options.min_ranks,
+                       options.straggler_seconds, options.silent_host_seconds),
            sampler ? "a sampler" : "no sampler",
            fmt::format("keep_global_batch {}, shares {}", options.keep_global_batch, options.shares)});
     batch.begin();
   }
-  longest_wait = std::chrono::milliseconds(static_cast<int64_t>(std::ceil(1000 * options.straggler_seconds)));
-  generations = std::make_unique<Generations>(world, StragglerRule{longest_wait, options.min_ranks});
+  longest_wait = milliseconds(options.straggler_seconds);
+  generations = std::make_unique<Generations>(world, StragglerRule{longest_wait, options.min_ranks},
+                                              milliseconds(options.silent_host_seconds));
   if (generations->is_newcomer()) {
     begun = in_place = proven = false;
     recover(nullptr);
@@ -86,8 +95,12 @@ void Elastic::State::require_supported() const {
                       entry.key(), entry.value().device().str()));
     }
   }
+  if (world.local_size() < world.size() && options.straggler_seconds > 0) {
+    throw UsageError(
+        "Elastic: the ranks are on several hosts, and cannot kill each other: leave straggler_seconds out");
+  }
   const auto transport = world.group().transport();
-  const std::set<std::string> supported{"host", "tcp", "gloo", "identity"};
+  const std::set<std::string> supported{"host", "host+tcp", "tcp", "gloo", "identity"};
   if (supported.count(transport) == 0) {
     throw UsageError(fmt::format("Elastic: transport {} is not supported: use host, tcp or gloo", transport));
   }

@@ -16,9 +16,10 @@
 #include <utility>
 
 #include "base/environment.h"
+#include "base/printable.h"
 #include "comm/membership/join_board.h"
 #include "comm/rendezvous/job_identity.h"
-#include "comm/store/store_server.h"
+#include "comm/store/job_store.h"
 #include "comm/telemetry/verdict.h"
 #include "launch/child.h"
 #include "launch/leftovers.h"
@@ -64,8 +65,8 @@ class Job {
       : options_(options),
         id_(make_job_id()),
         watcher_(id_),
-        secret_(process_environment()("SHOAL_SECRET").value_or(random_secret())),
-        place_(options.address, options.port) {
+        secret_(process_environment()("SHOAL_SECRET").value_or(options.nodes > 1 ? "" : random_secret())),
+        store_(options.nodes, options.node, options.address, options.port) {
     if (options.most_ranks == 0) return;
     try {
       board_.emplace(id_, options.ranks);
@@ -80,10 +81,11 @@ class Job {
   Job& operator=(const Job&) = delete;
 
   int run() {
-    for (int rank = 0; rank < options_.ranks; ++rank) start(rank);
+    for (int local = 0; local < options_.ranks; ++local) start(options_.node * options_.ranks + local);
     // Its threads begin once all ranks are forked: a lock that one of them held would stay locked in a forked rank.
-    store_.emplace(std::move(place_), JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(id_), secret_));
+    store_.begin(JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(run_id()), secret_));
     while (alive() > 0) step();
+    leave_store();
     forward_the_rest();
     if (code_ && !interrupted_) print_verdict();
     forward_the_rest();
@@ -124,30 +126,45 @@ class Job {
     }
   }
 
-  bool is_newcomer(const Child& child) const { return child.rank >= options_.ranks; }
+  bool is_newcomer(const Child& child) const { return board_ && child.rank >= options_.ranks; }
   // Whether the rank is one of the job's: a newcomer is once it was admitted.
   bool belongs(const Child& child) const { return !is_newcomer(child) || board_->is_member(child.rank); }
 
+  // As long as torchrun's agents wait for each other; not for a node that may be lost, or whose ranks have to end.
+  void leave_store() {
+    const bool all_end = !code_ && !interrupted_ && options_.min_ranks == 0;
+    store_.leave(std::chrono::seconds(all_end ? 300 : 10), [this] { return signals_.asked().to_stop > 0; });
+  }
+
+  // The same on all nodes.
+  std::string run_id() const {
+    return options_.nodes == 1 ? id_ : fmt::format("{}:{}", options_.address, store_.port());
+  }
+
   Variables variables(int rank) const {
     const auto number = std::to_string(rank);
-    const auto ranks = std::to_string(std::max(options_.ranks, rank + 1));
+    const int first = options_.node * options_.ranks;
+    const auto ranks_here = std::max(options_.ranks, rank - first + 1);
+    const auto ranks = std::to_string(ranks_here + (options_.nodes - 1) * options_.ranks);
     Variables list = {{"RANK", number},
-                      {"LOCAL_RANK", number},
+                      {"LOCAL_RANK", std::to_string(rank - first)},
                       {"ROLE_RANK", number},
-                      {"GROUP_RANK", "0"},
+                      {"GROUP_RANK", std::to_string(options_.node)},
                       {"WORLD_SIZE", ranks},
-                      {"LOCAL_WORLD_SIZE", ranks},
+                      {"LOCAL_WORLD_SIZE", std::to_string(ranks_here)},
                       {"ROLE_WORLD_SIZE", ranks},
                       {"MASTER_ADDR", options_.address},
-                      {"MASTER_PORT", std::to_string(place_.port())},
+                      {"MASTER_PORT", std::to_string(store_.port())},
                       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                       {"TORCHELASTIC_RESTART_COUNT", "0"},
                       {"TORCHELASTIC_MAX_RESTARTS", "0"},
-                      {"TORCHELASTIC_RUN_ID", id_},
-                      {"SHOAL_SECRET", secret_},
+                      {"TORCHELASTIC_RUN_ID", run_id()},
                       {job_variable, id_}};
+    if (!secret_.empty()) list.emplace_back("SHOAL_SECRET", secret_);
     if (board_) list.emplace_back(JoinBoard::variable, board_->address());
-    if (rank >= options_.ranks) list.emplace_back(JoinBoard::newcomer_variable, fmt::format("{} {}", rank, id_));
+    if (board_ && rank >= options_.ranks) {
+      list.emplace_back(JoinBoard::newcomer_variable, fmt::format("{} {}", rank, id_));
+    }
     if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
     if (options_.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
       const int threads = options_.threads > 0 ? options_.threads : threads_per_rank(options_.ranks);
@@ -201,7 +218,8 @@ class Job {
   bool failures_end_nothing() const {
     const auto standing = std::count_if(children_.begin(), children_.end(),
                                         [&](const Child& child) { return !child.failed && belongs(child); });
-    return options_.keep_going || (options_.min_ranks > 0 && standing >= options_.min_ranks);
+    const bool enough = options_.nodes > 1 || standing >= options_.min_ranks;
+    return options_.keep_going || (options_.min_ranks > 0 && enough);
   }
 
   int64_t alive() const {
@@ -237,9 +255,19 @@ class Job {
     if (asked.to_stop > 0) interrupt(asked.to_stop);
     if (asked.who_waits) print_verdict();
     reap();
+    look_at_other_nodes();
     if (asked.more) add_rank();
     end_late_newcomers();
     enforce_deadlines();
+  }
+
+  void look_at_other_nodes() {
+    if (term_at_ || interrupted_ || alive() == 0) return;
+    const auto why = store_.failure_elsewhere();
+    if (why.empty() || options_.keep_going) return;
+    if (!code_) code_ = 1;
+    say("the job ends, because on another node {}", printable(why));
+    term_at_ = after(options_.grace_seconds);
   }
 
   void add_rank() {
@@ -276,6 +304,7 @@ class Job {
       child.running = false;
       kill(-child.pid, SIGKILL);  // ends its descendants
       tell_watcher(&Watcher::remove, child.pid);
+      store_.report_end(child.rank);
       if (child.late) continue;
       succeeded_ = succeeded_ || (status == 0 && belongs(child));
       // After the failure that has ended the job, the others' are its consequences.
@@ -293,7 +322,7 @@ class Job {
         continue;
       }
       if (!code_) code_ = exit_code(status);
-      if (!failures_end_nothing()) store_->report_failure(text);
+      if (!failures_end_nothing()) store_.report_failure(text);
       if (!interrupted_) say("{} (pid {})", text, child.pid);
       if (!term_at_ && !failures_end_nothing()) term_at_ = after(options_.grace_seconds);
       replaced.push_back(child.rank);
@@ -374,9 +403,8 @@ class Job {
   const std::string id_;
   const Watcher watcher_;  // made before there are threads
   const std::string secret_;
-  StorePlace place_;
+  JobStore store_;
   std::optional<JoinBoard> board_;  // of a job that newcomers may join
-  std::optional<StoreServer> store_;
   std::vector<Child> children_;
   int next_rank_ = options_.ranks;  // of a newcomer
   int restarts_ = 0;

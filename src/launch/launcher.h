@@ -13,15 +13,17 @@ struct LaunchOptions {
   // Instead of a command: runs in a process forked from this one, which saves loading libtorch per rank, and returns the
   // exit code. Threads of this process do not exist there, and libraries have read their variables already.
   std::function<int()> body{};
-  std::string address = "127.0.0.1";  // address of the store
-  int port = 0;                       // port of the store; 0: any free one
+  std::string address = "127.0.0.1";  // address of the store: with several nodes, of node 0 as all reach it
+  int port = 0;                       // port of the store; 0: any free one, of one node
+  int nodes = 1;                      // hosts, on each of which a launcher starts `ranks` ranks
+  int node = 0;                       // this one; its ranks are node * ranks to (node + 1) * ranks - 1
   int threads = 0;                    // OMP_NUM_THREADS of each rank; 0: the value in this process's environment, or
                                       // without one this host's cores divided by the ranks, at least 1
   bool prefix_output = true;          // "[rank] " before every line; false: ranks write to our own streams
   std::string flight_recorder{};      // folder for the ranks' flight recorders; empty: none
   bool keep_going = false;            // a rank's failure does not end the others
   int min_ranks = 0;                  // of an elastic job: the others go on while so many ranks have not failed; 0: a
-                                      // rank's failure ends the others
+                                      // rank's failure ends the others. With several nodes the ranks count themselves
   int most_ranks = 0;                 // of an elastic job that newcomers may join, while it runs; 0: nobody can
   int max_restarts = 0;               // ranks that are started in place of failed ones, with most_ranks
   double grace_seconds = 6;           // time for the others to report what they noticed, after the first failure
@@ -44,7 +46,8 @@ struct LaunchOptions {
 // all have failed, with min_ranks only if too few were left), or 130 after SIGINT,
 // SIGTERM or SIGHUP (unless nohup has it ignored): the first of these reaches the ranks as SIGINT and starts the stop
 // time, a second one kills them. With flight recorders, prints their verdict on standard error when a rank has failed,
-// and on SIGUSR1. UsageError for wrong options, a program that cannot be started, or a port in use. Installs signal
+// and on SIGUSR1. With several nodes, each host runs a launcher; that of node 0 holds the store, and stays until the
+// others have ended, for 300 s at most, or 10 s after a failure and in an elastic job. They share a secret only if SHOAL_SECRET gives all of them one. UsageError for wrong options, a program that cannot be started, or a port in use. Installs signal
 // handlers while it runs; call it from one thread.
 int launch(const LaunchOptions& options);
 

@@ -17,9 +17,15 @@ void LaunchOptions::validate() const {
   if (ranks > max_ranks) faults.push_back(fmt::format("{} ranks: give at most {}", ranks, max_ranks));
   if (command.empty() && !body) faults.emplace_back("no program to start");
   if (!command.empty() && body) faults.emplace_back("a command and a body: give one of them");
-  if (min_ranks < 0 || min_ranks > ranks) {
-    faults.push_back(fmt::format("at least {} ranks of {}: give 1 to {}", min_ranks, ranks, ranks));
+  if (nodes < 1 || node < 0 || node >= nodes) {
+    faults.push_back(fmt::format("node {} of {}: give 0 to the number of nodes less 1", node, nodes));
+  } else if (nodes > max_ranks || int64_t{ranks} * nodes > max_ranks) {
+    faults.push_back(fmt::format("{} nodes of {} ranks: give at most {} ranks in all", nodes, ranks, max_ranks));
+  } else if (min_ranks < 0 || min_ranks > ranks * nodes) {
+    faults.push_back(fmt::format("at least {} ranks of {}: give 1 to {}", min_ranks, ranks * nodes, ranks * nodes));
   }
+  if (nodes > 1 && port == 0) faults.emplace_back("several nodes: give all launchers the same port");
+  if (nodes > 1 && most_ranks != 0) faults.emplace_back("several nodes: ranks join a job of one node only");
   if (most_ranks != 0 && (most_ranks < ranks || most_ranks > JoinBoard::most_members || min_ranks == 0)) {
     faults.push_back(fmt::format("up to {} ranks in an elastic job that begins with {}: give {} to {}, and the least",
                                  most_ranks, ranks, ranks, JoinBoard::most_members));

@@ -41,6 +41,82 @@ TEST(Launch, gives_each_rank_torchruns_variables_and_prefixes_its_lines) {
   }
 }
 
+// Launchers of two nodes with two ranks each, here on one host.
+std::vector<Ended> launch_nodes(const std::vector<std::string>& arguments) {
+  const auto port = std::to_string(free_port());
+  std::vector<Command> commands;
+  for (const auto* node : {"0", "1"}) {
+    Command command{{SHOAL, "launch", "-n", "2", "--nnodes", "2", "--node-rank", node, "--port", port}, {}};
+    command.arguments.insert(command.arguments.end(), arguments.begin(), arguments.end());
+    commands.push_back(std::move(command));
+  }
+  return run_together(commands, 60);
+}
+
+TEST(Launch, SCA09_launchers_of_several_nodes_start_one_job) {
+  const auto echoed = launch_nodes(
+      {"--", "sh", "-c", "echo $RANK of $WORLD_SIZE local $LOCAL_RANK of $LOCAL_WORLD_SIZE node $GROUP_RANK"});
+  for (const int node : {0, 1}) {
+    EXPECT_EQ(echoed[node].code, 0) << echoed[node].output;
+    for (const int local : {0, 1}) {
+      const auto rank = std::to_string(2 * node + local);
+      const auto line = "[" + rank + "] " + rank + " of 4 local " + std::to_string(local) + " of 2 node " +
+                        std::to_string(node) + "\n";
+      EXPECT_TRUE(contains(echoed[node], line)) << echoed[node].output;
+    }
+  }
+  const auto trained = launch_nodes({"--", SHOAL, "train", "--model", "mlp", "--data", "reference", "--steps", "3"});
+  for (const auto& ended : trained) EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_TRUE(contains(trained[0], "last loss")) << trained[0].output;
+}
+
+// The store must be there until the last node's ranks have ended.
+TEST(Launch, SCA09_the_launcher_with_the_store_waits_for_the_others) {
+  const auto ended = launch_nodes({"--", "sh", "-c", "[ $GROUP_RANK = 1 ] && sleep 2; echo done"});
+  EXPECT_EQ(ended[0].code, 0) << ended[0].output;
+  EXPECT_GT(ended[0].seconds, 1.9);
+  EXPECT_LT(ended[0].seconds, 6);
+}
+
+TEST(Launch, SCA09_a_failure_on_one_node_ends_the_ranks_of_the_other) {
+  for (const auto* victim : {"0", "3"}) {
+    const auto ended = launch_nodes(
+        {"--grace", "0.5", "--", "sh", "-c", std::string("[ $RANK = ") + victim + " ] && exit 7; sleep 50"});
+    const int node = victim[0] == '0' ? 0 : 1;
+    EXPECT_EQ(ended[node].code, 7) << ended[node].output;
+    EXPECT_EQ(ended[1 - node].code, 1) << ended[1 - node].output;
+    const auto why = std::string("on another node rank ") + victim + " ended with exit code 7";
+    EXPECT_TRUE(contains(ended[1 - node], why)) << ended[1 - node].output;
+    for (const auto& one : ended) EXPECT_LT(one.seconds, 8);
+  }
+}
+
+TEST(Launch, ELA01_an_elastic_job_goes_on_when_all_ranks_of_a_node_have_failed) {
+  const std::string train = std::string(SHOAL) + " train --model mlp --data reference --steps 6000 --elastic 1";
+  const auto ended = launch_nodes(
+      {"--elastic", "1", "--", "sh", "-c", "[ $GROUP_RANK = 1 ] && (sleep 1.5; kill -9 $$) & exec " + train});
+  EXPECT_EQ(ended[0].code, 0) << ended[0].output;
+  EXPECT_EQ(ended[1].code, 128 + 9) << ended[1].output;
+  EXPECT_TRUE(contains(ended[0], "2 ranks go on")) << ended[0].output;
+}
+
+TEST(Launch, SCA09_options_of_several_nodes_are_checked) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> refused = {
+      {{"--nnodes", "2"}, "several nodes: give all launchers the same port"},
+      {{"--nnodes", "2", "--node-rank", "2", "--port", "29500"}, "node 2 of 2"},
+      {{"--nnodes", "0"}, "node 0 of 0"},
+      {{"--node-rank", "1"}, "node 1 of 1"},
+      {{"--nnodes", "2000000000", "-n", "2", "--port", "29500"}, "give at most"},
+      {{"--nnodes", "2", "--port", "29500", "--elastic", "2:4"}, "ranks join a job of one node only"},
+      {{"--nnodes", "2", "--port", "29500", "--elastic", "5"}, "at least 5 ranks of 4"}};
+  for (auto [arguments, text] : refused) {
+    arguments.insert(arguments.end(), {"--", "true"});
+    const auto ended = launch(arguments);
+    EXPECT_NE(ended.code, 0);
+    EXPECT_TRUE(contains(ended, text)) << ended.output;
+  }
+}
+
 TEST(Launch, the_first_failure_stops_all_and_its_exit_code_is_kept) {
   const auto ended = launch({"-n", "3", "--grace", "0.5", "--", "sh", "-c", "[ $RANK = 1 ] && exit 7; sleep 50"});
   EXPECT_EQ(ended.code, 7);

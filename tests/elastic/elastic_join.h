@@ -107,7 +107,7 @@ class JoinJob {
       }
       // For a test that fails before it waits for this process.
       if (!text.empty()) fmt::print(stderr, "member {}: {}\n", number, text);
-      [[maybe_unused]] const auto written = write(ends[1], text.data(), text.size());
+      [[maybe_unused]] const auto written = ::write(ends[1], text.data(), text.size());
       std::_Exit(0);
     }
     close(ends[1]);

@@ -51,7 +51,7 @@ inline std::vector<RankEnded> run_ranks(int size, const std::function<std::strin
       } catch (const std::exception& error) {
         text = fmt::format("error: {}", error.what());
       }
-      [[maybe_unused]] const auto written = write(ends[1], text.data(), text.size());
+      [[maybe_unused]] const auto written = ::write(ends[1], text.data(), text.size());
       std::_Exit(0);
     }
     close(ends[1]);

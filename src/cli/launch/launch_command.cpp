@@ -24,7 +24,7 @@ void read_elastic(const std::string& text, LaunchOptions& options) {
 }  // namespace
 
 void add_launch_command(CLI::App& app, Action& chosen) {
-  auto* command = app.add_subcommand("launch", "start N ranks of a program on this host");
+  auto* command = app.add_subcommand("launch", "start N ranks of a program on this host, or on each of several");
   command->footer("The ranks get torchrun's environment variables. Example: shoal launch -n 4 -- ./train --lr 0.1");
   const auto options = std::make_shared<LaunchOptions>();
   command->add_option("-n,--ranks", options->ranks, "number of processes to start")->capture_default_str();
@@ -33,6 +33,13 @@ void add_launch_command(CLI::App& app, Action& chosen) {
   command->add_option("--address", options->address, "address of the interface on which the ranks connect")
       ->capture_default_str();
   command->add_option("--port", options->port, "port on which the ranks connect (default: a free one)");
+  command
+      ->add_option(
+          "--nnodes", options->nodes,
+          "number of hosts, on each of which this command is given with the same -n, --address (of node 0), --port "
+          "and SHOAL_SECRET")
+      ->capture_default_str();
+  command->add_option("--node-rank", options->node, "number of this host, from 0")->capture_default_str();
   command
       ->add_option("--grace", options->grace_seconds,
                    "seconds between the first failure and the end of the other ranks")

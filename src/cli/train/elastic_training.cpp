@@ -16,11 +16,12 @@ namespace shoal::cli {
 
 void Trainer::make_elastic() {
   if (!options_.elastic) return;
-  const ElasticOptions how{.min_ranks = *options_.elastic,
-                           .straggler_seconds = options_.straggler_seconds.value_or(0),
-                           .tensors = {position_},
-                           .on_change = [this](const ElasticChange& change) { follow(change); },
-                           .checkpoints = options_.save};
+  ElasticOptions how{.min_ranks = *options_.elastic,
+                     .straggler_seconds = options_.straggler_seconds.value_or(0),
+                     .tensors = {position_},
+                     .on_change = [this](const ElasticChange& change) { follow(change); },
+                     .checkpoints = options_.save};
+  how.silent_host_seconds = options_.silent_host_seconds.value_or(how.silent_host_seconds);
   auto* sampler = feed_.sampler();
   elastic_ = sampler != nullptr ? std::make_unique<Elastic>(world_, *strategy_, *sampler, how)
                                 : std::make_unique<Elastic>(world_, *strategy_, how);

@@ -85,6 +85,12 @@ void check_elastic(const TrainOptions& options) {
                                    *options.straggler_seconds, options.timeout_seconds));
     }
   }
+  if (options.silent_host_seconds) {
+    if (!options.elastic) throw UsageError("--silent-host-seconds: give --elastic, so that the other hosts can go on");
+    if (!(*options.silent_host_seconds >= 0.5)) {
+      throw UsageError(fmt::format("--silent-host-seconds {}: give at least 0.5", *options.silent_host_seconds));
+    }
+  }
   if (!options.elastic) return;
   require_at_least("--elastic", *options.elastic, 1);
   if (options.ranks && *options.elastic > *options.ranks) {
@@ -250,6 +256,9 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       ->type_name("MIN[:MAX]");
   command.add_option("--straggler-seconds", options.straggler_seconds,
                      "with --elastic, kill a rank that the others have waited for twice as long, so that they go on");
+  command.add_option(
+      "--silent-host-seconds", options.silent_host_seconds,
+      "with --elastic on several hosts, take a host of which nothing is heard for so long for lost (default: 10)");
   command.add_option("--max-restarts", options.max_restarts,
                      "with --elastic MIN:MAX, start a rank in place of one that has failed, so often in all");
   command.add_option("--threads", options.threads,

@@ -47,9 +47,10 @@ struct TrainOptions {
   double clip = 0;  // maximum norm of the gradients; 0: no clipping
   int timeout_seconds = 300;
   bool check_agreement = false;
-  StrategyOptions strategy_options;         // those given on the command line
-  std::optional<int> elastic;               // ranks that must be left for the training to go on; none: all
-  int elastic_most = 0;                     // ranks to which it may grow; 0: none can join
+  StrategyOptions strategy_options;  // those given on the command line
+  std::optional<int> elastic;        // ranks that must be left for the training to go on; none: all
+  int elastic_most = 0;              // ranks to which it may grow; 0: none can join
+  std::optional<double> silent_host_seconds;
   std::optional<double> straggler_seconds;  // see ElasticOptions; none: ranks are waited for
   int max_restarts = 0;                     // ranks that are started in place of failed ones, with elastic_most
   std::string replan;                       // "STEP:STRATEGY,..."

@@ -49,6 +49,13 @@ class Hierarchical : public Transport, public std::enable_shared_from_this<Hiera
     return parts_.up->allocate(numel, options);
   }
 
+  void give_up(const std::string& why) override {
+    for (const auto& part : {parts_.up, parts_.down, parts_.across, parts_.flat}) part->give_up(why);
+  }
+  void given_up_by_all() override {
+    for (const auto& part : {parts_.up, parts_.down, parts_.across, parts_.flat}) part->given_up_by_all();
+  }
+
   std::unique_ptr<TransportWork> issue(const Call& call) override {
     if (call.op == Op::send || call.op == Op::recv) return issue_message(call);
     auto chain = std::make_shared<Chain>();

@@ -8,55 +8,8 @@
 #include "shoal/error.h"
 
 namespace shoal {
-namespace {
-
-// An entry as words: number, grown, generation of the store, its descriptor, left, lost_with, its nonce, members, base; lists as bits.
-constexpr size_t number_word = 0;
-constexpr size_t left_word = 4;
-constexpr size_t fixed_words = 7;
-constexpr size_t list_words = Board::most_members / 64;
-static_assert(fixed_words + 2 * list_words <= Notice::count);
-
-void write_list(Notice::Words& words, size_t at, const MemberList& members) {
-  for (const int member : members) words[at + member / 64] |= uint64_t{1} << (member % 64);
-}
-
-MemberList read_list(const Notice::Words& words, size_t at) {
-  MemberList members;
-  for (int member = 0; member < Board::most_members; ++member) {
-    if ((words[at + member / 64] >> (member % 64) & 1) != 0) members.push_back(member);
-  }
-  return members;
-}
-
-Notice::Words to_words(const BoardEntry& entry) {
-  Notice::Words words{entry.card.number,
-                      entry.card.grown,
-                      entry.store_of,
-                      static_cast<uint64_t>(entry.store_descriptor),
-                      entry.left ? uint64_t{1} : 0,
-                      static_cast<uint64_t>(entry.lost_with),
-                      entry.store_nonce};
-  write_list(words, fixed_words, entry.card.members);
-  write_list(words, fixed_words + list_words, entry.card.base);
-  return words;
-}
-
-BoardEntry from_words(const Notice::Words& words) {
-  return {.card = {.number = words[number_word],
-                   .grown = words[1],
-                   .members = read_list(words, fixed_words),
-                   .base = read_list(words, fixed_words + list_words)},
-          .store_of = words[2],
-          .store_descriptor = static_cast<int>(words[3]),
-          .store_nonce = words[6],
-          .left = words[left_word] != 0,
-          .lost_with = static_cast<int>(words[5])};
-}
-
-}  // namespace
-
-Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members)
+Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members,
+             std::optional<StoreBoardOptions> between_hosts)
     : memory_(std::move(memory)), self_(self), members_(members), pages_(members.size()) {
   if (members.size() > most_members) {
     throw UsageError(fmt::format("an elastic job has at most {} ranks, not {}", most_members, members.size()));
@@ -64,9 +17,7 @@ Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Pee
   if (!memory_) throw UsageError("an elastic job needs memory that its ranks share, and this system gave none");
   for (size_t member = 0; member < members.size(); ++member) {
     if (static_cast<int>(member) == self) continue;
-    if (members[member].host != members[static_cast<size_t>(self)].host) {
-      throw UsageError(fmt::format("rank {} is on another host: an elastic job runs on one host so far", member));
-    }
+    if (members[member].host != members[static_cast<size_t>(self)].host) continue;
     try {
       pages_[member] = memory_->peer(members[member].page);
     } catch (const std::runtime_error& error) {
@@ -74,6 +25,12 @@ Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Pee
     }
   }
   watch_exits();
+  if (!between_hosts) return;
+  std::vector<std::string> hosts;
+  for (const auto& member : members) hosts.push_back(member.host);
+  elsewhere_ = std::make_unique<StoreBoard>(
+      std::move(*between_hosts), self, std::move(hosts),
+      [this](int member) { return exits_->gone(static_cast<size_t>(member)); }, [memory = memory_] { memory->wake(); });
 }
 
 Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former)
@@ -93,12 +50,16 @@ Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Pee
 
 void Board::watch_exits() {
   std::vector<ProcessId> processes;
-  for (const auto& member : members_) processes.push_back(member.process);
+  const auto& own_host = members_[static_cast<size_t>(self_)].host;
+  for (const auto& member : members_) processes.push_back(member.host == own_host ? member.process : ProcessId());
   exits_ = std::make_unique<PeerExit>(processes, [memory = memory_] { memory->wake(); });
 }
 
+// Other hosts see it first: what this host's members have seen of a member that then ends, all have.
 void Board::publish() {
-  memory_->show(to_words(own_));
+  const auto words = to_words(own_);
+  if (elsewhere_) elsewhere_->show(words);
+  memory_->show(words);
   for (const auto& page : pages_) {
     if (page) page->ring();
   }
@@ -129,13 +90,35 @@ int Board::lost_with() const {
   return most;
 }
 
-void Board::leave() {
+void Board::leave() noexcept {
   own_.left = true;
-  publish();
+  try {
+    publish();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): a lost store, after which no other host goes on
+  }
+}
+
+bool Board::gone(int member) const {
+  if (member == self_) return false;
+  if (elsewhere_) return elsewhere_->gone(member);
+  return exits_->gone(static_cast<size_t>(member)) || !pages_[static_cast<size_t>(member)];
+}
+
+bool Board::silent(int member) const {
+  return elsewhere_ && elsewhere_->silent(member);
+}
+
+bool Board::is_in_store(int member) const {
+  return elsewhere_ && (elsewhere_->has(member) || elsewhere_->gone(member));
+}
+
+std::string Board::lost() const {
+  return elsewhere_ ? elsewhere_->why_lost() : "";
 }
 
 BoardEntry Board::entry(int member) const {
   if (member == self_) return own_;
+  if (is_in_store(member)) return from_words(elsewhere_->words(member));
   const auto& page = pages_[static_cast<size_t>(member)];
   return page ? from_words(page->notice()) : BoardEntry{};
 }
@@ -146,13 +129,15 @@ void Board::unmap(int member) {
 }
 
 bool Board::is_beyond(int member, uint64_t generation) const {
+  if (is_in_store(member)) return elsewhere_->number(member) > generation;
   const auto& page = pages_[static_cast<size_t>(member)];
-  return page && page->notice()[number_word] > generation;
+  return page && card_number(page->notice()) > generation;
 }
 
 bool Board::failed(int member) const {
+  if (elsewhere_) return (elsewhere_->gone(member) || elsewhere_->silent(member)) && !elsewhere_->left(member);
   const auto& page = pages_[static_cast<size_t>(member)];
-  return page && gone(member) && page->notice()[left_word] == 0;
+  return page && gone(member) && !has_left(page->notice());
 }
 
 std::map<int, MemberSight> Board::look() const {
@@ -163,7 +148,9 @@ std::map<int, MemberSight> Board::look() const {
     const bool ended = gone(member);
     const auto card = entry(member).card;
     auto& sight = sights[member];
-    sight.state = ended ? MemberSight::State::gone : MemberSight::State::present;
+    sight.state = ended            ? MemberSight::State::gone
+                  : silent(member) ? MemberSight::State::silent
+                                   : MemberSight::State::present;
     if (card.number > 0) sight.card = card;
   }
   return sights;
@@ -183,11 +170,14 @@ int GenerationWatch::broken_by() const noexcept {
 
 std::string GenerationWatch::why() const {
   const int rank = broken_by();
-  if (rank < 0) return "";
+  if (rank < 0) return board_->lost();
   const int member = members_[static_cast<size_t>(rank)];
   const auto pid = board_->process(member).pid;
   if (board_->gone(member)) {
     return fmt::format("rank {} (pid {}) is gone: it was killed, crashed or ended early", rank, pid);
+  }
+  if (board_->silent(member)) {
+    return fmt::format("nothing has been heard of the host of rank {} for a while: it is lost, or cut off", rank);
   }
   return fmt::format("rank {} (pid {}) has given up generation {}", rank, pid, number_);
 }

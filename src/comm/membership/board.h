@@ -1,65 +1,62 @@
 #pragma once
-// Board of an elastic job on one host: what its members show each other in shared memory, and who of them has ended.
+// Board of an elastic job: what its members show each other, and who of them has ended.
 
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "comm/membership/membership.h"
+#include "comm/membership/board_entry.h"
 #include "comm/membership/peer_exit.h"
+#include "comm/membership/store_board.h"
 #include "comm/rendezvous/rendezvous.h"
 #include "comm/shm/host_memory.h"
 
 namespace shoal {
 
-// What a member shows: its card, the store that it has made for a generation, and whether it has done with the job.
-struct BoardEntry {
-  MemberCard card{};
-  uint64_t store_of = 0;     // number of the generation; 0: none
-  int store_descriptor = 0;  // of its memory, in the member's process
-  uint64_t store_nonce = 0;
-  bool left = false;
-  int lost_with = 0;  // members that it knew to live when it found them too few to go on; 0: it has not
-};
-
-// Lies in the pages of the members' own processes, which all others map, so that it outlives all of them: no server, and
-// no member whose death would matter. Thread-safe, but show(), serve() and leave() are for one thread.
+// Lies in the pages of the members' own processes, which all others of the host map, so that it outlives all of them: no
+// server, and no member whose death would matter. With several hosts it lies in the job's store as well, whose loss is
+// that of the job. Thread-safe, but show(), serve() and leave() are for one thread.
 class Board {
  public:
-  static constexpr int most_members = 1024;
+  static constexpr int most_members = most_board_members;
 
-  // members: the processes by number of member. UsageError if one of them runs on another host or its memory cannot be
-  // opened. rung: called on some thread when a member has ended.
-  Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members);
-  // The same members and others, whose numbers may have gaps. A process that cannot be opened, because it has ended or
+  // members: the processes by number of member. between_hosts: for members on several hosts, collective over them; nothing:
+  // all are on this one. UsageError if the memory of one of this host cannot be opened.
+  Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members,
+        std::optional<StoreBoardOptions> between_hosts);
+  // The same members and others, all of this host, whose numbers may have gaps. A process that cannot be opened, because it has ended or
   // shows nothing, counts as gone. former: this process's board so far; nullptr: it is a newcomer.
   Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former);
 
   int self() const { return self_; }
-  // These wake the other members.
+  // These wake the other members. CommError if the store is lost.
   void show(const MemberCard& card);
   void serve(uint64_t generation, int descriptor, uint64_t nonce);
   void lose(int living);
   // This member takes no more part in recoveries. It may end at any time without having failed.
-  void leave();
+  void leave() noexcept;
 
   BoardEntry entry(int member) const;
   // Whether a member has begun a generation after this one.
   bool is_beyond(int member, uint64_t generation) const;
   // The most members that any member knew to live when it found them too few; 0: none has.
   int lost_with() const;
-  // Whether a member has ended before it had done with the job.
+  // Whether a member has ended, or its host cannot be heard, before it had done with the job.
   bool failed(int member) const;
-  bool gone(int member) const {
-    return exits_->gone(static_cast<size_t>(member)) || (member != self_ && !pages_[static_cast<size_t>(member)]);
-  }
+  bool gone(int member) const;
+  bool has_several_hosts() const { return elsewhere_ != nullptr; }
+  // Whether nothing is heard of the host of a member.
+  bool silent(int member) const;
+  // Whether the job is lost, and why; empty: it is not.
+  bool is_lost() const { return elsewhere_ && elsewhere_->is_lost(); }
+  std::string lost() const;
   bool knows(int member) const {
     return member == self_ || (static_cast<size_t>(member) < pages_.size() && pages_[static_cast<size_t>(member)]);
   }
-  // Kills another member, as PeerExit does. For the thread that trains.
+  // Kills another member of this host, as PeerExit does. For the thread that trains.
   bool end(int member) const { return exits_->end(static_cast<size_t>(member)); }
   const ProcessId& process(int member) const { return members_[static_cast<size_t>(member)].process; }
   // Returns the memory of a member that has ended to the system, except for what it shows.
@@ -74,6 +71,7 @@ class Board {
  private:
   void publish();
   void watch_exits();
+  bool is_in_store(int member) const;
 
   std::shared_ptr<HostMemory> memory_;
   int self_;
@@ -81,6 +79,7 @@ class Board {
   std::vector<std::shared_ptr<PeerMemory>> pages_;  // by member; nullptr for this one
   BoardEntry own_;
   std::unique_ptr<PeerExit> exits_;
+  std::unique_ptr<StoreBoard> elsewhere_;  // nullptr: all members are on this host; last, as its thread uses exits_
 };
 
 // When ranks that live and do nothing are killed.
@@ -89,14 +88,14 @@ struct StragglerRule {
   int min_ranks = 1;                  // nor where fewer would be left
 };
 
-// Whether a generation still holds: none of its members has ended or given it up. Thread-safe.
+// Whether a generation still holds: none of its members has ended or given it up, and the job is not lost. Thread-safe.
 class GenerationWatch : public Interruption {
  public:
   GenerationWatch(std::shared_ptr<const Board> board, uint64_t number, MemberList members,
                   StragglerRule stragglers = {})
       : board_(std::move(board)), number_(number), members_(std::move(members)), stragglers_(stragglers) {}
 
-  bool raised() const noexcept override { return broken_by() >= 0; }
+  bool raised() const noexcept override { return board_->is_lost() || broken_by() >= 0; }
   // The rank at fault; -1: none.
   int broken_by() const noexcept;
   // "rank 1 (pid 41) is gone: ..."; for a generation that no longer holds.

@@ -32,9 +32,33 @@ std::vector<Peer> first_peers(const WorldState& state) {
   return state.join.number ? state.join.board->peers() : state.meeting.peers;
 }
 
-std::shared_ptr<Board> first_board(const WorldState& state, const std::vector<Peer>& peers) {
+// A connection of its own to the job's store, which outlives the generations.
+StoreBoardOptions between_hosts(const WorldState& state, std::chrono::milliseconds silence) {
+  const auto& place = state.placement;
+  const std::chrono::seconds timeout(state.options.rendezvous_timeout_seconds);
+  StoreBoardOptions options{.prefix = state.meeting.prefix + "/board",
+                            .generation = place.generation,
+                            .silence = silence,
+                            .timeout = timeout};
+  if (place.port == 0) {
+    throw UsageError("Elastic over several hosts needs the store of shoal::init, not one that the program gives");
+  }
+  options.store = connect_store(place.address, place.port, state.options.rendezvous_timeout_seconds, place.job);
+  options.store->set_limit(store_limit);
+  return options;
+}
+
+std::shared_ptr<Board> first_board(const WorldState& state, const std::vector<Peer>& peers,
+                                   std::chrono::milliseconds silence) {
   if (state.join.number) return std::make_shared<Board>(state.memory, *state.join.number, peers, nullptr);
-  return std::make_shared<Board>(state.memory, state.placement.rank, peers);
+  const bool several = state.local_size < state.placement.size;
+  return std::make_shared<Board>(state.memory, state.placement.rank, peers,
+                                 several ? std::optional(between_hosts(state, silence)) : std::nullopt);
+}
+
+// The launcher's table of newcomers lies in the memory of one host.
+std::shared_ptr<JoinBoard> table_of(const WorldState& state) {
+  return state.join.number || state.local_size == state.placement.size ? state.join.board : nullptr;
 }
 
 Membership first_membership(const WorldState& state) {
@@ -44,12 +68,12 @@ Membership first_membership(const WorldState& state) {
 
 }  // namespace
 
-Generations::Generations(const World& world, StragglerRule stragglers)
+Generations::Generations(const World& world, StragglerRule stragglers, std::chrono::milliseconds silence)
     : cell_(cell_of(world)),
-      joins_(cell_->state->join.board),
+      joins_(table_of(*cell_->state)),
       knock_(*cell_->state),
       peers_(first_peers(*cell_->state)),
-      board_(first_board(*cell_->state, peers_)),
+      board_(first_board(*cell_->state, peers_, silence)),
       membership_(first_membership(*cell_->state)),
       stragglers_(stragglers) {
   auto& state = *cell_->state;
@@ -115,11 +139,17 @@ void Generations::free_former(const MemberCard& card) {
   former_.clear();
   memory.free_retired();
   std::vector<PageAddress> pages;
-  for (const int member : card.members) pages.push_back(peers_[static_cast<size_t>(member)].page);
+  for (const int member : card.members) {
+    if (is_on_this_host(member)) pages.push_back(peers_[static_cast<size_t>(member)].page);
+  }
   memory.keep_peers(pages);
   for (int member = 0; member < static_cast<int>(peers_.size()); ++member) {
     if (!std::binary_search(card.members.begin(), card.members.end(), member)) board_->unmap(member);
   }
+}
+
+bool Generations::is_on_this_host(int member) const {
+  return peers_[static_cast<size_t>(member)].host == peers_[static_cast<size_t>(self())].host;
 }
 
 void Generations::give_up(WorldState& world) {
@@ -142,6 +172,7 @@ MemberCard Generations::agree(int min_ranks) {
   const bool begun = membership_.card().members.empty() || membership_.card().number > number();
   if (!begun && !watch_->raised()) membership_.renew(look());
   while (true) {
+    require_board();
     const auto seen = board_->bell();
     const auto before = membership_.card();
     const auto standing = membership_.look(look());
@@ -160,7 +191,7 @@ MemberCard Generations::agree(int min_ranks) {
       }
     } else {
       require_enough(static_cast<int>(card.members.size()), min_ranks);
-      if (!(board_->entry(board_->self()).card == card)) board_->show(card);
+      if (!(board_->entry(board_->self()).card == card)) show(card);
       if (standing == Membership::Standing::agreed && card.number > number()) return card;
       // Without a majority this rank waits as well: it has only not noticed yet which members have ended.
       if (SteadyClock::now() > patience) drop_late(card);
@@ -176,10 +207,26 @@ MemberCard Generations::agree(int min_ranks) {
   }
 }
 
+void Generations::require_board() const {
+  if (board_->is_lost()) throw JobLost(board_->lost() + "; start the job again from its last checkpoint");
+}
+
+void Generations::show(const MemberCard& card) {
+  try {
+    board_->show(card);
+  } catch (const CommError&) {
+    require_board();
+    throw;
+  }
+}
+
 // Members that have found the job lost end, one after the other: the first one's count is the cause, and all name it.
 void Generations::require_enough(int ranks, int min_ranks) const {
   if (ranks >= min_ranks) return;
-  board_->lose(std::max(ranks, board_->lost_with()));
+  try {
+    board_->lose(std::max(ranks, board_->lost_with()));
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): of a lost store; the job is lost in any case
+  }
   throw JobLost(
       fmt::format("{} of {} ranks are left, and this elastic job needs min_ranks = {}: start it again from its last "
                   "checkpoint",
@@ -212,9 +259,17 @@ void Generations::end_stragglers(const MemberCard& card, Patience& patience) con
 
 void Generations::lose_late(const MemberCard& card) const {
   std::vector<std::string> late;
+  std::vector<int> silent;
   for (const int member : card.members) {
+    if (board_->silent(member)) silent.push_back(member);
     if (member == self() || board_->entry(member).card == card) continue;
     late.push_back(fmt::format("{} (pid {})", member, board_->process(member).pid));
+  }
+  if (!silent.empty()) {
+    throw JobLost(fmt::format(
+        "nothing is heard of the hosts of rank(s) {} of the first generation, and the other ranks are not more than "
+        "half of all: ranks that are cut off might go on without them",
+        fmt::join(silent, ", ")));
   }
   throw JobLost(
       fmt::format("rank(s) {} of the first generation live, but have not come to the recovery within {} s: they are "
@@ -223,28 +278,36 @@ void Generations::lose_late(const MemberCard& card) const {
 }
 
 void Generations::make_world(const MemberCard& card) {
-  const auto& former = *cell_->state;
+  auto& former = *cell_->state;
+  const bool several_hosts = board_->has_several_hosts();
   auto state = std::make_shared<WorldState>();
   state->options = former.options;
   state->join = former.join;
   state->placement = former.placement;
   state->memory = former.memory;
-  state->listen_address = loopback;
+  state->listen_address = several_hosts ? former.listen_address : loopback;
   watch_ = std::make_shared<GenerationWatch>(board_, card.number, card.members, stragglers_);
   state->watch = watch_;
   state->memory->interrupt_by(watch_);
   auto& placement = state->placement;
   placement.rank = static_cast<int>(std::find(card.members.begin(), card.members.end(), self()) - card.members.begin());
   placement.size = static_cast<int>(card.members.size());
-  placement.address = loopback;
-  placement.store_is_served = true;
+  if (!several_hosts) {
+    placement.address = loopback;
+    placement.store_is_served = true;
+  }
   auto& meeting = state->meeting;
   meeting.prefix = fmt::format("shoal/{}/generation/{}", placement.generation, card.number);
   meeting.failure_key = meeting.prefix + "/first_failure";
   for (const int member : card.members) meeting.peers.push_back(peers_[static_cast<size_t>(member)]);
   // From here on recover() gives up the new world if it fails.
   auto former_cell = std::exchange(*cell_, {state, cell_->group});
-  if (placement.size > 1) connect_store(*state, card);
+  if (several_hosts) {
+    meeting.store = former_cell.state->meeting.store;
+    meeting.server = std::move(former_cell.state->meeting.server);
+  } else if (placement.size > 1) {
+    make_store(*state, card);
+  }
   state->liveness =
       std::make_unique<Liveness>(meeting, placement, state->memory, state->options.stopped_timeout_seconds);
   // A newcomer that is stopped is not waited for; see complete().
@@ -254,8 +317,9 @@ void Generations::make_world(const MemberCard& card) {
 }
 
 // A store of its own for each generation, in memory that the lowest member makes: whoever made the former one may have
-// ended, and keys of a generation that failed must not be taken for this one's.
-void Generations::connect_store(WorldState& world, const MemberCard& card) {
+// ended, and keys of a generation that failed must not be taken for this one's. With several hosts the job's store serves all
+// generations; the prefix tells them apart.
+void Generations::make_store(WorldState& world, const MemberCard& card) {
   auto& meeting = world.meeting;
   const int maker = card.members.front();
   c10::intrusive_ptr<MemoryStore> store;

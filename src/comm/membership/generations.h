@@ -26,13 +26,15 @@ struct WorldState;
 class Generations {
  public:
   // From now on, waits in the world's groups end at once when a rank has ended, and stopped ranks are waited for. The
-  // world and its ranks are the first generation. UsageError where ranks do not share memory.
+  // world and its ranks are the first generation. UsageError where ranks of a host do not share memory.
   //
   // In a newcomer: asks the job to join. It has no generation until recover() returns, and asks no more from its
   // destructor on.
   //
-  // stragglers: when ranks that do not come to a recovery are killed.
-  explicit Generations(const World& world, StragglerRule stragglers = {});
+  // stragglers: when ranks that do not come to a recovery are killed. silence: after which a host of which nothing is
+  // heard is left out, if the ranks of the others are more than half of all. With several hosts, collective.
+  explicit Generations(const World& world, StragglerRule stragglers = {},
+                       std::chrono::milliseconds silence = std::chrono::seconds(10));
   // This rank takes no more part. One without the job's state is left out by the others.
   ~Generations();
   Generations(const Generations&) = delete;
@@ -47,7 +49,7 @@ class Generations {
   const MemberList& members() const { return watch_->members(); }
   int self() const { return board_->self(); }
 
-  // The table of the job's processes; nullptr: nobody can join.
+  // The table of the job's processes; nullptr: nobody can join, as with several hosts.
   JoinBoard* joins() const { return joins_.get(); }
   // Whether this process does not have the job's state yet.
   bool is_newcomer() const;
@@ -104,7 +106,10 @@ class Generations {
   void require_job() const;
   void require_not_refused() const;
   void wait_for_the_first() const;
-  void connect_store(WorldState& world, const MemberCard& card);
+  void make_store(WorldState& world, const MemberCard& card);
+  bool is_on_this_host(int member) const;
+  void require_board() const;
+  void show(const MemberCard& card);
   c10::intrusive_ptr<MemoryStore> open_store(int maker, uint64_t number, std::chrono::seconds limit) const;
 
   // Withdraws a newcomer's knock if the constructor fails.

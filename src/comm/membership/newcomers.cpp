@@ -97,7 +97,7 @@ bool Generations::drop_newcomers(const std::string& why) {
   // The failure may come of a death of which the kernel's report has not arrived yet.
   const auto& now = members();
   const bool death = std::any_of(now.begin(), now.end(), [&](int member) {
-    return member != self() && state_of(board_->process(member)) == ProcessState::gone;
+    return member != self() && is_on_this_host(member) && state_of(board_->process(member)) == ProcessState::gone;
   });
   if (death) return true;
   const auto suspects = suspects_of(members());

@@ -10,6 +10,8 @@
 #include <csignal>
 #include <system_error>
 
+#include "base/without_signals.h"
+
 namespace shoal {
 namespace {
 
@@ -22,22 +24,6 @@ Descriptor open_process(int pid) {
   return {};
 #endif
 }
-
-// The program's signals are for its own threads.
-class WithoutSignals {
- public:
-  WithoutSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~WithoutSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  WithoutSignals(const WithoutSignals&) = delete;
-  WithoutSignals& operator=(const WithoutSignals&) = delete;
-
- private:
-  sigset_t before_{};
-};
 
 }  // namespace
 

@@ -1,0 +1,85 @@
+"""Loses one of three hosts of an elastic job under shoal launch --nnodes: the others go on without it, or say why not.
+
+    python lost_host_test.py SHOAL cut|kill LOST_HOST
+
+Host 0 has the job's store: without that the ranks of no host can go on. Needs root; ends with code 77 (skipped) where
+network namespaces are not allowed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "support"))
+from hosts import Hosts  # noqa: E402
+
+HOSTS, RANKS, STEPS = 3, 2, 1000
+SILENCE, TIMEOUT = 2, 6  # seconds
+LONGEST = 60  # until all have ended
+
+
+def lines_of(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.readlines()
+    except FileNotFoundError:
+        return []
+
+
+def main():
+    shoal, how, lost = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    folder = tempfile.mkdtemp(prefix="shoal-lost-")
+    metrics = os.path.join(folder, "metrics.jsonl")
+    train = ["--", shoal, "train", "--strategy", "ddp", "--model", "mlp", "--data", "reference", "--steps", str(STEPS),
+             "--threads", "1", "--elastic", "2", "--silent-host-seconds", str(SILENCE), "--timeout", str(TIMEOUT),
+             "--metrics", metrics]
+    with Hosts(HOSTS, "1gbit") as network:
+        files = [open(os.path.join(folder, f"host{host}"), "w+", encoding="utf-8") for host in range(HOSTS)]
+        processes = []
+        for host in range(HOSTS):
+            launch = [shoal, "launch", "--nnodes", str(HOSTS), "--node-rank", str(host), "-n", str(RANKS), "--elastic", "2",
+                      "--address", "10.77.0.1", "--port", "29611"]
+            processes.append(network.start(host, 1, launch + train, stdout=files[host], stderr=subprocess.STDOUT))
+        begun = time.monotonic()
+        while len(lines_of(metrics)) < 50:
+            assert time.monotonic() - begun < 60, "the ranks do not train: " + "".join(
+                "".join(lines_of(file.name)) for file in files)
+            time.sleep(0.05)
+        network.cut(lost) if how == "cut" else processes[lost].kill()
+        lost_at = time.monotonic()
+        while any(process.poll() is None for process in processes) and time.monotonic() - lost_at < LONGEST:
+            time.sleep(0.05)
+        took = time.monotonic() - lost_at
+        overdue = [host for host, process in enumerate(processes) if process.poll() is None]
+        for process in processes:
+            process.kill()
+        codes = [process.wait() for process in processes]
+        texts = ["".join(lines_of(file.name)) for file in files]
+        report = f"{took:.1f} s after host {lost} was lost, exit codes {codes}\n" + "\n".join(
+            line for text in texts for line in text.splitlines() if not line.startswith("[E"))
+        assert not overdue, "not ended: " + report
+        if lost == 0:
+            for host in (1, 2):
+                assert codes[host] != 0 and "which is lost" in texts[host], report
+            if how == "cut":
+                assert "nothing is heard of the hosts of rank(s) 2, 3, 4, 5" in texts[0], report
+        else:
+            events = [json.loads(line) for line in lines_of(metrics)]
+            changes = [event for event in events if "generation" in event]
+            gone = {rank for change in changes for rank in change["lost"]}
+            left = [host for host in range(HOSTS) if host != lost]
+            assert all(codes[host] == 0 for host in left), report
+            assert gone == {lost * RANKS, lost * RANKS + 1}, report
+            assert changes[-1]["ranks"] == (HOSTS - 1) * RANKS, report
+            steps = [event["step"] for event in events if "loss" in event]
+            assert steps == list(range(steps[0], STEPS + steps[0])), report
+            if how == "cut":
+                assert codes[lost] != 0 and "which is lost" in texts[lost], report
+    print(report.splitlines()[0])
+
+
+if __name__ == "__main__":
+    main()

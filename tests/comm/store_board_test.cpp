@@ -1,0 +1,152 @@
+// What members of an elastic job on several hosts see of each other through the job's store.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <memory>
+#include <optional>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "comm/membership/store_board.h"
+#include "comm/store/job_store.h"
+#include "comm/store/store_server.h"
+#include "shoal/error.h"
+
+namespace shoal::store_board_test {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+// Whether it becomes true in time.
+template <class Condition>
+bool soon(const Condition& condition, milliseconds limit = milliseconds(3000)) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(milliseconds(2));
+  }
+  return true;
+}
+
+BoardEntry entry_of(uint64_t number, bool left = false) {
+  return {.card = {.number = number, .grown = 1, .members = {0, 2}, .base = {1}}, .left = left, .lost_with = 3};
+}
+
+// Members 0 and 1 on host a, 2 on host b. Each knows by itself who has ended on its host.
+class StoreBoardTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    server_.emplace(StorePlace("127.0.0.1", 0));
+    std::vector<std::future<std::unique_ptr<StoreBoard>>> made;
+    for (int self = 0; self < 3; ++self) {
+      made.push_back(std::async(std::launch::async, [this, self] {
+        StoreBoardOptions options{.store = connect(),
+                                  .prefix = "job/board",
+                                  .generation = "0",
+                                  .silence = milliseconds(500),
+                                  .timeout = std::chrono::seconds(20)};
+        return std::make_unique<StoreBoard>(
+            std::move(options), self, std::vector<std::string>{"a", "a", "b"},
+            [this](int member) { return ended_[member].load(); }, [this, self] { ++noticed_[self]; });
+      }));
+    }
+    for (auto& one : made) boards_.push_back(one.get());
+  }
+  StorePtr connect() const {
+    auto store = connect_store("127.0.0.1", server_->port(), 10);
+    store->set_limit(std::chrono::seconds(2));
+    return store;
+  }
+
+  std::optional<StoreServer> server_;
+  std::atomic<bool> ended_[3] = {};
+  std::atomic<int> noticed_[3] = {};
+  std::vector<std::unique_ptr<StoreBoard>> boards_;
+};
+
+TEST_F(StoreBoardTest, ELA01_other_hosts_see_the_entry_whole) {
+  EXPECT_TRUE(boards_[0]->has(2));
+  EXPECT_FALSE(boards_[0]->has(1));
+  const auto entry = entry_of(7);
+  boards_[2]->show(to_words(entry));
+  for (const int reader : {0, 1}) {
+    ASSERT_TRUE(soon([&] { return boards_[reader]->number(2) == 7; }));
+    const auto seen = from_words(boards_[reader]->words(2));
+    EXPECT_EQ(seen.card, entry.card);
+    EXPECT_EQ(seen.lost_with, 3);
+    EXPECT_FALSE(boards_[reader]->left(2));
+    EXPECT_GT(noticed_[reader].load(), 0);
+  }
+  boards_[2]->show(to_words(entry_of(8, true)));
+  EXPECT_TRUE(soon([&] { return boards_[0]->left(2); }));
+}
+
+// A member may end between writing its entry and saying so.
+TEST_F(StoreBoardTest, ELA01_a_host_tells_of_its_dead_and_all_see_their_last_words) {
+  boards_[1]->show(to_words(entry_of(4)));
+  ASSERT_TRUE(soon([&] { return boards_[2]->number(1) == 4; }));
+  const auto store = connect();
+  auto last = *store_try_get(*store, "job/board/entry/1");
+  const auto words = to_words(entry_of(5));
+  std::memcpy(last.data(), words.data(), sizeof words);
+  store_set(*store, "job/board/entry/1", last);
+  EXPECT_FALSE(boards_[2]->gone(1));
+  ended_[1] = true;
+  for (const int reader : {0, 2}) {
+    ASSERT_TRUE(soon([&] { return boards_[reader]->gone(1); }));
+    EXPECT_EQ(boards_[reader]->number(1), 5U) << "reader " << reader;
+    EXPECT_EQ(from_words(boards_[reader]->words(1)).card.number, 5U);
+  }
+  EXPECT_FALSE(boards_[2]->gone(0));
+}
+
+TEST_F(StoreBoardTest, ELA01_the_launcher_tells_of_the_last_member_of_a_host) {
+  JobStore launcher(2, 1, "127.0.0.1", server_->port());
+  launcher.begin({});
+  launcher.report_end(2);
+  ASSERT_TRUE(soon([&] { return boards_[0]->gone(2) && boards_[1]->gone(2); }));
+  // Of one among others it is not asked while all of them write.
+  launcher.report_end(0);
+  std::this_thread::sleep_for(milliseconds(300));
+  EXPECT_FALSE(boards_[2]->gone(0));
+}
+
+TEST_F(StoreBoardTest, ELA01_a_host_is_silent_once_none_of_its_members_writes) {
+  boards_[0].reset();
+  std::this_thread::sleep_for(milliseconds(1200));
+  EXPECT_FALSE(boards_[2]->silent(0)) << "member 1 of its host writes";
+  boards_[1].reset();
+  EXPECT_TRUE(soon([&] { return boards_[2]->silent(0) && boards_[2]->silent(1); }));
+  EXPECT_FALSE(boards_[2]->gone(0));
+}
+
+TEST_F(StoreBoardTest, ELA10_a_store_that_has_ended_is_lost) {
+  server_.reset();
+  for (const auto& board : boards_) {
+    ASSERT_TRUE(soon([&] { return board->is_lost(); }));
+    EXPECT_THAT(board->why_lost(), HasSubstr("through its store, which is lost: "));
+    EXPECT_THROW(board->show(to_words(entry_of(9))), CommError);
+  }
+}
+
+TEST_F(StoreBoardTest, ELA10_an_entry_that_no_member_can_have_written_is_no_entry) {
+  const auto store = connect();
+  store_set(*store, "job/board/entry/2", "short");
+  // Again and again, because the member writes its own.
+  int changes = 99;
+  ASSERT_TRUE(soon([&] {
+    store_set(*store, "job/board/beat/2", "1 " + std::to_string(++changes));
+    return boards_[0]->is_lost();
+  }));
+  EXPECT_THAT(boards_[0]->why_lost(), HasSubstr("no entry of rank 2"));
+  EXPECT_FALSE(boards_[2]->is_lost());
+}
+
+}  // namespace
+}  // namespace shoal::store_board_test

@@ -1,0 +1,252 @@
+// Elastic jobs on several hosts: ranks and whole hosts that are killed, and hosts that must not go on.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+
+#include "tests/elastic/elastic_deaths.h"
+#include "tests/elastic/elastic_local_judge.h"
+#include "tests/support/forked_hosts.h"
+#include "tests/support/refusal.h"
+
+namespace shoal::elastic_hosts_test {
+namespace {
+
+using test::Death;
+using test::ForkedHosts;
+using test::Moment;
+using testing::HasSubstr;
+
+const ElasticOptions quick{.silent_host_seconds = 0.6};
+
+WorldOptions over(const std::string& transport) {
+  WorldOptions options;
+  options.transport = transport;
+  options.timeout_seconds = 4;
+  return options;
+}
+
+class ElasticHosts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!ForkedHosts::possible()) GTEST_SKIP() << "this system does not let a process make namespaces";
+  }
+};
+
+// Sockets add in the order of ranks, so that the bits can be compared with one process's.
+struct Kind {
+  std::vector<int> hosts;
+  std::string transport;
+};
+const std::vector<Kind> kinds{{{2, 2}, "auto"}, {{2, 2}, "tcp"}, {{1, 3}, "tcp"}, {{1, 1, 1}, "tcp"}, {{2, 2}, "gloo"}};
+
+void die_at(const Kind& kind, const std::vector<Death>& deaths) {
+  const test::SharedRecord record;
+  ForkedHosts hosts(
+      kind.hosts, [&](const World& world) { return test::train(world, *record, 1, deaths, quick); },
+      over(kind.transport));
+  const auto ended = hosts.wait(40);
+  std::vector<int> victims;
+  for (const auto& death : deaths) victims.push_back(death.rank);
+  check(ended, victims, *record, 1, kind.transport == "tcp");
+}
+
+TEST_F(ElasticHosts, ELA01_ELA02_a_rank_ends_at_each_moment_of_a_step) {
+  int number = 0;
+  for (const auto& kind : kinds) {
+    for (const auto moment : {Moment::before_forward, Moment::in_backward, Moment::before_commit, Moment::before_update,
+                              Moment::after_update, Moment::between_steps, Moment::evaluation}) {
+      const int ranks = std::accumulate(kind.hosts.begin(), kind.hosts.end(), 0);
+
+      const int victim = ++number % ranks;
+      SCOPED_TRACE(fmt::format("{} hosts over {}, moment {}, rank {}", kind.hosts.size(), kind.transport,
+                               static_cast<int>(moment), victim));
+      die_at(kind, {{victim, moment, moment == Moment::evaluation ? 1 : 3 + number % 3}});
+    }
+  }
+}
+
+TEST_F(ElasticHosts, ELA01_ranks_end_while_others_recover) {
+  for (const auto& kind : {kinds[0], kinds[1]}) {
+    for (const auto moment : {Moment::on_notice, Moment::after_recovery}) {
+      SCOPED_TRACE(kind.transport + " " + std::to_string(static_cast<int>(moment)));
+      die_at(kind, {{0, Moment::in_backward, 4}, {2, moment, 4}});
+      die_at(kind, {{3, Moment::before_commit, 4}, {1, moment, 4}});
+    }
+  }
+}
+
+// Waits until all ranks train.
+bool all_train(const test::Record& record, int ranks) {
+  const double deadline = test::now() + 20;
+  while (record.started < ranks && test::now() < deadline) usleep(200);
+  return record.started == ranks;
+}
+
+std::vector<int> ranks_of(const std::vector<int>& hosts, size_t host) {
+  std::vector<int> list(static_cast<size_t>(hosts[host]));
+  std::iota(list.begin(), list.end(), std::accumulate(hosts.begin(), hosts.begin() + static_cast<int64_t>(host), 0));
+  return list;
+}
+
+void lose_host(const Kind& kind, size_t host, int pause_us) {
+  const test::SharedRecord record;
+  ForkedHosts hosts(
+      kind.hosts, [&](const World& world) { return test::train(world, *record, 2, {}, quick); }, over(kind.transport));
+  EXPECT_TRUE(all_train(*record, hosts.ranks()));
+  usleep(static_cast<useconds_t>(pause_us));
+  hosts.kill_host(static_cast<int>(host));
+  const auto ended = hosts.wait(40);
+  check(ended, ranks_of(kind.hosts, host), *record, 2, kind.transport == "tcp");
+}
+
+TEST_F(ElasticHosts, ELA01_ELA02_ELA04_a_host_is_lost_with_all_its_ranks) {
+  for (const auto& [kind, host] : {std::pair{Kind{{2, 2}, "auto"}, 1},
+                                   {Kind{{2, 2, 2}, "auto"}, 0},
+                                   {Kind{{2, 2, 2}, "tcp"}, 1},
+                                   {Kind{{2, 1}, "tcp"}, 1},
+                                   {Kind{{1, 1, 1}, "tcp"}, 0}}) {
+    for (const int pause : {0, 30'000}) {
+      SCOPED_TRACE(fmt::format("host {} of {} over {}, after {} us", host, kind.hosts.size(), kind.transport, pause));
+      lose_host(kind, static_cast<size_t>(host), pause);
+    }
+  }
+}
+
+// Ranks that are cut off could go on by themselves, if a smaller part went on as well.
+TEST_F(ElasticHosts, ELA10_a_smaller_part_does_not_go_on_without_a_host_of_which_it_hears_nothing) {
+  const test::SharedRecord record;
+  ForkedHosts hosts(
+      {3, 1}, [&](const World& world) { return test::train(world, *record, 2, {}, quick); }, over("tcp"));
+  ASSERT_TRUE(all_train(*record, 4));
+  hosts.kill_host(0);
+  EXPECT_THAT(hosts.wait(40)[3].text, HasSubstr("nothing is heard of the hosts of rank(s) 0, 1, 2"));
+}
+
+TEST_F(ElasticHosts, ELA10_the_loss_of_the_store_is_that_of_the_job) {
+  for (const std::string transport : {"auto", "tcp"}) {
+    SCOPED_TRACE(transport);
+    const test::SharedRecord record;
+    record->last_step = 3;
+    constexpr int epochs = 60;  // more than there is time for
+    ForkedHosts hosts(
+        {2, 2}, [&](const World& world) { return test::train(world, *record, epochs, {}, quick); }, over(transport));
+    ASSERT_TRUE(all_train(*record, 4));
+    hosts.lose_store();
+    record->last_step = 0;
+    for (const auto& one : hosts.wait(20)) {
+      EXPECT_THAT(one.text,
+                  testing::AllOf(HasSubstr("through its store, which is lost"), HasSubstr("last checkpoint")));
+    }
+  }
+}
+
+TEST_F(ElasticHosts, ELA01_a_rank_that_is_stopped_is_waited_for_while_others_of_its_host_live) {
+  const test::SharedRecord record;
+  ForkedHosts hosts(
+      {2, 2}, [&](const World& world) { return test::train(world, *record, 1, {}, quick); }, over("auto"));
+  ASSERT_TRUE(all_train(*record, 4));
+  hosts.signal(3, SIGSTOP);
+  usleep(1'500'000);
+  hosts.signal(3, SIGCONT);
+  check(hosts.wait(40), {}, *record, 1, false);
+}
+
+// A host that stands still, or is cut off, for too long finds that the others have gone on.
+TEST_F(ElasticHosts, ELA08_a_host_that_was_silent_too_long_ends_with_an_error) {
+  const test::SharedRecord record;
+  ForkedHosts hosts(
+      {2, 1}, [&](const World& world) { return test::train(world, *record, 2, {}, quick); }, over("tcp"));
+  ASSERT_TRUE(all_train(*record, 3));
+  hosts.signal(2, SIGSTOP);
+  const double deadline = test::now() + 20;
+  while (record->evaluations[0] == 0 && test::now() < deadline) usleep(1000);
+  hosts.signal(2, SIGCONT);
+  auto ended = hosts.wait(40);
+  EXPECT_THAT(ended[2].text, HasSubstr("the other ranks of this elastic job go on without this one"));
+  ended.pop_back();
+  check(ended, {}, *record, 2);
+}
+
+TEST_F(ElasticHosts, ELA01_ELA02_ranks_and_hosts_end_at_random_moments) {
+  const int seed = test::number_of("SHOAL_SEED", 1);
+  const int trials = test::number_of("SHOAL_KILLS", 24);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  const std::vector<Kind> all{
+      {{2, 2}, "tcp"}, {{2, 2}, "auto"}, {{1, 2}, "tcp"}, {{2, 2, 2}, "auto"}, {{1, 1, 2}, "tcp"}};
+  int kills = 0;
+  for (int trial = 0; trial < trials && !HasFailure(); ++trial) {
+    const auto& kind = all[random() % all.size()];
+    std::vector<int> order(static_cast<size_t>(std::accumulate(kind.hosts.begin(), kind.hosts.end(), 0)));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    // A host whose ranks are all lost must be outweighed by those that are left.
+    const bool whole = kind.hosts.size() == 3 && random() % 2 == 0;
+    const size_t host = random() % kind.hosts.size();
+    std::vector<int> victims = whole ? ranks_of(kind.hosts, host) : std::vector<int>{order[0]};
+    const int pause = static_cast<int>(random() % 80'000);
+    const int second = !whole && kind.hosts[0] == 2 && random() % 2 == 0 ? order[1] : -1;
+    SCOPED_TRACE(fmt::format("seed {}, trial {}: {} of {} hosts over {}, after {} us, second {}", seed, trial,
+                             fmt::join(victims, ", "), kind.hosts.size(), kind.transport, pause, second));
+    const test::SharedRecord record;
+    ForkedHosts hosts(
+        kind.hosts, [&](const World& world) { return test::train(world, *record, 2, {}, quick); },
+        over(kind.transport));
+    EXPECT_TRUE(all_train(*record, hosts.ranks()));
+    usleep(static_cast<useconds_t>(pause));
+    if (whole) {
+      hosts.kill_host(static_cast<int>(host));
+    } else {
+      hosts.signal(victims[0], SIGKILL);
+    }
+    if (second >= 0) {
+      usleep(static_cast<useconds_t>(random() % 15'000));
+      hosts.signal(second, SIGKILL);
+      victims.push_back(second);
+    }
+    const auto ended = hosts.wait(40);
+    check(ended, victims, *record, 2, kind.transport == "tcp");
+    kills += static_cast<int>(
+        std::count_if(ended.begin(), ended.end(), [](const auto& one) { return WIFSIGNALED(one.status); }));
+  }
+  fmt::print("{} trials, {} kills\n", trials, kills);
+  EXPECT_GT(kills, 0);
+}
+
+TEST_F(ElasticHosts, ELA12_local_updates_outlive_ranks_and_hosts) {
+  const std::vector<test::LocalMethod> methods{{{.every = 3}},
+                                               {{.every = 4, .outer = OuterNesterov{}, .fragments = 2, .delay = 2}}};
+  for (const auto& how : methods) {
+    for (const std::string transport : {"auto", "tcp"}) {
+      SCOPED_TRACE(fmt::format("every {} over {}", how.options.every, transport));
+      const test::SharedLocalRecord record;
+      const std::vector<Death> deaths{
+          {0, Moment::after_update, 4}, {2, Moment::in_backward, 4}, {3, Moment::in_backward, 4}};
+      ForkedHosts hosts(
+          {2, 2, 2}, [&](const World& world) { return train_locally(world, *record, how, deaths, quick); },
+          over(transport));
+      const auto ended = hosts.wait(40);
+      for (const int rank : {1, 4, 5}) EXPECT_EQ(ended[rank].text, "") << "rank " << rank;
+      for (const int rank : {0, 2, 3}) EXPECT_TRUE(WIFSIGNALED(ended[rank].status)) << "rank " << rank;
+      const auto verdict = test::run_ranks(1, [&](const World&) { return test::LocalJudge(*record, how).verdict(); });
+      EXPECT_EQ(verdict.front().text, "");
+    }
+  }
+}
+
+TEST_F(ElasticHosts, ELA04_shards_that_a_host_would_take_with_it_are_refused) {
+  for (const auto sharding :
+       {test::Sharding::zero1, test::Sharding::zero2, test::Sharding::fsdp, test::Sharding::megatron}) {
+    ForkedHosts hosts({1, 1}, [&](const World& world) {
+      const auto net = std::make_shared<test::Net>();
+      const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());
+      return test::refusal([&] { wrapped.elastic(world, ElasticOptions{}); });
+    });
+    for (const auto& one : hosts.wait(20)) EXPECT_THAT(one.text, HasSubstr("only where"));
+  }
+}
+
+}  // namespace
+}  // namespace shoal::elastic_hosts_test
