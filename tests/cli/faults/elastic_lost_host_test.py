@@ -1,6 +1,6 @@
 """Loses one of three hosts of an elastic job under shoal launch --nnodes: the others go on without it, or say why not.
 
-    python lost_host_test.py SHOAL cut|kill LOST_HOST
+    python elastic_lost_host_test.py SHOAL cut|kill LOST_HOST
 
 Host 0 has the job's store: without that the ranks of no host can go on. Needs root; ends with code 77 (skipped) where
 network namespaces are not allowed.
