@@ -96,6 +96,7 @@ void Board::leave() noexcept {
     publish();
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): a lost store, after which no other host goes on
   }
+  if (elsewhere_) elsewhere_->stop();  // nobody waits for this member any more
 }
 
 bool Board::gone(int member) const {

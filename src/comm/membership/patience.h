@@ -10,15 +10,15 @@ namespace shoal {
 // first one to wake up would take all others for late.
 class Patience {
  public:
-  // 0: it never ends.
-  explicit Patience(std::chrono::milliseconds limit) : limit_(limit) {}
+  // limit 0: it never ends. longest: what counts of a pause; over() is to be asked more often.
+  explicit Patience(std::chrono::milliseconds limit, std::chrono::milliseconds longest = std::chrono::milliseconds(250))
+      : limit_(limit), longest_(longest) {}
 
-  void restart() { *this = Patience(limit_); }
-  // Whether it has ended, `more` ago. To be asked every 100 ms.
+  void restart() { *this = Patience(limit_, longest_); }
+  // Whether it has ended, `more` ago.
   bool over(std::chrono::milliseconds more = {}) {
-    constexpr std::chrono::milliseconds longest(250);
     const auto now = Clock::now();
-    waited_ += std::min<Clock::duration>(now - seen_, longest);
+    waited_ += std::min<Clock::duration>(now - seen_, longest_);
     seen_ = now;
     return limit_.count() > 0 && waited_ > limit_ + more;
   }
@@ -27,6 +27,7 @@ class Patience {
   using Clock = std::chrono::steady_clock;
 
   std::chrono::milliseconds limit_;
+  std::chrono::milliseconds longest_;
   Clock::duration waited_{};
   Clock::time_point seen_ = Clock::now();
 };

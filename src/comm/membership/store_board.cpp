@@ -21,8 +21,8 @@ constexpr std::chrono::milliseconds longest_beat(1000);
 constexpr size_t entry_bytes = sizeof(Notice::Words) + most_board_members / 8;
 
 // A store serves one call at a time, so that more members look less often.
-std::chrono::milliseconds interval(size_t others) {
-  return std::max(std::chrono::milliseconds(50), std::chrono::milliseconds(2 * others));
+std::chrono::milliseconds interval(size_t members) {
+  return std::max(std::chrono::milliseconds(50), std::chrono::milliseconds(2 * members));
 }
 
 }  // namespace
@@ -40,7 +40,7 @@ StoreBoard::StoreBoard(StoreBoardOptions options, int self, std::vector<std::str
     if (!has(member)) continue;
     others_.push_back(member);
     beats_of_others_.push_back(key("beat", member));
-    heard_.emplace(host(member), options_.silence);
+    heard_.emplace(host(member), Patience(options_.silence, 5 * interval(hosts_.size())));
   }
   show({});
   await_all();
@@ -50,12 +50,16 @@ StoreBoard::StoreBoard(StoreBoardOptions options, int self, std::vector<std::str
 }
 
 StoreBoard::~StoreBoard() {
+  stop();
+}
+
+void StoreBoard::stop() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 std::string StoreBoard::key(const char* what, int member) const {
@@ -98,7 +102,7 @@ std::chrono::milliseconds StoreBoard::beat_every() const {
 }
 
 void StoreBoard::run() {
-  const auto every = interval(others_.size());
+  const auto every = interval(hosts_.size());
 
   auto next_beat = SteadyClock::now();
   std::unique_lock lock(mutex_);

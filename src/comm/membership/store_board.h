@@ -29,9 +29,9 @@ struct StoreBoardOptions {
   std::chrono::seconds timeout;  // for all members to come
 };
 
-// A thread writes to the store every second, or five times in the time of silence, that this member lives, and whom of its host's members the kernel reports as
-// ended; and reads what the others write. A store that cannot be reached is lost for good: members that it separates
-// must not each go on by themselves. Thread-safe, but show() is for one thread.
+// A thread writes to the store every second, or five times in the time of silence, that this member lives, and whom of its
+// host's members the kernel reports as ended; and reads what the others write. A store that cannot be reached is lost for
+// good: members that it separates must not each go on by themselves. Thread-safe, but show() is for one thread.
 class StoreBoard {
  public:
   // hosts: by member. ended: whether the process of a member of this host has ended, with proof. noticed: called by the
@@ -47,6 +47,8 @@ class StoreBoard {
 
   // Once it returns, the other hosts can see the entry. CommError if the store is lost.
   void show(const Notice::Words& words);
+  // Nothing is written or read from now on. For the thread that shows.
+  void stop();
 
   // What a member on another host, or one that is gone, has shown last.
   Notice::Words words(int member) const;

@@ -66,6 +66,7 @@ int JobStore::port() const {
 }
 
 void JobStore::begin(const JobIdentity& job) {
+  quiet_c10d();
   state_->job = job;
   if (state_->place) state_->server.emplace(std::move(*state_->place), job);
   state_->place.reset();
