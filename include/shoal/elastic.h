@@ -197,8 +197,8 @@ struct ElasticOptions {
 //
 // All ranks compute on the CPU, over shared memory or, without a sharded optimizer, tcp or Gloo. They run on one host; or
 // on several, with an optimizer that is whole on each rank or with LocalUpdates, where each rank has all of the state, so that
-// a host may be lost with all of its ranks. Hosts agree through the job's store: if it is lost, the job is (JobLost). So let it
-// be held by `shoal launch --nodes` or torchrun, or rank 0, which holds it otherwise, must live. With several hosts nobody can
+// a host may be lost with all of its ranks. Hosts agree through the job's store: if it is lost, the job is (JobLost). So let the
+// launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0 does, and must live. With several hosts nobody can
 // join and straggler_seconds is refused.
 //
 // Errors: UsageError at construction names what is not supported (other strategies, hybrid sharding, several model chunks, parameters that ranks do not share,

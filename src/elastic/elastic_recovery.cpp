@@ -67,9 +67,11 @@ void Elastic::State::go_on(const std::function<void()>* update) {
       break;
     } catch (const CommError& error) {
       const bool mended = generations->broken() || generations->drop_newcomers(error.what());
-      // Whoever stands still in the recovery is killed in the next one.
-      if (!mended && (!proven || longest_wait.count() == 0 || ++late == most_late_recoveries)) throw;
-      if (!mended) wait_longer();
+      // Whoever stands still in the recovery is killed in the next one; of another host that is lost nothing is known yet.
+      const bool elsewhere = generations->has_several_hosts();
+      const bool again = elsewhere || (proven && longest_wait.count() > 0);
+      if (!mended && (!again || ++late == most_late_recoveries)) throw;
+      if (!mended && !elsewhere) wait_longer();
     } catch (const DisagreeError& error) {
       if (!generations->drop_newcomers(error.what())) throw;
     } catch (const UsageError& error) {  // of an optimizer whose state cannot be divided among more ranks

@@ -81,11 +81,13 @@ class Job {
   Job& operator=(const Job&) = delete;
 
   int run() {
+    warn_of_strangers();
     for (int local = 0; local < options_.ranks; ++local) start(options_.node * options_.ranks + local);
     // Its threads begin once all ranks are forked: a lock that one of them held would stay locked in a forked rank.
     store_.begin(JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(run_id()), secret_));
     while (alive() > 0) step();
-    leave_store();
+    store_.leave();
+    while (!store_.may_end() && !waits_no_more_) step();
     forward_the_rest();
     if (code_ && !interrupted_) print_verdict();
     forward_the_rest();
@@ -97,6 +99,14 @@ class Job {
   }
 
  private:
+  void warn_of_strangers() {
+    if (options_.nodes == 1 || options_.node > 0) return;
+    if (secret_.empty()) say("SHOAL_SECRET is not set: the ranks of different nodes do not authenticate each other");
+    if (options_.address == LaunchOptions().address) {
+      say("--address is {}, which other hosts do not reach: give an address or name of node 0", options_.address);
+    }
+  }
+
   void start(int rank) {
     const Outlets outlets{&out_, &err()};
     children_.push_back(start_child(rank, {options_.command, options_.body}, variables(rank),
@@ -129,12 +139,6 @@ class Job {
   bool is_newcomer(const Child& child) const { return board_ && child.rank >= options_.ranks; }
   // Whether the rank is one of the job's: a newcomer is once it was admitted.
   bool belongs(const Child& child) const { return !is_newcomer(child) || board_->is_member(child.rank); }
-
-  // As long as torchrun's agents wait for each other; not for a node that may be lost, or whose ranks have to end.
-  void leave_store() {
-    const bool all_end = !code_ && !interrupted_ && options_.min_ranks == 0;
-    store_.leave(std::chrono::seconds(all_end ? 300 : 10), [this] { return signals_.asked().to_stop > 0; });
-  }
 
   // The same on all nodes.
   std::string run_id() const {
@@ -218,7 +222,9 @@ class Job {
   bool failures_end_nothing() const {
     const auto standing = std::count_if(children_.begin(), children_.end(),
                                         [&](const Child& child) { return !child.failed && belongs(child); });
-    const bool enough = options_.nodes > 1 || standing >= options_.min_ranks;
+    // Of other nodes nothing is known here: the ranks count themselves.
+    const auto elsewhere = int64_t{options_.nodes - 1} * options_.ranks;
+    const bool enough = standing + elsewhere >= options_.min_ranks;
     return options_.keep_going || (options_.min_ranks > 0 && enough);
   }
 
@@ -363,6 +369,7 @@ class Job {
   void interrupt(int count) {
     kill_all(interrupted_ || count > 1 ? SIGKILL : SIGINT, false);
     interrupted_ = true;
+    waits_no_more_ = alive() == 0;
     term_at_ = after(options_.stop_seconds);
   }
 
@@ -411,6 +418,7 @@ class Job {
   std::optional<int> code_;  // exit code of the first failure
   bool succeeded_ = false;   // of any rank
   bool interrupted_ = false;
+  bool waits_no_more_ = false;  // for other nodes
   bool watcher_has_ended_ = false;
   std::optional<SteadyClock::time_point> term_at_;
   std::optional<SteadyClock::time_point> kill_at_;

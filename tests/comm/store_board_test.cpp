@@ -2,9 +2,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <csignal>
+#include <cstring>
 #include <future>
 #include <memory>
 #include <optional>
@@ -126,6 +130,19 @@ TEST_F(StoreBoardTest, ELA01_a_host_is_silent_once_none_of_its_members_writes) {
   EXPECT_FALSE(boards_[2]->gone(0));
 }
 
+TEST_F(StoreBoardTest, ELA01_the_first_reader_of_last_words_decides_for_all) {
+  const auto store = connect();
+  auto words = *store_try_get(*store, "job/board/entry/1");
+  const auto first = to_words(entry_of(6));
+  std::memcpy(words.data(), first.data(), sizeof first);
+  store_set(*store, "job/board/last/1", words);
+  ended_[1] = true;
+  for (const int reader : {0, 2}) {
+    ASSERT_TRUE(soon([&] { return boards_[reader]->gone(1); }));
+    EXPECT_EQ(boards_[reader]->number(1), 6U) << "reader " << reader;
+  }
+}
+
 TEST_F(StoreBoardTest, ELA10_a_store_that_has_ended_is_lost) {
   server_.reset();
   for (const auto& board : boards_) {
@@ -146,6 +163,87 @@ TEST_F(StoreBoardTest, ELA10_an_entry_that_no_member_can_have_written_is_no_entr
   }));
   EXPECT_THAT(boards_[0]->why_lost(), HasSubstr("no entry of rank 2"));
   EXPECT_FALSE(boards_[2]->is_lost());
+}
+
+// Calls are given up after 2 s, and the store is lost after the time of silence only.
+TEST(StoreBoardStall, ELA10_a_store_that_stands_still_for_a_while_is_not_lost) {
+  StorePlace place("127.0.0.1", 0);
+  const int port = place.port();
+  const pid_t server = fork();
+  if (server == 0) {
+    const StoreServer store(std::move(place));
+    while (true) pause();
+  }
+  std::vector<std::future<std::unique_ptr<StoreBoard>>> made;
+  for (int self = 0; self < 2; ++self) {
+    made.push_back(std::async(std::launch::async, [self, port] {
+      StoreBoardOptions options{.store = connect_store("127.0.0.1", port, 10),
+                                .prefix = "job/board",
+                                .generation = "0",
+                                .silence = std::chrono::seconds(10),
+                                .timeout = std::chrono::seconds(20)};
+      options.store->set_limit(std::chrono::seconds(2));
+      return std::make_unique<StoreBoard>(
+          std::move(options), self, std::vector<std::string>{"a", "b"}, [](int) { return false; }, [] {});
+    }));
+  }
+  auto first = made[0].get();
+  auto second = made[1].get();
+  kill(server, SIGSTOP);
+  auto shown = std::async(std::launch::async, [&] { first->show(to_words(entry_of(5))); });
+  std::this_thread::sleep_for(std::chrono::seconds(5));
+  EXPECT_EQ(shown.wait_for(milliseconds(0)), std::future_status::timeout);
+  kill(server, SIGCONT);
+  EXPECT_NO_THROW(shown.get());
+  EXPECT_TRUE(soon([&] { return second->number(0) == 5; }));
+  EXPECT_FALSE(first->is_lost() || second->is_lost());
+  first.reset();
+  second.reset();
+  kill(server, SIGKILL);
+  waitpid(server, nullptr, 0);
+}
+
+class JobStoreTest : public ::testing::Test {
+ protected:
+  static std::unique_ptr<JobStore> launcher(int node, int port) {
+    return std::make_unique<JobStore>(2, node, "127.0.0.1", port, milliseconds(2000));
+  }
+};
+
+TEST_F(JobStoreTest, SCA09_reports_of_a_launcher_that_came_first_arrive_later) {
+  auto first = launcher(0, 0);
+  auto second = launcher(1, first->port());
+  second->begin({});
+  second->report_failure("rank 3 has failed");
+  second->report_end(3);
+  std::this_thread::sleep_for(std::chrono::seconds(4));  // more than a try to connect takes
+  EXPECT_EQ(first->failure_elsewhere(), "");
+  first->begin({});
+  EXPECT_TRUE(soon([&] { return first->failure_elsewhere() == "rank 3 has failed"; }, milliseconds(10'000)));
+  const auto store = connect_store("127.0.0.1", first->port(), 10);
+  EXPECT_TRUE(soon([&] { return store_try_get(*store, ended_key("0", 3)).has_value(); }));
+}
+
+TEST_F(JobStoreTest, SCA09_the_launcher_with_the_store_stays_while_others_live) {
+  auto first = launcher(0, 0);
+  auto second = launcher(1, first->port());
+  first->begin({});
+  second->begin({});
+  first->leave();
+  std::this_thread::sleep_for(std::chrono::seconds(4));
+  EXPECT_FALSE(first->may_end()) << "the other one lives";
+  second->leave();
+  EXPECT_TRUE(soon([&] { return second->may_end() && first->may_end(); }, milliseconds(10'000)));
+}
+
+TEST_F(JobStoreTest, SCA09_the_launcher_with_the_store_does_not_stay_for_one_that_was_killed) {
+  auto first = launcher(0, 0);
+  auto second = launcher(1, first->port());
+  first->begin({});
+  second->begin({});
+  first->leave();
+  second.reset();
+  EXPECT_TRUE(soon([&] { return first->may_end(); }, milliseconds(15'000)));
 }
 
 }  // namespace

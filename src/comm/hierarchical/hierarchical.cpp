@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "comm/hierarchical/hierarchical_plan.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {

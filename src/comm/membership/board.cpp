@@ -106,7 +106,7 @@ bool Board::gone(int member) const {
 }
 
 bool Board::silent(int member) const {
-  return elsewhere_ && elsewhere_->silent(member);
+  return elsewhere_ && elsewhere_->silent(member) && !elsewhere_->left(member);
 }
 
 bool Board::is_in_store(int member) const {
@@ -136,7 +136,7 @@ bool Board::is_beyond(int member, uint64_t generation) const {
 }
 
 bool Board::failed(int member) const {
-  if (elsewhere_) return (elsewhere_->gone(member) || elsewhere_->silent(member)) && !elsewhere_->left(member);
+  if (elsewhere_) return elsewhere_->gone(member) && !elsewhere_->left(member);
   const auto& page = pages_[static_cast<size_t>(member)];
   return page && gone(member) && !has_left(page->notice());
 }
@@ -165,8 +165,9 @@ void Board::wait(uint32_t seen) const {
 int GenerationWatch::broken_by() const noexcept {
   for (size_t rank = 0; rank < members_.size(); ++rank) {
     if (board_->is_beyond(members_[rank], number_) || board_->failed(members_[rank])) return static_cast<int>(rank);
+    if (board_->silent(members_[rank])) silent_ = static_cast<int>(rank);
   }
-  return -1;
+  return silent_;
 }
 
 std::string GenerationWatch::why() const {
@@ -177,7 +178,7 @@ std::string GenerationWatch::why() const {
   if (board_->gone(member)) {
     return fmt::format("rank {} (pid {}) is gone: it was killed, crashed or ended early", rank, pid);
   }
-  if (board_->silent(member)) {
+  if (rank == silent_) {
     return fmt::format("nothing has been heard of the host of rank {} for a while: it is lost, or cut off", rank);
   }
   return fmt::format("rank {} (pid {}) has given up generation {}", rank, pid, number_);

@@ -1,6 +1,7 @@
 #pragma once
 // Board of an elastic job: what its members show each other, and who of them has ended.
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -44,11 +45,11 @@ class Board {
   bool is_beyond(int member, uint64_t generation) const;
   // The most members that any member knew to live when it found them too few; 0: none has.
   int lost_with() const;
-  // Whether a member has ended, or its host cannot be heard, before it had done with the job.
+  // Whether a member has ended before it had done with the job.
   bool failed(int member) const;
   bool gone(int member) const;
   bool has_several_hosts() const { return elsewhere_ != nullptr; }
-  // Whether nothing is heard of the host of a member.
+  // Whether nothing is heard of the host of a member that takes part.
   bool silent(int member) const;
   // Whether the job is lost, and why; empty: it is not.
   bool is_lost() const { return elsewhere_ && elsewhere_->is_lost(); }
@@ -117,6 +118,7 @@ class GenerationWatch : public Interruption {
   uint64_t number_;
   MemberList members_;
   StragglerRule stragglers_;
+  mutable std::atomic<int> silent_ = -1;  // a rank whose host was silent, also if it is heard of again
 };
 
 }  // namespace shoal

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <exception>
 #include <numeric>
+#include <thread>
 
 #include "comm/group/group_state.h"
 #include "comm/rendezvous/world_state.h"
@@ -125,7 +126,10 @@ void Generations::recover(int min_ranks) {
       if (with_newcomers && attempt > 1 &&
           drop_newcomers(fmt::format("the ranks could not connect with it: {}", error.what())))
         continue;
-      if (attempt < most_attempts) continue;
+      if (attempt < most_attempts) {
+        if (has_several_hosts()) std::this_thread::sleep_for(std::chrono::milliseconds(500));  // the store may be slow
+        continue;
+      }
       throw JobLost(fmt::format("the {} ranks that are left could not connect in {} attempts: {}", card.members.size(),
                                 attempt, error.what()));
     }
@@ -192,7 +196,11 @@ MemberCard Generations::agree(int min_ranks) {
     } else {
       require_enough(static_cast<int>(card.members.size()), min_ranks);
       if (!(board_->entry(board_->self()).card == card)) show(card);
-      if (standing == Membership::Standing::agreed && card.number > number()) return card;
+      if (standing == Membership::Standing::agreed) {
+        if (card.number > number()) return card;
+        membership_.renew(look());  // a host that was silent is heard of again
+        continue;
+      }
       // Without a majority this rank waits as well: it has only not noticed yet which members have ended.
       if (SteadyClock::now() > patience) drop_late(card);
       if (stragglers_.limit.count() > 0 && !(before == card)) {  // all have to answer anew

@@ -48,6 +48,7 @@ class Generations {
   // Members of the present generation, by rank: their ranks in the first one.
   const MemberList& members() const { return watch_->members(); }
   int self() const { return board_->self(); }
+  bool has_several_hosts() const { return board_->has_several_hosts(); }
 
   // The table of the job's processes; nullptr: nobody can join, as with several hosts.
   JoinBoard* joins() const { return joins_.get(); }

@@ -77,24 +77,32 @@ void StoreBoard::await_all() {
 }
 
 void StoreBoard::show(const Notice::Words& words) {
-  if (lost_) throw CommError(why_lost());
-  try {
-    const std::lock_guard lock(write_mutex_);
-    own_.words = words;
-    write();
-  } catch (const std::exception& error) {
-    lose(error.what());
-    throw CommError(why_lost());
+  Patience patience(options_.silence, std::chrono::seconds(5));  // a call that is given up takes seconds
+  while (true) {
+    if (lost_) throw CommError(why_lost());
+    try {
+      const std::lock_guard lock(write_mutex_);
+      own_.words = words;
+      unwritten_ = true;
+      return write();
+    } catch (const StoreUnreachable& error) {
+      if (patience.over()) lose(error.what());
+    } catch (const std::exception& error) {
+      lose(error.what());
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
 }
 
-// The entry before the beat that announces it.
+// The entry before the beat that announces it. The last call has an answer, so the store has both.
 void StoreBoard::write() {
   std::string text(entry_bytes, '\0');
   std::memcpy(text.data(), own_.words.data(), sizeof own_.words);
   std::memcpy(text.data() + sizeof own_.words, own_.ended.data(), sizeof own_.ended);
   store_set(*options_.store, key("entry", self_), text);
   store_set(*options_.store, key("beat", self_), fmt::format("{} {}", beats_, ++changes_));
+  options_.store->check({key("beat", self_)});
+  unwritten_ = false;
 }
 
 std::chrono::milliseconds StoreBoard::beat_every() const {
@@ -133,45 +141,50 @@ void StoreBoard::run() {
 // Of this host's members, who has ended. What they have written last is read once they cannot write any more, so that all
 // members see the same of them.
 bool StoreBoard::tell() {
-  std::vector<int> found;
+  bool found = false;
   for (int member = 0; member < static_cast<int>(hosts_.size()); ++member) {
-    if (member != self_ && !has(member) && !gone(member) && ended_(member)) found.push_back(member);
+    if (member == self_ || has(member) || gone(member) || !ended_(member)) continue;
+    take(member, read_last(member), /*ended=*/true);
+    found = true;
   }
-  for (const int member : found) take(member, read(member), /*ended=*/true);
-  if (found.empty()) return false;
   const std::lock_guard lock(write_mutex_);
-  for (const int member : found) own_.ended[static_cast<size_t>(member) / 64] |= uint64_t{1} << (member % 64);
-  write();
-  return true;
+  const auto before = own_.ended;
+  for (int member = 0; member < static_cast<int>(hosts_.size()); ++member) {
+    if (member != self_ && !has(member) && gone(member))
+      own_.ended[static_cast<size_t>(member) / 64] |= uint64_t{1} << (member % 64);
+  }
+  if (own_.ended != before) unwritten_ = true;
+  if (unwritten_) write();
+  return found;
 }
 
-// Whether anything is new.
+// Whether anything is new. An entry that could not be read is read the next time.
 bool StoreBoard::hear() {
   const auto beats = options_.store->multiGet(beats_of_others_);
-  std::vector<int> changed;
+  bool any = false;
   for (size_t i = 0; i < others_.size(); ++i) {
     const int member = others_[i];
     auto& seen = seen_[static_cast<size_t>(member)];
     const std::string beat(beats[i].begin(), beats[i].end());
-    if (beat == seen.beat) continue;
-    seen.beat = beat;
-    seen.moved = SteadyClock::now();
-    heard_.at(host(member)).restart();
+    if (std::exchange(seen.beat, beat) != beat) {
+      seen.moved = SteadyClock::now();
+      heard_.at(host(member)).restart();
+    }
     std::istringstream in(beat);
     uint64_t count = 0;
     uint64_t changes = 0;
     if (!(in >> count >> changes)) throw CommError(fmt::format("it has no beat of rank {}", member));
-    if (std::exchange(seen.changes, changes) != changes) changed.push_back(member);
-  }
-  for (const int witness : changed) {
-    const auto entry = read(witness);
-    take(witness, entry, /*ended=*/false);
-    for (const int member : others_) {
-      if (host(member) != host(witness) || gone(member) || !entry.tells_of(member)) continue;
-      take(member, read(member), /*ended=*/true);
+    if (changes == seen.changes || gone(member)) continue;
+    const auto entry = read(member);
+    take(member, entry, /*ended=*/false);
+    for (const int other : others_) {
+      if (host(other) != host(member) || gone(other) || !entry.tells_of(other)) continue;
+      take(other, read_last(other), /*ended=*/true);
     }
+    seen.changes = changes;
+    any = true;
   }
-  return !changed.empty();
+  return any;
 }
 
 // Of the last members of a host only its launcher can tell that they have ended.
@@ -183,7 +196,7 @@ bool StoreBoard::ask_launchers() {
     });
     const bool quiet = SteadyClock::now() - seen_[static_cast<size_t>(member)].moved > 2 * beat_every();
     if (gone(member) || !(alone || quiet) || !has_ended(member)) continue;
-    take(member, read(member), /*ended=*/true);
+    take(member, read_last(member), /*ended=*/true);
     changed = true;
   }
   return changed;
@@ -199,10 +212,23 @@ bool StoreBoard::has_ended(int member) const {
 
 StoreBoard::Read StoreBoard::read(int member) const {
   const auto text = store_try_get(*options_.store, key("entry", member));
-  if (!text || text->size() != entry_bytes) throw CommError(fmt::format("it has no entry of rank {}", member));
+  if (!text) throw CommError(fmt::format("it has no entry of rank {}", member));
+  return parsed(*text, member);
+}
+
+// Of a member that has ended. What the first reader finds counts for all, as something may still be on its way to the store.
+StoreBoard::Read StoreBoard::read_last(int member) const {
+  const auto text = store_try_get(*options_.store, key("entry", member));
+  const auto first =
+      store_set_once(*options_.store, key("last", member), text.value_or(std::string(entry_bytes, '\0')));
+  return parsed(first, member);
+}
+
+StoreBoard::Read StoreBoard::parsed(const std::string& text, int member) {
+  if (text.size() != entry_bytes) throw CommError(fmt::format("it has no entry of rank {}", member));
   Read entry;
-  std::memcpy(entry.words.data(), text->data(), sizeof entry.words);
-  std::memcpy(entry.ended.data(), text->data() + sizeof entry.words, sizeof entry.ended);
+  std::memcpy(entry.words.data(), text.data(), sizeof entry.words);
+  std::memcpy(entry.ended.data(), text.data() + sizeof entry.words, sizeof entry.ended);
   return entry;
 }
 

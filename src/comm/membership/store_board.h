@@ -87,6 +87,8 @@ class StoreBoard {
   bool ask_launchers();
   bool has_ended(int member) const;
   Read read(int member) const;
+  Read read_last(int member) const;
+  static Read parsed(const std::string& text, int member);
   void take(int member, const Read& entry, bool ended);
   bool look_for_silence();
   void write();
@@ -104,6 +106,7 @@ class StoreBoard {
 
   std::mutex write_mutex_;  // guards what this member shows
   Read own_{};
+  bool unwritten_ = false;
   uint64_t beats_ = 0;
   uint64_t changes_ = 0;
 

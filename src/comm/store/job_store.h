@@ -2,7 +2,6 @@
 // The job's store as the launcher of one node sees it. The header hides libtorch.
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -10,12 +9,15 @@
 
 namespace shoal {
 
-// One node serves the store, the others are clients. Reports never throw, and take 2 s at most: a store that does not
-// answer is not asked again. For one thread.
+// One node serves the store, the others are clients. With several nodes a thread does all calls, so that none of these
+// waits: it connects again whenever the store does not answer, and what is reported meanwhile is sent then.
 class JobStore {
  public:
-  // Takes the port on node 0. UsageError names one that is in use. port 0: any free one, of a job of one node.
-  JobStore(int nodes, int node, const std::string& address, int port);
+  // Takes the port on node 0. UsageError names one that is in use. port 0: any free one, of a job of one node. silence:
+  // after which a launcher of which nothing is heard has ended.
+  JobStore(int nodes, int node, const std::string& address, int port,
+           std::chrono::milliseconds silence = std::chrono::seconds(15));
+  // Waits for a call that is on its way, a few seconds at most.
   ~JobStore();
   JobStore(const JobStore&) = delete;
   JobStore& operator=(const JobStore&) = delete;
@@ -26,13 +28,15 @@ class JobStore {
 
   // Why the ranks of all nodes must end, as a sentence, which the ranks read, too. The first report counts.
   void report_failure(const std::string& text);
-  // What another launcher has reported, asked about once a second; empty: nothing.
-  std::string failure_elsewhere();
+  // What another launcher has reported; empty: nothing.
+  std::string failure_elsewhere() const;
   // That the process of a rank has ended, well or not, for ranks of an elastic job on other nodes.
   void report_end(int rank);
-  // All ranks of this node have ended. On node 0, returns once the other nodes have said so too, after the limit, or when
-  // `given_up` says so: their ranks may still use the store.
-  void leave(std::chrono::seconds limit, const std::function<bool()>& given_up);
+  // All ranks of this node have ended.
+  void leave();
+  // After it, whether this launcher may end: on node 0, all others have left or ended, whose ranks may still use the store;
+  // on others, that it has left is known, or cannot be told for 5 s.
+  bool may_end() const;
 
  private:
   struct State;
