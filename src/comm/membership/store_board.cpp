@@ -111,7 +111,6 @@ std::chrono::milliseconds StoreBoard::beat_every() const {
 
 void StoreBoard::run() {
   const auto every = interval(hosts_.size());
-
   auto next_beat = SteadyClock::now();
   std::unique_lock lock(mutex_);
   while (!changed_.wait_for(lock, every, [this] { return stop_; }) && !lost_) {
