@@ -143,15 +143,16 @@ bool Board::failed(int member) const {
 
 std::map<int, MemberSight> Board::look() const {
   std::map<int, MemberSight> sights;
+  const auto silent = elsewhere_ ? elsewhere_->silent_members() : std::vector<bool>(members_.size());
   for (int member = 0; member < static_cast<int>(members_.size()); ++member) {
     if (member == self_) continue;
     // Asked first: the last words of a member that has ended do not change any more.
     const bool ended = gone(member);
     const auto card = entry(member).card;
     auto& sight = sights[member];
-    sight.state = ended            ? MemberSight::State::gone
-                  : silent(member) ? MemberSight::State::silent
-                                   : MemberSight::State::present;
+    sight.state = ended                                 ? MemberSight::State::gone
+                  : silent[static_cast<size_t>(member)] ? MemberSight::State::silent
+                                                        : MemberSight::State::present;
     if (card.number > 0) sight.card = card;
   }
   return sights;

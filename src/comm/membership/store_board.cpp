@@ -241,8 +241,10 @@ void StoreBoard::take(int member, const Read& entry, bool ended) {
   if (ended) seen.gone = true;
 }
 
+// For all members of a host at once: whoever took some of them for silent would go on with the others.
 bool StoreBoard::look_for_silence() {
   bool changed = false;
+  const std::lock_guard lock(mutex_);
   for (auto& [name, patience] : heard_) {
     const bool silent = patience.over();
     for (const int member : others_) {
@@ -251,6 +253,13 @@ bool StoreBoard::look_for_silence() {
     }
   }
   return changed;
+}
+
+std::vector<bool> StoreBoard::silent_members() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<bool> silent;
+  for (const auto& seen : seen_) silent.push_back(seen.silent);
+  return silent;
 }
 
 Notice::Words StoreBoard::words(int member) const {

@@ -57,6 +57,8 @@ class StoreBoard {
   // Proven by the kernel of its host, as a member or the launcher there says, or by this one's.
   bool gone(int member) const { return seen_[static_cast<size_t>(member)].gone; }
   bool silent(int member) const { return seen_[static_cast<size_t>(member)].silent; }
+  // Of one moment, in which all members of a host are silent or none is.
+  std::vector<bool> silent_members() const;
   const std::string& host(int member) const { return hosts_[static_cast<size_t>(member)]; }
   std::chrono::milliseconds silence() const { return options_.silence; }
 
