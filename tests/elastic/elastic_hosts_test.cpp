@@ -152,7 +152,7 @@ TEST_F(ElasticHosts, ELA01_a_rank_that_is_stopped_is_waited_for_while_others_of_
       {2, 2}, [&](const World& world) { return test::train(world, *record, 1, {}, quick); }, over("auto"));
   ASSERT_TRUE(all_train(*record, 4));
   hosts.signal(3, SIGSTOP);
-  usleep(1'500'000);
+  usleep(2'500'000);
   hosts.signal(3, SIGCONT);
   check(hosts.wait(40), {}, *record, 1, false);
 }
