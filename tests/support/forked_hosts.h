@@ -143,6 +143,8 @@ class ForkedHosts {
       }
       usleep(200);
     }
+    store.leave();
+    while (!store.may_end()) usleep(1000);
     std::_Exit(0);
   }
 
