@@ -60,7 +60,6 @@ class StoreBoard {
   // Of one moment, in which all members of a host are silent or none is.
   std::vector<bool> silent_members() const;
   const std::string& host(int member) const { return hosts_[static_cast<size_t>(member)]; }
-  std::chrono::milliseconds silence() const { return options_.silence; }
 
   bool is_lost() const { return lost_; }
   // Why the store is lost; empty: it is not.
