@@ -85,6 +85,44 @@ TEST(ElasticJoin, ELA06_a_member_is_killed_while_a_newcomer_joins) {
   join_often_with(Fault::member_is_killed, number_of("SHOAL_KILLS", 20));
 }
 
+// Rank 1 is stopped within the collective call of an admission, to which it has given its part. Rank 0 admits the
+// newcomer, which answers, and is killed before rank 1 has read of it.
+TEST(ElasticJoin, ELA06_only_the_newcomer_has_seen_its_admission_when_the_first_rank_is_killed) {
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) -> std::string {
+    alarm(30);
+    test::JoinParts parts(world);
+    torch::optim::Adam optimizer(parts.net->parameters(), torch::optim::AdamOptions(0.01));
+    Elastic elastic(world, parts.parallel, optimizer, {.on_change = [](const ElasticChange&) {}});
+    const auto x = test::inputs_of({1, 2});
+    while (elastic.steps() < 12) {
+      const bool is_held = world.rank() == 0 || elastic.steps() < 6;
+      while (is_held && record->last_step != 0 && elastic.steps() >= record->last_step) usleep(200);
+      const auto compute = [&] { test::loss_of(parts.parallel.forward(x), x).backward(); };
+      if (elastic.step(2, compute, [&] { optimizer.step(); })) record->evaluations[world.rank()] = elastic.steps();
+      optimizer.zero_grad();
+    }
+    return fmt::format("{} on {}", test::hash_of(optimizer, *parts.net), world.size());
+  };
+  record->last_step = 5;
+  JoinJob job(2, body);
+  ASSERT_TRUE(JoinJob::comes_true([&] { return record->evaluations[0] == 5 && record->evaluations[1] == 5; }));
+  const int newcomer = job.add(body);
+  ASSERT_TRUE(job.comes_to_knock(newcomer));
+  record->last_step = 6;  // whose commit tells both of the newcomer
+  ASSERT_TRUE(JoinJob::comes_true([&] { return record->evaluations[0] == 6 && record->evaluations[1] == 6; }));
+  usleep(300'000);
+  job.signal(1, SIGSTOP);
+  record->last_step = 0;
+  usleep(300'000);
+  job.signal(0, SIGKILL);
+  job.end_of(0);
+  job.signal(1, SIGCONT);
+  const auto ended = job.end_of(1);
+  EXPECT_NE(ended.text.find(" on 2"), std::string::npos) << ended.text;
+  EXPECT_EQ(job.end_of(newcomer).text, ended.text);
+}
+
 TEST(ElasticJoin, ELA06_a_newcomer_is_stopped_while_it_joins) {
   join_often_with(Fault::newcomer_is_stopped, number_of("SHOAL_STOPS", 2));
 }

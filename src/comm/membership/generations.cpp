@@ -184,7 +184,12 @@ MemberCard Generations::agree(int min_ranks) {
     if (is_newcomer()) require_job();
     require_not_refused();
     if (standing == Membership::Standing::left_out) {
-      throw JobLost("the other ranks of this elastic job go on without this one, which they take for dead");
+      if (!is_newcomer()) {
+        throw JobLost("the other ranks of this elastic job go on without this one, which they take for dead");
+      }
+      // Whoever was admitting it ended before the others had read its card, so it asks again.
+      show(card);
+      deadline = SteadyClock::now() + limit;
     }
     if (card.members.empty()) {
       if (SteadyClock::now() > deadline) {
