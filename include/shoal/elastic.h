@@ -70,6 +70,10 @@ struct ElasticOptions {
   // More state of the program that is equal on all ranks, which a newcomer gets, written in place: moving averages of
   // parameters, for example, or buffers that the wrapper ignores.
   std::vector<at::Tensor> tensors{};
+  // More of the same that is no tensor (a schedule, counters), as UTF-8 text: give() makes it, on one rank that has the job's
+  // state, and take() gets it in each newcomer, within Elastic's constructor. Both or neither.
+  std::function<std::string()> give{};
+  std::function<void(const std::string& text)> take{};
   // Called on each rank, after the change, but not on those that have come. None: rank 0 writes a line to standard error.
   std::function<void(const ElasticChange& change)> on_change{};
   // Metrics file to which rank 0 of those that are left appends metrics_line(). Empty: none.
@@ -179,8 +183,8 @@ struct ElasticOptions {
 // - Nothing communicates between the constructor and in_epoch(), or the first step() without a sampler, because the other
 //   ranks do not make these calls: a UsageError in a newcomer.
 // - Batch size and learning rate do not follow from world.size(), which is 1 in a newcomer's constructors.
-// - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors, or begins
-//   anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
+// - Whatever else the loop keeps (best loss, counters of its own) the program gives by ElasticOptions::tensors or
+//   give and take, or begins anew. The CPU's random generator is the newcomer's own: see World::manual_seed().
 // A newcomer that does not fit the job (model, optimizer and its options, transport, wrapper's options, sampler) gets a
 // UsageError that lists what differs, and so does one of a job that cannot be joined: a sharded optimizer over sockets,
 // optimizer state that is not registered, a hook with memory of its own, float16 without a loss scaler. The job does not notice

@@ -27,6 +27,11 @@ class CommError(Error):
 
     rank: int
     """The failed rank in the group; -1: unknown."""
+    group_ended: bool
+    """Whether the group is one of the ranks that an elastic job had before."""
+
+class JobLost(Error):
+    """An elastic job cannot go on; the same text on every rank. It is no CommError, so that loops which recover do not try on."""
 
 class StepAbandoned(Error):
     """Another rank has ended this step; all ranks go on with the next one."""
@@ -60,6 +65,9 @@ def join_world(store: Store, rank: int, size: int, timeout: timedelta, transport
 
 def find_place() -> tuple[int, int, str, int, str]:
     """Rank, size, and the store's address and port, as the launcher says; and how it said so ("alone": no launcher)."""
+
+def joins_a_job() -> bool:
+    """Whether this process is to join an elastic job that runs already."""
 
 def make_backend(group: Group, timeout: timedelta | None) -> Backend: ...
 def group_of_backend(backend: Backend) -> Group | None: ...
@@ -102,6 +110,81 @@ class Join:
     def active_ranks(self) -> int: ...
 
 def shadow(core: DataParallelCore | DistributedOptimizerCore) -> None: ...
+
+class DistributedSampler:
+    def __init__(self, size: int, num_replicas: int, rank: int, options: _Options) -> None: ...
+    def indices(self) -> list[int]: ...
+    def set_epoch(self, epoch: int) -> None: ...
+    def seek(self, index: int) -> None: ...
+    def epoch(self) -> int: ...
+    def num_samples(self) -> int: ...
+    def num_replicas(self) -> int: ...
+    def rank(self) -> int: ...
+
+class ElasticChange:
+    """How the ranks of an elastic job have changed."""
+
+    @property
+    def generation(self) -> int:
+        """Number of the present ranks; the first is 1."""
+    @property
+    def lost(self) -> list[int]:
+        """Ranks that have ended, by their number before."""
+    @property
+    def lost_first(self) -> list[int]:
+        """The same by the launcher's number."""
+    @property
+    def joined(self) -> list[int]:
+        """Ranks that have come, by the launcher's number."""
+    @property
+    def ranks(self) -> int:
+        """Ranks that go on."""
+    @property
+    def step(self) -> int:
+        """Complete steps."""
+    @property
+    def finished_step(self) -> bool:
+        """Whether the step in which a rank died was finished by the others."""
+    @property
+    def seconds(self) -> float:
+        """From the notice of the death until the ranks can go on."""
+
+class ElasticTrainer:
+    @overload
+    def __init__(
+        self,
+        core: DataParallelCore,
+        optimizer: ShardedOptimizerBase | torch.optim.Optimizer,
+        sampler: DistributedSampler | None,
+        options: _Options,
+        /,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self, optimizer: DistributedOptimizerCore | LocalUpdates, sampler: DistributedSampler | None, options: _Options, /
+    ) -> None: ...
+    def follow(self) -> None: ...
+    def step(
+        self,
+        samples: int,
+        compute: Callable[..., Any],
+        update: Callable[[], Any],
+        prepare: Callable[[], Any] | None,
+        by_share: bool,
+    ) -> bool: ...
+    def together(self, work: Callable[[], Any]) -> Any: ...
+    def in_epoch(self) -> bool: ...
+    def recover(self) -> None: ...
+    def begin_loop(self) -> None: ...
+    def batch_size(self) -> int: ...
+    def first_epoch(self) -> int: ...
+    def steps(self) -> int: ...
+    def generation(self) -> int: ...
+    def group(self) -> Group: ...
+    def joining(self) -> bool: ...
+    def store(self) -> Store | None: ...
+    def close(self) -> None: ...
+
 def sync_batch_norm(
     input: torch.Tensor,
     weight: torch.Tensor | None,

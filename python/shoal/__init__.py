@@ -11,28 +11,35 @@ from ._C import (
     CheckpointError,
     CommError,
     DisagreeError,
+    ElasticChange,
     Error,
     Group,
     InputsExhausted,
+    JobLost,
     StepAbandoned,
     UsageError,
 )
-from . import amp, checkpoint, distributed, hooks, launch, nn, optim
+from . import amp, checkpoint, data, distributed, hooks, launch, nn, optim
+from .elastic import Elastic
 from .join import Join
 
 __all__ = [
     "CheckpointError",
     "CommError",
     "DisagreeError",
+    "Elastic",
+    "ElasticChange",
     "Error",
     "Group",
     "InputsExhausted",
+    "JobLost",
     "Join",
     "StepAbandoned",
     "UsageError",
     "amp",
     "__version__",
     "checkpoint",
+    "data",
     "distributed",
     "hooks",
     "launch",

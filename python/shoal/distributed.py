@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -71,20 +72,48 @@ def _group_or_none(process_group: dist.ProcessGroup) -> Group | None:
 
 
 def _create_backend(options, backend_options: Options | None) -> dist.Backend:
+    global _timeout, _excepthook
     if not isinstance(backend_options, (Options, type(None))):
         raise UsageError(
             f"pg_options of the backend shoal are shoal.distributed.Options, not {type(backend_options).__name__}"
         )
     ranks = list(options.global_ranks_in_group)
     world = _group_or_none(dist.group.WORLD) if ranks and dist.is_initialized() else None
-    if world is not None:
+    if _given is not None:
+        group = _given
+    elif world is not None:
         if backend_options is not None:
             raise UsageError("sub-groups have the options of the default process group: pass none to new_group")
         group = world.subgroup(ranks)
     else:
+        _timeout, _excepthook = options.timeout, sys.excepthook
         transport = (backend_options or Options()).transport
         group = _C.join_world(options.store, options.group_rank, options.group_size, options.timeout, transport)
     return _C.make_backend(group, options.timeout)
+
+
+_given: Group | None = None  # what _replace_default_group() makes a backend of
+_timeout = timedelta(minutes=5)  # of the default process group
+_excepthook = sys.excepthook  # before PyTorch's, which init_process_group puts around it to name the rank
+
+
+def _replace_default_group(group: Group, store: dist.Store | None) -> None:
+    """The default process group is that of these ranks from now on, and all others have ended. store: in which they meet; None
+    for one rank. Not collective."""
+    global _given
+    if not dist.is_initialized():
+        return
+    name = dist.get_backend()
+    backends = name if name == "shoal" else str(dist.get_backend_config())
+    dist.destroy_process_group()
+    if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
+        sys.excepthook = _excepthook
+    _given = group
+    try:
+        own = dist.HashStore() if store is None else dist.PrefixStore("torch", store)
+        dist.init_process_group(backends, store=own, rank=group.rank, world_size=group.size, timeout=_timeout)
+    finally:
+        _given = None
 
 
 def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=5), **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -92,6 +121,9 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=5), **options: 
     world of one rank without, as in a notebook. env:// knows the first two alone."""
     if urlsplit(url) != urlsplit("shoal://"):
         raise UsageError(f'init_method "{url}": "shoal://" takes rank and world_size from the launcher; give them with "tcp://"')
+    if _alone:
+        yield dist.HashStore(), 0, 1
+        return
     rank, size, address, port, source = _C.find_place()
     if source == "RANK and WORLD_SIZE":
         yield from dist.rendezvous("env://", timeout=timeout, **options)
@@ -105,5 +137,19 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=5), **options: 
         yield from dist.rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout, **options)
 
 
+def _stand_alone() -> bool:
+    """Whether this process is to join an elastic job. It is alone then until shoal.Elastic has made it a member, whatever the
+    launcher says of the ranks: init_process_group("shoal") gives rank 0 of 1, by env://, too."""
+    try:
+        joins = _C.joins_a_job()
+    except UsageError:  # the job has ended; init_process_group() says so
+        return False
+    if joins:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    return joins
+
+
+_alone = _stand_alone()
 dist.register_rendezvous_handler("shoal", _rendezvous)
 dist.Backend.register_backend("shoal", _create_backend, extended_api=True, devices=["cpu"])

@@ -2,6 +2,7 @@
 is not installed are skipped."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def test_ddp(wrapper):
     said = start("ddp.py", FASHION, "--wrapper", wrapper, "--images", 2000, "--epochs", 2)
     accuracies = numbers(r"accuracy ([0-9.]+) on 2 ranks", said)
     assert len(accuracies) == 2 and accuracies[-1] > 0.7, said
+
+
+def test_ELA01_ELA06_elastic_goes_on_when_a_rank_is_killed():
+    if not FASHION.is_dir():
+        pytest.skip("no Fashion-MNIST: apt-get install dataset-fashion-mnist")
+    launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "2", "--elastic", "1:2", "--max-restarts", "1", "--"]
+    program = [sys.executable, EXAMPLES / "elastic.py", FASHION, "--images", "2000", "--epochs", "3", "--die"]
+    done = subprocess.run([*launch, *program], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracies = numbers(r"accuracy ([0-9.]+) on [12] rank", done.stdout)
+    assert len(accuracies) == 3 and accuracies[-1] > 0.7, done.stdout
+    assert "rank 1 has ended; 1 rank goes on after step 19" in done.stderr, done.stderr
 
 
 def test_fsdp_gpt_learns_and_goes_on_from_its_checkpoint(tmp_path):

@@ -67,6 +67,7 @@ std::string Admission::state_text(const Position& position) const {
     const auto state = scaler->state();
     json["scaler"] = {state.scale, state.good_steps, state.hysteresis_left};
   }
+  if (options_.give) json["program"] = options_.give();
   auto& states = json["state"] = Json::array();
   parts_.visit_state([&](const std::string& name, const NamedState& state) {
     Json one{{"name", name}, {"numbers", state.numbers}, {"tensors", Json::object()}};
@@ -110,6 +111,7 @@ void Admission::take(const std::string& text, const Group& group, int from, Posi
     const auto& state = json.at("scaler");
     scaler->load({state.at(0), state.at(1), state.at(2)});
   }
+  if (options_.take) options_.take(json.at("program").get<std::string>());
   const auto& batch = json.at("batch");
   batch_.adopt(batch.at("size"), batch.at("shares"), batch.at("seed"));
   follow_order(json.at("order").get<std::vector<size_t>>());

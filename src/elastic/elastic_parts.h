@@ -32,6 +32,8 @@ class ElasticParts {
   virtual torch::nn::Module& module() const = 0;
   // Synchronising steps so far.
   virtual int64_t step() const = 0;
+  // How often gradients of all ranks have been reduced so far.
+  virtual int64_t reductions() const { return step(); }
   // Called before the first gradient of each backward; nullptr: nothing.
   virtual void before_backward(std::function<void()> listener) = 0;
   virtual NoSync no_sync(bool accumulate) = 0;

@@ -103,15 +103,16 @@ struct Elastic::State {
   std::unique_ptr<Generations> generations;
 
   int64_t done = 0;
-  int64_t changes = 0;      // steps and exchanges that this rank has finished
-  int64_t samples = 0;      // of a share in the step
-  int64_t places = 0;       // of the epoch that the step takes
-  bool in_step = false;     // a step has begun and is neither finished nor undone
-  Ready ready = Ready::no;  // the step in which this rank is, or the exchange after it
-  bool outdated = false;    // the loader's division is the former world's
-  bool asked = false;       // processes ask to join, as all ranks know
-  bool begun = true;        // this rank's loop, in a newcomer
-  bool in_place = true;     // this rank's sampler is in the job's epoch, in a newcomer
+  int64_t changes = 0;            // steps and exchanges that this rank has finished
+  int64_t samples = 0;            // of a share in the step
+  int64_t places = 0;             // of the epoch that the step takes
+  int64_t reductions_before = 0;  // of the wrapper, when the step began
+  bool in_step = false;           // a step has begun and is neither finished nor undone
+  Ready ready = Ready::no;        // the step in which this rank is, or the exchange after it
+  bool outdated = false;          // the loader's division is the former world's
+  bool asked = false;             // processes ask to join, as all ranks know
+  bool begun = true;              // this rank's loop, in a newcomer
+  bool in_place = true;           // this rank's sampler is in the job's epoch, in a newcomer
   size_t first_epoch = 0;
   bool proven = true;                        // this rank has completed a step with others; false: a newcomer
   bool rates_differ = false;                 // from rank to rank, as all ranks have found in this step

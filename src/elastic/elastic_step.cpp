@@ -13,6 +13,7 @@ namespace shoal {
 
 void Elastic::State::begin_step(int64_t count) {
   ready = Ready::no;
+  reductions_before = parts->reductions();
   if (sampler != nullptr) batch.require(count, *sampler, taken);
   samples = count / batch.own_shares();
   places = samples * batch.shares();
@@ -29,7 +30,11 @@ void Elastic::State::commit() {
   } catch (const UsageError&) {
     if (!earlier.found()) throw;  // else all ranks are told what is wrong
   }
-  if (!parts->sharded() && !earlier.found()) ready = parts->reduces() ? Ready::yes : Ready::if_another_has;
+  if (!parts->sharded() && !earlier.found()) {
+    // A program may have caught the error of a backward that a death has cut off.
+    const bool reduced = parts->reductions() > reductions_before;
+    ready = !parts->reduces() ? Ready::if_another_has : reduced ? Ready::yes : Ready::no;
+  }
   const auto count = static_cast<double>(samples);
   const auto* joins = generations->joins();
   const bool knock = joins != nullptr && joins->anyone_knocks();

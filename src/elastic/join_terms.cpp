@@ -95,8 +95,8 @@ std::string JoinTerms::why_closed() const {
     return fmt::format("its communication hook, {}, may keep more from step to step than a change of the ranks drops",
                        hook->name());
   }
-  if (scaler() == nullptr && !parts_.has_scaler() && may_need_scaler(parts_.logging_data())) {
-    return "it trains in float16 without ElasticOptions::scaler, so the loss scale could not be given";
+  if (scaler() == nullptr && !parts_.has_scaler() && !options_.give && may_need_scaler(parts_.logging_data())) {
+    return "it trains in float16 without ElasticOptions::scaler or give, so the loss scale could not be given";
   }
   return "";
 }
@@ -112,6 +112,7 @@ std::vector<std::string> JoinTerms::lines() const {
       fmt::format("straggler_seconds: {}", options_.straggler_seconds),
       fmt::format("keep_global_batch: {}", options_.keep_global_batch > 0 ? "yes" : "no"),
       fmt::format("loss scaler: {}", in_words(scaler())),
+      fmt::format("state of the program: {}", options_.give ? "yes" : "no"),
       fmt::format("communication hook: {}", data.communication_hook),
   };
   if (sampler_ == nullptr) {

@@ -35,6 +35,7 @@ class LocalParts : public ElasticParts {
 
   torch::nn::Module& module() const override { return *updates_.module; }
   int64_t step() const override { return updates_.steps; }
+  int64_t reductions() const override { return updates_.reducer != nullptr ? updates_.reducer->step() : 0; }
   NoSync no_sync(bool /*accumulate*/) override { return NoSync(nullptr); }
   torch::optim::Optimizer& optimizer() const override { return updates_.optimizer; }
   // That of the warm-up begins anew at each change of the ranks.

@@ -3,17 +3,23 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <mutex>
 
 namespace shoal {
 
-StepCopies::StepCopies(const torch::nn::Module& module) : buffers_(module.buffers()) {
-  for (const auto& buffer : buffers_) copies_.push_back(at::empty_like(buffer));
-}
+StepCopies::StepCopies(const torch::nn::Module& module) : module_(module) {}
 
 void StepCopies::take() {
   const torch::NoGradGuard no_grad;
-  for (size_t i = 0; i < buffers_.size(); ++i) copies_[i].copy_(buffers_[i]);
+  const auto buffers = module_.buffers();
+  copies_.resize(buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const bool fits = copies_[i].defined() && copies_[i].sizes() == buffers[i].sizes() &&
+                      copies_[i].scalar_type() == buffers[i].scalar_type();
+    if (!fits) copies_[i] = at::empty_like(buffers[i]);
+    copies_[i].copy_(buffers[i]);
+  }
   auto generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard lock(generator.mutex());
   generator_ = generator.get_state();
@@ -32,13 +38,14 @@ void StepCopies::restore_buffers() const {
 
 std::vector<at::Tensor> StepCopies::present_buffers() const {
   std::vector<at::Tensor> values;
-  for (const auto& buffer : buffers_) values.push_back(buffer.detach().clone());
+  for (const auto& buffer : module_.buffers()) values.push_back(buffer.detach().clone());
   return values;
 }
 
 void StepCopies::set_buffers(const std::vector<at::Tensor>& values) const {
   const torch::NoGradGuard no_grad;
-  for (size_t i = 0; i < buffers_.size(); ++i) at::Tensor(buffers_[i]).copy_(values[i]);
+  const auto buffers = module_.buffers();
+  for (size_t i = 0; i < std::min(values.size(), buffers.size()); ++i) at::Tensor(buffers[i]).copy_(values[i]);
 }
 
 }  // namespace shoal

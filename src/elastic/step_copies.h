@@ -7,9 +7,11 @@
 
 namespace shoal {
 
-// The module's buffers and the state of the CPU's random generator, as they were when a step began.
+// The module's buffers and the state of the CPU's random generator, as they were when a step began. A module may replace a
+// buffer by another tensor of its shape at any time.
 class StepCopies {
  public:
+  // module: must outlive this object.
   explicit StepCopies(const torch::nn::Module& module);
 
   // Copies what there is now.
@@ -24,7 +26,7 @@ class StepCopies {
   void set_buffers(const std::vector<at::Tensor>& values) const;
 
  private:
-  std::vector<at::Tensor> buffers_;
+  const torch::nn::Module& module_;
   std::vector<at::Tensor> copies_;
   at::Tensor generator_;
 };

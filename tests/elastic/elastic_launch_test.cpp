@@ -15,8 +15,9 @@ namespace {
 // the first epoch's end on.
 test::Ended launch_program(const std::string& epochs, const test::TempFolder& folder, const std::string& meanwhile) {
   const auto output = folder.file("output");
-  const std::string script = std::string(SHOAL) + " launch -n 3 --elastic 1:5 --max-restarts 9 -- " + JOIN_PROGRAM +
-                             " " + epochs + " " + folder.file("metrics.jsonl") + " > " + output +
+  // Without the file of a run before, in which an epoch has ended already.
+  const std::string script = "rm -f " + output + "; " + SHOAL + " launch -n 3 --elastic 1:5 --max-restarts 9 -- " +
+                             JOIN_PROGRAM + " " + epochs + " " + folder.file("metrics.jsonl") + " > " + output +
                              " 2>&1 & pid=$!; ranks_of_it() { for child in $(cat /proc/$pid/task/$pid/children); do "
                              "grep -q join_program /proc/$child/comm && echo $child; done; }; "
                              "until grep -q 'epoch 0 on' " +

@@ -87,6 +87,10 @@ class Wrapper(Wrapped):
         """Ends a step that failed on this rank. The next forward does so by itself."""
         self._core.abandon_step()
 
+    def _regrouped(self, group: _C.Group) -> None:
+        """The ranks are those of this group from now on, with equal parameters."""
+        self._group = group
+
     def join_hook(self, **options: Any) -> Any:
         """UsageError: of torch.distributed.algorithms.Join, which does not know the exchanges of this wrapper."""
         raise _C.UsageError(f"{type(self).__name__}: use shoal.Join(model), a loop, instead of torch.distributed.algorithms.Join")

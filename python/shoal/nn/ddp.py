@@ -64,6 +64,11 @@ class DistributedDataParallel(Wrapper):
             self._compare_if_written()
         return super().forward(*args, **kwargs)
 
+    def _regrouped(self, group: _C.Group) -> None:
+        super()._regrouped(group)
+        self._seen = self._versions(), self._core.step()
+        self._loaded = False
+
     def _versions(self) -> int:
         return sum(parameter._version for _, parameter in self._watched)
 

@@ -84,6 +84,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def _regrouped(self, group: _C.Group) -> None:
+        """The ranks are those of this group from now on."""
+        self._group = group
+
     def _push(self) -> None:
         """Options of param_groups, which schedules change, to C++."""
         same = len(self._known) == len(self.param_groups) and all(

@@ -60,6 +60,7 @@ class LocalUpdates(torch.optim.Optimizer):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise _C.UsageError("LocalUpdates: its second argument is an optimizer that holds the module's parameters")
         self.inner = optimizer
+        self._module = module
         super().__init__(optimizer.param_groups, optimizer.defaults)
         options["outer"] = {"kind": type(outer).__name__, **asdict(outer)}
         self._core = _C.LocalUpdates(mirror_of(module), optimizer, group_of(process_group), options)

@@ -7,6 +7,7 @@
 #include "backend/interrupts.h"
 #include "bindings.h"
 #include "comm/backend/backend.h"
+#include "comm/membership/join_board.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "shoal/error.h"
 #include "shoal/world.h"
@@ -36,6 +37,11 @@ auto find_place() {
   return std::make_tuple(place.rank, place.size, std::move(place.address), place.port, std::move(place.source));
 }
 
+// Whether this process is to join an elastic job that runs already.
+bool joins_a_job() {
+  return find_join(process_environment()).number.has_value();
+}
+
 }  // namespace
 
 void bind_backend(py::module_& module) {
@@ -55,6 +61,7 @@ void bind_backend(py::module_& module) {
   module.def("join_world", &join_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("transport"), ReleaseGil());
   module.def("find_place", &find_place);
+  module.def("joins_a_job", &joins_a_job);
   module.def("make_backend", &make_backend, py::arg("group"), py::arg("timeout"), ReleaseGil());
   module.def("group_of_backend", &group_of_backend, py::arg("backend"));
 }

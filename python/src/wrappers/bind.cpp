@@ -70,7 +70,13 @@ namespace {
 void raise_in_backward(const std::exception_ptr& error) {
   const py::gil_scoped_acquire lock;
   const auto raise = [](const char* name, const std::exception& held) {
-    py::set_error(py::module_::import("shoal").attr(name), held.what());
+    const auto type = py::module_::import("shoal").attr(name);
+    auto value = type(held.what());
+    if (const auto* comm = dynamic_cast<const CommError*>(&held)) {
+      value.attr("rank") = comm->rank();
+      value.attr("group_ended") = dynamic_cast<const GroupEnded*>(comm) != nullptr;
+    }
+    PyErr_SetObject(type.ptr(), value.ptr());
     python_error raised;
     raised.persist();
     throw raised;
@@ -85,6 +91,8 @@ void raise_in_backward(const std::exception_ptr& error) {
     raise("CommError", held);
   } catch (const StepAbandoned& held) {
     raise("StepAbandoned", held);
+  } catch (const JobLost& held) {
+    raise("JobLost", held);
   } catch (const Error& held) {
     raise("Error", held);
   }
@@ -118,6 +126,8 @@ void bind_wrappers(py::module_& module) {
   bind_decentralized(module);
   bind_shard_gossip(module);
   bind_join(module);
+  bind_sampler(module);
+  bind_elastic(module);
   bind_sync_batch_norm(module);
   bind_checkpoint(module);
 }

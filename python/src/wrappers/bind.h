@@ -28,6 +28,8 @@ void bind_checkpoint(py::module_& module);
 void bind_sharded_optimizer(py::module_& module);
 void bind_hooks(py::module_& module);
 void bind_join(py::module_& module);
+void bind_sampler(py::module_& module);
+void bind_elastic(py::module_& module);
 void bind_shard_gossip(py::module_& module);
 void bind_sync_batch_norm(py::module_& module);
 

@@ -66,8 +66,9 @@ class PythonState : public torch::optim::OptimizerParamState {
   NamedState loaded_;
 };
 
-// Loads a state into Python's. Numbers become what they are there already, or tensors, as torch's optimizers have them.
-void load_into(const py::object& optimizer, const py::object& parameter, const NamedState& loaded) {
+// Loads a state into Python's, or copies of it. Numbers become what they are there already, or tensors, as torch's optimizers
+// have them.
+void load_into(const py::object& optimizer, const py::object& parameter, const NamedState& loaded, bool copy) {
   auto all = optimizer.attr("state");
   auto state = all[parameter].cast<py::dict>();  // a defaultdict
   py::dict fresh;
@@ -80,7 +81,7 @@ void load_into(const py::object& optimizer, const py::object& parameter, const N
       fresh[key] = py::cast(at::scalar_tensor(number, at::kFloat));
     }
   }
-  for (const auto& [name, tensor] : loaded.tensors) fresh[py::str(name)] = py::cast(tensor.clone());
+  for (const auto& [name, tensor] : loaded.tensors) fresh[py::str(name)] = py::cast(copy ? tensor.clone() : tensor);
   all[parameter] = fresh;
 }
 
@@ -134,7 +135,7 @@ std::unique_ptr<PythonOptimizer> PythonOptimizer::over(py::object optimizer) {
 }
 
 at::Tensor PythonOptimizer::step(LossClosure) {
-  if (!agreement_) {
+  if (!agreement_ || agreement_->before_commit()) {
     step_alone();
     return {};
   }
@@ -162,6 +163,7 @@ void PythonOptimizer::raise_failure() {
 void PythonOptimizer::step_alone() {
   const py::gil_scoped_acquire lock;
   if (options_of_ == OptionsOf::libtorch) {
+    write_parameters();
     write_options();
   } else {
     read_options();
@@ -171,6 +173,22 @@ void PythonOptimizer::step_alone() {
       std::all_of(param_groups_.begin(), param_groups_.end(), [](const auto& group) { return group.params().empty(); });
   if (!empty) python_->attr("step")();
   read_state();
+}
+
+// A part of its parameters may take the place of all of them for a step, as in an elastic job.
+void PythonOptimizer::write_parameters() {
+  const auto groups = python_->attr("param_groups").cast<py::list>();
+  for (size_t number = 0; number < groups.size(); ++number) {
+    const auto& parameters = param_groups_[number].params();
+    const py::list present = groups[number].cast<py::dict>()["params"];
+    const auto is_same = [&](size_t place) { return present[place].cast<at::Tensor>().is_same(parameters[place]); };
+    bool same = present.size() == parameters.size();
+    for (size_t place = 0; same && place < parameters.size(); ++place) same = is_same(place);
+    if (same) continue;
+    py::list list;
+    for (const auto& parameter : parameters) list.append(py::cast(parameter));
+    groups[number].cast<py::dict>()["params"] = list;
+  }
 }
 
 void PythonOptimizer::read() {
@@ -212,7 +230,7 @@ void PythonOptimizer::read_state() {
         continue;
       }
       slot = std::make_unique<PythonState>(python_, share(object));
-      known_.push_back(parameter.unsafeGetTensorImpl());
+      known_[parameter.unsafeGetTensorImpl()] = share(object);
     }
   }
 }
@@ -220,24 +238,30 @@ void PythonOptimizer::read_state() {
 // State that C++ has set, dropped, or taken over from another Python optimizer.
 void PythonOptimizer::write_state() {
   const auto state = python_->attr("state").cast<py::dict>();
+  // In an elastic job C++ keeps the state, in memory that ranks share, and Python has it for a step.
+  const bool lends = agreement_ && agreement_->before_commit();
+  for (auto known = known_.begin(); known != known_.end();) {
+    const auto found = state_.find(known->first);
+    const bool dropped =
+        found == state_.end() || (lends && !static_cast<const PythonState&>(*found->second).is_of(python_));
+    if (dropped) state.attr("pop")(*known->second, py::none());
+    known = dropped ? known_.erase(known) : std::next(known);
+  }
   for (const auto& group : param_groups_) {
     for (const auto& parameter : group.params()) {
       auto* key = parameter.unsafeGetTensorImpl();
       const auto found = state_.find(key);
-      if (found == state_.end()) {
-        if (std::erase(known_, key) > 0) state.attr("pop")(py::cast(parameter), py::none());
-        continue;
-      }
+      if (found == state_.end()) continue;
       const auto& held = static_cast<const PythonState&>(*found->second);
       if (held.is_of(python_)) continue;
       const auto object = py::cast(parameter);
       if (held.is_loaded()) {
-        load_into(*python_, object, held.read());
+        load_into(*python_, object, held.read(), /*copy=*/!lends);
       } else {
         state[object] = held.entry();  // of the optimizer that had this parameter before shares were made again
       }
       found->second = std::make_unique<PythonState>(python_, share(object));
-      if (std::find(known_.begin(), known_.end(), key) == known_.end()) known_.push_back(key);
+      known_[key] = share(object);
     }
   }
 }

@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <exception>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,10 +36,12 @@ class PythonOptimizer : public torch::optim::Optimizer {
   void write();
 
   const py::object& python() const { return *python_; }
+  StepAgreement* agreement() const { return agreement_.get(); }
 
  private:
   PythonOptimizer(SharedObject python, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults);
   void step_alone();
+  void write_parameters();
   void read_options();
   void write_options();
   void read_state();
@@ -48,7 +51,7 @@ class PythonOptimizer : public torch::optim::Optimizer {
   OptionsOf options_of_;
   std::shared_ptr<StepAgreement> agreement_;
   std::exception_ptr failure_;
-  std::vector<void*> known_;  // parameters whose state was read or written
+  std::map<void*, SharedObject> known_;  // parameters whose state was read or written
 };
 
 // Registers the state of PythonOptimizer for sharding and checkpoints.

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "checkpoint/folder.h"
@@ -21,10 +22,29 @@ void Trainer::make_elastic() {
                      .tensors = {position_},
                      .on_change = [this](const ElasticChange& change) { follow(change); },
                      .checkpoints = options_.save};
+  if (options_.keep_global_batch) {
+    how.shares = shares();
+    how.keep_global_batch = global_batch();
+    if (how.keep_global_batch % how.shares != 0) {
+      throw UsageError(fmt::format(
+          "--keep-global-batch: {} samples of a step cannot be divided among the {} ranks of --elastic: give "
+          "another --batch or --accumulate",
+          how.keep_global_batch, how.shares));
+    }
+  }
   how.silent_host_seconds = options_.silent_host_seconds.value_or(how.silent_host_seconds);
   auto* sampler = feed_.sampler();
   elastic_ = sampler != nullptr ? std::make_unique<Elastic>(world_, *strategy_, *sampler, how)
                                 : std::make_unique<Elastic>(world_, *strategy_, how);
+}
+
+// One for each micro-batch of the ranks at the start, or more, so that as many ranks as may come have one.
+int64_t Trainer::shares() const {
+  return std::max(int64_t{options_.accumulate} * started_, int64_t{options_.elastic_most});
+}
+
+void Trainer::keep_batch() {
+  if (options_.keep_global_batch) feed_.keep_batch(global_batch(), elastic_->batch_size());
 }
 
 // Called in the recovery, when the failed work has been left and the world is new.
@@ -84,6 +104,7 @@ void Trainer::join(Loop& loop, TrainResult& result) {
 void Trainer::tell_changes(Loop& loop, TrainResult& result) {
   const bool comes = std::exchange(loop.has_come, false);
   if (changes_.empty() && !comes) return;
+  keep_batch();
   divide_anew(loop);
   if (comes) loop.first = loop.number;
   take_over(loop);
@@ -169,25 +190,13 @@ void Trainer::begin_epoch(Loop& loop) {
   if (!begins && !anew) return;
   if (!anew) feed_.prepare_epoch(loop.number / loop.per_epoch, done);
   elastic_->in_epoch();
+  keep_batch();
   feed_.open();
 }
 
 std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result) {
-  std::vector<data::Batch> batches;
-  int64_t samples = 0;
-  for (int micro = 0; micro < options_.accumulate; ++micro) {
-    batches.push_back(feed_.next(number, micro));
-    samples += batches.back().data.size(0);
-  }
-  const auto precision = options_.precision();
-  const auto loss = [&](int micro) {
-    const auto& batch = batches[static_cast<size_t>(micro)];
-    const TimedScope scope(timeline_of(group_), "forward", number);
-    return models::loss_of(strategy_.forward(precision.input(batch.data)), batch.target);
-  };
   const bool is_first = result.loss.empty();
   MeasuredStep step;
-  const auto compute = [&] { step = measured_gradients(*strategy_, number, options_.accumulate, loss); };
   const auto group = group_;
   int64_t sent = 0;  // until the end of the update, which an exchange may follow
   const auto update = [&] {
@@ -195,13 +204,51 @@ std::optional<double> Trainer::elastic_step(int64_t number, TrainResult& result)
     sent = group.statistics().bytes;
   };
   const TimedScope whole(timeline_of(group_), "step", number);
-  if (!elastic_->step(samples, compute, update)) return std::nullopt;
+  const bool complete =
+      options_.keep_global_batch ? step_of_shares(number, step, update) : step_of_micros(number, step, update);
+  if (!complete) return std::nullopt;
   step.bytes += group.statistics().bytes - sent;
   if (is_first) result.grads_mib = step.grads_mib;
   result.wait_ms.push_back(step.wait_ms);
   result.update_ms.push_back(step.update_ms);
   result.sent.push_back(step.bytes);
   return step.loss;
+}
+
+bool Trainer::step_of_micros(int64_t number, MeasuredStep& step, const std::function<void()>& update) {
+  std::vector<data::Batch> batches;
+  int64_t samples = 0;
+  for (int micro = 0; micro < options_.accumulate; ++micro) {
+    batches.push_back(feed_.next(number, micro));
+    samples += batches.back().data.size(0);
+  }
+  const auto compute = [&] {
+    step = measured_gradients(*strategy_, number, options_.accumulate, [&](int micro) {
+      const auto& batch = batches[static_cast<size_t>(micro)];
+      return elastic_loss(number, batch.data, batch.target);
+    });
+  };
+  return elastic_->step(samples, compute, update);
+}
+
+bool Trainer::step_of_shares(int64_t number, MeasuredStep& step, const std::function<void()>& update) {
+  const auto batch = feed_.next(number, 0);
+  const auto samples = batch.data.size(0);
+  const auto compute = [&](int64_t begin, int64_t end) {
+    if (begin == 0) step = {};
+    const auto share = measured_gradients(*strategy_, number, 1, [&](int) {
+      return elastic_loss(number, batch.data.slice(0, begin, end), batch.target.slice(0, begin, end));
+    });
+    step.loss += share.loss * static_cast<double>(end - begin) / static_cast<double>(samples);
+    step.wait_ms += share.wait_ms;
+    step.bytes += share.bytes;
+  };
+  return elastic_->step(samples, compute, update);
+}
+
+at::Tensor Trainer::elastic_loss(int64_t number, const at::Tensor& data, const at::Tensor& target) {
+  const TimedScope scope(timeline_of(group_), "forward", number);
+  return models::loss_of(strategy_.forward(options_.precision().input(data)), target);
 }
 
 }  // namespace shoal::cli

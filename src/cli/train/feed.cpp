@@ -49,9 +49,11 @@ class DatasetFeed : public Feed {
       : options_(options),
         train_(std::move(train)),
         test_(std::move(test)),
-        sampler_(*train_->size(), static_cast<size_t>(ranks), static_cast<size_t>(rank), {.seed = options.seed}) {}
+        sampler_(*train_->size(), static_cast<size_t>(ranks), static_cast<size_t>(rank), {.seed = options.seed}),
+        batch_(options.batch) {}
 
   std::optional<int64_t> steps_per_epoch() const override {
+    if (kept_ > 0) return (static_cast<int64_t>(sampler_.size()) + kept_ - 1) / kept_;
     const auto ranks = static_cast<int64_t>(sampler_.num_replicas());
     const auto samples = (static_cast<int64_t>(sampler_.size()) + ranks - 1) / ranks;  // of a whole epoch
     const auto batches = (samples + options_.batch - 1) / options_.batch;
@@ -72,12 +74,18 @@ class DatasetFeed : public Feed {
 
   int64_t steps_left() const override {
     const auto samples = static_cast<int64_t>(sampler_.num_samples() - sampler_.index());
-    return (samples + options_.batch - 1) / options_.batch / options_.accumulate;
+    if (kept_ > 0) return (samples + batch_ - 1) / batch_;
+    return (samples + batch_ - 1) / batch_ / options_.accumulate;
+  }
+
+  void keep_batch(int64_t all, int64_t own) override {
+    kept_ = all;
+    batch_ = own;
   }
 
   void open() override {
     loader_ = torch::data::make_data_loader(torch::data::datasets::SharedBatchDataset<data::Dataset>(train_), sampler_,
-                                            torch::data::DataLoaderOptions(options_.batch));
+                                            torch::data::DataLoaderOptions(batch_));
     next_.emplace(loader_->begin());
   }
 
@@ -102,6 +110,8 @@ class DatasetFeed : public Feed {
   std::shared_ptr<data::Dataset> train_;
   std::shared_ptr<data::Dataset> test_;
   DistributedSampler sampler_;
+  int64_t batch_;     // of the loader
+  int64_t kept_ = 0;  // samples of a step over all ranks; 0: the batch of each rank stays instead
   std::unique_ptr<Loader> loader_;
   std::optional<torch::data::Iterator<data::Batch>> next_;
 };

@@ -29,6 +29,9 @@ class Feed {
   // by the sampler's present division.
   virtual void prepare_epoch(int64_t /*epoch*/, int64_t /*done*/) {}
   virtual void open() {}
+  // The samples of a step over all ranks, which stay, and those of this rank, which change with the ranks, from the next
+  // open() on: one batch per step.
+  virtual void keep_batch(int64_t /*all*/, int64_t /*own*/) {}
   // Whole steps in the sampler's present division.
   virtual int64_t steps_left() const { return 0; }
   // Goes on as another rank of fewer.

@@ -85,6 +85,14 @@ void check_elastic(const TrainOptions& options) {
                                    *options.straggler_seconds, options.timeout_seconds));
     }
   }
+  if (options.keep_global_batch) {
+    if (!options.elastic) throw UsageError("--keep-global-batch: give --elastic, so that ranks may end");
+    if (options.reference_data()) throw UsageError("--keep-global-batch: reference data has no epochs to share out");
+    if (options.chosen().pace != Pace::common) {
+      throw UsageError(
+          fmt::format("--keep-global-batch: ranks of --strategy {} have no gradients in common", options.strategy));
+    }
+  }
   if (options.silent_host_seconds) {
     if (!options.elastic) throw UsageError("--silent-host-seconds: give --elastic, so that the other hosts can go on");
     if (!(*options.silent_host_seconds >= 0.5)) {
@@ -254,6 +262,10 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
               "too: in place of failed ones (--max-restarts), and one more for each SIGUSR2; for {}",
               fmt::join(elastic_strategies(), ", ")))
       ->type_name("MIN[:MAX]");
+  command.add_flag(
+      "--keep-global-batch", options.keep_global_batch,
+      "with --elastic, the ranks that are left compute the micro-batches of those that have ended, so that "
+      "losses are those of all ranks; one that joins takes some of them");
   command.add_option("--straggler-seconds", options.straggler_seconds,
                      "with --elastic, kill a rank that the others have waited for twice as long, so that they go on");
   command.add_option(

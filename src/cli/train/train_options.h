@@ -50,6 +50,7 @@ struct TrainOptions {
   StrategyOptions strategy_options;  // those given on the command line
   std::optional<int> elastic;        // ranks that must be left for the training to go on; none: all
   int elastic_most = 0;              // ranks to which it may grow; 0: none can join
+  bool keep_global_batch = false;    // see ElasticOptions; the batch is that of the ranks at the start
   std::optional<double> silent_host_seconds;
   std::optional<double> straggler_seconds;  // see ElasticOptions; none: ranks are waited for
   int max_restarts = 0;                     // ranks that are started in place of failed ones, with elastic_most

@@ -314,8 +314,9 @@ bool Trainer::train_step(Loop& loop, TrainResult& result) {
   result.seconds += duration.count();
   result.step_ms.push_back(1e3 * duration.count());
   result.counted.push_back(process_counters() - before_step);
-  result.samples += options_.batch * options_.accumulate;
-  result.all_samples += options_.batch * options_.accumulate * group_.size();
+  const auto own = options_.keep_global_batch ? elastic_->batch_size() : options_.batch * options_.accumulate;
+  result.samples += own;
+  result.all_samples += options_.keep_global_batch ? global_batch() : own * group_.size();
   take_over(loop);
   if (loop.metrics.wanted()) loop.metrics.write(metrics_of(loop, result));
   loop.smooth_loss = number == loop.first ? *loss : 0.95 * loop.smooth_loss + 0.05 * *loss;

@@ -15,6 +15,7 @@
 #include "cli/train/meeting.h"
 #include "cli/train/train_options.h"
 #include "models/model.h"
+#include "planning/measured_step.h"
 #include "shoal/elastic.h"
 #include "shoal/progress.h"
 #include "shoal/schedules.h"
@@ -91,6 +92,14 @@ class Trainer {
   void enter_world();
   void divide_anew(Loop& loop);
   std::optional<double> elastic_step(int64_t number, TrainResult& result);
+  bool step_of_micros(int64_t number, MeasuredStep& step, const std::function<void()>& update);
+  // With keep_global_batch: each share is one of the micro-batches.
+  bool step_of_shares(int64_t number, MeasuredStep& step, const std::function<void()>& update);
+  at::Tensor elastic_loss(int64_t number, const at::Tensor& data, const at::Tensor& target);
+  int64_t shares() const;
+  void keep_batch();
+  // Samples of a step over the ranks at the start.
+  int64_t global_batch() const { return options_.batch * options_.accumulate * started_; }
   nlohmann::ordered_json metrics_of(const Loop& loop, const TrainResult& result) const;
   // Whether this rank, or a rank that makes every step together with it, was interrupted before this step.
   bool is_interrupted(int64_t number) const;

@@ -216,7 +216,7 @@ MemberCard Generations::agree(int min_ranks) {
       if (SteadyClock::now() > deadline) lose_late(card);
     }
     if (before == card) board_->wait(seen);
-    if (card.members.empty() && cell_->state->options.while_waiting) cell_->state->options.while_waiting();
+    if (cell_->state->options.while_waiting) cell_->state->options.while_waiting();
   }
 }
 

@@ -176,24 +176,30 @@ Placement place_in_store(const c10::intrusive_ptr<c10d::Store>& store, const Wor
   return placement;
 }
 
+// How this process can take part in an elastic job. A newcomer has a place of its own until it has joined.
+JoinPlace join_of(Placement& own_place) {
+  auto join = find_join(process_environment());
+  if (join.number) {
+    own_place.rank = 0;
+    own_place.size = 1;
+    own_place.source = JoinBoard::newcomer_variable;
+  } else if (join.board && join.board->first_ranks() != own_place.size) {
+    join = {};  // another world than the job's
+  }
+  return join;
+}
+
 }  // namespace
 
 World init(const WorldOptions& options) {
   options.validate();
   quiet_c10d();
   const auto how = options.rejoin ? meet_again : meet;
-  auto join = find_join(process_environment());
   auto own_place = find_placement(options, process_environment());
-  if (join.number) {
-    if (options.rejoin) {
-      throw UsageError(
-          "rejoin: this process is a newcomer of an elastic job (SHOAL_JOIN), which joins by shoal::Elastic");
-    }
-    own_place.rank = 0;
-    own_place.size = 1;
-    own_place.source = JoinBoard::newcomer_variable;
-  } else if (join.board && join.board->first_ranks() != own_place.size) {
-    join = {};  // another world than the job's
+  auto join = join_of(own_place);
+  if (join.number && options.rejoin) {
+    throw UsageError(
+        "rejoin: this process is a newcomer of an elastic job (SHOAL_JOIN), which joins by shoal::Elastic");
   }
   auto state = enter_world(
       options, std::move(own_place),
@@ -210,10 +216,14 @@ World init(const WorldOptions& options) {
 World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& options) {
   options.validate();
   const int limit = options.rendezvous_timeout_seconds;
-  auto state = enter_world(options, place_in_store(store, options),
-                           [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
-                             return meet_in(guard_store(store, limit, placement.job), placement, page, gpus, limit);
-                           });
+  auto own_place = place_in_store(store, options);
+  auto join = join_of(own_place);
+  auto state = enter_world(
+      options, std::move(own_place),
+      [&](const Placement& placement, const PageAddress& page, const std::string& gpus) {
+        return meet_in(guard_store(store, limit, placement.job), placement, page, gpus, limit);
+      },
+      std::move(join));
   state->listen_address = "127.0.0.1";
   if (state->local_size < state->placement.size) {
     const auto server = server_of(store);

@@ -191,6 +191,41 @@ TEST_P(ElasticEpochs, ELA06_a_rank_is_replaced_in_an_epoch_with_checkpoints_eval
   EXPECT_EQ(shoal({"checkpoint", "verify", saved()}).code, 0);
 }
 
+// Losses on the test data after each epoch are those of a run in which nobody is killed.
+void expect_losses_as_alone(const nlohmann::json& report, const nlohmann::json& alone) {
+  ASSERT_EQ(report["eval"].size(), alone["eval"].size());
+  for (size_t epoch = 0; epoch < alone["eval"].size(); ++epoch) {
+    EXPECT_NEAR(report["eval"][epoch]["loss"].get<double>(), alone["eval"][epoch]["loss"].get<double>(), 1e-9) << epoch;
+  }
+  EXPECT_EQ(report["loss"].size(), alone["loss"].size());
+}
+
+TEST_P(ElasticStrategies, ELA05_keeps_the_global_batch_when_a_rank_is_killed) {
+  const std::string strategy = GetParam();
+  const Line how = text() + Line{"--strategy", strategy, "--dtype", "float64", "--epochs",   "2",     "--accumulate",
+                                 "2",          "--clip", "0.5",     "--eval",  "--schedule", "cosine"};
+  const auto ended = disturbed(elastic(3, 1) + how + Line{"--keep-global-batch"}, 10,
+                               kill_rank(strategy == "ddp" || strategy == "fsdp" ? 0 : 1));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_EQ(event()["ranks"], 2) << ended.output;
+  const auto alone = shoal(Line{"train", "--ranks", "3", "--threads", "1", "--json", file("alone.json")} + how);
+  ASSERT_EQ(alone.code, 0) << alone.output;
+  expect_losses_as_alone(read(file("report.json")), read(file("alone.json")));
+}
+
+TEST_F(ElasticTrain, ELA05_ELA06_keeps_the_global_batch_when_a_rank_is_replaced) {
+  const Line how =
+      text() + Line{"--strategy", "zero2", "--dtype", "float64", "--epochs", "4", "--accumulate", "3", "--eval"};
+  const auto ended = disturbed(elastic(2, "1:2") + how + Line{"--max-restarts", "1", "--keep-global-batch"}, 10,
+                               while_one_stands_still("kill -9 $(" + ranks() + " | sed -n 2p)"));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const auto report = read(file("report.json"));
+  ASSERT_EQ(report["elastic"]["changes"].size(), 2U) << ended.output;
+  const auto alone = shoal(Line{"train", "--ranks", "2", "--threads", "1", "--json", file("alone.json")} + how);
+  ASSERT_EQ(alone.code, 0) << alone.output;
+  expect_losses_as_alone(report, read(file("alone.json")));
+}
+
 TEST_F(ElasticTrain, ELA08_a_rank_that_is_stopped_is_killed_and_replaced) {
   const Line how = text() + Line{"--strategy", "zero2", "--eval", "--epochs", "4", "--straggler-seconds", "2"};
   const auto ended =
@@ -245,6 +280,7 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
   refused({"--straggler-seconds", "150"},
           "--straggler-seconds 150: give more than 0 and less than half of --timeout 300");
   refused({"--straggler-seconds", "-1"}, "--straggler-seconds -1: give more than 0");
+  refused({"--keep-global-batch"}, "--keep-global-batch: reference data has no epochs");
   refused({"--replan", "3:fsdp"}, "--elastic with --replan");
   refused({"--optimizer-in-backward"}, "--elastic with --optimizer-in-backward");
   refused({"--strategy", "zero1", "--dtype", "fp16_mixed"}, "--elastic with --strategy zero1 --dtype fp16_mixed");

@@ -1,0 +1,262 @@
+"""Training that goes on when ranks die, and that ranks may join."""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from . import _C, distributed
+from ._C import ElasticChange, UsageError
+from .data import DistributedSampler
+from .nn import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
+from .nn._wrapper import Wrapper
+from .optim import OSS, DistributedOptimizer, FullyShardedOptimizer, LocalUpdates, ShardedOptimizer, ShardGossipOptimizer
+
+__all__ = ["Elastic"]
+
+Result = TypeVar("Result")
+
+
+class HasState(Protocol):
+    """Schedules, loss scalers, and whatever else has a state."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class Elastic:
+    """A loop whose ranks may die at any moment: the others go on in memory, with the bits of the last complete step. And ranks
+    may come, with `shoal launch --elastic MIN:MAX --max-restarts N`.
+
+    dist.init_process_group("shoal", init_method="shoal://")
+    model = shoal.nn.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    sampler = shoal.data.DistributedSampler(dataset, seed=1)
+    elastic = shoal.Elastic(model, optimizer, sampler)
+    for epoch in range(elastic.first_epoch, epochs):
+        sampler.set_epoch(epoch)
+        while elastic.in_epoch():  # again with each change of the ranks
+            for x, y in DataLoader(dataset, batch_size=64, sampler=sampler):
+                def compute():
+                    loss_fn(model(x), y).backward()
+                if not elastic.step(len(x), compute, optimizer.step):
+                    break  # the ranks have changed, and the loader has the former division
+                optimizer.zero_grad()
+
+    The step in which a rank dies is finished if a rank may have finished it, and otherwise done again with the data divided
+    anew. When the ranks change, the default process group is made again with those that there are: dist.get_rank(),
+    get_world_size() and collectives are theirs, and other process groups have ended (CommError). What communicates between two
+    steps belongs in together(). A newcomer is alone, rank 0 of 1, until this constructor has returned: it makes model,
+    optimizer, schedule and sampler as any rank does, and nothing that follows from the number of ranks.
+
+    Options:
+      min_ranks: JobLost if fewer are left.
+      straggler_seconds: a rank that does nothing for twice as long is killed; 0: it is waited for.
+      keep_global_batch: samples of a step over all ranks, which those that are left keep up: loaders have batch_size samples, and
+        `compute` takes (begin, end), a share of the batch. 0: the global batch shrinks with the ranks.
+      shares: into which keep_global_batch is divided; at least as many as there will be ranks.
+      tensors: more tensors that are equal on all ranks and that a newcomer gets, such as an average of the weights.
+      state: objects with state_dict() and load_state_dict(), equal on all ranks, that a newcomer gets, by name: schedules, a
+        torch.amp.GradScaler.
+      on_change: called with an ElasticChange on each rank but newcomers; None: rank 0 writes a line.
+      metrics: file to which rank 0 appends a line for each change. checkpoints: folder whose last one JobLost names.
+
+    With the sharded optimizers, a share is updated part by part, by the optimizer's step() on that part, and a rank that is left
+    finishes the share of one that dies in its update. clip_grad_norm() of OSS and clip_grad_norm_() of FullyShardedDataParallel
+    belong into `compute` or `prepare`. DistributedOptimizer and LocalUpdates have no wrapper: Elastic(module, optimizer, sampler).
+
+    UsageError names what is not supported: other wrappers, several hosts, models on a GPU. The C++ class of this name says
+    more. Collective, in a newcomer with the ranks that it comes to. For one thread.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sampler: DistributedSampler | None = None,
+        *,
+        min_ranks: int = 1,
+        straggler_seconds: float = 0,
+        keep_global_batch: int = 0,
+        shares: int = 0,
+        tensors: Sequence[torch.Tensor] = (),
+        state: Mapping[str, HasState] | None = None,
+        on_change: Callable[[ElasticChange], Any] | None = None,
+        metrics: str | PathLike[str] = "",
+        checkpoints: str | PathLike[str] = "",
+    ) -> None:
+        _require_supported(model, optimizer, sampler)
+        self._model = model
+        self._optimizer = optimizer
+        self._told = on_change
+        self._by_share = keep_global_batch != 0
+        self._trainer: _C.ElasticTrainer | None = None
+        own = weakref.ref(self)
+
+        def changed(change: ElasticChange) -> None:
+            elastic = own()
+            if elastic is not None:
+                elastic._follow()
+                elastic._tell(change)
+
+        options = {
+            "min_ranks": min_ranks,
+            "straggler_seconds": straggler_seconds,
+            "keep_global_batch": keep_global_batch,
+            "shares": shares,
+            "tensors": list(tensors),
+            "metrics": metrics,
+            "checkpoints": checkpoints,
+            "on_change": changed,
+        }
+        if state:
+            objects = dict(state)
+            options |= {"give": lambda: _text_of(objects), "take": lambda text: _load(objects, text)}
+        core = None if sampler is None else sampler._core
+        self._push()
+        if isinstance(optimizer, (DistributedOptimizer, LocalUpdates)):
+            self._trainer = _C.ElasticTrainer(optimizer._core, core, options)
+        else:
+            assert isinstance(model, Wrapper)
+            own_optimizer = optimizer._core if isinstance(optimizer, ShardedOptimizer) else optimizer
+            self._trainer = _C.ElasticTrainer(model._core, own_optimizer, core, options)
+        self._end = weakref.finalize(self, self._trainer.close)
+        if self._trainer.joining():
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer._pull()
+            self._follow()
+
+    def in_epoch(self) -> bool:
+        """Whether samples of the epoch are left: at its beginning, after sampler.set_epoch(), and again after each change of the
+        ranks. The loop then makes a new loader."""
+        return self._running.in_epoch()
+
+    def step(
+        self,
+        samples: int,
+        compute: Callable[..., Any],
+        update: Callable[[], Any],
+        prepare: Callable[[], Any] | None = None,
+    ) -> bool:
+        """One step with `samples` samples of this rank: compute() runs forward and backward, update() the optimizer. True: it is
+        complete on all ranks. False: the ranks have changed, and in_epoch() says whether to make another loader.
+
+        compute() may run partly, and again for the same samples on any rank; update() runs once per complete step and must not
+        communicate. prepare() runs between them, and may: clipping of gradients belongs there, or in compute(). With
+        keep_global_batch, compute(begin, end) runs once for each share [begin, end) of the batch, and its loss is the mean over
+        these samples. Collective."""
+        self._push()
+        return self._running.step(samples, compute, update, prepare, self._by_share)
+
+    @property
+    def batch_size(self) -> int:
+        """This rank's samples in a step with keep_global_batch; more once ranks are lost. For each loader, after in_epoch()."""
+        return self._running.batch_size()
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """The result of work(), which communicates: an evaluation, or a checkpoint. It runs again from its beginning on all ranks
+        whenever they change in it, and ends with a barrier. Collective."""
+        result: Result = self._running.together(work)
+        return result
+
+    def recover(self) -> None:
+        """Makes the process group of the ranks that are left, for a loop that catches CommError between steps itself. Collective
+        over them."""
+        self._running.recover()
+
+    def begin_loop(self) -> None:
+        """A newcomer's loop begins: for one that calls together() before its first in_epoch() or step(). Elsewhere nothing."""
+        self._running.begin_loop()
+
+    @property
+    def first_epoch(self) -> int:
+        """0, or the job's present epoch in a process that has joined it."""
+        return self._running.first_epoch()
+
+    @property
+    def steps(self) -> int:
+        """Complete steps of the job since its beginning."""
+        return self._running.steps()
+
+    @property
+    def generation(self) -> int:
+        """1, and more after each change of the ranks."""
+        return self._running.generation()
+
+    @property
+    def joined(self) -> bool:
+        """Whether this process has come to a job that was running already."""
+        return self._running.joining()
+
+    @property
+    def _running(self) -> _C.ElasticTrainer:
+        assert self._trainer is not None  # set by the constructor
+        return self._trainer
+
+    def _push(self) -> None:
+        if isinstance(self._optimizer, ShardedOptimizer):
+            self._optimizer._push()  # rates that a schedule has changed
+
+    def _follow(self) -> None:
+        """Process group, wrapper and optimizer are those of the present ranks."""
+        self._running.follow()
+        group = self._running.group()
+        distributed._replace_default_group(group, self._running.store())
+        for one in (self._model, self._optimizer):
+            if isinstance(one, (Wrapper, ShardedOptimizer)):
+                one._regrouped(group)
+
+    def _tell(self, change: ElasticChange) -> None:
+        if self._told is not None:
+            self._told(change)
+        elif self._running.group().rank == 0:
+            print(f"shoal: {change}", file=sys.stderr, flush=True)
+
+
+def _is_supported(model: Any, optimizer: Any) -> bool:
+    if isinstance(model, DistributedDataParallel):
+        whole = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, (ShardedOptimizer, LocalUpdates))
+        return whole or isinstance(optimizer, OSS)
+    if isinstance(model, ShardedDataParallel):
+        return isinstance(optimizer, OSS)
+    if isinstance(model, FullyShardedDataParallel):
+        return isinstance(optimizer, FullyShardedOptimizer) and not isinstance(optimizer, ShardGossipOptimizer)
+    return isinstance(optimizer, (DistributedOptimizer, LocalUpdates)) and model is optimizer._module
+
+
+def _require_supported(model: Any, optimizer: Any, sampler: Any) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("Elastic: L-BFGS communicates in its step, by its closure, and cannot be finished after a death")
+    if not _is_supported(model, optimizer):
+        raise UsageError(
+            f"Elastic: {type(model).__name__} with {type(optimizer).__name__} is not supported: give a "
+            "shoal.nn.DistributedDataParallel with an optimizer of torch.optim or an OSS, a ShardedDataParallel with its OSS, a "
+            "FullyShardedDataParallel with its FullyShardedOptimizer, or a module with its DistributedOptimizer or LocalUpdates"
+        )
+    if sampler is not None and not isinstance(sampler, DistributedSampler):
+        raise UsageError(
+            f"Elastic: the sampler is a {type(sampler).__name__} of {type(sampler).__module__}, which cannot divide the rest of an "
+            "epoch among other ranks: give a shoal.data.DistributedSampler, which has the same indices"
+        )
+
+
+def _text_of(objects: Mapping[str, HasState]) -> str:
+    data = io.BytesIO()
+    torch.save({name: one.state_dict() for name, one in objects.items()}, data)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def _load(objects: Mapping[str, HasState], text: str) -> None:
+    # From a rank of the same job, as torch.distributed's objects are; a schedule's state may be of any class.
+    states = torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)
+    if set(states) != set(objects):
+        raise UsageError(f"Elastic: this process gives state {sorted(objects)}, and the job {sorted(states)}")
+    for name, one in objects.items():
+        one.load_state_dict(states[name])
