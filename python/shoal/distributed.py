@@ -97,9 +97,9 @@ _timeout = timedelta(minutes=5)  # of the default process group
 _excepthook = sys.excepthook  # before PyTorch's, which init_process_group puts around it to name the rank
 
 
-def _replace_default_group(group: Group, store: dist.Store | None) -> None:
-    """The default process group is that of these ranks from now on, and all others have ended. store: in which they meet; None
-    for one rank. Not collective."""
+def _replace_default_group(group: Group, store: dist.Store | None, generation: int) -> None:
+    """The default process group is that of these ranks from now on, and all others have ended. store: in which they meet, maybe
+    as others before; None for one rank. Not collective."""
     global _given
     if not dist.is_initialized():
         return
@@ -110,7 +110,7 @@ def _replace_default_group(group: Group, store: dist.Store | None) -> None:
         sys.excepthook = _excepthook
     _given = group
     try:
-        own = dist.HashStore() if store is None else dist.PrefixStore("torch", store)
+        own = dist.HashStore() if store is None else dist.PrefixStore(f"torch/{generation}", store)
         dist.init_process_group(backends, store=own, rank=group.rank, world_size=group.size, timeout=_timeout)
     finally:
         _given = None

@@ -59,6 +59,7 @@ class Elastic:
     Options:
       min_ranks: JobLost if fewer are left.
       straggler_seconds: a rank that does nothing for twice as long is killed; 0: it is waited for.
+      silent_host_seconds: a host of which nothing is heard for so long is left out, if the others are more than half.
       keep_global_batch: samples of a step over all ranks, which those that are left keep up: loaders have batch_size samples, and
         `compute` takes (begin, end), a share of the batch. 0: the global batch shrinks with the ranks.
       shares: into which keep_global_batch is divided; at least as many as there will be ranks.
@@ -72,8 +73,10 @@ class Elastic:
     finishes the share of one that dies in its update. clip_grad_norm() of OSS and clip_grad_norm_() of FullyShardedDataParallel
     belong into `compute` or `prepare`. DistributedOptimizer and LocalUpdates have no wrapper: Elastic(module, optimizer, sampler).
 
-    UsageError names what is not supported: other wrappers, several hosts, models on a GPU. The C++ class of this name says
-    more. Collective, in a newcomer with the ranks that it comes to. For one thread.
+    On several hosts with an optimizer that is whole on each rank, or LocalUpdates, and `shoal launch --nnodes`, whose launcher of
+    node 0 holds the store; nobody can join there.
+
+    UsageError names what is not supported: other wrappers, models on a GPU. The C++ class of this name says more. Collective, in a newcomer with the ranks that it comes to. For one thread.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Elastic:
         *,
         min_ranks: int = 1,
         straggler_seconds: float = 0,
+        silent_host_seconds: float = 10,
         keep_global_batch: int = 0,
         shares: int = 0,
         tensors: Sequence[torch.Tensor] = (),
@@ -109,6 +113,7 @@ class Elastic:
         options = {
             "min_ranks": min_ranks,
             "straggler_seconds": straggler_seconds,
+            "silent_host_seconds": silent_host_seconds,
             "keep_global_batch": keep_global_batch,
             "shares": shares,
             "tensors": list(tensors),
@@ -208,7 +213,7 @@ class Elastic:
         """Process group, wrapper and optimizer are those of the present ranks."""
         self._running.follow()
         group = self._running.group()
-        distributed._replace_default_group(group, self._running.store())
+        distributed._replace_default_group(group, self._running.store(), self.generation)
         for one in (self._model, self._optimizer):
             if isinstance(one, (Wrapper, ShardedOptimizer)):
                 one._regrouped(group)

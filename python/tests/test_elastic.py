@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -482,7 +483,7 @@ for epoch in range(elastic.first_epoch, 200):
                 break
     if epoch == 20 and first == 1 and not elastic.joined:
         os.kill(os.getpid(), signal.SIGKILL)
-    if elastic.generation > 1 and dist.get_world_size() == 1 and epoch < 180:
+    if len(sys.argv) == 3 and elastic.generation > 1 and dist.get_world_size() == 1 and epoch < 180:
         time.sleep(0.05)  # until the rank that is started in its place has come
 weight = elastic.together(lambda: {name[-6:]: value for name, value in model.state_dict().items()}["weight"])
 print("weights", [round(float(w), 12) for w in weight.flatten()], "rate", schedule.get_last_lr(), "steps", elastic.steps,
@@ -505,3 +506,38 @@ def test_ELA06_a_rank_of_a_python_program_is_replaced(method, strategy, tmp_path
     alone = subprocess.run([*launch[:2], "-n", "1", "--", *line], capture_output=True, text=True, timeout=100)
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout[alone.stdout.index("weights") :].rsplit(" ", 1)[0] == said[0].rsplit(" ", 1)[0], (alone.stdout, said)
+
+
+def can_make_hosts():
+    return os.geteuid() == 0 and subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
+
+
+def on_two_hosts(strategy, folder):
+    """(exit code, output) of the launchers of two hosts with a rank each. The one of the second host kills itself."""
+    if not can_make_hosts():
+        pytest.skip("no namespaces of processes")
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launchers = []
+    for node in "01":
+        host = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "1", "--nnodes", "2", "--node-rank", node, "--port", port]
+        line = ["--elastic", "1", "--", sys.executable, program, "{}", strategy, "without newcomers"]
+        launchers.append(subprocess.Popen([*host, *launch, *line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    return [(launcher.returncode, text) for launcher, text in zip(launchers, said, strict=True)]
+
+
+def test_ELA01_ELA04_the_last_rank_of_a_host_dies_and_a_python_program_goes_on(tmp_path):
+    first, second = on_two_hosts("ddp", tmp_path)
+    assert first[0] == 0 and second[0] == 137, (first, second)
+    assert "rank 1 has ended; 1 rank goes on after step 105" in first[1], first[1]
+    assert "steps 1000 stayed" in first[1], first[1]
+
+
+def test_ELA04_sharded_optimizers_are_refused_on_several_hosts(tmp_path):
+    for code, said in on_two_hosts("fsdp", tmp_path):
+        assert code != 0 and "UsageError: Elastic" in said, said

@@ -136,6 +136,7 @@ class ElasticTrainer {
     Keywords(given, "Elastic")
         .read("min_ranks", options.min_ranks)
         .read("straggler_seconds", options.straggler_seconds)
+        .read("silent_host_seconds", options.silent_host_seconds)
         .read("keep_global_batch", options.keep_global_batch)
         .read("shares", options.shares)
         .with("tensors", [&](const py::object& list) { options.tensors = list.cast<std::vector<at::Tensor>>(); })

@@ -8,9 +8,11 @@
 #include <chrono>
 #include <exception>
 #include <numeric>
+#include <random>
 #include <thread>
 
 #include "comm/group/group_state.h"
+#include "comm/group/text.h"
 #include "comm/rendezvous/world_state.h"
 #include "shoal/error.h"
 
@@ -33,28 +35,35 @@ std::vector<Peer> first_peers(const WorldState& state) {
   return state.join.number ? state.join.board->peers() : state.meeting.peers;
 }
 
-// A connection of its own to the job's store, which outlives the generations.
-StoreBoardOptions between_hosts(const WorldState& state, std::chrono::milliseconds silence) {
+// A connection of its own to the job's store, which outlives the generations. A program that gives its store may see a part of
+// its keys, so that the prefix of the meeting is not enough to tell two boards apart.
+StoreBoardOptions between_hosts(const WorldCell& cell, std::chrono::milliseconds silence) {
+  const auto& state = *cell.state;
   const auto& place = state.placement;
   const std::chrono::seconds timeout(state.options.rendezvous_timeout_seconds);
-  StoreBoardOptions options{.prefix = state.meeting.prefix + "/board",
+  const auto own = fmt::format("{:08x}{:08x}", std::random_device()(), std::random_device()());
+  const auto board = broadcast_text(cell.group, own, 0, {-1, -1, "Elastic's board between hosts"});
+  StoreBoardOptions options{.prefix = state.meeting.prefix + "/board/" + board,
                             .generation = place.generation,
                             .silence = silence,
                             .timeout = timeout};
   if (place.port == 0) {
-    throw UsageError("Elastic over several hosts needs the store of shoal::init, not one that the program gives");
+    throw UsageError(
+        "Elastic over several hosts needs a TCPStore (init_method env:// or tcp://): this rank cannot connect to the "
+        "program's store once more");
   }
   options.store = connect_store(place.address, place.port, state.options.rendezvous_timeout_seconds, place.job);
   options.store->set_limit(store_limit);
   return options;
 }
 
-std::shared_ptr<Board> first_board(const WorldState& state, const std::vector<Peer>& peers,
+std::shared_ptr<Board> first_board(const WorldCell& cell, const std::vector<Peer>& peers,
                                    std::chrono::milliseconds silence) {
+  const auto& state = *cell.state;
   if (state.join.number) return std::make_shared<Board>(state.memory, *state.join.number, peers, nullptr);
   const bool several = state.local_size < state.placement.size;
   return std::make_shared<Board>(state.memory, state.placement.rank, peers,
-                                 several ? std::optional(between_hosts(state, silence)) : std::nullopt);
+                                 several ? std::optional(between_hosts(cell, silence)) : std::nullopt);
 }
 
 // The launcher's table of newcomers lies in the memory of one host.
@@ -74,7 +83,7 @@ Generations::Generations(const World& world, StragglerRule stragglers, std::chro
       joins_(table_of(*cell_->state)),
       knock_(*cell_->state),
       peers_(first_peers(*cell_->state)),
-      board_(first_board(*cell_->state, peers_, silence)),
+      board_(first_board(*cell_, peers_, silence)),
       membership_(first_membership(*cell_->state)),
       stragglers_(stragglers) {
   auto& state = *cell_->state;

@@ -172,6 +172,7 @@ Placement place_in_store(const c10::intrusive_ptr<c10d::Store>& store, const Wor
   placement.port = 0;
   placement.store_is_served = true;
   placement.source = "the program's store";
+  placement.generation = process_environment()("TORCHELASTIC_RESTART_COUNT").value_or("0");
   placement.job = JobIdentity("", process_environment()("SHOAL_SECRET").value_or(""));
   return placement;
 }
@@ -233,6 +234,8 @@ World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& opt
           "under which address the others reach it");
     }
     state->listen_address = address_towards(server->host, server->port);
+    state->placement.address = server->host;
+    state->placement.port = server->port;
   }
   return with_group(std::move(state));
 }
