@@ -104,6 +104,32 @@ TEST(Launch, ELA01_an_elastic_job_goes_on_when_all_ranks_of_a_node_have_failed) 
   }
 }
 
+// Before a program has its Elastic, whose min_ranks would end it.
+TEST(Launch, ELA10_fewer_ranks_than_the_least_are_left_on_all_nodes) {
+  const auto ended = launch_nodes(
+      {"--elastic", "3", "--grace", "0.5", "--", "sh", "-c", "[ $GROUP_RANK = 1 ] && exit 7; exec sleep 50"});
+  EXPECT_EQ(ended[1].code, 7) << ended[1].output;
+  EXPECT_NE(ended[0].code, 0) << ended[0].output;
+  for (const auto& one : ended) EXPECT_LT(one.seconds, 10) << one.output;
+}
+
+TEST(Launch, SCA09_an_interrupt_ends_a_launcher_that_waits_for_the_other_nodes) {
+  const auto port = std::to_string(free_port());
+  const auto line = [&](const std::string& node, const std::string& program) {
+    return std::string(SHOAL) + " launch --nnodes 2 -n 1 --node-rank " + node + " --port " + port + " -- " + program;
+  };
+  // Node 0's rank has ended, and its launcher waits for node 1's, with the store.
+  const auto ended = run({"sh", "-c",
+                          line("1", "sleep 20") + " & other=$!; " + line("0", "echo first has ended") +
+                              " & pid=$!; sleep 1.5; kill -0 $pid && echo it waits; kill -INT $pid; wait $pid; "
+                              "echo code $?; kill -INT $other; wait $other"},
+                         30);
+  EXPECT_TRUE(contains(ended, "first has ended")) << ended.output;
+  EXPECT_TRUE(contains(ended, "it waits")) << ended.output;
+  EXPECT_TRUE(contains(ended, "code 130")) << ended.output;
+  EXPECT_LT(ended.seconds, 10);
+}
+
 TEST(Launch, SCA09_options_of_several_nodes_are_checked) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> refused = {
       {{"--nnodes", "2"}, "several nodes: give all launchers the same port"},
