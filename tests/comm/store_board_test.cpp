@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <atomic>
 #include <chrono>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "comm/membership/store_board.h"
+#include "comm/store/deadline_store.h"
 #include "comm/store/job_store.h"
 #include "comm/store/store_server.h"
 #include "shoal/error.h"
@@ -163,6 +165,46 @@ TEST_F(StoreBoardTest, ELA10_an_entry_that_no_member_can_have_written_is_no_entr
   }));
   EXPECT_THAT(boards_[0]->why_lost(), HasSubstr("no entry of rank 2"));
   EXPECT_FALSE(boards_[2]->is_lost());
+}
+
+// A store whose next answers about an entry are late.
+class LateStore : public c10d::PrefixStore {
+ public:
+  explicit LateStore(c10::intrusive_ptr<c10d::Store> store) : PrefixStore("late", std::move(store)) {}
+  std::vector<uint8_t> get(const std::string& key) override {
+    if (key.ends_with("entry/0") && late > 0) {
+      --late;
+      throw StoreUnreachable("no answer");
+    }
+    return PrefixStore::get(key);
+  }
+  std::atomic<int> late = 0;
+};
+
+TEST(StoreBoardStall, ELA01_an_entry_that_could_not_be_read_is_read_again) {
+  const StoreServer server(StorePlace("127.0.0.1", 0));
+  c10::intrusive_ptr<LateStore> reader;
+  std::vector<std::future<std::unique_ptr<StoreBoard>>> made;
+  for (int self = 0; self < 2; ++self) {
+    auto late = c10::make_intrusive<LateStore>(connect_store("127.0.0.1", server.port(), 10));
+    if (self == 1) reader = late;
+    made.push_back(std::async(std::launch::async, [self, late] {
+      StoreBoardOptions options{.store = c10::make_intrusive<DeadlineStore>(late, "late", std::chrono::seconds(2)),
+                                .prefix = "job/board",
+                                .generation = "0",
+                                .silence = std::chrono::seconds(10),
+                                .timeout = std::chrono::seconds(20)};
+      return std::make_unique<StoreBoard>(
+          std::move(options), self, std::vector<std::string>{"a", "b"}, [](int) { return false; }, [] {});
+    }));
+  }
+  const auto first = made[0].get();
+  const auto second = made[1].get();
+  reader->late = 3;
+  first->show(to_words(entry_of(5)));
+  EXPECT_TRUE(soon([&] { return second->number(0) == 5; }));
+  EXPECT_EQ(reader->late, 0);
+  EXPECT_FALSE(second->is_lost());
 }
 
 // Calls are given up after 2 s, and the store is lost after the time of silence only.
