@@ -16,7 +16,10 @@ namespace shoal {
 using SteadyClock = std::chrono::steady_clock;
 
 Generations::Knock::Knock(const WorldState& state) {
-  if (state.watch) throw UsageError("this world has an Elastic already");
+  if (state.watch)
+    throw UsageError(
+        "this world has an Elastic already, or has had one: make another world (shoal::init; in Python "
+        "init_process_group() after destroy_process_group())");
   if (!state.join.number) return;
   if (!state.memory) throw UsageError("an elastic job needs memory that its ranks share, and this system gave none");
   board = state.join.board;

@@ -1,6 +1,30 @@
 #include "engine/reducer/gradient_reduction.h"
 
+#include <utility>
+
 namespace shoal {
+namespace {
+
+ReductionPlan plan_of_owners(const Group& group, BucketCaps caps, std::vector<int> owners, bool follow) {
+  ReductionPlan plan{.hook_point = {group, SumFor::owner}};
+  plan.keeps = ReductionPlan::Keeps::owned;
+  plan.caps = caps;
+  plan.follows_order = follow;
+  plan.divided = owners;
+  plan.owners = std::move(owners);
+  return plan;
+}
+
+ReductionPlan plan_of_ranges(const Group& group, BucketCaps caps) {
+  ReductionPlan plan{.hook_point = {group, SumFor::parts}};
+  plan.keeps = ReductionPlan::Keeps::ranges;
+  plan.caps = caps;
+  plan.follows_order = false;
+  plan.ranges = group.size();
+  return plan;
+}
+
+}  // namespace
 
 AllReduce::AllReduce(const Group& group, BucketCaps caps, bool consumed)
     : GradientReduction({.hook_point = {group, SumFor::everybody}, .caps = caps, .consumed = consumed}),
@@ -11,23 +35,13 @@ PendingExchange AllReduce::reduce(Bucket& bucket, const Label& label) const {
 }
 
 ReduceToOwner::ReduceToOwner(const Group& group, BucketCaps caps, std::vector<int> owners, bool follow)
-    : ReduceToOwner(group, {.hook_point = {group, SumFor::owner},
-                            .keeps = ReductionPlan::Keeps::owned,
-                            .caps = caps,
-                            .follows_order = follow,
-                            .divided = owners,
-                            .owners = owners}) {}
+    : ReduceToOwner(group, plan_of_owners(group, caps, std::move(owners), follow)) {}
 
 PendingExchange ReduceToOwner::reduce(Bucket& bucket, const Label& label) const {
   return {group_.reduce(bucket.flat(), plan().owners[bucket.members().front()], ReduceOp::sum, label)};
 }
 
-ReduceScatter::ReduceScatter(const Group& group, BucketCaps caps)
-    : ReduceScatter(group, {.hook_point = {group, SumFor::parts},
-                            .keeps = ReductionPlan::Keeps::ranges,
-                            .caps = caps,
-                            .follows_order = false,
-                            .ranges = group.size()}) {}
+ReduceScatter::ReduceScatter(const Group& group, BucketCaps caps) : ReduceScatter(group, plan_of_ranges(group, caps)) {}
 
 PendingExchange ReduceScatter::reduce(Bucket& bucket, const Label& label) const {
   return {group_.reduce_scatter(bucket.kept(), bucket.flat(), ReduceOp::sum, label)};
