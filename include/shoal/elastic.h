@@ -74,6 +74,7 @@ struct ElasticOptions {
   // state, and take() gets it in each newcomer, within Elastic's constructor. Both or neither.
   std::function<std::string()> give{};
   std::function<void(const std::string& text)> take{};
+  bool gives_scaler = false;  // a loss scaler's state is among it
   // Called on each rank, after the change, but not on those that have come. None: rank 0 writes a line to standard error.
   std::function<void(const ElasticChange& change)> on_change{};
   // Metrics file to which rank 0 of those that are left appends metrics_line(). Empty: none.
@@ -144,7 +145,8 @@ struct ElasticOptions {
 //
 // What a loop must keep to:
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping, a loss
-//   scale, a moving average of the weights). `update` must not communicate.
+//   scale, a moving average of the weights). `update` must not communicate. A rank whose `update` throws has left the job, but
+//   for a UsageError: the others finish the step.
 // - Gradients do not accumulate over several calls of step(), because a step is undone as a whole: zero_grad() after each
 //   step() or at the beginning of `compute`. UsageError on all ranks if `compute` adds to a gradient that is not zero.
 // - Other communication of the ranks, such as an evaluation, runs in together(), or the loop catches CommError and calls

@@ -17,6 +17,7 @@ from ._C import ElasticChange, UsageError
 from .data import DistributedSampler
 from .nn import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from .nn._wrapper import Wrapper
+from .nn.sync_batch_norm import SyncBatchNorm
 from .optim import OSS, DistributedOptimizer, FullyShardedOptimizer, LocalUpdates, ShardedOptimizer, ShardGossipOptimizer
 
 __all__ = ["Elastic"]
@@ -64,8 +65,8 @@ class Elastic:
         `compute` takes (begin, end), a share of the batch. 0: the global batch shrinks with the ranks.
       shares: into which keep_global_batch is divided; at least as many as there will be ranks.
       tensors: more tensors that are equal on all ranks and that a newcomer gets, such as an average of the weights.
-      state: objects with state_dict() and load_state_dict(), equal on all ranks, that a newcomer gets, by name: schedules, a
-        torch.amp.GradScaler.
+      state: objects with state_dict() and load_state_dict(), equal on all ranks, that a newcomer gets, by name: schedules. A
+        torch.amp.GradScaler must be among them: what it has unscaled in a step that is undone is forgotten.
       on_change: called with an ElasticChange on each rank but newcomers; None: rank 0 writes a line.
       metrics: file to which rank 0 appends a line for each change. checkpoints: folder whose last one JobLost names.
 
@@ -121,9 +122,11 @@ class Elastic:
             "checkpoints": checkpoints,
             "on_change": changed,
         }
-        if state:
-            objects = dict(state)
-            options |= {"give": lambda: _text_of(objects), "take": lambda text: _load(objects, text)}
+        objects = dict(state or {})
+        _require_no_optimizer(objects)
+        self._scalers = [one for one in objects.values() if isinstance(one, torch.amp.GradScaler)]
+        options |= {"give": lambda: _text_of(objects), "take": lambda text: _load(objects, text)}
+        options["gives_scaler"] = bool(self._scalers)
         core = None if sampler is None else sampler._core
         self._push()
         if isinstance(optimizer, (DistributedOptimizer, LocalUpdates)):
@@ -158,7 +161,7 @@ class Elastic:
         keep_global_batch, compute(begin, end) runs once for each share [begin, end) of the batch, and its loss is the mean over
         these samples. Collective."""
         self._push()
-        return self._running.step(samples, compute, update, prepare, self._by_share)
+        return self._running.step(samples, self._again(compute), update, prepare, self._by_share)
 
     @property
     def batch_size(self) -> int:
@@ -205,6 +208,19 @@ class Elastic:
         assert self._trainer is not None  # set by the constructor
         return self._trainer
 
+    def _again(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute` for a step that may have been undone, in which a loss scaler has unscaled the gradients."""
+        if not self._scalers:
+            return compute
+
+        def from_the_beginning(*share: int) -> Any:
+            if not share or share[0] == 0:
+                for scaler in self._scalers:
+                    scaler._per_optimizer_states.clear()
+            return compute(*share)
+
+        return from_the_beginning
+
     def _push(self) -> None:
         if isinstance(self._optimizer, ShardedOptimizer):
             self._optimizer._push()  # rates that a schedule has changed
@@ -245,11 +261,23 @@ def _require_supported(model: Any, optimizer: Any, sampler: Any) -> None:
             "shoal.nn.DistributedDataParallel with an optimizer of torch.optim or an OSS, a ShardedDataParallel with its OSS, a "
             "FullyShardedDataParallel with its FullyShardedOptimizer, or a module with its DistributedOptimizer or LocalUpdates"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, SyncBatchNorm):
+            raise UsageError(f"Elastic: {name} is a SyncBatchNorm, which keeps its group")
     if sampler is not None and not isinstance(sampler, DistributedSampler):
         raise UsageError(
             f"Elastic: the sampler is a {type(sampler).__name__} of {type(sampler).__module__}, which cannot divide the rest of an "
             "epoch among other ranks: give a shoal.data.DistributedSampler, which has the same indices"
         )
+
+
+def _require_no_optimizer(objects: Mapping[str, Any]) -> None:
+    for name, one in objects.items():
+        if isinstance(one, (torch.optim.Optimizer, torch.nn.Module)):
+            raise UsageError(
+                f"Elastic: state has {name}, a {type(one).__name__}: model and optimizer come with the job anyway; give schedules, "
+                "scalers and the like, and other tensors by the option tensors"
+            )
 
 
 def _text_of(objects: Mapping[str, HasState]) -> str:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 
 import pytest
 import torch
@@ -284,6 +285,9 @@ def test_ELA01_what_a_program_raises_comes_through():
     class Mine(Exception):
         pass
 
+    class MyUsage(shoal.UsageError):
+        pass
+
     def run(rank):
         net = make_net()
         model = shoal.nn.DistributedDataParallel(net)
@@ -293,9 +297,10 @@ def test_ELA01_what_a_program_raises_comes_through():
         def fails(kind):
             raise kind("on purpose")
 
-        for kind in (Mine, KeyboardInterrupt, SystemExit):
-            with pytest.raises(kind, match="on purpose"):
+        for kind in (Mine, MyUsage, KeyboardInterrupt, SystemExit):
+            with pytest.raises(kind, match="on purpose") as raised:
                 elastic.step(1, lambda: fails(kind), optimizer.step)
+            assert "in fails" in "".join(traceback.format_exception(raised.value))
         with pytest.raises(Mine):
             elastic.together(lambda: fails(Mine))
         with pytest.raises(shoal.UsageError, match="communicated"):
@@ -336,6 +341,106 @@ def test_ELA02_an_error_that_compute_catches_makes_no_wrong_step():
         optimizer.step()
         optimizer.zero_grad()
     assert distance(outcomes[0][1], flat(net)) < 1e-12
+
+
+@pytest.mark.parametrize("wrap", [zero2, fsdp])
+def test_ELA02_a_loss_scaler_forgets_a_step_that_is_undone(wrap):
+    def run(rank):
+        net = make_net().float()
+        model, optimizer = wrap(net)
+        scaler = shoal.amp.GradScaler()
+        elastic = shoal.Elastic(model, optimizer, state={"scaler": scaler}, on_change=lambda change: None)
+        x, y = X.float(), Y.float()
+
+        def prepare():
+            scaler.unscale_(optimizer)
+            if rank == 1 and elastic.steps == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def update():
+            scaler.step(optimizer)
+            scaler.update()
+
+        results = []
+        while elastic.steps < 5:
+            results.append(elastic.step(1, lambda: scaler.scale(loss_of(model(x), y)).backward(), update, prepare))
+            optimizer.zero_grad()
+        return results
+
+    outcomes = Ranks(run, ranks=3).outcomes(timeout=30)
+    for rank in (0, 2):
+        assert outcomes[rank][1] == [True, True, False, True, True, True], outcomes[rank]
+
+
+@pytest.mark.parametrize("wrap", [ddp, zero2])
+def test_ELA02_a_rank_whose_update_has_failed_has_left_the_job(wrap):
+    def run(rank):
+        net = make_net()
+        model, optimizer = wrap(net)
+        elastic = shoal.Elastic(model, optimizer, on_change=lambda change: None)
+
+        def update():
+            if rank == 1 and elastic.steps == 2:
+                raise ValueError("on purpose")
+            optimizer.step()
+
+        def compute():
+            loss_of(model(X[rank::3]), Y[rank::3]).backward()
+
+        try:
+            while elastic.steps < 5:
+                elastic.step(1, compute, update)
+                optimizer.zero_grad()
+        except ValueError:
+            for call in (lambda: elastic.step(1, compute, update), lambda: elastic.together(lambda: 1), elastic.recover):
+                with pytest.raises(shoal.UsageError, match="an update has failed on this rank"):
+                    call()
+            return "failed"
+        return elastic.together(lambda: flat(model)), dist.get_world_size()
+
+    begun = time.monotonic()
+    outcomes = Ranks(run, ranks=3).outcomes(timeout=30)
+    assert time.monotonic() - begun < 15
+    assert outcomes[1][1] == "failed", outcomes[1]
+    assert outcomes[0][1] == outcomes[2][1] and outcomes[0][1][1] == 2, outcomes
+
+
+def test_ELA01_what_belongs_between_steps_is_refused_within_one():
+    def run(rank):
+        net = make_net()
+        model = shoal.nn.DistributedDataParallel(net)
+        optimizer = make_optimizer(net)
+        elastic = shoal.Elastic(model, optimizer)
+        calls = {
+            "together": lambda: elastic.together(lambda: 1),
+            "step": lambda: elastic.step(1, lambda: None, optimizer.step),
+            "recover": elastic.recover,
+        }
+        for name, call in calls.items():
+            with pytest.raises(shoal.UsageError, match=rf"{name}\(\) is called within step"):
+                elastic.step(1, call, optimizer.step)
+        assert elastic.step(1, lambda: loss_of(model(X), Y).backward(), optimizer.step)
+
+    on_ranks(run)
+
+
+def test_ELA02_ranks_agree_on_options_again_after_an_elastic_loop():
+    def run(rank):
+        net = make_net()
+        model, optimizer = zero2(net)
+        elastic = shoal.Elastic(model, optimizer)
+        elastic.step(1, lambda: loss_of(model(X), Y).backward(), optimizer.step)
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1 + rank
+        with pytest.raises(shoal.DisagreeError, match="options"):
+            elastic.step(1, lambda: loss_of(model(X), Y).backward(), optimizer.step)
+        del elastic
+        optimizer.zero_grad()
+        loss_of(model(X), Y).backward()
+        with pytest.raises(shoal.DisagreeError, match="options"):
+            optimizer.step()
+
+    on_ranks(run)
 
 
 def test_ELA01_a_group_of_former_ranks_in_a_step_is_an_error_and_no_endless_loop():
@@ -433,6 +538,11 @@ def test_PY05_elastic_names_what_it_does_not_take():
         for options, text in {"min_ranks": 3, "shares": 2, "keep_global_batch": 5, "straggler_seconds": -1}.items():
             with pytest.raises(shoal.UsageError, match=options):
                 shoal.Elastic(model, optimizer, **{options: text})
+        synced = shoal.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(6)))
+        with pytest.raises(shoal.UsageError, match="0 is a SyncBatchNorm"):
+            shoal.Elastic(shoal.nn.DistributedDataParallel(synced), torch.optim.SGD(synced.parameters(), lr=0.1))
+        with pytest.raises(shoal.UsageError, match="state has mine, a AdamW"):
+            shoal.Elastic(model, optimizer, state={"mine": optimizer})
         with pytest.raises(TypeError, match="minimum_ranks"):
             shoal.Elastic(model, optimizer, minimum_ranks=1)
         shoal.Elastic(model, optimizer).step(1, lambda: loss_of(model(X), Y).backward(), optimizer.step)
@@ -449,6 +559,23 @@ torch.set_num_threads(1)
 dist.init_process_group("shoal", **eval(sys.argv[1]))
 torch.manual_seed(0)
 net = torch.nn.Linear(4, 1).double()
+
+
+class CountingSGD(torch.optim.Optimizer):
+    # Its state has an integer, and what it computes with it differs from what it would with a float32.
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                assert isinstance(state["step"], int)
+                parameter.sub_(parameter.grad, alpha=group["lr"] * (1 - 0.999 ** state["step"]) * group["betas"][0])
+
+
 adamw = torch.optim.AdamW, {"lr": 1e-2}
 if sys.argv[2] in ("zero1", "zero2"):
     optimizer = shoal.optim.OSS(net.parameters(), adamw[0], **adamw[1])
@@ -458,12 +585,15 @@ elif sys.argv[2] == "fsdp":
     model = shoal.nn.FullyShardedDataParallel(net)
     optimizer = shoal.optim.FullyShardedOptimizer(model, adamw[0], **adamw[1])
 else:
-    optimizer = adamw[0](net.parameters(), **adamw[1])
+    optimizer = CountingSGD(net.parameters(), 1e-2)
 if sys.argv[2] == "zero2":
     model = shoal.nn.ShardedDataParallel(net, optimizer)
 elif sys.argv[2] in ("ddp", "zero1"):
     model = shoal.nn.DistributedDataParallel(net)
-schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+if sys.argv[2] == "ddp":
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=1001)  # changes betas, too
+else:
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 x = torch.linspace(-1, 1, 240, dtype=torch.float64).reshape(60, 4)
 sampler = shoal.data.DistributedSampler(x, seed=1)
 elastic = shoal.Elastic(model, optimizer, sampler, state={"schedule": schedule}, keep_global_batch=12, shares=12)

@@ -51,7 +51,7 @@ void Admission::follow_order(const std::vector<size_t>& order) const {
 // Everything but the values of tensors.
 std::string Admission::state_text(const Position& position) const {
   Json json;
-  json["terms"] = terms_.text();
+  json["terms"] = terms_.text(JoinTerms::Options::names);
   json["done"] = position.done;
   json["changes"] = position.changes;
   json["steps_before"] = position.steps_before;
@@ -67,7 +67,6 @@ std::string Admission::state_text(const Position& position) const {
     const auto state = scaler->state();
     json["scaler"] = {state.scale, state.good_steps, state.hysteresis_left};
   }
-  if (options_.give) json["program"] = options_.give();
   auto& states = json["state"] = Json::array();
   parts_.visit_state([&](const std::string& name, const NamedState& state) {
     Json one{{"name", name}, {"numbers", state.numbers}, {"tensors", Json::object()}};
@@ -76,6 +75,7 @@ std::string Admission::state_text(const Position& position) const {
     }
     states.push_back(std::move(one));
   });
+  if (options_.give) json["program"] = options_.give();
   return json.dump();
 }
 
@@ -91,7 +91,7 @@ std::vector<at::Tensor> Admission::plain_tensors() const {
 
 void Admission::take(const std::string& text, const Group& group, int from, Position& position) const {
   const auto json = Json::parse(text);
-  terms_.require_alike(json.at("terms").get<std::string>());
+  terms_.require_alike(json.at("terms").get<std::string>(), JoinTerms::Options::names);
   for (const auto& tensor : plain_tensors()) receive(group, from, tensor);
   OptimizerState whole;
   for (const auto& one : json.at("state")) {  // in the order in which they are sent

@@ -160,6 +160,7 @@ Elastic::~Elastic() = default;
 
 bool Elastic::in_epoch() {
   if (state_->sampler == nullptr) throw UsageError("Elastic: in_epoch() needs a sampler: pass it to the constructor");
+  state_->require_between_steps("in_epoch()");
   return state_->begin_epoch();
 }
 
@@ -188,7 +189,7 @@ int64_t Elastic::batch_size() const {
 }
 
 void Elastic::recover() {
-  if (state_->in_step) throw UsageError("Elastic: recover() is called by step() itself");
+  state_->require_between_steps("recover()");
   state_->recover(nullptr);
 }
 
@@ -217,6 +218,7 @@ void Elastic::begin_loop() {
 }
 
 void Elastic::require_begun() const {
+  state_->require_between_steps("together()");
   if (state_->begun) return;
   state_->generations->resign();
   throw UsageError(

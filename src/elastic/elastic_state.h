@@ -49,6 +49,8 @@ struct Elastic::State {
   void finish(const std::function<void()>& update);
   void finish_step(const std::function<void()>& update);
   void leave_step();
+  // UsageError within a step, and after an update that has failed.
+  void require_between_steps(const char* what) const;
   bool try_step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
   void undo();
 
@@ -107,6 +109,8 @@ struct Elastic::State {
   int64_t samples = 0;            // of a share in the step
   int64_t places = 0;             // of the epoch that the step takes
   int64_t reductions_before = 0;  // of the wrapper, when the step began
+  bool running = false;           // step() has not returned
+  bool failed = false;            // an update of this rank has thrown
   bool in_step = false;           // a step has begun and is neither finished nor undone
   Ready ready = Ready::no;        // the step in which this rank is, or the exchange after it
   bool outdated = false;          // the loader's division is the former world's

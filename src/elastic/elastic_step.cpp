@@ -66,19 +66,43 @@ void Elastic::State::finish(const std::function<void()>& update) {
 void Elastic::State::finish_step(const std::function<void()>& update) {
   const auto end = c10::make_scope_exit([this] { batch.end_step(); });
   const auto turn = parts->begin_update();
+  const auto fail = [this] {
+    failed = true;
+    generations->resign();  // the others have finished this step, or will finish it for this rank
+  };
   try {
     update();
   } catch (const CommError& error) {
+    fail();
     throw UsageError(
         fmt::format("Elastic: the update communicated, and cannot be finished after a death: communicate in the step's "
                     "first function, or in together() ({})",
                     error.what()));
+  } catch (const UsageError&) {  // on all ranks, before anything was changed
+    throw;
+  } catch (...) {
+    fail();
+    throw;
   }
   parts->check_update();
   in_step = false;
   end_trial();
   ++done;
   taken += static_cast<size_t>(places);
+}
+
+void Elastic::State::require_between_steps(const char* what) const {
+  if (failed) {
+    throw UsageError(
+        "Elastic: an update has failed on this rank, whose parameters may be half updated: it has left the job, and "
+        "the "
+        "others go on; end the program");
+  }
+  if (!running) return;
+  throw UsageError(
+      fmt::format("Elastic: {} is called within step(): communicate directly in the step's first function, and call "
+                  "together() and step() between steps",
+                  what));
 }
 
 void Elastic::State::undo() {
@@ -100,8 +124,11 @@ void Elastic::State::leave_step() {
 }
 
 bool Elastic::State::step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update) {
+  require_between_steps("step()");
   if (outdated) return false;
   begin_loop();
+  running = true;
+  const auto end = c10::make_scope_exit([this] { running = false; });
   try {
     if (asked && admit()) return false;
     const bool complete = try_step(count, compute, update);

@@ -48,10 +48,13 @@ bool follows_ranks(const std::string& setting) {
 }
 
 // Without the learning rate, which a newcomer gets.
-std::string fixed_options(const torch::optim::OptimizerOptions& options) {
+std::string in_words(const torch::optim::OptimizerOptions& options, JoinTerms::Options how) {
   auto named = named_options(options);
   named.erase("lr");
-  return named.dump();
+  if (how == JoinTerms::Options::values) return fmt::format("{} {}", type_of(options), named.dump());
+  std::vector<std::string> names;
+  for (const auto& [name, value] : named.items()) names.push_back(name);
+  return fmt::format("{} {}", type_of(options), fmt::join(names, " "));
 }
 
 std::string shape_of(const at::Tensor& tensor) {
@@ -95,13 +98,13 @@ std::string JoinTerms::why_closed() const {
     return fmt::format("its communication hook, {}, may keep more from step to step than a change of the ranks drops",
                        hook->name());
   }
-  if (scaler() == nullptr && !parts_.has_scaler() && !options_.give && may_need_scaler(parts_.logging_data())) {
-    return "it trains in float16 without ElasticOptions::scaler or give, so the loss scale could not be given";
+  if (scaler() == nullptr && !parts_.has_scaler() && !options_.gives_scaler && may_need_scaler(parts_.logging_data())) {
+    return "it trains in float16 without ElasticOptions::scaler or gives_scaler, so the loss scale could not be given";
   }
   return "";
 }
 
-std::vector<std::string> JoinTerms::lines() const {
+std::vector<std::string> JoinTerms::lines(Options options) const {
   const auto data = parts_.logging_data();
   std::vector<std::string> lines{
       fmt::format("libtorch: {}", TORCH_VERSION),
@@ -142,7 +145,7 @@ std::vector<std::string> JoinTerms::lines() const {
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& parameters = groups[i].params();
     lines.push_back(
-        fmt::format("param group {}: {} parameters, {}", i, parameters.size(), fixed_options(groups[i].options())));
+        fmt::format("param group {}: {} parameters, {}", i, parameters.size(), in_words(groups[i].options(), options)));
     std::vector<std::string> list;
     for (const auto& parameter : parameters) list.push_back(names[parameter.unsafeGetTensorImpl()]);
     lines.push_back(fmt::format("parameters of group {}: {}", i, fmt::join(list, ", ")));
@@ -155,18 +158,18 @@ std::vector<std::string> JoinTerms::lines() const {
   return lines;
 }
 
-std::string JoinTerms::text() const {
-  return fmt::format("{}\n", fmt::join(lines(), "\n"));
+std::string JoinTerms::text(Options options) const {
+  return fmt::format("{}\n", fmt::join(lines(options), "\n"));
 }
 
 void JoinTerms::publish(JoinBoard& board) const {
   const auto why = why_closed();
-  why.empty() ? board.publish(text()) : board.close(why);
+  why.empty() ? board.publish(text(Options::values)) : board.close(why);
 }
 
-void JoinTerms::require_alike(const std::string& job) const {
+void JoinTerms::require_alike(const std::string& job, Options options) const {
   const auto theirs = lines_of(job);
-  const auto own = lines();
+  const auto own = lines(options);
   std::vector<std::string> differences;
   for (size_t i = 0; i < std::max(theirs.size(), own.size()); ++i) {
     const auto here = i < own.size() ? own[i] : "nothing more";
@@ -194,7 +197,7 @@ void JoinTerms::require_alike(JoinBoard& board, int timeout_seconds, const std::
     if (while_waiting) while_waiting();
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  require_alike(*board.description());
+  require_alike(*board.description(), Options::values);
 }
 
 }  // namespace shoal

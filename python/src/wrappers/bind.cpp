@@ -11,8 +11,9 @@ Recipe recipe_of(const py::list& groups, const py::dict& defaults, const std::st
                  std::shared_ptr<StepAgreement> agreement) {
   Recipe recipe{.groups = {},
                 .defaults = std::make_unique<PythonOptions>(defaults, name),
-                .make = [made = share(std::move(make)), agreement = std::move(agreement)](const ParamGroups& share) {
-                  return PythonOptimizer::make(share, made, agreement);
+                .make = [made = share(std::move(make)), agreement = std::move(agreement),
+                         kinds = std::make_shared<NumberKinds>()](const ParamGroups& share) {
+                  return PythonOptimizer::make(share, made, agreement, kinds);
                 }};
   for (const auto& entry : groups) {
     const auto group = entry.cast<py::dict>();

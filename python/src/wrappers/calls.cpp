@@ -14,7 +14,14 @@ bool is_a(const py::error_already_set& raised, const char* name) {
 
 }  // namespace
 
+SharedObject& last_raised() {
+  thread_local SharedObject raised;
+  return raised;
+}
+
 void rethrow(py::error_already_set& raised) {
+  if (raised.trace()) PyException_SetTraceback(raised.value().ptr(), raised.trace().ptr());
+  last_raised() = is_a(raised, "Error") ? share(raised.value()) : nullptr;
   const auto text = py::str(raised.value()).cast<std::string>();
   if (is_a(raised, "CommError")) {
     if (raised.value().attr("group_ended").cast<bool>()) throw GroupEnded(text);

@@ -74,12 +74,15 @@ class ElasticTrainer {
       try {
         call(forward, range...);
       } catch (...) {
-        refresh();
+        try {
+          refresh();
+        } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the next forward says so; the first error counts
+        }
         throw;
       }
       refresh();
     };
-    return unlocked([&] {
+    return unlocked_with_calls([&] {
       if (by_share) {
         const std::function<void(int64_t, int64_t)> each = compute_share;
         return elastic().step(samples, each, prepare_all, update_all);
@@ -94,7 +97,7 @@ class ElasticTrainer {
   py::object together(const py::object& work) {
     const auto held = share(work);
     read();
-    const auto result = unlocked([&] { return elastic().together([&] { return call(held); }); });
+    const auto result = unlocked_with_calls([&] { return elastic().together([&] { return call(held); }); });
     return *result;
   }
   bool in_epoch() {
@@ -102,7 +105,7 @@ class ElasticTrainer {
   }
   void recover() {
     read();
-    unlocked([&] { elastic().recover(); });
+    unlocked_with_calls([&] { elastic().recover(); });
   }
   Elastic& elastic() const {
     if (!elastic_) throw UsageError("Elastic: this one has ended");
@@ -112,6 +115,7 @@ class ElasticTrainer {
   bool joining() const { return joining_; }
   // This rank takes no more part; nothing else may be called afterwards.
   void close() {
+    if (auto* agreement = agreement_of_ranks(); agreement != nullptr && elastic_) agreement->move_back();
     const py::gil_scoped_release released;  // a thread that it ends may wait for the lock
     elastic_.reset();
   }
@@ -131,7 +135,7 @@ class ElasticTrainer {
     }
     return {state.world, group};
   }
-  static ElasticOptions options_of(const py::dict& given) {
+  ElasticOptions options_of(const py::dict& given) const {
     ElasticOptions options;
     Keywords(given, "Elastic")
         .read("min_ranks", options.min_ranks)
@@ -139,28 +143,46 @@ class ElasticTrainer {
         .read("silent_host_seconds", options.silent_host_seconds)
         .read("keep_global_batch", options.keep_global_batch)
         .read("shares", options.shares)
+        .read("gives_scaler", options.gives_scaler)
         .with("tensors", [&](const py::object& list) { options.tensors = list.cast<std::vector<at::Tensor>>(); })
         .with("metrics", [&](const py::object& file) { options.metrics = py::str(file).cast<std::string>(); })
         .with("checkpoints",
               [&](const py::object& folder) { options.checkpoints = py::str(folder).cast<std::string>(); })
-        .with("give",
-              [&](const py::object& give) {
-                options.give = [held = share(give)] {
-                  const auto text = call(held);
-                  const py::gil_scoped_acquire lock;
-                  return text->cast<std::string>();
-                };
-              })
-        .with("take",
-              [&](const py::object& take) {
-                options.take = [held = share(take)](const std::string& text) { call(held, text); };
-              })
+        .with("give", [&](const py::object& give) { options.give = with_kinds(share(give)); })
+        .with("take", [&](const py::object& take) { options.take = for_kinds(share(take)); })
         .with("on_change",
               [&](const py::object& told) {
                 options.on_change = [held = share(told)](const ElasticChange& change) { call(held, change); };
               })
         .finish();
     return options;
+  }
+  // The text that a newcomer gets: the kinds of the optimizer's numbers, then what the program gives.
+  std::function<std::string()> with_kinds(const SharedObject& give) const {
+    return [this, give] {
+      const auto text = call(give);
+      const py::gil_scoped_acquire lock;
+      std::string kinds;
+      for (const auto& [name, kind] : local().kinds()) kinds += fmt::format("{}={};", name, kind);
+      return kinds + "\n" + text->cast<std::string>();
+    };
+  }
+  std::function<void(const std::string&)> for_kinds(const SharedObject& take) const {
+    return [this, take](const std::string& text) {
+      const auto end = text.find('\n');
+      for (size_t begin = 0; begin < end;) {
+        const auto equals = text.find('=', begin);
+        const auto next = text.find(';', begin);
+        local().kinds()[text.substr(begin, equals - begin)] = text.substr(equals + 1, next - equals - 1);
+        begin = next + 1;
+      }
+      call(take, text.substr(end + 1));
+    };
+  }
+  // The Python optimizer that this rank steps.
+  const PythonOptimizer& local() const {
+    if (local_ != nullptr) return *local_->optimizer;
+    return whole_ ? *whole_ : dynamic_cast<const PythonOptimizer&>(sharded_->local_optimizer());
   }
   template <class... Trained>
   void make(DistributedSampler* sampler, const py::dict& given, Trained&... trained) {
@@ -174,7 +196,7 @@ class ElasticTrainer {
   StepAgreement* agreement_of_ranks() const {
     if (local_ != nullptr) return &local_->agreement;
     if (sharded_ == nullptr) return nullptr;
-    return dynamic_cast<const PythonOptimizer&>(sharded_->local_optimizer()).agreement();
+    return local().agreement();
   }
   const ParamGroups& param_groups() const {
     return local_ != nullptr ? local_->optimizer->param_groups() : sharded_->param_groups();

@@ -20,8 +20,8 @@ const std::set<std::string> scalars{"step", "mu_product", "mu", "eta"};
 class PythonState : public torch::optim::OptimizerParamState {
  public:
   explicit PythonState(NamedState loaded) : loaded_(std::move(loaded)) {}
-  PythonState(SharedObject optimizer, SharedObject parameter)
-      : optimizer_(std::move(optimizer)), parameter_(std::move(parameter)) {}
+  PythonState(SharedObject optimizer, SharedObject parameter, std::shared_ptr<NumberKinds> kinds)
+      : optimizer_(std::move(optimizer)), parameter_(std::move(parameter)), kinds_(std::move(kinds)) {}
 
   std::unique_ptr<OptimizerParamState> clone() const override { return std::make_unique<PythonState>(*this); }
   bool is_loaded() const { return optimizer_ == nullptr; }
@@ -43,11 +43,13 @@ class PythonState : public torch::optim::OptimizerParamState {
       if (value.is_none()) continue;
       if (!THPVariable_Check(value.ptr())) {
         named.numbers[name] = number(value, name);
+        (*kinds_)[name] = Py_TYPE(value.ptr())->tp_name;
         continue;
       }
       const auto tensor = value.cast<at::Tensor>();
       if (tensor.dim() == 0 && (parameter_->cast<at::Tensor>().dim() > 0 || scalars.contains(name))) {
         named.numbers[name] = tensor.item<double>();
+        (*kinds_)[name] = py::str(value.attr("dtype")).cast<std::string>();
       } else {
         named.tensors[name] = tensor.detach();
       }
@@ -63,23 +65,31 @@ class PythonState : public torch::optim::OptimizerParamState {
   }
 
   SharedObject optimizer_, parameter_;
+  std::shared_ptr<NumberKinds> kinds_;
   NamedState loaded_;
 };
 
-// Loads a state into Python's, or copies of it. Numbers become what they are there already, or tensors, as torch's optimizers
-// have them.
-void load_into(const py::object& optimizer, const py::object& parameter, const NamedState& loaded, bool copy) {
+// A number as the optimizer has it.
+py::object number_in_python(double number, const std::string& kind) {
+  if (kind == "int") return py::int_(static_cast<int64_t>(number));
+  if (kind == "float") return py::float_(number);
+  if (kind == "bool") return py::bool_(number != 0);
+  const auto dtype = kind == "torch.float64" ? at::kDouble : kind == "torch.int64" ? at::kLong : at::kFloat;
+  return py::cast(at::scalar_tensor(number, dtype));
+}
+
+// Loads a state into Python's, or copies of it. Numbers become what they are there already, or of the kinds that are known.
+void load_into(const py::object& optimizer, const py::object& parameter, const NamedState& loaded,
+               const NumberKinds& kinds, bool copy) {
   auto all = optimizer.attr("state");
   auto state = all[parameter].cast<py::dict>();  // a defaultdict
   py::dict fresh;
   for (const auto& [name, number] : loaded.numbers) {
     const auto key = py::str(name);
     const bool plain = state.contains(key) && !THPVariable_Check(py::object(state[key]).ptr());
-    if (plain) {
-      fresh[key] = to_python(c10::IValue(number), state[key]);
-    } else {
-      fresh[key] = py::cast(at::scalar_tensor(number, at::kFloat));
-    }
+    const auto kind = kinds.find(name);
+    fresh[key] = plain ? to_python(c10::IValue(number), state[key])
+                       : number_in_python(number, kind != kinds.end() ? kind->second : "");
   }
   for (const auto& [name, tensor] : loaded.tensors) fresh[py::str(name)] = py::cast(copy ? tensor.clone() : tensor);
   all[parameter] = fresh;
@@ -109,7 +119,8 @@ PythonOptimizer::PythonOptimizer(SharedObject python, OptionsOf options_of, std:
 }
 
 std::unique_ptr<PythonOptimizer> PythonOptimizer::make(const ParamGroups& groups, const SharedObject& make,
-                                                       std::shared_ptr<StepAgreement> agreement) {
+                                                       std::shared_ptr<StepAgreement> agreement,
+                                                       std::shared_ptr<NumberKinds> kinds) {
   const py::gil_scoped_acquire lock;
   py::list list;
   for (const auto& group : groups) {
@@ -125,6 +136,7 @@ std::unique_ptr<PythonOptimizer> PythonOptimizer::make(const ParamGroups& groups
   auto made = std::unique_ptr<PythonOptimizer>(
       new PythonOptimizer(share(std::move(python)), OptionsOf::libtorch, std::move(defaults)));
   made->agreement_ = std::move(agreement);
+  made->kinds_ = std::move(kinds);
   return made;
 }
 
@@ -229,7 +241,7 @@ void PythonOptimizer::read_state() {
         state_.erase(parameter.unsafeGetTensorImpl());
         continue;
       }
-      slot = std::make_unique<PythonState>(python_, share(object));
+      slot = std::make_unique<PythonState>(python_, share(object), kinds_);
       known_[parameter.unsafeGetTensorImpl()] = share(object);
     }
   }
@@ -256,11 +268,11 @@ void PythonOptimizer::write_state() {
       if (held.is_of(python_)) continue;
       const auto object = py::cast(parameter);
       if (held.is_loaded()) {
-        load_into(*python_, object, held.read(), /*copy=*/!lends);
+        load_into(*python_, object, held.read(), *kinds_, /*copy=*/!lends);
       } else {
         state[object] = held.entry();  // of the optimizer that had this parameter before shares were made again
       }
-      found->second = std::make_unique<PythonState>(python_, share(object));
+      found->second = std::make_unique<PythonState>(python_, share(object), kinds_);
       known_[key] = share(object);
     }
   }

@@ -18,12 +18,17 @@ namespace shoal::python {
 // Who decides on options: the param groups of this object, or those of the Python optimizer.
 enum class OptionsOf { libtorch, python };
 
+// What numbers of an optimizer's state are in Python, by name: "int", "float", "bool", or a tensor of a dtype, "torch.float64".
+// Shared by the optimizers of all shares. Use it with the lock.
+using NumberKinds = std::map<std::string, std::string>;
+
 class PythonOptimizer : public torch::optim::Optimizer {
  public:
   // `make` makes the Python optimizer from a list of param groups, which may have no parameters.
   // `agreement`: of all ranks on each step, which is then collective; none: ranks step for themselves.
   static std::unique_ptr<PythonOptimizer> make(const ParamGroups& groups, const SharedObject& make,
-                                               std::shared_ptr<StepAgreement> agreement = nullptr);
+                                               std::shared_ptr<StepAgreement> agreement,
+                                               std::shared_ptr<NumberKinds> kinds);
   // A Python optimizer that exists, over its own parameters. Call it with the lock.
   static std::unique_ptr<PythonOptimizer> over(py::object optimizer);
 
@@ -37,6 +42,8 @@ class PythonOptimizer : public torch::optim::Optimizer {
 
   const py::object& python() const { return *python_; }
   StepAgreement* agreement() const { return agreement_.get(); }
+  // What is known of numbers so far. Numbers of a state that is loaded are the same in Python, or tensors of float32.
+  NumberKinds& kinds() const { return *kinds_; }
 
  private:
   PythonOptimizer(SharedObject python, OptionsOf options_of, std::unique_ptr<PythonOptions> defaults);
@@ -50,6 +57,7 @@ class PythonOptimizer : public torch::optim::Optimizer {
   SharedObject python_;
   OptionsOf options_of_;
   std::shared_ptr<StepAgreement> agreement_;
+  std::shared_ptr<NumberKinds> kinds_ = std::make_shared<NumberKinds>();
   std::exception_ptr failure_;
   std::map<void*, SharedObject> known_;  // parameters whose state was read or written
 };

@@ -29,6 +29,7 @@ class StepAgreement {
     group_ = std::move(group);
     before_commit_ = true;
   }
+  void move_back() { before_commit_ = false; }
   const Group& group() const { return group_; }
   bool before_commit() const { return before_commit_; }
 

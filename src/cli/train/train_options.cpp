@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <set>
 
 #include "base/limits.h"
 #include "cli/launch/elastic_range.h"
@@ -88,9 +89,18 @@ void check_elastic(const TrainOptions& options) {
   if (options.keep_global_batch) {
     if (!options.elastic) throw UsageError("--keep-global-batch: give --elastic, so that ranks may end");
     if (options.reference_data()) throw UsageError("--keep-global-batch: reference data has no epochs to share out");
-    if (options.chosen().pace != Pace::common) {
+    const std::set<std::string> alone{"local_sgd", "slowmo", "diloco"};
+    if (alone.contains(options.strategy)) {
       throw UsageError(
           fmt::format("--keep-global-batch: ranks of --strategy {} have no gradients in common", options.strategy));
+    }
+    const auto micro_batches = int64_t{options.accumulate} * options.ranks.value_or(1);
+    const bool grows = options.ranks && options.elastic_most > micro_batches;
+    if (grows && options.batch * micro_batches % options.elastic_most != 0) {
+      throw UsageError(fmt::format(
+          "--keep-global-batch: {} samples of a step cannot be divided among {} ranks, to which --elastic lets "
+          "the job grow: give another --batch or --accumulate",
+          options.batch * micro_batches, options.elastic_most));
     }
   }
   if (options.silent_host_seconds) {

@@ -29,6 +29,7 @@ extern volatile std::sig_atomic_t interrupted;
 
 struct TrainResult {
   std::vector<double> loss;       // of this rank: mean over micro-batches, per step
+  std::vector<double> weight;     // of `loss` in the mean over ranks, per step; 1 where ranks have equally many samples
   std::vector<double> lr;         // of the first param group, per step
   std::vector<double> step_ms;    // of this rank
   std::vector<double> wait_ms;    // part of step_ms spent waiting for communication
