@@ -20,7 +20,10 @@ SharedObject& last_raised();
 // As unlocked(). If an error of shoal comes out that Python code has raised in it, it is that one, with its class and traceback.
 template <class Act>
 auto unlocked_with_calls(const Act& act) {
-  last_raised() = nullptr;
+  // Its traceback keeps whatever the program had in its frames, such as the graph of a step that was undone.
+  const struct Forget {
+    ~Forget() { last_raised() = nullptr; }
+  } forget;
   try {
     return unlocked(act);
   } catch (const Error& error) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <iterator>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -282,16 +283,19 @@ void Generations::end_stragglers(const MemberCard& card, Patience& patience) con
 void Generations::lose_late(const MemberCard& card) const {
   std::vector<std::string> late;
   std::vector<int> silent;
+  // Some hosts may have fallen silent before others, and be off the card.
+  const auto& all = members();
+  std::copy_if(all.begin(), all.end(), std::back_inserter(silent), [&](int member) { return board_->silent(member); });
   for (const int member : card.members) {
-    if (board_->silent(member)) silent.push_back(member);
-    if (member == self() || board_->entry(member).card == card) continue;
+    if (member == self() || board_->silent(member) || board_->entry(member).card == card) continue;
     late.push_back(fmt::format("{} (pid {})", member, board_->process(member).pid));
   }
   if (!silent.empty()) {
     throw JobLost(fmt::format(
-        "nothing is heard of the hosts of rank(s) {} of the first generation, and the other ranks are not more than "
+        "nothing is heard of the hosts of rank(s) {} of the first generation{}, and the other ranks are not more than "
         "half of all: ranks that are cut off might go on without them",
-        fmt::join(silent, ", ")));
+        fmt::join(silent, ", "),
+        late.empty() ? "" : fmt::format(", rank(s) {} have not come to the recovery", fmt::join(late, ", "))));
   }
   throw JobLost(
       fmt::format("rank(s) {} of the first generation live, but have not come to the recovery within {} s: they are "
