@@ -94,9 +94,8 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
 void Elastic::State::require_between_steps(const char* what) const {
   if (failed) {
     throw UsageError(
-        "Elastic: an update has failed on this rank, whose parameters may be half updated: it has left the job, and "
-        "the "
-        "others go on; end the program");
+        "Elastic: an update has failed on this rank, whose parameters may be half updated: it has left the job, "
+        "and the others go on; end the program");
   }
   if (!running) return;
   throw UsageError(

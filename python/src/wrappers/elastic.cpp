@@ -1,5 +1,6 @@
 #include "shoal/elastic.h"
 
+#include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/group/group_state.h"
@@ -157,25 +158,18 @@ class ElasticTrainer {
         .finish();
     return options;
   }
-  // The text that a newcomer gets: the kinds of the optimizer's numbers, then what the program gives.
+  // The text that a newcomer gets: a line of JSON with the kinds of the optimizer's numbers, then what the program gives.
   std::function<std::string()> with_kinds(const SharedObject& give) const {
     return [this, give] {
       const auto text = call(give);
       const py::gil_scoped_acquire lock;
-      std::string kinds;
-      for (const auto& [name, kind] : local().kinds()) kinds += fmt::format("{}={};", name, kind);
-      return kinds + "\n" + text->cast<std::string>();
+      return nlohmann::json(local().kinds()).dump() + "\n" + text->cast<std::string>();
     };
   }
   std::function<void(const std::string&)> for_kinds(const SharedObject& take) const {
     return [this, take](const std::string& text) {
       const auto end = text.find('\n');
-      for (size_t begin = 0; begin < end;) {
-        const auto equals = text.find('=', begin);
-        const auto next = text.find(';', begin);
-        local().kinds()[text.substr(begin, equals - begin)] = text.substr(equals + 1, next - equals - 1);
-        begin = next + 1;
-      }
+      local().kinds() = nlohmann::json::parse(text.substr(0, end)).get<NumberKinds>();
       call(take, text.substr(end + 1));
     };
   }

@@ -281,6 +281,15 @@ TEST_F(ElasticTrain, what_does_not_go_on_is_refused_before_ranks_start) {
           "--straggler-seconds 150: give more than 0 and less than half of --timeout 300");
   refused({"--straggler-seconds", "-1"}, "--straggler-seconds -1: give more than 0");
   refused({"--keep-global-batch"}, "--keep-global-batch: reference data has no epochs");
+  const auto batch_refused = [&](const Line& more, const std::string& says) {
+    const auto ended = shoal(Line{"train", "--ranks", "2", "--keep-global-batch"} + text() + more);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find(says), std::string::npos) << ended.output;
+    EXPECT_EQ(ended.output.find("rank 1"), std::string::npos) << ended.output;
+  };
+  batch_refused({}, "--keep-global-batch: give --elastic");
+  batch_refused({"--elastic", "1", "--strategy", "diloco"}, "ranks of --strategy diloco have no gradients in common");
+  batch_refused({"--elastic", "1:3"}, "4 samples of a step cannot be divided among 3 ranks");
   refused({"--replan", "3:fsdp"}, "--elastic with --replan");
   refused({"--optimizer-in-backward"}, "--elastic with --optimizer-in-backward");
   refused({"--strategy", "zero1", "--dtype", "fp16_mixed"}, "--elastic with --strategy zero1 --dtype fp16_mixed");
