@@ -59,8 +59,9 @@ class DistributedDataParallelCore : public DataParallelCore {
   // For Elastic. UsageError that names what cannot go on in another group.
   void require_regroupable() const;
   // Goes on in another group, whose ranks hold the same model, after `step` synchronising steps. The gradients of a step
-  // that was not finished are dropped by the caller. Collective over `group` with a communication hook.
-  void regroup(const Group& group, int64_t step);
+  // that was not finished are dropped by the caller. moved: the optimizer has given the parameters other memory. Collective over
+  // `group` with a communication hook.
+  void regroup(const Group& group, int64_t step, bool moved);
 };
 
 // Wrapper for data-parallel training, after torch.nn.parallel.DistributedDataParallel. Works with any optimizer, which

@@ -202,12 +202,14 @@ struct ElasticOptions {
 // killed before, and `shoal launch --max-restarts` starts another one in its place.
 //
 // All ranks compute on the CPU, over shared memory or, without a sharded optimizer, tcp or Gloo. They run on one host; or
-// on several, with an optimizer that is whole on each rank or with LocalUpdates, where each rank has all of the state, so that
-// a host may be lost with all of its ranks. Hosts agree through the job's store: if it is lost, the job is (JobLost). So let the
+// on several, each of which has all of the state, so that a host may be lost with all of its ranks: with an optimizer that is
+// whole on each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, or with OSS over
+// world.group().by_host() and DistributedDataParallel over world.group(). After a death, hosts with more ranks than the smallest
+// have some that own no shards. Hosts agree through the job's store: if it is lost, the job is (JobLost). So let the
 // launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0 does, and must live. With several hosts nobody can
 // join and straggler_seconds is refused.
 //
-// Errors: UsageError at construction names what is not supported (other strategies, hybrid sharding, several model chunks, parameters that ranks do not share,
+// Errors: UsageError at construction names what is not supported (other strategies, several model chunks, parameters that ranks do not share,
 // OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.
 class Elastic {
  public:

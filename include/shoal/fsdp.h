@@ -28,7 +28,8 @@ enum class ShardingStrategy {
   full_shard,            // parameters are gathered for each use in forward and backward
   shard_grad_op,         // parameters stay gathered from forward to the end of backward
   no_shard,              // parameters are replicated, as in DistributedDataParallel
-  hybrid_shard,          // full_shard within a host, replicated over hosts
+  hybrid_shard,          // full_shard within a host, replicated over hosts; where hosts have different numbers of ranks, as many of
+                         // each own parameters, whole ones, as the smallest has
   hybrid_shard_grad_op,  // shard_grad_op within a host, replicated over hosts
 };
 

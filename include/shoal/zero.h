@@ -83,10 +83,12 @@ class OSSCore : public ShardedOptimizerBase {
   std::vector<at::Tensor> local_params() const;              // this rank's share
   ShareSizes share_sizes() const;
 
-  // For Elastic. UsageError that names what cannot outlive a rank.
-  void require_regroupable() const;
-  // Goes on in another group with the parameters and the state of the former one, all of whose guarded steps are complete,
-  // after `step` steps. If it fails, it may be called again with a further group. Collective over `group`.
+  // For Elastic. everybody: the ranks of the job. They are those of the optimizer's group, or those of several hosts, equally
+  // many of each, and the group has those of this host. UsageError that names what cannot outlive a rank.
+  void require_regroupable(const Group& everybody);
+  // Goes on in another group, or in that of its ranks on this host, with the parameters and the state of the former one, all of
+  // whose guarded steps are complete, after `step` steps. If it fails, it may be called again with a further group. Collective
+  // over `group`.
   void regroup(const Group& group, int64_t step);
 
   struct State;

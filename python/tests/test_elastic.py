@@ -581,8 +581,9 @@ if sys.argv[2] in ("zero1", "zero2"):
     optimizer = shoal.optim.OSS(net.parameters(), adamw[0], **adamw[1])
 elif sys.argv[2] == "megatron":
     model, optimizer = net, shoal.optim.DistributedOptimizer(net, adamw[0], **adamw[1])
-elif sys.argv[2] == "fsdp":
-    model = shoal.nn.FullyShardedDataParallel(net)
+elif sys.argv[2] in ("fsdp", "hybrid"):
+    sharding = "hybrid_shard" if sys.argv[2] == "hybrid" else "full_shard"
+    model = shoal.nn.FullyShardedDataParallel(net, sharding_strategy=sharding)
     optimizer = shoal.optim.FullyShardedOptimizer(model, adamw[0], **adamw[1])
 else:
     optimizer = CountingSGD(net.parameters(), 1e-2)
@@ -642,8 +643,8 @@ def can_make_hosts():
     return os.geteuid() == 0 and subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
 
 
-def on_two_hosts(strategy, folder):
-    """(exit code, output) of the launchers of two hosts with a rank each. The one of the second host kills itself."""
+def on_two_hosts(strategy, folder, ranks=1):
+    """(exit code, output) of the launchers of two hosts with so many ranks each. Rank 1 kills itself."""
     if not can_make_hosts():
         pytest.skip("no namespaces of processes")
     program = folder / "program.py"
@@ -654,7 +655,7 @@ def on_two_hosts(strategy, folder):
     launchers = []
     for node in "01":
         host = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "1", "--nnodes", "2", "--node-rank", node, "--port", port]
+        launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", str(ranks), "--nnodes", "2", "--node-rank", node, "--port", port]
         line = ["--elastic", "1", "--", sys.executable, program, "{}", strategy, "without newcomers"]
         launchers.append(subprocess.Popen([*host, *launch, *line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [launcher.communicate(timeout=60)[0] for launcher in launchers]
@@ -666,6 +667,16 @@ def test_ELA01_ELA04_the_last_rank_of_a_host_dies_and_a_python_program_goes_on(t
     assert first[0] == 0 and second[0] == 137, (first, second)
     assert "rank 1 has ended; 1 rank goes on after step 105" in first[1], first[1]
     assert "steps 1000 stayed" in first[1], first[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ELA04_shards_that_each_host_has_outlive_ranks_and_a_host(ranks, tmp_path):
+    hosts = on_two_hosts("hybrid", tmp_path, ranks)
+    assert [code for code, _ in hosts] == [0, 0 if ranks == 2 else 137], hosts
+    said = [line[line.index("weights") :] for _, text in hosts for line in text.splitlines() if "weights" in line]
+    assert len(said) == 2 * ranks - 1 and len(set(said)) == 1 and "steps 1000 stayed" in said[0], hosts
+    alone = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "1", "--", sys.executable, tmp_path / "program.py", "{}", "hybrid", ""]
+    assert subprocess.run(alone, capture_output=True, text=True, timeout=100).stdout.strip().endswith(said[0]), said
 
 
 def test_ELA04_sharded_optimizers_are_refused_on_several_hosts(tmp_path):

@@ -46,15 +46,15 @@ class Wrapped : public ElasticParts {
 // An optimizer that is whole on each rank, or OSS.
 class WithDDP : public Wrapped {
  public:
-  WithDDP(DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
+  WithDDP(const World& world, DistributedDataParallelCore& parallel, torch::optim::Optimizer& optimizer, OSSCore* oss)
       : Wrapped(parallel, optimizer, oss), parallel_(parallel), oss_(oss) {
     parallel.require_regroupable();
     parallel.check_optimizer(optimizer);
-    if (oss_ != nullptr) oss_->require_regroupable();
+    if (oss_ != nullptr) oss_->require_regroupable(world.group());
   }
   void regroup(const Group& group, int64_t step) override {
     if (oss_ != nullptr) oss_->regroup(group, step);
-    parallel_.regroup(group, step);
+    parallel_.regroup(group, step, oss_ != nullptr);
   }
 
  private:
@@ -66,7 +66,7 @@ class WithShardedDDP : public Wrapped {
  public:
   WithShardedDDP(ShardedDataParallelCore& parallel, OSSCore& oss)
       : Wrapped(parallel, oss, &oss), parallel_(parallel), oss_(oss) {
-    oss.require_regroupable();
+    oss.require_regroupable(oss.group());
   }
   void regroup(const Group& group, int64_t step) override {
     oss_.regroup(group, step);
@@ -130,14 +130,15 @@ class Megatron : public ElasticParts {
                   parallel.logging_data().strategy, c10::demangle(typeid(optimizer).name())));
 }
 
-std::unique_ptr<ElasticParts> parts_of(DataParallelCore& parallel, torch::optim::Optimizer& optimizer) {
+std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& parallel,
+                                       torch::optim::Optimizer& optimizer) {
   auto* sharded = dynamic_cast<ShardedOptimizerBase*>(&optimizer);
   auto* oss = dynamic_cast<OSSCore*>(&optimizer);
   if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr) {
     throw UsageError("Elastic: L-BFGS communicates in its step, by its closure, and cannot be finished after a death");
   }
   if (auto* ddp = dynamic_cast<DistributedDataParallelCore*>(&parallel)) {
-    if (sharded == oss) return std::make_unique<WithDDP>(*ddp, optimizer, oss);
+    if (sharded == oss) return std::make_unique<WithDDP>(world, *ddp, optimizer, oss);
   } else if (auto* sharded_ddp = dynamic_cast<ShardedDataParallelCore*>(&parallel)) {
     sharded_ddp->require_regroupable(optimizer);
     return std::make_unique<WithShardedDDP>(*sharded_ddp, *oss);
@@ -171,6 +172,18 @@ void ElasticParts::commit(bool map) {
   if (sharded_ != nullptr) sharded_->commit(map);
 }
 
+bool ElasticParts::has_replicas() const {
+  return sharded_ != nullptr && sharded_->has_replicas();
+}
+
+void ElasticParts::map_on_host(bool map) {
+  sharded_->map_on_host(map);
+}
+
+bool ElasticParts::commit_over_hosts(bool came, const std::function<bool(bool passes)>& decide) {
+  return sharded_->commit_over_hosts(came, decide);
+}
+
 void ElasticParts::visit_state(
     const std::function<void(const std::string& name, const NamedState& state)>& visit) const {
   if (sharded_ != nullptr) return sharded_->visit_state(module(), visit);
@@ -195,9 +208,9 @@ bool ElasticParts::has_scaler() const {
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,
                                             torch::optim::Optimizer& optimizer) {
-  auto parts = parts_of(parallel, optimizer);
+  auto parts = parts_of(world, parallel, optimizer);
   if (const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(&optimizer)) {
-    require_group_of(world, sharded->group());
+    require_group_of(world, sharded->everybody());
   }
   return parts;
 }

@@ -62,6 +62,10 @@ class ElasticParts {
   // Afterwards all ranks that live may update, or it is CommError for all of them. Collective.
   virtual bool prepare_commit();
   void commit(bool map);
+  // A sharded optimizer of which other hosts hold the same shares: see ShardedOptimizerBase.
+  bool has_replicas() const;
+  void map_on_host(bool map);
+  bool commit_over_hosts(bool came, const std::function<bool(bool passes)>& decide);
   // Whether a step's gradients are of all ranks.
   virtual bool reduces() const { return true; }
   // Scope of the update; nothing if none is needed. After an update that returned, check_update() throws UsageError if it

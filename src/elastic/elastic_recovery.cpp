@@ -63,6 +63,7 @@ void Elastic::State::go_on(const std::function<void()>* update) {
       parts->regroup(world.group(), steps_before + done);
       if (training != nullptr) training->follow(world.group());
       generations->complete(trial);
+      decisions = 0;
       begin_trial();
       break;
     } catch (const CommError& error) {

@@ -46,6 +46,10 @@ struct Elastic::State {
   void exchange();
   // No rank updates before all ranks have their gradients. So either every rank can finish the step or no rank has begun.
   void commit();
+  // The meeting of all ranks before it: what they compare, and whether memory must be mapped.
+  bool meet(bool map);
+  // The same where hosts have equal shares: passes on all ranks of all hosts, or on none.
+  void commit_over_hosts(bool map);
   void finish(const std::function<void()>& update);
   void finish_step(const std::function<void()>& update);
   void leave_step();
@@ -105,6 +109,7 @@ struct Elastic::State {
   std::unique_ptr<Generations> generations;
 
   int64_t done = 0;
+  int64_t decisions = 0;          // over hosts, in this generation
   int64_t changes = 0;            // steps and exchanges that this rank has finished
   int64_t samples = 0;            // of a share in the step
   int64_t places = 0;             // of the epoch that the step takes

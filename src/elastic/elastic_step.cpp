@@ -35,6 +35,11 @@ void Elastic::State::commit() {
     const bool reduced = parts->reductions() > reductions_before;
     ready = !parts->reduces() ? Ready::if_another_has : reduced ? Ready::yes : Ready::no;
   }
+  if (parts->has_replicas()) return commit_over_hosts(map);
+  parts->commit(meet(map));
+}
+
+bool Elastic::State::meet(bool map) {
   const auto count = static_cast<double>(samples);
   const auto* joins = generations->joins();
   const bool knock = joins != nullptr && joins->anyone_knocks();
@@ -52,8 +57,24 @@ void Elastic::State::commit() {
                     -most[1], most[0]));
   }
   require_equal_rates(own_rates, {most.begin() + fixed, most.end()});
-  parts->commit(most[2] != 0);
   asked = most[4] != 0;
+  return most[2] != 0;
+}
+
+// Once one rank has come through the meeting, all have their gradients, and all of a host have mapped each other's. Others may
+// fail in the meeting, as a rank ends in it, so all ask what holds. Nobody can say that it passes before all have come.
+void Elastic::State::commit_over_hosts(bool map) {
+  parts->map_on_host(map);
+  const auto number = ++decisions;
+  const auto decide = [&](bool passes) { return generations->decide(number, passes); };
+  try {
+    meet(false);
+  } catch (const CommError&) {
+    if (!parts->commit_over_hosts(false, decide)) throw;
+    asked = false;
+    return;
+  }
+  if (!parts->commit_over_hosts(true, decide)) throw CommError("a rank has ended in the commit of the step");
 }
 
 void Elastic::State::finish(const std::function<void()>& update) {

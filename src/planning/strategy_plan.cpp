@@ -216,7 +216,7 @@ class Planner {
     }
     std::vector<int> places(group_.size());
     std::iota(places.begin(), places.end(), 0);
-    const ShardGroups groups{.all = group_, .shard = group_, .replicas = std::nullopt, .places = std::move(places)};
+    const ShardGroups groups{.all = group_, .shard = group_, .places = std::move(places), .owners = group_.size()};
     auto hook = make_started_hook(compress());
     const auto caps = unit_caps(plan_.parameters_once && !hook);
     std::unique_ptr<GradientReduction> reduction;

@@ -22,6 +22,7 @@
 #include "comm/store/job_store.h"
 #include "comm/store/store_server.h"
 #include "shoal/error.h"
+#include "tests/support/refusal.h"
 
 namespace shoal::store_board_test {
 namespace {
@@ -91,6 +92,33 @@ TEST_F(StoreBoardTest, ELA01_other_hosts_see_the_entry_whole) {
   }
   boards_[2]->show(to_words(entry_of(8, true)));
   EXPECT_TRUE(soon([&] { return boards_[0]->left(2); }));
+}
+
+TEST_F(StoreBoardTest, ELA02_the_first_answer_to_a_decision_counts_for_all) {
+  EXPECT_TRUE(boards_[2]->decide(1, 1, true));
+  EXPECT_TRUE(boards_[0]->decide(1, 1, false));
+  EXPECT_TRUE(boards_[0]->decide(1, 2, true));
+  EXPECT_FALSE(boards_[1]->decide(1, 3, false));
+  EXPECT_FALSE(boards_[0]->decide(1, 3, true));
+  EXPECT_FALSE(boards_[2]->decide(1, 3, true));
+  EXPECT_THROW(boards_[0]->decide(1, 4, true), CommError) << "none follows one that has failed";
+  EXPECT_THROW(boards_[0]->decide(2, 2, true), CommError) << "out of turn";
+  EXPECT_FALSE(boards_[2]->decide(2, 1, false)) << "of another generation";
+  // Many at once.
+  for (int64_t number = 1; number <= 20; ++number) {
+    std::vector<std::future<bool>> answers;
+    for (int self = 0; self < 3; ++self) {
+      answers.push_back(std::async(std::launch::async, [this, self, number] {
+        return boards_[self]->decide(3, number, number < 20 || self == 1);
+      }));
+    }
+    std::set<bool> all;
+    for (auto& answer : answers) all.insert(answer.get());
+    EXPECT_EQ(all.size(), 1U) << "decision " << number;
+    EXPECT_TRUE(number == 20 || all.contains(true));
+  }
+  server_.reset();
+  EXPECT_THAT(test::refusal<CommError>([&] { boards_[0]->decide(3, 21, true); }), HasSubstr("store"));
 }
 
 // A member may end between writing its entry and saying so.

@@ -5,6 +5,7 @@
 
 #include "shoal/checkpoint.h"
 #include "tests/elastic/elastic_run.h"
+#include "tests/support/forked_hosts.h"
 #include "tests/support/temp_folder.h"
 
 namespace shoal::elastic_end_test {
@@ -98,6 +99,25 @@ TEST(ElasticEnd, ELA02_checkpoints_and_plain_steps_after_the_loss_of_a_rank) {
       for (int rank = 0; rank < ranks; ++rank) {
         if (rank == 1) continue;
         EXPECT_TRUE(WIFEXITED(ended[rank].status)) << WTERMSIG(ended[rank].status);
+        EXPECT_EQ(ended[rank].text.find("same "), 0U) << ended[rank].text;
+        EXPECT_EQ(ended[rank].text, ended[0].text);
+      }
+    }
+  }
+}
+
+// The same where each host has all shards; hosts are left with different numbers of ranks, or a host is lost.
+TEST(ElasticEnd, ELA02_ELA04_checkpoints_and_plain_steps_after_the_loss_of_a_rank_of_two_hosts) {
+  if (!test::ForkedHosts::possible()) GTEST_SKIP() << "this system does not let a process make namespaces";
+  for (const auto& trained : {Trained{Sharding::hybrid}, Trained{.sharding = Sharding::hybrid, .dtype = at::kBFloat16},
+                              Trained{Sharding::zero1_by_host}}) {
+    for (const auto& hosts : {std::vector<int>{2, 2}, {1, 1, 1}}) {
+      SCOPED_TRACE(fmt::format("{}, {} hosts", name_of(trained), hosts.size()));
+      const test::TempFolder folder;
+      test::ForkedHosts job(hosts, [&](const World& world) { return train(world, trained, folder.path()); });
+      const auto ended = job.wait(40);
+      for (int rank = 0; rank < job.ranks(); ++rank) {
+        if (rank == 1) continue;
         EXPECT_EQ(ended[rank].text.find("same "), 0U) << ended[rank].text;
         EXPECT_EQ(ended[rank].text, ended[0].text);
       }

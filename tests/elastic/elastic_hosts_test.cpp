@@ -8,41 +8,24 @@
 #include <numeric>
 #include <random>
 
-#include "tests/elastic/elastic_deaths.h"
+#include "tests/elastic/elastic_hosts.h"
 #include "tests/elastic/elastic_local_judge.h"
-#include "tests/support/forked_hosts.h"
 #include "tests/support/refusal.h"
 
 namespace shoal::elastic_hosts_test {
 namespace {
 
+using test::all_train;
 using test::Death;
 using test::ForkedHosts;
+using test::Kind;
 using test::Moment;
+using test::over;
+using test::quick;
 using testing::HasSubstr;
 
-// A busy machine may keep all ranks of a host waiting for a second.
-const ElasticOptions quick{.silent_host_seconds = 1.5};
+class ElasticHosts : public test::OnHosts {};
 
-WorldOptions over(const std::string& transport) {
-  WorldOptions options;
-  options.transport = transport;
-  options.timeout_seconds = 4;
-  return options;
-}
-
-class ElasticHosts : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (!ForkedHosts::possible()) GTEST_SKIP() << "this system does not let a process make namespaces";
-  }
-};
-
-// Sockets add in the order of ranks, so that the bits can be compared with one process's.
-struct Kind {
-  std::vector<int> hosts;
-  std::string transport;
-};
 const std::vector<Kind> kinds{{{2, 2}, "auto"}, {{2, 2}, "tcp"}, {{1, 3}, "tcp"}, {{1, 1, 1}, "tcp"}, {{2, 2}, "gloo"}};
 
 void die_at(const Kind& kind, const std::vector<Death>& deaths) {
@@ -61,9 +44,7 @@ TEST_F(ElasticHosts, ELA01_ELA02_a_rank_ends_at_each_moment_of_a_step) {
   for (const auto& kind : kinds) {
     for (const auto moment : {Moment::before_forward, Moment::in_backward, Moment::before_commit, Moment::before_update,
                               Moment::after_update, Moment::between_steps, Moment::evaluation}) {
-      const int ranks = std::accumulate(kind.hosts.begin(), kind.hosts.end(), 0);
-
-      const int victim = ++number % ranks;
+      const int victim = ++number % kind.ranks();
       SCOPED_TRACE(fmt::format("{} hosts over {}, moment {}, rank {}", kind.hosts.size(), kind.transport,
                                static_cast<int>(moment), victim));
       die_at(kind, {{victim, moment, moment == Moment::evaluation ? 1 : 3 + number % 3}});
@@ -81,19 +62,6 @@ TEST_F(ElasticHosts, ELA01_ranks_end_while_others_recover) {
   }
 }
 
-// Waits until all ranks train.
-bool all_train(const test::Record& record, int ranks) {
-  const double deadline = test::now() + 20;
-  while (record.started < ranks && test::now() < deadline) usleep(200);
-  return record.started == ranks;
-}
-
-std::vector<int> ranks_of(const std::vector<int>& hosts, size_t host) {
-  std::vector<int> list(static_cast<size_t>(hosts[host]));
-  std::iota(list.begin(), list.end(), std::accumulate(hosts.begin(), hosts.begin() + static_cast<int64_t>(host), 0));
-  return list;
-}
-
 void lose_host(const Kind& kind, size_t host, int pause_us) {
   const test::SharedRecord record;
   ForkedHosts hosts(
@@ -102,7 +70,7 @@ void lose_host(const Kind& kind, size_t host, int pause_us) {
   usleep(static_cast<useconds_t>(pause_us));
   hosts.kill_host(static_cast<int>(host));
   const auto ended = hosts.wait(40);
-  check(ended, ranks_of(kind.hosts, host), *record, 2, kind.transport == "tcp");
+  check(ended, kind.ranks_of(host), *record, 2, kind.transport == "tcp");
 }
 
 TEST_F(ElasticHosts, ELA01_ELA02_ELA04_a_host_is_lost_with_all_its_ranks) {
@@ -183,13 +151,13 @@ TEST_F(ElasticHosts, ELA01_ELA02_ranks_and_hosts_end_at_random_moments) {
   std::vector<double> seconds;
   for (int trial = 0; trial < trials && !HasFailure(); ++trial) {
     const auto& kind = all[random() % all.size()];
-    std::vector<int> order(static_cast<size_t>(std::accumulate(kind.hosts.begin(), kind.hosts.end(), 0)));
+    std::vector<int> order(static_cast<size_t>(kind.ranks()));
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random);
     // A host whose ranks are all lost must be outweighed by those that are left.
     const bool whole = kind.hosts.size() == 3 && random() % 2 == 0;
     const size_t host = random() % kind.hosts.size();
-    std::vector<int> victims = whole ? ranks_of(kind.hosts, host) : std::vector<int>{order[0]};
+    std::vector<int> victims = whole ? kind.ranks_of(host) : std::vector<int>{order[0]};
     const int pause = static_cast<int>(random() % 80'000);
     // With a host, a rank of another one before: the host is lost in the recovery from that.
     const bool two = kind.hosts[0] == 2 && random() % 2 == 0;

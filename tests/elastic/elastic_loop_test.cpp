@@ -433,7 +433,7 @@ TEST(ElasticLoop, ELA01_sharded_optimizers_over_sockets_are_refused_by_name) {
       alarm(30);
       const auto net = std::make_shared<test::Net>();
       const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());
-      return fault_of_refusal("over the transport host", [&] { wrapped.elastic(world); }) + "end";
+      return fault_of_refusal("over the transport", [&] { wrapped.elastic(world); }) + "end";
     };
     for (const auto& rank : test::run_ranks(2, train, {}, options)) EXPECT_EQ(rank.text, "end");
   }

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <map>
 #include <memory>
@@ -23,6 +24,7 @@
 #include <vector>
 
 #include "base/environment.h"
+#include "comm/group/hosts.h"
 #include "engine/gradients/gradient_norm.h"
 #include "engine/sharded/sharded_state.h"
 #include "shoal/elastic.h"
@@ -43,10 +45,12 @@ struct Entry {
   uint64_t generation = 0;  // in which the step was computed
   int ranks = 0;
   int rank = 0;
+  int host = 0;  // number of the host among those of the ranks
   int epoch = 0;
   int count = 0;
   int samples[batch_size] = {};
   uint64_t hash = 0;  // of parameters and optimizer state after a complete step
+  double sum = 0;     // of parameters, likewise
   double at = 0;      // seconds
 };
 
@@ -138,8 +142,17 @@ struct Death {
   int signal = SIGKILL;  // SIGSTOP: it stands still, and must be killed by the others
 };
 
+inline void add_to(std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& parts) {
+  if (sums.empty()) {
+    sums = parts;
+    return;
+  }
+  for (size_t i = 0; i < sums.size(); ++i) sums[i].add_(parts[i]);
+}
+
 // Repeats the training from the record in this process. Returns what is wrong with it; empty: nothing. in_rank_order:
-// whether the transport adds in the order of ranks, so that the bits can be compared.
+// whether the transport adds in the order of ranks, so that the bits can be compared; otherwise the sum of the parameters is, to
+// 1e-3.
 inline std::string judge(const Record& record, int epochs, bool in_rank_order = true, const Trained& trained = {}) {
   struct Complete {
     const Entry* entry;
@@ -188,7 +201,8 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
   for (const auto& [step, complete] : steps) {
     if (step != expected++) return fmt::format("nobody saw step {} complete", expected - 1);
     const auto& entry = *complete.entry;
-    std::vector<at::Tensor> sums;
+    std::vector<std::pair<int, std::vector<at::Tensor>>> parts;  // by rank, with its host
+    std::map<int, int> ranks_of_hosts;
     for (int rank = 0; rank < entry.ranks; ++rank) {
       const Entry* begun = nullptr;
       int member = 0;
@@ -204,21 +218,27 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
       for (const auto sample : samples) ++seen[entry.epoch][static_cast<int>(sample)];
       generator.set_state(generators[member]);
       net.zero_grad();
-      const auto parts = inputs_of(samples).chunk(trained.micro_batches);
-      for (const auto& x : parts) {
-        const auto loss = loss_of(net.forward(x.to(trained.dtype)), x) / static_cast<double>(parts.size());
+      const auto batches = inputs_of(samples).chunk(trained.micro_batches);
+      for (const auto& x : batches) {
+        const auto loss = loss_of(net.forward(x.to(trained.dtype)), x) / static_cast<double>(batches.size());
         (scales ? scaler.scale(loss) : loss).backward();
       }
       generators[member] = generator.get_state();
-      size_t i = 0;
+      std::vector<at::Tensor> own;
       for (const auto& parameter : net.parameters()) {
         const auto gradient = parameter.grad().to(trained.has_copies() ? at::kFloat : trained.dtype);
-        const auto part = entry.ranks > 1 ? gradient * (1.0 / entry.ranks) : gradient.clone();
-        if (rank == 0) sums.push_back(part);
-        if (rank > 0) sums[i].add_(part);
-        ++i;
+        own.push_back(entry.ranks > 1 ? gradient * (1.0 / entry.ranks) : gradient.clone());
       }
+      ++ranks_of_hosts[begun->host];
+      parts.emplace_back(begun->host, std::move(own));
     }
+    const bool equal_hosts = std::all_of(ranks_of_hosts.begin(), ranks_of_hosts.end(), [&](const auto& host) {
+      return host.second == ranks_of_hosts.begin()->second;
+    });
+    std::map<int, std::vector<at::Tensor>> by_host;
+    for (const auto& [host, part] : parts) add_to(by_host[trained.sums_by_host(equal_hosts) ? host : 0], part);
+    std::vector<at::Tensor> sums;
+    for (const auto& [host, part] : by_host) add_to(sums, part);
     size_t i = 0;
     for (auto& parameter : updated.parameters()) parameter.mutable_grad() = sums[i++];
     const bool infinite = scales && scaler.unscale(sums);
@@ -226,6 +246,9 @@ inline std::string judge(const Record& record, int epochs, bool in_rank_order = 
     if (!infinite) optimizer.step();
     if (scales) scaler.update(infinite);
     if (trained.has_copies()) net.round(copies);
+    if (std::abs(sum_of(net) / entry.sum - 1) > 1e-3) {
+      return fmt::format("after step {} the parameters' sum is {}, and was {}", step, sum_of(net), entry.sum);
+    }
     if (in_rank_order && hash() != complete.hash) {
       return fmt::format(
           "after step {}, computed by {} ranks in generation {}, the state is not that of a run without "
@@ -299,6 +322,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
           entry.step = step;
           entry.ranks = world.size();
           entry.rank = world.rank();
+          entry.host = hosts_of(world.group())[static_cast<size_t>(world.rank())];
           record.begun[self].add(entry);
           while (record.last_step != 0 && step > record.last_step) usleep(200);
           reached(Moment::before_forward);
@@ -324,6 +348,7 @@ inline std::string train(const World& world, Record& record, int epochs, const s
         };
         if (!elastic.step(static_cast<int64_t>(batch->size()), compute, update)) break;
         entry.hash = hash_of(elastic.together([&] { return wrapped.state(*net); }), *net);
+        entry.sum = sum_of(*net);
         entry.at = now();
         record.complete[self].add(entry);
         optimizer.zero_grad();

@@ -88,6 +88,14 @@ inline uint64_t hash_of(const OptimizerState& whole, const torch::nn::Module& mo
   return hash.value;
 }
 
+// For what is not equal to the bit.
+inline double sum_of(const torch::nn::Module& module) {
+  double sum = 0;
+  for (const auto& parameter : module.parameters())
+    sum += parameter.detach().to(at::kDouble).abs().sum().item<double>();
+  return sum;
+}
+
 inline uint64_t hash_of(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
   return hash_of(optimizer_state(optimizer, module), module);
 }
@@ -95,7 +103,8 @@ inline uint64_t hash_of(const torch::optim::Optimizer& optimizer, const torch::n
 constexpr uint64_t seed_of_ranks = 100;
 constexpr double learning_rate = 0.01;
 
-enum class Sharding { none, zero1, zero2, megatron, fsdp };
+// hybrid: FSDP on each host; zero1_by_host: OSS on each host.
+enum class Sharding { none, zero1, zero2, megatron, fsdp, hybrid, zero1_by_host };
 
 // What is trained, and how.
 struct Trained {
@@ -109,19 +118,24 @@ struct Trained {
   double clip = 0;            // norm to which the optimizer's option clips
 
   // The dtype of the module that the strategy is given.
-  at::ScalarType module_dtype() const { return sharding == Sharding::fsdp ? at::kFloat : dtype; }
+  at::ScalarType module_dtype() const { return is_fsdp() ? at::kFloat : dtype; }
+  bool is_fsdp() const { return sharding == Sharding::fsdp || sharding == Sharding::hybrid; }
+  // Whether gradients are summed on each host first. equal_hosts: with equally many ranks; others DDP takes in their order.
+  bool sums_by_host(bool equal_hosts) const {
+    return sharding == Sharding::hybrid || (sharding == Sharding::zero1_by_host && equal_hosts);
+  }
   bool has_copies() const { return c10::elementSize(dtype) < 4; }
   GradScalerOptions scaler() const { return {.initial_scale = 65536, .growth_interval = 3}; }  // some steps overflow
 };
 
 // For names of tests.
 inline std::string short_name(Sharding sharding) {
-  const char* names[] = {"ddp", "zero1", "zero2", "megatron", "fsdp"};
+  const char* names[] = {"ddp", "zero1", "zero2", "megatron", "fsdp", "hybrid", "zero1_by_host"};
   return names[static_cast<int>(sharding)];
 }
 
 inline std::string name_of(const Trained& trained) {
-  const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron", "FSDP"};
+  const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron", "FSDP", "hybrid FSDP", "ZeRO-1 by host"};
   return fmt::format("{} with {}, width {}, {}", names[static_cast<int>(trained.sharding)], trained.optimizer,
                      trained.width, c10::toString(trained.dtype));
 }
@@ -255,8 +269,10 @@ FullyShardedDataParallelOptions fsdp_options(const Trained& trained) {
   FullyShardedDataParallelOptions options;
   options.auto_wrap_policy = wrap_type<torch::nn::LinearImpl>();
   options.shard_by_parameter = !element_wise<Local>;
+  const bool hybrid = trained.sharding == Sharding::hybrid;
+  if (hybrid) options.sharding_strategy = ShardingStrategy::hybrid_shard;
   if (!trained.has_copies()) return options;
-  options.sharding_strategy = ShardingStrategy::shard_grad_op;
+  options.sharding_strategy = hybrid ? ShardingStrategy::hybrid_shard_grad_op : ShardingStrategy::shard_grad_op;
   options.buffer_dtype = at::kHalf;  // the net has none of floating point
   options.param_dtype = trained.dtype;
   options.reduce_dtype = at::kFloat;
@@ -277,7 +293,7 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
       wrapped.forward = [net, trained](const at::Tensor& x) { return net->forward(x.to(trained.dtype)); };
       return wrapped;
     }
-    if (trained.sharding == Sharding::fsdp) {
+    if (trained.is_fsdp()) {
       auto parallel =
           std::make_unique<FullyShardedDataParallel<Module>>(net, group, fsdp_options<Chunked<Local>>(trained));
       FullyShardedOptimizerOptions chosen{.clip_grad = trained.clip};
@@ -289,7 +305,8 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
     if (trained.sharding == Sharding::none) {
       wrapped.optimizer = std::make_unique<Local>(net->parameters(), options);
     } else {
-      wrapped.optimizer = std::make_unique<OSS<Chunked<Local>>>(net->parameters(), options, group);
+      wrapped.optimizer = std::make_unique<OSS<Chunked<Local>>>(
+          net->parameters(), options, trained.sharding == Sharding::zero1_by_host ? group.by_host() : group);
     }
     if (trained.sharding == Sharding::zero2) {
       ShardedDataParallelOptions small;

@@ -69,6 +69,13 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   bool prepare_commit();
   // All ranks that live pass, or none does: CommError. Collective.
   void commit(bool map);
+  // The ranks over which the state is sharded, and those that hold the same shares.
+  Group everybody() const;
+  // Whether other hosts hold the same shares. The commit is then that of all hosts: map_on_host(), once all ranks of this host have
+  // prepared; and commit_over_hosts(), as GuardedUpdate has it, once all ranks have come to a meeting after that, or it has failed.
+  bool has_replicas() const;
+  void map_on_host(bool map);
+  bool commit_over_hosts(bool came, const std::function<bool(bool passes)>& decide);
   // Options that ranks must have in common, beside those of the param groups: one line each.
   std::vector<std::string> description() const;
   bool has_scaler() const;
@@ -104,7 +111,7 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void update(bool finite);
   ShardedStep prepare_update(GradScaler* scaler, double max_norm);
   ShardedStep update_if_finite(GradScaler* scaler, double max_norm);
-  ShardedStep guarded_step(GradScaler* scaler, double max_norm);
+  ShardedStep committed_step(GradScaler* scaler, double max_norm);
 
   std::unique_ptr<State> state_;
 };
@@ -142,8 +149,9 @@ class ShardedOptimizerCore : public ShardedOptimizerBase {
   // For Elastic. UsageError that names what cannot outlive a rank.
   void require_regroupable() const;
   // Goes on in another group, for whose ranks `modules` are made, with the values and the state of the former ones, after
-  // `step` steps. See take_over(). Collective over `group`.
-  void regroup(const Group& group, std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step);
+  // `step` steps. everybody: those ranks, and those of other hosts that hold the same. See take_over(). Collective over `group`.
+  void regroup(const Group& group, const Group& everybody, std::vector<std::shared_ptr<ShardedModule>> modules,
+               int64_t step);
 
  private:
   void connect_clipping();

@@ -18,4 +18,10 @@ std::vector<int> hosts_of(const Group& group) {
   return hosts;
 }
 
+std::vector<int> world_ranks(const Group& group) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group.size(); ++rank) ranks.push_back(group.world_rank(rank));
+  return ranks;
+}
+
 }  // namespace shoal

@@ -9,5 +9,7 @@ namespace shoal {
 
 // Index of each rank's host; hosts are numbered in the order of their first ranks. Not collective.
 std::vector<int> hosts_of(const Group& group);
+// The world's number of each rank. Not collective.
+std::vector<int> world_ranks(const Group& group);
 
 }  // namespace shoal

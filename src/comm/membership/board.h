@@ -37,6 +37,10 @@ class Board {
   void show(const MemberCard& card);
   void serve(uint64_t generation, int descriptor, uint64_t nonce);
   void lose(int living);
+  // With several hosts: see StoreBoard::decide().
+  bool decide(uint64_t generation, int64_t number, bool passes) {
+    return elsewhere_->decide(generation, number, passes);
+  }
   // This member takes no more part in recoveries. It may end at any time without having failed.
   void leave() noexcept;
 

@@ -243,6 +243,15 @@ void Generations::show(const MemberCard& card) {
   }
 }
 
+bool Generations::decide(int64_t number, bool passes) {
+  try {
+    return board_->decide(this->number(), number, passes);
+  } catch (const CommError&) {
+    require_board();
+    throw;
+  }
+}
+
 // Members that have found the job lost end, one after the other: the first one's count is the cause, and all name it.
 void Generations::require_enough(int ranks, int min_ranks) const {
   if (ranks >= min_ranks) return;

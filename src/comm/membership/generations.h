@@ -49,6 +49,9 @@ class Generations {
   const MemberList& members() const { return watch_->members(); }
   int self() const { return board_->self(); }
   bool has_several_hosts() const { return board_->has_several_hosts(); }
+  // With several hosts: whether decision `number` of this generation has passed, as the first rank says that asks, for all of
+  // them. Numbered from 1, and asked in turn until one has failed. JobLost if the store is lost.
+  bool decide(int64_t number, bool passes);
 
   // The table of the job's processes; nullptr: nobody can join, as with several hosts.
   JoinBoard* joins() const { return joins_.get(); }

@@ -76,15 +76,13 @@ void StoreBoard::await_all() {
   }
 }
 
-void StoreBoard::show(const Notice::Words& words) {
+template <class Act>
+auto StoreBoard::ask(const Act& act) {
   Patience patience(options_.silence, std::chrono::seconds(5));  // a call that is given up takes seconds
   while (true) {
     if (lost_) throw CommError(why_lost());
     try {
-      const std::lock_guard lock(write_mutex_);
-      own_.words = words;
-      unwritten_ = true;
-      return write();
+      return act();
     } catch (const StoreUnreachable& error) {
       if (patience.over()) lose(error.what());
     } catch (const std::exception& error) {
@@ -92,6 +90,31 @@ void StoreBoard::show(const Notice::Words& words) {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
+}
+
+void StoreBoard::show(const Notice::Words& words) {
+  ask([&] {
+    const std::lock_guard lock(write_mutex_);
+    own_.words = words;
+    unwritten_ = true;
+    write();
+  });
+}
+
+// A decision follows one that has passed, so one key is enough for all of a generation. A call that was given up may have been
+// carried out, and is then answered as any later one.
+bool StoreBoard::decide(uint64_t generation, int64_t number, bool passes) {
+  const auto passed = [](int64_t decision) { return fmt::format("{} passed", decision); };
+  const auto failed = fmt::format("{} failed", number);
+  const auto before = number > 1 ? passed(number - 1) : "";
+  const auto now = ask([&] {
+    return store_replace(*options_.store, fmt::format("{}/decision/{}", options_.prefix, generation), before,
+                         passes ? passed(number) : failed);
+  });
+  if (now == passed(number)) return true;
+  if (now == failed) return false;
+  throw CommError(fmt::format("decision {} of generation {} was asked for out of turn: the store has '{}'", number,
+                              generation, printable(now)));
 }
 
 // The entry before the beat that announces it. The last call has an answer, so the store has both.

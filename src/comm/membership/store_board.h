@@ -47,6 +47,9 @@ class StoreBoard {
 
   // Once it returns, the other hosts can see the entry. CommError if the store is lost.
   void show(const Notice::Words& words);
+  // Whether decision `number` of a generation, which are numbered from 1, has passed: as the first of all members says that asks,
+  // for all of them. To be asked in turn, until one has failed. CommError if the store is lost. For the thread that shows.
+  bool decide(uint64_t generation, int64_t number, bool passes);
   // Nothing is written or read from now on. For the thread that shows.
   void stop();
 
@@ -93,6 +96,9 @@ class StoreBoard {
   void take(int member, const Read& entry, bool ended);
   bool look_for_silence();
   void write();
+  // Calls `act`, which uses the store, until it has an answer. CommError if the store is lost.
+  template <class Act>
+  auto ask(const Act& act);
   void await_all();
   void lose(const std::string& why);
   std::string key(const char* what, int member) const;

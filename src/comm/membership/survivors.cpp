@@ -23,11 +23,11 @@ Survivors::Survivors(const Group& group) : group_(group), world_(state_of(group)
 }
 
 bool Survivors::ended(int rank) const {
-  return watch_->ended(rank);
+  return watch_->ended(in_world(rank));
 }
 
 bool Survivors::absent(int rank) const {
-  return watch_->ended(rank) || watch_->left_behind(rank);
+  return ended(rank) || watch_->left_behind(in_world(rank));
 }
 
 int Survivors::heir() const {
@@ -37,7 +37,7 @@ int Survivors::heir() const {
 }
 
 PeerMemory& Survivors::peer(int rank) const {
-  return *world_->memory->peer(world_->meeting.peers[static_cast<size_t>(rank)].page);
+  return *world_->memory->peer(world_->meeting.peers[static_cast<size_t>(in_world(rank))].page);
 }
 
 void Survivors::ring() const {
@@ -76,7 +76,7 @@ std::map<int, int> Survivors::debtors(const std::function<bool(int rank)>& late)
 
 void Survivors::end_stragglers(const std::map<int, int>& owed) const {
   for (const auto& [rank, debtor] : owed) {
-    if (debtor != group_.rank()) watch_->end(watch_->members()[static_cast<size_t>(debtor)]);
+    if (debtor != group_.rank()) watch_->end(watch_->members()[static_cast<size_t>(in_world(debtor))]);
   }
 }
 

@@ -16,8 +16,8 @@ namespace shoal {
 struct WorldState;
 class GenerationWatch;
 
-// Waits for words in shared memory that a death does not end: whoever waits decides what a death means. For the group of
-// all ranks of a generation, on one host.
+// Waits for words in shared memory that a death does not end: whoever waits decides what a death means. For a group of ranks
+// of a generation that are all of this host.
 class Survivors {
  public:
   explicit Survivors(const Group& group);
@@ -51,6 +51,7 @@ class Survivors {
 
  private:
   PeerMemory& peer(int rank) const;
+  int in_world(int rank) const { return group_.world_rank(rank); }
   // look: called about every 100 ms.
   bool wait_until_then(const std::string& what, const std::function<bool()>& done,
                        std::chrono::steady_clock::time_point end, const std::function<void()>& look = {}) const;

@@ -5,6 +5,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <typeinfo>
 #include <utility>
@@ -120,14 +121,8 @@ void GuardedUpdate::commit() {
   const auto number = ++commits_;
   shared_.record(group_.rank()).reached.store(number);
   survivors_.ring();
-  auto& verdict = shared_.record(0).verdict;
+  const auto& verdict = shared_.record(0).verdict;
   const auto failed = 2 * number;
-  const auto decide = [&](bool passes) {
-    auto before = verdict.load();
-    while (before < failed && !verdict.compare_exchange_weak(before, failed + (passes ? 1 : 0))) {
-    }
-    survivors_.ring();
-  };
   int missing = -1;
   const auto decided = [&] {
     bool all = true;
@@ -137,13 +132,37 @@ void GuardedUpdate::commit() {
       all = false;
       if (absent) missing = rank;
     }
-    if (verdict.load() < failed && (all || missing >= 0)) decide(all);
+    if (verdict.load() < failed && (all || missing >= 0)) give_verdict(number, all);
     return verdict.load() >= failed;
   };
-  if (!survivors_.wait_in_time("the commit of a step", decided)) decide(false);
+  if (!survivors_.wait_in_time("the commit of a step", decided)) give_verdict(number, false);
   if (verdict.load() > failed) return;
   if (missing >= 0) throw CommError(fmt::format("rank {} has ended before the commit of the step", missing), missing);
   throw CommError("a rank has not come to the commit of the step in time");
+}
+
+void GuardedUpdate::give_verdict(int64_t number, bool passes) const {
+  auto& verdict = shared_.record(0).verdict;
+  const auto failed = 2 * number;
+  auto before = verdict.load();
+  while (before < failed && !verdict.compare_exchange_weak(before, failed + (passes ? 1 : 0))) {
+  }
+  survivors_.ring();
+}
+
+// One rank of the host asks for all that wait here. Whoever asks gets the same answer, so it does no harm if several do, as when
+// the first one does not get one in time.
+bool GuardedUpdate::commit_over_hosts(bool came, const DecideOverHosts& decide) {
+  const auto number = ++commits_;
+  const auto& verdict = shared_.record(0).verdict;
+  const auto failed = 2 * number;
+  const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  const auto asks = [&] {
+    return !came || survivors_.heir() == group_.rank() || std::chrono::steady_clock::now() > patience;
+  };
+  survivors_.wait_in_time("the commit of a step", [&] { return verdict.load() >= failed || asks(); });
+  if (verdict.load() < failed) give_verdict(number, decide(came));
+  return verdict.load() > failed;
 }
 
 void GuardedUpdate::seal() {
@@ -172,7 +191,10 @@ void GuardedUpdate::require_own_state(size_t target) const {
 }
 
 void GuardedUpdate::require_commit() const {
-  if (commits_ > 0 && !is_updated(group_.rank())) return;
+  if (commits_ == 0 || is_updated(group_.rank())) refuse_without_commit();
+}
+
+void GuardedUpdate::refuse_without_commit() {
   throw UsageError(
       "Elastic: step() of the sharded optimizer is for the second function of Elastic::step(), once in each step");
 }

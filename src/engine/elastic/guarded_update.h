@@ -3,6 +3,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -12,6 +13,9 @@
 #include "shoal/group.h"
 
 namespace shoal {
+
+// Whether all hosts pass the commit: as the first rank says that asks, for all of them. JobLost if it cannot be known.
+using DecideOverHosts = std::function<bool(bool passes)>;
 
 // A step of all ranks of a host:
 //
@@ -53,11 +57,16 @@ class GuardedUpdate {
   bool prepare();
   void map_all() const { survivors_.map_all(); }
   void commit();
+  // In place of commit() where other hosts hold the same shares: the commit is that of all hosts, and must be called once ranks have
+  // prepared and mapped. came: whether this rank knows that all ranks of all hosts have. decide: asks all hosts, and gives every rank
+  // the same answer, that of the first who asks. Returns whether the commit has passed.
+  bool commit_over_hosts(bool came, const DecideOverHosts& decide);
   // A commit without an update, after construction and adopt(): from then on this object counts on all ranks, and the
   // former one on none.
   void seal();
   // UsageError unless a commit has passed that was not followed by run() yet.
   void require_commit() const;
+  [[noreturn]] static void refuse_without_commit();
   void run();
   // In place of run(), on all ranks: nothing is updated in this step.
   void skip();
@@ -107,6 +116,8 @@ class GuardedUpdate {
   void update(int rank);
   void round(int rank, const Chunk& chunk, const at::Tensor& piece) const;
   void take_state(size_t target);
+  // Writes the verdict on commit `number`, unless there is one.
+  void give_verdict(int64_t number, bool passes) const;
   bool is_updated(int rank) const { return shared_.record(rank).updated.load() >= commits_; }
   bool is_lost(int rank) const { return !is_updated(rank) && survivors_.absent(rank); }
 

@@ -18,6 +18,7 @@ namespace shoal {
 
 void ShardedOptimizerBase::guard() {
   auto& state = *state_;
+  state.commit.lone = state.group.size() == 1 && state.has_replicas();
   if (state.group.size() == 1 || state.guarded) return;  // one that has come is guarded since
   const torch::NoGradGuard no_grad;
   state.guarded = std::make_unique<GuardedUpdate>(state.group, state.shared_targets(param_groups_), *state.local,
@@ -27,6 +28,7 @@ void ShardedOptimizerBase::guard() {
 
 void ShardedOptimizerBase::unguard() {
   state_->guarded.reset();
+  state_->commit.lone = false;
 }
 
 void ShardedOptimizerBase::compute_shares(bool now) {
@@ -35,14 +37,37 @@ void ShardedOptimizerBase::compute_shares(bool now) {
 
 bool ShardedOptimizerBase::prepare_commit() {
   auto& state = *state_;
-  if (!state.guarded) return false;
+  if (!state.has_commit()) return false;
+  state.commit.passed = false;
   const torch::NoGradGuard no_grad;
   state.require_known(*this);
   state.begin_step();
   adopt_changes();
   complete_gradients();
-  state.prepared = prepare_update(state.own_scaler(), state.clip_grad);
-  return state.guarded->prepare();
+  state.commit.prepared = prepare_update(state.own_scaler(), state.clip_grad);
+  return state.guarded && state.guarded->prepare();
+}
+
+Group ShardedOptimizerBase::everybody() const {
+  return state_->everybody.value_or(state_->group);
+}
+
+bool ShardedOptimizerBase::has_replicas() const {
+  return state_->has_replicas();
+}
+
+void ShardedOptimizerBase::map_on_host(bool map) {
+  auto& state = *state_;
+  if (!state.guarded) return;
+  if (state.group.all_reduce(map ? 1 : 0, ReduceOp::max, state.label("memory of gradients")) != 0)
+    state.guarded->map_all();
+}
+
+bool ShardedOptimizerBase::commit_over_hosts(bool came, const DecideOverHosts& decide) {
+  auto& state = *state_;
+  if (state.guarded) return state.guarded->commit_over_hosts(came, decide);
+  state.commit.passed = decide(came);
+  return state.commit.passed;
 }
 
 void ShardedOptimizerBase::commit(bool map) {
@@ -53,9 +78,13 @@ void ShardedOptimizerBase::commit(bool map) {
 }
 
 // After the commit, on whose gradients all ranks have agreed.
-ShardedStep ShardedOptimizerBase::guarded_step(GradScaler* scaler, double max_norm) {
+ShardedStep ShardedOptimizerBase::committed_step(GradScaler* scaler, double max_norm) {
   auto& state = *state_;
-  state.guarded->require_commit();
+  if (state.guarded) {
+    state.guarded->require_commit();
+  } else if (!std::exchange(state.commit.passed, false)) {
+    GuardedUpdate::refuse_without_commit();
+  }
   if (scaler != state.own_scaler() || max_norm != state.clip_grad) {
     throw UsageError(state.name +
                      ": a loss scaler and clipping communicate, which an update in an elastic job must not: clip with "
@@ -65,16 +94,17 @@ ShardedStep ShardedOptimizerBase::guarded_step(GradScaler* scaler, double max_no
   state.begin_step();
   adopt_changes();
   state.take_gradients();  // shows what has been dropped or zeroed since
-  const auto result = *state.prepared;
+  const auto result = *state.commit.prepared;
   if (result.updated) {
     copy_options(param_groups_, state.local->param_groups());
     const UnwatchedOperators own;
     const TimedScope scope(timeline_of(state.group), "update", state.steps);
-    state.time(
-        "optimizer-inner-step", 2, [&] { state.guarded->run(); }, nullptr);
-  } else {
+    const auto run = [&] { state.guarded ? state.guarded->run() : static_cast<void>(state.local->step()); };
+    state.time("optimizer-inner-step", 2, run, nullptr);
+  } else if (state.guarded) {
     state.guarded->skip();
   }
+  if (!state.guarded) state.publish();  // within this rank
   if (scaler != nullptr) scaler->update(!result.updated);
   state.end_step(scaler != nullptr);
   state.finite.reset();
@@ -104,11 +134,13 @@ void ShardedOptimizerBase::take_over(int64_t step) {
   if (state.group.size() == 1) {
     GuardedUpdate::release(former, targets.front(), *state.local);
     state.guarded.reset();
+    state.commit.lone = state.has_replicas();
   } else {
     auto made = std::make_unique<GuardedUpdate>(state.group, targets, *state.local, state.element_wise);
     made->adopt(former);
     made->seal();
     state.guarded = std::move(made);
+    state.commit.lone = false;
   }
   state.alone.reset();
 }
@@ -184,23 +216,23 @@ void ShardedOptimizerCore::require_regroupable() const {
   if (std::all_of(modules.begin(), modules.end(), [](const auto& module) { return module->shared(); })) return;
   throw UsageError(
       fmt::format("Elastic: {} outlives its ranks only where they share its parameters: on the CPU of one host, over "
-                  "the transport host",
+                  "the transport auto or host; on several hosts use FullyShardedDataParallel with hybrid_shard",
                   state().name));
 }
 
-void ShardedOptimizerCore::regroup(const Group& group, std::vector<std::shared_ptr<ShardedModule>> modules,
-                                   int64_t step) {
+void ShardedOptimizerCore::regroup(const Group& group, const Group& everybody,
+                                   std::vector<std::shared_ptr<ShardedModule>> modules, int64_t step) {
   const torch::NoGradGuard no_grad;
   auto& state = this->state();
-  const bool stays_alone = group.size() == 1 && !state.guarded && !state.alone;
+  const bool stays_alone = everybody.size() == 1 && !state.has_commit() && !state.alone;
   const auto* held = stays_alone ? nullptr : &state.held(param_groups_);
   const auto former = std::exchange(state.modules, std::move(modules));
   state.group = group;
-  if (state.everybody) state.everybody = group;
+  if (state.everybody) state.everybody = everybody;
   if (!state.scalar_groups.empty()) state.scalar_groups = {group};
   state.collected.reset();
   state.finite.reset();
-  state.prepared.reset();
+  state.commit.prepared.reset();
   connect_clipping();
   if (stays_alone) {
     state.steps = step;

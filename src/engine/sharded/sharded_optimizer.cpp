@@ -173,8 +173,8 @@ ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm)
   ShardedStep result;
   state_->met = false;
   const auto whole = [&] {
-    if (state_->guarded) {
-      result = guarded_step(scaler, max_norm);
+    if (state_->has_commit()) {
+      result = committed_step(scaler, max_norm);
       return;
     }
     state_->begin_step();

@@ -35,9 +35,15 @@ struct ShardedOptimizerBase::State {
   std::optional<bool> finite{};  // no rank has inf or NaN in the gradients, which are unscaled; none: not asked yet
   std::unique_ptr<GuardedUpdate> guarded{};  // in an elastic job of several ranks
   std::unique_ptr<LoneState> alone{};        // of one rank whose job has just changed to several, until all have theirs
-  std::optional<ShardedStep> prepared{};     // what a guarded step will return, if it is updated
-  bool computes_shares = false;              // Elastic computes one share of the batch after the other
-  bool met = false;  // the step in progress has asked all ranks something, so that all are in it
+  // Of a step in an elastic job.
+  struct Commit {
+    std::optional<ShardedStep> prepared{};  // what the step will return, if it is updated
+    bool lone = false;    // this rank is alone on its host, beside others: its steps have a commit, and need no guard
+    bool passed = false;  // of a lone rank
+  };
+  Commit commit{};
+  bool computes_shares = false;  // Elastic computes one share of the batch after the other
+  bool met = false;              // the step in progress has asked all ranks something, so that all are in it
 
   State(std::string name, Group group) : name(std::move(name)), group(std::move(group)) {}
   virtual ~State() = default;
@@ -90,6 +96,11 @@ struct ShardedOptimizerBase::State {
   // Values are about to change, which the other ranks may read until they enter their own step. What the step has asked
   // all ranks already has been such a meeting. Collective.
   void await_readers() const;
+
+  // Whether steps have a commit.
+  bool has_commit() const { return guarded || commit.lone; }
+  // Whether other hosts hold the same shares.
+  bool has_replicas() const { return everybody && everybody->size() > group.size(); }
 
   GradScaler* own_scaler() { return scaler ? &*scaler : nullptr; }
 

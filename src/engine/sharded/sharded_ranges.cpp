@@ -98,7 +98,7 @@ std::vector<at::Tensor> ShardedOptimizerCore::State::take_gradients() {
     } else if (piece.sum.count_nonzero().item<int64_t>() == 0 && grad.count_nonzero().item<int64_t>() != 0) {
       grad.zero_();  // zeroed since
     }
-    if (guarded && !grad.is_alias_of(piece.sum) && piece.taken != piece.sum._version()) {
+    if (has_commit() && !grad.is_alias_of(piece.sum) && piece.taken != piece.sum._version()) {
       throw UsageError(GuardedUpdate::late_change);
     }
     list.push_back(grad);

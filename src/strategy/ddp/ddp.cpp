@@ -136,12 +136,12 @@ void DistributedDataParallelCore::require_regroupable() const {
   now.require_regroupable();
 }
 
-void DistributedDataParallelCore::regroup(const Group& group, int64_t step) {
+void DistributedDataParallelCore::regroup(const Group& group, int64_t step, bool moved) {
   auto& now = state();
   auto learnt = now.reducer->learnt_order();
   if (learnt) learnt->from = 0;
   // A lone rank had nobody to compare changed parameters with, and those that it goes on with have its values, or it theirs.
-  if (now.group.size() == 1) now.watch.note();
+  if (moved || now.group.size() == 1) now.watch.note();
   now.group = group;
   now.entered = false;
   now.remake_reducer(nullptr);

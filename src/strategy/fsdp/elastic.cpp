@@ -13,14 +13,22 @@ namespace shoal {
 void FullyShardedCore::require_regroupable() {
   state().require_regroupable();
   const auto refuse = [](const std::string& fault) { throw UsageError("Elastic: FullyShardedDataParallel: " + fault); };
-  const auto strategy = shards_->options.sharding_strategy;
-  if (strategy != ShardingStrategy::full_shard && strategy != ShardingStrategy::shard_grad_op) {
-    refuse(
-        fmt::format("sharding_strategy {} is not supported: use full_shard or shard_grad_op", sharding_name(strategy)));
+  const auto& options = shards_->options;
+  const auto strategy = options.sharding_strategy;
+  if (strategy == ShardingStrategy::no_shard) {
+    refuse(fmt::format("sharding_strategy {} is not supported: use DistributedDataParallel", sharding_name(strategy)));
+  }
+  if (is_hybrid(strategy) && options.shard_size) {
+    refuse("shard_size is not supported, since ranks change: leave it out, and each host has one copy of the model");
+  }
+  if (shards_->groups.replicated() && options.communication_hook) {
+    refuse("a communication_hook between hosts is not supported");
   }
   if (shards_->pager) {
     refuse(
-        "its parameters outlive a rank only where ranks share them: on the CPU of one host, over the transport host");
+        "its parameters outlive a rank only where the ranks of a host share them: on the CPU, over the transport auto "
+        "or "
+        "host; and a host only where others have a copy: use hybrid_shard or hybrid_shard_grad_op over several hosts");
   }
   if (!wrappers_within().empty()) {
     refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");
@@ -56,7 +64,8 @@ void FullyShardedOptimizerCore::require_regroupable(const FullyShardedCore& para
 
 void FullyShardedOptimizerCore::regroup(FullyShardedCore& parallel, const Group& group, int64_t step) {
   parallel.regroup(group, step);
-  ShardedOptimizerCore::regroup(group, {parallel.shards_->module}, step);
+  const auto& groups = parallel.shards_->groups;
+  ShardedOptimizerCore::regroup(groups.shard, groups.all, {parallel.shards_->module}, step);
 }
 
 }  // namespace shoal

@@ -57,8 +57,7 @@ void FullyShardedDataParallelOptions::validate() const {
                                  prefetch_units, unit_limit));
   }
   if (shard_size && *shard_size < 1) faults.push_back(fmt::format("shard_size {}: give at least 1 rank", *shard_size));
-  const bool hybrid = sharding_strategy == ShardingStrategy::hybrid_shard ||
-                      sharding_strategy == ShardingStrategy::hybrid_shard_grad_op;
+  const bool hybrid = is_hybrid(sharding_strategy);
   if (shard_size && !hybrid) faults.emplace_back("shard_size is for the hybrid strategies");
   for (const auto& [name, dtype] : {std::pair("param_dtype", param_dtype), std::pair("reduce_dtype", reduce_dtype),
                                     std::pair("buffer_dtype", buffer_dtype)}) {

@@ -20,7 +20,7 @@ bool equals_first(const Group& replicas, const at::Tensor& values) {
 
 void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCore::Shards& shards) {
   const torch::NoGradGuard no_grad;
-  if (!shards.groups.replicas) return;
+  if (!shards.groups.replicas || !shards.groups.equal) return;
   const auto& replicas = *shards.groups.replicas;
   const auto& gradients = state.reducer->gradients();
   const auto& parameters = state.tensors.parameters;

@@ -4,10 +4,12 @@
 #include <fmt/ranges.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <map>
 #include <unordered_map>
 
 #include "comm/group/hosts.h"
+#include "comm/group/rank_groups.h"
 #include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
@@ -15,30 +17,47 @@
 #include "shoal/deferred_init.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
-#include "strategy/fsdp/rank_groups.h"
 
 namespace shoal {
 
-ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options) {
-  const auto strategy = options.sharding_strategy;
-  std::vector<std::vector<int>> groups;
-  if (strategy == ShardingStrategy::hybrid_shard || strategy == ShardingStrategy::hybrid_shard_grad_op) {
-    groups = rank_groups(hosts_of(group), options.shard_size, "FullyShardedDataParallel", "shard_size");
-  } else {
-    const bool whole = strategy == ShardingStrategy::no_shard;
-    groups = rank_groups(hosts_of(group), whole ? 1 : group.size(), "FullyShardedDataParallel", "ranks");
-  }
+namespace {
+
+ShardGroups shard_groups(const Group& group, const std::vector<std::vector<int>>& groups) {
   std::vector<int> places(group.size());
   for (const auto& ranks : groups) {
     for (size_t place = 0; place < ranks.size(); ++place) places[ranks[place]] = static_cast<int>(place);
   }
-  if (groups.size() == 1) return {.all = group, .shard = group, .replicas = std::nullopt, .places = std::move(places)};
+  const int owners = smallest(groups);
+  ShardGroups made{.all = group,
+                   .shard = group,
+                   .places = std::move(places),
+                   .owners = owners,
+                   .equal = owners * static_cast<int>(groups.size()) == group.size()};
+  if (groups.size() == 1) return made;
   const auto here = place_of(groups, group.rank());
-  auto shard = group.subgroup(here.inside);
-  return {.all = group,
-          .shard = std::move(shard),
-          .replicas = here.across.size() == static_cast<size_t>(group.size()) ? group : group.subgroup(here.across),
-          .places = std::move(places)};
+  made.shard = group.subgroup(here.inside);
+  if (here.across.empty()) return made;
+  made.replicas = here.across.size() == static_cast<size_t>(group.size()) ? group : group.subgroup(here.across);
+  return made;
+}
+
+}  // namespace
+
+ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options) {
+  const auto hosts = hosts_of(group);
+  auto size = options.shard_size;
+  if (!is_hybrid(options.sharding_strategy)) {
+    size = options.sharding_strategy == ShardingStrategy::no_shard ? 1 : group.size();
+  }
+  auto made = shard_groups(
+      group, size ? rank_groups(hosts, size, "FullyShardedDataParallel", "shard_size") : ranks_by_host(hosts));
+  if (!made.equal && options.communication_hook) {
+    throw UsageError(
+        "FullyShardedDataParallel: a communication_hook needs equally many ranks on each host, as those that own the "
+        "same shards "
+        "call it: start the same number on each, or set shard_size");
+  }
+  return made;
 }
 
 std::string title(const Unit& unit) {
@@ -176,12 +195,13 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
     units.push_back(unit_of.at(gradient.parameter.unsafeGetTensorImpl()));
     parameters.push_back(gradient.parameter);
   }
-  const bool small = present && shard.size() > 1 && !groups.replicas && !shards.options.communication_hook;
+  const bool small = present && shard.size() > 1 && !groups.replicated() && !shards.options.communication_hook;
   const auto caps = unit_caps(small);
   std::unique_ptr<GradientReduction> reduction;
-  if (shards.options.shard_by_parameter) {
+  // Equal ranges need equally many ranks on each host.
+  if (shards.options.shard_by_parameter || !groups.equal) {
     std::vector<int> owners(parameters.size(), -1);
-    assign_owners(parameters, shard.size(), owners);
+    assign_owners(parameters, groups.owners, owners);
     reduction = std::make_unique<ReduceUnitsToOwners>(groups, caps, units, owners);
   } else {
     reduction = std::make_unique<ScatterUnits>(groups, caps, units);

@@ -54,6 +54,10 @@ struct FullyShardedCore::Shards {
   }
 };
 
+inline bool is_hybrid(ShardingStrategy strategy) {
+  return strategy == ShardingStrategy::hybrid_shard || strategy == ShardingStrategy::hybrid_shard_grad_op;
+}
+
 std::string sharding_name(ShardingStrategy strategy);
 // One line per option, for agree().
 std::vector<std::string> describe(const FullyShardedDataParallelOptions& options);

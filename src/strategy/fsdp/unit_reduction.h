@@ -12,8 +12,12 @@ namespace shoal {
 struct ShardGroups {
   Group all;
   Group shard;
-  std::optional<Group> replicas{};
-  std::vector<int> places{};  // by rank of `all`: its place in its shard group
+  std::optional<Group> replicas{};  // nothing on a rank that owns nothing
+  std::vector<int> places{};        // by rank of `all`: its place in its shard group
+  int owners = 0;     // of each shard group, so many ranks, the first ones, own the units: all of the smallest group
+  bool equal = true;  // shard groups are equally large
+
+  bool replicated() const { return owners < all.size(); }
 
   // Chains the all-reduce over replicas to a sum within the shard group, where this rank keeps a part of it.
   PendingExchange across_replicas(PendingExchange within, Bucket& bucket, const Label& label) const {
@@ -49,7 +53,7 @@ inline ReductionPlan plan_units(ReductionPlan::Keeps keeps, const ShardGroups& g
           .divided = std::move(divided),
           .ranges = groups.shard.size(),
           .places = groups.places,
-          .two_stages = groups.replicas.has_value()};
+          .two_stages = groups.replicated()};
 }
 
 // Reduce-scatter: every rank gets an equal range of a unit's sum, in memory of its own.

@@ -45,7 +45,7 @@ void DistributedOptimizerCore::regroup(const Group& group, int64_t step) {
     reducer.count_from(step);
   }
   reduction_->reduced = false;
-  ShardedOptimizerCore::regroup(group, std::move(made), step);
+  ShardedOptimizerCore::regroup(group, group, std::move(made), step);
   connect_chunks();
 }
 

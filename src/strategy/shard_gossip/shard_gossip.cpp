@@ -9,10 +9,10 @@
 
 #include "comm/agreement/fail_together.h"
 #include "comm/group/hosts.h"
+#include "comm/group/rank_groups.h"
 #include "engine/sharded/sharded_ranges.h"
 #include "shoal/error.h"
 #include "shoal/group.h"
-#include "strategy/fsdp/rank_groups.h"
 #include "strategy/shard_gossip/state.h"
 
 namespace shoal {

@@ -21,7 +21,8 @@ class OSSSource : public CheckpointSource {
         state_(state) {}
 
   std::string strategy() const override { return strategy_; }
-  Group group() override { return state_.group; }
+  // The wrapper's: several groups of ranks may each share the state.
+  Group group() override { return reducer_of(parallel_).group(); }
   CheckpointView view() override {
     state_.require_known(optimizer_);
     CheckpointView view;
@@ -39,7 +40,7 @@ class OSSSource : public CheckpointSource {
   void end_load(const CarriedStates& past) override {
     const torch::NoGradGuard no_grad;
     state_.hand_out("loaded parameters");
-    resume_from(state_.group, {&reducer_of(parallel_)}, past.own);
+    resume_from(group(), {&reducer_of(parallel_)}, past.own);
   }
 
  private:

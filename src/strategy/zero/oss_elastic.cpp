@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "comm/group/hosts.h"
+#include "comm/group/rank_groups.h"
 #include "engine/elastic/guarded_update.h"
 #include "shoal/error.h"
 #include "strategy/zero/oss_state.h"
@@ -28,9 +30,7 @@ UpdateTargets OSSCore::State::shared_targets(const ParamGroups& groups) {
   return targets;
 }
 
-void OSSCore::State::share_anew(const Group& to, const ParamGroups& groups,
-                                const torch::optim::OptimizerOptions& defaults) {
-  group = to;
+void OSSCore::State::share_anew(const ParamGroups& groups, const torch::optim::OptimizerOptions& defaults) {
   std::fill(shares.owners.begin(), shares.owners.end(), -1);
   choose_owners(shares);
   auto part = empty_like(groups);
@@ -42,25 +42,50 @@ void OSSCore::State::share_anew(const Group& to, const ParamGroups& groups,
   ++times_shared;
 }
 
-void OSSCore::require_regroupable() const {
+namespace {
+
+// Whether the group is another one than `everybody`, the group of all ranks, and has those on this host. UsageError for hosts of
+// different numbers of ranks.
+bool is_that_of_this_host(const Group& group, const Group& everybody) {
+  if (group.name() == everybody.name()) return false;
+  const auto hosts = hosts_of(everybody);
+  if (world_ranks(group) != place_of(ranks_by_host(hosts), everybody.rank()).inside) return false;
+  rank_groups(hosts, std::nullopt, "Elastic with OSS", "the group of OSS to world.group()");
+  return true;
+}
+
+}  // namespace
+
+void OSSCore::require_regroupable(const Group& everybody) {
+  if (is_that_of_this_host(state().group, everybody)) state().everybody = everybody;
   if (state().options.broadcast_fp16) throw UsageError("Elastic: OSSOptions::broadcast_fp16 is not supported");
   const auto& buffers = state().buffers;
   if (!std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return buffer->shared(); })) {
     throw UsageError(
-        "Elastic: OSS outlives its ranks only where they share its parameters: on the CPU of one host, over "
-        "the transport host");
+        "Elastic: OSS outlives its ranks only where they share its parameters: on the CPU of one host, over the "
+        "transport "
+        "auto or host; on several hosts give it world.group().by_host(), with DistributedDataParallel over "
+        "world.group()");
   }
 }
 
 void OSSCore::regroup(const Group& group, int64_t step) {
   auto& state = this->state();
-  if (group.size() == 1 && !state.guarded && !state.alone) {  // as before
+  if (group.size() == 1 && !state.has_commit() && !state.alone) {  // as before
     state.group = group;
     state.steps = step;
     return;
   }
   state.held(param_groups_);
-  state.share_anew(group, param_groups_, *defaults_);
+  if (state.everybody) {
+    // The same ones on each host, so that all add up a norm in the same order.
+    state.everybody = group;
+    state.owners = smallest(ranks_by_host(hosts_of(group)));
+    state.group = group.by_host();
+  } else {
+    state.group = group;
+  }
+  state.share_anew(param_groups_, *defaults_);
   take_over(step);
 }
 

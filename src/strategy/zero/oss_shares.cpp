@@ -51,7 +51,7 @@ std::optional<int> OSSShares::owner_of(const at::Tensor& parameter) const {
 }
 
 ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
-  if (guarded) {
+  if (has_commit()) {
     throw UsageError("OSS: parameters were unfrozen, converted or added, which is not supported in an elastic job");
   }
   OSSShares made;
@@ -104,12 +104,13 @@ bool OSSCore::State::lacks_trainable(const ParamGroups& groups) const {
 // Trainable elements are balanced among themselves. A frozen parameter that has an owner stays with it.
 void OSSCore::State::choose_owners(OSSShares& made) const {
   const bool movable = may_move && local && is_state_known(*local);
+  const int ranks = this->owners.value_or(group.size());
   for (const bool trainable : {true, false}) {
     const auto places = places_where(made, trainable);
     const auto parameters = chosen(made.parameters, places);
     auto owners = chosen(made.owners, places);
-    assign_owners(parameters, group.size(), owners);
-    if (trainable && movable) balance_owners(parameters, group.size(), owners);
+    assign_owners(parameters, ranks, owners);
+    if (trainable && movable) balance_owners(parameters, ranks, owners);
     for (size_t i = 0; i < places.size(); ++i) made.owners[places[i]] = owners[i];
   }
 }

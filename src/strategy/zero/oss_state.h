@@ -35,6 +35,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
   int64_t times_shared = 0;                                 // how often shares were made
   std::set<OSSShares::Pattern> balanced_for{};              // what was trainable when they were balanced
+  std::optional<int> owners{};  // so many ranks of the group, the first ones, own parameters; none: all
   bool may_move = true;  // owners may change; false between a backward, which leaves gradients with them, and its step
 
   using ShardedOptimizerBase::State::State;
@@ -62,8 +63,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.
   bool is_balanced() const;
   std::vector<StatePiece> pieces(const torch::nn::Module& module) const override;
-  // Shares, buffers and local optimizer of `group`, without state. Collective.
-  void share_anew(const Group& group, const ParamGroups& groups, const torch::optim::OptimizerOptions& defaults);
+  // Shares, buffers and local optimizer of the group, without state. Collective.
+  void share_anew(const ParamGroups& groups, const torch::optim::OptimizerOptions& defaults);
   // For errors, such as "3 [16, 5]".
   std::string describe(const at::Tensor& parameter) const;
 

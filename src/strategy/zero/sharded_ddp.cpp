@@ -7,6 +7,7 @@
 #include <iostream>
 #include <map>
 
+#include "comm/group/hosts.h"
 #include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
@@ -53,12 +54,6 @@ void check_devices(const ModuleTensors& tensors) {
   throw UsageError(
       fmt::format("ShardedDataParallel: parameters are on devices of several types, {}; move the model to one",
                   fmt::join(list, ", ")));
-}
-
-std::vector<int> world_ranks(const Group& group) {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < group.size(); ++rank) ranks.push_back(group.world_rank(rank));
-  return ranks;
 }
 
 // A gradient goes to the rank that has its owner's number, so both must number the same ranks alike.

@@ -34,13 +34,14 @@ Strategy fsdp_strategy(const std::string& name, const std::string& help, Shardin
                        .least = 0});
   }
   const bool parts = !hybrid && sharding != ShardingStrategy::no_shard;
+  const bool elastic = sharding != ShardingStrategy::no_shard;
   return {
       .name = name,
       .help = help,
       .options = std::move(options),
       .main_copies = true,
       .logging_data = true,
-      .elastic = parts,
+      .elastic = elastic,
       .takes_deferred = true,
       .check =
           [name, parts](const OptionValues& values, const TrainingOptions&, int, std::optional<int>) {

@@ -6,8 +6,8 @@
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
+#include "comm/group/rank_groups.h"
 #include "shoal/error.h"
-#include "strategy/fsdp/rank_groups.h"
 #include "tests/strategy/all/warnings.h"
 #include "tests/strategy/fsdp/fsdp_training.h"
 #include "tests/support/refusal.h"

@@ -1,4 +1,4 @@
-#include "strategy/fsdp/rank_groups.h"
+#include "comm/group/rank_groups.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -18,7 +18,21 @@ std::string listed(const std::vector<std::vector<int>>& groups) {
   return fmt::format("{}", fmt::join(lines, "; "));
 }
 
+std::vector<std::vector<int>> by_number(const std::vector<int>& numbers) {
+  std::vector<std::vector<int>> groups;
+  for (size_t rank = 0; rank < numbers.size(); ++rank) {
+    const auto number = static_cast<size_t>(numbers[rank]);
+    if (number >= groups.size()) groups.resize(number + 1);
+    groups[number].push_back(static_cast<int>(rank));
+  }
+  return groups;
+}
+
 }  // namespace
+
+std::vector<std::vector<int>> ranks_by_host(const std::vector<int>& hosts) {
+  return by_number(hosts);
+}
 
 std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::optional<int> size,
                                           const std::string& who, const std::string& size_option) {
@@ -27,12 +41,9 @@ std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::op
     throw UsageError(fmt::format("{}: {} ranks are not a multiple of {} {}; give a number that divides them", who,
                                  ranks, size_option, *size));
   }
-  std::vector<std::vector<int>> groups;
-  for (int rank = 0; rank < ranks; ++rank) {
-    const auto number = static_cast<size_t>(size ? rank / *size : hosts[rank]);
-    if (number >= groups.size()) groups.resize(number + 1);
-    groups[number].push_back(rank);
-  }
+  auto numbers = hosts;
+  for (int rank = 0; size && rank < ranks; ++rank) numbers[rank] = rank / *size;
+  auto groups = by_number(numbers);
   const bool equal = std::all_of(groups.begin(), groups.end(),
                                  [&](const auto& group) { return group.size() == groups.front().size(); });
   if (equal) return groups;
@@ -42,13 +53,19 @@ std::vector<std::vector<int>> rank_groups(const std::vector<int>& hosts, std::op
                   who, listed(groups), size_option));
 }
 
+int smallest(const std::vector<std::vector<int>>& groups) {
+  const auto smaller = [](const auto& one, const auto& other) { return one.size() < other.size(); };
+  return static_cast<int>(std::min_element(groups.begin(), groups.end(), smaller)->size());
+}
+
 RankPlace place_of(const std::vector<std::vector<int>>& groups, int rank) {
   RankPlace place;
   for (const auto& group : groups) {
-    const auto here = std::find(group.begin(), group.end(), rank);
-    if (here == group.end()) continue;
+    const auto here = static_cast<size_t>(std::find(group.begin(), group.end(), rank) - group.begin());
+    if (here == group.size()) continue;
     place.inside = group;
-    for (const auto& other : groups) place.across.push_back(other[here - group.begin()]);
+    if (std::any_of(groups.begin(), groups.end(), [&](const auto& other) { return here >= other.size(); })) continue;
+    for (const auto& other : groups) place.across.push_back(other[here]);
   }
   return place;
 }

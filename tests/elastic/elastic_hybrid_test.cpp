@@ -1,0 +1,225 @@
+// Elastic jobs on several hosts, each of which has all shards: a host is lost, ranks end in each moment of a step, and hosts are
+// left with different numbers of ranks.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "comm/membership/generations.h"
+#include "tests/elastic/elastic_hosts.h"
+#include "tests/support/refusal.h"
+
+namespace shoal::elastic_hybrid_test {
+namespace {
+
+using test::all_train;
+using test::Death;
+using test::ForkedHosts;
+using test::Kind;
+using test::Moment;
+using test::name_of;
+using test::over;
+using test::quick;
+using test::Sharding;
+using test::Trained;
+
+class ElasticHybrid : public test::OnHosts {};
+
+const std::vector<Trained> hybrids{
+    {.sharding = Sharding::hybrid, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::hybrid, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+    {.sharding = Sharding::hybrid, .optimizer = "sgd", .dtype = at::kHalf},
+    {.sharding = Sharding::hybrid, .optimizer = "lamb"},
+    {.sharding = Sharding::zero1_by_host, .optimizer = "adamw", .micro_batches = 2}};
+
+void die_at(const Kind& kind, const std::vector<Death>& deaths, const Trained& trained) {
+  const test::SharedRecord record;
+  ForkedHosts hosts(
+      kind.hosts, [&](const World& world) { return test::train(world, *record, 1, deaths, quick, trained); },
+      over(kind.transport));
+  const auto ended = hosts.wait(40);
+  std::vector<int> victims;
+  for (const auto& death : deaths) {
+    victims.push_back(death.rank);
+    if (death.moment == Moment::on_notice) continue;  // it may notice it elsewhere
+    EXPECT_TRUE(WIFSIGNALED(ended[static_cast<size_t>(death.rank)].status)) << "rank " << death.rank << " lives";
+  }
+  check(ended, victims, *record, 1, true, trained);
+}
+
+TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_nobody_ends) {
+  for (const auto& trained : hybrids) {
+    SCOPED_TRACE(name_of(trained));
+    die_at({{2, 2}, "auto"}, {}, trained);
+    if (trained.sharding == Sharding::hybrid) die_at({{1, 2}, "auto"}, {}, trained);
+  }
+}
+
+TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_a_rank_ends_at_each_moment_of_a_step) {
+  int number = 0;
+  for (const auto& trained : hybrids) {
+    for (const auto moment :
+         {Moment::before_forward, Moment::in_backward, Moment::before_commit, Moment::before_update, Moment::in_update,
+          Moment::spoilt_update, Moment::in_last_chunk, Moment::after_update, Moment::between_steps}) {
+      const Kind kind{number % 3 == 2 ? std::vector<int>{2, 2, 2} : std::vector<int>{2, 2}, "auto"};
+      const int victim = ++number % kind.ranks();
+      SCOPED_TRACE(fmt::format("{}, {} hosts, moment {}, rank {}", name_of(trained), kind.hosts.size(),
+                               static_cast<int>(moment), victim));
+      die_at(kind, {{victim, moment, 3 + number % 3}}, trained);
+    }
+  }
+}
+
+TEST_F(ElasticHybrid, ELA01_ranks_end_while_others_recover) {
+  for (const auto moment : {Moment::on_notice, Moment::after_recovery}) {
+    SCOPED_TRACE(std::to_string(static_cast<int>(moment)));
+    die_at({{2, 2}, "auto"}, {{0, Moment::in_backward, 4}, {2, moment, 4}}, hybrids[0]);
+    die_at({{3, 2}, "auto"}, {{3, Moment::in_last_chunk, 4}, {1, moment, 4}}, hybrids[1]);
+  }
+}
+
+// The first one ends in its update and the second one finishes it, until it ends in that, too.
+TEST_F(ElasticHybrid, ELA02_heirs_end_while_they_finish_an_update) {
+  for (const auto& trained : hybrids) {
+    SCOPED_TRACE(name_of(trained));
+    die_at({{3, 3}, "auto"}, {{3, Moment::spoilt_update, 4}, {4, Moment::finishing, 4}}, trained);
+  }
+}
+
+// Until one host is left, and one rank on it.
+TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_hosts_shrink_and_end_until_one_rank_is_left) {
+  for (const auto& trained : hybrids) {
+    SCOPED_TRACE(name_of(trained));
+    die_at({{2, 2}, "auto"}, {{1, Moment::in_update, 3}, {0, Moment::before_forward, 6}, {3, Moment::in_backward, 9}},
+           trained);
+  }
+}
+
+// Of three ranks of a host, 1 fails in the meeting before the commit, which 0 comes through, and 2 may end after it.
+struct Case {
+  bool passes;  // 0 asks before 1 does
+  bool dies;    // 2 ends
+};
+
+struct Asked {
+  std::atomic<int> answer;  // 1: it passes, 2: it does not
+  std::atomic<int> ready;
+};
+
+std::string commit_and_step(const World& world, Asked& asked, const Case& one) {
+  alarm(30);
+  const Generations generations(world);
+  const auto net = std::make_shared<test::Net>();
+  const test::Trained trained{Sharding::zero1, "adamw"};
+  const auto wrapped = test::wrap_as(trained, net, world.group());
+  auto& oss = *wrapped.oss();
+  oss.guard();
+  torch::manual_seed(3);
+  const auto x = test::inputs_of({1, 2, 3});
+  wrapped.backward(test::loss_of(wrapped.forward(x), x));
+  oss.map_on_host(oss.prepare_commit());
+  const int self = world.rank();
+  ++asked.ready;
+  while (asked.ready < 3) usleep(100);
+  if (one.dies && self == 2) std::raise(SIGKILL);
+  const auto decide = [&](bool passes) {
+    int none = 0;
+    asked.answer.compare_exchange_strong(none, passes ? 1 : 2);
+    return asked.answer == 1;
+  };
+  const bool came = self != 1;
+  if (came != one.passes) {
+    while (asked.answer == 0) usleep(100);
+  }
+  const bool passed = oss.commit_over_hosts(came, decide);
+  if (passed != one.passes) return "another answer";
+  if (!passed) return test::refusal([&] { oss.step(); }).empty() ? "stepped" : "";
+  oss.step();
+  const auto alone = std::make_shared<test::Net>();
+  torch::optim::AdamW optimizer(alone->parameters(), torch::optim::AdamWOptions(test::learning_rate));
+  torch::manual_seed(3);
+  test::loss_of(alone->forward(x), x).backward();
+  for (size_t i = 0; i < alone->parameters().size(); ++i) {
+    const auto part = alone->parameters()[i].grad() * (1.0 / 3);
+    alone->parameters()[i].mutable_grad() = part + part + part;
+  }
+  optimizer.step();
+  for (size_t i = 0; i < alone->parameters().size(); ++i) {
+    if (!at::equal(alone->parameters()[i], net->parameters()[i])) return fmt::format("parameter {} differs", i);
+  }
+  return "";
+}
+
+TEST(ElasticCommit, ELA02_a_commit_over_hosts_is_the_first_answer_for_all_who_come_and_all_who_fail) {
+  for (const auto& one : {Case{true, false}, Case{false, false}, Case{true, true}, Case{false, true}}) {
+    SCOPED_TRACE(fmt::format("passes {}, dies {}", one.passes, one.dies));
+    const test::InSharedMemory<Asked> asked;
+    const auto ended = test::run_ranks(3, [&](const World& world) { return commit_and_step(world, *asked, one); });
+    for (const int rank : {0, 1}) EXPECT_EQ(ended[rank].text, "") << "rank " << rank;
+    EXPECT_EQ(WIFSIGNALED(ended[2].status), one.dies);
+  }
+}
+
+TEST_F(ElasticHybrid, ELA10_the_loss_of_the_store_is_that_of_the_job) {
+  const test::SharedRecord record;
+  record->last_step = 3;
+  ForkedHosts hosts(
+      {2, 2}, [&](const World& world) { return test::train(world, *record, 60, {}, quick, hybrids[0]); }, over("auto"));
+  ASSERT_TRUE(all_train(*record, 4));
+  hosts.lose_store();
+  record->last_step = 0;
+  for (const auto& one : hosts.wait(20)) {
+    EXPECT_THAT(one.text, testing::AllOf(testing::HasSubstr("through its store, which is lost"),
+                                         testing::HasSubstr("last checkpoint")));
+  }
+}
+
+TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments) {
+  const int seed = test::number_of("SHOAL_SEED", 1);
+  const int trials = test::number_of("SHOAL_KILLS", 24);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  const std::vector<Kind> kinds{
+      {{2, 2}, "auto"}, {{3, 3}, "auto"}, {{1, 2}, "auto"}, {{2, 2, 2}, "auto"}, {{1, 1, 1}, "auto"}};
+  int kills = 0;
+  for (int trial = 0; trial < trials && !HasFailure(); ++trial) {
+    const auto& kind = kinds[random() % kinds.size()];
+    const auto& trained = hybrids[random() % (kind.hosts[0] == kind.hosts[1] ? hybrids.size() : hybrids.size() - 1)];
+    std::vector<int> order(static_cast<size_t>(kind.ranks()));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    // A host whose ranks are all lost must be outweighed by those that are left.
+    const bool whole = kind.hosts.size() == 3 && random() % 2 == 0;
+    const size_t host = random() % kind.hosts.size();
+    auto victims = whole ? kind.ranks_of(host) : std::vector<int>{order[0]};
+    const int pause = static_cast<int>(random() % 80'000);
+    const auto other = std::find_if(order.begin(), order.end(), [&](int rank) {
+      return std::find(victims.begin(), victims.end(), rank) == victims.end();
+    });
+    const int second = kind.hosts[0] > 1 && random() % 2 == 0 ? *other : -1;
+    SCOPED_TRACE(fmt::format("seed {}, trial {}: {}, rank(s) {} of {} hosts, after {} us, second {}", seed, trial,
+                             name_of(trained), fmt::join(victims, ", "), kind.hosts.size(), pause, second));
+    const test::SharedRecord record;
+    ForkedHosts hosts(
+        kind.hosts, [&](const World& world) { return test::train(world, *record, 2, {}, quick, trained); },
+        over(kind.transport));
+    EXPECT_TRUE(all_train(*record, hosts.ranks()));
+    usleep(static_cast<useconds_t>(pause));
+    if (second >= 0) {
+      hosts.signal(second, SIGKILL);
+      usleep(static_cast<useconds_t>(random() % (whole ? 150'000 : 15'000)));
+      victims.push_back(second);
+    }
+    whole ? hosts.kill_host(static_cast<int>(host)) : hosts.signal(victims[0], SIGKILL);
+    const auto ended = hosts.wait(40);
+    check(ended, victims, *record, 2, true, trained);
+    kills += static_cast<int>(
+        std::count_if(ended.begin(), ended.end(), [](const auto& one) { return WIFSIGNALED(one.status); }));
+  }
+  fmt::print("{} trials, {} kills\n", trials, kills);
+  EXPECT_GT(kills, 0);
+}
+
+}  // namespace
+}  // namespace shoal::elastic_hybrid_test
