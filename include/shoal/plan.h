@@ -16,7 +16,8 @@
 namespace shoal {
 
 // Communication of rank 0, in the terms of GroupStatistics. That of the others is equal, except that bytes differ where
-// compressed gradients go to owners of unequal shares.
+// compressed gradients go to owners of unequal shares, and that under hybrid, with an optimizer that is not element-wise, each
+// rank sends the sums of the parameters that it owns to the other hosts.
 struct PlannedCalls {
   int64_t calls = 0;
   int64_t bytes = 0;
@@ -47,16 +48,21 @@ struct StrategyPlan {
   int64_t plain_steps = 0;       // number of steps before a communication hook starts to compress
   PlannedCalls plain_step;       // each of these steps after the first
   PlannedCalls per_step;         // each step after those, unless a scaler skips it
+  int hosts = 1;                 // that each have all of it: hybrid
+  PlannedCalls between_hosts;    // those of per_step, under hybrid
 
   // Memory of the rank that needs most.
   const RankMemory& largest() const;
-  // Memory of all ranks. A copy of the parameters that they share counts once.
+  // Memory of all ranks. A copy of the parameters that those of a host share counts once.
   int64_t total() const;
 };
 
 struct PlanOptions {
   int ranks = 2;
-  std::vector<std::string> strategies{};  // of plannable_strategies(); empty: all of them
+  std::vector<std::string>
+      strategies{};  // of plannable_strategies(); empty: all of them, hybrid with several hosts only
+  // Hosts of equally many ranks. Only hybrid divides ranks by host, and its hosts use their host transports.
+  int hosts = 1;
   // The ranks are on one host and use its host transport: sharded strategies then hold one copy of the parameters for
   // all of them.
   bool one_host = true;

@@ -19,7 +19,7 @@ const RankMemory& StrategyPlan::largest() const {
 int64_t StrategyPlan::total() const {
   int64_t bytes = 0;
   for (const auto& rank : ranks) bytes += rank.total();
-  return parameters_once ? bytes - (static_cast<int64_t>(ranks.size()) - 1) * ranks.front().parameters : bytes;
+  return parameters_once ? bytes - (static_cast<int64_t>(ranks.size()) - hosts) * ranks.front().parameters : bytes;
 }
 
 std::string Plan::table() const {
@@ -41,6 +41,12 @@ std::string Plan::table() const {
   if (gathers) {
     text += "\nfsdp: and every unit's parameters, gathered when they are used; of these up to 3 units at a time\n";
   }
+  for (const auto& plan : strategies) {
+    if (plan.hosts == 1) continue;
+    text += fmt::format(
+        "\n{}: each of {} hosts has all of it; of a rank's collectives and bytes, {} and {} are between hosts\n",
+        plan.strategy, plan.hosts, plan.between_hosts.calls, plan.between_hosts.bytes);
+  }
   if (plain > 0) text += fmt::format("\nfrom step {} on; until then gradients travel whole\n", plain);
   if (once) text += "\n* one copy for all ranks of the host\n";
   return text;
@@ -51,16 +57,17 @@ std::ostream& operator<<(std::ostream& out, const Plan& plan) {
 }
 
 std::vector<std::string> plannable_strategies() {
-  return {"ddp", "zero1", "megatron", "zero2", "fsdp"};
+  return {"ddp", "zero1", "megatron", "zero2", "fsdp", "hybrid"};
 }
 
 Plan plan(const std::shared_ptr<torch::nn::Module>& module, const OptimizerRecipe& recipe, const PlanOptions& options) {
-  const auto names = options.strategies.empty() ? plannable_strategies() : options.strategies;
+  auto names = options.strategies.empty() ? plannable_strategies() : options.strategies;
+  if (options.strategies.empty() && options.hosts == 1) std::erase(names, "hybrid");  // the same as fsdp there
   PlannedModule planned{.module = module, .loss = options.loss};
   Plan result;
   for (const auto& name : names) {
     result.strategies.push_back(plan_strategy(name, planned, recipe, own_options("plan", name, names, options.training),
-                                              options.ranks, options.one_host));
+                                              options.ranks, options.hosts, options.one_host));
   }
   return result;
 }

@@ -33,7 +33,8 @@ int64_t element_bytes(const Gradient& gradient) {
 
 class Planner {
  public:
-  Planner(TrainingParts parts, PlannedModule& planned, bool one_host)
+  // parts: with the group of those that share one copy of the model. hosts: copies.
+  Planner(TrainingParts parts, PlannedModule& planned, int hosts, bool one_host)
       : parts_(std::move(parts)),
         planned_(planned),
         model_(*parts_.module),
@@ -55,7 +56,9 @@ class Planner {
     }
     plan_.strategy = parts_.strategy.name;
     plan_.ranks.resize(ranks_);
-    plan_.parameters_once = one_host && plan_.strategy != "ddp" && ranks_ > 1;
+    plan_.hosts = hosts;
+    if (hosts > 1) replicas_ = dry_run_group(hosts);
+    plan_.parameters_once = (one_host || replicas_) && plan_.strategy != "ddp" && ranks_ > 1;
   }
 
   StrategyPlan make() {
@@ -66,6 +69,10 @@ class Planner {
     plan_.plain_steps = plain_steps(compress());
     if (owns_pieces()) {
       plan_.per_step = plan_.plain_step = plan_.first_step = fsdp() ? fsdp_step() : megatron_step(registered);
+      const auto of_host = plan_.ranks;
+      for (int host = 1; host < plan_.hosts; ++host) {
+        plan_.ranks.insert(plan_.ranks.end(), of_host.begin(), of_host.end());
+      }
       return plan_;
     }
     if (planned_.arrival.empty()) {
@@ -83,7 +90,7 @@ class Planner {
  private:
   using Buckets = std::vector<std::vector<size_t>>;
 
-  bool fsdp() const { return plan_.strategy == "fsdp"; }
+  bool fsdp() const { return plan_.strategy == "fsdp" || plan_.strategy == "hybrid"; }
   bool owns_pieces() const { return fsdp() || plan_.strategy == "megatron"; }
   bool cut() const { return owns_pieces() && parts_.recipe.element_wise; }
   const std::string& compress() const { return parts_.values.text("compress"); }
@@ -137,7 +144,7 @@ class Planner {
            c10::multiply_integers(sizes) * static_cast<int64_t>(sizeof(float));
   }
 
-  PlannedCalls wrapped_step(std::span<const size_t> order, std::shared_ptr<CommunicationHook> hook) const {
+  PlannedCalls wrapped_step(std::span<const size_t> order, std::shared_ptr<CommunicationHook> hook) {
     PlannedCalls calls;
     std::vector<at::Tensor> buffers;
     for (const auto& entry : tensors_.buffers) buffers.push_back(entry.tensor);
@@ -214,11 +221,15 @@ class Planner {
         }
       }
     }
-    std::vector<int> places(group_.size());
-    std::iota(places.begin(), places.end(), 0);
-    const ShardGroups groups{.all = group_, .shard = group_, .places = std::move(places), .owners = group_.size()};
+    std::vector<int> places;
+    for (int rank = 0; rank < ranks_ * plan_.hosts; ++rank) places.push_back(rank % ranks_);
+    const ShardGroups groups{.all = replicas_ ? dry_run_group(ranks_ * plan_.hosts) : group_,
+                             .shard = group_,
+                             .replicas = replicas_,
+                             .places = std::move(places),
+                             .owners = ranks_};
     auto hook = make_started_hook(compress());
-    const auto caps = unit_caps(plan_.parameters_once && !hook);
+    const auto caps = unit_caps(plan_.parameters_once && !groups.replicated() && !hook);
     std::unique_ptr<GradientReduction> reduction;
     if (cut()) {
       reduction = std::make_unique<ScatterUnits>(groups, caps, units);
@@ -257,11 +268,12 @@ class Planner {
 
   // Runs the reduction and the hook on each bucket in a dry-run group.
   Buckets add_reductions(std::unique_ptr<GradientReduction> plain, std::shared_ptr<CommunicationHook> hook,
-                         std::span<const size_t> order, PlannedCalls& calls) const {
+                         std::span<const size_t> order, PlannedCalls& calls) {
     const torch::NoGradGuard no_grad;
     const auto reduction = with_hook(std::move(plain), std::move(hook), gradients_, "plan");
     const bool apart = reduction->plan().trailer_apart(gradients_);
     const auto before = group_.statistics();
+    const auto between = replicas_ ? replicas_->statistics() : GroupStatistics();
     auto buckets = reduction->plan().buckets(gradients_, order);
     SpareMemory spare;
     for (size_t number = 0; number < buckets.size(); ++number) {
@@ -275,6 +287,12 @@ class Planner {
     const auto after = group_.statistics();
     calls.calls += after.calls - before.calls;
     calls.bytes += after.bytes - before.bytes;
+    if (replicas_) {
+      const auto sent = replicas_->statistics();
+      plan_.between_hosts = {sent.calls - between.calls, sent.bytes - between.bytes};
+      calls.calls += plan_.between_hosts.calls;
+      calls.bytes += plan_.between_hosts.bytes;
+    }
     if (apart)
       calls.add(StepTrailer::numel(gradients_.size()) *
                 static_cast<int64_t>(c10::elementSize(ReductionPlan::trailer_dtype(gradients_))));
@@ -292,6 +310,7 @@ class Planner {
   const torch::nn::Module& model_;
   int ranks_;
   Group group_;
+  std::optional<Group> replicas_{};  // ranks that hold the same shards
   ModuleTensors tensors_;
   std::vector<Gradient> gradients_;
   OptimizerRecipe::ParamGroups groups_;
@@ -305,13 +324,16 @@ class Planner {
 }  // namespace
 
 StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, const OptimizerRecipe& recipe,
-                           const TrainingOptions& training, int ranks, bool one_host) {
+                           const TrainingOptions& training, int ranks, int hosts, bool one_host) {
   const auto names = plannable_strategies();
   if (std::find(names.begin(), names.end(), strategy) == names.end()) {
     throw UsageError(
         fmt::format("plan: strategy '{}' cannot be planned; choose from {}", strategy, fmt::join(names, ", ")));
   }
   if (ranks < 1) throw UsageError(fmt::format("plan: {} ranks; give at least 1", ranks));
+  if (hosts < 1 || ranks % hosts != 0) {
+    throw UsageError(fmt::format("plan: {} ranks on {} hosts; give a number of hosts that divides them", ranks, hosts));
+  }
   if (!planned.module) throw UsageError("plan: there is no module");
   if (!recipe.make || !recipe.defaults)
     throw UsageError("plan: the recipe lacks `make` or `defaults`; take optimizer_recipe()");
@@ -321,14 +343,16 @@ StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, 
   }
   const auto& chosen = find_strategy(strategy);
   auto values = option_values(chosen, training.options);
-  if (chosen.check) chosen.check(values, training, ranks, one_host ? std::optional(1) : std::nullopt);
+  const int copies = strategy == "hybrid" ? hosts : 1;
+  if (chosen.check)
+    chosen.check(values, training, ranks, one_host || copies > 1 ? std::optional(copies) : std::nullopt);
   TrainingParts parts{.strategy = chosen,
                       .module = planned.module,
                       .recipe = recipe,
-                      .group = dry_run_group(ranks),
+                      .group = dry_run_group(ranks / copies),
                       .options = training,
                       .values = std::move(values)};
-  return Planner(std::move(parts), planned, one_host).make();
+  return Planner(std::move(parts), planned, copies, one_host).make();
 }
 
 }  // namespace shoal

@@ -49,6 +49,20 @@ TEST(OwnPlan, SCA03_follows_the_optimizer_and_the_options) {
   expect_own_training_does_what_was_planned(optimizer_recipe<Adafactor>(1e-2), small);  // its state depends on shapes
 }
 
+// As if each half of the ranks had a host of its own.
+TEST(OwnPlan, ELA04_SCA03_counts_what_hosts_send_that_each_have_all_shards) {
+  if (group().size() % 2 != 0 || group().transport() != "host") GTEST_SKIP() << "no two halves that share memory";
+  StrategyOptions options{{"unit_numel", "9000"}, {"shard_size", std::to_string(group().size() / 2)}};
+  const auto halves = [&](const OptimizerRecipe& recipe) {
+    expect_training_does_what_was_planned(
+        made, [](auto& model, int rank) { return own_loss(model, rank); }, recipe, {.options = options}, {"hybrid"}, 2);
+  };
+  halves(optimizer_recipe<FusedAdamW>(1e-3));
+  halves(optimizer_recipe<Adafactor>(1e-2));
+  options["compress"] = "bf16";  // between the halves
+  halves(optimizer_recipe<FusedAdamW>(1e-3));
+}
+
 TEST(OwnPlan, SCA03_leaves_the_module_and_the_random_numbers_as_they_were) {
   const auto module = made();
   own_loss(*module, 0).backward();
@@ -72,7 +86,7 @@ TEST(OwnPlan, SCA03_leaves_the_module_and_the_random_numbers_as_they_were) {
 }
 
 TEST(OwnPlan, SCA03_has_one_row_for_each_strategy) {
-  const auto planned = plan(made(), optimizer_recipe<torch::optim::AdamW>(1e-3), {.ranks = 8});
+  const auto planned = plan(made(), optimizer_recipe<torch::optim::AdamW>(1e-3), {.ranks = 8, .hosts = 2});
   std::ostringstream shown;
   shown << planned;
   EXPECT_EQ(shown.str(), planned.table());
@@ -81,7 +95,11 @@ TEST(OwnPlan, SCA03_has_one_row_for_each_strategy) {
   for (const auto& name : plannable_strategies()) EXPECT_THAT(shown.str(), HasSubstr("\n" + name));
   const auto elements = 200 * 64 + 64 * 256 + 256 + 2 * 256 + 256 * 64 + 64;
   EXPECT_EQ(planned.strategies.front().largest().state, 8 * elements) << "two moments in float32";
-  EXPECT_LT(planned.strategies.back().largest().state, 8 * elements / 7) << "an eighth";
+  const auto& hybrid = planned.strategies.back();
+  EXPECT_LT(planned.strategies.end()[-2].largest().state, 8 * elements / 7) << "an eighth";
+  EXPECT_LT(hybrid.largest().state, 8 * elements / 3) << "a quarter";
+  EXPECT_EQ(hybrid.between_hosts.bytes, hybrid.largest().gradients) << "each rank's shard";
+  EXPECT_THAT(shown.str(), HasSubstr("are between hosts"));
 }
 
 TEST(OwnPlan, SCA03_what_cannot_be_planned_is_refused_in_one_sentence) {
@@ -89,7 +107,8 @@ TEST(OwnPlan, SCA03_what_cannot_be_planned_is_refused_in_one_sentence) {
   const auto recipe = optimizer_recipe<torch::optim::AdamW>(1e-3);
   const auto said = [&](PlanOptions options) { return refusal([&] { plan(module, recipe, options); }); };
   EXPECT_THAT(said({.strategies = {"local"}}),
-              "plan: strategy 'local' cannot be planned; choose from ddp, zero1, megatron, zero2, fsdp");
+              "plan: strategy 'local' cannot be planned; choose from ddp, zero1, megatron, zero2, fsdp, hybrid");
+  EXPECT_THAT(said({.ranks = 4, .hosts = 3}), "plan: 4 ranks on 3 hosts; give a number of hosts that divides them");
   EXPECT_THAT(said({.ranks = 0}), "plan: 0 ranks; give at least 1");
   EXPECT_THAT(said({.training = {.options = {{"bucket_cap", "1"}}}}),
               HasSubstr("plan: option bucket_cap: none of ddp, "));

@@ -27,6 +27,7 @@ using Json = nlohmann::ordered_json;
 struct CommandOptions {
   std::optional<double> params;
   std::string strategy = "all";
+  int hosts = 1;
   std::string json;
   TrainOptions train;
 };
@@ -44,8 +45,8 @@ constexpr Formula formulas[] = {{"ddp", Sharded::nothing, Sharded::nothing},
 
 // Valid values of --strategy.
 std::vector<std::string> plannable() {
-  std::vector<std::string> names{"all"};
-  for (const auto& formula : formulas) names.push_back(find_strategy(formula.strategy).name);
+  auto names = plannable_strategies();
+  names.insert(names.begin(), "all");
   return names;
 }
 
@@ -119,13 +120,15 @@ Json json_of(const StrategyPlan& plan) {
   memory["params_gathered"] = plan.gathers;
   memory["host_bytes"] = plan.total();
   return {{"strategy", plan.strategy},
+          {"hosts", plan.hosts},
           {"memory", memory},
           {"communication",
            {{"first_step", json_of(plan.first_step)},
             {"rebuild", json_of(plan.rebuild)},
             {"plain_steps", plan.plain_steps},
             {"plain_step", json_of(plan.plain_step)},
-            {"per_step", json_of(plan.per_step)}}}};
+            {"per_step", json_of(plan.per_step)},
+            {"between_hosts", json_of(plan.between_hosts)}}}};
 }
 
 // Loss of a short sample, for the order of gradients.
@@ -142,12 +145,13 @@ std::function<at::Tensor()> short_loss(const TrainOptions& options, const std::s
 
 int plan_built_in(const CommandOptions& options) {
   const int ranks = options.train.ranks.value_or(2);
-  const bool one_host = options.train.transport == "auto" || options.train.transport == "host";
+  const bool one_host = options.hosts == 1 && (options.train.transport == "auto" || options.train.transport == "host");
   const auto compress = options.train.compress();
   Json report = {{"config",
                   {{"model", options.train.model},
                    {"size", options.train.size},
                    {"ranks", ranks},
+                   {"hosts", options.hosts},
                    {"dtype", options.train.dtype},
                    {"optimizer", options.train.optimizer},
                    {"transport", options.train.transport},
@@ -155,7 +159,8 @@ int plan_built_in(const CommandOptions& options) {
                  {"strategies", Json::array()}};
   Plan plan;
   std::map<at::ScalarType, PlannedModule> by_dtype;
-  const auto names = plannable_strategies();
+  auto names = plannable_strategies();
+  if (options.strategy == "all" && options.hosts == 1) std::erase(names, "hybrid");
   ProgressBar progress(options.strategy == "all" ? static_cast<int64_t>(names.size()) : 1, {.unit = "strategies"});
   for (const auto& strategy : names) {
     if (!wanted(options, strategy)) continue;
@@ -163,7 +168,7 @@ int plan_built_in(const CommandOptions& options) {
     train.strategy = strategy;
     try {
       train.complete();
-      train.check_strategy(ranks, /*hosts=*/1);
+      train.check_strategy(ranks, options.hosts);
     } catch (const UsageError&) {
       // --strategy all: skips strategies that do not accept the hook.
       if (options.strategy == "all" && compress != "none") continue;
@@ -177,7 +182,7 @@ int plan_built_in(const CommandOptions& options) {
       planned = {.module = model, .loss = short_loss(train, model)};
     }
     plan.strategies.push_back(
-        plan_strategy(strategy, planned, recipe_of(train), train.training_options(), ranks, one_host));
+        plan_strategy(strategy, planned, recipe_of(train), train.training_options(), ranks, options.hosts, one_host));
     report["strategies"].push_back(json_of(plan.strategies.back()));
     progress.update(1, strategy);
   }
@@ -197,6 +202,13 @@ void check(CommandOptions& options) {
   if (options.params && !(*options.params > 0 && std::isfinite(*options.params))) {
     throw UsageError(fmt::format("--params {}: give a number above 0", *options.params));
   }
+  const int ranks = options.train.ranks.value_or(2);
+  if (options.hosts < 1 || ranks % options.hosts != 0) {
+    throw UsageError(fmt::format("--hosts {}: give a number that divides --ranks {}", options.hosts, ranks));
+  }
+  if (options.params && options.strategy == "hybrid") {
+    throw UsageError("--strategy hybrid: with --params, plan fsdp on the ranks of one host");
+  }
   options.train.data = "reference";
   auto train = options.train;
   if (options.strategy != "all") train.strategy = options.strategy;
@@ -205,7 +217,7 @@ void check(CommandOptions& options) {
     train.dtype = "float32";
   }
   train.complete();
-  if (options.strategy != "all") train.check_strategy(train.ranks.value_or(2), /*hosts=*/1);
+  if (options.strategy != "all") train.check_strategy(ranks, options.hosts);
   if (options.params) state_per_element(train.optimizer);
 }
 
@@ -223,6 +235,12 @@ void add_plan_command(CLI::App& app, Action& chosen) {
       ->excludes(number)
       ->capture_default_str();
   command->add_option("--ranks", train.ranks, "default: 2");
+  command
+      ->add_option(
+          "--hosts", options->hosts,
+          "hosts of equally many ranks: hybrid has all shards on each; other strategies send between any two ranks")
+      ->excludes(number)
+      ->capture_default_str();
   command->add_option("--strategy", options->strategy, fmt::format("strategy: {}", fmt::join(plannable(), ", ")))
       ->capture_default_str();
   command

@@ -1,6 +1,6 @@
 """Loses one of three hosts of an elastic job under shoal launch --nnodes: the others go on without it, or say why not.
 
-    python elastic_lost_host_test.py SHOAL cut|kill LOST_HOST
+    python elastic_lost_host_test.py SHOAL cut|kill LOST_HOST STRATEGY
 
 Host 0 has the job's store: without that the ranks of no host can go on. Needs root; ends with code 77 (skipped) where
 network namespaces are not allowed.
@@ -31,10 +31,10 @@ def lines_of(path):
 
 
 def main():
-    shoal, how, lost = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    shoal, how, lost, strategy = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     folder = tempfile.mkdtemp(prefix="shoal-lost-")
     metrics = os.path.join(folder, "metrics.jsonl")
-    train = ["--", shoal, "train", "--strategy", "ddp", "--model", "mlp", "--data", "reference", "--steps", str(STEPS),
+    train = ["--", shoal, "train", "--strategy", strategy, "--model", "mlp", "--data", "reference", "--steps", str(STEPS),
              "--threads", "1", "--elastic", "2", "--silent-host-seconds", str(SILENCE), "--timeout", str(TIMEOUT),
              "--metrics", metrics]
     with Hosts(HOSTS, "1gbit") as network:
