@@ -1,0 +1,142 @@
+"""ELA04, ELA06: whole programs under the launcher, whose ranks come, or are those of several hosts."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import shoal
+
+torch.set_num_threads(1)
+dist.init_process_group("shoal", **eval(sys.argv[1]))
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1).double()
+
+
+class CountingSGD(torch.optim.Optimizer):
+    # Its state has an integer, and what it computes with it differs from what it would with a float32.
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                assert isinstance(state["step"], int)
+                parameter.sub_(parameter.grad, alpha=group["lr"] * (1 - 0.999 ** state["step"]) * group["betas"][0])
+
+
+adamw = torch.optim.AdamW, {"lr": 1e-2}
+if sys.argv[2] in ("zero1", "zero2"):
+    optimizer = shoal.optim.OSS(net.parameters(), adamw[0], **adamw[1])
+elif sys.argv[2] == "megatron":
+    model, optimizer = net, shoal.optim.DistributedOptimizer(net, adamw[0], **adamw[1])
+elif sys.argv[2] in ("fsdp", "hybrid"):
+    sharding = "hybrid_shard" if sys.argv[2] == "hybrid" else "full_shard"
+    model = shoal.nn.FullyShardedDataParallel(net, sharding_strategy=sharding)
+    optimizer = shoal.optim.FullyShardedOptimizer(model, adamw[0], **adamw[1])
+else:
+    optimizer = CountingSGD(net.parameters(), 1e-2)
+if sys.argv[2] == "zero2":
+    model = shoal.nn.ShardedDataParallel(net, optimizer)
+elif sys.argv[2] in ("ddp", "zero1"):
+    model = shoal.nn.DistributedDataParallel(net)
+if sys.argv[2] == "ddp":
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=1001)  # changes betas, too
+else:
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+x = torch.linspace(-1, 1, 240, dtype=torch.float64).reshape(60, 4)
+sampler = shoal.data.DistributedSampler(x, seed=1)
+elastic = shoal.Elastic(model, optimizer, sampler, state={"schedule": schedule}, keep_global_batch=12, shares=12)
+first = dist.get_rank()
+for epoch in range(elastic.first_epoch, 200):
+    sampler.set_epoch(epoch)
+    while elastic.in_epoch():
+        for batch in torch.utils.data.DataLoader(x, batch_size=elastic.batch_size, sampler=sampler):
+            def compute(begin, end):
+                part = batch[begin:end]
+                ((model(part) - part.sum(1, keepdim=True)) ** 2).mean().backward()
+            complete = elastic.step(len(batch), compute, optimizer.step)
+            if complete:
+                optimizer.zero_grad()
+                schedule.step()
+            if not complete:
+                break
+    if epoch == 20 and first == 1 and not elastic.joined:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(sys.argv) == 3 and elastic.generation > 1 and dist.get_world_size() == 1 and epoch < 180:
+        time.sleep(0.05)  # until the rank that is started in its place has come
+weight = elastic.together(lambda: {name[-6:]: value for name, value in model.state_dict().items()}["weight"])
+print("weights", [round(float(w), 12) for w in weight.flatten()], "rate", schedule.get_last_lr(), "steps", elastic.steps,
+      "joined" if elastic.joined else "stayed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("method", "strategy"), [("{}", "ddp"), ('{"init_method": "shoal://"}', "fsdp")])
+def test_ELA06_a_rank_of_a_python_program_is_replaced(method, strategy, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    line = [sys.executable, program, method, strategy]
+    launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "2", "--elastic", "1:2", "--max-restarts", "1", "--"]
+    ended = subprocess.run([*launch, *line], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    said = [text[text.index("weights") :] for text in ended.stdout.splitlines() if "weights" in text]
+    assert sorted(text.split()[-1] for text in said) == ["joined", "stayed"], ended.stdout + ended.stderr
+    assert len({text.rsplit(" ", 1)[0] for text in said}) == 1, said
+    assert "steps 1000 " in said[0], said
+    alone = subprocess.run([*launch[:2], "-n", "1", "--", *line], capture_output=True, text=True, timeout=100)
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout[alone.stdout.index("weights") :].rsplit(" ", 1)[0] == said[0].rsplit(" ", 1)[0], (alone.stdout, said)
+
+
+def can_make_hosts():
+    return os.geteuid() == 0 and subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
+
+
+def on_two_hosts(strategy, folder, ranks=1):
+    """(exit code, output) of the launchers of two hosts with so many ranks each. Rank 1 kills itself."""
+    if not can_make_hosts():
+        pytest.skip("no namespaces of processes")
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launchers = []
+    for node in "01":
+        host = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", str(ranks), "--nnodes", "2", "--node-rank", node, "--port", port]
+        line = ["--elastic", "1", "--", sys.executable, program, "{}", strategy, "without newcomers"]
+        launchers.append(subprocess.Popen([*host, *launch, *line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    return [(launcher.returncode, text) for launcher, text in zip(launchers, said, strict=True)]
+
+
+def test_ELA01_ELA04_the_last_rank_of_a_host_dies_and_a_python_program_goes_on(tmp_path):
+    first, second = on_two_hosts("ddp", tmp_path)
+    assert first[0] == 0 and second[0] == 137, (first, second)
+    assert "rank 1 has ended; 1 rank goes on after step 105" in first[1], first[1]
+    assert "steps 1000 stayed" in first[1], first[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ELA04_shards_that_each_host_has_outlive_ranks_and_a_host(ranks, tmp_path):
+    hosts = on_two_hosts("hybrid", tmp_path, ranks)
+    assert [code for code, _ in hosts] == [0, 0 if ranks == 2 else 137], hosts
+    said = [line[line.index("weights") :] for _, text in hosts for line in text.splitlines() if "weights" in line]
+    assert len(said) == 2 * ranks - 1 and len(set(said)) == 1 and "steps 1000 stayed" in said[0], hosts
+    alone = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "1", "--", sys.executable, tmp_path / "program.py", "{}", "hybrid", ""]
+    assert subprocess.run(alone, capture_output=True, text=True, timeout=100).stdout.strip().endswith(said[0]), said
+
+
+def test_ELA04_sharded_optimizers_are_refused_on_several_hosts(tmp_path):
+    for code, said in on_two_hosts("fsdp", tmp_path):
+        assert code != 0 and "UsageError: Elastic" in said, said
