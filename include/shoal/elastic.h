@@ -144,8 +144,8 @@ struct ElasticOptions {
 // step.
 //
 // What a loop must keep to:
-// - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping, a loss
-//   scale, a moving average of the weights). `update` must not communicate. A rank whose `update` throws has left the job, but
+// - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping that does not communicate, a loss
+//   scale, a moving average of the weights). `update` must not communicate: UsageError. A rank whose `update` throws has left the job, but
 //   for a UsageError: the others finish the step.
 // - Gradients do not accumulate over several calls of step(), because a step is undone as a whole: zero_grad() after each
 //   step() or at the beginning of `compute`. UsageError on all ranks if `compute` adds to a gradient that is not zero.

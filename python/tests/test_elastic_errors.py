@@ -36,7 +36,7 @@ def test_ELA01_what_a_program_raises_comes_through():
             assert "in fails" in "".join(traceback.format_exception(raised.value))
         with pytest.raises(Mine):
             elastic.together(lambda: fails(Mine))
-        with pytest.raises(shoal.UsageError, match="communicated"):
+        with pytest.raises(shoal.UsageError, match="second function of step.. has failed: on purpose"):
             elastic.step(1, lambda: loss_of(model(X), Y).backward(), lambda: fails(shoal.CommError))
 
     on_ranks(run)

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "comm/group/no_communication.h"
 #include "elastic/elastic_state.h"
 
 namespace shoal {
@@ -91,15 +92,17 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
     failed = true;
     generations->resign();  // the others have finished this step, or will finish it for this rank
   };
+  const NoCommunication scope(
+      "in the second function of Elastic::step(), which could not be finished after a death: communicate in the first "
+      "one, "
+      "clipping too, or in together()");
   try {
     update();
-  } catch (const CommError& error) {
+  } catch (const CommError& error) {  // not of a group: a recovery would not mend it
     fail();
-    throw UsageError(
-        fmt::format("Elastic: the update communicated, and cannot be finished after a death: communicate in the step's "
-                    "first function, or in together() ({})",
-                    error.what()));
-  } catch (const UsageError&) {  // on all ranks, before anything was changed
+    throw UsageError(fmt::format("Elastic: the second function of step() has failed: {}", error.what()));
+  } catch (const UsageError&) {  // on all ranks, and nothing was changed, if it is not for a call
+    if (scope.broken()) fail();
     throw;
   } catch (...) {
     fail();

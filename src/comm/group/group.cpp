@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "comm/group/group_state.h"
+#include "comm/group/no_communication.h"
 #include "comm/group/text.h"
 #include "comm/rendezvous/world_state.h"
 #include "comm/transport/recording.h"
@@ -120,6 +121,7 @@ Work issue(const Group& group, Call call) {
                     state->name, state->world->pid));
   }
   check(call, group.rank(), group.size());
+  NoCommunication::check(call, group.size());
   if (state->world->withheld.load(std::memory_order_relaxed)) {
     throw UsageError(
         fmt::format("{} in a newcomer to an elastic job before its loop begins: the other ranks are in theirs, so call "
