@@ -66,15 +66,16 @@ bool Elastic::State::meet(bool map) {
 // fail in the meeting, as a rank ends in it, so all ask what holds. Nobody can say that it passes before all have come.
 void Elastic::State::commit_over_hosts(bool map) {
   parts->map_on_host(map);
-  const auto number = ++decisions;
-  const auto decide = [&](bool passes) { return generations->decide(number, passes); };
+  const auto decide = [&](bool passes) { return generations->decide(decisions, passes); };
   try {
     meet(false);
   } catch (const CommError&) {
+    ++decisions;
     if (!parts->commit_over_hosts(false, decide)) throw;
     asked = false;
     return;
   }
+  ++decisions;  // not where the meeting has refused the step on all ranks
   if (!parts->commit_over_hosts(true, decide)) throw CommError("a rank has ended in the commit of the step");
 }
 

@@ -19,7 +19,7 @@ struct Model {
     torch::manual_seed(seed);
     const torch::NoGradGuard no_grad;
     for (auto& parameter : net->parameters()) parameter.uniform_(-0.3, 0.3);
-    net->second->bias.set_requires_grad(false);  // frozen
+    net->second->weight.set_requires_grad(false);  // frozen, and large enough for every rank to own a part
     net->to_dtype(trained.module_dtype());
     wrapped = test::wrap_as(trained, net, group);
   }

@@ -43,7 +43,7 @@ void die_at(const Kind& kind, const std::vector<Death>& deaths, const Trained& t
   std::vector<int> victims;
   for (const auto& death : deaths) {
     victims.push_back(death.rank);
-    if (death.moment == Moment::on_notice) continue;  // it may notice it elsewhere
+    if (death.moment == Moment::on_notice || death.signal == 0) continue;  // it may notice it elsewhere
     EXPECT_TRUE(WIFSIGNALED(ended[static_cast<size_t>(death.rank)].status)) << "rank " << death.rank << " lives";
   }
   check(ended, victims, *record, 1, true, trained);
@@ -77,6 +77,14 @@ TEST_F(ElasticHybrid, ELA01_ranks_end_while_others_recover) {
     SCOPED_TRACE(std::to_string(static_cast<int>(moment)));
     die_at({{2, 2}, "auto"}, {{0, Moment::in_backward, 4}, {2, moment, 4}}, hybrids[0]);
     die_at({{3, 2}, "auto"}, {{3, Moment::in_last_chunk, 4}, {1, moment, 4}}, hybrids[1]);
+  }
+}
+
+// By then it has noticed that the other one has ended.
+TEST_F(ElasticHybrid, ELA02_a_rank_that_is_alone_on_its_host_ends_its_update_after_the_death_of_another_host) {
+  for (const auto& trained : hybrids) {
+    SCOPED_TRACE(name_of(trained));
+    die_at({{1, 1, 1}, "auto"}, {{2, Moment::before_update, 4}, {1, Moment::before_update, 4, 0}}, trained);
   }
 }
 
@@ -219,6 +227,47 @@ TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments) {
   }
   fmt::print("{} trials, {} kills\n", trials, kills);
   EXPECT_GT(kills, 0);
+}
+
+TEST_F(ElasticHybrid, FSDP01_unequal_hosts_must_begin_with_the_values_of_rank_0) {
+  ForkedHosts hosts({2, 1}, [](const World& world) {
+    return test::refusal([&] {
+      FullyShardedDataParallelOptions options{.sharding_strategy = ShardingStrategy::hybrid_shard};
+      options.sync_module_states = false;
+      auto net = std::make_shared<test::Net>();
+      const FullyShardedDataParallel parallel(net, world.group(), options);
+    });
+  });
+  for (const auto& one : hosts.wait(20))
+    EXPECT_THAT(one.text, testing::HasSubstr("sync_module_states is off, and hosts"));
+}
+
+// A step that all ranks refuse alike is no decision.
+TEST_F(ElasticHybrid, ELA02_a_program_goes_on_after_an_error_of_the_meeting) {
+  ForkedHosts hosts({2, 2}, [](const World& world) -> std::string {
+    alarm(30);
+    const auto net = std::make_shared<test::Net>();
+    const auto wrapped = test::wrap_as(hybrids[0], net, world.group());
+    DistributedSampler sampler(64, world.group());
+    const auto elastic = wrapped.elastic(world, sampler, quick);
+    elastic->in_epoch();
+    const auto x = test::inputs_of({1, 2});
+    const auto step = [&](int64_t samples) {
+      const bool complete = elastic->step(
+          samples, [&] { test::loss_of(wrapped.forward(x), x).backward(); }, [&] { wrapped.step(); });
+      wrapped.optimizer->zero_grad();
+      return complete;
+    };
+    step(2);
+    const auto said = test::refusal([&] { step(world.rank() == 3 ? 1 : 2); });
+    wrapped.optimizer->zero_grad();
+    if (!step(2) || !step(2)) return "a step was not complete";
+    return fmt::format("{}, {} steps, generation {}", said, elastic->steps(), elastic->generation());
+  });
+  for (const auto& one : hosts.wait(30)) {
+    EXPECT_THAT(one.text, testing::AllOf(testing::HasSubstr("ranks have 1 to 2 samples in one step"),
+                                         testing::HasSubstr("3 steps, generation 1")));
+  }
 }
 
 }  // namespace

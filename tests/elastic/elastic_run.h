@@ -139,7 +139,7 @@ struct Death {
   int rank = -1;  // of the first generation
   Moment moment = Moment::before_forward;
   int64_t step = 0;
-  int signal = SIGKILL;  // SIGSTOP: it stands still, and must be killed by the others
+  int signal = SIGKILL;  // SIGSTOP: it stands still, and must be killed by the others; 0: it is late, and lives
 };
 
 inline void add_to(std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& parts) {
@@ -280,7 +280,9 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   int64_t step = 1;  // the one that is computed
   const auto reached = [&](Moment moment) {
     for (const auto& death : deaths) {
-      if (death.rank == self && death.moment == moment && death.step <= step) std::raise(death.signal);
+      if (death.rank != self || death.moment != moment || death.step > step) continue;
+      if (death.signal == 0 && death.step < step) continue;
+      death.signal == 0 ? usleep(400'000) : static_cast<decltype(usleep(0))>(std::raise(death.signal));
     }
   };
   int64_t chunk = 0;  // of this step's update

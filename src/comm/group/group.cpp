@@ -129,7 +129,9 @@ Work issue(const Group& group, Call call) {
                     call.describe()));
   }
   if (const auto ended = state->progress->ended.text(); !ended.empty()) throw GroupEnded(ended);
-  if (const auto& watch = state->world->watch; watch && watch->raised()) throw CommError(watch->why());
+  // Of a group of one rank nothing is missing, whoever has ended.
+  const auto& watch = state->world->watch;
+  if (group.size() > 1 && watch && watch->raised()) throw CommError(watch->why());
   const auto failure = state->progress->failure.text();
   if (!failure.empty()) {
     throw CommError(fmt::format("group '{}' cannot be used after an earlier failure: {}", state->name, failure));
@@ -137,9 +139,9 @@ Work issue(const Group& group, Call call) {
   std::erase_if(state->progress->left_behind, [](const auto& work) { return work->done(); });
   if (is_empty(call)) return {};  // sizes are equal on all ranks, so all of them skip the call
   introduce(state, call);
-  const CallWatch watch(*state, call);
+  const CallWatch telemetry(*state, call);
   check_agreement(state, call);
-  return Work(std::make_unique<PendingWork>(state, std::move(call), watch));
+  return Work(std::make_unique<PendingWork>(state, std::move(call), telemetry));
 }
 
 Work Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) const {

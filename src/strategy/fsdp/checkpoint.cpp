@@ -58,7 +58,7 @@ void FullyShardedSource::add_others(CheckpointView& view) {
     for (const auto& entry : frozen.parameters) {
       view.rest.push_back(slice_of(entry, {}, at::empty({0}, entry.tensor.scalar_type())));
     }
-    for (const auto& slice : frozen.layout.overlapping(frozen.layout.part(rank))) {
+    for (const auto& slice : frozen.layout.overlapping(frozen.owners[static_cast<size_t>(rank)])) {
       const auto& entry = frozen.parameters[slice.piece];
       view.rest.push_back(slice_of(entry, slice.in_piece, frozen.gather->elements(slice)));
     }

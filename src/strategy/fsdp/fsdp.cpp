@@ -42,6 +42,12 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
                                    const FullyShardedDataParallelOptions& options)
     : DataParallelCore(make_state(std::move(module), group, options)),
       shards_(std::make_unique<Shards>(Shards{.options = options, .groups = make_shard_groups(group, options)})) {
+  if (!shards_->groups.equal && !options.sync_module_states) {
+    throw UsageError(
+        "FullyShardedDataParallel: sync_module_states is off, and hosts run different numbers of ranks, so that owners "
+        "cannot be "
+        "compared: set it, or start the same number on each host");
+  }
   shard_parameters(state(), *shards_);
   state().settings = {{"sharding_strategy", sharding_name(options.sharding_strategy)},
                       {"units", fmt::format("{}", shards_->units.size())},

@@ -36,7 +36,8 @@ void require_equal_replicas(const DataParallelCore::State& state, FullyShardedCo
     compare(gradients[piece.gradient].name, piece.main.detach().as_strided({piece.main.numel()}, {1}));
   }
   for (const auto& frozen : shards.frozen) {
-    for (const auto& slice : frozen.layout.overlapping(frozen.layout.part(shards.groups.shard.rank()))) {
+    for (const auto& slice :
+         frozen.layout.overlapping(frozen.owners[static_cast<size_t>(shards.groups.shard.rank())])) {
       compare(frozen.parameters[slice.piece].name, frozen.gather->elements(slice));
     }
   }

@@ -8,6 +8,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "checkpoint/on_all_ranks.h"
 #include "comm/group/hosts.h"
 #include "comm/group/rank_groups.h"
 #include "engine/buckets/small_buckets.h"
@@ -174,7 +175,11 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   // Parameters in shared memory are always present, and so are those of a rank that shards with nobody.
   const bool present =
       shard.size() == 1 || (shard.transport() == "host" && state.tensors.parameters.front().tensor.is_cpu());
-  if (!present && shards.options.byte_limit) check_byte_limit(shards.units, shards.options, shard.size());
+  if (shards.options.byte_limit) {
+    on_all_ranks(groups.all, "byte_limit", [&] {
+      if (!present) check_byte_limit(shards.units, shards.options, shard.size());
+    });
+  }
   std::vector<at::Tensor> originals;
   if (shards.options.param_dtype) originals = narrow(state.tensors, *shards.options.param_dtype);
   if (shards.options.buffer_dtype && shards.buffer_dtypes.empty()) {
@@ -259,11 +264,11 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
         numels.push_back(entry.tensor.numel());
         tensors.push_back(entry.tensor);
       }
-      const auto layout = scatter_layout(numels, tensors.front().element_size(), shard.size());
-      std::vector<Range> owners;
-      for (int rank = 0; rank < shard.size(); ++rank) owners.push_back(layout.part(rank));
-      auto divided = gather(std::move(tensors), layout, std::move(owners), name);
-      shards.frozen.push_back({name, std::move(list), layout, std::move(divided)});
+      const auto layout = scatter_layout(numels, tensors.front().element_size(), groups.owners);
+      std::vector<Range> owners(static_cast<size_t>(shard.size()));
+      for (int rank = 0; rank < groups.owners; ++rank) owners[static_cast<size_t>(rank)] = layout.part(rank);
+      auto divided = gather(std::move(tensors), layout, owners, name);
+      shards.frozen.push_back({name, std::move(list), layout, std::move(owners), std::move(divided)});
     }
   }
   shards.module = std::make_shared<ShardedModule>(shard, state.reducer, std::move(gathers), nullptr, originals);

@@ -29,6 +29,7 @@ struct FullyShardedCore::Shards {
     std::string unit;
     std::vector<NamedTensor> parameters;
     FlatLayout layout;
+    std::vector<Range> owners;  // by rank of the shard group
     std::shared_ptr<ParameterGather> gather;
   };
   std::vector<Frozen> frozen{};

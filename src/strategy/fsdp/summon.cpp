@@ -49,7 +49,8 @@ void for_own_memory(const FullyShardedCore::Shards& shards, const Visit& visit) 
     visit(unit_of.at(gradients[piece.gradient].parameter.unsafeGetTensorImpl()), piece.outgoing);
   }
   for (const auto& frozen : shards.frozen) {
-    for (const auto& slice : frozen.layout.overlapping(frozen.layout.part(shards.groups.shard.rank()))) {
+    for (const auto& slice :
+         frozen.layout.overlapping(frozen.owners[static_cast<size_t>(shards.groups.shard.rank())])) {
       visit(frozen.unit, frozen.gather->elements(slice));
     }
   }

@@ -50,7 +50,12 @@ bool is_that_of_this_host(const Group& group, const Group& everybody) {
   if (group.name() == everybody.name()) return false;
   const auto hosts = hosts_of(everybody);
   if (world_ranks(group) != place_of(ranks_by_host(hosts), everybody.rank()).inside) return false;
-  rank_groups(hosts, std::nullopt, "Elastic with OSS", "the group of OSS to world.group()");
+  if (smallest(ranks_by_host(hosts)) * (*std::max_element(hosts.begin(), hosts.end()) + 1) != everybody.size()) {
+    throw UsageError(
+        "Elastic: OSS over world.group().by_host() needs equally many ranks on each host at the start, so that all "
+        "hosts divide "
+        "alike");
+  }
   return true;
 }
 
