@@ -4,7 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <csignal>
+#include <functional>
 #include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -49,6 +53,67 @@ inline bool all_train(const Record& record, int ranks) {
   const double deadline = now() + 20;
   while (record.started < ranks && now() < deadline) usleep(200);
   return record.started == ranks;
+}
+
+// Ranks and whole hosts are killed at random, with SHOAL_SEED, in SHOAL_KILLS trials. may_train: whether hosts of this kind can be
+// trained so. Bits are compared over tcp, or with shards.
+inline void kill_on_hosts_at_random(const std::vector<Kind>& kinds, const std::vector<Trained>& list,
+                                    const std::function<bool(const Kind&, const Trained&)>& may_train) {
+  const int seed = number_of("SHOAL_SEED", 1);
+  const int trials = number_of("SHOAL_KILLS", 24);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  int kills = 0;
+  std::vector<double> seconds;
+  for (int trial = 0; trial < trials && !::testing::Test::HasFailure(); ++trial) {
+    const auto& kind = kinds[random() % kinds.size()];
+    const auto* trained = &list[random() % list.size()];
+    while (!may_train(kind, *trained)) trained = &list[random() % list.size()];
+    std::vector<int> order(static_cast<size_t>(kind.ranks()));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    // A host whose ranks are all lost must be outweighed by those that are left.
+    const bool whole = kind.hosts.size() == 3 && random() % 2 == 0;
+    const size_t host = random() % kind.hosts.size();
+    auto victims = whole ? kind.ranks_of(host) : std::vector<int>{order[0]};
+    const int pause = static_cast<int>(random() % 80'000);
+    // With a host, a rank of another one before: the host is lost in the recovery from that.
+    const bool two = kind.hosts[0] > 1 && random() % 2 == 0;
+    const auto other = std::find_if(order.begin(), order.end(), [&](int rank) {
+      return std::find(victims.begin(), victims.end(), rank) == victims.end();
+    });
+    const int second = two ? *other : -1;
+    SCOPED_TRACE(fmt::format("seed {}, trial {}: {}, rank(s) {} of {} hosts over {}, after {} us, second {}", seed,
+                             trial, name_of(*trained), fmt::join(victims, ", "), kind.hosts.size(), kind.transport,
+                             pause, second));
+    const SharedRecord record;
+    ForkedHosts hosts(
+        kind.hosts, [&](const World& world) { return train(world, *record, 2, {}, quick, *trained); },
+        over(kind.transport));
+    EXPECT_TRUE(all_train(*record, hosts.ranks()));
+    usleep(static_cast<useconds_t>(pause));
+    if (second >= 0) {
+      hosts.signal(second, SIGKILL);
+      usleep(static_cast<useconds_t>(random() % (whole ? 150'000 : 15'000)));
+    }
+    whole ? hosts.kill_host(static_cast<int>(host)) : hosts.signal(victims[0], SIGKILL);
+    if (second >= 0) victims.push_back(second);
+    const double killed = now();
+    const auto ended = hosts.wait(40);
+    check(ended, victims, *record, 2, kind.transport == "tcp" || trained->sharding != Sharding::none, *trained);
+    const auto left =
+        std::find_if(ended.begin(), ended.end(), [](const auto& one) { return !WIFSIGNALED(one.status); });
+    const auto& steps = record->complete[left - ended.begin()];
+    const auto next = std::find_if(steps.begin(), steps.end(), [&](const auto& entry) { return entry.at > killed; });
+    if (!whole && next != steps.end()) seconds.push_back(next->at - killed);
+    kills += static_cast<int>(
+        std::count_if(ended.begin(), ended.end(), [](const auto& one) { return WIFSIGNALED(one.status); }));
+  }
+  std::sort(seconds.begin(), seconds.end());
+  if (seconds.empty()) seconds.push_back(NAN);
+  fmt::print(
+      "{} trials, {} kills; from the kill of ranks to the end of the next step: median {:.0f} ms, slowest {:.0f} ms\n",
+      trials, kills, seconds[seconds.size() / 2] * 1e3, seconds.back() * 1e3);
+  EXPECT_GT(kills, 0);
 }
 
 }  // namespace shoal::test

@@ -3,11 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cmath>
-#include <numeric>
-#include <random>
-
 #include "tests/elastic/elastic_hosts.h"
 #include "tests/elastic/elastic_local_judge.h"
 #include "tests/support/refusal.h"
@@ -142,64 +137,9 @@ TEST_F(ElasticHosts, ELA08_a_host_that_was_silent_too_long_ends_with_an_error) {
 }
 
 TEST_F(ElasticHosts, ELA01_ELA02_ranks_and_hosts_end_at_random_moments) {
-  const int seed = test::number_of("SHOAL_SEED", 1);
-  const int trials = test::number_of("SHOAL_KILLS", 24);
-  std::mt19937 random(static_cast<unsigned>(seed));
-  const std::vector<Kind> all{
-      {{2, 2}, "tcp"}, {{2, 2}, "auto"}, {{1, 2}, "tcp"}, {{2, 2, 2}, "auto"}, {{1, 1, 2}, "tcp"}};
-  int kills = 0;
-  std::vector<double> seconds;
-  for (int trial = 0; trial < trials && !HasFailure(); ++trial) {
-    const auto& kind = all[random() % all.size()];
-    std::vector<int> order(static_cast<size_t>(kind.ranks()));
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
-    // A host whose ranks are all lost must be outweighed by those that are left.
-    const bool whole = kind.hosts.size() == 3 && random() % 2 == 0;
-    const size_t host = random() % kind.hosts.size();
-    std::vector<int> victims = whole ? kind.ranks_of(host) : std::vector<int>{order[0]};
-    const int pause = static_cast<int>(random() % 80'000);
-    // With a host, a rank of another one before: the host is lost in the recovery from that.
-    const bool two = kind.hosts[0] == 2 && random() % 2 == 0;
-    const auto other = std::find_if(order.begin(), order.end(), [&](int rank) {
-      return std::find(victims.begin(), victims.end(), rank) == victims.end();
-    });
-    const int second = two ? *other : -1;
-    SCOPED_TRACE(fmt::format("seed {}, trial {}: {} of {} hosts over {}, after {} us, second {}", seed, trial,
-                             fmt::join(victims, ", "), kind.hosts.size(), kind.transport, pause, second));
-    const test::SharedRecord record;
-    ForkedHosts hosts(
-        kind.hosts, [&](const World& world) { return test::train(world, *record, 2, {}, quick); },
-        over(kind.transport));
-    EXPECT_TRUE(all_train(*record, hosts.ranks()));
-    usleep(static_cast<useconds_t>(pause));
-    if (second >= 0) {
-      hosts.signal(second, SIGKILL);
-      usleep(static_cast<useconds_t>(random() % (whole ? 150'000 : 15'000)));
-    }
-    if (whole) {
-      hosts.kill_host(static_cast<int>(host));
-    } else {
-      hosts.signal(victims[0], SIGKILL);
-    }
-    if (second >= 0) victims.push_back(second);
-    const double killed = test::now();
-    const auto ended = hosts.wait(40);
-    check(ended, victims, *record, 2, kind.transport == "tcp");
-    const auto left =
-        std::find_if(ended.begin(), ended.end(), [](const auto& one) { return !WIFSIGNALED(one.status); });
-    const auto& steps = record->complete[left - ended.begin()];
-    const auto next = std::find_if(steps.begin(), steps.end(), [&](const auto& entry) { return entry.at > killed; });
-    if (!whole && next != steps.end()) seconds.push_back(next->at - killed);
-    kills += static_cast<int>(
-        std::count_if(ended.begin(), ended.end(), [](const auto& one) { return WIFSIGNALED(one.status); }));
-  }
-  std::sort(seconds.begin(), seconds.end());
-  if (seconds.empty()) seconds.push_back(NAN);
-  fmt::print(
-      "{} trials, {} kills; from the kill of ranks to the end of the next step: median {:.0f} ms, slowest {:.0f} ms\n",
-      trials, kills, seconds[seconds.size() / 2] * 1e3, seconds.back() * 1e3);
-  EXPECT_GT(kills, 0);
+  test::kill_on_hosts_at_random(
+      {{{2, 2}, "tcp"}, {{2, 2}, "auto"}, {{1, 2}, "tcp"}, {{2, 2, 2}, "auto"}, {{1, 1, 2}, "tcp"}}, {test::Trained()},
+      [](const Kind&, const test::Trained&) { return true; });
 }
 
 TEST_F(ElasticHosts, ELA12_local_updates_outlive_ranks_and_hosts) {
