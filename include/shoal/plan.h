@@ -59,8 +59,8 @@ struct StrategyPlan {
 
 struct PlanOptions {
   int ranks = 2;
-  std::vector<std::string>
-      strategies{};  // of plannable_strategies(); empty: all of them, hybrid with several hosts only
+  // Of plannable_strategies(); empty: all of them, hybrid with several hosts only.
+  std::vector<std::string> strategies{};
   // Hosts of equally many ranks. Only hybrid divides ranks by host, and its hosts use their host transports.
   int hosts = 1;
   // The ranks are on one host and use its host transport: sharded strategies then hold one copy of the parameters for

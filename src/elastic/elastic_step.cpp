@@ -94,9 +94,8 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
     generations->resign();  // the others have finished this step, or will finish it for this rank
   };
   const NoCommunication scope(
-      "in the second function of Elastic::step(), which could not be finished after a death: communicate in the first "
-      "one, "
-      "clipping too, or in together()");
+      "in the second function of Elastic::step(), which could not be finished after a death: communicate in the "
+      "first one, clipping too, or in together()");
   try {
     update();
   } catch (const CommError& error) {  // not of a group: a recovery would not mend it

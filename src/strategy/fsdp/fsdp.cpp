@@ -44,9 +44,8 @@ FullyShardedCore::FullyShardedCore(std::shared_ptr<torch::nn::Module> module, co
       shards_(std::make_unique<Shards>(Shards{.options = options, .groups = make_shard_groups(group, options)})) {
   if (!shards_->groups.equal && !options.sync_module_states) {
     throw UsageError(
-        "FullyShardedDataParallel: sync_module_states is off, and hosts run different numbers of ranks, so that owners "
-        "cannot be "
-        "compared: set it, or start the same number on each host");
+        "FullyShardedDataParallel: sync_module_states is off, and hosts run different numbers of ranks, so that their "
+        "values cannot be compared: set it, or start the same number on each host");
   }
   shard_parameters(state(), *shards_);
   state().settings = {{"sharding_strategy", sharding_name(options.sharding_strategy)},
