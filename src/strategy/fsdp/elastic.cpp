@@ -27,8 +27,7 @@ void FullyShardedCore::require_regroupable() {
   if (shards_->pager) {
     refuse(
         "its parameters outlive a rank only where the ranks of a host share them: on the CPU, over the transport auto "
-        "or "
-        "host. Over several hosts use hybrid_shard or hybrid_shard_grad_op, so that each host has a copy");
+        "or host; over several hosts use hybrid_shard or hybrid_shard_grad_op, of which each host has a copy");
   }
   if (!wrappers_within().empty()) {
     refuse("sub-modules with a wrapper of their own are not supported: use auto_wrap_policy of one wrapper");
