@@ -94,7 +94,7 @@ bool Link::receive(Receiver& to) {
       frame_ = frame;
       memory_ = *memory;
       got_ = std::min<size_t>(frame.bytes, end_ - begin_);
-      std::memcpy(memory_, buffer_.data() + begin_, got_);
+      if (got_ > 0) std::memcpy(memory_, buffer_.data() + begin_, got_);  // a frame without bytes has no memory
       begin_ += got_;
     }
     while (got_ < frame_->bytes) {
