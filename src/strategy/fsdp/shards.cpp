@@ -232,7 +232,7 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   const auto gather = [&](std::vector<at::Tensor> list, const FlatLayout& layout, std::vector<Range> owners,
                           const std::string& name) {
     return present ? gather_in_parameters(shard, std::move(list), layout, std::move(owners), {-1, -1, name})
-                   : gather_in_pages(shards.pager, std::move(list), layout, std::move(owners), shard.rank(), name);
+                   : gather_in_pages(shards.pager, std::move(list), layout, owners, shard.rank(), name);
   };
   auto& reducer = *state.reducer;
   const auto& buckets = reducer.buckets();
