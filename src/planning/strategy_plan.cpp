@@ -344,6 +344,7 @@ StrategyPlan plan_strategy(const std::string& strategy, PlannedModule& planned, 
   const auto& chosen = find_strategy(strategy);
   auto values = option_values(chosen, training.options);
   const int copies = strategy == "hybrid" ? hosts : 1;
+  one_host = one_host && hosts == 1;
   if (chosen.check)
     chosen.check(values, training, ranks, one_host || copies > 1 ? std::optional(copies) : std::nullopt);
   TrainingParts parts{.strategy = chosen,

@@ -153,6 +153,9 @@ TEST(Plan, refuses_what_it_cannot_plan) {
   EXPECT_NE(refusal({"--strategy", "zero3"}).find("--strategy zero3"), std::string::npos);
   EXPECT_NE(refusal({"--ranks", "0"}).find("--ranks 0"), std::string::npos);
   EXPECT_NE(refusal({"--model", "resnet"}).find("resnet"), std::string::npos);
+  EXPECT_NE(refusal({"--ranks", "4", "--hosts", "3"}).find("--hosts 3"), std::string::npos);
+  EXPECT_NE(refusal({"--ranks", "4", "--hosts", "2", "--transport", "tcp"}).find("--transport tcp"), std::string::npos);
+  EXPECT_NE(refusal({"--params", "1e9", "--strategy", "hybrid"}).find("ranks of one host"), std::string::npos);
 }
 
 }  // namespace

@@ -69,6 +69,14 @@ TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_a_rank_ends_at_each_moment_of_a_step) {
   }
 }
 
+// The group of a host is that of all ranks there.
+TEST_F(ElasticHybrid, ELA01_ELA02_on_one_host) {
+  for (const auto& trained : hybrids) {
+    SCOPED_TRACE(name_of(trained));
+    die_at({{3}, "auto"}, {{0, Moment::spoilt_update, 4}, {2, Moment::in_backward, 7}}, trained);
+  }
+}
+
 TEST_F(ElasticHybrid, ELA01_ranks_end_while_others_recover) {
   for (const auto moment : {Moment::on_notice, Moment::after_recovery}) {
     SCOPED_TRACE(std::to_string(static_cast<int>(moment)));

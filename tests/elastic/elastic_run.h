@@ -281,8 +281,8 @@ inline std::string train(const World& world, Record& record, int epochs, const s
   const auto reached = [&](Moment moment) {
     for (const auto& death : deaths) {
       if (death.rank != self || death.moment != moment || death.step > step) continue;
-      if (death.signal == 0 && death.step < step) continue;
-      death.signal == 0 ? usleep(400'000) : static_cast<decltype(usleep(0))>(std::raise(death.signal));
+      if (death.signal != 0) std::raise(death.signal);
+      if (death.signal == 0 && death.step == step) usleep(400'000);
     }
   };
   int64_t chunk = 0;  // of this step's update

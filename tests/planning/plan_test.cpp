@@ -100,6 +100,8 @@ TEST(OwnPlan, SCA03_has_one_row_for_each_strategy) {
   EXPECT_LT(hybrid.largest().state, 8 * elements / 3) << "a quarter";
   EXPECT_EQ(hybrid.between_hosts.bytes, hybrid.largest().gradients) << "each rank's shard";
   EXPECT_THAT(shown.str(), HasSubstr("are between hosts"));
+  EXPECT_TRUE(hybrid.parameters_once);
+  EXPECT_FALSE(planned.strategies[1].parameters_once) << "zero1 over two hosts";
 }
 
 TEST(OwnPlan, SCA03_what_cannot_be_planned_is_refused_in_one_sentence) {

@@ -145,7 +145,7 @@ std::function<at::Tensor()> short_loss(const TrainOptions& options, const std::s
 
 int plan_built_in(const CommandOptions& options) {
   const int ranks = options.train.ranks.value_or(2);
-  const bool one_host = options.hosts == 1 && (options.train.transport == "auto" || options.train.transport == "host");
+  const bool one_host = options.train.transport == "auto" || options.train.transport == "host";
   const auto compress = options.train.compress();
   Json report = {{"config",
                   {{"model", options.train.model},
@@ -205,6 +205,10 @@ void check(CommandOptions& options) {
   const int ranks = options.train.ranks.value_or(2);
   if (options.hosts < 1 || ranks % options.hosts != 0) {
     throw UsageError(fmt::format("--hosts {}: give a number that divides --ranks {}", options.hosts, ranks));
+  }
+  if (options.hosts > 1 && options.train.transport != "auto") {
+    throw UsageError(
+        fmt::format("--transport {}: ranks on several hosts are planned for auto", options.train.transport));
   }
   if (options.params && options.strategy == "hybrid") {
     throw UsageError("--strategy hybrid: with --params, plan fsdp on the ranks of one host");

@@ -48,13 +48,12 @@ namespace {
 // different numbers of ranks.
 bool is_that_of_this_host(const Group& group, const Group& everybody) {
   if (group.name() == everybody.name()) return false;
-  const auto hosts = hosts_of(everybody);
-  if (world_ranks(group) != place_of(ranks_by_host(hosts), everybody.rank()).inside) return false;
-  if (smallest(ranks_by_host(hosts)) * (*std::max_element(hosts.begin(), hosts.end()) + 1) != everybody.size()) {
+  const auto groups = ranks_by_host(hosts_of(everybody));
+  if (world_ranks(group) != place_of(groups, everybody.rank()).inside) return false;
+  if (smallest(groups) * static_cast<int>(groups.size()) != everybody.size()) {
     throw UsageError(
-        "Elastic: OSS over world.group().by_host() needs equally many ranks on each host at the start, so that all "
-        "hosts divide "
-        "alike");
+        "Elastic: OSS over world.group().by_host() needs equally many ranks on each host at the start: all hosts must "
+        "divide the parameters alike");
   }
   return true;
 }
