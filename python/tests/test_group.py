@@ -60,6 +60,22 @@ def test_PY01_a_file_store_of_the_program_outlives_its_process_groups(tmp_path):
     assert all(outcome[0] for outcome in outcomes), outcomes
 
 
+def test_PY01_a_rank_that_exits_at_once_has_finished_with_its_file_store(tmp_path):
+    """A rank that exits while a thread of it ends the store leaves half an entry, where the others read without an end."""
+
+    def leaves(rank):
+        dist.init_process_group("shoal", init_method=f"file://{tmp_path}/{again}", rank=rank, world_size=3)
+        dist.barrier()
+        dist.destroy_process_group()
+        os._exit(0)
+
+    for again in range(5):
+        codes = [outcome[1] for outcome in Ranks(leaves, ranks=3, without_group=True).outcomes()]
+        assert all("exit code 0" in code for code in codes), codes
+        left = tmp_path / str(again)  # the last rank removes it, unless two end at once
+        assert not left.exists() or left.read_bytes().endswith(b"refcount/\x01\0\0\x000")
+
+
 def test_PY08_ranks_of_torchrun_meet(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(

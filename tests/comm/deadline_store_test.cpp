@@ -51,6 +51,19 @@ class StoppableStore : public c10d::HashStore {
   }
 };
 
+// Store that takes time to end, like a FileStore, whose destructor writes.
+class SlowToEnd : public c10d::HashStore {
+ public:
+  explicit SlowToEnd(std::atomic<bool>& ended) : ended_(ended) {}
+  ~SlowToEnd() override {
+    std::this_thread::sleep_for(50ms);
+    ended_ = true;
+  }
+
+ private:
+  std::atomic<bool>& ended_;
+};
+
 struct Stores {
   c10::intrusive_ptr<StoppableStore> inner = c10::make_intrusive<StoppableStore>();
   StorePtr store = c10::make_intrusive<DeadlineStore>(inner, "host:1", 200ms);
@@ -118,6 +131,14 @@ TEST(DeadlineStore, may_go_while_a_call_hangs) {
   EXPECT_THROW(store_set(*stores->store, "a", "1"), StoreUnreachable);
   EXPECT_LT(seconds_of([&] { stores.reset(); }), 0.1);
   inner->stopped = false;
+}
+
+TEST(DeadlineStore, has_let_go_of_the_store_when_it_ends) {
+  std::atomic<bool> ended = false;
+  StorePtr store = c10::make_intrusive<DeadlineStore>(c10::make_intrusive<SlowToEnd>(ended), "host:1", 2000ms);
+  store->add("n", 1);
+  store.reset();
+  EXPECT_TRUE(ended) << "a process that exits now would cut the destructor off";
 }
 
 TEST(DeadlineStore, serves_many_threads_and_prefixes) {

@@ -30,13 +30,16 @@ class DeadlineStore::Client {
   void ask(Call call) {
     const std::lock_guard lock(mutex_);
     calls_.push_back(std::move(call));
-    changed_.notify_one();
+    changed_.notify_all();
   }
 
-  void end() {
-    const std::lock_guard lock(mutex_);
+  // Waits until the thread has let go of the store, which it may be the last to hold: a process that exits while a
+  // FileStore's destructor writes leaves half an entry in the file, and the other ranks read there without an end.
+  void end(std::chrono::milliseconds limit) {
+    std::unique_lock lock(mutex_);
     ended_ = true;
-    changed_.notify_one();
+    changed_.notify_all();
+    if (overdue == 0) changed_.wait_for(lock, limit, [this] { return released_; });
   }
 
   // Number of calls whose callers have given up.
@@ -54,14 +57,19 @@ class DeadlineStore::Client {
       call(*store_);
       lock.lock();
     }
+    lock.unlock();
     store_.reset();
+    lock.lock();
+    released_ = true;
+    changed_.notify_all();
   }
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<c10d::Store> store_;  // the thread's
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Call> calls_;
   bool ended_ = false;
+  bool released_ = false;
 };
 
 DeadlineStore::DeadlineStore(c10::intrusive_ptr<c10d::Store> store, std::string name, std::chrono::milliseconds limit)
@@ -70,7 +78,7 @@ DeadlineStore::DeadlineStore(c10::intrusive_ptr<c10d::Store> store, std::string 
 }
 
 DeadlineStore::~DeadlineStore() {
-  if (getpid() == pid_) client_->end();  // otherwise the thread is the parent's
+  if (getpid() == pid_) client_->end(limit_);  // otherwise the thread is the parent's
 }
 
 template <class Work>
