@@ -64,9 +64,9 @@ class WithDDP : public Wrapped {
 
 class WithShardedDDP : public Wrapped {
  public:
-  WithShardedDDP(ShardedDataParallelCore& parallel, OSSCore& oss)
+  WithShardedDDP(const World& world, ShardedDataParallelCore& parallel, OSSCore& oss)
       : Wrapped(parallel, oss, &oss), parallel_(parallel), oss_(oss) {
-    oss.require_regroupable(oss.group());
+    oss.require_regroupable(world.group());
   }
   void regroup(const Group& group, int64_t step) override {
     oss_.regroup(group, step);
@@ -141,7 +141,7 @@ std::unique_ptr<ElasticParts> parts_of(const World& world, DataParallelCore& par
     if (sharded == oss) return std::make_unique<WithDDP>(world, *ddp, optimizer, oss);
   } else if (auto* sharded_ddp = dynamic_cast<ShardedDataParallelCore*>(&parallel)) {
     sharded_ddp->require_regroupable(optimizer);
-    return std::make_unique<WithShardedDDP>(*sharded_ddp, *oss);
+    return std::make_unique<WithShardedDDP>(world, *sharded_ddp, *oss);
   } else if (auto* fsdp = dynamic_cast<FullyShardedCore*>(&parallel)) {
     auto* fully_sharded = dynamic_cast<FullyShardedOptimizerCore*>(&optimizer);
     const bool gossip = dynamic_cast<ShardGossipOptimizerCore*>(&optimizer) != nullptr;

@@ -156,7 +156,8 @@ class Planner {
     std::unique_ptr<GradientReduction> reduction;
     if (plan_.strategy == "zero2") {
       const bool small = plan_.parameters_once && !hook;
-      const auto caps = sharded_bucket_caps(gradients_, zero2_options(parts_.values, parts_.options), ranks_, small);
+      const auto options = zero2_options(parts_.values, parts_.options);
+      const auto caps = sharded_bucket_caps(gradients_, options, ranks_, ranks_ == 1, small);
       reduction = std::make_unique<ReduceToOwner>(group_, caps, owners_);
     } else {
       reduction = std::make_unique<AllReduce>(group_, bucket_caps(ddp_options(parts_.values, parts_.options)));

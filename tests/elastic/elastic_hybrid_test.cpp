@@ -29,7 +29,9 @@ const std::vector<Trained> hybrids{
     {.sharding = Sharding::hybrid, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
     {.sharding = Sharding::hybrid, .optimizer = "sgd", .dtype = at::kHalf},
     {.sharding = Sharding::hybrid, .optimizer = "lamb"},
-    {.sharding = Sharding::zero1_by_host, .optimizer = "adamw", .micro_batches = 2}};
+    {.sharding = Sharding::zero1_by_host, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::zero2_by_host, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::zero2_by_host, .optimizer = "sgd"}};
 
 void die_at(const Kind& kind, const std::vector<Death>& deaths, const Trained& trained) {
   const test::SharedRecord record;
@@ -50,7 +52,7 @@ TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_nobody_ends) {
   for (const auto& trained : hybrids) {
     SCOPED_TRACE(name_of(trained));
     die_at({{2, 2}, "auto"}, {}, trained);
-    if (trained.sharding == Sharding::hybrid) die_at({{1, 2}, "auto"}, {}, trained);
+    if (trained.sharding != Sharding::zero1_by_host) die_at({{1, 2}, "auto"}, {}, trained);
   }
 }
 
@@ -190,9 +192,9 @@ TEST_F(ElasticHybrid, ELA10_the_loss_of_the_store_is_that_of_the_job) {
 }
 
 TEST_F(ElasticHybrid, ELA01_ELA02_ELA04_ranks_and_hosts_end_at_random_moments) {
-  // OSS needs equally many ranks on each host.
+  // With DDP, OSS needs equally many ranks on each host.
   const auto may_train = [](const Kind& kind, const Trained& trained) {
-    return kind.hosts[0] == kind.hosts[1] || trained.sharding == Sharding::hybrid;
+    return kind.hosts[0] == kind.hosts[1] || trained.sharding != Sharding::zero1_by_host;
   };
   test::kill_on_hosts_at_random(
       {{{2, 2}, "auto"}, {{3, 3}, "auto"}, {{1, 2}, "auto"}, {{2, 2, 2}, "auto"}, {{1, 1, 1}, "auto"}}, hybrids,

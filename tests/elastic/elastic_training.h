@@ -103,8 +103,8 @@ inline uint64_t hash_of(const torch::optim::Optimizer& optimizer, const torch::n
 constexpr uint64_t seed_of_ranks = 100;
 constexpr double learning_rate = 0.01;
 
-// hybrid: FSDP on each host; zero1_by_host: OSS on each host.
-enum class Sharding { none, zero1, zero2, megatron, fsdp, hybrid, zero1_by_host };
+// hybrid: FSDP on each host; by_host: OSS on each host.
+enum class Sharding { none, zero1, zero2, megatron, fsdp, hybrid, zero1_by_host, zero2_by_host };
 
 // What is trained, and how.
 struct Trained {
@@ -122,20 +122,23 @@ struct Trained {
   bool is_fsdp() const { return sharding == Sharding::fsdp || sharding == Sharding::hybrid; }
   // Whether gradients are summed on each host first. equal_hosts: with equally many ranks; others DDP takes in their order.
   bool sums_by_host(bool equal_hosts) const {
-    return sharding == Sharding::hybrid || (sharding == Sharding::zero1_by_host && equal_hosts);
+    return sharding == Sharding::hybrid || sharding == Sharding::zero2_by_host ||
+           (sharding == Sharding::zero1_by_host && equal_hosts);
   }
+  bool is_zero2() const { return sharding == Sharding::zero2 || sharding == Sharding::zero2_by_host; }
+  bool oss_by_host() const { return sharding == Sharding::zero1_by_host || sharding == Sharding::zero2_by_host; }
   bool has_copies() const { return c10::elementSize(dtype) < 4; }
   GradScalerOptions scaler() const { return {.initial_scale = 65536, .growth_interval = 3}; }  // some steps overflow
 };
 
 // For names of tests.
 inline std::string short_name(Sharding sharding) {
-  const char* names[] = {"ddp", "zero1", "zero2", "megatron", "fsdp", "hybrid", "zero1_by_host"};
+  const char* names[] = {"ddp", "zero1", "zero2", "megatron", "fsdp", "hybrid", "zero1_by_host", "zero2_by_host"};
   return names[static_cast<int>(sharding)];
 }
 
 inline std::string name_of(const Trained& trained) {
-  const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron", "FSDP", "hybrid FSDP", "ZeRO-1 by host"};
+  const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron", "FSDP", "hybrid FSDP", "ZeRO-1 by host", "ZeRO-2 by host"};
   return fmt::format("{} with {}, width {}, {}", names[static_cast<int>(trained.sharding)], trained.optimizer,
                      trained.width, c10::toString(trained.dtype));
 }
@@ -306,9 +309,9 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
       wrapped.optimizer = std::make_unique<Local>(net->parameters(), options);
     } else {
       wrapped.optimizer = std::make_unique<OSS<Chunked<Local>>>(
-          net->parameters(), options, trained.sharding == Sharding::zero1_by_host ? group.by_host() : group);
+          net->parameters(), options, trained.oss_by_host() ? group.by_host() : group);
     }
-    if (trained.sharding == Sharding::zero2) {
+    if (trained.is_zero2()) {
       ShardedDataParallelOptions small;
       small.reduce_buffer_size = 256;  // several buckets
       small.log_sizes = false;

@@ -21,36 +21,13 @@
 
 namespace shoal {
 
-namespace {
-
-ShardGroups shard_groups(const Group& group, const std::vector<std::vector<int>>& groups) {
-  std::vector<int> places(group.size());
-  for (const auto& ranks : groups) {
-    for (size_t place = 0; place < ranks.size(); ++place) places[ranks[place]] = static_cast<int>(place);
-  }
-  const int owners = smallest(groups);
-  ShardGroups made{.all = group,
-                   .shard = group,
-                   .places = std::move(places),
-                   .owners = owners,
-                   .equal = owners * static_cast<int>(groups.size()) == group.size()};
-  if (groups.size() == 1) return made;
-  const auto here = place_of(groups, group.rank());
-  made.shard = group.subgroup(here.inside);
-  if (here.across.empty()) return made;
-  made.replicas = here.across.size() == static_cast<size_t>(group.size()) ? group : group.subgroup(here.across);
-  return made;
-}
-
-}  // namespace
-
 ShardGroups make_shard_groups(const Group& group, const FullyShardedDataParallelOptions& options) {
   const auto hosts = hosts_of(group);
   auto size = options.shard_size;
   if (!is_hybrid(options.sharding_strategy)) {
     size = options.sharding_strategy == ShardingStrategy::no_shard ? 1 : group.size();
   }
-  auto made = shard_groups(
+  auto made = make_shard_groups(
       group, size ? rank_groups(hosts, size, "FullyShardedDataParallel", "shard_size") : ranks_by_host(hosts));
   if (!made.equal && options.communication_hook) {
     throw UsageError(

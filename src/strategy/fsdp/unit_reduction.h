@@ -4,34 +4,9 @@
 #include <limits>
 #include <vector>
 
-#include "engine/reducer/gradient_reduction.h"
+#include "engine/sharded/shard_groups.h"
 
 namespace shoal {
-
-// Group of ranks that shard the units, and the group of ranks that hold equal shards, if there are replicas.
-struct ShardGroups {
-  Group all;
-  Group shard;
-  std::optional<Group> replicas{};  // nothing on a rank that owns nothing
-  std::vector<int> places{};        // by rank of `all`: its place in its shard group
-  int owners = 0;     // of each shard group, so many ranks, the first ones, own the units: all of the smallest group
-  bool equal = true;  // shard groups are equally large
-
-  bool replicated() const { return owners < all.size(); }
-
-  // Chains the all-reduce over replicas to a sum within the shard group, where this rank keeps a part of it.
-  PendingExchange across_replicas(PendingExchange within, Bucket& bucket, const Label& label) const {
-    if (!replicas || bucket.kept_range().empty()) return within;
-    return chain(std::move(within), [group = *replicas, kept = bucket.kept(), label]() -> PendingExchange {
-      return {group.all_reduce(kept, ReduceOp::sum, label)};
-    });
-  }
-  // The sum that a hook replaces: the one between hosts if there are replicas, or the only one if nothing is sharded.
-  HookPoint hook_point(SumFor within) const {
-    if (replicas || shard.size() == 1) return {replicas.value_or(shard), SumFor::everybody, /*of_kept=*/true};
-    return {shard, within};
-  }
-};
 
 // Sizes of the buckets of a unit: one bucket per dtype. small: ranks share memory, so that nothing is gathered unit by
 // unit, and no hook sums the buckets.

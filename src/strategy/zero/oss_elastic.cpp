@@ -45,15 +45,16 @@ void OSSCore::State::share_anew(const ParamGroups& groups, const torch::optim::O
 namespace {
 
 // Whether the group is another one than `everybody`, the group of all ranks, and has those on this host. UsageError for hosts of
-// different numbers of ranks.
-bool is_that_of_this_host(const Group& group, const Group& everybody) {
+// different numbers of ranks, unless so many `owners` of each host own the parameters.
+bool is_that_of_this_host(const Group& group, const Group& everybody, std::optional<int> owners) {
   if (group.name() == everybody.name()) return false;
   const auto groups = ranks_by_host(hosts_of(everybody));
   if (world_ranks(group) != place_of(groups, everybody.rank()).inside) return false;
-  if (smallest(groups) * static_cast<int>(groups.size()) != everybody.size()) {
+  const int least = smallest(groups);
+  if (owners != least && least * static_cast<int>(groups.size()) != everybody.size()) {
     throw UsageError(
-        "Elastic: OSS over world.group().by_host() needs equally many ranks on each host at the start: all hosts must "
-        "divide the parameters alike");
+        "Elastic: OSS over world.group().by_host() with DistributedDataParallel needs equally many ranks on each host "
+        "at the start: all hosts must divide the parameters alike, as ShardedDataParallel makes them do");
   }
   return true;
 }
@@ -61,15 +62,13 @@ bool is_that_of_this_host(const Group& group, const Group& everybody) {
 }  // namespace
 
 void OSSCore::require_regroupable(const Group& everybody) {
-  if (is_that_of_this_host(state().group, everybody)) state().everybody = everybody;
+  if (is_that_of_this_host(state().group, everybody, state().owners)) state().everybody = everybody;
   if (state().options.broadcast_fp16) throw UsageError("Elastic: OSSOptions::broadcast_fp16 is not supported");
   const auto& buffers = state().buffers;
   if (!std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return buffer->shared(); })) {
     throw UsageError(
         "Elastic: OSS outlives its ranks only where they share its parameters: on the CPU of one host, over the "
-        "transport "
-        "auto or host; on several hosts give it world.group().by_host(), with DistributedDataParallel over "
-        "world.group()");
+        "transport auto or host; on several hosts give it world.group().by_host(), and its wrapper world.group()");
   }
 }
 

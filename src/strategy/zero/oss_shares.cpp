@@ -73,7 +73,7 @@ ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
       made.places.emplace(parameter.unsafeGetTensorImpl(), made.parameters.size());
       made.parameters.push_back(parameter);
       made.indices.push_back(here);
-      made.owners.push_back(owner.value_or(-1));
+      made.owners.push_back(anew ? -1 : owner.value_or(-1));
     }
   }
   choose_owners(made);
@@ -115,6 +115,16 @@ void OSSCore::State::choose_owners(OSSShares& made) const {
   }
 }
 
+void OSSCore::State::own_by(int ranks, OSSCore& optimizer) {
+  if (owners.value_or(group.size()) == ranks) {
+    owners = ranks;
+    return;
+  }
+  owners = ranks;
+  anew = true;
+  optimizer.refresh_trainable();
+}
+
 void OSSCore::State::take_shares(std::unique_ptr<torch::optim::Optimizer> made) {
   std::vector<at::Tensor> fresh;
   for (const auto& parameter : next.parameters) {
@@ -127,6 +137,7 @@ void OSSCore::State::take_shares(std::unique_ptr<torch::optim::Optimizer> made) 
       if (stays) made->state()[parameter] = std::move(state);
     }
   }
+  anew = false;
   shares = std::exchange(next, {});
   local = std::move(made);
   broadcast_coalesced(group, fresh, 0, label("parameters of OSS"));

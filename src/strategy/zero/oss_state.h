@@ -36,6 +36,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   int64_t times_shared = 0;                                 // how often shares were made
   std::set<OSSShares::Pattern> balanced_for{};              // what was trainable when they were balanced
   std::optional<int> owners{};  // so many ranks of the group, the first ones, own parameters; none: all
+  bool anew = false;            // the next shares do not keep any owner
   bool may_move = true;  // owners may change; false between a backward, which leaves gradients with them, and its step
 
   using ShardedOptimizerBase::State::State;
@@ -58,6 +59,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
 
   // Publishes the buffers for which `changed` is set; empty: all. Collective.
   void hand_out(const char* what, const std::vector<int>& changed = {});
+  // Divides parameters among so many ranks, as a group of that size would. Collective.
+  void own_by(int ranks, OSSCore& optimizer);
   // Whether a parameter has become trainable that has no owner yet.
   bool lacks_trainable(const ParamGroups& groups) const;
   // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.

@@ -7,7 +7,6 @@
 #include <iostream>
 #include <map>
 
-#include "comm/group/hosts.h"
 #include "engine/buckets/small_buckets.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/wrapper/data_parallel_state.h"
@@ -17,6 +16,7 @@
 #include "shoal/group.h"
 #include "shoal/hooks.h"
 #include "strategy/zero/bucket_caps.h"
+#include "strategy/zero/host_groups.h"
 #include "strategy/zero/moved_sums.h"
 #include "strategy/zero/oss_state.h"
 
@@ -26,11 +26,13 @@ namespace shoal {
 struct ShardedDataParallelCore::Sharding {
   std::vector<OSSCore*> optimizers;
   ShardedDataParallelOptions options;
+  ShardGroups groups;
   ParameterWatch watch{};
   std::vector<int64_t> times_shared{};  // by optimizer
   Owners owners{};
   std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
 
+  void take(const ShardGroups& made);
   bool other_dtype_or_device(size_t number) const { return watch.other_kind(number) && !watch.other_shape(number); }
 };
 
@@ -54,17 +56,6 @@ void check_devices(const ModuleTensors& tensors) {
   throw UsageError(
       fmt::format("ShardedDataParallel: parameters are on devices of several types, {}; move the model to one",
                   fmt::join(list, ", ")));
-}
-
-// A gradient goes to the rank that has its owner's number, so both must number the same ranks alike.
-void check_group(const Group& of_optimizer, const Group& of_wrapper) {
-  const auto theirs = world_ranks(of_optimizer);
-  const auto ours = world_ranks(of_wrapper);
-  if (theirs == ours) return;
-  throw UsageError(
-      fmt::format("ShardedDataParallel: the group of an OSS has ranks {} of the world, that of the wrapper ranks {}; "
-                  "give both the same ranks in the same order",
-                  fmt::join(theirs, ", "), fmt::join(ours, ", ")));
 }
 
 // A gradient that no parameter has at present is hooked as well; it may have one in the next step.
@@ -112,15 +103,30 @@ std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owner
 
 }  // namespace
 
+// All hosts must divide the parameters alike, also if they run different numbers of ranks.
+void ShardedDataParallelCore::Sharding::take(const ShardGroups& made) {
+  groups = made;
+  if (!groups.replicated()) return;
+  if (!options.sync_models_at_startup) {
+    throw UsageError(
+        "ShardedDataParallel: with OSS over by_host(), and sync_models_at_startup off, hosts may begin with different "
+        "values: set it");
+  }
+  for (auto* optimizer : optimizers) optimizer->state().own_by(groups.owners, *optimizer);
+}
+
 ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module,
                                                  std::vector<OSSCore*> optimizers, const Group& group,
                                                  const ShardedDataParallelOptions& options)
     : DataParallelCore([&] {
         options.validate();
+        if (optimizers.empty()) throw UsageError("ShardedDataParallel: give at least one OSS");
         if (module) check_devices(walk(*module, options.ignored));
         return wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);
       }()),
-      sharding_(std::make_shared<Sharding>(Sharding{.optimizers = std::move(optimizers), .options = options})) {
+      sharding_(std::make_shared<Sharding>(
+          Sharding{.optimizers = optimizers, .options = options, .groups = groups_of(optimizers, group)})) {
+  sharding_->take(sharding_->groups);
   state().adopts_buffers = options.broadcast_buffers;
   state().buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state().precision = options.precision;
@@ -134,8 +140,6 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
                       {"precision", in_words(options.precision)},
                       {"buffer_hook", yes_or_no(options.buffer_hook != nullptr)},
                       {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
-  if (sharding_->optimizers.empty()) throw UsageError("ShardedDataParallel: give at least one OSS");
-  for (const auto* optimizer : sharding_->optimizers) check_group(optimizer->group(), group);
   for (auto* optimizer : sharding_->optimizers) {
     if (optimizer->state().lacks_trainable(optimizer->param_groups())) optimizer->refresh_trainable();
   }
@@ -236,10 +240,15 @@ void ShardedDataParallelCore::share() {
   auto left = state.reducer ? state.reducer->left() : AccumulatedGradients::Left();
   const auto old_owners = std::exchange(sharding_->owners, owners_by_parameter(gradients, owners));
   const auto hook = options.reduce_fp16 ? std::make_shared<CompressHook>(at::kHalf) : options.communication_hook;
-  const bool small = state.group.transport() == "host" && !hook;
-  const auto caps = sharded_bucket_caps(gradients, options, state.group.size(), small);
-  auto reduction =
-      with_hook(std::make_unique<ReduceToOwner>(state.group, caps, owners), hook, gradients, "ShardedDataParallel");
+  const auto& groups = sharding_->groups;
+  const bool small = state.group.transport() == "host" && !groups.replicated() && !hook;
+  if (groups.replicated()) {
+    std::vector<std::string> lines;
+    for (size_t i = 0; i < owners.size(); ++i) lines.push_back(fmt::format("{} {}", gradients[i].name, owners[i]));
+    agree(state.group, "the owners of parameters on each host", lines);
+  }
+  const auto caps = sharded_bucket_caps(gradients, options, groups.owners, groups.all.size() == 1, small);
+  auto reduction = with_hook(reduce_to_owners(groups, caps, owners), hook, gradients, "ShardedDataParallel");
   {
     const Unfrozen hooked(gradients);
     state.make_reducer(std::move(gradients),
@@ -250,12 +259,12 @@ void ShardedDataParallelCore::share() {
                         .limits = bucket_limits(small)},
                        std::move(reduction));
   }
-  move_sums(state.group, *state.reducer, old_owners, sharding_->owners, left);
+  move_sums(groups.shard, *state.reducer, old_owners, sharding_->owners, left);
   state.reducer->resume(left);
   sharding_->times_shared = times_shared();
   freeze();
   if (options.log_sizes && state.group.rank() == 0) {
-    std::clog << describe_sizes(*state.reducer, owners, state.group.size()) << std::endl;
+    std::clog << describe_sizes(*state.reducer, owners, groups.shard.size()) << std::endl;
   }
 }
 
@@ -265,13 +274,18 @@ void ShardedDataParallelCore::require_regroupable(const torch::optim::Optimizer&
   if (static_cast<const torch::optim::Optimizer*>(all.front()) != &optimizer) {
     throw UsageError("Elastic: the optimizer is not the one of this ShardedDataParallel");
   }
+  if (sharding_->groups.replicated() && state().reducer->reduction().hook()) {
+    throw UsageError("Elastic: ShardedDataParallel: a communication_hook between hosts is not supported");
+  }
   state().require_regroupable();
 }
 
 void ShardedDataParallelCore::regroup(int64_t step) {
   auto& state = this->state();
   if (auto* hook = state.reducer->reduction().hook()) hook->reset();
-  state.group = sharding_->optimizers.front()->group();
+  state.watch.note();  // the parameters have moved, on some hosts only
+  state.group = sharding_->optimizers.front()->everybody();
+  sharding_->take(groups_of(sharding_->optimizers, state.group));
   state.entered = false;
   state.reducer.reset();
   sharding_->owners.clear();

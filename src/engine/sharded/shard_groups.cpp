@@ -1,0 +1,43 @@
+#include "engine/sharded/shard_groups.h"
+
+#include <utility>
+
+#include "comm/group/rank_groups.h"
+
+namespace shoal {
+
+PendingExchange ShardGroups::across_replicas(PendingExchange within, Bucket& bucket, const Label& label) const {
+  if (!replicas || bucket.kept_range().empty()) return within;
+  return chain(std::move(within), [group = *replicas, kept = bucket.kept(), label]() -> PendingExchange {
+    return {group.all_reduce(kept, ReduceOp::sum, label)};
+  });
+}
+
+HookPoint ShardGroups::hook_point(SumFor within) const {
+  if (replicas || shard.size() == 1) return {replicas.value_or(shard), SumFor::everybody, /*of_kept=*/true};
+  return {shard, within};
+}
+
+ShardGroups make_shard_groups(const Group& all, const std::vector<std::vector<int>>& ranks,
+                              std::optional<Group> shard) {
+  std::vector<int> places(static_cast<size_t>(all.size()));
+  for (const auto& group : ranks) {
+    for (size_t place = 0; place < group.size(); ++place) {
+      places[static_cast<size_t>(group[place])] = static_cast<int>(place);
+    }
+  }
+  const int owners = smallest(ranks);
+  ShardGroups made{.all = all,
+                   .shard = all,
+                   .places = std::move(places),
+                   .owners = owners,
+                   .equal = owners * static_cast<int>(ranks.size()) == all.size()};
+  if (ranks.size() == 1) return made;
+  const auto here = place_of(ranks, all.rank());
+  made.shard = shard ? *shard : all.subgroup(here.inside);
+  if (here.across.empty()) return made;
+  made.replicas = here.across.size() == static_cast<size_t>(all.size()) ? all : all.subgroup(here.across);
+  return made;
+}
+
+}  // namespace shoal
