@@ -35,6 +35,10 @@ struct DistributedOptimizerOptions {
   // therefore overwrites main_grad(), and a second step before zero_grad() is a UsageError. Requires an element-wise
   // optimizer. Off: parameters are views of a buffer that exists once per host, and nothing is copied.
   bool reuse_grad_buf_for_param_gather = false;
+  // Each host has all shards, divided among its ranks: gradients are summed within the host and then between the ranks of
+  // the hosts that own the same, and parameters stay on the host. What num_distributed_optimizer_instances is to
+  // Megatron, with one instance per host. Off: one copy of the shards, over all ranks.
+  bool shard_within_host = false;
   bool grad_reduce_in_fp32 = false;           // accumulate and reduce gradients of 16-bit parameters in float32
   double clip_grad = 0;                       // maximum norm of all gradients together; 0: no clipping
   bool log_num_zeros_in_grad = false;         // count the zero elements of the gradients
@@ -124,9 +128,10 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   // gradients and may be modified. After it, only this rank's range is valid; after zero_grad(), nothing until the next
   // gradient. Undefined if another rank owns the whole parameter and this rank has no gradient of it.
   at::Tensor main_grad(const at::Tensor& parameter) const;
-  // Shards owned by a rank of the group (default: this rank), in buffer order.
+  // Shards owned by a rank of group() (default: this rank), in buffer order.
   std::vector<ParameterRange> param_range_map(std::optional<int> rank = std::nullopt) const;
-  const Group& group() const override { return ShardedOptimizerCore::group(); }
+  // All ranks that train together, also with shard_within_host.
+  const Group& group() const override;
   // Options and statistics of the optimizer on this rank; times of chunks are added up. Call it between steps. Not
   // collective.
   LoggingData logging_data() const;
@@ -187,6 +192,10 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& op
 // float32 and float64 (which is treated like float32), for float16 without a scaler, for a scaler if all parameters are
 // float32, for a parameter in two chunks, and for invalid options; DisagreeError if the ranks hold different models or
 // options.
+//
+// shard_within_host: on hosts with different numbers of ranks whole parameters are owned, by as many ranks of each host as the
+// smallest one has. Throws UsageError there with reuse_grad_buf_for_param_gather or a communication_hook, and with a
+// model_parallel_group that has further ranks of `group`.
 //
 // Several chunks: their gradients are reduced chunk by chunk, last chunk first, in the same order on every rank,
 // whatever chunks the rank has run; a chunk that it has not run contributes zeros. A chunk's buckets are reduced during

@@ -233,9 +233,9 @@ class Planner {
     const auto caps = unit_caps(plan_.parameters_once && !groups.replicated() && !hook);
     std::unique_ptr<GradientReduction> reduction;
     if (cut()) {
-      reduction = std::make_unique<ScatterUnits>(groups, caps, units);
+      reduction = scatter_units(groups, caps, units);
     } else {
-      reduction = std::make_unique<ReduceUnitsToOwners>(groups, caps, units, owners_);
+      reduction = reduce_units_to_owners(groups, caps, units, owners_);
     }
     const auto buckets = add_reductions(std::move(reduction), std::move(hook), {}, calls);
     add_meeting(calls);

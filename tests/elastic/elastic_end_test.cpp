@@ -109,8 +109,10 @@ TEST(ElasticEnd, ELA02_checkpoints_and_plain_steps_after_the_loss_of_a_rank) {
 // The same where each host has all shards; hosts are left with different numbers of ranks, or a host is lost.
 TEST(ElasticEnd, ELA02_ELA04_checkpoints_and_plain_steps_after_the_loss_of_a_rank_of_two_hosts) {
   if (!test::ForkedHosts::possible()) GTEST_SKIP() << "this system does not let a process make namespaces";
-  for (const auto& trained : {Trained{Sharding::hybrid}, Trained{.sharding = Sharding::hybrid, .dtype = at::kBFloat16},
-                              Trained{Sharding::zero1_by_host}, Trained{Sharding::zero2_by_host}}) {
+  for (const auto& trained :
+       {Trained{Sharding::hybrid}, Trained{.sharding = Sharding::hybrid, .dtype = at::kBFloat16},
+        Trained{Sharding::zero1_by_host}, Trained{Sharding::zero2_by_host}, Trained{Sharding::megatron_by_host},
+        Trained{.sharding = Sharding::megatron_by_host, .dtype = at::kBFloat16}}) {
     for (const auto& hosts : {std::vector<int>{2, 2}, {1, 1, 1}}) {
       SCOPED_TRACE(fmt::format("{}, {} hosts", name_of(trained), hosts.size()));
       const test::TempFolder folder;

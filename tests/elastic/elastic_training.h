@@ -103,8 +103,18 @@ inline uint64_t hash_of(const torch::optim::Optimizer& optimizer, const torch::n
 constexpr uint64_t seed_of_ranks = 100;
 constexpr double learning_rate = 0.01;
 
-// hybrid: FSDP on each host; by_host: OSS on each host.
-enum class Sharding { none, zero1, zero2, megatron, fsdp, hybrid, zero1_by_host, zero2_by_host };
+// hybrid, by_host: with all shards on each host.
+enum class Sharding {
+  none,
+  zero1,
+  zero2,
+  megatron,
+  fsdp,
+  hybrid,
+  zero1_by_host,
+  zero2_by_host,
+  megatron_by_host,
+};
 
 // What is trained, and how.
 struct Trained {
@@ -123,8 +133,9 @@ struct Trained {
   // Whether gradients are summed on each host first. equal_hosts: with equally many ranks; others DDP takes in their order.
   bool sums_by_host(bool equal_hosts) const {
     return sharding == Sharding::hybrid || sharding == Sharding::zero2_by_host ||
-           (sharding == Sharding::zero1_by_host && equal_hosts);
+           sharding == Sharding::megatron_by_host || (sharding == Sharding::zero1_by_host && equal_hosts);
   }
+  bool is_megatron() const { return sharding == Sharding::megatron || sharding == Sharding::megatron_by_host; }
   bool is_zero2() const { return sharding == Sharding::zero2 || sharding == Sharding::zero2_by_host; }
   bool oss_by_host() const { return sharding == Sharding::zero1_by_host || sharding == Sharding::zero2_by_host; }
   bool has_copies() const { return c10::elementSize(dtype) < 4; }
@@ -133,12 +144,14 @@ struct Trained {
 
 // For names of tests.
 inline std::string short_name(Sharding sharding) {
-  const char* names[] = {"ddp", "zero1", "zero2", "megatron", "fsdp", "hybrid", "zero1_by_host", "zero2_by_host"};
+  const char* names[] = {"ddp",    "zero1",         "zero2",         "megatron",        "fsdp",
+                         "hybrid", "zero1_by_host", "zero2_by_host", "megatron_by_host"};
   return names[static_cast<int>(sharding)];
 }
 
 inline std::string name_of(const Trained& trained) {
-  const char* names[] = {"DDP", "ZeRO-1", "ZeRO-2", "Megatron", "FSDP", "hybrid FSDP", "ZeRO-1 by host", "ZeRO-2 by host"};
+  const char* names[] = {"DDP",         "ZeRO-1",         "ZeRO-2",         "Megatron",        "FSDP",
+                         "hybrid FSDP", "ZeRO-1 by host", "ZeRO-2 by host", "Megatron by host"};
   return fmt::format("{} with {}, width {}, {}", names[static_cast<int>(trained.sharding)], trained.optimizer,
                      trained.width, c10::toString(trained.dtype));
 }
@@ -258,6 +271,7 @@ struct Wrapped {
 inline DistributedOptimizerOptions megatron_options(const Trained& trained) {
   DistributedOptimizerOptions options;
   options.bucket_size = 256;
+  options.shard_within_host = trained.sharding == Sharding::megatron_by_host;
   options.overlap_grad_reduce = trained.overlap;
   options.overlap_param_gather = !trained.overlap;
   options.grad_reduce_in_fp32 = trained.has_copies();
@@ -290,7 +304,7 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
       wrapped.forward = [to = parallel.get()](const at::Tensor& x) { return to->forward(x); };
       wrapped.parallel = std::move(parallel);
     };
-    if (trained.sharding == Sharding::megatron) {
+    if (trained.is_megatron()) {
       wrapped.optimizer =
           std::make_unique<DistributedOptimizer<Chunked<Local>>>(net, options, group, megatron_options(trained));
       wrapped.forward = [net, trained](const at::Tensor& x) { return net->forward(x.to(trained.dtype)); };
@@ -308,8 +322,8 @@ Wrapped wrap_as(const Trained& trained, const std::shared_ptr<Module>& net, cons
     if (trained.sharding == Sharding::none) {
       wrapped.optimizer = std::make_unique<Local>(net->parameters(), options);
     } else {
-      wrapped.optimizer = std::make_unique<OSS<Chunked<Local>>>(
-          net->parameters(), options, trained.oss_by_host() ? group.by_host() : group);
+      wrapped.optimizer = std::make_unique<OSS<Chunked<Local>>>(net->parameters(), options,
+                                                                trained.oss_by_host() ? group.by_host() : group);
     }
     if (trained.is_zero2()) {
       ShardedDataParallelOptions small;

@@ -21,6 +21,7 @@ _options = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "reuse_grad_buf_for_param_gather",
+    "shard_within_host",
     "grad_reduce_in_fp32",
     "clip_grad",
     "log_num_zeros_in_grad",
@@ -46,8 +47,8 @@ class DistributedOptimizer(ShardedOptimizer):
 
     16-bit parameters have float32 main copies. After backward, grad is a tensor without memory: clip with the option
     clip_grad, or read main_grad(). params and element_wise as for FullyShardedOptimizer. Options: overlap_grad_reduce,
-    overlap_param_gather, reuse_grad_buf_for_param_gather, grad_reduce_in_fp32, clip_grad, log_num_zeros_in_grad,
-    scaler (a dictionary), ignored, communication_hook, bucket_size as in the C++ library (megatron.h); other keyword
+    overlap_param_gather, reuse_grad_buf_for_param_gather, shard_within_host, grad_reduce_in_fp32, clip_grad,
+    log_num_zeros_in_grad, scaler (a dictionary), ignored, communication_hook, bucket_size as in the C++ library (megatron.h); other keyword
     arguments are those of the class. The constructor is collective.
     """
 

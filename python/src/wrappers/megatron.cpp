@@ -11,6 +11,7 @@ DistributedOptimizerOptions megatron_options(const py::dict& given) {
       .read("overlap_grad_reduce", options.overlap_grad_reduce)
       .read("overlap_param_gather", options.overlap_param_gather)
       .read("reuse_grad_buf_for_param_gather", options.reuse_grad_buf_for_param_gather)
+      .read("shard_within_host", options.shard_within_host)
       .read("grad_reduce_in_fp32", options.grad_reduce_in_fp32)
       .read("clip_grad", options.clip_grad)
       .read("log_num_zeros_in_grad", options.log_num_zeros_in_grad)

@@ -40,4 +40,21 @@ ShardGroups make_shard_groups(const Group& all, const std::vector<std::vector<in
   return made;
 }
 
+ReductionPlan plan_in_groups(const ShardGroups& groups, ReductionPlan::Keeps keeps, const BucketCaps& caps) {
+  return {.hook_point = groups.hook_point(keeps == ReductionPlan::Keeps::owned ? SumFor::owner : SumFor::parts),
+          .keeps = keeps,
+          .caps = caps,
+          .ranges = groups.shard.size(),
+          .places = groups.places,
+          .two_stages = groups.replicated()};
+}
+
+PendingExchange ScatterInGroups::reduce(Bucket& bucket, const Label& label) const {
+  return groups_.across_replicas(ReduceScatter::reduce(bucket, label), bucket, label);
+}
+
+PendingExchange ReduceInGroups::reduce(Bucket& bucket, const Label& label) const {
+  return groups_.across_replicas(ReduceToOwner::reduce(bucket, label), bucket, label);
+}
+
 }  // namespace shoal

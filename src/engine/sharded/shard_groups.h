@@ -2,6 +2,7 @@
 // Groups of ranks that shard a model among them, each of which may have a copy of it: sums within a group, then between groups.
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/reducer/gradient_reduction.h"
@@ -29,5 +30,30 @@ struct ShardGroups {
 // `all`.
 ShardGroups make_shard_groups(const Group& all, const std::vector<std::vector<int>>& ranks,
                               std::optional<Group> shard = std::nullopt);
+
+// Plan in which ranks keep sums of their shard group; without what it says of buckets' sizes and owners.
+ReductionPlan plan_in_groups(const ShardGroups& groups, ReductionPlan::Keeps keeps, const BucketCaps& caps);
+
+// Reduce-scatter within the shard group, then all-reduce of each range over the replicas. Groups are equally large.
+class ScatterInGroups : public ReduceScatter {
+ public:
+  ScatterInGroups(const ShardGroups& groups, ReductionPlan plan)
+      : ReduceScatter(groups.shard, std::move(plan)), groups_(groups) {}
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override;
+
+ private:
+  ShardGroups groups_;
+};
+
+// Reduce to the owner within the shard group, then all-reduce over the owners of the replicas. A bucket has one owner.
+class ReduceInGroups : public ReduceToOwner {
+ public:
+  ReduceInGroups(const ShardGroups& groups, ReductionPlan plan)
+      : ReduceToOwner(groups.shard, std::move(plan)), groups_(groups) {}
+  PendingExchange reduce(Bucket& bucket, const Label& label) const override;
+
+ private:
+  ShardGroups groups_;
+};
 
 }  // namespace shoal

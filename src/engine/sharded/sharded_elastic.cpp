@@ -216,7 +216,8 @@ void ShardedOptimizerCore::require_regroupable() const {
   if (std::all_of(modules.begin(), modules.end(), [](const auto& module) { return module->shared(); })) return;
   throw UsageError(
       fmt::format("Elastic: {} outlives its ranks only where they share its parameters: on the CPU of one host, over "
-                  "the transport auto or host; on several hosts use FullyShardedDataParallel with hybrid_shard",
+                  "the transport auto or host; on several hosts shard within each: hybrid_shard of "
+                  "FullyShardedDataParallel, shard_within_host of DistributedOptimizer",
                   state().name));
 }
 

@@ -184,9 +184,9 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
   if (shards.options.shard_by_parameter || !groups.equal) {
     std::vector<int> owners(parameters.size(), -1);
     assign_owners(parameters, groups.owners, owners);
-    reduction = std::make_unique<ReduceUnitsToOwners>(groups, caps, units, owners);
+    reduction = reduce_units_to_owners(groups, caps, units, owners);
   } else {
-    reduction = std::make_unique<ScatterUnits>(groups, caps, units);
+    reduction = scatter_units(groups, caps, units);
   }
   reduction = with_hook(std::move(reduction), shards.options.communication_hook, gradients, "FullyShardedDataParallel");
   ReducerOptions reducer_options{

@@ -2,6 +2,8 @@
 // Reduction of gradients unit by unit, to the ranks that own the units' shards.
 
 #include <limits>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "engine/sharded/shard_groups.h"
@@ -18,63 +20,32 @@ inline BucketCaps unit_caps(bool small) {
           .most_numel = passing_bucket_bytes / static_cast<int64_t>(sizeof(float)) / 4 * 5};  // a weight and its bias
 }
 
-// No bucket has gradients of two units; last unit first. Ranks of a shard group keep the sums. divided: unit, by gradient.
+// No bucket has gradients of two units; last unit first. Ranks of a shard group keep the sums. divided: by gradient, see ReductionPlan.
 inline ReductionPlan plan_units(ReductionPlan::Keeps keeps, const ShardGroups& groups, const BucketCaps& caps,
                                 std::vector<int> divided) {
-  return {.hook_point = groups.hook_point(keeps == ReductionPlan::Keeps::owned ? SumFor::owner : SumFor::parts),
-          .keeps = keeps,
-          .caps = caps,
-          .follows_order = false,
-          .divided = std::move(divided),
-          .ranges = groups.shard.size(),
-          .places = groups.places,
-          .two_stages = groups.replicated()};
+  auto plan = plan_in_groups(groups, keeps, caps);
+  plan.follows_order = false;
+  plan.divided = std::move(divided);
+  return plan;
 }
 
-// Reduce-scatter: every rank gets an equal range of a unit's sum, in memory of its own.
-class ScatterUnits : public ReduceScatter {
- public:
-  // units: index of the unit, by gradient.
-  ScatterUnits(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& units)
-      : ReduceScatter(groups.shard, planned(groups, caps, units)), groups_(groups) {}
+// Reduce-scatter: every rank gets an equal range of a unit's sum, in memory of its own. units: index of the unit, by gradient.
+inline std::unique_ptr<GradientReduction> scatter_units(const ShardGroups& groups, const BucketCaps& caps,
+                                                        const std::vector<int>& units) {
+  auto plan = plan_units(ReductionPlan::Keeps::ranges, groups, caps, units);
+  plan.own_memory = true;
+  return std::make_unique<ScatterInGroups>(groups, std::move(plan));
+}
 
-  PendingExchange reduce(Bucket& bucket, const Label& label) const override {
-    return groups_.across_replicas(ReduceScatter::reduce(bucket, label), bucket, label);
-  }
-
- private:
-  static ReductionPlan planned(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& units) {
-    auto plan = plan_units(ReductionPlan::Keeps::ranges, groups, caps, units);
-    plan.own_memory = true;
-    return plan;
-  }
-
-  ShardGroups groups_;
-};
-
-// Reduce to owners: every gradient has one owner, for optimizers that need whole parameters.
-class ReduceUnitsToOwners : public ReduceToOwner {
- public:
-  ReduceUnitsToOwners(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& units,
-                      const std::vector<int>& owners)
-      : ReduceToOwner(groups.shard, planned(groups, caps, units, owners)), groups_(groups) {}
-
-  PendingExchange reduce(Bucket& bucket, const Label& label) const override {
-    return groups_.across_replicas(ReduceToOwner::reduce(bucket, label), bucket, label);
-  }
-
- private:
-  // A bucket has one unit and one owner.
-  static ReductionPlan planned(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& units,
-                               const std::vector<int>& owners) {
-    std::vector<int> shares;
-    for (size_t i = 0; i < units.size(); ++i) shares.push_back(units[i] * groups.shard.size() + owners[i]);
-    auto plan = plan_units(ReductionPlan::Keeps::owned, groups, caps, std::move(shares));
-    plan.owners = owners;
-    return plan;
-  }
-
-  ShardGroups groups_;
-};
+// Reduce to owners: every gradient has one owner, for optimizers that need whole parameters. A bucket has one unit and one owner.
+inline std::unique_ptr<GradientReduction> reduce_units_to_owners(const ShardGroups& groups, const BucketCaps& caps,
+                                                                 const std::vector<int>& units,
+                                                                 const std::vector<int>& owners) {
+  std::vector<int> shares;
+  for (size_t i = 0; i < units.size(); ++i) shares.push_back(units[i] * groups.shard.size() + owners[i]);
+  auto plan = plan_units(ReductionPlan::Keeps::owned, groups, caps, std::move(shares));
+  plan.owners = owners;
+  return std::make_unique<ReduceInGroups>(groups, std::move(plan));
+}
 
 }  // namespace shoal

@@ -68,6 +68,7 @@ std::vector<std::string> describe(const DistributedOptimizerOptions& options) {
   lines.push_back(fmt::format("overlap_grad_reduce {}", options.overlap_grad_reduce));
   lines.push_back(fmt::format("overlap_param_gather {}", options.overlap_param_gather));
   lines.push_back(fmt::format("reuse_grad_buf_for_param_gather {}", options.reuse_grad_buf_for_param_gather));
+  lines.push_back(fmt::format("shard_within_host {}", options.shard_within_host));
   lines.push_back(fmt::format("grad_reduce_in_fp32 {}", options.grad_reduce_in_fp32));
   lines.push_back(fmt::format("bucket_size {}", options.bucket_size));
   const auto& model = options.model_parallel_group;
@@ -87,7 +88,8 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
   }
   const auto ignored = ignored_by_chunk(chunks, options.ignored);
   require_separate(chunks, ignored);
-  auto scalars = scalar_groups(group, options.model_parallel_group);
+  if (options.shard_within_host && options.model_parallel_group)
+    require_own_replica(group, *options.model_parallel_group);
   agree(group, "the options of DistributedOptimizer", describe(options));
   if (options.model_parallel_group) {
     agree(*options.model_parallel_group, "the options of DistributedOptimizer on the ranks of model_parallel_group",
@@ -103,15 +105,17 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
     }
   }
   check_dtypes(trainable, options);
-  auto state = std::make_unique<State>("DistributedOptimizer", group);
+  const auto groups = groups_of(group, options);
+  auto state = std::make_unique<State>("DistributedOptimizer", groups.shard);
+  if (options.shard_within_host) state->everybody = group;
   state->element_wise = cut;
   state->clip_grad = options.clip_grad;
   state->log_num_zeros_in_grad = options.log_num_zeros_in_grad;
   state->wait_at_first_touch = options.overlap_param_gather;
   state->timers = options.timers;
-  state->scalar_groups = std::move(scalars);
+  state->scalar_groups = scalar_groups(groups.shard, options.model_parallel_group);
   for (size_t number = 0; number < chunks.size(); ++number) {
-    state->modules.push_back(make_chunk(tensors[number], group, options, cut, chunk_prefix(chunks, number)));
+    state->modules.push_back(make_chunk(tensors[number], groups, options, cut, chunk_prefix(chunks, number)));
     state->modules.back()->know(KnownModule(chunks[number], state->name));
   }
   if (options.scaler) state->scaler.emplace(*options.scaler);

@@ -1,10 +1,16 @@
 #include "strategy/megatron/chunk.h"
 
-#include <algorithm>
+#include <fmt/format.h>
 
+#include <algorithm>
+#include <numeric>
+
+#include "comm/group/hosts.h"
+#include "comm/group/rank_groups.h"
 #include "engine/reducer/hooked_reduction.h"
 #include "engine/sharded/ownership.h"
 #include "engine/wrapper/data_parallel_state.h"
+#include "shoal/error.h"
 #include "strategy/megatron/bucket_caps.h"
 
 namespace shoal {
@@ -19,29 +25,61 @@ const char* about_sums(const DistributedOptimizerOptions& options) {
          "clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), update with its step()";
 }
 
-std::unique_ptr<GradientReduction> make_reduction(const std::vector<Gradient>& gradients, const Group& group,
+// Equal ranges of buffers need equally many ranks on each host.
+std::unique_ptr<GradientReduction> make_reduction(const std::vector<Gradient>& gradients, const ShardGroups& groups,
                                                   const DistributedOptimizerOptions& options, bool cut) {
   const auto caps = buffer_caps(gradients, options);
-  if (cut) return std::make_unique<ReduceScatter>(group, caps);
-  std::vector<at::Tensor> parameters;
-  for (const auto& gradient : gradients) parameters.push_back(gradient.parameter);
-  std::vector<int> owners(parameters.size(), -1);
-  assign_owners(parameters, group.size(), owners);
-  return std::make_unique<ReduceToOwner>(group, caps, std::move(owners), /*follow=*/false);
+  const bool ranges = cut && groups.equal;
+  std::vector<int> owners;
+  if (!ranges) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& gradient : gradients) parameters.push_back(gradient.parameter);
+    owners.assign(parameters.size(), -1);
+    assign_owners(parameters, groups.owners, owners);
+  }
+  if (!groups.replicated()) {
+    if (ranges) return std::make_unique<ReduceScatter>(groups.all, caps);
+    return std::make_unique<ReduceToOwner>(groups.all, caps, std::move(owners), /*follow=*/false);
+  }
+  auto plan = plan_in_groups(groups, ranges ? ReductionPlan::Keeps::ranges : ReductionPlan::Keeps::owned, caps);
+  plan.follows_order = false;
+  if (ranges) return std::make_unique<ScatterInGroups>(groups, std::move(plan));
+  plan.divided = owners;
+  plan.owners = std::move(owners);
+  return std::make_unique<ReduceInGroups>(groups, std::move(plan));
 }
 
 }  // namespace
 
-std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Group& group,
+ShardGroups groups_of(const Group& group, const DistributedOptimizerOptions& options) {
+  auto ranks = ranks_by_host(hosts_of(group));
+  if (!options.shard_within_host) {
+    ranks.assign(1, std::vector<int>(static_cast<size_t>(group.size())));
+    std::iota(ranks.front().begin(), ranks.front().end(), 0);
+  }
+  auto groups = make_shard_groups(group, ranks);
+  if (groups.equal) return groups;
+  const auto refuse = [](const char* what) {
+    throw UsageError(fmt::format(
+        "DistributedOptimizer: {} with shard_within_host needs equally many ranks on each host: unset it, or "
+        "start the same number on each",
+        what));
+  };
+  if (options.reuse_grad_buf_for_param_gather) refuse("reuse_grad_buf_for_param_gather");
+  if (options.communication_hook) refuse("a communication_hook");
+  return groups;
+}
+
+std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const ShardGroups& groups,
                                           const DistributedOptimizerOptions& options, bool cut,
                                           const std::string& prefix) {
   auto gradients = gradients_of(tensors);
   for (auto& gradient : gradients) gradient.sparse = false;  // buffers are dense
   if (options.grad_reduce_in_fp32) widen(gradients);
-  auto reduction = with_hook(make_reduction(gradients, group, options, cut), options.communication_hook, gradients,
+  auto reduction = with_hook(make_reduction(gradients, groups, options, cut), options.communication_hook, gradients,
                              "DistributedOptimizer", prefix);
   auto reducer =
-      std::make_shared<Reducer>(std::move(gradients), group,
+      std::make_shared<Reducer>(std::move(gradients), groups.all,
                                 ReducerOptions{.find_unused_parameters = true,
                                                .leave_grad = false,
                                                .about_sums = about_sums(options),
@@ -51,12 +89,12 @@ std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Gr
   for (const auto& bucket : reducer->buckets()) {
     auto parameters = reducer->parameters_of(bucket);
     gathers.push_back(options.reuse_grad_buf_for_param_gather
-                          ? gather_in_gradients(group, std::move(parameters), bucket)
-                          : gather_in_parameters(group, std::move(parameters), bucket.layout(),
-                                                 reducer->owners_of(bucket, group.size()),
+                          ? gather_in_gradients(groups.shard, std::move(parameters), bucket)
+                          : gather_in_parameters(groups.shard, std::move(parameters), bucket.layout(),
+                                                 reducer->owners_of(bucket, groups.shard.size()),
                                                  {-1, -1, "parameters of DistributedOptimizer"}));
   }
-  auto chunk = std::make_shared<ShardedModule>(group, std::move(reducer), std::move(gathers),
+  auto chunk = std::make_shared<ShardedModule>(groups.shard, std::move(reducer), std::move(gathers),
                                                options.overlap_param_gather ? options.timers : nullptr);
   std::vector<std::string> frozen_names;
   std::vector<at::Tensor> frozen;
@@ -95,7 +133,8 @@ std::vector<ParameterRange> ranges(const ShardedModule& chunk, int rank) {
   std::vector<ParameterRange> list;
   for (size_t number = 0; number < reducer.buckets().size(); ++number) {
     const auto& bucket = reducer.buckets()[number];
-    const auto kept = reducer.reduction().plan().kept(bucket, rank);
+    const auto& plan = reducer.reduction().plan();
+    const auto kept = plan.kept(bucket, plan.place(rank));
     for (const auto& slice : bucket.layout().overlapping(kept)) {
       list.push_back({.name = reducer.gradients()[bucket.members()[slice.piece]].name,
                       .buffer = number,

@@ -6,15 +6,20 @@
 #include <string>
 #include <vector>
 
+#include "engine/sharded/shard_groups.h"
 #include "engine/sharded/sharded_module.h"
 #include "module/walk.h"
 #include "shoal/megatron.h"
 
 namespace shoal {
 
+// The groups of an optimizer over `group`. UsageError for options that hosts of different numbers of ranks do not support.
+// Collective.
+ShardGroups groups_of(const Group& group, const DistributedOptimizerOptions& options);
+
 // Moves parameters, which are equal on all ranks, into buffers, unless they are gathered in their gradients'. `cut`:
 // equal ranges of each buffer, else whole parameters. prefix: of the parameters' names in a hook's state. Collective.
-std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const Group& group,
+std::shared_ptr<ShardedModule> make_chunk(const ModuleTensors& tensors, const ShardGroups& groups,
                                           const DistributedOptimizerOptions& options, bool cut,
                                           const std::string& prefix);
 
@@ -24,7 +29,7 @@ std::optional<size_t> gradient_of(const ShardedModule& chunk, const at::Tensor& 
 // The gradient's place in its buffer, undefined where the buffer has no memory.
 at::Tensor main_grad(const ShardedModule& chunk, size_t gradient);
 
-// Pieces that a rank owns.
+// Pieces that a rank of the reducer's group owns.
 std::vector<ParameterRange> ranges(const ShardedModule& chunk, int rank);
 
 }  // namespace shoal

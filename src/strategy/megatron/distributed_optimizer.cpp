@@ -45,6 +45,10 @@ std::vector<ChunkParameter> find_all(const std::vector<std::shared_ptr<ShardedMo
 
 }  // namespace
 
+const Group& DistributedOptimizerCore::group() const {
+  return state().everybody ? *state().everybody : state().group;
+}
+
 void DistributedOptimizerCore::backward(const at::Tensor& loss_sum, double weight) {
   if (state().modules.size() > 1) {
     throw UsageError("DistributedOptimizer: backward with a weight supports one chunk only; weight the loss instead");
@@ -184,7 +188,7 @@ at::Tensor DistributedOptimizerCore::main_grad(const at::Tensor& parameter) cons
 std::vector<ParameterRange> DistributedOptimizerCore::param_range_map(std::optional<int> rank) const {
   std::vector<ParameterRange> all;
   for (size_t number = 0; number < state().modules.size(); ++number) {
-    for (auto& range : ranges(*state().modules[number], rank.value_or(state().group.rank()))) {
+    for (auto& range : ranges(*state().modules[number], rank.value_or(group().rank()))) {
       range.chunk = number;
       all.push_back(std::move(range));
     }
@@ -201,6 +205,7 @@ LoggingData DistributedOptimizerCore::logging_data() const {
                       {"overlap_grad_reduce", yes_or_no(options.overlap_grad_reduce)},
                       {"overlap_param_gather", yes_or_no(options.overlap_param_gather)},
                       {"reuse_grad_buf_for_param_gather", yes_or_no(options.reuse_grad_buf_for_param_gather)},
+                      {"shard_within_host", yes_or_no(options.shard_within_host)},
                       {"grad_reduce_in_fp32", yes_or_no(options.grad_reduce_in_fp32)},
                       {"clip_grad", fmt::format("{}", options.clip_grad)},
                       {"scaler", yes_or_no(options.scaler.has_value())},

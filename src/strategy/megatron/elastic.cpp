@@ -24,6 +24,9 @@ void DistributedOptimizerCore::require_regroupable() const {
         "reuse_grad_buf_for_param_gather leaves parameters in each rank's own memory, which ends with the rank: unset "
         "it");
   }
+  if (state().has_replicas() && options.communication_hook) {
+    faults.emplace_back("a communication_hook between hosts is not supported");
+  }
   if (options.model_parallel_group) faults.emplace_back("model_parallel_group has ranks of other replicas' stages");
   if (!reduction_->declared.empty()) faults.emplace_back("all_reduce_grads() keeps groups of its own");
   if (!faults.empty()) throw UsageError(fmt::format("Elastic: DistributedOptimizer: {}", fmt::join(faults, "; ")));
@@ -34,9 +37,10 @@ void DistributedOptimizerCore::require_regroupable() const {
 void DistributedOptimizerCore::regroup(const Group& group, int64_t step) {
   const auto& modules = reduction_->modules;
   std::vector<std::shared_ptr<ShardedModule>> made;
+  const auto groups = groups_of(group, reduction_->options);
   for (size_t number = 0; number < modules.size(); ++number) {
     const auto& remains = state().modules[number]->retire();
-    made.push_back(make_chunk(reduction_->tensors(number), group, reduction_->options, state().element_wise,
+    made.push_back(make_chunk(reduction_->tensors(number), groups, reduction_->options, state().element_wise,
                               chunk_prefix(modules, number)));
     made.back()->know(KnownModule(modules[number], state().name));
     made.back()->resume(remains);
@@ -45,7 +49,7 @@ void DistributedOptimizerCore::regroup(const Group& group, int64_t step) {
     reducer.count_from(step);
   }
   reduction_->reduced = false;
-  ShardedOptimizerCore::regroup(group, group, std::move(made), step);
+  ShardedOptimizerCore::regroup(groups.shard, group, std::move(made), step);
   connect_chunks();
 }
 

@@ -16,13 +16,27 @@ std::set<int> set_of_ranks(const Group& group) {
   return ranks;
 }
 
+int64_t common_ranks(const Group& data_parallel, const Group& model_parallel) {
+  const auto model = set_of_ranks(model_parallel);
+  const auto replicas = set_of_ranks(data_parallel);
+  return std::count_if(replicas.begin(), replicas.end(), [&](int rank) { return model.count(rank) > 0; });
+}
+
 }  // namespace
+
+void require_own_replica(const Group& data_parallel, const Group& model_parallel) {
+  const auto common = common_ranks(data_parallel, model_parallel);
+  if (common == 1) return;
+  throw UsageError(
+      fmt::format("DistributedOptimizer: model_parallel_group has {} of the {} data-parallel ranks; with "
+                  "shard_within_host give the "
+                  "ranks that hold one replica of the model, of which this is the only one among them",
+                  common, data_parallel.size()));
+}
 
 std::vector<Group> scalar_groups(const Group& data_parallel, const std::optional<Group>& model_parallel) {
   if (!model_parallel) return {data_parallel};
-  const auto replicas = set_of_ranks(data_parallel);
-  const auto model = set_of_ranks(*model_parallel);
-  const auto common = std::count_if(replicas.begin(), replicas.end(), [&](int rank) { return model.count(rank) > 0; });
+  const auto common = common_ranks(data_parallel, *model_parallel);
   if (common == data_parallel.size()) return {*model_parallel};
   if (common == 1) return {data_parallel, *model_parallel};
   throw UsageError(fmt::format(

@@ -12,6 +12,9 @@ namespace shoal {
 // when model_parallel has some of the data-parallel ranks beside this one, but not all.
 std::vector<Group> scalar_groups(const Group& data_parallel, const std::optional<Group>& model_parallel);
 
+// UsageError unless this rank is the only one of `data_parallel` in the group that holds its replica of the model.
+void require_own_replica(const Group& data_parallel, const Group& model_parallel);
+
 // Whether these scalars cover all ranks of `sharers`.
 bool cover(const std::vector<Group>& scalars, const Group& sharers);
 

@@ -15,30 +15,6 @@
 namespace shoal {
 namespace {
 
-// First within a host, to the owner there, then between the owners of the hosts.
-class ReduceToOwnerOfEachHost : public ReduceToOwner {
- public:
-  ReduceToOwnerOfEachHost(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& owners)
-      : ReduceToOwner(groups.shard, planned(groups, caps, owners)), groups_(groups) {}
-
-  PendingExchange reduce(Bucket& bucket, const Label& label) const override {
-    return groups_.across_replicas(ReduceToOwner::reduce(bucket, label), bucket, label);
-  }
-
- private:
-  static ReductionPlan planned(const ShardGroups& groups, const BucketCaps& caps, const std::vector<int>& owners) {
-    return {.hook_point = groups.hook_point(SumFor::owner),
-            .keeps = ReductionPlan::Keeps::owned,
-            .caps = caps,
-            .divided = owners,
-            .owners = owners,
-            .places = groups.places,
-            .two_stages = true};
-  }
-
-  ShardGroups groups_;
-};
-
 enum class Over { all, host, others };
 
 Over ranks_over(const OSSCore& optimizer, const Group& group) {
@@ -71,7 +47,8 @@ ShardGroups groups_of(const std::vector<OSSCore*>& optimizers, const Group& grou
                     fmt::join(world_ranks(optimizer->group()), ", "), fmt::join(world_ranks(group), ", ")));
   }
   if (std::adjacent_find(lines.begin(), lines.end(), std::not_equal_to<>()) != lines.end()) {
-    throw UsageError("ShardedDataParallel: one OSS has the wrapper's group and another one by_host(): give both the same");
+    throw UsageError(
+        "ShardedDataParallel: one OSS has the wrapper's group and another one by_host(): give both the same");
   }
   const bool by_host = ranks_over(*optimizers.front(), group) == Over::host;
   if (!by_host) {
@@ -84,8 +61,11 @@ ShardGroups groups_of(const std::vector<OSSCore*>& optimizers, const Group& grou
 
 std::unique_ptr<GradientReduction> reduce_to_owners(const ShardGroups& groups, const BucketCaps& caps,
                                                     const std::vector<int>& owners) {
-  if (groups.replicated()) return std::make_unique<ReduceToOwnerOfEachHost>(groups, caps, owners);
-  return std::make_unique<ReduceToOwner>(groups.all, caps, owners);
+  if (!groups.replicated()) return std::make_unique<ReduceToOwner>(groups.all, caps, owners);
+  auto plan = plan_in_groups(groups, ReductionPlan::Keeps::owned, caps);
+  plan.divided = owners;
+  plan.owners = owners;
+  return std::make_unique<ReduceInGroups>(groups, std::move(plan));
 }
 
 }  // namespace shoal

@@ -76,8 +76,8 @@ class Unfrozen {
   std::vector<at::Tensor> frozen_;
 };
 
-std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owners, int ranks) {
-  std::vector<int64_t> shares(ranks);
+std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owners, const ShardGroups& groups) {
+  std::vector<int64_t> shares(static_cast<size_t>(groups.owners));
   int64_t model = 0;
   for (size_t i = 0; i < owners.size(); ++i) {
     const auto& parameter = reducer.gradients()[i].parameter;
@@ -85,7 +85,7 @@ std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owner
     shares[owners[i]] += parameter.numel();
     model += parameter.numel();
   }
-  if (ranks == 1) {
+  if (groups.all.size() == 1) {
     return fmt::format("ShardedDataParallel: {} trainable elements on one rank; gradients are not grouped in buckets",
                        model);
   }
@@ -97,8 +97,8 @@ std::string describe_sizes(const Reducer& reducer, const std::vector<int>& owner
   }
   const auto [least, most] = std::minmax_element(buckets.begin(), buckets.end());
   return fmt::format(
-      "ShardedDataParallel: {} trainable elements, in shares of {} by rank; {} buckets of {} to {} elements", model,
-      fmt::join(shares, ", "), buckets.size(), *least, *most);
+      "ShardedDataParallel: {} trainable elements, in shares of {} by rank{}; {} buckets of {} to {} elements", model,
+      fmt::join(shares, ", "), groups.replicated() ? " of each host" : "", buckets.size(), *least, *most);
 }
 
 }  // namespace
@@ -264,7 +264,7 @@ void ShardedDataParallelCore::share() {
   sharding_->times_shared = times_shared();
   freeze();
   if (options.log_sizes && state.group.rank() == 0) {
-    std::clog << describe_sizes(*state.reducer, owners, groups.shard.size()) << std::endl;
+    std::clog << describe_sizes(*state.reducer, owners, groups) << std::endl;
   }
 }
 
