@@ -203,8 +203,8 @@ struct ElasticOptions {
 //
 // All ranks compute on the CPU, over shared memory or, without a sharded optimizer, tcp or Gloo. They run on one host; or
 // on several, each of which has all of the state, so that a host may be lost with all of its ranks: with an optimizer that is
-// whole on each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, or with OSS over
-// world.group().by_host() and DistributedDataParallel over world.group(). After a death, hosts with more ranks than the smallest
+// whole on each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS over
+// world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host. After a death, hosts with more ranks than the smallest
 // have some that own no shards. Hosts agree through the job's store: if it is lost, the job is (JobLost). So let the
 // launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0 does, and must live. With several hosts nobody can
 // join and straggler_seconds is refused.

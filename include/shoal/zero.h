@@ -216,6 +216,11 @@ class ShardedDataParallelCore : public DataParallelCore {
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
+// With OSS over world.group().by_host() and the wrapper over world.group(), each host has all shards: gradients are summed to
+// their owners within the host, and then between the owners of the hosts. If hosts run different numbers of ranks, as many of each
+// own parameters as the smallest host has; the wrapper's constructor then shares them anew. UsageError without
+// sync_models_at_startup.
+//
 // The optimizers must outlive the wrapper. Each trainable parameter belongs to exactly one of them (UsageError names
 // those that do not). Without zero_grad between synchronised backwards, gradients accumulate on their owners. Call
 // forward of the wrapper, not of the module. All parameters must be on devices of one type (UsageError). A step reduces

@@ -74,8 +74,9 @@ class Elastic:
     finishes the share of one that dies in its update. clip_grad_norm() of OSS and clip_grad_norm_() of FullyShardedDataParallel
     belong into `compute` or `prepare`. DistributedOptimizer and LocalUpdates have no wrapper: Elastic(module, optimizer, sampler).
 
-    On several hosts with an optimizer that is whole on each rank, or LocalUpdates, and `shoal launch --nnodes`, whose launcher of
-    node 0 holds the store; nobody can join there.
+    On several hosts, each of which has all of the state, and with `shoal launch --nnodes`, whose launcher of node 0 holds the store:
+    an optimizer that is whole on each rank, LocalUpdates, hybrid_shard, OSS over shoal.distributed.host_groups()[0], or
+    DistributedOptimizer with shard_within_host. Nobody can join there.
 
     UsageError names what is not supported: other wrappers, models on a GPU. The C++ class of this name says more. Collective, in a newcomer with the ranks that it comes to. For one thread.
     """

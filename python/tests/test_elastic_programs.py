@@ -35,10 +35,10 @@ class CountingSGD(torch.optim.Optimizer):
 
 
 adamw = torch.optim.AdamW, {"lr": 1e-2}
-if sys.argv[2] in ("zero1", "zero2"):
-    optimizer = shoal.optim.OSS(net.parameters(), adamw[0], **adamw[1])
+if sys.argv[2] == "zero2":
+    optimizer = shoal.optim.OSS(net.parameters(), adamw[0], process_group=shoal.distributed.host_groups()[0], **adamw[1])
 elif sys.argv[2] == "megatron":
-    model, optimizer = net, shoal.optim.DistributedOptimizer(net, adamw[0], **adamw[1])
+    model, optimizer = net, shoal.optim.DistributedOptimizer(net, adamw[0], shard_within_host=True, **adamw[1])
 elif sys.argv[2] in ("fsdp", "hybrid"):
     sharding = "hybrid_shard" if sys.argv[2] == "hybrid" else "full_shard"
     model = shoal.nn.FullyShardedDataParallel(net, sharding_strategy=sharding)
@@ -47,7 +47,7 @@ else:
     optimizer = CountingSGD(net.parameters(), 1e-2)
 if sys.argv[2] == "zero2":
     model = shoal.nn.ShardedDataParallel(net, optimizer)
-elif sys.argv[2] in ("ddp", "zero1"):
+elif sys.argv[2] == "ddp":
     model = shoal.nn.DistributedDataParallel(net)
 if sys.argv[2] == "ddp":
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=1001)  # changes betas, too
@@ -127,13 +127,13 @@ def test_ELA01_ELA04_the_last_rank_of_a_host_dies_and_a_python_program_goes_on(t
     assert "steps 1000 stayed" in first[1], first[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ELA04_shards_that_each_host_has_outlive_ranks_and_a_host(ranks, tmp_path):
-    hosts = on_two_hosts("hybrid", tmp_path, ranks)
+@pytest.mark.parametrize(("strategy", "ranks"), [("hybrid", 1), ("hybrid", 2), ("zero2", 2), ("megatron", 2)])
+def test_ELA04_shards_that_each_host_has_outlive_ranks_and_a_host(strategy, ranks, tmp_path):
+    hosts = on_two_hosts(strategy, tmp_path, ranks)
     assert [code for code, _ in hosts] == [0, 0 if ranks == 2 else 137], hosts
     said = [line[line.index("weights") :] for _, text in hosts for line in text.splitlines() if "weights" in line]
     assert len(said) == 2 * ranks - 1 and len(set(said)) == 1 and "steps 1000 stayed" in said[0], hosts
-    alone = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "1", "--", sys.executable, tmp_path / "program.py", "{}", "hybrid", ""]
+    alone = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "1", "--", sys.executable, tmp_path / "program.py", "{}", strategy, ""]
     assert subprocess.run(alone, capture_output=True, text=True, timeout=100).stdout.strip().endswith(said[0]), said
 
 
