@@ -61,10 +61,12 @@ class DataParallelCore : public Joinable {
   //   const auto scope = parallel.no_sync(micro + 1 < micros);
   [[nodiscard]] NoSync no_sync(bool accumulate = true);
 
-  // Makes the wrapper ready for the next step after an exception in forward, backward or a hook on any rank. If this
-  // rank had entered the step, the other ranks get StepAbandoned from their backward instead of waiting, and no rank
-  // has valid gradients. Does nothing without a failed step. The next forward calls it automatically. The caller must
-  // zero gradients accumulated so far.
+  // Ends the step on this rank: after an exception in forward, in the loss, in backward or a hook, or where the batch is
+  // skipped. If forward had entered the step, the other ranks get StepAbandoned from their backward, and no rank has valid
+  // gradients. Does nothing between steps. The caller must zero gradients accumulated so far. The next forward calls it by itself
+  // after an exception in forward, in a hook or in a backward that had computed a gradient; after others it cannot know. A rank that
+  // then goes on without it meets the others one step late: if it has dropped the result of its forward, backward is a
+  // UsageError on all ranks.
   void abandon_step();
 
   // Communication of a step for which this rank has no batch, in a Join scope: matches the collectives of forward and

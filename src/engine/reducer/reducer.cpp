@@ -67,6 +67,7 @@ void Reducer::build(const std::vector<size_t>& order) {
 }
 
 void Reducer::expect_backward() {
+  if (!apart_.empty()) throw UsageError(apart_);
   // Rebuilds here rather than in backward, when activations take memory as well.
   if (order_.due()) {
     adopt_changes();
@@ -124,6 +125,7 @@ void Reducer::begin_step(Step::From from) {
   tracker_.enter(BackwardTracker::Phase::running);
   step_.emplace(from, buckets_, options_.limits, last_.same_on_all);
   step_->early = early;
+  step_->dropped = forwards_.any();
   // A step that failed in forward keeps its mode, because its peers do.
   if (!entry_.failed) entry_.holding = callbacks.holds_back();
   for (size_t i = 0; i < gradients_.size(); ++i) {
@@ -216,14 +218,20 @@ void Reducer::issue(size_t index) {
     step_->sparse[index] = all_reduce_sparse(group_, grad, parameter.sizes(), parameter.options().requires_grad(false),
                                              issued_weight(), label(index));
   } else {
-    if (bucket.trailer().defined()) bucket.trailer().write(accumulated_.used(), accumulated_.came(), issued_weight());
+    if (bucket.trailer().defined()) write(bucket.trailer());
     step_->schedule.set_sum(index, with_held(index, reduction_->reduce(bucket, label(index))));
   }
 }
 
+void Reducer::write(StepTrailer& trailer) const {
+  const bool asked = step_->from == Step::From::backward;
+  trailer.write(accumulated_.used(), accumulated_.came(), asked ? std::optional(step_->dropped) : std::nullopt,
+                issued_weight());
+}
+
 void Reducer::issue_trailer() {
   if (!buckets_.trailer().defined()) return;
-  buckets_.trailer().write(accumulated_.used(), accumulated_.came(), issued_weight());
+  write(buckets_.trailer());
   step_->trailer_work =
       group_.all_reduce(buckets_.trailer().memory(), ReduceOp::sum, {steps_, -1, whose_ + "used gradients and weight"});
 }

@@ -10,6 +10,7 @@
 #include "engine/buckets/bucket_order.h"
 #include "engine/gradients/accumulated_gradients.h"
 #include "engine/gradients/backward_tracker.h"
+#include "engine/gradients/dropped_forwards.h"
 #include "engine/gradients/spent_gradients.h"
 #include "engine/reducer/gradient_consumer.h"
 #include "engine/reducer/gradient_reduction.h"
@@ -89,8 +90,11 @@ class Reducer : private BackwardListener {
 
   // Throws the last step's pending error: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
-  // See BackwardTracker.
-  void inspect(const std::vector<at::Tensor>& outputs) { tracker_.inspect(outputs); }
+  // After a forward that has entered a step. See BackwardTracker and DroppedForwards.
+  void inspect(const std::vector<at::Tensor>& outputs) {
+    tracker_.inspect(outputs);
+    forwards_.note(outputs);
+  }
   // Backward of a loss that is a sum over `weight` samples; see DistributedDataParallel::backward.
   void backward(const at::Tensor& loss_sum, double weight);
 
@@ -209,6 +213,7 @@ class Reducer : private BackwardListener {
   void issue(size_t bucket);
   void issue_trailer();
   double issued_weight() const;
+  void write(StepTrailer& trailer) const;
   double scale() const;
   Label label(size_t bucket) const;
   void build(const std::vector<size_t>& order);
@@ -237,6 +242,8 @@ class Reducer : private BackwardListener {
   double wait_for_buckets();
   std::vector<PendingExchange> advance(std::vector<PendingExchange>& sums);
   std::string who_failed();
+  std::string ranks_that(bool here, const char* what) const;
+  [[noreturn]] void refuse_step_of_two();
   void learn();
   void close_step();
   void close_abandoned_step();
@@ -252,6 +259,8 @@ class Reducer : private BackwardListener {
   std::vector<int64_t> first_bucket_bytes_;
 
   bool weighted_backward_ = false;
+  DroppedForwards forwards_;
+  std::string apart_;  // why ranks are in different steps, for good; empty: they are not
   StepEntry entry_;
   std::optional<Step> step_;  // while a step runs
   LastStep last_;

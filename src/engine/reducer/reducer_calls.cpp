@@ -86,6 +86,7 @@ void Reducer::abandon() {
     tracker_.enter(BackwardTracker::Phase::idle);
     accumulated_.forget();
     accumulated_.sums().forget_held();
+    forwards_.clear();
     return;
   }
   entry_.failed = true;

@@ -43,6 +43,7 @@ void Reducer::finish_step() {
     if (own) std::rethrow_exception(own);
     throw StepAbandoned(text);
   }
+  if (step_->behind) refuse_step_of_two();
   if (entry_.holding) {
     hold_back();
     learn();
@@ -98,9 +99,13 @@ double Reducer::wait_for_buckets() {
       read(step_->sparse[i]->weight, true);
     } else if (bucket.trailer().defined()) {
       read(bucket.trailer().weight(), bucket.trailer().exact());
+      step_->behind = step_->behind || bucket.trailer().some_are_behind(group_.size());
     }
   }
-  if (buckets_.trailer().defined()) read(buckets_.trailer().weight(), true);
+  if (buckets_.trailer().defined()) {
+    read(buckets_.trailer().weight(), true);
+    step_->behind = buckets_.trailer().some_are_behind(group_.size());
+  }
   return abandoned ? std::nan("") : weight;
 }
 
@@ -135,8 +140,28 @@ std::vector<PendingExchange> Reducer::advance(std::vector<PendingExchange>& sums
 
 // Names the ranks that gave up. Collective over all ranks of an abandoned step.
 std::string Reducer::who_failed() {
+  return ranks_that(entry_.failed, "who failed");
+}
+
+// Ranks stay apart by a step, so that later ones are refused, too.
+void Reducer::refuse_step_of_two() {
+  const auto text = fmt::format(
+      "step {}: {} ran a forward whose result was dropped without a backward, and the other ranks did not, so that "
+      "batches of "
+      "two steps met. Where a step ends between forward and backward (an exception that is caught, a batch that is "
+      "skipped), call abandon_step() on that rank, and the others get StepAbandoned; a forward that needs no backward "
+      "belongs into torch::NoGradGuard (torch.no_grad()). Make a new wrapper to go on",
+      steps_, ranks_that(step_->from == Step::From::backward && step_->dropped, "who has dropped a forward"));
+  close_abandoned_step();
+  callbacks.after_abandoned();
+  apart_ = text;
+  throw UsageError(text);
+}
+
+// "rank 1, 2", the ranks of the world that say so here. Collective.
+std::string Reducer::ranks_that(bool here, const char* what) const {
   auto all = at::empty({group_.size()}, at::kLong);
-  group_.all_gather(all, at::full({1}, entry_.failed ? 1 : 0, at::kLong), {steps_, -1, "who failed"}).wait();
+  group_.all_gather(all, at::full({1}, here ? 1 : 0, at::kLong), {steps_, -1, what}).wait();
   std::vector<int> ranks;
   for (int rank = 0; rank < group_.size(); ++rank) {
     if (all[rank].item<int64_t>() != 0) ranks.push_back(group_.world_rank(rank));
@@ -151,6 +176,7 @@ void Reducer::close_step() {
     accumulated_.forget();
   }
   accumulated_.unmark();
+  forwards_.clear();
   buckets_.drop_spare();
   ++steps_;
 }

@@ -4,6 +4,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace shoal {
 namespace {
@@ -17,10 +18,12 @@ void visit(const at::Tensor& memory, const Act& act) {
 
 }  // namespace
 
-void StepTrailer::write(const std::vector<bool>& used, const std::vector<bool>& came, double weight) {
+void StepTrailer::write(const std::vector<bool>& used, const std::vector<bool>& came, std::optional<bool> dropped,
+                        double weight) {
   auto host = memory_.is_cpu() ? memory_ : at::empty({memory_.numel()}, memory_.options().device(at::kCPU));
   visit(host, [&](auto* value) {
     for (const auto gradient : of_) *value++ = used[gradient] ? 1 : came[gradient] ? came_alone : 0;
+    *value++ = !dropped ? not_asked : *dropped ? 1 : 0;
     *value = weight;
   });
   if (!memory_.is_cpu()) memory_.copy_(host);
@@ -28,8 +31,18 @@ void StepTrailer::write(const std::vector<bool>& used, const std::vector<bool>& 
 
 double StepTrailer::weight() const {
   double weight = 0;
-  visit(memory_.cpu(), [&](const auto* value) { weight = value[of_.size()]; });
+  visit(memory_.cpu(), [&](const auto* value) { weight = value[of_.size() + 1]; });
   return weight;
+}
+
+bool StepTrailer::some_are_behind(int ranks) const {
+  constexpr int most_ranks = 1024;  // whose sum is exact in float32
+  if (!exact() || ranks > most_ranks) return false;
+  double sum = 0;
+  visit(memory_.cpu(), [&](const auto* value) { sum = value[of_.size()]; });
+  const double behind = std::floor(sum);
+  const double asked = ranks - std::round((sum - behind) / not_asked);
+  return behind > 0 && behind < asked;
 }
 
 bool StepTrailer::same_on_all(int ranks) const {

@@ -307,6 +307,7 @@ at::DeviceType DataParallelCore::device() const {
 }
 
 void DataParallelCore::abandon_step() {
+  state_->reducer->mark_failed();  // an exception between forward and backward is nobody's but the caller's
   state_->reducer->abandon();
 }
 

@@ -3,6 +3,7 @@
 // decentralized_rules_test.cpp, gossip_faults_test.cpp and shard_gossip_test.cpp.
 
 #include <fmt/format.h>
+#include <gmock/gmock.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 #include <torch/utils.h>
@@ -242,6 +243,61 @@ TEST_P(Faults, BEY10_a_backward_after_one_that_failed_is_refused_until_the_step_
   trainer.training.abandon_step();
   trainer.step(1);
   EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
+}
+
+TEST_P(Faults, BEY10_an_exception_in_the_loss_ends_the_step_on_all_where_abandon_step_is_called) {
+  for (const int faulty : {0, group().size() - 1}) {
+    Trainer trainer(GetParam());
+    trainer.step(0);
+    trainer.training.zero_grad();
+    auto output = trainer.training.forward(batch(group().rank(), 10));
+    if (group().rank() == faulty) {
+      output.reset();
+      trainer.training.abandon_step();
+    } else {
+      const auto rest = [&] {
+        output.backward();
+        trainer.training.step();
+      };
+      EXPECT_THROW(rest(), StepAbandoned);
+    }
+    trainer.step(1);
+    EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1})), 1e-12);
+  }
+}
+
+TEST_P(Faults, BEY10_ranks_that_are_a_step_apart_are_refused) {
+  if (GetParam().starts_with("megatron")) GTEST_SKIP() << "DistributedOptimizer sees no forward";
+  if (group().size() == 1) GTEST_SKIP() << "needs other ranks";
+  Trainer trainer(GetParam());
+  trainer.step(0);
+  trainer.training.zero_grad();
+  const int behind = group().size() - 1;
+  if (group().rank() == behind) trainer.training.forward(batch(behind, 10));  // as if its loss had thrown
+  const auto expect_refusal = [&](int64_t step) {
+    const auto text = test::refusal([&] { trainer.step(step); });
+    EXPECT_THAT(text, testing::AllOf(testing::HasSubstr(fmt::format("rank {} ran a forward whose result", behind)),
+                                     testing::HasSubstr("call abandon_step()")));
+  };
+  expect_refusal(11);
+  expect_refusal(12);  // without communication: the ranks stay apart
+}
+
+TEST_P(Faults, BEY10_forwards_that_all_ranks_drop_or_use_in_different_numbers_are_right) {
+  Trainer trainer(GetParam());
+  trainer.step(0);
+  for (int again = 0; again < 70; ++again) trainer.training.forward(batch(group().rank(), 10));
+  trainer.step(1);
+  trainer.training.zero_grad();
+  const int parts = group().rank() + 1;
+  at::Tensor sum;
+  for (int part = 0; part < parts; ++part) {
+    const auto loss = trainer.training.forward(batch(group().rank(), 2)) / parts;
+    sum = part == 0 ? loss : sum + loss;
+  }
+  sum.backward();
+  trainer.training.step();
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1, 2})), 1e-12);
 }
 
 TEST_P(Faults, dropping_a_strategy_removes_its_hooks) {
