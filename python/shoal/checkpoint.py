@@ -48,7 +48,7 @@ class TrainingState:
     """State of a training. Arguments, by strategy:
 
     (DistributedDataParallel, any optimizer, or OSS), (ShardedDataParallel, OSS), (DistributedOptimizer),
-    (FullyShardedDataParallel, FullyShardedOptimizer), (DecentralizedDataParallel), (LocalUpdates), and (module, optimizer)
+    (module, DistributedOptimizer), (FullyShardedDataParallel, FullyShardedOptimizer), (DecentralizedDataParallel), (LocalUpdates), and (module, optimizer)
     where all ranks hold the same values.
     """
 
@@ -100,6 +100,8 @@ def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
             return _C.TrainingState(part._core.core)
     if len(parts) == 2:
         model, optimizer = parts
+        if isinstance(optimizer, DistributedOptimizer) and model is optimizer._module:
+            return _C.TrainingState(optimizer._core)
         if isinstance(model, FullyShardedDataParallel) and isinstance(optimizer, FullyShardedOptimizer):
             return _C.TrainingState(model._core, optimizer._core)
         if isinstance(model, Wrapped) and isinstance(optimizer, OSS):
@@ -112,7 +114,10 @@ def _core_of(parts: tuple[Any, ...], process_group: Any) -> Any:
         if isinstance(model, torch.nn.Module) and not isinstance(model, Wrapped) and plain:
             return _C.TrainingState(mirror_of(model), optimizer, group_of(process_group))
     kinds = ", ".join(type(part).__name__ for part in parts)
-    raise _C.UsageError(f"TrainingState({kinds}): these parts do not make a training; see help(shoal.checkpoint.TrainingState)")
+    raise _C.UsageError(
+        f"TrainingState({kinds}): these parts do not make a training: give the wrapper and its optimizer, "
+        "or the one that has both (DistributedOptimizer, DecentralizedDataParallel, LocalUpdates); see help(shoal.checkpoint.TrainingState)"
+    )
 
 
 def save(run: str | Path, training: TrainingState, **options: Any) -> None:

@@ -168,7 +168,7 @@ const Exceptions& of_own_gradients() {
 const Exceptions& of_replicas() {
   static const Exceptions list =
       of_wrapped() + all({"load_of_values_of_their_own_that_are_averaged", "load_of_rank_0_alone"},
-                         {Exception::refused, {"parameters that were loaded, replaced or written"}, 2});
+                         {Exception::refused, {"parameters that were loaded or written"}, 2});
   return list;
 }
 

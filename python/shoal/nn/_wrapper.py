@@ -84,7 +84,8 @@ class Wrapper(Wrapped):
         self._core.backward(loss_sum, weight)
 
     def abandon_step(self) -> None:
-        """Ends a step that failed on this rank. The next forward does so by itself."""
+        """Ends the step on this rank: after an exception in the loss or in backward, or where a batch is skipped after forward. The
+        other ranks get StepAbandoned from their backward. After an exception in forward the next one does so by itself."""
         self._core.abandon_step()
 
     def _regrouped(self, group: _C.Group) -> None:

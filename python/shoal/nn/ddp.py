@@ -10,6 +10,7 @@ import torch
 from .. import _C
 from .._mirror import mirror_of
 from ..distributed import group_of
+from ._torch_options import DDP, without_torch_options
 from ._wrapper import Wrapper
 
 
@@ -41,7 +42,8 @@ class DistributedDataParallel(Wrapper):
     Options: broadcast_buffers, find_unused_parameters, static_graph, bucket_cap_mb, gradient_as_bucket_view as in
     PyTorch; first_bucket_mb, grad_reduce_in_fp32, reduce_dtype, ignored (names of parameters and buffers), and
     communication_hook ("fp16", "bf16", "int8", "powersgd:4", "topk:0.01") as in the C++ library, whose header ddp.h
-    describes them. An unknown option is a UsageError.
+    describes them. Other options of PyTorch's are taken where their value changes nothing; an unknown
+    option is a UsageError.
 
     The constructor is collective. It compares the models of all ranks (DisagreeError) and broadcasts rank 0's values.
     If parameters are written without a backward, by load_state_dict() for example, the next forward compares the values of
@@ -49,6 +51,7 @@ class DistributedDataParallel(Wrapper):
     """
 
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:
+        options = without_torch_options("DistributedDataParallel", options, DDP)
         group = group_of(process_group)
         super().__init__(module, _C.DistributedDataParallelCore(mirror_of(module), group, options))
         self._group = group

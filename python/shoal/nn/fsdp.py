@@ -13,6 +13,7 @@ from .. import _C
 from .._mirror import mirror_of
 from ..distributed import group_of
 from ._policy import Policy, unit_names
+from ._torch_options import FSDP, without_torch_options
 from ._wrapper import Wrapper
 
 
@@ -33,12 +34,14 @@ class FullyShardedDataParallel(Wrapper):
     Options: sharding_strategy (PyTorch's enumeration or its names in lower case), sync_module_states as in PyTorch;
     param_dtype, reduce_dtype, buffer_dtype, shard_size, shard_by_parameter, ignored_modules, ignored_parameters (names),
     communication_hook, unit_limit, prefetch_units, byte_limit, check_unit_order as in the C++ library (fsdp.h).
+    Other options of PyTorch's are taken where their value changes nothing (use_orig_params=True, limit_all_gathers=True).
     The constructor is collective.
     """
 
     def __init__(
         self, module: torch.nn.Module, process_group: Any = None, *, auto_wrap_policy: Policy = None, **options: Any
     ) -> None:
+        options = without_torch_options("FullyShardedDataParallel", options, FSDP)
         mirror = mirror_of(module)
         options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
         group = group_of(process_group)

@@ -32,7 +32,8 @@ class ShardedDataParallel(Wrapper):
     def __init__(
         self, module: torch.nn.Module, sharded_optimizer: OSS | Sequence[OSS], process_group: Any = None, **options: Any
     ) -> None:
-        optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, OSS) else list(sharded_optimizer)
+        several = isinstance(sharded_optimizer, (list, tuple))
+        optimizers = list(sharded_optimizer) if several else [sharded_optimizer]
         for optimizer in optimizers:
             if not isinstance(optimizer, OSS):
                 raise _C.UsageError(f"ShardedDataParallel: give a shoal.optim.OSS, not a {type(optimizer).__name__}")

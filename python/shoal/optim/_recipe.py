@@ -46,6 +46,8 @@ class Recipe:
 
 def param_groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Param groups from what torch.optim takes: tensors, (name, tensor) pairs, or dictionaries."""
+    if isinstance(params, torch.nn.Module):
+        raise _C.UsageError("give the parameters of the module, module.parameters(), not the module")
     if isinstance(params, (set, frozenset)):
         raise TypeError("parameters are in a set, whose order differs from rank to rank: give a list")
     given = list(params)
@@ -76,7 +78,8 @@ def groups_of_module(
 
 def _probe(parameter: torch.Tensor) -> torch.nn.Parameter:
     """A parameter without elements, of the same dtype, device and number of dimensions."""
-    return torch.nn.Parameter(torch.empty((0,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device))
+    empty = torch.empty((0,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+    return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def recipe_of(

@@ -185,7 +185,6 @@ void TrainOptions::complete() {
   require_at_least("--threads", threads, 0);
   require_at_least("--accumulate", accumulate, 1);
   require_at_least("--timeout", timeout_seconds, 1);
-  if (batch < 0) throw UsageError(fmt::format("--batch {}: give at least 1", batch));
   if (steps) require_at_least<int64_t>("--steps", *steps, 1);
   if (epochs) require_at_least("--epochs", *epochs, 1);
   if (steps && epochs) throw UsageError("--steps and --epochs exclude each other: give one of them");
@@ -315,8 +314,13 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--decay-every", options.decay_every, "--schedule step: steps between two reductions of the rate");
   command.add_option("--decay-factor", options.decay_factor,
                      "--schedule step: factor of each reduction (default: 0.1)");
-  command.add_option("--batch", options.batch,
-                     "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)");
+  command
+      .add_option("--batch", options.batch,
+                  "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)")
+      ->check([](const std::string& text) {
+        const bool positive = text.find_first_not_of('0') != std::string::npos && text.front() != '-';
+        return positive ? std::string() : fmt::format("{}: give at least 1", text);
+      });
   command.add_option("--accumulate", options.accumulate, "micro-batches per step")->capture_default_str();
   command.add_option("--steps", options.steps, "optimizer steps (default for reference data: 10)");
   command.add_option("--epochs", options.epochs, "passes over the training data (default: 1)");

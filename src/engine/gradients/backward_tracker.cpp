@@ -33,7 +33,7 @@ bool BackwardTracker::in_backward() {
   return torch::autograd::get_current_graph_task_id() >= 0;
 }
 
-void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs) {
+void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs, const std::shared_ptr<bool>& reached) {
   if (options_.find_unused_parameters) {
     if (!reached_) reached_.emplace(gradients_.size());
     mark_reachable(outputs, hooks_->numbers(), *reached_);
@@ -42,7 +42,8 @@ void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs) {
   // gradient of an output is the first thing that the outer one computes.
   for (const auto& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
-    output.register_hook([this, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
+    output.register_hook([this, reached, alive = std::weak_ptr<bool>(alive_)](const at::Tensor&) {
+      if (reached) *reached = true;
       if (alive.expired()) return;
       const auto held = lock();
       in_autograd([&] { watch(); });

@@ -49,7 +49,8 @@ class BackwardTracker {
   static bool in_backward();
 
   // Walks the graph of a forward that will be synchronised, and hooks its outputs.
-  void inspect(const std::vector<at::Tensor>& outputs);
+  // reached: set to true when a backward reaches an output; nullptr: nothing.
+  void inspect(const std::vector<at::Tensor>& outputs, const std::shared_ptr<bool>& reached = nullptr);
   // With find_unused_parameters: gradients that no graph inspected since the last call reaches. Empty otherwise.
   std::vector<size_t> take_unreached();
 

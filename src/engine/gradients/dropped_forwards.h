@@ -1,48 +1,63 @@
 #pragma once
 // Forwards whose results were dropped without a backward: a rank that drops one where the others do not is a step behind them.
 
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <c10/util/intrusive_ptr.h>
 #include <algorithm>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include <torch/types.h>
 
 namespace shoal {
 
+// Of the forwards since clear(). A backward may also leave out a forward that is not dropped, and results may live on for reasons
+// that differ between ranks; so a rank is behind another only if it has dropped a forward and the other has used all of its own.
 class DroppedForwards {
  public:
-  void note(const std::vector<at::Tensor>& outputs) {
-    Nodes nodes;
+  // Returns what to set to true when a backward reaches the outputs; nullptr: they are not of this forward alone.
+  std::shared_ptr<bool> note(const std::vector<at::Tensor>& outputs) {
+    Forward forward;
     for (const auto& output : outputs) {
       if (!output.requires_grad()) continue;
-      if (output.is_leaf()) return;  // not a result of this forward alone
-      nodes.emplace_back(output.grad_fn());
+      if (output.is_leaf()) return nullptr;
+      forward.last_operators.emplace_back(output.grad_fn());
     }
-    if (nodes.empty()) return;
+    if (forward.last_operators.empty()) return nullptr;
     constexpr size_t many = 64;  // without a step, as in an evaluation that does not disable gradients
     if (forwards_.size() >= many) {
-      dropped_ = any();
-      std::erase_if(forwards_, dropped);
+      dropped_ = any_dropped();
+      std::erase_if(forwards_, [](const auto& one) { return *one.reached || one.is_dropped(); });
     }
-    forwards_.push_back(std::move(nodes));
+    forwards_.push_back(forward);
+    return forward.reached;
   }
-  // Whether no backward can pass through all of the forwards since clear() any more.
-  bool any() const { return dropped_ || std::any_of(forwards_.begin(), forwards_.end(), dropped); }
+  bool any_dropped() const {
+    return dropped_ || std::any_of(forwards_.begin(), forwards_.end(), std::mem_fn(&Forward::is_dropped));
+  }
+  bool all_reached() const {
+    return !dropped_ && std::all_of(forwards_.begin(), forwards_.end(), [](const auto& one) { return *one.reached; });
+  }
   void clear() {
     forwards_.clear();
     dropped_ = false;
   }
 
  private:
-  // The last operators of a forward. A graph that a backward may still use keeps them.
-  using Nodes = std::vector<c10::weak_intrusive_ptr<torch::autograd::Node>>;
-  static bool dropped(const Nodes& nodes) {
-    return std::all_of(nodes.begin(), nodes.end(), [](const auto& node) { return node.expired(); });
-  }
+  struct Forward {
+    // A graph that a backward may still use keeps them.
+    std::vector<c10::weak_intrusive_ptr<torch::autograd::Node>> last_operators{};
+    std::shared_ptr<bool> reached = std::make_shared<bool>(false);
 
-  std::vector<Nodes> forwards_;
+    bool is_dropped() const {
+      return !*reached &&
+             std::all_of(last_operators.begin(), last_operators.end(), [](const auto& node) { return node.expired(); });
+    }
+  };
+
+  std::vector<Forward> forwards_;
   bool dropped_ = false;
 };
 

@@ -125,7 +125,6 @@ void Reducer::begin_step(Step::From from) {
   tracker_.enter(BackwardTracker::Phase::running);
   step_.emplace(from, buckets_, options_.limits, last_.same_on_all);
   step_->early = early;
-  step_->dropped = forwards_.any();
   // A step that failed in forward keeps its mode, because its peers do.
   if (!entry_.failed) entry_.holding = callbacks.holds_back();
   for (size_t i = 0; i < gradients_.size(); ++i) {
@@ -224,9 +223,12 @@ void Reducer::issue(size_t index) {
 }
 
 void Reducer::write(StepTrailer& trailer) const {
-  const bool asked = step_->from == Step::From::backward;
-  trailer.write(accumulated_.used(), accumulated_.came(), asked ? std::optional(step_->dropped) : std::nullopt,
-                issued_weight());
+  using Forwards = StepTrailer::Forwards;
+  auto forwards = Forwards::unknown;
+  if (step_->from == Step::From::backward) {
+    forwards = has_dropped_forward() ? Forwards::dropped : forwards_.all_reached() ? Forwards::used : Forwards::unknown;
+  }
+  trailer.write(accumulated_.used(), accumulated_.came(), forwards, issued_weight());
 }
 
 void Reducer::issue_trailer() {

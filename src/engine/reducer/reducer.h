@@ -91,10 +91,7 @@ class Reducer : private BackwardListener {
   // Throws the last step's pending error: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
   // After a forward that has entered a step. See BackwardTracker and DroppedForwards.
-  void inspect(const std::vector<at::Tensor>& outputs) {
-    tracker_.inspect(outputs);
-    forwards_.note(outputs);
-  }
+  void inspect(const std::vector<at::Tensor>& outputs) { tracker_.inspect(outputs, forwards_.note(outputs)); }
   // Backward of a loss that is a sum over `weight` samples; see DistributedDataParallel::backward.
   void backward(const at::Tensor& loss_sum, double weight);
 
@@ -214,6 +211,7 @@ class Reducer : private BackwardListener {
   void issue_trailer();
   double issued_weight() const;
   void write(StepTrailer& trailer) const;
+  bool has_dropped_forward() const { return step_->from == Step::From::backward && forwards_.any_dropped(); }
   double scale() const;
   Label label(size_t bucket) const;
   void build(const std::vector<size_t>& order);

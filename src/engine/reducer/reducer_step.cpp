@@ -151,7 +151,7 @@ void Reducer::refuse_step_of_two() {
       "two steps met. Where a step ends between forward and backward (an exception that is caught, a batch that is "
       "skipped), call abandon_step() on that rank, and the others get StepAbandoned; a forward that needs no backward "
       "belongs into torch::NoGradGuard (torch.no_grad()). Make a new wrapper to go on",
-      steps_, ranks_that(step_->from == Step::From::backward && step_->dropped, "who has dropped a forward"));
+      steps_, ranks_that(has_dropped_forward(), "who has dropped a forward"));
   close_abandoned_step();
   callbacks.after_abandoned();
   apart_ = text;

@@ -39,8 +39,7 @@ struct Step {
 
   From from;               // caller: not representative of which gradients steps use, and in what order
   bool early = false;      // the consumer takes buckets while backward runs
-  bool dropped = false;    // this rank has dropped a forward since the last step
-  bool behind = false;     // some ranks have dropped a forward, and others have not
+  bool behind = false;     // some ranks have dropped a forward, and others have used all of theirs
   bool abandoned = false;  // a bucket meant for the consumer was abandoned
 
   BucketSchedule schedule;

@@ -18,12 +18,12 @@ void visit(const at::Tensor& memory, const Act& act) {
 
 }  // namespace
 
-void StepTrailer::write(const std::vector<bool>& used, const std::vector<bool>& came, std::optional<bool> dropped,
+void StepTrailer::write(const std::vector<bool>& used, const std::vector<bool>& came, Forwards forwards,
                         double weight) {
   auto host = memory_.is_cpu() ? memory_ : at::empty({memory_.numel()}, memory_.options().device(at::kCPU));
   visit(host, [&](auto* value) {
     for (const auto gradient : of_) *value++ = used[gradient] ? 1 : came[gradient] ? came_alone : 0;
-    *value++ = !dropped ? not_asked : *dropped ? 1 : 0;
+    *value++ = forwards == Forwards::dropped ? 1 : forwards == Forwards::used ? used_all : 0;
     *value = weight;
   });
   if (!memory_.is_cpu()) memory_.copy_(host);
@@ -40,9 +40,7 @@ bool StepTrailer::some_are_behind(int ranks) const {
   if (!exact() || ranks > most_ranks) return false;
   double sum = 0;
   visit(memory_.cpu(), [&](const auto* value) { sum = value[of_.size()]; });
-  const double behind = std::floor(sum);
-  const double asked = ranks - std::round((sum - behind) / not_asked);
-  return behind > 0 && behind < asked;
+  return sum > 1 && sum != std::floor(sum);
 }
 
 bool StepTrailer::same_on_all(int ranks) const {

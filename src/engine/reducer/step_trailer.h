@@ -3,7 +3,6 @@
 
 #include <torch/types.h>
 
-#include <optional>
 #include <vector>
 
 namespace shoal {
@@ -11,7 +10,7 @@ namespace shoal {
 // One flag per gradient and a weight, in memory that is summed over the ranks:
 //   flags    1 if this rank used the gradient in the step, `came_alone` if backward reached it and added nothing
 //            (an undefined gradient); the sum counts the ranks that used it
-//   behind   1 if this rank has dropped a forward since the last step, `not_asked` if it has no backward in this one
+//   forwards 1 if this rank has dropped a forward since the last step, `used_all` if its backward has used them all
 //   weight   this rank's weight in the mean; the gradients' sum is divided by the sum of weights
 // So unused parameters, weights, abandoned steps (a weight of NaN) and ranks that are a step behind need no communication of
 // their own.
@@ -27,10 +26,12 @@ class StepTrailer {
   // Whether this dtype holds a weight exactly: 16-bit floats cannot count tokens.
   bool exact() const { return memory_.element_size() >= 4; }
 
-  // came: whether backward reached the gradient. dropped: a forward; nothing: this rank has no backward in the step.
-  void write(const std::vector<bool>& used, const std::vector<bool>& came, std::optional<bool> dropped, double weight);
+  enum class Forwards { unknown, dropped, used };
+
+  // came: whether backward reached the gradient.
+  void write(const std::vector<bool>& used, const std::vector<bool>& came, Forwards forwards, double weight);
   double weight() const;
-  // Whether some of `ranks` ranks that had a backward have dropped a forward, and others have not, as far as this dtype tells.
+  // Whether some of `ranks` ranks have dropped a forward, and others have used all of theirs, as far as this dtype tells.
   bool some_are_behind(int ranks) const;
   // Whether all `ranks` ranks used the same gradients.
   bool same_on_all(int ranks) const;
@@ -40,7 +41,7 @@ class StepTrailer {
  private:
   // Small enough that its sum over all ranks is not mistaken for 1, even in 16 bits.
   static constexpr double came_alone = 1.0 / (1 << 14);
-  static constexpr double not_asked = came_alone;
+  static constexpr double used_all = came_alone;
 
   std::vector<size_t> of_;
   at::Tensor memory_;

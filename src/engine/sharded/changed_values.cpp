@@ -49,8 +49,8 @@ void agree_on_values(const Group& group, const std::vector<ChangedValue>& values
     lines.push_back(fmt::format("parameter {} with values of digest {:016x}", value.name, value.digest));
   }
   agree(group,
-        "the values of parameters that were loaded, replaced or written since the module was wrapped (load the same "
-        "file and write the same values on every rank)",
+        "values of parameters that were loaded or written (load the same file and write the same values on every rank, "
+        "since the module was wrapped)",
         lines);
 }
 

@@ -51,7 +51,7 @@ bool follows(const at::Tensor& tensor, const StatePiece& piece) {
 }
 
 void gather_piece(const Group& group, const StatePiece& piece, const NamedState& own, bool keep, NamedState& whole) {
-  const Label label{-1, -1, "optimizer state of " + piece.name};
+  const Label label{-1, -1, "optimizer state of " + piece.name + ", by state_dict() or save() on every rank"};
   const auto text = Json::parse(broadcast_text(group, describe(own), piece.owner, label));
   for (const auto& [name, number] : text["numbers"].items()) {
     if (keep) whole.numbers[name] = number;

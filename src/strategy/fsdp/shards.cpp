@@ -193,7 +193,8 @@ void shard_parameters(DataParallelCore::State& state, FullyShardedCore::Shards& 
       .leave_grad = false,
       .about_sums =
           "which FullyShardedDataParallel has reduced to shards on the ranks: clip with clip_grad_norm_() of the "
-          "wrapper or the optimizer's clip_grad, drop it with zero_grad(), update with FullyShardedOptimizer",
+          "wrapper or the optimizer's clip_grad, scale losses by its option scaler (in Python also with "
+          "shoal.amp.GradScaler), drop it with zero_grad(), update with FullyShardedOptimizer",
       .accept_unused = true,
       .limits = bucket_limits(small)};
   // Bounded, because a rank that waits gathers no pages, and the rank it waits for may need it to gather one.

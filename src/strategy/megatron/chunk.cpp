@@ -18,8 +18,8 @@ namespace {
 
 const char* about_sums(const DistributedOptimizerOptions& options) {
   if (options.overlap_grad_reduce) {
-    return "which DistributedOptimizer has reduced to shards on the ranks: clip with its option clip_grad, read "
-           "main_grad(), drop it with zero_grad(), update with its step()";
+    return "which DistributedOptimizer has reduced to shards on the ranks: clip with its option clip_grad, scale "
+           "losses by its option scaler, read main_grad(), drop it with zero_grad(), update with its step()";
   }
   return "which DistributedOptimizer reduces to shards in step() or reduce_model_grads(): clip with its option "
          "clip_grad, read this rank's own before that in main_grad(), drop it with zero_grad(), update with its step()";

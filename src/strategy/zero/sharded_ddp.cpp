@@ -251,13 +251,15 @@ void ShardedDataParallelCore::share() {
   auto reduction = with_hook(reduce_to_owners(groups, caps, owners), hook, gradients, "ShardedDataParallel");
   {
     const Unfrozen hooked(gradients);
-    state.make_reducer(std::move(gradients),
-                       {.find_unused_parameters = options.find_unused_parameters,
-                        .about_sums = "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
-                                      "clip_grad_norm() of OSS, read it "
-                                      "on that rank, drop it with zero_grad(), update with OSS",
-                        .limits = bucket_limits(small)},
-                       std::move(reduction));
+    state.make_reducer(
+        std::move(gradients),
+        {.find_unused_parameters = options.find_unused_parameters,
+         .about_sums =
+             "which ShardedDataParallel has reduced to its owner's rank only: clip with the "
+             "clip_grad_norm() of OSS, unscale it by OSS's step(scaler) (in Python with shoal.amp.GradScaler), read it "
+             "on that rank, drop it with zero_grad(), update with OSS",
+         .limits = bucket_limits(small)},
+        std::move(reduction));
   }
   move_sums(groups.shard, *state.reducer, old_owners, sharding_->owners, left);
   state.reducer->resume(left);

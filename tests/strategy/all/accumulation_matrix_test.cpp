@@ -4,6 +4,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
+#include "engine/reducer/step_trailer.h"
 #include "shoal/decentralized.h"
 #include "shoal/detail/call_log.h"
 #include "shoal/local_sgd.h"
@@ -49,9 +50,9 @@ std::ostream& operator<<(std::ostream& out, const Cost& cost) {
 
 // Cost of one synchronising backward: buckets, and what ranks must know of each other.
 Cost of_backward(const std::string& strategy) {
-  constexpr int64_t flags_and_weights = (even_gradients + even_gradients) * 8;  // in three buckets, in their dtype
+  const auto flags_and_weights = even_gradients * StepTrailer::numel(1) * 8;  // in three buckets, in their dtype
   if (strategy == "ddp" || strategy == "zero1") return {even_gradients, even_payload + flags_and_weights};
-  return {even_gradients + 1, even_payload + (even_gradients + 1) * 8};  // reduced apart, in float64
+  return {even_gradients + 1, even_payload + StepTrailer::numel(even_gradients) * 8};  // reduced apart, in float64
 }
 
 bool of_gradients(const CallRecord& record) {

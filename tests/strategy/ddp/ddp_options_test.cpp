@@ -1,4 +1,5 @@
 // DistributedDataParallel: buffers, ignored parameters, subgroups, wrong options.
+#include "engine/reducer/step_trailer.h"
 #include "shoal/ddp.h"
 
 #include <torch/nn/module.h>
@@ -86,8 +87,8 @@ TEST(DdpOptions, DDP15_frozen_parameters_take_no_part) {
   log->clear();
   mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
   EXPECT_FALSE(model->first->weight.grad().defined());
-  // Pieces begin at multiples of 16 doubles; the tail carries 4 flags and the weight.
-  EXPECT_EQ(log->bytes(Op::all_reduce), (16 * 5 + 16 + 16 * 16 + 16 + 4 + 1) * 8);
+  // Pieces begin at multiples of 16 doubles; the tail carries 4 flags, forwards and the weight.
+  EXPECT_EQ(log->bytes(Op::all_reduce), (16 * 5 + 16 + 16 * 16 + 16 + StepTrailer::numel(4)) * 8);
 }
 
 TEST(DdpOptions, DDP15_ignored_names_are_left_alone) {

@@ -3,6 +3,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
+#include "engine/reducer/step_trailer.h"
 #include "shoal/detail/call_log.h"
 #include "shoal/error.h"
 #include "tests/strategy/all/even.h"
@@ -70,7 +71,7 @@ struct Trained {
 class Deferred : public testing::TestWithParam<bool> {};
 
 TEST_P(Deferred, BEY08_gradients_cross_between_hosts_once_a_step) {
-  constexpr int64_t facts = (even_gradients + 1) * 8;  // of every backward that communicates, in float64
+  const int64_t facts = StepTrailer::numel(even_gradients) * 8;  // of every backward that communicates, in float64
   for (const int64_t micros : {1, 2, 4, 8}) {
     Trained at_end(GetParam()), each(GetParam()), deferred(GetParam());
     at_end.train(Way::at_end, micros);
