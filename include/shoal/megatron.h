@@ -195,7 +195,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DistributedOptimizerCore& op
 //
 // shard_within_host: on hosts with different numbers of ranks whole parameters are owned, by as many ranks of each host as the
 // smallest one has. Throws UsageError there with reuse_grad_buf_for_param_gather or a communication_hook, and with a
-// model_parallel_group that has further ranks of `group`.
+// model_parallel_group that has further ranks of `group`. Optimizer state that is loaded, and options that are changed, must be
+// equal on all hosts.
 //
 // Several chunks: their gradients are reduced chunk by chunk, last chunk first, in the same order on every rank,
 // whatever chunks the rank has run; a chunk that it has not run contributes zeros. A chunk's buckets are reduced during

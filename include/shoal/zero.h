@@ -218,8 +218,10 @@ class ShardedDataParallelCore : public DataParallelCore {
 //
 // With OSS over world.group().by_host() and the wrapper over world.group(), each host has all shards: gradients are summed to
 // their owners within the host, and then between the owners of the hosts. If hosts run different numbers of ranks, as many of each
-// own parameters as the smallest host has; the wrapper's constructor then shares them anew. UsageError without
-// sync_models_at_startup.
+// own parameters as the smallest host has; the wrapper's constructor then shares them anew. Forward compares values that were written
+// or replaced over all hosts (DisagreeError), and the constructor options; options that differ later, and optimizer state that is
+// loaded, must be equal on all hosts. UsageError without sync_models_at_startup, with broadcast_fp16, and with a communication_hook
+// or reduce_fp16 where hosts run different numbers of ranks.
 //
 // The optimizers must outlive the wrapper. Each trainable parameter belongs to exactly one of them (UsageError names
 // those that do not). Without zero_grad between synchronised backwards, gradients accumulate on their owners. Call

@@ -208,6 +208,9 @@ bool ElasticParts::has_scaler() const {
 
 std::unique_ptr<ElasticParts> elastic_parts(const World& world, DataParallelCore& parallel,
                                             torch::optim::Optimizer& optimizer) {
+  if (parallel.group().name() != world.group().name()) {
+    throw UsageError("Elastic: the wrapper's group is not the world's: give it world.group()");
+  }
   auto parts = parts_of(world, parallel, optimizer);
   if (const auto* sharded = dynamic_cast<const ShardedOptimizerBase*>(&optimizer)) {
     require_group_of(world, sharded->everybody());

@@ -223,6 +223,31 @@ TEST_F(ElasticHybrid, FSDP01_unequal_hosts_must_begin_with_the_values_of_rank_0)
     EXPECT_THAT(one.text, testing::HasSubstr("sync_module_states is off, and hosts"));
 }
 
+// Each host would train a model of its own, and their gradients would be added after a death.
+TEST_F(ElasticHybrid, ELA01_a_wrapper_over_the_ranks_of_a_host_is_refused) {
+  ForkedHosts hosts({2, 2}, [](const World& world) {
+    const auto net = std::make_shared<test::Net>();
+    const auto wrapped = test::wrap_as(hybrids[6], net, world.group().by_host());
+    return test::refusal([&] { wrapped.elastic(world, quick); });
+  });
+  for (const auto& one : hosts.wait(20)) EXPECT_THAT(one.text, testing::HasSubstr("group is not the world's"));
+}
+
+// The rank that is alone on its host could go on, and must not.
+TEST_F(ElasticHybrid, ELA01_shards_over_sockets_are_refused_on_all_ranks) {
+  for (const auto sharding : {Sharding::zero2_by_host, Sharding::megatron_by_host}) {
+    ForkedHosts hosts(
+        {1, 2},
+        [&](const World& world) {
+          const auto net = std::make_shared<test::Net>();
+          const auto wrapped = test::wrap_as({.sharding = sharding}, net, world.group());
+          return test::refusal([&] { wrapped.elastic(world, quick); });
+        },
+        over("tcp"));
+    for (const auto& one : hosts.wait(20)) EXPECT_THAT(one.text, testing::HasSubstr("(of all hosts)"));
+  }
+}
+
 // A step that all ranks refuse alike is no decision.
 TEST_F(ElasticHybrid, ELA02_a_program_goes_on_after_an_error_of_the_meeting) {
   ForkedHosts hosts({2, 2}, [](const World& world) -> std::string {

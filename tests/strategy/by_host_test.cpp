@@ -261,6 +261,101 @@ TEST_F(ByHost, BEY05_a_checkpoint_of_equal_hosts_goes_on_with_unequal_ones_and_b
   });
 }
 
+TEST_F(ByHost, SDP01_values_that_hosts_write_differently_are_refused) {
+  for (const auto& hosts : {std::vector<int>{2, 2}, {1, 2}, {2, 1}}) {
+    for (const bool everywhere : {true, false}) {
+      const auto body = [&](const World& world) {
+        auto model = model_of(0);
+        Adam optimizer(model->parameters(), adam, world.group().by_host());
+        Parallel parallel(model.ptr(), optimizer, world.group());
+        const auto step = [&](int64_t number) {
+          test::mean_loss(parallel.forward(test::batch(world.rank(), number))).backward();
+          optimizer.step();
+          optimizer.zero_grad();
+        };
+        step(0);
+        const bool first_host = world.rank() < hosts[0];
+        const auto write = [&](const auto& act) {
+          const torch::NoGradGuard no_grad;
+          act();
+        };
+        write([&] {
+          for (auto& parameter : model->parameters()) parameter.mul_(0.5);  // alike
+        });
+        step(1);
+        if (everywhere || first_host) write([&] { model->second->bias.fill_(first_host ? 1.0 : 2.0); });
+        return test::refusal<DisagreeError>([&] { step(2); });
+      };
+      run(hosts, body, HasSubstr("values of parameters that were loaded or written"));
+    }
+  }
+}
+
+TEST_F(ByHost, SDP09_parameters_that_come_later_have_the_values_of_rank_0) {
+  for (const auto& hosts : {std::vector<int>{2, 2}, {1, 2}, {2, 3}}) {
+    for (const bool before : {true, false}) {
+      run(hosts, [&](const World& world) -> std::string {
+        auto model = model_of(world.rank());
+        const auto all = model->parameters();
+        Adam optimizer(std::vector<at::Tensor>(all.begin(), all.begin() + 4), adam, world.group().by_host());
+        const auto add = [&] {
+          optimizer.add_param_group(torch::optim::OptimizerParamGroup(std::vector{all[4], all[5]}));
+        };
+        if (before) add();
+        if (!before) model->third->weight.set_requires_grad(false), model->third->bias.set_requires_grad(false);
+        Parallel parallel(model.ptr(), optimizer, world.group());
+        const auto step = [&](int64_t number) {
+          test::mean_loss(parallel.forward(test::batch(world.rank(), number))).backward();
+          optimizer.step();
+          optimizer.zero_grad();
+        };
+        step(0);
+        if (!before) {
+          const torch::NoGradGuard no_grad;
+          torch::manual_seed(10 + world.rank());
+          model->third->weight.uniform_(-1, 1);
+          model->third->weight.set_requires_grad(true);
+          model->third->bias.set_requires_grad(true);
+          add();
+        }
+        step(1);
+        step(2);
+        return all_equal(world.group(), *model);
+      });
+    }
+  }
+}
+
+TEST_F(ByHost, SDP01_refusals_of_options) {
+  run(
+      {2, 2},
+      [](const World& world) {
+        auto model = model_of(0);
+        const torch::optim::AdamOptions own(world.rank() < 2 ? 1e-2 : 1e-3);
+        Adam optimizer(model->parameters(), own, world.group().by_host());
+        return test::refusal<DisagreeError>([&] { const Parallel parallel(model.ptr(), optimizer, world.group()); });
+      },
+      HasSubstr("the parameters and options of OSS on each host"));
+  run(
+      {1, 2},
+      [](const World& world) {
+        auto model = model_of(0);
+        Adam optimizer(model->parameters(), adam, world.group().by_host(), {.broadcast_fp16 = true});
+        return test::refusal([&] { const Parallel parallel(model.ptr(), optimizer, world.group()); });
+      },
+      HasSubstr("broadcast_fp16"));
+  run(
+      {1, 2},
+      [](const World& world) {
+        auto model = model_of(0);
+        Adam optimizer(model->parameters(), adam, world.group().by_host());
+        ShardedDataParallelOptions options;
+        options.reduce_fp16 = true;
+        return test::refusal([&] { const Parallel parallel(model.ptr(), optimizer, world.group(), options); });
+      },
+      HasSubstr("needs equally many ranks on each host"));
+}
+
 TEST_F(ByHost, SDP01_refusals) {
   run(
       {2, 2},

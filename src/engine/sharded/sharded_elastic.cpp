@@ -212,11 +212,13 @@ bool ShardedOptimizerCore::has_buffered_gradient(const at::Tensor& parameter) co
 
 void ShardedOptimizerCore::require_regroupable() const {
   const auto& modules = state().modules;
-  if (state().group.size() == 1) return;
-  if (std::all_of(modules.begin(), modules.end(), [](const auto& module) { return module->shared(); })) return;
+  const bool shared = state().group.size() == 1 ||
+                      std::all_of(modules.begin(), modules.end(), [](const auto& module) { return module->shared(); });
+  const auto label = state().label("whether parameters are shared");
+  if (everybody().all_reduce(shared ? 1 : 0, ReduceOp::min, label) == 1) return;
   throw UsageError(
       fmt::format("Elastic: {} outlives its ranks only where they share its parameters: on the CPU of one host, over "
-                  "the transport auto or host; on several hosts shard within each: hybrid_shard of "
+                  "the transport auto or host (of all hosts); on several shard within each: hybrid_shard of "
                   "FullyShardedDataParallel, shard_within_host of DistributedOptimizer",
                   state().name));
 }

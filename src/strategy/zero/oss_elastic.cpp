@@ -65,10 +65,12 @@ void OSSCore::require_regroupable(const Group& everybody) {
   if (is_that_of_this_host(state().group, everybody, state().owners)) state().everybody = everybody;
   if (state().options.broadcast_fp16) throw UsageError("Elastic: OSSOptions::broadcast_fp16 is not supported");
   const auto& buffers = state().buffers;
-  if (!std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return buffer->shared(); })) {
+  const bool shared = std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return buffer->shared(); });
+  if (everybody.all_reduce(shared ? 1 : 0, ReduceOp::min, state().label("whether parameters are shared")) == 0) {
     throw UsageError(
         "Elastic: OSS outlives its ranks only where they share its parameters: on the CPU of one host, over the "
-        "transport auto or host; on several hosts give it world.group().by_host(), and its wrapper world.group()");
+        "transport auto or host (of all hosts); on several give it world.group().by_host(), and its wrapper "
+        "world.group()");
   }
 }
 

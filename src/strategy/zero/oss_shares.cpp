@@ -3,7 +3,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <c10/util/Type.h>
+
 #include <algorithm>
+#include <typeinfo>
 
 #include "engine/sharded/ownership.h"
 #include "optim/state.h"
@@ -115,14 +118,30 @@ void OSSCore::State::choose_owners(OSSShares& made) const {
   }
 }
 
-void OSSCore::State::own_by(int ranks, OSSCore& optimizer) {
-  if (owners.value_or(group.size()) == ranks) {
-    owners = ranks;
-    return;
+void OSSCore::State::replicate(const Group& all, int ranks, bool equal, OSSCore& optimizer) {
+  everybody = all;
+  if (options.broadcast_fp16) {
+    throw UsageError("OSS: broadcast_fp16 rounds what a host sends, and by_host() nothing is sent: unset it");
   }
+  auto lines = shoal::describe(optimizer.param_groups());
+  lines.push_back(c10::demangle(typeid(*local).name()));
+  agree(all, "the parameters and options of OSS on each host", lines);
+  if (equal || owners == ranks) return;
   owners = ranks;
-  anew = true;
+  anew = true;  // also on hosts with so many ranks, whose shares may have a history
   optimizer.refresh_trainable();
+}
+
+bool OSSCore::State::has_new_values() const {
+  if (lone_watch) return lone_watch->changed();
+  return std::any_of(buffers.begin(), buffers.end(), [](const auto& buffer) { return !buffer->changed().empty(); });
+}
+
+std::vector<ChangedValue> OSSCore::State::values() const {
+  std::vector<ChangedValue> list;
+  for (const auto& parameter : shares.parameters)
+    list.push_back({describe(parameter) + " of OSS", digest_of(parameter)});
+  return list;
 }
 
 void OSSCore::State::take_shares(std::unique_ptr<torch::optim::Optimizer> made) {
@@ -140,7 +159,7 @@ void OSSCore::State::take_shares(std::unique_ptr<torch::optim::Optimizer> made) 
   anew = false;
   shares = std::exchange(next, {});
   local = std::move(made);
-  broadcast_coalesced(group, fresh, 0, label("parameters of OSS"));
+  broadcast_coalesced(everybody.value_or(group), fresh, 0, label("parameters of OSS"));
   fill_buffers();
   ++times_shared;
   if (may_move) balanced_for.insert(shares.trainable());
@@ -175,7 +194,11 @@ void OSSCore::State::move_states(torch::optim::Optimizer& to) {
 // What is frozen lies apart, so that steps need not send it.
 void OSSCore::State::fill_buffers() {
   const auto former = std::exchange(buffers, {});  // its parameters have moved when it is destroyed
-  if (group.size() == 1) return;
+  lone_watch.reset();
+  if (group.size() == 1) {
+    lone_watch.emplace(shares.parameters, ParameterWatch::Versions::counted);
+    return;
+  }
   for (const bool trainable : {true, false}) {
     const auto places = places_where(shares, trainable);
     const auto parameters = chosen(shares.parameters, places);
@@ -219,6 +242,7 @@ void OSSCore::State::publish() {
     changed.assign(all.data_ptr<int>(), all.data_ptr<int>() + all.numel());
   }
   hand_out("updated parameters", changed);
+  if (lone_watch) lone_watch->note();
 }
 
 }  // namespace shoal

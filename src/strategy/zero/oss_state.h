@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/sharded/changed_values.h"
 #include "engine/sharded/parameter_buffer.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "shoal/zero.h"
@@ -35,8 +36,9 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   std::vector<std::unique_ptr<ParameterBuffer>> buffers{};  // one per dtype and device
   int64_t times_shared = 0;                                 // how often shares were made
   std::set<OSSShares::Pattern> balanced_for{};              // what was trainable when they were balanced
-  std::optional<int> owners{};  // so many ranks of the group, the first ones, own parameters; none: all
-  bool anew = false;            // the next shares do not keep any owner
+  std::optional<int> owners{};                 // so many ranks of the group, the first ones, own parameters; none: all
+  bool anew = false;                           // the next shares do not keep any owner
+  std::optional<ParameterWatch> lone_watch{};  // in a group of one rank, which has no buffers
   bool may_move = true;  // owners may change; false between a backward, which leaves gradients with them, and its step
 
   using ShardedOptimizerBase::State::State;
@@ -59,8 +61,14 @@ struct OSSCore::State : ShardedOptimizerBase::State {
 
   // Publishes the buffers for which `changed` is set; empty: all. Collective.
   void hand_out(const char* what, const std::vector<int>& changed = {});
-  // Divides parameters among so many ranks, as a group of that size would. Collective.
-  void own_by(int ranks, OSSCore& optimizer);
+  // Where a wrapper over `all` has this optimizer by host, and so many ranks of each host, fewer than some hosts have if not
+  // `equal`, own parameters. UsageError for options that hosts do not share; DisagreeError if hosts differ in others. Collective
+  // over `all`.
+  void replicate(const Group& all, int ranks, bool equal, OSSCore& optimizer);
+  // Whether parameters were written or replaced here since the last step, other than by the optimizers.
+  bool has_new_values() const;
+  // Of all parameters, for agree_on_values().
+  std::vector<ChangedValue> values() const;
   // Whether a parameter has become trainable that has no owner yet.
   bool lacks_trainable(const ParamGroups& groups) const;
   // Whether shares have been made with what is trainable now, or have been made anew often enough for its sake.

@@ -33,6 +33,7 @@ struct ShardedDataParallelCore::Sharding {
   std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
 
   void take(const ShardGroups& made);
+  void agree_over_hosts() const;
   bool other_dtype_or_device(size_t number) const { return watch.other_kind(number) && !watch.other_shape(number); }
 };
 
@@ -112,7 +113,24 @@ void ShardedDataParallelCore::Sharding::take(const ShardGroups& made) {
         "ShardedDataParallel: with OSS over by_host(), and sync_models_at_startup off, hosts may begin with different "
         "values: set it");
   }
-  for (auto* optimizer : optimizers) optimizer->state().own_by(groups.owners, *optimizer);
+  if (!groups.equal && (options.communication_hook || options.reduce_fp16)) {
+    throw UsageError(
+        "ShardedDataParallel: a communication_hook (or reduce_fp16) with OSS over by_host() needs equally many ranks "
+        "on "
+        "each host, as those that own the same call it: unset it, or start the same number on each");
+  }
+  for (auto* optimizer : optimizers) optimizer->state().replicate(groups.all, groups.owners, groups.equal, *optimizer);
+}
+
+// Hosts see only their own parameters change.
+void ShardedDataParallelCore::Sharding::agree_over_hosts() const {
+  for (auto* optimizer : optimizers) {
+    auto& state = optimizer->state();
+    const auto label = state.label("whether parameters were written");
+    if (groups.all.all_reduce(state.has_new_values() ? 1 : 0, ReduceOp::max, label) == 0) continue;
+    agree_on_values(groups.all, state.values());
+    if (state.lone_watch) state.lone_watch->note();
+  }
 }
 
 ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module,
@@ -168,6 +186,7 @@ std::vector<int> ShardedDataParallelCore::share_gradients(std::vector<Gradient>&
 
 void ShardedDataParallelCore::prepare() {
   auto& sharding = *sharding_;
+  if (sharding.groups.replicated() && state().no_sync_depth == 0) sharding.agree_over_hosts();
   bool trainable = false;
   bool kinds = false;
   for (size_t number = 0; number < sharding.watch.parameters().size(); ++number) {

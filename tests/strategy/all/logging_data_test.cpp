@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "engine/reducer/step_trailer.h"
 #include "shoal/decentralized.h"
 #include "shoal/hooks.h"
 #include "tests/support/models.h"
@@ -98,7 +99,7 @@ TEST(LoggingData, DDP17_says_what_was_built_and_what_buckets_became) {
               ElementsAre(bytes(7), bytes(21), bytes(30), bytes(12 * 30), bytes(5), bytes(30 * 5)))
       << "registered last, reduced first";
   EXPECT_EQ(data.bucket_bytes, data.first_bucket_bytes);
-  const std::vector<int64_t> facts(6, 8 * 2);  // a flag and a weight in each
+  const std::vector<int64_t> facts(6, 8 * StepTrailer::numel(1));
   for (int64_t step = 0; step < 2; ++step) train(step);
   data = parallel.logging_data();
   EXPECT_TRUE(data.rebuilt);
