@@ -1,0 +1,100 @@
+"""PY02: what programs for PyTorch's wrappers and optimizers pass."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+
+import shoal
+
+
+def refused(act):
+    with pytest.raises(shoal.UsageError) as error:
+        act()
+    return str(error.value)
+
+
+def test_PY02_options_of_pytorch_whose_value_changes_nothing_are_taken():
+    def wraps(rank):
+        shoal.nn.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=None, output_device=None, init_sync=True)
+        shoal.nn.FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=True, limit_all_gathers=True, device_id=None)
+
+    on_ranks(wraps)
+
+
+def test_PY02_others_say_what_to_use():
+    def wraps(rank):
+        net = torch.nn.Linear(2, 2)
+        ddp, fsdp = shoal.nn.DistributedDataParallel, shoal.nn.FullyShardedDataParallel
+        return [
+            refused(lambda: ddp(net, device_ids=[0])),
+            refused(lambda: ddp(net, init_sync=False)),
+            refused(lambda: fsdp(net, mixed_precision=object())),
+            refused(lambda: fsdp(net, use_orig_params=False)),
+            refused(lambda: ddp(net, nothing_of_the_kind=1)),
+            refused(lambda: shoal.nn.ShardedDataParallel(net, torch.optim.SGD(net.parameters(), 0.1))),
+            refused(lambda: shoal.optim.OSS(net, torch.optim.SGD, lr=0.1)),
+        ]
+
+    expected = ["move the module", "rank 0's values", "param_dtype, reduce_dtype", "the module's own", "it has", "shoal.optim.OSS", "parameters()"]
+    for texts in on_ranks(wraps):
+        for text, part in zip(texts, expected, strict=True):
+            assert part in text
+
+
+def test_PY02_integer_parameters_may_come_first():
+    def trains(rank):
+        net = torch.nn.Module()
+        net.positions = torch.nn.Parameter(torch.arange(8), requires_grad=False)
+        net.linear = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(net.linear.weight)
+        net.forward = lambda x: net.linear(x) * net.positions.sum()
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        model = shoal.nn.DistributedDataParallel(net)
+        model(torch.full((1, 2), float(rank))).sum().backward()
+        optimizer.step()
+        return net.linear.weight.tolist()
+
+    for weight in on_ranks(trains):
+        assert weight == [[pytest.approx(1 - 0.1 * 28 * 0.5)] * 2]
+
+
+def test_PY06_one_form_of_training_state_for_every_strategy(tmp_path):
+    def saves(rank):
+        net = torch.nn.Linear(2, 2)
+        optimizer = shoal.optim.DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+        shoal.checkpoint.save(tmp_path, shoal.checkpoint.TrainingState(net, optimizer), step=1)
+        dist.barrier()
+        return refused(lambda: shoal.checkpoint.TrainingState(torch.nn.Linear(2, 2), optimizer))
+
+    for text in on_ranks(saves):
+        assert "give the wrapper and its optimizer" in text
+    assert (tmp_path / "step-1").exists()
+
+
+def test_BEY10_a_step_ends_between_forward_and_backward_on_one_rank():
+    def trains(rank):
+        net = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(net.weight)
+        model = shoal.nn.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        said = []
+        for step in range(4):
+            try:
+                optimizer.zero_grad()
+                output = model(torch.ones(1, 1)) * 10**step
+                if step == 1 and rank == 1:
+                    model.abandon_step()  # skips its batch
+                    continue
+                if step == 3 and rank == 1:
+                    del output
+                    output = model(torch.ones(1, 1)) * 10**step  # as if it had skipped one and said nothing
+                output.sum().backward()
+                optimizer.step()
+            except RuntimeError as error:
+                said.append(type(error).__name__)
+        return net.weight.item(), said
+
+    first, second = on_ranks(trains)
+    assert first[0] == second[0] == -101.0
+    assert first[1] == ["StepAbandoned", "UsageError"] and second[1] == ["UsageError"], (first, second)
