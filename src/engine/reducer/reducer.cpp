@@ -67,7 +67,7 @@ void Reducer::build(const std::vector<size_t>& order) {
 }
 
 void Reducer::expect_backward() {
-  if (!apart_.empty()) throw UsageError(apart_);
+  if (!last_.apart.empty()) throw UsageError(last_.apart);
   // Rebuilds here rather than in backward, when activations take memory as well.
   if (order_.due()) {
     adopt_changes();
@@ -226,7 +226,9 @@ void Reducer::write(StepTrailer& trailer) const {
   using Forwards = StepTrailer::Forwards;
   auto forwards = Forwards::unknown;
   if (step_->from == Step::From::backward) {
-    forwards = has_dropped_forward() ? Forwards::dropped : forwards_.all_reached() ? Forwards::used : Forwards::unknown;
+    forwards = has_dropped_forward()           ? Forwards::dropped
+               : entry_.forwards.all_reached() ? Forwards::used
+                                               : Forwards::unknown;
   }
   trailer.write(accumulated_.used(), accumulated_.came(), forwards, issued_weight());
 }

@@ -10,7 +10,6 @@
 #include "engine/buckets/bucket_order.h"
 #include "engine/gradients/accumulated_gradients.h"
 #include "engine/gradients/backward_tracker.h"
-#include "engine/gradients/dropped_forwards.h"
 #include "engine/gradients/spent_gradients.h"
 #include "engine/reducer/gradient_consumer.h"
 #include "engine/reducer/gradient_reduction.h"
@@ -91,7 +90,7 @@ class Reducer : private BackwardListener {
   // Throws the last step's pending error: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
   // After a forward that has entered a step. See BackwardTracker and DroppedForwards.
-  void inspect(const std::vector<at::Tensor>& outputs) { tracker_.inspect(outputs, forwards_.note(outputs)); }
+  void inspect(const std::vector<at::Tensor>& outputs) { tracker_.inspect(outputs, entry_.forwards.note(outputs)); }
   // Backward of a loss that is a sum over `weight` samples; see DistributedDataParallel::backward.
   void backward(const at::Tensor& loss_sum, double weight);
 
@@ -211,7 +210,7 @@ class Reducer : private BackwardListener {
   void issue_trailer();
   double issued_weight() const;
   void write(StepTrailer& trailer) const;
-  bool has_dropped_forward() const { return step_->from == Step::From::backward && forwards_.any_dropped(); }
+  bool has_dropped_forward() const { return step_->from == Step::From::backward && entry_.forwards.any_dropped(); }
   double scale() const;
   Label label(size_t bucket) const;
   void build(const std::vector<size_t>& order);
@@ -257,8 +256,6 @@ class Reducer : private BackwardListener {
   std::vector<int64_t> first_bucket_bytes_;
 
   bool weighted_backward_ = false;
-  DroppedForwards forwards_;
-  std::string apart_;  // why ranks are in different steps, for good; empty: they are not
   StepEntry entry_;
   std::optional<Step> step_;  // while a step runs
   LastStep last_;

@@ -86,7 +86,7 @@ void Reducer::abandon() {
     tracker_.enter(BackwardTracker::Phase::idle);
     accumulated_.forget();
     accumulated_.sums().forget_held();
-    forwards_.clear();
+    entry_.forwards.clear();
     return;
   }
   entry_.failed = true;

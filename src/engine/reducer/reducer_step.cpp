@@ -154,7 +154,7 @@ void Reducer::refuse_step_of_two() {
       steps_, ranks_that(has_dropped_forward(), "who has dropped a forward"));
   close_abandoned_step();
   callbacks.after_abandoned();
-  apart_ = text;
+  last_.apart = text;
   throw UsageError(text);
 }
 
@@ -176,7 +176,6 @@ void Reducer::close_step() {
     accumulated_.forget();
   }
   accumulated_.unmark();
-  forwards_.clear();
   buckets_.drop_spare();
   ++steps_;
 }

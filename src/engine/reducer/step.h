@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/buckets/bucket_schedule.h"
+#include "engine/gradients/dropped_forwards.h"
 
 namespace shoal {
 
@@ -15,6 +16,7 @@ struct StepEntry {
   bool expected = false;  // peers will finish the step or wait for it
   bool failed = false;    // this rank cannot finish it
   bool holding = false;   // its sums are held back
+  DroppedForwards forwards{};
 };
 
 // Results of the previous step.
@@ -23,6 +25,7 @@ struct LastStep {
 
   std::vector<bool> used_anywhere;        // by gradient
   std::vector<std::string> unused_names;  // parameters of a pending error
+  std::string apart;                      // why ranks are in different steps, for good; empty: they are not
   bool same_on_all = true;                // all ranks used the same gradients, as far as is known
 };
 
