@@ -52,6 +52,7 @@ TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"train", "--model", "gpt"}, "--data text:FILE");
   expect_refused({"train", "--steps", "5", "--epochs", "1"}, "give one of them");
   expect_refused({"train", "--batch", "-1"}, "--batch -1");
+  expect_refused({"train", "--batch", "0"}, "--batch 0: give at least 1");
   expect_refused({"train", "--lr", "0"}, "--lr 0");
   expect_refused(
       {"train", "--schedule", "sawtooth"},

@@ -28,9 +28,9 @@ double last_loss(const json& report) {
   return report["loss"].back().get<double>();
 }
 
-// Information that ranks share in a step: a flag per gradient and a weight, in float32.
+// Information that ranks share in a step: a flag per gradient, one for forwards and a weight, in float32.
 double facts(const json& report) {
-  return 4 * (static_cast<double>(report["params"].size()) + 1);
+  return 4 * (static_cast<double>(report["params"].size()) + 2);
 }
 
 // Two thin factors for each matrix that becomes at least two times smaller, the rest uncompressed; in float32.

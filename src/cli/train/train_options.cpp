@@ -314,13 +314,13 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option("--decay-every", options.decay_every, "--schedule step: steps between two reductions of the rate");
   command.add_option("--decay-factor", options.decay_factor,
                      "--schedule step: factor of each reduction (default: 0.1)");
-  command
-      .add_option("--batch", options.batch,
-                  "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)")
-      ->check([](const std::string& text) {
-        const bool positive = text.find_first_not_of('0') != std::string::npos && text.front() != '-';
-        return positive ? std::string() : fmt::format("{}: give at least 1", text);
-      });
+  command.add_option_function<int64_t>(
+      "--batch",
+      [&options](int64_t samples) {
+        require_at_least<int64_t>("--batch", samples, 1);
+        options.batch = samples;
+      },
+      "samples per micro-batch and rank (default: 4 for reference data, 64 otherwise)");
   command.add_option("--accumulate", options.accumulate, "micro-batches per step")->capture_default_str();
   command.add_option("--steps", options.steps, "optimizer steps (default for reference data: 10)");
   command.add_option("--epochs", options.epochs, "passes over the training data (default: 1)");
@@ -345,10 +345,11 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
   command.add_option(
       "--flight-recorder", options.flight_recorder,
       "folder for the flight recorders, which keep each rank's last collectives; see shoal flight and shoal top");
-  command.add_option(
-      "--metrics", options.metrics,
-      "append a line of JSON to this file after every step and evaluation; loss and times are those of rank 0; see "
-      "shoal top and shoal report");
+  command.add_option("--metrics", options.metrics,
+                     "write a line of JSON to this file after every step and evaluation, behind those of the run that "
+                     "--resume goes on "
+                     "from; loss and times are those of rank 0; see "
+                     "shoal top and shoal report");
   command.add_flag("--logging-data", options.logging_data,
                    "print the logging data of rank 0's wrapper at the end (also part of --json)");
   command.add_option("--json", options.json, "write the report as JSON to this file; - is standard output");

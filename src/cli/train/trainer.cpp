@@ -2,7 +2,8 @@
 
 #include <fmt/format.h>
 
-#include <chrono>
+#include <algorithm>
+#include <filesystem>
 
 #include "cli/strategies/optimizers.h"
 #include "cli/strategies/schedules.h"
@@ -369,6 +370,11 @@ TrainResult Trainer::run() {
   const int64_t first = resume();
   const bool joins = world_.joining();
   const bool reports = group_.rank() == 0 && !joins;
+  if (reports && first == 0 && !options_.save.empty() && std::filesystem::exists(options_.save + "/latest")) {
+    fmt::print(stderr,
+               "--save {}: replaces checkpoints of an earlier run at the same steps; --resume latest goes on from it\n",
+               options_.save);
+  }
   // Before ranks may end, so that one that takes over finds no lines of a former run.
   Metrics metrics(options_.metrics, first > 0 || joins ? Metrics::Start::behind : Metrics::Start::anew, reports);
   make_elastic();
