@@ -88,7 +88,7 @@ TEST_F(StoreBoardTest, ELA01_other_hosts_see_the_entry_whole) {
     EXPECT_EQ(seen.card, entry.card);
     EXPECT_EQ(seen.lost_with, 3);
     EXPECT_FALSE(boards_[reader]->left(2));
-    EXPECT_GT(noticed_[reader].load(), 0);
+    EXPECT_TRUE(soon([&] { return noticed_[reader] > 0; })) << "a moment after the entry";
   }
   boards_[2]->show(to_words(entry_of(8, true)));
   EXPECT_TRUE(soon([&] { return boards_[0]->left(2); }));

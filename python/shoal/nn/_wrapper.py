@@ -53,7 +53,7 @@ class Wrapper(Wrapped):
         try:
             self._core.before_forward()
             result = self.module(*args, **kwargs)
-            self._core.after_forward(tensors_in(result))
+            self._core.after_forward(tensors_in(result), self.training)
         except BaseException:
             self._core.forward_failed()
             raise

@@ -79,7 +79,10 @@ void bind_parallel(Class& bound) {
              unlocked([&] { core.before_forward(); });
            })
       .def("after_forward",
-           [](Core& core, const std::vector<at::Tensor>& outputs) { unlocked([&] { core.after_forward(outputs); }); })
+           [](Core& core, const std::vector<at::Tensor>& outputs, bool trains) {
+             if (core.module()->is_training() != trains) core.module()->train(trains);
+             unlocked([&] { core.after_forward(outputs); });
+           })
       .def("forward_failed", [](Core& core) { unlocked([&] { core.forward_failed(); }); })
       .def("backward",
            [](Core& core, const at::Tensor& loss, double weight) { unlocked([&] { core.backward(loss, weight); }); })

@@ -90,7 +90,10 @@ class Reducer : private BackwardListener {
   // Throws the last step's pending error: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
   // After a forward that has entered a step. See BackwardTracker and DroppedForwards.
-  void inspect(const std::vector<at::Tensor>& outputs) { tracker_.inspect(outputs, entry_.forwards.note(outputs)); }
+  // trains: whether the module is in training mode; one that is evaluated on some ranks needs no backward.
+  void inspect(const std::vector<at::Tensor>& outputs, bool trains) {
+    tracker_.inspect(outputs, trains ? entry_.forwards.note(outputs) : nullptr);
+  }
   // Backward of a loss that is a sum over `weight` samples; see DistributedDataParallel::backward.
   void backward(const at::Tensor& loss_sum, double weight);
 

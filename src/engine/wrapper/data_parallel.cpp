@@ -226,7 +226,7 @@ void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   end_pass(torch::GradMode::is_enabled());
   if (!synchronises) return;
   state_->buffers.after_forward();
-  state_->reducer->inspect(outputs);
+  state_->reducer->inspect(outputs, state_->module->is_training());
 }
 
 void DataParallelCore::forward_failed() {

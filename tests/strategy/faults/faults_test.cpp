@@ -161,6 +161,11 @@ void try_all(const std::string& strategy, const std::vector<int>& faulty) {
   }
 }
 
+// Whether forwards gather parameters, so that all ranks must call as many.
+bool gathers(const std::string& strategy) {
+  return strategy.starts_with("fsdp") && strategy != "fsdp_no_shard" && group().transport() != "host";
+}
+
 class Faults : public testing::TestWithParam<std::string> {};
 
 TEST_P(Faults, BEY10_an_exception_on_one_rank_ends_the_step_on_all_and_training_goes_on) {
@@ -269,6 +274,7 @@ TEST_P(Faults, BEY10_an_exception_in_the_loss_ends_the_step_on_all_where_abandon
 TEST_P(Faults, BEY10_ranks_that_are_a_step_apart_are_refused) {
   if (GetParam().starts_with("megatron")) GTEST_SKIP() << "DistributedOptimizer sees no forward";
   if (group().size() == 1) GTEST_SKIP() << "needs other ranks";
+  if (gathers(GetParam())) GTEST_SKIP() << "its gathers notice it first";
   Trainer trainer(GetParam());
   trainer.step(0);
   trainer.training.zero_grad();
@@ -283,13 +289,24 @@ TEST_P(Faults, BEY10_ranks_that_are_a_step_apart_are_refused) {
   expect_refusal(12);  // without communication: the ranks stay apart
 }
 
+// As programs do on rank 0 that forget NoGradGuard.
+TEST_P(Faults, BEY10_an_evaluation_on_one_rank_needs_no_backward) {
+  Trainer trainer(GetParam());
+  for (const int64_t step : {0, 1, 2}) trainer.step(step);
+  trainer.model->eval();
+  if (group().rank() == 0 && !gathers(GetParam())) trainer.training.forward(batch(0, 10));
+  trainer.model->train();
+  trainer.step(3);
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1, 2, 3})), 1e-12);
+}
+
 TEST_P(Faults, BEY10_forwards_that_all_ranks_drop_or_use_in_different_numbers_are_right) {
   Trainer trainer(GetParam());
   trainer.step(0);
   for (int again = 0; again < 70; ++again) trainer.training.forward(batch(group().rank(), 10));
   trainer.step(1);
   trainer.training.zero_grad();
-  const int parts = group().rank() + 1;
+  const int parts = gathers(GetParam()) ? 2 : group().rank() + 1;
   at::Tensor sum;
   for (int part = 0; part < parts; ++part) {
     const auto loss = trainer.training.forward(batch(group().rank(), 2)) / parts;
