@@ -328,6 +328,14 @@ TEST_F(ByHost, SDP09_parameters_that_come_later_have_the_values_of_rank_0) {
 
 TEST_F(ByHost, SDP01_refusals_of_options) {
   run(
+      {1, 2},
+      [](const World& world) {
+        auto model = model_of(0);
+        Adam optimizer(model->parameters(), adam, world.group().by_host(), {.broadcast_fp16 = world.rank() == 0});
+        return test::refusal<DisagreeError>([&] { const Parallel parallel(model.ptr(), optimizer, world.group()); });
+      },
+      HasSubstr("broadcast_fp16"));
+  run(
       {2, 2},
       [](const World& world) {
         auto model = model_of(0);

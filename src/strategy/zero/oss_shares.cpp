@@ -120,12 +120,13 @@ void OSSCore::State::choose_owners(OSSShares& made) const {
 
 void OSSCore::State::replicate(const Group& all, int ranks, bool equal, OSSCore& optimizer) {
   everybody = all;
+  auto lines = shoal::describe(optimizer.param_groups());
+  lines.push_back(c10::demangle(typeid(*local).name()));
+  lines.push_back(fmt::format("broadcast_fp16 {}", options.broadcast_fp16));
+  agree(all, "the parameters and options of OSS on each host", lines);
   if (options.broadcast_fp16) {
     throw UsageError("OSS: broadcast_fp16 rounds what a host sends, and by_host() nothing is sent: unset it");
   }
-  auto lines = shoal::describe(optimizer.param_groups());
-  lines.push_back(c10::demangle(typeid(*local).name()));
-  agree(all, "the parameters and options of OSS on each host", lines);
   if (equal || owners == ranks) return;
   owners = ranks;
   anew = true;  // also on hosts with so many ranks, whose shares may have a history
