@@ -37,16 +37,16 @@ Elastic::State::State(const World& of, std::unique_ptr<ElasticParts> trained, Di
   if (join.number) {
     auto checked = options;  // but for the global batch, which is the job's
     if (options.keep_global_batch > 0) {
-      checked.keep_global_batch = options.shares > 0 ? options.shares : join.board->first_ranks();
+      checked.keep_global_batch = options.shares > 0 ? options.shares : join.table->first_ranks();
     }
-    checked.validate(join.board->first_ranks());
+    checked.validate(join.table->first_ranks());
   } else {
     options.validate(world.size());
   }
   require_supported();
   if (join.number) {
     const auto& waits = cell_of(world)->state->options;
-    terms.require_alike(*join.board, waits.timeout_seconds, waits.while_waiting);
+    terms.require_alike(*join.table, waits.timeout_seconds, waits.while_waiting);
   } else {
     agree(world.group(), "Elastic",
           {fmt::format("min_ranks {}, straggler_seconds {}, silent_host_seconds {}", options.min_ranks,
@@ -95,7 +95,8 @@ void Elastic::State::require_supported() const {
                       entry.key(), entry.value().device().str()));
     }
   }
-  if (world.local_size() < world.size() && options.straggler_seconds > 0) {
+  const bool over_hosts = cell_of(world)->state->join.over_hosts.has_value();
+  if ((world.local_size() < world.size() || over_hosts) && options.straggler_seconds > 0) {
     throw UsageError(
         "Elastic: the ranks are on several hosts, and cannot kill each other: leave straggler_seconds out");
   }

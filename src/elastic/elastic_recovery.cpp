@@ -154,7 +154,7 @@ std::vector<bool> Elastic::State::settle(const std::function<void()>* update) {
 
 bool Elastic::State::admit() {
   asked = false;
-  const auto most = options.keep_global_batch > 0 ? batch.shares() : JoinBoard::most_members;
+  const auto most = options.keep_global_batch > 0 ? batch.shares() : JoinTable::most_members;
   try {
     parts->prepare_admission();
     if (!generations->admit(static_cast<int>(most))) return false;

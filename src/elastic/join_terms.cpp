@@ -162,9 +162,9 @@ std::string JoinTerms::text(Options options) const {
   return fmt::format("{}\n", fmt::join(lines(options), "\n"));
 }
 
-void JoinTerms::publish(JoinBoard& board) const {
+void JoinTerms::publish(JoinTable& table) const {
   const auto why = why_closed();
-  why.empty() ? board.publish(text(Options::values)) : board.close(why);
+  why.empty() ? table.publish(text(Options::values)) : table.close(why);
 }
 
 void JoinTerms::require_alike(const std::string& job, Options options) const {
@@ -183,12 +183,14 @@ void JoinTerms::require_alike(const std::string& job, Options options) const {
                                fmt::join(differences, "; "), more > 0 ? fmt::format("; and {} more", more) : ""));
 }
 
-void JoinTerms::require_alike(JoinBoard& board, int timeout_seconds, const std::function<void()>& while_waiting) const {
+void JoinTerms::require_alike(JoinTable& table, int timeout_seconds, const std::function<void()>& while_waiting) const {
   const auto own = why_closed();
   if (!own.empty()) throw UsageError("Elastic: a process cannot join a job like this one: " + own);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout_seconds);
-  while (!board.description()) {
-    const auto closed = board.why_closed();
+  while (true) {
+    table.refresh();
+    if (table.description()) break;
+    const auto closed = table.why_closed();
     if (!closed.empty()) throw UsageError("Elastic: ranks cannot join this job: " + closed);
     if (std::chrono::steady_clock::now() > deadline) {
       throw UsageError(
@@ -197,7 +199,7 @@ void JoinTerms::require_alike(JoinBoard& board, int timeout_seconds, const std::
     if (while_waiting) while_waiting();
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  require_alike(*board.description(), Options::values);
+  require_alike(*table.description(), Options::values);
 }
 
 }  // namespace shoal

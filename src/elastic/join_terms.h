@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/membership/join_board.h"
+#include "comm/membership/join_table.h"
 #include "elastic/elastic_parts.h"
 #include "shoal/data.h"
 #include "shoal/elastic.h"
@@ -21,10 +21,10 @@ class JoinTerms {
             ElasticTraining* training, const std::string& transport);
 
   // Says in the job's table what newcomers must have in common with this member, or why none can join.
-  void publish(JoinBoard& board) const;
+  void publish(JoinTable& table) const;
   // In a newcomer: waits for what members have said, and compares it with this process. Calls while_waiting about every 10
   // ms. UsageError that lists what differs, or says why nobody can join.
-  void require_alike(JoinBoard& board, int timeout_seconds, const std::function<void()>& while_waiting) const;
+  void require_alike(JoinTable& table, int timeout_seconds, const std::function<void()>& while_waiting) const;
   // The same with the text of a member, as text() has it with these.
   enum class Options { values, names };
   void require_alike(const std::string& job, Options options) const;

@@ -121,7 +121,7 @@ class Job {
       say("no rank is added ({}): the job has {} processes, the most that --elastic allows", why, alive());
       return false;
     }
-    if (next_rank_ == JoinBoard::most_members) {
+    if (next_rank_ == JoinTable::most_members) {
       say("no rank is added ({}): a job has {} processes at most in its life", why, next_rank_);
       return false;
     }
@@ -165,9 +165,9 @@ class Job {
                       {"TORCHELASTIC_RUN_ID", run_id()},
                       {job_variable, id_}};
     if (!secret_.empty()) list.emplace_back("SHOAL_SECRET", secret_);
-    if (board_) list.emplace_back(JoinBoard::variable, board_->address());
+    if (board_) list.emplace_back(join_variable, board_->address());
     if (board_ && rank >= options_.ranks) {
-      list.emplace_back(JoinBoard::newcomer_variable, fmt::format("{} {}", rank, id_));
+      list.emplace_back(newcomer_variable, fmt::format("{} {}", rank, id_));
     }
     if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
     if (options_.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
@@ -428,7 +428,7 @@ class Job {
 
 int launch(const LaunchOptions& options) {
   options.validate();
-  const int restarts = std::min(options.max_restarts, JoinBoard::most_members);  // there are no more numbers
+  const int restarts = std::min(options.max_restarts, JoinTable::most_members);  // there are no more numbers
   require_open_files(std::max(options.ranks, options.most_ranks) + restarts);
   return Job(options).run();
 }

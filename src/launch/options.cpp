@@ -26,9 +26,9 @@ void LaunchOptions::validate() const {
   }
   if (nodes > 1 && port == 0) faults.emplace_back("several nodes: give all launchers the same port");
   if (nodes > 1 && most_ranks != 0) faults.emplace_back("several nodes: ranks join a job of one node only");
-  if (most_ranks != 0 && (most_ranks < ranks || most_ranks > JoinBoard::most_members || min_ranks == 0)) {
+  if (most_ranks != 0 && (most_ranks < ranks || most_ranks > JoinTable::most_members || min_ranks == 0)) {
     faults.push_back(fmt::format("up to {} ranks in an elastic job that begins with {}: give {} to {}, and the least",
-                                 most_ranks, ranks, ranks, JoinBoard::most_members));
+                                 most_ranks, ranks, ranks, JoinTable::most_members));
   }
   if (most_ranks != 0 && body) faults.emplace_back("newcomers of an elastic job need a command, not a body");
   if (max_restarts < 0 || (max_restarts > 0 && most_ranks == 0)) {

@@ -44,7 +44,7 @@ TEST(JoinBoard, ELA06_entries_are_seen_through_another_mapping) {
   EXPECT_TRUE(board.anyone_knocks());
   EXPECT_EQ(board.knocking(), std::vector<int>({3}));
   EXPECT_THROW(seen.knock(3, own_peer()), UsageError) << "a number is for one process";
-  EXPECT_THROW(seen.knock(JoinBoard::most_members, own_peer()), UsageError);
+  EXPECT_THROW(seen.knock(JoinTable::most_members, own_peer()), UsageError);
   const auto peers = board.peers();
   ASSERT_EQ(peers.size(), 4U);
   EXPECT_EQ(peers[0].process.pid, getpid());
@@ -82,7 +82,7 @@ TEST(JoinBoard, ELA06_a_description_is_bounded) {
   JoinBoard board("", 1);
   JoinBoard seen(board.address());
   EXPECT_FALSE(seen.description());
-  board.publish(std::string(JoinBoard::most_text + 1, 'x'));
+  board.publish(std::string(JoinTable::most_text + 1, 'x'));
   EXPECT_FALSE(seen.description());
   EXPECT_NE(seen.why_closed(), "");
   JoinBoard other("", 1);
@@ -112,10 +112,10 @@ TEST(JoinBoard, ELA06_a_newcomer_is_told_what_is_wrong_with_its_environment) {
   const auto good =
       find_join(environment_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}, {"SHOAL_JOIN", "2 job"}}));
   EXPECT_EQ(good.number, 2);
-  ASSERT_TRUE(good.board);
+  ASSERT_TRUE(good.table);
   const auto member = find_join(environment_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}}));
   EXPECT_FALSE(member.number);
-  EXPECT_TRUE(member.board);
+  EXPECT_TRUE(member.table);
   for (const auto* text : {"x", "-3 job", "", "two job"}) {
     if (*text == 0) continue;  // an Environment has no empty variables
     EXPECT_NE(refusal_of({{"SHOAL_JOB", "job"}, {"SHOAL_ELASTIC", address}, {"SHOAL_JOIN", text}}).find("SHOAL_JOIN='"),
@@ -139,7 +139,7 @@ TEST(JoinBoard, ELA06_variables_of_an_enclosing_job_do_not_count) {
   const auto nested =
       find_join(environment_of({{"SHOAL_JOB", "job/7"}, {"SHOAL_ELASTIC", board.address()}, {"SHOAL_JOIN", "2 job"}}));
   EXPECT_FALSE(nested.number);
-  EXPECT_FALSE(nested.board);
+  EXPECT_FALSE(nested.table);
 }
 
 }  // namespace

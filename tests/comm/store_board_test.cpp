@@ -53,10 +53,9 @@ class StoreBoardTest : public ::testing::Test {
     std::vector<std::future<std::unique_ptr<StoreBoard>>> made;
     for (int self = 0; self < 3; ++self) {
       made.push_back(std::async(std::launch::async, [this, self] {
-        StoreBoardOptions options{.store = connect(),
+        StoreBoardOptions options{.store = std::make_shared<PatientStore>(connect(), milliseconds(500)),
                                   .prefix = "job/board",
                                   .generation = "0",
-                                  .silence = milliseconds(500),
                                   .timeout = std::chrono::seconds(20)};
         return std::make_unique<StoreBoard>(
             std::move(options), self, std::vector<std::string>{"a", "a", "b"},
@@ -217,10 +216,10 @@ TEST(StoreBoardStall, ELA01_an_entry_that_could_not_be_read_is_read_again) {
     auto late = c10::make_intrusive<LateStore>(connect_store("127.0.0.1", server.port(), 10));
     if (self == 1) reader = late;
     made.push_back(std::async(std::launch::async, [self, late] {
-      StoreBoardOptions options{.store = c10::make_intrusive<DeadlineStore>(late, "late", std::chrono::seconds(2)),
+      auto store = c10::make_intrusive<DeadlineStore>(late, "late", std::chrono::seconds(2));
+      StoreBoardOptions options{.store = std::make_shared<PatientStore>(std::move(store)),
                                 .prefix = "job/board",
                                 .generation = "0",
-                                .silence = std::chrono::seconds(10),
                                 .timeout = std::chrono::seconds(20)};
       return std::make_unique<StoreBoard>(
           std::move(options), self, std::vector<std::string>{"a", "b"}, [](int) { return false; }, [] {});
@@ -247,12 +246,12 @@ TEST(StoreBoardStall, ELA10_a_store_that_stands_still_for_a_while_is_not_lost) {
   std::vector<std::future<std::unique_ptr<StoreBoard>>> made;
   for (int self = 0; self < 2; ++self) {
     made.push_back(std::async(std::launch::async, [self, port] {
-      StoreBoardOptions options{.store = connect_store("127.0.0.1", port, 10),
+      auto store = connect_store("127.0.0.1", port, 10);
+      store->set_limit(std::chrono::seconds(2));
+      StoreBoardOptions options{.store = std::make_shared<PatientStore>(std::move(store)),
                                 .prefix = "job/board",
                                 .generation = "0",
-                                .silence = std::chrono::seconds(10),
                                 .timeout = std::chrono::seconds(20)};
-      options.store->set_limit(std::chrono::seconds(2));
       return std::make_unique<StoreBoard>(
           std::move(options), self, std::vector<std::string>{"a", "b"}, [](int) { return false; }, [] {});
     }));

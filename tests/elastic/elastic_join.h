@@ -22,7 +22,7 @@ class JoinJob {
   // Starts the first ranks.
   JoinJob(int ranks, const Body& body, const WorldOptions& options = {})
       : board_("", ranks), port_(free_port()), next_(ranks) {
-    setenv(JoinBoard::variable, board_.address().c_str(), 1);
+    setenv(join_variable, board_.address().c_str(), 1);
     for (int rank = 0; rank < ranks; ++rank) {
       auto own = options;
       own.rank = rank;
@@ -37,7 +37,7 @@ class JoinJob {
       if (process.pid > 0) ::kill(process.pid, SIGKILL);
       if (process.pid > 0) waitpid(process.pid, nullptr, 0);
     }
-    unsetenv(JoinBoard::variable);
+    unsetenv(join_variable);
   }
   JoinJob(const JoinJob&) = delete;
   JoinJob& operator=(const JoinJob&) = delete;
@@ -47,9 +47,9 @@ class JoinJob {
   // Starts a newcomer; returns its number.
   int add(const Body& body, const WorldOptions& options = {}) {
     const int number = next_++;
-    setenv(JoinBoard::newcomer_variable, std::to_string(number).c_str(), 1);
+    setenv(newcomer_variable, std::to_string(number).c_str(), 1);
     start(number, body, options);
-    unsetenv(JoinBoard::newcomer_variable);
+    unsetenv(newcomer_variable);
     return number;
   }
   // A number for an entry that the test makes itself.

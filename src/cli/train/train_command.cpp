@@ -164,7 +164,7 @@ int train_rank(const TrainOptions& options) {
 // Number of ranks. UsageError if the command line contradicts the launcher.
 int ranks_of(const TrainOptions& options, const Placement& placement) {
   const bool started = placement.source != "alone";
-  const bool joins = process_environment()(JoinBoard::newcomer_variable).has_value();
+  const bool joins = process_environment()(newcomer_variable).has_value();
   if (started && !joins && options.ranks && *options.ranks != placement.size) {
     throw UsageError(fmt::format("--ranks {} contradicts the world of {} that {} describe", *options.ranks,
                                  placement.size, placement.source));

@@ -267,7 +267,10 @@ Group Group::by_host() const {
   for (int other = 0; other < size(); ++other) {
     if (peers[world_rank(other)].host == own) ranks.push_back(other);
   }
-  return static_cast<int>(ranks.size()) == size() ? *this : subgroup(ranks);
+  const auto group = static_cast<int>(ranks.size()) == size() ? *this : subgroup(ranks);
+  auto copy = std::make_shared<GroupState>(*group.state_);
+  copy->by_host = true;
+  return Group(std::move(copy));
 }
 
 GroupStatistics Group::statistics() const {

@@ -24,4 +24,8 @@ std::vector<int> world_ranks(const Group& group) {
   return ranks;
 }
 
+bool is_by_host(const Group& group) {
+  return state_of(group)->by_host;
+}
+
 }  // namespace shoal

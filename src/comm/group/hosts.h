@@ -11,5 +11,7 @@ namespace shoal {
 std::vector<int> hosts_of(const Group& group);
 // The world's number of each rank. Not collective.
 std::vector<int> world_ranks(const Group& group);
+// Whether the group was made by Group::by_host(). Not collective.
+bool is_by_host(const Group& group);
 
 }  // namespace shoal

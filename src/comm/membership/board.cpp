@@ -26,17 +26,15 @@ Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Pee
   }
   watch_exits();
   if (!between_hosts) return;
-  std::vector<std::string> hosts;
-  for (const auto& member : members) hosts.push_back(member.host);
-  elsewhere_ = std::make_unique<StoreBoard>(
-      std::move(*between_hosts), self, std::move(hosts),
-      [this](int member) { return exits_->gone(static_cast<size_t>(member)); }, [memory = memory_] { memory->wake(); });
+  elsewhere_ = std::make_shared<StoreBoard>(std::move(*between_hosts), self, hosts(), ended(),
+                                            [memory = memory_] { memory->wake(); });
 }
 
-Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former)
+Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former,
+             std::optional<StoreBoardOptions> between_hosts)
     : memory_(std::move(memory)), self_(self), members_(members), pages_(members.size()) {
   for (size_t member = 0; member < members.size(); ++member) {
-    if (static_cast<int>(member) == self) continue;
+    if (static_cast<int>(member) == self || !is_on_this_host(static_cast<int>(member))) continue;
     if (former != nullptr && member < former->pages_.size()) pages_[member] = former->pages_[member];
     if (pages_[member] || members[member].page.descriptor < 0) continue;
     try {
@@ -46,13 +44,45 @@ Board::Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Pee
   }
   if (former != nullptr) own_ = former->own_;
   watch_exits();
+  if (former != nullptr && former->elsewhere_) {
+    elsewhere_ = former->elsewhere_;
+    elsewhere_->grow(hosts(), ended());
+  } else if (between_hosts) {
+    elsewhere_ = std::make_shared<StoreBoard>(std::move(*between_hosts), self, hosts(), ended(),
+                                              [memory = memory_] { memory->wake(); });
+  }
+}
+
+// By member; empty: none has come.
+std::vector<std::string> Board::hosts() const {
+  std::vector<std::string> list;
+  for (const auto& member : members_) list.push_back(member.process.pid != 0 ? member.host : "");
+  return list;
+}
+
+// Members that have come since are those of another board.
+std::function<bool(int member)> Board::ended() const {
+  return [exits = exits_, size = members_.size()](int member) {
+    return static_cast<size_t>(member) < size && exits->gone(static_cast<size_t>(member));
+  };
+}
+
+bool Board::is_on_this_host(int member) const {
+  return members_[static_cast<size_t>(member)].host == members_[static_cast<size_t>(self_)].host;
+}
+
+bool Board::knows(int member) const {
+  if (member == self_) return true;
+  if (static_cast<size_t>(member) >= pages_.size()) return false;
+  return pages_[static_cast<size_t>(member)] || (elsewhere_ && elsewhere_->has(member));
 }
 
 void Board::watch_exits() {
   std::vector<ProcessId> processes;
-  const auto& own_host = members_[static_cast<size_t>(self_)].host;
-  for (const auto& member : members_) processes.push_back(member.host == own_host ? member.process : ProcessId());
-  exits_ = std::make_unique<PeerExit>(processes, [memory = memory_] { memory->wake(); });
+  for (int member = 0; member < static_cast<int>(members_.size()); ++member) {
+    processes.push_back(is_on_this_host(member) ? process(member) : ProcessId());
+  }
+  exits_ = std::make_shared<PeerExit>(processes, [memory = memory_] { memory->wake(); });
 }
 
 // Other hosts see it first: what this host's members have seen of a member that then ends, all have.
@@ -101,8 +131,8 @@ void Board::leave() noexcept {
 
 bool Board::gone(int member) const {
   if (member == self_) return false;
-  if (elsewhere_) return elsewhere_->gone(member);
-  return exits_->gone(static_cast<size_t>(member)) || !pages_[static_cast<size_t>(member)];
+  const bool has_no_page = is_on_this_host(member) && !pages_[static_cast<size_t>(member)];
+  return has_no_page || (elsewhere_ ? elsewhere_->gone(member) : exits_->gone(static_cast<size_t>(member)));
 }
 
 bool Board::silent(int member) const {

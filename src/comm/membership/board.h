@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -28,9 +29,11 @@ class Board {
   // all are on this one. UsageError if the memory of one of this host cannot be opened.
   Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members,
         std::optional<StoreBoardOptions> between_hosts);
-  // The same members and others, all of this host, whose numbers may have gaps. A process that cannot be opened, because it has ended or
-  // shows nothing, counts as gone. former: this process's board so far; nullptr: it is a newcomer.
-  Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former);
+  // The same members and others, whose numbers may have gaps. A process of this host that cannot be opened, because it has ended or
+  // shows nothing, counts as gone. former: this process's board so far; nullptr: it is a newcomer, of a job on several hosts
+  // with `between_hosts`.
+  Board(std::shared_ptr<HostMemory> memory, int self, const std::vector<Peer>& members, const Board* former,
+        std::optional<StoreBoardOptions> between_hosts = std::nullopt);
 
   int self() const { return self_; }
   // These wake the other members. CommError if the store is lost.
@@ -58,9 +61,8 @@ class Board {
   // Whether the job is lost, and why; empty: it is not.
   bool is_lost() const { return elsewhere_ && elsewhere_->is_lost(); }
   std::string lost() const;
-  bool knows(int member) const {
-    return member == self_ || (static_cast<size_t>(member) < pages_.size() && pages_[static_cast<size_t>(member)]);
-  }
+  // Whether a process has come under the number, and what it shows can be read.
+  bool knows(int member) const;
   // Kills another member of this host, as PeerExit does. For the thread that trains.
   bool end(int member) const { return exits_->end(static_cast<size_t>(member)); }
   const ProcessId& process(int member) const { return members_[static_cast<size_t>(member)].process; }
@@ -76,6 +78,9 @@ class Board {
  private:
   void publish();
   void watch_exits();
+  std::vector<std::string> hosts() const;
+  std::function<bool(int member)> ended() const;
+  bool is_on_this_host(int member) const;
   bool is_in_store(int member) const;
 
   std::shared_ptr<HostMemory> memory_;
@@ -83,8 +88,9 @@ class Board {
   std::vector<Peer> members_;
   std::vector<std::shared_ptr<PeerMemory>> pages_;  // by member; nullptr for this one
   BoardEntry own_;
-  std::unique_ptr<PeerExit> exits_;
-  std::unique_ptr<StoreBoard> elsewhere_;  // nullptr: all members are on this host; last, as its thread uses exits_
+  std::shared_ptr<PeerExit> exits_;
+  std::shared_ptr<StoreBoard>
+      elsewhere_;  // nullptr: all members are on this host; shared with the boards before and after
 };
 
 // When ranks that live and do nothing are killed.

@@ -14,6 +14,8 @@
 
 #include "comm/group/group_state.h"
 #include "comm/group/text.h"
+#include "comm/membership/join_board.h"
+#include "comm/membership/store_table.h"
 #include "comm/rendezvous/world_state.h"
 #include "shoal/error.h"
 
@@ -32,44 +34,85 @@ MemberCard first_card(int ranks) {
   return {.number = first_generation, .members = std::move(members)};
 }
 
+// A newcomer's own entry is not in the table before it knocks.
 std::vector<Peer> first_peers(const WorldState& state) {
-  return state.join.number ? state.join.board->peers() : state.meeting.peers;
+  if (!state.join.number) return state.meeting.peers;
+  auto peers = state.join.table->peers();
+  const auto own = static_cast<size_t>(*state.join.number);
+  peers.resize(std::max(peers.size(), own + 1));
+  peers[own] = state.meeting.peers.front();
+  return peers;
 }
 
-// A connection of its own to the job's store, which outlives the generations. A program that gives its store may see a part of
-// its keys, so that the prefix of the meeting is not enough to tell two boards apart.
-StoreBoardOptions between_hosts(const WorldCell& cell, std::chrono::milliseconds silence) {
+bool is_over_hosts(const WorldState& state) {
+  return state.local_size < state.placement.size || state.join.over_hosts;
+}
+
+// A program that gives its store may see a part of its keys, so that the prefix of the meeting is not enough to tell two boards
+// apart.
+StoreBoardOptions between_hosts(const WorldCell& cell, const std::shared_ptr<JoinTable>& joins,
+                                std::chrono::milliseconds silence) {
   const auto& state = *cell.state;
   const auto& place = state.placement;
   const std::chrono::seconds timeout(state.options.rendezvous_timeout_seconds);
+  StoreBoardOptions options{.generation = place.generation, .timeout = timeout};
+  options.table = std::dynamic_pointer_cast<StoreTable>(joins);
+  options.joins = state.join.number.has_value();
+  if (options.joins) {
+    options.prefix = options.table->prefix();
+    options.store = options.table->store();
+    options.store->set_silence(silence);
+    return options;
+  }
   const auto own = fmt::format("{:08x}{:08x}", std::random_device()(), std::random_device()());
   const auto board = broadcast_text(cell.group, own, 0, {-1, -1, "Elastic's board between hosts"});
-  StoreBoardOptions options{.prefix = state.meeting.prefix + "/board/" + board,
-                            .generation = place.generation,
-                            .silence = silence,
-                            .timeout = timeout};
-  if (place.port == 0) {
-    throw UsageError(
-        "Elastic over several hosts needs a TCPStore (init_method env:// or tcp://): this rank cannot connect to the "
-        "program's store once more");
+  options.prefix = state.meeting.prefix + "/board/" + board;
+  options.store =
+      options.table ? options.table->store() : connect_patiently(place, state.options.rendezvous_timeout_seconds);
+  options.store->set_silence(silence);
+  if (options.table) {
+    options.table->open(options.prefix);
+    if (place.rank == 0) options.table->make(state.meeting.peers);
   }
-  options.store = connect_store(place.address, place.port, state.options.rendezvous_timeout_seconds, place.job);
-  options.store->set_limit(store_limit);
   return options;
 }
 
 std::shared_ptr<Board> first_board(const WorldCell& cell, const std::vector<Peer>& peers,
-                                   std::chrono::milliseconds silence) {
+                                   const std::shared_ptr<JoinTable>& joins, std::chrono::milliseconds silence) {
   const auto& state = *cell.state;
-  if (state.join.number) return std::make_shared<Board>(state.memory, *state.join.number, peers, nullptr);
-  const bool several = state.local_size < state.placement.size;
-  return std::make_shared<Board>(state.memory, state.placement.rank, peers,
-                                 several ? std::optional(between_hosts(cell, silence)) : std::nullopt);
+  auto options = is_over_hosts(state) ? std::optional(between_hosts(cell, joins, silence)) : std::nullopt;
+  if (state.join.number) {
+    return std::make_shared<Board>(state.memory, *state.join.number, peers, nullptr, std::move(options));
+  }
+  return std::make_shared<Board>(state.memory, state.placement.rank, peers, std::move(options));
 }
 
-// The launcher's table of newcomers lies in the memory of one host.
-std::shared_ptr<JoinBoard> table_of(const WorldState& state) {
-  return state.join.number || state.local_size == state.placement.size ? state.join.board : nullptr;
+std::shared_ptr<JoinTable> table_of(const WorldState& state) {
+  const auto& join = state.join;
+  if (join.number) return join.table;
+  if (!join.over_hosts) return is_over_hosts(state) ? nullptr : join.table;  // which lies in the memory of one host
+  return std::make_shared<StoreTable>(connect_patiently(state.placement, state.options.rendezvous_timeout_seconds),
+                                      state.placement.generation, *join.over_hosts);
+}
+
+// Of a newcomer, which has been alone.
+StorePtr connect_to_job(const Placement& place, const WorldOptions& options) {
+  auto store = connect_store(place.address, place.port, options.rendezvous_timeout_seconds, place.job);
+  store->set_limit(store_limit);
+  return store;
+}
+
+const std::shared_ptr<WorldCell>& fresh_cell(const World& world) {
+  const auto& cell = cell_of(world);
+  if (cell->state->watch) {
+    throw UsageError(
+        "this world has an Elastic already, or has had one: make another world (shoal::init; in Python "
+        "init_process_group() after destroy_process_group())");
+  }
+  if (!cell->state->memory) {
+    throw UsageError("an elastic job needs memory that its ranks share, and this system gave none");
+  }
+  return cell;
 }
 
 Membership first_membership(const WorldState& state) {
@@ -80,11 +123,11 @@ Membership first_membership(const WorldState& state) {
 }  // namespace
 
 Generations::Generations(const World& world, StragglerRule stragglers, std::chrono::milliseconds silence)
-    : cell_(cell_of(world)),
+    : cell_(fresh_cell(world)),
       joins_(table_of(*cell_->state)),
-      knock_(*cell_->state),
       peers_(first_peers(*cell_->state)),
-      board_(first_board(*cell_, peers_, silence)),
+      board_(first_board(*cell_, peers_, joins_, silence)),
+      knock_(*cell_->state),
       membership_(first_membership(*cell_->state)),
       stragglers_(stragglers) {
   auto& state = *cell_->state;
@@ -93,7 +136,7 @@ Generations::Generations(const World& world, StragglerRule stragglers, std::chro
   complete_ = card.members;
   if (!knock_.number) {
     state.liveness->wait_for_stopped();
-    if (joins_) joins_->enter(self(), peers_[static_cast<size_t>(self())]);
+    announce_job();
     board_->show(card);
   }
   watch_ = std::make_shared<GenerationWatch>(board_, card.number, card.members, stragglers_);
@@ -339,6 +382,7 @@ void Generations::make_world(const MemberCard& card) {
   auto former_cell = std::exchange(*cell_, {state, cell_->group});
   if (several_hosts) {
     meeting.store = former_cell.state->meeting.store;
+    if (!meeting.store) meeting.store = connect_to_job(placement, state->options);
     meeting.server = std::move(former_cell.state->meeting.server);
   } else if (placement.size > 1) {
     make_store(*state, card);

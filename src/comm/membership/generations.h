@@ -9,7 +9,7 @@
 #include <string>
 
 #include "comm/membership/board.h"
-#include "comm/membership/join_board.h"
+#include "comm/membership/join_table.h"
 #include "comm/membership/membership.h"
 #include "comm/membership/memory_store.h"
 #include "comm/membership/patience.h"
@@ -53,8 +53,8 @@ class Generations {
   // them. Numbered from 1, and asked in turn until one has failed. JobLost if the store is lost.
   bool decide(int64_t number, bool passes);
 
-  // The table of the job's processes; nullptr: nobody can join, as with several hosts.
-  JoinBoard* joins() const { return joins_.get(); }
+  // The table of the job's processes; nullptr: nobody can join.
+  JoinTable* joins() const { return joins_.get(); }
   // Whether this process does not have the job's state yet.
   bool is_newcomer() const;
   // Whether the present generation has ranks without the job's state.
@@ -101,6 +101,9 @@ class Generations {
   void make_world(const MemberCard& card);
   std::map<int, MemberSight> look();
   void learn_of_newcomers();
+  bool names_a_stranger(const std::map<int, MemberSight>& sights) const;
+  bool explained_by_a_death() const;
+  void announce_job();
   MemberList newcomers_of(const MemberList& members) const;
   // Newcomers and members on trial, to which failures are put down.
   MemberList suspects_of(const MemberList& members) const;
@@ -122,15 +125,15 @@ class Generations {
     ~Knock();
     Knock(const Knock&) = delete;
     Knock& operator=(const Knock&) = delete;
-    std::shared_ptr<JoinBoard> board{};
+    std::shared_ptr<JoinTable> table{};
     std::optional<int> number{};  // nothing: this is no newcomer, or a member by now
   };
 
   std::shared_ptr<WorldCell> cell_;
-  std::shared_ptr<JoinBoard> joins_;
-  Knock knock_;
+  std::shared_ptr<JoinTable> joins_;
   std::vector<Peer> peers_;  // by member
   std::shared_ptr<Board> board_;
+  Knock knock_;
   std::shared_ptr<GenerationWatch> watch_;  // of the present generation
   Membership membership_;
   MemberList complete_;    // members that have had the job's state
@@ -138,7 +141,7 @@ class Generations {
   std::set<int> dropped_;  // newcomers that are left out
   std::chrono::milliseconds patience_{10'000};
   StragglerRule stragglers_;
-  uint32_t changes_ = 0;                                // of the table, that peers_ has
+  uint64_t changes_ = 0;                                // of the table, that peers_ has
   std::vector<std::shared_ptr<GroupProgress>> former_;  // groups that were given up
 };
 

@@ -18,7 +18,6 @@ namespace shoal {
 namespace {
 
 constexpr uint64_t board_magic = 0x314e494f4a4c4148;  // "HALJOIN1"
-constexpr const char* job_of_process = "SHOAL_JOB";
 
 enum Entry : uint32_t { none, writing, member, knocks, claimed, withdrawn, refusing, refused };
 
@@ -60,16 +59,16 @@ struct JoinPage {
   std::atomic<uint32_t> published;  // bytes of `text`; 0: none yet
   std::atomic<uint32_t> closed;
   char why_closed[512];
-  char text[JoinBoard::most_text];
-  Slot slots[JoinBoard::most_members];
+  char text[JoinTable::most_text];
+  Slot slots[JoinTable::most_members];
 };
 
 namespace {
 
 JoinPage::Slot& slot_of(JoinPage& page, int number) {
-  if (number < 0 || number >= JoinBoard::most_members) {
+  if (number < 0 || number >= JoinTable::most_members) {
     throw UsageError(fmt::format("an elastic job has at most {} processes in its life, and this is number {}",
-                                 JoinBoard::most_members, number));
+                                 JoinTable::most_members, number));
   }
   return page.slots[number];
 }
@@ -87,7 +86,7 @@ void write_entry(JoinPage& page, int number, const Peer& peer, Entry entry) {
 }
 
 int used_slots(const JoinPage& page) {
-  return static_cast<int>(std::min<uint32_t>(page.used.load(), JoinBoard::most_members));
+  return static_cast<int>(std::min<uint32_t>(page.used.load(), JoinTable::most_members));
 }
 
 }  // namespace
@@ -108,7 +107,7 @@ JoinBoard::JoinBoard(const std::string& address) : pid_(0), descriptor_(-1), pag
   std::istringstream in(address);
   uint64_t nonce = 0;
   if (!(in >> pid_ >> descriptor_ >> nonce) || pid_ < 1 || descriptor_ < 0) {
-    throw UsageError(fmt::format("{}='{:.100}' is no address that shoal launch --elastic sets: unset it", variable,
+    throw UsageError(fmt::format("{}='{:.100}' is no address that shoal launch --elastic sets: unset it", join_variable,
                                  printable(address)));
   }
   std::getline(in >> std::ws, job_);
@@ -224,7 +223,7 @@ std::vector<Peer> JoinBoard::peers() const {
   return list;
 }
 
-uint32_t JoinBoard::changes() const {
+uint64_t JoinBoard::changes() const {
   return page_->changes.load();
 }
 
@@ -252,45 +251,6 @@ std::optional<std::string> JoinBoard::description() const {
 
 std::string JoinBoard::why_closed() const {
   return page_->closed.load() == 0 ? "" : text_of(page_->why_closed);
-}
-
-JoinPlace find_join(const Environment& environment) {
-  JoinPlace place;
-  const auto own_job = environment(job_of_process).value_or("");
-  const auto address = environment(JoinBoard::variable);
-  const auto newcomer = environment(JoinBoard::newcomer_variable);
-  int number = -1;
-  if (newcomer) {
-    std::istringstream in(*newcomer);
-    std::string job;
-    if (!(in >> number) || number < 0) {
-      throw UsageError(fmt::format("{}='{:.100}' is not what shoal launch --elastic sets, a number and a job: unset it",
-                                   JoinBoard::newcomer_variable, printable(*newcomer)));
-    }
-    std::getline(in >> std::ws, job);
-    if (job == own_job) place.number = number;
-  }
-  std::string why = fmt::format("{} is not set", JoinBoard::variable);
-  if (address) {
-    try {
-      auto board = std::make_shared<JoinBoard>(*address);
-      if (board->job() == own_job) place.board = std::move(board);
-      why = fmt::format("{} is another job's", JoinBoard::variable);
-    } catch (const std::runtime_error& error) {  // also of an enclosing job, whose launcher may have ended
-      why = error.what();
-    }
-  }
-  if (!place.number) return place;
-  if (!place.board) {
-    throw UsageError(fmt::format("this process is to join an elastic job ({}), whose table it cannot open: {}",
-                                 JoinBoard::newcomer_variable, why));
-  }
-  if (*place.number < place.board->first_ranks() || *place.number >= JoinBoard::most_members) {
-    throw UsageError(fmt::format("{} has number {}: those of newcomers to this job are {} to {}",
-                                 JoinBoard::newcomer_variable, *place.number, place.board->first_ranks(),
-                                 JoinBoard::most_members - 1));
-  }
-  return place;
 }
 
 }  // namespace shoal

@@ -8,6 +8,8 @@
 
 #include "comm/group/group_state.h"
 #include "comm/membership/generations.h"
+#include "comm/membership/join_board.h"
+#include "comm/membership/store_table.h"
 #include "comm/rendezvous/world_state.h"
 #include "shoal/error.h"
 
@@ -15,20 +17,21 @@ namespace shoal {
 
 using SteadyClock = std::chrono::steady_clock;
 
+namespace {
+
+constexpr std::chrono::seconds word_of_a_death(1);  // how long one of another host takes
+
+}  // namespace
+
 Generations::Knock::Knock(const WorldState& state) {
-  if (state.watch)
-    throw UsageError(
-        "this world has an Elastic already, or has had one: make another world (shoal::init; in Python "
-        "init_process_group() after destroy_process_group())");
   if (!state.join.number) return;
-  if (!state.memory) throw UsageError("an elastic job needs memory that its ranks share, and this system gave none");
-  board = state.join.board;
-  board->knock(*state.join.number, state.meeting.peers.front());
+  table = state.join.table;
+  table->knock(*state.join.number, state.meeting.peers.front());
   number = state.join.number;
 }
 
 Generations::Knock::~Knock() {
-  if (number) board->withdraw(*number);
+  if (number) table->withdraw(*number);
 }
 
 bool Generations::is_newcomer() const {
@@ -59,12 +62,28 @@ MemberList Generations::have_come() const {
   return list;
 }
 
+// What newcomers look for, once all members are there.
+void Generations::announce_job() {
+  if (auto* table = dynamic_cast<JoinBoard*>(joins_.get())) table->enter(self(), peers_[static_cast<size_t>(self())]);
+  if (auto* table = dynamic_cast<StoreTable*>(joins_.get()); table != nullptr && self() == 0) table->announce();
+}
+
+bool Generations::names_a_stranger(const std::map<int, MemberSight>& sights) const {
+  return std::any_of(sights.begin(), sights.end(), [&](const auto& sight) {
+    const auto& card = sight.second.card;
+    return card && std::any_of(card->members.begin(), card->members.end(), [&](int member) {
+             return member >= static_cast<int>(peers_.size()) || peers_[static_cast<size_t>(member)].process.pid == 0;
+           });
+  });
+}
+
 // Looks again if a process has come meanwhile, whose number a card may have.
 std::map<int, MemberSight> Generations::look() {
   std::map<int, MemberSight> sights;
   do {
     learn_of_newcomers();
     sights = board_->look();
+    if (joins_ && names_a_stranger(sights)) joins_->refresh();  // the table is older than the card
   } while (joins_ && joins_->changes() != changes_);
   for (auto& [member, sight] : sights) {
     // Whoever drops one says so in the table, so that all go on without it.
@@ -96,13 +115,20 @@ void Generations::refuse(const MemberList& newcomers, const std::string& why) {
   }
 }
 
-bool Generations::drop_newcomers(const std::string& why) {
-  // The failure may come of a death of which the kernel's report has not arrived yet.
+// The failure may come of a death of which the kernel's report has not arrived yet, or the word of another host.
+bool Generations::explained_by_a_death() const {
   const auto& now = members();
   const bool death = std::any_of(now.begin(), now.end(), [&](int member) {
     return member != self() && is_on_this_host(member) && state_of(board_->process(member)) == ProcessState::gone;
   });
-  if (death) return true;
+  if (death || !has_several_hosts()) return death;
+  const auto end = SteadyClock::now() + word_of_a_death;
+  while (!broken() && SteadyClock::now() < end) board_->wait(board_->bell());
+  return broken();
+}
+
+bool Generations::drop_newcomers(const std::string& why) {
+  if (explained_by_a_death()) return true;
   const auto suspects = suspects_of(members());
   if (is_newcomer() || is_on_trial() || suspects.empty()) return false;
   refuse(suspects, why);
@@ -120,14 +146,17 @@ bool Generations::admit(int most_ranks) {
   MemberList admitted;
   const auto group = cell_->group;
   if (joins_ && group.rank() == 0) {
+    joins_->refresh();
     learn_of_newcomers();
     for (const int member : joins_->knocking()) {
       if (dropped_.contains(member)) continue;
       const bool reached = board_->knows(member) && !board_->gone(member);
-      const bool room = group.size() + static_cast<int>(admitted.size()) < most_ranks;
+      const int ranks = group.size() + static_cast<int>(admitted.size());
       if (!reached) {
         refuse({member}, "its memory cannot be opened, or it has ended");
-      } else if (!room) {
+      } else if (ranks >= joins_->most_ranks()) {
+        refuse({member}, fmt::format("the job has {} ranks, the most that --elastic allows", ranks));
+      } else if (ranks >= most_ranks) {
         refuse({member}, fmt::format("its global batch is kept in {0} shares, so it has at most {0} ranks: give "
                                      "ElasticOptions::shares more",
                                      most_ranks));

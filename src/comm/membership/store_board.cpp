@@ -20,30 +20,20 @@ using SteadyClock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds longest_beat(1000);
 constexpr size_t entry_bytes = sizeof(Notice::Words) + most_board_members / 8;
 
-// A store serves one call at a time, so that more members look less often.
-std::chrono::milliseconds interval(size_t members) {
-  return std::max(std::chrono::milliseconds(50), std::chrono::milliseconds(2 * members));
-}
-
 }  // namespace
 
-StoreBoard::StoreBoard(StoreBoardOptions options, int self, std::vector<std::string> hosts,
+StoreBoard::StoreBoard(StoreBoardOptions options, int self, const std::vector<std::string>& hosts,
                        std::function<bool(int member)> ended, std::function<void()> noticed)
     : options_(std::move(options)),
       self_(self),
-      hosts_(std::move(hosts)),
-      ended_(std::move(ended)),
+      host_(hosts[static_cast<size_t>(self)]),
       noticed_(std::move(noticed)),
-      seen_(hosts_.size()),
-      reached_(options_.silence) {
-  for (int member = 0; member < static_cast<int>(hosts_.size()); ++member) {
-    if (!has(member)) continue;
-    others_.push_back(member);
-    beats_of_others_.push_back(key("beat", member));
-    heard_.emplace(host(member), Patience(options_.silence, 5 * interval(hosts_.size())));
-  }
+      reached_(options_.store->silence()),
+      ended_(std::move(ended)) {
+  add(hosts);
+  learn_others();
   show({});
-  await_all();
+  if (!options_.joins) await_all();
   hear();
   const WithoutSignals in_the_thread;
   thread_ = std::thread([this] { run(); });
@@ -62,13 +52,50 @@ void StoreBoard::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
+void StoreBoard::add(const std::vector<std::string>& hosts) {
+  for (size_t member = 0; member < hosts.size(); ++member) {
+    if (hosts[member].empty() || seen_[member] != nullptr) continue;
+    kept_.push_back(std::make_unique<Seen>(hosts[member], hosts[member] != host_));
+    seen_[member] = kept_.back().get();
+  }
+  used_ = std::max(used_.load(), static_cast<int>(hosts.size()));
+}
+
+void StoreBoard::grow(const std::vector<std::string>& hosts, std::function<bool(int member)> ended) {
+  const std::lock_guard lock(mutex_);
+  ended_ = std::move(ended);
+  add(hosts);
+}
+
+void StoreBoard::learn_others() {
+  bool any = false;
+  for (int member = 0; member < used_; ++member) {
+    if (!has(member) || std::find(others_.begin(), others_.end(), member) != others_.end()) continue;
+    others_.push_back(member);
+    any = true;
+  }
+  if (!any && !polled_.empty()) return;
+  polled_.clear();
+  for (const int member : others_) {
+    polled_.push_back(key("beat", member));
+    heard_.emplace(at(member).host, Patience(options_.store->silence(), 5 * interval()));
+  }
+  if (options_.table) polled_.push_back(options_.table->changes_key());
+}
+
+// A store serves one call at a time, so that more members look less often.
+std::chrono::milliseconds StoreBoard::interval() const {
+  return std::max(std::chrono::milliseconds(50), std::chrono::milliseconds(2 * used_.load()));
+}
+
 std::string StoreBoard::key(const char* what, int member) const {
   return fmt::format("{}/{}/{}", options_.prefix, what, member);
 }
 
 void StoreBoard::await_all() {
   const auto deadline = SteadyClock::now() + options_.timeout;
-  while (!options_.store->check(beats_of_others_)) {
+  const auto all_are_there = [this](DeadlineStore& store) { return store.check(polled_); };
+  while (!options_.store->ask(all_are_there)) {
     if (SteadyClock::now() > deadline) {
       throw CommError(fmt::format("not all ranks have constructed Elastic within {} s", options_.timeout.count()));
     }
@@ -76,28 +103,13 @@ void StoreBoard::await_all() {
   }
 }
 
-template <class Act>
-auto StoreBoard::ask(const Act& act) {
-  Patience patience(options_.silence, std::chrono::seconds(5));  // a call that is given up takes seconds
-  while (true) {
-    if (lost_) throw CommError(why_lost());
-    try {
-      return act();
-    } catch (const StoreUnreachable& error) {
-      if (patience.over()) lose(error.what());
-    } catch (const std::exception& error) {
-      lose(error.what());
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  }
-}
-
 void StoreBoard::show(const Notice::Words& words) {
-  ask([&] {
-    const std::lock_guard lock(write_mutex_);
-    own_.words = words;
-    unwritten_ = true;
+  options_.store->ask([&](DeadlineStore&) {
+    const std::lock_guard lock(own_.mutex);
+    own_.entry.words = words;
+    own_.unwritten = true;
     write();
+    return true;
   });
 }
 
@@ -107,8 +119,8 @@ bool StoreBoard::decide(uint64_t generation, int64_t number, bool passes) {
   const auto passed = [](int64_t decision) { return fmt::format("{} passed", decision); };
   const auto failed = fmt::format("{} failed", number);
   const auto before = number > 1 ? passed(number - 1) : "";
-  const auto now = ask([&] {
-    return store_replace(*options_.store, fmt::format("{}/decision/{}", options_.prefix, generation), before,
+  const auto now = options_.store->ask([&](DeadlineStore& store) {
+    return store_replace(store, fmt::format("{}/decision/{}", options_.prefix, generation), before,
                          passes ? passed(number) : failed);
   });
   if (now == passed(number)) return true;
@@ -120,77 +132,93 @@ bool StoreBoard::decide(uint64_t generation, int64_t number, bool passes) {
 // The entry before the beat that announces it. The last call has an answer, so the store has both.
 void StoreBoard::write() {
   std::string text(entry_bytes, '\0');
-  std::memcpy(text.data(), own_.words.data(), sizeof own_.words);
-  std::memcpy(text.data() + sizeof own_.words, own_.ended.data(), sizeof own_.ended);
-  store_set(*options_.store, key("entry", self_), text);
-  store_set(*options_.store, key("beat", self_), fmt::format("{} {}", beats_, ++changes_));
-  options_.store->check({key("beat", self_)});
-  unwritten_ = false;
+  std::memcpy(text.data(), own_.entry.words.data(), sizeof own_.entry.words);
+  std::memcpy(text.data() + sizeof own_.entry.words, own_.entry.ended.data(), sizeof own_.entry.ended);
+  auto& store = options_.store->once();
+  store_set(store, key("entry", self_), text);
+  store_set(store, key("beat", self_), fmt::format("{} {}", own_.beats, ++own_.changes));
+  store.check({key("beat", self_)});
+  own_.unwritten = false;
 }
 
 std::chrono::milliseconds StoreBoard::beat_every() const {
-  return std::min(longest_beat, options_.silence / 5);
+  return std::min(longest_beat, options_.store->silence() / 5);
 }
 
 void StoreBoard::run() {
-  const auto every = interval(hosts_.size());
   auto next_beat = SteadyClock::now();
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, every, [this] { return stop_; }) && !lost_) {
+  while (!changed_.wait_for(lock, interval(), [this] { return stop_; }) && !is_lost()) {
     lock.unlock();
     bool changed = false;
     try {
+      learn_others();
       changed = tell();
       if (SteadyClock::now() >= next_beat) {
         next_beat = SteadyClock::now() + beat_every();
-        const std::lock_guard writes(write_mutex_);
-        store_set(*options_.store, key("beat", self_), fmt::format("{} {}", ++beats_, changes_));
+        const std::lock_guard writes(own_.mutex);
+        store_set(options_.store->once(), key("beat", self_), fmt::format("{} {}", ++own_.beats, own_.changes));
       }
       changed = hear() || changed;
       changed = ask_launchers() || changed;
       changed = look_for_silence() || changed;
       reached_.restart();
     } catch (const StoreUnreachable& error) {
-      if (reached_.over()) lose(error.what());
+      if (reached_.over()) options_.store->lose(error.what());
     } catch (const std::exception& error) {
-      lose(error.what());
+      options_.store->lose(error.what());
     }
-    if (changed || lost_) noticed_();
+    if (changed || is_lost()) noticed_();
     lock.lock();
   }
+}
+
+std::vector<int> StoreBoard::of_this_host() const {
+  std::vector<int> list;
+  for (int member = 0; member < used_; ++member) {
+    if (const auto* seen = find(member); seen != nullptr && !seen->is_elsewhere && member != self_)
+      list.push_back(member);
+  }
+  return list;
 }
 
 // Of this host's members, who has ended. What they have written last is read once they cannot write any more, so that all
 // members see the same of them.
 bool StoreBoard::tell() {
+  std::function<bool(int)> ended;
+  {
+    const std::lock_guard lock(mutex_);
+    ended = ended_;
+  }
   bool found = false;
-  for (int member = 0; member < static_cast<int>(hosts_.size()); ++member) {
-    if (member == self_ || has(member) || gone(member) || !ended_(member)) continue;
+  const auto neighbours = of_this_host();
+  for (const int member : neighbours) {
+    if (gone(member) || !ended(member)) continue;
     take(member, read_last(member), /*ended=*/true);
     found = true;
   }
-  const std::lock_guard lock(write_mutex_);
-  const auto before = own_.ended;
-  for (int member = 0; member < static_cast<int>(hosts_.size()); ++member) {
-    if (member != self_ && !has(member) && gone(member))
-      own_.ended[static_cast<size_t>(member) / 64] |= uint64_t{1} << (member % 64);
+  const std::lock_guard lock(own_.mutex);
+  const auto before = own_.entry.ended;
+  for (const int member : neighbours) {
+    if (gone(member)) own_.entry.ended[static_cast<size_t>(member) / 64] |= uint64_t{1} << (member % 64);
   }
-  if (own_.ended != before) unwritten_ = true;
-  if (unwritten_) write();
+  if (own_.entry.ended != before) own_.unwritten = true;
+  if (own_.unwritten) write();
   return found;
 }
 
 // Whether anything is new. An entry that could not be read is read the next time.
 bool StoreBoard::hear() {
-  const auto beats = options_.store->multiGet(beats_of_others_);
+  if (polled_.empty()) return false;
+  const auto values = options_.store->once().multiGet(polled_);
   bool any = false;
   for (size_t i = 0; i < others_.size(); ++i) {
     const int member = others_[i];
-    auto& seen = seen_[static_cast<size_t>(member)];
-    const std::string beat(beats[i].begin(), beats[i].end());
+    auto& seen = at(member);
+    const std::string beat(values[i].begin(), values[i].end());
     if (std::exchange(seen.beat, beat) != beat) {
       seen.moved = SteadyClock::now();
-      heard_.at(host(member)).restart();
+      heard_.at(seen.host).restart();
     }
     std::istringstream in(beat);
     uint64_t count = 0;
@@ -200,12 +228,13 @@ bool StoreBoard::hear() {
     const auto entry = read(member);
     take(member, entry, /*ended=*/false);
     for (const int other : others_) {
-      if (host(other) != host(member) || gone(other) || !entry.tells_of(other)) continue;
+      if (at(other).host != seen.host || gone(other) || !entry.tells_of(other)) continue;
       take(other, read_last(other), /*ended=*/true);
     }
     seen.changes = changes;
     any = true;
   }
+  if (options_.table) any = options_.table->follow({values.back().begin(), values.back().end()}) || any;
   return any;
 }
 
@@ -214,9 +243,9 @@ bool StoreBoard::ask_launchers() {
   bool changed = false;
   for (const int member : others_) {
     const bool alone = std::none_of(others_.begin(), others_.end(), [&](int other) {
-      return other != member && host(other) == host(member) && !gone(other);
+      return other != member && at(other).host == at(member).host && !gone(other);
     });
-    const bool quiet = SteadyClock::now() - seen_[static_cast<size_t>(member)].moved > 2 * beat_every();
+    const bool quiet = SteadyClock::now() - at(member).moved > 2 * beat_every();
     if (gone(member) || !(alone || quiet) || !has_ended(member)) continue;
     take(member, read_last(member), /*ended=*/true);
     changed = true;
@@ -226,23 +255,23 @@ bool StoreBoard::ask_launchers() {
 
 bool StoreBoard::has_ended(int member) const {
   try {
-    return store_try_get(*options_.store, ended_key(options_.generation, member)).has_value();
+    return store_try_get(options_.store->once(), ended_key(options_.generation, member)).has_value();
   } catch (const ForgedValue&) {
     return false;
   }
 }
 
 StoreBoard::Read StoreBoard::read(int member) const {
-  const auto text = store_try_get(*options_.store, key("entry", member));
+  const auto text = store_try_get(options_.store->once(), key("entry", member));
   if (!text) throw CommError(fmt::format("it has no entry of rank {}", member));
   return parsed(*text, member);
 }
 
 // Of a member that has ended. What the first reader finds counts for all, as something may still be on its way to the store.
 StoreBoard::Read StoreBoard::read_last(int member) const {
-  const auto text = store_try_get(*options_.store, key("entry", member));
+  const auto text = store_try_get(options_.store->once(), key("entry", member));
   const auto first =
-      store_set_once(*options_.store, key("last", member), text.value_or(std::string(entry_bytes, '\0')));
+      store_set_once(options_.store->once(), key("last", member), text.value_or(std::string(entry_bytes, '\0')));
   return parsed(first, member);
 }
 
@@ -256,7 +285,7 @@ StoreBoard::Read StoreBoard::parsed(const std::string& text, int member) {
 
 // `gone` last: whoever sees it sees the last words as well.
 void StoreBoard::take(int member, const Read& entry, bool ended) {
-  auto& seen = seen_[static_cast<size_t>(member)];
+  auto& seen = at(member);
   const std::lock_guard lock(mutex_);
   seen.words = entry.words;
   seen.number = card_number(entry.words);
@@ -271,8 +300,8 @@ bool StoreBoard::look_for_silence() {
   for (auto& [name, patience] : heard_) {
     const bool silent = patience.over();
     for (const int member : others_) {
-      if (host(member) != name) continue;
-      changed = seen_[static_cast<size_t>(member)].silent.exchange(silent) != silent || changed;
+      if (at(member).host != name) continue;
+      changed = at(member).silent.exchange(silent) != silent || changed;
     }
   }
   return changed;
@@ -280,27 +309,15 @@ bool StoreBoard::look_for_silence() {
 
 std::vector<bool> StoreBoard::silent_members() const {
   const std::lock_guard lock(mutex_);
-  std::vector<bool> silent;
-  for (const auto& seen : seen_) silent.push_back(seen.silent);
-  return silent;
+  std::vector<bool> list;
+  for (int member = 0; member < used_; ++member) list.push_back(silent(member));
+  return list;
 }
 
 Notice::Words StoreBoard::words(int member) const {
   const std::lock_guard lock(mutex_);
-  return seen_[static_cast<size_t>(member)].words;
-}
-
-void StoreBoard::lose(const std::string& why) {
-  const std::lock_guard lock(mutex_);
-  if (lost_) return;
-  why_lost_ = fmt::format("the ranks of an elastic job on several hosts agree through its store, which is lost: {}",
-                          printable(why.substr(0, why.find('\n'))));
-  lost_ = true;
-}
-
-std::string StoreBoard::why_lost() const {
-  const std::lock_guard lock(mutex_);
-  return why_lost_;
+  const auto* seen = find(member);
+  return seen != nullptr ? seen->words : Notice::Words{};
 }
 
 }  // namespace shoal

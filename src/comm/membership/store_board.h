@@ -16,34 +16,44 @@
 
 #include "comm/membership/board_entry.h"
 #include "comm/membership/patience.h"
-#include "comm/store/store.h"
+#include "comm/membership/patient_store.h"
+#include "comm/membership/store_table.h"
 
 namespace shoal {
 
 struct StoreBoardOptions {
-  StorePtr store{};        // a connection that nobody else uses
-  std::string prefix;      // of the keys; no other job has it, and no other meeting of this one
-  std::string generation;  // of the launcher's keys (ended_key)
-  // Of a host of which nothing is heard for so long, all members are silent. The store is lost after the same time.
-  std::chrono::milliseconds silence;
-  std::chrono::seconds timeout;  // for all members to come
+  // Of a host of which nothing is heard for the store's time of silence, all members are silent.
+  std::shared_ptr<PatientStore> store{};
+  std::string prefix{};            // of the keys; no other job has it, and no other meeting of this one
+  std::string generation{};        // of the launcher's keys (ended_key)
+  std::chrono::seconds timeout{};  // for all members to come
+  std::shared_ptr<StoreTable>
+      table{};         // of processes that may join, which the thread keeps up to date; nullptr: none may
+  bool joins = false;  // this process does, and waits for nobody here
 };
 
 // A thread writes to the store every second, or five times in the time of silence, that this member lives, and whom of its
-// host's members the kernel reports as ended; and reads what the others write. A store that cannot be reached is lost for
-// good: members that it separates must not each go on by themselves. Thread-safe, but show() is for one thread.
+// host's members the kernel reports as ended; and reads what the others write. Thread-safe, but show() and grow() are for one
+// thread.
 class StoreBoard {
  public:
-  // hosts: by member. ended: whether the process of a member of this host has ended, with proof. noticed: called by the
-  // thread when something has changed. Collective over the members: CommError after the timeout.
-  StoreBoard(StoreBoardOptions options, int self, std::vector<std::string> hosts, std::function<bool(int member)> ended,
-             std::function<void()> noticed);
+  // hosts: by member; empty: no process has come under this number. ended: whether the process of a member of this host has
+  // ended, with proof. noticed: called by the thread when something has changed. Collective over the members: CommError
+  // after the timeout.
+  StoreBoard(StoreBoardOptions options, int self, const std::vector<std::string>& hosts,
+             std::function<bool(int member)> ended, std::function<void()> noticed);
   ~StoreBoard();
   StoreBoard(const StoreBoard&) = delete;
   StoreBoard& operator=(const StoreBoard&) = delete;
 
+  // Takes in processes that have come since, each of which shows an entry by now.
+  void grow(const std::vector<std::string>& hosts, std::function<bool(int member)> ended);
+
   // Whether the member is on another host.
-  bool has(int member) const { return hosts_[static_cast<size_t>(member)] != hosts_[static_cast<size_t>(self_)]; }
+  bool has(int member) const {
+    const auto* seen = find(member);
+    return seen != nullptr && seen->is_elsewhere;
+  }
 
   // Once it returns, the other hosts can see the entry. CommError if the store is lost.
   void show(const Notice::Words& words);
@@ -55,24 +65,38 @@ class StoreBoard {
 
   // What a member on another host, or one that is gone, has shown last.
   Notice::Words words(int member) const;
-  uint64_t number(int member) const { return seen_[static_cast<size_t>(member)].number; }
-  bool left(int member) const { return seen_[static_cast<size_t>(member)].left; }
-  // Proven by the kernel of its host, as a member or the launcher there says, or by this one's.
-  bool gone(int member) const { return seen_[static_cast<size_t>(member)].gone; }
-  bool silent(int member) const { return seen_[static_cast<size_t>(member)].silent; }
+  uint64_t number(int member) const {
+    const auto* seen = find(member);
+    return seen != nullptr ? seen->number.load() : 0;
+  }
+  bool left(int member) const {
+    const auto* seen = find(member);
+    return seen != nullptr && seen->left;
+  }
+  // Proven by the kernel of its host, as a member or the launcher there says, or by this one's; also where no process has come.
+  bool gone(int member) const {
+    const auto* seen = find(member);
+    return seen == nullptr || seen->gone;
+  }
+  bool silent(int member) const {
+    const auto* seen = find(member);
+    return seen != nullptr && seen->silent;
+  }
   // Of one moment, in which all members of a host are silent or none is.
   std::vector<bool> silent_members() const;
-  const std::string& host(int member) const { return hosts_[static_cast<size_t>(member)]; }
 
-  bool is_lost() const { return lost_; }
+  bool is_lost() const { return options_.store->is_lost(); }
   // Why the store is lost; empty: it is not.
-  std::string why_lost() const;
+  std::string why_lost() const { return options_.store->why_lost(); }
 
  private:
   struct Seen {
+    Seen(std::string of, bool elsewhere) : host(std::move(of)), is_elsewhere(elsewhere) {}
+    const std::string host;
+    const bool is_elsewhere;
     std::atomic<uint64_t> number = 0;
     std::atomic<bool> left = false, gone = false, silent = false;
-    uint64_t changes = 0;  // of the entry that was read last
+    uint64_t changes = 0;  // of the entry that was read last; these are for the thread
     std::string beat{};
     std::chrono::steady_clock::time_point moved{};  // when the beat was another one
     Notice::Words words{};
@@ -84,7 +108,16 @@ class StoreBoard {
     bool tells_of(int member) const { return (ended[static_cast<size_t>(member) / 64] >> (member % 64) & 1) != 0; }
   };
 
+  const Seen* find(int member) const {
+    const bool possible = member >= 0 && member < most_board_members;
+    return possible ? seen_[static_cast<size_t>(member)].load() : nullptr;
+  }
+  Seen& at(int member) { return *seen_[static_cast<size_t>(member)].load(); }
+  void add(const std::vector<std::string>& hosts);
+  void learn_others();
+  std::vector<int> of_this_host() const;
   std::chrono::milliseconds beat_every() const;
+  std::chrono::milliseconds interval() const;
   void run();
   bool tell();
   bool hear();
@@ -96,34 +129,34 @@ class StoreBoard {
   void take(int member, const Read& entry, bool ended);
   bool look_for_silence();
   void write();
-  // Calls `act`, which uses the store, until it has an answer. CommError if the store is lost.
-  template <class Act>
-  auto ask(const Act& act);
   void await_all();
-  void lose(const std::string& why);
   std::string key(const char* what, int member) const;
 
   const StoreBoardOptions options_;
   const int self_;
-  const std::vector<std::string> hosts_;
-  const std::function<bool(int)> ended_;
+  const std::string host_;
   const std::function<void()> noticed_;
-  std::vector<int> others_;  // members on other hosts
-  std::vector<std::string> beats_of_others_;
+  std::vector<int> others_;                // members on other hosts; for the thread, as is what follows
+  std::vector<std::string> polled_;        // their beats, and the table's changes
+  std::map<std::string, Patience> heard_;  // by host
+  Patience reached_;                       // the store
 
-  std::mutex write_mutex_;  // guards what this member shows
-  Read own_{};
-  bool unwritten_ = false;
-  uint64_t beats_ = 0;
-  uint64_t changes_ = 0;
+  // What this member shows.
+  struct Own {
+    std::mutex mutex;  // guards the others
+    Read entry{};
+    bool unwritten = false;
+    uint64_t beats = 0;
+    uint64_t changes = 0;
+  } own_;
 
-  mutable std::mutex mutex_;  // guards the words of seen_, why_lost_ and stop_
-  std::vector<Seen> seen_;    // by member
-  std::string why_lost_;
-  std::atomic<bool> lost_ = false;
-  std::map<std::string, Patience> heard_;  // by host; for the thread
-  Patience reached_;                       // the store; for the thread
+  // By member; nullptr: no process has come. They stay as long as this object.
+  std::array<std::atomic<Seen*>, most_board_members> seen_{};
+  std::atomic<int> used_ = 0;  // numbers of members so far
 
+  mutable std::mutex mutex_;  // guards the words in seen_, and what follows
+  std::vector<std::unique_ptr<Seen>> kept_;
+  std::function<bool(int)> ended_;
   std::condition_variable changed_;
   bool stop_ = false;
   std::thread thread_;

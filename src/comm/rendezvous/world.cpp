@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "comm/group/group_state.h"
+#include "comm/membership/store_table.h"
 #include "comm/rendezvous/gpus.h"
 #include "comm/rendezvous/socket.h"
 #include "comm/rendezvous/world_state.h"
@@ -183,8 +184,9 @@ JoinPlace join_of(Placement& own_place) {
   if (join.number) {
     own_place.rank = 0;
     own_place.size = 1;
-    own_place.source = JoinBoard::newcomer_variable;
-  } else if (join.board && join.board->first_ranks() != own_place.size) {
+    own_place.source = newcomer_variable;
+  } else if ((join.table && join.table->first_ranks() != own_place.size) ||
+             (join.over_hosts && join.over_hosts->first_ranks != own_place.size)) {
     join = {};  // another world than the job's
   }
   return join;
@@ -208,9 +210,13 @@ World init(const WorldOptions& options) {
         return how(placement, page, gpus, options.rendezvous_timeout_seconds);
       },
       std::move(join));
-  if (state->placement.size > 1) {
-    state->listen_address = address_towards(state->placement.address, state->placement.port);
+  const auto& place = state->placement;
+  const bool comes_to_hosts = state->join.number && state->join.over_hosts;
+  if (comes_to_hosts) {
+    state->join.table = std::make_shared<StoreTable>(connect_patiently(place, options.rendezvous_timeout_seconds),
+                                                     place.generation, *state->join.over_hosts);
   }
+  if (place.size > 1 || comes_to_hosts) state->listen_address = address_towards(place.address, place.port);
   return with_group(std::move(state));
 }
 

@@ -12,7 +12,7 @@
 #include "comm/agreement/activity.h"
 #include "comm/group/released_groups.h"
 #include "comm/membership/board.h"
-#include "comm/membership/join_board.h"
+#include "comm/membership/join_table.h"
 #include "comm/rendezvous/liveness.h"
 #include "comm/rendezvous/rendezvous.h"
 #include "comm/telemetry/flight_recorder.h"

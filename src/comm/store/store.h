@@ -75,4 +75,9 @@ inline std::string ended_key(const std::string& generation, int rank) {
   return "shoal/" + generation + "/ended/" + std::to_string(rank);
 }
 
+// Key that a newcomer of such a job sets for its launcher, once it is a member.
+inline std::string joined_key(const std::string& generation, int number) {
+  return "shoal/" + generation + "/joined/" + std::to_string(number);
+}
+
 }  // namespace shoal

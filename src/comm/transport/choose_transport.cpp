@@ -89,7 +89,7 @@ std::shared_ptr<Transport> choose_transport(const WorldState& world, const std::
     return make_transport_by_device("nccl", std::move(cpu), nccl_side(world, name, rank, size));
   }
   // A generation of an elastic job may have newcomers, whose GPUs the others do not know.
-  const bool is_elastic = world.watch || world.join.board;
+  const bool is_elastic = world.watch || world.join.table || world.join.over_hosts;
   const bool nccl = wanted == "auto" && nccl_is_built() && !is_elastic && gpu_for_each_rank(world.meeting.peers);
   return make_transport_by_device(cpu_name, std::move(cpu), nccl ? nccl_side(world, name, rank, size) : DeviceSide{});
 }

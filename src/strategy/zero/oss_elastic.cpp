@@ -44,10 +44,9 @@ void OSSCore::State::share_anew(const ParamGroups& groups, const torch::optim::O
 
 namespace {
 
-// Whether the group is another one than `everybody`, the group of all ranks, and has those on this host. UsageError for hosts of
-// different numbers of ranks, unless so many `owners` of each host own the parameters.
+// Whether the group is for the ranks of this host, of those of `everybody`. UsageError for hosts of different numbers of ranks, unless so many `owners` of each host own the parameters.
 bool is_that_of_this_host(const Group& group, const Group& everybody, std::optional<int> owners) {
-  if (group.name() == everybody.name()) return false;
+  if (group.name() == everybody.name()) return is_by_host(group);  // there is one host, so far
   const auto groups = ranks_by_host(hosts_of(everybody));
   if (world_ranks(group) != place_of(groups, everybody.rank()).inside) return false;
   const int least = smallest(groups);
@@ -82,7 +81,7 @@ void OSSCore::regroup(const Group& group, int64_t step) {
     return;
   }
   state.held(param_groups_);
-  if (state.everybody) {
+  if (state.everybody || is_by_host(state.group)) {
     // The same ones on each host, so that all add up a norm in the same order.
     state.everybody = group;
     state.owners = smallest(ranks_by_host(hosts_of(group)));

@@ -1,0 +1,83 @@
+#include "comm/membership/join_table.h"
+
+#include <fmt/format.h>
+
+#include <sstream>
+#include <stdexcept>
+
+#include "base/printable.h"
+#include "comm/membership/join_board.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+constexpr const char* job_of_process = "SHOAL_JOB";
+constexpr const char* in_the_store = "store";
+
+// Nothing: the text is the address of a table in memory.
+std::optional<JoinLimits> limits_in(const std::string& text, std::string& job) {
+  std::istringstream in(text);
+  std::string where;
+  JoinLimits limits;
+  if (!(in >> where) || where != in_the_store) return std::nullopt;
+  const bool read = static_cast<bool>(in >> limits.first_ranks >> limits.most_ranks);
+  if (!read || limits.first_ranks < 1 || limits.most_ranks < 1 || limits.most_ranks > JoinTable::most_members) {
+    throw UsageError(
+        fmt::format("{}='{:.100}' is not what shoal launch --elastic sets: unset it", join_variable, printable(text)));
+  }
+  std::getline(in >> std::ws, job);
+  return limits;
+}
+
+}  // namespace
+
+std::string join_over_hosts(const JoinLimits& limits, const std::string& job) {
+  return fmt::format("{} {} {} {}", in_the_store, limits.first_ranks, limits.most_ranks, job);
+}
+
+JoinPlace find_join(const Environment& environment) {
+  JoinPlace place;
+  const auto own_job = environment(job_of_process).value_or("");
+  const auto address = environment(join_variable);
+  const auto newcomer = environment(newcomer_variable);
+  int number = -1;
+  if (newcomer) {
+    std::istringstream in(*newcomer);
+    std::string job;
+    if (!(in >> number) || number < 0) {
+      throw UsageError(fmt::format("{}='{:.100}' is not what shoal launch --elastic sets, a number and a job: unset it",
+                                   newcomer_variable, printable(*newcomer)));
+    }
+    std::getline(in >> std::ws, job);
+    if (job == own_job) place.number = number;
+  }
+  std::string why = fmt::format("{} is not set", join_variable);
+  if (address) {
+    why = fmt::format("{} is another job's", join_variable);
+    std::string job;
+    if (const auto limits = limits_in(*address, job)) {
+      if (job == own_job) place.over_hosts = limits;
+    } else {
+      try {
+        auto board = std::make_shared<JoinBoard>(*address);
+        if (board->job() == own_job) place.table = std::move(board);
+      } catch (const std::runtime_error& error) {  // also of an enclosing job, whose launcher may have ended
+        why = error.what();
+      }
+    }
+  }
+  if (!place.number) return place;
+  if (!place.table && !place.over_hosts) {
+    throw UsageError(fmt::format("this process is to join an elastic job ({}), whose table it cannot open: {}",
+                                 newcomer_variable, why));
+  }
+  const int first = place.table ? place.table->first_ranks() : place.over_hosts->first_ranks;
+  if (*place.number < first || *place.number >= JoinTable::most_members) {
+    throw UsageError(fmt::format("{} has number {}: those of newcomers to this job are {} to {}", newcomer_variable,
+                                 *place.number, first, JoinTable::most_members - 1));
+  }
+  return place;
+}
+
+}  // namespace shoal

@@ -1,0 +1,34 @@
+#include "comm/membership/patient_store.h"
+
+#include <fmt/format.h>
+
+#include "base/printable.h"
+#include "comm/rendezvous/launch_environment.h"
+
+namespace shoal {
+
+void PatientStore::lose(const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (lost_) return;
+  why_lost_ = fmt::format("the ranks of an elastic job on several hosts agree through its store, which is lost: {}",
+                          printable(why.substr(0, why.find('\n'))));
+  lost_ = true;
+}
+
+std::string PatientStore::why_lost() const {
+  const std::lock_guard lock(mutex_);
+  return why_lost_;
+}
+
+std::shared_ptr<PatientStore> connect_patiently(const Placement& placement, int timeout_seconds) {
+  if (placement.port == 0) {
+    throw UsageError(
+        "Elastic over several hosts needs a TCPStore (init_method env:// or tcp://): this rank cannot connect to the "
+        "program's store once more");
+  }
+  auto store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
+  store->set_limit(store_limit);
+  return std::make_shared<PatientStore>(std::move(store));
+}
+
+}  // namespace shoal

@@ -1,0 +1,98 @@
+// Processes that come to an elastic job on several hosts: on hosts that have ranks, on hosts that have lost theirs, and on others.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "comm/membership/store_table.h"
+#include "tests/elastic/elastic_hosts.h"
+#include "tests/elastic/elastic_join.h"
+#include "tests/elastic/elastic_local_judge.h"
+
+namespace shoal::elastic_hosts_join_test {
+namespace {
+
+using test::ForkedHosts;
+using test::Kind;
+using test::name_of;
+using test::over;
+using test::quick;
+using test::reach;
+using test::Sharding;
+using test::Trained;
+
+class ElasticHostsJoin : public test::OnHosts {};
+
+void expect_good(const std::vector<test::RankEnded>& ended, const std::vector<int>& members, const test::Record& record,
+                 int epochs) {
+  for (const int member : members) {
+    const auto& one = ended[static_cast<size_t>(member)];
+    EXPECT_TRUE(WIFEXITED(one.status)) << "member " << member << " hung or crashed: " << one.status;
+    EXPECT_EQ(one.text, "") << "member " << member;
+    EXPECT_EQ(record.evaluations[member].load(), epochs - record.first_epoch[member].load()) << "member " << member;
+  }
+}
+
+// Lets these processes come, and waits until all have asked to join.
+void bring(ForkedHosts& hosts, const std::vector<int>& numbers) {
+  for (const int number : numbers) hosts.bring(number);
+  auto connection = connect_store("127.0.0.1", hosts.port(), 10);
+  connection->set_limit(store_limit);
+  StoreTable table(std::make_shared<PatientStore>(std::move(connection)), "0", {hosts.ranks(), hosts.ranks()});
+  EXPECT_TRUE(test::JoinJob::comes_true([&] {
+    table.refresh();
+    const auto list = table.knocking();
+    return std::all_of(numbers.begin(), numbers.end(), [&](int number) {
+      return table.is_member(number) || std::count(list.begin(), list.end(), number) > 0;
+    });
+  }));
+  usleep(500'000);  // members look every 50 ms
+}
+
+// 4, 3, 4, 2 and 6 ranks: one is lost, one comes in its place, a whole host is lost, and another one comes with four.
+void change_hosts(const std::string& transport, const Trained& trained = {}) {
+  constexpr int epochs = 6;
+  const test::SharedRecord record;
+  record->last_step = 5;
+  ForkedHosts hosts({2, 2, 0},
+                    [&](const World& world) { return test::train(world, *record, epochs, {}, quick, trained); },
+                    over(transport), {0, 1, 4});
+  ASSERT_TRUE(reach(*record, {0, 1, 2, 3}, 5));
+  hosts.signal(3, SIGKILL);
+  record->last_step = 10;
+  ASSERT_TRUE(reach(*record, {0, 1, 2}, 10));
+  bring(hosts, {4});
+  record->last_step = 15;
+  ASSERT_TRUE(reach(*record, {0, 1, 2, 4}, 15)) << hosts.text_of(4).value_or("it waits");
+  for (const int lost : {2, 4}) hosts.signal(lost, SIGKILL);
+  record->last_step = 20;
+  ASSERT_TRUE(reach(*record, {0, 1}, 20));
+  bring(hosts, {5, 6, 7, 8});
+  record->last_step = 0;
+  expect_good(hosts.wait(60), {0, 1, 5, 6, 7, 8}, *record, epochs);
+  EXPECT_EQ(test::sizes_of(*record), std::vector<int>({4, 3, 4, 2, 6}));
+  EXPECT_EQ(test::judged(*record, epochs, transport == "tcp" || trained.sharding != Sharding::none, trained), "");
+}
+
+TEST_F(ElasticHostsJoin, ELA05_ELA06_4_3_4_2_and_6_ranks_in_one_run) {
+  for (const std::string transport : {"tcp", "auto", "gloo"}) {
+    SCOPED_TRACE(transport);
+    change_hosts(transport);
+  }
+}
+
+const std::vector<Trained> by_host{
+    {.sharding = Sharding::hybrid, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::hybrid, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+    {.sharding = Sharding::zero1_by_host, .optimizer = "adamw"},
+    {.sharding = Sharding::zero2_by_host, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::megatron_by_host, .optimizer = "adamw", .dtype = at::kBFloat16}};
+
+TEST_F(ElasticHostsJoin, ELA04_ELA05_ELA06_shards_of_each_host) {
+  for (const auto& trained : by_host) {
+    SCOPED_TRACE(name_of(trained));
+    change_hosts("auto", trained);
+  }
+}
+
+}  // namespace
+}  // namespace shoal::elastic_hosts_join_test
