@@ -17,13 +17,13 @@
 
 #include "base/environment.h"
 #include "base/printable.h"
-#include "comm/membership/join_board.h"
 #include "comm/rendezvous/job_identity.h"
 #include "comm/store/job_store.h"
 #include "comm/telemetry/verdict.h"
 #include "launch/child.h"
 #include "launch/leftovers.h"
 #include "launch/limits.h"
+#include "launch/newcomers.h"
 #include "launch/outlet.h"
 #include "launch/signals.h"
 #include "launch/watcher.h"
@@ -33,6 +33,8 @@ namespace shoal {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
+
+constexpr int seconds_to_find_a_job = 30;
 
 std::string in_words(int signal) {
   const char* name = sigabbrev_np(signal);
@@ -54,6 +56,11 @@ std::string make_job_id() {
   return fmt::format("{}{}-{:08x}", outer ? *outer + "/" : "", getpid(), std::random_device()());
 }
 
+// Of several nodes, the same on all.
+std::string name_of_job(const std::string& address, int port) {
+  return fmt::format("{}:{}", address, port);
+}
+
 int threads_per_rank(int ranks) {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks);
 }
@@ -61,20 +68,15 @@ int threads_per_rank(int ranks) {
 // The ranks, from start to end.
 class Job {
  public:
-  explicit Job(const LaunchOptions& options)
+  // first_ranks: of all nodes.
+  Job(const LaunchOptions& options, int first_ranks)
       : options_(options),
+        first_ranks_(first_ranks),
         id_(make_job_id()),
         watcher_(id_),
         secret_(process_environment()("SHOAL_SECRET").value_or(options.nodes > 1 ? "" : random_secret())),
-        store_(options.nodes, options.node, options.address, options.port) {
-    if (options.most_ranks == 0) return;
-    try {
-      board_.emplace(id_, options.ranks);
-    } catch (const std::runtime_error& error) {
-      throw UsageError(
-          fmt::format("--elastic with a number of ranks to grow to needs shared memory: {}", error.what()));
-    }
-  }
+        store_(options.nodes, options.node, options.address, options.port),
+        newcomers_(options, first_ranks, id_, store_) {}
 
   ~Job() { kill_all(SIGKILL, /*reap=*/true); }
   Job(const Job&) = delete;
@@ -82,10 +84,15 @@ class Job {
 
   int run() {
     warn_of_strangers();
-    for (int local = 0; local < options_.ranks; ++local) start(options_.node * options_.ranks + local);
+    for (int local = 0; local < options_.ranks; ++local) {
+      options_.join ? newcomers_.ask("its host comes to the job") : start(options_.node * options_.ranks + local);
+    }
+    if (options_.node == 0) {
+      store_.open({.first_ranks = first_ranks_, .most_ranks = options_.most_ranks, .min_ranks = options_.min_ranks});
+    }
     // Its threads begin once all ranks are forked: a lock that one of them held would stay locked in a forked rank.
     store_.begin(JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(run_id()), secret_));
-    while (alive() > 0) step();
+    while (alive() > 0 || newcomers_.asked() > 0) step();
     store_.leave();
     while (!store_.may_end() && !waits_no_more_) step();
     forward_the_rest();
@@ -114,44 +121,52 @@ class Job {
     tell_watcher(&Watcher::add, children_.back().pid);
   }
 
-  // A process that is to join the job. why: it is started, for people. One that cannot be started costs the job nothing.
-  // Whether it is started.
+  // A process that is to join the job. why: it is started, for people. Whether it is started, or will be.
   bool start_newcomer(const std::string& why) {
-    if (alive() >= options_.most_ranks) {
-      say("no rank is added ({}): the job has {} processes, the most that --elastic allows", why, alive());
+    const auto here = alive() + static_cast<int64_t>(newcomers_.asked());
+    if (here >= options_.most_ranks) {
+      say("no rank is added ({}): the job has {} processes, the most that --elastic allows", why, here);
       return false;
     }
-    if (next_rank_ == JoinTable::most_members) {
-      say("no rank is added ({}): a job has {} processes at most in its life", why, next_rank_);
-      return false;
-    }
-    try {
-      start(next_rank_);
-      say("rank {} (pid {}) is started to join the job ({})", next_rank_, children_.back().pid, why);
-      ++next_rank_;
-      return true;
-    } catch (const UsageError& error) {
-      say("no rank is added ({}): {}", why, error.what());
-      return false;
-    }
+    newcomers_.ask(why);
+    return start_asked();
   }
 
-  bool is_newcomer(const Child& child) const { return board_ && child.rank >= options_.ranks; }
+  // One that cannot be started costs the job nothing.
+  bool start_asked() {
+    bool all = true;
+    for (const auto& why : newcomers_.given_up()) {
+      say("no rank is added ({})", why);
+      all = false;
+    }
+    while (const auto one = newcomers_.next()) {
+      const auto& [number, why] = *one;
+      try {
+        start(number);
+        say("rank {} (pid {}) is started to join the job ({})", number, children_.back().pid, why);
+      } catch (const UsageError& error) {
+        say("no rank is added ({}): {}", why, error.what());
+        all = false;
+      }
+    }
+    return all;
+  }
+
   // Whether the rank is one of the job's: a newcomer is once it was admitted.
-  bool belongs(const Child& child) const { return !is_newcomer(child) || board_->is_member(child.rank); }
+  bool belongs(const Child& child, bool wait = false) {
+    return !newcomers_.is_one(child.rank) || newcomers_.is_member(child.rank, wait);
+  }
 
   // The same on all nodes.
-  std::string run_id() const {
-    return options_.nodes == 1 ? id_ : fmt::format("{}:{}", options_.address, store_.port());
-  }
+  std::string run_id() const { return options_.nodes == 1 ? id_ : name_of_job(options_.address, store_.port()); }
 
   Variables variables(int rank) const {
     const auto number = std::to_string(rank);
-    const int first = options_.node * options_.ranks;
-    const auto ranks_here = std::max(options_.ranks, rank - first + 1);
-    const auto ranks = std::to_string(ranks_here + (options_.nodes - 1) * options_.ranks);
+    const auto local = static_cast<int>(children_.size());
+    const auto ranks_here = std::max(options_.ranks, local + 1);
+    const auto ranks = std::to_string(std::max(first_ranks_, rank + 1));
     Variables list = {{"RANK", number},
-                      {"LOCAL_RANK", std::to_string(rank - first)},
+                      {"LOCAL_RANK", std::to_string(local)},
                       {"ROLE_RANK", number},
                       {"GROUP_RANK", std::to_string(options_.node)},
                       {"WORLD_SIZE", ranks},
@@ -165,10 +180,7 @@ class Job {
                       {"TORCHELASTIC_RUN_ID", run_id()},
                       {job_variable, id_}};
     if (!secret_.empty()) list.emplace_back("SHOAL_SECRET", secret_);
-    if (board_) list.emplace_back(join_variable, board_->address());
-    if (board_ && rank >= options_.ranks) {
-      list.emplace_back(newcomer_variable, fmt::format("{} {}", rank, id_));
-    }
+    newcomers_.add_variables(rank, list);
     if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
     if (options_.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
       const int threads = options_.threads > 0 ? options_.threads : threads_per_rank(options_.ranks);
@@ -219,11 +231,11 @@ class Job {
   }
 
   // Whether the other ranks go on in spite of the failures so far.
-  bool failures_end_nothing() const {
+  bool failures_end_nothing() {
     const auto standing = std::count_if(children_.begin(), children_.end(),
                                         [&](const Child& child) { return !child.failed && belongs(child); });
     // Of other nodes nothing is known here: the ranks count themselves.
-    const auto elsewhere = int64_t{options_.nodes - 1} * options_.ranks;
+    const auto elsewhere = first_ranks_ - (options_.join ? 0 : options_.ranks);
     const bool enough = standing + elsewhere >= options_.min_ranks;
     return options_.keep_going || (options_.min_ranks > 0 && enough);
   }
@@ -263,6 +275,7 @@ class Job {
     reap();
     look_at_other_nodes();
     if (asked.more) add_rank();
+    start_asked();
     end_late_newcomers();
     enforce_deadlines();
   }
@@ -277,19 +290,19 @@ class Job {
   }
 
   void add_rank() {
-    if (!board_) return say("SIGUSR2 adds a rank to a job of --elastic MIN:MAX, which this is not");
+    if (!newcomers_.possible()) return say("SIGUSR2 adds a rank to a job of --elastic MIN:MAX, which this is not");
     if (ending()) return say("SIGUSR2 comes when the job ends: no rank is added");
     start_newcomer("SIGUSR2; several that come together count once");
   }
 
   // Whether nobody needs to join any more.
-  bool ending() const { return interrupted_ || succeeded_ || term_at_ || !failures_end_nothing(); }
+  bool ending() { return interrupted_ || succeeded_ || term_at_ || !failures_end_nothing(); }
 
   // Those that wait to join a job of which nobody runs any more.
   void end_late_newcomers() {
     const bool runs = std::any_of(children_.begin(), children_.end(),
                                   [&](const Child& child) { return child.running && belongs(child); });
-    if (!board_ || runs) return;
+    if (!newcomers_.on_this_node() || runs) return;
     for (auto& child : children_) {
       if (!child.running || child.late) continue;
       child.late = true;
@@ -312,17 +325,18 @@ class Job {
       tell_watcher(&Watcher::remove, child.pid);
       store_.report_end(child.rank);
       if (child.late) continue;
-      succeeded_ = succeeded_ || (status == 0 && belongs(child));
+      const bool belonged = belongs(child, /*wait=*/true);
+      succeeded_ = succeeded_ || (status == 0 && belonged);
       // After the failure that has ended the job, the others' are its consequences.
       const bool consequence = code_ && !failures_end_nothing();
       child.failed = status != 0;
-      if (status == 0 && !belongs(child) && !ending()) {
+      if (status == 0 && !belonged && !ending()) {
         say("rank {} (pid {}) ended, and has not joined the job", child.rank, child.pid);
       }
       if (status == 0 || consequence) continue;
       const auto text = fmt::format("rank {} {}{}", child.rank, describe_end(status),
-                                    belongs(child) ? "" : " before it had joined the job");
-      if (!belongs(child)) {
+                                    belonged ? "" : " before it had joined the job");
+      if (!belonged) {
         if (!interrupted_) say("{} (pid {})", text, child.pid);
         replaced.push_back(child.rank);
         continue;
@@ -337,7 +351,7 @@ class Job {
   }
 
   void replace(int rank) {
-    if (!board_ || restarts_ == options_.max_restarts || ending()) return;
+    if (!newcomers_.possible() || restarts_ == options_.max_restarts || ending()) return;
     if (failed_joins() >= most_failed_joins) {
       say("rank {} is not replaced: the last {} ranks that were started ended before they had joined the job", rank,
           most_failed_joins);
@@ -348,9 +362,9 @@ class Job {
   }
 
   // How many of the last newcomers ended without having joined, in a row.
-  int failed_joins() const {
+  int failed_joins() {
     int count = 0;
-    for (auto child = children_.rbegin(); child != children_.rend() && is_newcomer(*child); ++child) {
+    for (auto child = children_.rbegin(); child != children_.rend() && newcomers_.is_one(child->rank); ++child) {
       if (belongs(*child)) break;
       if (!child->running) ++count;
     }
@@ -403,6 +417,7 @@ class Job {
   static constexpr int most_failed_joins = 3;  // in a row, before no rank is replaced any more
 
   const LaunchOptions& options_;
+  const int first_ranks_;
   Signals signals_;
   Outlet out_{STDOUT_FILENO};
   Outlet err_{STDERR_FILENO};
@@ -411,9 +426,8 @@ class Job {
   const Watcher watcher_;  // made before there are threads
   const std::string secret_;
   JobStore store_;
-  std::optional<JoinBoard> board_;  // of a job that newcomers may join
+  Newcomers newcomers_;
   std::vector<Child> children_;
-  int next_rank_ = options_.ranks;  // of a newcomer
   int restarts_ = 0;
   std::optional<int> code_;  // exit code of the first failure
   bool succeeded_ = false;   // of any rank
@@ -428,9 +442,22 @@ class Job {
 
 int launch(const LaunchOptions& options) {
   options.validate();
-  const int restarts = std::min(options.max_restarts, JoinTable::most_members);  // there are no more numbers
-  require_open_files(std::max(options.ranks, options.most_ranks) + restarts);
-  return Job(options).run();
+  auto how = options;
+  int first_ranks = options.ranks * options.nodes;
+  if (options.join) {
+    const auto environment = process_environment();
+    const JobIdentity identity(environment("SHOAL_JOB_ID").value_or(name_of_job(options.address, options.port)),
+                               environment("SHOAL_SECRET").value_or(""));
+    const auto job = JobStore::find(options.address, options.port, identity, seconds_to_find_a_job);
+    how.node = job.node;
+    how.nodes = job.node + 1;
+    how.most_ranks = job.most_ranks;
+    how.min_ranks = job.min_ranks;
+    first_ranks = job.first_ranks;
+  }
+  const int restarts = std::min(how.max_restarts, JoinTable::most_members);  // there are no more numbers
+  require_open_files(std::max(how.ranks, how.most_ranks) + restarts);
+  return Job(how, first_ranks).run();
 }
 
 }  // namespace shoal

@@ -24,11 +24,12 @@ struct LaunchOptions {
   bool keep_going = false;            // a rank's failure does not end the others
   int min_ranks = 0;                  // of an elastic job: the others go on while so many ranks have not failed; 0: a
                                       // rank's failure ends the others. With several nodes the ranks count themselves
-  int most_ranks = 0;                 // of an elastic job that newcomers may join, while it runs; 0: nobody can
-  int max_restarts = 0;               // ranks that are started in place of failed ones, with most_ranks
-  double grace_seconds = 6;           // time for the others to report what they noticed, after the first failure
-  double stop_seconds = 120;          // time for the ranks to save their state, after SIGINT, SIGTERM or SIGHUP;
-                                      // infinity: no limit
+  int most_ranks = 0;         // of an elastic job that newcomers may join, while it runs, on all nodes; 0: nobody can
+  bool join = false;          // this node comes to such a job, of several nodes at the start, with `ranks` newcomers
+  int max_restarts = 0;       // ranks that are started in place of failed ones, with most_ranks
+  double grace_seconds = 6;   // time for the others to report what they noticed, after the first failure
+  double stop_seconds = 120;  // time for the ranks to save their state, after SIGINT, SIGTERM or SIGHUP;
+                              // infinity: no limit
 
   // UsageError lists all faults.
   void validate() const;
@@ -40,7 +41,8 @@ struct LaunchOptions {
 // process (watcher.h). The first rank that fails is named on standard error; the others get the grace time, then
 // SIGTERM, then SIGKILL; with keep_going they run on, with min_ranks as long as enough are left. With most_ranks, a
 // process that is to join the job (SHOAL_JOIN, see World::joining()) is started in place of a rank that has failed, and on
-// SIGUSR2, with the next free number as its rank; what becomes of it does not concern the job until it is admitted.
+// SIGUSR2, with the next free number as its rank; what becomes of it does not concern the job until it is admitted. With
+// `join` all ranks of this node are such processes.
 // A rank that a signal has stopped is named, too. Returns 0, or the first failure's exit code (128 + number for a signal;
 // with keep_going only if all have failed, with min_ranks only if too few were left or, with several nodes, all of this one
 // have failed; 1 for one on another node), or 130

@@ -25,13 +25,20 @@ void LaunchOptions::validate() const {
     faults.push_back(fmt::format("at least {} ranks of {}: give 1 to {}", min_ranks, ranks * nodes, ranks * nodes));
   }
   if (nodes > 1 && port == 0) faults.emplace_back("several nodes: give all launchers the same port");
-  if (nodes > 1 && most_ranks != 0) faults.emplace_back("several nodes: ranks join a job of one node only");
-  if (most_ranks != 0 && (most_ranks < ranks || most_ranks > JoinTable::most_members || min_ranks == 0)) {
-    faults.push_back(fmt::format("up to {} ranks in an elastic job that begins with {}: give {} to {}, and the least",
-                                 most_ranks, ranks, ranks, JoinTable::most_members));
+  if (join && (nodes != 1 || node != 0))
+    faults.emplace_back("a node that joins gets its number from the job: leave it out");
+  if (join && port == 0) faults.emplace_back("a node that joins: give the job's address and port");
+  if (join && (min_ranks != 0 || most_ranks != 0)) {
+    faults.emplace_back("a node that joins: leave the limits of ranks out, which are the job's");
   }
-  if (most_ranks != 0 && body) faults.emplace_back("newcomers of an elastic job need a command, not a body");
-  if (max_restarts < 0 || (max_restarts > 0 && most_ranks == 0)) {
+  if (most_ranks != 0 &&
+      (most_ranks < int64_t{ranks} * nodes || most_ranks > JoinTable::most_members || min_ranks == 0)) {
+    faults.push_back(
+        fmt::format("up to {0} ranks in an elastic job that begins with {1}: give {1} to {2}, and the least",
+                    most_ranks, int64_t{ranks} * nodes, JoinTable::most_members));
+  }
+  if ((most_ranks != 0 || join) && body) faults.emplace_back("newcomers of an elastic job need a command, not a body");
+  if (max_restarts < 0 || (max_restarts > 0 && most_ranks == 0 && !join)) {
     faults.push_back(fmt::format("{} restarts: give 0 or more, and --elastic MIN:MAX", max_restarts));
   }
   if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));

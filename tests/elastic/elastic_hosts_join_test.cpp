@@ -22,6 +22,13 @@ using test::Trained;
 
 class ElasticHostsJoin : public test::OnHosts {};
 
+const std::vector<Trained> by_host{
+    {.sharding = Sharding::hybrid, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::hybrid, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
+    {.sharding = Sharding::zero1_by_host, .optimizer = "adamw"},
+    {.sharding = Sharding::zero2_by_host, .optimizer = "adamw", .micro_batches = 2},
+    {.sharding = Sharding::megatron_by_host, .optimizer = "adamw", .dtype = at::kBFloat16}};
+
 void expect_good(const std::vector<test::RankEnded>& ended, const std::vector<int>& members, const test::Record& record,
                  int epochs) {
   for (const int member : members) {
@@ -80,18 +87,80 @@ TEST_F(ElasticHostsJoin, ELA05_ELA06_4_3_4_2_and_6_ranks_in_one_run) {
   }
 }
 
-const std::vector<Trained> by_host{
-    {.sharding = Sharding::hybrid, .optimizer = "adamw", .micro_batches = 2},
-    {.sharding = Sharding::hybrid, .optimizer = "adamw", .dtype = at::kBFloat16, .clip = 0.3},
-    {.sharding = Sharding::zero1_by_host, .optimizer = "adamw"},
-    {.sharding = Sharding::zero2_by_host, .optimizer = "adamw", .micro_batches = 2},
-    {.sharding = Sharding::megatron_by_host, .optimizer = "adamw", .dtype = at::kBFloat16}};
-
 TEST_F(ElasticHostsJoin, ELA04_ELA05_ELA06_shards_of_each_host) {
   for (const auto& trained : by_host) {
     SCOPED_TRACE(name_of(trained));
     change_hosts("auto", trained);
   }
+}
+
+enum class Fault { newcomer_is_killed, host_of_the_newcomer_is_lost, member_is_killed, host_of_members_is_lost };
+
+// One trial: a newcomer comes to three hosts, and something is killed at a random moment from its start or its knock on.
+void join_with(Fault fault, int trial, std::mt19937& random) {
+  constexpr int epochs = 3;
+  const Trained trained = trial % 2 == 0 ? Trained() : by_host[static_cast<size_t>(trial) % by_host.size()];
+  const std::string transport = trained.sharding == Sharding::none && random() % 2 == 0 ? "tcp" : "auto";
+  const test::SharedRecord record;
+  const auto body = [&](const World& world) {
+    auto options = quick;
+    options.on_change = [](const ElasticChange&) { usleep(2000); };
+    return test::train(world, *record, epochs, {}, options, trained);
+  };
+  record->last_step = 3;
+  // To a host of its own, or to one that has ranks.
+  const bool apart = fault == Fault::host_of_the_newcomer_is_lost || random() % 2 == 0;
+  ForkedHosts hosts({1, 1, 1, 0}, body, over(transport), apart ? std::vector<int>{0, 0, 0, 1} : std::vector<int>{1});
+  std::vector<int> members{0, 1, 2};
+  ASSERT_TRUE(reach(*record, members, 3));
+  const bool near = random() % 2 == 0;
+  near ? bring(hosts, {3}) : hosts.bring(3);
+  record->last_step = 0;
+  const auto pause = static_cast<useconds_t>(random() % (near ? 60'000 : 300'000));
+  SCOPED_TRACE(fmt::format("trial {}: {} over {}, after {} us{}, {}", trial, name_of(trained), transport, pause,
+                           near ? " from its knock" : "", apart ? "a host of its own" : "with rank 0"));
+  usleep(pause);
+  const int victim = static_cast<int>(random() % 3);
+  if (fault == Fault::newcomer_is_killed) hosts.signal(3, SIGKILL);
+  if (fault == Fault::host_of_the_newcomer_is_lost) hosts.kill_host(3);
+  if (fault == Fault::member_is_killed) hosts.signal(victim, SIGKILL);
+  if (fault == Fault::host_of_members_is_lost) hosts.kill_host(apart ? victim : 1 + victim % 2);
+  if (fault == Fault::member_is_killed) std::erase(members, victim);
+  if (fault == Fault::host_of_members_is_lost) std::erase(members, apart ? victim : 1 + victim % 2);
+  const auto ended = hosts.wait(60);
+  expect_good(ended, members, *record, epochs);
+  const auto& text = ended[3].text;
+  const bool member_is_lost = fault == Fault::member_is_killed || fault == Fault::host_of_members_is_lost;
+  EXPECT_NE(text, "overdue");
+  // It comes too late, or the others take the loss of a host for its fault, as they hear of that later.
+  const bool may_be_refused = fault == Fault::host_of_members_is_lost && text.starts_with("error: ");
+  EXPECT_TRUE(!member_is_lost || text.empty() || text.find("has ended") != std::string::npos || may_be_refused) << text;
+  EXPECT_EQ(test::judged(*record, epochs, transport == "tcp" || trained.sharding != Sharding::none, trained), "");
+}
+
+void join_often_with(Fault fault) {
+  const int seed = test::number_of("SHOAL_SEED", 1);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 8) && !::testing::Test::HasFailure(); ++trial) {
+    SCOPED_TRACE(fmt::format("seed {}", seed));
+    join_with(fault, trial, random);
+  }
+}
+
+TEST_F(ElasticHostsJoin, ELA06_a_newcomer_is_killed) {
+  join_often_with(Fault::newcomer_is_killed);
+}
+
+TEST_F(ElasticHostsJoin, ELA06_the_host_of_a_newcomer_is_lost) {
+  join_often_with(Fault::host_of_the_newcomer_is_lost);
+}
+
+TEST_F(ElasticHostsJoin, ELA06_a_member_is_killed_while_a_newcomer_joins) {
+  join_often_with(Fault::member_is_killed);
+}
+
+TEST_F(ElasticHostsJoin, ELA06_a_host_of_members_is_lost_while_a_newcomer_joins) {
+  join_often_with(Fault::host_of_members_is_lost);
 }
 
 }  // namespace

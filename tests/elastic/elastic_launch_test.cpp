@@ -1,5 +1,6 @@
 // A user's program under `shoal launch --elastic`, whose ranks are killed and come again.
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <set>
@@ -48,6 +49,49 @@ TEST(ElasticJoin, ELA06_a_program_under_the_launcher_ends_with_the_parameters_of
   EXPECT_EQ(norms_in(plain.output), norms_in(changed.output)) << "number of steps or parameters differ";
   EXPECT_NE(changed.output.find("is started to join the job (in place of rank"), std::string::npos) << changed.output;
   EXPECT_NE(changed.output.find("joined (number"), std::string::npos) << changed.output;
+}
+
+// Two launchers as of two hosts, and a third one that comes; a rank of each of the last two is killed and replaced.
+TEST(ElasticJoin, ELA06_launchers_of_several_hosts_and_one_that_comes) {
+  const test::TempFolder folder;
+  const int port = test::free_port();
+  const auto launcher = [&](const std::string& place, const std::string& name) {
+    const auto command = fmt::format("{} launch {} -n 2 --max-restarts 3 --port {} -- {} 150 {}.jsonl", SHOAL, place,
+                                     port, JOIN_PROGRAM, folder.file(name));
+    return fmt::format("({0} > {1} 2>&1; echo code $? >> {1}) & ", command, folder.file(name));
+  };
+  const auto kill_one = [&](const std::string& name) {
+    return fmt::format("sleep 1; kill -9 $(pgrep -f '^{} 150 {}.jsonl' | head -1); ", JOIN_PROGRAM, folder.file(name));
+  };
+  const auto script =
+      "export SHOAL_SECRET=0123456789abcdef0123456789abcdef; " +
+      launcher("--nnodes 2 --node-rank 0 --elastic 1:6", "first") +
+      launcher("--nnodes 2 --node-rank 1 --elastic 1:6", "second") +
+      fmt::format("for i in $(seq 600); do grep -q 'epoch 0 on' {} && break; sleep 0.05; done; ",
+                  folder.file("first")) +
+      launcher("--join", "third") + kill_one("second") + kill_one("third") +
+      fmt::format("wait; cat {} {} {}", folder.file("first"), folder.file("second"), folder.file("third"));
+  const auto output = test::run({"sh", "-c", script}, 120).output;
+  EXPECT_EQ(norms_in(output).size(), 1U) << output;
+  size_t good = 0;
+  for (auto at = output.find("code 0"); at != std::string::npos; at = output.find("code 0", at + 1)) ++good;
+  EXPECT_EQ(good, 3U) << output;
+  for (const auto* text : {"(its host comes to the job)", "in place of rank", "on 6 rank(s)", "has joined (number 7"}) {
+    EXPECT_NE(output.find(text), std::string::npos) << text << "\n" << output;
+  }
+}
+
+TEST(ElasticJoin, ELA06_a_host_that_comes_to_no_such_job_is_told_why) {
+  const test::TempFolder folder;
+  const int port = test::free_port();
+  const auto ranks = fmt::format(" launch --nnodes 2 -n 1 --elastic 1 --port {} --node-rank ", port);
+  const auto joins = fmt::format("{} launch --join -n 1 --port {} -- true; echo code $?; ", SHOAL, port);
+  const std::string secret = "SHOAL_SECRET=0123456789abcdef0123456789abcdef ";
+  const auto script = secret + SHOAL + ranks + "0 -- sleep 8 > /dev/null 2>&1 & " + secret + SHOAL + ranks +
+                      "1 -- sleep 8 > /dev/null 2>&1 & " + secret + joins + joins + "wait";
+  const auto output = test::run({"sh", "-c", script}, 60).output;
+  EXPECT_NE(output.find("takes in no hosts: start it with --nnodes"), std::string::npos) << output;
+  EXPECT_NE(output.find("has a secret: set its SHOAL_SECRET"), std::string::npos) << output;
 }
 
 }  // namespace

@@ -62,6 +62,10 @@ void add_launch_command(CLI::App& app, Action& chosen) {
       ->type_name("MIN[:MAX]");
   command->add_option("--max-restarts", options->max_restarts,
                       "with --elastic MIN:MAX, start a rank in place of one that has failed, so often in all");
+  command->add_flag(
+      "--join", options->join,
+      "this host comes to a job of several, which was started with --elastic MIN:MAX: its N ranks join; give "
+      "its --address, --port and SHOAL_SECRET");
   const auto json = std::make_shared<std::string>();
   command->add_option("--json", *json,
                       "write ranks, exit code and seconds as JSON to this file at the end; - is standard output");

@@ -81,7 +81,7 @@ struct GroupState {
   std::shared_ptr<GroupProgress> progress;
   std::shared_ptr<WorldState> world;
   std::vector<std::shared_ptr<CallLog>> logs{};  // of a recorded handle
-  bool by_host = false;                          // it was asked for as that of a host, also where there is one host only
+  bool by_host = false;  // it was asked for as that of a host, also where there is one host only
 };
 
 // Whether the group of this name exists to compare calls of another group.

@@ -7,6 +7,9 @@
 #include <deque>
 #include <mutex>
 #include <optional>
+#include <random>
+#include <set>
+#include <sstream>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -15,6 +18,7 @@
 #include "comm/membership/patience.h"
 #include "comm/store/store.h"
 #include "comm/store/store_server.h"
+#include "shoal/error.h"
 
 namespace shoal {
 namespace {
@@ -24,11 +28,24 @@ using SteadyClock = std::chrono::steady_clock;
 constexpr int limit_of_calls = 2;        // seconds
 constexpr const char* generation = "0";  // of the ranks: this launcher does not start a job again
 constexpr const char* failure_key = "shoal/launchers/failure";
+constexpr const char* open_key = "shoal/launchers/open";        // limits of a job that nodes may join
+constexpr const char* nodes_key = "shoal/launchers/nodes";      // so far
+constexpr const char* numbers_key = "shoal/launchers/numbers";  // the next one of a process that joins
 constexpr std::chrono::milliseconds look_every(500);
 constexpr std::chrono::seconds limit_to_leave(5);
 
 std::string key_of(const char* what, int node) {
   return fmt::format("shoal/launchers/{}/{}", what, node);
+}
+
+// A number that nobody else gets, from `first` on. Not a counter of the store, because those are not authenticated.
+int take_next(c10d::Store& store, const std::string& key, int first) {
+  while (true) {
+    const auto before = store_try_get(store, key);
+    const int number = before ? std::stoi(*before) : first;
+    const auto own = fmt::format("{} {:08x}{:08x}", number + 1, std::random_device()(), std::random_device()());
+    if (store_replace(store, key, before.value_or(""), own) == own) return number;
+  }
 }
 
 }  // namespace
@@ -60,8 +77,9 @@ struct JobStore::State {
   void run() {
     std::unique_lock lock(mutex);
     while (true) {
-      changed.wait_for(lock, look_every, [this] { return stop || !reports.empty(); });
+      changed.wait_for(lock, look_every, [this] { return stop || hurry || !reports.empty(); });
       if (stop) return;
+      hurry = false;
       lock.unlock();
       try {
         if (!client) {
@@ -69,8 +87,11 @@ struct JobStore::State {
           client->set_limit(std::chrono::seconds(limit_of_calls));
         }
         send();
+        number_newcomers(*client);
         look(*client);
         lock.lock();
+        ++looks;
+        answered.notify_all();
       } catch (const std::exception&) {
         client.reset();
         lock.lock();
@@ -92,8 +113,32 @@ struct JobStore::State {
     }
   }
 
+  void number_newcomers(c10d::Store& store) {
+    std::unique_lock lock(mutex);
+    for (; asked > 0; --asked) {
+      lock.unlock();
+      const int number = take_next(store, numbers_key, first_number);
+      lock.lock();
+      numbers.push_back(number);
+      coming.insert(number);
+    }
+    const auto list = coming;
+    lock.unlock();
+    for (const int number : list) {
+      if (!store.check({joined_key(generation, number)})) continue;
+      const std::lock_guard again(mutex);
+      joined.insert(number);
+      coming.erase(number);
+    }
+  }
+
   void look(c10d::Store& store) {
     store_set(store, key_of("beat", node), std::to_string(++beats));
+    if (is_open) {
+      const auto now = store_try_get(store, nodes_key);
+      const int all = now ? std::stoi(*now) : nodes;
+      for (int other = static_cast<int>(others.size()) + 1; other < all; ++other) wait_for(other);
+    }
     auto text = store_try_get(store, failure_key).value_or("");
     bool all_over = true;
     for (auto& other : others) {
@@ -107,6 +152,11 @@ struct JobStore::State {
     others_over = all_over;
   }
 
+  // Before the job ends, for that node's launcher to end.
+  void wait_for(int other) {
+    others.push_back({.node = other, .patience = Patience(silence, std::chrono::seconds(5))});
+  }
+
   const int nodes;
   const int node;
   const std::string address;
@@ -118,11 +168,20 @@ struct JobStore::State {
 
   StorePtr client{};            // of the thread, as are these
   std::vector<Other> others{};  // on node 0
+  bool is_open = false;         // to other nodes, on node 0
   uint64_t beats = 0;
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
   std::deque<Report> reports;
+  int asked = 0;  // for numbers
+  int first_number = 0;
+  std::deque<int> numbers;
+  std::set<int> coming;  // numbers that were given, of processes that are no members yet, as far as it is known
+  std::set<int> joined;
+  bool hurry = false;
+  uint64_t looks = 0;
+  std::condition_variable answered;
   std::string failure;
   bool others_over = false;
   bool told_to_leave = false;
@@ -158,7 +217,7 @@ void JobStore::begin(const JobIdentity& job) {
   state_->place.reset();
   if (state_->nodes == 1) return;
   for (int other = 1; state_->node == 0 && other < state_->nodes; ++other) {
-    state_->others.push_back({.node = other, .patience = Patience(state_->silence, std::chrono::seconds(5))});
+    state_->wait_for(other);
   }
   const WithoutSignals in_the_thread;
   state_->thread = std::thread([state = state_.get()] { state->run(); });
@@ -177,6 +236,76 @@ std::string JobStore::failure_elsewhere() const {
 
 void JobStore::report_end(int rank) {
   state_->report({ended_key(generation, rank), "ended", false});
+}
+
+JobStore::OpenJob JobStore::find(const std::string& address, int port, const JobIdentity& job, int timeout_seconds) {
+  quiet_c10d();
+  try {
+    const auto store = connect_store(address, port, timeout_seconds, job);
+    store->set_limit(std::chrono::seconds(limit_of_calls));
+    // Before anything is written.
+    const auto claim = store_try_get(*store, claim_key);
+    if (claim && claim->find(claims_secret) != std::string::npos && !job.has_secret()) {
+      throw UsageError(
+          fmt::format("the job at {}:{} has a secret: set its SHOAL_SECRET on this host, too", address, port));
+    }
+    std::optional<std::string> text;
+    const auto deadline = SteadyClock::now() + std::chrono::seconds(timeout_seconds);
+    while (!(text = store_try_get(*store, open_key)) && SteadyClock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    OpenJob open;
+    int nodes = 0;
+    std::istringstream in(text.value_or(""));
+    in >> open.first_ranks >> open.most_ranks >> open.min_ranks >> nodes;
+    if (!in || open.most_ranks == 0) {
+      throw UsageError(
+          fmt::format("the job at {}:{} takes in no hosts: start it with --nnodes of at least 2 and --elastic MIN:MAX",
+                      address, port));
+    }
+    open.node = take_next(*store, nodes_key, nodes);
+    return open;
+  } catch (const UsageError&) {
+    throw;
+  } catch (const std::exception& error) {  // of shoal, or of libtorch, as the job ends
+    throw UsageError(fmt::format("there is no job at {}:{} that this host can join: {}", address, port, error.what()));
+  }
+}
+
+void JobStore::open(const OpenJob& job) {
+  state_->is_open = job.most_ranks > 0;
+  state_->report(
+      {open_key, fmt::format("{} {} {} {}", job.first_ranks, job.most_ranks, job.min_ranks, state_->nodes), true});
+}
+
+void JobStore::ask_for_number(int first_ranks) {
+  const std::lock_guard lock(state_->mutex);
+  state_->first_number = first_ranks;
+  ++state_->asked;
+  state_->hurry = true;
+  state_->changed.notify_all();
+}
+
+std::optional<int> JobStore::take_number() {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->numbers.empty()) return std::nullopt;
+  const int number = state_->numbers.front();
+  state_->numbers.pop_front();
+  return number;
+}
+
+// A look that is under way may have asked before the process had joined.
+bool JobStore::has_joined(int number, bool wait) {
+  std::unique_lock lock(state_->mutex);
+  const auto before = state_->looks;
+  const auto known = [&] { return state_->joined.contains(number) || state_->looks > before + 1; };
+  const auto end = SteadyClock::now() + std::chrono::seconds(2 * limit_of_calls);
+  while (wait && !known() && SteadyClock::now() < end) {
+    state_->hurry = true;
+    state_->changed.notify_all();
+    state_->answered.wait_for(lock, std::chrono::milliseconds(100), known);
+  }
+  return state_->joined.contains(number);
 }
 
 void JobStore::leave() {

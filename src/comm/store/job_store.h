@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "comm/rendezvous/job_identity.h"
@@ -13,6 +14,17 @@ namespace shoal {
 // waits: it connects again whenever the store does not answer, and what is reported meanwhile is sent then.
 class JobStore {
  public:
+  // A job on several nodes that others may join, as the launcher of node 0 describes it.
+  struct OpenJob {
+    int first_ranks = 0;
+    int most_ranks = 0;
+    int min_ranks = 0;
+    int node = 0;  // of the launcher that asks: a number that no other one has
+  };
+  // For the launcher of a node that comes to such a job, before it makes a JobStore. UsageError if nobody listens there
+  // within the time, or the job is another one.
+  static OpenJob find(const std::string& address, int port, const JobIdentity& job, int timeout_seconds);
+
   // Takes the port on node 0. UsageError names one that is in use. port 0: any free one, of a job of one node. silence:
   // after which a launcher of which nothing is heard has ended.
   JobStore(int nodes, int node, const std::string& address, int port,
@@ -32,6 +44,14 @@ class JobStore {
   std::string failure_elsewhere() const;
   // That the process of a rank has ended, well or not, for ranks of an elastic job on other nodes.
   void report_end(int rank);
+  // On node 0, before begin(): what launchers find that come to the job. most_ranks 0: none may.
+  void open(const OpenJob& job);
+  // Asks for the number of a process that is to join; take_number() has one for each call, once the store has answered.
+  void ask_for_number(int first_ranks);
+  std::optional<int> take_number();
+  // Whether the process of this number has become a member, as far as it is known; with `wait`, the store is asked, for a few
+  // seconds at most.
+  bool has_joined(int number, bool wait);
   // All ranks of this node have ended.
   void leave();
   // After it, whether this launcher may end: on node 0, all others have left or ended, whose ranks may still use the store;

@@ -1,6 +1,8 @@
 """Loses one of three hosts of an elastic job under shoal launch --nnodes: the others go on without it, or say why not.
 
-    python elastic_lost_host_test.py SHOAL cut|kill LOST_HOST STRATEGY
+    python elastic_lost_host_test.py SHOAL cut|kill|replace LOST_HOST STRATEGY
+
+After `replace`, the host joins the job again with shoal launch --join.
 
 Host 0 has the job's store: without that the ranks of no host can go on. Needs root; ends with code 77 (skipped) where
 network namespaces are not allowed.
@@ -41,8 +43,8 @@ def main():
         files = [open(os.path.join(folder, f"host{host}"), "w+", encoding="utf-8") for host in range(HOSTS)]
         processes = []
         for host in range(HOSTS):
-            launch = [shoal, "launch", "--nnodes", str(HOSTS), "--node-rank", str(host), "-n", str(RANKS), "--elastic", "2",
-                      "--address", "10.77.0.1", "--port", "29611"]
+            launch = [shoal, "launch", "--nnodes", str(HOSTS), "--node-rank", str(host), "-n", str(RANKS), "--elastic",
+                      f"2:{HOSTS * RANKS}", "--address", "10.77.0.1", "--port", "29611"]
             processes.append(network.start(host, 1, launch + train, stdout=files[host], stderr=subprocess.STDOUT))
         begun = time.monotonic()
         while len(lines_of(metrics)) < 50:
@@ -51,6 +53,12 @@ def main():
             time.sleep(0.05)
         network.cut(lost) if how == "cut" else processes[lost].kill()
         lost_at = time.monotonic()
+        if how == "replace":
+            while not any('"generation"' in line for line in lines_of(metrics)) and time.monotonic() - lost_at < LONGEST:
+                time.sleep(0.05)
+            files.append(open(os.path.join(folder, "again"), "w+", encoding="utf-8"))
+            again = [shoal, "launch", "--join", "-n", str(RANKS), "--address", "10.77.0.1", "--port", "29611"]
+            processes.append(network.start(lost, 1, again + train, stdout=files[-1], stderr=subprocess.STDOUT))
         while any(process.poll() is None for process in processes) and time.monotonic() - lost_at < LONGEST:
             time.sleep(0.05)
         took = time.monotonic() - lost_at
@@ -77,7 +85,10 @@ def main():
             left = [host for host in range(HOSTS) if host != lost]
             assert all(codes[host] == 0 for host in left), report
             assert gone == {lost * RANKS, lost * RANKS + 1}, report
-            assert changes[-1]["ranks"] == (HOSTS - 1) * RANKS, report
+            came = sum(len(change["joined"]) for change in changes)
+            assert came == (RANKS if how == "replace" else 0), report
+            assert changes[-1]["ranks"] == (HOSTS - 1) * RANKS + came, report
+            assert how != "replace" or codes[-1] == 0, report
             steps = [event["step"] for event in events if "loss" in event]
             assert steps == list(range(steps[0], STEPS + steps[0])), report
             if how == "cut":

@@ -1,0 +1,60 @@
+#pragma once
+// Processes that join an elastic job while it runs, as the launcher of one node knows them.
+
+#include <chrono>
+#include <deque>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/membership/join_board.h"
+#include "comm/store/job_store.h"
+#include "launch/child.h"
+#include "launch/launcher.h"
+
+namespace shoal {
+
+// Their numbers, and who of them has become a member: from a table in this process's memory for a job of one node, otherwise from
+// the job's store, which answers later.
+class Newcomers {
+ public:
+  // job: id of this launcher's. store: must outlive this object. UsageError without shared memory.
+  Newcomers(const LaunchOptions& options, int first_ranks, const std::string& job, JobStore& store);
+
+  // Whether ranks may join at all.
+  bool possible() const { return most_ranks_ > 0; }
+  bool is_one(int rank) const { return possible() && rank >= first_ranks_; }
+  // Whether a newcomer has become a member, as far as it is known; with `wait`, the store is asked.
+  bool is_member(int rank, bool wait = false);
+  // Whether they are taken in on this node only, so that they have nothing to join once its ranks have ended.
+  bool on_this_node() const { return board_.has_value(); }
+
+  // A process is to be started. why: for people.
+  void ask(const std::string& why);
+  size_t asked() const { return asked_.size(); }
+  // Number and reason of one that has been asked for; nothing: there is none, or its number is not known yet.
+  std::optional<std::pair<int, std::string>> next();
+  // Reasons of those for which there is no number after a time, or at all. They are not started.
+  std::vector<std::string> given_up();
+
+  // Adds what a rank needs to find the others.
+  void add_variables(int rank, Variables& list) const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Asked {
+    std::string why;
+    Clock::time_point since;
+  };
+
+  int first_ranks_;
+  int most_ranks_;
+  std::string job_;
+  JobStore& store_;
+  std::optional<JoinBoard> board_;
+  int next_;
+  std::deque<Asked> asked_;
+};
+
+}  // namespace shoal
