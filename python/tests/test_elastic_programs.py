@@ -101,7 +101,7 @@ def can_make_hosts():
     return os.geteuid() == 0 and subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
 
 
-def on_two_hosts(strategy, folder, ranks=1):
+def on_two_hosts(strategy, folder, ranks=1, method="{}", newcomers=False):
     """(exit code, output) of the launchers of two hosts with so many ranks each. Rank 1 kills itself."""
     if not can_make_hosts():
         pytest.skip("no namespaces of processes")
@@ -114,8 +114,10 @@ def on_two_hosts(strategy, folder, ranks=1):
     for node in "01":
         host = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
         launch = [os.environ["SHOAL_PROGRAM"], "launch", "-n", str(ranks), "--nnodes", "2", "--node-rank", node, "--port", port]
-        line = ["--elastic", "1", "--", sys.executable, program, "{}", strategy, "without newcomers"]
-        launchers.append(subprocess.Popen([*host, *launch, *line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        elastic = ["--elastic", f"1:{2 * ranks}", "--max-restarts", "1"] if newcomers else ["--elastic", "1"]
+        line = [*elastic, "--", sys.executable, program, method, strategy, *([] if newcomers else ["without newcomers"])]
+        secret = {**os.environ, "SHOAL_SECRET": "0123456789abcdef0123456789abcdef"}
+        launchers.append(subprocess.Popen([*host, *launch, *line], env=secret, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [launcher.communicate(timeout=60)[0] for launcher in launchers]
     return [(launcher.returncode, text) for launcher, text in zip(launchers, said, strict=True)]
 
@@ -135,6 +137,15 @@ def test_ELA04_shards_that_each_host_has_outlive_ranks_and_a_host(strategy, rank
     assert len(said) == 2 * ranks - 1 and len(set(said)) == 1 and "steps 1000 stayed" in said[0], hosts
     alone = [os.environ["SHOAL_PROGRAM"], "launch", "-n", "1", "--", sys.executable, tmp_path / "program.py", "{}", strategy, ""]
     assert subprocess.run(alone, capture_output=True, text=True, timeout=100).stdout.strip().endswith(said[0]), said
+
+
+@pytest.mark.parametrize(("method", "strategy"), [("{}", "ddp"), ('{"init_method": "shoal://"}', "hybrid"), ("{}", "zero2")])
+def test_ELA06_a_rank_of_another_host_is_replaced(method, strategy, tmp_path):
+    hosts = on_two_hosts(strategy, tmp_path, method=method, newcomers=True)
+    assert [code for code, _ in hosts] == [0, 0], hosts
+    said = [line[line.index("weights") :] for _, text in hosts for line in text.splitlines() if "weights" in line]
+    assert sorted(text.split()[-1] for text in said) == ["joined", "stayed"], hosts
+    assert len({text.rsplit(" ", 1)[0] for text in said}) == 1 and "steps 1000 " in said[0], hosts
 
 
 def test_ELA04_sharded_optimizers_are_refused_on_several_hosts(tmp_path):

@@ -14,7 +14,12 @@ constexpr std::chrono::seconds limit_of_the_store(30);
 }  // namespace
 
 Newcomers::Newcomers(const LaunchOptions& options, int first_ranks, const std::string& job, JobStore& store)
-    : first_ranks_(first_ranks), most_ranks_(options.most_ranks), job_(job), store_(store), next_(first_ranks) {
+    : first_ranks_(first_ranks),
+      most_ranks_(options.most_ranks),
+      address_(options.address),
+      job_(job),
+      store_(store),
+      next_(first_ranks) {
   if (!possible() || options.nodes > 1) return;
   try {
     board_.emplace(job, first_ranks);
@@ -56,7 +61,8 @@ std::vector<std::string> Newcomers::given_up() {
 
 void Newcomers::add_variables(int rank, Variables& list) const {
   if (!possible()) return;
-  list.emplace_back(join_variable, board_ ? board_->address() : join_over_hosts({first_ranks_, most_ranks_}, job_));
+  const OpenJob open{first_ranks_, most_ranks_, address_, store_.port()};
+  list.emplace_back(join_variable, board_ ? board_->address() : join_over_hosts(open, job_));
   if (is_one(rank)) list.emplace_back(newcomer_variable, fmt::format("{} {}", rank, job_));
 }
 

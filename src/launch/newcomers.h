@@ -50,6 +50,7 @@ class Newcomers {
 
   int first_ranks_;
   int most_ranks_;
+  std::string address_;
   std::string job_;
   JobStore& store_;
   std::optional<JoinBoard> board_;

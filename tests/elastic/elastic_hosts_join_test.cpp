@@ -44,7 +44,8 @@ void bring(ForkedHosts& hosts, const std::vector<int>& numbers) {
   for (const int number : numbers) hosts.bring(number);
   auto connection = connect_store("127.0.0.1", hosts.port(), 10);
   connection->set_limit(store_limit);
-  StoreTable table(std::make_shared<PatientStore>(std::move(connection)), "0", {hosts.ranks(), hosts.ranks()});
+  StoreTable table(std::make_shared<PatientStore>(std::move(connection)), "0",
+                   {hosts.ranks(), hosts.ranks(), "127.0.0.1", hosts.port()});
   EXPECT_TRUE(test::JoinJob::comes_true([&] {
     table.refresh();
     const auto list = table.knocking();

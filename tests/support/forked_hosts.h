@@ -177,7 +177,8 @@ class ForkedHosts {
     while (rank >= ranks_ && shared_[rank].part == Part::waits) usleep(500);
     if (shared_[rank].part == Part::never) std::_Exit(0);
     if (rank >= ranks_) setenv(newcomer_variable, std::to_string(rank).c_str(), 1);
-    if (processes_ > ranks_) setenv(join_variable, join_over_hosts({ranks_, most_ranks_}, "").c_str(), 1);
+    if (processes_ > ranks_)
+      setenv(join_variable, join_over_hosts({ranks_, most_ranks_, "127.0.0.1", port}, "").c_str(), 1);
     std::string text;
     try {
       at::set_num_threads(1);

@@ -44,6 +44,10 @@ std::vector<Peer> first_peers(const WorldState& state) {
   return peers;
 }
 
+std::shared_ptr<PatientStore> patient_connection(const WorldState& state) {
+  return std::make_shared<PatientStore>(connect_to_job(state.placement, state.options.rendezvous_timeout_seconds));
+}
+
 bool is_over_hosts(const WorldState& state) {
   return state.local_size < state.placement.size || state.join.over_hosts;
 }
@@ -67,8 +71,7 @@ StoreBoardOptions between_hosts(const WorldCell& cell, const std::shared_ptr<Joi
   const auto own = fmt::format("{:08x}{:08x}", std::random_device()(), std::random_device()());
   const auto board = broadcast_text(cell.group, own, 0, {-1, -1, "Elastic's board between hosts"});
   options.prefix = state.meeting.prefix + "/board/" + board;
-  options.store =
-      options.table ? options.table->store() : connect_patiently(place, state.options.rendezvous_timeout_seconds);
+  options.store = options.table ? options.table->store() : patient_connection(state);
   options.store->set_silence(silence);
   if (options.table) {
     options.table->open(options.prefix);
@@ -91,15 +94,7 @@ std::shared_ptr<JoinTable> table_of(const WorldState& state) {
   const auto& join = state.join;
   if (join.number) return join.table;
   if (!join.over_hosts) return is_over_hosts(state) ? nullptr : join.table;  // which lies in the memory of one host
-  return std::make_shared<StoreTable>(connect_patiently(state.placement, state.options.rendezvous_timeout_seconds),
-                                      state.placement.generation, *join.over_hosts);
-}
-
-// Of a newcomer, which has been alone.
-StorePtr connect_to_job(const Placement& place, const WorldOptions& options) {
-  auto store = connect_store(place.address, place.port, options.rendezvous_timeout_seconds, place.job);
-  store->set_limit(store_limit);
-  return store;
+  return std::make_shared<StoreTable>(patient_connection(state), state.placement.generation, *join.over_hosts);
 }
 
 const std::shared_ptr<WorldCell>& fresh_cell(const World& world) {
@@ -382,7 +377,10 @@ void Generations::make_world(const MemberCard& card) {
   auto former_cell = std::exchange(*cell_, {state, cell_->group});
   if (several_hosts) {
     meeting.store = former_cell.state->meeting.store;
-    if (!meeting.store) meeting.store = connect_to_job(placement, state->options);
+    if (state->join.over_hosts) {  // where newcomers look, too: a program's store may see a part of the keys
+      if (!job_store_) job_store_ = connect_to_job(placement, state->options.rendezvous_timeout_seconds);
+      meeting.store = job_store_;
+    }
     meeting.server = std::move(former_cell.state->meeting.server);
   } else if (placement.size > 1) {
     make_store(*state, card);

@@ -135,6 +135,7 @@ class Generations {
   std::shared_ptr<Board> board_;
   Knock knock_;
   std::shared_ptr<GenerationWatch> watch_;  // of the present generation
+  StorePtr job_store_;                      // for the generations of a job that newcomers from other hosts may join
   Membership membership_;
   MemberList complete_;    // members that have had the job's state
   MemberList trial_;       // those of them that have not completed a step

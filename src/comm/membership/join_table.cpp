@@ -16,24 +16,26 @@ constexpr const char* job_of_process = "SHOAL_JOB";
 constexpr const char* in_the_store = "store";
 
 // Nothing: the text is the address of a table in memory.
-std::optional<JoinLimits> limits_in(const std::string& text, std::string& job) {
+std::optional<OpenJob> open_job_in(const std::string& text, std::string& job) {
   std::istringstream in(text);
   std::string where;
-  JoinLimits limits;
+  OpenJob open;
   if (!(in >> where) || where != in_the_store) return std::nullopt;
-  const bool read = static_cast<bool>(in >> limits.first_ranks >> limits.most_ranks);
-  if (!read || limits.first_ranks < 1 || limits.most_ranks < 1 || limits.most_ranks > JoinTable::most_members) {
+  const bool read = static_cast<bool>(in >> open.first_ranks >> open.most_ranks >> open.address >> open.port);
+  const bool ranks = open.first_ranks >= 1 && open.most_ranks >= 1 && open.most_ranks <= JoinTable::most_members;
+  if (!read || !ranks || open.port < 1 || open.port > 65535) {
     throw UsageError(
         fmt::format("{}='{:.100}' is not what shoal launch --elastic sets: unset it", join_variable, printable(text)));
   }
   std::getline(in >> std::ws, job);
-  return limits;
+  return open;
 }
 
 }  // namespace
 
-std::string join_over_hosts(const JoinLimits& limits, const std::string& job) {
-  return fmt::format("{} {} {} {}", in_the_store, limits.first_ranks, limits.most_ranks, job);
+std::string join_over_hosts(const OpenJob& open, const std::string& job) {
+  return fmt::format("{} {} {} {} {} {}", in_the_store, open.first_ranks, open.most_ranks, open.address, open.port,
+                     job);
 }
 
 JoinPlace find_join(const Environment& environment) {
@@ -56,8 +58,8 @@ JoinPlace find_join(const Environment& environment) {
   if (address) {
     why = fmt::format("{} is another job's", join_variable);
     std::string job;
-    if (const auto limits = limits_in(*address, job)) {
-      if (job == own_job) place.over_hosts = limits;
+    if (const auto open = open_job_in(*address, job)) {
+      if (job == own_job) place.over_hosts = open;
     } else {
       try {
         auto board = std::make_shared<JoinBoard>(*address);

@@ -70,23 +70,25 @@ class JoinTable {
   virtual std::string why_closed() const = 0;  // empty: it is not
 };
 
-// Of a job on several hosts.
-struct JoinLimits {
+// A job on several hosts, and its launcher's store.
+struct OpenJob {
   int first_ranks = 0;
   int most_ranks = 0;
+  std::string address{};
+  int port = 0;
 };
 
 // How this process can take part in a job that newcomers may join.
 struct JoinPlace {
-  std::shared_ptr<JoinTable> table{};      // nullptr: nobody can join, or `over_hosts`
-  std::optional<int> number{};             // of a newcomer
-  std::optional<JoinLimits> over_hosts{};  // the table lies in the job's store
+  std::shared_ptr<JoinTable> table{};   // nullptr: nobody can join, or `over_hosts`
+  std::optional<int> number{};          // of a newcomer
+  std::optional<OpenJob> over_hosts{};  // the table lies in the job's store
 };
 // Environment variables, which launchers set: how all ranks find the table, and for a newcomer "NUMBER JOB".
 constexpr const char* join_variable = "SHOAL_ELASTIC";
 constexpr const char* newcomer_variable = "SHOAL_JOIN";
 // Value of join_variable for a table in the job's store.
-std::string join_over_hosts(const JoinLimits& limits, const std::string& job);
+std::string join_over_hosts(const OpenJob& open, const std::string& job);
 // What launchers of enclosing jobs have set does not count. UsageError for a newcomer that cannot join.
 JoinPlace find_join(const Environment& environment);
 

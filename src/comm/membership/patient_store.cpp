@@ -20,7 +20,7 @@ std::string PatientStore::why_lost() const {
   return why_lost_;
 }
 
-std::shared_ptr<PatientStore> connect_patiently(const Placement& placement, int timeout_seconds) {
+StorePtr connect_to_job(const Placement& placement, int timeout_seconds) {
   if (placement.port == 0) {
     throw UsageError(
         "Elastic over several hosts needs a TCPStore (init_method env:// or tcp://): this rank cannot connect to the "
@@ -28,7 +28,7 @@ std::shared_ptr<PatientStore> connect_patiently(const Placement& placement, int 
   }
   auto store = connect_store(placement.address, placement.port, timeout_seconds, placement.job);
   store->set_limit(store_limit);
-  return std::make_shared<PatientStore>(std::move(store));
+  return store;
 }
 
 }  // namespace shoal

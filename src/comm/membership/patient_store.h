@@ -61,7 +61,7 @@ class PatientStore {
 
 struct Placement;
 
-// To the job's store, which outlives the ranks, or is lost with the job. UsageError if only the program knows where it is.
-std::shared_ptr<PatientStore> connect_patiently(const Placement& placement, int timeout_seconds);
+// A connection of its own to the job's store. UsageError if only the program knows where it is.
+StorePtr connect_to_job(const Placement& placement, int timeout_seconds);
 
 }  // namespace shoal

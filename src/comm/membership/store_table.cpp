@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/printable.h"
 #include "shoal/error.h"
@@ -23,8 +24,8 @@ std::string where_key(const std::string& generation) {
 
 }  // namespace
 
-StoreTable::StoreTable(std::shared_ptr<PatientStore> store, std::string generation, const JoinLimits& limits)
-    : store_(std::move(store)), generation_(std::move(generation)), limits_(limits) {}
+StoreTable::StoreTable(std::shared_ptr<PatientStore> store, std::string generation, const OpenJob& job)
+    : store_(std::move(store)), generation_(std::move(generation)), job_(job) {}
 
 void StoreTable::open(const std::string& prefix) {
   const std::lock_guard lock(mutex_);
@@ -104,9 +105,16 @@ bool StoreTable::change(const std::function<bool(Content& content)>& edit) {
     const std::lock_guard lock(mutex_);
     before = text_;
   }
+  bool is_new = false;  // what this process has may be old
   while (true) {
     auto content = from_text(before);
-    if (!edit(content)) return false;
+    if (!edit(content)) {
+      if (std::exchange(is_new, true)) return false;
+      refresh();
+      const std::lock_guard lock(mutex_);
+      before = text_;
+      continue;
+    }
     ++content.version;
     const auto text = to_text(content);
     if (text.size() > most_bytes) throw CommError("the table of the processes of this elastic job is full");
@@ -121,6 +129,7 @@ bool StoreTable::change(const std::function<bool(Content& content)>& edit) {
       return true;
     }
     before = now;
+    is_new = true;
   }
 }
 

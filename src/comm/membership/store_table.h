@@ -22,7 +22,7 @@ class StoreTable final : public JoinTable {
  public:
   // Where a newcomer finds the table: under a key of the launcher's generation, once members have made it. A member says
   // where it is by open().
-  StoreTable(std::shared_ptr<PatientStore> store, std::string generation, const JoinLimits& limits);
+  StoreTable(std::shared_ptr<PatientStore> store, std::string generation, const OpenJob& job);
 
   // For members: under the prefix of their board.
   void open(const std::string& prefix);
@@ -37,8 +37,8 @@ class StoreTable final : public JoinTable {
   // For the thread that reads it. Whether something has changed. Uses the store without repeating calls.
   bool follow(const std::string& changes);
 
-  int first_ranks() const override { return limits_.first_ranks; }
-  int most_ranks() const override { return limits_.most_ranks; }
+  int first_ranks() const override { return job_.first_ranks; }
+  int most_ranks() const override { return job_.most_ranks; }
   void refresh() override;
   void knock(int number, const Peer& peer) override;
   bool withdraw(int number) override;
@@ -83,7 +83,7 @@ class StoreTable final : public JoinTable {
 
   const std::shared_ptr<PatientStore> store_;
   const std::string generation_;
-  const JoinLimits limits_;
+  const OpenJob job_;
 
   mutable std::mutex mutex_;  // guards what follows
   std::string prefix_;

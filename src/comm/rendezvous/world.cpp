@@ -174,7 +174,10 @@ Placement place_in_store(const c10::intrusive_ptr<c10d::Store>& store, const Wor
   placement.store_is_served = true;
   placement.source = "the program's store";
   placement.generation = process_environment()("TORCHELASTIC_RESTART_COUNT").value_or("0");
-  placement.job = JobIdentity("", process_environment()("SHOAL_SECRET").value_or(""));
+  // As the launcher has it, which writes to its store, too.
+  const auto named = process_environment()("SHOAL_JOB_ID");
+  const auto name = named ? *named : process_environment()("TORCHELASTIC_RUN_ID").value_or("");
+  placement.job = JobIdentity(name, process_environment()("SHOAL_SECRET").value_or(""));
   return placement;
 }
 
@@ -189,7 +192,21 @@ JoinPlace join_of(Placement& own_place) {
              (join.over_hosts && join.over_hosts->first_ranks != own_place.size)) {
     join = {};  // another world than the job's
   }
+  if (join.over_hosts) {
+    own_place.address = join.over_hosts->address;
+    own_place.port = join.over_hosts->port;
+  }
   return join;
+}
+
+// Of a job that ranks of other hosts may join: others reach this process from there, and a newcomer finds the job in its store.
+void find_open_job(WorldState& state) {
+  if (!state.join.over_hosts) return;
+  const auto& place = state.placement;
+  state.listen_address = address_towards(place.address, place.port);
+  if (!state.join.number) return;
+  auto store = std::make_shared<PatientStore>(connect_to_job(place, state.options.rendezvous_timeout_seconds));
+  state.join.table = std::make_shared<StoreTable>(std::move(store), place.generation, *state.join.over_hosts);
 }
 
 }  // namespace
@@ -211,12 +228,8 @@ World init(const WorldOptions& options) {
       },
       std::move(join));
   const auto& place = state->placement;
-  const bool comes_to_hosts = state->join.number && state->join.over_hosts;
-  if (comes_to_hosts) {
-    state->join.table = std::make_shared<StoreTable>(connect_patiently(place, options.rendezvous_timeout_seconds),
-                                                     place.generation, *state->join.over_hosts);
-  }
-  if (place.size > 1 || comes_to_hosts) state->listen_address = address_towards(place.address, place.port);
+  if (place.size > 1 && !state->join.over_hosts) state->listen_address = address_towards(place.address, place.port);
+  find_open_job(*state);
   return with_group(std::move(state));
 }
 
@@ -232,7 +245,7 @@ World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& opt
       },
       std::move(join));
   state->listen_address = "127.0.0.1";
-  if (state->local_size < state->placement.size) {
+  if (state->local_size < state->placement.size && !state->join.over_hosts) {
     const auto server = server_of(store);
     if (!server) {
       throw UsageError(
@@ -243,6 +256,7 @@ World init(const c10::intrusive_ptr<c10d::Store>& store, const WorldOptions& opt
     state->placement.address = server->host;
     state->placement.port = server->port;
   }
+  find_open_job(*state);
   return with_group(std::move(state));
 }
 

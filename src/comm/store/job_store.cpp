@@ -238,7 +238,7 @@ void JobStore::report_end(int rank) {
   state_->report({ended_key(generation, rank), "ended", false});
 }
 
-JobStore::OpenJob JobStore::find(const std::string& address, int port, const JobIdentity& job, int timeout_seconds) {
+JobStore::Terms JobStore::find(const std::string& address, int port, const JobIdentity& job, int timeout_seconds) {
   quiet_c10d();
   try {
     const auto store = connect_store(address, port, timeout_seconds, job);
@@ -254,7 +254,7 @@ JobStore::OpenJob JobStore::find(const std::string& address, int port, const Job
     while (!(text = store_try_get(*store, open_key)) && SteadyClock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
-    OpenJob open;
+    Terms open;
     int nodes = 0;
     std::istringstream in(text.value_or(""));
     in >> open.first_ranks >> open.most_ranks >> open.min_ranks >> nodes;
@@ -272,10 +272,11 @@ JobStore::OpenJob JobStore::find(const std::string& address, int port, const Job
   }
 }
 
-void JobStore::open(const OpenJob& job) {
-  state_->is_open = job.most_ranks > 0;
-  state_->report(
-      {open_key, fmt::format("{} {} {} {}", job.first_ranks, job.most_ranks, job.min_ranks, state_->nodes), true});
+void JobStore::open(const Terms& terms) {
+  state_->is_open = terms.most_ranks > 0;
+  state_->report({open_key,
+                  fmt::format("{} {} {} {}", terms.first_ranks, terms.most_ranks, terms.min_ranks, state_->nodes),
+                  true});
 }
 
 void JobStore::ask_for_number(int first_ranks) {

@@ -15,7 +15,7 @@ namespace shoal {
 class JobStore {
  public:
   // A job on several nodes that others may join, as the launcher of node 0 describes it.
-  struct OpenJob {
+  struct Terms {
     int first_ranks = 0;
     int most_ranks = 0;
     int min_ranks = 0;
@@ -23,7 +23,7 @@ class JobStore {
   };
   // For the launcher of a node that comes to such a job, before it makes a JobStore. UsageError if nobody listens there
   // within the time, or the job is another one.
-  static OpenJob find(const std::string& address, int port, const JobIdentity& job, int timeout_seconds);
+  static Terms find(const std::string& address, int port, const JobIdentity& job, int timeout_seconds);
 
   // Takes the port on node 0. UsageError names one that is in use. port 0: any free one, of a job of one node. silence:
   // after which a launcher of which nothing is heard has ended.
@@ -45,7 +45,7 @@ class JobStore {
   // That the process of a rank has ended, well or not, for ranks of an elastic job on other nodes.
   void report_end(int rank);
   // On node 0, before begin(): what launchers find that come to the job. most_ranks 0: none may.
-  void open(const OpenJob& job);
+  void open(const Terms& terms);
   // Asks for the number of a process that is to join; take_number() has one for each call, once the store has answered.
   void ask_for_number(int first_ranks);
   std::optional<int> take_number();
