@@ -95,10 +95,12 @@ void Elastic::State::require_supported() const {
                       entry.key(), entry.value().device().str()));
     }
   }
-  const bool over_hosts = cell_of(world)->state->join.over_hosts.has_value();
-  if ((world.local_size() < world.size() || over_hosts) && options.straggler_seconds > 0) {
+  const bool launchers_kill = cell_of(world)->state->join.over_hosts.has_value();
+  if (world.local_size() < world.size() && options.straggler_seconds > 0 && !launchers_kill) {
     throw UsageError(
-        "Elastic: the ranks are on several hosts, and cannot kill each other: leave straggler_seconds out");
+        "Elastic: the ranks are on several hosts, of which only the launchers can kill a rank for the others: start "
+        "them "
+        "with shoal launch --nnodes and --elastic MIN:MAX, or leave straggler_seconds out");
   }
   const auto transport = world.group().transport();
   const std::set<std::string> supported{"host", "host+tcp", "tcp", "gloo", "identity"};

@@ -72,7 +72,7 @@ void Elastic::State::go_on(const std::function<void()>* update) {
       const bool elsewhere = generations->has_several_hosts();
       const bool again = elsewhere || (proven && longest_wait.count() > 0);
       if (!mended && (!again || ++late == most_late_recoveries)) throw;
-      if (!mended && !elsewhere) wait_longer();
+      if (!mended) wait_longer();
     } catch (const DisagreeError& error) {
       if (!generations->drop_newcomers(error.what())) throw;
     } catch (const UsageError& error) {  // of an optimizer whose state cannot be divided among more ranks

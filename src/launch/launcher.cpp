@@ -277,6 +277,7 @@ class Job {
     if (asked.more) add_rank();
     start_asked();
     end_late_newcomers();
+    end_overdue();
     enforce_deadlines();
   }
 
@@ -308,6 +309,15 @@ class Job {
       child.late = true;
       kill(-child.pid, SIGKILL);
       say("rank {} (pid {}) was to join a job that has ended", child.rank, child.pid);
+    }
+  }
+
+  // Ranks that stand still, as those of other hosts have found.
+  void end_overdue() {
+    for (const int rank : store_.overdue()) {
+      for (const auto& child : children_) {
+        if (child.rank == rank && child.running) kill(-child.pid, SIGKILL);
+      }
     }
   }
 

@@ -142,7 +142,7 @@ void join_with(Fault fault, int trial, std::mt19937& random) {
 void join_often_with(Fault fault) {
   const int seed = test::number_of("SHOAL_SEED", 1);
   std::mt19937 random(static_cast<unsigned>(seed));
-  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 8) && !::testing::Test::HasFailure(); ++trial) {
+  for (int trial = 0; trial < test::number_of("SHOAL_KILLS", 4) && !::testing::Test::HasFailure(); ++trial) {
     SCOPED_TRACE(fmt::format("seed {}", seed));
     join_with(fault, trial, random);
   }

@@ -175,5 +175,53 @@ TEST_F(ElasticHosts, ELA04_shards_that_a_host_would_take_with_it_are_refused) {
   }
 }
 
+// Ranks stand still; those of other hosts ask their launchers to kill them.
+void stand_still(const Kind& kind, const std::vector<Death>& deaths, ElasticOptions options,
+                 const test::Trained& trained = {}) {
+  options.straggler_seconds = 1;
+  const test::SharedRecord record;
+  auto over_that = over(kind.transport);
+  over_that.timeout_seconds = 10;
+  std::vector<int> later(kind.hosts.size());
+  later[0] = 1;  // ranks might join, so that launchers are asked
+  ForkedHosts hosts(
+      kind.hosts, [&](const World& world) { return test::train(world, *record, 1, deaths, options, trained); },
+      over_that, later);
+  auto ended = hosts.wait(40);
+  ended.resize(static_cast<size_t>(kind.ranks()));
+  std::vector<int> victims;
+  for (const auto& death : deaths) {
+    victims.push_back(death.rank);
+    EXPECT_TRUE(WIFSIGNALED(ended[static_cast<size_t>(death.rank)].status)) << "rank " << death.rank << " lives";
+  }
+  check(ended, victims, *record, 1, kind.transport == "tcp" || trained.sharding != test::Sharding::none, trained);
+}
+
+TEST_F(ElasticHosts, ELA08_ranks_of_other_hosts_that_stand_still_are_killed_by_their_launchers) {
+  for (const auto& kind : {kinds[0], kinds[1], kinds[2]}) {
+    for (const auto moment : {Moment::in_backward, Moment::before_update, Moment::between_steps}) {
+      SCOPED_TRACE(kind.transport + " " + std::to_string(static_cast<int>(moment)));
+      stand_still(kind, {{kind.ranks() - 1, moment, 4, SIGSTOP}}, {});
+    }
+  }
+  // All ranks of a host: it is silent, too.
+  stand_still(kinds[0], {{2, Moment::in_backward, 4, SIGSTOP}, {3, Moment::in_backward, 4, SIGSTOP}}, {});
+  stand_still(kinds[3], {{1, Moment::in_backward, 4, SIGSTOP}}, quick);
+  for (const auto moment : {Moment::before_commit, Moment::in_update, Moment::after_update}) {
+    stand_still(kinds[0], {{0, moment, 4, SIGSTOP}}, {}, {.sharding = test::Sharding::hybrid, .optimizer = "adamw"});
+  }
+}
+
+TEST_F(ElasticHosts, ELA08_without_launchers_that_kill_stragglers_are_refused) {
+  ForkedHosts hosts(
+      {1, 1},
+      [&](const World& world) {
+        const test::SharedRecord record;
+        return test::train(world, *record, 1, {}, {.straggler_seconds = 1});
+      },
+      over("tcp"));
+  for (const auto& ended : hosts.wait(40)) EXPECT_THAT(ended.text, HasSubstr("--elastic MIN:MAX"));
+}
+
 }  // namespace
 }  // namespace shoal::elastic_hosts_test

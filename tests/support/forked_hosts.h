@@ -157,6 +157,10 @@ class ForkedHosts {
     store.begin({});
     size_t living = numbers.size();
     while (living > 0) {
+      for (const int late : store.overdue()) {
+        const auto found = std::find(numbers.begin(), numbers.end(), late);
+        if (found != numbers.end()) shared_[late].signal = SIGKILL;
+      }
       for (size_t local = 0; local < numbers.size(); ++local) {
         auto& one = shared_[numbers[local]];
         if (const int number = one.signal.exchange(0); number != 0 && !one.over) kill(pids[local], number);

@@ -135,6 +135,11 @@ bool Board::gone(int member) const {
   return has_no_page || (elsewhere_ ? elsewhere_->gone(member) : exits_->gone(static_cast<size_t>(member)));
 }
 
+bool Board::end(int member) const {
+  if (elsewhere_ && elsewhere_->has(member)) return elsewhere_->end(member);
+  return exits_->end(static_cast<size_t>(member));
+}
+
 bool Board::silent(int member) const {
   return elsewhere_ && elsewhere_->silent(member) && !elsewhere_->left(member);
 }

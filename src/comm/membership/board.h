@@ -63,8 +63,8 @@ class Board {
   std::string lost() const;
   // Whether a process has come under the number, and what it shows can be read.
   bool knows(int member) const;
-  // Kills another member of this host, as PeerExit does. For the thread that trains.
-  bool end(int member) const { return exits_->end(static_cast<size_t>(member)); }
+  // Kills another member, as PeerExit does; on another host, its launcher is asked to. For the thread that trains.
+  bool end(int member) const;
   const ProcessId& process(int member) const { return members_[static_cast<size_t>(member)].process; }
   // Returns the memory of a member that has ended to the system, except for what it shows.
   void unmap(int member);

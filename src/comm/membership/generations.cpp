@@ -157,6 +157,7 @@ void Generations::recover(int min_ranks) {
   MemberList tried;
   for (int attempt = 1;; ++attempt) {
     const auto card = agree(min_ranks);
+    end_left_out(card);
     free_former(card);
     if (std::exchange(tried, card.members) != card.members) attempt = 1;
     try {
@@ -323,8 +324,22 @@ void Generations::end_stragglers(const MemberCard& card, Patience& patience) con
   }
   if (answered < stragglers_.min_ranks) return;
   const auto place = std::find(present.begin(), present.end(), self()) - present.begin();
-  if (!patience.over(turn_to_kill(static_cast<size_t>(place)))) return;
-  for (const int member : late) watch_->end(member);
+  const auto turn = turn_to_kill(static_cast<size_t>(place));
+  if (!patience.over(turn)) return;
+  // On another host, members may wait in an update for one of them, which they kill first.
+  const bool longer = patience.over(turn + stragglers_.limit);
+  for (const int member : late) {
+    if (longer || is_on_this_host(member)) watch_->end(member);
+  }
+}
+
+// Of a silent host. Whoever stands still there would find that the job goes on without it only when it is continued.
+void Generations::end_left_out(const MemberCard& card) const {
+  if (stragglers_.limit.count() == 0) return;
+  for (const int member : members()) {
+    const bool left_out = !std::binary_search(card.members.begin(), card.members.end(), member);
+    if (left_out && board_->silent(member) && !board_->gone(member)) watch_->end(member);
+  }
 }
 
 void Generations::lose_late(const MemberCard& card) const {

@@ -97,6 +97,7 @@ class Generations {
   void free_former(const MemberCard& card);
   MemberCard agree(int min_ranks);
   void require_enough(int ranks, int min_ranks) const;
+  void end_left_out(const MemberCard& card) const;
   [[noreturn]] void lose_late(const MemberCard& card) const;
   void make_world(const MemberCard& card);
   std::map<int, MemberSight> look();

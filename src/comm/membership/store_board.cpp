@@ -129,6 +129,23 @@ bool StoreBoard::decide(uint64_t generation, int64_t number, bool passes) {
                               generation, printable(now)));
 }
 
+bool StoreBoard::end(int member) {
+  if (!overdue_.insert(member).second) return false;
+  options_.store->ask([&](DeadlineStore& store) {
+    const auto list = overdue_key(options_.generation);
+    while (true) {
+      const auto before = store_try_get(store, list).value_or("");
+      std::istringstream in(before);
+      for (int other = 0; in >> other;) {
+        if (other == member) return true;
+      }
+      const auto after = fmt::format("{}{} ", before, member);
+      if (store_replace(store, list, before, after) == after) return true;
+    }
+  });
+  return true;
+}
+
 // The entry before the beat that announces it. The last call has an answer, so the store has both.
 void StoreBoard::write() {
   std::string text(entry_bytes, '\0');

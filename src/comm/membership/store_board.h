@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -60,6 +61,9 @@ class StoreBoard {
   // Whether decision `number` of a generation, which are numbered from 1, has passed: as the first of all members says that asks,
   // for all of them. To be asked in turn, until one has failed. CommError if the store is lost. For the thread that shows.
   bool decide(uint64_t generation, int64_t number, bool passes);
+  // Asks the launcher of its host to kill a member. Whether it is asked for the first time. CommError if the store is lost. For
+  // the thread that shows.
+  bool end(int member);
   // Nothing is written or read from now on. For the thread that shows.
   void stop();
 
@@ -149,6 +153,8 @@ class StoreBoard {
     uint64_t beats = 0;
     uint64_t changes = 0;
   } own_;
+
+  std::set<int> overdue_;  // members that launchers were asked to kill
 
   // By member; nullptr: no process has come. They stay as long as this object.
   std::array<std::atomic<Seen*>, most_board_members> seen_{};

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <random>
@@ -140,6 +141,8 @@ struct JobStore::State {
       for (int other = static_cast<int>(others.size()) + 1; other < all; ++other) wait_for(other);
     }
     auto text = store_try_get(store, failure_key).value_or("");
+    std::istringstream in(store_try_get(store, overdue_key(generation)).value_or(""));
+    const std::vector<int> late{std::istream_iterator<int>(in), {}};
     bool all_over = true;
     for (auto& other : others) {
       other.left = other.left || store.check({key_of("left", other.node)});
@@ -149,6 +152,7 @@ struct JobStore::State {
     }
     const std::lock_guard lock(mutex);
     failure = std::move(text);
+    overdue = late;
     others_over = all_over;
   }
 
@@ -183,6 +187,7 @@ struct JobStore::State {
   uint64_t looks = 0;
   std::condition_variable answered;
   std::string failure;
+  std::vector<int> overdue;
   bool others_over = false;
   bool told_to_leave = false;
   std::optional<SteadyClock::time_point> leaves;
@@ -307,6 +312,11 @@ bool JobStore::has_joined(int number, bool wait) {
     state_->answered.wait_for(lock, std::chrono::milliseconds(100), known);
   }
   return state_->joined.contains(number);
+}
+
+std::vector<int> JobStore::overdue() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->overdue;
 }
 
 void JobStore::leave() {

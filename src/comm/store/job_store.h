@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/rendezvous/job_identity.h"
 
@@ -52,6 +53,8 @@ class JobStore {
   // Whether the process of this number has become a member, as far as it is known; with `wait`, the store is asked, for a few
   // seconds at most.
   bool has_joined(int number, bool wait);
+  // Ranks of any node that their launchers are to kill: others of an elastic job have waited for them for too long.
+  std::vector<int> overdue() const;
   // All ranks of this node have ended.
   void leave();
   // After it, whether this launcher may end: on node 0, all others have left or ended, whose ranks may still use the store;

@@ -75,6 +75,11 @@ inline std::string ended_key(const std::string& generation, int rank) {
   return "shoal/" + generation + "/ended/" + std::to_string(rank);
 }
 
+// Key of the numbers of ranks that launchers are to kill, as others have waited for them for too long: "3 7".
+inline std::string overdue_key(const std::string& generation) {
+  return "shoal/" + generation + "/overdue";
+}
+
 // Key that a newcomer of such a job sets for its launcher, once it is a member.
 inline std::string joined_key(const std::string& generation, int number) {
   return "shoal/" + generation + "/joined/" + std::to_string(number);
