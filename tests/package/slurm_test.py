@@ -198,6 +198,46 @@ class Test:
             for rank in range(2):
                 assert f"rank {rank} of 2 over {transport}: equal weights True" in out, out
 
+    def train_elastic(self, name, options, command, kill):
+        """An elastic training of 600 steps, in which `kill` is called once it is under way; its metrics."""
+        metrics = self.folder / f"{name}.jsonl"
+        train = ["shoal", "train", "--data", "reference", "--model", "mlp", "--steps", 600, "--threads", 1, "--elastic", 1,
+                 "--silent-host-seconds", 2, "--metrics", metrics]
+        with open(self.folder / f"{name}.txt", "w", encoding="utf-8") as out:
+            line = [str(part) for part in ["srun", "-N", 2, "--no-kill", *options, *command, *train]]
+            job = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+            lines = lambda: metrics.read_text().splitlines() if metrics.exists() else []  # noqa: E731
+            wait_for("steps of an elastic training", lambda: len(lines()) > 20 or job.poll() is not None)
+            kill()
+            job.wait(timeout=90)
+        events = [json.loads(line) for line in lines()]
+        steps = [event["step"] for event in events if "loss" in event]
+        assert steps and steps[-1] - steps[0] == 599, self.output(name)
+        wait_for("end of the ranks", lambda: "shoal" not in run("ps", "-eo", "comm").split(), 30)
+        return [event for event in events if "generation" in event]
+
+    def kill_rank(self, variable, number):
+        """Ends the rank of which a variable has the value."""
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                variables = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"train" in words[1:2] and f"{variable}={number}".encode() in variables:
+                os.kill(int(process.name), 9)
+                return
+        sys.exit(f"failed: no rank has {variable}={number}")
+
+    def goes_on_without_a_rank(self):
+        """Ranks that srun starts: the job gets smaller. With a launcher on each node, a rank comes in its place."""
+        changes = self.train_elastic("shrinks", ["-n", 3], [], lambda: self.kill_rank("SLURM_PROCID", 1))
+        assert [change["ranks"] for change in changes] == [2], changes
+        launch = ["bash", "-c", 'exec shoal launch --nnodes 2 --node-rank $SLURM_NODEID -n 2 --elastic 1:4 --max-restarts 1 '
+                  f'--address {NODES["shoal-a"]} --port 29641 -- "$@"', "launch"]
+        changes = self.train_elastic("replaced", ["--ntasks-per-node=1"], launch, lambda: self.kill_rank("RANK", 3))
+        assert [change["ranks"] for change in changes] == [3, 4], changes
+
     def ends_when_cancelled(self):
         job = self.begin("cancelled")
         run("scancel", job)
@@ -235,6 +275,7 @@ def inside(examples, in_python):
             test.starts_with_and_without_pmi()
             if in_python:
                 test.starts_programs_in_python(*in_python)
+            test.goes_on_without_a_rank()
             job = test.submit("whole")
             cluster.end(job, "COMPLETED")
             test.ends_when_cancelled()
