@@ -268,5 +268,29 @@ TEST_P(FileTopology, DEC17_others_go_on_without_a_rank_that_connected_them) {
 
 INSTANTIATE_TEST_SUITE_P(Gossip, FileTopology, testing::Values("decentralized"));
 
+// What mpirun allows: ranks go on without a dead one, and mpirun ends well; without the option it ends them.
+TEST(GoingOn, ELA06_under_mpirun_an_elastic_job_goes_on_with_enable_recovery) {
+  if (std::string(MPIRUN).empty()) GTEST_SKIP() << "this build has no MPI";
+  for (const bool recovers : {true, false}) {
+    const TempFolder folder;
+    const auto metrics = folder.file("metrics.jsonl");
+    const auto steps = std::to_string(recovers ? 600 : 1'000'000);
+    const auto script = fmt::format(
+        "{0} {1} -n 3 {2} train --data reference --model mlp --threads 1 --steps {3} --elastic 1 --metrics {4} & "
+        "pid=$!; "
+        "for i in $(seq 600); do [ -f {4} ] && [ $(wc -l < {4}) -gt 20 ] && break; sleep 0.05; done; "
+        "for rank in $(pgrep -f 'train .* --metrics {4}'); do "
+        "tr '\\0' '\\n' < /proc/$rank/environ | grep -q '^OMPI_COMM_WORLD_RANK=1$' && kill -9 $rank; done; "
+        "wait $pid; echo code $?; grep -c generation {4}; grep loss {4} | tail -1",
+        MPIRUN, recovers ? "--enable-recovery" : "", SHOAL, steps, metrics);
+    const auto ended = run_together({{{"bash", "-c", script}, variables_of(MPIRUN_ENVIRONMENT)}}, 60).front();
+    EXPECT_FALSE(ended.overdue) << ended.output;
+    EXPECT_EQ(ended.output.find("code 0") != std::string::npos, recovers) << ended.output;
+    if (!recovers) continue;
+    EXPECT_NE(ended.output.find("2 ranks go on"), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find("\"step\":599"), std::string::npos) << ended.output;
+  }
+}
+
 }  // namespace
 }  // namespace shoal::test::going_on_test
