@@ -54,9 +54,8 @@ int run(int argc, char** argv) {
   } catch (const CLI::Success& help) {
     return app.exit(help);
   } catch (const CLI::Error& error) {
-    const auto unknown = shoal::cli::unknown_option(app, line);
-    shoal::cli::complain((unknown.empty() ? error.what() : "there is no option " + unknown) +
-                         " (shoal --help, shoal COMMAND --help)");
+    const auto unknown = shoal::cli::unknown_word(app, line);
+    shoal::cli::complain((unknown.empty() ? error.what() : unknown) + " (shoal --help, shoal COMMAND --help)");
     return wrong_command_line;
   } catch (const shoal::UsageError& error) {
     shoal::cli::complain(error.what());

@@ -23,7 +23,10 @@ void expect_refused(const std::vector<std::string>& arguments, const std::string
 TEST(CommandLine, wrong_options_are_refused_before_ranks_are_started) {
   expect_refused({"train", "--ranks", "0"}, "--ranks 0: give at least 1");
   expect_refused({"launch", "-n", "2", "--timeout", "10", "--", "true", "--lr", "1"}, "there is no option --timeout");
-  expect_refused({"train", "--frobnicate=3"}, "there is no option --frobnicate");
+  expect_refused({"train", "--frobnicate=3"}, "there is no option --frobnicate (");
+  expect_refused({"train", "--modle=gpt"}, "there is no option --modle; did you mean --model?");
+  expect_refused({"trian", "--model", "gpt"}, "there is no command trian; did you mean train?");
+  expect_refused({"frobnicate"}, "there is no command frobnicate; there are train, bench, plan, ");
   expect_refused({"checkpoint", "verify", "--deep", "somewhere"}, "there is no option --deep");
   expect_refused({"launch", "--stop-grace", "-1", "--", "true"}, "-1 seconds to stop in: give 0 or more");
   expect_refused({"launch", "--grace", "-1", "--", "true"}, "-1 seconds of grace: give 0 or more");

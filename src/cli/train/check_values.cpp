@@ -1,7 +1,9 @@
 #include "cli/train/check_values.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -43,6 +45,33 @@ void check_number(const std::string& option, const std::string& type, const std:
   }
 }
 
+// Letters to add, drop, change or swap with the next one.
+size_t distance(const std::string& a, const std::string& b) {
+  std::vector<std::vector<size_t>> table(a.size() + 1, std::vector<size_t>(b.size() + 1));
+  for (size_t i = 0; i <= a.size(); ++i) {
+    for (size_t j = 0; j <= b.size(); ++j) {
+      auto& here = table[i][j];
+      if (i == 0 || j == 0) {
+        here = i + j;
+        continue;
+      }
+      here = std::min({table[i - 1][j] + 1, table[i][j - 1] + 1, table[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1)});
+      const bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+      if (swapped) here = std::min(here, table[i - 2][j - 2] + 1);
+    }
+  }
+  return table[a.size()][b.size()];
+}
+
+// "; did you mean --model?", for the closest of the names; empty: none is close.
+std::string or_else(const std::string& word, const std::vector<std::string>& names) {
+  constexpr size_t longest = 60;
+  if (word.size() > longest || names.empty()) return "";
+  const auto closest = std::min_element(
+      names.begin(), names.end(), [&](const auto& a, const auto& b) { return distance(word, a) < distance(word, b); });
+  return distance(word, *closest) <= 2 ? fmt::format("; did you mean {}?", *closest) : "";
+}
+
 void check(const CLI::App& command) {
   for (const auto* option : command.get_options()) {
     if (option->get_positional() && option->get_lnames().empty()) continue;
@@ -59,14 +88,26 @@ void check(const CLI::App& command) {
 
 }  // namespace
 
-std::string unknown_option(const CLI::App& program, const std::vector<std::string>& line) {
+std::string unknown_word(const CLI::App& program, const std::vector<std::string>& line) {
   const CLI::App* command = &program;
   while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
   for (size_t i = 1; i < line.size() && line[i] != "--"; ++i) {
     const auto name = line[i].substr(0, line[i].find('='));
-    if (name.starts_with("--") && command->get_option_no_throw(name) == nullptr) return name;
+    if (!name.starts_with("--") || command->get_option_no_throw(name) != nullptr) continue;
+    std::vector<std::string> names;
+    for (const auto* option : command->get_options()) {
+      for (const auto& own : option->get_lnames()) names.push_back("--" + own);
+    }
+    return "there is no option " + name + or_else(name, names);
   }
-  return "";
+  const bool is_command = command == &program && line.size() > 1 && !line[1].starts_with('-');
+  if (!is_command) return "";
+  std::vector<std::string> names;
+  for (const auto* one : program.get_subcommands([](const CLI::App*) { return true; }))
+    names.push_back(one->get_name());
+  const auto meant = or_else(line[1], names);
+  const auto list = meant.empty() ? fmt::format("; there are {}", fmt::join(names, ", ")) : meant;
+  return fmt::format("there is no command {}{}", shown(line[1]), list);
 }
 
 void check_values(CLI::App& program) {

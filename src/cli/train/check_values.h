@@ -11,8 +11,9 @@ namespace shoal::cli {
 // -1, and truncates large values), and for a value that is the next option.
 void check_values(CLI::App& program);
 
-// First option on the line, up to "--", that its command does not have; empty: none. Needed because CLI11 reports what
-// is left over, which may be an option's value or the program to start.
-std::string unknown_option(const CLI::App& program, const std::vector<std::string>& line);
+// What is unknown on the line, up to "--", as a sentence: an option that its command does not have, or a command, with the
+// name that is meant, if one is close; empty: nothing. Needed because CLI11 reports what is left over, which may be an
+// option's value or the program to start.
+std::string unknown_word(const CLI::App& program, const std::vector<std::string>& line);
 
 }  // namespace shoal::cli
