@@ -35,6 +35,7 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 
 constexpr int seconds_to_find_a_job = 30;
+constexpr int interrupted_well = 130;  // exit code of a rank that has saved and ended after a signal
 
 std::string in_words(int signal) {
   const char* name = sigabbrev_np(signal);
@@ -87,21 +88,24 @@ class Job {
     for (int local = 0; local < options_.ranks; ++local) {
       options_.join ? newcomers_.ask("its host comes to the job") : start(options_.node * options_.ranks + local);
     }
-    if (options_.node == 0) {
-      store_.open({.first_ranks = first_ranks_, .most_ranks = options_.most_ranks, .min_ranks = options_.min_ranks});
-    }
+    store_.open({.first_ranks = first_ranks_, .most_ranks = options_.most_ranks, .min_ranks = options_.min_ranks});
     // Its threads begin once all ranks are forked: a lock that one of them held would stay locked in a forked rank.
     store_.begin(JobIdentity(process_environment()("SHOAL_JOB_ID").value_or(run_id()), secret_));
-    while (alive() > 0 || newcomers_.asked() > 0) step();
-    store_.leave();
-    while (!store_.may_end() && !waits_no_more_) step();
+    const auto runs = [this] { return alive() > 0 || newcomers_.asked() > 0; };
+    do {
+      while (runs()) step();
+      store_.leave();
+      while (!runs() && !store_.may_end() && !waits_no_more_) step();  // on node 0, a rank may be added meanwhile
+    } while (runs());
     forward_the_rest();
     if (code_ && !interrupted_) print_verdict();
     forward_the_rest();
-    if (interrupted_) return 130;
+    if (interrupted_) return interrupted_well;
     if (const int error = out_.error() != 0 ? out_.error() : err_.error(); error != 0 && !code_) {
       throw UsageError(fmt::format("cannot write the output of the ranks: {}", std::strerror(error)));
     }
+    const auto joined = [&](const Child& child) { return belongs(child); };
+    if (options_.join && std::none_of(children_.begin(), children_.end(), joined)) return 1;
     return succeeded_ && failures_end_nothing() ? 0 : code_.value_or(0);
   }
 
@@ -123,9 +127,9 @@ class Job {
 
   // A process that is to join the job. why: it is started, for people. Whether it is started, or will be.
   bool start_newcomer(const std::string& why) {
-    const auto here = alive() + static_cast<int64_t>(newcomers_.asked());
-    if (here >= options_.most_ranks) {
-      say("no rank is added ({}): the job has {} processes, the most that --elastic allows", why, here);
+    const auto all = alive() + static_cast<int64_t>(newcomers_.asked()) + newcomers_.elsewhere();
+    if (all >= options_.most_ranks) {
+      say("no rank is added ({}): the job has {} processes, the most that --elastic allows", why, all);
       return false;
     }
     newcomers_.ask(why);
@@ -135,6 +139,9 @@ class Job {
   // One that cannot be started costs the job nothing.
   bool start_asked() {
     bool all = true;
+    if (ending()) {
+      for (const auto& why : newcomers_.drop()) say("no rank is added ({}): the job ends", why);
+    }
     for (const auto& why : newcomers_.given_up()) {
       say("no rank is added ({})", why);
       all = false;
@@ -236,8 +243,15 @@ class Job {
                                         [&](const Child& child) { return !child.failed && belongs(child); });
     // Of other nodes nothing is known here: the ranks count themselves.
     const auto elsewhere = first_ranks_ - (options_.join ? 0 : options_.ranks);
-    const bool enough = standing + elsewhere >= options_.min_ranks;
+    // Nor can it be told who has joined there.
+    const bool unknown = options_.nodes > 1 && options_.most_ranks > 0;
+    const bool enough = unknown || standing + elsewhere >= options_.min_ranks;
     return options_.keep_going || (options_.min_ranks > 0 && enough);
+  }
+
+  int members_here() {
+    return static_cast<int>(std::count_if(children_.begin(), children_.end(),
+                                          [&](const Child& child) { return child.running && belongs(child); }));
   }
 
   int64_t alive() const {
@@ -273,6 +287,7 @@ class Job {
     if (asked.to_stop > 0) interrupt(asked.to_stop);
     if (asked.who_waits) print_verdict();
     reap();
+    if (options_.nodes > 1) store_.set_members(members_here());
     look_at_other_nodes();
     if (asked.more) add_rank();
     start_asked();
@@ -303,7 +318,7 @@ class Job {
   void end_late_newcomers() {
     const bool runs = std::any_of(children_.begin(), children_.end(),
                                   [&](const Child& child) { return child.running && belongs(child); });
-    if (!newcomers_.on_this_node() || runs) return;
+    if (!newcomers_.possible() || runs || !newcomers_.too_late()) return;
     for (auto& child : children_) {
       if (!child.running || child.late) continue;
       child.late = true;
@@ -355,13 +370,15 @@ class Job {
       if (!failures_end_nothing()) store_.report_failure(text);
       if (!interrupted_) say("{} (pid {})", text, child.pid);
       if (!term_at_ && !failures_end_nothing()) term_at_ = after(options_.grace_seconds);
-      replaced.push_back(child.rank);
+      if (exit_code(status) != interrupted_well) replaced.push_back(child.rank);
     }
     for (const int rank : replaced) replace(rank);
   }
 
   void replace(int rank) {
     if (!newcomers_.possible() || restarts_ == options_.max_restarts || ending()) return;
+    // As after an error that has ended the whole job.
+    if (options_.nodes > 1 && members_here() == 0 && newcomers_.elsewhere() == 0) return;
     if (failed_joins() >= most_failed_joins) {
       say("rank {} is not replaced: the last {} ranks that were started ended before they had joined the job", rank,
           most_failed_joins);

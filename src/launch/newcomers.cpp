@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <stdexcept>
+#include <utility>
 
 #include "shoal/error.h"
 
@@ -40,7 +41,8 @@ void Newcomers::ask(const std::string& why) {
 std::optional<std::pair<int, std::string>> Newcomers::next() {
   if (asked_.empty()) return std::nullopt;
   const auto number = board_ ? std::optional(next_) : store_.take_number();
-  if (!number || *number >= JoinTable::most_members) return std::nullopt;
+  if (number) next_ = *number;
+  if (!number || next_ >= JoinTable::most_members) return std::nullopt;
   ++next_;
   auto why = std::move(asked_.front().why);
   asked_.pop_front();
@@ -49,13 +51,20 @@ std::optional<std::pair<int, std::string>> Newcomers::next() {
 
 std::vector<std::string> Newcomers::given_up() {
   std::vector<std::string> list;
-  const bool no_more = board_ && next_ >= JoinTable::most_members;
+  const bool no_more = next_ >= JoinTable::most_members;
   while (!asked_.empty() && (no_more || Clock::now() > asked_.front().since + limit_of_the_store)) {
     list.push_back(fmt::format("{}: {}", asked_.front().why,
-                               no_more ? fmt::format("a job has {} processes at most in its life", next_)
-                                       : "the job's store has given no number"));
+                               no_more
+                                   ? fmt::format("a job has {} processes at most in its life", JoinTable::most_members)
+                                   : "the job's store has given no number"));
     asked_.pop_front();
   }
+  return list;
+}
+
+std::vector<std::string> Newcomers::drop() {
+  std::vector<std::string> list;
+  for (auto& one : std::exchange(asked_, {})) list.push_back(std::move(one.why));
   return list;
 }
 

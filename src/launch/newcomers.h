@@ -27,8 +27,10 @@ class Newcomers {
   bool is_one(int rank) const { return possible() && rank >= first_ranks_; }
   // Whether a newcomer has become a member, as far as it is known; with `wait`, the store is asked.
   bool is_member(int rank, bool wait = false);
-  // Whether they are taken in on this node only, so that they have nothing to join once its ranks have ended.
-  bool on_this_node() const { return board_.has_value(); }
+  // Members that run on other nodes, as far as it is known.
+  int64_t elsewhere() const { return board_ ? 0 : store_.members_elsewhere(); }
+  // Whether there is nothing to join any more, where no member runs on this node.
+  bool too_late() const { return board_ || store_.nobody_trains(); }
 
   // A process is to be started. why: for people.
   void ask(const std::string& why);
@@ -37,6 +39,9 @@ class Newcomers {
   std::optional<std::pair<int, std::string>> next();
   // Reasons of those for which there is no number after a time, or at all. They are not started.
   std::vector<std::string> given_up();
+
+  // None of those asked for is started. Their reasons.
+  std::vector<std::string> drop();
 
   // Adds what a rank needs to find the others.
   void add_variables(int rank, Variables& list) const;

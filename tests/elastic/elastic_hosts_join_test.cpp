@@ -111,7 +111,9 @@ void join_with(Fault fault, int trial, std::mt19937& random) {
   record->last_step = 3;
   // To a host of its own, or to one that has ranks.
   const bool apart = fault == Fault::host_of_the_newcomer_is_lost || random() % 2 == 0;
-  ForkedHosts hosts({1, 1, 1, 0}, body, over(transport), apart ? std::vector<int>{0, 0, 0, 1} : std::vector<int>{1});
+  auto patient = over(transport);
+  patient.timeout_seconds = 10;  // a busy machine may keep a rank waiting for seconds
+  ForkedHosts hosts({1, 1, 1, 0}, body, patient, apart ? std::vector<int>{0, 0, 0, 1} : std::vector<int>{1});
   std::vector<int> members{0, 1, 2};
   ASSERT_TRUE(reach(*record, members, 3));
   const bool near = random() % 2 == 0;
@@ -162,6 +164,43 @@ TEST_F(ElasticHostsJoin, ELA06_a_member_is_killed_while_a_newcomer_joins) {
 
 TEST_F(ElasticHostsJoin, ELA06_a_host_of_members_is_lost_while_a_newcomer_joins) {
   join_often_with(Fault::host_of_members_is_lost);
+}
+
+// It has asked to join, and is admitted when nothing has been heard of it for longer than the time of silence.
+TEST_F(ElasticHostsJoin, ELA06_a_newcomer_whose_host_has_fallen_silent_is_refused_once) {
+  const test::SharedRecord record;
+  std::atomic<int>& changes = record->first_epoch[test::most_members - 1];  // shared by all ranks
+  const auto body = [&](const World& world) {
+    auto options = quick;
+    options.on_change = [&](const ElasticChange&) { ++changes; };
+    return test::train(world, *record, 2, {}, options);
+  };
+  record->last_step = 3;
+  ForkedHosts hosts({1, 1, 0}, body, over("tcp"), {0, 0, 1});
+  ASSERT_TRUE(reach(*record, {0, 1}, 3));
+  bring(hosts, {2});
+  hosts.kill_host(2);
+  usleep(2'500'000);
+  record->last_step = 0;
+  const auto ended = hosts.wait(40);
+  expect_good(ended, {0, 1}, *record, 2);
+  EXPECT_LE(changes, 2) << "of two ranks";
+}
+
+TEST_F(ElasticHostsJoin, ELA10_a_newcomer_that_waits_when_the_store_is_lost_ends_with_an_error) {
+  const test::SharedRecord record;
+  record->last_step = 3;
+  ForkedHosts hosts({1, 1}, [&](const World& world) { return test::train(world, *record, 2, {}, quick); }, over("tcp"),
+                    {1, 0});
+  ASSERT_TRUE(reach(*record, {0, 1}, 3));
+  bring(hosts, {2});
+  hosts.lose_store();
+  usleep(500'000);
+  record->last_step = 0;
+  for (const auto& ended : hosts.wait(40)) {
+    EXPECT_TRUE(WIFEXITED(ended.status)) << ended.status;
+    EXPECT_THAT(ended.text, testing::HasSubstr("which is lost"));
+  }
 }
 
 }  // namespace

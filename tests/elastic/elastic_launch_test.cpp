@@ -81,6 +81,39 @@ TEST(ElasticJoin, ELA06_launchers_of_several_hosts_and_one_that_comes) {
   }
 }
 
+// Fewer ranks of the first ones are left than the least, but others have come. A host with a program that fails, and one with a
+// program that does not train, neither disturb the job nor outlive it.
+TEST(ElasticJoin, ELA06_ranks_that_have_come_count_and_hosts_that_do_not_join_end_with_the_job) {
+  const test::TempFolder folder;
+  const int port = test::free_port();
+  const auto launcher = [&](const std::string& place, const std::string& program, const std::string& name) {
+    return fmt::format("({0} launch {1} --port {2} -- {3} > {4} 2>&1; echo {5} code $? >> {4}) & ", SHOAL, place, port,
+                       program, folder.file(name), name);
+  };
+  const auto trains = [&](const std::string& name) {
+    return fmt::format("{} 300 {}.jsonl", JOIN_PROGRAM, folder.file(name));
+  };
+  const auto await = [&](const std::string& text) {
+    return fmt::format("for i in $(seq 600); do grep -q '{}' {} && break; sleep 0.05; done; ", text,
+                       folder.file("first"));
+  };
+  const auto script = "export SHOAL_SECRET=0123456789abcdef0123456789abcdef; " +
+                      launcher("--nnodes 2 --node-rank 0 -n 1 --elastic 2:6", trains("first"), "first") +
+                      launcher("--nnodes 2 --node-rank 1 -n 1 --elastic 2:6", trains("second"), "second") +
+                      await("epoch 0 on") + launcher("--join -n 2", trains("third"), "third") + await("on 4 rank") +
+                      launcher("--join -n 1", "false", "fails") + launcher("--join -n 1", "sleep 1000", "sleeps") +
+                      fmt::format("sleep 1; kill -9 $(pgrep -f '^{}' | head -1); ", trains("second")) + "wait; cat " +
+                      folder.path().string() + "/first " + folder.path().string() + "/second " +
+                      folder.path().string() + "/third " + folder.path().string() + "/fails " + folder.path().string() +
+                      "/sleeps";
+  const auto output = test::run({"sh", "-c", script}, 120).output;
+  EXPECT_EQ(norms_in(output).size(), 1U) << output;
+  for (const auto* text : {"first code 0", "second code 137", "third code 0", "fails code 1", "sleeps code 1",
+                           "on 3 rank(s)", "was to join a job that has ended"}) {
+    EXPECT_NE(output.find(text), std::string::npos) << text << "\n" << output;
+  }
+}
+
 TEST(ElasticJoin, ELA06_a_host_that_comes_to_no_such_job_is_told_why) {
   const test::TempFolder folder;
   const int port = test::free_port();

@@ -145,7 +145,10 @@ Generations::~Generations() {
     return;
   }
   const bool fails = is_on_trial() && std::uncaught_exceptions() > 0;
-  is_newcomer() || fails ? resign() : board_->leave();
+  try {
+    is_newcomer() || fails ? resign() : board_->leave();
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): of a lost store, which ends the job for the others, too
+  }
 }
 
 bool Generations::mends(const CommError& error) const {

@@ -31,7 +31,11 @@ Generations::Knock::Knock(const WorldState& state) {
 }
 
 Generations::Knock::~Knock() {
-  if (number) table->withdraw(*number);
+  if (!number) return;
+  try {
+    table->withdraw(*number);
+  } catch (const CommError&) {  // NOLINT(bugprone-empty-catch): of a lost store, in which nobody reads of it
+  }
 }
 
 bool Generations::is_newcomer() const {
@@ -150,10 +154,10 @@ bool Generations::admit(int most_ranks) {
     learn_of_newcomers();
     for (const int member : joins_->knocking()) {
       if (dropped_.contains(member)) continue;
-      const bool reached = board_->knows(member) && !board_->gone(member);
+      const bool reached = board_->knows(member) && !board_->gone(member) && !board_->silent(member);
       const int ranks = group.size() + static_cast<int>(admitted.size());
       if (!reached) {
-        refuse({member}, "its memory cannot be opened, or it has ended");
+        refuse({member}, "its memory cannot be opened, nothing is heard of its host, or it has ended");
       } else if (ranks >= joins_->most_ranks()) {
         refuse({member}, fmt::format("the job has {} ranks, the most that --elastic allows", ranks));
       } else if (ranks >= most_ranks) {

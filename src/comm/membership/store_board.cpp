@@ -83,9 +83,11 @@ void StoreBoard::learn_others() {
   if (options_.table) polled_.push_back(options_.table->changes_key());
 }
 
-// A store serves one call at a time, so that more members look less often.
+// A store serves one call at a time, so that more members that live look less often.
 std::chrono::milliseconds StoreBoard::interval() const {
-  return std::max(std::chrono::milliseconds(50), std::chrono::milliseconds(2 * used_.load()));
+  int living = 0;
+  for (int member = 0; member < used_; ++member) living += gone(member) ? 0 : 1;
+  return std::max(std::chrono::milliseconds(50), std::chrono::milliseconds(2 * living));
 }
 
 std::string StoreBoard::key(const char* what, int member) const {

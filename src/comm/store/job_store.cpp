@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <iterator>
@@ -17,6 +18,7 @@
 
 #include "base/without_signals.h"
 #include "comm/membership/patience.h"
+#include "comm/store/authenticated_store.h"
 #include "comm/store/store.h"
 #include "comm/store/store_server.h"
 #include "shoal/error.h"
@@ -62,6 +64,7 @@ struct JobStore::State {
     std::string beat{};
     bool left = false;
     Patience patience;
+    int members = 0;  // that run there
   };
 
   State(int all, int own, std::string at, int of, std::chrono::milliseconds silent)
@@ -134,30 +137,43 @@ struct JobStore::State {
   }
 
   void look(c10d::Store& store) {
-    store_set(store, key_of("beat", node), std::to_string(++beats));
+    store_set(store, key_of("beat", node), fmt::format("{} {}", ++beats, members.load()));
     if (is_open) {
       const auto now = store_try_get(store, nodes_key);
       const int all = now ? std::stoi(*now) : nodes;
-      for (int other = static_cast<int>(others.size()) + 1; other < all; ++other) wait_for(other);
+      for (int other = known; other < all; ++other) wait_for(other);
+      known = std::max(known, all);
     }
     auto text = store_try_get(store, failure_key).value_or("");
     std::istringstream in(store_try_get(store, overdue_key(generation)).value_or(""));
     const std::vector<int> late{std::istream_iterator<int>(in), {}};
     bool all_over = true;
+    bool any_trains = members > 0;
+    int there = 0;
     for (auto& other : others) {
       other.left = other.left || store.check({key_of("left", other.node)});
       auto beat = store_try_get(store, key_of("beat", other.node)).value_or("");
-      if (std::exchange(other.beat, beat) != beat) other.patience.restart();
-      all_over = all_over && (other.left || other.patience.over());
+      const bool is_new = beat != std::exchange(other.beat, beat);
+      if (is_new) other.patience.restart();
+      if (is_new) std::istringstream(beat) >> other.members >> other.members;
+      const bool over = other.patience.over();
+      all_over = all_over && (other.left || over);
+      const bool silent = other.beat.empty() && !over;  // it has not come yet
+      any_trains = any_trains || silent || (!over && other.members > 0);
+      if (!over) there += other.members;
     }
+    if (any_trains) without_members.restart();
     const std::lock_guard lock(mutex);
     failure = std::move(text);
     overdue = late;
+    elsewhere = there;
+    all_ended = without_members.over();
     others_over = all_over;
   }
 
   // Before the job ends, for that node's launcher to end.
   void wait_for(int other) {
+    if (other == node) return;
     others.push_back({.node = other, .patience = Patience(silence, std::chrono::seconds(5))});
   }
 
@@ -172,8 +188,12 @@ struct JobStore::State {
 
   StorePtr client{};            // of the thread, as are these
   std::vector<Other> others{};  // on node 0
-  bool is_open = false;         // to other nodes, on node 0
+  bool is_open = false;         // to other nodes
+  int known = 0;                // nodes of it so far
+  Patience without_members{limit_to_leave, std::chrono::seconds(5)};
   uint64_t beats = 0;
+
+  std::atomic<int> members = 0;  // that run on this node
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
@@ -188,6 +208,8 @@ struct JobStore::State {
   std::condition_variable answered;
   std::string failure;
   std::vector<int> overdue;
+  int elsewhere = 0;
+  bool all_ended = false;
   bool others_over = false;
   bool told_to_leave = false;
   std::optional<SteadyClock::time_point> leaves;
@@ -221,9 +243,10 @@ void JobStore::begin(const JobIdentity& job) {
   if (state_->place) state_->server.emplace(std::move(*state_->place), job);
   state_->place.reset();
   if (state_->nodes == 1) return;
-  for (int other = 1; state_->node == 0 && other < state_->nodes; ++other) {
-    state_->wait_for(other);
+  if (state_->node == 0 || state_->is_open) {
+    for (int other = 0; other < state_->nodes; ++other) state_->wait_for(other);
   }
+  state_->known = state_->nodes;
   const WithoutSignals in_the_thread;
   state_->thread = std::thread([state = state_.get()] { state->run(); });
 }
@@ -272,6 +295,11 @@ JobStore::Terms JobStore::find(const std::string& address, int port, const JobId
     return open;
   } catch (const UsageError&) {
     throw;
+  } catch (const ForgedValue&) {
+    throw UsageError(fmt::format(
+        "the job at {}:{} was started with another SHOAL_SECRET or none, another SHOAL_JOB_ID, or its --address is not "
+        "spelled as here",
+        address, port));
   } catch (const std::exception& error) {  // of shoal, or of libtorch, as the job ends
     throw UsageError(fmt::format("there is no job at {}:{} that this host can join: {}", address, port, error.what()));
   }
@@ -279,9 +307,24 @@ JobStore::Terms JobStore::find(const std::string& address, int port, const JobId
 
 void JobStore::open(const Terms& terms) {
   state_->is_open = terms.most_ranks > 0;
+  if (state_->node > 0) return;
   state_->report({open_key,
                   fmt::format("{} {} {} {}", terms.first_ranks, terms.most_ranks, terms.min_ranks, state_->nodes),
                   true});
+}
+
+void JobStore::set_members(int count) {
+  state_->members = count;
+}
+
+int JobStore::members_elsewhere() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->elsewhere;
+}
+
+bool JobStore::nobody_trains() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->is_open && state_->all_ended;
 }
 
 void JobStore::ask_for_number(int first_ranks) {

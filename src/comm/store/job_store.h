@@ -45,7 +45,7 @@ class JobStore {
   std::string failure_elsewhere() const;
   // That the process of a rank has ended, well or not, for ranks of an elastic job on other nodes.
   void report_end(int rank);
-  // On node 0, before begin(): what launchers find that come to the job. most_ranks 0: none may.
+  // Before begin(), on all nodes: what launchers find that come to the job. most_ranks 0: none may.
   void open(const Terms& terms);
   // Asks for the number of a process that is to join; take_number() has one for each call, once the store has answered.
   void ask_for_number(int first_ranks);
@@ -55,6 +55,11 @@ class JobStore {
   bool has_joined(int number, bool wait);
   // Ranks of any node that their launchers are to kill: others of an elastic job have waited for them for too long.
   std::vector<int> overdue() const;
+  // Members of the job that run on this node, for the other launchers, and on the others, as they have last said.
+  void set_members(int count);
+  int members_elsewhere() const;
+  // Whether no node has members any more, in a job that was open to newcomers, for 5 s.
+  bool nobody_trains() const;
   // All ranks of this node have ended.
   void leave();
   // After it, whether this launcher may end: on node 0, all others have left or ended, whose ranks may still use the store;
