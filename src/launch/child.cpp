@@ -129,4 +129,18 @@ Child start_child(int rank, const RankProgram& program, const Variables& variabl
   return child;
 }
 
+std::string in_words(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return fmt::format("signal {} (SIG{})", signal, name != nullptr ? name : "?");
+}
+
+std::string describe_end(int status) {
+  if (WIFEXITED(status)) return fmt::format("ended with exit code {}", WEXITSTATUS(status));
+  return fmt::format("was killed by {}", in_words(WTERMSIG(status)));
+}
+
+int exit_code(int status) {
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
 }  // namespace shoal

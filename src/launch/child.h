@@ -43,4 +43,10 @@ struct Outlets {
 // empty one, and reading /dev/tty fails. UsageError names a program that cannot be executed.
 Child start_child(int rank, const RankProgram& program, const Variables& variables, const Outlets& outlets);
 
+// "signal 9 (SIGKILL)".
+std::string in_words(int signal);
+// Of a status that waitpid() gave: "was killed by signal 9 (SIGKILL)"; and the exit code, 128 + number for a signal.
+std::string describe_end(int status);
+int exit_code(int status);
+
 }  // namespace shoal

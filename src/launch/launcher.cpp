@@ -12,7 +12,6 @@
 #include <cstring>
 #include <optional>
 #include <random>
-#include <thread>
 #include <utility>
 
 #include "base/environment.h"
@@ -25,6 +24,7 @@
 #include "launch/limits.h"
 #include "launch/newcomers.h"
 #include "launch/outlet.h"
+#include "launch/rank_variables.h"
 #include "launch/signals.h"
 #include "launch/watcher.h"
 #include "shoal/error.h"
@@ -37,20 +37,6 @@ using SteadyClock = std::chrono::steady_clock;
 constexpr int seconds_to_find_a_job = 30;
 constexpr int interrupted_well = 130;  // exit code of a rank that has saved and ended after a signal
 
-std::string in_words(int signal) {
-  const char* name = sigabbrev_np(signal);
-  return fmt::format("signal {} (SIG{})", signal, name != nullptr ? name : "?");
-}
-
-std::string describe_end(int status) {
-  if (WIFEXITED(status)) return fmt::format("ended with exit code {}", WEXITSTATUS(status));
-  return fmt::format("was killed by {}", in_words(WTERMSIG(status)));
-}
-
-int exit_code(int status) {
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
-
 // Unique on all hosts. Within another job, it begins with that job's id.
 std::string make_job_id() {
   const auto outer = process_environment()(job_variable);
@@ -60,10 +46,6 @@ std::string make_job_id() {
 // Of several nodes, the same on all.
 std::string name_of_job(const std::string& address, int port) {
   return fmt::format("{}:{}", address, port);
-}
-
-int threads_per_rank(int ranks) {
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks);
 }
 
 // The ranks, from start to end.
@@ -120,7 +102,9 @@ class Job {
 
   void start(int rank) {
     const Outlets outlets{&out_, &err()};
-    children_.push_back(start_child(rank, {options_.command, options_.body}, variables(rank),
+    children_.push_back(start_child(rank, {options_.command, options_.body},
+                                    rank_variables(options_, {rank, static_cast<int>(children_.size()), first_ranks_},
+                                                   {run_id(), id_, secret_, store_.port()}, newcomers_),
                                     options_.prefix_output ? outlets : Outlets()));
     tell_watcher(&Watcher::add, children_.back().pid);
   }
@@ -166,35 +150,6 @@ class Job {
 
   // The same on all nodes.
   std::string run_id() const { return options_.nodes == 1 ? id_ : name_of_job(options_.address, store_.port()); }
-
-  Variables variables(int rank) const {
-    const auto number = std::to_string(rank);
-    const auto local = static_cast<int>(children_.size());
-    const auto ranks_here = std::max(options_.ranks, local + 1);
-    const auto ranks = std::to_string(std::max(first_ranks_, rank + 1));
-    Variables list = {{"RANK", number},
-                      {"LOCAL_RANK", std::to_string(local)},
-                      {"ROLE_RANK", number},
-                      {"GROUP_RANK", std::to_string(options_.node)},
-                      {"WORLD_SIZE", ranks},
-                      {"LOCAL_WORLD_SIZE", std::to_string(ranks_here)},
-                      {"ROLE_WORLD_SIZE", ranks},
-                      {"MASTER_ADDR", options_.address},
-                      {"MASTER_PORT", std::to_string(store_.port())},
-                      {"TORCHELASTIC_USE_AGENT_STORE", "True"},
-                      {"TORCHELASTIC_RESTART_COUNT", "0"},
-                      {"TORCHELASTIC_MAX_RESTARTS", "0"},
-                      {"TORCHELASTIC_RUN_ID", run_id()},
-                      {job_variable, id_}};
-    if (!secret_.empty()) list.emplace_back("SHOAL_SECRET", secret_);
-    newcomers_.add_variables(rank, list);
-    if (!options_.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options_.flight_recorder);
-    if (options_.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
-      const int threads = options_.threads > 0 ? options_.threads : threads_per_rank(options_.ranks);
-      list.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
-    }
-    return list;
-  }
 
   void tell_watcher(bool (Watcher::*tell)(pid_t) const, pid_t group) {
     if ((watcher_.*tell)(group) || std::exchange(watcher_has_ended_, true)) return;

@@ -1,0 +1,46 @@
+#include "launch/rank_variables.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "base/environment.h"
+#include "launch/leftovers.h"
+
+namespace shoal {
+namespace {
+
+int threads_per_rank(int ranks) {
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks);
+}
+
+}  // namespace
+
+Variables rank_variables(const LaunchOptions& options, const RankPlace& place, const JobNames& job,
+                         const Newcomers& newcomers) {
+  const auto number = std::to_string(place.rank);
+  const auto ranks = std::to_string(std::max(place.first_ranks, place.rank + 1));
+  Variables list = {{"RANK", number},
+                    {"LOCAL_RANK", std::to_string(place.local)},
+                    {"ROLE_RANK", number},
+                    {"GROUP_RANK", std::to_string(options.node)},
+                    {"WORLD_SIZE", ranks},
+                    {"LOCAL_WORLD_SIZE", std::to_string(std::max(options.ranks, place.local + 1))},
+                    {"ROLE_WORLD_SIZE", ranks},
+                    {"MASTER_ADDR", options.address},
+                    {"MASTER_PORT", std::to_string(job.port)},
+                    {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                    {"TORCHELASTIC_RESTART_COUNT", "0"},
+                    {"TORCHELASTIC_MAX_RESTARTS", "0"},
+                    {"TORCHELASTIC_RUN_ID", job.run},
+                    {job_variable, job.id}};
+  if (!job.secret.empty()) list.emplace_back("SHOAL_SECRET", job.secret);
+  newcomers.add_variables(place.rank, list);
+  if (!options.flight_recorder.empty()) list.emplace_back("SHOAL_FLIGHT_RECORDER", options.flight_recorder);
+  if (options.threads > 0 || !process_environment()("OMP_NUM_THREADS")) {
+    const int threads = options.threads > 0 ? options.threads : threads_per_rank(options.ranks);
+    list.emplace_back("OMP_NUM_THREADS", std::to_string(threads));
+  }
+  return list;
+}
+
+}  // namespace shoal
