@@ -91,6 +91,15 @@ void check(const CLI::App& command) {
 std::string unknown_word(const CLI::App& program, const std::vector<std::string>& line) {
   const CLI::App* command = &program;
   while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
+  const bool is_command = command == &program && line.size() > 1 && !line[1].starts_with('-');
+  if (is_command) {
+    std::vector<std::string> names;
+    for (const auto* one : program.get_subcommands([](const CLI::App*) { return true; }))
+      names.push_back(one->get_name());
+    const auto meant = or_else(line[1], names);
+    const auto list = meant.empty() ? fmt::format("; there are {}", fmt::join(names, ", ")) : meant;
+    return fmt::format("there is no command {}{}", shown(line[1]), list);
+  }
   for (size_t i = 1; i < line.size() && line[i] != "--"; ++i) {
     const auto name = line[i].substr(0, line[i].find('='));
     if (!name.starts_with("--") || command->get_option_no_throw(name) != nullptr) continue;
@@ -100,14 +109,7 @@ std::string unknown_word(const CLI::App& program, const std::vector<std::string>
     }
     return "there is no option " + name + or_else(name, names);
   }
-  const bool is_command = command == &program && line.size() > 1 && !line[1].starts_with('-');
-  if (!is_command) return "";
-  std::vector<std::string> names;
-  for (const auto* one : program.get_subcommands([](const CLI::App*) { return true; }))
-    names.push_back(one->get_name());
-  const auto meant = or_else(line[1], names);
-  const auto list = meant.empty() ? fmt::format("; there are {}", fmt::join(names, ", ")) : meant;
-  return fmt::format("there is no command {}{}", shown(line[1]), list);
+  return "";
 }
 
 void check_values(CLI::App& program) {
