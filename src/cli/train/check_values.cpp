@@ -96,6 +96,7 @@ std::string unknown_word(const CLI::App& program, const std::vector<std::string>
     std::vector<std::string> names;
     for (const auto* one : program.get_subcommands([](const CLI::App*) { return true; }))
       names.push_back(one->get_name());
+    if (std::find(names.begin(), names.end(), line[1]) != names.end()) return "";
     const auto meant = or_else(line[1], names);
     const auto list = meant.empty() ? fmt::format("; there are {}", fmt::join(names, ", ")) : meant;
     return fmt::format("there is no command {}{}", shown(line[1]), list);
