@@ -137,7 +137,10 @@ TEST(Launch, SCA09_options_of_several_nodes_are_checked) {
       {{"--nnodes", "0"}, "node 0 of 0"},
       {{"--node-rank", "1"}, "node 1 of 1"},
       {{"--nnodes", "2000000000", "-n", "2", "--port", "29500"}, "give at most"},
-      {{"--nnodes", "2", "--port", "29500", "--elastic", "2:4"}, "ranks join a job of one node only"},
+      {{"--nnodes", "2", "--port", "29500", "--elastic", "2:3"}, "up to 3 ranks in an elastic job that begins with 4"},
+      {{"--join"}, "give the job's address and port"},
+      {{"--join", "--port", "29500", "--nnodes", "2"}, "gets its number from the job"},
+      {{"--join", "--port", "29500", "--elastic", "1:4"}, "leave the limits of ranks out"},
       {{"--nnodes", "2", "--port", "29500", "--elastic", "5"}, "at least 5 ranks of 4"}};
   for (auto [arguments, text] : refused) {
     arguments.insert(arguments.end(), {"--", "true"});
