@@ -98,8 +98,7 @@ void Elastic::State::require_supported() const {
   const bool launchers_kill = cell_of(world)->state->join.over_hosts.has_value();
   if (world.local_size() < world.size() && options.straggler_seconds > 0 && !launchers_kill) {
     throw UsageError(
-        "Elastic: the ranks are on several hosts, of which only the launchers can kill a rank for the others: start "
-        "them "
+        "Elastic: the ranks are on several hosts, of which only launchers can kill a rank for the others: start them "
         "with shoal launch --nnodes and --elastic MIN:MAX, or leave straggler_seconds out");
   }
   const auto transport = world.group().transport();

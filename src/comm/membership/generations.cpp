@@ -64,6 +64,15 @@ bool Generations::mends(const CommError& error) const {
 }
 
 void Generations::recover(int min_ranks) {
+  try {
+    go_on(min_ranks);
+  } catch (const CommError&) {
+    require_board();
+    throw;
+  }
+}
+
+void Generations::go_on(int min_ranks) {
   give_up(*cell_->state);
   MemberList tried;
   for (int attempt = 1;; ++attempt) {

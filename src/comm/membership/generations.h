@@ -93,6 +93,7 @@ class Generations {
   void recover(int min_ranks);
 
  private:
+  void go_on(int min_ranks);
   void give_up(WorldState& world);
   void free_former(const MemberCard& card);
   MemberCard agree(int min_ranks);
