@@ -95,6 +95,44 @@ TEST_F(ElasticHostsJoin, ELA04_ELA05_ELA06_shards_of_each_host) {
   }
 }
 
+// Three ranks of two hosts, two, three and four of three hosts.
+TEST_F(ElasticHostsJoin, ELA06_ELA12_local_updates) {
+  const std::vector<test::LocalMethod> methods{{{.every = 3}},
+                                               {{.every = 4, .outer = OuterNesterov{}, .fragments = 2, .delay = 2}}};
+  for (const auto& how : methods) {
+    SCOPED_TRACE(fmt::format("every {}", how.options.every));
+    const test::SharedLocalRecord record;
+    const auto comes_to = [&](const std::vector<int>& members, int64_t step) {
+      return test::JoinJob::comes_true([&] {
+        return std::all_of(members.begin(), members.end(), [&](int member) {
+          const auto& list = record->begun[member];
+          return list.count > 0 && list.entries[list.count - 1].step > step;
+        });
+      });
+    };
+    record->last_step = 3;
+    ForkedHosts hosts({1, 2, 0}, [&](const World& world) { return train_locally(world, *record, how, {}, quick); },
+                      over("tcp"), {0, 1, 1});
+    ASSERT_TRUE(comes_to({0, 1, 2}, 3));
+    hosts.signal(0, SIGKILL);
+    record->last_step = 5;
+    ASSERT_TRUE(comes_to({1, 2}, 5));
+    bring(hosts, {3});
+    record->last_step = 8;
+    ASSERT_TRUE(comes_to({1, 2, 3}, 8)) << hosts.text_of(3).value_or("it waits");
+    bring(hosts, {4});
+    record->last_step = 0;
+    const auto ended = hosts.wait(40);
+    for (const int member : {1, 2, 3, 4}) {
+      EXPECT_TRUE(WIFEXITED(ended[member].status)) << member;
+      EXPECT_EQ(ended[member].text, "") << member;
+    }
+    EXPECT_GT(record->complete[4].count, 0) << "it has joined";
+    const auto verdict = test::run_ranks(1, [&](const World&) { return test::LocalJudge(*record, how).verdict(); });
+    EXPECT_EQ(verdict.front().text, "");
+  }
+}
+
 enum class Fault { newcomer_is_killed, host_of_the_newcomer_is_lost, member_is_killed, host_of_members_is_lost };
 
 // One trial: a newcomer comes to three hosts, and something is killed at a random moment from its start or its knock on.

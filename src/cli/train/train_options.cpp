@@ -347,9 +347,7 @@ void add_train_options(CLI::App& command, TrainOptions& options) {
       "folder for the flight recorders, which keep each rank's last collectives; see shoal flight and shoal top");
   command.add_option("--metrics", options.metrics,
                      "write a line of JSON to this file after every step and evaluation, behind those of the run that "
-                     "--resume goes on "
-                     "from; loss and times are those of rank 0; see "
-                     "shoal top and shoal report");
+                     "--resume goes on from; loss and times are those of rank 0; see shoal top and shoal report");
   command.add_flag("--logging-data", options.logging_data,
                    "print the logging data of rank 0's wrapper at the end (also part of --json)");
   command.add_option("--json", options.json, "write the report as JSON to this file; - is standard output");

@@ -116,8 +116,7 @@ void ShardedDataParallelCore::Sharding::take(const ShardGroups& made) {
   if (!groups.equal && (options.communication_hook || options.reduce_fp16)) {
     throw UsageError(
         "ShardedDataParallel: a communication_hook (or reduce_fp16) with OSS over by_host() needs equally many ranks "
-        "on "
-        "each host, as those that own the same call it: unset it, or start the same number on each");
+        "on each host, as those that own the same call it: unset it, or start the same number on each");
   }
   for (auto* optimizer : optimizers) optimizer->state().replicate(groups.all, groups.owners, groups.equal, *optimizer);
 }
