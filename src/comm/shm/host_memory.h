@@ -15,6 +15,7 @@
 
 #include "comm/shm/memory_file.h"
 #include "comm/shm/notice.h"
+#include "comm/shm/spin_limit.h"
 
 namespace shoal {
 
@@ -146,6 +147,8 @@ class HostMemory {
   void cancel_sleep();
   // Wakes this process's own sleepers.
   void wake();
+  // How long waits for peers poll.
+  SpinLimit& spin_limit() { return spin_limit_; }
   // Blocks until the bell has rung since `seen`, or until the timeout. Unregisters the sleeper.
   void sleep(uint32_t seen, std::chrono::nanoseconds timeout);
 
@@ -167,6 +170,7 @@ class HostMemory {
   void try_graves();
 
   const int pid_;  // a forked child has another pid
+  SpinLimit spin_limit_;
   MemoryFile page_file_;
   ProcessPage* page_;
   std::shared_mutex poll_mutex_;

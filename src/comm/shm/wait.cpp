@@ -28,7 +28,7 @@ bool cores_suffice(int ranks) {
 bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit,
                 const std::function<bool()>& finished) {
   const auto start = SteadyClock::now();
-  const auto spin_end = start + std::min<std::chrono::nanoseconds>(limit, std::chrono::microseconds(may_spin ? 50 : 0));
+  const auto spin_end = start + (may_spin ? std::min(limit, memory.spin_limit().now()) : std::chrono::nanoseconds(0));
   do {
     memory.poll();
     if (finished()) return true;
@@ -41,6 +41,7 @@ bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limi
     const auto left = start + limit - SteadyClock::now();
     if (finished() || left.count() <= 0) {
       memory.cancel_sleep();
+      if (may_spin) memory.spin_limit().slept(SteadyClock::now() - start);
       return finished();
     }
     memory.sleep(seen, left);
