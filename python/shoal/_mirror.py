@@ -32,3 +32,16 @@ def mirror_of(module: torch.nn.Module) -> _C.Mirror:
             pass
     _mirrors[module] = _C.Mirror(module)
     return _mirrors[module]
+
+
+def require_constant_in_forward(module: torch.nn.Module, wrapper: str) -> None:
+    """UsageError if forward changes the rows of this rank's batch: ranks would no longer hold the same parameters."""
+    for name, part in module.named_modules():
+        embeds = isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        if not embeds or part.max_norm is None:
+            continue
+        raise _C.UsageError(
+            f"{wrapper}: {name or 'the module'} is an embedding with max_norm, whose forward changes the rows that this rank "
+            "looks up, so that ranks would no longer hold the same parameters: leave max_norm out, and after each step() call "
+            "weight.data.renorm_(2, 0, max_norm) on all ranks"
+        )

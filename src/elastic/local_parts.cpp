@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "elastic/elastic_parts.h"
+#include "engine/gradients/tensor_hook.h"
 #include "engine/wrapper/logging.h"
 #include "optim/state.h"
 #include "shoal/error.h"
@@ -54,12 +55,11 @@ class LocalParts : public ElasticParts {
 
   // The wrappers' reducers look before the first gradient, too; here each parameter does.
   void before_backward(std::function<void()> listener) override {
-    for (auto& [parameter, hook] : hooks_) parameter.remove_hook(hook);
     hooks_.clear();
     if (!listener) return;
     for (const auto& parameter : updates_.parameters()) {
       if (!parameter.requires_grad()) continue;
-      hooks_.emplace_back(parameter, parameter.register_hook([listener](const at::Tensor&) { listener(); }));
+      hooks_.push_back(std::make_unique<TensorHook>(parameter, listener));
     }
   }
 
@@ -126,7 +126,7 @@ class LocalParts : public ElasticParts {
   using Turn = LocalUpdates::State::Turn;
 
   LocalUpdates::State& updates_;
-  std::vector<std::pair<at::Tensor, unsigned>> hooks_{};
+  std::vector<std::unique_ptr<TensorHook>> hooks_{};
   int64_t before_ = 0;
   bool guards_ = false;
 };

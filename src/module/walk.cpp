@@ -14,19 +14,28 @@
 namespace shoal {
 namespace {
 
-void add_sparse_weight(const torch::nn::Module& module, std::set<const c10::TensorImpl*>& weights) {
-  if (const auto* embedding = module.as<torch::nn::Embedding>(); embedding && embedding->options.sparse()) {
-    weights.insert(embedding->weight.unsafeGetTensorImpl());
-  }
-  if (const auto* bag = module.as<torch::nn::EmbeddingBag>(); bag && bag->options.sparse()) {
-    weights.insert(bag->weight.unsafeGetTensorImpl());
-  }
-}
+// Weights of embeddings.
+struct Weights {
+  std::set<const c10::TensorImpl*> sparse{};
+  std::set<const c10::TensorImpl*> renormalised{};
 
-std::set<const c10::TensorImpl*> sparse_weights(const torch::nn::Module& module) {
-  std::set<const c10::TensorImpl*> weights;
-  add_sparse_weight(module, weights);  // separately, because modules() would need a shared pointer to it
-  for (const auto& child : module.modules(/*include_self=*/false)) add_sparse_weight(*child, weights);
+  void add(const torch::nn::Module& module) {
+    if (const auto* embedding = module.as<torch::nn::Embedding>()) add(embedding->weight, embedding->options);
+    if (const auto* bag = module.as<torch::nn::EmbeddingBag>()) add(bag->weight, bag->options);
+  }
+
+ private:
+  template <class Options>
+  void add(const at::Tensor& weight, const Options& options) {
+    if (options.sparse()) sparse.insert(weight.unsafeGetTensorImpl());
+    if (options.max_norm()) renormalised.insert(weight.unsafeGetTensorImpl());
+  }
+};
+
+Weights weights_of(const torch::nn::Module& module) {
+  Weights weights;
+  weights.add(module);  // separately, because modules() would need a shared pointer to it
+  for (const auto& child : module.modules(/*include_self=*/false)) weights.add(*child);
   return weights;
 }
 
@@ -38,7 +47,7 @@ std::vector<NamedTensor> merge(const torch::OrderedDict<std::string, at::Tensor>
     if (!item.value().defined()) continue;
     const auto [found, fresh] = seen.try_emplace(item.value().unsafeGetTensorImpl(), list.size());
     if (fresh) {
-      list.push_back({item.key(), {}, item.value(), false});
+      list.push_back({.name = item.key(), .aliases = {}, .tensor = item.value()});
     } else {
       list[found->second].aliases.push_back(item.key());
     }
@@ -90,8 +99,11 @@ std::vector<std::string> ModuleTensors::describe() const {
 
 ModuleTensors walk(const torch::nn::Module& module, const std::vector<std::string>& ignored) {
   ModuleTensors tensors{merge(module.named_parameters()), merge(module.named_buffers())};
-  const auto sparse = sparse_weights(module);
-  for (auto& entry : tensors.parameters) entry.sparse_gradient = sparse.count(entry.tensor.unsafeGetTensorImpl()) > 0;
+  const auto weights = weights_of(module);
+  for (auto& entry : tensors.parameters) {
+    entry.sparse_gradient = weights.sparse.contains(entry.tensor.unsafeGetTensorImpl());
+    entry.changes_in_forward = weights.renormalised.contains(entry.tensor.unsafeGetTensorImpl());
+  }
   const std::set<std::string> names(ignored.begin(), ignored.end());
   auto unknown = names;
   drop_ignored(tensors.parameters, names, unknown);

@@ -12,7 +12,8 @@ struct NamedTensor {
   std::string name;                  // name of the first occurrence
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   at::Tensor tensor;
-  bool sparse_gradient = false;  // weight of an embedding with sparse(true)
+  bool sparse_gradient = false;     // weight of an embedding with sparse(true)
+  bool changes_in_forward = false;  // weight of an embedding with max_norm
 };
 
 struct ModuleTensors {

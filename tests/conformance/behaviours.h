@@ -19,6 +19,7 @@ Behaviours autograd();      // uses of autograd beyond loss.backward()
 Behaviours wrapping();      // construction and destruction; inputs and outputs of modules
 Behaviours surroundings();  // threads, modules that change, optimizers beside the strategy's
 Behaviours saving();        // torch::save, state dicts, checkpoints
+Behaviours keeping();       // tensors of the program on the memory of gradients and parameters
 Behaviours programs_gans();
 Behaviours programs_gradients();
 Behaviours programs_sequences();

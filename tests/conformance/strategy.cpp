@@ -36,6 +36,44 @@ const Exceptions& of_wrapped() {
   return list;
 }
 
+// What no wrapper takes.
+const Exceptions& of_all() {
+  static const Exceptions list =
+      all({"an_expanded_buffer"}, {Exception::refused, {"buffer graph has several elements in one place of memory"}}) +
+      all({"a_sparse_buffer"}, {Exception::refused, {"buffer graph is sparse", "ignored"}});
+  return list;
+}
+
+// Ranks hold the same parameters.
+const Exceptions& of_equal_ranks() {
+  static const Exceptions list =
+      all({"an_embedding_with_max_norm"}, {Exception::refused, {"words.weight", "max_norm"}});
+  return list;
+}
+
+// Parameters belong to one wrapper, and get other memory.
+const Exceptions& of_sole_wrappers() {
+  static const Exceptions list =
+      of_all() +
+      all({"program_actor_and_critic_with_one_encoder"},
+          {Exception::refused, {"encoder.first.weight", "is in another wrapper"}}) +
+      all({"two_parameters_on_one_memory", "a_buffer_on_the_memory_of_a_parameter"},
+          {Exception::refused, {"inside.weight and ", "are two tensors on the same memory"}});
+  return list;
+}
+
+// An optimizer of parameters, which get other memory, knows neither their names nor buffers.
+const Exceptions& of_owned_parameters() {
+  static const Exceptions list =
+      all({"two_parameters_on_one_memory"},
+          {Exception::refused, {"parameter 0 and parameter 2 are two tensors on the same memory"}}) +
+      all({"a_buffer_on_the_memory_of_a_parameter"},
+          {Exception::differs,
+           {"OSS does not know the buffers; what shares a parameter's memory keeps the former values"},
+           2});
+  return list;
+}
+
 // What reads gradients, or edits them in place, between backward and step.
 const std::vector<std::string>& gradients_read() {
   static const std::vector<std::string> list{"clip_grad_norm_of_torch",
@@ -48,6 +86,9 @@ const std::vector<std::string>& gradients_read() {
                                              "clip_by_torch_of_each_micro_batch",
                                              "clip_by_torch_of_each_micro_batch_under_no_sync",
                                              "norms_of_gradients_logged",
+                                             "gradients_kept_in_a_list_for_clipping",
+                                             "gradients_kept_without_a_copy",
+                                             "a_penalty_on_grad_with_create_graph",
                                              "norm_logged_then_clip_by_torch",
                                              "norms_logged_after_the_step",
                                              "noise_added_to_gradients",
@@ -91,7 +132,7 @@ const Exceptions& of_decentralized() {
           {Exception::lacks, {"param groups"}}) +
       all({"a_module_replaced_and_given_to_the_optimizer", "a_parameter_registered_between_steps"},
           {Exception::lacks, {"an optimizer to step"}}) +
-      of_wrapped() + all({"unequal_numbers_of_batches"}, {Exception::lacks, {"Join"}}) +
+      of_wrapped() + of_sole_wrappers() + all({"unequal_numbers_of_batches"}, {Exception::lacks, {"Join"}}) +
       all(gradients_read(),
           {Exception::refused, {" takes the gradient of parameter ", "has used for its update", "clip_grad"}}) +
       all({"one_gradient_zeroed_by_hand", "zero_grad_of_a_sub_module_to_zero_then_step",
@@ -118,6 +159,7 @@ const Exceptions& of_decentralized() {
            "one_forward_two_losses_backward_by_backward",
            "accumulation_without_no_sync",
            "accumulation_carried_over_a_step",
+           "gradients_in_a_flat_tensor",
            "an_exception_after_backward_before_step"},
           {Exception::differs, {"every backward is a step, and drops its gradients"}}) +
       all({"load_between_backward_and_step", "set_data_of_one_parameter_between_backward_and_step",
@@ -127,7 +169,8 @@ const Exceptions& of_decentralized() {
            "torch_save_of_the_model_between_backward_and_step", "a_wrapper_destroyed_between_backward_and_step"},
           {Exception::differs, {"after backward parameters are updated already"}}) +
       all({"data_method_assigned_in_place", "written_in_place_between_steps", "weights_clamped_after_each_step",
-           "weights_scaled_in_place_after_each_step", "copied_from_another_module_each_step", "set_data_in_forward"},
+           "weights_scaled_in_place_after_each_step", "copied_from_another_module_each_step", "set_data_in_forward",
+           "an_embedding_with_max_norm"},
           {Exception::differs, {"neighbours mix in what they have been shown before"}, 2}) +
       all({"load_between_steps", "load_between_zero_grad_and_forward", "load_twice_in_a_row", "load_of_a_sub_module",
            "load_through_an_archive", "load_what_was_saved_in_training", "load_replaces_buffers",
@@ -148,7 +191,9 @@ const Exceptions& of_decentralized() {
 // Where a rank does not hold whole gradients, what reads them is refused.
 Exceptions of_parts(const std::string& holder, int from_ranks = 1) {
   const Exception refused{Exception::refused, {" takes the gradient of parameter ", "which " + holder}, from_ranks};
-  return all(gradients_read(), refused) + all({"clip_by_torch_in_a_closure"}, refused);
+  return all(gradients_read(), refused) + all({"clip_by_torch_in_a_closure"}, refused) +
+         all({"gradients_in_a_flat_tensor"},
+             {Exception::refused, {"lies in memory that the program has given it"}, from_ranks});
 }
 
 // Nor this rank's own under no_sync.
@@ -157,18 +202,20 @@ Exceptions of_hidden(const std::string& holder) {
                                 {Exception::refused, {" takes the gradient of parameter ", "which " + holder}});
 }
 
-// Under no_sync grad() is this rank's own, as PyTorch's is.
+// Under no_sync grad() is this rank's own, as PyTorch's is. A mean has no graph.
 const Exceptions& of_own_gradients() {
-  static const Exceptions list = all({"clip_by_torch_of_each_micro_batch_under_no_sync"},
-                                     {Exception::differs, {"under no_sync a rank clips its own gradients"}, 2});
+  static const Exceptions list =
+      all({"clip_by_torch_of_each_micro_batch_under_no_sync"},
+          {Exception::differs, {"under no_sync a rank clips its own gradients"}, 2}) +
+      all({"a_penalty_on_grad_with_create_graph"}, {Exception::throws, {"has no graph", "torch::autograd::grad"}});
   return list;
 }
 
 // Ranks that hold one model between them.
 const Exceptions& of_replicas() {
-  static const Exceptions list =
-      of_wrapped() + all({"load_of_values_of_their_own_that_are_averaged", "load_of_rank_0_alone"},
-                         {Exception::refused, {"parameters that were loaded or written"}, 2});
+  static const Exceptions list = of_wrapped() + of_all() + of_equal_ranks() +
+                                 all({"load_of_values_of_their_own_that_are_averaged", "load_of_rank_0_alone"},
+                                     {Exception::refused, {"parameters that were loaded or written"}, 2});
   return list;
 }
 
@@ -196,14 +243,15 @@ const Exceptions& of_sharded_optimizers() {
 
 const Exceptions& of_zero1() {
   static const Exceptions list =
-      of_unused() + of_replicas() + of_own_gradients() + of_sharded_optimizers() +
+      of_unused() + of_replicas() + of_owned_parameters() + of_own_gradients() + of_sharded_optimizers() +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"torch::optim::Optimizer&"}});
   return list;
 }
 
 const Exceptions& of_zero2() {
   static const Exceptions list =
-      of_unused() + of_replicas() + of_sharded_optimizers() + of_parts("ShardedDataParallel", 2) +
+      of_owned_parameters() + of_unused() + of_replicas() + of_sole_wrappers() + of_sharded_optimizers() +
+      of_parts("ShardedDataParallel", 2) +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias", "belongs to no"}});
   return list;
 }
@@ -211,7 +259,7 @@ const Exceptions& of_zero2() {
 // Shards are those of the construction.
 const Exceptions& of_shards() {
   static const Exceptions list =
-      all({"to_float_for_good"}, {Exception::refused, {"first.weight", "module.to(dtype)"}}) +
+      of_sole_wrappers() + all({"to_float_for_good"}, {Exception::refused, {"first.weight", "module.to(dtype)"}}) +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias", "belongs to no"}}) +
       all({"program_seq2seq_with_one_optimizer"}, {Exception::refused, {"is not a sharded parameter of the module"}}) +
       all({"program_transfer_that_thaws_a_layer"}, {Exception::refused, {"hidden.weight", "requires_grad_(false)"}});
@@ -321,7 +369,7 @@ const Exceptions& of_shard_gossip() {
 
 const Exceptions& of_local_updates() {
   static const Exceptions list =
-      of_wrapped() +
+      of_wrapped() + of_all() +
       all({"unequal_shares_with_weights", "unequal_shares_with_weights_accumulated"},
           {Exception::lacks, {"a backward with a weight"}}) +
       all({"unequal_numbers_of_batches"}, {Exception::lacks, {"step(false)"}}) +

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._mirror import mirror_of
+from .._mirror import mirror_of, require_constant_in_forward
 from ..distributed import group_of
 from ._torch_options import DDP, without_torch_options
 from ._wrapper import Wrapper
@@ -53,6 +53,7 @@ class DistributedDataParallel(Wrapper):
     def __init__(self, module: torch.nn.Module, process_group: Any = None, **options: Any) -> None:
         options = without_torch_options("DistributedDataParallel", options, DDP)
         group = group_of(process_group)
+        require_constant_in_forward(module, "DistributedDataParallel")
         super().__init__(module, _C.DistributedDataParallelCore(mirror_of(module), group, options))
         self._group = group
         ignored = set(options.get("ignored", ()))

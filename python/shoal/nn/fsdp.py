@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .. import _C
-from .._mirror import mirror_of
+from .._mirror import mirror_of, require_constant_in_forward
 from ..distributed import group_of
 from ._policy import Policy, unit_names
 from ._torch_options import FSDP, without_torch_options
@@ -45,6 +45,7 @@ class FullyShardedDataParallel(Wrapper):
         mirror = mirror_of(module)
         options["auto_wrap_policy"] = unit_names(module, auto_wrap_policy)
         group = group_of(process_group)
+        require_constant_in_forward(module, "FullyShardedDataParallel")
         super().__init__(module, _C.FullyShardedCore(mirror, group, options))
         self._group = group
         self._mirror = mirror

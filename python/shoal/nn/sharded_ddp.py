@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._mirror import mirror_of
+from .._mirror import mirror_of, require_constant_in_forward
 from ..distributed import group_of
 from ..optim.oss import OSS
 from ._wrapper import Wrapper
@@ -38,9 +38,9 @@ class ShardedDataParallel(Wrapper):
             if not isinstance(optimizer, OSS):
                 raise _C.UsageError(f"ShardedDataParallel: give a shoal.optim.OSS, not a {type(optimizer).__name__}")
         self.__dict__["_optimizers"] = optimizers  # they must outlive the core
-        core = _C.ShardedDataParallelCore(
-            mirror_of(module), [optimizer._core for optimizer in optimizers], group_of(process_group), options
-        )
+        group = group_of(process_group)
+        require_constant_in_forward(module, "ShardedDataParallel")
+        core = _C.ShardedDataParallelCore(mirror_of(module), [optimizer._core for optimizer in optimizers], group, options)
         super().__init__(module, core)
         for optimizer in optimizers:
             optimizer._reduced_to_owners = True

@@ -135,6 +135,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every rank, in the format of torch.optim. Collective."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        whole = self._whole_state()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, whole)
+            whole = whole if changed is None else changed
+        return whole
+
+    def _whole_state(self) -> dict[str, Any]:
         named = self._named_state()
         state = {}
         for index, name in enumerate(self._names()):
@@ -154,6 +163,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the whole state, from this class, torch.optim, any strategy and number of ranks. Every rank must pass the
         same (DisagreeError). Collective."""
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = state_dict.copy()
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._load_whole_state(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_whole_state(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise ValueError(f"the state has {len(saved)} param groups, the optimizer {len(self.param_groups)}")

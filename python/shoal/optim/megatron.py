@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._mirror import mirror_of
+from .._mirror import mirror_of, require_constant_in_forward
 from ..distributed import group_of
 from ._recipe import OptimizerClass, groups_of_module, recipe_of
 from ._sharded import ShardedOptimizer
@@ -74,6 +74,7 @@ class DistributedOptimizer(ShardedOptimizer):
         groups = groups_of_module(module, params, options.get("ignored", ()))
         recipe = recipe_of("DistributedOptimizer", groups, optimizer_class, defaults, element_wise)
         group = group_of(process_group)
+        require_constant_in_forward(module, "DistributedOptimizer")
         core = _C.DistributedOptimizerCore(mirror, *recipe.core_arguments(), recipe.element_wise, group, options)
         super().__init__(recipe, core, group)
         self._must_scale = options.get("scaler") is not None

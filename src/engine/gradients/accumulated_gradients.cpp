@@ -1,9 +1,11 @@
 #include "engine/gradients/accumulated_gradients.h"
 
+#include <fmt/format.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 
+#include "engine/gradients/forward_turns.h"
 #include "engine/gradients/local_gradients.h"
 #include "memory/views.h"
 #include "shoal/error.h"
@@ -15,13 +17,17 @@ AccumulatedGradients::AccumulatedGradients(const std::vector<Gradient>& gradient
     : gradients_(gradients),
       buckets_(buckets),
       in_buckets_(options.in_buckets),
+      everywhere_(options.everywhere),
       own_(gradients.size()),
-      sums_(gradients, buckets, options.about_sums) {}
+      sums_(gradients, buckets, options.about_sums),
+      shown_(gradients.size()) {}
 
-// `before` keeps the old buckets' memory alive until the gradients have moved out of it.
-void AccumulatedGradients::move_to([[maybe_unused]] const std::vector<Bucket>& before) {
+// The gradients keep the old memory until they have moved out of it. They stay in it if the program has other tensors there.
+void AccumulatedGradients::move_to(std::vector<Bucket> before) {
+  before.clear();
   sums_.start();
   if (!in_buckets_) return;
+  if (everywhere_) shown_.note_all(gradients_);
   for (size_t i = 0; i < gradients_.size(); ++i) lay_in_bucket(i);
 }
 
@@ -38,11 +44,15 @@ void AccumulatedGradients::adopt_changes() {
 
 void AccumulatedGradients::note_arrival(size_t gradient) {
   own_.came[gradient] = true;
+  if (everywhere_) shown_.note_graph(gradient, gradients_[gradient].parameter.grad());
   if (gradients_[gradient].parameter.grad().defined()) own_.used[gradient] = true;
 }
 
 void AccumulatedGradients::note_local(size_t gradient) {
-  if (in_buckets_ || gradients_[gradient].reduce_dtype) lay_in_bucket(gradient);
+  if (in_buckets_ || gradients_[gradient].reduce_dtype) {
+    lay_in_bucket(gradient);
+    shown_.end_graph(gradient, mutable_grad(gradient), gradients_[gradient].name);
+  }
   sums_.added(gradient);
   mark(gradient);
 }
@@ -73,20 +83,65 @@ void AccumulatedGradients::hide() {
 void AccumulatedGradients::lay_in_bucket(size_t gradient) {
   auto& grad = mutable_grad(gradient);
   if (buckets_.of(gradient).sparse() || !grad.defined() || sums_.stands_in(gradient)) return;
+  if (shown_.elsewhere(gradient)) return;
   const auto& view = buckets_.acquire(gradient);
   if (same_view(grad, view)) return;
+  release(gradient, view);
   view.copy_(grad.is_sparse() ? grad.to_dense() : grad.detach());
-  grad = view;
+  show(gradient, view);
+}
+
+void AccumulatedGradients::note_arriving(size_t gradient) {
+  const auto& bucket = buckets_.of(gradient);
+  if ((everywhere_ && !in_buckets_) || bucket.sparse() || sums_.stands_in(gradient)) return;
+  const auto& grad = gradients_[gradient].parameter.grad();
+  if (!shown_.note(gradient, grad, bucket.flat()) || everywhere_) return;
+  throw UsageError(fmt::format(
+      "the gradient of {} lies in memory that the program has given it and other tensors share (a part of a "
+      "flat tensor): they would not get the sums over the ranks, which lie elsewhere; let backward make "
+      "gradients, after zero_grad()",
+      gradients_[gradient].name));
+}
+
+// The marks of local gradients and of sums count on the bucket's own tensor.
+void AccumulatedGradients::show(size_t gradient, const at::Tensor& view) {
+  auto& grad = mutable_grad(gradient);
+  if (everywhere_) {
+    shown_.show(gradient, grad, view);
+  } else {
+    grad = view;
+  }
+}
+
+void AccumulatedGradients::release(size_t gradient, const at::Tensor& view) {
+  if (everywhere_) shown_.release(gradient, gradients_[gradient].parameter.grad(), view);
+}
+
+void AccumulatedGradients::leave_mean(size_t gradient, const at::Tensor& view) {
+  auto& grad = mutable_grad(gradient);
+  const bool own = !in_buckets_ || shown_.elsewhere(gradient);
+  if (!own) {
+    show(gradient, view);
+  } else if (grad.defined() && grad.layout() == at::kStrided) {
+    grad.detach().copy_(view);
+  } else {
+    grad = view.clone();
+  }
+  shown_.end_graph(gradient, grad, gradients_[gradient].name);
 }
 
 at::Tensor AccumulatedGradients::hand_over(size_t gradient, double scale) {
   const auto& view = buckets_.acquire(gradient);
   auto& grad = mutable_grad(gradient);
   sums_.set_aside(gradient);
+  release(gradient, view);
   if (!grad.defined()) {
     view.zero_();
     return {};
   }
+  // A backward may be of several wrappers, each of which takes this rank's own gradient from grad().
+  const bool shared = ForwardTurns::are_shared(gradients_[gradient].parameter);
+  if (shared && same_view(grad, view)) grad = view.clone();
   if (same_view(grad, view)) {
     const auto untouched = own_.used[gradient] ? at::Tensor() : view.clone();
     if (scale != 1) at::Tensor(view).mul_(scale);
@@ -99,7 +154,7 @@ at::Tensor AccumulatedGradients::hand_over(size_t gradient, double scale) {
   } else {
     at::Tensor(view).copy_(dense).mul_(scale);
   }
-  if (in_buckets_ && own_.used[gradient]) grad = view;
+  if (in_buckets_ && own_.used[gradient] && !shared && !shown_.elsewhere(gradient)) show(gradient, view);
   return {};
 }
 
@@ -109,8 +164,9 @@ at::Tensor AccumulatedGradients::local(size_t gradient) {
   if (own_.used[gradient] && gradients_[gradient].parameter.grad().defined()) {
     lay_in_bucket(gradient);
   } else {
+    release(gradient, view);
     at::Tensor(view).zero_();
-    mutable_grad(gradient) = view;
+    show(gradient, view);
     own_.used[gradient] = true;
   }
   sums_.added(gradient);

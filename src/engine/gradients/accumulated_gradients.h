@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/gradients/earlier_sums.h"
+#include "engine/gradients/shown_gradients.h"
 
 namespace shoal {
 
@@ -18,6 +19,7 @@ class AccumulatedGradients {
   struct Options {
     bool in_buckets = true;    // grad() is a view of the bucket
     std::string about_sums{};  // see EarlierSums
+    bool everywhere = true;    // every rank gets the whole mean
   };
 
   // The references must outlive this object.
@@ -30,7 +32,7 @@ class AccumulatedGradients {
   const EarlierSums& sums() const { return sums_; }
 
   // Call after buckets were rebuilt. `before`: see BucketSet::build().
-  void move_to(const std::vector<Bucket>& before);
+  void move_to(std::vector<Bucket> before);
   // Reads what the caller did to grad() since: a gradient that was dropped does not take part in the next step.
   void adopt_changes();
 
@@ -41,6 +43,9 @@ class AccumulatedGradients {
   const std::optional<double>& weight() const { return own_.weight; }
   void add_weight(double weight) { own_.weight = own_.weight.value_or(0.0) + weight; }
 
+  // Call before autograd adds to grad(). UsageError if grad() lies in memory that the program shares with other tensors, which
+  // do not get the sums: where these do not reach every rank.
+  void note_arriving(size_t gradient);
   // A backward reached the gradient. note_local(): it did so without synchronising.
   void note_arrival(size_t gradient);
   void note_local(size_t gradient);
@@ -53,6 +58,8 @@ class AccumulatedGradients {
   at::Tensor hand_over(size_t gradient, double scale);
   // The gradient's place in the bucket, for writing. Zeros if there is no gradient yet; it counts as used either way.
   at::Tensor local(size_t gradient);
+  // Makes grad() the mean, which lies in the bucket, if it is to lie there.
+  void leave_mean(size_t gradient, const at::Tensor& view);
   // Forgets this rank's own gradients, after a step reduced them or they were given up.
   void forget() { own_ = Own(gradients_.size()); }
   // Removes the marks of local gradients (local_gradients.h).
@@ -84,13 +91,18 @@ class AccumulatedGradients {
 
   at::Tensor& mutable_grad(size_t gradient) { return at::Tensor(gradients_[gradient].parameter).mutable_grad(); }
   void lay_in_bucket(size_t gradient);
+  // See ShownGradients.
+  void show(size_t gradient, const at::Tensor& view);
+  void release(size_t gradient, const at::Tensor& view);
   void mark(size_t gradient);
 
   const std::vector<Gradient>& gradients_;
   BucketSet& buckets_;
   bool in_buckets_;
+  bool everywhere_;
   Own own_;
   EarlierSums sums_;
+  ShownGradients shown_;
   bool marked_ = false;
 };
 

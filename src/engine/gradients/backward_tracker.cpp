@@ -25,12 +25,18 @@ BackwardTracker::BackwardTracker(const std::vector<Gradient>& gradients, const O
     : gradients_(gradients),
       options_(options),
       listener_(listener),
+      turns_(std::in_place, parameters_of(gradients), options.open),
+      passing_(gradients.size()),
       hooks_(
           std::in_place, parameters_of(gradients), [this](size_t gradient) { arrived(gradient); },
           [this](size_t gradient) { arriving(gradient); }) {}
 
 bool BackwardTracker::in_backward() {
   return torch::autograd::get_current_graph_task_id() >= 0;
+}
+
+void BackwardTracker::note_forward() {
+  if (turns_) turns_->forward();
 }
 
 void BackwardTracker::inspect(const std::vector<at::Tensor>& outputs, const std::shared_ptr<bool>& reached) {
@@ -80,7 +86,17 @@ void BackwardTracker::begin() {
   } else {
     require_no_failed_backward();
   }
+  require_own_forward();
   listener_.begin_backward();
+}
+
+void BackwardTracker::require_own_forward() const {
+  if (!passed_by_ || passed_by_->first != torch::autograd::get_current_graph_task_id()) return;
+  throw UsageError(
+      fmt::format("parameter {} is in two wrappers, and a backward goes through the module of one that has run no "
+                  "forward since the other's: "
+                  "call the forward of the wrapper, not of its module",
+                  gradients_[passed_by_->second].name));
 }
 
 void BackwardTracker::require_no_failed_backward() const {
@@ -94,6 +110,7 @@ void BackwardTracker::end() {
   const auto held = lock();
   const torch::NoGradGuard no_grad;
   under_way_.reset();
+  if (turns_) turns_->backward_ended();
   if (phase_ == Phase::local) {
     phase_ = Phase::idle;
     listener_.end_local_backward();
@@ -113,13 +130,24 @@ void BackwardTracker::arriving(size_t gradient) {
   const auto held = lock();
   const torch::NoGradGuard no_grad;
   const bool stale = phase_ != Phase::idle && under_way_.expired();
-  if (phase_ == Phase::idle || stale) begin();
+  if (phase_ == Phase::idle || stale) {
+    if (turns_ && turns_->is_others(gradients_[gradient].parameter)) {
+      passing_[gradient] = true;
+      passed_by_ = {torch::autograd::get_current_graph_task_id(), gradient};
+      return;
+    }
+    begin();
+  }
   listener_.arriving(gradient);
 }
 
 void BackwardTracker::arrived(size_t gradient) {
   const auto held = lock();
   const torch::NoGradGuard no_grad;
+  if (passing_[gradient]) {
+    passing_[gradient] = false;
+    return;
+  }
   listener_.arrived(gradient);
 }
 
@@ -151,6 +179,7 @@ void BackwardTracker::expect_the_same() {
 
 void BackwardTracker::detach() {
   hooks_.reset();
+  turns_.reset();
   alive_.reset();
 }
 

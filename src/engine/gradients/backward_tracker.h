@@ -6,9 +6,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/buckets/bucket_plan.h"
+#include "engine/gradients/forward_turns.h"
 #include "engine/gradients/gradient_hooks.h"
 
 namespace shoal {
@@ -36,6 +38,7 @@ class BackwardTracker {
   struct Options {
     bool find_unused_parameters = false;
     bool static_graph = false;
+    bool open = false;  // see ForwardTurns
   };
 
   // The references must outlive this object.
@@ -48,6 +51,9 @@ class BackwardTracker {
   // True while autograd runs a backward on this thread.
   static bool in_backward();
 
+  // Notes a forward that records a graph. See ForwardTurns: a backward that reaches a parameter of several wrappers is of the one
+  // that ran its forward last.
+  void note_forward();
   // Walks the graph of a forward that will be synchronised, and hooks its outputs.
   // reached: set to true when a backward reaches an output; nullptr: nothing.
   void inspect(const std::vector<at::Tensor>& outputs, const std::shared_ptr<bool>& reached = nullptr);
@@ -81,6 +87,7 @@ class BackwardTracker {
  private:
   void watch();
   void require_no_failed_backward() const;
+  void require_own_forward() const;
   void arriving(size_t gradient);
   void arrived(size_t gradient);
   [[noreturn]] void refuse(size_t gradient) const;
@@ -96,6 +103,11 @@ class BackwardTracker {
   std::vector<int> arrivals_;                 // arrivals per gradient in this backward
   std::vector<size_t> order_;
   std::vector<int> expected_arrivals_;  // empty before the first backward
+
+  std::optional<ForwardTurns> turns_;
+  std::vector<bool> passing_;  // gradients that autograd is adding, of another wrapper's backward
+  std::optional<std::pair<int, size_t>>
+      passed_by_{};  // autograd's number of the last such backward, and a gradient of it
 
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // hooks on outputs may outlive this object
   // Last member: its callbacks use all of the above.

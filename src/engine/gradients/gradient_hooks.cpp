@@ -2,35 +2,11 @@
 
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
-#include <algorithm>
-
 #include "engine/gradients/autograd_error.h"
 
 namespace shoal {
-namespace {
 
 using torch::autograd::variable_list;
-
-class BeforeNode : public torch::autograd::FunctionPreHook {
- public:
-  explicit BeforeNode(std::function<void()> act) : act_(std::move(act)) {}
-  variable_list operator()(const variable_list& gradients) override {
-    in_autograd(act_);
-    return gradients;
-  }
-
- private:
-  std::function<void()> act_;
-};
-
-// remove_hook() leaves an empty entry behind, which every backward would visit; so the entries are removed, too.
-void remove_tensor_hook(const at::Tensor& parameter, unsigned hook) {
-  parameter.remove_hook(hook);
-  auto& list = *torch::autograd::impl::materialize_autograd_meta(parameter)->cpp_hooks_list_;
-  while (!list.empty() && !list.back()) list.pop_back();
-}
-
-}  // namespace
 
 GradientHooks::GradientHooks(const std::vector<at::Tensor>& parameters, Callback arrived, Callback arriving)
     : arrived_(std::move(arrived)), arriving_(std::move(arriving)), entries_(parameters.size()) {
@@ -39,15 +15,12 @@ GradientHooks::GradientHooks(const std::vector<at::Tensor>& parameters, Callback
     entry.parameter = parameters[i];
     numbers_.emplace(parameters[i].unsafeGetTensorImpl(), i);
     attach(i, torch::autograd::impl::grad_accumulator(parameters[i]));
-    entry.tensor_hook = parameters[i].register_hook([this, i](const at::Tensor&) { attach_to_current_node(i); });
+    entry.tensor_hook = std::make_unique<TensorHook>(parameters[i], [this, i] { attach_to_current_node(i); });
   }
 }
 
 GradientHooks::~GradientHooks() {
-  for (auto& entry : entries_) {
-    detach(entry);
-    remove_tensor_hook(entry.parameter, entry.tensor_hook);
-  }
+  for (auto& entry : entries_) detach(entry);
 }
 
 void GradientHooks::attach(size_t gradient, Accumulator accumulator) {
@@ -70,7 +43,7 @@ void GradientHooks::attach(size_t gradient, Accumulator accumulator) {
 void GradientHooks::detach(Entry& entry) {
   if (!entry.accumulator) return;
   entry.accumulator->del_post_hook(entry.after);
-  std::erase_if(entry.accumulator->pre_hooks(), [&](const auto& hook) { return hook.get() == entry.before; });
+  erase_hook(entry.accumulator->pre_hooks(), entry.before);
   entry.accumulator = {};
 }
 

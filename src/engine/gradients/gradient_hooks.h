@@ -6,9 +6,12 @@
 #include <torch/types.h>
 
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
+
+#include "engine/gradients/tensor_hook.h"
 
 namespace shoal {
 
@@ -35,7 +38,7 @@ class GradientHooks {
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
   struct Entry {
     at::Tensor parameter;
-    unsigned tensor_hook = 0;
+    std::unique_ptr<TensorHook> tensor_hook{};
     Accumulator accumulator{};
     const torch::autograd::FunctionPreHook* before = nullptr;
     uintptr_t after = 0;

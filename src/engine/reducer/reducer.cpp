@@ -47,8 +47,12 @@ Reducer::Reducer(std::vector<Gradient> gradients, const Group& group, const Redu
       buckets_(gradients_, group_, reduction_->plan()),
       order_(reduction_->plan().follows_order),
       last_(gradients_.size()),
-      accumulated_(gradients_, buckets_, {options.gradient_as_bucket_view, options.about_sums}),
-      tracker_(gradients_, {options.find_unused_parameters, options.static_graph}, *this) {
+      accumulated_(gradients_, buckets_,
+                   {options.gradient_as_bucket_view, options.about_sums, reduction_->plan().everywhere()}),
+      tracker_(
+          gradients_,
+          {options.find_unused_parameters, options.static_graph, reduction_->plan().everywhere() && !options.consumer},
+          *this) {
   if (options_.consumer) spent_.emplace(gradients_, options_.name_of_consumer, options_.about_sums);
   build_as_registered();
 }
@@ -79,6 +83,7 @@ void Reducer::expect_backward() {
 
 void Reducer::arriving(size_t gradient) {
   const TimedScope scope(timeline_of(group_), "hook", steps_);
+  accumulated_.note_arriving(gradient);
   accumulated_.sums().set_aside(gradient);
 }
 
@@ -148,7 +153,8 @@ void Reducer::count_arrival(size_t gradient) {
   if (step_->schedule.is_ready(gradient)) {
     throw UsageError(fmt::format(
         "backward computed the gradient of {} again after its reduction had begun. If a block is recomputed "
-        "in backward, set static_graph and unset find_unused_parameters; if a loss does not depend on the "
+        "in backward, set static_graph and unset find_unused_parameters (in Python, or checkpoint with "
+        "use_reentrant=False); if a loss does not depend on the "
         "outputs of forward, unset find_unused_parameters",
         name));
   }

@@ -89,6 +89,7 @@ class Reducer : private BackwardListener {
 
   // Throws the last step's pending error: UsageError for parameters that no rank used. Same on all ranks.
   void check_last_step();
+  void note_forward() { tracker_.note_forward(); }
   // After a forward that has entered a step. See BackwardTracker and DroppedForwards.
   // trains: whether the module is in training mode; one that is evaluated on some ranks needs no backward.
   void inspect(const std::vector<at::Tensor>& outputs, bool trains) {

@@ -59,12 +59,8 @@ void Reducer::deliver_whole(size_t index) {
     } else if (gradients_[member].reduce_dtype) {
       grad = view.to(gradients_[member].parameter.scalar_type());  // optimizers accept no other dtype
       if (!reduction_->plan().everywhere()) accumulated_.sums().leave_outside_bucket(member);
-    } else if (options_.gradient_as_bucket_view) {
-      if (!same_view(grad, view)) grad = view;
-    } else if (grad.defined() && grad.layout() == at::kStrided) {
-      grad.detach().copy_(view);
     } else {
-      grad = view.clone();
+      accumulated_.leave_mean(member, view);
     }
   }
 }

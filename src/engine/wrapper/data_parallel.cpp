@@ -10,6 +10,7 @@
 #include "engine/sharded/changed_values.h"
 #include "engine/wrapper/data_parallel_state.h"
 #include "engine/wrapper/logging.h"
+#include "engine/wrapper/module_checks.h"
 #include "engine/wrapper/normal_mode.h"
 #include "module/sync.h"
 #include "shoal/deferred_init.h"
@@ -45,36 +46,14 @@ std::vector<at::Tensor> all_but(const torch::nn::Module& module, const std::vect
   return list;
 }
 
-void check_device(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
-  for (const auto& entry : tensors) {
-    if (!entry.tensor.is_meta()) continue;
-    throw UsageError(fmt::format(
-        "{}: {} is on the meta device, which is not supported; construct the module in a DeferredInit scope instead",
-        wrapper, entry.name));
-  }
-}
-
-// Throws alike on all ranks, so that none of them waits for a rank that cannot read its parameters.
-void check_memory(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
-  for (const auto& entry : tensors) {
-    if (!is_lost(entry.tensor)) continue;
-    throw UsageError(
-        fmt::format("{}: parameter {} has no values: it was sharded by a FullyShardedDataParallel that has been "
-                    "destroyed; call its unwrap() before",
-                    wrapper, entry.name));
-  }
-}
-
 }  // namespace
 
 std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                               const std::string& name, const std::vector<std::string>& ignored,
-                                              bool sync, Deferred deferred) {
+                                              bool sync, Deferred deferred, OtherWrappers other_wrappers) {
   if (!module) throw UsageError(fmt::format("{}: the module is nullptr", name));
   auto tensors = walk(*module, ignored);
-  check_device(tensors.parameters, name);
-  check_device(tensors.buffers, name);
-  check_memory(tensors.parameters, name);
+  require_usable(tensors, name, other_wrappers);
   materialize(all_but(*module, deferred == Deferred::keep ? tensors.parameters : std::vector<NamedTensor>()));
   if (sync) {
     const UnwatchedOperators own;  // rank 0's values are written to sharded parameters' memory without gathering
@@ -139,6 +118,7 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   const auto steps = reducer ? reducer->step() : 0;
   consumer = options.consumer;
   reducer.reset();  // destroy the old reducer first, because its hooks are on the same parameters
+  if (options.consumer) require_usable(tensors, options.name_of_consumer, OtherWrappers::refused);
   reducer = std::make_shared<Reducer>(std::move(gradients), group, options, std::move(reduction));
   reducer->count_from(steps);
   reducer->callbacks.synchronises = [this] { return no_sync_depth == 0; };
@@ -222,6 +202,7 @@ void DataParallelCore::before_forward() {
 void DataParallelCore::after_forward(const std::vector<at::Tensor>& outputs) {
   const NormalMode outside;
   const bool synchronises = state_->no_sync_depth == 0 && torch::GradMode::is_enabled();
+  if (torch::GradMode::is_enabled()) state_->reducer->note_forward();
   if (synchronises) state_->reducer->clock().mark(StepClock::forward_ends, state_->reducer->step());
   end_pass(torch::GradMode::is_enabled());
   if (!synchronises) return;

@@ -3,6 +3,7 @@
 
 #include "engine/reducer/reducer.h"
 #include "engine/wrapper/buffer_sync.h"
+#include "engine/wrapper/module_checks.h"
 #include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "module/walk.h"
@@ -53,10 +54,11 @@ enum class Deferred { materialize, keep };
 
 // Lists the module's tensors, compares them over the group and, with `sync`, broadcasts rank 0's values. Parameters of
 // a DeferredInit scope are materialized, or with `keep` remain deferred. `name` is that of the wrapper, for errors.
-// Throws UsageError for nullptr and for a module without trainable parameters. Collective.
+// Throws UsageError for nullptr, for a module without trainable parameters, and for parameters of other wrappers. Collective.
 std::unique_ptr<DataParallelCore::State> wrap(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                               const std::string& name, const std::vector<std::string>& ignored,
-                                              bool sync, Deferred deferred = Deferred::materialize);
+                                              bool sync, Deferred deferred = Deferred::materialize,
+                                              OtherWrappers other_wrappers = OtherWrappers::refused);
 
 // Throws UsageError, which names the module, if the forward of a sub-module communicates (SyncBatchNorm).
 void check_forward_is_local(const torch::nn::Module& module);

@@ -12,7 +12,7 @@
 namespace shoal {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 constexpr const char* watched_variables[] = {"RANK",
                                              "WORLD_SIZE",
@@ -40,20 +40,20 @@ LoggingData::Settings environment_that_matters() {
   return found;
 }
 
-Json object_of(const LoggingData::Settings& settings) {
-  Json object = Json::object();
+OrderedJson object_of(const LoggingData::Settings& settings) {
+  OrderedJson object = OrderedJson::object();
   for (const auto& [name, value] : settings) object[name] = value;
   return object;
 }
 
-Json object_of(const StepTimes& times) {
+OrderedJson object_of(const StepTimes& times) {
   return {{"forward_ms", times.forward},
           {"backward_ms", times.backward},
           {"communication_ms", times.communication},
           {"overlap_ms", times.overlap}};
 }
 
-Json object_of(const LoggingData& data) {
+OrderedJson object_of(const LoggingData& data) {
   return {{"strategy", data.strategy},
           {"module", data.module},
           {"group", data.group},
@@ -82,7 +82,7 @@ Json object_of(const LoggingData& data) {
           {"mean", object_of(data.mean)}};
 }
 
-std::string in_words(const Json& value) {
+std::string in_words(const OrderedJson& value) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_number_float()) return fmt::format("{:.3f}", value.get<double>());
   if (!value.is_array()) return value.dump();
@@ -91,7 +91,7 @@ std::string in_words(const Json& value) {
   return fmt::format("{}", fmt::join(parts, ", "));
 }
 
-void add_lines(const std::string& prefix, const Json& object, std::string& table) {
+void add_lines(const std::string& prefix, const OrderedJson& object, std::string& table) {
   for (const auto& [name, value] : object.items()) {
     if (value.is_object()) {
       add_lines(prefix + name + ".", value, table);

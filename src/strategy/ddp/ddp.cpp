@@ -76,7 +76,9 @@ void make_reducer(DataParallelCore::State& state, const DistributedDataParallelO
 std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::Module> module, const Group& group,
                                                     const DistributedDataParallelOptions& options) {
   options.validate();
-  auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true);
+  auto state = wrap(std::move(module), group, "DistributedDataParallel", options.ignored, /*sync=*/true,
+                    Deferred::materialize, OtherWrappers::allowed);
+  require_constant_in_forward(state->tensors, state->name);
   state->adopts_buffers = options.broadcast_buffers;
   state->buffers.choose(options.broadcast_buffers, options.buffer_hook, options.buffer_hook_location);
   state->precision = options.precision;

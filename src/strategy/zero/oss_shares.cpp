@@ -9,6 +9,7 @@
 #include <typeinfo>
 
 #include "engine/sharded/ownership.h"
+#include "engine/wrapper/module_checks.h"
 #include "optim/state.h"
 #include "shoal/deferred_init.h"
 #include "shoal/error.h"
@@ -79,6 +80,12 @@ ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
       made.owners.push_back(anew ? -1 : owner.value_or(-1));
     }
   }
+  std::vector<NamedTensor> named;
+  for (size_t i = 0; i < made.parameters.size(); ++i) {
+    named.push_back(
+        {.name = fmt::format("parameter {}", made.indices[i]), .aliases = {}, .tensor = made.parameters[i]});
+  }
+  require_separate_memory(named, "OSS");
   choose_owners(made);
   materialize(made.parameters);
   auto part = empty_like(groups);

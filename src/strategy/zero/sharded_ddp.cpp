@@ -139,7 +139,10 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
         options.validate();
         if (optimizers.empty()) throw UsageError("ShardedDataParallel: give at least one OSS");
         if (module) check_devices(walk(*module, options.ignored));
-        return wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);
+        auto state =
+            wrap(std::move(module), group, "ShardedDataParallel", options.ignored, options.sync_models_at_startup);
+        require_constant_in_forward(state->tensors, state->name);
+        return state;
       }()),
       sharding_(std::make_shared<Sharding>(
           Sharding{.optimizers = optimizers, .options = options, .groups = groups_of(optimizers, group)})) {

@@ -1,4 +1,4 @@
-// Whole programs: two models against each other.
+// Whole programs: two models against each other, or with one encoder.
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/activation.h>
@@ -116,6 +116,42 @@ void wgan(Bench& bench, bool freeze) {
   bench.same_parameters(*critic, 1e-8);
 }
 
+struct WithHead : Network {
+  WithHead(std::shared_ptr<Perceptron> shared, int64_t out) {
+    encoder = register_module("encoder", std::move(shared));
+    head = register_module("head", torch::nn::Linear(3, out));
+    to(at::kDouble);
+  }
+  using Network::forward;
+  at::Tensor forward(at::Tensor x) override { return head(torch::tanh(encoder->forward(x))); }
+
+  std::shared_ptr<Perceptron> encoder;
+  torch::nn::Linear head{nullptr};
+};
+
+// An actor and a critic with one encoder, each with a wrapper and an optimizer of its own, in turns.
+void one_encoder(Bench& bench) {
+  const auto encoder = perceptron();
+  torch::manual_seed(41);
+  const auto actor = std::make_shared<WithHead>(encoder, 4);
+  const auto critic = std::make_shared<WithHead>(encoder, 1);
+  auto training_a = bench.wrap(actor, adam(0.01));
+  auto training_c = bench.wrap(critic, adam(0.02));
+  const auto turn = [&](Trained& training, int64_t step) {
+    training.zero_grad();
+    auto loss = training.forward(bench.batch(step)).pow(2).mean();
+    loss.backward();
+    training.step();
+  };
+  for (int64_t step = 0; step < 3; ++step) {
+    turn(*training_c, 3 * step);
+    turn(*training_c, 3 * step + 1);
+    turn(*training_a, 3 * step + 2);
+  }
+  bench.same_parameters(*actor, 1e-8);
+  bench.same_parameters(*critic, 1e-8);
+}
+
 }  // namespace
 
 Behaviours programs_gans() {
@@ -124,6 +160,7 @@ Behaviours programs_gans() {
       {"program_dcgan_zeroed_by_the_optimizers", [](Bench& bench) { dcgan(bench, false); }},
       {"program_wgan_gp", [](Bench& bench) { wgan(bench, false); }},
       {"program_wgan_gp_with_a_frozen_critic", [](Bench& bench) { wgan(bench, true); }},
+      {"program_actor_and_critic_with_one_encoder", one_encoder},
   };
 }
 

@@ -1,0 +1,176 @@
+"""PY05: what programs do to gradients and parameters beside the loop: hooks, create_graph, numpy, one encoder in two networks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+import shoal
+from loops import assert_close, backward, each_strategy, train_alone
+from ranks import on_ranks
+from test_wrappers import group_over
+
+
+def doubled(net):
+    """Doubles a weight's gradient, by a hook of Python; returns the hook's calls."""
+    calls = []
+
+    def hook(gradient):
+        calls.append(gradient.shape)
+        return 2 * gradient
+
+    next(net.parameters()).register_hook(hook)
+    return calls
+
+
+def test_PY05_hooks_of_parameters_from_before_wrapping_stay():
+    def trains(strategy, wrap):
+        net = models.make("gpt")
+        doubled(net)
+        expected = train_alone(net, models.adamw(net.parameters()))
+        inner = models.make("gpt")
+        calls = doubled(inner)
+        model, optimizer = wrap(inner)
+        losses = []
+        for step in range(3):
+            losses.append(backward(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(calls) == 3
+        assert_close(losses, expected)
+        del model, optimizer
+        backward(inner, 3)
+        assert len(calls) == 4  # those of the wrapper have gone, and nothing else
+
+    each_strategy(trains)
+
+
+def test_PY05_a_backward_through_grad_is_an_error():
+    def trains(strategy, wrap):
+        model, optimizer = wrap(models.make("gpt"))
+        x, y = models.batch("gpt", 0, dist.get_rank())
+        models.loss_of(model(x), y).backward(create_graph=True)
+        with pytest.raises(RuntimeError, match="has no graph.*torch.autograd.grad|takes the gradient of parameter"):
+            sum(parameter.grad.square().sum() for parameter in model.parameters()).backward()
+
+    each_strategy(trains)
+
+
+# Its memory is another parameter's a moment later.
+def test_PY05_numpy_of_a_gathered_parameter_is_refused_outside_of_its_scope():
+    def reads(rank):
+        net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+        model = shoal.nn.FullyShardedDataParallel(net, group_over("tcp"), auto_wrap_policy=torch.nn.Linear)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            for parameter in net.parameters():
+                for read in (lambda p: p.detach().numpy(), lambda p: p.data.cpu().numpy(), lambda p: p.detach().tolist()):
+                    with pytest.raises(RuntimeError, match="summon_full_params"):
+                        read(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        copies = [parameter.detach().clone().numpy() for parameter in net.parameters()]
+        with model.summon_full_params():
+            arrays = [parameter.detach().numpy().copy() for parameter in net.parameters()]
+        for copy, array, value in zip(copies, arrays, model.state_dict().values(), strict=True):
+            assert (copy == array).all() and (value.numpy() == array).all()
+
+    on_ranks(reads)
+
+
+# Shared by DDP and ZeRO-1, whose gradients are whole on every rank.
+def test_PY05_gradients_that_are_kept_without_a_copy_stay():
+    def trains(strategy, wrap):
+        net = models.make("gpt")
+        expected = []
+        train_alone(
+            net,
+            models.adamw(net.parameters()),
+            prepare=lambda: expected.append([parameter.grad.clone() for parameter in net.parameters()]),
+        )
+        model, optimizer = wrap(models.make("gpt"))
+        if strategy not in ("ddp", "zero1"):
+            return
+        inside = model.module
+        kept = []
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            kept.append([parameter.grad for parameter in inside.parameters()])
+            optimizer.step()
+        for ours, theirs in zip(kept, expected, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+    each_strategy(trains)
+
+
+def test_PY06_hooks_of_an_optimizers_state_are_called():
+    def saves(strategy, wrap):
+        model, optimizer = wrap(models.make("gpt"))
+        calls = []
+        optimizer.register_state_dict_pre_hook(lambda own: calls.append("before saving"))
+        optimizer.register_state_dict_post_hook(lambda own, state: {**state, "note": 7})
+        optimizer.register_load_state_dict_pre_hook(lambda own, state: calls.append(state.pop("note")))
+        optimizer.register_load_state_dict_post_hook(lambda own: calls.append("after loading"))
+        backward(model, 0)
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        assert calls == ["before saving", 7, "after loading"] and state["note"] == 7, calls
+
+    each_strategy(saves)
+
+
+def test_PY05_an_embedding_with_max_norm_is_refused():
+    def wraps(rank):
+        net = torch.nn.Sequential(torch.nn.Embedding(8, 3, max_norm=1.0), torch.nn.Linear(3, 2))
+        with pytest.raises(shoal.UsageError, match="0 is an embedding with max_norm.*renorm_"):
+            shoal.nn.DistributedDataParallel(net)
+        with pytest.raises(shoal.UsageError, match="max_norm"):
+            shoal.nn.FullyShardedDataParallel(net)
+        with pytest.raises(shoal.UsageError, match="max_norm"):
+            shoal.optim.DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(shoal.UsageError, match="max_norm"):
+            shoal.nn.ShardedDataParallel(net, optimizer)
+
+    on_ranks(wraps)
+
+
+class WithHead(torch.nn.Module):
+    def __init__(self, encoder, outputs):
+        super().__init__()
+        self.encoder, self.head = encoder, torch.nn.Linear(5, outputs)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def actor_and_critic():
+    torch.manual_seed(3)
+    encoder = torch.nn.Linear(4, 5)
+    return WithHead(encoder, 3), WithHead(encoder, 1)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_PY05_networks_with_one_encoder_in_wrappers_of_their_own(views):
+    def trains(rank):
+        wrapped = [shoal.nn.DistributedDataParallel(net, gradient_as_bucket_view=views) for net in actor_and_critic()]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in wrapped]
+        nets = actor_and_critic()
+        alone = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(7))
+        for step in range(8):
+            turn = [0, 1, 1, 0][step % 4]
+            wrapped[turn](batch[3 * rank : 3 * rank + 3]).square().mean().backward()
+            nets[turn](batch).square().mean().backward()
+            for optimizer in (optimizers[turn], alone[turn]):
+                optimizer.step()
+                optimizer.zero_grad()
+        for one in (0, 1):
+            for parameter, expected in zip(wrapped[one].module.parameters(), nets[one].parameters(), strict=True):
+                torch.testing.assert_close(parameter, expected)
+
+    on_ranks(trains)

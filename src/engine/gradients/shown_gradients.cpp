@@ -1,0 +1,86 @@
+#include "engine/gradients/shown_gradients.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/utils.h>
+
+#include <map>
+#include <utility>
+
+#include "memory/views.h"
+
+namespace shoal {
+namespace {
+
+// Another tensor of the same elements, but no view in autograd's sense, as view_like() makes them.
+at::Tensor another(const at::Tensor& view) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(view.storage()),
+                                                         view.key_set(), view.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
+  return tensor;
+}
+
+}  // namespace
+
+bool ShownGradients::note(size_t gradient, const at::Tensor& grad, const at::Tensor& bucket) {
+  elsewhere_[gradient] =
+      grad.defined() && grad.layout() == at::kStrided && grad.storage().use_count() > 1 && !same_storage(grad, bucket);
+  return elsewhere_[gradient];
+}
+
+// Tensors of the program are those that a storage has beside the gradients.
+void ShownGradients::note_all(const std::vector<Gradient>& gradients) {
+  std::map<const c10::StorageImpl*, size_t> held;
+  const auto storage_of = [&](size_t i) -> const c10::StorageImpl* {
+    const auto& grad = gradients[i].parameter.grad();
+    return grad.defined() && grad.layout() == at::kStrided ? grad.storage().unsafeGetStorageImpl() : nullptr;
+  };
+  for (size_t i = 0; i < gradients.size(); ++i) ++held[storage_of(i)];
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const auto* storage = storage_of(i);
+    elsewhere_[i] = storage != nullptr && gradients[i].parameter.grad().storage().use_count() > held[storage];
+  }
+}
+
+void ShownGradients::show(size_t gradient, at::Tensor& grad, const at::Tensor& view) {
+  if (same_view(grad, view)) return;
+  const bool kept = grad.defined() && grad.use_count() > 1 && !grad.requires_grad() && grad.layout() == at::kStrided &&
+                    grad.options().type_equal(view.options());
+  if (kept) {
+    grad.set_data(view);
+  } else {
+    grad = another(view);
+  }
+  shown_[gradient].emplace(grad.getIntrusivePtr());
+}
+
+void ShownGradients::release(size_t gradient, const at::Tensor& grad, const at::Tensor& view) {
+  if (same_view(grad, view)) {
+    shown_[gradient].emplace(grad.getIntrusivePtr());  // zero_grad() may have made another tensor of it
+    return;
+  }
+  if (!shown_[gradient]) return;
+  const auto last = shown_[gradient]->lock();
+  if (last && grad.defined() && grad.unsafeGetTensorImpl() == last.get()) return;
+  shown_[gradient].reset();
+  if (!last) return;
+  at::Tensor kept(last);
+  if (same_view(kept, view)) kept.set_data(kept.clone());
+}
+
+void ShownGradients::end_graph(size_t gradient, at::Tensor& grad, const std::string& name) {
+  if (!graph_[gradient] || !grad.defined()) return;
+  graph_[gradient] = false;
+  const at::AutoGradMode on(true);
+  torch::autograd::DelayedError refuses(
+      fmt::format(
+          "the gradient of {} has no graph, although backward() was called with create_graph, since it is a mean "
+          "over ranks: compute what depends on gradients from torch::autograd::grad (torch.autograd.grad) with "
+          "create_graph, and call backward() once for the whole loss",
+          name),
+      1);
+  torch::autograd::variable_list leaf{grad.detach().requires_grad_()};
+  grad = refuses.apply(std::move(leaf)).front();
+}
+
+}  // namespace shoal

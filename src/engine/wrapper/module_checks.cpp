@@ -1,0 +1,105 @@
+#include "engine/wrapper/module_checks.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <fmt/format.h>
+#include <torch/utils.h>
+
+#include <map>
+
+#include "engine/gradients/forward_turns.h"
+#include "engine/paging/operator_watch.h"
+#include "shoal/deferred_init.h"
+#include "shoal/error.h"
+
+namespace shoal {
+namespace {
+
+void require_usable(const NamedTensor& entry, const char* kind, const std::string& wrapper) {
+  const auto refuse = [&](const std::string& fault) {
+    throw UsageError(fmt::format("{}: {} {} {}", wrapper, kind, entry.name, fault));
+  };
+  if (entry.tensor.is_meta()) {
+    refuse("is on the meta device, which is not supported; construct the module in a DeferredInit scope instead");
+  }
+  if (is_lost(entry.tensor)) {
+    refuse(
+        "has no values: it was sharded by a FullyShardedDataParallel that has been destroyed; call its unwrap() "
+        "before");
+  }
+  if (entry.tensor.layout() != at::kStrided) {
+    refuse("is sparse, which is not supported: hold it as a dense tensor, or name it in the option `ignored`");
+  }
+  if (!is_deferred(entry.tensor) && at::has_internal_overlap(entry.tensor) == at::MemOverlap::Yes) {
+    refuse("has several elements in one place of memory (expand()), which cannot be written: make it contiguous()");
+  }
+}
+
+// Bytes of a strided tensor in its storage.
+struct Extent {
+  int64_t begin;
+  int64_t end;
+};
+
+Extent extent_of(const at::Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const auto element = static_cast<int64_t>(tensor.element_size());
+  return {tensor.storage_offset() * element, (last + 1) * element};
+}
+
+}  // namespace
+
+void require_usable(const ModuleTensors& tensors, const std::string& wrapper, OtherWrappers other_wrappers) {
+  for (const auto& entry : tensors.parameters) require_usable(entry, "parameter", wrapper);
+  for (const auto& entry : tensors.buffers) require_usable(entry, "buffer", wrapper);
+  for (const auto& entry : tensors.trainable()) {
+    if (!ForwardTurns::are_taken(entry.tensor, other_wrappers == OtherWrappers::allowed)) continue;
+    throw UsageError(fmt::format(
+        "{}: parameter {} is in another wrapper, which is still in use: destroy that one first, or give the networks "
+        "that share the parameter to one wrapper, as parts of one module",
+        wrapper, entry.name));
+  }
+}
+
+void require_separate_memory(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
+  struct Part {
+    Extent extent;
+    const NamedTensor* entry;
+  };
+  std::map<const c10::StorageImpl*, std::vector<Part>> storages;
+  for (const auto& entry : tensors) {
+    if (is_deferred(entry.tensor) || entry.tensor.numel() == 0) continue;
+    const auto extent = extent_of(entry.tensor);
+    auto& parts = storages[entry.tensor.storage().unsafeGetStorageImpl()];
+    for (const auto& part : parts) {
+      if (part.extent.end <= extent.begin || extent.end <= part.extent.begin) continue;
+      if (part.entry->tensor.is_same(entry.tensor)) continue;
+      throw UsageError(fmt::format(
+          "{}: {} and {} are two tensors on the same memory, but parameters get other memory, and one of the two would "
+          "be left behind: use one tensor in both places (b->weight = a->weight; in Python b.weight = a.weight), or "
+          "copy it (clone())",
+          wrapper, part.entry->name, entry.name));
+    }
+    parts.push_back({extent, &entry});
+  }
+}
+
+void require_separate_memory(const ModuleTensors& tensors, const std::string& wrapper) {
+  auto all = tensors.parameters;
+  all.insert(all.end(), tensors.buffers.begin(), tensors.buffers.end());
+  require_separate_memory(all, wrapper);
+}
+
+void require_constant_in_forward(const ModuleTensors& tensors, const std::string& wrapper) {
+  for (const auto& entry : tensors.parameters) {
+    if (!entry.changes_in_forward) continue;
+    throw UsageError(
+        fmt::format("{}: {} is of an embedding with max_norm, whose forward changes the rows that this rank looks up, "
+                    "so that ranks "
+                    "would no longer hold the same parameters: leave max_norm out, and after each step() call "
+                    "weight.data().renorm_(2, 0, max_norm) on all ranks",
+                    wrapper, entry.name));
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,24 @@
+#pragma once
+// What wrappers cannot take of a module, and where it would show late or never.
+
+#include <string>
+#include <vector>
+
+#include "module/walk.h"
+
+namespace shoal {
+
+// Whether parameters may be in another wrapper that allows it, too, of which each acts in backwards after its own forwards.
+enum class OtherWrappers { refused, allowed };
+
+// These throw a UsageError that names the tensor. wrapper: class, for errors. Not collective: ranks have the same module.
+
+// Tensors on the meta device, expanded and sparse ones, parameters of a wrapper that has been destroyed, and those of others.
+void require_usable(const ModuleTensors& tensors, const std::string& wrapper, OtherWrappers other_wrappers);
+// For wrappers that give parameters other memory: two of the tensors are on the same memory, of which one would be left behind.
+void require_separate_memory(const std::vector<NamedTensor>& tensors, const std::string& wrapper);
+void require_separate_memory(const ModuleTensors& tensors, const std::string& wrapper);
+// For wrappers whose ranks hold the same parameters: forward changes the rows of this rank's batch (max_norm of an embedding).
+void require_constant_in_forward(const ModuleTensors& tensors, const std::string& wrapper);
+
+}  // namespace shoal
