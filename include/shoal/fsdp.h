@@ -218,7 +218,7 @@ class FullParameters {
 // forward or step() adopts the new values, compares the ranks (DisagreeError) and refreshes the float32 copies. With
 // param_dtype, a tensor of another floating-point dtype is converted and its full precision goes into the float32
 // copies; without it, another dtype is a UsageError, as is a parameter that was frozen at construction and now requires
-// a gradient. data_ptr() of a gathered parameter throws outside of summon_full_params(); elsewhere its writes are lost.
+// a gradient. Writes through data_ptr() outside of summon_full_params() are lost.
 //
 // After backward each rank holds the reduced gradients of its own shards, and grad() is a tensor without memory. All
 // forms of zero_grad() drop or zero the reduced gradient. Reading grad() is a UsageError that names the right call (see

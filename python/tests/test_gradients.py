@@ -50,31 +50,37 @@ def test_PY05_a_backward_through_grad_is_an_error():
         model, optimizer = wrap(models.make("gpt"))
         x, y = models.batch("gpt", 0, dist.get_rank())
         models.loss_of(model(x), y).backward(create_graph=True)
-        with pytest.raises(RuntimeError, match="has no graph.*torch.autograd.grad|takes the gradient of parameter"):
-            sum(parameter.grad.square().sum() for parameter in model.parameters()).backward()
+        refused = "has no graph.*torch.autograd.grad|takes the gradient of parameter"
+        for through in (
+            lambda penalty, parameters: penalty.backward(),
+            lambda penalty, parameters: torch.autograd.grad(penalty, parameters),
+            lambda penalty, parameters: (penalty + parameters[0].sum()).backward(inputs=parameters[:1]),
+        ):
+            with pytest.raises(RuntimeError, match=refused):
+                parameters = list(model.parameters())
+                through(sum(parameter.grad.square().sum() for parameter in parameters), parameters)
 
     each_strategy(trains)
 
 
-# Its memory is another parameter's a moment later.
-def test_PY05_numpy_of_a_gathered_parameter_is_refused_outside_of_its_scope():
+# A gathered parameter's memory is another one's a moment later.
+def test_PY05_numpy_of_gathered_parameters_keeps_their_values():
     def reads(rank):
         net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
         model = shoal.nn.FullyShardedDataParallel(net, group_over("tcp"), auto_wrap_policy=torch.nn.Linear)
         optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=0.1)
         for _ in range(2):
             model(torch.ones(4, 8)).sum().backward()
-            for parameter in net.parameters():
-                for read in (lambda p: p.detach().numpy(), lambda p: p.data.cpu().numpy(), lambda p: p.detach().tolist()):
-                    with pytest.raises(RuntimeError, match="summon_full_params"):
-                        read(parameter)
             optimizer.step()
             optimizer.zero_grad()
-        copies = [parameter.detach().clone().numpy() for parameter in net.parameters()]
+        kept = [parameter.detach().numpy() for parameter in net.parameters()]
+        lists = [parameter.data.cpu().tolist() for parameter in net.parameters()]
+        texts = [str(parameter) for parameter in net.parameters()]
         with model.summon_full_params():
             arrays = [parameter.detach().numpy().copy() for parameter in net.parameters()]
-        for copy, array, value in zip(copies, arrays, model.state_dict().values(), strict=True):
-            assert (copy == array).all() and (value.numpy() == array).all()
+        for one, values, text, array, value in zip(kept, lists, texts, arrays, model.state_dict().values(), strict=True):
+            assert (one == array).all() and values == array.tolist() and (value.numpy() == array).all()
+            assert text.startswith("Parameter containing:"), text
 
     on_ranks(reads)
 

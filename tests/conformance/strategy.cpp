@@ -40,7 +40,7 @@ const Exceptions& of_wrapped() {
 const Exceptions& of_all() {
   static const Exceptions list =
       all({"an_expanded_buffer"}, {Exception::refused, {"buffer graph has several elements in one place of memory"}}) +
-      all({"a_sparse_buffer"}, {Exception::refused, {"buffer graph is sparse", "ignored"}});
+      all({"a_sparse_buffer"}, {Exception::refused, {"buffer graph is sparse", "ignore it"}});
   return list;
 }
 
@@ -248,10 +248,20 @@ const Exceptions& of_zero1() {
   return list;
 }
 
+// One rank keeps whole sums in grad(), in the bucket, whose memory the next step overwrites.
+const Exceptions& of_one_rank_with_sums() {
+  static const Exceptions list =
+      all({"gradients_kept_in_a_list_for_clipping", "gradients_kept_without_a_copy"},
+          {Exception::differs, {"a kept tensor is the bucket's"}}) +
+      all({"gradients_in_a_flat_tensor"}, {Exception::refused, {"lies in memory that the program has given it"}}) +
+      all({"a_penalty_on_grad_with_create_graph"}, {Exception::throws, {"does not require grad"}});
+  return list;
+}
+
 const Exceptions& of_zero2() {
   static const Exceptions list =
       of_owned_parameters() + of_unused() + of_replicas() + of_sole_wrappers() + of_sharded_optimizers() +
-      of_parts("ShardedDataParallel", 2) +
+      of_parts("ShardedDataParallel", 2) + of_one_rank_with_sums() +
       all({"a_param_group_added_through_the_base_class"}, {Exception::refused, {"first.bias", "belongs to no"}});
   return list;
 }

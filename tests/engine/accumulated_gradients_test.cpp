@@ -112,6 +112,8 @@ TEST(AccumulatedGradients, another_object_goes_on_from_what_is_left) {
   with.accumulated->add_weight(7);
   const auto left = with.accumulated->left();
   const auto gradients = with.gradients;
+  with.accumulated.reset();
+  with.buckets.reset();
   BucketSet buckets(gradients, with.group, with.reduction.plan());
   AccumulatedGradients next(gradients, buckets, {});
   next.move_to(buckets.build({0, 1}));
@@ -120,6 +122,38 @@ TEST(AccumulatedGradients, another_object_goes_on_from_what_is_left) {
   EXPECT_EQ(next.weight(), 7);
   EXPECT_TRUE(with.grad(1).is_alias_of(buckets[0].flat()));
   EXPECT_TRUE(at::equal(with.grad(1), at::full({2}, 3.0)));
+}
+
+// What a program has in the same memory would be left behind.
+TEST(AccumulatedGradients, DDP05_a_gradient_that_is_part_of_another_tensor_stays_there) {
+  WithGradients with;
+  const auto flat = at::zeros({4});
+  with.grad(0) = flat.narrow(0, 0, 2);
+  with.accumulated->note_arriving(0);
+  with.grad(0).add_(3);
+  with.accumulated->note_arrival(0);
+  with.accumulated->hand_over(0, 0.5);
+  EXPECT_FALSE(with.in_bucket(0));
+  EXPECT_TRUE(at::equal((*with.buckets)[0].flat().narrow(0, 2, 2), at::full({2}, 1.5)) ||
+              at::equal((*with.buckets)[0].flat().narrow(0, 0, 2), at::full({2}, 1.5)));
+  with.accumulated->leave_mean(0, at::full({2}, 7.0));
+  EXPECT_TRUE(at::equal(flat.narrow(0, 0, 2), at::full({2}, 7.0)));
+}
+
+TEST(AccumulatedGradients, DDP05_a_tensor_that_is_kept_follows_the_gradient_or_gets_a_copy) {
+  WithGradients with;
+  with.backward(0, 1);
+  const auto kept = with.grad(0);
+  with.grad(0).reset();
+  with.backward(0, 5);
+  EXPECT_TRUE(at::equal(kept, at::full({2}, 1.0)));
+  const auto followed = with.grad(0);
+  with.grad(0).add_(2);
+  EXPECT_TRUE(at::equal(followed, at::full({2}, 7.0)));
+  // Other buckets, as after the first step.
+  with.accumulated->move_to(with.buckets->build({0, 1}));
+  with.grad(0).add_(1);
+  EXPECT_TRUE(at::equal(followed, at::full({2}, 8.0)));
 }
 
 }  // namespace

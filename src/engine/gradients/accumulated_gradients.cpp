@@ -49,10 +49,7 @@ void AccumulatedGradients::note_arrival(size_t gradient) {
 }
 
 void AccumulatedGradients::note_local(size_t gradient) {
-  if (in_buckets_ || gradients_[gradient].reduce_dtype) {
-    lay_in_bucket(gradient);
-    shown_.end_graph(gradient, mutable_grad(gradient), gradients_[gradient].name);
-  }
+  if (in_buckets_ || gradients_[gradient].reduce_dtype) lay_in_bucket(gradient);
   sums_.added(gradient);
   mark(gradient);
 }
@@ -127,7 +124,6 @@ void AccumulatedGradients::leave_mean(size_t gradient, const at::Tensor& view) {
   } else {
     grad = view.clone();
   }
-  shown_.end_graph(gradient, grad, gradients_[gradient].name);
 }
 
 at::Tensor AccumulatedGradients::hand_over(size_t gradient, double scale) {
@@ -141,7 +137,10 @@ at::Tensor AccumulatedGradients::hand_over(size_t gradient, double scale) {
   }
   // A backward may be of several wrappers, each of which takes this rank's own gradient from grad().
   const bool shared = ForwardTurns::are_shared(gradients_[gradient].parameter);
-  if (shared && same_view(grad, view)) grad = view.clone();
+  if (shared && same_view(grad, view)) {
+    if (grad.requires_grad()) grad = grad.detach();
+    grad.set_data(view.clone());
+  }
   if (same_view(grad, view)) {
     const auto untouched = own_.used[gradient] ? at::Tensor() : view.clone();
     if (scale != 1) at::Tensor(view).mul_(scale);

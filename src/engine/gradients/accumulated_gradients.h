@@ -60,6 +60,10 @@ class AccumulatedGradients {
   at::Tensor local(size_t gradient);
   // Makes grad() the mean, which lies in the bucket, if it is to lie there.
   void leave_mean(size_t gradient, const at::Tensor& view);
+  // See ShownGradients. After a local backward (`local`) a grad() of its own keeps its graph, which is right.
+  void end_graphs(bool local) {
+    if (everywhere_ && (in_buckets_ || !local)) shown_.end_graphs(gradients_);
+  }
   // Forgets this rank's own gradients, after a step reduced them or they were given up.
   void forget() { own_ = Own(gradients_.size()); }
   // Removes the marks of local gradients (local_gradients.h).

@@ -1,6 +1,5 @@
 #include "engine/gradients/shown_gradients.h"
 
-#include <fmt/format.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/utils.h>
 
@@ -68,19 +67,27 @@ void ShownGradients::release(size_t gradient, const at::Tensor& grad, const at::
   if (same_view(kept, view)) kept.set_data(kept.clone());
 }
 
-void ShownGradients::end_graph(size_t gradient, at::Tensor& grad, const std::string& name) {
-  if (!graph_[gradient] || !grad.defined()) return;
-  graph_[gradient] = false;
+// The node that refuses leads to all parameters, so that autograd does not leave it out, whatever it differentiates by.
+void ShownGradients::end_graphs(const std::vector<Gradient>& gradients) {
+  std::vector<at::Tensor> parameters;
+  torch::autograd::variable_list all;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const auto& grad = gradients[i].parameter.grad();
+    if (!std::exchange(graph_[i], false) || !grad.defined()) continue;
+    parameters.push_back(gradients[i].parameter);
+    all.push_back(grad.detach());
+  }
+  if (parameters.empty()) return;
+  for (const auto& gradient : gradients) all.push_back(gradient.parameter);
   const at::AutoGradMode on(true);
   torch::autograd::DelayedError refuses(
-      fmt::format(
-          "the gradient of {} has no graph, although backward() was called with create_graph, since it is a mean "
-          "over ranks: compute what depends on gradients from torch::autograd::grad (torch.autograd.grad) with "
-          "create_graph, and call backward() once for the whole loss",
-          name),
-      1);
-  torch::autograd::variable_list leaf{grad.detach().requires_grad_()};
-  grad = refuses.apply(std::move(leaf)).front();
+      "what backward() with create_graph has left in grad() is a mean over ranks and has no graph: compute what "
+      "depends on "
+      "gradients from torch::autograd::grad (torch.autograd.grad) with create_graph, and call backward() once for the "
+      "whole loss",
+      static_cast<int64_t>(all.size()));
+  const auto refusing = refuses.apply(std::move(all));
+  for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = refusing[i];
 }
 
 }  // namespace shoal

@@ -4,7 +4,6 @@
 #include <torch/types.h>
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "engine/buckets/bucket_plan.h"
@@ -32,8 +31,9 @@ class ShownGradients {
   void note_graph(size_t gradient, const at::Tensor& grad) {
     graph_[gradient] = grad.defined() && grad.requires_grad();
   }
-  // A backward through grad() is an error then, where a graph of this rank's gradient, or none, would give wrong numbers.
-  void end_graph(size_t gradient, at::Tensor& grad, const std::string& name);
+  // A backward through such a grad() is an error from now on, where a graph of this rank's gradient, or none, would give wrong
+  // numbers.
+  void end_graphs(const std::vector<Gradient>& gradients);
 
  private:
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;

@@ -118,6 +118,11 @@ class Uses {
     static_assert(!std::is_convertible_v<Other, at::TensorList> && !std::is_convertible_v<Other, at::ITensorListRef>);
   }
 
+  // Whether memory is used whose observer wants to know all uses, since it may take the memory away afterwards.
+  bool of_passing_memory() const {
+    return std::any_of(uses_.begin(), uses_.end(), [](const Use& use) { return !use.memory.empty(); });
+  }
+
   void begin() {
     if (uses_.empty()) return;
     const UnwatchedOperators own;  // operators that observers call
@@ -169,6 +174,22 @@ void tell(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   }
   uses.begin();
   op.redispatchBoxed(below(keys), stack);
+}
+
+// What to() returns without a conversion is the tensor itself, and numpy() in Python keeps its pointer. Outside of autograd, as
+// after detach(), it is a copy here.
+void tell_of_to(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  Uses uses(schema.name());
+  const auto values = torch::jit::last(*stack, schema.arguments().size());
+  const auto self = values[0].toTensor();
+  for (const auto& value : values) uses.see(value, [] { return false; });
+  uses.begin();
+  op.redispatchBoxed(below(keys), stack);
+  const auto result = stack->back().toTensor();
+  if (self.requires_grad() || !uses.of_passing_memory() || !result.is_alias_of(self)) return;
+  const UnwatchedOperators own;
+  stack->back() = result.clone();
 }
 
 // Unboxed version of tell(): packing arguments into a stack costs more than the rest.
@@ -247,6 +268,9 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, library) {
                            "zeros_like",
                            "_has_compatible_shallow_copy_type"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
+  }
+  for (const auto* name : {"to.device", "to.dtype", "to.dtype_layout", "to.other"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&tell_of_to>());
   }
   // Operators that layers apply to their parameters.
   using namespace at::_ops;

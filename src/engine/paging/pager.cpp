@@ -67,29 +67,16 @@ at::Tensor Pager::add(int64_t numel, const at::TensorOptions& options, PageSourc
   return flat;
 }
 
-void Pager::pin(Page& page) {
-  if (page.users++ == 0) page.storage.unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_();
-}
-
-void Pager::unpin(Page& page) {
-  if (--page.users == 0) close(page);
-}
-
-// Whoever keeps a pointer would read another page's values later.
-void Pager::close(Page& page) {
-  page.storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
-      "{} is sharded and not in memory on this rank, but while operators use it, which gather it: take its memory "
-      "(data_ptr(), numpy()) within a summon_full_params() scope, or a copy (clone())",
-      page.source.name));
-}
-
 // Frees the page's memory; its tensors stay.
 void Pager::free_memory(Page& page) {
   store(page);
   if (page.memory.defined()) spare_.put(std::exchange(page.memory, {}));
   auto* storage = page.storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, page.options.device()));
-  close(page);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      fmt::format("{} is sharded and not in memory on this rank: operators gather it automatically; use data_ptr() "
+                  "within a summon_full_params() scope",
+                  page.source.name));
   page.state = State::sharded;
   page.used = false;
 }
@@ -126,6 +113,7 @@ void Pager::finish(Page& page) {
   page.work.wait();
   auto* storage = page.storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(pointer_to(page.memory));
+  storage->clear_data_ptr_access_error_msg_();
   page.state = State::unsharded;
 }
 
@@ -211,7 +199,7 @@ void Pager::begin_use(std::string_view op, std::span<c10::StorageImpl* const> me
   const std::lock_guard lock(mutex_);
   const torch::NoGradGuard no_grad;
   require_room(op, memory);
-  for (auto* storage : memory) pin(*pages_[index_.at(storage)]);
+  for (auto* storage : memory) ++pages_[index_.at(storage)]->users;
   auto unpin = c10::make_scope_exit([&] { unuse(memory); });
   for (auto* storage : memory) unshard(index_.at(storage));
   unpin.release();
@@ -264,7 +252,7 @@ void Pager::end_use(std::span<c10::StorageImpl* const> memory) noexcept {
 }
 
 void Pager::unuse(std::span<c10::StorageImpl* const> memory) {
-  for (auto* storage : memory) unpin(*pages_[index_.at(storage)]);
+  for (auto* storage : memory) --pages_[index_.at(storage)]->users;
 }
 
 // The pages of a unit count once. Pages that an operator already uses need no more room.
@@ -378,7 +366,7 @@ void Pager::unshard_all(bool stay, const std::set<std::string>& but) {
       if (page.users == 0) reshard(index);
       continue;
     }
-    pin(page);
+    ++page.users;
     unsharded_.push_back(index);
   }
 }
@@ -388,7 +376,7 @@ void Pager::reshard_all(bool store) {
   const torch::NoGradGuard no_grad;
   for (const auto index : std::exchange(unsharded_, {})) {
     auto& page = *pages_[index];
-    unpin(page);
+    --page.users;
     if (!store || !page.source.own.defined()) continue;
     const auto numel = page.source.own.numel();
     const auto begin = page.source.root < 0 ? numel * group_.rank() : 0;

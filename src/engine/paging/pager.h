@@ -41,8 +41,8 @@ struct PageSource {
 // A page is a flat tensor whose memory is allocated and freed while the tensor and its views keep their identity.
 // Before an operator uses any of them, the page is gathered (unsharded) from the ranks' shards. It remains in memory
 // until others need the room, at least to the end of the operator. Parameters can therefore be read anywhere, in
-// forward or backward, by any thread. Access past the operators (data_ptr; numpy() in Python) throws an error that names the
-// remedy, also to a page that is in memory, which another page may get at any time; and so does an operator that needs more pages than may be in memory (UsageError). Writes of
+// forward or backward, by any thread. Access past the operators (data_ptr) to a page without memory throws an error
+// that names the remedy, and so does an operator that needs more pages than may be in memory (UsageError). Writes of
 // operators to a page are stored in this rank's shard before the page is freed; all ranks must write the same values.
 //
 // Residency is a cache: correctness never depends on the order of uses. If ranks use pages in the same order pass after
@@ -100,8 +100,8 @@ class Pager : private MemoryUser {
     at::TensorOptions options;
     int64_t numel = 0;
     State state = State::sharded;
-    bool used = false;     // used since it was gathered
-    int users = 0;         // operators and scopes; without any, the memory cannot be accessed
+    bool used = false;  // used since it was gathered
+    int users = 0;
     bool written = false;  // since forget_writes()
     bool dirty = false;    // written, and not stored yet
     at::Tensor memory{};
@@ -114,9 +114,6 @@ class Pager : private MemoryUser {
   void before_write(std::string_view op, c10::StorageImpl* memory) override;
   void end_use(std::span<c10::StorageImpl* const> memory) noexcept override;
   void store(Page& page);
-  static void pin(Page& page);
-  static void unpin(Page& page);
-  static void close(Page& page);
   Page& page_of(const at::Tensor& page) const;
   void require_room(std::string_view op, std::span<c10::StorageImpl* const> memory) const;
   void unuse(std::span<c10::StorageImpl* const> memory);

@@ -16,6 +16,7 @@ void Reducer::deliver_all(double weight) {
     last_.same_on_all = buckets_.trailer().same_on_all(group_.size());
   }
   for (size_t i = 0; i < buckets_.size(); ++i) deliver(i, weight);
+  accumulated_.end_graphs(/*local=*/false);
 }
 
 void Reducer::deliver(size_t index, double weight) {

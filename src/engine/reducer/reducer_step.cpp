@@ -14,6 +14,7 @@
 namespace shoal {
 
 void Reducer::end_local_backward() {
+  accumulated_.end_graphs(/*local=*/true);
   if (!options_.leave_grad) accumulated_.hide();
 }
 

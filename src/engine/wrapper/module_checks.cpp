@@ -4,7 +4,8 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
-#include <map>
+#include <algorithm>
+#include <unordered_map>
 
 #include "engine/gradients/forward_turns.h"
 #include "engine/paging/operator_watch.h"
@@ -27,14 +28,14 @@ void require_usable(const NamedTensor& entry, const char* kind, const std::strin
         "before");
   }
   if (entry.tensor.layout() != at::kStrided) {
-    refuse("is sparse, which is not supported: hold it as a dense tensor, or name it in the option `ignored`");
+    refuse("is sparse, which is not supported: hold it as a dense tensor, or let the wrapper ignore it");
   }
   if (!is_deferred(entry.tensor) && at::has_internal_overlap(entry.tensor) == at::MemOverlap::Yes) {
     refuse("has several elements in one place of memory (expand()), which cannot be written: make it contiguous()");
   }
 }
 
-// Bytes of a strided tensor in its storage.
+// Elements of a strided tensor in its storage, from the first to the last.
 struct Extent {
   int64_t begin;
   int64_t end;
@@ -43,8 +44,18 @@ struct Extent {
 Extent extent_of(const at::Tensor& tensor) {
   int64_t last = tensor.storage_offset();
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  const auto element = static_cast<int64_t>(tensor.element_size());
-  return {tensor.storage_offset() * element, (last + 1) * element};
+  return {tensor.storage_offset(), last + 1};
+}
+
+// Whether two tensors on one storage have an element in common. Parts of one tensor may interleave, such as chunks of its columns.
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (a.element_size() != b.element_size()) return true;
+  const auto one = extent_of(a);
+  const auto other = extent_of(b);
+  if (one.end <= other.begin || other.end <= one.begin) return false;
+  const auto mask = at::zeros({std::max(one.end, other.end)}, at::kBool);
+  mask.as_strided(a.sizes(), a.strides(), a.storage_offset()).fill_(true);
+  return mask.as_strided(b.sizes(), b.strides(), b.storage_offset()).any().item<bool>();
 }
 
 }  // namespace
@@ -61,33 +72,26 @@ void require_usable(const ModuleTensors& tensors, const std::string& wrapper, Ot
   }
 }
 
-void require_separate_memory(const std::vector<NamedTensor>& tensors, const std::string& wrapper) {
-  struct Part {
-    Extent extent;
-    const NamedTensor* entry;
-  };
-  std::map<const c10::StorageImpl*, std::vector<Part>> storages;
-  for (const auto& entry : tensors) {
-    if (is_deferred(entry.tensor) || entry.tensor.numel() == 0) continue;
-    const auto extent = extent_of(entry.tensor);
-    auto& parts = storages[entry.tensor.storage().unsafeGetStorageImpl()];
-    for (const auto& part : parts) {
-      if (part.extent.end <= extent.begin || extent.end <= part.extent.begin) continue;
-      if (part.entry->tensor.is_same(entry.tensor)) continue;
+void require_separate_memory(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
+                             const std::string& wrapper) {
+  const torch::NoGradGuard no_grad;
+  const UnwatchedOperators own;
+  std::unordered_map<const c10::StorageImpl*, std::vector<const NamedTensor*>> on;
+  const auto compare = [&](const NamedTensor& entry, bool add) {
+    if (is_deferred(entry.tensor) || entry.tensor.numel() == 0) return;
+    auto& others = on[entry.tensor.storage().unsafeGetStorageImpl()];
+    for (const auto* other : others) {
+      if (!overlap(other->tensor, entry.tensor)) continue;
       throw UsageError(fmt::format(
           "{}: {} and {} are two tensors on the same memory, but parameters get other memory, and one of the two would "
           "be left behind: use one tensor in both places (b->weight = a->weight; in Python b.weight = a.weight), or "
           "copy it (clone())",
-          wrapper, part.entry->name, entry.name));
+          wrapper, other->name, entry.name));
     }
-    parts.push_back({extent, &entry});
-  }
-}
-
-void require_separate_memory(const ModuleTensors& tensors, const std::string& wrapper) {
-  auto all = tensors.parameters;
-  all.insert(all.end(), tensors.buffers.begin(), tensors.buffers.end());
-  require_separate_memory(all, wrapper);
+    if (add) others.push_back(&entry);
+  };
+  for (const auto& parameter : parameters) compare(parameter, true);
+  for (const auto& buffer : buffers) compare(buffer, false);
 }
 
 void require_constant_in_forward(const ModuleTensors& tensors, const std::string& wrapper) {

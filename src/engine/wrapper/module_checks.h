@@ -15,9 +15,10 @@ enum class OtherWrappers { refused, allowed };
 
 // Tensors on the meta device, expanded and sparse ones, parameters of a wrapper that has been destroyed, and those of others.
 void require_usable(const ModuleTensors& tensors, const std::string& wrapper, OtherWrappers other_wrappers);
-// For wrappers that give parameters other memory: two of the tensors are on the same memory, of which one would be left behind.
-void require_separate_memory(const std::vector<NamedTensor>& tensors, const std::string& wrapper);
-void require_separate_memory(const ModuleTensors& tensors, const std::string& wrapper);
+// For wrappers that give parameters other memory: a parameter has memory in common with another or a buffer, and one of the two
+// would be left behind.
+void require_separate_memory(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
+                             const std::string& wrapper);
 // For wrappers whose ranks hold the same parameters: forward changes the rows of this rank's batch (max_norm of an embedding).
 void require_constant_in_forward(const ModuleTensors& tensors, const std::string& wrapper);
 

@@ -23,7 +23,8 @@ DecentralizedDataParallelCore::DecentralizedDataParallelCore(std::shared_ptr<tor
   const bool joins = joins_again(group);
   auto wrapped = wrap(module, joins ? group.subgroup({group.rank()}) : group, "DecentralizedDataParallel",
                       options.ignored, /*sync=*/true);
-  if (options.param_as_bucket_view) require_separate_memory(wrapped->tensors, "DecentralizedDataParallel");
+  if (options.param_as_bucket_view)
+    require_separate_memory(wrapped->tensors.parameters, wrapped->tensors.buffers, "DecentralizedDataParallel");
   state_ = std::make_unique<State>(std::move(module), std::move(make), group, std::move(wrapped->tensors), options);
   if (joins) state_->join_again();
 }

@@ -31,7 +31,7 @@ std::unique_ptr<DataParallelCore::State> make_state(std::shared_ptr<torch::nn::M
   if (module) place_module(*module, options.device, ignored);
   auto state =
       wrap(std::move(module), group, "FullyShardedDataParallel", ignored, options.sync_module_states, Deferred::keep);
-  require_separate_memory(state->tensors, state->name);
+  require_separate_memory(state->tensors.parameters, state->tensors.buffers, state->name);
   require_constant_in_forward(state->tensors, state->name);
   state->buffers.choose(/*broadcast=*/false);
   state->precision = options.precision;

@@ -99,7 +99,7 @@ std::unique_ptr<ShardedOptimizerCore::State> DistributedOptimizerCore::make_stat
   std::vector<NamedTensor> trainable;
   for (size_t number = 0; number < chunks.size(); ++number) {
     tensors.push_back(wrap(chunks[number], group, "DistributedOptimizer", ignored[number], /*sync=*/true)->tensors);
-    require_separate_memory(tensors.back(), "DistributedOptimizer");
+    require_separate_memory(tensors.back().parameters, tensors.back().buffers, "DistributedOptimizer");
     require_constant_in_forward(tensors.back(), "DistributedOptimizer");
     for (auto entry : tensors.back().trainable()) {
       entry.name = chunk_prefix(chunks, number) + entry.name;

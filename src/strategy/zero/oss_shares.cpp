@@ -85,7 +85,7 @@ ParamGroups OSSCore::State::shares_of(const ParamGroups& groups) {
     named.push_back(
         {.name = fmt::format("parameter {}", made.indices[i]), .aliases = {}, .tensor = made.parameters[i]});
   }
-  require_separate_memory(named, "OSS");
+  require_separate_memory(named, {}, "OSS");
   choose_owners(made);
   materialize(made.parameters);
   auto part = empty_like(groups);
