@@ -157,7 +157,7 @@ TEST(ElasticLocal, ELA12_a_rank_ends_in_an_exchange_that_none_has_applied) {
           [&](const std::vector<pid_t>& pids) {
             siginfo_t info{};
             waitid(P_PID, static_cast<id_t>(pids[1]), &info, WSTOPPED | WNOWAIT);
-            usleep(50'000);  // the others come to the exchange
+            usleep(200'000);  // the others come to the exchange
             kill(pids[victim], SIGKILL);
             for (int i = 0; i < 60; ++i) {  // once the other one has noticed; it stops again in each later step
               usleep(i == 0 ? 50'000 : 5'000);

@@ -134,8 +134,7 @@ TEST(AccumulatedGradients, DDP05_a_gradient_that_is_part_of_another_tensor_stays
   with.accumulated->note_arrival(0);
   with.accumulated->hand_over(0, 0.5);
   EXPECT_FALSE(with.in_bucket(0));
-  EXPECT_TRUE(at::equal((*with.buckets)[0].flat().narrow(0, 2, 2), at::full({2}, 1.5)) ||
-              at::equal((*with.buckets)[0].flat().narrow(0, 0, 2), at::full({2}, 1.5)));
+  EXPECT_TRUE(at::equal((*with.buckets)[0].view(1), at::full({2}, 1.5)));  // buckets in the order 1, 0
   with.accumulated->leave_mean(0, at::full({2}, 7.0));
   EXPECT_TRUE(at::equal(flat.narrow(0, 0, 2), at::full({2}, 7.0)));
 }

@@ -73,7 +73,9 @@ void ShownGradients::end_graphs(const std::vector<Gradient>& gradients) {
   torch::autograd::variable_list all;
   for (size_t i = 0; i < gradients.size(); ++i) {
     const auto& grad = gradients[i].parameter.grad();
-    if (!std::exchange(graph_[i], false) || !grad.defined()) continue;
+    const bool graph = graph_[i];
+    graph_[i] = false;
+    if (!graph || !grad.defined()) continue;
     parameters.push_back(gradients[i].parameter);
     all.push_back(grad.detach());
   }
