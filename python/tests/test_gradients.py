@@ -86,7 +86,21 @@ def test_PY05_numpy_of_gathered_parameters_keeps_their_values():
 
 
 # Shared by DDP and ZeRO-1, whose gradients are whole on every rank.
-def test_PY05_gradients_that_are_kept_without_a_copy_stay():
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda grad: grad,
+        lambda grad: grad.numpy(),
+        lambda grad: grad.data[0],
+        lambda grad: memoryview(grad.flatten().cpu().numpy()),
+        lambda grad: torch.utils.dlpack.to_dlpack(grad),
+    ],
+    ids=["tensors", "numpy", "views", "memoryview", "dlpack"],
+)
+def test_PY05_gradients_that_are_kept_without_a_copy_stay(keep):
+    def values(kept):
+        return torch.from_dlpack(kept) if type(kept).__name__ == "PyCapsule" else torch.as_tensor(kept)
+
     def trains(strategy, wrap):
         net = models.make("gpt")
         expected = []
@@ -103,11 +117,11 @@ def test_PY05_gradients_that_are_kept_without_a_copy_stay():
         for step in range(3):
             optimizer.zero_grad()
             backward(model, step)
-            kept.append([parameter.grad for parameter in inside.parameters()])
+            kept.append([keep(parameter.grad) for parameter in inside.parameters()])
             optimizer.step()
         for ours, theirs in zip(kept, expected, strict=True):
             for one, other in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(values(one), values(keep(other)), rtol=1e-4, atol=1e-6)
 
     each_strategy(trains)
 

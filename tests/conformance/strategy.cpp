@@ -88,6 +88,7 @@ const std::vector<std::string>& gradients_read() {
                                              "norms_of_gradients_logged",
                                              "gradients_kept_in_a_list_for_clipping",
                                              "gradients_kept_without_a_copy",
+                                             "views_of_gradients_kept",
                                              "a_penalty_on_grad_with_create_graph",
                                              "norm_logged_then_clip_by_torch",
                                              "norms_logged_after_the_step",
@@ -251,7 +252,7 @@ const Exceptions& of_zero1() {
 // One rank keeps whole sums in grad(), in the bucket, whose memory the next step overwrites.
 const Exceptions& of_one_rank_with_sums() {
   static const Exceptions list =
-      all({"gradients_kept_in_a_list_for_clipping", "gradients_kept_without_a_copy"},
+      all({"gradients_kept_in_a_list_for_clipping", "gradients_kept_without_a_copy", "views_of_gradients_kept"},
           {Exception::differs, {"a kept tensor is the bucket's"}}) +
       all({"gradients_in_a_flat_tensor"}, {Exception::refused, {"lies in memory that the program has given it"}}) +
       all({"a_penalty_on_grad_with_create_graph"}, {Exception::throws, {"does not require grad"}});

@@ -2,6 +2,7 @@
 
 #include "engine/gradients/accumulated_gradients.h"
 
+#include <ATen/native/Resize.h>
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -24,10 +25,12 @@ struct WithGradients {
   }
   at::Tensor& grad(size_t gradient) { return gradients[gradient].parameter.mutable_grad(); }
   void backward(size_t gradient, double value) {
-    grad(gradient) = grad(gradient).defined() ? grad(gradient) + value : at::full({2}, value);
+    accumulated->adopt_changes();
+    grad(gradient) = grad(gradient).defined() ? grad(gradient).add_(value) : at::full({2}, value);
     accumulated->note_arrival(gradient);
     accumulated->note_local(gradient);
   }
+  const at::Tensor& flat() { return (*buckets)[0].flat(); }
   bool in_bucket(size_t gradient) { return grad(gradient).is_alias_of((*buckets)[0].flat()); }
 
   Group group = dry_run_group(2);
@@ -153,6 +156,40 @@ TEST(AccumulatedGradients, DDP05_a_tensor_that_is_kept_follows_the_gradient_or_g
   with.accumulated->move_to(with.buckets->build({0, 1}));
   with.grad(0).add_(1);
   EXPECT_TRUE(at::equal(followed, at::full({2}, 8.0)));
+}
+
+TEST(AccumulatedGradients, DDP05_what_is_kept_of_a_dropped_gradient_keeps_its_memory) {
+  WithGradients with;
+  with.backward(0, 1);
+  const auto memory = with.flat().data_ptr();
+  with.grad(0).reset();
+  with.backward(0, 2);
+  EXPECT_EQ(with.flat().data_ptr(), memory);  // nobody has kept anything
+  const auto view = with.grad(0).detach();
+  with.backward(0, 3);
+  EXPECT_EQ(with.flat().data_ptr(), memory);
+  EXPECT_TRUE(at::equal(view, with.grad(0))) << "the gradient was not dropped, and a view of it follows";
+  with.grad(0).reset();
+  with.backward(0, 4);
+  EXPECT_NE(with.flat().data_ptr(), memory);
+  EXPECT_TRUE(at::equal(view, at::full({2}, 5.0)));
+  EXPECT_TRUE(at::equal(with.grad(0), at::full({2}, 4.0)));
+  // An array of NumPy keeps the tensor that it is of, and has its pointer.
+  const auto array = with.grad(0);
+  const auto* values = array.const_data_ptr<float>();
+  with.grad(0).reset();
+  with.backward(0, 6);
+  EXPECT_EQ(array.const_data_ptr<float>(), values);
+  EXPECT_EQ(values[0], 4);
+}
+
+TEST(AccumulatedGradients, DDP05_a_gradient_whose_storage_was_resized_gets_memory_again) {
+  WithGradients with;
+  with.backward(0, 1);
+  at::native::resize_bytes_nocuda(with.grad(0).storage(), 0);
+  with.grad(0).reset();
+  with.backward(0, 2);
+  EXPECT_TRUE(at::equal(with.grad(0), at::full({2}, 2.0)));
 }
 
 }  // namespace

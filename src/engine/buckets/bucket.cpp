@@ -53,12 +53,24 @@ void Bucket::acquire(const Group& group, SpareMemory& spare) {
   if (sparse_) return;
   present_ = true;
   if (flat_.defined()) return;
-  memory_ = spare.take(group, numel(), options(), least_numel_);
+  lay_out_in(spare.take(group, numel(), options(), least_numel_));
+}
+
+void Bucket::lay_out_in(at::Tensor memory) {
+  memory_ = std::move(memory);
   flat_ = memory_.narrow(0, 0, numel());
+  views_.clear();
   for (size_t place = 0; place < members_.size(); ++place) {
     views_.push_back(view_like(flat_, layout_.range(place).begin, parameters_[place]));
   }
   if (with_trailer_) trailer_ = StepTrailer(members_, flat_.narrow(0, payload_numel(), numel() - payload_numel()));
+  own_uses_ = memory_.storage().use_count();
+}
+
+void Bucket::leave_memory(const Group& group) {
+  const auto former = lost_memory() ? at::Tensor() : flat_;
+  lay_out_in(group.allocate(memory_.numel(), options()));
+  if (former.defined()) flat_.copy_(former);
 }
 
 void Bucket::release(SpareMemory& spare, bool keep) {

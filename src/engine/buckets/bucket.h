@@ -43,6 +43,13 @@ class Bucket {
   void set_least_numel(int64_t numel) { least_numel_ = numel; }
   void release(SpareMemory& spare, bool keep);
 
+  // Whether the program has tensors or arrays in the memory, beside `gradients` tensors of grad().
+  bool kept_by_program(size_t gradients) const { return flat_.storage().use_count() > own_uses_ + gradients; }
+  // Whether the program has resized the storage of grad().
+  bool lost_memory() const { return flat_.storage().nbytes() < flat_.nbytes(); }
+  // Leaves the memory to those who keep it, and goes on in a copy, where the caller moves grad().
+  void leave_memory(const Group& group);
+
   bool present() const { return present_; }
   // Whether the bucket's memory is needed only until the bucket has been reduced.
   bool transient() const { return transient_; }
@@ -57,6 +64,8 @@ class Bucket {
   const StepTrailer& trailer() const { return trailer_; }
 
  private:
+  void lay_out_in(at::Tensor memory);
+
   std::vector<size_t> members_;
   bool sparse_;
   bool last_ = false;
@@ -69,7 +78,8 @@ class Bucket {
   Range kept_range_;
   bool transient_ = false;
   bool present_ = false;
-  at::Tensor memory_;  // allocation whose first part is flat_
+  at::Tensor memory_;    // allocation whose first part is flat_
+  size_t own_uses_ = 0;  // tensors of this bucket in that memory
   at::Tensor flat_;
   at::Tensor kept_memory_;
   std::vector<at::Tensor> views_;

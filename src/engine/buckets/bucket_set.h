@@ -44,6 +44,7 @@ class BucketSet {
 
   // Gives the gradient's bucket memory and returns the gradient's view in it. Not for sparse gradients.
   const at::Tensor& acquire(size_t gradient);
+  void leave_memory(size_t index) { buckets_[index].leave_memory(group_); }
   void acquire_bucket(size_t index) { buckets_[index].acquire(group_, spare_); }
   // Resets grad() of the bucket's gradients where it is a view of the bucket.
   void drop_gradients(size_t index);

@@ -40,6 +40,30 @@ void AccumulatedGradients::adopt_changes() {
     left = left || own_.used[i];
   }
   if (some && !left) own_.weight.reset();
+  for (size_t i = 0; i < buckets_.size() && everywhere_ && in_buckets_; ++i) leave_what_is_kept(i);
+}
+
+// Gradients that were dropped come again, in the bucket: what the program keeps of them (grad() itself, a view, an array of NumPy)
+// keeps the memory. Where all are still in grad(), what the program keeps follows them.
+void AccumulatedGradients::leave_what_is_kept(size_t bucket) {
+  auto& memory = buckets_[bucket];
+  if (!memory.flat().defined() || !(memory.kept_by_program(0) || memory.lost_memory())) return;
+  std::vector<size_t> inside;
+  size_t tensors = 0;
+  bool dropped = memory.lost_memory();
+  for (size_t place = 0; place < memory.members().size(); ++place) {
+    const auto member = memory.members()[place];
+    const auto& grad = gradients_[member].parameter.grad();
+    if (same_view(grad, memory.view(place))) {
+      inside.push_back(place);
+      tensors += grad.is_same(memory.view(place)) ? 0 : 1;
+    } else {
+      dropped = shown_.end(member) || dropped;
+    }
+  }
+  if (!dropped || !(memory.kept_by_program(tensors) || memory.lost_memory())) return;
+  buckets_.leave_memory(bucket);
+  for (const auto place : inside) mutable_grad(memory.members()[place]).set_data(memory.view(place));
 }
 
 void AccumulatedGradients::note_arrival(size_t gradient) {
@@ -83,7 +107,6 @@ void AccumulatedGradients::lay_in_bucket(size_t gradient) {
   if (shown_.elsewhere(gradient)) return;
   const auto& view = buckets_.acquire(gradient);
   if (same_view(grad, view)) return;
-  release(gradient, view);
   view.copy_(grad.is_sparse() ? grad.to_dense() : grad.detach());
   show(gradient, view);
 }
@@ -110,10 +133,6 @@ void AccumulatedGradients::show(size_t gradient, const at::Tensor& view) {
   }
 }
 
-void AccumulatedGradients::release(size_t gradient, const at::Tensor& view) {
-  if (everywhere_) shown_.release(gradient, gradients_[gradient].parameter.grad(), view);
-}
-
 void AccumulatedGradients::leave_mean(size_t gradient, const at::Tensor& view) {
   auto& grad = mutable_grad(gradient);
   const bool own = !in_buckets_ || shown_.elsewhere(gradient);
@@ -130,7 +149,6 @@ at::Tensor AccumulatedGradients::hand_over(size_t gradient, double scale) {
   const auto& view = buckets_.acquire(gradient);
   auto& grad = mutable_grad(gradient);
   sums_.set_aside(gradient);
-  release(gradient, view);
   if (!grad.defined()) {
     view.zero_();
     return {};
@@ -163,7 +181,6 @@ at::Tensor AccumulatedGradients::local(size_t gradient) {
   if (own_.used[gradient] && gradients_[gradient].parameter.grad().defined()) {
     lay_in_bucket(gradient);
   } else {
-    release(gradient, view);
     at::Tensor(view).zero_();
     show(gradient, view);
     own_.used[gradient] = true;

@@ -33,7 +33,8 @@ class AccumulatedGradients {
 
   // Call after buckets were rebuilt. `before`: see BucketSet::build().
   void move_to(std::vector<Bucket> before);
-  // Reads what the caller did to grad() since: a gradient that was dropped does not take part in the next step.
+  // Reads what the caller did to grad() since: a gradient that was dropped does not take part in the next step, and what the
+  // program keeps of its memory is not overwritten.
   void adopt_changes();
 
   // By gradient. used: a backward added something. came: a backward reached it, perhaps with an undefined gradient.
@@ -95,9 +96,9 @@ class AccumulatedGradients {
 
   at::Tensor& mutable_grad(size_t gradient) { return at::Tensor(gradients_[gradient].parameter).mutable_grad(); }
   void lay_in_bucket(size_t gradient);
+  void leave_what_is_kept(size_t bucket);
   // See ShownGradients.
   void show(size_t gradient, const at::Tensor& view);
-  void release(size_t gradient, const at::Tensor& view);
   void mark(size_t gradient);
 
   const std::vector<Gradient>& gradients_;

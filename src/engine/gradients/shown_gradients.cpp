@@ -50,21 +50,7 @@ void ShownGradients::show(size_t gradient, at::Tensor& grad, const at::Tensor& v
   } else {
     grad = another(view);
   }
-  shown_[gradient].emplace(grad.getIntrusivePtr());
-}
-
-void ShownGradients::release(size_t gradient, const at::Tensor& grad, const at::Tensor& view) {
-  if (same_view(grad, view)) {
-    shown_[gradient].emplace(grad.getIntrusivePtr());  // zero_grad() may have made another tensor of it
-    return;
-  }
-  if (!shown_[gradient]) return;
-  const auto last = shown_[gradient]->lock();
-  if (last && grad.defined() && grad.unsafeGetTensorImpl() == last.get()) return;
-  shown_[gradient].reset();
-  if (!last) return;
-  at::Tensor kept(last);
-  if (same_view(kept, view)) kept.set_data(kept.clone());
+  shows_[gradient] = true;
 }
 
 // The node that refuses leads to all parameters, so that autograd does not leave it out, whatever it differentiates by.

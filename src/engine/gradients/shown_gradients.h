@@ -3,7 +3,6 @@
 
 #include <torch/types.h>
 
-#include <optional>
 #include <vector>
 
 #include "engine/buckets/bucket_plan.h"
@@ -14,7 +13,7 @@ namespace shoal {
 // clone that it forgot to make), or have given grad() memory of its own (a part of a flat tensor).
 class ShownGradients {
  public:
-  explicit ShownGradients(size_t gradients) : shown_(gradients), elsewhere_(gradients), graph_(gradients) {}
+  explicit ShownGradients(size_t gradients) : shows_(gradients), elsewhere_(gradients), graph_(gradients) {}
 
   // Call before autograd adds to grad(). bucket: the gradient's, flat. Notes whether grad() lies in memory that other tensors
   // have, too, and returns it; the gradient stays there then.
@@ -24,8 +23,12 @@ class ShownGradients {
   bool elsewhere(size_t gradient) const { return elsewhere_[gradient]; }
   // Makes grad() the elements of `view`. A tensor that the program keeps stays the gradient's, with other memory.
   void show(size_t gradient, at::Tensor& grad, const at::Tensor& view);
-  // Call before `view` is overwritten. A tensor that showed it, and is no longer grad(), gets a copy of its values.
-  void release(size_t gradient, const at::Tensor& grad, const at::Tensor& view);
+  // Whether grad() was shown since the last call, which its owner says that it no longer is.
+  bool end(size_t gradient) {
+    const bool shown = shows_[gradient];
+    shows_[gradient] = false;
+    return shown;
+  }
 
   // Whether autograd has given grad() a graph (backward() with create_graph), which the mean over ranks has not.
   void note_graph(size_t gradient, const at::Tensor& grad) {
@@ -36,9 +39,7 @@ class ShownGradients {
   void end_graphs(const std::vector<Gradient>& gradients);
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-  std::vector<std::optional<Weak>> shown_;  // the last tensor that showed a view
+  std::vector<bool> shows_;
   std::vector<bool> elsewhere_;
   std::vector<bool> graph_;
 };

@@ -38,7 +38,8 @@ void gradients_in_a_list(Bench& bench) {
 }
 
 // As for the cosine of two tasks' gradients, or of this step's and the last one's.
-void gradients_without_a_copy(Bench& bench) {
+template <class Keep>
+void gradients_without_a_copy(Bench& bench, const Keep& keep) {
   auto model = perceptron();
   auto training = bench.wrap(model);
   std::vector<std::vector<at::Tensor>> all;
@@ -46,7 +47,7 @@ void gradients_without_a_copy(Bench& bench) {
     training->zero_grad();
     loss_at(bench, *training, step).backward();
     auto& kept = all.emplace_back();
-    for (const auto& parameter : model->parameters()) kept.push_back(parameter.grad());
+    for (const auto& parameter : model->parameters()) kept.push_back(keep(parameter.grad()));
     training->step();
   }
   for (const auto& kept : all) bench.same("gradients of a step", kept);
@@ -155,7 +156,12 @@ void penalty_on_grad(Bench& bench) {
 Behaviours keeping() {
   return {
       {"gradients_kept_in_a_list_for_clipping", gradients_in_a_list},
-      {"gradients_kept_without_a_copy", gradients_without_a_copy},
+      {"gradients_kept_without_a_copy",
+       [](Bench& bench) { gradients_without_a_copy(bench, [](const at::Tensor& grad) { return grad; }); }},
+      {"views_of_gradients_kept",
+       [](Bench& bench) {
+         gradients_without_a_copy(bench, [](const at::Tensor& grad) { return grad.detach().view(-1); });
+       }},
       {"gradients_in_a_flat_tensor", gradients_in_a_flat_tensor},
       {"two_parameters_on_one_memory", tied_by_memory},
       {"a_buffer_on_the_memory_of_a_parameter", a_buffer_of_a_parameter},

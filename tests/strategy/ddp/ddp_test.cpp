@@ -159,9 +159,12 @@ TEST(Ddp, DDP05_gradients_lie_in_the_bucket_whatever_zero_grad_does) {
     DistributedDataParallel parallel(model, group());
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     torch::optim::SGD reference_optimizer(reference->parameters(), 0.1);
+    const void* memory = nullptr;
     for (int64_t step = 0; step < 4; ++step) {
       optimizer.zero_grad(set_to_none);
       mean_loss(parallel.forward(batch(group().rank(), step))).backward();
+      if (step > 1) EXPECT_EQ(model->parameters()[0].grad().storage().data(), memory) << "nobody has kept a gradient";
+      memory = model->parameters()[0].grad().storage().data();
       for (const auto& parameter : model->parameters()) {
         EXPECT_TRUE(parameter.grad().is_alias_of(model->parameters()[0].grad())) << "one bucket holds all";
       }
