@@ -138,8 +138,12 @@ class DecentralizedDataParallelCore {
   // Sets the parameters of all ranks to their mean, bit-equal on all ranks, also before the first step. Training can
   // continue. Call it after ranks have loaded or replaced parameters (torch::load, set_data) later than the first step:
   // forward is a UsageError until then, because neighbours would average old values. Collective over the ranks that
-  // have not left or ended; UsageError on a rank that has left.
+  // have not left or ended, after the same number of steps on each: a rank without a batch calls pass(). UsageError on a
+  // rank that has left.
   void global_avg();
+  // Call after values were loaded into the module's parameters in place (copy_()), which is as torch::load then. Without
+  // the call, writes in place count as this rank's own training, and are mixed with what neighbours published before.
+  void parameters_loaded();
   // Consensus distance sqrt(mean over ranks of |x_i - x|^2), where x is the mean of the ranks' parameters x_i.
   // Collective.
   double consensus_distance();
@@ -198,8 +202,8 @@ std::shared_ptr<CheckpointSource> checkpoint_source(DecentralizedDataParallelCor
 // and drops the gradient: grad() is a tensor without memory until the next backward. It can be zeroed and dropped.
 // Reading it (torch::nn::utils::clip_grad_norm_) is a UsageError that names clip_grad, and so is the next backward if
 // gradients of only some parameters were zeroed or dropped. Tensor hooks of parameters see gradients and may modify
-// them. Values published after step k are averaged in step k + 1 with the weights of round k, counted from the
-// topology's first. The first step therefore averages nothing, and an exchange overlaps with a whole step. Parameters
+// them. Values published after step k = 1, 2, ... are averaged in step k + 1 with the weights of round k, modulo
+// the topology's number of rounds. The first step therefore averages nothing and takes round 0, and an exchange overlaps with a whole step. Parameters
 // that a step does not use are averaged and not updated. Ranks may use different modules. A parameter that backward
 // reaches several times is updated after the last time (learned in the first step; it is a UsageError if the number
 // grows later).

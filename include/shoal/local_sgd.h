@@ -67,7 +67,7 @@ struct LocalUpdatesOptions {
 };
 
 // Scope in which parameters (and with average_buffers also buffers) hold the mean over ranks; the destructor restores
-// this rank's own values. No step may be taken within it.
+// this rank's own values. A step within it is a UsageError.
 class MeanParameters {
  public:
   using Saved = std::vector<std::pair<at::Tensor, at::Tensor>>;  // tensors of the module, each with its own values
@@ -101,10 +101,12 @@ class MeanParameters {
 // as in one process. Between exchanges there is no communication (during the warm-up: in backward), and the ranks have
 // different parameters. theta is bit-equal on all ranks.
 //
-// Parameters may be loaded or written between steps, with the same values on all ranks or with different ones. Training
-// continues from them: theta becomes their mean, exchanges in flight are dropped for them, and u and the optimizer's
-// state are kept. All ranks must change the same parameters (DisagreeError from step(), which is then collective).
-// After load_state_dict(), parameters are taken to belong to that state.
+// Parameters may be loaded or written between steps. Values that were loaded (torch::load, set_data, parameters_loaded()),
+// or that all ranks have written alike, are where training goes on: theta becomes their mean, exchanges in flight are
+// dropped for them, and u and the optimizer's state are kept. Other writes in place count as local training, as updates
+// do: a clamp of the weights, averages that are swapped in and out for an evaluation. Either way all ranks must change the
+// same parameters (DisagreeError from step(), which is then collective). After load_state_dict(), parameters are taken to
+// belong to that state.
 //
 // Every rank must call step() equally often. A rank without a batch, or with unusable gradients (inf, an exception in
 // forward or backward), calls step(false). A rank that calls step() less often makes the others wait, up to the world's
@@ -137,6 +139,9 @@ class LocalUpdates {
   // applied. If the optimizer throws, the step is not counted. Throws UsageError for a parameter that has started to
   // require a gradient.
   void step(bool update = true);
+  // Call after values were loaded into the module's parameters in place (copy_()) and differ between ranks, before the next
+  // step. Values that are equal on all ranks, and torch::load, need no call.
+  void parameters_loaded();
   // Calls the optimizer's zero_grad(). During the warm-up it also ends a backward that has failed on this rank.
   void zero_grad();
 

@@ -54,8 +54,8 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
   void pass();
   // Sets the parameters of all hosts to their mean, bit-equal on all hosts. Collective over all ranks of all hosts.
   void global_avg();
-  // hold_mean() replaces the parameters by the mean over hosts, to be read or saved, until hold_own() restores them; no
-  // step may be taken between them. Published values are unchanged, so training continues as if nothing had happened.
+  // hold_mean() replaces the parameters by the mean over hosts, to be read or saved, until hold_own() restores them; a
+  // step between them is a UsageError. Published values are unchanged, so training continues as if nothing had happened.
   // Both are collective over all ranks of all hosts.
   void hold_mean();
   void hold_own();
@@ -81,6 +81,7 @@ class ShardGossipOptimizerCore : public FullyShardedOptimizerCore {
 
  private:
   void open();
+  void require_own_values() const;
   void restore_own();
   void on_the_whole_host(const std::function<void()>& work);
   void agree_on_hosts();

@@ -175,6 +175,7 @@ class ShardedDataParallelCore : public DataParallelCore {
  public:
   ShardedDataParallelCore(std::shared_ptr<torch::nn::Module> module, std::vector<OSSCore*> optimizers,
                           const Group& group, const ShardedDataParallelOptions& options);
+  ~ShardedDataParallelCore() override;
   // Adopts changes of requires_grad, dtype or device: calls refresh_trainable() of the optimizers, then rebuilds the
   // buckets. Forward calls it automatically unless auto_refresh_trainable is off; then a forward after such a change
   // throws UsageError, which names the parameter, until it is called. Collective.

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from . import _C
+from ._new import make_new_tensors_work
 
 
 class Wrapped(torch.nn.Module):
@@ -23,6 +24,7 @@ def mirror_of(module: torch.nn.Module) -> _C.Mirror:
         raise _C.UsageError(f"the module is a {type(module).__name__} already; wrap the module in it: model.module")
     if not isinstance(module, torch.nn.Module):
         raise _C.UsageError(f"give a torch.nn.Module, not a {type(module).__name__}")
+    make_new_tensors_work()
     known = _mirrors.get(module)
     if known is not None:
         try:

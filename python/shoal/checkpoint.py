@@ -75,7 +75,7 @@ class TrainingState:
             if isinstance(part, LocalUpdates):
                 part._core.read()
             elif isinstance(part, DecentralizedDataParallel):
-                part._core.read_options(part.optimizer.param_groups)
+                part._core.read_options()
         if self._optimizer is not None:
             self._optimizer._push()
 

@@ -9,6 +9,7 @@ import torch
 
 from .. import _C
 from .._gossip import Gossip
+from .._loaded import tell_of_loading
 from .._mirror import mirror_of
 from .._words import in_words
 from ..distributed import group_of
@@ -96,16 +97,14 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         options = {name: defaults.pop(name) for name in _options if name in defaults}
         mirror = mirror_of(module)
         groups = groups_of_module(module, params, options.get("ignored", ()))
-        recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults)
+        recipe = recipe_of("DecentralizedDataParallel", groups, optimizer_class, defaults, options=_options)
         group = group_of(process_group)
         core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group, options)
         super().__init__(module, core)
         self.optimizer = Rates(recipe)
+        core.follow(self.optimizer.param_groups)
+        tell_of_loading(module, core)
         _C.agree(group, "the optimizer of DecentralizedDataParallel", _items(recipe, mirror))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._core.read_options(self.optimizer.param_groups)
-        return super().forward(*args, **kwargs)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""

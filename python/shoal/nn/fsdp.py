@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .. import _C
+from .._loaded import load_in_full_precision
 from .._mirror import mirror_of, require_constant_in_forward
 from ..distributed import group_of
 from ._policy import Policy, unit_names
@@ -56,6 +57,8 @@ class FullyShardedDataParallel(Wrapper):
         self._ignored = [
             parameter for name, parameter in module.named_parameters() if name in ignored or name.startswith(below or "\0")
         ]
+        if self._param_dtype is not None:
+            load_in_full_precision(module, self)
         self.register_state_dict_post_hook(_whole_state)
         self.register_load_state_dict_pre_hook(_with_prefix)
 

@@ -88,15 +88,22 @@ def recipe_of(
     optimizer_class: OptimizerClass,
     defaults: dict[str, Any],
     element_wise: bool | None = None,
+    options: Iterable[str] = (),
 ) -> Recipe:
-    """Resolves the groups' options as the class does, on an optimizer of parameters without elements."""
+    """Resolves the groups' options as the class does, on an optimizer of parameters without elements. options: those that
+    the owner has besides, for errors."""
     if isinstance(optimizer_class, torch.optim.Optimizer):
         raise _C.UsageError(
             f"{owner}: give the class of the optimizer and its arguments, such as torch.optim.AdamW, lr=1e-3, not an "
             "optimizer that holds the parameters already"
         )
     probes = [{**group, "params": [_probe(one) for one in group["params"][:1]]} for group in groups]
-    sample = optimizer_class(probes, **defaults)
+    try:
+        sample = optimizer_class(probes, **defaults)
+    except TypeError as error:
+        if not options or "unexpected keyword argument" not in str(error):
+            raise
+        raise _C.UsageError(f"{owner}: {error}; besides the optimizer's own, {owner} has {', '.join(options)}") from error
     if isinstance(sample, torch.optim.LBFGS):
         raise _C.UsageError(
             f"{owner}: LBFGS needs all parameters on one rank and evaluates its closure several times per step; use it "

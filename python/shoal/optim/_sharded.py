@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._new import make_new_tensors_work
 from ._recipe import Recipe
 from ._state import check_state, items_of
 
@@ -35,6 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, recipe: Recipe, core: Any, group: _C.Group) -> None:
         self._group = group
+        make_new_tensors_work()
         self._core = None  # add_param_group is the base class's until there is one
         super().__init__(recipe.groups, recipe.defaults)
         self._core = core
@@ -191,7 +193,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _C.agree(self._group, f"the state that load_state_dict() of {type(self).__name__} was given", items_of(state_dict))
         named: dict[str, dict[str, Any]] = dict(state_dict.get("others", {}))
         for name, key, parameter in zip(self._names(), keys, parameters, strict=True):
-            named[name] = _plain(state_dict["state"].get(key, {}), parameter)
+            entry = _plain(state_dict["state"].get(key, {}), parameter)
+            if entry or parameter.requires_grad:
+                named[name] = entry
         self._load_named_state(named)
         for theirs, ours in zip(saved, self.param_groups, strict=True):
             ours.update({k: v for k, v in theirs.items() if k != "params"})

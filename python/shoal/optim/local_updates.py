@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._loaded import tell_of_loading
 from .._mirror import mirror_of
 from ..distributed import group_of
 
@@ -49,6 +50,9 @@ class LocalUpdates(torch.optim.Optimizer):
     them as in one process. A GradScaler is refused. Every rank must call step() equally often; a rank without a batch calls
     step(update=False). Options: every, outer, fragments, delay, alpha, warmup_steps, reset_optimizer, average_buffers,
     ignored, reduce_dtype as in the C++ library (local_sgd.h). The constructor is collective and broadcasts rank 0's values.
+
+    Values that load_state_dict() loads between steps, or that all ranks write alike, are where training goes on on all ranks.
+    Other writes in place count as local training; either way all ranks write the same parameters, or none.
     """
 
     def __init__(
@@ -59,11 +63,17 @@ class LocalUpdates(torch.optim.Optimizer):
             raise _C.UsageError(f"LocalUpdates: outer is {outer!r}; give Averaging(), SlowMo() or OuterNesterov()")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise _C.UsageError("LocalUpdates: its second argument is an optimizer that holds the module's parameters")
-        self.inner = optimizer
+        self._inner = optimizer
         self._module = module
         super().__init__(optimizer.param_groups, optimizer.defaults)
         options["outer"] = {"kind": type(outer).__name__, **asdict(outer)}
         self._core = _C.LocalUpdates(mirror_of(module), optimizer, group_of(process_group), options)
+        tell_of_loading(module, self._core)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that it was constructed with. Construct it again for another one."""
+        return self._inner
 
     # torch.amp.GradScaler then always calls step(), and says so by attributes.
     _step_supports_amp_scaling = True
@@ -94,6 +104,7 @@ class LocalUpdates(torch.optim.Optimizer):
         """A step of the inner optimizer, unless update is False, and an exchange if one is due. Returns the closure's
         result. Collective if an exchange is sent or applied."""
         if hasattr(self, "found_inf"):
+            del self.found_inf
             raise _C.UsageError(
                 "LocalUpdates: a GradScaler leaves steps out on one rank alone, and every rank must call step() equally often: "
                 "train in bfloat16, or scale the loss by a constant"
@@ -111,7 +122,8 @@ class LocalUpdates(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def mean_parameters(self) -> Iterator[None]:
-        """Scope in which parameters hold the mean over ranks, to evaluate and to save. Collective."""
+        """Scope in which parameters hold the mean over ranks, to evaluate and to save; a step in it is an error. Collective,
+        after the same number of steps on all ranks."""
         scope = self._core.mean_parameters()
         try:
             yield

@@ -72,7 +72,7 @@ class DistributedOptimizer(ShardedOptimizer):
             )
         mirror = mirror_of(module)
         groups = groups_of_module(module, params, options.get("ignored", ()))
-        recipe = recipe_of("DistributedOptimizer", groups, optimizer_class, defaults, element_wise)
+        recipe = recipe_of("DistributedOptimizer", groups, optimizer_class, defaults, element_wise, _options)
         group = group_of(process_group)
         require_constant_in_forward(module, "DistributedOptimizer")
         core = _C.DistributedOptimizerCore(mirror, *recipe.core_arguments(), recipe.element_wise, group, options)

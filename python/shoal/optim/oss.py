@@ -31,7 +31,7 @@ class OSS(ShardedOptimizer):
         self, params: Iterable[Any], optimizer_class: OptimizerClass, process_group: Any = None, **defaults: Any
     ) -> None:
         options = {name: defaults.pop(name) for name in _options if name in defaults}
-        recipe = recipe_of("OSS", param_groups_of(params), optimizer_class, defaults)
+        recipe = recipe_of("OSS", param_groups_of(params), optimizer_class, defaults, options=_options)
         self._recipe = (optimizer_class, defaults)
         self._reduced_to_owners = False  # by a ShardedDataParallel
         group = group_of(process_group)

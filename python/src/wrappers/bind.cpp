@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "engine/gradients/autograd_error.h"
+#include "engine/paging/operator_watch.h"
 #include "engine/sharded/changed_values.h"
 #include "shoal/group.h"
 
@@ -115,6 +116,7 @@ void bind_wrappers(py::module_& module) {
   module.def("agree", [](const Group& group, const std::string& subject, const std::vector<std::string>& items) {
     unlocked([&] { agree(group, subject, items); });
   });
+  module.def("is_watched", &is_watchable);
   module.def("digest", [](const at::Tensor& tensor) { return unlocked([&] { return digest_of(tensor); }); });
   py::class_<Scope>(module, "Scope").def("end", &Scope::end);
   bind_hooks(module);

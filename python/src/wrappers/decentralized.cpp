@@ -30,9 +30,26 @@ DecentralizedDataParallelOptions decentralized_options(const py::dict& given, in
   return options;
 }
 
-// Makes the optimizer of a bucket: of the part of the param groups that is in it, with the groups' present options.
-OptimizerOfNamed maker_of(std::shared_ptr<Recipe> recipe) {
-  return [recipe = std::move(recipe)](const std::vector<NamedParameter>& named) {
+// The param groups of Python that a schedule changes.
+struct Followed {
+  SharedObject groups{};
+
+  void read(ParamGroups& own) const {
+    if (!groups) return;
+    const py::gil_scoped_acquire lock;
+    const auto list = groups->cast<py::list>();
+    for (size_t number = 0; number < own.size(); ++number) {
+      const auto& now = static_cast<const PythonOptions&>(own[number].options());
+      own[number].set_options(std::make_unique<PythonOptions>(list[number].cast<py::dict>(), now.optimizer()));
+    }
+  }
+};
+
+// Makes the optimizer of a bucket: of the part of the param groups that is in it, with the groups' present options, which each
+// step reads again.
+OptimizerOfNamed maker_of(std::shared_ptr<Recipe> recipe, std::shared_ptr<Followed> followed) {
+  return [recipe = std::move(recipe), followed = std::move(followed)](const std::vector<NamedParameter>& named) {
+    followed->read(recipe->groups);
     ParamGroups part;
     for (const auto& group : recipe->groups) {
       auto parameters = group.params();
@@ -42,7 +59,9 @@ OptimizerOfNamed maker_of(std::shared_ptr<Recipe> recipe) {
       });
       part.emplace_back(std::move(parameters), group.options().clone());
     }
-    return recipe->make(part);
+    auto made = recipe->make(part);
+    static_cast<PythonOptimizer&>(*made).follow([followed](ParamGroups& own) { followed->read(own); });
+    return made;
   };
 }
 
@@ -50,25 +69,31 @@ class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
  public:
   DecentralizedCore(const std::shared_ptr<Mirror>& mirror, const std::shared_ptr<Recipe>& recipe, const Group& group,
                     const DecentralizedDataParallelOptions& options)
-      : OpenCore(mirror, maker_of(recipe), group, options), mirror_(mirror), recipe_(recipe) {}
+      : DecentralizedCore(mirror, recipe, group, options, std::make_shared<Followed>()) {}
   const std::shared_ptr<Mirror>& module() const { return mirror_; }
 
-  // Options from Python's param groups: for the buckets' optimizers, and for those that the first step will make.
-  void read_options(const py::list& groups) {
-    read_options(groups, recipe_->groups);
-    for (auto* optimizer : optimizers()) read_options(groups, optimizer->param_groups());
+  // Takes options from these param groups of Python from now on, when buckets are updated. Call it with the lock.
+  void follow(py::list groups) {
+    followed_->groups = share(std::move(groups));
+    read_options();
+  }
+  // Takes them now.
+  void read_options() {
+    followed_->read(recipe_->groups);
+    for (auto* optimizer : optimizers()) followed_->read(optimizer->param_groups());
   }
 
  private:
-  static void read_options(const py::list& groups, ParamGroups& own) {
-    for (size_t number = 0; number < own.size(); ++number) {
-      const auto& now = static_cast<const PythonOptions&>(own[number].options());
-      own[number].set_options(std::make_unique<PythonOptions>(groups[number].cast<py::dict>(), now.optimizer()));
-    }
-  }
+  DecentralizedCore(const std::shared_ptr<Mirror>& mirror, const std::shared_ptr<Recipe>& recipe, const Group& group,
+                    const DecentralizedDataParallelOptions& options, const std::shared_ptr<Followed>& followed)
+      : OpenCore(mirror, maker_of(recipe, followed), group, options),
+        mirror_(mirror),
+        recipe_(recipe),
+        followed_(followed) {}
 
   std::shared_ptr<Mirror> mirror_;
   std::shared_ptr<Recipe> recipe_;
+  std::shared_ptr<Followed> followed_;
 };
 
 }  // namespace
@@ -84,7 +109,9 @@ void bind_decentralized(py::module_& module) {
         auto recipe = std::make_shared<Recipe>(recipe_of(groups, defaults, name, std::move(make), nullptr));
         return unlocked([&] { return Held<DecentralizedCore>(new DecentralizedCore(mirror, recipe, group, options)); });
       }))
-      .def("read_options", [](DecentralizedCore& core, const py::list& groups) { core.read_options(groups); })
+      .def("follow", [](DecentralizedCore& core, py::list groups) { core.follow(std::move(groups)); })
+      .def("read_options", [](DecentralizedCore& core) { core.read_options(); })
+      .def("parameters_loaded", [](DecentralizedCore& core) { core.parameters_loaded(); })
       .def("scale_loss", [](const DecentralizedCore& core, const at::Tensor& loss) { return core.scale_loss(loss); })
       .def("global_avg", [](DecentralizedCore& core) { unlocked([&] { core.global_avg(); }); })
       .def("consensus_distance",

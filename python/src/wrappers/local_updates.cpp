@@ -56,7 +56,9 @@ void bind_local_updates(py::module_& module) {
                const bool agrees = !local.agreement.before_commit() && local.updates->steps() % local.every == 0;
                if (agrees) local.agreement.meet(local.optimizer->param_groups(), "");
              });
+             local.optimizer->write();  // an exchange may have reset its state
            })
+      .def("parameters_loaded", [](LocalTraining& local) { local.updates->parameters_loaded(); })
       .def("zero_grad", [](LocalTraining& local) { unlocked([&] { local.updates->zero_grad(); }); })
       .def(
           "mean_parameters",

@@ -175,6 +175,7 @@ void PythonOptimizer::raise_failure() {
 void PythonOptimizer::step_alone() {
   const py::gil_scoped_acquire lock;
   if (options_of_ == OptionsOf::libtorch) {
+    if (source_) source_(param_groups_);
     write_parameters();
     write_options();
   } else {

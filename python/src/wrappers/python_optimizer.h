@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -32,6 +33,8 @@ class PythonOptimizer : public torch::optim::Optimizer {
   // A Python optimizer that exists, over its own parameters. Call it with the lock.
   static std::unique_ptr<PythonOptimizer> over(py::object optimizer);
 
+  // Each step asks `source` for the options first. Call it with the lock.
+  void follow(std::function<void(ParamGroups&)> source) { source_ = std::move(source); }
   // With an agreement, an error of any rank waits for raise_failure(), so that all ranks can end their step alike.
   at::Tensor step(LossClosure closure = nullptr) override;
   void raise_failure();
@@ -58,6 +61,7 @@ class PythonOptimizer : public torch::optim::Optimizer {
   OptionsOf options_of_;
   std::shared_ptr<StepAgreement> agreement_;
   std::shared_ptr<NumberKinds> kinds_ = std::make_shared<NumberKinds>();
+  std::function<void(ParamGroups&)> source_;
   std::exception_ptr failure_;
   std::map<void*, SharedObject> known_;  // parameters whose state was read or written
 };

@@ -1,6 +1,7 @@
 #include "comm/store/store_gather.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <thread>
 
@@ -26,8 +27,15 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
       if (world.options.while_waiting) world.options.while_waiting();
     }
     if (SteadyClock::now() > deadline) {
+      std::vector<int> late;
+      for (size_t other = 0; other < keys.size(); ++other) {
+        if (!store.check({keys[other]})) late.push_back(world_ranks[other]);
+      }
       throw CommError(
-          fmt::format("not all ranks reached {} within {} s", topic, world.options.rendezvous_timeout_seconds));
+          fmt::format("not all ranks reached {} within {} s: rank {} has not made this group, which each of its ranks "
+                      "must, with the "
+                      "same ranks (in Python, every rank calls new_group())",
+                      topic, world.options.rendezvous_timeout_seconds, fmt::join(late, ", ")));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

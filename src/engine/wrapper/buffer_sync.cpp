@@ -38,6 +38,11 @@ void BufferSync::after_forward() {
   due_ = {};
 }
 
+void BufferSync::after_backward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step) {
+  complete();
+  if (!hook_ && broadcast_) sync_buffers(group, buffers, lead, step);
+}
+
 void BufferSync::complete() {
   const torch::NoGradGuard no_grad;
   pending_.complete();

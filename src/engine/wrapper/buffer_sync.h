@@ -18,14 +18,17 @@ class BufferSync {
 
   bool hooked() const { return hook_ != nullptr; }
 
-  // Call before and after a forward that synchronises. lead: the lowest rank that has a batch. Collective.
+  // Call around a forward and backward that synchronise. lead: the lowest rank that has a batch. The broadcast after backward
+  // makes buffers equal for evaluations, where nothing is sent, and for what is saved. Collective.
   void before_forward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
   // Call also after a forward that failed on this rank, because the other ranks call it. A repeated call does nothing.
   void after_forward();
+  void after_backward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
+
+ private:
   // Waits for what after_forward() began. Collective.
   void complete();
 
- private:
   bool broadcast_ = true;
   std::shared_ptr<BufferHook> hook_;
   BufferHookLocation location_ = BufferHookLocation::pre_forward;

@@ -127,10 +127,11 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   };
   reducer->callbacks.share = [this] { return share; };
   reducer->set_join_state(join_state);
-  if (!buffers.hooked()) return;
   // Called late if a forward failed, or was never called.
   reducer->callbacks.before_writing = [this] { buffers.after_forward(); };
-  reducer->callbacks.before_waiting = [this] { buffers.complete(); };
+  reducer->callbacks.before_waiting = [this] {
+    buffers.after_backward(group, tensors.buffers, reducer->lead(), reducer->step());
+  };
 }
 
 void DataParallelCore::before_backward(std::function<void()> listener) {

@@ -30,12 +30,15 @@ ParameterWatch::ParameterWatch(std::vector<at::Tensor> parameters, Versions vers
   note();
 }
 
-bool ParameterWatch::changed(size_t number) const {
+bool ParameterWatch::replaced(size_t number) const {
   const auto& now = parameters_[number];
   const auto& known = known_[number];
   return address_of(now) != known.address || now.storage_offset() != known.offset || now.scalar_type() != known.dtype ||
-         now.sizes() != at::IntArrayRef(known.sizes) || now.strides() != at::IntArrayRef(known.strides) ||
-         (versions_ && version_of(now) != known.version);
+         now.sizes() != at::IntArrayRef(known.sizes) || now.strides() != at::IntArrayRef(known.strides);
+}
+
+bool ParameterWatch::changed(size_t number) const {
+  return replaced(number) || (versions_ && version_of(parameters_[number]) != known_[number].version);
 }
 
 bool ParameterWatch::changed() const {

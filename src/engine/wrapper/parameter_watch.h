@@ -27,6 +27,8 @@ class ParameterWatch {
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   // True if the parameter has other memory, dtype, sizes or strides, or with Versions::counted was written to.
   bool changed(size_t number) const;
+  // True if the parameter has other memory, dtype, sizes or strides.
+  bool replaced(size_t number) const;
   // True if any parameter has changed, or its requires_grad has.
   bool changed() const;
   bool other_shape(size_t number) const;

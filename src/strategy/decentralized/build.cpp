@@ -182,10 +182,10 @@ void State::require_that_all_go_on(int64_t version) const {
 // neighbours still have the old ones.
 void State::meet_changes() {
   for (const auto& bucket : buckets) bucket.require_kinds();
-  if (!watch.changed()) return;
+  if (!loaded && !watch.changed()) return;
   std::vector<ChangedValue> values;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    if (!watch.changed(i)) continue;
+    if (!loaded && !watch.changed(i)) continue;
     values.push_back({gradients[i].name, digest_of(gradients[i].parameter)});
     if (buckets.empty() || group.size() == 1) continue;
     mixing.stop(static_cast<uint32_t>(i));
@@ -193,6 +193,7 @@ void State::meet_changes() {
   }
   if (!values.empty() && buckets.empty()) agree_on_values(group, values);
   watch.note();
+  loaded = false;
 }
 
 // Uses rank 0's order; other ranks may have used other parameters, or in another order.

@@ -140,11 +140,15 @@ at::Tensor DecentralizedDataParallelCore::scale_loss(const at::Tensor& loss) con
   return state_->scaler ? state_->scaler->scale(loss) : loss;
 }
 
+void DecentralizedDataParallelCore::parameters_loaded() {
+  state_->loaded = true;
+}
+
 void DecentralizedDataParallelCore::global_avg() {
   const torch::NoGradGuard no_grad;
   auto& state = *state_;
   state.require_present("global_avg()");
-  const Label label{state.step, -1, "global average"};
+  const Label label{state.step, -1, "global average, after equal steps (pass() without a batch)"};
   if (state.buckets.empty()) {
     auto parts = state.parts();
     average(state.mixing.remaining(), parts, label);
@@ -152,6 +156,7 @@ void DecentralizedDataParallelCore::global_avg() {
     average(state.mixing, state.buckets, label);
   }
   state.watch.note();
+  state.loaded = false;
   if (!state.options.average_buffers) return;
   for (const auto& buffer : state.tensors.buffers) {
     if (!buffer.tensor.is_floating_point()) continue;

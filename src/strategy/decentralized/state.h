@@ -75,6 +75,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   ModuleTensors tensors;
   KnownModule known{module, "DecentralizedDataParallel"};
   ParameterWatch watch;  // detects parameters that others replace
+  bool loaded = false;   // values were loaded into the parameters in place
   std::vector<Gradient> gradients;
   SpentGradients spent;
   Mixing mixing;

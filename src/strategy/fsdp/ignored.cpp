@@ -71,7 +71,9 @@ std::vector<std::string> ignored_names(const torch::nn::Module& module,
     any_sharded = any_sharded || (found && !found->ignored);
   }
   if (any_sharded && taken_parameters == parameters.size()) {
-    throw UsageError("FullyShardedDataParallel: the module is already sharded; wrap it only once");
+    throw UsageError(
+        "FullyShardedDataParallel: the module is already sharded; call unwrap() of the wrapper that shards it, or let "
+        "go of it, to wrap it again");
   }
   for (const auto& [name, tensor] : tensors) {
     if (taken_within(tensor, parts)) names.push_back(name);

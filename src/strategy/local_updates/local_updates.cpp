@@ -32,21 +32,27 @@ void State::check_trainable() const {
 
 namespace {
 
-// Whether all ranks have the same values. Collective.
-bool equal_everywhere(const Group& group, const std::vector<at::Tensor>& tensors, const Label& label) {
+struct Written {
+  bool equal = false;   // all ranks have the same values
+  bool loaded = false;  // some rank has loaded them
+};
+
+// What all ranks have done to parameters. Collective.
+Written written_on_all(const Group& group, const std::vector<at::Tensor>& tensors, bool loaded, const Label& label) {
   uint64_t all = 1;
   for (const auto& tensor : tensors) all = all * 31 + digest_of(tensor);
   const auto number = static_cast<int64_t>(all >> 1);
-  auto ends = at::empty({2}, at::kLong);
-  ends[0] = number;
-  ends[1] = -number;
+  auto ends = at::tensor({number, -number, loaded ? int64_t{1} : int64_t{0}}, at::kLong);
   group.all_reduce(ends, ReduceOp::max, label).wait();
-  return ends[0].item<int64_t>() == -ends[1].item<int64_t>();
+  return {ends[0].item<int64_t>() == -ends[1].item<int64_t>(), ends[2].item<int64_t>() != 0};
 }
 
 }  // namespace
 
+// Values that were loaded, or that all ranks have, replace theta. Others are local training, as an update is: a clamp of the
+// weights, or averages that a program swaps in and out for an evaluation.
 void State::adopt_changes() {
+  bool was_loaded = std::exchange(loaded, false);
   if (!watch.changed()) {
     restored = false;
     return;
@@ -65,6 +71,7 @@ void State::adopt_changes() {
             piece.name, watch.describe(i)));
       }
       if (!watch.changed(i)) continue;
+      was_loaded = was_loaded || watch.replaced(i);
       changed.push_back(&piece);
       names.push_back(piece.name);
       values.push_back(piece.parameter);
@@ -75,8 +82,10 @@ void State::adopt_changes() {
       std::none_of(changed.begin(), changed.end(), [](auto* piece) { return piece->anchor.defined(); });
   if (changed.empty() || (keeps_none && options.delay == 0 && !reducer)) return;
   const Label label{steps, -1, "replaced parameters"};
-  agree(group, "the parameters that were loaded, replaced or written since the last step of LocalUpdates", names);
-  const bool equal = equal_everywhere(group, values, label);
+  agree(group, "parameters that were loaded or written between steps of LocalUpdates, on all ranks or none", names);
+  const auto written = written_on_all(group, values, was_loaded, label);
+  const bool equal = written.equal;
+  if (!equal && !written.loaded && !reducer) return;
   if (reducer && !equal) {
     throw DisagreeError(fmt::format(
         "LocalUpdates: in the warm-up all ranks train the same parameters, but {} were loaded, replaced or written "
@@ -179,6 +188,12 @@ LocalUpdates::~LocalUpdates() {
 
 void LocalUpdates::step(bool update) {
   auto& state = *state_;
+  if (state.means_shown > 0) {
+    throw UsageError(
+        "LocalUpdates: step() within a scope of mean_parameters(), whose parameters are the mean over ranks and go "
+        "back "
+        "to this rank's own at its end: end the scope first");
+  }
   if (state.turn == State::Turn::no_step) {
     throw UsageError(
         "LocalUpdates: with Elastic, step() is called once in the second function of each Elastic::step(), and nowhere "
@@ -206,6 +221,10 @@ void LocalUpdates::step(bool update) {
   state.watch.note();
 }
 
+void LocalUpdates::parameters_loaded() {
+  state_->loaded = true;
+}
+
 void LocalUpdates::zero_grad() {
   if (state_->reducer) state_->reducer->settle();
   state_->optimizer.zero_grad();
@@ -216,7 +235,8 @@ MeanParameters LocalUpdates::mean_parameters() {
   auto& state = *state_;
   auto list = state.averaged_buffers();
   for (const auto& parameter : state.parameters()) list.push_back(parameter);
-  auto mean = state.mean_of(list, {state.steps, -1, "mean parameters"});
+  auto mean =
+      state.mean_of(list, {state.steps, -1, "mean parameters, after equal steps (step(false) without a batch)"});
   const auto& values = mean.wait();
   const bool untouched = !state.watch.changed();  // by the caller
   MeanParameters::Saved saved;
@@ -224,7 +244,9 @@ MeanParameters LocalUpdates::mean_parameters() {
     saved.emplace_back(list[i], list[i].clone());
     list[i].copy_(values[i]);
   }
+  ++state.means_shown;
   return MeanParameters(std::move(saved), [&state, untouched] {
+    --state.means_shown;
     if (untouched) state.watch.note();
   });
 }

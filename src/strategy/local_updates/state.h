@@ -68,6 +68,8 @@ struct LocalUpdates::State {
   Mean buffer_mean{};           // of an exchange that has not been applied
   ParameterWatch watch;         // watches the fragments' parameters, in their order
   bool restored = false;        // the parameters' values belong to a loaded state
+  bool loaded = false;          // values were loaded into the parameters in place
+  int means_shown = 0;          // scopes of mean_parameters()
   bool changes_shared = false;  // before an admission: newcomers get the changed parameters, and what follows from them
   int64_t steps = 0;
   int64_t steps_exchanged = 0;  // steps whose exchanges have been applied

@@ -115,8 +115,17 @@ void ShardGossipOptimizerCore::open() {
   state().publish();
 }
 
+void ShardGossipOptimizerCore::require_own_values() const {
+  if (gossip_->own.empty()) return;
+  throw UsageError(
+      "ShardGossipOptimizer: a step between hold_mean() and hold_own() (in Python, within mean_parameters()), where "
+      "the "
+      "parameters are the mean over hosts and go back to this host's own: end that first");
+}
+
 void ShardGossipOptimizerCore::complete_gradients() {
   const torch::NoGradGuard no_grad;
+  require_own_values();
   state().prepare_gradients();
   begin_mixing();
 }
@@ -152,6 +161,7 @@ void ShardGossipOptimizerCore::show() {
 
 void ShardGossipOptimizerCore::pass() {
   const torch::NoGradGuard no_grad;
+  require_own_values();
   // No rank of the host may read the shards that are about to change; with gradients, backward's reduction ensures
   // that.
   state().group.barrier(state().label("pass")).wait();
@@ -185,7 +195,8 @@ void ShardGossipOptimizerCore::on_the_whole_host(const std::function<void()>& wo
 void ShardGossipOptimizerCore::global_avg() {
   const torch::NoGradGuard no_grad;
   agree_on_hosts();
-  average(gossip_->mixing, gossip_->buckets, state().label("global average"));
+  average(gossip_->mixing, gossip_->buckets,
+          state().label("global average, after equal steps (pass() without a batch)"));
   state().publish();
 }
 

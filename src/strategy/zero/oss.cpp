@@ -17,7 +17,16 @@ std::string OSSCore::State::describe(const at::Tensor& parameter) const {
   return fmt::format("{} [{}]", shares.indices[shares.place_of(parameter)], fmt::join(parameter.sizes(), ", "));
 }
 
+void OSSCore::State::require_wrapper() const {
+  if (!wrapper || !wrapper->ended || wrapper->step_left) return;
+  throw UsageError(
+      "OSS: the ShardedDataParallel that reduced its gradients is gone, so that each rank has its own: keep the "
+      "wrapper "
+      "as long as the optimizer (model = ShardedDataParallel(...))");
+}
+
 std::vector<at::Tensor> OSSCore::State::take_gradients() {
+  if (group.size() > 1) require_wrapper();
   for (const auto& parameter : shares.parameters) require_no_local_gradient(parameter, name, describe(parameter));
   finite.reset();
   return counted_gradients();

@@ -28,6 +28,12 @@ struct OSSShares {
   std::optional<int> owner_of(const at::Tensor& parameter) const;
 };
 
+// Of a wrapper that reduces gradients for an optimizer, which may outlive it.
+struct WrapperLife {
+  bool ended = false;
+  bool step_left = false;  // when it ended: the optimizer may step once more, with gradients that it has reduced
+};
+
 // Ownership by tensor.
 struct OSSCore::State : ShardedOptimizerBase::State {
   OSSOptions options{};
@@ -39,6 +45,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   std::optional<int> owners{};                 // so many ranks of the group, the first ones, own parameters; none: all
   bool anew = false;                           // the next shares do not keep any owner
   std::optional<ParameterWatch> lone_watch{};  // in a group of one rank, which has no buffers
+  std::shared_ptr<WrapperLife> wrapper{};  // of the ShardedDataParallel that reduces the gradients, if there was one
   bool may_move = true;  // owners may change; false between a backward, which leaves gradients with them, and its step
 
   using ShardedOptimizerBase::State::State;
@@ -80,6 +87,8 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   std::string describe(const at::Tensor& parameter) const;
 
  private:
+  // UsageError if gradients come from no wrapper any more.
+  void require_wrapper() const;
   void choose_owners(OSSShares& made) const;
   void move_states(torch::optim::Optimizer& to);
   void fill_buffers();

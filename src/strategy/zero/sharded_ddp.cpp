@@ -30,6 +30,7 @@ struct ShardedDataParallelCore::Sharding {
   ParameterWatch watch{};
   std::vector<int64_t> times_shared{};  // by optimizer
   Owners owners{};
+  std::shared_ptr<WrapperLife> life = std::make_shared<WrapperLife>();
   std::optional<int64_t> left_over{};  // the step that reduces what micro-batches had left of frozen parameters
 
   void take(const ShardGroups& made);
@@ -162,8 +163,13 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
                       {"ignored", fmt::format("{}", fmt::join(options.ignored, ", "))}};
   for (auto* optimizer : sharding_->optimizers) {
     if (optimizer->state().lacks_trainable(optimizer->param_groups())) optimizer->refresh_trainable();
+    optimizer->state().wrapper = sharding_->life;
   }
   share();
+}
+
+ShardedDataParallelCore::~ShardedDataParallelCore() {
+  *sharding_->life = {.ended = true, .step_left = state().reducer && state().reducer->step() > 0};
 }
 
 // Gradients of parameters that are trainable or were, see OSSShares; returns their owners.

@@ -1,0 +1,143 @@
+"""PY05, PY06: values that programs load or write beside the training step, and what evaluations see of it."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+import shoal
+from loops import backward, each_strategy
+from ranks import on_ranks
+from test_wrappers import group_over
+
+
+def equal_on_ranks(tensor):
+    first = tensor.detach().clone()
+    dist.broadcast(first, 0)
+    return torch.equal(first, tensor)
+
+
+# The programs count right answers over all ranks and save rank 0's model, which has to be the one that was counted.
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_DDP09_an_evaluation_on_all_ranks_is_of_one_model(transport):
+    def trains(rank):
+        for kind in ("ddp", "zero2"):
+            torch.manual_seed(1)
+            net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+            group = group_over(transport)
+            if kind == "ddp":
+                model = shoal.nn.DistributedDataParallel(net, group)
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            else:
+                optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, group, lr=0.1)
+                model = shoal.nn.ShardedDataParallel(net, optimizer, group)
+            batches = torch.Generator().manual_seed(rank)
+            for _ in range(3):
+                model(torch.randn(5, 4, generator=batches) + rank).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                assert equal_on_ranks(model(torch.ones(2, 4))), kind
+            assert equal_on_ranks(net[1].running_mean) and equal_on_ranks(net[1].num_batches_tracked)
+
+    on_ranks(trains)
+
+
+def test_PY06_a_state_without_frozen_parameters_is_loaded():
+    def trains(rank):
+        def oss(net):
+            optimizer = shoal.optim.OSS(net.parameters(), torch.optim.AdamW, lr=0.1)
+            return shoal.nn.ShardedDataParallel(net, optimizer), optimizer
+
+        def megatron(net):
+            parameters = list(net.parameters())
+            return net, shoal.optim.DistributedOptimizer(net, torch.optim.AdamW, params=parameters, lr=0.1)
+
+        def fsdp(net):
+            model = shoal.nn.FullyShardedDataParallel(net)
+            return model, shoal.optim.FullyShardedOptimizer(model, torch.optim.AdamW, list(net.parameters()), lr=0.1)
+
+        for wrap in (oss, megatron, fsdp):
+            net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+            net[0].requires_grad_(False)
+            model, optimizer = wrap(net)
+            weights = []
+            for step in range(4):
+                if step == 2:
+                    saved = copy.deepcopy(optimizer.state_dict())
+                    before = copy.deepcopy(model.state_dict())
+                model(torch.full((2, 4), step + rank + 1.0)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = copy.deepcopy(model.state_dict())
+            model.load_state_dict(before)
+            optimizer.load_state_dict(saved)
+            assert sorted(saved["state"]) == [2, 3]
+            for step in range(2, 4):
+                model(torch.full((2, 4), step + rank + 1.0)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(value, weights[name], rtol=0, atol=0)
+
+    on_ranks(trains)
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_PY06_values_loaded_into_converted_parameters_keep_their_precision(transport):
+    def loads(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
+        values = {name: torch.rand_like(value) for name, value in net.state_dict().items()}
+        for value in values.values():
+            dist.broadcast(value, 0)
+        model = shoal.nn.FullyShardedDataParallel(net, group_over(transport), param_dtype=torch.bfloat16)
+        optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=1e-5)
+        for _ in range(2):
+            model.load_state_dict(values)
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, values[name]), name
+            model(torch.ones(2, 8)).square().mean().backward()
+            assert net[0].weight.dtype == torch.bfloat16
+            optimizer.step()
+            optimizer.zero_grad()
+        copied = copy.deepcopy(torch.nn.Linear(2, 2))
+        copied.load_state_dict(torch.nn.Linear(2, 2).state_dict())
+
+    on_ranks(loads)
+
+
+def test_PY05_new_tensors_are_made_from_parameters():
+    def makes(strategy, wrap):
+        model, optimizer = wrap(models.make("gpt"))
+        parameter = next(iter((model.module if hasattr(model, "module") else model).parameters()))
+        for one in (parameter, parameter.detach()):
+            made = one.new_tensor([1.0, 2.0])
+            assert made.dtype == parameter.dtype and made.tolist() == [1, 2] and not made.requires_grad
+            assert one.new(2, 3).shape == (2, 3)
+        backward(model, 0)
+        optimizer.step()
+
+    each_strategy(makes)
+
+
+def test_OSS01_steps_without_the_wrapper_are_refused():
+    def trains(rank):
+        net = torch.nn.Linear(3, 2)
+        optimizer = shoal.optim.OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        shoal.nn.ShardedDataParallel(net, optimizer)  # nobody keeps it
+        net(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(shoal.UsageError, match="ShardedDataParallel that reduced its gradients is gone.*keep the wrapper"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model = shoal.nn.ShardedDataParallel(net, optimizer)
+        model(torch.ones(2, 3)).sum().backward()
+        del model
+        optimizer.step()  # with gradients that were reduced
+        net(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(shoal.UsageError, match="is gone"):
+            optimizer.step()
+
+    on_ranks(trains)
