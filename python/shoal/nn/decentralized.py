@@ -106,6 +106,10 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         tell_of_loading(module, core)
         _C.agree(group, "the optimizer of DecentralizedDataParallel", _items(recipe, mirror))
 
+    def parameters_loaded(self) -> None:
+        """Call it after values were loaded into the parameters by other means than load_state_dict(), such as copy_()."""
+        self._core.parameters_loaded()
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor; without a scaler, the loss."""
         return self._core.scale_loss(loss)

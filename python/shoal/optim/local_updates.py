@@ -116,6 +116,11 @@ class LocalUpdates(torch.optim.Optimizer):
         self._core.step(update)
         return loss
 
+    def parameters_loaded(self) -> None:
+        """Call it after values that differ between ranks were loaded into the parameters by other means than
+        load_state_dict(), such as copy_()."""
+        self._core.parameters_loaded()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._core.zero_grad()
         self.inner.zero_grad(set_to_none)
