@@ -19,8 +19,8 @@ namespace shoal {
 
 struct DistributedDataParallelOptions {
   // Behaviour.
-  bool broadcast_buffers = true;        // broadcast rank 0's buffers before each synchronising forward, and after
-                                        // its backward, so that evaluations are of one model
+  bool broadcast_buffers = true;        // broadcast rank 0's buffers before each synchronising forward, and before
+                                        // the first forward of an evaluation after a step
   bool find_unused_parameters = false;  // allow parameters that no rank uses in a step; walks the graph
   bool static_graph = false;            // every step uses the graph of the first; required for activation checkpointing
   // Accumulate and reduce gradients of 16-bit parameters in float32. grad() is float32 under no_sync() and rounded to

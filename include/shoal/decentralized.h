@@ -144,6 +144,8 @@ class DecentralizedDataParallelCore {
   // Call after values were loaded into the module's parameters in place (copy_()), which is as torch::load then. Without
   // the call, writes in place count as this rank's own training, and are mixed with what neighbours published before.
   void parameters_loaded();
+  // Before values are loaded in place, so that loads which leave all values as they were do not count.
+  void before_loading();
   // Consensus distance sqrt(mean over ranks of |x_i - x|^2), where x is the mean of the ranks' parameters x_i.
   // Collective.
   double consensus_distance();

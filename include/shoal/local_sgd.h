@@ -142,6 +142,8 @@ class LocalUpdates {
   // Call after values were loaded into the module's parameters in place (copy_()) and differ between ranks, before the next
   // step. Values that are equal on all ranks, and torch::load, need no call.
   void parameters_loaded();
+  // Before values are loaded in place, so that loads which leave all values as they were do not count.
+  void before_loading();
   // Calls the optimizer's zero_grad(). During the warm-up it also ends a backward that has failed on this rank.
   void zero_grad();
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,22 +30,29 @@ class _Hook:
 
 
 def tell_of_loading(module: torch.nn.Module, core: Any) -> None:
-    """Calls core.parameters_loaded() after each load_state_dict() of the module or a part of it, while the core lives."""
-    hook = _Hook(core, lambda core, module, keys: core.parameters_loaded())
+    """Tells the core before and after each load_state_dict() of the module or a part of it, while the core lives."""
+    before = _Hook(core, lambda core, *rest: core.before_loading())
+    after = _Hook(core, lambda core, *rest: core.parameters_loaded())
     for part in module.modules():
-        part.register_load_state_dict_post_hook(hook)
+        part.register_load_state_dict_pre_hook(before)
+        part.register_load_state_dict_post_hook(after)
 
 
-def load_in_full_precision(module: torch.nn.Module, owner: Any) -> None:
-    """Lets load_state_dict() of the module or a part of it give parameters the precision of the values, while the owner, a
-    wrapper that converts parameters and keeps the values that they had, lives."""
-    hook = _Hook(owner, _take_precision)
+def load_in_full_precision(module: torch.nn.Module, parameters: Iterable[torch.Tensor], owner: Any) -> None:
+    """Lets load_state_dict() of the module or a part of it give these parameters the precision of the values, while the owner
+    lives: a wrapper that has converted them and keeps the values that they had."""
+    converted = {id(one) for one in parameters}
+    hook = _Hook(owner, functools.partial(_take_precision, converted))
     for part in module.modules():
         part.register_load_state_dict_pre_hook(hook)
 
 
-def _take_precision(owner: Any, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _take_precision(
+    converted: set[int], owner: Any, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
     for name, parameter in module.named_parameters(recurse=False):
+        if id(parameter) not in converted:
+            continue
         value = state_dict.get(prefix + name)
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.is_floating_point():
             continue

@@ -46,6 +46,33 @@ def test_DDP09_an_evaluation_on_all_ranks_is_of_one_model(transport):
     on_ranks(trains)
 
 
+class Router(torch.nn.Module):
+    """Counts this rank's tokens by expert in a buffer, which the program sums over ranks after backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(3, 3)
+        self.register_buffer("counts", torch.zeros(3))
+
+    def forward(self, x):
+        chosen = self.gate(x).argmax(1)
+        self.counts += torch.bincount(chosen, minlength=3)
+        return self.gate(x).square().mean()
+
+
+def test_DDP09_what_forward_counts_in_buffers_is_this_ranks_until_the_next_forward():
+    def trains(rank):
+        torch.manual_seed(1)
+        model = shoal.nn.DistributedDataParallel(Router())
+        model(torch.ones(4 + rank, 3)).backward()
+        counts = model.module.counts.clone()
+        assert counts.sum() == 4 + rank
+        dist.all_reduce(counts)
+        assert counts.sum() == 9
+
+    on_ranks(trains)
+
+
 def test_PY06_a_state_without_frozen_parameters_is_loaded():
     def trains(rank):
         def oss(net):
@@ -97,14 +124,28 @@ def test_PY06_values_loaded_into_converted_parameters_keep_their_precision(trans
         optimizer = shoal.optim.FullyShardedOptimizer(model, torch.optim.SGD, lr=1e-5)
         for _ in range(2):
             model.load_state_dict(values)
+            model.eval()
+            with torch.no_grad():
+                assert model(torch.ones(2, 8)).dtype == torch.bfloat16
+            model.train()
             for name, value in model.state_dict().items():
                 assert torch.equal(value, values[name]), name
             model(torch.ones(2, 8)).square().mean().backward()
             assert net[0].weight.dtype == torch.bfloat16
             optimizer.step()
             optimizer.zero_grad()
-        copied = copy.deepcopy(torch.nn.Linear(2, 2))
-        copied.load_state_dict(torch.nn.Linear(2, 2).state_dict())
+
+    on_ranks(loads)
+
+
+def test_PY06_what_fsdp_ignores_keeps_its_dtype_in_loads():
+    def loads(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).bfloat16())
+        values = {name: torch.ones(value.shape) for name, value in net.state_dict().items()}
+        model = shoal.nn.FullyShardedDataParallel(net, param_dtype=torch.bfloat16, ignored_modules=["1"])
+        model.load_state_dict(values)
+        assert net[1].weight.dtype == torch.bfloat16
+        model(torch.ones(2, 4)).sum().backward()
 
     on_ranks(loads)
 
@@ -139,5 +180,20 @@ def test_OSS01_steps_without_the_wrapper_are_refused():
         net(torch.ones(2, 3)).sum().backward()
         with pytest.raises(shoal.UsageError, match="is gone"):
             optimizer.step()
+        optimizer.zero_grad()
+        model = shoal.nn.ShardedDataParallel(net, optimizer)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del model
+        net(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(shoal.UsageError, match="is gone"):
+            optimizer.step()
+        optimizer.zero_grad()
+        replicated = shoal.nn.DistributedDataParallel(net)
+        for _ in range(2):
+            replicated(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     on_ranks(trains)

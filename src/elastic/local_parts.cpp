@@ -66,7 +66,7 @@ class LocalParts : public ElasticParts {
   void guard() override {
     const torch::NoGradGuard no_grad;
     updates_.adopt_changes();
-    updates_.watch.note();
+    updates_.note();
     updates_.turn = Turn::no_step;
     guards_ = true;
   }
@@ -96,7 +96,7 @@ class LocalParts : public ElasticParts {
   void apply_exchange() override {
     const torch::NoGradGuard no_grad;
     updates_.apply_exchange();
-    updates_.watch.note();
+    updates_.note();
   }
   void regroup(const Group& group, int64_t /*step*/) override { updates_.regroup(group); }
 

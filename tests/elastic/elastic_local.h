@@ -193,7 +193,10 @@ inline std::string train_locally(const World& world, LocalRecord& record, const 
         record.complete[self].add(entry);
         local.zero_grad();
         set_rate(optimizer, step);
-        if (method.writes) write(*net);
+        if (method.writes) {
+          write(*net);
+          local.parameters_loaded();
+        }
         if (elastic.steps() != step || local.steps() != step) {
           return fmt::format("{} and {} steps, not {}", elastic.steps(), local.steps(), step);
         }

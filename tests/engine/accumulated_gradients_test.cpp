@@ -192,5 +192,19 @@ TEST(AccumulatedGradients, DDP05_a_gradient_whose_storage_was_resized_gets_memor
   EXPECT_TRUE(at::equal(with.grad(0), at::full({2}, 2.0)));
 }
 
+TEST(AccumulatedGradients, DDP05_views_follow_gradients_though_another_was_dropped_long_ago) {
+  WithGradients with;
+  with.backward(0, 1);
+  with.backward(1, 1);
+  with.grad(1).reset();  // and never comes again
+  with.backward(0, 1);
+  const auto view = with.grad(0).detach();
+  for (int step = 0; step < 2; ++step) {
+    with.accumulated->adopt_changes();
+    with.backward(0, 1);
+    EXPECT_TRUE(at::equal(view, with.grad(0)));
+  }
+}
+
 }  // namespace
 }  // namespace shoal

@@ -102,7 +102,7 @@ class DecentralizedDataParallel(Gossip, Wrapper):
         core = _C.DecentralizedDataParallelCore(mirror, *recipe.core_arguments(), group, options)
         super().__init__(module, core)
         self.optimizer = Rates(recipe)
-        core.follow(self.optimizer.param_groups)
+        core.follow(self.optimizer)
         tell_of_loading(module, core)
         _C.agree(group, "the optimizer of DecentralizedDataParallel", _items(recipe, mirror))
 

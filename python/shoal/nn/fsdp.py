@@ -58,7 +58,8 @@ class FullyShardedDataParallel(Wrapper):
             parameter for name, parameter in module.named_parameters() if name in ignored or name.startswith(below or "\0")
         ]
         if self._param_dtype is not None:
-            load_in_full_precision(module, self)
+            converted = [one for one in module.parameters() if not any(one is other for other in self._ignored)]
+            load_in_full_precision(module, converted, self)
         self.register_state_dict_post_hook(_whole_state)
         self.register_load_state_dict_pre_hook(_with_prefix)
 

@@ -103,7 +103,7 @@ def recipe_of(
     except TypeError as error:
         if not options or "unexpected keyword argument" not in str(error):
             raise
-        raise _C.UsageError(f"{owner}: {error}; besides the optimizer's own, {owner} has {', '.join(options)}") from error
+        raise TypeError(f"{error}; besides the optimizer's own options, {owner} has {', '.join(options)}") from error
     if isinstance(sample, torch.optim.LBFGS):
         raise _C.UsageError(
             f"{owner}: LBFGS needs all parameters on one rank and evaluates its closure several times per step; use it "

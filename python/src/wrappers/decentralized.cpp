@@ -30,14 +30,14 @@ DecentralizedDataParallelOptions decentralized_options(const py::dict& given, in
   return options;
 }
 
-// The param groups of Python that a schedule changes.
+// The optimizer of Python whose param groups a schedule changes.
 struct Followed {
-  SharedObject groups{};
+  SharedObject optimizer{};
 
   void read(ParamGroups& own) const {
-    if (!groups) return;
+    if (!optimizer) return;
     const py::gil_scoped_acquire lock;
-    const auto list = groups->cast<py::list>();
+    const auto list = optimizer->attr("param_groups").cast<py::list>();
     for (size_t number = 0; number < own.size(); ++number) {
       const auto& now = static_cast<const PythonOptions&>(own[number].options());
       own[number].set_options(std::make_unique<PythonOptions>(list[number].cast<py::dict>(), now.optimizer()));
@@ -72,9 +72,9 @@ class DecentralizedCore : public OpenCore<DecentralizedDataParallelCore> {
       : DecentralizedCore(mirror, recipe, group, options, std::make_shared<Followed>()) {}
   const std::shared_ptr<Mirror>& module() const { return mirror_; }
 
-  // Takes options from these param groups of Python from now on, when buckets are updated. Call it with the lock.
-  void follow(py::list groups) {
-    followed_->groups = share(std::move(groups));
+  // Takes options from the param groups of this optimizer from now on, when buckets are updated. Call it with the lock.
+  void follow(py::object optimizer) {
+    followed_->optimizer = share(std::move(optimizer));
     read_options();
   }
   // Takes them now.
@@ -109,8 +109,9 @@ void bind_decentralized(py::module_& module) {
         auto recipe = std::make_shared<Recipe>(recipe_of(groups, defaults, name, std::move(make), nullptr));
         return unlocked([&] { return Held<DecentralizedCore>(new DecentralizedCore(mirror, recipe, group, options)); });
       }))
-      .def("follow", [](DecentralizedCore& core, py::list groups) { core.follow(std::move(groups)); })
+      .def("follow", [](DecentralizedCore& core, py::object optimizer) { core.follow(std::move(optimizer)); })
       .def("read_options", [](DecentralizedCore& core) { core.read_options(); })
+      .def("before_loading", [](DecentralizedCore& core) { core.before_loading(); })
       .def("parameters_loaded", [](DecentralizedCore& core) { core.parameters_loaded(); })
       .def("scale_loss", [](const DecentralizedCore& core, const at::Tensor& loss) { return core.scale_loss(loss); })
       .def("global_avg", [](DecentralizedCore& core) { unlocked([&] { core.global_avg(); }); })

@@ -58,6 +58,7 @@ void bind_local_updates(py::module_& module) {
              });
              local.optimizer->write();  // an exchange may have reset its state
            })
+      .def("before_loading", [](LocalTraining& local) { local.updates->before_loading(); })
       .def("parameters_loaded", [](LocalTraining& local) { local.updates->parameters_loaded(); })
       .def("zero_grad", [](LocalTraining& local) { unlocked([&] { local.updates->zero_grad(); }); })
       .def(

@@ -41,6 +41,7 @@ void AccumulatedGradients::adopt_changes() {
   }
   if (some && !left) own_.weight.reset();
   for (size_t i = 0; i < buckets_.size() && everywhere_ && in_buckets_; ++i) leave_what_is_kept(i);
+  shown_.end_backward();
 }
 
 // Gradients that were dropped come again, in the bucket: what the program keeps of them (grad() itself, a view, an array of NumPy)
@@ -58,7 +59,7 @@ void AccumulatedGradients::leave_what_is_kept(size_t bucket) {
       inside.push_back(place);
       tensors += grad.is_same(memory.view(place)) ? 0 : 1;
     } else {
-      dropped = shown_.end(member) || dropped;
+      dropped = dropped || shown_.was_shown(member);
     }
   }
   if (!dropped || !(memory.kept_by_program(tensors) || memory.lost_memory())) return;
@@ -106,7 +107,7 @@ void AccumulatedGradients::lay_in_bucket(size_t gradient) {
   if (buckets_.of(gradient).sparse() || !grad.defined() || sums_.stands_in(gradient)) return;
   if (shown_.elsewhere(gradient)) return;
   const auto& view = buckets_.acquire(gradient);
-  if (same_view(grad, view)) return;
+  if (same_view(grad, view)) return show(gradient, view);
   view.copy_(grad.is_sparse() ? grad.to_dense() : grad.detach());
   show(gradient, view);
 }

@@ -42,6 +42,8 @@ void ShownGradients::note_all(const std::vector<Gradient>& gradients) {
 }
 
 void ShownGradients::show(size_t gradient, at::Tensor& grad, const at::Tensor& view) {
+  if (std::exchange(ended_, false)) ++backward_;
+  shown_[gradient] = backward_;
   if (same_view(grad, view)) return;
   const bool kept = grad.defined() && grad.use_count() > 1 && !grad.requires_grad() && grad.layout() == at::kStrided &&
                     grad.options().type_equal(view.options());
@@ -50,7 +52,6 @@ void ShownGradients::show(size_t gradient, at::Tensor& grad, const at::Tensor& v
   } else {
     grad = another(view);
   }
-  shows_[gradient] = true;
 }
 
 // The node that refuses leads to all parameters, so that autograd does not leave it out, whatever it differentiates by.

@@ -13,7 +13,7 @@ namespace shoal {
 // clone that it forgot to make), or have given grad() memory of its own (a part of a flat tensor).
 class ShownGradients {
  public:
-  explicit ShownGradients(size_t gradients) : shows_(gradients), elsewhere_(gradients), graph_(gradients) {}
+  explicit ShownGradients(size_t gradients) : shown_(gradients), elsewhere_(gradients), graph_(gradients) {}
 
   // Call before autograd adds to grad(). bucket: the gradient's, flat. Notes whether grad() lies in memory that other tensors
   // have, too, and returns it; the gradient stays there then.
@@ -23,12 +23,10 @@ class ShownGradients {
   bool elsewhere(size_t gradient) const { return elsewhere_[gradient]; }
   // Makes grad() the elements of `view`. A tensor that the program keeps stays the gradient's, with other memory.
   void show(size_t gradient, at::Tensor& grad, const at::Tensor& view);
-  // Whether grad() was shown since the last call, which its owner says that it no longer is.
-  bool end(size_t gradient) {
-    const bool shown = shows_[gradient];
-    shows_[gradient] = false;
-    return shown;
-  }
+  // Call when the last backward's gradients have been looked at. Those that are shown next are of another one.
+  void end_backward() { ended_ = true; }
+  // Whether grad() was shown in the last backward.
+  bool was_shown(size_t gradient) const { return shown_[gradient] == backward_; }
 
   // Whether autograd has given grad() a graph (backward() with create_graph), which the mean over ranks has not.
   void note_graph(size_t gradient, const at::Tensor& grad) {
@@ -39,7 +37,9 @@ class ShownGradients {
   void end_graphs(const std::vector<Gradient>& gradients);
 
  private:
-  std::vector<bool> shows_;
+  int64_t backward_ = 1;
+  bool ended_ = false;
+  std::vector<int64_t> shown_;  // by gradient: the last backward in which it was
   std::vector<bool> elsewhere_;
   std::vector<bool> graph_;
 };

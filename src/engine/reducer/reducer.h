@@ -118,6 +118,8 @@ class Reducer : private BackwardListener {
   // Collective once, after the first finished step, when buckets are rebuilt.
   void expect_backward();
   // Marks the step as impossible to finish here. No effect unless a forward has entered a step.
+  // Whether a forward has begun a step whose backward has not ended.
+  bool awaits_backward() const { return entry_.expected || running(); }
   void mark_failed() { entry_.failed = entry_.expected || running(); }
   // Whether a step was begun here and neither finished nor abandoned.
   bool broken() const { return entry_.failed || running(); }

@@ -165,6 +165,16 @@ void ShardedModule::require_kinds() const {
   check(replicated_, true);
 }
 
+bool ShardedModule::any_other_dtype() const {
+  const auto any = [](const Known& known) {
+    for (size_t i = 0; i < known.names.size(); ++i) {
+      if (known.watch.other_floating_dtype(i)) return true;
+    }
+    return false;
+  };
+  return any(trainable_) || std::any_of(frozen_.begin(), frozen_.end(), any);
+}
+
 bool ShardedModule::changed() const {
   const auto any = [](const auto& gather) { return !gather->changed().empty(); };
   return std::any_of(gathers_.begin(), gathers_.end(), any) || replicated_.watch.changed() ||

@@ -94,6 +94,8 @@ class ShardedModule {
   void know(KnownModule known) { known_ = std::move(known); }
   // Converts parameters of another floating-point dtype to the dtype that they have here, instead of rejecting them.
   void convert_dtypes() { converts_ = true; }
+  // Whether a parameter that was converted has another floating-point dtype again, as after a load.
+  bool any_other_dtype() const;
   // Adopts changes of parameters by the user since they were wrapped: torch::load(module), set_data, or operators that
   // write them. The current values of all ranks, which must be equal, go to the owning ranks and their float32 copies.
   // Does nothing if nothing has changed. Throws UsageError with the parameter's name for a parameter of another dtype,

@@ -38,9 +38,9 @@ void BufferSync::after_forward() {
   due_ = {};
 }
 
-void BufferSync::after_backward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step) {
-  complete();
-  if (!hook_ && broadcast_) sync_buffers(group, buffers, lead, step);
+void BufferSync::before_evaluation(const Group& group, const std::vector<NamedTensor>& buffers, int lead,
+                                   int64_t step) {
+  if (std::exchange(evaluated_, step) != step && broadcast_ && !hook_) sync_buffers(group, buffers, lead, step);
 }
 
 void BufferSync::complete() {

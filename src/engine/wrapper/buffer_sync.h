@@ -18,22 +18,23 @@ class BufferSync {
 
   bool hooked() const { return hook_ != nullptr; }
 
-  // Call around a forward and backward that synchronise. lead: the lowest rank that has a batch. The broadcast after backward
-  // makes buffers equal for evaluations, where nothing is sent, and for what is saved. Collective.
+  // Call before and after a forward that synchronises. lead: the lowest rank that has a batch. Collective.
   void before_forward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
   // Call also after a forward that failed on this rank, because the other ranks call it. A repeated call does nothing.
   void after_forward();
-  void after_backward(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
-
- private:
   // Waits for what after_forward() began. Collective.
   void complete();
+  // Call before a forward of an evaluation. The first one after a step broadcasts, so that the evaluation is of one model, the one
+  // that rank 0 saves. Collective then.
+  void before_evaluation(const Group& group, const std::vector<NamedTensor>& buffers, int lead, int64_t step);
 
+ private:
   bool broadcast_ = true;
   std::shared_ptr<BufferHook> hook_;
   BufferHookLocation location_ = BufferHookLocation::pre_forward;
   std::function<PendingExchange()> due_;
   PendingExchange pending_;
+  int64_t evaluated_ = 0;  // the step after which the last evaluation was
 };
 
 }  // namespace shoal

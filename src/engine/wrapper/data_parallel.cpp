@@ -127,11 +127,10 @@ void DataParallelCore::State::make_reducer(std::vector<Gradient> gradients, cons
   };
   reducer->callbacks.share = [this] { return share; };
   reducer->set_join_state(join_state);
+  if (!buffers.hooked()) return;
   // Called late if a forward failed, or was never called.
   reducer->callbacks.before_writing = [this] { buffers.after_forward(); };
-  reducer->callbacks.before_waiting = [this] {
-    buffers.after_backward(group, tensors.buffers, reducer->lead(), reducer->step());
-  };
+  reducer->callbacks.before_waiting = [this] { buffers.complete(); };
 }
 
 void DataParallelCore::before_backward(std::function<void()> listener) {
@@ -189,7 +188,14 @@ void DataParallelCore::before_forward() {
   if (state.no_sync_depth == 0 || !BackwardTracker::in_backward()) state.reducer->settle();
   adopt_changes(torch::GradMode::is_enabled());
   begin_pass(torch::GradMode::is_enabled());
-  if (!torch::GradMode::is_enabled()) return;
+  if (!torch::GradMode::is_enabled()) {
+    // Not between a forward and its backward, which may have saved buffers.
+    const bool evaluates = state.no_sync_depth == 0 && !state.reducer->awaits_backward();
+    if (evaluates) {
+      state.buffers.before_evaluation(state.group, state.tensors.buffers, state.reducer->lead(), state.reducer->step());
+    }
+    return;
+  }
   prepare();
   if (state.no_sync_depth > 0) return;
   state.reducer->check_last_step();

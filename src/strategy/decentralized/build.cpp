@@ -182,6 +182,8 @@ void State::require_that_all_go_on(int64_t version) const {
 // neighbours still have the old ones.
 void State::meet_changes() {
   for (const auto& bucket : buckets) bucket.require_kinds();
+  const bool loaded = loads.changed(watch.parameters());
+  if (!loaded) loads.clear();
   if (!loaded && !watch.changed()) return;
   std::vector<ChangedValue> values;
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -193,7 +195,7 @@ void State::meet_changes() {
   }
   if (!values.empty() && buckets.empty()) agree_on_values(group, values);
   watch.note();
-  loaded = false;
+  loads.clear();
 }
 
 // Uses rank 0's order; other ranks may have used other parameters, or in another order.

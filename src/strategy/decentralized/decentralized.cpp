@@ -140,8 +140,12 @@ at::Tensor DecentralizedDataParallelCore::scale_loss(const at::Tensor& loss) con
   return state_->scaler ? state_->scaler->scale(loss) : loss;
 }
 
+void DecentralizedDataParallelCore::before_loading() {
+  state_->loads.begin(state_->watch.parameters());
+}
+
 void DecentralizedDataParallelCore::parameters_loaded() {
-  state_->loaded = true;
+  state_->loads.end();
 }
 
 void DecentralizedDataParallelCore::global_avg() {
@@ -156,7 +160,7 @@ void DecentralizedDataParallelCore::global_avg() {
     average(state.mixing, state.buckets, label);
   }
   state.watch.note();
-  state.loaded = false;
+  state.loads.clear();
   if (!state.options.average_buffers) return;
   for (const auto& buffer : state.tensors.buffers) {
     if (!buffer.tensor.is_floating_point()) continue;

@@ -10,6 +10,7 @@
 #include "engine/gradients/backward_tracker.h"
 #include "engine/gradients/spent_gradients.h"
 #include "engine/reducer/step_clock.h"
+#include "engine/wrapper/loads.h"
 #include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "module/walk.h"
@@ -75,7 +76,7 @@ struct DecentralizedDataParallelCore::State final : BackwardListener {
   ModuleTensors tensors;
   KnownModule known{module, "DecentralizedDataParallel"};
   ParameterWatch watch;  // detects parameters that others replace
-  bool loaded = false;   // values were loaded into the parameters in place
+  Loads loads{};
   std::vector<Gradient> gradients;
   SpentGradients spent;
   Mixing mixing;

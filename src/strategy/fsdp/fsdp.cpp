@@ -87,11 +87,12 @@ FullyShardedCore::~FullyShardedCore() {
   give_back_all_of(*this);
 }
 
-// In evaluation, ranks that share memory need no collective: they read the shared values.
+// In evaluation, ranks that share memory need no collective, unless values must be converted: they read the shared values.
 void FullyShardedCore::adopt_changes(bool training) {
   auto& module = *shards_->module;
   if (training) module.require_kinds();
-  const bool collective = training ? state().no_sync_depth == 0 : shards_->options.param_dtype && shards_->pager;
+  const bool converts = shards_->options.param_dtype && (shards_->pager || module.any_other_dtype());
+  const bool collective = training ? state().no_sync_depth == 0 : converts;
   if (collective) module.adopt_changes({step(), -1, "replaced parameters"});
 }
 

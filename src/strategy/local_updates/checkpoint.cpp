@@ -73,7 +73,7 @@ void LocalUpdates::State::start_afresh() {
   }
   set_steps(0);
   steps_exchanged = 0;
-  watch.note();
+  note();
 }
 
 OptimizerState LocalUpdates::state_dict() {
@@ -137,7 +137,7 @@ void LocalUpdates::State::load(const OptimizerState& whole, bool in_flight) {
   }
   set_steps(*loaded);
   steps_exchanged = steps;
-  watch.note();
+  note();
 }
 
 }  // namespace shoal

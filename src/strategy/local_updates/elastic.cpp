@@ -19,7 +19,7 @@ void LocalUpdates::State::regroup(const Group& to) {
   // Only if all have adopted the changes: a death may have cut some off in that.
   auto adopted = at::full({1}, static_cast<int64_t>(changes_shared || !watch.changed()), at::kLong);
   group.all_reduce(adopted, ReduceOp::min, {steps, -1, "parameters that newcomers have as well"}).wait();
-  if (adopted.item<int64_t>() == 1) watch.note();
+  if (adopted.item<int64_t>() == 1) note();
   changes_shared = false;
   const auto step = steps_exchanged - options.warmup_steps;
   for (size_t i = 0; i < fragments.size(); ++i) {
@@ -43,7 +43,7 @@ void LocalUpdates::State::give_mean(const Group& to, const std::vector<bool>& ne
   for (size_t i = 0; i < list.size(); ++i) {
     list[i].copy_(values[i] * (static_cast<double>(to.size()) / static_cast<double>(givers)));
   }
-  watch.note();
+  note();
 }
 
 LocalUpdates::State& state_of(LocalUpdates& updates) {

@@ -52,11 +52,11 @@ Written written_on_all(const Group& group, const std::vector<at::Tensor>& tensor
 // Values that were loaded, or that all ranks have, replace theta. Others are local training, as an update is: a clamp of the
 // weights, or averages that a program swaps in and out for an evaluation.
 void State::adopt_changes() {
-  bool was_loaded = std::exchange(loaded, false);
   if (!watch.changed()) {
     restored = false;
     return;
   }
+  bool was_loaded = loads.changed(watch.parameters());
   const torch::NoGradGuard no_grad;
   std::vector<Fragment::Piece*> changed;
   std::vector<std::string> names;
@@ -77,7 +77,7 @@ void State::adopt_changes() {
       values.push_back(piece.parameter);
     }
   }
-  if (std::exchange(restored, false)) return watch.note();
+  if (std::exchange(restored, false)) return note();
   const bool keeps_none =
       std::none_of(changed.begin(), changed.end(), [](auto* piece) { return piece->anchor.defined(); });
   if (changed.empty() || (keeps_none && options.delay == 0 && !reducer)) return;
@@ -207,7 +207,7 @@ void LocalUpdates::step(bool update) {
   try {
     if (update) state.optimizer.step();
   } catch (...) {
-    state.watch.note();  // takes this object's own updates into the snapshot
+    state.note();  // takes this object's own updates into the snapshot
     throw;
   }
   const torch::NoGradGuard no_grad;
@@ -218,11 +218,15 @@ void LocalUpdates::step(bool update) {
     state.exchange();
     state.apply_exchange();
   }
-  state.watch.note();
+  state.note();
+}
+
+void LocalUpdates::before_loading() {
+  state_->loads.begin(state_->watch.parameters());
 }
 
 void LocalUpdates::parameters_loaded() {
-  state_->loaded = true;
+  state_->loads.end();
 }
 
 void LocalUpdates::zero_grad() {
@@ -247,7 +251,7 @@ MeanParameters LocalUpdates::mean_parameters() {
   ++state.means_shown;
   return MeanParameters(std::move(saved), [&state, untouched] {
     --state.means_shown;
-    if (untouched) state.watch.note();
+    if (untouched) state.note();
   });
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/reducer/reducer.h"
+#include "engine/wrapper/loads.h"
 #include "engine/wrapper/parameter_watch.h"
 #include "module/known_module.h"
 #include "module/walk.h"
@@ -27,6 +28,11 @@ struct LocalUpdates::State {
 
   // UsageError for a parameter of the module or the optimizer that would be trained but never averaged.
   void check_trainable() const;
+  // Takes the parameters' values as this object's own.
+  void note() {
+    watch.note();
+    loads.clear();
+  }
   // Call before a step: handles parameters that the caller replaced or wrote since the last one.
   void adopt_changes();
   // After the optimizer's step.
@@ -65,10 +71,10 @@ struct LocalUpdates::State {
   ModuleTensors tensors;
   std::set<const c10::TensorImpl*> exchanged;
   std::vector<Fragment> fragments;
-  Mean buffer_mean{};           // of an exchange that has not been applied
-  ParameterWatch watch;         // watches the fragments' parameters, in their order
-  bool restored = false;        // the parameters' values belong to a loaded state
-  bool loaded = false;          // values were loaded into the parameters in place
+  Mean buffer_mean{};     // of an exchange that has not been applied
+  ParameterWatch watch;   // watches the fragments' parameters, in their order
+  bool restored = false;  // the parameters' values belong to a loaded state
+  Loads loads{};
   int means_shown = 0;          // scopes of mean_parameters()
   bool changes_shared = false;  // before an admission: newcomers get the changed parameters, and what follows from them
   int64_t steps = 0;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "engine/gradients/forward_turns.h"
 #include "engine/gradients/local_gradients.h"
 #include "engine/sharded/changed_values.h"
 #include "module/walk.h"
@@ -18,7 +19,9 @@ std::string OSSCore::State::describe(const at::Tensor& parameter) const {
 }
 
 void OSSCore::State::require_wrapper() const {
-  if (!wrapper || !wrapper->ended || wrapper->step_left) return;
+  if (!wrapper || wrapper->steps || wrapper->reduced > wrapper->updated) return;
+  const auto reduced = [](const at::Tensor& parameter) { return ForwardTurns::are_taken(parameter, /*open=*/false); };
+  if (std::any_of(shares.parameters.begin(), shares.parameters.end(), reduced)) return;  // by another wrapper
   throw UsageError(
       "OSS: the ShardedDataParallel that reduced its gradients is gone, so that each rank has its own: keep the "
       "wrapper "

@@ -232,7 +232,7 @@ void OSSCore::State::hand_out(const char* what, const std::vector<int>& changed)
 
 // An optimizer updates what has a gradient, frozen or not, so owners say whether they have one of a frozen parameter.
 void OSSCore::State::publish() {
-  if (wrapper) wrapper->step_left = false;
+  if (wrapper) wrapper->updated = wrapper->steps ? wrapper->steps() : wrapper->reduced;
   const auto frozen = [](const at::Tensor& parameter) { return !parameter.requires_grad(); };
   const auto own_gradient = [this](const at::Tensor& parameter) {
     return shares.owner_of(parameter) == group.rank() && parameter.grad().defined();

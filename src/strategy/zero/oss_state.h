@@ -1,6 +1,7 @@
 #pragma once
 // State of OSS.
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -30,8 +31,9 @@ struct OSSShares {
 
 // Of a wrapper that reduces gradients for an optimizer, which may outlive it.
 struct WrapperLife {
-  bool ended = false;
-  bool step_left = false;  // when it ended: the optimizer may step once more, with gradients that it has reduced
+  std::function<int64_t()> steps{};  // reduced so far; empty once the wrapper has ended
+  int64_t reduced = 0;               // when it ended
+  int64_t updated = 0;               // of these, those that the optimizer has taken
 };
 
 // Ownership by tensor.

@@ -166,10 +166,14 @@ ShardedDataParallelCore::ShardedDataParallelCore(std::shared_ptr<torch::nn::Modu
     optimizer->state().wrapper = sharding_->life;
   }
   share();
+  sharding_->life->updated = state().reducer->step();
+  sharding_->life->steps = [this] { return state().reducer->step(); };
 }
 
 ShardedDataParallelCore::~ShardedDataParallelCore() {
-  *sharding_->life = {.ended = true, .step_left = state().reducer && state().reducer->step() > 0};
+  auto& life = *sharding_->life;
+  life.reduced = life.steps ? life.steps() : 0;
+  life.steps = nullptr;
 }
 
 // Gradients of parameters that are trainable or were, see OSSShares; returns their owners.

@@ -32,7 +32,7 @@ struct NormImpl : torch::nn::Module {
   torch::nn::BatchNorm1d norm{nullptr};
 };
 
-TEST(DdpOptions, DDP09_buffers_follow_rank_0_in_each_step) {
+TEST(DdpOptions, DDP09_buffers_follow_rank_0_in_steps_and_evaluations) {
   torch::manual_seed(3);
   auto model = std::make_shared<NormImpl>();
   torch::manual_seed(3);
@@ -42,13 +42,17 @@ TEST(DdpOptions, DDP09_buffers_follow_rank_0_in_each_step) {
     parallel.forward(batch(group().rank(), step)).pow(2).sum().backward();
     alone->forward(batch(0, step));  // rank 0's statistics come from its own batches
   }
-  // Before an evaluation, too, in which nothing is sent.
+  {
+    const torch::NoGradGuard evaluation;
+    static_cast<torch::nn::Module&>(*model).eval();
+    parallel.forward(batch(group().rank(), 9));
+  }
   const auto expected = alone->buffers();
   const auto buffers = model->buffers();
   for (size_t i = 0; i < buffers.size(); ++i) EXPECT_TRUE(at::allclose(buffers[i], expected[i])) << i;
 }
 
-TEST(DdpOptions, DDP09_is_skipped_under_no_sync_and_without_gradients) {
+TEST(DdpOptions, DDP09_is_skipped_under_no_sync_and_in_later_forwards_of_an_evaluation) {
   auto log = std::make_shared<CallLog>();
   auto model = std::make_shared<NormImpl>();
   DistributedDataParallel parallel(model, group().recorded(log));
@@ -62,10 +66,20 @@ TEST(DdpOptions, DDP09_is_skipped_under_no_sync_and_without_gradients) {
     parallel.forward(batch(0, 3));
   }
   EXPECT_EQ(log->count(Op::broadcast), 0);
-  parallel.forward(batch(0, 3));
+  const auto output = parallel.forward(batch(0, 3));
   std::set<at::ScalarType> dtypes;
   for (const auto& buffer : model->buffers()) dtypes.insert(buffer.scalar_type());
-  EXPECT_EQ(log->count(Op::broadcast), static_cast<int64_t>(dtypes.size()));
+  const auto one = static_cast<int64_t>(dtypes.size());
+  EXPECT_EQ(log->count(Op::broadcast), one);
+  const torch::NoGradGuard no_grad;
+  parallel.forward(batch(0, 3));
+  EXPECT_EQ(log->count(Op::broadcast), one) << "backward may need the buffers that forward has seen";
+  {
+    const at::AutoGradMode on(true);
+    output.sum().backward();
+  }
+  for (int evaluation = 0; evaluation < 2; ++evaluation) parallel.forward(batch(0, 3));
+  EXPECT_EQ(log->count(Op::broadcast), 2 * one) << "once after a step";
 }
 
 TEST(DdpOptions, DDP09_can_be_switched_off) {
