@@ -46,6 +46,29 @@ def test_DDP09_an_evaluation_on_all_ranks_is_of_one_model(transport):
     on_ranks(trains)
 
 
+def test_DDP09_an_evaluation_of_one_rank_alone_by_the_wrapper_is_an_error_that_says_how():
+    def trains(rank):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        model = shoal.nn.DistributedDataParallel(net)
+        for step in range(3):
+            if rank == 0 and step == 1:
+                with torch.no_grad():
+                    net.eval()(torch.ones(2, 4))
+                    net.train()
+            if rank == 0 and step == 2:
+                with pytest.raises(shoal.DisagreeError, match="on one rank alone, call the module's own forward"):
+                    with torch.no_grad():
+                        model.eval()(torch.ones(2, 4))
+                return
+            if step == 2:
+                with pytest.raises(shoal.DisagreeError, match="on one rank alone, call the module's own forward"):
+                    model(torch.ones(2, 4))
+                return
+            model(torch.ones(2, 4) + rank).sum().backward()
+
+    on_ranks(trains)
+
+
 class Router(torch.nn.Module):
     """Counts this rank's tokens by expert in a buffer, which the program sums over ranks after backward."""
 

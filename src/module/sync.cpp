@@ -16,10 +16,11 @@ void sync_module(const Group& group, const ModuleTensors& tensors) {
   broadcast_coalesced(group, values, 0, {-1, -1, "parameters and buffers"});
 }
 
-void sync_buffers(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step) {
+void sync_buffers(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step,
+                  const char* what) {
   std::vector<at::Tensor> values;
   for (const auto& entry : buffers) values.push_back(entry.tensor);
-  broadcast_coalesced(group, values, source, {step, -1, "buffers"});
+  broadcast_coalesced(group, values, source, {step, -1, what});
 }
 
 }  // namespace shoal

@@ -10,7 +10,8 @@ namespace shoal {
 // DisagreeError on every rank, before anything is written.
 void sync_module(const Group& group, const ModuleTensors& tensors);
 
-// Broadcasts the buffers of rank `source`. Collective.
-void sync_buffers(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step);
+// Broadcasts the buffers of rank `source`. what: for errors. Collective.
+void sync_buffers(const Group& group, const std::vector<NamedTensor>& buffers, int source, int64_t step,
+                  const char* what = "buffers");
 
 }  // namespace shoal
