@@ -32,9 +32,8 @@ std::vector<std::string> store_gather(const WorldState& world, const std::string
         if (!store.check({keys[other]})) late.push_back(world_ranks[other]);
       }
       throw CommError(
-          fmt::format("not all ranks reached {} within {} s: rank {} has not made this group, which each of its ranks "
-                      "must, with the "
-                      "same ranks (in Python, every rank calls new_group())",
+          fmt::format("not all ranks reached {} within {} s: rank {} has not made this group, which each of its "
+                      "ranks must, with the same ranks (in Python, every rank calls new_group())",
                       topic, world.options.rendezvous_timeout_seconds, fmt::join(late, ", ")));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

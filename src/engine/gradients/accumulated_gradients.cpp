@@ -107,7 +107,10 @@ void AccumulatedGradients::lay_in_bucket(size_t gradient) {
   if (buckets_.of(gradient).sparse() || !grad.defined() || sums_.stands_in(gradient)) return;
   if (shown_.elsewhere(gradient)) return;
   const auto& view = buckets_.acquire(gradient);
-  if (same_view(grad, view)) return show(gradient, view);
+  if (same_view(grad, view)) {
+    if (everywhere_) show(gradient, view);  // it was in this backward, too
+    return;
+  }
   view.copy_(grad.is_sparse() ? grad.to_dense() : grad.detach());
   show(gradient, view);
 }
