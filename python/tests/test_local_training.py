@@ -284,6 +284,25 @@ def test_BEY22_values_that_are_loaded_replace_the_shared_ones():
     on_ranks(trains)
 
 
+def test_BEY22_a_rate_that_is_a_tensor_stays_the_programs():
+    def trains(rank):
+        net = torch.nn.Linear(3, 1)
+        rate = torch.tensor(0.1)
+        optimizer = shoal.optim.LocalUpdates(net, torch.optim.SGD(net.parameters(), lr=rate), every=1)
+        for step in range(3):
+            if step == 2:
+                rate.fill_(0.0)
+                before = [parameter.detach().clone() for parameter in net.parameters()]
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["lr"] is rate
+        for parameter, value in zip(net.parameters(), before, strict=True):
+            assert torch.equal(parameter.detach(), value)
+
+    on_ranks(trains)
+
+
 def test_BEY22_a_step_in_the_scope_of_the_mean_is_an_error():
     def trains(rank):
         net = torch.nn.Linear(3, 1)

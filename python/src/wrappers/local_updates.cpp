@@ -56,7 +56,7 @@ void bind_local_updates(py::module_& module) {
                const bool agrees = !local.agreement.before_commit() && local.updates->steps() % local.every == 0;
                if (agrees) local.agreement.meet(local.optimizer->param_groups(), "");
              });
-             local.optimizer->write();  // an exchange may have reset its state
+             local.optimizer->write_state();  // which an exchange may have reset
            })
       .def("before_loading", [](LocalTraining& local) { local.updates->before_loading(); })
       .def("parameters_loaded", [](LocalTraining& local) { local.updates->parameters_loaded(); })

@@ -42,6 +42,7 @@ class PythonOptimizer : public torch::optim::Optimizer {
   // Copies the Python optimizer's options and state to this object's, and back. Call them with the lock.
   void read();
   void write();
+  void write_state();  // without the options, whose objects a program may hold, such as a rate that is a tensor
 
   const py::object& python() const { return *python_; }
   StepAgreement* agreement() const { return agreement_.get(); }
@@ -55,7 +56,6 @@ class PythonOptimizer : public torch::optim::Optimizer {
   void read_options();
   void write_options();
   void read_state();
-  void write_state();
 
   SharedObject python_;
   OptionsOf options_of_;
