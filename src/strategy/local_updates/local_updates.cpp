@@ -190,9 +190,8 @@ void LocalUpdates::step(bool update) {
   auto& state = *state_;
   if (state.means_shown > 0) {
     throw UsageError(
-        "LocalUpdates: step() within a scope of mean_parameters(), whose parameters are the mean over ranks and go "
-        "back "
-        "to this rank's own at its end: end the scope first");
+        "LocalUpdates: step() within a scope of mean_parameters(), whose parameters are the mean over ranks "
+        "and go back to this rank's own at its end: end the scope first");
   }
   if (state.turn == State::Turn::no_step) {
     throw UsageError(

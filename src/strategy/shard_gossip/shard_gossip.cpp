@@ -118,9 +118,8 @@ void ShardGossipOptimizerCore::open() {
 void ShardGossipOptimizerCore::require_own_values() const {
   if (gossip_->own.empty()) return;
   throw UsageError(
-      "ShardGossipOptimizer: a step between hold_mean() and hold_own() (in Python, within mean_parameters()), where "
-      "the "
-      "parameters are the mean over hosts and go back to this host's own: end that first");
+      "ShardGossipOptimizer: a step between hold_mean() and hold_own() (in Python, within mean_parameters()), "
+      "where the parameters are the mean over hosts and go back to this host's own: end that first");
 }
 
 void ShardGossipOptimizerCore::complete_gradients() {

@@ -23,9 +23,8 @@ void OSSCore::State::require_wrapper() const {
   const auto reduced = [](const at::Tensor& parameter) { return ForwardTurns::are_taken(parameter, /*open=*/false); };
   if (std::any_of(shares.parameters.begin(), shares.parameters.end(), reduced)) return;  // by another wrapper
   throw UsageError(
-      "OSS: the ShardedDataParallel that reduced its gradients is gone, so that each rank has its own: keep the "
-      "wrapper "
-      "as long as the optimizer (model = ShardedDataParallel(...))");
+      "OSS: the ShardedDataParallel that reduced its gradients is gone, so that each rank has its own: keep "
+      "the wrapper as long as the optimizer (model = ShardedDataParallel(...))");
 }
 
 std::vector<at::Tensor> OSSCore::State::take_gradients() {
