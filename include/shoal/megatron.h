@@ -121,7 +121,8 @@ class DistributedOptimizerCore : public ShardedOptimizerCore, public Joinable {
   void count_once(const std::vector<at::Tensor>& parameters, const Group& group);
 
   // Abandons a step that this rank cannot finish: the other ranks get StepAbandoned from their backward. Collective
-  // with their step.
+  // with their step. Does nothing in a catch block of such a StepAbandoned, so that all ranks may have the same handler.
+  // Elsewhere between two steps it abandons the next one: the optimizer cannot tell whether a forward has begun.
   void abandon_step();
 
   // View of the parameter's gradient in the gradient buffer. Before the reduction it holds this rank's accumulated

@@ -66,6 +66,7 @@ struct AccumAdamOptions : public torch::optim::OptimizerCloneableOptions<AccumAd
  public:
   // Throws UsageError with a list of all invalid options.
   void validate() const;
+  bool operator==(const AccumAdamOptions& other) const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override { return lr(); }
@@ -126,6 +127,7 @@ struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions>
  public:
   // Throws UsageError with a list of all invalid options.
   void validate() const;
+  bool operator==(const LambOptions& other) const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override { return lr(); }
@@ -173,6 +175,7 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
  public:
   // Throws UsageError with a list of all invalid options.
   void validate() const;
+  bool operator==(const AdafactorOptions& other) const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override { return lr(); }
@@ -226,6 +229,7 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
  public:
   // Throws UsageError with a list of all invalid options.
   void validate() const;
+  bool operator==(const MuonOptions& other) const;
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
   double get_lr() const override { return lr(); }

@@ -1,8 +1,10 @@
 """PY01: every collective of torch.distributed on CPU tensors."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import shoal
 from ranks import on_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64]
@@ -203,3 +205,32 @@ def test_PY01_the_mean_of_integers_rounds_towards_zero():
     assert first[0] == second[0] == [[0], [2], [0, 2]]
     assert (first[1], second[1]) == (0, -2)
     assert first[2] == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_PY01_complex_tensors_are_summed(dtype):
+    def run(rank):
+        size = dist.get_world_size()
+        own = [torch.complex(values(r, 6).double(), values(r + 1, 6).double()).to(dtype) for r in range(size)]
+        for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, size)):
+            expected = sum(own) / divisor
+            tensor = own[rank].clone()
+            dist.all_reduce(tensor, op=op)
+            assert torch.allclose(tensor, expected)
+            tensor = own[rank].clone()
+            dist.reduce(tensor, dst=1, op=op)
+            assert rank != 1 or torch.allclose(tensor, expected)
+            part = 6 // size
+            output = torch.empty(part, dtype=dtype)
+            dist.reduce_scatter_tensor(output, own[rank], op=op)
+            assert torch.allclose(output, expected[part * rank : part * (rank + 1)])
+            dist.reduce_scatter(output, list(own[rank].chunk(size)), op=op)
+            assert torch.allclose(output, expected[part * rank : part * (rank + 1)])
+            strided = torch.zeros(12, dtype=dtype)[::2]
+            strided.copy_(own[rank])
+            dist.reduce(strided, dst=0, op=op)
+            assert rank != 0 or torch.allclose(strided, expected)
+        with pytest.raises(shoal.UsageError, match="is not defined for Complex"):
+            dist.reduce(own[rank].clone(), dst=0, op=dist.ReduceOp.PRODUCT)
+
+    on_ranks(run, ranks=3)

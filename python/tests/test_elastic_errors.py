@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from elastic_loop import Samples, X, Y, ddp, distance, flat, fsdp, loss_of, make_net, make_optimizer, zero2
+from elastic_loop import Samples, X, Y, ddp, distance, flat, fsdp, loss_of, make_net, make_optimizer, megatron, zero2
 from ranks import Ranks, on_ranks
 
 
@@ -74,6 +74,52 @@ def test_ELA02_an_error_that_compute_catches_makes_no_wrong_step():
         optimizer.step()
         optimizer.zero_grad()
     assert distance(outcomes[0][1], flat(net)) < 1e-12
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+@pytest.mark.parametrize("wrap", [ddp, zero2, megatron])
+def test_ELA02_an_error_before_backward_that_the_loop_catches(wrap, says_so):
+    """Without a word it would put that rank one batch behind the others."""
+
+    def run(rank):
+        net = make_net()
+        model, optimizer = wrap(net)
+        elastic = shoal.Elastic(model, optimizer)
+        trained, skipped = [], 0
+        for batch in range(8):
+
+            def compute(batch=batch):
+                fails = rank == 1 and batch == 3
+                if fails and not says_so:
+                    raise ValueError("a bad sample")
+                prediction = model(X[6 * batch + 2 * rank :][:2])
+                if fails:
+                    raise ValueError("a bad label")
+                loss_of(prediction, Y[6 * batch + 2 * rank :][:2]).backward()
+
+            try:
+                elastic.step(2, compute, optimizer.step)
+                trained.append(batch)
+            except (ValueError, shoal.StepAbandoned):
+                skipped += 1
+                if says_so:
+                    (optimizer if wrap is megatron else model).abandon_step()
+            optimizer.zero_grad()
+        return flat(net), trained, skipped
+
+    outcomes = Ranks(run, ranks=3).outcomes(timeout=30)
+    if not says_so:
+        for outcome in outcomes:
+            assert not outcome[0] and "UsageError" in outcome[1] and "has thrown on rank 1 before its" in outcome[1], outcomes
+        return
+    assert all(outcome[0] and outcome[1][1:] == ([0, 1, 2, 4, 5, 6, 7], 1) for outcome in outcomes), outcomes
+    net = make_net()
+    optimizer = make_optimizer(net)
+    for batch in (0, 1, 2, 4, 5, 6, 7):
+        loss_of(net(X[6 * batch :][:6]), Y[6 * batch :][:6]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(distance(outcome[1][0], flat(net)) < 1e-12 for outcome in outcomes)
 
 
 @pytest.mark.parametrize("wrap", [zero2, fsdp])

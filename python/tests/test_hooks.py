@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import models
 import shoal
@@ -129,3 +130,49 @@ def test_PY05_pytorchs_own_averager_and_hook_run_on_the_backend():
         assert_same_parameters(net, nets[rank // 2].parameters())
 
     on_ranks(trains, 4)
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_PY01_callbacks_of_futures_wait_for_other_futures(transport):
+    def run(rank):
+        group = dist.new_group()  # both threads begin collectives, each on a group of its own
+        for repetition in range(20):
+            first = torch.full((3,), rank + 1.0)
+
+            def again(future, repetition=repetition):
+                second = dist.all_reduce(future.value()[0].clone(), group=group, async_op=True).get_future().wait()[0]
+                return dist.all_reduce(second + repetition, group=group, async_op=True).get_future().wait()[0]
+
+            future = dist.all_reduce(first, async_op=True).get_future().then(again)
+            others = torch.ones(2)
+            dist.all_reduce(others)
+            assert future.wait().tolist() == [2 * (6 + repetition)] * 3 and others.tolist() == [2, 2]
+
+    on_ranks(run, init={"pg_options": shoal.distributed.Options(transport=transport)})
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_PY01_pytorchs_powersgd_runs_on_the_backend(transport):
+    """Its callbacks wait for collectives of their own."""
+
+    def trained(rank, group):
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 3)), process_group=group
+        )
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).pow(2).sum().backward()
+            optimizer.step()
+        return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def run(rank):
+        ours = trained(rank, dist.group.WORLD)
+        gloos = trained(rank, dist.new_group(backend="gloo"))
+        assert torch.allclose(ours, gloos, atol=1e-6), (ours - gloos).abs().max()
+
+    on_ranks(run, init={"pg_options": shoal.distributed.Options(transport=transport)})

@@ -2,6 +2,7 @@
 
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@ namespace shoal {
 
 void Elastic::State::begin_step(int64_t count) {
   ready = Ready::no;
+  count_dropped();
   reductions_before = parts->reductions();
   if (sampler != nullptr) batch.require(count, *sampler, taken);
   samples = count / batch.own_shares();
@@ -44,13 +46,16 @@ bool Elastic::State::meet(bool map) {
   const auto count = static_cast<double>(samples);
   const auto* joins = generations->joins();
   const bool knock = joins != nullptr && joins->anyone_knocks();
-  std::vector<double> values{count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0};
+  const auto left = static_cast<double>(dropped);
+  std::vector<double> values{count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0,
+                             left,  -left};
   const auto fixed = static_cast<int64_t>(values.size());
   // A newcomer's schedule may be at another place than the others'.
   const auto own_rates = generations->have_come().empty() ? std::vector<double>() : rates();
   values.insert(values.end(), own_rates.begin(), own_rates.end());
   const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "commit of the step"});
   if (most[3] != 0) earlier.refuse();
+  if (most[5] != -most[6]) refuse_dropped();
   if (sampler != nullptr && most[0] != -most[1]) {
     throw UsageError(
         fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
@@ -110,6 +115,7 @@ void Elastic::State::finish_step(const std::function<void()>& update) {
   }
   parts->check_update();
   in_step = false;
+  dropped = 0;
   end_trial();
   ++done;
   taken += static_cast<size_t>(places);
@@ -126,6 +132,30 @@ void Elastic::State::require_between_steps(const char* what) const {
       fmt::format("Elastic: {} is called within step(): communicate directly in the step's first function, and call "
                   "together() and step() between steps",
                   what));
+}
+
+// A wrapper that knows of the error, in forward or backward, ends the step on all ranks in its next forward.
+void Elastic::State::count_dropped() {
+  const auto of = std::exchange(left_step, std::nullopt);
+  if (of && parts->reduces() && *of == parts->step() && !parts->reducer()->broken()) ++dropped;
+}
+
+void Elastic::State::refuse_dropped() {
+  auto all = at::empty({world.size()}, at::kLong);
+  world.group()
+      .all_gather(all, at::full({1}, std::exchange(dropped, 0), at::kLong), {parts->step(), -1, "who has left a step"})
+      .wait();
+  std::vector<int64_t> ranks;
+  for (int64_t rank = 0; rank < all.numel(); ++rank) {
+    if (all[rank].item<int64_t>() > all.min().item<int64_t>()) ranks.push_back(rank);
+  }
+  throw UsageError(fmt::format(
+      "Elastic: the first function of step() has thrown on rank {} before its backward, and the loop went on, so "
+      "that its next samples met those of the step before on the other ranks. Catch errors within that function; or "
+      "call "
+      "abandon_step() where you catch them, of DistributedOptimizer, or of the wrapper after its forward: the others "
+      "get StepAbandoned",
+      fmt::join(ranks, ", ")));
 }
 
 void Elastic::State::undo() {
@@ -200,6 +230,7 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
     return done > before;
   } catch (...) {
     leave_step();
+    left_step = parts->step();
     throw;
   }
   finish(update);

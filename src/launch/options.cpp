@@ -39,7 +39,8 @@ void LaunchOptions::validate() const {
   }
   if ((most_ranks != 0 || join) && body) faults.emplace_back("newcomers of an elastic job need a command, not a body");
   if (max_restarts < 0 || (max_restarts > 0 && most_ranks == 0 && !join)) {
-    faults.push_back(fmt::format("{} restarts: give 0 or more, and --elastic MIN:MAX", max_restarts));
+    faults.push_back(
+        fmt::format("--max-restarts {}: give 0 or more, with --elastic MIN:MAX, so that ranks may join", max_restarts));
   }
   if (port < 0 || port > 65535) faults.push_back(fmt::format("port {}: 0 (any free one) to 65535", port));
   if (threads < 0) faults.push_back(fmt::format("{} threads: give at least 1, or 0 to leave them alone", threads));

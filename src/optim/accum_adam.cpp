@@ -3,6 +3,7 @@
 #include <torch/utils.h>
 
 #include <cmath>
+#include <tuple>
 
 #include "optim/faults.h"
 #include "optim/updates.h"
@@ -18,6 +19,13 @@ void AccumAdamOptions::validate() const {
       .not_negative("weight_decay", weight_decay())
       .require(accum_iter() >= 1, "accum_iter", static_cast<double>(accum_iter()), "at least 1")
       .raise();
+}
+
+bool AccumAdamOptions::operator==(const AccumAdamOptions& other) const {
+  const auto all = [](const AccumAdamOptions& it) {
+    return std::tie(it.lr_, it.betas_, it.eps_, it.weight_decay_, it.accum_iter_);
+  };
+  return all(*this) == all(other);
 }
 
 void AccumAdamOptions::serialize(torch::serialize::OutputArchive& archive) const {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "optim/faults.h"
 #include "optim/updates.h"
@@ -20,6 +21,13 @@ void AdafactorOptions::validate() const {
       .not_negative("weight_decay", weight_decay())
       .below_one("beta1", beta1())
       .raise();
+}
+
+bool AdafactorOptions::operator==(const AdafactorOptions& other) const {
+  const auto all = [](const AdafactorOptions& it) {
+    return std::tie(it.lr_, it.beta2_decay_, it.eps1_, it.eps2_, it.d_, it.weight_decay_, it.beta1_);
+  };
+  return all(*this) == all(other);
 }
 
 void AdafactorOptions::serialize(torch::serialize::OutputArchive& archive) const {

@@ -3,6 +3,7 @@
 #include <torch/utils.h>
 
 #include <cmath>
+#include <tuple>
 
 #include "optim/faults.h"
 #include "optim/updates.h"
@@ -17,6 +18,13 @@ void LambOptions::validate() const {
       .not_negative("eps", eps())
       .not_negative("weight_decay", weight_decay())
       .raise();
+}
+
+bool LambOptions::operator==(const LambOptions& other) const {
+  const auto all = [](const LambOptions& it) {
+    return std::tie(it.lr_, it.betas_, it.eps_, it.weight_decay_, it.bias_correction_, it.always_adapt_);
+  };
+  return all(*this) == all(other);
 }
 
 void LambOptions::serialize(torch::serialize::OutputArchive& archive) const {

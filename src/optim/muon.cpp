@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "optim/faults.h"
 #include "optim/updates.h"
@@ -18,6 +19,14 @@ void MuonOptions::validate() const {
       .not_negative("eps", eps())
       .require(ns_steps() >= 0 && ns_steps() < 100, "ns_steps", static_cast<double>(ns_steps()), "0 to 99 steps")
       .raise();
+}
+
+bool MuonOptions::operator==(const MuonOptions& other) const {
+  const auto all = [](const MuonOptions& it) {
+    return std::tie(it.lr_, it.weight_decay_, it.momentum_, it.nesterov_, it.ns_coefficients_, it.eps_, it.ns_steps_,
+                    it.adjust_lr_);
+  };
+  return all(*this) == all(other);
 }
 
 void MuonOptions::serialize(torch::serialize::OutputArchive& archive) const {

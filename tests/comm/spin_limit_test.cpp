@@ -30,7 +30,9 @@ TEST(SpinLimit, one_long_wait_among_short_ones_does_not_make_these_sleep) {
   for (int step = 0; step < 100; ++step) {
     limit.slept(5ms);
     if (limit.now() < 100us) limit.slept(100us);
-    if (step > 0) EXPECT_GE(limit.now(), 100us);
+    if (step > 0) {
+      EXPECT_GE(limit.now(), 100us);
+    }
   }
 }
 

@@ -27,7 +27,8 @@ struct ShardedStep {
 // Optimizer of which each rank runs a part. A rank owns whole parameters (OSS) or ranges of their elements
 // (DistributedOptimizer, FullyShardedOptimizer), keeps their state and updates them. Its param groups are those of the
 // whole model, with options as the local optimizer resolves them. Schedulers work on it, and options may change between
-// steps. Changes of the param groups or the state through torch::optim::Optimizer&, whose functions are not virtual,
+// steps, alike on all ranks: DisagreeError in the next step(), where options or a loaded state differ. state() is empty:
+// local_optimizer().state() has what this rank updates, state_dict() everything. Changes of the param groups or the state through torch::optim::Optimizer&, whose functions are not virtual,
 // are a UsageError in the next step().
 class ShardedOptimizerBase : public torch::optim::Optimizer {
  public:
@@ -102,6 +103,9 @@ class ShardedOptimizerBase : public torch::optim::Optimizer {
   void share(ParamGroups groups, size_t given);
   // Adopts parameters that the user has replaced or written since the last step; step() calls it first. Collective.
   void adopt_changes();
+  // Options that were changed, and states that were loaded since the last step, must be the same on all ranks: DisagreeError.
+  // Collective if there are any.
+  void agree_on_changes();
   // For Elastic: goes on in the state's group, whose ranks own other shares, with the optimizer state of the former ones,
   // after `step` steps. If it fails, the former ones count, and it may be called again. Collective over the new group.
   void take_over(int64_t step);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -114,8 +115,8 @@ class DistributedOptimizer(ShardedOptimizer):
         self._core.finish_param_sync()
 
     def abandon_step(self) -> None:
-        """Ends a step that this rank cannot finish: the other ranks get StepAbandoned."""
-        self._core.abandon_step()
+        """Ends a step that this rank cannot finish: the other ranks get StepAbandoned, whose handler may call this too."""
+        self._core.abandon_step(isinstance(sys.exc_info()[1], _C.StepAbandoned))
 
     def main_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The parameter's gradient in the gradient buffer."""

@@ -45,7 +45,17 @@ void bind_megatron(py::module_& module) {
           "no_sync", [](Core& core) { return std::make_unique<Scope>(core.no_sync()); }, py::keep_alive<0, 1>())
       .def("reduce_model_grads", [](Core& core) { unlocked([&] { core.reduce_model_grads(); }); })
       .def("finish_param_sync", [](Core& core) { unlocked([&] { core.finish_param_sync(); }); })
-      .def("abandon_step", [](Core& core) { unlocked([&] { core.abandon_step(); }); })
+      .def("abandon_step",
+           [](Core& core, bool handles_abandoned) {
+             unlocked([&] {
+               if (!handles_abandoned) return core.abandon_step();
+               try {  // as in an except block of it
+                 throw StepAbandoned("");
+               } catch (const StepAbandoned&) {
+                 core.abandon_step();
+               }
+             });
+           })
       .def("main_grad", [](const Core& core, const at::Tensor& parameter) { return core.main_grad(parameter); });
 }
 

@@ -25,7 +25,7 @@ void Trainer::make_elastic() {
   if (options_.keep_global_batch) {
     how.shares = shares();
     how.keep_global_batch = global_batch();
-    if (how.keep_global_batch % how.shares != 0) {
+    if (!world_.joining() && how.keep_global_batch % how.shares != 0) {  // a newcomer gets the job's
       throw UsageError(fmt::format(
           "--keep-global-batch: {} samples of a step cannot be divided among the {} ranks of --elastic: give "
           "another --batch or --accumulate",

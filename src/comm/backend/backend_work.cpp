@@ -62,13 +62,16 @@ c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
     if (future_) return future_;
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   }
-  flight_->when_over([future = future_, flight = flight_.get(), results = results_] {
-    if (const auto error = flight->error()) {
-      future->setError(error);
-    } else {
-      future->markCompleted(c10::IValue(results));
-    }
-  });
+  flight_->when_over(
+      [future = future_, flight = flight_.get(), progress = std::weak_ptr(progress_), results = results_] {
+        // Callbacks of the future may wait for other futures, as PyTorch's hooks of PowerSGD do.
+        if (const auto alive = progress.lock()) alive->make_way();
+        if (const auto error = flight->error()) {
+          future->setError(error);
+        } else {
+          future->markCompleted(c10::IValue(results));
+        }
+      });
   hurry();
   return future_;
 }

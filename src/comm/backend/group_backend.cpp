@@ -56,6 +56,10 @@ class GroupBackend::Job {
   }
   void issue_reducing(Op op, const c10d::ReduceOp& reduce, Tensors inputs, Tensors outputs, int64_t peer = -1) {
     auto operation = from_c10d(reduce);
+    if (operation == ReduceOp::sum || operation == ReduceOp::avg) {
+      inputs = as_real(std::move(inputs));
+      outputs = as_real(std::move(outputs));
+    }
     const auto& result = outputs.empty() ? inputs[0] : outputs[0];
     // A group has no mean of integers; c10d's backends round it.
     if (operation == ReduceOp::avg && at::isIntegralType(result.scalar_type(), /*includeBool=*/false)) {

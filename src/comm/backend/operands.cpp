@@ -90,4 +90,11 @@ void Operands::require_same_shape(const at::Tensor& part, const at::Tensor& othe
                      fmt::join(part.sizes(), ", "), fmt::join(other.sizes(), ", ")));
 }
 
+Tensors as_real(Tensors tensors) {
+  for (auto& tensor : tensors) {
+    if (tensor.is_complex()) tensor = at::view_as_real(tensor);
+  }
+  return tensors;
+}
+
 }  // namespace shoal

@@ -46,4 +46,7 @@ class Operands {
   std::vector<std::function<void()>> finish_;
 };
 
+// Complex tensors as real ones of twice as many elements, in the same memory: so they are summed.
+Tensors as_real(Tensors tensors);
+
 }  // namespace shoal

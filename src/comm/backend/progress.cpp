@@ -7,6 +7,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -24,7 +26,7 @@ constexpr auto without_bell = std::chrono::milliseconds(2);
 
 }  // namespace
 
-struct Progress::State {
+struct Progress::State : std::enable_shared_from_this<Progress::State> {
   explicit State(std::shared_ptr<HostMemory> of_process) : memory(std::move(of_process)) {}
 
   // Flights that are not over.
@@ -34,9 +36,13 @@ struct Progress::State {
     bool ring_bell = true;
   };
 
+  void start_thread();
   void run();
-  // Ends the flights that can end.
-  Left round();
+  // Ends flights while this thread leads.
+  void lead();
+  bool leads();
+  // Ends the flights that can end. Nothing if another thread leads since a callback.
+  std::optional<Left> round();
   void sleep(const Left& left, uint32_t bell);
 
   const std::shared_ptr<HostMemory> memory;
@@ -45,11 +51,14 @@ struct Progress::State {
   std::condition_variable changed;
   std::vector<std::shared_ptr<Flight>> flights;
   bool stop = false;
-  bool parked = false;   // the thread waits for a flight
-  bool on_bell = false;  // the thread waits for peers
+  bool parked = false;   // the leader waits for a flight
+  bool on_bell = false;  // the leader waits for peers
   bool hurried = false;
-  std::thread thread;
-  SteadyClock::time_point next_check{};  // of the thread alone
+  std::condition_variable vacant;  // nobody leads
+  std::thread::id leader{};
+  int idle = 0;  // threads that wait to lead
+  bool started = false;
+  SteadyClock::time_point next_check{};  // of the leader alone
 };
 
 Progress::Progress(std::shared_ptr<HostMemory> memory) : state_(std::make_shared<State>(std::move(memory))) {}
@@ -59,16 +68,12 @@ Progress::~Progress() {
     new std::shared_ptr<State>(std::move(state_));
     return;
   }
-  std::thread thread;
-  {
-    const Lock lock(state_->mutex);
-    state_->stop = true;
-    thread = std::move(state_->thread);
-    state_->changed.notify_all();
-    if (state_->on_bell) state_->memory->wake();
-  }
-  // It may run a callback that needs a lock of the caller, and owns what it uses.
-  if (thread.joinable()) thread.detach();
+  // The threads are detached: one may run a callback that needs a lock of the caller. They own what they use.
+  const Lock lock(state_->mutex);
+  state_->stop = true;
+  state_->changed.notify_all();
+  state_->vacant.notify_all();
+  if (state_->on_bell) state_->memory->wake();
 }
 
 void Progress::add(std::shared_ptr<Flight> flight) {
@@ -78,9 +83,7 @@ void Progress::add(std::shared_ptr<Flight> flight) {
     state_->parked = false;
     state_->changed.notify_all();
   }
-  if (state_->thread.joinable()) return;
-  state_->thread = std::thread([state = state_] { state->run(); });
-  pthread_setname_np(state_->thread.native_handle(), "shoal_progress");
+  if (!std::exchange(state_->started, true)) state_->start_thread();
 }
 
 bool Progress::is_forked_copy() const {
@@ -94,7 +97,33 @@ void Progress::hurry() {
   if (state_->on_bell) state_->memory->wake();
 }
 
-Progress::State::Left Progress::State::round() {
+void Progress::make_way() {
+  if (is_forked_copy()) return;
+  const Lock lock(state_->mutex);
+  if (state_->leader != std::this_thread::get_id()) return;
+  if (state_->idle == 0) {
+    try {
+      state_->start_thread();
+    } catch (const std::system_error&) {  // no more threads: the callback must do without
+      return;
+    }
+  }
+  state_->leader = {};
+  state_->vacant.notify_one();
+}
+
+void Progress::State::start_thread() {
+  std::thread thread([state = shared_from_this()] { state->run(); });
+  pthread_setname_np(thread.native_handle(), "shoal_progress");
+  thread.detach();
+}
+
+bool Progress::State::leads() {
+  const Lock lock(mutex);
+  return leader == std::this_thread::get_id();
+}
+
+std::optional<Progress::State::Left> Progress::State::round() {
   Lock lock(mutex);
   const auto list = flights;
   lock.unlock();
@@ -102,7 +131,10 @@ Progress::State::Left Progress::State::round() {
   if (checks) next_check = SteadyClock::now() + between_checks;
   Left left;
   for (const auto& flight : list) {
-    if (flight->look() || (checks && flight->check())) continue;
+    if (flight->look() || (checks && flight->check())) {
+      if (!leads()) return std::nullopt;
+      continue;
+    }
     left.any = true;
     left.urgent = left.urgent || flight->urgent();
     left.ring_bell = left.ring_bell && flight->rings_bell();
@@ -138,6 +170,20 @@ void Progress::State::run() {
   while (true) {
     {
       Lock lock(mutex);
+      ++idle;
+      vacant.wait(lock, [this] { return stop || leader == std::thread::id(); });
+      --idle;
+      if (stop) return;
+      leader = std::this_thread::get_id();
+    }
+    lead();
+  }
+}
+
+void Progress::State::lead() {
+  while (true) {
+    {
+      Lock lock(mutex);
       parked = flights.empty();
       changed.wait(lock, [this] { return stop || !flights.empty(); });
       parked = false;
@@ -145,7 +191,8 @@ void Progress::State::run() {
     }
     const auto bell = memory ? memory->bell() : 0;
     const auto left = round();
-    if (left.any) sleep(left, bell);
+    if (!left) return;
+    if (left->any) sleep(*left, bell);
   }
 }
 

@@ -10,7 +10,8 @@ namespace shoal {
 
 // Thread that ends flights, so that futures complete, dropped handles are released and peers get their messages while
 // this rank's own threads do something else. It starts with the first flight. It sleeps while there are no flights, and
-// otherwise until a peer has done something; operations that are waited for at once never wake it. Thread-safe.
+// otherwise until a peer has done something; operations that are waited for at once never wake it. A callback that it runs
+// may wait for other flights, which another thread ends meanwhile. Thread-safe.
 class Progress {
  public:
   // memory: of this process, or nullptr.
@@ -23,6 +24,8 @@ class Progress {
   void add(std::shared_ptr<Flight> flight);
   // Somebody depends on the end of a flight without waiting for it.
   void hurry();
+  // A callback that may wait for other flights is about to run on this thread.
+  void make_way();
   bool is_forked_copy() const;
 
  private:

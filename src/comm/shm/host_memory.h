@@ -13,6 +13,7 @@
 #include <shared_mutex>
 #include <vector>
 
+#include "comm/shm/host_load.h"
 #include "comm/shm/memory_file.h"
 #include "comm/shm/notice.h"
 #include "comm/shm/spin_limit.h"
@@ -147,8 +148,9 @@ class HostMemory {
   void cancel_sleep();
   // Wakes this process's own sleepers.
   void wake();
-  // How long waits for peers poll.
+  // How long waits for peers poll, and whether that takes a core from others.
   SpinLimit& spin_limit() { return spin_limit_; }
+  HostLoad& host_load() { return host_load_; }
   // Blocks until the bell has rung since `seen`, or until the timeout. Unregisters the sleeper.
   void sleep(uint32_t seen, std::chrono::nanoseconds timeout);
 
@@ -171,6 +173,7 @@ class HostMemory {
 
   const int pid_;  // a forked child has another pid
   SpinLimit spin_limit_;
+  HostLoad host_load_;
   MemoryFile page_file_;
   ProcessPage* page_;
   std::shared_mutex poll_mutex_;

@@ -28,7 +28,8 @@ bool cores_suffice(int ranks) {
 bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limit,
                 const std::function<bool()>& finished) {
   const auto start = SteadyClock::now();
-  const auto spin_end = start + (may_spin ? std::min(limit, memory.spin_limit().now()) : std::chrono::nanoseconds(0));
+  const bool spins = may_spin && !memory.host_load().crowded(start);
+  const auto spin_end = start + (spins ? std::min(limit, memory.spin_limit().now()) : std::chrono::nanoseconds(0));
   do {
     memory.poll();
     if (finished()) return true;

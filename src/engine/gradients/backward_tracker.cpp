@@ -102,8 +102,8 @@ void BackwardTracker::require_own_forward() const {
 void BackwardTracker::require_no_failed_backward() const {
   if (phase_ != Phase::running) return;
   throw UsageError(
-      "the last backward failed in the middle of a step: call abandon_step(), or forward of the wrapper, before the "
-      "next backward");
+      "the last backward failed in the middle of a step: call abandon_step(), or forward of the wrapper if there is "
+      "one, before the next backward");
 }
 
 void BackwardTracker::end() {

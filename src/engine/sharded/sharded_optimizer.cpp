@@ -5,10 +5,13 @@
 #include <fmt/format.h>
 #include <torch/utils.h>
 
+#include <utility>
+
 #include "checkpoint/on_all_ranks.h"
 #include "engine/gradients/gradient_norm.h"
 #include "engine/gradients/local_gradients.h"
 #include "engine/paging/operator_watch.h"
+#include "engine/sharded/changed_options.h"
 #include "engine/sharded/sharded_optimizer_state.h"
 #include "shoal/error.h"
 #include "shoal/telemetry.h"
@@ -38,7 +41,7 @@ std::vector<at::Tensor> ShardedOptimizerBase::State::unscaled_gradients(const Gr
     finite = found.item<int>() == 0;
   };
   time("optimizer-unscale-and-check-inf", 2, unscale, &group);
-  met = true;
+  asked.met = true;
   return gradients;
 }
 
@@ -60,7 +63,7 @@ int64_t ShardedOptimizerBase::State::count_zeros() const {
 }
 
 void ShardedOptimizerBase::State::await_readers() const {
-  if (shared() && !met) group.barrier(label("before the update")).wait();
+  if (shared() && !asked.met) group.barrier(label("before the update")).wait();
 }
 
 OptimizerState ShardedOptimizerBase::State::gather(const std::vector<StatePiece>& pieces,
@@ -72,6 +75,7 @@ OptimizerState ShardedOptimizerBase::State::gather(const std::vector<StatePiece>
 
 void ShardedOptimizerBase::State::load(const std::vector<StatePiece>& pieces, const OptimizerState& state) {
   load_state(group.rank(), pieces, *local, state, scaler ? &*scaler : nullptr);
+  asked.loaded = digest_of(state);
 }
 
 ShardedOptimizerBase::ShardedOptimizerBase(const ParamGroups& groups,
@@ -114,6 +118,18 @@ void ShardedOptimizerBase::adopt_changes() {
   }
 }
 
+// Elastic compares rates where ranks join, and a guarded update must not communicate.
+void ShardedOptimizerBase::agree_on_changes() {
+  auto& state = *state_;
+  const auto all = state.everybody.value_or(state.group);
+  if (all.size() == 1) return;
+  const auto changed = changed_options(state.local->param_groups(), param_groups_);
+  if (!changed.empty()) agree_on_options(all, state.name, changed);
+  const auto loaded = std::exchange(state.asked.loaded, std::nullopt);
+  if (loaded) agree_on_loaded_state(all, state.name, *loaded);
+  state.asked.met = state.asked.met || loaded || !changed.empty();
+}
+
 // This rank's values change, and all ranks get them.
 void ShardedOptimizerBase::update(bool finite) {
   auto& state = *state_;
@@ -146,12 +162,12 @@ ShardedStep ShardedOptimizerBase::prepare_update(GradScaler* scaler, double max_
     if (result.updated && max_norm > 0) {
       state.time(
           "optimizer-clip-main-grad", 2, [&] { result.grad_norm = state.clip(gradients, max_norm); }, &state.group);
-      state.met = true;
+      state.asked.met = true;
     }
   }
   if (result.updated && state.log_num_zeros_in_grad) {
     result.num_zeros = state.count_zeros();
-    state.met = true;
+    state.asked.met = true;
   }
   return result;
 }
@@ -171,7 +187,7 @@ ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double ma
 ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm) {
   state_->require_known(*this);
   ShardedStep result;
-  state_->met = false;
+  state_->asked.met = false;
   const auto whole = [&] {
     if (state_->has_commit()) {
       result = committed_step(scaler, max_norm);
@@ -179,6 +195,7 @@ ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm)
     }
     state_->begin_step();
     adopt_changes();
+    agree_on_changes();
     complete_gradients();
     result = update_if_finite(scaler, max_norm);
   };

@@ -43,7 +43,12 @@ struct ShardedOptimizerBase::State {
   };
   Commit commit{};
   bool computes_shares = false;  // Elastic computes one share of the batch after the other
-  bool met = false;              // the step in progress has asked all ranks something, so that all are in it
+  struct Questions {
+    bool met = false;  // the step in progress has asked all ranks something, so that all are in it
+    std::optional<uint64_t>
+        loaded{};  // digest of the state that was loaded since the last step, which all must have in common
+  };
+  Questions asked{};
 
   State(std::string name, Group group) : name(std::move(name)), group(std::move(group)) {}
   virtual ~State() = default;

@@ -150,12 +150,15 @@ void DistributedOptimizerCore::connect_chunks() {
       if (!now) raw->reduced = false;
       return now;
     };
+    reducer.callbacks.after_abandoned = [raw = reduction_.get(), &chunks] {
+      raw->told_abandoned = true;
+      abandon_behind(chunks);
+    };
     if (chunks.size() == 1) continue;
     reducer.callbacks.may_leave = [&chunks, number](bool last) {
       if (last) finish_before(chunks, number);
       return is_turn_of(chunks, number);
     };
-    reducer.callbacks.after_abandoned = [&chunks] { abandon_behind(chunks); };
   }
 }
 

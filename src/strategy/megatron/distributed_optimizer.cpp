@@ -5,6 +5,8 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <exception>
+#include <utility>
 
 #include "engine/sharded/sharded_ranges.h"
 #include "engine/wrapper/data_parallel_state.h"
@@ -41,6 +43,19 @@ std::vector<ChunkParameter> find_all(const std::vector<std::shared_ptr<ShardedMo
         fmt::format("DistributedOptimizer: {} of a tensor that is not one of its trainable parameters", what));
   }
   return found;
+}
+
+// Whether the caller is in a catch block of StepAbandoned.
+bool handles_abandoned_step() {
+  const auto handled = std::current_exception();
+  if (!handled) return false;
+  try {
+    std::rethrow_exception(handled);
+  } catch (const StepAbandoned&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 }  // namespace
@@ -136,6 +151,7 @@ void DistributedOptimizerCore::reduce_model_grads() {
   auto& common = state();
   if (reduction_->declared.sum_up(common, /*failed=*/false)) {
     abandon_round(state().modules);
+    reduction_->told_abandoned = true;
     throw StepAbandoned(
         fmt::format("step {} was abandoned by a rank that shares gradients with this one", common.steps));
   }
@@ -152,6 +168,7 @@ void DistributedOptimizerCore::finish_param_sync() {
 }
 
 void DistributedOptimizerCore::complete_gradients() {
+  reduction_->told_abandoned = false;
   if (reduction_->options.overlap_grad_reduce) {
     finish_round(state().modules);
     return;
@@ -171,6 +188,7 @@ void DistributedOptimizerCore::end_gradients() {
 }
 
 void DistributedOptimizerCore::abandon_step() {
+  if (std::exchange(reduction_->told_abandoned, false) && handles_abandoned_step()) return;
   if (reduction_->options.overlap_grad_reduce) {
     abandon_round(state().modules);
     return;

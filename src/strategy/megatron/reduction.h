@@ -20,6 +20,7 @@ struct DistributedOptimizerCore::Reduction {
   std::function<void()> before_backward{};  // empty: nothing
   std::optional<double> share{};            // see ReducerCallbacks
   int no_sync_depth = 0;
+  bool told_abandoned = false;  // the last step has ended here with StepAbandoned
   bool reduced = false;  // without overlap: by reduce_model_grads() since the last step, and no backward here since
 
   ModuleTensors tensors(size_t number) const { return walk(*modules[number], ignored[number]); }

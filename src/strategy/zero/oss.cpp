@@ -18,6 +18,10 @@ std::string OSSCore::State::describe(const at::Tensor& parameter) const {
   return fmt::format("{} [{}]", shares.indices[shares.place_of(parameter)], fmt::join(parameter.sizes(), ", "));
 }
 
+OSSCore::State::~State() {
+  if (wrapper) wrapper->optimizer_ended = true;
+}
+
 void OSSCore::State::require_wrapper() const {
   if (!wrapper || wrapper->steps || wrapper->reduced > wrapper->updated) return;
   const auto reduced = [](const at::Tensor& parameter) { return ForwardTurns::are_taken(parameter, /*open=*/false); };

@@ -34,6 +34,7 @@ struct WrapperLife {
   std::function<int64_t()> steps{};  // reduced so far; empty once the wrapper has ended
   int64_t reduced = 0;               // when it ended
   int64_t updated = 0;               // of these, those that the optimizer has taken
+  bool optimizer_ended = false;      // one of its optimizers
 };
 
 // Ownership by tensor.
@@ -51,6 +52,7 @@ struct OSSCore::State : ShardedOptimizerBase::State {
   bool may_move = true;  // owners may change; false between a backward, which leaves gradients with them, and its step
 
   using ShardedOptimizerBase::State::State;
+  ~State() override;
   // Those that are in `shares` keep their owner, unless owners may move and trainable elements must, to be balanced.
   ParamGroups shares_of(const ParamGroups& groups) override;
   // State stays, or moves to the new owner.

@@ -198,6 +198,12 @@ std::vector<int> ShardedDataParallelCore::share_gradients(std::vector<Gradient>&
 
 void ShardedDataParallelCore::prepare() {
   auto& sharding = *sharding_;
+  if (sharding.life->optimizer_ended) {
+    throw UsageError(
+        "ShardedDataParallel: an OSS that it was made with is gone, and with it the owners of the gradients: keep the "
+        "optimizers "
+        "as long as the wrapper");
+  }
   if (sharding.groups.replicated() && state().no_sync_depth == 0) sharding.agree_over_hosts();
   bool trainable = false;
   bool kinds = false;

@@ -271,6 +271,29 @@ TEST_P(Faults, BEY10_an_exception_in_the_loss_ends_the_step_on_all_where_abandon
   }
 }
 
+// As programs do that skip a bad batch: in one handler on all ranks.
+TEST_P(Faults, BEY10_all_ranks_may_call_abandon_step_in_one_handler) {
+  Trainer trainer(GetParam());
+  int abandoned = 0;
+  for (int64_t step = 0; step < 6; ++step) {
+    try {
+      trainer.training.zero_grad();
+      auto output = trainer.training.forward(batch(group().rank(), step));
+      if (step == 2 && group().rank() == group().size() - 1) {
+        output.reset();
+        throw Injected();
+      }
+      output.backward();
+      trainer.training.step();
+    } catch (const std::exception&) {
+      ++abandoned;
+      trainer.training.abandon_step();
+    }
+  }
+  EXPECT_EQ(abandoned, 1);
+  EXPECT_LT(difference(trainer.model->parameters(), reference({0, 1, 3, 4, 5})), 1e-12);
+}
+
 TEST_P(Faults, BEY10_ranks_that_are_a_step_apart_are_refused) {
   if (GetParam().starts_with("megatron")) GTEST_SKIP() << "DistributedOptimizer sees no forward";
   if (group().size() == 1) GTEST_SKIP() << "needs other ranks";

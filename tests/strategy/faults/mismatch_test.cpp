@@ -5,18 +5,22 @@
 #include <torch/optim/sgd.h>
 
 #include <chrono>
+#include <numeric>
 
 #include "shoal/decentralized.h"
 #include "shoal/error.h"
 #include "shoal/hooks.h"
+#include "shoal/megatron.h"
 #include "shoal/optimizer_in_backward.h"
 #include "tests/support/models.h"
+#include "tests/support/refusal.h"
 #include "tests/support/training.h"
 #include "tests/support/world.h"
 
 namespace shoal::test::mismatch_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 bool odd_one() {
@@ -118,6 +122,85 @@ TEST_F(Mismatch, BEY09_names_different_parameters_of_sharded_optimizers) {
                 torch::optim::SGDOptions(0.1));
           },
           {"rank 0 has", odd_name() + " has"});
+    }
+  }
+}
+
+// All ranks. Where they call different operations, a group is of no use afterwards.
+Group of_all() {
+  std::vector<int> ranks(static_cast<size_t>(group().size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return group().subgroup(ranks);
+}
+
+// As by ReduceLROnPlateauScheduler with each rank's own loss. Each rank would update its part of the model in its own way.
+TEST_F(Mismatch, BEY09_names_options_of_sharded_optimizers_that_were_changed_in_different_ways) {
+  using torch::optim::SGDOptions;
+  struct Change {
+    std::function<void(SGDOptions& options)> act;
+    std::vector<std::string> parts;
+  };
+  const auto here = [](double usual) { return odd_one() ? 2 * usual : usual; };
+  const std::vector<Change> changes{
+      {[&](SGDOptions& options) { options.lr(here(0.03)); },
+       {"rank 0 has param group 0: lr 0.03", odd_name() + " has param group 0: lr 0.06"}},
+      {[&](SGDOptions& options) { options.momentum(here(0.4)); }, {"rank 0 has param group 0:", "momentum 0.4", "0.8"}},
+      {[&](SGDOptions& options) { odd_one() ? options.lr(0.01) : options.momentum(0.1); },
+       {"momentum 0.1", "lr 0.01"}}};
+  for (const auto& strategy : strategies()) {
+    if (strategy == "ddp") continue;  // its optimizer is the program's
+    for (const auto& change : changes) {
+      SCOPED_TRACE(strategy);
+      auto training = Training<MlpImpl>::make<torch::optim::SGD>(strategy, seeded(1).ptr(), of_all(), SGDOptions(0.1));
+      const auto step = [&](int64_t number) {
+        training.zero_grad();
+        mean_loss(training.forward(batch(group().rank(), number))).backward();
+        training.step();
+      };
+      auto& options = static_cast<SGDOptions&>(training.optimizer().param_groups()[0].options());
+      step(0);
+      options.lr(0.1).momentum(0.5);
+      step(1);  // alike on all ranks
+      options.momentum(0);
+      step(2);
+      change.act(options);
+      expect_named([&] { step(3); }, change.parts);
+      if (&change != &changes.back()) continue;
+      options.lr(0.1).momentum(0);
+      step(4);
+      if (odd_one()) options.lr(0.05);
+      const auto go_on = [&] {  // FSDP's ranks do not meet in a step over sockets
+        step(5);
+        step(6);
+      };
+      EXPECT_THAT(refusal<DisagreeError>(go_on),
+                  AllOf(HasSubstr(odd_name()), HasSubstr("agreement on changed options of")));
+    }
+  }
+}
+
+TEST_F(Mismatch, BEY09_names_loaded_states_of_sharded_optimizers_that_differ) {
+  for (const bool elsewhere : {false, true}) {
+    auto model = seeded(1);
+    DistributedOptimizer<torch::optim::SGD> optimizer(model, torch::optim::SGDOptions(0.1).momentum(0.9), of_all());
+    const auto step = [&](int64_t number) {
+      mean_loss(model->forward(batch(group().rank(), number))).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    step(0);
+    auto state = optimizer.state_dict();
+    optimizer.load_state_dict(state);
+    step(1);
+    for (auto& [name, entry] : state) {
+      for (auto& [kind, tensor] : entry.tensors) tensor.mul_(odd_one() ? 2 : 1);
+    }
+    if (odd_one() || !elsewhere) optimizer.load_state_dict(state);
+    if (elsewhere) {
+      EXPECT_THAT(refusal<DisagreeError>([&] { step(2); }),
+                  HasSubstr(odd_name() + " called all_gather(1 x Long): agreement on the loaded state of"));
+    } else {
+      expect_named([&] { step(2); }, {"the loaded state of DistributedOptimizer", odd_name() + " has"});
     }
   }
 }

@@ -365,5 +365,16 @@ TEST(ShardedDdp, SDP03_rank_0_says_how_large_model_shares_and_buckets_are) {
   }
 }
 
+TEST(ShardedDdp, SDP08_a_forward_names_an_optimizer_that_has_gone) {
+  auto model = seeded(1);
+  auto optimizer = std::make_unique<Sgd>(model->parameters(), torch::optim::SGDOptions(0.1), group());
+  ShardedDataParallel parallel(model, *optimizer, group());
+  mean_loss(parallel.forward(batch(group().rank(), 0))).backward();
+  optimizer->step();
+  optimizer.reset();
+  EXPECT_THAT(refusal([&] { parallel.forward(batch(group().rank(), 1)); }),
+              testing::HasSubstr("an OSS that it was made with is gone"));
+}
+
 }  // namespace
 }  // namespace shoal::test::sharded_ddp_buckets_test

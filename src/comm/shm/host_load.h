@@ -1,0 +1,30 @@
+#pragma once
+// Whether other programs want this host's cores.
+
+#include <atomic>
+#include <chrono>
+#include <optional>
+#include <string_view>
+
+namespace shoal {
+
+// Looks at the number of threads that want to run, in /proc/loadavg. A rank that polls while another program waits for a core
+// takes that core from it. Thread-safe.
+class HostLoad {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  static constexpr auto interval = std::chrono::milliseconds(10);
+
+  // Whether there were more of them than cores in the last two looks; looks again after an interval. False where the system
+  // does not tell.
+  bool crowded(Time now);
+
+ private:
+  std::atomic<Time::rep> next_look_ = 0;
+  std::atomic<int> busy_looks_ = 0;  // in a row, at most 2
+};
+
+// Threads of all programs that run or could: 3 of "0.20 0.18 0.12 3/80 11206".
+std::optional<int> runnable_threads(std::string_view loadavg);
+
+}  // namespace shoal
