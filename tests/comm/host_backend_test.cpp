@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <chrono>
+#include <functional>
+#include <future>
 #include <numeric>
 #include <optional>
 #include <set>
@@ -155,6 +158,37 @@ TEST(HostBackend, the_caller_goes_on_while_a_future_is_waited_for) {
     work->isCompleted();  // either answer is right; it must not wait
     future->waitAndThrow();
     EXPECT_TRUE(at::equal(first[0], naive(all_inputs(200000, at::kFloat, i), ReduceOp::sum)));
+    EXPECT_TRUE(at::equal(second[0], naive(all_inputs(300, at::kFloat, i), ReduceOp::sum)));
+  }
+}
+
+// A callback waits for a future, whose callback waits for another one, and so on.
+TEST(HostBackend, callbacks_of_futures_wait_for_other_futures) {
+  std::vector<int> everyone(group().size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto nested = make_backend(group().subgroup(everyone));
+  const auto backend = make_backend(group());
+  const std::function<at::Tensor(int)> sum_of = [&](int depth) {
+    std::vector<at::Tensor> tensors{own(1000, at::kFloat, depth)};
+    const auto future = nested->allreduce(tensors, {})->getFuture();
+    std::promise<void> done;
+    future->addCallback([&, depth](c10::ivalue::Future&) {
+      if (depth > 0) sum_of(depth - 1);
+      done.set_value();
+    });
+    done.get_future().wait();
+    return tensors[0];
+  };
+  for (int i = 0; i < 20; ++i) {
+    std::promise<at::Tensor> promise;
+    std::vector<at::Tensor> first{own(300, at::kFloat, i)};
+    backend->allreduce(first, {})->getFuture()->addCallback(
+        [&](c10::ivalue::Future&) { promise.set_value(sum_of(3)); });
+    std::vector<at::Tensor> second{own(300, at::kFloat, i)};
+    backend->allreduce(second, {})->wait(c10d::kUnsetTimeout);
+    auto result = promise.get_future();
+    ASSERT_EQ(result.wait_for(std::chrono::seconds(30)), std::future_status::ready);
+    EXPECT_TRUE(at::equal(result.get(), naive(all_inputs(1000, at::kFloat, 3), ReduceOp::sum)));
     EXPECT_TRUE(at::equal(second[0], naive(all_inputs(300, at::kFloat, i), ReduceOp::sum)));
   }
 }
