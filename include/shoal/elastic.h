@@ -147,9 +147,9 @@ struct ElasticOptions {
 // - One call of step() is one step: `compute` runs all its micro-batches, `update` the optimizer (clipping that does not communicate, a loss
 //   scale, a moving average of the weights). `update` must not communicate: UsageError. A rank whose `update` throws has left the job, but
 //   for a UsageError: the others finish the step.
-// - Errors are caught within `compute`. If it throws before its backward on some ranks and the loop goes on, the step is a UsageError on
-//   all, unless abandon_step() has ended it for all, of DistributedOptimizer, or of a wrapper after its forward; an error in forward or
-//   backward ends it by itself.
+// - Errors are caught within `compute`. If it throws before its backward on some ranks and their loops go on, the step is a
+//   UsageError on all (not for LocalUpdates), unless abandon_step() has ended it for all, of DistributedOptimizer, or of a
+//   wrapper after its forward. With a wrapper, an error in forward or backward ends it by itself.
 // - Gradients do not accumulate over several calls of step(), because a step is undone as a whole: zero_grad() after each
 //   step() or at the beginning of `compute`. UsageError on all ranks if `compute` adds to a gradient that is not zero.
 // - Other communication of the ranks, such as an evaluation, runs in together(), or the loop catches CommError and calls
@@ -207,10 +207,11 @@ struct ElasticOptions {
 // All ranks compute on the CPU, over shared memory or, without a sharded optimizer, tcp or Gloo. They run on one host; or
 // on several, each of which has all of the state, so that a host may be lost with all of its ranks: with an optimizer that is
 // whole on each rank, with LocalUpdates, with FullyShardedDataParallel and hybrid_shard or hybrid_shard_grad_op, with OSS over
-// world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host. After a death, hosts with more ranks than the smallest
-// have some that own no shards. Hosts agree through the job's store: if it is lost, the job is (JobLost). So let the
-// launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0 does, and must live. There ranks and hosts join, and
-// straggler_seconds kills, under launchers that were started with --elastic MIN:MAX.
+// world.group().by_host() and its wrapper over world.group(), or with DistributedOptimizer and shard_within_host. After a
+// death, hosts with more ranks than the smallest have some that own no shards. Hosts agree through the job's store: if it
+// is lost, the job is (JobLost). So let the launcher of node 0 hold it (`shoal launch --nnodes`): otherwise rank 0 does, and
+// must live. There ranks and hosts join, and straggler_seconds kills, under launchers that were started with
+// --elastic MIN:MAX.
 //
 // Errors: UsageError at construction names what is not supported (other strategies, several model chunks, parameters that ranks do not share,
 // OptimizerInBackward, SyncBatchNorm); JobLost where the job cannot go on. Not thread-safe: one thread trains.

@@ -76,34 +76,43 @@ def test_ELA02_an_error_that_compute_catches_makes_no_wrong_step():
     assert distance(outcomes[0][1], flat(net)) < 1e-12
 
 
-@pytest.mark.parametrize("says_so", [False, True])
+@pytest.mark.parametrize("says_so", ["", "within", "afterwards"])
 @pytest.mark.parametrize("wrap", [ddp, zero2, megatron])
 def test_ELA02_an_error_before_backward_that_the_loop_catches(wrap, says_so):
-    """Without a word it would put that rank one batch behind the others."""
+    """Without abandon_step() it would put that rank one batch behind the others."""
 
     def run(rank):
         net = make_net()
         model, optimizer = wrap(net)
         elastic = shoal.Elastic(model, optimizer)
         trained, skipped = [], 0
+        abandon_step = (optimizer if wrap is megatron else model).abandon_step
         for batch in range(8):
 
             def compute(batch=batch):
-                fails = rank == 1 and batch == 3
-                if fails and not says_so:
-                    raise ValueError("a bad sample")
-                prediction = model(X[6 * batch + 2 * rank :][:2])
-                if fails:
-                    raise ValueError("a bad label")
-                loss_of(prediction, Y[6 * batch + 2 * rank :][:2]).backward()
+                try:
+                    fails = rank == 1 and batch == 3
+                    if fails and not says_so:
+                        raise (ValueError if wrap is ddp else shoal.UsageError)("a bad sample")
+                    prediction = model(X[6 * batch + 2 * rank :][:2])
+                    if fails:
+                        raise ValueError("a bad label")
+                    loss_of(prediction, Y[6 * batch + 2 * rank :][:2]).backward()
+                except (ValueError, shoal.StepAbandoned) as error:
+                    if says_so == "within":
+                        abandon_step()
+                        raise KeyError("skipped") from error
+                    raise
 
             try:
                 elastic.step(2, compute, optimizer.step)
                 trained.append(batch)
-            except (ValueError, shoal.StepAbandoned):
+            except (ValueError, KeyError, shoal.StepAbandoned, shoal.UsageError) as error:
+                if "has thrown on rank 1 before its" in str(error):
+                    raise
                 skipped += 1
-                if says_so:
-                    (optimizer if wrap is megatron else model).abandon_step()
+                if says_so == "afterwards":
+                    abandon_step()
             optimizer.zero_grad()
         return flat(net), trained, skipped
 
@@ -220,6 +229,41 @@ def test_ELA02_ranks_agree_on_options_again_after_an_elastic_loop():
             optimizer.step()
 
     on_ranks(run)
+
+
+@pytest.mark.parametrize("wrap", [zero2, megatron, fsdp])
+def test_ELA02_a_state_that_was_loaded_before_an_elastic_loop(wrap):
+    def run(rank):
+        net = make_net()
+        model, optimizer = wrap(net)
+        loss_of(model(X), Y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        elastic = shoal.Elastic(model, optimizer, on_change=lambda change: None)
+
+        def compute():
+            if rank == 1 and elastic.steps == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss_of(model(X), Y).backward()
+
+        while elastic.steps < 4:
+            elastic.step(1, compute, optimizer.step)
+            optimizer.zero_grad()
+        del elastic
+        loss_of(model(X), Y).backward()
+        optimizer.step()
+        return flat(net) if wrap is not fsdp else flat(model)
+
+    outcomes = Ranks(run, ranks=3).outcomes(timeout=30)
+    assert outcomes[0][0] and outcomes[2][0] and outcomes[0][1] == outcomes[2][1], outcomes
+    net = make_net()
+    optimizer = make_optimizer(net)
+    for _ in range(6):
+        loss_of(net(X), Y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(outcomes[0][1], flat(net)) < 1e-12
 
 
 def test_ELA01_a_group_of_former_ranks_in_a_step_is_an_error_and_no_endless_loop():

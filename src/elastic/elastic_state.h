@@ -58,7 +58,7 @@ struct Elastic::State {
   // A first function that throws, and a loop that goes on, leave a step in which the other ranks are.
   void count_dropped();
   // UsageError on all ranks, which names those that have left more steps than others since the last complete one.
-  [[noreturn]] void refuse_dropped();
+  static void require_equal_drops(const std::vector<double>& by_rank);
   bool try_step(int64_t count, const std::function<void()>& compute, const std::function<void()>& update);
   void undo();
 
@@ -113,21 +113,21 @@ struct Elastic::State {
   std::unique_ptr<Generations> generations;
 
   int64_t done = 0;
-  int64_t decisions = 0;             // over hosts, in this generation
-  int64_t changes = 0;               // steps and exchanges that this rank has finished
-  int64_t samples = 0;               // of a share in the step
-  int64_t places = 0;                // of the epoch that the step takes
-  int64_t reductions_before = 0;     // of the wrapper, when the step began
-  std::optional<int64_t> left_step;  // of the wrapper, in which this rank's first function has thrown
-  int64_t dropped = 0;               // such steps that no rank knows of, since the last complete one
-  bool running = false;              // step() has not returned
-  bool failed = false;               // an update of this rank has thrown
-  bool in_step = false;              // a step has begun and is neither finished nor undone
-  Ready ready = Ready::no;           // the step in which this rank is, or the exchange after it
-  bool outdated = false;             // the loader's division is the former world's
-  bool asked = false;                // processes ask to join, as all ranks know
-  bool begun = true;                 // this rank's loop, in a newcomer
-  bool in_place = true;              // this rank's sampler is in the job's epoch, in a newcomer
+  int64_t decisions = 0;          // over hosts, in this generation
+  int64_t changes = 0;            // steps and exchanges that this rank has finished
+  int64_t samples = 0;            // of a share in the step
+  int64_t places = 0;             // of the epoch that the step takes
+  int64_t reductions_before = 0;  // of the wrapper, when the step began
+  int64_t began_at = 0;           // the wrapper's step then
+  int64_t dropped = 0;            // steps since the last complete one that this rank has left, and that have not ended
+  bool running = false;           // step() has not returned
+  bool failed = false;            // an update of this rank has thrown
+  bool in_step = false;           // a step has begun and is neither finished nor undone
+  Ready ready = Ready::no;        // the step in which this rank is, or the exchange after it
+  bool outdated = false;          // the loader's division is the former world's
+  bool asked = false;             // processes ask to join, as all ranks know
+  bool begun = true;              // this rank's loop, in a newcomer
+  bool in_place = true;           // this rank's sampler is in the job's epoch, in a newcomer
   size_t first_epoch = 0;
   bool proven = true;                        // this rank has completed a step with others; false: a newcomer
   bool rates_differ = false;                 // from rank to rank, as all ranks have found in this step
@@ -138,6 +138,7 @@ struct Elastic::State {
   int64_t most_ended = 0;                    // the most of all ranks, at the last recovery
   size_t taken = 0;                          // places of the epoch that complete steps have used
   std::optional<size_t> epoch;
+  std::optional<int64_t> left_step;  // began_at of a step that this rank has left by an error
 };
 
 }  // namespace shoal

@@ -16,6 +16,7 @@ namespace shoal {
 void Elastic::State::begin_step(int64_t count) {
   ready = Ready::no;
   count_dropped();
+  began_at = parts->step();
   reductions_before = parts->reductions();
   if (sampler != nullptr) batch.require(count, *sampler, taken);
   samples = count / batch.own_shares();
@@ -46,16 +47,17 @@ bool Elastic::State::meet(bool map) {
   const auto count = static_cast<double>(samples);
   const auto* joins = generations->joins();
   const bool knock = joins != nullptr && joins->anyone_knocks();
-  const auto left = static_cast<double>(dropped);
-  std::vector<double> values{count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0,
-                             left,  -left};
+  std::vector<double> values{count, -count, map ? 1.0 : 0.0, earlier.found() ? 1.0 : 0.0, knock ? 1.0 : 0.0};
+  const auto drops = static_cast<int64_t>(values.size());
+  values.resize(values.size() + static_cast<size_t>(world.size()));  // by rank
+  values[static_cast<size_t>(drops + world.rank())] = static_cast<double>(dropped);
   const auto fixed = static_cast<int64_t>(values.size());
   // A newcomer's schedule may be at another place than the others'.
   const auto own_rates = generations->have_come().empty() ? std::vector<double>() : rates();
   values.insert(values.end(), own_rates.begin(), own_rates.end());
   const auto most = world.group().all_reduce(values, ReduceOp::max, {parts->step(), -1, "commit of the step"});
   if (most[3] != 0) earlier.refuse();
-  if (most[5] != -most[6]) refuse_dropped();
+  require_equal_drops({most.begin() + drops, most.begin() + fixed});
   if (sampler != nullptr && most[0] != -most[1]) {
     throw UsageError(
         fmt::format("Elastic: ranks have {} to {} samples in one step: the sampler gives all ranks equally "
@@ -134,27 +136,25 @@ void Elastic::State::require_between_steps(const char* what) const {
                   what));
 }
 
-// A wrapper that knows of the error, in forward or backward, ends the step on all ranks in its next forward.
+// A step that was abandoned, or whose gradients have been reduced, has ended on all ranks; one that a wrapper knows to have
+// failed, in forward or backward, does so in the next forward.
 void Elastic::State::count_dropped() {
   const auto of = std::exchange(left_step, std::nullopt);
   if (of && parts->reduces() && *of == parts->step() && !parts->reducer()->broken()) ++dropped;
 }
 
-void Elastic::State::refuse_dropped() {
-  auto all = at::empty({world.size()}, at::kLong);
-  world.group()
-      .all_gather(all, at::full({1}, std::exchange(dropped, 0), at::kLong), {parts->step(), -1, "who has left a step"})
-      .wait();
-  std::vector<int64_t> ranks;
-  for (int64_t rank = 0; rank < all.numel(); ++rank) {
-    if (all[rank].item<int64_t>() > all.min().item<int64_t>()) ranks.push_back(rank);
+void Elastic::State::require_equal_drops(const std::vector<double>& by_rank) {
+  const auto least = *std::min_element(by_rank.begin(), by_rank.end());
+  std::vector<size_t> ranks;
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    if (by_rank[rank] > least) ranks.push_back(rank);
   }
+  if (ranks.empty()) return;
   throw UsageError(fmt::format(
-      "Elastic: the first function of step() has thrown on rank {} before its backward, and the loop went on, so "
-      "that its next samples met those of the step before on the other ranks. Catch errors within that function; or "
-      "call "
-      "abandon_step() where you catch them, of DistributedOptimizer, or of the wrapper after its forward: the others "
-      "get StepAbandoned",
+      "Elastic: the first function of step() has thrown on rank {} before its backward, and the loop went on, so that "
+      "its next samples may have met those of the step before on the other ranks. Catch errors, and repeat what has "
+      "failed, within that function; or call abandon_step() where you catch them, of DistributedOptimizer, or of the "
+      "wrapper after its forward: the others get StepAbandoned",
       fmt::join(ranks, ", ")));
 }
 
@@ -173,6 +173,7 @@ void Elastic::State::undo() {
 // begins with the buffers that all ranks have in common.
 void Elastic::State::leave_step() {
   batch.end_step();
+  left_step = began_at;
   if (in_step && options.keep_global_batch > 0) copies.restore_buffers();
 }
 
@@ -226,11 +227,11 @@ bool Elastic::State::try_step(int64_t count, const std::function<void()>& comput
     leave_step();
     const bool of_ranks = dynamic_cast<const UsageError*>(&error) || dynamic_cast<const DisagreeError*>(&error);
     if (!of_ranks || !blame_newcomers(error.what())) throw;
+    left_step.reset();  // it is done again
     recover(&update);
     return done > before;
   } catch (...) {
     leave_step();
-    left_step = parts->step();
     throw;
   }
   finish(update);

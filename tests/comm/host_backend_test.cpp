@@ -4,16 +4,22 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <set>
 #include <thread>
 
 #include "comm/backend/backend.h"
+#include "comm/group/group_state.h"
+#include "comm/rendezvous/world_state.h"
+#include "comm/shm/wait.h"
 #include "shoal/error.h"
+#include "tests/comm/busy_cores.h"
 #include "tests/comm/host_inputs.h"
 
 namespace shoal::test::host_backend_test {
@@ -291,6 +297,25 @@ TEST(HostBackend, buffers_are_reused) {
   std::vector<at::Tensor> tensors{buffer};
   backend->allreduce(tensors, {})->wait(c10d::kUnsetTimeout);
   EXPECT_EQ(buffer[99899].item<float>(), group().size());
+}
+
+// Polls of a wait that lasts for longer than any spin.
+TEST(Host, waits_do_not_poll_while_other_programs_want_the_cores) {
+  if (group().size() > 1) GTEST_SKIP() << "one process sees it";
+  if (!BusyCores::seen()) GTEST_SKIP() << "this system does not tell, or gives this process some cores only";
+  auto& memory = *state_of(group())->world->memory;
+  const BusyCores busy;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  int fewest = std::numeric_limits<int>::max();
+  while (fewest > 4 && std::chrono::steady_clock::now() < end) {
+    int polls = 0;
+    wait_until(memory, /*may_spin=*/true, std::chrono::milliseconds(5), [&] {
+      ++polls;
+      return false;
+    });
+    fewest = std::min(fewest, polls);
+  }
+  EXPECT_LE(fewest, 4);
 }
 
 TEST(HostBackend, premultiplied_sum) {

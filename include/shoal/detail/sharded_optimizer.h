@@ -27,9 +27,10 @@ struct ShardedStep {
 // Optimizer of which each rank runs a part. A rank owns whole parameters (OSS) or ranges of their elements
 // (DistributedOptimizer, FullyShardedOptimizer), keeps their state and updates them. Its param groups are those of the
 // whole model, with options as the local optimizer resolves them. Schedulers work on it, and options may change between
-// steps, alike on all ranks: DisagreeError in the next step(), where options or a loaded state differ. state() is empty:
-// local_optimizer().state() has what this rank updates, state_dict() everything. Changes of the param groups or the state through torch::optim::Optimizer&, whose functions are not virtual,
-// are a UsageError in the next step().
+// steps, alike on all ranks: DisagreeError in the next step(), where options or a loaded state differ (not in elastic jobs,
+// which compare rates where ranks join). state() is empty: local_optimizer().state() has what this rank updates,
+// state_dict() everything. Changes of the param groups or the state through torch::optim::Optimizer&, whose functions are
+// not virtual, are a UsageError in the next step().
 class ShardedOptimizerBase : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;

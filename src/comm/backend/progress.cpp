@@ -83,7 +83,9 @@ void Progress::add(std::shared_ptr<Flight> flight) {
     state_->parked = false;
     state_->changed.notify_all();
   }
-  if (!std::exchange(state_->started, true)) state_->start_thread();
+  if (state_->started) return;
+  state_->start_thread();
+  state_->started = true;
 }
 
 bool Progress::is_forked_copy() const {

@@ -1,6 +1,7 @@
 #include "comm/shm/host_load.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,7 +11,15 @@
 namespace shoal {
 namespace {
 
+// A process that may use some of the cores alone cannot tell who else wants these.
+bool may_use_all_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) >= sysconf(_SC_NPROCESSORS_ONLN);
+}
+
 bool is_busy() {
+  if (!may_use_all_cores()) return false;
   const int fd = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return false;
   std::array<char, 128> text{};

@@ -42,7 +42,7 @@ bool wait_until(HostMemory& memory, bool may_spin, std::chrono::nanoseconds limi
     const auto left = start + limit - SteadyClock::now();
     if (finished() || left.count() <= 0) {
       memory.cancel_sleep();
-      if (may_spin) memory.spin_limit().slept(SteadyClock::now() - start);
+      if (spins) memory.spin_limit().slept(SteadyClock::now() - start);
       return finished();
     }
     memory.sleep(seen, left);

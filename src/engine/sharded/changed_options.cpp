@@ -9,6 +9,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <typeinfo>
 
@@ -39,21 +40,25 @@ std::optional<double> rate_of(const OptimizerOptions& options) {
   }
 }
 
+// Of types that are known here.
+std::optional<bool> equal_in_all(const OptimizerOptions& a, const OptimizerOptions& b) {
+  using namespace torch::optim;
+  return equal_as<SGDOptions, AdamOptions, AdamWOptions, AdagradOptions, RMSpropOptions, AccumAdamOptions, LambOptions,
+                  AdafactorOptions, MuonOptions>(a, b);
+}
+
 bool equal(const OptimizerOptions& a, const OptimizerOptions& b) {
   if (dynamic_cast<const OptionsOfType*>(&a) != nullptr || typeid(a) != typeid(b)) return true;
-  using namespace torch::optim;
-  const auto known = equal_as<SGDOptions, AdamOptions, AdamWOptions, AdagradOptions, RMSpropOptions, AccumAdamOptions,
-                              LambOptions, AdafactorOptions, MuonOptions>(a, b);
+  const auto known = equal_in_all(a, b);
   return known ? *known : rate_of(a) == rate_of(b);
 }
 
 std::string difference(const OptimizerOptions& before, const OptimizerOptions& now) {
-  if (const auto rate = rate_of(now)) {
-    const auto with_rate = before.clone();
-    with_rate->set_lr(*rate);
-    if (equal(*with_rate, now)) return fmt::format("lr {}", *rate);
-  }
-  return describe(now);
+  const auto rate = rate_of(now);
+  if (!equal_in_all(before, now)) return fmt::format("lr {}", rate.value_or(NAN));
+  const auto with_rate = before.clone();
+  with_rate->set_lr(*rate);
+  return equal(*with_rate, now) ? fmt::format("lr {}", *rate) : describe(now);
 }
 
 }  // namespace

@@ -39,6 +39,7 @@ bool ShardedOptimizerBase::prepare_commit() {
   auto& state = *state_;
   if (!state.has_commit()) return false;
   state.commit.passed = false;
+  state.agreement.loaded.reset();  // newcomers have other options and states before; they get the job's
   const torch::NoGradGuard no_grad;
   state.require_known(*this);
   state.begin_step();

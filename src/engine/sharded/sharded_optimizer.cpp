@@ -41,7 +41,7 @@ std::vector<at::Tensor> ShardedOptimizerBase::State::unscaled_gradients(const Gr
     finite = found.item<int>() == 0;
   };
   time("optimizer-unscale-and-check-inf", 2, unscale, &group);
-  asked.met = true;
+  agreement.met = true;
   return gradients;
 }
 
@@ -63,7 +63,7 @@ int64_t ShardedOptimizerBase::State::count_zeros() const {
 }
 
 void ShardedOptimizerBase::State::await_readers() const {
-  if (shared() && !asked.met) group.barrier(label("before the update")).wait();
+  if (shared() && !agreement.met) group.barrier(label("before the update")).wait();
 }
 
 OptimizerState ShardedOptimizerBase::State::gather(const std::vector<StatePiece>& pieces,
@@ -75,7 +75,6 @@ OptimizerState ShardedOptimizerBase::State::gather(const std::vector<StatePiece>
 
 void ShardedOptimizerBase::State::load(const std::vector<StatePiece>& pieces, const OptimizerState& state) {
   load_state(group.rank(), pieces, *local, state, scaler ? &*scaler : nullptr);
-  asked.loaded = digest_of(state);
 }
 
 ShardedOptimizerBase::ShardedOptimizerBase(const ParamGroups& groups,
@@ -118,16 +117,15 @@ void ShardedOptimizerBase::adopt_changes() {
   }
 }
 
-// Elastic compares rates where ranks join, and a guarded update must not communicate.
 void ShardedOptimizerBase::agree_on_changes() {
   auto& state = *state_;
+  const auto loaded = std::exchange(state.agreement.loaded, std::nullopt);
   const auto all = state.everybody.value_or(state.group);
   if (all.size() == 1) return;
   const auto changed = changed_options(state.local->param_groups(), param_groups_);
   if (!changed.empty()) agree_on_options(all, state.name, changed);
-  const auto loaded = std::exchange(state.asked.loaded, std::nullopt);
   if (loaded) agree_on_loaded_state(all, state.name, *loaded);
-  state.asked.met = state.asked.met || loaded || !changed.empty();
+  state.agreement.met = state.agreement.met || loaded || !changed.empty();
 }
 
 // This rank's values change, and all ranks get them.
@@ -162,12 +160,12 @@ ShardedStep ShardedOptimizerBase::prepare_update(GradScaler* scaler, double max_
     if (result.updated && max_norm > 0) {
       state.time(
           "optimizer-clip-main-grad", 2, [&] { result.grad_norm = state.clip(gradients, max_norm); }, &state.group);
-      state.asked.met = true;
+      state.agreement.met = true;
     }
   }
   if (result.updated && state.log_num_zeros_in_grad) {
     result.num_zeros = state.count_zeros();
-    state.asked.met = true;
+    state.agreement.met = true;
   }
   return result;
 }
@@ -187,7 +185,7 @@ ShardedStep ShardedOptimizerBase::update_if_finite(GradScaler* scaler, double ma
 ShardedStep ShardedOptimizerBase::step_with(GradScaler* scaler, double max_norm) {
   state_->require_known(*this);
   ShardedStep result;
-  state_->asked.met = false;
+  state_->agreement.met = false;
   const auto whole = [&] {
     if (state_->has_commit()) {
       result = committed_step(scaler, max_norm);

@@ -43,12 +43,11 @@ struct ShardedOptimizerBase::State {
   };
   Commit commit{};
   bool computes_shares = false;  // Elastic computes one share of the batch after the other
-  struct Questions {
-    bool met = false;  // the step in progress has asked all ranks something, so that all are in it
-    std::optional<uint64_t>
-        loaded{};  // digest of the state that was loaded since the last step, which all must have in common
+  struct Agreement {
+    bool met = false;                  // the step in progress has asked all ranks something, so that all are in it
+    std::optional<uint64_t> loaded{};  // digest of a state that load_state_dict() got since the last step
   };
-  Questions asked{};
+  Agreement agreement{};
 
   State(std::string name, Group group) : name(std::move(name)), group(std::move(group)) {}
   virtual ~State() = default;

@@ -3,10 +3,12 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/utils.h>
+#include "engine/sharded/changed_options.h"
 
 #include <algorithm>
 #include <unordered_map>
 
+#include "engine/sharded/changed_options.h"
 #include "shoal/error.h"
 
 namespace shoal {
@@ -213,6 +215,7 @@ OptimizerState ShardedOptimizerCore::state_dict(std::optional<int> recipient) co
 void ShardedOptimizerCore::load_state_dict(const OptimizerState& state) {
   this->state().require_known(*this);
   this->state().load(this->state().state_pieces(), state);
+  this->state().agreement.loaded = digest_of(state);
 }
 
 }  // namespace shoal

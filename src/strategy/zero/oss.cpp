@@ -7,6 +7,7 @@
 
 #include "engine/gradients/forward_turns.h"
 #include "engine/gradients/local_gradients.h"
+#include "engine/sharded/changed_options.h"
 #include "engine/sharded/changed_values.h"
 #include "module/walk.h"
 #include "shoal/error.h"
@@ -149,6 +150,7 @@ OptimizerState OSSCore::state_dict(const torch::nn::Module& module, std::optiona
 void OSSCore::load_state_dict(const torch::nn::Module& module, const OptimizerState& state) {
   this->state().require_known(*this);
   this->state().load(this->state().pieces(module), state);
+  this->state().agreement.loaded = digest_of(state);
 }
 
 std::vector<std::vector<at::Tensor>> OSSCore::partition() const {

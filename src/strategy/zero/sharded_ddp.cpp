@@ -35,6 +35,7 @@ struct ShardedDataParallelCore::Sharding {
 
   void take(const ShardGroups& made);
   void agree_over_hosts() const;
+  void require_optimizers() const;
   bool other_dtype_or_device(size_t number) const { return watch.other_kind(number) && !watch.other_shape(number); }
 };
 
@@ -196,14 +197,16 @@ std::vector<int> ShardedDataParallelCore::share_gradients(std::vector<Gradient>&
   return owners;
 }
 
+void ShardedDataParallelCore::Sharding::require_optimizers() const {
+  if (!life->optimizer_ended) return;
+  throw UsageError(
+      "ShardedDataParallel: an OSS that it was made with is gone, and with it the owners of the gradients: keep the "
+      "optimizers as long as the wrapper");
+}
+
 void ShardedDataParallelCore::prepare() {
   auto& sharding = *sharding_;
-  if (sharding.life->optimizer_ended) {
-    throw UsageError(
-        "ShardedDataParallel: an OSS that it was made with is gone, and with it the owners of the gradients: keep the "
-        "optimizers "
-        "as long as the wrapper");
-  }
+  sharding.require_optimizers();
   if (sharding.groups.replicated() && state().no_sync_depth == 0) sharding.agree_over_hosts();
   bool trainable = false;
   bool kinds = false;
@@ -263,6 +266,7 @@ void ShardedDataParallelCore::refuse_changes() const {
 }
 
 void ShardedDataParallelCore::refresh_trainable() {
+  sharding_->require_optimizers();
   for (auto* optimizer : sharding_->optimizers) optimizer->refresh_trainable();
   share();
 }

@@ -9,9 +9,11 @@
 
 #include "shoal/decentralized.h"
 #include "shoal/error.h"
+#include "shoal/fsdp.h"
 #include "shoal/hooks.h"
 #include "shoal/megatron.h"
 #include "shoal/optimizer_in_backward.h"
+#include "shoal/zero.h"
 #include "tests/support/models.h"
 #include "tests/support/refusal.h"
 #include "tests/support/training.h"
@@ -179,28 +181,63 @@ TEST_F(Mismatch, BEY09_names_options_of_sharded_optimizers_that_were_changed_in_
   }
 }
 
+// Loads a state in which the odd rank has other momenta, on all ranks or on the odd one alone.
+template <class Load>
+void load_and_step(OptimizerState state, bool odd_alone, const Load& load, const std::function<void(int64_t)>& step,
+                   const std::string& name) {
+  step(0);
+  load(state);  // alike
+  step(1);
+  for (auto& [parameter, entry] : state) {
+    for (auto& [kind, tensor] : entry.tensors) tensor.mul_(odd_one() ? 2 : 1);
+  }
+  if (odd_one() || !odd_alone) load(state);
+  if (!odd_alone) return expect_named([&] { step(2); }, {"the loaded state of " + name, odd_name() + " has"});
+  const auto go_on = [&] {
+    step(2);
+    step(3);
+  };
+  EXPECT_THAT(refusal<DisagreeError>(go_on), AllOf(HasSubstr(odd_name()), HasSubstr("the loaded state of " + name)));
+}
+
 TEST_F(Mismatch, BEY09_names_loaded_states_of_sharded_optimizers_that_differ) {
-  for (const bool elsewhere : {false, true}) {
-    auto model = seeded(1);
-    DistributedOptimizer<torch::optim::SGD> optimizer(model, torch::optim::SGDOptions(0.1).momentum(0.9), of_all());
-    const auto step = [&](int64_t number) {
-      mean_loss(model->forward(batch(group().rank(), number))).backward();
-      optimizer.step();
-      optimizer.zero_grad();
+  const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+  for (const bool odd_alone : {false, true}) {
+    const auto stepping = [](auto& optimizer, auto forward) {
+      return [&optimizer, forward](int64_t number) {
+        mean_loss(forward(batch(group().rank(), number))).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      };
     };
-    step(0);
-    auto state = optimizer.state_dict();
-    optimizer.load_state_dict(state);
-    step(1);
-    for (auto& [name, entry] : state) {
-      for (auto& [kind, tensor] : entry.tensors) tensor.mul_(odd_one() ? 2 : 1);
+    {
+      auto model = seeded(1);
+      DistributedOptimizer<torch::optim::SGD> optimizer(model, sgd, of_all());
+      const auto step = stepping(optimizer, [&](const at::Tensor& x) { return model->forward(x); });
+      step(0);
+      load_and_step(
+          optimizer.state_dict(), odd_alone, [&](const OptimizerState& state) { optimizer.load_state_dict(state); },
+          step, "DistributedOptimizer");
     }
-    if (odd_one() || !elsewhere) optimizer.load_state_dict(state);
-    if (elsewhere) {
-      EXPECT_THAT(refusal<DisagreeError>([&] { step(2); }),
-                  HasSubstr(odd_name() + " called all_gather(1 x Long): agreement on the loaded state of"));
-    } else {
-      expect_named([&] { step(2); }, {"the loaded state of DistributedOptimizer", odd_name() + " has"});
+    {
+      FullyShardedDataParallel<MlpImpl> parallel(seeded(1), of_all());
+      FullyShardedOptimizer<torch::optim::SGD> optimizer(parallel, sgd);
+      const auto step = stepping(optimizer, [&](const at::Tensor& x) { return parallel.forward(x); });
+      step(0);
+      load_and_step(
+          optimizer.state_dict(), odd_alone, [&](const OptimizerState& state) { optimizer.load_state_dict(state); },
+          step, "FullyShardedOptimizer");
+    }
+    {
+      auto model = seeded(1);
+      const auto all = of_all();
+      OSS<torch::optim::SGD> optimizer(model->parameters(), sgd, all);
+      ShardedDataParallel<MlpImpl> parallel(model, optimizer, all);
+      const auto step = stepping(optimizer, [&](const at::Tensor& x) { return parallel.forward(x); });
+      step(0);
+      load_and_step(
+          optimizer.state_dict(*model), odd_alone,
+          [&](const OptimizerState& state) { optimizer.load_state_dict(*model, state); }, step, "OSS");
     }
   }
 }

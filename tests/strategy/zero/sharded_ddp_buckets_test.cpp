@@ -374,6 +374,7 @@ TEST(ShardedDdp, SDP08_a_forward_names_an_optimizer_that_has_gone) {
   optimizer.reset();
   EXPECT_THAT(refusal([&] { parallel.forward(batch(group().rank(), 1)); }),
               testing::HasSubstr("an OSS that it was made with is gone"));
+  EXPECT_THAT(refusal([&] { parallel.refresh_trainable(); }), testing::HasSubstr("an OSS that it was made with"));
 }
 
 }  // namespace
