@@ -11,7 +11,8 @@ namespace shoal {
 // Thread that ends flights, so that futures complete, dropped handles are released and peers get their messages while
 // this rank's own threads do something else. It starts with the first flight. It sleeps while there are no flights, and
 // otherwise until a peer has done something; operations that are waited for at once never wake it. A callback that it runs
-// may wait for other flights, which another thread ends meanwhile. Thread-safe.
+// may wait for other flights, which another thread ends meanwhile; so callbacks of several flights may run at the same time.
+// Thread-safe.
 class Progress {
  public:
   // memory: of this process, or nullptr.

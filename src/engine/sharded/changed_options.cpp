@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <type_traits>
 #include <typeinfo>
 
 #include "engine/sharded/changed_values.h"

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/utils.h>
-#include "engine/sharded/changed_options.h"
 
 #include <algorithm>
 #include <unordered_map>
